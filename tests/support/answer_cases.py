@@ -86,7 +86,7 @@ class Format:
     def read(self, text: str) -> tuple[str, list[tuple[str, Any]]]:
         """Return the text before the calls and the calls. Raises ValueError where their form is broken."""
         if not self.trigger:
-            head = rf'\s*(<\|python\|>|\{{\s*"name"\s*:\s*"({_ANY_NAME})"\s*,\s*"\w+"\s*:)'
+            head = rf'\s*(<\|python\|>|\{{\s*"name"\s*:\s*"({_ANY_NAME})"\s*,\s*"parameters"\s*:)'
             if not re.match(head, text):
                 return text, []
             return "", self._read_calls(text.lstrip().removeprefix(self.optional_mark))
@@ -140,9 +140,12 @@ MARKS = sorted(
 
 
 def reasoning(
-    token_id: Callable[[str], int | None], has_begun: bool, max_tokens: int | None = None
+    token_id: Callable[[str], int | None],
+    has_begun: bool,
+    max_tokens: int | None = None,
+    is_special: bool = False,
 ) -> ReasoningRule:
-    begin = None if has_begun else Mark(THINK, token_id(THINK))
+    begin = None if has_begun else Mark(THINK, token_id(THINK), is_special)
     return ReasoningRule(begin, Mark(END_THINK, token_id(END_THINK)), max_tokens)
 
 
@@ -164,7 +167,7 @@ def random_answer(r: random.Random, form: Format, has_begun: bool) -> str:
     thoughts = r.choice(["", "hm ", "a <call> or [CALL]? ", "<", "é🙂"])
     text = r.choice([thoughts + END_THINK + r.choice(["", "\n\n"]), ""])
     text = text if has_begun or not text else r.choice(["", "\n"]) + THINK + text
-    text += r.choice(["", "Let me see. ", "{", '{"name": ', "[CALL", "<call"])
+    text += r.choice(["", "", "", "", "Let me see. ", "{", '{"name": ', "[CALL", "<call"])
     if r.random() < 0.7:
         calls = [
             (r.choice(NAMES), json.dumps(r.choice(ARGUMENTS), ensure_ascii=False))

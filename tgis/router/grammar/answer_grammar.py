@@ -65,8 +65,7 @@ class _AnswerGrammar:
         end = self._token(rule.end.token_id)
         if rule.max_tokens == 0:
             return end
-        limit = "" if rule.max_tokens is None else f"[max_tokens={rule.max_tokens}]"
-        self._lines.append(f"thoughts{limit}: THOUGHTS")
+        self._lines.append(f"thoughts{_limit(rule)}: THOUGHTS")
         self._lines.append(f"THOUGHTS: {_any_but(_containing(rule.end.text))}")
         return f"thoughts {end}"
 
@@ -154,6 +153,14 @@ class _AnswerGrammar:
 
     def _token(self, token_id: int) -> str:
         return f"<[{self._number(token_id)}]>"
+
+
+def _limit(rule: ReasoningRule) -> str:
+    if rule.max_tokens is None:
+        return ""
+    # After a token that texts match too, the library does not count a first token of one byte.
+    is_late = rule.begin is not None and not rule.begin.is_special
+    return f"[max_tokens={max(rule.max_tokens - is_late, 1)}]"
 
 
 def _blank_head(head: str) -> str:

@@ -13,6 +13,8 @@ class Mark(NamedTuple):
     text: str
     token_id: int | None = None
     """Token that is the whole mark; None if the tokenizer has none."""
+    is_special: bool = False
+    """True if the tokenizer calls that token special."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class ReasoningRule:
     """Mark with which the model may begin to reason; None if the prompt has begun the reasoning."""
     end: Mark
     max_tokens: int | None = None
-    """Number of tokens after which `end` is forced; None for no limit. It needs marks that are tokens."""
+    """Number of tokens after which `end` is forced; None for no limit. It needs marks that are tokens. After
+    a `begin` that is not special, `end` may be forced one token earlier."""
 
 
 class CallRule(NamedTuple):
