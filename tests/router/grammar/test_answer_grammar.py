@@ -23,6 +23,7 @@ from tests.support.answer_cases import (
     reasoning,
     split_reasoning,
 )
+from tests.support.random_schemas import random_object
 from tgis.router.errors import RequestError
 from tgis.router.grammar.answer_rules import AnswerRules, CallRule
 from tgis.router.grammar.compiler import GrammarCompiler, Guided, read_constraint
@@ -144,7 +145,7 @@ def test_every_answer_is_what_its_rules_say(name: str, kind: str, is_required: b
             form.rules(is_required, token_id, allows_several),
         )
         grammar = COMPILER.compile(FREE, "", rules)
-        for _ in range(40):
+        for _ in range(30):
             answer = random_answer(r, form, has_begun and rules.reasoning is not None)
             # Marks may be spelt, though the model has tokens for them.
             text = wander(grammar, kind, [*token_ids(answer, kind if r.random() < 0.7 else "text")], r)
@@ -219,7 +220,10 @@ def test_a_constraint_begins_after_the_reasoning(
 
 
 @forms
-@pytest.mark.parametrize(("field", "text", "right", "wrong"), TEXTS)
+@pytest.mark.parametrize(
+    ("field", "text", "right", "wrong"),
+    [TEXTS[0], *(pytest.param(*text, marks=pytest.mark.slow) for text in TEXTS[1:])],
+)
 def test_the_answer_is_a_constrained_text_or_calls(
     name: str, kind: str, field: str, text: str, right: str, wrong: str
 ) -> None:
@@ -259,6 +263,27 @@ def test_a_budget_ends_the_reasoning(kind: str, has_begun: bool, budget: int) ->
         assert len(walk.allowed()) > 100
     is_exact = has_begun or kind == "special" or budget < 2
     assert lengths <= ({budget} if is_exact else {budget - 1, budget})
+
+
+def test_arguments_fit_random_schemas() -> None:
+    """Of several functions, each with a schema of its own; answers are written token by token at random."""
+    num_calls = 0
+    form, token_id = FORMATS["tags"], KINDS["added"][1]
+    for seed in range(40):
+        r = random.Random(seed)
+        schemas = {name: random_object(r) for name in NAMES}
+        rules = form.rules(True, token_id)
+        functions = tuple(
+            function._replace(schema=json.dumps(schemas[name].schema), is_strict=r.random() < 0.5)
+            for name, function in zip(NAMES, rules.functions, strict=True)
+        )
+        grammar = COMPILER.compile(FREE, "", AnswerRules(calls=replace(rules, functions=functions)))
+        for _ in range(5):
+            text = wander(grammar, "added", [], r)
+            _, calls = form.read(text) if text else ("", [])
+            assert all(schemas[name].fits(arguments) for name, arguments in calls), text
+            num_calls += len(calls)
+    assert num_calls > 150
 
 
 def test_tokens_are_those_of_the_rules() -> None:
