@@ -79,9 +79,9 @@ async def test_constraints_begin_after_the_reasoning(tmp_path: Path) -> None:
             (colour, "", {"red", "<think>hm</think>red"}),
             (colour, "<think>", {"hm</think>red"}),
             (colour, "<think>\n\n</think>\n\n", {"red"}),
-            ({"max_reasoning_tokens": 2}, "", {"red", "green", "<think>hm</think>red"}),
-            ({"max_reasoning_tokens": 2}, "<think>", {"hm</think>red", "hm</think>green"}),
-            ({"max_reasoning_tokens": 2, **colour}, "<think>", {"hm</think>red"}),
+            ({"max_reasoning_tokens": 3}, "", {"red", "green", "<think>hm</think>red"}),
+            ({"max_reasoning_tokens": 3}, "<think>", {"hm</think>red", "hm</think>green"}),
+            ({"max_reasoning_tokens": 3, **colour}, "<think>", {"hm</think>red"}),
         ):
             fields = {"chat_template_kwargs": {"opening": opening}} | fields
             status, answer = await post(chats.door, "/v1/chat/completions", {"messages": HELLO} | fields)

@@ -26,4 +26,5 @@ class OpenAiApi:
 
     def find_mark(self, text: str) -> Mark:
         """Return the mark of a text, with the token that is the whole text."""
-        return Mark(text, self.tokenizer.added_token_id(text))
+        token_id = self.tokenizer.added_token_id(text)
+        return Mark(text, token_id, token_id in self.tokenizer.special_ids)
