@@ -71,6 +71,27 @@ async def test_reasoning_is_separate(marks: str, tmp_path: Path) -> None:
             assert hidden == {"role": "assistant", "content": content, "refusal": None}
 
 
+async def test_chunks_count_the_tokens_of_their_choice(tmp_path: Path) -> None:
+    async with scripted_chats(tmp_path, THINKING, marks=MARKS) as chats:
+        num_tokens = len(chats.script("<think>hm</think>red"))
+        counts: dict[int, list[tuple[int, int]]] = {0: [], 1: []}
+        async for chunk in await chats.client.chat.completions.create(
+            model=MODEL,
+            messages=HELLO,
+            n=2,
+            stream=True,
+            extra_body={"stream_options": {"continuous_usage_stats": True}},
+        ):
+            assert chunk.usage is not None
+            assert chunk.usage.completion_tokens_details is not None
+            num_reasoning = chunk.usage.completion_tokens_details.reasoning_tokens or 0
+            counts[chunk.choices[0].index].append((chunk.usage.completion_tokens, num_reasoning))
+        for told in counts.values():
+            assert told == sorted(told)
+            assert told[0] == (0, 0)
+            assert told[-1] == (num_tokens, num_tokens - len("red") - 1)
+
+
 async def test_constraints_begin_after_the_reasoning(tmp_path: Path) -> None:
     colour: Any = {"structured_outputs": {"choice": ["red", "blue"]}}
     async with scripted_chats(tmp_path, THINKING, marks=MARKS) as chats:

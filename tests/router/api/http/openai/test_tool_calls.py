@@ -70,6 +70,13 @@ async def test_calls_are_read_from_the_text(are_marks: bool, tmp_path: Path) -> 
             assert (message["content"], reason) == (before.strip(), "tool_calls")
             assert [tuple(call[1:]) for call in message["calls"]] == [("weather", BONN), ("clock", UTC)]
             assert len(chunks) > 10, "arguments come as they are written"
+        for text in (
+            "almost <tool_call>\n{",
+            '<tool_call>\n{"name": "whether", "arguments": {}}\n</tool_call>',
+        ):
+            chats.script(text)
+            message, reason, _ = await stream(chats, **fields)
+            assert (message, reason) == ({"content": text, "calls": []}, "stop")
 
 
 async def test_choices(tmp_path: Path) -> None:
