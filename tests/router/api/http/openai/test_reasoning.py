@@ -73,6 +73,7 @@ async def test_reasoning_is_separate(marks: str, tmp_path: Path) -> None:
 
 async def test_chunks_count_the_tokens_of_their_choice(tmp_path: Path) -> None:
     async with scripted_chats(tmp_path, THINKING, marks=MARKS) as chats:
+        num_reasoned = len(chats.script("<think>hm</think>", ends=False))
         num_tokens = len(chats.script("<think>hm</think>red"))
         counts: dict[int, list[tuple[int, int]]] = {0: [], 1: []}
         async for chunk in await chats.client.chat.completions.create(
@@ -89,7 +90,7 @@ async def test_chunks_count_the_tokens_of_their_choice(tmp_path: Path) -> None:
         for told in counts.values():
             assert told == sorted(told)
             assert told[0] == (0, 0)
-            assert told[-1] == (num_tokens, num_tokens - len("red") - 1)
+            assert told[-1] == (num_tokens, num_reasoned)
 
 
 async def test_constraints_begin_after_the_reasoning(tmp_path: Path) -> None:
