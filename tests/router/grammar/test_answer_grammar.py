@@ -4,13 +4,10 @@ import itertools
 import json
 import random
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 
-import numpy as np
 import pytest
-import pytest_asyncio
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher
 
 from tests.support.answer_cases import (
     ARGUMENTS,
@@ -23,40 +20,12 @@ from tests.support.answer_cases import (
     reasoning,
     split_reasoning,
 )
+from tests.support.answer_walks import FIRST, KINDS, Walk, takes, token_ids, token_of, wander
 from tests.support.random_schemas import random_object
-from tgis.router.errors import RequestError
-from tgis.router.grammar.answer_rules import AnswerRules, CallRule
-from tgis.router.grammar.compiler import GrammarCompiler, Guided, read_constraint
-from tgis.router.grammar.worker import FREE, ByteVocabulary, Compiler
+from tgis.router.grammar.answer_rules import AnswerRules
+from tgis.router.grammar.worker import FREE, Compiler
 
-END = 256
-FIRST = 257
-MAX_BYTES = 1 << 16
 COMPILER = Compiler()
-
-
-class Vocabulary(ByteVocabulary):
-    """All bytes, an end, and the tokens of marks, which texts match too unless they `are_special`."""
-
-    def __init__(self, are_special: bool) -> None:
-        super().__init__()
-        self.tokens = (*self.tokens, *(mark.encode() for mark in MARKS))
-        self.special_token_ids = (END, *(range(FIRST, len(self.tokens)) if are_special else ()))
-
-
-def token_of(mark: str) -> int:
-    return FIRST + MARKS.index(mark)
-
-
-def no_token(mark: str) -> None:
-    return None
-
-
-KINDS: dict[str, tuple[LLTokenizer, Callable[[str], int | None]]] = {
-    "special": (LLTokenizer(TokenizerWrapper(Vocabulary(True))), token_of),
-    "added": (LLTokenizer(TokenizerWrapper(Vocabulary(False))), token_of),
-    "text": (LLTokenizer(TokenizerWrapper(ByteVocabulary())), no_token),
-}
 # One format of each kind of marks; `make test-all` tries all pairs.
 FAST = {("tags", "added"), ("array", "special"), ("section", "special"), ("names", "text"), ("bare", "added")}
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -67,68 +36,6 @@ forms = pytest.mark.parametrize(
         for pair in itertools.product(FORMATS, KINDS)
     ],
 )
-
-
-def token_ids(text: str, kind: str) -> Iterator[int]:
-    """Yield the tokens of a text, in which marks are tokens if the model has them."""
-    pattern = f"({'|'.join(map(re.escape, MARKS))})"
-    for part in [text] if kind == "text" else re.split(pattern, text):
-        yield from [token_of(part)] if part in MARKS and kind != "text" else part.encode()
-
-
-def spell(ids: list[int]) -> str:
-    marks = {token_of(mark): mark.encode() for mark in MARKS}
-    return b"".join(marks.get(i) or bytes([i]) for i in ids).decode(errors="replace")
-
-
-class Walk:
-    """Follows a grammar token by token."""
-
-    def __init__(self, grammar: str, kind: str) -> None:
-        self._matcher = LLMatcher(KINDS[kind][0], grammar, log_level=0)
-        assert not self._matcher.is_error(), self._matcher.get_error()
-        self.ids: list[int] = []
-
-    @property
-    def may_end(self) -> bool:
-        return self._matcher.is_accepting()
-
-    def allowed(self) -> set[int]:
-        if self._matcher.is_stopped():
-            return set()
-        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        return {*np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()} - {END}
-
-    def push(self, token_id: int) -> None:
-        assert self._matcher.consume_token(token_id)
-        self.ids.append(token_id)
-
-
-def takes(grammar: str, text: str, kind: str) -> bool:
-    walk = Walk(grammar, kind)
-    for token_id in token_ids(text, kind):
-        if token_id not in walk.allowed():
-            return False
-        walk.push(token_id)
-    return walk.may_end
-
-
-def wander(grammar: str, kind: str, intent: list[int], r: random.Random) -> str | None:
-    """Write what a model intends as far as the grammar allows it, else any token. Return None if the text
-    does not end."""
-    walk = Walk(grammar, kind)
-    for _ in range(600):
-        allowed = walk.allowed()
-        while intent and intent[0] not in allowed and r.random() < 0.6:
-            intent.pop(0)
-        if intent and intent[0] in allowed:
-            walk.push(intent.pop(0))
-        elif walk.may_end and (not intent or not allowed):
-            return spell(walk.ids)
-        else:
-            usual = sorted(allowed.intersection(b'"}]:0 a\n,'))
-            walk.push(r.choice(usual if usual and r.random() < 0.7 else sorted(allowed)))
-    return None
 
 
 @forms
@@ -294,111 +201,3 @@ def test_tokens_are_those_of_the_rules() -> None:
     ids = {int(found) for found in re.findall(r"<\[(\d+)\]>", grammar)}
     used = ["</think>", form.trigger, *form.marks]
     assert ids == {151_600 + MARKS.index(mark) for mark in used}
-
-
-@pytest_asyncio.fixture
-async def grammars() -> AsyncIterator[GrammarCompiler]:
-    grammars = GrammarCompiler()
-    yield grammars
-    grammars.close()
-
-
-def functions(*schemas: object, is_strict: bool = True) -> tuple[CallRule, ...]:
-    rules = FORMATS["tags"].rules(False, token_of)
-    return tuple(
-        rules.functions[0]._replace(
-            head=f'{{"name": "f{i}", "arguments": ',
-            schema=json.dumps(schema),
-            is_strict=is_strict,
-            field=f"tools[{i}].function.parameters",
-        )
-        for i, schema in enumerate(schemas)
-    )
-
-
-def guided(
-    *schemas: object, is_strict: bool = True, field: str = "", text: str = "", budget: int | None = None
-) -> Guided:
-    calls = replace(
-        FORMATS["tags"].rules(False, token_of), functions=functions(*schemas, is_strict=is_strict)
-    )
-    rules = AnswerRules(reasoning(token_of, True, budget), calls if schemas else None)
-    return Guided(field, text, answer=rules)
-
-
-OBJECT = {"type": "object"}
-UNSUPPORTED = {"type": "object", "properties": {"a": {"type": "string", "contentEncoding": "base64"}}}
-UNSUPPORTED["minProperties"] = UNSUPPORTED["patternProperties"] = UNSUPPORTED["propertyNames"] = {}
-IMPOSSIBLE = {"type": "object", "properties": {"a": {"$ref": "#/$defs/none"}}}
-REFUSED = [
-    (guided(OBJECT, IMPOSSIBLE), "tools[1].function.parameters is not valid: "),
-    (guided(OBJECT, OBJECT, {"type": "strange"}), "tools[2].function.parameters is not valid: Invalid type"),
-    (guided(OBJECT, {"not": {"type": "string"}}), "tools[1].function.parameters is not valid: "),
-    (guided(OBJECT, {"$ref": "http://127.0.0.1:9/x"}, is_strict=False), "tools[1].function.parameters is "),
-    (guided(OBJECT, {"enum": ["x" * MAX_BYTES]}), f"tools must not be more than {MAX_BYTES} UTF8 bytes"),
-    (guided(OBJECT, field="regex", text="(a"), "regex is not valid: unclosed group"),
-    (guided(OBJECT, field="regex", text="a" * MAX_BYTES), "tools must not be more than"),
-    (guided(field="json_schema", text="{"), "json_schema is not valid: "),
-    (guided(*[{"type": "integer", "multipleOf": 999_983 + i} for i in range(9)]), "tools"),
-]
-
-
-async def test_refusals_name_the_field_that_is_wrong(grammars: GrammarCompiler) -> None:
-    for asked, expected in REFUSED:
-        with pytest.raises(RequestError) as error:
-            await text_of(grammars, asked)
-        assert str(error.value).startswith(expected)
-        assert str(error.value).isprintable()
-        assert len(str(error.value)) < 260
-
-
-async def text_of(grammars: GrammarCompiler, asked: Guided) -> str:
-    constraint = read_constraint(asked, MAX_BYTES)
-    assert constraint is not None
-    grammar = await grammars.compile(constraint)
-    has_calls = asked.answer is not None and asked.answer.calls is not None
-    assert grammar.field == (asked.field or ("tools" if has_calls else "max_reasoning_tokens"))
-    return grammar.text
-
-
-async def test_schemas_that_are_not_strict_may_have_what_is_not_supported(grammars: GrammarCompiler) -> None:
-    schema = {**OBJECT, "properties": {"a": {"type": "string"}}, "not": {"required": ["b"]}}
-    grammar = await text_of(grammars, guided(schema, is_strict=False))
-    call = '<call>\n{"name": "f0", "arguments": {"a": %s}}\n</call>'
-    assert takes(grammar, "hm</think>" + call % '"x"', "added")
-    assert not takes(grammar, "hm</think>" + call % "1", "added")
-    with pytest.raises(RequestError):
-        await text_of(grammars, guided(schema))
-
-
-async def test_rules_are_part_of_what_is_remembered(grammars: GrammarCompiler) -> None:
-    texts = [
-        await text_of(grammars, asked)
-        for asked in (
-            guided(OBJECT),
-            guided(OBJECT, budget=7),
-            guided(OBJECT, budget=8),
-            guided(SCHEMA),
-            guided(OBJECT, field="regex", text="a"),
-            Guided("regex", "a"),
-            guided(budget=8),
-        )
-    ]
-    assert len(set(texts)) == len(texts)
-    assert await text_of(grammars, guided(OBJECT, budget=8)) == texts[2]
-
-
-async def test_as_many_functions_as_a_request_may_have(grammars: GrammarCompiler) -> None:
-    schemas = [
-        {
-            "type": "object",
-            "description": f"function {i}",
-            "properties": {f"p{i}": {"type": "string"}, "n": {"type": "integer"}, "a": {"type": "array"}},
-            "required": [f"p{i}"],
-        }
-        for i in range(128)
-    ]
-    grammar = await text_of(grammars, guided(*schemas, is_strict=False))
-    call = '</think><call>\n{"name": "f%d", "arguments": {"p%d": "x"}}\n</call>'
-    assert takes(grammar, call % (127, 127), "special")
-    assert not takes(grammar, call % (12, 13), "special")

@@ -21,7 +21,7 @@ _LAST_KEY = re.compile(r'("[^"]*")\s*:\s*$')
 def write_answer_grammar(rules: AnswerRules, text_grammar: str | None, number: Callable[[int], int]) -> str:
     """Return the grammar of an answer whose text, which is neither reasoning nor calls, follows
     `text_grammar`, or is free. `number` maps the ids of the marks' tokens to those that the grammar has.
-    Raises InvalidGrammarError and RecursionError if a schema of the rules cannot be read."""
+    Raises InvalidGrammarError if a schema of the rules cannot be read."""
     grammar = _AnswerGrammar(rules, text_grammar is not None, number).write()
     if text_grammar is None:
         return grammar
@@ -42,9 +42,7 @@ class _AnswerGrammar:
         before = self._reasoning(reasoning) if reasoning else ""
         if calls is not None:
             self._calls(calls)
-        after = self._text_or_calls(calls) if calls else f"{self._blanks} @text"
-        if calls is None and not self._has_text_grammar:
-            after = self._free_text()
+        after = self._text_or_calls(calls) if calls else self._text()
         return "\n".join([f"{HEADER}start: {before} ({after})", r"BLANKS: /[ \t\r\n]{1,8}/", *self._lines])
 
     def _reasoning(self, rule: ReasoningRule) -> str:
@@ -112,6 +110,9 @@ class _AnswerGrammar:
         begins = f"/{ANYTHING}{_quote(rules.trigger.text)}/"
         self._lines.append(f"before_calls[lazy]: {' & '.join([begins, *map(_not, self._no_begins())])}")
         return f"{text} | before_calls rest"
+
+    def _text(self) -> str:
+        return f"{self._blanks} @text" if self._has_text_grammar else self._free_text()
 
     def _free_text(self) -> str:
         """Write and return a text that holds nothing that begins another part."""

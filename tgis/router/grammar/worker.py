@@ -128,14 +128,21 @@ def _try(grammar: str, tokenizer: LLTokenizer) -> None:
         matcher.consume_token(r.choice(allowed))
 
 
+def _cpu_limit_s(rules: AnswerRules | None) -> float:
+    if rules is None:
+        return CPU_LIMIT_S
+    # The text's constraint is compiled alone, and as a part of the answer's grammar.
+    num_functions = len(rules.calls.functions) if rules.calls else 0
+    return 2 * CPU_LIMIT_S + num_functions * CPU_LIMIT_FOR_FUNCTION_S
+
+
 def _answer_all(requests: BinaryIO, answers: BinaryIO) -> None:
     compiler = Compiler()
     for line in requests:
         kind, text, plain_rules = json.loads(line)
         rules = msgspec.convert(plain_rules, AnswerRules | None)
-        num_functions = len(rules.calls.functions) if rules and rules.calls else 0
         # The default action of its signal ends the process, whatever code is running.
-        signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S + num_functions * CPU_LIMIT_FOR_FUNCTION_S)
+        signal.setitimer(signal.ITIMER_PROF, _cpu_limit_s(rules))
         try:
             answer = {"grammar": compiler.compile(kind, text, rules)}
         except InvalidGrammarError as error:
