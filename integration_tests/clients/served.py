@@ -38,10 +38,9 @@ CHAT_TEMPLATE = """\
 {%- endfor %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}
-{%- if enable_thinking %}{{- '<think>\\n' }}{% endif %}
-{%- if enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{{- '<think>\\n' if enable_thinking else '<think>\\n\\n</think>\\n\\n' }}
 {%- endif %}"""
-FLAGS = ["--dtype", "float32", "--max-sequence-length", str(MAX_SEQUENCE_LENGTH), "--http-api", "openai"]
+FLAGS = ["--dtype", "float32", "--http-api", "openai"]
 
 
 def write_served_model(directory: Path) -> Oracle:
@@ -64,7 +63,9 @@ def write_served_model(directory: Path) -> Oracle:
 
 
 @contextmanager
-def launch_served(directory: Path, *flags: str) -> Iterator[tuple[Served, Client]]:
+def launch_served(
+    directory: Path, *flags: str, max_sequence_length: int = MAX_SEQUENCE_LENGTH
+) -> Iterator[tuple[Served, Client]]:
     """Launch the service for a model made in `directory`, with a key for the clients and an adapter."""
     model = directory / "model"
     oracle = write_served_model(model)
@@ -78,9 +79,10 @@ def launch_served(directory: Path, *flags: str) -> Iterator[tuple[Served, Client
         f"{ADAPTER}={directory / ADAPTER}",
     ]
     completions, chats = expected_completions(oracle), expected_chats(oracle, model)
+    names += ["--max-sequence-length", str(max_sequence_length)]
     for client in serve(model, *FLAGS, *names, "--auth-tokens-path", str(keys), *flags):
         url = f"{client.service.http}/v1"
-        yield Served(url, API_KEY, MODEL, str(model), MAX_SEQUENCE_LENGTH, completions, chats), client
+        yield Served(url, API_KEY, MODEL, str(model), max_sequence_length, completions, chats), client
 
 
 def expected_completions(oracle: Oracle) -> list[Completion]:

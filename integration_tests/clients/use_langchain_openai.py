@@ -18,7 +18,6 @@ from integration_tests.clients.expectations import Check, Served, run
 from integration_tests.clients.tools_for_models import Clock, Forecast
 
 QUESTION = "once upon a time"
-NO_THOUGHT = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
 class Verdict(pydantic.BaseModel):
@@ -72,7 +71,7 @@ def answers_have_a_schema(served: Served) -> None:
 
 
 def tools_are_bound(served: Served) -> None:
-    model = connect(served, temperature=1, seed=5, max_tokens=400, extra_body=NO_THOUGHT)
+    model = connect(served, temperature=1, seed=5, max_tokens=400)
     bound = model.bind_tools([Forecast, Clock], tool_choice="any", strict=True)
     answer = bound.invoke(QUESTION)
     assert isinstance(answer, AIMessage)
@@ -83,7 +82,7 @@ def tools_are_bound(served: Served) -> None:
     assert [(call["name"], call["args"]) for call in streamed.tool_calls] == [
         (call["name"], call["args"]) for call in answer.tool_calls
     ]
-    verdict = connect(served, seed=5, temperature=1, extra_body=NO_THOUGHT).with_structured_output(
+    verdict = connect(served, seed=5, temperature=1).with_structured_output(
         Verdict, method="function_calling"
     )
     assert isinstance(verdict.invoke(QUESTION), Verdict)
@@ -107,7 +106,7 @@ def an_agent_answers_with_its_tools(served: Served) -> None:
 
     def ask(state: MessagesState) -> dict[str, Any]:
         choice = "none" if called else "required"
-        model = connect(served, temperature=1, seed=6, max_tokens=200, extra_body=NO_THOUGHT)
+        model = connect(served, temperature=1, seed=6, max_tokens=200)
         bound = model.bind_tools([forecast], tool_choice=choice, parallel_tool_calls=False, strict=True)
         return {"messages": [bound.invoke(state["messages"])]}
 

@@ -8,7 +8,7 @@ import openai
 import pydantic
 
 from integration_tests.clients.expectations import Check, Completion, Served, is_close, run
-from integration_tests.clients.openai_tools import TOOL_CHECKS, connect
+from integration_tests.clients.openai_tools import LONG_CHECKS, TOOL_CHECKS, connect
 
 Create = Callable[..., Any]
 
@@ -316,4 +316,4 @@ CHECKS: list[Check] = [
 ]
 
 if __name__ == "__main__":
-    run(CHECKS)
+    run([*CHECKS, *LONG_CHECKS])
