@@ -36,8 +36,10 @@ class Result:
     spec: SequenceSpec
     text: list[str] = field(default_factory=list)
     tokens: list[TokenDetail] = field(default_factory=list)
+    """Details of the tokens, if the call asked for them."""
     input_tokens: tuple[TokenDetail, ...] = ()
     last: Output | None = None
+    token_ids: list[int] = field(default_factory=list)
 
     def add(self, output: InputTokens | Output) -> None:
         if isinstance(output, InputTokens):
@@ -45,7 +47,10 @@ class Result:
             return
         self.text.append(output.text)
         self.last = output
-        if output.token is not None and self.spec.details.generated_tokens:
+        if output.token is None:
+            return
+        self.token_ids.append(output.token.token_id)
+        if self.spec.details.generated_tokens:
             self.tokens.append(output.token)
 
 
