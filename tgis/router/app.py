@@ -81,7 +81,7 @@ class _Router:
         """Wire all parts, without waiting for anything: the HTTP app last, because its routes may need any of
         them. The event loop must run. Raises StartupError."""
         self._config = config
-        self._metrics = Metrics(_metric_limits(config))
+        self._metrics = Metrics(_metric_limits(config), _names(config)[0] if config.metrics_alias else None)
         self._tracing = open_tracing(config.otlp_endpoint, config.otlp_service_name or SERVICE_NAME)
         self._grammar_compiler = GrammarCompiler()
         self._health = Health(SERVICE)
@@ -130,12 +130,11 @@ class _Router:
         if not self._config.http_api:
             return None
         config, engine = self._config, self._engine.handle
-        names = served_names(config.served_model_name, config.tokenizer_path)
         api = OpenAiApi(
             self._service,
             self._renderer,
             Models(
-                names,
+                _names(config),
                 config.max_sequence_length,
                 adapter_ids=lambda: engine.info().preloaded_adapter_ids,
             ),
@@ -264,6 +263,11 @@ class _Router:
     async def _stop_ports(self, timeout_s: float) -> None:
         """Refuse new calls, and cut those that are left after the time limit."""
         await asyncio.gather(self._server.stop(timeout_s), self._http.stop(timeout_s))
+
+
+def _names(config: RouterConfig) -> tuple[str, ...]:
+    """Return the names of the served model. Raises StartupError."""
+    return served_names(config.served_model_name, config.tokenizer_path)
 
 
 def _metric_limits(config: RouterConfig) -> MetricLimits:
