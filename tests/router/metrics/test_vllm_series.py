@@ -20,7 +20,9 @@ from tests.support.router.model_of_contents import Library, adapter
 from tests.support.router.router_process import Setup, start_router, stop_router
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import shard_pb2
+from tgis.router.events import Timings
 from tgis.router.metrics.metric_types import Histogram
+from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.metrics.vllm_series import HistogramView
 
 MODEL, ADAPTER = "small/model", "german"
@@ -266,6 +268,19 @@ def test_texts_of_one_prompt_are_one_request(watched: Watched) -> None:
     assert watched.value("vllm:request_params_n_bucket", le="2.0") == texts - 3
     longest = watched.value("vllm:request_max_num_generation_tokens_sum")
     assert longest == sum(watched.num_generated) - 2 * 4
+
+
+def test_the_longest_text_of_an_input_counts() -> None:
+    """Whatever the order in which the texts end; an input with a text that does not end counts nowhere."""
+    vllm = Metrics(MetricLimits(64, 32, 4), MODEL).vllm
+    assert vllm is not None
+    call = vllm.call(3)
+    for index, length in ((4, 9), (0, 4), (2, 7), (6, 30), (3, 12), (1, 2), (5, 1), (7, 31)):
+        call.finish(index, 5, length, Timings(0.0, 0.1, 0.2))
+    buckets, total = vllm.request_max_num_generation_tokens.read((5, 10, 20))
+    assert buckets == [("5.0", 0), ("10.0", 1), ("20.0", 2), ("+Inf", 2)]
+    assert total == 7 + 12
+    assert vllm.request_prompt_tokens.count == 8
 
 
 def test_ends_by_reason(watched: Watched) -> None:
