@@ -13,6 +13,7 @@ from integration_tests.deployment.monitoring.watched import MAX_CONCURRENT, Watc
 from integration_tests.support.served_models import FLAGS, write_fallback
 from integration_tests.support.service import launch
 from scripts.prometheus import Prometheus
+from scripts.prometheus import promtool as run_promtool
 
 pytestmark = pytest.mark.deploy
 
@@ -20,6 +21,10 @@ MODEL = "org/small-model"
 QUERIES = Path(__file__).parent / "vllm_queries.yaml"
 INTERVAL = "30s"  # as long as the traffic, and more
 ROUNDS = 4
+COMPLAINTS = {
+    "metric names should not contain ':'",
+    'non-counter metrics should not have "_total" suffix',
+}  # of promtool, about names that are vLLM's
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +84,11 @@ def test_counts_under_both_names_agree(aliased: Watched) -> None:
     ):
         [found], [expected] = answer(aliased, vllms), answer(aliased, ours)
         assert found == expected > 0, vllms
+
+
+def test_promtool_has_nothing_against_a_scrape_but_vllms_names(aliased: Watched) -> None:
+    checked = run_promtool("check", "metrics", text=aliased.scrape())
+    complaints = {line.partition(" ")[2] for line in checked.stdout.splitlines()}
+    assert complaints == COMPLAINTS
+    named = {line.partition(" ")[0] for line in checked.stdout.splitlines()}
+    assert all(name.startswith("vllm:") for name in named)
