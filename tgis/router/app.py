@@ -130,11 +130,12 @@ class _Router:
         if not self._config.http_api:
             return None
         config, engine = self._config, self._engine.handle
+        names = served_names(config.served_model_name, config.tokenizer_path)
         api = OpenAiApi(
             self._service,
             self._renderer,
             Models(
-                _names(config),
+                names,
                 config.max_sequence_length,
                 adapter_ids=lambda: engine.info().preloaded_adapter_ids,
             ),
@@ -265,11 +266,6 @@ class _Router:
         await asyncio.gather(self._server.stop(timeout_s), self._http.stop(timeout_s))
 
 
-def _names(config: RouterConfig) -> tuple[str, ...]:
-    """Return the names of the served model. Raises StartupError."""
-    return served_names(config.served_model_name, config.tokenizer_path)
-
-
 def open_metrics(config: RouterConfig) -> Metrics:
     """Return the metrics of a router. Raises StartupError."""
     assert config.max_sequence_length is not None, "the launcher says how long a sequence may be"
@@ -277,7 +273,9 @@ def open_metrics(config: RouterConfig) -> Metrics:
     usual = OPENAI.max_new_tokens if config.http_api else FMAAS.max_new_tokens
     most = min(config.max_new_tokens or usual or room, room)
     limits = MetricLimits(config.max_sequence_length, most, config.max_batch_size)
-    return Metrics(limits, _names(config)[0] if config.metrics_alias else None)
+    if not config.metrics_alias:
+        return Metrics(limits)
+    return Metrics(limits, served_names(config.served_model_name, config.tokenizer_path)[0])
 
 
 def _log_ports(config: RouterConfig, grpc_port: int, http_port: int, api_port: int | None) -> None:
