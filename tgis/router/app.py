@@ -93,7 +93,8 @@ class _Router:
         self._has_given_up = False
         self._tokenizer = Tokenizer(Path(config.tokenizer_path), config.tokenization_workers)
         self._vocabulary = cache(partial(Vocabulary, self._tokenizer, config.output_special_tokens))
-        self._vocabulary(True)  # refuses an unsupported kind of tokenizer before the shards have loaded
+        # An unsupported kind of tokenizer is refused before the shards have loaded.
+        self._vocabulary(True, frozenset())
         self._engine = open_engine(config, self._metrics, self._health.set)
         self._limits = _limits(config)
         self._service = self._build_service()
@@ -139,7 +140,7 @@ class _Router:
                 config.max_sequence_length,
                 adapter_ids=lambda: engine.info().preloaded_adapter_ids,
             ),
-            self._vocabulary(True),
+            self._vocabulary(True, frozenset()),
             self._limits,
         )
         return openai_routes(api)
@@ -174,7 +175,8 @@ class _Router:
                     return
                 info = self._engine.handle.info()
                 _check_vocabulary(info, self._tokenizer)
-                self._vocabulary(not info.is_encoder_decoder)  # so that the first request need not wait
+                # The first request need not wait for it.
+                self._vocabulary(not info.is_encoder_decoder, frozenset())
                 _open_grpc_port(self._server, config.bind, grpc_port, self._certificates)
                 await self._server.start()
                 api_port = await stack.enter_async_context(self._http.serve_api())

@@ -1,5 +1,6 @@
 """Rendered chats are those of transformers, for templates in the manner of published families."""
 
+import asyncio
 import subprocess
 import sys
 from collections import Counter
@@ -8,9 +9,10 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from tests.support.chats import FAMILIES, SPECIAL_TOKENS, Reference, random_chats, template_text
+from tgis.process import worker_pool
 from tgis.router.chat.renderer import NO_TEMPLATE, Chat, ChatRenderer
 from tgis.router.chat.template import ChatTemplate
-from tgis.router.errors import QuotingError, RequestError
+from tgis.router.errors import OverloadedError, QuotingError, RequestError
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 
 Make = Callable[..., ChatRenderer]
@@ -148,3 +150,31 @@ async def test_failures_and_times_are_counted() -> None:
         'tgi_chat_template_failure_total{err="template"} 2.0',
     }
     assert "tgi_chat_template_duration_count 4.0\n" in told
+
+
+async def test_chats_of_owners_take_turns(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One owner's many slow chats keep another's waiting for a turn, and only its own are refused."""
+    monkeypatch.setattr(worker_pool, "MAX_WAITING", 20)
+    slow = "{% for i in range(500) %}{% for j in range(500) %}{% endfor %}{% endfor %}"
+    renderer = make(f"{{% if messages|length > 1 %}}{slow}{{% endif %}}x")
+    ends: list[str] = []
+
+    async def ask(owner: str, num_messages: int) -> str:
+        try:
+            return await renderer.render(Chat(HELLO * num_messages), owner)
+        except OverloadedError:
+            return "refused"
+        finally:
+            ends.append(owner)
+
+    await ask("one", 1)
+    many = [asyncio.create_task(ask("many", 2)) for _ in range(30)]
+    await asyncio.sleep(0)
+    gone = asyncio.create_task(ask("gone", 2))
+    await asyncio.sleep(0)
+    gone.cancel()
+    assert [await ask("few", 1) for _ in range(3)] == ["x"] * 3
+    found = Counter(await asyncio.gather(*many))
+    assert 10 <= found["refused"] <= 12, "two are rendered while the others wait"
+    served = [owner for owner in ends[found["refused"] :] if owner != "gone"]
+    assert max(at for at, owner in enumerate(served) if owner == "few") < 12

@@ -5,6 +5,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,13 @@ async def open_http_door(
     write_tokenizer(directory, VOCAB_SIZE)
     async with open_scene(directory, False, info) as scene:
         tokenizer, compiler = Tokenizer(directory, 1), GrammarCompiler()
-        handle, vocabulary = RecordingHandle(scene.handle), Vocabulary(tokenizer)
+        handle, vocabularies = RecordingHandle(scene.handle), cache(partial(Vocabulary, tokenizer, False))
+        vocabulary = vocabularies(True, frozenset())
         service = GenerationService(
             handle,  # type: ignore[arg-type]
             Validator(tokenizer, limits, compiler, scene.metrics, handle.info),
             tokenizer,
-            lambda _: vocabulary,
+            vocabularies,
             ConcurrencyLimit(2),
             Accounting(scene.metrics, tracing or Tracing(), 0),
         )

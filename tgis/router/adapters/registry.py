@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import grpc
 
@@ -145,21 +146,31 @@ class AdapterRegistry:
 
     async def _find(self, kind: AdapterKind, adapter_id: str) -> AdapterInfo:
         limit_s = self.residency.caches[kind].limit_s
-
-        async def find() -> AdapterInfo:
-            async with asyncio.timeout(limit_s), self._slots:
-                return await self.residency.shards.find(kind, adapter_id, limit_s)
-
+        find = partial(self._find_in_time, kind, adapter_id, limit_s)
         try:
             return await self.residency.ask(find)
-        except TimeoutError:
-            logger.warning("finding the %s %r took more than %s s", kind.label, adapter_id, limit_s)
-            raise AdapterCallError(grpc.StatusCode.DEADLINE_EXCEEDED, TIMEOUT) from None
         except AdapterCallError as error:
+            if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                logger.warning("finding the %s %r took more than %s s", kind.label, adapter_id, limit_s)
             # There is no room for a copy. Copies of idle adapters only save a load, so they can go.
             if error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED or not await self.residency.drop_idle():
                 raise
             return await self.residency.ask(find)
+
+    async def _find_in_time(self, kind: AdapterKind, adapter_id: str, limit_s: float) -> AdapterInfo:
+        """Find an adapter. The time limit includes the wait for those before it. A shard that has stopped
+        answering raises ShardsLostError, because then the limit says nothing about the adapter."""
+        shards, deadline = self.residency.shards, time.monotonic() + limit_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._slots.acquire()
+        except TimeoutError:
+            await shards.check_alive([0])
+            raise AdapterCallError(grpc.StatusCode.DEADLINE_EXCEEDED, TIMEOUT) from None
+        try:
+            return await shards.find(kind, adapter_id, deadline - time.monotonic())
+        finally:
+            self._slots.release()
 
     async def _preload(self, adapter_id: str) -> None:
         if adapter_id not in self._pinned:

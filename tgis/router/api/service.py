@@ -64,6 +64,7 @@ class _Admitted(NamedTuple):
     ticket: Ticket
     params: CallParameters
     specs: list[SequenceSpec]
+    vocabulary: Vocabulary
 
 
 class GenerationService:
@@ -72,11 +73,12 @@ class GenerationService:
         engine: EngineHandle,
         validator: Validator,
         tokenizer: Tokenizer,
-        vocabulary: Callable[[bool], Vocabulary],
+        vocabulary: Callable[[bool, frozenset[int]], Vocabulary],
         tokenize_concurrency: ConcurrencyLimit,
         accounting: Accounting,
     ) -> None:
-        """`vocabulary` returns that of texts which continue their input, or do not."""
+        """`vocabulary` returns that of texts which continue their input, or do not, and which show some
+        special tokens."""
         self._engine, self._validator, self._accounting = engine, validator, accounting
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         self._tokenize_concurrency = tokenize_concurrency
@@ -154,11 +156,12 @@ class GenerationService:
             if call.refusal:
                 raise RequestError(call.refusal)
             params = validator.check(call)
-            grammar = await validator.compile(params)
+            grammar = await validator.compile(call, params)
             lease = await engine.lease(ticket, call.prefix_id, call.adapter_id, account.request_id)
             specs = await validator.specs(call, params, grammar, lease, account.request_id)
             account.accept(params, specs)
-            yield _Admitted(account, ticket, params, specs)
+            vocabulary = self._vocabulary(not self.is_encoder_decoder, call.shown_special_ids)
+            yield _Admitted(account, ticket, params, specs, vocabulary)
         finally:
             engine.release(ticket)
             self._num_admitted -= 1
@@ -174,7 +177,7 @@ class GenerationService:
 
     async def _generate(self, admitted: _Admitted, index: int, record: Record) -> Outputs:
         engine = self._engine
-        text = TextStream(self._vocabulary(not self.is_encoder_decoder), admitted.params.stops)
+        text = TextStream(admitted.vocabulary, admitted.params.stops)
         sequence_id = engine.open(admitted.ticket, admitted.specs[index], text)
         num_generated = 0
         try:

@@ -135,10 +135,10 @@ class Validator:
         eos = info.eos_token_ids or frozenset(() if default is None else (default,))
         return check_parameters(call.parameters, call.door, self.limits, eos, info.vocab_size)
 
-    async def compile(self, params: CallParameters) -> Grammar | None:
-        """Return the grammar that a call's texts must match, if any. Raises RequestError."""
-        constraint = params.constraint
-        return None if constraint is None else await self._grammar_compiler.compile(constraint)
+    async def compile(self, call: GenerationCall, params: CallParameters) -> Grammar | None:
+        """Return the grammar that a call's texts must match, if any. Raises RequestError, OverloadedError."""
+        constraint, owner = params.constraint, call.tenant or call.connection
+        return None if constraint is None else await self._grammar_compiler.compile(constraint, owner)
 
     async def specs(
         self,

@@ -13,8 +13,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tgis.process.fair_queue import FairQueue
 from tgis.router.errors import OVERLOADED, OverloadedError, RequestError
-from tgis.router.text.fair_queue import FairQueue
 
 MAX_QUEUED_BYTES = 64 << 20
 # Time that the process may spend on a text whose call has ended. Below it, going on costs less than starting

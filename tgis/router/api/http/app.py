@@ -12,8 +12,9 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tgis.config.processes import RouterConfig
-from tgis.net.http_connection import Answer, SlowReadError
+from tgis.net.http_connection import Answer
 from tgis.net.http_routes import PROBE_LIMITS, LimitedApp, RouteLimits
+from tgis.net.slow_readers import SlowReadError
 from tgis.router.api.bearer_tokens import REFUSAL, BearerTokens
 from tgis.router.api.http.call_context import open_call, request_id
 from tgis.router.api.http.event_stream import BODY

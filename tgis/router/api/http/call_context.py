@@ -33,6 +33,11 @@ class HttpCall:
     """The client's `x-request-id` if it is printable ASCII and not too long, else a new id."""
     max_body_bytes: int
 
+    @property
+    def owner(self) -> str:
+        """Whose turn it is in queues: the tenant's, or the host's, whose connections are many."""
+        return self.tenant or self.connection.rpartition(":")[0]
+
 
 def open_call(request: Request, tenant: str, max_body_bytes: int) -> HttpCall:
     """Read who calls. The metadata name the scheme, and a new id instead of one that is not valid."""

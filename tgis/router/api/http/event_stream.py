@@ -7,7 +7,7 @@ from contextlib import aclosing, suppress
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tgis.net.http_connection import SlowReadError
+from tgis.net.slow_readers import SlowReadError
 from tgis.router.api.service import Stream
 from tgis.router.errors import SlowClientError
 from tgis.router.events import InputTokens, Output

@@ -23,8 +23,9 @@ ERRORS = {
     "429": "No room now; try again.",
     "431": "The headers are too large.",
     "500": "The service failed.",
-    "503": "The service starts, ends, lost its model or has too many connections.",
+    "503": "The service loads, shuts down, has lost its model or has too many connections.",
 }
+RETRY_AFTER = {"retry-after": {"description": "Seconds to wait before.", "schema": {"type": "integer"}}}
 
 
 class Operation(NamedTuple):
@@ -79,6 +80,9 @@ def _path_item(operation: Operation, refs: dict[Any, dict[str, Any]]) -> dict[st
         "responses": {"200": {"description": "The answer.", "content": answer}}
         | {status: {"description": text, "content": error} for status, text in ERRORS.items()},
     }
+    for status in ("429", "503"):
+        item["responses"][status]["headers"] = RETRY_AFTER
+    item["responses"]["431"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
     if "{name}" in operation.path:
         item["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
     if operation.body is None:

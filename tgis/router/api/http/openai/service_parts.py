@@ -1,6 +1,7 @@
 """Parts of the router that the handlers of OpenAI's API use."""
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 
 from tgis.router.api.http.openai.models import Models
 from tgis.router.api.service import GenerationService
@@ -17,3 +18,5 @@ class OpenAiApi:
     vocabulary: Vocabulary
     """Vocabulary of texts that continue their input."""
     limits: RequestLimits
+    encoding_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Turn of the answer that is encoded; long ones take turns."""

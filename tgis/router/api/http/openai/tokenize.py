@@ -57,7 +57,7 @@ class TokenRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         body = read_fields(_tokenize_decoder, await read_body(request))
-        job = await self._tokenize_job(body)
+        job = await self._tokenize_job(body, request)
         with translated_refusals(body.model, {INPUT: "prompt" if body.messages is None else "messages"}):
             return await self._run(job, request)
 
@@ -71,13 +71,13 @@ class TokenRoutes:
     async def version(self, request: Request) -> Response:
         return Response(msgspec.json.encode(Version(__version__)), media_type="application/json")
 
-    async def _tokenize_job(self, body: TokenizeBody) -> TokenizeJob:
+    async def _tokenize_job(self, body: TokenizeBody, request: Request) -> TokenizeJob:
         refuse_fields(body)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "one of prompt and messages must be given", "prompt")
         adds, text = body.add_special_tokens, body.prompt
         if body.messages is not None:
-            text = await render_chat(body.messages, body, self._api.renderer)
+            text = await render_chat(body.messages, body, self._api.renderer, request.state.call.owner)
         assert text is not None, "a prompt or messages are there"
         adds_special_tokens = body.messages is None if adds is None else adds
         most = self._api.limits.max_sequence_length

@@ -21,7 +21,8 @@ from tgis.router.api.http.openai.fields.refusals import INPUT, translated_refusa
 from tgis.router.api.http.openai.fields.refused_fields import IN_CHATS, refuse_fields
 from tgis.router.api.http.openai.fields.sampling_fields import check_stream_options, read_fields
 from tgis.router.api.http.openai.fields.structured_outputs import constraint_names, read_guided
-from tgis.router.api.http.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from tgis.router.api.http.openai.logprobs import TokenNames
+from tgis.router.api.http.openai.long_answers import SlicedEncoder
 from tgis.router.api.http.openai.service_parts import OpenAiApi
 from tgis.router.api.http.openai.usage import finish_reason, make_usage, stop_reason
 from tgis.router.api.service import Result
@@ -55,7 +56,7 @@ class ChatCompletions:
         return GenerationCall(
             "ChatCompletion",
             "stream" if body.stream else "single",
-            [await render_chat(body.messages, body, self._api.renderer)],
+            [await render_chat(body.messages, body, self._api.renderer, http.owner)],
             parameters,
             partial(describe_parameters, body),
             http.metadata,
@@ -71,21 +72,25 @@ class ChatCompletions:
         results = await self._api.service.generate(call)
         names = TokenNames(self._api.vocabulary, bool(body.return_tokens_as_token_ids))
         first, num_top = results[0], body.prompt_logprobs
+        encoder = SlicedEncoder(self._api.encoding_turn)
         assert first.last is not None, "a generation ends with an output"
         answer = ChatCompletion(
             id=answer_id,
             created=unix_time(),
             model=call.model_id,
-            choices=[_choice(body, index, result, names) for index, result in enumerate(results)],
+            choices=[
+                await _choice(body, index, result, names, encoder) for index, result in enumerate(results)
+            ],
             usage=make_usage(
                 len(first.spec.input_ids),
                 sum(result.last.num_generated for result in results if result.last is not None),
                 first.last.num_cached,
             ),
-            prompt_logprobs=None if num_top is None else prompt_logprobs(first.input_tokens, names, num_top),
             prompt_token_ids=first.spec.input_ids if body.return_token_ids else None,
         )
-        return Response(msgspec.json.encode(answer), media_type="application/json")
+        if num_top is not None:
+            answer.prompt_logprobs = await encoder.prompt(first.input_tokens, names, num_top)
+        return encoder.answer(answer)
 
     async def _events(
         self, body: ChatRequest, call: GenerationCall, answer_id: str
@@ -142,13 +147,15 @@ def _parameters(body: ChatRequest) -> Parameters:
     )
 
 
-def _choice(body: ChatRequest, index: int, result: Result, names: TokenNames) -> ChatChoice:
+async def _choice(
+    body: ChatRequest, index: int, result: Result, names: TokenNames, encoder: SlicedEncoder
+) -> ChatChoice:
     last = result.last
     assert last is not None, "a generation ends with an output"
     return ChatChoice(
         index,
         AnswerMessage("".join(result.text)),
-        chat_logprobs(result.tokens, names, body.top_logprobs or 0) if body.logprobs else None,
+        await encoder.chat(result.tokens, names, body.top_logprobs or 0) if body.logprobs else None,
         finish_reason(last),
         stop_reason(last, body.stop_token_ids),
         [token.token_id for token in result.tokens] if body.return_token_ids else None,

@@ -24,7 +24,7 @@ class ChatFields(Protocol):
     chat_template_kwargs: dict[str, Any] | None
 
 
-async def render_chat(messages: list[Message], fields: ChatFields, renderer: ChatRenderer) -> str:
+async def render_chat(messages: list[Message], fields: ChatFields, renderer: ChatRenderer, owner: str) -> str:
     """Return the prompt of a request. Raises ApiError and RouterError."""
     if not messages:
         raise ApiError(400, "messages must not be empty", "messages")
@@ -41,7 +41,7 @@ async def render_chat(messages: list[Message], fields: ChatFields, renderer: Cha
         variables=fields.chat_template_kwargs,
     )
     try:
-        return await renderer.render(chat)
+        return await renderer.render(chat, owner)
     except RequestError as error:
         raise ApiError(400, str(error), error.parameter or "messages") from None
 

@@ -21,14 +21,15 @@ from tgis.router.api.http.openai.fields.refusals import INPUT, translated_refusa
 from tgis.router.api.http.openai.fields.refused_fields import refuse_fields
 from tgis.router.api.http.openai.fields.sampling_fields import check_stream_options, read_fields
 from tgis.router.api.http.openai.fields.structured_outputs import constraint_names, read_guided
+from tgis.router.api.http.openai.long_answers import SlicedEncoder
 from tgis.router.api.http.openai.service_parts import OpenAiApi
+from tgis.router.events import InputTokens
 from tgis.router.requests.call import GenerationCall, Parameters
 from tgis.router.requests.doors import OPENAI
 
 MAX_PROMPTS = 128
 
 _decoder = msgspec.json.Decoder(CompletionRequest)
-_encoder = msgspec.json.Encoder()
 
 
 class Completions:
@@ -68,25 +69,29 @@ class Completions:
             door=OPENAI,
         )
         header = Completion(id=f"cmpl-{http.id}", created=unix_time(), model=choice.name, choices=[])
-        return CompletionJob(body, call, header, self._api.vocabulary)
+        encoder = SlicedEncoder(self._api.encoding_turn)
+        return CompletionJob(body, call, header, self._api.vocabulary, encoder)
 
     async def _generate(self, job: CompletionJob) -> Response:
         results = await self._api.service.generate(job.call)
-        choices, usage = write_choices(job, results)
-        answer = msgspec.structs.replace(job.header, choices=choices, usage=usage)
-        return Response(_encoder.encode(answer), media_type="application/json")
+        choices, usage = await write_choices(job, results)
+        return job.encoder.answer(msgspec.structs.replace(job.header, choices=choices, usage=usage))
 
     async def _events(self, job: CompletionJob) -> AsyncGenerator[bytes, None]:
         """Yield an empty event once the call is admitted, and then the stream."""
         async with self._api.service.stream(job.call) as streams:
             yield b""
             writer = ChunkWriter(job, [stream.spec for stream in streams])
-            for event in writer.begin():
+            async for event in writer.begin():
                 yield event
             async with aclosing(merge(streams)) as outputs:
                 async for index, output in outputs:
-                    for event in writer.write(index, output):
-                        yield event
+                    if isinstance(output, InputTokens):
+                        async for event in writer.write_prompt(index, output.tokens):
+                            yield event
+                    else:
+                        for event in writer.write(index, output):
+                            yield event
             for event in writer.end():
                 yield event
         yield DONE
