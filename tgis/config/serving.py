@@ -46,6 +46,12 @@ class ServingOptions:
         None,
         group=Group.MODEL,
     )
+    metrics_alias: str | None = option(
+        "Also export metrics under the names of another server, for its dashboards and autoscalers.",
+        None,
+        choices=("vllm",),
+        group=Group.COMPATIBILITY,
+    )
     chat_template: str | None = option(
         "File of the template that makes a prompt of a chat, in Jinja2's language; unset: the model's.",
         None,

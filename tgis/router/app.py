@@ -82,7 +82,7 @@ class _Router:
         """Wire all parts, without waiting for anything: the HTTP app last, because its routes may need any of
         them. The event loop must run. Raises StartupError."""
         self._config = config
-        self._metrics = Metrics(_metric_limits(config))
+        self._metrics = open_metrics(config)
         self._tracing = open_tracing(config.otlp_endpoint, config.otlp_service_name or SERVICE_NAME)
         self._grammar_compiler = GrammarCompiler()
         self._health = Health(SERVICE)
@@ -271,12 +271,16 @@ class _Router:
         await asyncio.gather(self._server.stop(timeout_s), self._http.stop(timeout_s))
 
 
-def _metric_limits(config: RouterConfig) -> MetricLimits:
+def open_metrics(config: RouterConfig) -> Metrics:
+    """Return the metrics of a router. Raises StartupError."""
     assert config.max_sequence_length is not None, "the launcher says how long a sequence may be"
     room = config.max_sequence_length - 1
     usual = OPENAI.max_new_tokens if config.http_api else FMAAS.max_new_tokens
     most = min(config.max_new_tokens or usual or room, room)
-    return MetricLimits(config.max_sequence_length, most, config.max_batch_size)
+    limits = MetricLimits(config.max_sequence_length, most, config.max_batch_size)
+    if not config.metrics_alias:
+        return Metrics(limits)
+    return Metrics(limits, served_names(config.served_model_name, config.tokenizer_path)[0])
 
 
 def _log_ports(config: RouterConfig, grpc_port: int, http_port: int, api_port: int | None) -> None:

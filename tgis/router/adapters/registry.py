@@ -209,13 +209,14 @@ class AdapterLease:
     async def take(self) -> CallAdapters:
         """Find and load the adapters that the ids name. Raises RouterError."""
         lora = prompt = None
+        lora_id = self.adapter_id or ""
         if self.adapter_id is not None:
             lora = await self._take(AdapterKind.LORA, self.adapter_id)
         if self.prefix_id is not None:
             prompt = await self._take(AdapterKind.SOFT_PROMPT, self.prefix_id)
             if prompt.kind is AdapterKind.LORA:
-                lora, prompt = prompt, None
-        return CallAdapters(prompt, lora)
+                lora, lora_id, prompt = prompt, self.prefix_id, None
+        return CallAdapters(prompt, lora, lora_id)
 
     async def _take(self, kind: AdapterKind, adapter_id: str) -> AdapterInfo:
         try:
