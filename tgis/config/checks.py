@@ -62,7 +62,15 @@ def apply_aliases(
         elif text := _convert(one):
             other = Setting(read(alias.means, text, one.source), one.source)
             settings[alias.means] = _merge(settings[alias.means], other)
+            apply_defaults(dict(alias.also), settings, one.source)
     return warnings
+
+
+def apply_defaults(defaults: Mapping[str, object], settings: dict[str, Setting], source: str) -> None:
+    """Set the options that are not given to these values."""
+    for name, value in defaults.items():
+        if settings[name].source == DEFAULT:
+            settings[name] = Setting(value, source)
 
 
 def _convert(one: GivenAlias) -> str:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from tgis.config.aliases.servers import COMPAT
 from tgis.config.cluster import NodeOptions, RankOptions
 from tgis.config.model import DTYPES, AdapterOptions, ModelOptions
 from tgis.config.network import LinkOptions, PortOptions
@@ -103,7 +104,7 @@ class LauncherConfig(
         group=Group.LIFECYCLE,
     )
     compat: str | None = option(
-        "Also read the names of another server's options.", None, choices=("tgi",), group=Group.COMPATIBILITY
+        "Also read the names of another server's options.", None, choices=COMPAT, group=Group.COMPATIBILITY
     )
     env: bool = option(
         "Print versions, machine and settings to stderr first, then go on.",
