@@ -116,6 +116,8 @@ def _check_http_api(values: Mapping[str, Any]) -> None:
     for name in names:
         if name not in HTTP_APIS:
             raise SettingsError(f"http_api: {name} is none of {', '.join(HTTP_APIS)}")
+    if values.get("runtime_adapters") and not names:
+        raise SettingsError("runtime_adapters: no API is chosen with --http-api")
     port = values.get("http_api_port")
     if port is not None and not names:
         raise SettingsError("http_api_port: no API is chosen with --http-api")

@@ -129,6 +129,13 @@ class RouterConfig(ProcessOptions, LinkOptions, BatchOptions, PortOptions, Servi
         env=False,
         group=Group.NETWORK,
     )
+    adapter_roots: str | None = option(
+        "Directories of LoRA adapters, separated by colons, in the order in which shards search them; with "
+        "--runtime-adapters, clients may then give an adapter's path.",
+        None,
+        env=False,
+        group=Group.ADAPTERS,
+    )
     num_shard: int = option("Shards of the group.", 1, minimum=1, is_common=True)
     max_sequence_length: int | None = option(
         "Limit of input plus output tokens.",

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
@@ -141,6 +142,7 @@ class _Router:
             ),
             self._vocabulary(True),
             self._limits,
+            adapter_roots=_adapter_roots(config),
         )
         return openai_routes(api)
 
@@ -264,6 +266,11 @@ class _Router:
     async def _stop_ports(self, timeout_s: float) -> None:
         """Refuse new calls, and cut those that are left after the time limit."""
         await asyncio.gather(self._server.stop(timeout_s), self._http.stop(timeout_s))
+
+
+def _adapter_roots(config: RouterConfig) -> tuple[str, ...] | None:
+    roots = (config.adapter_roots or "").split(os.pathsep)
+    return tuple(filter(None, roots)) if config.runtime_adapters else None
 
 
 def _metric_limits(config: RouterConfig) -> MetricLimits:

@@ -11,6 +11,7 @@ from typing import Any
 from tests.support.router.engine_pair import Scene, open_scene
 from tests.support.router.fake_shard import VOCAB_SIZE
 from tests.support.router.grpc_door import LIMITS, RecordingHandle
+from tests.support.router.model_of_contents import Library
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.config.processes import RouterConfig
 from tgis.net.http_server import serve_listener
@@ -53,10 +54,13 @@ async def open_http_door(
     write_tokenizer: Any = write_byte_level,
     tracing: Tracing | None = None,
     tokens: Path | None = None,
+    library: Library | None = None,
+    adapter_roots: tuple[str, ...] | None = None,
 ) -> AsyncIterator[HttpDoor]:
-    """Open a door; `renderer` is for chats, `tokens` a file of bearer tokens."""
+    """Open a door; `renderer` is for chats, `tokens` a file of bearer tokens, `library` the
+    shard's adapters, and `adapter_roots` where clients may find them."""
     write_tokenizer(directory, VOCAB_SIZE)
-    async with open_scene(directory, False, info) as scene:
+    async with open_scene(directory, False, info, library) as scene:
         tokenizer, compiler = Tokenizer(directory, 1), GrammarCompiler()
         handle, vocabulary = RecordingHandle(scene.handle), Vocabulary(tokenizer)
         service = GenerationService(
@@ -67,7 +71,8 @@ async def open_http_door(
             ConcurrencyLimit(2),
             Accounting(scene.metrics, tracing or Tracing(), 0),
         )
-        api = OpenAiApi(service, renderer, Models((MODEL, "alias")), vocabulary, limits)
+        models = Models((MODEL, "alias"), adapter_ids=lambda: handle.info().preloaded_adapter_ids)
+        api = OpenAiApi(service, renderer, models, vocabulary, limits, adapter_roots=adapter_roots)
         path = None if tokens is None else str(tokens)
         config = RouterConfig(tokenizer_path="", http_api="openai", auth_tokens_path=path)
         routes = openai_routes(api)

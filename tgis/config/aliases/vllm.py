@@ -93,6 +93,7 @@ MAPPED = (
     _means("allowed_origins", "cors_allow_origin", "a JSON list", convert=to_origins),
     _means("ssl_keyfile", "tls_key_path"),
     _means("ssl_certfile", "tls_cert_path", "sets --http-tls too", also=(("http_tls", True),)),
+    Alias("vllm_allow_runtime_lora_updating", means="runtime_adapters", flag=False, switch=True),
     Alias("vllm_logging_level", means="log_level", flag=False, convert=to_level),
     Alias(
         "vllm_lora_resolver_cache_dir",

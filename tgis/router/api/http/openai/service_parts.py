@@ -17,3 +17,5 @@ class OpenAiApi:
     vocabulary: Vocabulary
     """Vocabulary of texts that continue their input."""
     limits: RequestLimits
+    adapter_roots: tuple[str, ...] | None = None
+    """Directories in which adapters are found, first come first; None if clients may not name adapters."""
