@@ -62,6 +62,11 @@ meaning and default. A TGI name and ours with different values are an error. `-g
 never read: container engines set it to the container's name. `LORA_ADAPTERS` has a revision after a hub id only,
 and a request for an adapter that is not there is refused, where TGI answers with the bare model.
 """
+VLLM = """\
+## Names of vLLM
+
+The launcher reads them with `--compat vllm` (`COMPAT=vllm`) only: [Coming from vLLM](migrating/vllm.md) lists them.
+"""
 
 
 def render() -> str:
@@ -74,6 +79,7 @@ def render() -> str:
         TGIS_WITHOUT_EFFECT + "\n" + _foreign(tgis[1]),
         PASSED + "\n" + table(("variable", "read by"), [(f"`{k}`", v) for k, v in PASSED_ON.items()]),
         TGI + "\n" + _foreign(TGI_NAMES),
+        VLLM,
     ]
     return "\n".join(parts)
 
