@@ -30,7 +30,7 @@ OURS = re.compile(r"(make|tgis|text-generation-\w+) ")  # in the middle of a sen
 # Flags of tools of ours that are no commands of the package.
 TOOLS = [*(ROOT / "bench").rglob("*.py"), *(ROOT / "integration_tests" / "chaos").glob("*.py")]
 
-SERVER_NAMES = [one for server in SERVERS for one in server.aliases]
+SERVER_NAMES = [one for server in SERVERS for one in server.aliases if one.variable]
 PROGRAMS = set("cd curl for kubectl mkdir openssl pip podman printf source".split())
 # Flags, variables and further words in capitals that are others'.
 FOREIGN_FLAGS = set(
@@ -110,7 +110,8 @@ def wrong_with_ours(command: object, words: list[str]) -> str | None:
     if not isinstance(command, click.Command):
         return None
     given = {word.partition("=")[0] for word in words if word.startswith("--")}
-    of_servers = set() if "--compat" in given else {one.flag_name for one in SERVER_NAMES}
+    hidden = (one for one in command.params if isinstance(one, click.Option) and one.hidden)
+    of_servers = set() if "--compat" in given else {name for one in hidden for name in one.opts}
     unknown = given - (flags_of(command) - of_servers)
     return f"no flag {', '.join(sorted(unknown))}" if unknown else None
 
