@@ -22,6 +22,7 @@ from tests.support.processes import Service
 pytestmark = pytest.mark.slow
 
 PROMPT, NUM_TOKENS = "once upon a time a girl", 12
+KEY = "a-key-of-this-test"
 NAMES = ("sql", "code", "given")
 
 
@@ -33,11 +34,11 @@ class VllmService:
     """Greedy answers to PROMPT, by the adapter's folder; that of the bare model has the name tiny."""
 
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
 
     def post(self, route: str, **body: object) -> tuple[int, str]:
         path = f"{self.url}/v1/{route}_lora_adapter"
-        request = urllib.request.Request(path, json.dumps(body).encode())
+        request = urllib.request.Request(path, json.dumps(body).encode(), {"authorization": f"Bearer {KEY}"})
         try:
             with urllib.request.urlopen(request, timeout=60) as response:
                 return response.status, response.read().decode()
@@ -79,6 +80,7 @@ def service(
     )
     env = {
         "COMPAT": "vllm",
+        "VLLM_API_KEY": f"another\n{KEY}",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
         "VLLM_PLUGINS": "lora_filesystem_resolver",
         "VLLM_LORA_RESOLVER_CACHE_DIR": str(adapters),
@@ -90,6 +92,7 @@ def service(
     finally:
         code = launched.end()
     assert code == 0, launched.output
+    assert KEY not in launched.output
     assert "--enable-lora has no effect" in launched.output
 
 
@@ -99,6 +102,14 @@ def test_models_and_answers(service: VllmService) -> None:
         assert service.text(client, "tiny-too") == service.texts["tiny"]
         for name in NAMES:  # also those that were not loaded
             assert service.text(client, name) == service.texts[name]
+
+
+def test_requests_need_a_key(service: VllmService) -> None:
+    for key in ("", "none", KEY[:-1]):
+        with openai.OpenAI(base_url=f"{service.url}/v1", api_key=key or "x", max_retries=0) as client:
+            for call in (client.models.list, lambda client=client: service.text(client, "tiny")):
+                with pytest.raises(openai.AuthenticationError):
+                    call()
 
 
 def test_bad_adapters_get_no_name(service: VllmService) -> None:

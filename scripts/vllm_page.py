@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Iterable
 
-from scripts.configuration_page import code, table
+from scripts.configuration_page import code, own_name, table
 from tgis.config.aliases.alias import Alias
 from tgis.config.aliases.vllm import DEFAULTS, MAPPED, REFUSED, WITHOUT_EFFECT
 
@@ -37,9 +37,9 @@ this service:
 - Sampling without a `temperature` is OpenAI's, 1: the model's `generation_config.json` is not read for it, as with vLLM's
   `--generation-config vllm`. A seed is random for each request that gives none.
 - Browsers may call the API from other origins only if `--allowed-origins` names them; vLLM allows all.
-- Keys are read from a file (`--auth-tokens-path`), one a line, which may change while the service runs. They hold for
-  every route except `/health`, `/live` and `/metrics`; vLLM's protect `/v1` only. A key on the command line or in a
-  variable is refused, because other processes can read both.
+- Keys hold for every route except `/health`, `/live` and `/metrics`, and for gRPC; vLLM's protect `/v1` only. Keys in
+  a file (`--auth-tokens-path`), which may change while the service runs, are better: other processes can read a command
+  line.
 - Without `--gpu-memory-utilization` the cache takes all memory that the model leaves, not 0.9 of it.
 - Metrics have [names of their own](../metrics.md).
 
@@ -83,7 +83,7 @@ and not a template in one line; for several machines, links need certificates ([
 
 def render() -> str:
     defaults = [f"`--{name.replace('_', '-')} {value}`" for name, value in DEFAULTS.items()]
-    meanings = _names(MAPPED, lambda one: f"`--{(one.means or '').replace('_', '-')}`" + _aside(one.why))
+    meanings = _names(MAPPED, lambda one: own_name(one.means or "") + _aside(one.why))
     return "\n".join(
         [
             INTRODUCTION.format(defaults=f"{', '.join(defaults[:-1])} and {defaults[-1]}")

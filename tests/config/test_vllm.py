@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.command_line import refusal, run
+from tgis.config.option import Secret
 from tgis.config.processes import LauncherConfig
 
 COMPAT = ["--compat", "vllm"]
@@ -23,6 +24,7 @@ MEANINGS: list[tuple[list[str], dict[str, Any]]] = [
     (["--served-model-name=a", "--seed", "3"], {"served_model_name": "a"}),
     (["--host", "::1"], {"bind": "::1"}),
     (["--port", "9"], {"port": 9}),
+    (["--api-key", "a", "b"], {"auth_tokens": Secret("a\nb")}),
     (["--revision", "v1"], {"revision": "v1"}),
     (["--trust-remote-code"], {"trust_remote_code": True}),
     (["--trust_remote_code", "true"], {"trust_remote_code": True}),
@@ -72,6 +74,7 @@ MEANINGS: list[tuple[list[str], dict[str, Any]]] = [
     (["-g", "90"], {"grpc_port": 90}),
 ]
 VARIABLES: list[tuple[dict[str, str], dict[str, Any]]] = [
+    ({"VLLM_API_KEY": "a-key"}, {"auth_tokens": Secret("a-key")}),
     ({"VLLM_LOGGING_LEVEL": "DEBUG"}, {"log_level": "debug"}),
     ({"VLLM_LOGGING_LEVEL": "CRITICAL"}, {"log_level": "error"}),
     ({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}, {"runtime_adapters": True}),
@@ -101,7 +104,7 @@ collect-detailed-traces=all stream-interval=2 ignore-patterns=* chat-template-co
 mm-processor-kwargs={} long-prefill-token-threshold=4 max-parallel-loading-workers=2
 """.split()
 REFUSED = """
-api-key=s3cret rope-scaling={} rope-theta=1 hf-overrides={} tokenizer=/t tokenizer-revision=1
+rope-scaling={} rope-theta=1 hf-overrides={} tokenizer=/t tokenizer-revision=1
 skip-tokenizer-init kv-cache-memory-bytes=1 config=/c.yaml tool-parser-plugin=/p.py
 reasoning-parser-plugin=/p.py tool-server=demo exclude-tools-when-tool-choice-none
 trust-request-chat-template default-chat-template-kwargs={} return-tokens-as-token-ids
@@ -149,9 +152,7 @@ def test_what_has_no_effect_is_one_line_of_warning(flag: str) -> None:
 
 @pytest.mark.parametrize("flag", REFUSED)
 def test_what_is_refused_is_named(flag: str) -> None:
-    text = refusal([*COMPAT, f"--{flag}"])
-    assert text.startswith(f"--{flag.partition('=')[0]}: ")
-    assert "s3cret" not in text
+    assert refusal([*COMPAT, f"--{flag}"]).startswith(f"--{flag.partition('=')[0]}: ")
 
 
 def test_without_compat_a_flag_is_a_usage_error_with_a_hint() -> None:
@@ -187,13 +188,20 @@ def test_values_that_cannot_be_used() -> None:
         assert text in refusal([*arguments, *COMPAT], code=code), arguments
 
 
-def test_a_key_is_refused_and_not_shown() -> None:
-    text = refusal(COMPAT, {"VLLM_API_KEY": "s3cret"})
-    assert text.startswith("VLLM_API_KEY: ")
-    assert "--auth-tokens-path" in text
+def test_a_key_is_not_shown() -> None:
+    given = ["--api-key", "s3cret", "other", "--env", "-e", "--hf-token", "s3cret"]
+    config, result = run(LauncherConfig, [*COMPAT, *given], {"VLLM_API_KEY": "s3cret\nother"}, "launcher")
+    assert config.auth_tokens == Secret("s3cret\nother")
+    assert "auth_tokens: (hidden) (--api-key)" in result.stderr
+    assert "s3cret" not in result.output + repr(config)
+    text = refusal([*COMPAT, "--api-key", "s3cret"], {"VLLM_API_KEY": "0ther"})
+    assert text == "--api-key and VLLM_API_KEY are given with different values ((hidden) and (hidden))"
+    text = refusal([*COMPAT, "--auth-tokens-path", "/t"], {"VLLM_API_KEY": "s3cret"})
+    assert text.startswith("auth_tokens: ")
     assert "s3cret" not in text
-    _, result = run(LauncherConfig, [*COMPAT, "--hf-token", "s3cret"], reads="launcher")
-    assert "s3cret" not in result.output
+    for arguments, env in ((["--api-key", ""], {}), ([], {"VLLM_API_KEY": ""})):
+        assert run(LauncherConfig, [*COMPAT, *arguments], env, "launcher")[0].auth_tokens is None
+    assert run(LauncherConfig, [], {"AUTH_TOKENS": "a"}, "launcher")[0].auth_tokens == Secret("a")
 
 
 def test_the_environment_may_ask_for_the_names() -> None:

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
 from click.core import ParameterSource
@@ -26,7 +26,7 @@ from tgis.config.aliases.servers import SERVERS
 from tgis.config.aliases.tgi import SHARED_SHORT_FLAG
 from tgis.config.aliases.tgis import TGIS_NAMES
 from tgis.config.checks import DEFAULT, GivenAlias, Setting, apply_aliases, apply_defaults, check
-from tgis.config.option import Group, Option, declared, env_of, flag_of
+from tgis.config.option import Group, Option, Secret, declared, env_of, flag_of
 from tgis.config.processes import ProcessOptions
 from tgis.process import json_lines
 
@@ -81,7 +81,7 @@ def process_command(
         fields = json_fields(context, values)
         if fields:
             logs.setup("info", json_output=True, process=fields)
-        settings = {f.name: _setting(context, f, option) for f, option, _ in declared(config_type)}
+        settings = {f.name: _setting(context, f, option, hint) for f, option, hint in declared(config_type)}
         if complete:
             complete(settings, {one.name: values[one.name] for one in extra if one.name})
         notices = _read_foreign(context, settings, reads)
@@ -115,11 +115,12 @@ def _flags_of(command_name: str) -> list[Alias]:
     return [*reversed(flags.values())]
 
 
-def _setting(context: click.Context, f: Field[Any], option: Option) -> Setting:
+def _setting(context: click.Context, f: Field[Any], option: Option, hint: Any) -> Setting:
     if not option.flag:
         name = f.name.upper()
         text = os.environ.get(name, "").strip()
-        return Setting(text, name) if text else Setting(f.default)
+        value = Secret(text) if Secret in get_args(hint) else text
+        return Setting(value, name) if text else Setting(f.default)
     value, source = context.params[f.name], context.get_parameter_source(f.name)
     if source is ParameterSource.COMMANDLINE:
         return Setting(value, flag_of(f))
@@ -145,6 +146,8 @@ def _read_foreign(context: click.Context, settings: dict[str, Setting], reads: s
     parameters = {one.name: one for one in context.command.params}
 
     def read(name: str, text: str, source: str) -> Any:
+        if name not in parameters:
+            return Secret(text)  # every other option that a foreign name means has a flag
         try:
             return parameters[name].type.convert(text, parameters[name], context)
         except click.BadParameter as error:

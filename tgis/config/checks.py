@@ -132,6 +132,8 @@ def _check_http_api(values: Mapping[str, Any]) -> None:
 
 
 def _check_tls(values: Mapping[str, Any]) -> None:
+    if values.get("auth_tokens") and values.get("auth_tokens_path"):
+        raise SettingsError("auth_tokens: tokens are given by --auth-tokens-path too; keep one of both")
     has_cert, has_key = bool(values.get("tls_cert_path")), bool(values.get("tls_key_path"))
     if has_cert != has_key:
         raise SettingsError("tls: must provide both cert and key")

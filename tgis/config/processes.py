@@ -6,7 +6,7 @@ from tgis.config.aliases.servers import COMPAT
 from tgis.config.cluster import NodeOptions, RankOptions
 from tgis.config.model import DTYPES, AdapterOptions, ModelOptions
 from tgis.config.network import LinkOptions, PortOptions
-from tgis.config.option import Group, in_group, option
+from tgis.config.option import Group, Secret, in_group, option
 from tgis.config.serving import SERVICE_NAME, SHORT_SEQUENCE, BatchOptions, ServingOptions
 
 UDS_PATH = "/tmp/text-generation"  # default for processes that are started by hand
@@ -102,6 +102,12 @@ class LauncherConfig(
         0.0,
         minimum=0,
         group=Group.LIFECYCLE,
+    )
+    auth_tokens: Secret | None = option(
+        "Bearer tokens as in --auth-tokens-path, a line each, instead of that file.",
+        None,
+        flag=False,
+        group=Group.TLS,
     )
     compat: str | None = option(
         "Also read the names of another server's options.", None, choices=COMPAT, group=Group.COMPATIBILITY

@@ -26,7 +26,6 @@ IN_MEMORY = "--adapter-cache-size-mb says how much memory adapters may take, wha
 LOCAL_LOGS = "a request is one line of the log, without its texts: see --log-level and --log-text-chars"
 NO_CODE = "this service runs no code that is given with an option: leave it out"
 NO_DOWNLOADS = "nothing is downloaded at the start; text-generation-server download-weights reads HF_TOKEN"
-NO_KEY = "keys are read from a file: write them into one, a line each, and give it as --auth-tokens-path"
 NO_SCALING = "the model's own config.json says how its positions are scaled: change it there"
 NO_TRANSFER = "caches are not moved between servers: leave it out"
 SHARED = "equal prefixes are always shared, except between different values of `cache_salt`"
@@ -93,6 +92,8 @@ MAPPED = (
     _means("allowed_origins", "cors_allow_origin", "a JSON list", convert=to_origins),
     _means("ssl_keyfile", "tls_key_path"),
     _means("ssl_certfile", "tls_cert_path", "sets --http-tls too", also=(("http_tls", True),)),
+    _means("api_key", "auth_tokens", "several keys may follow; other processes can read the command line"),
+    Alias("vllm_api_key", means="auth_tokens", flag=False),
     Alias("vllm_allow_runtime_lora_updating", means="runtime_adapters", flag=False, switch=True),
     Alias("vllm_logging_level", means="log_level", flag=False, convert=to_level),
     Alias(
@@ -215,8 +216,6 @@ WITHOUT_EFFECT = (
     *_variables("adapters are found by their ids without it", "VLLM_PLUGINS"),
 )
 REFUSED = (
-    *_refused(NO_KEY, "api_key"),
-    Alias("vllm_api_key", why=NO_KEY, refused=True, flag=False),
     *_refused(NO_SCALING, "rope_scaling", "rope_theta", "hf_overrides", "hf_config_path"),
     *_refused(OWN_TOKENIZER, "tokenizer", "tokenizer_revision"),
     *_refused(OWN_TOKENIZER, "skip_tokenizer_init", switch=True),
