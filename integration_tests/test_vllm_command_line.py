@@ -17,7 +17,7 @@ from integration_tests.clients.served import write_served_model
 from integration_tests.support.greedy_answers import Oracle
 from integration_tests.support.tuned_files import LINEAR, read_model, write_adapter, write_misfit
 from tests.support.greedy import generate
-from tests.support.processes import Service
+from tests.support.processes import Service, children_of
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +29,7 @@ NAMES = ("sql", "code", "given")
 @dataclass(frozen=True)
 class VllmService:
     url: str
+    pid: int
     adapters: Path
     texts: dict[str, str]
     """Greedy answers to PROMPT, by the adapter's folder; that of the bare model has the name tiny."""
@@ -88,7 +89,7 @@ def service(
     }
     launched = Service(["launcher", str(model), *flags.split()], env).wait_until_serving()
     try:
-        yield VllmService(launched.http, adapters, texts)
+        yield VllmService(launched.http, launched.process.pid, adapters, texts)
     finally:
         code = launched.end()
     assert code == 0, launched.output
@@ -110,6 +111,14 @@ def test_requests_need_a_key(service: VllmService) -> None:
             for call in (client.models.list, lambda client=client: service.text(client, "tiny")):
                 with pytest.raises(openai.AuthenticationError):
                     call()
+
+
+def test_children_do_not_show_the_key(service: VllmService) -> None:
+    children = children_of(service.pid)
+    assert {"router", "serve"} <= children.keys()
+    for pid in (one for pids in children.values() for one in pids):
+        for name in ("cmdline", "environ"):
+            assert KEY not in Path(f"/proc/{pid}/{name}").read_text(), (pid, name)
 
 
 def test_bad_adapters_get_no_name(service: VllmService) -> None:

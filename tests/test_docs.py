@@ -16,7 +16,7 @@ from scripts import messages, observability_page, troubleshooting_page
 from tests.support.pages import FLAG, VARIABLE, Command, Page, take_variables
 from tgis.cli import main as cli
 from tgis.cli.client.options import Connection
-from tgis.config.aliases.servers import SERVERS
+from tgis.config.aliases.servers import ALIASES
 from tgis.config.aliases.tgis import PASSED_ON, TGIS_NAMES
 from tgis.config.option import variables_of
 from tgis.config.processes import LauncherConfig, RouterConfig, ShardConfig
@@ -30,7 +30,7 @@ OURS = re.compile(r"(make|tgis|text-generation-\w+) ")  # in the middle of a sen
 # Flags of tools of ours that are no commands of the package.
 TOOLS = [*(ROOT / "bench").rglob("*.py"), *(ROOT / "integration_tests" / "chaos").glob("*.py")]
 
-SERVER_NAMES = [one for server in SERVERS for one in server.aliases if one.variable]
+SERVER_NAMES = [one for one in ALIASES if one.variable]
 PROGRAMS = set("cd curl for kubectl mkdir openssl pip podman printf source".split())
 # Flags, variables and further words in capitals that are others'.
 FOREIGN_FLAGS = set(

@@ -22,7 +22,7 @@ from tgis.cli.command import (
 )
 from tgis.config import log_level, report
 from tgis.config.aliases.alias import Alias
-from tgis.config.aliases.servers import SERVERS
+from tgis.config.aliases.servers import ALIASES, SERVERS
 from tgis.config.aliases.tgi import SHARED_SHORT_FLAG
 from tgis.config.aliases.tgis import TGIS_NAMES
 from tgis.config.checks import DEFAULT, GivenAlias, Setting, apply_aliases, apply_defaults, check
@@ -110,7 +110,7 @@ def _foreign_flag(foreign: Alias) -> click.Option:
 
 def _flags_of(command_name: str) -> list[Alias]:
     """Return one alias for each foreign flag of a command; servers may share a flag."""
-    names = [*TGIS_NAMES, *(one for server in SERVERS for one in server.aliases)]
+    names = [*TGIS_NAMES, *ALIASES]
     flags = {one.name: one for one in reversed(names) if one.flag and command_name in one.commands}
     return [*reversed(flags.values())]
 

@@ -22,4 +22,5 @@ SERVERS = (
     OtherServer("tgi", "TGI", TGI_NAMES),
     OtherServer("vllm", "vLLM", vllm.VLLM_NAMES, vllm.DEFAULTS),
 )
+ALIASES = tuple(one for server in SERVERS for one in server.aliases)
 COMPAT = tuple(server.name for server in SERVERS)

@@ -216,7 +216,8 @@ WITHOUT_EFFECT = (
     *_variables("adapters are found by their ids without it", "VLLM_PLUGINS"),
 )
 REFUSED = (
-    *_refused(NO_SCALING, "rope_scaling", "rope_theta", "hf_overrides", "hf_config_path"),
+    *_refused(NO_SCALING, "rope_scaling", "rope_theta"),
+    *_refused("change the model's own config.json instead", "hf_overrides", "hf_config_path"),
     *_refused(OWN_TOKENIZER, "tokenizer", "tokenizer_revision"),
     *_refused(OWN_TOKENIZER, "skip_tokenizer_init", switch=True),
     *_refused("the cache is counted in tokens: use --kv-cache-tokens", "kv_cache_memory_bytes"),
@@ -275,7 +276,7 @@ REFUSED = (
     *_refused("a stopped service frees its memory: leave it out", "enable_sleep_mode", switch=True),
     *_refused("experts stay where they are loaded: leave it out", "enable_eplb", "enable_dbo", switch=True),
     *_refused("an adapter belongs to text: use --lora-modules", "default_mm_loras"),
-    *_refused("biases of adapters are read without it: leave it out", "enable_lora_bias", switch=True),
+    *_refused("adapters with biases must be merged into the model", "enable_lora_bias", switch=True),
     *_refused("give the adapter's own scale in its adapter_config.json", "long_lora_scaling_factors"),
     *_refused(
         "serve the model with --quantization bitsandbytes and the adapter as --lora-modules",
