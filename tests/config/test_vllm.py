@@ -129,6 +129,12 @@ def changes(arguments: list[str], env: dict[str, str] | None = None) -> dict[str
     return {name: value for name, (value, default) in values.items() if value != default}
 
 
+@pytest.fixture(scope="module")
+def plain() -> LauncherConfig:
+    config: LauncherConfig = run(LauncherConfig, COMPAT, reads="launcher")[0]
+    return config
+
+
 @pytest.mark.parametrize(("arguments", "expected"), MEANINGS, ids=lambda one: " ".join(one)[:40])
 def test_meanings(arguments: list[str], expected: dict[str, Any]) -> None:
     assert changes(arguments) == PLAIN | expected
@@ -140,10 +146,9 @@ def test_variables(env: dict[str, str], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("flag", WITHOUT_EFFECT)
-def test_what_has_no_effect_is_one_line_of_warning(flag: str) -> None:
+def test_what_has_no_effect_is_one_line_of_warning(flag: str, plain: LauncherConfig) -> None:
     config, result = run(LauncherConfig, [*COMPAT, f"--{flag}"], reads="launcher")
     assert result.exit_code == 0, result.output
-    plain, _ = run(LauncherConfig, COMPAT, reads="launcher")
     assert config == plain
     lines = [line for line in result.stderr.splitlines() if " WARNING " in line]
     assert len(lines) == 1
@@ -161,8 +166,14 @@ def test_without_compat_a_flag_is_a_usage_error_with_a_hint() -> None:
         assert "it is vLLM's: add --compat vllm" in text
         assert refusal(["--compat", "tgi", flag], code=2) == text
     assert "it is TGI's: add --compat tgi" in refusal([*COMPAT, "--max-total-tokens", "5"], code=2)
-    config, _ = run(LauncherConfig, [], {"VLLM_LOGGING_LEVEL": "DEBUG"}, "launcher")
-    assert config.log_level == "info"
+    for compat in ([], ["--compat", "tgi"]):
+        config, _ = run(LauncherConfig, compat, {"VLLM_LOGGING_LEVEL": "DEBUG"}, "launcher")
+        assert (config.log_level, config.port, config.http_api, config.num_shard) == (
+            "info",
+            3000,
+            None,
+            None,
+        )
 
 
 def test_values_that_cannot_be_used() -> None:
