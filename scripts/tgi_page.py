@@ -55,7 +55,7 @@ CLIENTS = """\
 | `GET /info` | `ModelInfo`: kind and limits |
 | `GET /health` | the same, on `PORT`; also `/live`, and gRPC health |
 | `GET /metrics` | the same, on `PORT` |
-| `/v1/chat/completions`, `/v1/completions`, chat templates, tools | none: apply the template in the client |
+| `/v1/chat/completions`, `/v1/completions`, chat templates, tools | the same, with `--http-api openai` ([OpenAI's API](../openai.md)) |
 | images | none |
 
 [The wire](../wire.md) has the messages, and the [quickstart](../quickstart.md) a client in Python.

@@ -69,6 +69,7 @@ class AnswerParser:
             yield from source.skip_space()
             if not (yield from source.has(format.begin)):
                 return
+            source.held.clear()
             self.is_reasoning = True
         while True:
             if text := source.take_before(format.end):
@@ -113,15 +114,14 @@ class AnswerParser:
         """Read calls from after the trigger on, and content if they are none."""
         source, (begin, end), separator = self._source, format.section, format.between.strip(SPACE)
         before = format.call[0] if begin else format.call[0][1:]
-        if not (yield from source.has_all(begin[1:])):
-            return self._give_back()
-        while (yield from source.has_all(before)) and (yield from calls.read()):
+        goes_on = yield from source.has_all(begin[1:])
+        while goes_on and (yield from source.has_all(before)) and (yield from calls.read()):
             self._is_after_call = True
-            if (yield from source.has_all(end)):
-                return source.held.clear()
-            if not (yield from source.has_all((separator,))):
-                break
-        return self._give_back()
+            if end and (yield from source.has_all(end)):
+                source.held.clear()
+                return
+            goes_on = bool(end) and (yield from source.has_all((separator,)))
+        self._give_back()
 
     def _read_only_calls(self, format: ToolFormat, calls: CallReader) -> Wait[None]:
         """Read an answer that is calls, or else content."""
@@ -132,7 +132,8 @@ class AnswerParser:
             is_end = not (yield from source.has_all((format.between.strip(SPACE),)))
             yield from source.skip_space()
             if is_end or (yield from source.begins_value()) != "{":
-                return (yield from self._drop_rest())
+                yield from self._drop_rest()
+                return
         yield from self._read_plain()
 
     def _drop_rest(self) -> Wait[None]:

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tgis.router.api.http.openai.chat.types import ChatRequest
 from tgis.router.api.http.openai.completions.types import CompletionRequest
 from tgis.router.api.http.openai.errors import ApiError, respond
 from tgis.router.api.http.openai.fields.parameters import describe_parameters, to_parameters
@@ -99,7 +100,7 @@ def test_description() -> None:
         "temperature=0.5",
         "echo=true",
         "n=2",
-        "include_usage=true",
+        "stream_options.include_usage=true",
         "guided_json=1",
     }
 
@@ -164,3 +165,14 @@ def test_missing_models_stay_missing() -> None:
     shown = translated(NotFoundError("no store in /a/folder"), "x" * 999)
     assert (shown.status, shown.details.param, shown.details.code) == (404, "model", "model_not_found")
     assert shown.details.message == f"The model '{'x' * 256}' does not exist."
+
+
+def test_tools_are_described_by_numbers() -> None:
+    choice = {"type": "function", "function": {"name": "secret"}}
+    tools = [{"function": {"name": "secret", "description": "secret"}}]
+    body = msgspec.convert(
+        {"messages": [], "tools": tools, "tool_choice": choice, "max_reasoning_tokens": 7}, ChatRequest
+    )
+    assert describe_parameters(body) == (
+        "tools=1, tool_choice.type=8 bytes, tool_choice.function.name=6 bytes, max_reasoning_tokens=7"
+    )

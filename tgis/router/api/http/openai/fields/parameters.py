@@ -59,7 +59,7 @@ def _set_fields(fields: msgspec.Struct) -> Iterator[str]:
         if value is None or info.name in UNLOGGED:
             continue
         if isinstance(value, msgspec.Struct):
-            yield from _set_fields(value)
+            yield from (f"{info.name}.{each}" for each in _set_fields(value))
         elif isinstance(value, str):
             yield f"{info.name}={len(value.encode())} bytes"
         elif isinstance(value, bool | int):
