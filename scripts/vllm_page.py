@@ -32,6 +32,9 @@ this service:
 
 - The model must be on the disk: nothing is downloaded at the start
   (`text-generation-server download-weights org/model`).
+- A model in a folder has the folder's name, without the path above it; vLLM's clients send the whole path. Give
+  `--served-model-name` if they do.
+- Probes may stay (`/health` on the same port); `health-probe` needs `--port 8000`.
 - gRPC is served too, on port 8033: `--grpc-port` moves it.
 - `--max-concurrent-requests`, 512, bounds the requests that run and wait; more get 429, where vLLM's queue is endless.
 - Sampling without a `temperature` is OpenAI's, 1: the model's `generation_config.json` is not read for it, as with vLLM's
