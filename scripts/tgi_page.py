@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Iterable
 
-from scripts.configuration_page import code, table
+from scripts.configuration_page import code, own_name, table
 from tgis.config.aliases.alias import Alias
 from tgis.config.aliases.tgi import MAPPED, REFUSED, WITHOUT_EFFECT
 
@@ -104,7 +104,7 @@ Both have names with `tgi_` in front, and they are not the same ones. Those here
 
 
 def render() -> str:
-    meanings = _names(MAPPED, lambda one: f"`--{(one.means or '').replace('_', '-')}`" + _aside(one.why))
+    meanings = _names(MAPPED, lambda one: own_name(one.means or "") + _aside(one.why))
     without = _names(WITHOUT_EFFECT, lambda one: one.why)
     refused = _names(REFUSED, lambda one: one.why)
     return "\n".join(

@@ -69,6 +69,12 @@ class ServingOptions:
         "auto",
         group=Group.MODEL,
     )
+    runtime_adapters: bool = option(
+        "Let clients of OpenAI's API name LoRA adapters of --adapter-cache and --prefix-store-path, and take "
+        "the names away, by /v1/load_lora_adapter and /v1/unload_lora_adapter.",
+        False,
+        group=Group.ADAPTERS,
+    )
     tokenization_workers: int | None = option(
         "Threads that tokenize; calls with more than 32 KiB of text are tokenized in a process of their own. "
         "Unset: 1 to 8, by the number of cores.",

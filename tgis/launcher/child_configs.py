@@ -69,6 +69,8 @@ class ChildConfigs:
             "otlp_service_name": self.launcher.otlp_service_name if self.launcher.otlp_endpoint else None,
             "served_model_name": self.launcher.served_model_name
             or served_name(self.launcher.model_name, self._plan.model_path),
+            "auth_tokens_path": self._auth_tokens_path(),
+            "adapter_roots": self._adapter_roots(),
             "shard_addresses": str(addresses) if self.uses_tcp else None,
         }
         return self._derive(RouterConfig, own)
@@ -101,6 +103,17 @@ class ChildConfigs:
                 "rendezvous_fd": listener if rank == 0 else None,
             }
         return self._derive(ShardConfig, own)
+
+    def _auth_tokens_path(self) -> str | None:
+        tokens = self.launcher.auth_tokens
+        if tokens is None:
+            return self.launcher.auth_tokens_path
+        return str(self._files.write("auth-tokens", tokens.text))
+
+    def _adapter_roots(self) -> str | None:
+        adapters = self._plan.adapters
+        roots = filter(None, (adapters.adapter_cache, adapters.prefix_store_path))
+        return os.pathsep.join(roots) or None if self.launcher.runtime_adapters else None
 
     def _derive(self, config_type: type[C], own: Mapping[str, Any]) -> C:
         """Build a configuration from `own`; other options have the launcher's values or their defaults."""

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
@@ -145,6 +146,7 @@ class _Router:
             choose_formats(
                 template.text if template else None, config.tool_call_parser, config.reasoning_parser
             ),
+            adapter_roots=_adapter_roots(config),
         )
         return openai_routes(api)
 
@@ -269,6 +271,11 @@ class _Router:
     async def _stop_ports(self, timeout_s: float) -> None:
         """Refuse new calls, and cut those that are left after the time limit."""
         await asyncio.gather(self._server.stop(timeout_s), self._http.stop(timeout_s))
+
+
+def _adapter_roots(config: RouterConfig) -> tuple[str, ...] | None:
+    roots = (config.adapter_roots or "").split(os.pathsep)
+    return tuple(filter(None, roots)) if config.runtime_adapters else None
 
 
 def open_metrics(config: RouterConfig) -> Metrics:

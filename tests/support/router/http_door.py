@@ -12,6 +12,7 @@ from typing import Any
 from tests.support.router.engine_pair import Scene, open_scene
 from tests.support.router.fake_shard import VOCAB_SIZE
 from tests.support.router.grpc_door import LIMITS, RecordingHandle
+from tests.support.router.model_of_contents import Library
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.config.processes import RouterConfig
 from tgis.net.http_server import serve_listener
@@ -55,11 +56,15 @@ async def open_http_door(
     write_tokenizer: Any = write_byte_level,
     tracing: Tracing | None = None,
     tokens: Path | None = None,
+    library: Library | None = None,
+    adapter_roots: tuple[str, ...] | None = None,
     formats: ChatFormats | None = None,
 ) -> AsyncIterator[HttpDoor]:
-    """Open a door; `renderer` is for chats, `tokens` a file of bearer tokens."""
+    """Open a door; `renderer` is for chats, `tokens` a file of bearer tokens, `library` the
+    shard's adapters, and `adapter_roots` where clients may find them."""
     write_tokenizer(directory, VOCAB_SIZE)
-    async with open_scene(directory, False, info, max_sequence_length=limits.max_sequence_length) as scene:
+    room = limits.max_sequence_length
+    async with open_scene(directory, False, info, library, max_sequence_length=room) as scene:
         tokenizer, compiler = Tokenizer(directory, 1), GrammarCompiler()
         handle, vocabularies = RecordingHandle(scene.handle), cache(partial(Vocabulary, tokenizer, False))
         vocabulary = vocabularies(True, frozenset())
@@ -71,8 +76,11 @@ async def open_http_door(
             ConcurrencyLimit(2),
             Accounting(scene.metrics, tracing or Tracing(), 0),
         )
-        models = Models((MODEL, "alias"))
-        api = OpenAiApi(service, renderer, models, vocabulary, limits, tokenizer, formats or ChatFormats())
+        models = Models((MODEL, "alias"), adapter_ids=lambda: handle.info().preloaded_adapter_ids)
+        formats = formats or ChatFormats()
+        api = OpenAiApi(
+            service, renderer, models, vocabulary, limits, tokenizer, formats, adapter_roots=adapter_roots
+        )
         path = None if tokens is None else str(tokens)
         config = RouterConfig(tokenizer_path="", http_api="openai", auth_tokens_path=path)
         routes = openai_routes(api)

@@ -120,6 +120,14 @@ class GenerationService:
                     for index, spec in enumerate(admitted.specs)
                 ]
 
+    async def load_adapter(self, adapter_id: str, request_id: str) -> None:
+        """Load a LoRA adapter on all shards, so that the first call need not wait. Raises RouterError."""
+        ticket = await self._engine.acquire(0)
+        try:
+            await self._engine.lease(ticket, None, adapter_id, request_id)
+        finally:
+            self._engine.release(ticket)
+
     async def tokenize(
         self, job: TokenizeJob, door: Door, metadata: Metadata, connection: Hashable, refusal: str = ""
     ) -> bytes:

@@ -24,6 +24,8 @@ class OpenAiApi:
     tokenizer: Tokenizer
     formats: ChatFormats
     """Formats in which the model calls tools and reasons."""
+    adapter_roots: tuple[str, ...] | None = None
+    """Directories in which adapters are found, first come first; None if clients may not name adapters."""
     encoding_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Turn of the answer that is encoded; long ones take turns."""
 
