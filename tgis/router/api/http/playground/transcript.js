@@ -1,0 +1,159 @@
+/**
+ * @param {string} tag
+ * @param {string} className
+ * @param {string} text
+ */
+function make(tag, className = "", text = "") {
+  const made = document.createElement(tag);
+  if (className) made.className = className;
+  made.textContent = text;
+  return made;
+}
+
+/** @param {string} id */
+function byId(id) {
+  return /** @type {HTMLElement} */ (document.getElementById(id));
+}
+
+/**
+ * @param {string} role
+ * @param {string} title
+ */
+function addArticle(role, title) {
+  const article = make("article", role);
+  article.append(make("h2", "", title));
+  byId("transcript").append(article);
+  return article;
+}
+
+/** @param {Message} message */
+function showMessage(message) {
+  const article = addArticle(message.role, message.role === "tool" ? "Result" : "You");
+  article.append(make("p", "text", message.content ?? ""));
+  followTranscript(true);
+  return article;
+}
+
+/** @param {boolean} always whether to follow a reader who has scrolled up too */
+function followTranscript(always = false) {
+  const box = byId("transcript");
+  const hidden = box.scrollHeight - box.scrollTop - box.clientHeight;
+  if (always || hidden < 80) box.scrollTop = box.scrollHeight;
+}
+
+/** A model's answer while it comes, and what the next request has to repeat of it. */
+class AnswerView {
+  constructor() {
+    this.article = addArticle("assistant", "Model");
+    this.article.setAttribute("aria-busy", "true");
+    /** @type {Map<string, Text>} */
+    this.texts = new Map();
+    /** @type {Map<number, { call: ToolCall, shown: Text, result: HTMLTextAreaElement }>} */
+    this.calls = new Map();
+    /** @type {TokenStrip | null} */
+    this.tokens = null;
+    this.finishReason = "";
+  }
+
+  /** @param {Choice} choice */
+  add(choice) {
+    const { reasoning_content: reasoning, content, tool_calls: calls } = choice.delta;
+    if (reasoning) this.textNode("reasoning").appendData(reasoning);
+    if (content) this.textNode("content").appendData(content);
+    for (const call of calls ?? []) this.addCall(call);
+    for (const detail of choice.logprobs?.content ?? []) this.tokenStrip().add(detail);
+    this.finishReason = choice.finish_reason ?? this.finishReason;
+    followTranscript();
+  }
+
+  /**
+   * Return the text that deltas of a kind are added to.
+   * @param {"reasoning" | "content"} kind
+   */
+  textNode(kind) {
+    const known = this.texts.get(kind);
+    if (known) return known;
+    const text = document.createTextNode("");
+    const box = kind === "content" ? this.article : this.addFold("Reasoning", kind, false);
+    const paragraph = make("p", "text");
+    paragraph.append(text);
+    box.append(paragraph);
+    this.texts.set(kind, text);
+    return text;
+  }
+
+  /** @param {CallDelta} delta */
+  addCall(delta) {
+    const entry = this.calls.get(delta.index) ?? this.beginCall(delta);
+    const more = delta.function.arguments ?? "";
+    entry.call.function.arguments += more;
+    entry.shown.appendData(more);
+  }
+
+  /** @param {CallDelta} delta */
+  beginCall(delta) {
+    const name = delta.function.name ?? "";
+    const box = this.addFold(`Call of ${name}`, "calls", true);
+    const shown = document.createTextNode("");
+    const pre = make("pre");
+    pre.append(shown);
+    const result = /** @type {HTMLTextAreaElement} */ (make("textarea"));
+    const label = make("label", "", "Result, sent with the next message");
+    label.append(result);
+    box.append(pre, label);
+    const call = { id: delta.id ?? "", type: "function", function: { name, arguments: "" } };
+    const entry = { call, shown, result };
+    this.calls.set(delta.index, entry);
+    return entry;
+  }
+
+  tokenStrip() {
+    this.tokens ??= new TokenStrip(this.addFold("Token probabilities", "", true));
+    return this.tokens;
+  }
+
+  /**
+   * @param {string} title
+   * @param {string} className
+   * @param {boolean} isOpen
+   */
+  addFold(title, className, isOpen) {
+    const fold = /** @type {HTMLDetailsElement} */ (make("details", className));
+    fold.open = isOpen;
+    fold.append(make("summary", "", title));
+    this.article.append(fold);
+    return fold;
+  }
+
+  /** @param {string} stats */
+  end(stats) {
+    this.article.setAttribute("aria-busy", "false");
+    this.article.append(make("p", "stats", stats));
+    followTranscript();
+  }
+
+  get isEmpty() {
+    return !this.texts.size && !this.calls.size;
+  }
+
+  /** @returns {Message} */
+  get message() {
+    /** @type {Message} */
+    const message = { role: "assistant", content: this.texts.get("content")?.data ?? null };
+    const reasoning = this.texts.get("reasoning")?.data;
+    if (reasoning) message.reasoning_content = reasoning;
+    if (this.calls.size) message.tool_calls = [...this.calls.values()].map((entry) => entry.call);
+    return message;
+  }
+
+  /** Messages that tell the model what its calls gave. */
+  get results() {
+    return [...this.calls.values()].map(({ call, result }) => {
+      return { role: "tool", tool_call_id: call.id, content: result.value };
+    });
+  }
+
+  closeResults() {
+    for (const { result } of this.calls.values()) result.readOnly = true;
+  }
+}
