@@ -77,8 +77,8 @@ def test_answers_are_those_of_the_service(page: Playground, served: Served) -> N
     expected = chat.answer
     assert answer.locator(".text").text_content() == expected.text.removesuffix("</s>")
     stats = answer.locator(".stats").inner_text()
-    assert f"prompt: {len(expected.prompt_ids)} tokens" in stats
-    assert f"answer: {len(expected.ids)} tokens" in stats
+    assert f"prompt: {len(expected.ids)} tokens" in stats
+    assert f"answer: {len(expected.output_ids)} tokens" in stats
     assert f"end: {expected.finish_reason}" in stats
     assert re.search(r"first token: \d+\.\d\d s · [\d.]+ tokens/s", stats)
 
@@ -191,7 +191,6 @@ def test_policy_stops_what_a_page_must_not_do(served: Served, browser: Any) -> N
         "require-trusted-types-for": "document.body.innerHTML = '<b>text</b>'",
         "img-src": "document.body.append(Object.assign(new Image(), { src: 'http://127.0.0.1:9/' }))",
         "connect-src": "fetch('http://127.0.0.1:9/').catch(() => null)",
-        "script-src": "document.body.setAttribute('onclick', 'alert(1)'); document.body.click()",
         "style-src-attr": "document.body.setAttribute('style', 'color: red')",
     }
     for directive, script in tries.items():
