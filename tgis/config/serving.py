@@ -51,6 +51,18 @@ class ServingOptions:
         None,
         group=Group.MODEL,
     )
+    tool_call_parser: str = option(
+        "Format in which the model writes calls of tools; auto: the chat template shows it; none: it writes "
+        "none. docs/openai.md lists the formats.",
+        "auto",
+        group=Group.MODEL,
+    )
+    reasoning_parser: str = option(
+        "Format in which the model writes its reasoning; auto: the chat template shows it; none: all is "
+        "content. docs/openai.md lists the formats.",
+        "auto",
+        group=Group.MODEL,
+    )
     tokenization_workers: int | None = option(
         "Threads that tokenize; calls with more than 32 KiB of text are tokenized in a process of their own. "
         "Unset: 1 to 8, by the number of cores.",

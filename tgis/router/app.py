@@ -38,8 +38,9 @@ from tgis.router.api.http.openai.routes import openai_routes
 from tgis.router.api.http.openai.service_parts import OpenAiApi
 from tgis.router.api.http.ports import HttpPorts
 from tgis.router.api.service import GenerationService
+from tgis.router.chat.formats.registry import choose_formats
 from tgis.router.chat.renderer import ChatRenderer
-from tgis.router.chat.template import load_template
+from tgis.router.chat.template import ChatTemplate, load_template
 from tgis.router.engine.concurrency import ConcurrencyLimit
 from tgis.router.engine.handle import EngineHost, EngineInfo
 from tgis.router.engine.local_engine import LocalEngine
@@ -93,12 +94,14 @@ class _Router:
         self._has_given_up = False
         self._tokenizer = Tokenizer(Path(config.tokenizer_path), config.tokenization_workers)
         self._vocabulary = cache(partial(Vocabulary, self._tokenizer, config.output_special_tokens))
-        self._vocabulary(True)  # refuses an unsupported kind of tokenizer before the shards have loaded
+        # An unsupported kind of tokenizer is refused before the shards have loaded.
+        self._vocabulary(True, frozenset())
         self._engine = open_engine(config, self._metrics, self._health.set)
         self._limits = _limits(config)
         self._service = self._build_service()
         self._server = self._build_server()
-        self._renderer = self._open_renderer()
+        self._template = self._load_template()
+        self._renderer = ChatRenderer(self._template, metrics=self._metrics)
         self._http = HttpPorts(
             config, lambda: self._health.is_ready, self._metrics, self._api_routes(), self._certificates
         )
@@ -118,18 +121,15 @@ class _Router:
             Accounting(metrics, self._tracing, config.log_text_chars),
         )
 
-    def _open_renderer(self) -> ChatRenderer:
-        """Return the renderer of chats. Raises StartupError."""
+    def _load_template(self) -> ChatTemplate | None:
+        """Return the model's chat template, if there is one and chats are served. Raises StartupError."""
         config = self._config
-        template = (
-            load_template(Path(config.tokenizer_path), config.chat_template) if config.http_api else None
-        )
-        return ChatRenderer(template, metrics=self._metrics)
+        return load_template(Path(config.tokenizer_path), config.chat_template) if config.http_api else None
 
     def _api_routes(self) -> list[Route] | None:
         if not self._config.http_api:
             return None
-        config, engine = self._config, self._engine.handle
+        config, engine, template = self._config, self._engine.handle, self._template
         names = served_names(config.served_model_name, config.tokenizer_path)
         api = OpenAiApi(
             self._service,
@@ -139,8 +139,12 @@ class _Router:
                 config.max_sequence_length,
                 adapter_ids=lambda: engine.info().preloaded_adapter_ids,
             ),
-            self._vocabulary(True),
+            self._vocabulary(True, frozenset()),
             self._limits,
+            self._tokenizer,
+            choose_formats(
+                template.text if template else None, config.tool_call_parser, config.reasoning_parser
+            ),
         )
         return openai_routes(api)
 
@@ -174,7 +178,8 @@ class _Router:
                     return
                 info = self._engine.handle.info()
                 _check_vocabulary(info, self._tokenizer)
-                self._vocabulary(not info.is_encoder_decoder)  # so that the first request need not wait
+                # The first request need not wait for it.
+                self._vocabulary(not info.is_encoder_decoder, frozenset())
                 _open_grpc_port(self._server, config.bind, grpc_port, self._certificates)
                 await self._server.start()
                 api_port = await stack.enter_async_context(self._http.serve_api())

@@ -5,6 +5,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tgis.router.api.http.openai.models import Models
 from tgis.router.api.http.openai.routes import openai_routes
 from tgis.router.api.http.openai.service_parts import OpenAiApi
 from tgis.router.api.service import GenerationService
+from tgis.router.chat.formats.registry import ChatFormats
 from tgis.router.engine.concurrency import ConcurrencyLimit
 from tgis.router.grammar.compiler import GrammarCompiler
 from tgis.router.requests.accounting import Accounting
@@ -53,21 +55,24 @@ async def open_http_door(
     write_tokenizer: Any = write_byte_level,
     tracing: Tracing | None = None,
     tokens: Path | None = None,
+    formats: ChatFormats | None = None,
 ) -> AsyncIterator[HttpDoor]:
     """Open a door; `renderer` is for chats, `tokens` a file of bearer tokens."""
     write_tokenizer(directory, VOCAB_SIZE)
-    async with open_scene(directory, False, info) as scene:
+    async with open_scene(directory, False, info, max_sequence_length=limits.max_sequence_length) as scene:
         tokenizer, compiler = Tokenizer(directory, 1), GrammarCompiler()
-        handle, vocabulary = RecordingHandle(scene.handle), Vocabulary(tokenizer)
+        handle, vocabularies = RecordingHandle(scene.handle), cache(partial(Vocabulary, tokenizer, False))
+        vocabulary = vocabularies(True, frozenset())
         service = GenerationService(
             handle,  # type: ignore[arg-type]
             Validator(tokenizer, limits, compiler, scene.metrics, handle.info),
             tokenizer,
-            lambda _: vocabulary,
+            vocabularies,
             ConcurrencyLimit(2),
             Accounting(scene.metrics, tracing or Tracing(), 0),
         )
-        api = OpenAiApi(service, renderer, Models((MODEL, "alias")), vocabulary, limits)
+        models = Models((MODEL, "alias"))
+        api = OpenAiApi(service, renderer, models, vocabulary, limits, tokenizer, formats or ChatFormats())
         path = None if tokens is None else str(tokens)
         config = RouterConfig(tokenizer_path="", http_api="openai", auth_tokens_path=path)
         routes = openai_routes(api)

@@ -36,8 +36,10 @@ class Result:
     spec: SequenceSpec
     text: list[str] = field(default_factory=list)
     tokens: list[TokenDetail] = field(default_factory=list)
+    """Details of the tokens, if the call asked for them."""
     input_tokens: tuple[TokenDetail, ...] = ()
     last: Output | None = None
+    token_ids: list[int] = field(default_factory=list)
 
     def add(self, output: InputTokens | Output) -> None:
         if isinstance(output, InputTokens):
@@ -45,7 +47,10 @@ class Result:
             return
         self.text.append(output.text)
         self.last = output
-        if output.token is not None and self.spec.details.generated_tokens:
+        if output.token is None:
+            return
+        self.token_ids.append(output.token.token_id)
+        if self.spec.details.generated_tokens:
             self.tokens.append(output.token)
 
 
@@ -64,6 +69,7 @@ class _Admitted(NamedTuple):
     ticket: Ticket
     params: CallParameters
     specs: list[SequenceSpec]
+    vocabulary: Vocabulary
 
 
 class GenerationService:
@@ -72,11 +78,12 @@ class GenerationService:
         engine: EngineHandle,
         validator: Validator,
         tokenizer: Tokenizer,
-        vocabulary: Callable[[bool], Vocabulary],
+        vocabulary: Callable[[bool, frozenset[int]], Vocabulary],
         tokenize_concurrency: ConcurrencyLimit,
         accounting: Accounting,
     ) -> None:
-        """`vocabulary` returns that of texts which continue their input, or do not."""
+        """`vocabulary` returns that of texts which continue their input, or do not, and which show some
+        special tokens."""
         self._engine, self._validator, self._accounting = engine, validator, accounting
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         self._tokenize_concurrency = tokenize_concurrency
@@ -158,7 +165,8 @@ class GenerationService:
             lease = await engine.lease(ticket, call.prefix_id, call.adapter_id, account.request_id)
             specs = await validator.specs(call, params, grammar, lease, account.request_id)
             account.accept(params, specs)
-            yield _Admitted(account, ticket, params, specs)
+            vocabulary = self._vocabulary(not self.is_encoder_decoder, call.shown_special_ids)
+            yield _Admitted(account, ticket, params, specs, vocabulary)
         finally:
             engine.release(ticket)
             self._num_admitted -= 1
@@ -174,7 +182,7 @@ class GenerationService:
 
     async def _generate(self, admitted: _Admitted, index: int, record: Record) -> Outputs:
         engine = self._engine
-        text = TextStream(self._vocabulary(not self.is_encoder_decoder), admitted.params.stops)
+        text = TextStream(admitted.vocabulary, admitted.params.stops)
         sequence_id = engine.open(admitted.ticket, admitted.specs[index], text)
         num_generated = 0
         try:

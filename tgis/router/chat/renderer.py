@@ -49,6 +49,10 @@ class ChatRenderer:
         """True if the template has words for developers' messages; else they are the system's."""
         return self._template is not None and "developer" in self._template.text_for(has_tools=False)
 
+    def reads(self, variable: str) -> bool:
+        """Return True if the template has a variable of this name."""
+        return self._template is not None and variable in self._template.variables
+
     async def render(self, chat: Chat) -> str:
         """Return the prompt of a chat. Raises RequestError, in one line, if it cannot be rendered."""
         if self._template is None:

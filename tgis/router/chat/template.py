@@ -27,6 +27,13 @@ class ChatTemplate:
     special_tokens: dict[str, str] = field(default_factory=dict)
     takes_content_parts: bool = False
     """True if the templates read a message's content as a list of parts."""
+    variables: frozenset[str] = frozenset()
+    """Names that the templates look up."""
+
+    @property
+    def text(self) -> str:
+        """All templates together."""
+        return self.default + (self.tool_use or "")
 
     def text_for(self, has_tools: bool) -> str:
         return self.tool_use if has_tools and self.tool_use is not None else self.default
@@ -42,8 +49,14 @@ def load_template(directory: Path, file: str | None) -> ChatTemplate | None:
         return None
     tokens = _special_tokens(config, read_json(directory, TOKENS_FILE))
     used = {name: texts[name] for name in (DEFAULT, TOOL_USE) if name in texts}
-    takes_parts = [_check(text, _title(file, name)) for name, text in used.items()]
-    return ChatTemplate(texts[DEFAULT], texts.get(TOOL_USE), tokens, all(takes_parts))
+    checks = [_check(text, _title(file, name)) for name, text in used.items()]
+    return ChatTemplate(
+        texts[DEFAULT],
+        texts.get(TOOL_USE),
+        tokens,
+        takes_content_parts=all(check["takes_content_parts"] for check in checks),
+        variables=frozenset(name for check in checks for name in check["variables"]),
+    )
 
 
 def _find_texts(directory: Path, config: dict[str, Any]) -> dict[str, str]:
@@ -103,11 +116,12 @@ def _title(file: str | None, name: str) -> str:
     return "the model's chat template" if name == DEFAULT else f"the model's chat template {name}"
 
 
-def _check(text: str, title: str) -> bool:
-    """Return True if the template takes content parts. Raises StartupError if it does not compile."""
+def _check(text: str, title: str) -> dict[str, Any]:
+    """Return the facts that the worker finds in a template. Raises StartupError if it does not compile."""
     reply = ask_once(WORKER, {"check": text}, CHECK_TIMEOUT_S)
     if reply.is_dead:
         raise StartupError(f"{title} takes too long to compile, or too much memory")
     if "error" in reply.value:
         raise StartupError(f"{title} does not compile: {reply.value['error']}")
-    return bool(reply.value["takes_content_parts"])
+    facts: dict[str, Any] = reply.value
+    return facts

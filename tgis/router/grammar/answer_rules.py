@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+FREE = "free"
+"""Kind of a constraint that lets the text of an answer be any."""
+
 
 class Mark(NamedTuple):
     """Text that separates parts of an answer."""
@@ -10,6 +13,8 @@ class Mark(NamedTuple):
     text: str
     token_id: int | None = None
     """Token that is the whole mark; None if the tokenizer has none."""
+    is_special: bool = False
+    """True if the tokenizer calls that token special."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,8 @@ class ReasoningRule:
     """Mark with which the model may begin to reason; None if the prompt has begun the reasoning."""
     end: Mark
     max_tokens: int | None = None
-    """Number of tokens after which `end` is forced; None for no limit. It needs marks that are tokens."""
+    """Number of tokens after which `end` is forced; None for no limit. It needs marks that are tokens. After
+    a `begin` that is not special, `end` may be forced one token earlier."""
 
 
 class CallRule(NamedTuple):
@@ -31,6 +37,8 @@ class CallRule(NamedTuple):
     tail: str
     is_strict: bool
     """False if what the grammar library does not support of the schema is left out."""
+    field: str
+    """Field of the request that has the schema, for example `tools[0].function.parameters`."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,7 @@ class CallRules:
     """What begins the calls, or each of them if `begins_each`; None if calls begin with a `head`."""
     begins_each: bool
     begin: str
-    """Text between the trigger and the first head."""
+    """Text between a trigger and the head that follows it."""
     between: str
     """Text between a tail and the next head; the trigger comes after it if `begins_each`."""
     end: str
@@ -52,6 +60,8 @@ class CallRules:
     allows_several: bool
     marks: tuple[Mark, ...] = ()
     """Marks within the texts above that are tokens of their own."""
+    optional_mark: Mark | None = None
+    """Mark that may come before the first head, where there is no trigger."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 Parts = tuple[str, ...]
-"""Texts that follow each other. A model may write white space before and after each of them."""
+"""Texts that follow each other, with the white space that the model writes around them, which the grammar of
+answers demands. Readers ignore it: they allow any white space before and after each text."""
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,8 @@ class ReasoningFormat:
     end: str
     in_template: Parts
     """Texts that a template has if its model writes in this format."""
+    other_names: tuple[str, ...] = ()
+    """Names that other servers have for this format."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,9 @@ class JsonCall:
 class NamedCall:
     """A call is the function's name, a separator and the arguments as a JSON object."""
 
-    separator: Parts
+    separator: str
+    id_mark: str = ""
+    """Mark with an id of the call that models may write between the name and the separator."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,21 @@ class ToolFormat:
     section: tuple[Parts, Parts] = ((), ())
     call: tuple[Parts, Parts] = ((), ())
     between: str = ""
+    has_short_ids: bool = False
+    """True if the template demands ids of calls that are 9 letters and digits."""
     optional_mark: str = ""
     """Mark that may come before the calls. Only a format without parts before its calls has one; the calls
     are then the whole answer."""
+    other_names: tuple[str, ...] = ()
+    """Names that other servers have for this format."""
+
+    @property
+    def trigger(self) -> str | None:
+        """Mark that ends the text before the calls; None if calls begin the answer."""
+        parts = (*self.section[0], *self.call[0])
+        return parts[0].strip() if parts else None
+
+    @property
+    def has_end(self) -> bool:
+        """True if a mark ends the calls, so that text after them can be told from them."""
+        return bool(self.section[1] or self.call[1])

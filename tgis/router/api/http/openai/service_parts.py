@@ -4,9 +4,12 @@ from dataclasses import dataclass
 
 from tgis.router.api.http.openai.models import Models
 from tgis.router.api.service import GenerationService
+from tgis.router.chat.formats.registry import ChatFormats
 from tgis.router.chat.renderer import ChatRenderer
+from tgis.router.grammar.answer_rules import Mark
 from tgis.router.requests.validation import RequestLimits
 from tgis.router.text.detokenizer import Vocabulary
+from tgis.router.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -17,3 +20,10 @@ class OpenAiApi:
     vocabulary: Vocabulary
     """Vocabulary of texts that continue their input."""
     limits: RequestLimits
+    tokenizer: Tokenizer
+    formats: ChatFormats
+    """Formats in which the model calls tools and reasons."""
+
+    def find_mark(self, text: str) -> Mark:
+        """Return the mark of a text, with the token that is the whole text."""
+        return Mark(text, self.tokenizer.added_token_id(text))

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from tgis import __version__
 from tgis.router.api.http.call_context import read_body
 from tgis.router.api.http.openai.chat.messages import render_chat
-from tgis.router.api.http.openai.chat.types import Message
+from tgis.router.api.http.openai.chat.types import Message, Tool
 from tgis.router.api.http.openai.errors import ApiError
 from tgis.router.api.http.openai.fields.refusals import INPUT, translated_refusals
 from tgis.router.api.http.openai.fields.refused_fields import refuse_fields
@@ -35,7 +35,8 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: Any = None
     mm_processor_kwargs: Any = None
-    tools: Any = None
+    tools: list[Tool] | None = None
+    reasoning_effort: str | None = None
 
 
 class DetokenizeBody(msgspec.Struct):
