@@ -14,6 +14,7 @@ from integration_tests.playground.browser import Playground, open_chromium, open
 pytestmark = pytest.mark.browser
 
 STEP_S = 0.01  # so that an answer is seen before it is whole
+VARIABLES = "Variables of the chat template, as a JSON object"
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
 
 
@@ -37,6 +38,7 @@ def page(served: Served, browser: Any) -> Iterator[Playground]:
         page.fill("Bearer token", served.api_key)
         page.press("Reload models")
         page.page.get_by_text("Ready.").wait_for()
+        page.fill(VARIABLES, '{"enable_thinking": false}')
         yield page
         page.check()
 
@@ -54,10 +56,10 @@ def test_chat_is_streamed_and_goes_on(page: Playground, served: Served) -> None:
     page.page.on("request", lambda request: bodies.append(request.post_data_json or {}))
     page.fill("System message", "Be brief.")
     answer = page.ask("once upon a time")
-    answer.locator(".text").wait_for()
-    seen_early = answer.locator(".text").inner_text()
+    answer.locator(".content .text").wait_for()
+    seen_early = answer.locator(".content .text").inner_text()
     page.wait_for_end()
-    text = answer.locator(".text").text_content()
+    text = answer.locator(".content .text").text_content()
     assert text.startswith(seen_early)
     assert len(text) > len(seen_early)
     page.ask_whole("little girl")
@@ -72,10 +74,11 @@ def test_chat_is_streamed_and_goes_on(page: Playground, served: Served) -> None:
 def test_answers_are_those_of_the_service(page: Playground, served: Served) -> None:
     chat = next(chat for chat in served.chats if len(chat.messages) == 1)
     page.fill("Temperature", "0")
+    page.fill(VARIABLES, "")
     page.fill("Most tokens", str(chat.answer.max_tokens))
     answer = page.ask_whole(chat.messages[0]["content"])
     expected = chat.answer
-    assert answer.locator(".text").text_content() == expected.text.removesuffix("</s>")
+    assert answer.locator(".content .text").text_content() == expected.text.removesuffix("</s>")
     stats = answer.locator(".stats").inner_text()
     assert f"prompt: {len(expected.ids)} tokens" in stats
     assert f"answer: {len(expected.output_ids)} tokens" in stats
@@ -85,7 +88,7 @@ def test_answers_are_those_of_the_service(page: Playground, served: Served) -> N
 
 def test_stop_ends_the_request(page: Playground, served: Served) -> None:
     answer = page.ask("fox and dog")
-    answer.locator(".text").wait_for()
+    answer.locator(".content .text").wait_for()
     page.press("Stop")
     page.page.get_by_text("Stopped.").wait_for()
     assert "end: stopped" in answer.locator(".stats").inner_text()
@@ -127,7 +130,46 @@ def test_answer_follows_the_schema(page: Playground) -> None:
     schema = {"type": "object", "properties": {"animal": {"enum": ["fox", "dog"]}}, "required": ["animal"]}
     page.fill("JSON schema", json.dumps(schema | {"additionalProperties": False}))
     answer = page.ask_whole("an animal")
-    assert json.loads(answer.locator(".text").inner_text())["animal"] in ("fox", "dog")
+    assert json.loads(answer.locator(".content .text").inner_text())["animal"] in ("fox", "dog")
+
+
+def test_reasoning_is_folded(page: Playground) -> None:
+    page.fill(VARIABLES, '{"enable_thinking": true}')
+    page.fill("Most tokens of reasoning", "9")
+    page.fill("Most tokens", "40")
+    answer = page.ask_whole("a quick fox")
+    reasoning = answer.get_by_text("Reasoning", exact=True)
+    text = answer.locator(".reasoning .text")
+    assert not text.is_visible()
+    reasoning.click()
+    assert text.is_visible()
+    assert text.text_content()
+    assert re.search(r"answer: \d+ tokens, (9|10) of reasoning", answer.locator(".stats").inner_text())
+
+
+def test_calls_are_shown_and_their_results_sent(page: Playground) -> None:
+    parameters = {"type": "object", "properties": {"city": {"const": HOSTILE}}, "required": ["city"]}
+    function = {"name": "weather", "parameters": parameters | {"additionalProperties": False}}
+    page.fill("Tools, as a JSON list", json.dumps([{"type": "function", "function": function}]))
+    page.page.get_by_label("Calls of tools").select_option("required")
+    page.fill("Most tokens", "300")
+    answer = page.ask_whole("what is the weather?")
+    call = answer.locator(".calls details").first
+    assert call.get_by_text("Call of weather", exact=True).is_visible()
+    arguments = call.locator(".arguments").text_content()
+    assert json.loads(arguments) == {"city": HOSTILE}
+    num_calls = answer.locator(".calls details").count()
+    call.get_by_label("Result").fill("dry")
+    page.page.get_by_label("Calls of tools").select_option("none")
+    page.fill("Most tokens", "3")
+    with page.page.expect_request("**/v1/chat/completions") as sent:
+        page.ask_whole("")
+    asked, called, result, *others = sent.value.post_data_json["messages"]
+    assert asked == {"role": "user", "content": "what is the weather?"}
+    assert called["tool_calls"][0]["function"] == {"name": "weather", "arguments": arguments}
+    assert result == {"role": "tool", "tool_call_id": called["tool_calls"][0]["id"], "content": "dry"}
+    assert len(others) == num_calls - 1
+    assert page.error == ""
 
 
 def test_hostile_text_is_only_text(page: Playground, served: Served) -> None:
@@ -135,7 +177,7 @@ def test_hostile_text_is_only_text(page: Playground, served: Served) -> None:
     page.fill("JSON schema", json.dumps({"const": HOSTILE}))
     for _ in range(2):
         answer = page.ask_whole(HOSTILE)
-        assert json.loads(answer.locator(".text").first.inner_text()) == HOSTILE
+        assert json.loads(answer.locator(".content .text").inner_text()) == HOSTILE
         page.page.get_by_label("Show them").check()
     spelled = answer.locator(".tokens").inner_text()
     assert "onerror=alert(1)" in spelled

@@ -100,9 +100,10 @@ function setStatus(text) {
 /** @param {unknown} error null: none */
 function showFailure(error) {
   for (const field of document.querySelectorAll("[aria-invalid]")) field.removeAttribute("aria-invalid");
-  byId("error").textContent = error ? String(error instanceof Error ? error.message : error) : "";
+  byId("error").textContent = error instanceof Error ? error.message : "";
   setStatus("");
-  const field = error instanceof UnauthorizedFailure ? byId("token") : error instanceof Failure && error.field;
+  const isOfToken = error instanceof UnauthorizedFailure;
+  const field = isOfToken ? byId("token") : error instanceof Failure && error.field;
   if (!field) return;
   /** @type {HTMLDetailsElement} */ (byId("settings")).open = true;
   field.setAttribute("aria-invalid", "true");

@@ -20,7 +20,9 @@ function readSettings() {
   const format = { type: "json_schema", json_schema: { name: "answer", schema } };
   if (schema !== undefined) fields.response_format = format;
   const tools = readJson("tools");
-  if (tools !== undefined) fields.tools = tools;
+  if (tools !== undefined) Object.assign(fields, { tools, tool_choice: fieldById("tool-choice").value });
+  const variables = readJson("variables");
+  if (variables !== undefined) fields.chat_template_kwargs = variables;
   return fields;
 }
 

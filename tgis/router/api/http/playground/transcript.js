@@ -41,11 +41,32 @@ function followTranscript(always = false) {
   if (always || hidden < 80) box.scrollTop = box.scrollHeight;
 }
 
+/**
+ * @param {HTMLElement} box
+ * @param {string} title
+ * @param {boolean} isOpen
+ */
+function addFold(box, title, isOpen) {
+  const fold = /** @type {HTMLDetailsElement} */ (make("details"));
+  fold.open = isOpen;
+  fold.append(make("summary", "", title));
+  box.append(fold);
+  return fold;
+}
+
 /** A model's answer while it comes, and what the next request has to repeat of it. */
 class AnswerView {
   constructor() {
     this.article = addArticle("assistant", "Model");
     this.article.setAttribute("aria-busy", "true");
+    /** Parts in the order in which they are read, whatever comes first. */
+    this.parts = {
+      reasoning: make("div", "reasoning"),
+      content: make("div", "content"),
+      calls: make("div", "calls"),
+      tokens: make("div"),
+    };
+    this.article.append(...Object.values(this.parts));
     /** @type {Map<string, Text>} */
     this.texts = new Map();
     /** @type {Map<number, { call: ToolCall, shown: Text, result: HTMLTextAreaElement }>} */
@@ -74,7 +95,7 @@ class AnswerView {
     const known = this.texts.get(kind);
     if (known) return known;
     const text = document.createTextNode("");
-    const box = kind === "content" ? this.article : this.addFold("Reasoning", kind, false);
+    const box = kind === "content" ? this.parts.content : addFold(this.parts.reasoning, "Reasoning", false);
     const paragraph = make("p", "text");
     paragraph.append(text);
     box.append(paragraph);
@@ -93,9 +114,9 @@ class AnswerView {
   /** @param {CallDelta} delta */
   beginCall(delta) {
     const name = delta.function.name ?? "";
-    const box = this.addFold(`Call of ${name}`, "calls", true);
+    const box = addFold(this.parts.calls, `Call of ${name}`, true);
     const shown = document.createTextNode("");
-    const pre = make("pre");
+    const pre = make("pre", "arguments");
     pre.append(shown);
     const result = /** @type {HTMLTextAreaElement} */ (make("textarea"));
     const label = make("label", "", "Result, sent with the next message");
@@ -108,21 +129,8 @@ class AnswerView {
   }
 
   tokenStrip() {
-    this.tokens ??= new TokenStrip(this.addFold("Token probabilities", "", true));
+    this.tokens ??= new TokenStrip(addFold(this.parts.tokens, "Token probabilities", true));
     return this.tokens;
-  }
-
-  /**
-   * @param {string} title
-   * @param {string} className
-   * @param {boolean} isOpen
-   */
-  addFold(title, className, isOpen) {
-    const fold = /** @type {HTMLDetailsElement} */ (make("details", className));
-    fold.open = isOpen;
-    fold.append(make("summary", "", title));
-    this.article.append(fold);
-    return fold;
   }
 
   /** @param {string} stats */
