@@ -39,7 +39,7 @@ async function answer(view, fields) {
   setRunning(running);
   try {
     const request = { ...fields, stream: true, stream_options: { include_usage: true } };
-    for await (const chunk of streamChat(request, fieldById("token").value, running.signal)) {
+    for await (const chunk of streamChat(request, readToken(), running.signal)) {
       meter.add(chunk);
       if (chunk.choices.length) view.add(chunk.choices[0]);
     }
@@ -119,9 +119,12 @@ function beginNewChat() {
 
 async function loadModels() {
   showFailure(null);
+  const model = fieldById("model");
   try {
-    const names = await listModels(fieldById("token").value);
-    byId("model").replaceChildren(...names.map((name) => make("option", "", name)));
+    const names = await listModels(readToken());
+    const chosen = names.includes(model.value) ? model.value : names[0];
+    model.replaceChildren(...names.map((name) => make("option", "", name)));
+    model.value = chosen;
     setStatus("Ready.");
   } catch (error) {
     const isTokenMissing = error instanceof UnauthorizedFailure && !fieldById("token").value;
@@ -144,7 +147,8 @@ function begin() {
   byId("reload").addEventListener("click", () => void loadModels());
   byId("token").addEventListener("change", () => void loadModels());
   byId("prompt").addEventListener("keydown", sendOnEnter);
-  byId("transcript").addEventListener("scroll", hideAlternatives);
+  byId("transcript").addEventListener("scroll", placeAlternatives);
+  document.addEventListener("keydown", (event) => event.key === "Escape" && hideAlternatives());
   if (window.matchMedia("(max-width: 48rem)").matches) byId("settings").removeAttribute("open");
   void loadModels();
 }

@@ -28,9 +28,20 @@ function readSettings() {
 
 function checkFields() {
   const inputs = /** @type {NodeListOf<HTMLInputElement>} */ (document.querySelectorAll("#settings input"));
-  for (const input of inputs) {
-    if (!input.checkValidity()) throw new Failure(`${labelOf(input)}: ${input.validationMessage}`, input);
-  }
+  for (const input of inputs) check(input);
+}
+
+/** @param {HTMLInputElement} input */
+function check(input) {
+  if (!input.checkValidity()) throw new Failure(`${labelOf(input)}: ${input.validationMessage}`, input);
+}
+
+/** Return the bearer token; empty: none. Throws Failure. */
+function readToken() {
+  const input = /** @type {HTMLInputElement} */ (byId("token"));
+  input.value = input.value.trim();
+  check(input);
+  return input.value;
 }
 
 /** Return the values of the number fields that have one. */

@@ -1,5 +1,8 @@
 const LEAST_OF_SHADES = [0, 0.1, 0.3, 0.6, 0.9];
 
+/** Token whose alternatives are shown. @type {HTMLElement | null} */
+let describedToken = null;
+
 /** Tokens of an answer, shaded by probability. Tab reaches one of them, arrow keys the others. */
 class TokenStrip {
   /** @param {HTMLElement} box */
@@ -38,7 +41,6 @@ class TokenStrip {
 
   /** @param {KeyboardEvent} event */
   move(event) {
-    if (event.key === "Escape") hideAlternatives();
     const buttons = /** @type {HTMLButtonElement[]} */ ([...this.details.keys()]);
     const from = buttons.indexOf(/** @type {HTMLButtonElement} */ (event.target));
     const last = buttons.length - 1;
@@ -111,7 +113,8 @@ function showAlternatives(token, detail) {
   const box = byId("alternatives");
   box.replaceChildren(table);
   box.hidden = false;
-  placeBeside(box, token);
+  describedToken = token;
+  placeAlternatives();
 }
 
 /**
@@ -126,12 +129,11 @@ function makeRow(candidate, isChosen) {
   return row;
 }
 
-/**
- * @param {HTMLElement} box
- * @param {HTMLElement} token
- */
-function placeBeside(box, token) {
-  const place = token.getBoundingClientRect();
+/** Put the alternatives beside their token, which scrolls. */
+function placeAlternatives() {
+  if (!describedToken) return;
+  const box = byId("alternatives");
+  const place = describedToken.getBoundingClientRect();
   const size = box.getBoundingClientRect();
   const left = Math.min(place.left, window.innerWidth - size.width - 8);
   const isRoomBelow = place.bottom + size.height + 8 < window.innerHeight;
@@ -140,5 +142,6 @@ function placeBeside(box, token) {
 }
 
 function hideAlternatives() {
+  describedToken = null;
   byId("alternatives").hidden = true;
 }

@@ -54,6 +54,16 @@ function addFold(box, title, isOpen) {
   return fold;
 }
 
+/** @param {string} text */
+function isJson(text) {
+  try {
+    JSON.parse(text);
+    return true;
+  } catch {
+    return false;
+  }
+}
+
 /** A model's answer while it comes, and what the next request has to repeat of it. */
 class AnswerView {
   constructor() {
@@ -150,13 +160,19 @@ class AnswerView {
     const message = { role: "assistant", content: this.texts.get("content")?.data ?? null };
     const reasoning = this.texts.get("reasoning")?.data;
     if (reasoning) message.reasoning_content = reasoning;
-    if (this.calls.size) message.tool_calls = [...this.calls.values()].map((entry) => entry.call);
+    const calls = this.wholeCalls.map((entry) => entry.call);
+    if (calls.length) message.tool_calls = calls;
     return message;
+  }
+
+  /** Calls whose arguments were not cut; the service takes no others back. */
+  get wholeCalls() {
+    return [...this.calls.values()].filter((entry) => isJson(entry.call.function.arguments));
   }
 
   /** Messages that tell the model what its calls gave. */
   get results() {
-    return [...this.calls.values()].map(({ call, result }) => {
+    return this.wholeCalls.map(({ call, result }) => {
       return { role: "tool", tool_call_id: call.id, content: result.value };
     });
   }
