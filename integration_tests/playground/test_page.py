@@ -159,6 +159,7 @@ def test_calls_that_are_cut_are_not_sent_back(page: Playground) -> None:
     answer = page.ask_whole("what is the weather?")
     with pytest.raises(json.JSONDecodeError):
         json.loads(answer.locator(".arguments").text_content())
+    assert answer.get_by_label("Result").is_disabled()
     page.page.get_by_label("Calls of tools").select_option("none")
     page.fill("Most tokens", "3")
     page.ask_whole("and now?")
@@ -177,6 +178,8 @@ def test_calls_are_shown_and_their_results_sent(page: Playground) -> None:
     assert call.get_by_text("Call of weather", exact=True).is_visible()
     arguments = call.locator(".arguments").text_content()
     assert json.loads(arguments) == {"city": HOSTILE}
+    hidden = "box => box.scrollHeight - box.scrollTop - box.clientHeight"
+    assert page.page.get_by_role("log").evaluate(hidden) < 2  # the end is in sight
     num_calls = answer.locator(".calls details").count()
     call.get_by_label("Result").fill("dry")
     page.page.get_by_label("Calls of tools").select_option("none")

@@ -30,15 +30,23 @@ function addArticle(role, title) {
 function showMessage(message) {
   const article = addArticle(message.role, message.role === "tool" ? "Result" : "You");
   article.append(make("p", "text", message.content ?? ""));
-  followTranscript(true);
+  scrollToEnd();
   return article;
 }
 
-/** @param {boolean} always whether to follow a reader who has scrolled up too */
-function followTranscript(always = false) {
+/**
+ * Change the transcript, and keep its end in sight, unless the reader has scrolled up.
+ * @param {() => void} change
+ */
+function follow(change) {
   const box = byId("transcript");
-  const hidden = box.scrollHeight - box.scrollTop - box.clientHeight;
-  if (always || hidden < 80) box.scrollTop = box.scrollHeight;
+  const wasAtEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
+  change();
+  if (wasAtEnd) scrollToEnd();
+}
+
+function scrollToEnd() {
+  byId("transcript").scrollTop = byId("transcript").scrollHeight;
 }
 
 /**
@@ -88,13 +96,20 @@ class AnswerView {
 
   /** @param {Choice} choice */
   add(choice) {
-    const { reasoning_content: reasoning, content, tool_calls: calls } = choice.delta;
+    follow(() => this.addDelta(choice.delta, choice.logprobs?.content ?? []));
+    this.finishReason = choice.finish_reason ?? this.finishReason;
+  }
+
+  /**
+   * @param {Delta} delta
+   * @param {TokenLogprob[]} details
+   */
+  addDelta(delta, details) {
+    const { reasoning_content: reasoning, content, tool_calls: calls } = delta;
     if (reasoning) this.textNode("reasoning").appendData(reasoning);
     if (content) this.textNode("content").appendData(content);
     for (const call of calls ?? []) this.addCall(call);
-    for (const detail of choice.logprobs?.content ?? []) this.tokenStrip().add(detail);
-    this.finishReason = choice.finish_reason ?? this.finishReason;
-    followTranscript();
+    for (const detail of details) this.tokenStrip().add(detail);
   }
 
   /**
@@ -146,8 +161,8 @@ class AnswerView {
   /** @param {string} stats */
   end(stats) {
     this.article.setAttribute("aria-busy", "false");
-    this.article.append(make("p", "stats", stats));
-    followTranscript();
+    for (const { call, result } of this.calls.values()) result.disabled = !isJson(call.function.arguments);
+    follow(() => this.article.append(make("p", "stats", stats)));
   }
 
   get isEmpty() {
