@@ -52,7 +52,7 @@ PACKAGING := pyproject.toml protos/generation.proto protos/shard.proto scripts/b
 .PHONY: sbom image image-root deploy deploy-check site serve-site screenshots clean
 
 help:  ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{ printf "  make %-16s %s\n", $$1, $$2 }'
 
 install: $(VENV)/installed  ## Make the virtual environment and install the package; VARIANT=cpu|cuda
 run: $(VENV)/installed $(if $(MODEL_NAME),,$(DEMO_MODEL)/config.json)  ## Serve MODEL_NAME, or the demo model
@@ -110,7 +110,7 @@ chaos: $(VENV)/installed-dev  ## Traffic under faults at random, ten minutes; CH
 clients: $(CLIENTS:%=$(VENV)-clients/%/installed)  ## Unmodified clients of OpenAI's API, each in an environment of its own; CLIENTS='openai litellm'
 	$(BIN)/python -m integration_tests.clients --environments $(VENV)-clients --only $(subst $(SPACE),$(COMMA),$(strip $(CLIENTS)))
 
-playground-test: $(VENV)/installed-dev $(VENV)-playground/installed  ## The playground in headless Chromium, which apt has
+playground-test: $(VENV)/installed-dev $(VENV)-playground/installed  ## The playground in headless Chromium, with npm; apt has both
 	PYTHONPATH=$(abspath $(VENV)-playground) $(BIN)/pytest -n 0 -m browser integration_tests/playground
 
 bench: $(VENV)/installed-dev  ## Measure the service; SHAPE=15m|135m|500m|1b, BENCH='more options'
