@@ -44,7 +44,7 @@ this service:
   a file (`--auth-tokens-path`), which may change while the service runs, are better: other processes can read a command
   line.
 - Without `--gpu-memory-utilization` the cache takes all memory that the model leaves, not 0.9 of it.
-- Metrics have [names of their own](../metrics.md).
+- Metrics have [names of their own](../metrics.md) beside [vLLM's](../metrics.md#under-vllms-names).
 
 ## Adapters
 

@@ -10,7 +10,7 @@ from tgis.config.option import Secret
 from tgis.config.processes import LauncherConfig
 
 COMPAT = ["--compat", "vllm"]
-PLAIN = {"http_api": "openai", "port": 8000, "num_shard": 1, "compat": "vllm"}
+PLAIN = {"http_api": "openai", "port": 8000, "num_shard": 1, "metrics_alias": "vllm", "compat": "vllm"}
 TWO = ['{"name": "b", "path": "/b", "base_model_name": "m"}', "c=/c"]
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'
 DRAFT = '{"model": "org/draft", "num_speculative_tokens": 5}'

@@ -121,6 +121,8 @@ def _check_http_api(values: Mapping[str, Any]) -> None:
     port = values.get("http_api_port")
     if port is not None and not names:
         raise SettingsError("http_api_port: no API is chosen with --http-api")
+    if values.get("playground") and not names:
+        raise SettingsError("playground: its page calls OpenAI's API, which needs --http-api openai")
     if port and port in (values.get("port"), values.get("grpc_port")):
         raise SettingsError(f"http_api_port and another port are both {port}")
     if not names or port is not None:

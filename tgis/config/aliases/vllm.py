@@ -302,5 +302,5 @@ REFUSED = (
     ),
 )
 VLLM_NAMES = MAPPED + WITHOUT_EFFECT + REFUSED
-DEFAULTS = {"http_api": "openai", "port": 8000, "num_shard": 1}
+DEFAULTS = {"http_api": "openai", "port": 8000, "num_shard": 1, "metrics_alias": "vllm"}
 """Values of vLLM's, for options that are not given."""

@@ -15,6 +15,7 @@ from tgis.net.tls import Certificates
 from tgis.router.api.http.answer_accounts import AnswerAccounts
 from tgis.router.api.http.app import ApiGate, Phase, absent_api_route, api_route, starlette_of
 from tgis.router.api.http.metrics_app import metrics_routes
+from tgis.router.api.http.playground.page import playground_route
 from tgis.router.api.open_files import share_files
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.requests.doors import OPENAI
@@ -45,7 +46,8 @@ class HttpPorts:
         own = absent_api_route(config)
         if self._gate and config.http_api_port is None:
             own = api_route(self._api, config, False)
-        self._app = starlette_of([own, *metrics_routes(is_ready, metrics)])
+        page = playground_route(config, self._gate is not None and config.http_api_port is None)
+        self._app = starlette_of([page, own, *metrics_routes(is_ready, metrics)])
         self._reserved: socket.socket | None = None
 
     def serve(self) -> AbstractAsyncContextManager[int]:
@@ -69,7 +71,7 @@ class HttpPorts:
         config, certificates = self._config, self._certificates
         self._reserved.listen(socket.SOMAXCONN)
         context = certificates.client_port_context() if certificates is not None else None
-        app = starlette_of([api_route(self._api, config, True)])
+        app = starlette_of([playground_route(config, True), api_route(self._api, config, True)])
         async with serve_listener(app, self._reserved, config, context, self._fresh) as port:
             yield port
 
