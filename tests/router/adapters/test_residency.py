@@ -425,7 +425,7 @@ async def test_storms_leave_no_reference_and_no_stray(group: Group, seed: int) -
     await asyncio.gather(*calls, return_exceptions=True)
     assert {str(call.exception()) for call in calls if not call.cancelled()} == {"None"}
     await group.settle()
-    assert served > 50
+    assert served > 10  # a slow machine serves few before their time limit
     assert group.residency.num_references == 0
     assert group.loaded() == {entry.info.digest for entry in group.residency._all_entries()}
     assert group.library.faults == []
