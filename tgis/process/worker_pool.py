@@ -117,9 +117,7 @@ class WorkerPool:
         for refused in self._queue.push(owner, job, 1):
             refused.reply.set_exception(PoolBusyError())
         if len(self._tasks) < self._num_workers:
-            task = asyncio.create_task(self._work())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.add(asyncio.create_task(self._work()))
         try:
             return await job.reply
         except asyncio.CancelledError:
@@ -152,6 +150,8 @@ class WorkerPool:
                 if not job.reply.done():
                     job.reply.set_result(reply)
             del job  # as above
+        # A callback would come later than a request that follows the last reply at once.
+        self._tasks.discard(asyncio.current_task())
 
     def _ask(self, request: object) -> Reply:
         line = json.dumps(request).encode()
