@@ -414,7 +414,7 @@ def test_a_port_of_its_own_has_the_tls_of_grpc(tmp_path: Path) -> None:
             with open_over_tls(api_port, later, second) as renewed:
                 assert renewed.status == 200
             for own, server in ((files, second), (later, first)):
-                with pytest.raises(OSError, match=r"(?i)certificate|unknown ca|reset|closed"):
+                with pytest.raises(OSError, match=r"(?i)certificate|unknown ca|reset|closed|eof"):
                     open_over_tls(api_port, own, server).__enter__()
             assert stream.read().endswith(b"data: [DONE]\n\n")
         setup.service.wait_for_line("client@example.com", 5)
