@@ -27,8 +27,9 @@ have a value or `no` (`--no-trust-remote-code`), and several words may follow `-
 
 ## What is different at once
 
-Under `--compat vllm`, options that are not given have vLLM's values: {defaults}. Everything else keeps the defaults of
-this service:
+Under `--compat vllm`, options that are not given have vLLM's values:
+{defaults}.
+Everything else keeps the defaults of this service:
 
 - The model must be on the disk: nothing is downloaded at the start
   (`text-generation-server download-weights org/model`).
