@@ -73,6 +73,8 @@ F, G = '{"name": "f", "arguments": {}}', '{"name": "f_long", "arguments": [1]}'
         ("<tool_call>", [ContentText("<tool_call>")]),
         (f"a \n<tool_call>{F}", [ContentText("a"), *call("{}")]),
         (f"<tool_call>{F}</tool_call>\n \n", call("{}")),
+        (f"<tool_call>{F}\n</tool_", call("{}")),
+        (f"<tool_call>{F} <", call("{}")),
         (f"<tool_call>{F}</tool_call>\nend", [*call("{}"), ContentText("\nend")]),
         (f"<tool_call>{F}<tool_call>{F}", call("{}") * 2),
         (f"<tool_call>{F} text", [*call("{}"), ContentText(" text")]),
@@ -118,6 +120,7 @@ def test_calls_of_hermes(text: str, pieces: list[Piece]) -> None:
         ("llama3", '{"name": "f", "parameters": {}};{"a', [*call("{}"), ContentText(';{"a')]),
         ("llama3", ' {"name": "f", "arguments": {}}', [ContentText(' {"name": "f", "arguments": {}}')]),
         ("llama3", '{"title": "f"} ', [ContentText('{"title": "f"} ')]),
+        ("phi4", f"<|tool_call|>[{F}]<|/tool", call("{}")),
         ("phi4", f"<|tool_call|>[{F}]<|/tool_call|>.", [*call("{}"), ContentText(".")]),
     ],
 )

@@ -37,7 +37,7 @@ class CallReader:
                 is_call = yield from self._read_object(body)
             case NamedCall() as body:
                 is_call = yield from self._read_named(body)
-        if is_call and (yield from self._source.has_all(self._format.call[1])):
+        if is_call and (yield from self._source.has_all(self._format.call[1], may_be_cut=True)):
             self._source.held.clear()
         return is_call
 

@@ -117,7 +117,7 @@ class AnswerParser:
         goes_on = yield from source.has_all(begin[1:])
         while goes_on and (yield from source.has_all(before)) and (yield from calls.read()):
             self._is_after_call = True
-            if end and (yield from source.has_all(end)):
+            if end and (yield from source.has_all(end, may_be_cut=True)):
                 source.held.clear()
                 return
             goes_on = bool(end) and (yield from source.has_all((separator,)))

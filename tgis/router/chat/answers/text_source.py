@@ -52,12 +52,13 @@ class TextSource:
             yield
         return self.has_next(part)
 
-    def has_all(self, parts: Parts) -> Wait[bool]:
-        """Return True if the parts follow, with any white space before each."""
+    def has_all(self, parts: Parts, may_be_cut: bool = False) -> Wait[bool]:
+        """Return True if the parts follow, with any white space before each; with `may_be_cut` also if the
+        text ends within them."""
         for part in parts:
             yield from self.skip_space()
             if not (yield from self.has(part.strip(SPACE))):
-                return False
+                return may_be_cut and self._ends_within(part.strip(SPACE))
         return True
 
     def has_any(self, texts: tuple[str, ...]) -> Wait[str | None]:
@@ -118,6 +119,13 @@ class TextSource:
         """Return True if the text that has come is a begin of the part."""
         length = len(self._text) - self._position
         return not self.is_ended and length < len(part) and part.startswith(self._text[self._position :])
+
+    def _ends_within(self, part: str) -> bool:
+        """Return True, and hold the rest of the text, if it ends with a begin of the part."""
+        if not self.is_ended or not part.startswith(self._text[self._position :]):
+            return False
+        self._hold(len(self._text))
+        return True
 
     def _find_begin(self, mark: str) -> int:
         """Return where the text that has come ends with a begin of the mark, or its end."""
