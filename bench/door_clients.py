@@ -13,8 +13,8 @@ from bench.load import CHANNEL_OPTIONS
 from tgis.pb import generation_pb2 as pb
 
 MODULE = "bench.door_clients"
-GRPC, COMPLETIONS, CHAT = "grpc", "completions", "chat"
-APIS = (GRPC, COMPLETIONS, CHAT)
+GRPC, COMPLETIONS, CHAT, TOOLS = "grpc", "completions", "chat", "tools"
+APIS = (GRPC, COMPLETIONS, CHAT, TOOLS)
 METHOD = "/fmaas.GenerationService/GenerateStream"
 TEXT = "The quick brown fox"
 TIME_LIMIT_S = 120.0
@@ -24,6 +24,7 @@ MESSAGES = [{"role": "user", "content": TEXT}]
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     COMPLETIONS: ("/v1/completions", {"prompt": TEXT}),
     CHAT: ("/v1/chat/completions", {"messages": MESSAGES}),
+    TOOLS: ("/v1/chat/completions", {"messages": MESSAGES, "tools": [{"function": {"name": "look"}}]}),
 }
 SETTINGS = {"stream": True, "temperature": 0, "ignore_eos": True}
 Question = dict[str, Any]

@@ -32,7 +32,10 @@ SLACK = 60  # tokens that the first streams may have before the last one is ther
 STEP_S, GATHER_S = 0.02, 0.2  # least time of a step with all streams, and of one before all are there
 VOCAB_SIZE, BLOCK_SIZE, MAX_LENGTH = 400, 16, 1024
 ASCII_IDS = (2, 96)  # from "!" to "~" in the tokenizer: every token shows text
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+# With tools, answers are read for calls, in the format that the comment tells.
+TEMPLATE = (
+    '{# <tool_call> "arguments": #}{{ tools }}{% for message in messages %}{{ message.content }}{% endfor %}'
+)
 TIME_LIMIT_S = 180.0
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, LlamaForCausalLM
 
 from integration_tests.support import oracle
-from integration_tests.support.adapter_requests import Tuned
+from integration_tests.support.adapter_requests import SLOW_DISK, Tuned
 from integration_tests.support.greedy_answers import (
     MAX_SEQUENCE_LENGTH,
     VOCAB_SIZE,
@@ -60,6 +60,6 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tuned]:
     tight = ["--block-size", "8", "--kv-cache-tokens", "640", "--max-step-tokens", "64"]
     contents = ["--prompt-cache-size-mb", "1", "--adapter-cache-size-mb", "1"]
     contents += ["--lora-adapters", f"kept={kept}"]
-    flags = [*FLAGS, *served.flags, *tight, *contents, "--num-shard", "2"]
+    flags = [*FLAGS, *served.flags, *tight, *contents, "--num-shard", "2", "--failpoints", SLOW_DISK]
     for client in serve(served.directory, *flags):
         yield Tuned(client, served, oracle.Oracle(served))

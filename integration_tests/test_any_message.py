@@ -131,7 +131,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             pytest.param(name, 600, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
             for name in ("fake", "real")
         ]
-        metafunc.parametrize(("served", "num_examples"), [("fake", 100), *slow], indirect=["served"])
+        metafunc.parametrize(("served", "num_examples"), [("fake", 60), *slow], indirect=["served"])
 
 
 @pytest.fixture
@@ -570,7 +570,10 @@ def slowest_meanwhile(served: Served, *calls: Callable[[], Any]) -> tuple[list[A
         return [future.result() for future in futures], slowest, time.monotonic() - began
 
 
-@pytest.mark.parametrize(("character", "size"), [("a", 3 * MEBIBYTE), ("🙂", MEBIBYTE)])
+@pytest.mark.parametrize(
+    ("character", "size"),
+    [pytest.param("a", 3 * MEBIBYTE, marks=pytest.mark.slow), ("🙂", MEBIBYTE)],
+)
 def test_mebibytes_of_one_character_hold_nobody_up(fake: Served, character: str, size: int) -> None:
     """In both methods that read text; small calls are answered meanwhile."""
     text = character * (size // len(character.encode()))

@@ -43,7 +43,7 @@ def phi3() -> transformers.Phi3Config:
 
 
 # What `make test-all` takes part in; each has its like among the others.
-SLOW = {"qwen3, two shards", "incomplete", "short", "uncut"}
+SLOW = {"qwen3, two shards", "mixtral, two shards", "truncated", "incomplete", "short", "uncut"}
 KINDS = {
     "qwen3, two shards": Kind(lambda: transformers.Qwen3Config(**SIZES, head_dim=12), ["--num-shard", "2"]),
     "mixtral, two shards": Kind(lambda: transformers.MixtralConfig(**SIZES, **EXPERTS), ["--num-shard", "2"]),

@@ -254,6 +254,7 @@ def hostile(i: int) -> pb.DecodingParameters:
     ][i % 5]
 
 
+@pytest.mark.slow
 def test_hostile_grammars_do_not_hold_up_a_free_stream(client: Client, model: Model) -> None:
     gaps: list[float] = []
 

@@ -9,12 +9,13 @@ import pytest
 
 from integration_tests.clients import use_openai
 from integration_tests.clients.expectations import Check, Served
-from integration_tests.clients.served import launch_served
+from integration_tests.clients.served import MAX_SEQUENCE_LENGTH, launch_served
 from integration_tests.support.door_requests import Answer, Doors, Fields
 from integration_tests.support.service import Client
 
 # Small enough that prompts are cut, that a crowd does not fit into the cache, and that prefixes are shared.
 TIGHT = ["--block-size", "8", "--kv-cache-tokens", "640", "--max-step-tokens", "48", "--max-batch-size", "12"]
+SHORT = 512  # that cache has room for it
 SERVICES = {"one rank": [], "two ranks, tight": [*TIGHT, "--num-shard", "2"], "one rank, tight": TIGHT}
 SERVED = [
     pytest.param(name, marks=() if name == "one rank, tight" else pytest.mark.slow) for name in SERVICES
@@ -55,7 +56,9 @@ Ask = tuple[str | list[int], Fields]
 def launched(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Served, Client]]:
-    with launch_served(tmp_path_factory.mktemp("served"), *SERVICES[request.param]) as launched:
+    flags, directory = SERVICES[request.param], tmp_path_factory.mktemp("served")
+    length = SHORT if "--kv-cache-tokens" in flags else MAX_SEQUENCE_LENGTH
+    with launch_served(directory, *flags, max_sequence_length=length) as launched:
         yield launched
 
 
@@ -71,6 +74,13 @@ def doors(launched: tuple[Served, Client]) -> Doors:
 
 @pytest.mark.parametrize("check", use_openai.CHECKS, ids=lambda check: check.__name__)
 def test_openai_package(check: Check, served: Served) -> None:
+    check(served)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launched", ["one rank"], indirect=True)
+@pytest.mark.parametrize("check", use_openai.LONG_CHECKS, ids=lambda check: check.__name__)
+def test_openai_package_with_long_prompts(check: Check, served: Served) -> None:
     check(served)
 
 

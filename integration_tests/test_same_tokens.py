@@ -29,6 +29,7 @@ SERVICES = {
     "encoder-decoder, two ranks, tight": [*TIGHT, "--num-shard", "2"],
 }
 SLOW = {
+    "one rank",
     "one rank, tight",
     "lock step",
     "encoder-decoder, one rank",

@@ -365,16 +365,32 @@ def test_bad_adapters_harm_nobody(tuned: Tuned, undisturbed: dict[Ask, Messages]
 
 @pytest.mark.slow
 def test_a_look_up_that_takes_too_long_is_given_up(tuned: Tuned) -> None:
-    """After five seconds, while others wait for the shard as long as it takes."""
-    [first, _], ask = shards(tuned), Ask("fox", "one", num_tokens=4)
+    """After five seconds, on a disk that hangs below a shard that serves all others."""
     with ThreadPoolExecutor(1) as threads:
-        os.kill(first, signal.SIGSTOP)
-        try:
-            plain, started = threads.submit(Ask("fox", num_tokens=4).send, tuned), time.monotonic()
-            text = "can't retrieve prompt prefix with id 'one': Timeout expired"
-            assert ask.refusal(tuned) == (INVALID, text)
-            assert 4.5 < time.monotonic() - started < 8
-        finally:
-            os.kill(first, signal.SIGCONT)
-        Ask("fox", num_tokens=4).check(tuned, plain.result(60))
-    ask.check(tuned, ask.send(tuned))
+        started = time.monotonic()
+        slow = threads.submit(Ask("fox", "on-a-slow-disk").refusal, tuned)
+        while not slow.done():
+            other = Ask("fox", "one", num_tokens=4)
+            other.check(tuned, other.send(tuned))
+        assert 4.5 < time.monotonic() - started < 8
+    text = "can't retrieve prompt prefix with id 'on-a-slow-disk': Timeout expired"
+    assert slow.result() == (INVALID, text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_look_up_in_a_shard_that_stands_still_is_a_pause(tuned: Tuned, victim: int) -> None:
+    """Which ends when the shard goes on, or when it is killed and started again."""
+    for prefix_id, stands_s in (("half", 7.0), ("peft/raw", None)):
+        pid, restarts = shards(tuned)[victim], metrics(tuned.client)["tgi_shard_restarts"]
+        ask, plain = Ask("fox", prefix_id, num_tokens=4), Ask("fox", num_tokens=4)
+        with ThreadPoolExecutor(2) as threads:
+            os.kill(pid, signal.SIGSTOP)
+            answers = [threads.submit(each.send, tuned) for each in (ask, plain)]
+            if stands_s is not None:
+                time.sleep(stands_s)
+                assert not any(answer.done() for answer in answers)
+                os.kill(pid, signal.SIGCONT)
+            for each, answer in zip((ask, plain), answers, strict=True):
+                each.check(tuned, answer.result(60))
+        assert metrics(tuned.client)["tgi_shard_restarts"] - restarts == (stands_s is None)

@@ -4,6 +4,7 @@ and as a script for `make protos`."""
 import sys
 from importlib.metadata import distribution
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ("generation", "shard")
@@ -15,19 +16,28 @@ def generate(root: Path) -> None:
 
     out = root / "tgis" / "pb"
     out.mkdir(exist_ok=True)
-    (out / "__init__.py").write_text('"""Generated from protos/ by scripts/build_protos.py."""\n')
-    # A virtual path: the flat folder protos/ becomes the package tgis.pb, so generated imports are absolute.
-    arguments = [
-        f"-Itgis/pb={root / 'protos'}",
-        f"--python_out={root}",
-        f"--pyi_out={root}",
-        f"--grpc_python_out={root}",
-        f"--plugin=protoc-gen-mypy_grpc={_typing_plugin()}",
-        f"--mypy_grpc_out={root}",
-        *(f"tgis/pb/{name}.proto" for name in NAMES),
-    ]
-    if protoc.main(["protoc", *arguments]) != 0:
-        raise SystemExit("protoc failed")
+    _update(out / "__init__.py", b'"""Generated from protos/ by scripts/build_protos.py."""\n')
+    with TemporaryDirectory() as made:
+        # A virtual path: the folder protos/ becomes the package tgis.pb, so generated imports are absolute.
+        arguments = [
+            f"-Itgis/pb={root / 'protos'}",
+            f"--python_out={made}",
+            f"--pyi_out={made}",
+            f"--grpc_python_out={made}",
+            f"--plugin=protoc-gen-mypy_grpc={_typing_plugin()}",
+            f"--mypy_grpc_out={made}",
+            *(f"tgis/pb/{name}.proto" for name in NAMES),
+        ]
+        if protoc.main(["protoc", *arguments]) != 0:
+            raise SystemExit("protoc failed")
+        for file in (Path(made) / "tgis" / "pb").iterdir():
+            _update(out / file.name, file.read_bytes())
+
+
+def _update(file: Path, content: bytes) -> None:
+    """Leave a file that is as it should be alone: others may read it while the package is built again."""
+    if not file.exists() or file.read_bytes() != content:
+        file.write_bytes(content)
 
 
 def _typing_plugin() -> Path:

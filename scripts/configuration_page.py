@@ -62,6 +62,11 @@ meaning and default. A TGI name and ours with different values are an error. `-g
 never read: container engines set it to the container's name. `LORA_ADAPTERS` has a revision after a hub id only,
 and a request for an adapter that is not there is refused, where TGI answers with the bare model.
 """
+VLLM = """\
+## Names of vLLM
+
+The launcher reads them with `--compat vllm` (`COMPAT=vllm`) only: [Coming from vLLM](migrating/vllm.md) lists them.
+"""
 
 
 def render() -> str:
@@ -74,6 +79,7 @@ def render() -> str:
         TGIS_WITHOUT_EFFECT + "\n" + _foreign(tgis[1]),
         PASSED + "\n" + table(("variable", "read by"), [(f"`{k}`", v) for k, v in PASSED_ON.items()]),
         TGI + "\n" + _foreign(TGI_NAMES),
+        VLLM,
     ]
     return "\n".join(parts)
 
@@ -92,7 +98,7 @@ def _exceptions() -> Iterator[str]:
         no_flag = [env for _, option, env in options if env and not option.flag]
         told = [f"the variable of `{flag}` is `{env}`" for flag, env in named]
         told += [f"without a variable: {code(no_variable)}"] * bool(no_variable)
-        told += [f"without a flag, as they belong to others: {code(no_flag)}"] * bool(no_flag)
+        told += [f"without a flag, as they are secret or belong to others: {code(no_flag)}"] * bool(no_flag)
         yield f"    - `{program}`: {'; '.join(told)}."
 
 
@@ -163,9 +169,16 @@ def _foreign(names: Iterable[Alias]) -> str:
     return table(("flag", "variable", "read by", "what it does"), rows)
 
 
+def own_name(name: str) -> str:
+    """Return the flag of the launcher's option, or its variable if it has no flag."""
+    [found] = [f for f, _, _ in declared(LauncherConfig) if f.name == name]
+    is_flag = found.metadata["option"].flag
+    return f"`{flag_of(found) if is_flag else env_of(found)}`"
+
+
 def _meaning(one: Alias) -> str:
     if one.means:
-        return f"means `--{one.means.replace('_', '-')}`" + (f"; {one.why}" if one.why else "")
+        return "means " + own_name(one.means) + (f"; {one.why}" if one.why else "")
     return ("refused: " if one.refused else "no effect: ") + one.why
 
 

@@ -42,11 +42,53 @@ are mapped:
 """
 
 
+VLLM = """\
+## Under vLLM's names
+
+`--metrics-alias vllm` (`METRICS_ALIAS=vllm`) adds series that vLLM's dashboards, KEDA's and KServe's examples, llm-d and
+the Gateway API's inference extension ask for, of vLLM's types, labels and buckets. Those of TGIS stay as they are.
+`model_name` is the first of `--served-model-name`; `engine` is always `0`. A counter has `_total` only. All
+series exist from the start, except for `vllm:cache_config_info` and `vllm:lora_requests_info`, which wait for the shards.
+
+"""
+
+VLLM_DIFFERENCES = """
+What is counted differs from vLLM in these points:
+
+- A histogram that is one of TGIS's in other buckets counts the same events at the same moments: those of the time in the
+  queue and of the requested tokens count inputs that fail later, too.
+- `vllm:request_success_total` counts a text that its time limit ends as `length`, as answers do. `abort` counts
+  [`tgi_request_failure`](#series) of `cancelled` and `slow_reader`, `error` that of `generate`, which counts calls.
+- `vllm:iteration_tokens_total` counts the tokens that a step computed, drafts too, but not those of the prefix cache.
+- `vllm:prefix_cache_hits_total` over `vllm:prefix_cache_queries_total` is the rate of hits, in tokens.
+- `vllm:lora_requests_info` is a single sample, with the ids in alphabetical order. vLLM limits adapters by their number,
+  this service by their bytes: `max_lora` changes with the size of the largest loaded one.
+- The series `vllm_…` of some dashboards come from a collector that replaces the colon; these need it too.
+
+[Autoscaling](https://keda.sh/docs/latest/scalers/prometheus/) by `vllm:num_requests_waiting` and
+`vllm:num_requests_running` is in `deployment/overlays/vllm-metrics`.
+"""
+
+
 def render() -> str:
     series = Metrics(MetricLimits(2048, 1024, 256)).series
+    table = ["## Series", "", *_table(series)]
+    aliases = VLLM + "\n".join(_table(_vllm_series()))
+    return (
+        "\n".join([INTRODUCTION, *table, "", _buckets(series), MAPPING, aliases, VLLM_DIFFERENCES.rstrip()])
+        + "\n"
+    )
+
+
+def _vllm_series() -> list[Series]:
+    vllm = Metrics(MetricLimits(2048, 1024, 256), "model").vllm
+    assert vllm is not None
+    return vllm.series
+
+
+def _table(series: list[Series]) -> list[str]:
     rows = [f"| `{one.name}` | {one.kind} | {_labels(one)} | {one.help} |" for one in series]
-    table = ["## Series", "", "| name | kind | labels | meaning |", "|---|---|---|---|", *rows]
-    return "\n".join([INTRODUCTION, *table, "", _buckets(series), MAPPING])
+    return ["| name | kind | labels | meaning |", "|---|---|---|---|", *rows]
 
 
 def _labels(series: Series) -> str:

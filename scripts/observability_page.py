@@ -17,7 +17,7 @@ The signals of a running service, and the tools that show them. None of them con
 
 | | where | what |
 |---|---|---|
-| metrics | `GET /metrics` on the HTTP port, 3000 | [every series](metrics.md), under TGIS's names |
+| metrics | `GET /metrics` on the HTTP port, 3000 | [every series](metrics.md), under TGIS's names; with `--metrics-alias vllm` also under [vLLM's](metrics.md#under-vllms-names) |
 | health | `/health`, `/live`, gRPC's health service | ready to serve; alive ([reliability](reliability.md)) |
 | logs | stderr; [`--json-output`](#logs) for machines | one line for every input, with its ids, counts, times and result |
 | traces | `--otlp-endpoint` | one span for every call |

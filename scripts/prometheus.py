@@ -1,6 +1,7 @@
 """A real Prometheus that scrapes a service, and promtool: for checks and pictures, from
 `scripts/fetch_prometheus.sh`."""
 
+import http
 import json
 import socket
 import subprocess
@@ -101,6 +102,8 @@ class Prometheus:
             with urllib.request.urlopen(url, timeout=30) as response:  # noqa: S310
                 found: list[dict[str, Any]] = json.load(response)["data"]["result"]
         except urllib.error.HTTPError as error:
+            if error.code == http.HTTPStatus.SERVICE_UNAVAILABLE:  # it starts, and its answer is no JSON
+                raise OSError("Prometheus is not ready") from error
             raise RuntimeError(f"{parameters['query']}: {json.load(error).get('error')}") from error
         return found
 

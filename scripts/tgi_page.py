@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Iterable
 
-from scripts.configuration_page import code, table
+from scripts.configuration_page import code, own_name, table
 from tgis.config.aliases.alias import Alias
 from tgis.config.aliases.tgi import MAPPED, REFUSED, WITHOUT_EFFECT
 
@@ -55,7 +55,7 @@ CLIENTS = """\
 | `GET /info` | `ModelInfo`: kind and limits |
 | `GET /health` | the same, on `PORT`; also `/live`, and gRPC health |
 | `GET /metrics` | the same, on `PORT` |
-| `/v1/chat/completions`, `/v1/completions`, chat templates, tools | none: apply the template in the client |
+| `/v1/chat/completions`, `/v1/completions`, chat templates, tools | the same, with `--http-api openai` ([OpenAI's API](../openai.md)) |
 | images | none |
 
 [The wire](../wire.md) has the messages, and the [quickstart](../quickstart.md) a client in Python.
@@ -104,7 +104,7 @@ Both have names with `tgi_` in front, and they are not the same ones. Those here
 
 
 def render() -> str:
-    meanings = _names(MAPPED, lambda one: f"`--{(one.means or '').replace('_', '-')}`" + _aside(one.why))
+    meanings = _names(MAPPED, lambda one: own_name(one.means or "") + _aside(one.why))
     without = _names(WITHOUT_EFFECT, lambda one: one.why)
     refused = _names(REFUSED, lambda one: one.why)
     return "\n".join(

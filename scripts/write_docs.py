@@ -12,6 +12,7 @@ from scripts import (
     prometheus_rule,
     tgi_page,
     troubleshooting_page,
+    vllm_page,
     wire_page,
 )
 
@@ -20,6 +21,7 @@ PAGES = {
     "configuration.md": configuration_page,
     "metrics.md": metrics_page,
     "migrating/tgi.md": tgi_page,
+    "migrating/vllm.md": vllm_page,
     "models.md": models_page,
     "observability.md": observability_page,
     "troubleshooting.md": troubleshooting_page,

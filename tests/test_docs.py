@@ -16,7 +16,7 @@ from scripts import messages, observability_page, troubleshooting_page
 from tests.support.pages import FLAG, VARIABLE, Command, Page, take_variables
 from tgis.cli import main as cli
 from tgis.cli.client.options import Connection
-from tgis.config.aliases.tgi import TGI_NAMES
+from tgis.config.aliases.servers import ALIASES
 from tgis.config.aliases.tgis import PASSED_ON, TGIS_NAMES
 from tgis.config.option import variables_of
 from tgis.config.processes import LauncherConfig, RouterConfig, ShardConfig
@@ -30,6 +30,7 @@ OURS = re.compile(r"(make|tgis|text-generation-\w+) ")  # in the middle of a sen
 # Flags of tools of ours that are no commands of the package.
 TOOLS = [*(ROOT / "bench").rglob("*.py"), *(ROOT / "integration_tests" / "chaos").glob("*.py")]
 
+SERVER_NAMES = [one for one in ALIASES if one.variable]
 PROGRAMS = set("cd curl for kubectl mkdir openssl pip podman printf source".split())
 # Flags, variables and further words in capitals that are others'.
 FOREIGN_FLAGS = set(
@@ -68,7 +69,7 @@ def known_flags() -> set[str]:
 def known_names() -> set[str]:
     kinds = (LauncherConfig, RouterConfig, ShardConfig, Connection)
     own = [name for kind in kinds for name in variables_of(kind)]
-    foreign = {one.variable_name for one in (*TGIS_NAMES, *TGI_NAMES)} | PASSED_ON.keys()
+    foreign = {one.variable_name for one in (*TGIS_NAMES, *SERVER_NAMES)} | PASSED_ON.keys()
     of_make = re.findall(r"\b([A-Z][A-Z_]+)\b", MAKEFILE)
     of_messages = [enum for one in pb.DESCRIPTOR.message_types_by_name.values() for enum in one.enum_types]
     of_file = pb.DESCRIPTOR.enum_types_by_name.values()
@@ -109,8 +110,9 @@ def wrong_with_ours(command: object, words: list[str]) -> str | None:
     if not isinstance(command, click.Command):
         return None
     given = {word.partition("=")[0] for word in words if word.startswith("--")}
-    of_tgi = set() if "--compat" in given else {one.flag_name for one in TGI_NAMES}
-    unknown = given - (flags_of(command) - of_tgi)
+    hidden = (one for one in command.params if isinstance(one, click.Option) and one.hidden)
+    of_servers = set() if "--compat" in given else {name for one in hidden for name in one.opts}
+    unknown = given - (flags_of(command) - of_servers)
     return f"no flag {', '.join(sorted(unknown))}" if unknown else None
 
 

@@ -74,7 +74,7 @@ def _run(target: Target, seconds: float, seed: int) -> Report:
         tally = traffic.end()
         slopes = watch.end()
     left = target.wait_until_settled(baseline)
-    restarts = int(target.metrics()["tgi_shard_restarts_total"])
+    restarts = target.num_losses
     exit_code = target.end()
     resumed = read_resumed(target.service.lines)
     return Report(seed, seconds, tally, faults, restarts, resumed, left, slopes, exit_code, trouble)
@@ -110,7 +110,7 @@ def _do_faults(target: Target, random: Random, cases: list[Case], end: float, be
 def _note_restarts(target: Target, restarts: deque[float]) -> None:
     """Those of the last minutes, in which failpoints have their part."""
     now = time.monotonic()
-    total = int(target.metrics().get("tgi_shard_restarts_total", 0))
+    total = target.num_losses
     target.num_restarts_seen, fresh = total, total - target.num_restarts_seen
     restarts.extend([now] * fresh)
     while restarts and now - restarts[0] > WINDOW_S:

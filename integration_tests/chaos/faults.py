@@ -62,9 +62,10 @@ def _signal_shard(target: Target, random: Random, number: signal.Signals) -> Non
     while len(pids := target.shard_pids()) < target.num_shards:
         assert time.monotonic() < deadline, "shards are missing"
         time.sleep(0.05)
-    victim = random.choice(pids)
+    victim, num_losses = random.choice(pids), target.num_losses
     os.kill(victim, number)
-    while victim in target.shard_pids():
+    # Until the router notices, the service says that it is ready, and the next fault would come too early.
+    while victim in target.shard_pids() or target.num_losses == num_losses:
         assert time.monotonic() < deadline, f"a shard that got {number.name} is still there"
         time.sleep(0.05)
 

@@ -146,6 +146,11 @@ class Target:
             return text
 
     @property
+    def num_losses(self) -> int:
+        """Of the shards, as the router has noticed them."""
+        return int(self.metrics().get("tgi_shard_restarts_total", 0))
+
+    @property
     def router_pid(self) -> int:
         return children_of(self.pid)["router"][0]
 

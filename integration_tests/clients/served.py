@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from integration_tests.clients.expectations import ChatAnswer, Completion, Served
@@ -18,27 +19,40 @@ from tests.support.greedy import count_certain, generate
 from tests.support.shard.checkpoints import write_llama
 from tests.support.tokenizers.trained import write_byte_level
 
-VOCAB_SIZE, MAX_SEQUENCE_LENGTH, EOS_ID = 400, 512, 1
+VOCAB_SIZE, MAX_SEQUENCE_LENGTH, EOS_ID = 400, 2048, 1
 MODEL, OTHER_NAME, ADAPTER = "tiny", "tiny-by-another-name", "tuned"
 API_KEY = "a-key-of-this-test"
 WORDS = "girl bread fox dog time once upon little quick brown lazy café def return argument".split(" ")
-# In the manner of published ones: the beginning of text, roles, and where the answer begins.
+MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+# In the manner of published ones: the beginning of text, tools, roles, calls, and where the answer begins.
 CHAT_TEMPLATE = """\
 {{- bos_token }}
+{%- for tool in tools or [] %}
+{{- (tool | tojson) + '\\n' }}
+{%- endfor %}
 {%- for message in messages %}
 {{- '<|' + message['role'] + '|>\\n' + message['content'] | trim + '\\n' }}
+{%- for call in message['tool_calls'] or [] %}
+{{- '<tool_call>\\n{"name": "' + call['function']['name'] + '", "arguments": ' }}
+{{- (call['function']['arguments'] | tojson) + '}\\n</tool_call>\\n' }}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{% endif %}"""
-FLAGS = ["--dtype", "float32", "--max-sequence-length", str(MAX_SEQUENCE_LENGTH), "--http-api", "openai"]
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}
+{{- '<think>\\n' if enable_thinking else '<think>\\n\\n</think>\\n\\n' }}
+{%- endif %}"""
+FLAGS = ["--dtype", "float32", "--http-api", "openai"]
 
 
 def write_served_model(directory: Path) -> Oracle:
     """A random Llama that writes ASCII where it is asked for its best tokens, with a chat template."""
     write_llama(directory, vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_SEQUENCE_LENGTH, eos_token_id=1)
-    tokenizer = write_byte_level(directory, VOCAB_SIZE)
+    tokenizer = write_byte_level(directory, VOCAB_SIZE - len(MARKS))
+    tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in MARKS])
+    tokenizer.save(str(directory / "tokenizer.json"))
     path = directory / "model.safetensors"
     tensors = load_file(path)
     pieces = [i for piece, i in tokenizer.get_vocab().items() if not piece.replace("Ġ", " ").isascii()]
+    pieces += [tokenizer.token_to_id(mark) for mark in MARKS]  # they come where a grammar wants them
     tensors["lm_head.weight"][torch.tensor(pieces)] = 0
     tensors["lm_head.weight"][1] *= 2  # the end of sequence, so that some answers end
     save_file(tensors, path, {"format": "pt"})
@@ -49,7 +63,9 @@ def write_served_model(directory: Path) -> Oracle:
 
 
 @contextmanager
-def launch_served(directory: Path, *flags: str) -> Iterator[tuple[Served, Client]]:
+def launch_served(
+    directory: Path, *flags: str, max_sequence_length: int = MAX_SEQUENCE_LENGTH
+) -> Iterator[tuple[Served, Client]]:
     """Launch the service for a model made in `directory`, with a key for the clients and an adapter."""
     model = directory / "model"
     oracle = write_served_model(model)
@@ -63,9 +79,10 @@ def launch_served(directory: Path, *flags: str) -> Iterator[tuple[Served, Client
         f"{ADAPTER}={directory / ADAPTER}",
     ]
     completions, chats = expected_completions(oracle), expected_chats(oracle, model)
+    names += ["--max-sequence-length", str(max_sequence_length)]
     for client in serve(model, *FLAGS, *names, "--auth-tokens-path", str(keys), *flags):
         url = f"{client.service.http}/v1"
-        yield Served(url, API_KEY, MODEL, str(model), MAX_SEQUENCE_LENGTH, completions, chats), client
+        yield Served(url, API_KEY, MODEL, str(model), max_sequence_length, completions, chats), client
 
 
 def expected_completions(oracle: Oracle) -> list[Completion]:

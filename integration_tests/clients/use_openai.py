@@ -8,6 +8,7 @@ import openai
 import pydantic
 
 from integration_tests.clients.expectations import Check, Completion, Served, is_close, run
+from integration_tests.clients.openai_tools import LONG_CHECKS, TOOL_CHECKS, connect
 
 Create = Callable[..., Any]
 
@@ -16,12 +17,6 @@ class Verdict(pydantic.BaseModel):
     animal: Literal["fox", "dog"]
     is_quick: bool
     num_legs: Literal[2, 3, 4]
-
-
-def connect(served: Served, **settings: Any) -> openai.OpenAI:
-    return openai.OpenAI(
-        **{"base_url": served.base_url, "api_key": served.api_key, "max_retries": 0, **settings}
-    )
 
 
 def greedy(answer: Completion) -> dict[str, Any]:
@@ -317,7 +312,8 @@ CHECKS: list[Check] = [
     names_of_adapters_are_models,
     errors_are_the_package_s_own,
     a_crowd_gets_what_one_gets,
+    *TOOL_CHECKS,
 ]
 
 if __name__ == "__main__":
-    run(CHECKS)
+    run([*CHECKS, *LONG_CHECKS])

@@ -6,7 +6,10 @@ from pathlib import Path
 
 from integration_tests.clients.expectations import Check, Served, run
 
-CHECKED = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+CHECKED = (
+    "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,"
+    "response_headers_conformance,unsupported_method,allow_header_conformance"
+)
 SEED, NUM_EXAMPLES = "23", "60"
 
 

@@ -23,6 +23,8 @@ TEXTS = [
     "Once upon a time there was a little fox",
 ]
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
+SLOW_DISK = "shard.before_find[id=on-a-slow-disk]=sleep:8"
+"""Failpoint of a prompt that takes longer to find than a request waits."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ FILES = {
     "tokenizer.json",
     "tokenizer_config.json",
 }
-STEPS = 4
+STEPS = 2
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +99,7 @@ def test_the_tokenizer_begins_with_bos_and_gives_the_text_back(model_directory: 
         assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss() -> None:
     documents = read_documents()
     tokenizer = train_tokenizer(documents)

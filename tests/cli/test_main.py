@@ -17,7 +17,7 @@ from tests.support.command_line import BLANK, REQUIRED, TYPES, parse, refusal, r
 from tgis.cli import main as cli
 from tgis.cli.process_command import process_command
 from tgis.config.model import ENGINES, QUANTIZATIONS
-from tgis.config.option import Group, declared, env_of, flag_of, to_flags
+from tgis.config.option import Group, Secret, declared, env_of, flag_of, to_flags
 from tgis.config.processes import LauncherConfig, LinkOptions, RouterConfig, ShardConfig
 from tgis.router.requests.doors import FMAAS
 
@@ -102,6 +102,8 @@ def test_a_flag_goes_before_the_environment(config_type: type, f: Any, option: A
     if variable and f.default is not MISSING:
         env = {variable: second}
         meaning = second.capitalize() if hint is bool else second
+        if Secret in get_args(hint):
+            meaning = "(hidden)"
         assert printed(config_type, f.name, [], env) == [meaning, f"({variable})"]
     if option.flag:
         flags = [flag] if hint is bool and not option.takes_value else [flag, first.lower()]
@@ -142,7 +144,11 @@ def test_every_option_is_declared_once() -> None:
                 assert by_name.setdefault(f.name, option) is option
     shared = {f.name for f in fields(LauncherConfig)}
     shared |= {f.name for f in fields(LinkOptions)}
-    assert {f.name for f in fields(RouterConfig)} - shared == {"tokenizer_path", "shard_addresses"}
+    assert {f.name for f in fields(RouterConfig)} - shared == {
+        "tokenizer_path",
+        "shard_addresses",
+        "adapter_roots",
+    }
 
 
 PROGRAMS = (cli.launcher_main, cli.router_main, cli.server_main, cli.main)

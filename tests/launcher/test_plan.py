@@ -11,7 +11,7 @@ from tgis.config.processes import LauncherConfig
 from tgis.hub import model_files
 from tgis.hub.cache import CacheConflictError
 from tgis.hub.startup_adapters import AdapterOptionsError
-from tgis.launcher.child_configs import line_fields
+from tgis.launcher.child_configs import line_fields, served_name
 from tgis.launcher.plan import LaunchError, count_shards, make_plan
 
 
@@ -150,6 +150,16 @@ def test_a_model_in_a_cache_of_any_name(config: LauncherConfig, tmp_path: Path) 
     assert make_plan(replace(named, hf_home=str(tmp_path), home="/nobody")).model_path == snapshot
     with pytest.raises(CacheConflictError):
         make_plan(replace(named, transformers_cache=cache, hf_hub_cache="/elsewhere"))
+    assert served_name("org/m", make_plan(replace(named, transformers_cache=cache)).model_path) == "org/m"
+
+
+def test_a_path_s_folders_are_not_told_to_clients(
+    config: LauncherConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in (config.model_name, ".", f"../{tmp_path.name}", f"{tmp_path}/x/.."):
+        (tmp_path / "x").mkdir(exist_ok=True)
+        assert served_name(name, make_plan(replace(config, model_name=name)).model_path) == tmp_path.name
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,11 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tgis.config.processes import RouterConfig
-from tgis.net import http_connection
-from tgis.net.http_connection import MAX_HEADER_BYTES, SlowReadError
+from tgis.net import http_connection, http_routes
+from tgis.net.http_connection import MAX_HEADER_BYTES
 from tgis.net.http_routes import LimitedRoute, RouteLimits
 from tgis.net.http_server import serve_http
+from tgis.net.slow_readers import SlowReadError
 
 SHORT_S = 0.2
 CONFIG = RouterConfig(tokenizer_path="", bind="127.0.0.1", port=0, slow_reader_timeout=SHORT_S)
@@ -38,6 +39,7 @@ async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 API = RouteLimits(None, 2, request_s=SHORT_S, idle_s=SHORT_S, refuse=refuse)
+SLOW = API._replace(request_s=50 * SHORT_S, idle_s=5.0)
 
 
 class App:
@@ -50,6 +52,8 @@ class App:
             Route("/plain", self.echo, methods=["GET", "POST"]),
             LimitedRoute("/api", self.echo, API, methods=["POST"]),
             LimitedRoute("/wait", self.wait, API),
+            LimitedRoute("/upload", self.echo, SLOW, methods=["POST"]),
+            LimitedRoute("/late", self.wait, SLOW),
             LimitedRoute("/flood", self.flood, API),
             LimitedRoute("/parts", self.parts, API),
         ]
@@ -185,6 +189,46 @@ async def test_a_body_must_arrive_in_time_but_its_answer_may_be_late() -> None:
         reader, writer = await connect()
         writer.write(request("/wait", method="GET"))
         assert await answer_of(reader) == (200, b"late")
+
+
+async def test_a_body_must_arrive_at_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that has sent more has more time for the rest."""
+    monkeypatch.setattr(http_routes, "FIRST_S", SHORT_S / 2)
+    monkeypatch.setattr(http_routes, "LEAST_RATE", 10_000)
+    async with serving() as (_, connect):
+        loop = asyncio.get_running_loop()
+        for num_bytes, least, most in ((0, 0.4, 2.5), (6_000, 3.2, 8)):
+            reader, writer = await connect()
+            began = loop.time()
+            writer.write(request("/upload", bytes(20_000))[: num_bytes - 20_000])
+            assert not await end_of(reader)
+            assert least * SHORT_S < loop.time() - began < most * SHORT_S
+
+
+async def test_requests_that_arrive_slowly_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest first, when the places are full; others are refused as before."""
+    async with serving() as (app, connect):
+        halves = [await connect() for _ in range(2)]
+        for _, writer in halves:
+            writer.write(request("/upload", b"12345")[:-2])
+            await asyncio.sleep(0.02)
+        reader, writer = await connect()
+        writer.write(request("/upload", b"x"))
+        assert await answer_of(reader) == (503, b"full")
+        monkeypatch.setattr(http_connection, "PATIENCE_S", 0.0)
+        running, writer = await connect()
+        writer.write(request("/late", method="GET"))
+        assert await answer_of(halves[0][0]) == (408, b"Request Timeout")
+        assert await end_of(halves[0][0]) == b""
+        halves[1][1].write(b"45")
+        assert await answer_of(halves[1][0]) == (200, b"12345")
+        halves[1][1].write(request("/late", method="GET"))
+        await asyncio.sleep(0.02)
+        reader, writer = await connect()
+        writer.write(request("/upload", b"x"))
+        assert await answer_of(reader) == (503, b"full")
+        assert [await answer_of(each) for each in (running, halves[1][0])] == [(200, b"late")] * 2
+        assert not app.ends
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import psutil
 import pytest
 
 from tests.support.accounts import assert_nothing_left, take_baseline
-from tests.support.growth import MOST, MOST_SHARE, NUM_THREADS, growth_per_request, mix, slope
+from tests.support.growth import MOST, MOST_SHARE, NUM_THREADS, growth_per_request, http_mix, mix, slope
 from tests.support.router.messages import batch, stopping
 from tests.support.router.router_process import Setup, start_router, stop_router
 from tgis.pb import generation_pb2 as pb
@@ -23,12 +24,15 @@ TOKENIZED_TEXT = LARGE_TEXT[: 1 << 20]  # which takes longer
 MOST_OF_LARGE = 100 << 20  # bytes
 
 
-def growth(setup: Setup, num_requests: int) -> tuple[float, float]:
-    """Over NUM_REQUESTS, and the most that it may be."""
+def growth(
+    setup: Setup, num_requests: int, serve: Callable[[int], None] | None = None
+) -> tuple[float, float]:
+    """Over NUM_REQUESTS, and the most that it may be; `serve` makes so many, else they are gRPC's."""
+    serve = serve or mix(setup.stub)
     setup.shards[0].step_s = 0
-    setup.stub.Generate(batch("a"))
+    serve(20 * NUM_THREADS)  # starts the processes that are started when they are needed
     baseline, began = take_baseline(setup.http), time.monotonic()
-    per_request, size = growth_per_request(setup.service.process.pid, num_requests, mix(setup.stub))
+    per_request, size = growth_per_request(setup.service.process.pid, num_requests, serve)
     print(
         f"{num_requests} requests in {time.monotonic() - began:.0f} s: {per_request:.0f} bytes per request, "
         f"of {size / 2**20:.1f} MiB"
@@ -56,6 +60,32 @@ def test_growth_is_found(tmp_path: Path) -> None:
         assert grown > most
     finally:
         stop_router(setup)
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_requests_of_openais_api(tmp_path: Path) -> None:
+    setup = start_api_router(tmp_path)
+    try:
+        grown, most = growth(setup, NUM_REQUESTS // 2, http_mix(setup.service.http_port))
+        assert grown < most
+    finally:
+        assert stop_router(setup) == 0
+
+
+@pytest.mark.slow
+def test_growth_of_openais_api_is_found(tmp_path: Path) -> None:
+    setup = start_api_router(tmp_path, module="tests.support.router.growing_router")
+    try:
+        grown, most = growth(setup, NUM_REQUESTS // 4, http_mix(setup.service.http_port))
+        assert grown > most
+    finally:
+        stop_router(setup)
+
+
+def start_api_router(directory: Path, module: str | None = None) -> Setup:
+    template = directory / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    return start_router(directory, 1, "--http-api", "openai", "--chat-template", str(template), module=module)
 
 
 def large_mix(setup: Setup) -> None:

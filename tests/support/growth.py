@@ -2,8 +2,11 @@
 like one."""
 
 import contextlib
+import http.client
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count
 
 import grpc
@@ -58,9 +61,37 @@ def mix(stub: GenerationServiceStub) -> Callable[[int], None]:
         with contextlib.suppress(grpc.RpcError):
             stub.Generate(batch("a", stopping=pb.StoppingCriteria(min_new_tokens=21)))
 
-    def serve(num_requests: int) -> None:
-        with ThreadPoolExecutor(NUM_THREADS) as threads:
-            for done in [threads.submit(twenty) for _ in range(num_requests // 20)]:
-                done.result()
+    return partial(_repeat, twenty)
 
-    return serve
+
+def _repeat(twenty: Callable[[], None], num_requests: int) -> None:
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        for done in [threads.submit(twenty) for _ in range(num_requests // 20)]:
+            done.result()
+
+
+def http_mix(port: int) -> Callable[[int], None]:
+    """Makes so many requests of OpenAI's API. Of twenty, half are chats, half are streamed, one is refused
+    and one is cut off in its stream."""
+    numbers = count()
+
+    def twenty() -> None:
+        number = next(numbers) % NUM_WORDS
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as connection:
+            for i in range(18):
+                body = {"max_tokens": 4, "stream": i % 4 < 2}
+                _post(connection, f"{number} girl {i}", i % 2 == 0, body).read()
+            assert _post(connection, "a", False, {"temperature": 99}).read().startswith(b'{"error"')
+            long = {"max_tokens": 100, "ignore_eos": True, "stream": True}
+            _post(connection, f"{number}", True, long).readline()
+
+    return partial(_repeat, twenty)
+
+
+def _post(
+    connection: http.client.HTTPConnection, text: str, is_chat: bool, body: dict[str, object]
+) -> http.client.HTTPResponse:
+    chat = {"messages": [{"role": "user", "content": text}]}
+    path = "/v1/chat/completions" if is_chat else "/v1/completions"
+    connection.request("POST", path, json.dumps(body | (chat if is_chat else {"prompt": text})))
+    return connection.getresponse()

@@ -24,6 +24,18 @@ class Files:
         return credentials(self.authority, self.authority.issue_cert("client@example.com", **more))
 
 
+def issue(authority: trustme.CA, directory: Path, **more: Any) -> None:
+    """As Kubernetes mounts a secret: real files in a new directory, a link to it that is swapped at once."""
+    fresh = directory / f"..{len(list(directory.iterdir()))}"
+    fresh.mkdir()
+    server = authority.issue_cert("localhost", **more)
+    server.private_key_pem.write_to_path(fresh / "key.pem")
+    server.cert_chain_pems[0].write_to_path(fresh / "cert.pem")
+    authority.cert_pem.write_to_path(fresh / "ca.pem")
+    (directory / "..new").symlink_to(fresh)
+    (directory / "..new").replace(directory / "..data")
+
+
 def credentials(server_authority: trustme.CA, own: trustme.LeafCert) -> grpc.ChannelCredentials:
     chain = b"".join(part.bytes() for part in own.cert_chain_pems)
     return grpc.ssl_channel_credentials(server_authority.cert_pem.bytes(), own.private_key_pem.bytes(), chain)

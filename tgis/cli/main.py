@@ -15,6 +15,7 @@ from tgis.cli.command import VERSION_NAMES, FileCommand, GroupedOption, OneLineG
 from tgis.cli.health_probe import health_probe
 from tgis.cli.process_command import process_command
 from tgis.cli.top.command import command as top
+from tgis.config.aliases.servers import ALIASES
 from tgis.config.aliases.tgis import TGIS_NAMES
 from tgis.config.checks import DEFAULT, Setting, SettingsError
 from tgis.config.model import FRAMEWORKS
@@ -38,7 +39,8 @@ def _run_launcher(config: LauncherConfig) -> None:
 
     # The children get all options as flags. They would read variables again, and repeat the warnings.
     passed = {*variables_of(LauncherConfig)} & {*variables_of(RouterConfig), *variables_of(ShardConfig)}
-    for name in passed | {one.variable_name for one in TGIS_NAMES}:
+    secrets = {one.variable_name for one in ALIASES if one.means == "auth_tokens"} | {"AUTH_TOKENS"}
+    for name in passed | secrets | {one.variable_name for one in TGIS_NAMES}:
         os.environ.pop(name, None)
     _stay_offline()
     main.run(config)

@@ -5,12 +5,13 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
 from click.core import ParameterSource
 
 from tgis import __version__, logs
+from tgis.cli import vllm_arguments
 from tgis.cli.command import (
     ARGUMENTS,
     VERSION_NAMES,
@@ -21,10 +22,11 @@ from tgis.cli.command import (
 )
 from tgis.config import log_level, report
 from tgis.config.aliases.alias import Alias
-from tgis.config.aliases.tgi import SHARED_SHORT_FLAG, TGI_NAMES
+from tgis.config.aliases.servers import ALIASES, SERVERS
+from tgis.config.aliases.tgi import SHARED_SHORT_FLAG
 from tgis.config.aliases.tgis import TGIS_NAMES
-from tgis.config.checks import DEFAULT, GivenAlias, Setting, apply_aliases, check
-from tgis.config.option import Group, Option, declared, env_of, flag_of
+from tgis.config.checks import DEFAULT, GivenAlias, Setting, apply_aliases, apply_defaults, check
+from tgis.config.option import Group, Option, Secret, declared, env_of, flag_of
 from tgis.config.processes import ProcessOptions
 from tgis.process import json_lines
 
@@ -37,7 +39,14 @@ FOREIGN = "foreign_"  # prefix of the parameter names of foreign options
 
 
 class ProcessCommand(OneLineCommand):
-    """Command whose help lists its options by group."""
+    """Command whose help lists its options by group. It takes command lines in vLLM's spelling too."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        has_compat = any(one.name == "compat" for one in self.params)
+        if has_compat and vllm_arguments.is_vllm(args):
+            switches = {name for one in self.params if getattr(one, "is_flag", False) for name in one.opts}
+            args = vllm_arguments.rewrite(args, switches)
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         records: dict[Group | None, list[tuple[str, str]]] = {group: [] for group in (*Group, None)}
@@ -72,7 +81,7 @@ def process_command(
         fields = json_fields(context, values)
         if fields:
             logs.setup("info", json_output=True, process=fields)
-        settings = {f.name: _setting(context, f, option) for f, option, _ in declared(config_type)}
+        settings = {f.name: _setting(context, f, option, hint) for f, option, hint in declared(config_type)}
         if complete:
             complete(settings, {one.name: values[one.name] for one in extra if one.name})
         notices = _read_foreign(context, settings, reads)
@@ -82,7 +91,7 @@ def process_command(
             run(_configure(config_type, settings, notices, fields))
 
     options = parameters(config_type, is_required=complete is None)
-    theirs = [_foreign_flag(one) for one in _names_of(reads) if one.flag]
+    theirs = [*map(_foreign_flag, _flags_of(reads))]
     made = ProcessCommand(name, callback=call, params=[*options, *extra, *theirs], help=help)
     made.process = process
     return click.version_option(__version__, *VERSION_NAMES)(made)
@@ -93,21 +102,25 @@ def _foreign_flag(foreign: Alias) -> click.Option:
         [foreign.flag_name, FOREIGN + foreign.name, *([foreign.short] if foreign.short else [])],
         is_flag=foreign.switch,
         default=None,
-        hidden=foreign in TGI_NAMES,
+        hidden=foreign not in TGIS_NAMES,
         help=f"Means --{foreign.means.replace('_', '-')}." if foreign.means else f"No effect: {foreign.why}.",
         group=Group.COMPATIBILITY,
     )
 
 
-def _names_of(command_name: str) -> list[Alias]:
-    return [one for one in (*TGIS_NAMES, *TGI_NAMES) if command_name in one.commands]
+def _flags_of(command_name: str) -> list[Alias]:
+    """Return one alias for each foreign flag of a command; servers may share a flag."""
+    names = [*TGIS_NAMES, *ALIASES]
+    flags = {one.name: one for one in reversed(names) if one.flag and command_name in one.commands}
+    return [*reversed(flags.values())]
 
 
-def _setting(context: click.Context, f: Field[Any], option: Option) -> Setting:
+def _setting(context: click.Context, f: Field[Any], option: Option, hint: Any) -> Setting:
     if not option.flag:
         name = f.name.upper()
         text = os.environ.get(name, "").strip()
-        return Setting(text, name) if text else Setting(f.default)
+        value = Secret(text) if Secret in get_args(hint) else text
+        return Setting(value, name) if text else Setting(f.default)
     value, source = context.params[f.name], context.get_parameter_source(f.name)
     if source is ParameterSource.COMMANDLINE:
         return Setting(value, flag_of(f))
@@ -120,16 +133,21 @@ def _setting(context: click.Context, f: Field[Any], option: Option) -> Setting:
 def _read_foreign(context: click.Context, settings: dict[str, Setting], reads: str) -> list[str]:
     """Apply the foreign names that were given to the settings; return the warnings."""
     compat = settings["compat"].value if "compat" in settings else None
-    if compat and any(one.startswith(SHARED_SHORT_FLAG) for one in context.meta[ARGUMENTS]):
+    if compat == "tgi" and any(one.startswith(SHARED_SHORT_FLAG) for one in context.meta[ARGUMENTS]):
         raise click.UsageError(
             f"under --compat {compat}, write --grpc-port or --graceful-termination-timeout instead of "
             f"{SHARED_SHORT_FLAG}, which means one here and the other there",
             context,
         )
-    given = [found for one in _names_of(reads) if (found := _given(context, one, compat))]
+    _refuse_unread_flags(context, compat)
+    read_servers = [server for server in SERVERS if server.name == compat]
+    names = [*TGIS_NAMES, *(one for server in read_servers for one in server.aliases)]
+    given = [found for one in names if reads in one.commands and (found := _given(context, one))]
     parameters = {one.name: one for one in context.command.params}
 
     def read(name: str, text: str, source: str) -> Any:
+        if name not in parameters:
+            return Secret(text)  # every other option that a foreign name means has a flag
         try:
             return parameters[name].type.convert(text, parameters[name], context)
         except click.BadParameter as error:
@@ -137,17 +155,28 @@ def _read_foreign(context: click.Context, settings: dict[str, Setting], reads: s
                 error.param_hint = source
             raise
 
-    return apply_aliases(given, settings, read)
+    warnings = apply_aliases(given, settings, read)
+    for server in read_servers:
+        apply_defaults(server.defaults, settings, f"--compat {server.name}")
+    return warnings
 
 
-def _given(context: click.Context, foreign: Alias, compat: str | None) -> GivenAlias | None:
-    """Return what a foreign name's flag, else its variable, gives; without --compat, TGI's are errors."""
-    if (value := context.params.get(FOREIGN + foreign.name)) is not None:
-        if foreign in TGI_NAMES and not compat:
-            text = f"No such option: {foreign.flag_name}; it is TGI's: add --compat tgi to use TGI's names"
-            raise click.UsageError(text, context)
+def _refuse_unread_flags(context: click.Context, compat: str | None) -> None:
+    """Raise a usage error for a flag that only servers have whose names are not read."""
+    read = {one.name for one in TGIS_NAMES if one.flag}
+    read |= {one.name for server in SERVERS if server.name == compat for one in server.aliases}
+    for server in SERVERS:
+        for one in server.aliases:
+            if one.name not in read and context.params.get(FOREIGN + one.name) is not None:
+                text = f"No such option: {one.flag_name}; it is {server.title}'s: add --compat {server.name} "
+                raise click.UsageError(text + f"to use {server.title}'s names", context)
+
+
+def _given(context: click.Context, foreign: Alias) -> GivenAlias | None:
+    """Return what a foreign name's flag, else its variable, gives."""
+    if foreign.flag and (value := context.params.get(FOREIGN + foreign.name)) is not None:
         return GivenAlias(foreign, str(value).lower() if foreign.switch else value, foreign.flag_name)
-    if not foreign.variable or (foreign in TGI_NAMES and not compat):
+    if not foreign.variable:
         return None
     text = os.environ.get(foreign.variable_name, "")
     is_given = text.strip() and not (foreign.switch and text == "false")

@@ -62,7 +62,15 @@ def apply_aliases(
         elif text := _convert(one):
             other = Setting(read(alias.means, text, one.source), one.source)
             settings[alias.means] = _merge(settings[alias.means], other)
+            apply_defaults(dict(alias.also), settings, one.source)
     return warnings
+
+
+def apply_defaults(defaults: Mapping[str, object], settings: dict[str, Setting], source: str) -> None:
+    """Set the options that are not given to these values."""
+    for name, value in defaults.items():
+        if settings[name].source == DEFAULT:
+            settings[name] = Setting(value, source)
 
 
 def _convert(one: GivenAlias) -> str:
@@ -108,9 +116,13 @@ def _check_http_api(values: Mapping[str, Any]) -> None:
     for name in names:
         if name not in HTTP_APIS:
             raise SettingsError(f"http_api: {name} is none of {', '.join(HTTP_APIS)}")
+    if values.get("runtime_adapters") and not names:
+        raise SettingsError("runtime_adapters: no API is chosen with --http-api")
     port = values.get("http_api_port")
     if port is not None and not names:
         raise SettingsError("http_api_port: no API is chosen with --http-api")
+    if values.get("playground") and not names:
+        raise SettingsError("playground: its page calls OpenAI's API, which needs --http-api openai")
     if port and port in (values.get("port"), values.get("grpc_port")):
         raise SettingsError(f"http_api_port and another port are both {port}")
     if not names or port is not None:
@@ -122,6 +134,8 @@ def _check_http_api(values: Mapping[str, Any]) -> None:
 
 
 def _check_tls(values: Mapping[str, Any]) -> None:
+    if values.get("auth_tokens") and values.get("auth_tokens_path"):
+        raise SettingsError("auth_tokens: tokens are given by --auth-tokens-path too; keep one of both")
     has_cert, has_key = bool(values.get("tls_cert_path")), bool(values.get("tls_key_path"))
     if has_cert != has_key:
         raise SettingsError("tls: must provide both cert and key")

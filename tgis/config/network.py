@@ -45,6 +45,10 @@ class PortOptions:
         None,
         group=Group.TLS,
     )
+    playground: bool = option(
+        "Serve a page at /playground that chats with the model in a browser; it needs --http-api openai.",
+        False,
+    )
     http_tls: bool = option(
         "Serve the HTTP port with the gRPC port's certificate too; its clients need none.",
         False,

@@ -9,6 +9,16 @@ from typing import Any, TypeVar, get_type_hints
 C = TypeVar("C", bound=type)
 
 
+@dataclass(frozen=True)
+class Secret:
+    """Text that neither logs nor errors nor `--env` show."""
+
+    text: str = field(repr=False)
+
+    def __str__(self) -> str:
+        return "(hidden)"
+
+
 class Group(Enum):
     """Headings for listed options, in this order: the options that most people set come first."""
 

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
+from tgis.config.aliases.servers import COMPAT
 from tgis.config.cluster import NodeOptions, RankOptions
 from tgis.config.model import DTYPES, AdapterOptions, ModelOptions
 from tgis.config.network import LinkOptions, PortOptions
-from tgis.config.option import Group, in_group, option
+from tgis.config.option import Group, Secret, in_group, option
 from tgis.config.serving import SERVICE_NAME, SHORT_SEQUENCE, BatchOptions, ServingOptions
 
 UDS_PATH = "/tmp/text-generation"  # default for processes that are started by hand
@@ -102,8 +103,14 @@ class LauncherConfig(
         minimum=0,
         group=Group.LIFECYCLE,
     )
+    auth_tokens: Secret | None = option(
+        "Bearer tokens as in --auth-tokens-path, a line each, instead of that file.",
+        None,
+        flag=False,
+        group=Group.TLS,
+    )
     compat: str | None = option(
-        "Also read the names of another server's options.", None, choices=("tgi",), group=Group.COMPATIBILITY
+        "Also read the names of another server's options.", None, choices=COMPAT, group=Group.COMPATIBILITY
     )
     env: bool = option(
         "Print versions, machine and settings to stderr first, then go on.",
@@ -127,6 +134,13 @@ class RouterConfig(ProcessOptions, LinkOptions, BatchOptions, PortOptions, Servi
         None,
         env=False,
         group=Group.NETWORK,
+    )
+    adapter_roots: str | None = option(
+        "Directories of LoRA adapters, separated by colons, in the order in which shards search them; with "
+        "--runtime-adapters, clients may then give an adapter's path.",
+        None,
+        env=False,
+        group=Group.ADAPTERS,
     )
     num_shard: int = option("Shards of the group.", 1, minimum=1, is_common=True)
     max_sequence_length: int | None = option(

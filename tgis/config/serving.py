@@ -41,14 +41,39 @@ class ServingOptions:
     )
     max_top_n_tokens: int = option("Upper bound of a request's top_n_tokens.", 10, minimum=1)
     served_model_name: str | None = option(
-        "Names of the model for APIs that name it, separated by commas; unset: --model-name.",
+        "Names of the model for APIs that name it, separated by commas; unset: --model-name, of a path only "
+        "the last folder.",
         None,
         group=Group.MODEL,
+    )
+    metrics_alias: str | None = option(
+        "Also export metrics under the names of another server, for its dashboards and autoscalers.",
+        None,
+        choices=("vllm",),
+        group=Group.COMPATIBILITY,
     )
     chat_template: str | None = option(
         "File of the template that makes a prompt of a chat, in Jinja2's language; unset: the model's.",
         None,
         group=Group.MODEL,
+    )
+    tool_call_parser: str = option(
+        "Format in which the model writes calls of tools; auto: the chat template shows it; none: it writes "
+        "none. docs/openai.md lists the formats.",
+        "auto",
+        group=Group.MODEL,
+    )
+    reasoning_parser: str = option(
+        "Format in which the model writes its reasoning; auto: the chat template shows it; none: all is "
+        "content. docs/openai.md lists the formats.",
+        "auto",
+        group=Group.MODEL,
+    )
+    runtime_adapters: bool = option(
+        "Let clients of OpenAI's API name LoRA adapters of --adapter-cache and --prefix-store-path, and take "
+        "the names away, by /v1/load_lora_adapter and /v1/unload_lora_adapter.",
+        False,
+        group=Group.ADAPTERS,
     )
     tokenization_workers: int | None = option(
         "Threads that tokenize; calls with more than 32 KiB of text are tokenized in a process of their own. "

@@ -1,5 +1,6 @@
 """Derives the configurations of the router and of each shard from the launcher's configuration."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -66,7 +67,10 @@ class ChildConfigs:
             "max_sequence_length": self._plan.max_sequence_length,
             # Without a name the router looks for one elsewhere. Without an endpoint no name is needed.
             "otlp_service_name": self.launcher.otlp_service_name if self.launcher.otlp_endpoint else None,
-            "served_model_name": self.launcher.served_model_name or self.launcher.model_name,
+            "served_model_name": self.launcher.served_model_name
+            or served_name(self.launcher.model_name, self._plan.model_path),
+            "auth_tokens_path": self._auth_tokens_path(),
+            "adapter_roots": self._adapter_roots(),
             "shard_addresses": str(addresses) if self.uses_tcp else None,
         }
         return self._derive(RouterConfig, own)
@@ -100,12 +104,29 @@ class ChildConfigs:
             }
         return self._derive(ShardConfig, own)
 
+    def _auth_tokens_path(self) -> str | None:
+        tokens = self.launcher.auth_tokens
+        if tokens is None:
+            return self.launcher.auth_tokens_path
+        return str(self._files.write("auth-tokens", tokens.text))
+
+    def _adapter_roots(self) -> str | None:
+        adapters = self._plan.adapters
+        roots = filter(None, (adapters.adapter_cache, adapters.prefix_store_path))
+        return os.pathsep.join(roots) or None if self.launcher.runtime_adapters else None
+
     def _derive(self, config_type: type[C], own: Mapping[str, Any]) -> C:
         """Build a configuration from `own`; other options have the launcher's values or their defaults."""
         names = {f.name for f in fields(config_type)} & {f.name for f in fields(self.launcher)} - own.keys()
         if not self.uses_tcp:  # a launcher may have options of a link that its group does not use
             names -= LINK_OPTIONS
         return config_type(**{name: getattr(self.launcher, name) for name in names}, **own)
+
+
+def served_name(model_name: str, model_path: Path) -> str:
+    """Return a model's name for clients: the hub's, or its folder's own, as those above are private."""
+    is_folder = Path(model_name) == model_path
+    return Path(os.path.abspath(model_path)).name if is_folder else model_name
 
 
 def line_fields(

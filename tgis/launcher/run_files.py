@@ -31,6 +31,12 @@ class RunFiles:
     def tokenizer_path(self) -> Path:
         return self._plan.model_path if self._plan.has_fast_tokenizer else self.path / "tokenizer"
 
+    def write(self, name: str, text: str) -> Path:
+        """Write a file that only this user can read, and return its path."""
+        path = self.path / name
+        path.write_text(text + "\n", errors="surrogateescape")
+        return path
+
     async def prepare(self) -> None:
         """Check the paths of the sockets, and convert the tokenizer if needed. Raises LaunchError."""
         self._check_sockets()

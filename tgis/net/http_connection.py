@@ -10,23 +10,20 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from tgis.net.http_routes import PROBE_LIMITS, LimitedApp, RouteLimits, find_route
 from tgis.net.joined_writes import JoinedWrites
 from tgis.net.ports import watch_peer
+from tgis.net.slow_readers import Flow, SlowReadError
 from tgis.net.tls import client_name
 
 MAX_HEADER_BYTES = 16 << 10
 MAX_FRAMING = 8  # bytes of a chunked body's framing for each of its own bytes
 LINGER_S = 1.0  # time for a refused client to read why, before the connection closes
 MAX_BURST = 128  # connections that may come together beyond a limit
+PATIENCE_S = 1.0  # time that a request may take to arrive before another one can get its place
 BURST_S = 0.05  # time for connections that come together to send their requests
-
-
-class SlowReadError(Exception):
-    """Error of sending to a client that has not read for too long. Its connection ends."""
 
 
 class Answer:
@@ -64,19 +61,6 @@ class ServerConfig(uvicorn.Config):
         )
 
 
-class _Flow(FlowControl):
-    is_slow = False
-
-    def give_up(self) -> None:
-        self.is_slow = True
-        self._is_writable_event.set()
-
-    async def drain(self) -> None:
-        await super().drain()
-        if self.is_slow:
-            raise SlowReadError
-
-
 class _Refusal(Exception):
     """Refusal of a request by the parser's callbacks."""
 
@@ -93,7 +77,7 @@ class _Running(NamedTuple):
 class HttpConnection(HttpToolsProtocol):
     config: ServerConfig
     transport: JoinedWrites
-    flow: _Flow
+    flow: Flow
 
     _timer: asyncio.TimerHandle | None = None
     _deadline: float | None = None
@@ -114,7 +98,7 @@ class HttpConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         watch_peer(transport, self.config.keepalive_s)
         super().connection_made(JoinedWrites(transport, self.loop))
-        self.flow = _Flow(self.transport)
+        self.flow = Flow(self.transport)
         self._certificate_name = client_name(transport.get_extra_info("ssl_object"))
         self._began_at = self.loop.time()
         self._enter(self.config.fresh)
@@ -237,7 +221,8 @@ class HttpConnection(HttpToolsProtocol):
         limits = PROBE_LIMITS if route is None else route.limits
         if isinstance(route, LimitedApp):
             app = route.handle  # without Starlette's layers, which each part of a stream would pass
-        if limits.refuse is not None and len(self._group_of(limits)) >= limits.max_connections:
+        group = self._group_of(limits)
+        if limits.refuse is not None and not _has_room(group, limits, self.loop.time()):
             app, limits = limits.refuse, self.config.fresh
         self._enter(limits)
         state: dict[str, Any] = cycle.scope["state"]
@@ -319,6 +304,17 @@ class HttpConnection(HttpToolsProtocol):
             self._group.pop(self, None)
             self._group = None
 
+    def arrives_since(self) -> float | None:
+        """Return when the request that arrives began to; None if there is none."""
+        running = self._running
+        return self._began_at if running is None or running.cycle.more_body else None
+
+    def give_way(self) -> None:
+        """Refuse the request that arrives, so that another one gets its place."""
+        self._enter(self.config.fresh)
+        self._refuse(HTTPStatus.REQUEST_TIMEOUT)
+        self._reschedule()
+
     # Timers.
 
     def _reschedule(self) -> None:
@@ -333,9 +329,8 @@ class HttpConnection(HttpToolsProtocol):
     def _next_deadline(self) -> float | None:
         if self._began_at is None:
             return None
-        limits, running = self._limits, self._running
-        is_arriving = running is None or running.cycle.more_body
-        spans = (limits.answer_s, limits.request_s if is_arriving else None)
+        limits, is_arriving = self._limits, self.arrives_since() is not None
+        spans = (limits.answer_s, limits.arrival_s(self._num_received) if is_arriving else None)
         return min((self._began_at + span for span in spans if span is not None), default=None)
 
     def pause_writing(self) -> None:
@@ -380,6 +375,18 @@ def _trim(group: dict[HttpConnection, None], limits: RouteLimits) -> None:
             oldest.transport.abort()
         else:
             oldest.timeout_keep_alive_handler()
+
+
+def _has_room(group: dict[HttpConnection, None], limits: RouteLimits, now: float) -> bool:
+    """Return whether there is room for a request, if need be by ending the oldest one that arrives slowly."""
+    if len(group) < limits.max_connections:
+        return True
+    for connection in group:
+        since = connection.arrives_since()
+        if since is not None and now - since > PATIENCE_S:
+            connection.give_way()
+            return True
+    return False
 
 
 def _has_path(url: bytes) -> bool:

@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+FIRST_S = 10.0  # time for a request of few bytes to arrive
+LEAST_RATE = 16 << 10  # bytes per second of a request that arrives for longer
+
 
 class RouteLimits(NamedTuple):
     """Limits of the connections that have a request for a route. They are counted together where several
@@ -15,11 +18,15 @@ class RouteLimits(NamedTuple):
     """Time from a request's first byte until its answer is sent; None: unlimited."""
     max_connections: int
     request_s: float = 10.0
-    """Time from a request's first byte until its last one."""
+    """Time from a request's first byte until its last one, if its bytes come fast enough."""
     idle_s: float = 5.0
     """Time that a connection waits for its next request."""
     refuse: ASGIApp | None = None
     """Answers the newest request if there are too many; None: the oldest connection is aborted."""
+
+    def arrival_s(self, num_bytes: int) -> float:
+        """Return the time limit of a request of which so many bytes have come."""
+        return min(self.request_s, FIRST_S + num_bytes / LEAST_RATE)
 
 
 PROBE_LIMITS = RouteLimits(answer_s=10.0, max_connections=128)

@@ -7,8 +7,18 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from tgis.process.fair_queue import FairQueue
+
+MAX_WAITING = 1024  # requests of one pool, each of which counts as a byte of its queue
+
+
+class PoolBusyError(Exception):
+    """Error of a request that has no place in the queue of a pool."""
 
 
 class Reply(NamedTuple):
@@ -77,32 +87,71 @@ class Worker:
         self._process.kill()
 
 
+@dataclass(eq=False)
+class _Job:
+    request: object
+    reply: asyncio.Future[Reply] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
 class WorkerPool:
-    """Worker processes of one module, each with a thread that asks it. They start when they are needed."""
+    """Worker processes of one module, each with a thread that asks it. They start when they are needed. The
+    owners of requests take turns; of too many, the newest of the owner with the most is refused."""
 
     def __init__(self, module: str, num_workers: int, timeout_s: float) -> None:
         """Describe the workers. One that has not answered after `timeout_s` is killed."""
         self._module, self._timeout_s = module, timeout_s
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix=module.rpartition(".")[0])
+        self._num_workers = num_workers
+        self._queue: FairQueue[_Job] = FairQueue(MAX_WAITING)
+        self._tasks: set[asyncio.Task[None]] = set()
         self._lock = threading.Lock()
         self._idle: list[Worker] = []
         self._workers: set[Worker] = set()
         self._is_closed = False
 
-    async def ask(self, request: object) -> Reply:
+    async def ask(self, request: object, owner: Hashable) -> Reply:
         """Return the reply of a free worker. If the worker is killed, a second one is tried.
 
-        Raises ValueError or RecursionError if the request cannot be written as JSON."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, request)
+        Raises PoolBusyError, and ValueError or RecursionError if the request cannot be written as JSON."""
+        job = _Job(request)
+        for refused in self._queue.push(owner, job, 1):
+            refused.reply.set_exception(PoolBusyError())
+        if len(self._tasks) < self._num_workers:
+            self._tasks.add(asyncio.create_task(self._work()))
+        try:
+            return await job.reply
+        except asyncio.CancelledError:
+            self._queue.remove(owner, job)
+            raise
+        finally:
+            del job  # the traceback of an error refers to this frame: the cycle would keep the request
 
     def close(self) -> None:
         """Stop all workers. Nothing may be asked afterwards."""
         with self._lock:
             self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
+        while self._queue:
+            self._queue.pop().reply.cancel()
         for worker in list(self._workers):
             worker.kill()
             worker.end()
+
+    async def _work(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._queue:
+            job = self._queue.pop()
+            try:
+                reply = await loop.run_in_executor(self._threads, self._ask, job.request)
+            except Exception as error:
+                if not job.reply.done():
+                    job.reply.set_exception(error)
+            else:
+                if not job.reply.done():
+                    job.reply.set_result(reply)
+            del job  # as above
+        # A callback would come later than a request that follows the last reply at once.
+        self._tasks.discard(asyncio.current_task())
 
     def _ask(self, request: object) -> Reply:
         line = json.dumps(request).encode()

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
@@ -38,8 +39,9 @@ from tgis.router.api.http.openai.routes import openai_routes
 from tgis.router.api.http.openai.service_parts import OpenAiApi
 from tgis.router.api.http.ports import HttpPorts
 from tgis.router.api.service import GenerationService
+from tgis.router.chat.formats.registry import choose_formats
 from tgis.router.chat.renderer import ChatRenderer
-from tgis.router.chat.template import load_template
+from tgis.router.chat.template import ChatTemplate, load_template
 from tgis.router.engine.concurrency import ConcurrencyLimit
 from tgis.router.engine.handle import EngineHost, EngineInfo
 from tgis.router.engine.local_engine import LocalEngine
@@ -81,7 +83,7 @@ class _Router:
         """Wire all parts, without waiting for anything: the HTTP app last, because its routes may need any of
         them. The event loop must run. Raises StartupError."""
         self._config = config
-        self._metrics = Metrics(_metric_limits(config))
+        self._metrics = open_metrics(config)
         self._tracing = open_tracing(config.otlp_endpoint, config.otlp_service_name or SERVICE_NAME)
         self._grammar_compiler = GrammarCompiler()
         self._health = Health(SERVICE)
@@ -93,12 +95,14 @@ class _Router:
         self._has_given_up = False
         self._tokenizer = Tokenizer(Path(config.tokenizer_path), config.tokenization_workers)
         self._vocabulary = cache(partial(Vocabulary, self._tokenizer, config.output_special_tokens))
-        self._vocabulary(True)  # refuses an unsupported kind of tokenizer before the shards have loaded
+        # An unsupported kind of tokenizer is refused before the shards have loaded.
+        self._vocabulary(True, frozenset())
         self._engine = open_engine(config, self._metrics, self._health.set)
         self._limits = _limits(config)
         self._service = self._build_service()
         self._server = self._build_server()
-        self._renderer = self._open_renderer()
+        self._template = self._load_template()
+        self._renderer = ChatRenderer(self._template, metrics=self._metrics)
         self._http = HttpPorts(
             config, lambda: self._health.is_ready, self._metrics, self._api_routes(), self._certificates
         )
@@ -118,30 +122,31 @@ class _Router:
             Accounting(metrics, self._tracing, config.log_text_chars),
         )
 
-    def _open_renderer(self) -> ChatRenderer:
-        """Return the renderer of chats. Raises StartupError."""
+    def _load_template(self) -> ChatTemplate | None:
+        """Return the model's chat template, if there is one and chats are served. Raises StartupError."""
         config = self._config
-        template = (
-            load_template(Path(config.tokenizer_path), config.chat_template) if config.http_api else None
-        )
-        return ChatRenderer(template, metrics=self._metrics)
+        return load_template(Path(config.tokenizer_path), config.chat_template) if config.http_api else None
 
     def _api_routes(self) -> list[Route] | None:
         if not self._config.http_api:
             return None
-        config, engine = self._config, self._engine.handle
+        config, engine, template = self._config, self._engine.handle, self._template
         names = served_names(config.served_model_name, config.tokenizer_path)
         api = OpenAiApi(
             self._service,
-            self._tokenizer,
             self._renderer,
             Models(
                 names,
                 config.max_sequence_length,
                 adapter_ids=lambda: engine.info().preloaded_adapter_ids,
             ),
-            self._vocabulary(True),
+            self._vocabulary(True, frozenset()),
             self._limits,
+            self._tokenizer,
+            choose_formats(
+                template.text if template else None, config.tool_call_parser, config.reasoning_parser
+            ),
+            adapter_roots=_adapter_roots(config),
         )
         return openai_routes(api)
 
@@ -175,7 +180,8 @@ class _Router:
                     return
                 info = self._engine.handle.info()
                 _check_vocabulary(info, self._tokenizer)
-                self._vocabulary(not info.is_encoder_decoder)  # so that the first request need not wait
+                # The first request need not wait for it.
+                self._vocabulary(not info.is_encoder_decoder, frozenset())
                 _open_grpc_port(self._server, config.bind, grpc_port, self._certificates)
                 await self._server.start()
                 api_port = await stack.enter_async_context(self._http.serve_api())
@@ -267,12 +273,21 @@ class _Router:
         await asyncio.gather(self._server.stop(timeout_s), self._http.stop(timeout_s))
 
 
-def _metric_limits(config: RouterConfig) -> MetricLimits:
+def _adapter_roots(config: RouterConfig) -> tuple[str, ...] | None:
+    roots = (config.adapter_roots or "").split(os.pathsep)
+    return tuple(filter(None, roots)) if config.runtime_adapters else None
+
+
+def open_metrics(config: RouterConfig) -> Metrics:
+    """Return the metrics of a router. Raises StartupError."""
     assert config.max_sequence_length is not None, "the launcher says how long a sequence may be"
     room = config.max_sequence_length - 1
     usual = OPENAI.max_new_tokens if config.http_api else FMAAS.max_new_tokens
     most = min(config.max_new_tokens or usual or room, room)
-    return MetricLimits(config.max_sequence_length, most, config.max_batch_size)
+    limits = MetricLimits(config.max_sequence_length, most, config.max_batch_size)
+    if not config.metrics_alias:
+        return Metrics(limits)
+    return Metrics(limits, served_names(config.served_model_name, config.tokenizer_path)[0])
 
 
 def _log_ports(config: RouterConfig, grpc_port: int, http_port: int, api_port: int | None) -> None:

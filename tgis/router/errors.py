@@ -3,6 +3,7 @@
 RouterError
 ├── RequestError        INVALID_ARGUMENT    the request is wrong; the text is the contract's
 │   ├── QuotingError                        the same; logs show its text only up to the first colon
+│   ├── InputTooLongError                   the same; the input leaves too little room for a text
 │   └── NotFoundError                       the same; the request names an adapter that does not exist
 ├── PayloadTooLargeError INVALID_ARGUMENT   the request has too many bytes
 ├── OverloadedError     RESOURCE_EXHAUSTED  no room now, try again
@@ -49,6 +50,15 @@ class RouterError(Exception):
 
 class RequestError(RouterError):
     code = Code.INVALID_ARGUMENT
+
+    def __init__(self, text: str, parameter: str = "") -> None:
+        super().__init__(text)
+        self.parameter = parameter
+        """The service's name of what is wrong, which a door may call otherwise; empty if it has none."""
+
+
+class InputTooLongError(RequestError):
+    """Request error for an input that leaves too little room for a text."""
 
 
 class QuotingError(RequestError):

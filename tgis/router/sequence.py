@@ -116,6 +116,8 @@ class CallAdapters:
 
     soft_prompt: AdapterInfo | None = None
     lora: AdapterInfo | None = None
+    lora_id: str = ""
+    """Id by which the call names the LoRA adapter, for metrics."""
 
     @property
     def present(self) -> tuple[AdapterInfo, ...]:

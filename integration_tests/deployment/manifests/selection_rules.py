@@ -12,7 +12,13 @@ from integration_tests.deployment.manifests.rendering import Object, name_of
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 
 CALM_S = 300  # before fewer replicas
-SERIES = {one.name for one in Metrics(MetricLimits(2048, 1024, 256)).series}
+METRICS = Metrics(MetricLimits(2048, 1024, 256), "model")
+ALIASES = {one.name for one in METRICS.vllm.series} if METRICS.vllm else set()
+SERIES = {one.name for one in METRICS.series} - ALIASES
+DEMANDS = (
+    {"tgi_queue_size", "tgi_requests_running"},
+    {"vllm:num_requests_waiting", "vllm:num_requests_running"},
+)  # what waits and what runs
 
 
 def matches(selector: dict[str, Any], labels: dict[str, str]) -> bool:
@@ -123,11 +129,13 @@ def autoscalers_scale_on_demand(objects: list[Object]) -> Iterator[str]:
     """Fast up, slow down, never on CPU or memory, never to zero, on series that exist; and nobody else says
     how many replicas there are."""
     targets = {name_of(one): one for one in objects}
+    servers = [(pod, container) for pod in pods_of(objects) for container in pod.servers]
+    is_aliased = all(config_of(pod, container).metrics_alias for pod, container in servers)
     for one in objects:
         if one["kind"] in ("HorizontalPodAutoscaler", "ScaledObject"):
             spec = one["spec"]
             target = targets.get(f"{spec['scaleTargetRef']['kind']}/{spec['scaleTargetRef']['name']}")
-            problems = [*_problems_of_scaling(one)]
+            problems = [*_problems_of_scaling(one, SERIES | ALIASES if is_aliased else SERIES)]
             if target is None:
                 problems.append("scales nothing")
             else:
@@ -150,13 +158,14 @@ def _problems_of_target(one: Object, target: Object) -> Iterator[str]:
         )
 
 
-def _problems_of_scaling(one: Object) -> Iterator[str]:
+def _problems_of_scaling(one: Object, series: set[str]) -> Iterator[str]:
     spec = one["spec"]
     if one["kind"] == "ScaledObject":
         behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
         kinds = {trigger["type"] for trigger in spec["triggers"]} - {"prometheus"}
         names = re.findall(
-            r"tgi_\w+", " ".join(trigger["metadata"].get("query", "") for trigger in spec["triggers"])
+            r"(?:tgi_|vllm:)\w+",
+            " ".join(trigger["metadata"].get("query", "") for trigger in spec["triggers"]),
         )
         least = spec["minReplicaCount"]
     else:
@@ -165,8 +174,8 @@ def _problems_of_scaling(one: Object) -> Iterator[str]:
         names = [metric["pods"]["metric"]["name"] for metric in spec["metrics"] if "pods" in metric]
     if kinds:
         yield f"scales on {', '.join(sorted(kinds))}"
-    yield from (f"there is no series {name}" for name in names if name not in SERIES)
-    if not {"tgi_queue_size", "tgi_requests_running"} <= {*names}:
+    yield from (f"there is no series {name}" for name in names if name not in series)
+    if not any(demand <= {*names} for demand in DEMANDS):
         yield "does not look at what waits and what runs"
     if least < 1:
         yield "scales to zero"

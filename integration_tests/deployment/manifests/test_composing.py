@@ -42,6 +42,7 @@ def problems_of(objects: list[Object]) -> list[str]:
         ("gpu-2", "autoscale-hpa"),
         ("autoscale-keda", "gpu-8"),
         ("cpu", "openai"),
+        ("cpu", "vllm-metrics"),
     ],
 )
 def test_components_go_together(first: str, last: str, tmp_path: Path) -> None:
@@ -58,6 +59,7 @@ def test_every_component_goes_with_others() -> None:
         "autoscale-hpa",
         "autoscale-keda",
         "openai",
+        "vllm-metrics",
     } == COMPONENTS
 
 

@@ -13,7 +13,7 @@ from integration_tests.deployment.manifests.launches import launch
 from integration_tests.deployment.manifests.pods import Pod
 from tgis.config.processes import LauncherConfig
 from tgis.launcher.plan import END_S
-from tgis.router.api.grpc.server_options import MAX_CONNECTIONS, RESERVED_FILES
+from tgis.router.api.open_files import MAX_GRPC, RESERVED
 
 STATE = "/var/lib"  # what %S stands for
 _VARIABLE = re.compile(r"#?([A-Z][A-Z0-9_]*)=(.*)")
@@ -99,8 +99,8 @@ def _faults_of_limits(unit: Unit, config: LauncherConfig) -> Iterator[str]:
         yield f"TERMINATION_GRACE_PERIOD is not the {stop_s:g} s of TimeoutStopSec"
     if config.shutdown_timeout + END_S > stop_s:
         yield f"a drain and {END_S:g} s do not fit into the {stop_s:g} s of TimeoutStopSec"
-    if int(unit.last("LimitNOFILE")) < MAX_CONNECTIONS + RESERVED_FILES:
-        yield f"LimitNOFILE is less than {MAX_CONNECTIONS} connections and {RESERVED_FILES} files need"
+    if int(unit.last("LimitNOFILE")) < MAX_GRPC + RESERVED:
+        yield f"LimitNOFILE is less than {MAX_GRPC} connections and {RESERVED} files need"
     home = f"{STATE}/{unit.last('StateDirectory')}"
     if unit.environment.get("HOME") != home:
         yield f"HOME is not {home}, which can be written"

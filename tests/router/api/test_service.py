@@ -42,7 +42,7 @@ class JsonDoor:
         validator = Validator(self.tokenizer, LIMITS, GrammarCompiler(), metrics, scene.handle.info)
         accounting = Accounting(metrics, Tracing(), 0)
         self.service = GenerationService(
-            scene.handle, validator, self.tokenizer, lambda _: vocabulary, ConcurrencyLimit(1), accounting
+            scene.handle, validator, self.tokenizer, lambda *_: vocabulary, ConcurrencyLimit(1), accounting
         )
 
     async def generate(self, text: str) -> str:

@@ -1,5 +1,6 @@
 """Rendered chats are those of transformers, for templates in the manner of published families."""
 
+import asyncio
 import subprocess
 import sys
 from collections import Counter
@@ -8,9 +9,11 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from tests.support.chats import FAMILIES, SPECIAL_TOKENS, Reference, random_chats, template_text
+from tgis.process import worker_pool
 from tgis.router.chat.renderer import NO_TEMPLATE, Chat, ChatRenderer
 from tgis.router.chat.template import ChatTemplate
-from tgis.router.errors import QuotingError, RequestError
+from tgis.router.errors import OverloadedError, QuotingError, RequestError
+from tgis.router.metrics.metrics import MetricLimits, Metrics
 
 Make = Callable[..., ChatRenderer]
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -51,7 +54,7 @@ async def check_family(family: str, make: Make, seed: int, count: int) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_chats_are_rendered_as_by_transformers(family: str, make: Make) -> None:
-    await check_family(family, make, seed=1, count=60)
+    await check_family(family, make, seed=1, count=20)
 
 
 @pytest.mark.slow
@@ -132,3 +135,46 @@ async def test_the_template_for_tools_and_variables(make: Make) -> None:
 def test_the_router_does_not_import_the_template_language() -> None:
     code = "import sys, tgis.router.chat.renderer; sys.exit('jinja2' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+async def test_failures_and_times_are_counted() -> None:
+    metrics = Metrics(MetricLimits(64, 32, 4))
+    fine, killed = "{{ messages[0].content }}", "{{ 'x' * 10**9 }}"
+    for text in (fine, "{{ raise_exception('no') }}", "{{ 1 / 0 }}", killed):
+        renderer = ChatRenderer(ChatTemplate(text), metrics=metrics)
+        await prompt_or_none(renderer, Chat(HELLO))
+        renderer.close()
+    told = metrics.render().decode()
+    assert {line for line in told.splitlines() if line.startswith("tgi_chat_template_failure_total")} == {
+        'tgi_chat_template_failure_total{err="killed"} 1.0',
+        'tgi_chat_template_failure_total{err="template"} 2.0',
+    }
+    assert "tgi_chat_template_duration_count 4.0\n" in told
+
+
+async def test_chats_of_owners_take_turns(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One owner's many slow chats keep another's waiting for a turn, and only its own are refused."""
+    monkeypatch.setattr(worker_pool, "MAX_WAITING", 20)
+    slow = "{% for i in range(500) %}{% for j in range(500) %}{% endfor %}{% endfor %}"
+    renderer = make(f"{{% if messages|length > 1 %}}{slow}{{% endif %}}x")
+    ends: list[str] = []
+
+    async def ask(owner: str, num_messages: int) -> str:
+        try:
+            return await renderer.render(Chat(HELLO * num_messages), owner)
+        except OverloadedError:
+            return "refused"
+        finally:
+            ends.append(owner)
+
+    await ask("one", 1)
+    many = [asyncio.create_task(ask("many", 2)) for _ in range(30)]
+    await asyncio.sleep(0)
+    gone = asyncio.create_task(ask("gone", 2))
+    await asyncio.sleep(0)
+    gone.cancel()
+    assert [await ask("few", 1) for _ in range(3)] == ["x"] * 3
+    found = Counter(await asyncio.gather(*many))
+    assert 10 <= found["refused"] <= 12, "two are rendered while the others wait"
+    served = [owner for owner in ends[found["refused"] :] if owner != "gone"]
+    assert max(at for at, owner in enumerate(served) if owner == "few") < 12

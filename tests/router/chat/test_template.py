@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.chats import template_text
+from tgis.errors import OperatorError
 from tgis.router.chat.environment import make_environment
 from tgis.router.chat.template import TOOL_USE, ChatTemplate, load_template
 from tgis.router.chat.template_syntax import takes_content_parts
@@ -84,7 +85,7 @@ def test_what_cannot_be_used_is_one_line(tmp_path: Path) -> None:
         assert str(caught.value) == f"the chat template {tmp_path / name} {cause}"
     for config in ("[", "[]", {"chat_template": 5}, {"chat_template": [{"name": "x"}]}):
         write(tmp_path, tokenizer_config_json=config)
-        with pytest.raises(StartupError, match=r"^[^\n]*tokenizer_config.json[^\n]*$"):
+        with pytest.raises(OperatorError, match=r"^[^\n]*tokenizer_config.json[^\n]*$"):
             load_template(tmp_path, None)
     write(tmp_path, tokenizer_config_json={"chat_template": "{% endif %}"})
     with pytest.raises(StartupError, match=r"^the model's chat template does not compile: .* in line 1$"):

@@ -214,6 +214,10 @@ def test_every_series_has_the_name_kind_and_labels_of_the_list(lost: Setup) -> N
             assert found or name == "tgi_batch_inference_failure", name
 
 
+def test_without_an_alias_no_series_has_vllms_name(lost: Setup) -> None:
+    assert not [key for key in values(lost) if not key.startswith("tgi_")]
+
+
 def test_buckets(lost: Setup) -> None:
     exercise(lost)
     durations = {name for name, (kind, _) in (TGIS | OURS).items() if name.endswith("duration")}

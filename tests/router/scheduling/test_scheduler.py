@@ -38,6 +38,7 @@ from tgis.router.sequence import (
 from tgis.router.shards.codec import decode_answer, encode_step
 
 BATCHES = 40  # of random workloads, in one test each
+QUICK_BATCHES = 20  # of them in `make test`
 WORKLOADS = 50  # per batch
 DECODER_START, PAD = 1, 0
 
@@ -401,7 +402,13 @@ class Workload:
         assert len(set(rows)) == len(rows) == row_counts.created - row_counts.released
 
 
-@pytest.mark.parametrize("batch", range(BATCHES))
+@pytest.mark.parametrize(
+    "batch",
+    [
+        *range(QUICK_BATCHES),
+        *(pytest.param(i, marks=pytest.mark.slow) for i in range(QUICK_BATCHES, BATCHES)),
+    ],
+)
 def test_outcomes_never_depend_on_scheduling(batch: int) -> None:
     for seed in range(batch * WORKLOADS, (batch + 1) * WORKLOADS):
         Workload(seed).run()

@@ -45,6 +45,32 @@ def test_pieces_are_the_whole_text(tmp_path: Path, kind: str, output_special_tok
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_that_are_shown_are_the_only_ones(tmp_path: Path, kind: str) -> None:
+    """As the library decodes the tokens without those that are left out."""
+    fast = KINDS[kind](tmp_path)
+    fast.add_special_tokens(["[CALL]", "<|é|>"])
+    fast.save(str(tmp_path / "tokenizer.json"))
+    num_left_out = 0
+    tokenizer = Tokenizer(tmp_path, 1)
+    call, accented = map(tokenizer.added_token_id, ("[CALL]", "<|é|>"))
+    assert call is not None
+    assert accented is not None
+    vocabulary = Vocabulary(tokenizer, shown=frozenset({call, accented}))
+    for seed in range(300):
+        r = random.Random(seed)
+        token_ids = random_ids(fast, r)
+        for _ in range(r.randint(1, 3)):
+            token_ids.insert(r.randint(0, len(token_ids)), r.choice([call, accented, 0, 1]))
+        pieces = [(token_id, fast.id_to_token(token_id)) for token_id in token_ids]
+        kept = [token_id for token_id, piece in pieces if piece not in ("<s>", "</s>", "<unk>")]
+        text = text_of(vocabulary, token_ids)
+        assert text == plain_text.text(fast, kept, skip_special_tokens=False), token_ids
+        assert text.count("[CALL]") == token_ids.count(call)
+        num_left_out += kept != token_ids
+    assert num_left_out > 100
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_text_of_its_own_begins_without_a_space(tmp_path: Path, kind: str) -> None:
     """As for an encoder-decoder model: what the library decodes, with nothing before it."""
     fast = KINDS[kind](tmp_path)

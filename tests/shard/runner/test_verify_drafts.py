@@ -58,6 +58,10 @@ DETAILS: list[dict[str, Any]] = [
     {**EVERYTHING, "raw": True},
 ]
 GRAMMAR = '%llguidance {"no_forcing": true}\nstart: /([a-c]{1,3} ){2,9}\\./'
+# Seven tokens, a token that ends them, and a text.
+BUDGET = """%llguidance {"no_forcing": true}
+start: thoughts <[300]> /[a-z ]*/
+thoughts[max_tokens=7]: /(?s:.*)/"""
 
 
 @dataclass
@@ -100,12 +104,13 @@ class Speculator(Router):
             return []
         start = len(request.generated)
         places = range(start, start + self.rng.randint(1, min(room, 6)))
-        return [
-            request.truth[place]
-            if place < len(request.truth) and self.rng.random() <= self.luck
-            else self.rng.randrange(VOCAB_SIZE)
-            for place in places
-        ]
+        return [self.guess_one(request.truth[place : place + 1]) for place in places]
+
+    def guess_one(self, truth: list[int]) -> int:
+        """Return the truth, which is empty after the end, or anything else."""
+        if truth and self.rng.random() <= self.luck:
+            return truth[0]
+        return (sum(truth) + self.rng.randrange(1, VOCAB_SIZE)) % VOCAB_SIZE
 
     def send(self, running: list[Request], fresh: list[Request]) -> None:
         work, drafts, most = [], {}, {}
@@ -202,7 +207,7 @@ def make_requests(seed: int) -> list[Foreseen]:
         if not sampling["greedy"]:
             sampling["seed"] = rng.getrandbits(64)
         eos = rng.choice([[EOS], list(range(0, VOCAB_SIZE, 9))])
-        grammar = GRAMMAR if rng.random() < 0.25 else None
+        grammar = (GRAMMAR, BUDGET)[i % 2] if rng.random() < 0.25 else None
         details = rng.choice(DETAILS)
         requests.append(Foreseen(prompt, rng.randint(1, 24), eos, sampling, details, grammar))
     return requests

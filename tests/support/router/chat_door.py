@@ -16,7 +16,7 @@ from tgis.router.chat.renderer import ChatRenderer
 from tgis.router.chat.template import ChatTemplate
 
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content }}{{ m.content }}"
     "{% for call in m.tool_calls or [] %}[{{ call.function.arguments.city }}]{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}{{ mood }}"
 )
@@ -24,20 +24,20 @@ HELLO: Any = [{"role": "user", "content": "hello"}]
 
 
 @asynccontextmanager
-async def chat_door(directory: Path) -> AsyncIterator[tuple[HttpDoor, openai.AsyncOpenAI]]:
+async def chat_door(directory: Path, **more: Any) -> AsyncIterator[tuple[HttpDoor, openai.AsyncOpenAI]]:
     renderer = ChatRenderer(ChatTemplate(TEMPLATE))
     try:
-        async with open_http_door(directory, renderer) as door:
+        async with open_http_door(directory, renderer, **more) as door:
             async with openai.AsyncOpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0) as client:
                 yield door, client
     finally:
         renderer.close()
 
 
-async def post(door: HttpDoor, path: str, body: Any) -> tuple[int, Any]:
+async def post(door: HttpDoor, path: str, body: Any, **headers: str) -> tuple[int, Any]:
     def send() -> tuple[int, Any]:
         request = urllib.request.Request(
-            door.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
+            door.url + path, json.dumps(body).encode(), {"content-type": "application/json"} | headers
         )
         try:
             with urllib.request.urlopen(request, timeout=20) as response:

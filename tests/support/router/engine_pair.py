@@ -56,13 +56,20 @@ class Wire:
 
 @asynccontextmanager
 async def open_scene(
-    directory: Path, is_split: bool, info: pb.InfoResponse | None = None, library: Library | None = None
+    directory: Path,
+    is_split: bool,
+    info: pb.InfoResponse | None = None,
+    library: Library | None = None,
+    max_sequence_length: int = 200,
 ) -> AsyncIterator[Scene]:
     path, r = str(directory / "shard"), random.Random(0)
     shard = FakeShard(info=info, library=library)
     server = ShardServer(shard, path)
     config = RouterConfig(
-        tokenizer_path="", shard_uds_path=path, max_sequence_length=200, max_concurrent_requests=NUM_PLACES
+        tokenizer_path="",
+        shard_uds_path=path,
+        max_sequence_length=max_sequence_length,
+        max_concurrent_requests=NUM_PLACES,
     )
 
     async def at_engine(kind: str, *values: Any) -> None:

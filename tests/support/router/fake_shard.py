@@ -11,7 +11,7 @@ from pathlib import Path
 
 import grpc
 
-from tests.support.router.model_of_contents import Library, ShelfOfShard
+from tests.support.router.model_of_contents import Library, ShelfOfShard, fail
 from tests.support.router.model_of_shard import ModelOfShard
 from tgis.net.framing import FrameReader, frame, steps_path
 from tgis.pb import shard_pb2 as pb
@@ -57,11 +57,23 @@ class FakeShard(ShardServiceServicer):
         self.num_streams = 0
         self.poison: int | None = None
         """A prompt of so many tokens is the end of the stream that computes it."""
+        self.hangs_from: str | None = None
+        """Name of the call at which the shard hangs. It answers no call from then on, until it is stopped."""
+        self.runs = threading.Event()
+        self.runs.set()
         self.garbage: queue.SimpleQueue[Callable[[pb.StepResponse], bytes]] = queue.SimpleQueue()
         """What is made of an answer and sent instead."""
         self.wrong_digests: queue.SimpleQueue[int] = queue.SimpleQueue()
 
+    def begin(self, method: str, context: grpc.ServicerContext) -> None:
+        if method == self.hangs_from:
+            self.runs.clear()
+        self.runs.wait(30)
+        if not context.is_active():  # the caller or the process is gone
+            fail(context, (grpc.StatusCode.CANCELLED, ""))
+
     def Info(self, request: pb.InfoRequest, context: grpc.ServicerContext) -> pb.InfoResponse:
+        self.begin("Info", context)
         return self.info
 
     def _model(self) -> ModelOfShard:
@@ -70,19 +82,24 @@ class FakeShard(ShardServiceServicer):
 
     def Find(self, request: pb.FindRequest, context: grpc.ServicerContext) -> pb.FindResponse:
         assert self.rank == 0, "one rank finds"
+        self.begin("Find", context)
         return self.shelf.find(request, context)
 
     def Load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadResponse:
+        self.begin("Load", context)
         return self.shelf.load(request, context)
 
     def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[pb.FetchResponse]:
         assert self.rank == 0, "one rank has what was found"
+        self.begin("Fetch", context)
         return self.shelf.fetch(request, context)
 
     def Put(self, requests: Iterator[pb.PutRequest], context: grpc.ServicerContext) -> pb.PutResponse:
+        self.begin("Put", context)
         return self.shelf.put(requests, context)
 
     def Unload(self, request: pb.UnloadRequest, context: grpc.ServicerContext) -> pb.UnloadResponse:
+        self.begin("Unload", context)
         return self.shelf.unload(request)
 
     def answer(self, connection: socket.socket) -> None:
@@ -161,5 +178,7 @@ class ShardServer:
             self._listener.shutdown(socket.SHUT_RDWR)
         self.cut()
         self._listener.close()
-        self._server.stop(0).wait()
+        stopped = self._server.stop(0)
+        self._shard.runs.set()
+        stopped.wait()
         self._thread.join()

@@ -132,7 +132,7 @@ def _service(scene: Scene, handle: Any, tokenizer: Tokenizer, compiler: GrammarC
     validator = Validator(tokenizer, LIMITS, compiler, metrics, handle.info)
     accounting = Accounting(metrics, Tracing(), 0)
     return GenerationService(
-        handle, validator, tokenizer, lambda _: vocabulary, ConcurrencyLimit(2), accounting
+        handle, validator, tokenizer, lambda *_: vocabulary, ConcurrencyLimit(2), accounting
     )
 
 

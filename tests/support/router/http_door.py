@@ -5,24 +5,29 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from tests.support.router.engine_pair import Scene, open_scene
 from tests.support.router.fake_shard import VOCAB_SIZE
 from tests.support.router.grpc_door import LIMITS, RecordingHandle
+from tests.support.router.model_of_contents import Library
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.config.processes import RouterConfig
 from tgis.net.http_server import serve_listener
 from tgis.pb import shard_pb2
+from tgis.router.api.http.answer_accounts import AnswerAccounts
 from tgis.router.api.http.app import ApiGate, Phase, api_route, starlette_of
 from tgis.router.api.http.openai.models import Models
 from tgis.router.api.http.openai.routes import openai_routes
 from tgis.router.api.http.openai.service_parts import OpenAiApi
 from tgis.router.api.service import GenerationService
+from tgis.router.chat.formats.registry import ChatFormats
 from tgis.router.engine.concurrency import ConcurrencyLimit
 from tgis.router.grammar.compiler import GrammarCompiler
 from tgis.router.requests.accounting import Accounting
+from tgis.router.requests.doors import OPENAI
 from tgis.router.requests.tracing import Tracing
 from tgis.router.requests.validation import RequestLimits, Validator
 from tgis.router.text.detokenizer import Vocabulary
@@ -49,28 +54,43 @@ async def open_http_door(
     info: shard_pb2.InfoResponse | None = None,
     limits: RequestLimits = LIMITS_OF_HTTP,
     write_tokenizer: Any = write_byte_level,
+    tracing: Tracing | None = None,
+    tokens: Path | None = None,
+    library: Library | None = None,
+    adapter_roots: tuple[str, ...] | None = None,
+    formats: ChatFormats | None = None,
 ) -> AsyncIterator[HttpDoor]:
-    """Open a door; `renderer` is for chats."""
+    """Open a door; `renderer` is for chats, `tokens` a file of bearer tokens, `library` the
+    shard's adapters, and `adapter_roots` where clients may find them."""
     write_tokenizer(directory, VOCAB_SIZE)
-    async with open_scene(directory, False, info) as scene:
+    room = limits.max_sequence_length
+    async with open_scene(directory, False, info, library, max_sequence_length=room) as scene:
         tokenizer, compiler = Tokenizer(directory, 1), GrammarCompiler()
-        handle, vocabulary = RecordingHandle(scene.handle), Vocabulary(tokenizer)
+        handle, vocabularies = RecordingHandle(scene.handle), cache(partial(Vocabulary, tokenizer, False))
+        vocabulary = vocabularies(True, frozenset())
         service = GenerationService(
             handle,  # type: ignore[arg-type]
             Validator(tokenizer, limits, compiler, scene.metrics, handle.info),
             tokenizer,
-            lambda _: vocabulary,
+            vocabularies,
             ConcurrencyLimit(2),
-            Accounting(scene.metrics, Tracing(), 0),
+            Accounting(scene.metrics, tracing or Tracing(), 0),
         )
-        api = OpenAiApi(service, tokenizer, renderer, Models((MODEL, "alias")), vocabulary, limits)
-        config = RouterConfig(tokenizer_path="", http_api="openai")
-        gate = ApiGate(openai_routes(api), config, scene.metrics.request_failure)
+        models = Models((MODEL, "alias"), adapter_ids=lambda: handle.info().preloaded_adapter_ids)
+        formats = formats or ChatFormats()
+        api = OpenAiApi(
+            service, renderer, models, vocabulary, limits, tokenizer, formats, adapter_roots=adapter_roots
+        )
+        path = None if tokens is None else str(tokens)
+        config = RouterConfig(tokenizer_path="", http_api="openai", auth_tokens_path=path)
+        routes = openai_routes(api)
+        gate = ApiGate(routes, config, scene.metrics.request_failure)
         gate.phase = Phase.OPEN
+        app = AnswerAccounts(gate, OPENAI.name, routes, scene.metrics)
         listener = socket.create_server(("127.0.0.1", 0))
         try:
             async with serve_listener(
-                starlette_of([api_route(gate, config, True)]), listener, config, None
+                starlette_of([api_route(app, config, True)]), listener, config, None
             ) as port:
                 yield HttpDoor(scene, handle, tokenizer, vocabulary, f"http://127.0.0.1:{port}")
         finally:

@@ -113,6 +113,8 @@ class ShelfOfShard:
         if (self.rank, digest) in library.errors:
             fail(context, library.errors[self.rank, digest])
         with library.lock:
+            if not context.is_active():  # the thread was late, and another connection may have unloaded all
+                fail(context, (grpc.StatusCode.CANCELLED, ""))
             item = None if digest in library.elsewhere[self.rank] else library.copies.get(digest)
             if item is not None:
                 library.loads[digest] += self.rank == 0

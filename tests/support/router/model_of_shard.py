@@ -98,6 +98,8 @@ class ModelOfShard:
         self.propose: Callable[[Row, int], list[int]] | None = None
         """Drafts of its own for a row, at most so many."""
         self.num_proposed = self.num_right = 0
+        self.script: list[int] | None = None
+        """Tokens of every row, instead of those that follow from its prefix."""
         self.uses_seeds = False
         """True if the tokens of rows that sample depend on their seeds."""
         self.check_contents: Callable[[pb.OpenRow], None] = lambda message: None
@@ -161,14 +163,20 @@ class ModelOfShard:
 
     def _sample(self, row: Row, drafts: list[int]) -> Iterator[int]:
         for draft in [*drafts, None]:
-            token = next_token(row.token_ids, self.vocab_size, row.context ^ fold(row.sampling_seed))
-            if token in row.eos and len(row.token_ids) - row.prompt_len < row.min_new_tokens:
-                token += 1  # masked; what a real shard takes instead matters to nobody here
+            token = self._next(row)
             row.token_ids.append(token)
             row.ended = token in row.eos or len(row.token_ids) == row.limit
             yield token
             if row.ended or token != draft:
                 return
+
+    def _next(self, row: Row) -> int:
+        num_generated = len(row.token_ids) - row.prompt_len
+        if self.script is not None:
+            return self.script[num_generated]
+        token = next_token(row.token_ids, self.vocab_size, row.context ^ fold(row.sampling_seed))
+        # What a real shard takes instead of a masked token matters to nobody here.
+        return token + 1 if token in row.eos and num_generated < row.min_new_tokens else token
 
     def _open(self, message: pb.OpenRow) -> bool:
         assert message.row not in self.rows, "a row is closed before it is opened again"

@@ -14,11 +14,10 @@ from tests.support.router.split_handle import pack, unpack
 from tgis.cli.main import _begin
 from tgis.config.processes import RouterConfig
 from tgis.errors import OperatorError
-from tgis.router.app import _metric_limits
+from tgis.router.app import open_metrics
 from tgis.router.engine.handle import SequenceId, Ticket
 from tgis.router.engine.local_engine import LocalEngine
 from tgis.router.errors import RouterError
-from tgis.router.metrics.metrics import Metrics
 from tgis.router.metrics.resource_counts import check_balance
 
 
@@ -26,7 +25,7 @@ class SplitServer:
     """Numbers are the door's; those of the engine's own handle never cross."""
 
     def __init__(self, config: RouterConfig, send: Callable[[str, int, Any], None]) -> None:
-        self._send, self.metrics = send, Metrics(_metric_limits(config))
+        self._send, self.metrics = send, open_metrics(config)
         self.engine = LocalEngine(config, self.metrics, lambda is_ready: send("ready", 0, is_ready))
         self._tickets: dict[int, Ticket] = {}
         self._leases: dict[int, asyncio.Task[None]] = {}

@@ -40,16 +40,15 @@ class Ranks(AbstractContextManager["Ranks"]):
         return results
 
     def __exit__(self, *exception: object) -> None:
-        for pipe in self._pipes:
-            pipe.send(None)
-        for process in self._processes:
-            process.join(10)
         self._abandon()
 
     def _abandon(self) -> None:
-        """Ranks that failed, or wait for one that did, are of no use to the next test."""
+        """Ranks that failed, or wait for one that did, are of no use to the next test. They are killed, as to
+        leave takes long."""
         for process in self._processes:
             process.kill()
+        for process in self._processes:
+            process.join()
         for group in self._groups.values():
             group.leave()
         self._pipes, self._processes, self._groups = [], [], {1: ALONE}
@@ -85,8 +84,8 @@ def _receive(pipe: Connection) -> Any:
 def _serve(rank: int, pipe: Connection) -> None:
     configure_torch(1)
     groups: dict[int, ProcessGroup] = {}
-    while (work := pipe.recv()) is not None:
-        size, function, args = work
+    while True:
+        size, function, args = pipe.recv()
         if function is None:
             groups[size] = connect(rank, size, RendezvousPoint(args[0]), TIMEOUT_S)
         else:
@@ -94,5 +93,3 @@ def _serve(rank: int, pipe: Connection) -> None:
                 pipe.send(function(groups[size], *args))
             except Exception as error:
                 pipe.send(error)
-    for group in groups.values():
-        group.leave()

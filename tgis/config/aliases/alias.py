@@ -26,6 +26,8 @@ class Alias:
     """True if the flag takes no value; a variable with the value `false` then counts as not given."""
     convert: Callable[[str], str] | None = None
     """Converter from the foreign value to the text of the service's own option; may raise ValueError."""
+    also: tuple[tuple[str, object], ...] = ()
+    """Further options of the service with the values that they get unless they are given."""
     refusal_of: Callable[[str], str | None] | None = None
     """Check of the value: returns TGIS's message if it is out of range."""
 

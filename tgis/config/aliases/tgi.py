@@ -6,7 +6,6 @@ from tgis.config.aliases.alias import OWN_KERNELS, Alias
 
 NO_TEXT_TEMPLATES = "chat templates are not served by this version"
 NO_SCALING = "the model's own config.json says how its positions are scaled: change it there"
-NO_KEY = "keys are read from a file: write them into one, a line each, and give it as --auth-tokens-path"
 NO_TUNNEL = "this service opens no tunnels: leave it out and use an ingress of your own"
 CHUNKED = "prompts are computed in chunks beside running requests"
 
@@ -26,6 +25,7 @@ MAPPED = (
     Alias("max_batch_prefill_tokens", means="max_step_tokens"),
     Alias("max_batch_total_tokens", means="kv_cache_tokens"),
     Alias("validation_workers", means="tokenization_workers"),
+    Alias("api_key", means="auth_tokens", why="other processes can read the command line"),
     # Container engines set HOSTNAME to the container's name.
     Alias("hostname", means="bind", variable=False),
     Alias("graceful_termination_timeout", means="shutdown_timeout"),
@@ -68,7 +68,6 @@ REFUSED = (
     Alias("weights_cache_override", why="give that directory as --model-id", refused=True),
     Alias("rope_scaling", why=NO_SCALING, refused=True),
     Alias("rope_factor", why=NO_SCALING, refused=True),
-    Alias("api_key", why=NO_KEY, refused=True),
     Alias("ngrok", why=NO_TUNNEL, refused=True, switch=True),
 )
 TGI_NAMES = MAPPED + WITHOUT_EFFECT + REFUSED

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import grpc
 
@@ -39,6 +40,7 @@ REFUSALS = {
     AdapterKind.LORA: "can't retrieve adapter with id '{}': {}",
 }
 UNKNOWN = {AdapterKind.SOFT_PROMPT: 'prefix id "{}" not found', AdapterKind.LORA: "directory does not exist"}
+FIELDS = {AdapterKind.SOFT_PROMPT: "prefix_id", AdapterKind.LORA: "adapter_id"}
 TOO_LARGE = {
     AdapterKind.SOFT_PROMPT: "Prefix ID object {} exceeds the allowed cache size",
     AdapterKind.LORA: "adapter {} exceeds the allowed cache size",
@@ -140,25 +142,35 @@ class AdapterRegistry:
         if info.num_bytes > capacity - sum(each.num_bytes for each in others):
             self.residency.forget(info)
             error = RequestError if info.num_bytes > capacity else NoRoomError
-            raise error(_text(kind, adapter_id, TOO_LARGE[info.kind].format(adapter_id)))
+            raise error(_text(kind, adapter_id, TOO_LARGE[info.kind].format(adapter_id)), FIELDS[kind])
 
     async def _find(self, kind: AdapterKind, adapter_id: str) -> AdapterInfo:
         limit_s = self.residency.caches[kind].limit_s
-
-        async def find() -> AdapterInfo:
-            async with asyncio.timeout(limit_s), self._slots:
-                return await self.residency.shards.find(kind, adapter_id, limit_s)
-
+        find = partial(self._find_in_time, kind, adapter_id, limit_s)
         try:
             return await self.residency.ask(find)
-        except TimeoutError:
-            logger.warning("finding the %s %r took more than %s s", kind.label, adapter_id, limit_s)
-            raise AdapterCallError(grpc.StatusCode.DEADLINE_EXCEEDED, TIMEOUT) from None
         except AdapterCallError as error:
+            if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                logger.warning("finding the %s %r took more than %s s", kind.label, adapter_id, limit_s)
             # There is no room for a copy. Copies of idle adapters only save a load, so they can go.
             if error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED or not await self.residency.drop_idle():
                 raise
             return await self.residency.ask(find)
+
+    async def _find_in_time(self, kind: AdapterKind, adapter_id: str, limit_s: float) -> AdapterInfo:
+        """Find an adapter. The time limit includes the wait for those before it. A shard that has stopped
+        answering raises ShardsLostError, because then the limit says nothing about the adapter."""
+        shards, deadline = self.residency.shards, time.monotonic() + limit_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._slots.acquire()
+        except TimeoutError:
+            await shards.check_alive([0])
+            raise AdapterCallError(grpc.StatusCode.DEADLINE_EXCEEDED, TIMEOUT) from None
+        try:
+            return await shards.find(kind, adapter_id, deadline - time.monotonic())
+        finally:
+            self._slots.release()
 
     async def _preload(self, adapter_id: str) -> None:
         if adapter_id not in self._pinned:
@@ -197,13 +209,14 @@ class AdapterLease:
     async def take(self) -> CallAdapters:
         """Find and load the adapters that the ids name. Raises RouterError."""
         lora = prompt = None
+        lora_id = self.adapter_id or ""
         if self.adapter_id is not None:
             lora = await self._take(AdapterKind.LORA, self.adapter_id)
         if self.prefix_id is not None:
             prompt = await self._take(AdapterKind.SOFT_PROMPT, self.prefix_id)
             if prompt.kind is AdapterKind.LORA:
-                lora, prompt = prompt, None
-        return CallAdapters(prompt, lora)
+                lora, lora_id, prompt = prompt, self.prefix_id, None
+        return CallAdapters(prompt, lora, lora_id)
 
     async def _take(self, kind: AdapterKind, adapter_id: str) -> AdapterInfo:
         try:
@@ -230,7 +243,8 @@ class AdapterLease:
             raise self._refusal(kind, adapter_id, error, error.details) from error
         if found.kind is not kind and self.adapter_id is not None:
             self.registry.residency.forget(found)
-            raise RequestError(_text(kind, adapter_id, "it is an adapter, but adapter_id names one too"))
+            cause = "it is an adapter, but adapter_id names one too"
+            raise RequestError(_text(kind, adapter_id, cause), FIELDS[kind])
         try:
             return await self.registry.load(found, kind, adapter_id, began)
         except AdapterCallError as error:
@@ -247,9 +261,9 @@ class AdapterLease:
         """Return the client's error. `client_text` is its text if the shards' words are meant for clients."""
         match error.code:
             case grpc.StatusCode.INVALID_ARGUMENT:
-                return RequestError(client_text)
+                return RequestError(client_text, FIELDS[kind])
             case grpc.StatusCode.DEADLINE_EXCEEDED:
-                return RequestError(_text(kind, adapter_id, TIMEOUT))
+                return RequestError(_text(kind, adapter_id, TIMEOUT), FIELDS[kind])
             case grpc.StatusCode.RESOURCE_EXHAUSTED:
                 is_told = error.details == NO_COPY  # else the library may have said anything
                 text = _text(kind, adapter_id, NO_COPY if is_told else "out of memory")

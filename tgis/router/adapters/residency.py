@@ -3,6 +3,7 @@ refer to and, as far as memory allows, the most recently used others. All ranks 
 
 import asyncio
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -24,7 +25,9 @@ T = TypeVar("T")
 
 LIMITS_S = {AdapterKind.SOFT_PROMPT: 5.0, AdapterKind.LORA: 60.0}
 """Time limits of a look-up, of a wait for room and of a load, each."""
-MAX_TRIES = 50  # tries of a call that fails with losses that nothing else notices
+# Time from a loss that only a call has met until the call gives up. What watches the shards notices a hang
+# within 15 s, and a network that is cut within 30 s.
+UNNOTICED_S = 60.0
 MAX_RESTORES = 4  # concurrent loads when the shards are back
 
 
@@ -133,18 +136,21 @@ class AdapterResidency:
 
     async def ask(self, call: Callable[[], Awaitable[T]]) -> T:
         """Call the shards, again after a loss of them. Raises UnavailableError and what `call` raises."""
-        for _ in range(MAX_TRIES):
+        lost_at = math.inf
+        while True:
             await self._decided.wait()
-            if self._given_up:
-                break
+            if self._given_up or time.monotonic() - lost_at > UNNOTICED_S:
+                raise UnavailableError(LOST)
             num_losses = self._num_losses
             try:
                 answer = await call()
                 if num_losses == self._num_losses:
                     return answer
             except ShardsLostError:
+                lost_at = min(lost_at, time.monotonic())
                 await asyncio.sleep(RETRY_INTERVAL_S)
-        raise UnavailableError(LOST)
+            if num_losses != self._num_losses:
+                lost_at = math.inf
 
     async def take(
         self, info: AdapterInfo, copy_again: Callable[[], Awaitable[bool]], began: float
@@ -221,12 +227,16 @@ class AdapterResidency:
         num_bytes = entry.info.num_bytes
         taken = cache.num_staying_bytes + max(cache.num_leaving_bytes, cache.num_promised)
         if taken + num_bytes > cache.capacity:  # else it need not wait behind those that need more room
-            try:
-                async with asyncio.timeout(cache.limit_s), cache.turn:
-                    await self._evict_for(num_bytes, cache)
-            except TimeoutError:
-                raise OverloadedError(OVERLOADED) from None
+            await self.ask(partial(self._wait_for_room, num_bytes, cache))
         entry.has_room = True
+
+    async def _wait_for_room(self, num_bytes: int, cache: AdapterCache) -> None:
+        try:
+            async with asyncio.timeout(cache.limit_s), cache.turn:
+                await self._evict_for(num_bytes, cache)
+        except TimeoutError:
+            await self.shards.check_alive()
+            raise OverloadedError(OVERLOADED) from None
 
     async def _evict_for(self, num_bytes: int, cache: AdapterCache) -> None:
         """Evict adapters, as soon as nobody needs them, until this many bytes are free."""

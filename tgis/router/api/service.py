@@ -36,8 +36,10 @@ class Result:
     spec: SequenceSpec
     text: list[str] = field(default_factory=list)
     tokens: list[TokenDetail] = field(default_factory=list)
+    """Details of the tokens, if the call asked for them."""
     input_tokens: tuple[TokenDetail, ...] = ()
     last: Output | None = None
+    token_ids: list[int] = field(default_factory=list)
 
     def add(self, output: InputTokens | Output) -> None:
         if isinstance(output, InputTokens):
@@ -45,7 +47,10 @@ class Result:
             return
         self.text.append(output.text)
         self.last = output
-        if output.token is not None and self.spec.details.generated_tokens:
+        if output.token is None:
+            return
+        self.token_ids.append(output.token.token_id)
+        if self.spec.details.generated_tokens:
             self.tokens.append(output.token)
 
 
@@ -64,6 +69,7 @@ class _Admitted(NamedTuple):
     ticket: Ticket
     params: CallParameters
     specs: list[SequenceSpec]
+    vocabulary: Vocabulary
 
 
 class GenerationService:
@@ -72,11 +78,12 @@ class GenerationService:
         engine: EngineHandle,
         validator: Validator,
         tokenizer: Tokenizer,
-        vocabulary: Callable[[bool], Vocabulary],
+        vocabulary: Callable[[bool, frozenset[int]], Vocabulary],
         tokenize_concurrency: ConcurrencyLimit,
         accounting: Accounting,
     ) -> None:
-        """`vocabulary` returns that of texts which continue their input, or do not."""
+        """`vocabulary` returns that of texts which continue their input, or do not, and which show some
+        special tokens."""
         self._engine, self._validator, self._accounting = engine, validator, accounting
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         self._tokenize_concurrency = tokenize_concurrency
@@ -113,6 +120,14 @@ class GenerationService:
                     for index, spec in enumerate(admitted.specs)
                 ]
 
+    async def load_adapter(self, adapter_id: str, request_id: str) -> None:
+        """Load a LoRA adapter on all shards, so that the first call need not wait. Raises RouterError."""
+        ticket = await self._engine.acquire(0)
+        try:
+            await self._engine.lease(ticket, None, adapter_id, request_id)
+        finally:
+            self._engine.release(ticket)
+
     async def tokenize(
         self, job: TokenizeJob, door: Door, metadata: Metadata, connection: Hashable, refusal: str = ""
     ) -> bytes:
@@ -122,8 +137,8 @@ class GenerationService:
         metrics.tokenize_count.add()
         metrics.tokenize_input_count.add(amount=job.num_texts)
         with (
-            self._accounting.tracing.call(door, "Tokenize", metadata),
-            self._accounting.counting_refusals("Tokenize"),
+            self._accounting.tracing.call(door, job.method, metadata),
+            self._accounting.counting_refusals(job.method),
             self._tokenize_concurrency.acquire(1),
         ):
             if refusal:
@@ -154,11 +169,12 @@ class GenerationService:
             if call.refusal:
                 raise RequestError(call.refusal)
             params = validator.check(call)
-            grammar = await validator.compile(params)
+            grammar = await validator.compile(call, params)
             lease = await engine.lease(ticket, call.prefix_id, call.adapter_id, account.request_id)
             specs = await validator.specs(call, params, grammar, lease, account.request_id)
             account.accept(params, specs)
-            yield _Admitted(account, ticket, params, specs)
+            vocabulary = self._vocabulary(not self.is_encoder_decoder, call.shown_special_ids)
+            yield _Admitted(account, ticket, params, specs, vocabulary)
         finally:
             engine.release(ticket)
             self._num_admitted -= 1
@@ -174,7 +190,7 @@ class GenerationService:
 
     async def _generate(self, admitted: _Admitted, index: int, record: Record) -> Outputs:
         engine = self._engine
-        text = TextStream(self._vocabulary(not self.is_encoder_decoder), admitted.params.stops)
+        text = TextStream(admitted.vocabulary, admitted.params.stops)
         sequence_id = engine.open(admitted.ticket, admitted.specs[index], text)
         num_generated = 0
         try:

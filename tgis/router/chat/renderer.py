@@ -1,12 +1,13 @@
 """Renders chats with the model's template in processes that can be killed."""
 
 import time
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
-from tgis.process.worker_pool import Reply, WorkerPool
+from tgis.process.worker_pool import PoolBusyError, Reply, WorkerPool
 from tgis.router.chat.limits import MAX_PROMPT_BYTES, NUM_WORKERS, OUT_OF_MEMORY, TIMEOUT_S
 from tgis.router.chat.template import WORKER, ChatTemplate
-from tgis.router.errors import QuotingError, RequestError
+from tgis.router.errors import OVERLOADED, OverloadedError, QuotingError, RequestError
 from tgis.router.metrics.metrics import Metrics
 
 NO_TEMPLATE = "the model has no chat template; start the service with --chat-template"
@@ -49,16 +50,23 @@ class ChatRenderer:
         """True if the template has words for developers' messages; else they are the system's."""
         return self._template is not None and "developer" in self._template.text_for(has_tools=False)
 
-    async def render(self, chat: Chat) -> str:
-        """Return the prompt of a chat. Raises RequestError, in one line, if it cannot be rendered."""
+    def reads(self, variable: str) -> bool:
+        """Return True if the template has a variable of this name."""
+        return self._template is not None and variable in self._template.variables
+
+    async def render(self, chat: Chat, owner: Hashable = "") -> str:
+        """Return the prompt of a chat; owners take turns. Raises OverloadedError, and RequestError, in one
+        line, if it cannot be rendered."""
         if self._template is None:
             raise RequestError(NO_TEMPLATE)
         _require_renderable(chat)
         started_at = time.monotonic()
         try:
-            reply = await self._pool.ask(self._request(self._template, chat))
+            reply = await self._pool.ask(self._request(self._template, chat), owner)
         except (ValueError, RecursionError) as error:
             raise RequestError("the chat is nested too deeply, or has a number out of range") from error
+        except PoolBusyError:
+            raise OverloadedError(OVERLOADED) from None
         try:
             return _read_prompt(reply)
         except RequestError:
@@ -88,9 +96,11 @@ def _require_renderable(chat: Chat) -> None:
     if not chat.messages:
         raise RequestError("messages must not be empty")
     if chat.add_generation_prompt and chat.continue_final_message:
-        raise RequestError("add_generation_prompt and continue_final_message must not both be true")
+        raise RequestError(
+            "add_generation_prompt and continue_final_message must not both be true", "continue_final_message"
+        )
     if taken := sorted(FIXED_VARIABLES & (chat.variables or {}).keys()):
-        raise RequestError(f"chat_template_kwargs must not have {taken[0]}")
+        raise RequestError(f"chat_template_kwargs must not have {taken[0]}", "chat_template_kwargs")
 
 
 def _read_prompt(reply: Reply) -> str:

@@ -1,10 +1,10 @@
 """Reads a model's chat templates and the special tokens that they use."""
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tgis.hub.model_files import read_json
 from tgis.process.worker_pool import ask_once
 from tgis.router.errors import StartupError
 
@@ -27,6 +27,13 @@ class ChatTemplate:
     special_tokens: dict[str, str] = field(default_factory=dict)
     takes_content_parts: bool = False
     """True if the templates read a message's content as a list of parts."""
+    variables: frozenset[str] = frozenset()
+    """Names that the templates look up."""
+
+    @property
+    def text(self) -> str:
+        """All templates together."""
+        return self.default + (self.tool_use or "")
 
     def text_for(self, has_tools: bool) -> str:
         return self.tool_use if has_tools and self.tool_use is not None else self.default
@@ -35,15 +42,21 @@ class ChatTemplate:
 def load_template(directory: Path, file: str | None) -> ChatTemplate | None:
     """Return the templates of a file, else of the model's directory; None if there are none.
 
-    Blocks until they are checked. Raises StartupError."""
-    config = _read_json(directory / CONFIG_FILE)
+    Blocks until they are checked. Raises StartupError and ModelNotFoundError."""
+    config = read_json(directory, CONFIG_FILE)
     texts = _find_texts(directory, config) if file is None else {DEFAULT: _read_text(Path(file))}
     if DEFAULT not in texts:
         return None
-    tokens = _special_tokens(config, _read_json(directory / TOKENS_FILE))
+    tokens = _special_tokens(config, read_json(directory, TOKENS_FILE))
     used = {name: texts[name] for name in (DEFAULT, TOOL_USE) if name in texts}
-    takes_parts = [_check(text, _title(file, name)) for name, text in used.items()]
-    return ChatTemplate(texts[DEFAULT], texts.get(TOOL_USE), tokens, all(takes_parts))
+    checks = [_check(text, _title(file, name)) for name, text in used.items()]
+    return ChatTemplate(
+        texts[DEFAULT],
+        texts.get(TOOL_USE),
+        tokens,
+        takes_content_parts=all(check["takes_content_parts"] for check in checks),
+        variables=frozenset(name for check in checks for name in check["variables"]),
+    )
 
 
 def _find_texts(directory: Path, config: dict[str, Any]) -> dict[str, str]:
@@ -52,7 +65,7 @@ def _find_texts(directory: Path, config: dict[str, Any]) -> dict[str, str]:
     if (directory / TEMPLATE_FILE).is_file():
         in_files[DEFAULT] = _read_text(directory / TEMPLATE_FILE)
     in_config = _by_name(config.get("chat_template"), CONFIG_FILE)
-    old = _by_name(_read_json(directory / OLD_TEMPLATE_FILE).get("chat_template"), OLD_TEMPLATE_FILE)
+    old = _by_name(read_json(directory, OLD_TEMPLATE_FILE).get("chat_template"), OLD_TEMPLATE_FILE)
     texts = in_files or in_config or old
     defaults = [place[DEFAULT] for place in (in_files, in_config, old) if DEFAULT in place]
     return texts | {DEFAULT: defaults[0]} if defaults else texts
@@ -86,32 +99,15 @@ def _token_text(found: object) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file of the model, empty if there is none."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise StartupError(f"{path.name} of the model cannot be read: {_cause(error)}") from error
-    if not isinstance(found, dict):
-        raise StartupError(f"{path.name} of the model has no JSON object")
-    return found
-
-
 def _read_text(path: Path) -> str:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise StartupError(f"the chat template {path} has more than {MAX_BYTES} bytes")
         return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise StartupError(f"the chat template {path} cannot be read: {_cause(error)}") from error
-
-
-def _cause(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return error.strerror or type(error).__name__
-    return "it is not UTF-8" if isinstance(error, UnicodeError) else "it is not valid"
+    except OSError as error:
+        raise StartupError(f"the chat template {path} cannot be read: {error.strerror}") from error
+    except UnicodeError as error:
+        raise StartupError(f"the chat template {path} cannot be read: it is not UTF-8") from error
 
 
 def _title(file: str | None, name: str) -> str:
@@ -120,11 +116,12 @@ def _title(file: str | None, name: str) -> str:
     return "the model's chat template" if name == DEFAULT else f"the model's chat template {name}"
 
 
-def _check(text: str, title: str) -> bool:
-    """Return True if the template takes content parts. Raises StartupError if it does not compile."""
+def _check(text: str, title: str) -> dict[str, Any]:
+    """Return the facts that the worker finds in a template. Raises StartupError if it does not compile."""
     reply = ask_once(WORKER, {"check": text}, CHECK_TIMEOUT_S)
     if reply.is_dead:
         raise StartupError(f"{title} takes too long to compile, or too much memory")
     if "error" in reply.value:
         raise StartupError(f"{title} does not compile: {reply.value['error']}")
-    return bool(reply.value["takes_content_parts"])
+    facts: dict[str, Any] = reply.value
+    return facts

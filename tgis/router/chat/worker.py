@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any, BinaryIO
 
-from jinja2 import Template, TemplateSyntaxError
+from jinja2 import Template, TemplateSyntaxError, meta
 from jinja2.exceptions import SecurityError
 
 from tgis.router.chat.continuation import Continuation, NoContinuationError
@@ -65,7 +65,9 @@ def _answer(line: bytes) -> dict[str, object]:
 def _check(text: str) -> dict[str, object]:
     try:
         _environment.from_string(text)
-        return {"takes_content_parts": takes_content_parts(_environment.parse(text))}
+        tree = _environment.parse(text)
+        names = sorted(meta.find_undeclared_variables(tree))
+        return {"takes_content_parts": takes_content_parts(tree), "variables": names}
     except TemplateSyntaxError as error:
         return {"error": shorten(f"{error.message} in line {error.lineno}")}
 

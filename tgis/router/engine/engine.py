@@ -11,6 +11,7 @@ from tgis.router.adapters.residency import AdapterResidency
 from tgis.router.engine.handle import TextSink
 from tgis.router.engine.live_request import LiveRequest
 from tgis.router.engine.step_metrics import StepMetrics
+from tgis.router.engine.vllm_state import follow_engine
 from tgis.router.errors import Code, internal_error
 from tgis.router.events import Failed, InputTokens
 from tgis.router.metrics.metrics import Metrics
@@ -19,7 +20,7 @@ from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.proposers.interface import Proposer
 from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.scheduling.token_budget import TokenBudget
-from tgis.router.sequence import Sequence, StopReason
+from tgis.router.sequence import AdapterKind, Sequence, StopReason
 from tgis.router.shards.client import LOST, ShardsLostError
 from tgis.router.shards.codec import Answer, InputDetails, RowFailure, SampledToken
 
@@ -57,6 +58,9 @@ class Engine:
         self._requests = ResourceCount()
         metrics.requests_live.follow(lambda: len(self._live))
         metrics.follow_resource("request", self._requests)
+        if metrics.vllm is not None:
+            loras = residency.caches[AdapterKind.LORA]
+            follow_engine(metrics.vllm, self.scheduler, loras, max_batch_size)
 
     @property
     def num_live(self) -> int:
@@ -150,7 +154,7 @@ class Engine:
             self._metrics.request_queue_duration.observe(live.started_at - live.accepted_at)
 
     def _apply(self, answer: Answer) -> None:
-        self._step_metrics.answer(answer.step, answer.forward_s, answer.path)
+        self._step_metrics.answer(answer)
         # first, because blocks that were not computed must not be found by other sequences
         for failure in answer.failed:
             if failure.sequence in self._live:
@@ -182,9 +186,7 @@ class Engine:
     def _take_token(self, live: LiveRequest, sampled: SampledToken, now: float) -> None:
         sequence = sampled.sequence
         if live.first_token_at is None:
-            live.first_token_at = now
-            self._metrics.first_token_duration.observe(now - live.accepted_at)
-            live.deliver_encoder_inputs()
+            self._take_first(live, now)
         else:
             self._metrics.inter_token_duration.observe(now - live.last_token_at)
         live.last_token_at = now
@@ -200,6 +202,13 @@ class Engine:
         live.deliver(token)
         if sampled.ended:
             self._fail(live, _internal_error(sequence.request_id, "the shards ended the sequence too early"))
+
+    def _take_first(self, live: LiveRequest, now: float) -> None:
+        live.first_token_at = now
+        self._metrics.first_token_duration.observe(now - live.accepted_at)
+        if self._metrics.vllm is not None:
+            self._metrics.vllm.begin(live.sequence.num_input_tokens)
+        live.deliver_encoder_inputs()
 
     def _release(self, live: LiveRequest) -> None:
         """Remove a request whose final event is delivered, or whose client is gone."""

@@ -7,6 +7,7 @@ from collections import deque
 from tgis.router.metrics.metrics import MAKEUP, Metrics
 from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.scheduling.step import Step
+from tgis.router.shards.codec import Answer
 
 PREFILL, NEXT_TOKEN = "prefill", "next_token"
 
@@ -31,18 +32,20 @@ class StepMetrics:
         if step.joins:
             metrics.batch_concatenation_count.add()
 
-    def answer(self, step: Step, forward_s: float, path: str) -> None:
+    def answer(self, answer: Answer) -> None:
         """Record the answer to the oldest step. The time of a step sent ahead begins when the shards became
-        free for it. `path` is that of `Answer`."""
-        metrics, now = self._metrics, time.monotonic()
+        free for it."""
+        metrics, step, now = self._metrics, answer.step, time.monotonic()
         _, sent_at = self._sent.popleft()
         for method, _ in _parts(step):
             metrics.batch_success.add(method)
-        if path:
-            metrics.steps_by_path.add(path)
+        if answer.path:
+            metrics.steps_by_path.add(answer.path)
         method = _method(step)
         metrics.batch_duration.observe(now - max(sent_at, self._last_answer_at), method, MAKEUP)
-        metrics.forward_duration.observe(forward_s, method, MAKEUP)
+        metrics.forward_duration.observe(answer.forward_s, method, MAKEUP)
+        if metrics.vllm is not None:
+            metrics.vllm.iteration_tokens.observe(answer.num_tokens)
         self._last_answer_at = now
 
     def apply(self, step: Step) -> None:

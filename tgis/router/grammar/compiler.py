@@ -5,10 +5,14 @@ import asyncio
 import hashlib
 import json
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
 
-from tgis.process.worker_pool import WorkerPool
-from tgis.router.errors import QuotingError, RequestError
+import msgspec
+
+from tgis.process.worker_pool import PoolBusyError, Reply, WorkerPool
+from tgis.router.errors import OVERLOADED, OverloadedError, QuotingError, RequestError
+from tgis.router.grammar.answer_rules import FREE, AnswerRules
 from tgis.router.sequence import Grammar
 
 MAX_CHOICES = 4096
@@ -18,6 +22,7 @@ NUM_WORKERS = 2
 TIMEOUT_S = 5.0
 CACHE_SIZE = 256
 JSON = "JSON"  # the only format that constrains a text
+TOOLS, REASONING = "tools", "max_reasoning_tokens"  # fields that rules for whole answers come from
 ANY_OBJECT = '{"type": "object"}'
 
 
@@ -26,9 +31,12 @@ class Guided:
     """Constraint on a text as the client states it."""
 
     field: str
-    """Field of the request that states it: format, json_schema, regex, choice or grammar."""
+    """Field of the request that states it: format, json_schema, regex, choice or grammar; empty if only
+    `answer` constrains the text."""
     text: str = ""
     choices: tuple[str, ...] = ()
+    answer: AnswerRules | None = None
+    """Rules for the whole answer, of which this constrains what is neither reasoning nor calls."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +46,28 @@ class Constraint:
     field: str
     kind: str
     text: str
+    answer: AnswerRules | None = None
 
 
 def read_constraint(guided: Guided | None, max_bytes: int) -> Constraint | None:
     """Return the checked, uncompiled constraint, or None for free text. Raises RequestError."""
     if guided is None:
         return None
+    on_text, rules = _read_text_constraint(guided, max_bytes), guided.answer
+    if rules is None:
+        return on_text
+    if rules.calls is not None:
+        num_bytes = sum(len(function.schema.encode()) for function in rules.calls.functions)
+        _require_size(TOOLS, num_bytes + len(on_text.text.encode() if on_text else b""), max_bytes)
+    if on_text is None:
+        return Constraint(TOOLS if rules.calls else REASONING, FREE, "", rules)
+    return replace(on_text, answer=rules)
+
+
+def _read_text_constraint(guided: Guided, max_bytes: int) -> Constraint | None:
     match guided.field:
+        case "":
+            return None
         case "format":
             return Constraint("format", "json_schema", ANY_OBJECT) if guided.text == JSON else None
         case "choice":
@@ -56,16 +79,16 @@ def read_constraint(guided: Guided | None, max_bytes: int) -> Constraint | None:
 
 def _read_choices(choices: tuple[str, ...], max_bytes: int) -> Constraint:
     if len(choices) < 2:
-        raise RequestError("Must provide at least two choices")
+        raise RequestError("Must provide at least two choices", "choice")
     if len(choices) > MAX_CHOICES:
-        raise RequestError(f"choice must not have more than {MAX_CHOICES} choices")
+        raise RequestError(f"choice must not have more than {MAX_CHOICES} choices", "choice")
     _require_size("choice", sum(len(choice.encode()) for choice in choices), max_bytes)
     return Constraint("choice", "choice", json.dumps(choices))
 
 
 def _require_size(field: str, num_bytes: int, max_bytes: int) -> None:
     if num_bytes > max_bytes:
-        raise RequestError(f"{field} must not be more than {max_bytes} UTF8 bytes")
+        raise RequestError(f"{field} must not be more than {max_bytes} UTF8 bytes", field)
 
 
 class GrammarCompiler:
@@ -77,31 +100,36 @@ class GrammarCompiler:
         self._pending: dict[bytes, asyncio.Task[Grammar | str]] = {}
         self._pool = WorkerPool(WORKER, NUM_WORKERS, TIMEOUT_S)
 
-    async def compile(self, constraint: Constraint) -> Grammar:
-        """Return the grammar of a constraint. Raises RequestError, in one line, if it cannot be served."""
-        key = hashlib.sha256(f"{constraint.field} {constraint.text}".encode()).digest()
+    async def compile(self, constraint: Constraint, owner: Hashable = "") -> Grammar:
+        """Return the grammar of a constraint; owners take turns. Raises OverloadedError, and RequestError, in
+        one line, if it cannot be served."""
+        key = hashlib.sha256(msgspec.json.encode(constraint)).digest()
         answer = self._answers.get(key)
         if answer is None:
             if key not in self._pending:
-                self._pending[key] = asyncio.create_task(self._compile(key, constraint))
-            answer = await asyncio.shield(self._pending[key])
+                self._pending[key] = asyncio.create_task(self._compile(key, constraint, owner))
+            try:
+                answer = await asyncio.shield(self._pending[key])
+            except PoolBusyError:
+                raise OverloadedError(OVERLOADED) from None
         else:
             self._answers.move_to_end(key)
         if isinstance(answer, str):
-            raise QuotingError(f"{constraint.field} {answer}")
+            raise QuotingError(answer, answer.partition(" ")[0])  # it begins with the field
         return answer
 
     def close(self) -> None:
         """Stop all workers. Nothing may be compiled afterwards."""
         self._pool.close()
 
-    async def _compile(self, key: bytes, constraint: Constraint) -> Grammar | str:
+    async def _compile(self, key: bytes, constraint: Constraint, owner: Hashable) -> Grammar | str:
         """Return a grammar, or a text that says what is wrong with the constraint."""
         try:
-            reply = await self._pool.ask([constraint.kind, constraint.text])
+            rules = msgspec.to_builtins(constraint.answer)
+            reply = await self._pool.ask([constraint.kind, constraint.text, rules], owner)
         finally:
             del self._pending[key]
-        answer = "is too complex" if reply.is_dead else _read_answer(reply.value, constraint.field)
+        answer = _read_answer(reply, constraint.field)
         if not reply.is_killed:
             self._answers[key] = answer
             if len(self._answers) > CACHE_SIZE:
@@ -109,8 +137,10 @@ class GrammarCompiler:
         return answer
 
 
-def _read_answer(answer: dict[str, str], field: str) -> Grammar | str:
-    if "error" in answer:
-        return f"is not valid: {answer['error']}"
-    text = answer["grammar"]
+def _read_answer(reply: Reply, field: str) -> Grammar | str:
+    if reply.is_dead:
+        return f"{field} is too complex"
+    if "error" in reply.value:
+        return f"{reply.value['field'] or field} is not valid: {reply.value['error']}"
+    text = reply.value["grammar"]
     return Grammar(text, hashlib.sha256(text.encode()).hexdigest(), field)

@@ -4,28 +4,27 @@ are limited, because grammars may be hostile; being killed or crashing is an ans
 import json
 import os
 import random
-import re
 import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from typing import BinaryIO
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
-from llguidance.gbnf_to_lark import any_to_lark
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from tgis.router.grammar.answer_grammar import write_answer_grammar
+from tgis.router.grammar.answer_rules import FREE, AnswerRules
+from tgis.router.grammar.conversion import HEADER, InvalidGrammarError, cause_of, convert, read_schema
 
 CPU_LIMIT_S = 0.1  # a schema of 300 properties takes 20 ms
+CPU_LIMIT_FOR_FUNCTION_S = 0.002  # requests have at most 128 of them
 TRIAL_BYTES = 64
+MAX_MARKS = 16
+FIRST_MARK = 257
 MEMORY_BYTES = 1 << 30
 # A shard compiles with a stack sixteen times as deep, so what fits here fits there.
 STACK_BYTES = 4 << 20
-MAX_CAUSE = 200
-# White space as people indent. Without a limit, a model that does not know what comes next would write it for
-# ever.
-WHITESPACE = r"\r?\n[ \t]{0,40}|[ \t]{1,8}"
-# Text that the grammar forces may still be split into tokens in any way.
-HEADER = '%llguidance {"no_forcing": true}\n'
 # These limits are tighter than a shard's.
 LIMITS = LLParserLimits(
     initial_lexer_fuel=300_000,
@@ -37,17 +36,16 @@ LIMITS = LLParserLimits(
 )
 
 
-class InvalidGrammarError(Exception):
-    """Fault of a grammar. The text is one line that says what is wrong."""
-
-
 class ByteVocabulary:
-    """Smallest vocabulary that spells every text: all bytes and an end token."""
+    """Smallest vocabulary that spells every text: all bytes, an end token, and tokens for marks."""
 
     eos_token_id = 256
     bos_token_id = None
-    tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
-    special_token_ids = (eos_token_id,)
+
+    def __init__(self, num_marks: int = 0) -> None:
+        marks = (f"<mark {number}>".encode() for number in range(num_marks))
+        self.tokens = (*(bytes([byte]) for byte in range(256)), b"<end>", *marks)
+        self.special_token_ids = tuple(range(256, len(self.tokens)))
 
     def __call__(self, text: bytes) -> list[int]:
         return list(text)
@@ -63,22 +61,55 @@ def main() -> None:
     worker.join()
 
 
-def compile_grammar(kind: str, text: str, tokenizer: LLTokenizer) -> str:
-    """Return `text` in the one form that shards read. Raises InvalidGrammarError if it cannot be compiled,
-    if no text matches it, and if following it costs too much."""
-    try:
-        grammar = _CONVERT[kind](text)
-    except RecursionError as error:
-        raise InvalidGrammarError("it is nested too deeply") from error
+class Compiler:
+    """Compiler of grammars for the bytes of texts."""
+
+    def __init__(self) -> None:
+        self._bytes = LLTokenizer(TokenizerWrapper(ByteVocabulary()))
+        self._bytes_and_marks = LLTokenizer(TokenizerWrapper(ByteVocabulary(MAX_MARKS)))
+
+    def compile(self, kind: str, text: str, rules: AnswerRules | None) -> str:
+        """Return the grammar of a constraint, and of answers if there are rules, in the one form that shards
+        read. Raises InvalidGrammarError if it cannot be compiled, if no text matches it, and if following it
+        costs too much."""
+        if rules is None:
+            return self._compile_text(kind, text)
+        grammar = None if kind == FREE else self._compile_text(kind, text)
+        try:
+            return self._compile_answer(rules, grammar)
+        except InvalidGrammarError:
+            self._blame_schema(rules)
+            raise
+
+    def _compile_text(self, kind: str, text: str) -> str:
+        grammar = convert(kind, text)
+        _try(grammar, self._bytes)
+        return grammar
+
+    def _compile_answer(self, rules: AnswerRules, text_grammar: str | None) -> str:
+        ids: dict[int, int] = {}
+        trial = write_answer_grammar(
+            rules, text_grammar, lambda token_id: ids.setdefault(token_id, FIRST_MARK + len(ids))
+        )
+        assert len(ids) <= MAX_MARKS, "formats have few marks"
+        _try(trial, self._bytes_and_marks)
+        return write_answer_grammar(rules, text_grammar, lambda token_id: token_id)
+
+    def _blame_schema(self, rules: AnswerRules) -> None:
+        """Raise InvalidGrammarError with the field of the first schema that is wrong on its own."""
+        for function in rules.calls.functions if rules.calls else ():
+            try:
+                _try(f"{HEADER}start: %json {read_schema(function.schema, function.is_strict)}", self._bytes)
+            except InvalidGrammarError as error:
+                raise InvalidGrammarError(str(error), function.field) from error
+
+
+def _try(grammar: str, tokenizer: LLTokenizer) -> None:
+    """Compile a grammar, and follow it along the start of a fixed random match of it. Raises
+    InvalidGrammarError."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     if matcher.is_error():
-        raise InvalidGrammarError(_cause(matcher.get_error()))
-    _follow(matcher)
-    return grammar
-
-
-def _follow(matcher: LLMatcher) -> None:
-    """Follow the grammar along the start of a fixed random match of it. Raises InvalidGrammarError."""
+        raise InvalidGrammarError(cause_of(matcher.get_error()))
     r = random.Random(0)
     for count in range(TRIAL_BYTES):
         is_accepting = matcher.is_accepting()
@@ -91,83 +122,34 @@ def _follow(matcher: LLMatcher) -> None:
             raise InvalidGrammarError(
                 "a text that it allows cannot be completed" if count else "no text matches it"
             )
-        allowed = [byte for byte in range(256) if mask >> byte & 1]
+        allowed = [i for i in range(tokenizer.vocab_size) if mask >> i & 1 and i != tokenizer.eos_token]
         if not allowed:
             return
         matcher.consume_token(r.choice(allowed))
 
 
+def _cpu_limit_s(rules: AnswerRules | None) -> float:
+    if rules is None:
+        return CPU_LIMIT_S
+    # The text's constraint is compiled alone, and as a part of the answer's grammar.
+    num_functions = len(rules.calls.functions) if rules.calls else 0
+    return 2 * CPU_LIMIT_S + num_functions * CPU_LIMIT_FOR_FUNCTION_S
+
+
 def _answer_all(requests: BinaryIO, answers: BinaryIO) -> None:
-    tokenizer = LLTokenizer(TokenizerWrapper(ByteVocabulary()))
+    compiler = Compiler()
     for line in requests:
+        kind, text, plain_rules = json.loads(line)
+        rules = msgspec.convert(plain_rules, AnswerRules | None)
         # The default action of its signal ends the process, whatever code is running.
-        signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
-        kind, text = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, _cpu_limit_s(rules))
         try:
-            answer = {"grammar": compile_grammar(kind, text, tokenizer)}
+            answer = {"grammar": compiler.compile(kind, text, rules)}
         except InvalidGrammarError as error:
-            answer = {"error": str(error)}
+            answer = {"error": str(error), "field": error.field}
         signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(json.dumps(answer).encode() + b"\n")
         answers.flush()
-
-
-def _from_json_schema(text: str) -> str:
-    """Return the grammar of a JSON schema, with `WHITESPACE` unless the schema defines its own."""
-    try:
-        schema = json.loads(text)
-        if schema is True:
-            schema = {}
-        if isinstance(schema, dict):
-            schema.setdefault("x-guidance", {"whitespace_pattern": WHITESPACE})
-        schema = json.dumps(schema, allow_nan=False)
-    except json.JSONDecodeError as error:
-        raise InvalidGrammarError(f"{error.msg} at line {error.lineno}, column {error.colno}") from error
-    except ValueError as error:
-        raise InvalidGrammarError("a number is out of range") from error
-    return f"{HEADER}start: %json {schema}"
-
-
-def _from_regex(text: str) -> str:
-    if (len(text) - len(text.rstrip("\\"))) % 2:
-        raise InvalidGrammarError("it ends with a lone backslash")
-    return f"{HEADER}start: /{regex_to_lark(text)}/"
-
-
-def _from_choices(text: str) -> str:
-    choices = " | ".join(json.dumps(choice) for choice in dict.fromkeys(json.loads(text)))
-    return f"{HEADER}start: CHOICE\nCHOICE: {choices}"
-
-
-def _from_grammar(text: str) -> str:
-    """Return the grammar of a Lark or GBNF text. The header comes last, to keep line numbers in errors."""
-    try:
-        return f"{any_to_lark(text)}\n{HEADER}"
-    except RecursionError:
-        raise
-    except Exception as error:  # the converter raises its own class and bare Exception alike
-        raise InvalidGrammarError(_cause(str(error))) from error
-
-
-_CONVERT: dict[str, Callable[[str], str]] = {
-    "json_schema": _from_json_schema,
-    "regex": _from_regex,
-    "choice": _from_choices,
-    "grammar": _from_grammar,
-}
-_PLACE = re.compile(
-    r"^(error: |at \d+\(\d+\): |failed to compile JSON schema: |failed to parse \"%json\": )+"
-)
-
-
-def _cause(message: str) -> str:
-    """Return the most telling line of the library's message, without the place in a text that the user has
-    not written, and without the list of special tokens that follows it."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()] or ["unknown cause"]
-    line = next((line for line in lines if line.startswith("error: ")), lines[0])
-    line = _PLACE.sub("", line)
-    line = line.split("; following special tokens")[0]
-    return line if len(line) <= MAX_CAUSE else line[: MAX_CAUSE - 1] + "…"
 
 
 if __name__ == "__main__":

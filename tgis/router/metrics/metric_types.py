@@ -57,11 +57,15 @@ class Counter:
         assert len(labels) == len(self.label_names), f"{self.name} has labels {self.label_names}"
         self._reads[labels] = read
 
-    def collect(self) -> Iterable[Metric]:
+    def values(self) -> Mapping[Labels, float]:
+        """Return all values by their labels, in the order of declaration."""
         self._values |= {labels: read() for labels, read in self._reads.items()}
+        return self._values
+
+    def collect(self) -> Iterable[Metric]:
         bare = UntypedMetricFamily(self.name, self.help, labels=self.label_names)
         total = CounterMetricFamily(self.name, self.help, labels=self.label_names)
-        for labels, value in self._values.items():
+        for labels, value in self.values().items():
             bare.add_metric(labels, value)
             total.add_metric(labels, value)
         return [bare, total]
@@ -80,8 +84,11 @@ class Gauge:
     def follow(self, read: Callable[[], float]) -> None:
         self._read = read
 
+    def value(self) -> float:
+        return self._read()
+
     def collect(self) -> Iterable[Metric]:
-        return [GaugeMetricFamily(self.name, self.help, value=self._read())]
+        return [GaugeMetricFamily(self.name, self.help, value=self.value())]
 
 
 class LabelledGauge:
@@ -117,27 +124,45 @@ class Histogram:
 
     def __init__(self, name: str, help: str, bounds: Sequence[float], label_names: Labels = ()) -> None:
         self.name, self.help, self.label_names = name, help, label_names
-        self.bounds = tuple(bounds)
+        self.bounds = self._cuts = tuple(bounds)
         self._counts: dict[Labels, _Counts] = {}
         if not label_names:
             self._start(())
 
+    def divide(self, bounds: Sequence[float]) -> None:
+        """Count by further upper ends too, so that a view can show them. Call it before any observation."""
+        assert not self.label_names, "a view shows a single series"
+        assert not self.count, "earlier observations were not counted by them"
+        self._cuts = tuple(sorted({*self._cuts, *bounds}))
+        self._counts.clear()
+        self._start(())
+
     def observe(self, value: float, *labels: str) -> None:
         """Count a value in the series with these label values, in the order of declaration."""
         counts = self._counts.get(labels) or self._start(labels)
-        counts.by_bucket[bisect_left(self.bounds, value)] += 1
+        counts.by_bucket[bisect_left(self._cuts, value)] += 1
         counts.total += value
+
+    @property
+    def count(self) -> int:
+        """Number of observations in all series."""
+        return sum(sum(counts.by_bucket) for counts in self._counts.values())
+
+    def read(self, bounds: Sequence[float], labels: Labels = ()) -> tuple[list[tuple[str, float]], float]:
+        """Return buckets with these upper ends, each with the count up to there, and the sum of a series."""
+        counts = self._counts[labels]
+        reached = list(accumulate(counts.by_bucket))
+        buckets = [(_text(end), float(reached[bisect_left(self._cuts, end)])) for end in bounds]
+        return [*buckets, (_text(float("inf")), float(reached[-1]))], counts.total
 
     def _start(self, labels: Labels) -> _Counts:
         assert len(labels) == len(self.label_names), f"{self.name} has labels {self.label_names}"
-        return self._counts.setdefault(labels, _Counts([0] * (len(self.bounds) + 1)))
+        return self._counts.setdefault(labels, _Counts([0] * (len(self._cuts) + 1)))
 
     def collect(self) -> Iterable[Metric]:
         family = HistogramMetricFamily(self.name, self.help, labels=self.label_names)
-        ends = [_text(bound) for bound in (*self.bounds, float("inf"))]
-        for labels, counts in self._counts.items():
-            buckets = list(zip(ends, map(float, accumulate(counts.by_bucket)), strict=True))
-            family.add_metric(labels, buckets, counts.total)
+        for labels in self._counts:
+            family.add_metric(labels, *self.read(self.bounds, labels))
         return [family]
 
 

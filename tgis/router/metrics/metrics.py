@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from tgis.router.metrics.metric_types import Counter, Gauge, Histogram, LabelledGauge, Series, Summary
 from tgis.router.metrics.resource_counts import ResourceCount
+from tgis.router.metrics.vllm_series import VllmSeries
 
 DURATION_BOUNDS = tuple(0.0001 * 1.5**k for k in range(1, 36))  # seconds
 TOKENIZE_BOUNDS = tuple(64 * 2**k for k in range(14))
@@ -41,7 +42,8 @@ class Metrics:
     """All series of one router, in a registry of its own, so that two routers in one process do not conflict.
     Only one thread updates them."""
 
-    def __init__(self, limits: MetricLimits) -> None:
+    def __init__(self, limits: MetricLimits, vllm_model: str | None = None) -> None:
+        """Declare them; with `vllm_model`, the name of the model in vLLM's labels, those of vLLM too."""
         self.registry = CollectorRegistry()
         self.series: list[Series] = []
         self.resource_counts: dict[str, ResourceCount] = {}
@@ -56,6 +58,9 @@ class Metrics:
         self._declare_shards()
         self.prompts = self._declare_adapters("tgi_prompt", "soft prompts")
         self.adapters = self._declare_adapters("tgi_adapter", "adapters")
+        self.vllm = VllmSeries(vllm_model, limits.max_sequence_length, self) if vllm_model else None
+        for one in self.vllm.series if self.vllm else ():
+            self._add(one)
 
     def _declare_requests(self) -> None:
         self.request_count = self._counter(

@@ -83,6 +83,7 @@ class CallAccount:
         self._kind, num_inputs = log.call.kind, len(log.call.texts)
         self.request_id = log.request_id
         self._num_waiting = num_inputs * log.call.parameters.n  # texts that have not begun
+        self._vllm = None if metrics.vllm is None else metrics.vllm.call(log.call.parameters.n)
         metrics.request_count.add(self._kind)
         if num_inputs:
             metrics.request_input_count.add(amount=num_inputs)
@@ -135,25 +136,25 @@ class CallAccount:
         self._num_waiting -= 1
         with self._log.input(index, spec) as log:
             try:
-                yield partial(self._record, spec, log)
+                yield partial(self._record, index, spec, log)
             except (asyncio.CancelledError, GeneratorExit):
                 if not log.has_ended:
                     self._metrics.request_failure.add("cancelled")
                 raise
 
     def _record(
-        self, spec: SequenceSpec, log: InputLog, event: InputTokens | Output | Failed
+        self, index: int, spec: SequenceSpec, log: InputLog, event: InputTokens | Output | Failed
     ) -> InputTokens | Output:
         """Account for what comes next of an input, and return it. Raises GenerationError for a failure."""
         if isinstance(event, Failed):
             raise GenerationError(event.message, event.code)
         if isinstance(event, Output) and event.reason is not StopReason.NOT_FINISHED:
-            self._count(spec, event)
+            self._count(index, spec, event)
             self._span.finish(spec, event)
         log.add(event)
         return event
 
-    def _count(self, spec: SequenceSpec, last: Output) -> None:
+    def _count(self, index: int, spec: SequenceSpec, last: Output) -> None:
         metrics, timings, num_generated = self._metrics, last.timings, last.num_generated
         assert timings is not None, "the last output has timings"
         metrics.request_success.add(last.reason.name, self._kind)
@@ -164,6 +165,8 @@ class CallAccount:
         if num_generated:
             metrics.request_inference_duration.observe(timings.inference_s)
             metrics.request_mean_time_per_token_duration.observe(timings.inference_s / num_generated)
+        if self._vllm is not None:
+            self._vllm.finish(index, len(spec.input_ids), num_generated, timings)
 
 
 def _counted_parameters(call: GenerationCall) -> Iterator[str]:

@@ -82,3 +82,5 @@ class GenerationCall:
     tenant: str = ""
     """Name that the caller's certificate or token has; empty if it has none."""
     door: Door = FMAAS
+    shown_special_ids: frozenset[int] = frozenset()
+    """Special tokens that the texts show, although others are left out."""

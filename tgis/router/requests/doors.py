@@ -31,4 +31,3 @@ OPENAI = Door(
     max_top_n_tokens=20,
     max_stop_sequences=16,
 )
-DOORS = (FMAAS, OPENAI)

@@ -7,9 +7,10 @@ from typing import NamedTuple, Protocol
 import grpc
 from opentelemetry.util.types import AttributeValue
 
-from tgis.router.errors import Code, NotFoundError, RouterError
+from tgis.router.errors import RouterError
 from tgis.router.requests.call import Metadata
 from tgis.router.requests.doors import FMAAS, Door
+from tgis.router.requests.http_statuses import http_status
 
 SERVICE = "fmaas.GenerationService"
 SCHEME = ":scheme"
@@ -23,12 +24,6 @@ ROUTES = {
 }
 """Paths of the methods of calls over HTTP."""
 GRPC_FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)  # of those that errors become
-HTTP_STATUS = {
-    Code.INVALID_ARGUMENT: 400,
-    Code.RESOURCE_EXHAUSTED: 429,
-    Code.UNAVAILABLE: 503,
-    Code.INTERNAL: 500,
-}
 
 Attributes = dict[str, AttributeValue]
 
@@ -117,11 +112,7 @@ def _http_status(error: BaseException | None) -> int | None:
     """Return the status that a call gets that ends with `error` before its answer begins; None: no answer."""
     if error is None:
         return 200
-    if isinstance(error, NotFoundError):
-        return 404
-    if isinstance(error, RouterError):
-        return HTTP_STATUS[error.code]
-    return None if _is_cancellation(error) else 500
+    return http_status(error) if isinstance(error, Exception) else None
 
 
 def _is_cancellation(error: BaseException) -> bool:

@@ -202,5 +202,5 @@ def _parameter_attributes(params: Parameters) -> Iterator[tuple[str, AttributeVa
         yield "gen_ai.request.seed", params.seed if params.seed < 2**63 else str(params.seed)
     if params.n > 1:
         yield "gen_ai.request.choice.count", params.n
-    if params.guided is not None:
+    if params.guided is not None and params.guided.field:
         yield "tgis.guided", params.guided.field

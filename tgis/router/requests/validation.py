@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from tgis.router.engine.handle import EngineInfo, Lease, SequenceSpec
-from tgis.router.errors import RequestError
+from tgis.router.errors import InputTooLongError, RequestError
 from tgis.router.grammar.compiler import Constraint, GrammarCompiler, read_constraint
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.requests.call import GenerationCall, Parameters
@@ -73,14 +73,16 @@ def check_parameters(
     max_new_tokens = params.max_new_tokens or door.default_max_new_tokens or most
     # Without the operator's bound, the room that the input leaves is the only one, and shortens the answer.
     is_bounded = limits.max_new_tokens is not None or door.max_new_tokens is not None
-    _require(max_new_tokens <= most or not is_bounded, f"max_new_tokens must be <= {most}")
-    _require(min_new_tokens <= max_new_tokens, "min_new_tokens must be <= max_new_tokens")
+    fits = max_new_tokens <= most or not is_bounded
+    _require(fits, f"max_new_tokens must be <= {most}", parameter="max_new_tokens")
+    fits = min_new_tokens <= max_new_tokens
+    _require(fits, "min_new_tokens must be <= max_new_tokens", parameter="min_new_tokens")
     _check_penalties(sampling)
     constraint = read_constraint(params.guided, limits.max_guided_bytes)
     details = _check_details(params, door, limits.max_top_n_tokens)
     refusal = STOP_SEQUENCES_TEXT.format(door.max_stop_sequences)
     for stop in params.stop_sequences:
-        _require(0 < len(stop.encode()) <= MAX_STOP_SEQUENCE_BYTES, refusal)
+        _require(0 < len(stop.encode()) <= MAX_STOP_SEQUENCE_BYTES, refusal, parameter="stop_sequences")
     _check_rules(params, vocab_size)
     include = params.include_stop_sequence
     return CallParameters(
@@ -123,7 +125,7 @@ class Validator:
     def count_outputs(self, call: GenerationCall) -> int:
         """Return how many texts a call asks for. Raises RequestError."""
         n = call.parameters.n
-        _require(1 <= n <= MAX_N, f"n must be >= 1 and <= {MAX_N}")
+        _require(1 <= n <= MAX_N, f"n must be >= 1 and <= {MAX_N}", parameter="n")
         return len(call.texts) * n
 
     def check(self, call: GenerationCall) -> CallParameters:
@@ -133,10 +135,10 @@ class Validator:
         eos = info.eos_token_ids or frozenset(() if default is None else (default,))
         return check_parameters(call.parameters, call.door, self.limits, eos, info.vocab_size)
 
-    async def compile(self, params: CallParameters) -> Grammar | None:
-        """Return the grammar that a call's texts must match, if any. Raises RequestError."""
-        constraint = params.constraint
-        return None if constraint is None else await self._grammar_compiler.compile(constraint)
+    async def compile(self, call: GenerationCall, params: CallParameters) -> Grammar | None:
+        """Return the grammar that a call's texts must match, if any. Raises RequestError, OverloadedError."""
+        constraint, owner = params.constraint, call.tenant or call.connection
+        return None if constraint is None else await self._grammar_compiler.compile(constraint, owner)
 
     async def specs(
         self,
@@ -190,7 +192,8 @@ class Validator:
     ) -> SequenceSpec:
         info = self._info()
         num_before = lease.num_encoder_tokens if info.is_encoder_decoder else lease.num_decoder_tokens
-        _require(ids.num_tokens + num_before > 0, "tokenizer error the input has no tokens")
+        has_tokens = ids.num_tokens + num_before > 0
+        _require(has_tokens, "tokenizer error the input has no tokens", parameter="text")
         num_inputs, token_ids = self._tokenizer.truncate(
             ids, params.truncate_input_tokens, call.adds_special_tokens and not call.inputs_are_ids
         )
@@ -199,6 +202,7 @@ class Validator:
         _require(
             largest < vocab_size,
             f"input token id {largest} is beyond the model's vocabulary of {vocab_size} tokens",
+            parameter="text",
         )
         seeded = params.sampling.greedy or params.has_seed
         return SequenceSpec(
@@ -213,12 +217,14 @@ class Validator:
         )
 
     def _check_length(self, num_inputs: int, shown: str, stopping: Stopping, lease: Lease) -> int:
-        """Return how many tokens can follow the input. Raises RequestError, with `shown`, if too few can."""
+        """Return how many tokens can follow. Raises InputTooLongError, with `shown`, if too few can."""
         limit, num_virtual = self.limits.max_sequence_length, self._prefix_length(lease)
         sums = f"input tokens ({shown}) plus prefix length ({num_virtual})"
         num_left, minimum = limit - num_inputs - num_virtual, stopping.min_new_tokens
-        _require(num_left > 0, f"{sums} must be < {limit}")
-        _require(minimum <= num_left, f"{sums} plus min_new_tokens ({minimum}) must be <= {limit}")
+        if num_left <= 0:
+            raise InputTooLongError(f"{sums} must be < {limit}", "text")
+        if minimum > num_left:
+            raise InputTooLongError(f"{sums} plus min_new_tokens ({minimum}) must be <= {limit}", "text")
         return num_left
 
     def _prefix_length(self, lease: Lease) -> int:
@@ -228,14 +234,14 @@ class Validator:
         return lease.num_virtual_tokens + has_start
 
 
-def _require(condition: bool, text: str) -> None:
+def _require(condition: bool, text: str, *, parameter: str = "") -> None:
     if not condition:
-        raise RequestError(text)
+        raise RequestError(text, parameter)
 
 
 def _require_in_range(name: str, value: float) -> None:
     allowed = RANGES[name]
-    _require(allowed.allows(value), allowed.refusal)
+    _require(allowed.allows(value), allowed.refusal, parameter=name)
 
 
 def _check_sampling(params: Parameters, door: Door, limits: RequestLimits) -> Sampling:
@@ -254,7 +260,7 @@ def _check_sampling(params: Parameters, door: Door, limits: RequestLimits) -> Sa
     temperature = 1.0 if params.temperature is None else params.temperature
     if not params.sample or temperature == 0:
         return greedy
-    _require(door.temperature.allows(temperature), door.temperature.refusal)
+    _require(door.temperature.allows(temperature), door.temperature.refusal, parameter="temperature")
     if temperature < ALMOST_GREEDY:
         return greedy
     sampled = replace(
@@ -279,14 +285,16 @@ def _check_penalties(sampling: Sampling) -> None:
 
 def _check_details(params: Parameters, door: Door, max_top_n: int) -> Details:
     most_stops = door.max_stop_sequences
-    _require(len(params.stop_sequences) <= most_stops, STOP_SEQUENCES_TEXT.format(most_stops))
+    has_few_stops = len(params.stop_sequences) <= most_stops
+    _require(has_few_stops, STOP_SEQUENCES_TEXT.format(most_stops), parameter="stop_sequences")
     num_top, max_top_n = params.top_n_tokens, door.max_top_n_tokens or max_top_n
     wants_more = params.token_logprobs or params.token_ranks or num_top > 0
     _require(
         params.input_tokens or params.generated_tokens or not wants_more,
         "must request input and/or generated tokens to request extra token detail",
     )
-    _require(num_top <= max_top_n, f"top_n_tokens ({num_top}) must be <= {max_top_n}")
+    is_shown = num_top <= max_top_n
+    _require(is_shown, f"top_n_tokens ({num_top}) must be <= {max_top_n}", parameter="top_n_tokens")
     return Details(
         generated_tokens=params.generated_tokens,
         input_tokens=params.input_tokens,
@@ -314,7 +322,7 @@ def _sibling_seed(seed: int, number: int) -> int:
 def _check_rules(params: Parameters, vocab_size: int) -> None:
     for name, rule in RULES.items():
         value = getattr(params, name)
-        _require(not value or rule.allows(value), rule.refusal)
+        _require(not value or rule.allows(value), rule.refusal, parameter=name)
     _check_token_ids("logit_bias", [token_id for token_id, _ in params.logit_bias], vocab_size)
     _check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
 
@@ -323,7 +331,7 @@ def _check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> No
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise RequestError(
-                f"{name}: token id {token_id} is beyond the model's vocabulary of {vocab_size} tokens"
+                f"{name}: token id {token_id} is beyond the model's vocabulary of {vocab_size} tokens", name
             )
 
 

@@ -25,6 +25,7 @@ from tgis.router.shards.link import ShardLink
 logger = logging.getLogger(__name__)
 
 INFO_TIMEOUT_S = 5.0
+ALIVE_TIMEOUT_S = 1.0
 UNLOAD_TIMEOUT_S = 60.0
 LOST = "Request failed during generation: the model's workers are lost"
 LOST_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
@@ -116,16 +117,30 @@ class ShardClient:
         request = pb.UnloadRequest(digests=digests, others=others)
         _raise_worst(await self._ask("Unload", request, UNLOAD_TIMEOUT_S))
 
+    async def check_alive(self, ranks: Iterable[int] | None = None) -> None:
+        """Raise ShardsLostError if any of these ranks, or of all, does not answer at once. A rank that hangs
+        is found so before its launcher finds it."""
+        answers = await self._call("Info", pb.InfoRequest(), ALIVE_TIMEOUT_S, ranks)
+        if any(isinstance(answer, BaseException) for answer in answers.values()):
+            raise ShardsLostError(LOST)
+
     async def _ask(
         self, method: str, request: Message, timeout_s: float, ranks: Iterable[int] | None = None
     ) -> list[Any]:
-        """Call these ranks, or all, and return every answer or exception once all calls have ended."""
+        """Call these ranks, or all, and return every answer or exception once all calls have ended. Raises
+        ShardsLostError if a rank that did not answer in time has stopped answering at all."""
+        answers = await self._call(method, request, timeout_s, ranks)
+        if late := [rank for rank, answer in answers.items() if _is_late(answer)]:
+            await self.check_alive(late)
+        return list(answers.values())
+
+    async def _call(
+        self, method: str, request: Message, timeout_s: float, ranks: Iterable[int] | None
+    ) -> dict[int, Any]:
         stubs = self._stubs()
-        calls = [
-            _answer(getattr(stubs[rank], method)(request, timeout=timeout_s))
-            for rank in (range(len(stubs)) if ranks is None else ranks)
-        ]
-        return await asyncio.gather(*calls, return_exceptions=True)
+        asked = range(len(stubs)) if ranks is None else list(ranks)
+        calls = [_answer(getattr(stubs[rank], method)(request, timeout=timeout_s)) for rank in asked]
+        return dict(zip(asked, await asyncio.gather(*calls, return_exceptions=True), strict=True))
 
     async def _copy(self, rank: int, digest: str, timeout_s: float) -> None:
         """Copy an artifact from the first rank to this one. Raises AdapterCallError and ShardsLostError."""
@@ -134,6 +149,7 @@ class ShardClient:
             with _shard_errors():
                 await copy_artifact(stubs[0], stubs[rank], digest, timeout_s)
         except TimeoutError as error:
+            await self.check_alive([0, rank])
             raise AdapterCallError(grpc.StatusCode.DEADLINE_EXCEEDED, "") from error
         except ConnectionError as error:
             raise ShardsLostError(LOST) from error
@@ -272,6 +288,10 @@ class _StepStream(asyncio.Protocol):
 
 def _is_missing(answer: Any) -> bool:
     return isinstance(answer, AdapterCallError) and answer.code is grpc.StatusCode.NOT_FOUND
+
+
+def _is_late(answer: Any) -> bool:
+    return isinstance(answer, AdapterCallError) and answer.code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 def _raise_worst(answers: Iterable[Any]) -> None:

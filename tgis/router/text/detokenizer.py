@@ -3,7 +3,6 @@ first token after which its text does not end in a replacement character, and is
 characters at the end of a generation are dropped."""
 
 import codecs
-import json
 import re
 from collections.abc import Callable
 from functools import cache
@@ -32,16 +31,22 @@ class Vocabulary:
     """Text of each token, according to the tokenizer's decoder. All generations share it."""
 
     def __init__(
-        self, tokenizer: Tokenizer, output_special_tokens: bool = False, is_continuation: bool = True
+        self,
+        tokenizer: Tokenizer,
+        output_special_tokens: bool = False,
+        is_continuation: bool = True,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         """Choose the detokenizer. With `is_continuation`, the text continues the input, so that its first
-        token keeps its space. Raises StartupError for a decoder that cannot decode token by token."""
-        decoder = json.loads(tokenizer.fast.to_str())["decoder"]
+        token keeps its space. Texts have the special tokens that are `shown`, and all with
+        `output_special_tokens`. Raises StartupError for a decoder that cannot decode token by token."""
+        decoder = tokenizer.decoder
         self._tokenizer = tokenizer
         self._bytes_within: Callable[[int], bytes]
-        self._skips_special, self._is_continuation = not output_special_tokens, is_continuation
-        self._skipped = frozenset() if output_special_tokens else tokenizer.special_ids
-        self.streams_clusters = bool(decoder) and decoder["type"] in ("ByteLevel", "Sequence")
+        self._skipped = frozenset() if output_special_tokens else tokenizer.special_ids - shown
+        # The library can leave out all special tokens only, not some.
+        self._skips_special, self._is_continuation = not (output_special_tokens or shown), is_continuation
+        self.streams_clusters = decoder is not None and decoder["type"] in ("ByteLevel", "Sequence")
         """True if a stream shows whole grapheme clusters; else it shows whole tokens."""
         self.detokenizer = self._choose(_kinds(decoder))
         self.spell = cache(self._spell)

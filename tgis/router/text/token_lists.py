@@ -6,7 +6,7 @@ import msgspec
 import tokenizers
 
 from tgis.router.errors import RequestError
-from tgis.router.text.tokenization import Tokenized
+from tgis.router.text.tokenization import Tokenized, encode
 
 
 class TokenList(msgspec.Struct):
@@ -28,11 +28,7 @@ def list_tokens(
     max_model_len: int,
 ) -> Tokenized:
     """Return a serialized TokenList. Raises RequestError."""
-    try:
-        [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=adds_special_tokens)
-    # The library raises bare Exception, and BaseException if it panics. The error's text may quote the input.
-    except BaseException as error:
-        raise RequestError("tokenizer error the text could not be encoded") from error
+    [encoding] = encode(tokenizer, [text], with_offsets=False, adds_special_tokens=adds_special_tokens)
     ids = encoding.ids
     pieces = [tokenizer.id_to_token(token_id) or "" for token_id in ids] if has_pieces else None
     answer = TokenList(len(ids), max_model_len, ids, pieces)
@@ -43,9 +39,9 @@ def join_tokens(tokenizer: tokenizers.Tokenizer, token_ids: Sequence[int]) -> To
     """Return a serialized TokenText, with special tokens. Raises RequestError."""
     for token_id in token_ids:
         if tokenizer.id_to_token(token_id) is None:
-            raise RequestError(f"tokens: {token_id} is not in the vocabulary")
+            raise RequestError(f"tokens: {token_id} is not in the vocabulary", "tokens")
     try:
         text = tokenizer.decode(list(token_ids), skip_special_tokens=False)
     except BaseException as error:
-        raise RequestError("tokenizer error the tokens could not be decoded") from error
+        raise RequestError("tokenizer error the tokens could not be decoded", "tokens") from error
     return Tokenized(msgspec.json.encode(TokenText(text)), len(token_ids))

@@ -47,6 +47,8 @@ class TokenizeJob(NamedTuple):
     num_texts: int
     num_bytes: int
     """Size of the texts."""
+    method: str = "Tokenize"
+    """The door's name for what is called."""
 
 
 def load_tokenizer(directory: Path) -> tokenizers.Tokenizer:
@@ -75,7 +77,7 @@ def encode_ids(tokenizer: tokenizers.Tokenizer, texts: Sequence[str], max_ids: i
     """Encode each text and keep the last `max_ids` of its token ids. Raises RequestError."""
     return [
         TokenIds(len(encoding), encoding.ids[-max_ids:])
-        for encoding in _encode(tokenizer, texts, with_offsets=False)
+        for encoding in encode(tokenizer, texts, with_offsets=False)
     ]
 
 
@@ -83,7 +85,7 @@ def encode_plain(tokenizer: tokenizers.Tokenizer, texts: Sequence[str], max_ids:
     """Encode each text as `encode_ids` does, but add no special tokens to those that it spells."""
     return [
         TokenIds(len(encoding), encoding.ids[-max_ids:])
-        for encoding in _encode(tokenizer, texts, with_offsets=False, adds_special_tokens=False)
+        for encoding in encode(tokenizer, texts, with_offsets=False, adds_special_tokens=False)
     ]
 
 
@@ -100,7 +102,8 @@ def _read_ids(text: str, max_ids: int, number: int) -> TokenIds:
     if not all(each.isascii() and each.isdecimal() and len(each) <= MAX_ID_DIGITS for each in last):
         raise RequestError(
             f"input {number}: token ids are decimal numbers of at most {MAX_ID_DIGITS} digits with one "
-            "space between each two"
+            "space between each two",
+            "text",
         )
     return TokenIds(text.count(" ") + 1, list(map(int, last)))
 
@@ -121,7 +124,7 @@ def tokenize(
     encodings: Sequence[_EncodedIds | tokenizers.Encoding] = (
         [_EncodedIds(tokenizer, text, number) for number, text in enumerate(texts, 1)]
         if options.inputs_are_ids
-        else _encode(tokenizer, texts, in_full)
+        else encode(tokenizer, texts, in_full)
     )
     for text, encoding in zip(texts, encodings, strict=True):
         num_tokens = len(encoding)
@@ -166,16 +169,17 @@ def byte_offsets(text: str, offsets: Sequence[tuple[int, int]]) -> list[tuple[in
     return [(ends[start], ends[end]) for start, end in offsets]
 
 
-def _encode(
+def encode(
     tokenizer: tokenizers.Tokenizer,
     texts: Sequence[str],
     with_offsets: bool,
     adds_special_tokens: bool = True,
 ) -> list[tokenizers.Encoding]:
+    """Encode all texts. Raises RequestError."""
     # Only the library's batch calls let other threads run, and the fast one does not compute offsets.
     encode_batch = tokenizer.encode_batch if with_offsets else tokenizer.encode_batch_fast
     try:
         return encode_batch(list(texts), add_special_tokens=adds_special_tokens)
     # The library raises bare Exception, and BaseException if it panics. The error's text may quote the input.
     except BaseException as error:
-        raise RequestError("tokenizer error the text could not be encoded") from error
+        raise RequestError("tokenizer error the text could not be encoded", "text") from error

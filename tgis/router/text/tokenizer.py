@@ -1,12 +1,13 @@
 """Tokenizes text off the event loop, and looks up the vocabulary's pieces."""
 
 import asyncio
+import json
 import os
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tgis.hub import model_files
 from tgis.router.text.token_bound import max_bytes_per_token
@@ -50,13 +51,27 @@ class Tokenizer:
         return self.fast.get_vocab_size()
 
     @cached_property
+    def decoder(self) -> dict[str, Any] | None:
+        """Settings of the decoder. Reading them takes a noticeable time for a large vocabulary."""
+        decoder: dict[str, Any] | None = json.loads(self.fast.to_str())["decoder"]
+        return decoder
+
+    @cached_property
     def eos_token_id(self) -> int | None:
         return self._special_id("eos_token")
+
+    @cached_property
+    def _added_ids(self) -> dict[str, int]:
+        return {token.content: token_id for token_id, token in self.fast.get_added_tokens_decoder().items()}
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
         added = self.fast.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    def added_token_id(self, text: str) -> int | None:
+        """Return the id of the token that stands for this text in any input; None if there is none."""
+        return self._added_ids.get(text)
 
     def ids_beyond(self, vocab_size: int) -> list[int]:
         """Return the token ids that a model with that many tokens does not have, the largest last."""

@@ -43,7 +43,8 @@ def _answer(function: Callable[..., object], tokenizer: tokenizers.Tokenizer, *a
     try:
         return function(tokenizer, *arguments)
     except RequestError as error:
-        return RequestError(str(error))  # without the library's error, whose text may quote the input
+        # Without the library's error, whose text may quote the input.
+        return RequestError(str(error), error.parameter)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tgis.process.fair_queue import FairQueue
 from tgis.router.errors import OVERLOADED, OverloadedError, RequestError
-from tgis.router.text.fair_queue import FairQueue
 
 MAX_QUEUED_BYTES = 64 << 20
 # Time that the process may spend on a text whose call has ended. Below it, going on costs less than starting
@@ -96,7 +96,7 @@ class TokenizerProcess:
                     return answer
         except Exception as error:
             return error
-        return RequestError("tokenizer error the text could not be encoded")
+        return RequestError("tokenizer error the text could not be encoded", "text")
 
     def _stop_computing(self, job: _Job) -> None:
         if job is self._running:

@@ -14,6 +14,7 @@ from typing import TypeVar
 import grpc
 import torch
 
+from tgis import failpoints
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceServicer
 from tgis.prompts.artifact_cache import ArtifactCache, Kind
@@ -61,6 +62,7 @@ class AdapterServicer(ShardServiceServicer):
     @_beside_others(NUM_FINDS, "find")
     def Find(self, request: pb.FindRequest, context: grpc.ServicerContext) -> pb.FindResponse:
         with self._aborting(context):
+            failpoints.hit("shard.before_find", lambda: [f"id={request.id}"])
             found, loaded = self._store.find(KINDS[request.kind], request.id), self._adapters.digests
             if found.digest not in loaded and not context.is_active():  # the router will never unload it
                 self._artifacts.remove([found.digest])

@@ -106,6 +106,12 @@ CASES = [
     ),
     keda(rules.autoscalers_scale_on_demand, "spec.triggers.0.type", "cpu", "scales on cpu"),
     keda(rules.autoscalers_scale_on_demand, "spec.triggers.1", GONE, "what waits and what runs"),
+    keda(
+        rules.autoscalers_scale_on_demand,
+        "spec.triggers.0.metadata.query",
+        "sum(vllm:num_requests_waiting)",
+        "no series vllm:num_requests_waiting",
+    ),
     keda(rules.autoscalers_scale_on_demand, "spec.minReplicaCount", 0, "scales to zero"),
     hpa(
         rules.autoscalers_scale_on_demand,

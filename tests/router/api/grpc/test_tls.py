@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -20,7 +19,7 @@ import trustme
 from tests.support.router.http_port import get
 from tests.support.router.messages import single, stopping
 from tests.support.router.router_process import Setup, start_router, stop_router
-from tests.support.tls_files import Files, credentials
+from tests.support.tls_files import Files, credentials, issue
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
@@ -217,18 +216,6 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 8) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def issue(authority: trustme.CA, directory: Path, **more: Any) -> None:
-    """As Kubernetes mounts a secret: real files in a new directory, a link to it that is swapped at once."""
-    fresh = directory / f"..{len(list(directory.iterdir()))}"
-    fresh.mkdir()
-    server = authority.issue_cert("localhost", **more)
-    server.private_key_pem.write_to_path(fresh / "key.pem")
-    server.cert_chain_pems[0].write_to_path(fresh / "cert.pem")
-    authority.cert_pem.write_to_path(fresh / "ca.pem")
-    (directory / "..new").symlink_to(fresh)
-    (directory / "..new").replace(directory / "..data")
 
 
 def test_certificates_change_under_live_streams(tmp_path: Path) -> None:

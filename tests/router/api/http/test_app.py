@@ -9,16 +9,25 @@ import ssl
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 
 from tests.support.accounts import assert_nothing_left, scrape, take_baseline
+from tests.support.processes import Service
+from tests.support.router.fake_shard import FakeShard, ShardServer
 from tests.support.router.http_port import metric
-from tests.support.router.router_process import Setup, start_router, stop_router
-from tests.support.tls_files import Files
+from tests.support.router.router_process import (
+    Setup,
+    router_command,
+    start_router,
+    stop_router,
+    write_usual,
+)
+from tests.support.tls_files import Files, issue
 from tgis.net.ports import reserve
 from tgis.router.api.http.call_context import check_depth
 from tgis.router.errors import RequestError
@@ -182,7 +191,23 @@ def test_large_requests_get_413_with_and_without_a_length(router: Setup) -> None
 
 
 def test_long_headers_get_431(router: Setup) -> None:
-    assert ask(router.service.http_port, GENERATE, x_long="a" * 20_000)[0] == 431
+    """From the connection, which knows no API."""
+    status, headers, body = ask(router.service.http_port, GENERATE, x_long="a" * 20_000)
+    assert (status, body) == (431, b"Request Header Fields Too Large")
+    assert headers["content-type"].startswith("text/plain")
+
+
+def test_one_connection_too_many_is_told_to_come_again(router: Setup) -> None:
+    port = router.service.http_port
+    half = f"POST {PATH} HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{{".encode()
+    with ExitStack() as stack:
+        for _ in range(MAX_CONNECTIONS):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port))).sendall(half)
+        wait_for(lambda: ask(port, GENERATE)[0] == 503)
+        answer = ask(port, GENERATE)
+    assert error_of(answer) == (503, "the service has too many connections")
+    assert (answer[1]["retry-after"], answer[2]["error"]["type"]) == ("1", "service_unavailable_error")
+    wait_for(lambda: ask(port, GENERATE)[0] == 200)
 
 
 def test_deep_json_is_refused(router: Setup) -> None:
@@ -212,10 +237,10 @@ def _depth(value: Any) -> int:
 
 def test_depth_takes_linear_time() -> None:
     for body in (b"[" * (1 << 20), b"[]," * (1 << 18), b'"' * (1 << 20), b'["\\"]' * (1 << 17)):
-        began = time.monotonic()
+        began = time.process_time()
         with suppress(RequestError):
             check_depth(body + b"[" * 65 + b"]")
-        assert time.monotonic() - began < 1
+        assert time.process_time() - began < 1
 
 
 def test_text_without_an_end_is_looked_at_once() -> None:
@@ -303,7 +328,7 @@ def test_a_drain_finishes_what_runs_and_refuses_what_comes(tmp_path: Path) -> No
     answer = read(other)
     other.close()
     assert error_of(answer) == (503, "the service is shutting down")
-    assert answer[1]["connection"] == "close"
+    assert (answer[1]["connection"], answer[1]["retry-after"]) == ("close", "1")
     text = rest_of(stream)
     assert b'"finish_reason":"length"' in text
     assert b"error" not in text
@@ -322,25 +347,76 @@ def test_a_drain_cuts_what_takes_too_long_with_an_error(tmp_path: Path) -> None:
     assert stop_router(setup) == 0
 
 
-def test_a_port_of_its_own_has_the_tls_of_grpc(tmp_path: Path, files: Files) -> None:
+def test_calls_while_the_model_loads_are_told_so(tmp_path: Path) -> None:
+    write_usual(tmp_path)
+    port, uds_path = free_port(), str(tmp_path / "shard")
+    flags = ["--shard-uds-path", uds_path, "--http-api", "openai", "--port", str(port)]
+    service, servers = Service(router_command(tmp_path, *flags)), list[ShardServer]()
+    try:
+        wait_for(lambda: connects(port), 20)
+        for method, path in (("POST", PATH), ("GET", "/v1/models"), ("POST", "/tokenize"), ("GET", "/v1/no")):
+            answer = ask(port, GENERATE, path, method, x_request_id="mine")
+            assert error_of(answer) == (503, "the model is loading")
+            assert answer[1]["x-request-id"] == "mine"
+        servers.append(ShardServer(FakeShard(), uds_path))
+        service.wait_until_serving(20)
+        assert ask(port, GENERATE)[0] == 200
+    finally:
+        service.end()
+        for server in servers:
+            server.stop()
+
+
+def connects(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 5):
+        return True
+    return False
+
+
+def free_port() -> int:
     with reserve("127.0.0.1", 0) as free:
-        api_port = free.getsockname()[1]
+        port: int = free.getsockname()[1]
+        return port
+
+
+@contextmanager
+def open_over_tls(port: int, files: Files, server: trustme.CA) -> Iterator[http.client.HTTPResponse]:
+    """Start a long stream as a client of the authority of `files`, who trusts the authority `server`."""
+    context = ssl.create_default_context(cadata=server.cert_pem.bytes().decode())
+    files.authority.issue_cert("client@example.com").configure_cert(context)
+    connection = http.client.HTTPSConnection("localhost", port, timeout=10, context=context)
+    with closing(connection):
+        connection.request("POST", PATH, json.dumps(LONG | {"stream": True}))
+        yield connection.getresponse()
+
+
+def test_a_port_of_its_own_has_the_tls_of_grpc(tmp_path: Path) -> None:
+    """With changed files too: what was open goes on, what comes needs the new ones."""
+    first, second = trustme.CA(), trustme.CA()
+    mount, home, api_port = tmp_path / "mount", tmp_path / "home", free_port()
+    mount.mkdir()
+    home.mkdir()
+    issue(first, mount)
+    files, later = (Files(mount / "..data", authority) for authority in (first, second))
     flags = ["--http-api", "openai", "--http-api-port", str(api_port), *files.flags("cert", "key", "ca")]
-    setup = start_router(tmp_path, 1, *flags)
+    setup = start_router(home, 1, *flags)
+    setup.shards[0].step_s = 0.005
     try:
         assert f"API on 127.0.0.1:{api_port}" in setup.service.output
         status, message = error_of(ask(setup.service.http_port, GENERATE, token=""))
         assert (status, "--http-api-port" in message) == (404, True)
         curl = ["curl", "-s", "--cacert", str(files.directory / "ca.pem"), "-d", json.dumps(GENERATE)]
-        curl.append(f"https://127.0.0.1:{api_port}{PATH}")
+        curl.append(f"https://localhost:{api_port}{PATH}")
         assert subprocess.run(curl, capture_output=True, timeout=10).returncode != 0  # without a certificate
-        own = files.authority.issue_cert("client@example.com")
-        context = ssl.create_default_context(cafile=str(files.directory / "ca.pem"))
-        own.configure_cert(context)
-        connection = http.client.HTTPSConnection("127.0.0.1", api_port, context=context)
-        connection.request("POST", PATH, json.dumps(GENERATE))
-        assert read(connection)[0] == 200
-        connection.close()
+        with open_over_tls(api_port, files, first) as stream:
+            assert stream.readline().startswith(b"data: ")
+            issue(second, mount)
+            with open_over_tls(api_port, later, second) as renewed:
+                assert renewed.status == 200
+            for own, server in ((files, second), (later, first)):
+                with pytest.raises(OSError, match=r"(?i)certificate|unknown ca|reset|closed|eof"):
+                    open_over_tls(api_port, own, server).__enter__()
+            assert stream.read().endswith(b"data: [DONE]\n\n")
         setup.service.wait_for_line("client@example.com", 5)
     finally:
-        stop_router(setup)
+        assert stop_router(setup) == 0

@@ -1,9 +1,8 @@
 """Limits on connections to the public gRPC port, as arguments of gRPC's core: sizes, times and rates. None of
 them ends a call that has begun."""
 
-import resource
-
 from tgis.config.processes import RouterConfig
+from tgis.router.api.open_files import share_files
 
 # Streams per connection; without this limit, repeated resets starve other connections. gRPC counts a stream
 # until its call is freed, and refuses further streams even from clients that keep to the limit, so it must
@@ -16,8 +15,6 @@ MAX_PENDING = 10  # times the streams of a connection
 HANDSHAKE_S = 10
 # least time between two pings without a call; clients that watch their connections ping every 30 s
 MIN_PING_S = 10
-MAX_CONNECTIONS = 4096
-RESERVED_FILES = 256  # files for everything that is not a gRPC connection: HTTP, shards, the tokenizer, logs
 
 
 def grpc_options(config: RouterConfig) -> list[tuple[str, int]]:
@@ -28,7 +25,7 @@ def grpc_options(config: RouterConfig) -> list[tuple[str, int]]:
         ("grpc.max_concurrent_streams", streams),
         ("grpc.server.max_pending_requests", MAX_PENDING * streams),
         ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING * streams),
-        ("grpc.max_allowed_incoming_connections", max_connections()),
+        ("grpc.max_allowed_incoming_connections", share_files(config).grpc),
         ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_S),
         ("grpc.max_receive_message_length", config.max_message_bytes),
         # Set both limits: between a lower soft limit and the hard one, gRPC refuses calls at random.
@@ -44,11 +41,3 @@ def grpc_options(config: RouterConfig) -> list[tuple[str, int]]:
     if config.max_connection_age is not None:  # gRPC's own grace is infinite: streams finish
         options.append(("grpc.max_connection_age_ms", int(1000 * config.max_connection_age)))
     return options
-
-
-def max_connections() -> int:
-    """Return a number of connections that leaves the process files to open for everything else."""
-    num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if num_files == resource.RLIM_INFINITY:
-        return MAX_CONNECTIONS
-    return min(MAX_CONNECTIONS, max(num_files - RESERVED_FILES, num_files // 2))

@@ -12,14 +12,15 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tgis.config.processes import RouterConfig
-from tgis.net.http_connection import Answer, SlowReadError
+from tgis.net.http_connection import Answer
 from tgis.net.http_routes import PROBE_LIMITS, LimitedApp, RouteLimits
+from tgis.net.slow_readers import SlowReadError
 from tgis.router.api.bearer_tokens import REFUSAL, BearerTokens
 from tgis.router.api.http.call_context import open_call, request_id
 from tgis.router.api.http.event_stream import BODY
 from tgis.router.api.http.openai.errors import ApiError, last_events, respond
 from tgis.router.api.tenants import shown_name
-from tgis.router.errors import OverloadedError, UnavailableError
+from tgis.router.errors import UnavailableError
 from tgis.router.metrics.metric_types import Counter
 
 logger = logging.getLogger(__name__)
@@ -141,9 +142,7 @@ def api_limits(config: RouterConfig) -> RouteLimits:
 
 
 async def _refuse_overload(scope: Scope, receive: Receive, send: Send) -> None:
-    response = respond(OverloadedError("the service has too many connections"))
-    response.status_code = 503
-    await response(scope, receive, send)
+    await respond(UnavailableError("the service has too many connections"))(scope, receive, send)
 
 
 def api_route(app: ASGIApp, config: RouterConfig, is_own_port: bool) -> LimitedApp:

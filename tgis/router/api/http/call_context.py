@@ -2,7 +2,7 @@
 
 import re
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from starlette.requests import Request
@@ -29,9 +29,14 @@ class HttpCall:
     """Name that the caller's token or certificate has; empty if it has none."""
     metadata: Metadata
     """Headers, their names in lower case, and the scheme."""
-    id: str = field(default_factory=lambda: secrets.token_hex(16))
+    id: str
     """The client's `x-request-id` if it is printable ASCII and not too long, else a new id."""
-    max_body_bytes: int = 4 << 20
+    max_body_bytes: int
+
+    @property
+    def owner(self) -> str:
+        """Whose turn it is in queues: the tenant's, or the host's, whose connections are many."""
+        return self.tenant or self.connection.rpartition(":")[0]
 
 
 def open_call(request: Request, tenant: str, max_body_bytes: int) -> HttpCall:

@@ -7,7 +7,7 @@ from contextlib import aclosing, suppress
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tgis.net.http_connection import SlowReadError
+from tgis.net.slow_readers import SlowReadError
 from tgis.router.api.service import Stream
 from tgis.router.errors import SlowClientError
 from tgis.router.events import InputTokens, Output
@@ -20,8 +20,8 @@ class EventStream(Response):
     """Answer whose body is the bytes of events, each `data: …` and two line ends. It begins with the first
     one, so that an error before it can have a status."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str] | None = None) -> None:
-        super().__init__(headers=HEADERS | (headers or {}), media_type="text/event-stream")
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers=HEADERS, media_type="text/event-stream")
         del self.headers["content-length"]
         self._events = events
 

@@ -1,5 +1,6 @@
 """The router's HTTP ports: probes and metrics, and APIs on the same port or on one of their own."""
 
+import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -7,17 +8,20 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from starlette.routing import Route
 
 from tgis.config.processes import RouterConfig
-from tgis.net.http_routes import PROBE_LIMITS
+from tgis.net.http_routes import PROBE_LIMITS, RouteLimits
 from tgis.net.http_server import serve_http, serve_listener
 from tgis.net.ports import reserve
 from tgis.net.tls import Certificates
 from tgis.router.api.http.answer_accounts import AnswerAccounts
 from tgis.router.api.http.app import ApiGate, Phase, absent_api_route, api_route, starlette_of
 from tgis.router.api.http.metrics_app import metrics_routes
+from tgis.router.api.http.playground.page import playground_route
+from tgis.router.api.open_files import share_files
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.requests.doors import OPENAI
 
-FRESH = 4  # connections without a request, for each one that may have a request
+logger = logging.getLogger(__name__)
+
 CUT_S = 1.0  # time limit for the last events of requests that are cut
 
 
@@ -38,12 +42,12 @@ class HttpPorts:
             self._api = AnswerAccounts(self._gate, OPENAI.name, api_routes, metrics)
         self._fresh = PROBE_LIMITS
         if self._gate:
-            most = PROBE_LIMITS.max_connections + FRESH * config.max_http_connections
-            self._fresh = PROBE_LIMITS._replace(max_connections=most)
+            self._fresh = _fresh_limits(config)
         own = absent_api_route(config)
         if self._gate and config.http_api_port is None:
             own = api_route(self._api, config, False)
-        self._app = starlette_of([own, *metrics_routes(is_ready, metrics)])
+        page = playground_route(config, self._gate is not None and config.http_api_port is None)
+        self._app = starlette_of([page, own, *metrics_routes(is_ready, metrics)])
         self._reserved: socket.socket | None = None
 
     def serve(self) -> AbstractAsyncContextManager[int]:
@@ -51,7 +55,8 @@ class HttpPorts:
         config = self._config
         if config.http_api_port is not None:
             self._reserved = reserve(config.bind, config.http_api_port)
-        return serve_http(self._app, config, self._certificates, self._fresh)
+        fresh = self._fresh if config.http_api_port is None else PROBE_LIMITS
+        return serve_http(self._app, config, self._certificates, fresh)
 
     @asynccontextmanager
     async def serve_api(self) -> AsyncIterator[int | None]:
@@ -66,7 +71,7 @@ class HttpPorts:
         config, certificates = self._config, self._certificates
         self._reserved.listen(socket.SOMAXCONN)
         context = certificates.client_port_context() if certificates is not None else None
-        app = starlette_of([api_route(self._api, config, True)])
+        app = starlette_of([playground_route(config, True), api_route(self._api, config, True)])
         async with serve_listener(app, self._reserved, config, context, self._fresh) as port:
             yield port
 
@@ -82,3 +87,16 @@ class HttpPorts:
     def cut(self) -> None:
         if self._gate:
             self._gate.cut()
+
+
+def _fresh_limits(config: RouterConfig) -> RouteLimits:
+    """Return the limits of connections without a request on an API's port."""
+    shares = share_files(config)
+    if shares.num_missing:
+        logger.warning(
+            "the process may open %d files too few for --max-http-connections %d; "
+            "raise its limit of open files, or lower the flag",
+            shares.num_missing,
+            config.max_http_connections,
+        )
+    return PROBE_LIMITS._replace(max_connections=shares.http_fresh)

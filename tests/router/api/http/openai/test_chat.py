@@ -81,6 +81,9 @@ async def test_prompts_are_what_the_template_makes(tmp_path: Path) -> None:
         messages = [*HELLO, {"role": "assistant", "content": "so"}]
         continued = await prompt_of(door, messages=messages, continue_final_message=True)
         assert continued == "<user>hello<assistant>so"
+        for name in ("reasoning_content", "reasoning"):
+            messages = [*HELLO, {"role": "assistant", "content": "so", name: "why"}]
+            assert await prompt_of(door, messages=messages) == "<user>hello<assistant>whyso<assistant>"
         variables = {"mood": "!"}
         assert (await prompt_of(door, messages=HELLO, chat_template_kwargs=variables)).endswith(
             "<assistant>!"
@@ -100,6 +103,9 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"messages": HELLO, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"messages": HELLO, "stream_options": {"include_usage": True}}, "stream_options"),
     ({"messages": HELLO, "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"messages": HELLO, "min_tokens": 3, "max_tokens": 2}, "min_tokens"),
+    ({"messages": HELLO, "stop": ["x" * 300]}, "stop"),
+    ({"messages": HELLO, "logit_bias": {"99999999": 1}}, "logit_bias"),
     ({"messages": [{"role": "user", "content": "word " * 400}]}, "messages"),
 ]
 
@@ -114,6 +120,12 @@ async def test_refusals_name_the_field(tmp_path: Path) -> None:
 
 async def test_an_unknown_model_does_not_exist(tmp_path: Path) -> None:
     async with chat_door(tmp_path) as (_, client):
-        with pytest.raises(openai.NotFoundError) as caught:
-            await client.chat.completions.create(model="nobody/x", messages=HELLO, max_tokens=2)
-        assert caught.value.code == "model_not_found"
+        for ask in (
+            client.chat.completions.create(model="nobody/x", messages=HELLO, max_tokens=2),
+            client.models.retrieve("nobody/x"),
+        ):
+            with pytest.raises(openai.NotFoundError) as caught:
+                await ask
+            assert caught.value.code == "model_not_found"
+            assert isinstance(caught.value.body, dict)
+            assert caught.value.body["message"] == "The model 'nobody/x' does not exist."

@@ -1,5 +1,6 @@
 """Completions over a real socket, to OpenAI's own client and to plain HTTP, against plain expectations."""
 
+import asyncio
 import json
 import math
 from collections.abc import AsyncIterator
@@ -17,9 +18,10 @@ from tests.support.tokenizers.trained import write_byte_level
 from tgis.router.api.http.openai.completions.choices import CompletionJob, write_choices
 from tgis.router.api.http.openai.completions.chunks import ChunkWriter
 from tgis.router.api.http.openai.completions.types import Completion, CompletionRequest
+from tgis.router.api.http.openai.long_answers import SlicedEncoder
 from tgis.router.api.service import Result
 from tgis.router.engine.handle import SequenceSpec
-from tgis.router.events import InputTokens, Output
+from tgis.router.events import Output
 from tgis.router.requests.call import GenerationCall, Parameters
 from tgis.router.sequence import Stopping, StopReason, TokenDetail
 from tgis.router.text.detokenizer import Vocabulary
@@ -250,7 +252,7 @@ async def test_best_of(door: HttpDoor, client: openai.AsyncOpenAI) -> None:
     assert answer.usage.completion_tokens == 4 * len(follow(ids_of(door, PROMPT), 6))
 
 
-def test_the_best_are_the_likeliest_per_token(tmp_path: Path) -> None:
+async def test_the_best_are_the_likeliest_per_token(tmp_path: Path) -> None:
     write_byte_level(tmp_path)
     tokenizer = Tokenizer(tmp_path, 1)
     body = CompletionRequest(prompt="a", n=2, best_of=4, max_tokens=9)
@@ -261,13 +263,14 @@ def test_the_best_are_the_likeliest_per_token(tmp_path: Path) -> None:
         tokens = [TokenDetail(5, logprob) for logprob in logprobs]
         last = Output("", tokens[-1], len(tokens), StopReason.MAX_TOKENS)
         results.append(Result(SequenceSpec((1, 2), Stopping(9)), [str(number)], tokens, (), last))
-    choices, usage = write_choices(CompletionJob(body, call, header, Vocabulary(tokenizer)), results)
+    job = CompletionJob(body, call, header, Vocabulary(tokenizer), SlicedEncoder(asyncio.Lock()))
+    choices, usage = await write_choices(job, results)
     assert [(choice.index, choice.text) for choice in choices] == [(0, "1"), (1, "3")]
     assert (usage.prompt_tokens, usage.completion_tokens) == (2, 7)
     tokenizer.close()
 
 
-def test_choices_wait_for_their_prompt(tmp_path: Path) -> None:
+async def test_choices_wait_for_their_prompt(tmp_path: Path) -> None:
     """Only the first choice of a prompt brings the prompt's log-probabilities, and others may be faster."""
     write_byte_level(tmp_path)
     tokenizer = Tokenizer(tmp_path, 1)
@@ -276,10 +279,12 @@ def test_choices_wait_for_their_prompt(tmp_path: Path) -> None:
     call = GenerationCall("Completion", "stream", ["ab"], params, str, (), "")
     header = Completion(id="cmpl-1", created=1, model=MODEL, choices=[])
     specs = [SequenceSpec((5, 6), Stopping(9))] * 2
-    writer = ChunkWriter(CompletionJob(body, call, header, Vocabulary(tokenizer)), specs)
-    assert not list(writer.begin())
+    writer = ChunkWriter(
+        CompletionJob(body, call, header, Vocabulary(tokenizer), SlicedEncoder(asyncio.Lock())), specs
+    )
+    assert not [chunk async for chunk in writer.begin()]
     assert not list(writer.write(1, Output("early", TokenDetail(7, -1.0), 1)))
-    chunks = list(writer.write(0, InputTokens((TokenDetail(5), TokenDetail(6, -2.0)))))
+    chunks = [chunk async for chunk in writer.write_prompt(0, (TokenDetail(5), TokenDetail(6, -2.0)))]
     choices = [json.loads(chunk.removeprefix(b"data: "))["choices"][0] for chunk in chunks]
     assert [(each["index"], each["text"]) for each in choices] == [(0, "ab"), (1, "ab"), (1, "early")]
     assert [each["logprobs"]["token_logprobs"] for each in choices] == [[None, -2.0], [None, -2.0], [-1.0]]

@@ -6,11 +6,22 @@ from typing import Any
 import msgspec
 import pytest
 
+from tgis.router.api.http.openai.chat.types import ChatRequest
 from tgis.router.api.http.openai.completions.types import CompletionRequest
-from tgis.router.api.http.openai.errors import ApiError, describe
-from tgis.router.api.http.openai.fields.parameters import describe_parameters, refusal, to_parameters
+from tgis.router.api.http.openai.errors import ApiError, respond
+from tgis.router.api.http.openai.fields.parameters import describe_parameters, to_parameters
+from tgis.router.api.http.openai.fields.refusals import INPUT, translated_refusals
 from tgis.router.api.http.openai.fields.sampling_fields import read_fields
-from tgis.router.errors import NotFoundError, RequestError
+from tgis.router.errors import (
+    GenerationError,
+    InputTooLongError,
+    NotFoundError,
+    OverloadedError,
+    PayloadTooLargeError,
+    QuotingError,
+    RequestError,
+    UnavailableError,
+)
 from tgis.router.requests.call import Parameters
 
 DECODER = msgspec.json.Decoder(CompletionRequest)
@@ -89,30 +100,79 @@ def test_description() -> None:
         "temperature=0.5",
         "echo=true",
         "n=2",
-        "include_usage=true",
+        "stream_options.include_usage=true",
         "guided_json=1",
     }
 
 
+def translated(error: RequestError, model: str | None = None) -> ApiError:
+    names = {INPUT: "prompt", "regex": "guided_regex"}
+    with pytest.raises(ApiError) as caught, translated_refusals(model, names):
+        raise error
+    return caught.value
+
+
+MOST_TOKENS = "max_new_tokens must be <= 5"
+REFUSALS: list[tuple[RequestError, str | None, str | None, str]] = [
+    (RequestError(MOST_TOKENS, "max_new_tokens"), "max_tokens", None, "max_tokens must be <= 5"),
+    (
+        RequestError("min_new_tokens must be <= max_new_tokens", "min_new_tokens"),
+        "min_tokens",
+        None,
+        "min_tokens must be <= max_tokens",
+    ),
+    (RequestError("the text is wrong", "text"), "prompt", None, "the text is wrong"),
+    (
+        InputTooLongError("input tokens (9) plus min_new_tokens (2) must be <= 5", "text"),
+        "prompt",
+        "context_length_exceeded",
+        "This model's maximum context length is exceeded: input tokens (9) plus min_tokens (2) must be <= 5",
+    ),
+    (RequestError("n must be >= 1", "n"), "n", None, "n must be >= 1"),
+    (RequestError("something else"), None, None, "something else"),
+    (QuotingError("regex no: regex", "regex"), "guided_regex", None, "guided_regex no: regex"),
+]
+
+
+@pytest.mark.parametrize(("error", "param", "code", "message"), REFUSALS)
+def test_refusals(error: RequestError, param: str | None, code: str | None, message: str) -> None:
+    for error.is_logged in (False, True):
+        shown = translated(error)
+        assert shown.is_logged == error.is_logged
+        told = shown.details
+        assert (shown.status, told.param, told.code, told.message) == (400, param, code, message)
+
+
 @pytest.mark.parametrize(
-    ("text", "param", "code"),
+    ("error", "status", "kind", "is_temporary"),
     [
-        ("max_new_tokens must be <= 5", "max_tokens", None),
-        ("min_new_tokens must be <= max_new_tokens", "min_tokens", None),
-        ("top_n_tokens (9) must be <= 5", "logprobs", None),
-        ("input tokens (9) plus prefix length (0) must be < 5", "prompt", "context_length_exceeded"),
-        ("input token id 9 is beyond the model's vocabulary of 5 tokens", "prompt", None),
-        ("can specify at most 16 non-empty stop sequences", "stop", None),
-        ("something else", None, None),
+        (OverloadedError("x"), 429, "rate_limit_error", True),
+        (UnavailableError("x"), 503, "service_unavailable_error", True),
+        (PayloadTooLargeError(5), 413, "invalid_request_error", False),
+        (RequestError("x"), 400, "invalid_request_error", False),
+        (GenerationError("x"), 500, "server_error", False),
+        (ApiError(401, "x"), 401, "authentication_error", False),
     ],
 )
-def test_refusals(text: str, param: str | None, code: str | None) -> None:
-    error = refusal(RequestError(text), "prompt")
-    assert isinstance(error, ApiError)
-    assert (error.status, error.details.param, error.details.code) == (400, param, code)
-    assert "new_tokens" not in error.details.message
+def test_answers_to_errors(error: Exception, status: int, kind: str, is_temporary: bool) -> None:
+    response = respond(error)
+    told = json.loads(bytes(response.body))["error"]
+    assert (response.status_code, told["type"]) == (status, kind)
+    assert ("retry-after" in response.headers) == is_temporary
 
 
 def test_missing_models_stay_missing() -> None:
-    status, details = describe(refusal(NotFoundError("no such model"), "prompt"))
-    assert (status, details.param, details.code) == (404, "model", "model_not_found")
+    shown = translated(NotFoundError("no store in /a/folder"), "x" * 999)
+    assert (shown.status, shown.details.param, shown.details.code) == (404, "model", "model_not_found")
+    assert shown.details.message == f"The model '{'x' * 256}' does not exist."
+
+
+def test_tools_are_described_by_numbers() -> None:
+    choice = {"type": "function", "function": {"name": "secret"}}
+    tools = [{"function": {"name": "secret", "description": "secret"}}]
+    body = msgspec.convert(
+        {"messages": [], "tools": tools, "tool_choice": choice, "max_reasoning_tokens": 7}, ChatRequest
+    )
+    assert describe_parameters(body) == (
+        "tools=1, tool_choice.type=8 bytes, tool_choice.function.name=6 bytes, max_reasoning_tokens=7"
+    )

@@ -1,4 +1,4 @@
-"""OpenAI's error object, and the one table from the router's errors to its statuses."""
+"""OpenAI's error object."""
 
 import logging
 import secrets
@@ -8,24 +8,21 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tgis.router.api.http.answer_accounts import REFUSED_PARAMETER
-from tgis.router.errors import (
-    Code,
-    NotFoundError,
-    OverloadedError,
-    PayloadTooLargeError,
-    RouterError,
-    internal_error,
-)
+from tgis.router.api.http.openai.events import DONE, encode_event
+from tgis.router.errors import RouterError, internal_error
+from tgis.router.requests.http_statuses import http_status
 
 logger = logging.getLogger(__name__)
 
-STATUS = {
-    Code.INVALID_ARGUMENT: (400, "invalid_request_error"),
-    Code.RESOURCE_EXHAUSTED: (429, "rate_limit_error"),
-    Code.UNAVAILABLE: (503, "service_unavailable_error"),
-    Code.INTERNAL: (500, "server_error"),
+TYPES = {
+    401: "authentication_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
 }
-RETRY_S = 1
+"""The API's types of errors by status; other statuses are of invalid requests."""
+TEMPORARY, RETRY_S = (429, 503), 1
+MAX_MODEL_CHARS = 256  # of a model that does not exist
 
 
 class ErrorDetails(msgspec.Struct):
@@ -40,34 +37,38 @@ class ErrorBody(msgspec.Struct):
 
 
 class ApiError(Exception):
-    """Refusal of a request before it reaches the service."""
+    """Refusal of a request in this API's terms."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        kind = "authentication_error" if status == 401 else "invalid_request_error"
         self.is_logged = False
-        self.status, self.details = status, ErrorDetails(message, kind, param, code)
+        self.status, self.details = status, _details(status, message, param, code)
+
+
+def missing_model(name: str | None) -> ApiError:
+    text = f"The model '{(name or '')[:MAX_MODEL_CHARS]}' does not exist."
+    return ApiError(404, text, "model", "model_not_found")
 
 
 def describe(error: Exception) -> tuple[int, ErrorDetails]:
     """Return the status and the details of an error. An unforeseen one is logged, and tells its id only."""
     if isinstance(error, ApiError):
         return error.status, error.details
-    if isinstance(error, NotFoundError):
-        return 404, ErrorDetails(str(error), "invalid_request_error", "model", "model_not_found")
-    if isinstance(error, PayloadTooLargeError):
-        return 413, ErrorDetails(str(error), "invalid_request_error")
+    status = http_status(error)
     if isinstance(error, RouterError):
-        status, kind = STATUS[error.code]
-        return status, ErrorDetails(str(error), kind)
+        return status, _details(status, str(error))
     request_id = secrets.token_hex(8)
     logger.error("request %s failed: %r", request_id, error, exc_info=error)
-    return 500, ErrorDetails(internal_error(request_id), STATUS[Code.INTERNAL][1])
+    return status, _details(status, internal_error(request_id))
+
+
+def _details(status: int, message: str, param: str | None = None, code: str | None = None) -> ErrorDetails:
+    return ErrorDetails(message, TYPES.get(status, "invalid_request_error"), param, code)
 
 
 def respond(error: Exception) -> Response:
     status, details = describe(error)
-    headers = {"retry-after": str(RETRY_S)} if isinstance(error, OverloadedError) else {}
+    headers = {"retry-after": str(RETRY_S)} if status in TEMPORARY else {}
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     body = msgspec.json.encode(ErrorBody(details))
@@ -89,4 +90,4 @@ class ErrorResponse(Response):
 
 def last_events(error: Exception) -> bytes:
     """Return the events that end a stream for an error."""
-    return b"data: " + msgspec.json.encode(ErrorBody(describe(error)[1])) + b"\n\ndata: [DONE]\n\n"
+    return encode_event(ErrorBody(describe(error)[1])) + DONE

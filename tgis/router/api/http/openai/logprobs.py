@@ -103,10 +103,6 @@ class CompletionLogprobsWriter:
         return top
 
 
-def count_characters(vocabulary: Vocabulary, token_ids: Iterable[int]) -> int:
-    return len(spell_text(vocabulary, token_ids))
-
-
 def spell_text(vocabulary: Vocabulary, token_ids: Iterable[int]) -> str:
     """Return the text that tokens continue a text with, without special ones."""
     return b"".join(vocabulary.spell(token_id) or b"" for token_id in token_ids).decode(errors="replace")
@@ -134,9 +130,15 @@ def _bytes_of(vocabulary: Vocabulary) -> Callable[[int], list[int] | None]:
     return spell
 
 
-def prompt_logprobs(tokens: Iterable[TokenDetail], names: TokenNames, num_top: int) -> PromptLogprobs:
-    """Return the log-probabilities of the input tokens by id, null for the first."""
-    return [None if index == 0 else _ranked(token, names, num_top) for index, token in enumerate(tokens)]
+def prompt_logprobs(
+    tokens: Iterable[TokenDetail], names: TokenNames, num_top: int, are_first: bool = True
+) -> PromptLogprobs:
+    """Return the log-probabilities of input tokens by id. With `are_first`, nothing is known of the first of
+    them."""
+    return [
+        None if are_first and index == 0 else _ranked(token, names, num_top)
+        for index, token in enumerate(tokens)
+    ]
 
 
 def _ranked(token: TokenDetail, names: TokenNames, num_top: int) -> dict[str, PromptLogprob]:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tgis.router.api.http.openai.dates import unix_time
-from tgis.router.api.http.openai.errors import ApiError
+from tgis.router.api.http.openai.errors import missing_model
 from tgis.router.errors import StartupError
 
 OWNER = "tgis"
@@ -41,13 +41,17 @@ class ModelChoice(NamedTuple):
     adapter_id: str | None = None
 
 
+def is_model_name(text: str) -> bool:
+    return _NAME.fullmatch(text) is not None
+
+
 def served_names(option: str | None, model: str) -> tuple[str, ...]:
     """Return the names of `--served-model-name`; without it the name of the model's directory. Raises
     StartupError."""
     given = option if option and option.strip(", ") else Path(model).name or "model"
     names = tuple(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
     for name in names:
-        if not _NAME.fullmatch(name):
+        if not is_model_name(name):
             raise StartupError(
                 "served_model_name: a name has 1 to 256 letters, digits and characters of _.:/@+-"
             )
@@ -68,18 +72,25 @@ class Models:
         the ids of adapters that are kept loaded."""
         self.names = names
         self._max_model_len, self._adapter_ids = max_model_len, adapter_ids
+        self.adapters: dict[str, str] = {}
+        """Ids of the adapters that got names while the service runs, by name."""
         self._created = unix_time() if created is None else created
 
+    @property
+    def preloaded_ids(self) -> tuple[str, ...]:
+        return self._adapter_ids()
+
     def choose(self, name: str | None) -> ModelChoice:
-        """Return what a request's `model` names: the served model, else the adapter of that id."""
+        """Return what a request's `model` names: the served model, else the adapter of that name or id."""
         if not name:
             return ModelChoice(self.names[0])
-        return ModelChoice(name, None if name in self.names else name)
+        return ModelChoice(name, None if name in self.names else self.adapters.get(name, name))
 
     def cards(self) -> list[ModelCard]:
         first = self.names[0]
         own = [self._card(name, root=first) for name in self.names]
-        return own + [self._card(name, root=name, parent=first) for name in self._adapter_ids()]
+        adapters = {name: name for name in self.preloaded_ids} | self.adapters
+        return own + [self._card(name, root=root, parent=first) for name, root in adapters.items()]
 
     async def list(self, request: Request) -> Response:
         return Response(msgspec.json.encode(ModelList(self.cards())), media_type="application/json")
@@ -89,8 +100,7 @@ class Models:
         for card in self.cards():
             if card.id == name:
                 return Response(msgspec.json.encode(card), media_type="application/json")
-        text = "the model does not exist, or is an adapter that is not kept loaded"
-        raise ApiError(404, text, "model", "model_not_found")
+        raise missing_model(name)
 
     def _card(self, name: str, root: str, parent: str | None = None) -> ModelCard:
         return ModelCard(name, self._created, root=root, parent=parent, max_model_len=self._max_model_len)

@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tgis import __version__
+from tgis.router.api.http.openai.adapter_routes import LoadAdapterBody, UnloadAdapterBody
 from tgis.router.api.http.openai.chat.types import ChatCompletion, ChatRequest
 from tgis.router.api.http.openai.completions.types import Completion, CompletionRequest
 from tgis.router.api.http.openai.errors import ErrorBody
@@ -23,8 +24,9 @@ ERRORS = {
     "429": "No room now; try again.",
     "431": "The headers are too large.",
     "500": "The service failed.",
-    "503": "The service shuts down or has lost its model.",
+    "503": "The service loads, shuts down, has lost its model or has too many connections.",
 }
+RETRY_AFTER = {"retry-after": {"description": "Seconds to wait before.", "schema": {"type": "integer"}}}
 
 
 class Operation(NamedTuple):
@@ -33,6 +35,7 @@ class Operation(NamedTuple):
     answer: Any
     body: Any = None
     has_stream: bool = False
+    is_text: bool = False
 
 
 OPERATIONS = (
@@ -40,6 +43,8 @@ OPERATIONS = (
     Operation("/v1/completions", "Continue prompts", Completion, CompletionRequest, True),
     Operation("/v1/models", "List models", ModelList),
     Operation("/v1/models/{name}", "Describe a model", ModelCard),
+    Operation("/v1/load_lora_adapter", "Name a LoRA adapter", str, LoadAdapterBody, is_text=True),
+    Operation("/v1/unload_lora_adapter", "Take a name away", str, UnloadAdapterBody, is_text=True),
     Operation("/tokenize", "Turn a text or a chat into tokens", TokenList, TokenizeBody),
     Operation("/detokenize", "Turn tokens into text", TokenText, DetokenizeBody),
     Operation("/version", "Tell the version", Version),
@@ -69,7 +74,8 @@ async def serve_openapi(request: Request) -> Response:
 
 
 def _path_item(operation: Operation, refs: dict[Any, dict[str, Any]]) -> dict[str, Any]:
-    answer = {"application/json": {"schema": refs[operation.answer]}}
+    kind = "text/plain" if operation.is_text else "application/json"
+    answer = {kind: {"schema": refs[operation.answer]}}
     if operation.has_stream:
         answer["text/event-stream"] = {"schema": {"type": "string"}}
     error = {"application/json": {"schema": refs[ErrorBody]}}
@@ -79,6 +85,9 @@ def _path_item(operation: Operation, refs: dict[Any, dict[str, Any]]) -> dict[st
         "responses": {"200": {"description": "The answer.", "content": answer}}
         | {status: {"description": text, "content": error} for status, text in ERRORS.items()},
     }
+    for status in ("429", "503"):
+        item["responses"][status]["headers"] = RETRY_AFTER
+    item["responses"]["431"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
     if "{name}" in operation.path:
         item["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
     if operation.body is None:

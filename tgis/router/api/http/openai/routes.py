@@ -4,6 +4,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tgis.router.api.http.openai.adapter_routes import AdapterRoutes
 from tgis.router.api.http.openai.chat.handler import ChatCompletions
 from tgis.router.api.http.openai.completions.handler import Completions
 from tgis.router.api.http.openai.errors import ApiError
@@ -28,12 +29,14 @@ METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
 
 def openai_routes(api: OpenAiApi) -> list[Route]:
-    tokens = TokenRoutes(api)
+    tokens, adapters = TokenRoutes(api), AdapterRoutes(api)
     return [
         Route("/v1/chat/completions", ChatCompletions(api).answer, methods=["POST"]),
         Route("/v1/completions", Completions(api).answer, methods=["POST"]),
         Route("/v1/models", api.models.list),
         Route("/v1/models/{name:path}", api.models.retrieve),
+        Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
         Route("/version", tokens.version),

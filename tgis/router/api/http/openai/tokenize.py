@@ -9,13 +9,12 @@ from starlette.responses import Response
 from tgis import __version__
 from tgis.router.api.http.call_context import read_body
 from tgis.router.api.http.openai.chat.messages import render_chat
-from tgis.router.api.http.openai.chat.types import Message
+from tgis.router.api.http.openai.chat.types import Message, Tool
 from tgis.router.api.http.openai.errors import ApiError
-from tgis.router.api.http.openai.fields.parameters import refusal
+from tgis.router.api.http.openai.fields.refusals import INPUT, translated_refusals
 from tgis.router.api.http.openai.fields.refused_fields import refuse_fields
 from tgis.router.api.http.openai.fields.sampling_fields import TokenId, read_fields
 from tgis.router.api.http.openai.service_parts import OpenAiApi
-from tgis.router.errors import RequestError
 from tgis.router.requests.doors import OPENAI
 from tgis.router.text.token_lists import join_tokens, list_tokens
 from tgis.router.text.tokenization import TokenizeJob
@@ -36,7 +35,8 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: Any = None
     mm_processor_kwargs: Any = None
-    tools: Any = None
+    tools: list[Tool] | None = None
+    reasoning_effort: str | None = None
 
 
 class DetokenizeBody(msgspec.Struct):
@@ -57,30 +57,28 @@ class TokenRoutes:
         self._api = api
 
     async def tokenize(self, request: Request) -> Response:
-        try:
-            body = read_fields(_tokenize_decoder, await read_body(request))
-            return await self._run(await self._tokenize_job(body), request)
-        except RequestError as error:
-            raise refusal(error, "prompt") from None
+        body = read_fields(_tokenize_decoder, await read_body(request))
+        job = await self._tokenize_job(body, request)
+        with translated_refusals(body.model, {INPUT: "prompt" if body.messages is None else "messages"}):
+            return await self._run(job, request)
 
     async def detokenize(self, request: Request) -> Response:
-        try:
-            body = read_fields(_detokenize_decoder, await read_body(request))
-            job = TokenizeJob(join_tokens, (body.tokens,), 1, BYTES_PER_ID * len(body.tokens))
+        body = read_fields(_detokenize_decoder, await read_body(request))
+        num_bytes = BYTES_PER_ID * len(body.tokens)
+        job = TokenizeJob(join_tokens, (body.tokens,), 1, num_bytes, "Detokenize")
+        with translated_refusals(body.model, {INPUT: "tokens"}):
             return await self._run(job, request)
-        except RequestError as error:
-            raise ApiError(400, str(error), "tokens") from None
 
     async def version(self, request: Request) -> Response:
         return Response(msgspec.json.encode(Version(__version__)), media_type="application/json")
 
-    async def _tokenize_job(self, body: TokenizeBody) -> TokenizeJob:
+    async def _tokenize_job(self, body: TokenizeBody, request: Request) -> TokenizeJob:
         refuse_fields(body)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "one of prompt and messages must be given", "prompt")
         adds, text = body.add_special_tokens, body.prompt
         if body.messages is not None:
-            text = await render_chat(body.messages, body, self._api.renderer)
+            text = await render_chat(body.messages, body, self._api.renderer, request.state.call.owner)
         assert text is not None, "a prompt or messages are there"
         adds_special_tokens = body.messages is None if adds is None else adds
         most = self._api.limits.max_sequence_length

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from tgis import __version__
 from tgis.router.events import Output
@@ -15,15 +16,25 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    """Absent if the model has no known format of reasoning."""
 
 
-def make_usage(num_prompt: int, num_completion: int, num_cached: int) -> Usage:
-    return Usage(num_prompt, num_completion, num_prompt + num_completion, PromptTokensDetails(num_cached))
+def make_usage(
+    num_prompt: int, num_completion: int, num_cached: int, num_reasoning: int | None = None
+) -> Usage:
+    details = UNSET if num_reasoning is None else CompletionTokensDetails(num_reasoning)
+    total = num_prompt + num_completion
+    return Usage(num_prompt, num_completion, total, PromptTokensDetails(num_cached), details)
 
 
 def finish_reason(output: Output) -> str | None:

@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -10,25 +11,44 @@ from starlette.responses import Response
 
 from tgis.router.api.http.call_context import HttpCall, read_body
 from tgis.router.api.http.event_stream import EventStream, merge
+from tgis.router.api.http.openai.chat.answer_form import AnswerForm, constrain, read_answer_form
+from tgis.router.api.http.openai.chat.answers import WholeAnswer, read_answer
 from tgis.router.api.http.openai.chat.chunks import ChatChunkWriter
 from tgis.router.api.http.openai.chat.messages import render_chat
-from tgis.router.api.http.openai.chat.types import AnswerMessage, ChatChoice, ChatCompletion, ChatRequest
-from tgis.router.api.http.openai.completions.chunks import DONE
+from tgis.router.api.http.openai.chat.tools import read_tool_use
+from tgis.router.api.http.openai.chat.types import ChatChoice, ChatCompletion, ChatRequest
 from tgis.router.api.http.openai.dates import unix_time
 from tgis.router.api.http.openai.errors import ApiError
-from tgis.router.api.http.openai.fields.parameters import describe_parameters, refusal, to_parameters
+from tgis.router.api.http.openai.events import DONE
+from tgis.router.api.http.openai.fields.parameters import describe_parameters, to_parameters
+from tgis.router.api.http.openai.fields.refusals import INPUT, translated_refusals
 from tgis.router.api.http.openai.fields.refused_fields import IN_CHATS, refuse_fields
-from tgis.router.api.http.openai.fields.sampling_fields import read_fields
-from tgis.router.api.http.openai.fields.structured_outputs import naming_constraint, read_guided
-from tgis.router.api.http.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from tgis.router.api.http.openai.fields.sampling_fields import check_stream_options, read_fields
+from tgis.router.api.http.openai.fields.structured_outputs import constraint_names, read_guided
+from tgis.router.api.http.openai.logprobs import TokenNames
+from tgis.router.api.http.openai.long_answers import SlicedEncoder
 from tgis.router.api.http.openai.service_parts import OpenAiApi
-from tgis.router.api.http.openai.usage import finish_reason, make_usage, stop_reason
+from tgis.router.api.http.openai.usage import make_usage, stop_reason
 from tgis.router.api.service import Result
-from tgis.router.errors import RequestError
+from tgis.router.grammar.compiler import Guided
 from tgis.router.requests.call import GenerationCall, Parameters
 from tgis.router.requests.doors import OPENAI
 
 _decoder = msgspec.json.Decoder(ChatRequest)
+
+
+class ChatJob(NamedTuple):
+    """A request that has been read."""
+
+    body: ChatRequest
+    call: GenerationCall
+    form: AnswerForm | None
+    """None if answers are plain texts."""
+    answer_id: str
+
+    @property
+    def has_reasoning(self) -> bool:
+        return self.form is not None and self.form.has_reasoning
 
 
 class ChatCompletions:
@@ -38,27 +58,35 @@ class ChatCompletions:
     async def answer(self, request: Request) -> Response:
         """Answer a request. Raises ApiError and RouterError."""
         body = read_fields(_decoder, await read_body(request))
-        call = await self._read(body, request.state.call)
-        try:
-            with naming_constraint(body):
-                answer_id = f"chatcmpl-{request.state.call.id}"
-                if not body.stream:
-                    return await self._generate(body, call, answer_id)
-                events = self._events(body, call, answer_id)
-                await anext(events)  # returns once the call is admitted; a refusal gets a status of its own
-                return EventStream(events)
-        except RequestError as error:
-            raise refusal(error, "messages") from None
+        job = await self._read(body, request.state.call)
+        with translated_refusals(body.model, _names(body)):
+            if not body.stream:
+                return await self._generate(job)
+            events = self._events(job)
+            await anext(events)  # returns once the call is admitted: a refusal has a status of its own
+            return EventStream(events)
 
-    async def _read(self, body: ChatRequest, http: HttpCall) -> GenerationCall:
+    async def _read(self, body: ChatRequest, http: HttpCall) -> ChatJob:
         """Read a request. Raises ApiError and RouterError."""
+        api = self._api
         refuse_fields(body, IN_CHATS)
-        _check(body, self._api.service.is_encoder_decoder)
-        parameters, choice = _parameters(body), self._api.models.choose(body.model)
+        _check(body, api.service.is_encoder_decoder)
+        guided = read_guided(body)
+        use = read_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+        prompt = await render_chat(body.messages, body, api.renderer, http.owner)
+        form = read_answer_form(api.formats, use, prompt, body, api.find_mark)
+        call = self._call(body, http, prompt, _parameters(body, constrain(guided, form)), form)
+        return ChatJob(body, call, form, f"chatcmpl-{http.id}")
+
+    def _call(
+        self, body: ChatRequest, http: HttpCall, prompt: str, parameters: Parameters, form: AnswerForm | None
+    ) -> GenerationCall:
+        choice = self._api.models.choose(body.model)
+        marks = form.mark_ids if form is not None else frozenset()
         return GenerationCall(
             "ChatCompletion",
             "stream" if body.stream else "single",
-            [await render_chat(body.messages, body, self._api.renderer)],
+            [prompt],
             parameters,
             partial(describe_parameters, body),
             http.metadata,
@@ -68,37 +96,44 @@ class ChatCompletions:
             adds_special_tokens=bool(body.add_special_tokens),
             tenant=http.tenant,
             door=OPENAI,
+            shown_special_ids=marks & self._api.tokenizer.special_ids,
         )
 
-    async def _generate(self, body: ChatRequest, call: GenerationCall, answer_id: str) -> Response:
-        results = await self._api.service.generate(call)
+    async def _generate(self, job: ChatJob) -> Response:
+        body = job.body
+        results = await self._api.service.generate(job.call)
         names = TokenNames(self._api.vocabulary, bool(body.return_tokens_as_token_ids))
         first, num_top = results[0], body.prompt_logprobs
+        encoder = SlicedEncoder(self._api.encoding_turn)
         assert first.last is not None, "a generation ends with an output"
+        answers = [read_answer(result, job.form) for result in results]
         answer = ChatCompletion(
-            id=answer_id,
+            id=job.answer_id,
             created=unix_time(),
-            model=call.model_id,
-            choices=[_choice(body, index, result, names) for index, result in enumerate(results)],
+            model=job.call.model_id,
+            choices=[
+                await _choice(body, index, result, read, names, encoder)
+                for index, (result, read) in enumerate(zip(results, answers, strict=True))
+            ],
             usage=make_usage(
                 len(first.spec.input_ids),
                 sum(result.last.num_generated for result in results if result.last is not None),
                 first.last.num_cached,
+                sum(read.num_reasoning for read in answers) if job.has_reasoning else None,
             ),
-            prompt_logprobs=None if num_top is None else prompt_logprobs(first.input_tokens, names, num_top),
             prompt_token_ids=first.spec.input_ids if body.return_token_ids else None,
         )
-        return Response(msgspec.json.encode(answer), media_type="application/json")
+        if num_top is not None:
+            answer.prompt_logprobs = await encoder.prompt(first.input_tokens, names, num_top)
+        return encoder.answer(answer)
 
-    async def _events(
-        self, body: ChatRequest, call: GenerationCall, answer_id: str
-    ) -> AsyncGenerator[bytes, None]:
+    async def _events(self, job: ChatJob) -> AsyncGenerator[bytes, None]:
         """Yield an empty event once the call is admitted, and then the stream."""
-        async with self._api.service.stream(call) as streams:
+        async with self._api.service.stream(job.call) as streams:
             yield b""
-            names = TokenNames(self._api.vocabulary, bool(body.return_tokens_as_token_ids))
+            names = TokenNames(self._api.vocabulary, bool(job.body.return_tokens_as_token_ids))
             specs = [stream.spec for stream in streams]
-            writer = ChatChunkWriter(body, answer_id, call.model_id, specs, names)
+            writer = ChatChunkWriter(job.body, job.answer_id, job.call.model_id, specs, names, job.form)
             for event in writer.begin():
                 yield event
             async with aclosing(merge(streams)) as outputs:
@@ -110,12 +145,18 @@ class ChatCompletions:
         yield DONE
 
 
+def _names(body: ChatRequest) -> dict[str, str]:
+    """Return the service's names of what a chat calls otherwise."""
+    most = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    own = {INPUT: "messages", "max_new_tokens": most, "top_n_tokens": "top_logprobs"}
+    return own | constraint_names(body)
+
+
 def _check(body: ChatRequest, is_encoder_decoder: bool) -> None:
     """Check what fields demand of each other. Raises ApiError."""
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream", "stream_options")
+    check_stream_options(body)
     if body.prompt_logprobs is not None and body.stream:
         raise ApiError(400, "prompt_logprobs cannot be streamed", "prompt_logprobs")
     if body.prompt_logprobs is not None and is_encoder_decoder:
@@ -125,12 +166,12 @@ def _check(body: ChatRequest, is_encoder_decoder: bool) -> None:
             raise ApiError(400, f"{name} must be at least 1", name)
 
 
-def _parameters(body: ChatRequest) -> Parameters:
+def _parameters(body: ChatRequest, guided: Guided | None) -> Parameters:
     has_logprobs, has_prompt_logprobs = bool(body.logprobs), body.prompt_logprobs is not None
     return to_parameters(
         body,
         body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
-        guided=read_guided(body),
+        guided=guided,
         generated_tokens=has_logprobs or bool(body.return_token_ids),
         input_tokens=has_prompt_logprobs,
         token_logprobs=has_logprobs or has_prompt_logprobs,
@@ -139,14 +180,21 @@ def _parameters(body: ChatRequest) -> Parameters:
     )
 
 
-def _choice(body: ChatRequest, index: int, result: Result, names: TokenNames) -> ChatChoice:
+async def _choice(
+    body: ChatRequest,
+    index: int,
+    result: Result,
+    answer: WholeAnswer,
+    names: TokenNames,
+    encoder: SlicedEncoder,
+) -> ChatChoice:
     last = result.last
     assert last is not None, "a generation ends with an output"
     return ChatChoice(
         index,
-        AnswerMessage("".join(result.text)),
-        chat_logprobs(result.tokens, names, body.top_logprobs or 0) if body.logprobs else None,
-        finish_reason(last),
+        answer.message,
+        await encoder.chat(result.tokens, names, body.top_logprobs or 0) if body.logprobs else None,
+        answer.finish_reason,
         stop_reason(last, body.stop_token_ids),
         [token.token_id for token in result.tokens] if body.return_token_ids else None,
     )

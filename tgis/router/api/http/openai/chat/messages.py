@@ -4,12 +4,17 @@ from typing import Any, Protocol
 
 import msgspec
 
-from tgis.router.api.http.openai.chat.types import Message, ToolCall
+from tgis.router.api.http.openai.chat.tools import show_tools
+from tgis.router.api.http.openai.chat.types import Message, Tool, ToolCall
 from tgis.router.api.http.openai.errors import ApiError
 from tgis.router.chat.renderer import Chat, ChatRenderer
 from tgis.router.errors import RequestError
 
+EFFORT = "reasoning_effort"
 ROLES = ("system", "developer", "user", "assistant", "tool")
+
+TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning")
+"""Fields of messages that templates get as they are."""
 
 
 class ChatFields(Protocol):
@@ -19,9 +24,11 @@ class ChatFields(Protocol):
     add_generation_prompt: bool | None
     continue_final_message: bool | None
     chat_template_kwargs: dict[str, Any] | None
+    tools: list[Tool] | None
+    reasoning_effort: str | None
 
 
-async def render_chat(messages: list[Message], fields: ChatFields, renderer: ChatRenderer) -> str:
+async def render_chat(messages: list[Message], fields: ChatFields, renderer: ChatRenderer, owner: str) -> str:
     """Return the prompt of a request. Raises ApiError and RouterError."""
     if not messages:
         raise ApiError(400, "messages must not be empty", "messages")
@@ -32,17 +39,35 @@ async def render_chat(messages: list[Message], fields: ChatFields, renderer: Cha
     begins = fields.add_generation_prompt
     chat = Chat(
         [_template_message(message, index, renderer) for index, message in enumerate(messages)],
+        _template_tools(fields.tools, renderer),
         documents=fields.documents,
         add_generation_prompt=not continues if begins is None else begins,
         continue_final_message=continues,
-        variables=fields.chat_template_kwargs,
+        variables=_variables(fields, renderer),
     )
     try:
-        return await renderer.render(chat)
+        return await renderer.render(chat, owner)
     except RequestError as error:
-        text = str(error)
-        is_variable = text.startswith("chat_template_kwargs")
-        raise ApiError(400, text, "chat_template_kwargs" if is_variable else "messages") from None
+        raise ApiError(400, str(error), error.parameter or "messages") from None
+
+
+def _template_tools(tools: list[Tool] | None, renderer: ChatRenderer) -> list[dict[str, Any]] | None:
+    shown = show_tools(tools)
+    if shown is not None and not renderer.reads("tools"):
+        raise ApiError(400, "tools: the chat template does not show them to the model", "tools")
+    return shown
+
+
+def _variables(fields: ChatFields, renderer: ChatRenderer) -> dict[str, Any] | None:
+    """Return further variables of the template."""
+    effort, variables = fields.reasoning_effort, fields.chat_template_kwargs
+    if effort is None:
+        return variables
+    if renderer.reads(EFFORT):
+        return {EFFORT: effort} | (variables or {})
+    if effort != "none":
+        raise ApiError(400, f"{EFFORT} is not supported. The chat template does not read it.", EFFORT)
+    return variables
 
 
 def _template_message(message: Message, index: int, renderer: ChatRenderer) -> dict[str, Any]:
@@ -54,10 +79,9 @@ def _template_message(message: Message, index: int, renderer: ChatRenderer) -> d
     if message.content is None and role != "assistant":
         raise ApiError(400, f"{where}: content is missing", "messages")
     shown: dict[str, Any] = {"role": role, "content": _content(message, where, renderer.takes_content_parts)}
-    if message.name is not None:
-        shown["name"] = message.name
-    if message.tool_call_id is not None:
-        shown["tool_call_id"] = message.tool_call_id
+    for name in TEXTS:
+        if (text := getattr(message, name)) is not None:
+            shown[name] = text
     if message.tool_calls:
         shown["tool_calls"] = [_tool_call(call, where) for call in message.tool_calls]
     return shown

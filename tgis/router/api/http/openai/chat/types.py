@@ -1,9 +1,9 @@
 """Requests and answers of `/v1/chat/completions`."""
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from tgis.router.api.http.openai.fields.sampling_fields import Count, SamplingFields, TopLogprobs
 from tgis.router.api.http.openai.logprobs import ChatLogprobs, PromptLogprobs
@@ -32,6 +32,47 @@ class Message(msgspec.Struct):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """Newer name of `reasoning_content`."""
+
+
+_FUNCTION = {
+    "properties": {
+        "name": {"type": "string"},
+        "description": {"type": "string"},
+        "parameters": {"type": "object"},
+        "strict": {"type": "boolean"},
+    },
+    "required": ["name"],
+}
+
+
+class Tool(msgspec.Struct):
+    function: Annotated[dict[str, Any], Meta(extra_json_schema=_FUNCTION)]
+    type: str = "function"
+
+
+class FunctionName(msgspec.Struct):
+    name: str
+
+
+class ToolName(msgspec.Struct):
+    function: FunctionName
+    type: str = "function"
+
+
+class AllowedTools(msgspec.Struct):
+    mode: Literal["auto", "required"]
+    tools: list[ToolName]
+
+
+class ToolChoice(msgspec.Struct):
+    type: str
+    function: FunctionName | None = None
+    """Function that is called, if the type is `function`."""
+    allowed_tools: AllowedTools | None = None
+    """Functions that may be called, if the type is `allowed_tools`."""
 
 
 class ChatRequest(SamplingFields, kw_only=True):
@@ -45,6 +86,12 @@ class ChatRequest(SamplingFields, kw_only=True):
     continue_final_message: bool | None = None
     documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    max_reasoning_tokens: Count | None = None
+    reasoning_effort: str | None = None
 
     audio: Any = None
     best_of: Any = None
@@ -55,19 +102,29 @@ class ChatRequest(SamplingFields, kw_only=True):
     mm_processor_kwargs: Any = None
     modalities: Any = None
     prediction: Any = None
-    reasoning_effort: Any = None
     store: Any = None
     suffix: Any = None
-    tool_choice: Any = None
-    tools: Any = None
     verbosity: Any = None
     web_search_options: Any = None
 
 
+class AnswerFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class AnswerCall(msgspec.Struct):
+    id: str
+    function: AnswerFunction
+    type: str = "function"
+
+
 class AnswerMessage(msgspec.Struct):
-    content: str
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType | None = UNSET
+    tool_calls: list[AnswerCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -92,9 +149,25 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     prompt_token_ids: tuple[int, ...] | None = None
 
 
+class FunctionDelta(msgspec.Struct):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class CallDelta(msgspec.Struct):
+    """Part of a call: the first one has an id and a name, the others have arguments."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
 class Delta(msgspec.Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct):

@@ -1,17 +1,18 @@
 """Choices of a whole answer of `/v1/completions`, and what its streams share with it."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tgis.router.api.http.openai.completions.types import Completion, CompletionChoice, CompletionRequest
 from tgis.router.api.http.openai.logprobs import (
-    CompletionLogprobs,
     CompletionLogprobsWriter,
     PromptLogprobs,
     TokenNames,
-    prompt_logprobs,
     spell_text,
 )
+from tgis.router.api.http.openai.long_answers import EncodedFields, SlicedEncoder
 from tgis.router.api.http.openai.usage import Usage, finish_reason, make_usage, stop_reason
 from tgis.router.api.service import Result
 from tgis.router.engine.handle import SequenceSpec
@@ -29,6 +30,7 @@ class CompletionJob:
     call: GenerationCall
     header: Completion
     vocabulary: Vocabulary
+    encoder: SlicedEncoder
 
     @property
     def names(self) -> TokenNames:
@@ -48,34 +50,40 @@ class CompletionJob:
         return self.call.texts[prompt_index]
 
 
-class ChoiceLogprobs:
-    """Writer of one choice's log-probabilities, those of its echoed prompt first."""
+class PromptPart(NamedTuple):
+    """Part of a choice that is the same for all choices of its prompt."""
 
-    def __init__(self, job: CompletionJob, echo: str, spec: SequenceSpec) -> None:
-        self._names, self._num_top = job.names, job.body.logprobs or 0
-        self._has_echo = bool(job.body.echo)
+    echo: str
+    logprobs: list[EncodedFields]
+    details: PromptLogprobs | None
+
+
+async def describe_prompt(
+    job: CompletionJob, index: int, spec: SequenceSpec, tokens: Sequence[TokenDetail]
+) -> PromptPart:
+    await asyncio.sleep(0)  # so that others get their turns between many prompts
+    body, echo, logprobs, details = job.body, job.echo(index, spec), [], None
+    if body.echo and body.logprobs is not None:
         # A tokenizer may add a space before a text, which its tokens spell and the text lacks.
-        spelled = len(spell_text(job.vocabulary, spec.input_ids)) if self._has_echo else 0
-        self._prompt = CompletionLogprobsWriter(self._names, self._num_top, len(echo) - spelled)
-        self._generated = CompletionLogprobsWriter(self._names, self._num_top, len(echo))
-
-    def prompt(self, tokens: Sequence[TokenDetail]) -> CompletionLogprobs:
-        return self._prompt.write(tokens if self._has_echo else (), are_first=True)
-
-    def generated(self, tokens: Sequence[TokenDetail]) -> CompletionLogprobs:
-        return self._generated.write(tokens)
+        start = len(echo) - len(spell_text(job.vocabulary, spec.input_ids))
+        writer = CompletionLogprobsWriter(job.names, body.logprobs, start)
+        logprobs = await job.encoder.completion(tokens, writer, are_first=True)
+    if body.prompt_logprobs is not None:
+        details = await job.encoder.prompt(tokens, job.names, body.prompt_logprobs)
+    return PromptPart(echo, logprobs, details)
 
 
-def write_choices(job: CompletionJob, results: list[Result]) -> tuple[list[CompletionChoice], Usage]:
+async def write_choices(job: CompletionJob, results: list[Result]) -> tuple[list[CompletionChoice], Usage]:
     """Return the choices of all prompts, the best `n` of each if more were generated, and the usage."""
     num_each, n = job.call.parameters.n, job.body.n or 1
     choices: list[CompletionChoice] = []
-    for start in range(0, len(results), num_each):
+    for index, start in enumerate(range(0, len(results), num_each)):
         siblings = results[start : start + num_each]
+        prompt = await describe_prompt(job, index, siblings[0].spec, siblings[0].input_tokens)
         if n < num_each:
             siblings = sorted(siblings, key=_mean_logprob, reverse=True)[:n]
         for result in siblings:
-            choices.append(_choice(job, len(choices), start // num_each, result))
+            choices.append(await _choice(job, len(choices), prompt, result))
     firsts = results[::num_each]
     return choices, make_usage(
         sum(len(result.spec.input_ids) for result in firsts),
@@ -94,34 +102,20 @@ def _last(result: Result) -> Output:
     return result.last
 
 
-def _choice(job: CompletionJob, index: int, prompt_index: int, result: Result) -> CompletionChoice:
-    body, last, echo = job.body, _last(result), job.echo(prompt_index, result.spec)
+async def _choice(job: CompletionJob, index: int, prompt: PromptPart, result: Result) -> CompletionChoice:
+    body, last = job.body, _last(result)
     tokens = [] if job.is_scored_only else result.tokens
     logprobs = None
     if body.logprobs is not None:
-        writer = ChoiceLogprobs(job, echo, result.spec)
-        logprobs = join(writer.prompt(result.input_tokens), writer.generated(tokens))
+        writer = CompletionLogprobsWriter(job.names, body.logprobs, len(prompt.echo))
+        logprobs = job.encoder.join(prompt.logprobs + await job.encoder.completion(tokens, writer))
     return CompletionChoice(
         index,
-        echo + ("" if job.is_scored_only else "".join(result.text)),
+        prompt.echo + ("" if job.is_scored_only else "".join(result.text)),
         logprobs,
         "length" if job.is_scored_only else finish_reason(last),
         None if job.is_scored_only else stop_reason(last, body.stop_token_ids),
-        prompt_details(job, result.input_tokens),
+        prompt.details,
         result.spec.input_ids if body.return_token_ids else None,
         [token.token_id for token in tokens] if body.return_token_ids else None,
-    )
-
-
-def prompt_details(job: CompletionJob, tokens: Sequence[TokenDetail]) -> PromptLogprobs | None:
-    num_top = job.body.prompt_logprobs
-    return None if num_top is None else prompt_logprobs(tokens, job.names, num_top)
-
-
-def join(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    return CompletionLogprobs(
-        first.text_offset + second.text_offset,
-        first.token_logprobs + second.token_logprobs,
-        first.tokens + second.tokens,
-        first.top_logprobs + second.top_logprobs,
     )

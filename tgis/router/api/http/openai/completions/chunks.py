@@ -1,26 +1,20 @@
 """Chunks of a streamed answer of `/v1/completions`."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 import msgspec
 
-from tgis.router.api.http.openai.completions.choices import ChoiceLogprobs, CompletionJob, prompt_details
+from tgis.router.api.http.openai.completions.choices import CompletionJob, PromptPart, describe_prompt
 from tgis.router.api.http.openai.completions.types import Completion, CompletionChoice
-from tgis.router.api.http.openai.logprobs import CompletionLogprobs
+from tgis.router.api.http.openai.events import encode_event
+from tgis.router.api.http.openai.logprobs import CompletionLogprobs, CompletionLogprobsWriter
 from tgis.router.api.http.openai.usage import Usage, finish_reason, make_usage, stop_reason
 from tgis.router.engine.handle import SequenceSpec
-from tgis.router.events import InputTokens, Output
+from tgis.router.events import Output
 from tgis.router.sequence import StopReason, TokenDetail
-
-DONE = b"data: [DONE]\n\n"
 
 _encode = msgspec.json.Encoder().encode
 _NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
-
-
-def encode_event(value: Any) -> bytes:
-    return b"data: %b\n\n" % _encode(value)
 
 
 class ChunkWriter:
@@ -32,16 +26,11 @@ class ChunkWriter:
         body, options = job.body, job.body.stream_options
         self._has_usage = options is not None and bool(options.include_usage)
         self._has_counts = options is not None and bool(options.continuous_usage_stats)
-        self._echoes = [job.echo(index // self._n, spec) for index, spec in enumerate(specs)]
-        self._logprobs: list[ChoiceLogprobs] | None = None
-        if body.logprobs is not None:
-            self._logprobs = [
-                ChoiceLogprobs(job, echo, spec) for echo, spec in zip(self._echoes, specs, strict=True)
-            ]
+        self._writers: dict[int, CompletionLogprobsWriter] = {}
         self._waits = [job.call.parameters.input_tokens] * len(specs)
         self._held: list[list[Output]] = [[] for _ in specs]
         self._num_generated, self._num_cached = [0] * len(specs), [0] * len(specs)
-        is_plain = self._logprobs is None and not self._has_counts and not body.return_token_ids
+        is_plain = body.logprobs is None and not self._has_counts and not body.return_token_ids
         self._is_plain = is_plain and not job.is_scored_only
         self._frames = [self._frame(index) for index in range(len(specs))]
 
@@ -51,18 +40,24 @@ class ChunkWriter:
         before, _, after = self._chunk(CompletionChoice(index, mark)).rpartition(_encode(mark))
         return before, after
 
-    def begin(self) -> Iterator[bytes]:
+    async def begin(self) -> AsyncIterator[bytes]:
         """Yield the first chunks: prompts that need not wait."""
-        for index, waits in enumerate(self._waits):
-            if not waits:
-                yield from self._first(index, ())
+        for index in range(0, len(self._specs), self._n):
+            if not self._waits[index]:
+                async for chunk in self.write_prompt(index, ()):
+                    yield chunk
 
-    def write(self, index: int, output: InputTokens | Output) -> Iterator[bytes]:
+    async def write_prompt(self, index: int, tokens: tuple[TokenDetail, ...]) -> AsyncIterator[bytes]:
+        """Yield a prompt for each of its choices, if that is shown, and what waited for it. Take the index of
+        the first of them."""
+        prompt = await describe_prompt(self._job, index // self._n, self._specs[index], tokens)
+        for sibling in range(index, index + self._n):
+            for chunk in self._first(sibling, prompt):
+                yield chunk
+
+    def write(self, index: int, output: Output) -> Iterator[bytes]:
         """Yield the chunks of one output."""
-        if isinstance(output, InputTokens):
-            for sibling in range(index, index + self._n):
-                yield from self._first(sibling, output.tokens)
-        elif self._waits[index]:
+        if self._waits[index]:
             self._held[index].append(output)
         elif self._is_plain and output.reason is _NOT_FINISHED:
             if output.text:
@@ -77,19 +72,22 @@ class ChunkWriter:
             usage = self._usage(range(0, len(self._specs), self._n), range(len(self._specs)))
             yield encode_event(msgspec.structs.replace(self._job.header, usage=usage))
 
-    def _first(self, index: int, tokens: tuple[TokenDetail, ...]) -> Iterator[bytes]:
-        """Yield a choice's prompt, if that is shown, and what waited for it."""
-        job, spec, self._waits[index] = self._job, self._specs[index], False
-        has_ids = bool(job.body.return_token_ids)
-        if job.body.echo or job.body.prompt_logprobs is not None or has_ids:
+    def _first(self, index: int, prompt: PromptPart) -> Iterator[bytes]:
+        body, spec, self._waits[index] = self._job.body, self._specs[index], False
+        logprobs = None
+        if body.logprobs is not None:
+            writer = CompletionLogprobsWriter(self._job.names, body.logprobs, len(prompt.echo))
+            self._writers[index] = writer
+            logprobs = self._job.encoder.join(prompt.logprobs)
+        if body.echo or body.prompt_logprobs is not None or body.return_token_ids:
             choice = CompletionChoice(
                 index,
-                self._echoes[index],
-                None if self._logprobs is None else self._logprobs[index].prompt(tokens),
-                prompt_logprobs=prompt_details(job, tokens),
-                prompt_token_ids=spec.input_ids if has_ids else None,
+                prompt.echo,
+                logprobs,
+                prompt_logprobs=prompt.details,
+                prompt_token_ids=spec.input_ids if body.return_token_ids else None,
             )
-            yield self._chunk(choice)
+            yield from self._job.encoder.parts(self._chunk(choice))
         held, self._held[index] = self._held[index], []
         for output in held:
             yield from self._write(index, output)
@@ -117,9 +115,8 @@ class ChunkWriter:
         yield self._chunk(choice)
 
     def _token_logprobs(self, index: int, tokens: list[TokenDetail]) -> CompletionLogprobs | None:
-        if self._logprobs is None or not tokens:
-            return None
-        return self._logprobs[index].generated(tokens)
+        writer = self._writers.get(index)
+        return None if writer is None or not tokens else writer.write(tokens)
 
     def _chunk(self, choice: CompletionChoice) -> bytes:
         usage = self._usage((choice.index,), (choice.index,)) if self._has_counts else None
@@ -130,7 +127,7 @@ class ChunkWriter:
             )
         )
 
-    def _usage(self, prompts: "range | tuple[int, ...]", choices: "range | tuple[int, ...]") -> Usage:
+    def _usage(self, prompts: Sequence[int], choices: Sequence[int]) -> Usage:
         return make_usage(
             sum(len(self._specs[index].input_ids) for index in prompts),
             sum(self._num_generated[index] for index in choices),

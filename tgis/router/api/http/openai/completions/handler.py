@@ -11,23 +11,25 @@ from starlette.responses import Response
 from tgis.router.api.http.call_context import HttpCall, read_body
 from tgis.router.api.http.event_stream import EventStream, merge
 from tgis.router.api.http.openai.completions.choices import CompletionJob, write_choices
-from tgis.router.api.http.openai.completions.chunks import DONE, ChunkWriter
+from tgis.router.api.http.openai.completions.chunks import ChunkWriter
 from tgis.router.api.http.openai.completions.types import Completion, CompletionRequest
 from tgis.router.api.http.openai.dates import unix_time
 from tgis.router.api.http.openai.errors import ApiError
-from tgis.router.api.http.openai.fields.parameters import describe_parameters, refusal, to_parameters
+from tgis.router.api.http.openai.events import DONE
+from tgis.router.api.http.openai.fields.parameters import describe_parameters, to_parameters
+from tgis.router.api.http.openai.fields.refusals import INPUT, translated_refusals
 from tgis.router.api.http.openai.fields.refused_fields import refuse_fields
-from tgis.router.api.http.openai.fields.sampling_fields import SamplingFields, read_fields
-from tgis.router.api.http.openai.fields.structured_outputs import naming_constraint, read_guided
+from tgis.router.api.http.openai.fields.sampling_fields import check_stream_options, read_fields
+from tgis.router.api.http.openai.fields.structured_outputs import constraint_names, read_guided
+from tgis.router.api.http.openai.long_answers import SlicedEncoder
 from tgis.router.api.http.openai.service_parts import OpenAiApi
-from tgis.router.errors import RequestError
+from tgis.router.events import InputTokens
 from tgis.router.requests.call import GenerationCall, Parameters
 from tgis.router.requests.doors import OPENAI
 
 MAX_PROMPTS = 128
 
 _decoder = msgspec.json.Decoder(CompletionRequest)
-_encoder = msgspec.json.Encoder()
 
 
 class Completions:
@@ -38,15 +40,12 @@ class Completions:
         """Answer a request. Raises ApiError and RouterError."""
         body = read_fields(_decoder, await read_body(request))
         job = self._read(body, request.state.call)
-        try:
-            with naming_constraint(body):
-                if not body.stream:
-                    return await self._generate(job)
-                events = self._events(job)
-                await anext(events)  # returns once the call is admitted: a refusal has a status of its own
-                return EventStream(events)
-        except RequestError as error:
-            raise refusal(error, "prompt") from None
+        with translated_refusals(body.model, {INPUT: "prompt"} | constraint_names(body)):
+            if not body.stream:
+                return await self._generate(job)
+            events = self._events(job)
+            await anext(events)  # returns once the call is admitted: a refusal has a status of its own
+            return EventStream(events)
 
     def _read(self, body: CompletionRequest, http: HttpCall) -> CompletionJob:
         """Read a request. Raises ApiError."""
@@ -70,25 +69,29 @@ class Completions:
             door=OPENAI,
         )
         header = Completion(id=f"cmpl-{http.id}", created=unix_time(), model=choice.name, choices=[])
-        return CompletionJob(body, call, header, self._api.vocabulary)
+        encoder = SlicedEncoder(self._api.encoding_turn)
+        return CompletionJob(body, call, header, self._api.vocabulary, encoder)
 
     async def _generate(self, job: CompletionJob) -> Response:
         results = await self._api.service.generate(job.call)
-        choices, usage = write_choices(job, results)
-        answer = msgspec.structs.replace(job.header, choices=choices, usage=usage)
-        return Response(_encoder.encode(answer), media_type="application/json")
+        choices, usage = await write_choices(job, results)
+        return job.encoder.answer(msgspec.structs.replace(job.header, choices=choices, usage=usage))
 
     async def _events(self, job: CompletionJob) -> AsyncGenerator[bytes, None]:
         """Yield an empty event once the call is admitted, and then the stream."""
         async with self._api.service.stream(job.call) as streams:
             yield b""
             writer = ChunkWriter(job, [stream.spec for stream in streams])
-            for event in writer.begin():
+            async for event in writer.begin():
                 yield event
             async with aclosing(merge(streams)) as outputs:
                 async for index, output in outputs:
-                    for event in writer.write(index, output):
-                        yield event
+                    if isinstance(output, InputTokens):
+                        async for event in writer.write_prompt(index, output.tokens):
+                            yield event
+                    else:
+                        for event in writer.write(index, output):
+                            yield event
             for event in writer.end():
                 yield event
         yield DONE
@@ -126,21 +129,15 @@ def _check(body: CompletionRequest, is_encoder_decoder: bool) -> None:
     check_stream_options(body)
 
 
-def check_stream_options(fields: SamplingFields) -> None:
-    """Raise ApiError for options of a stream where there is none."""
-    if fields.stream_options is not None and not fields.stream:
-        raise ApiError(400, "stream_options needs stream", "stream_options")
-
-
 def _parameters(body: CompletionRequest) -> Parameters:
     has_logprobs, has_prompt_logprobs = body.logprobs is not None, body.prompt_logprobs is not None
     is_ranked = (body.best_of or 1) > (body.n or 1)
-    if body.max_tokens == 0:
-        body.min_tokens = None  # the one token that is computed is dropped
+    is_scored_only = body.max_tokens == 0  # the one token that is computed is dropped
     return to_parameters(
         body,
-        1 if body.max_tokens == 0 else body.max_tokens,
+        1 if is_scored_only else body.max_tokens,
         n=body.best_of or body.n or 1,
+        min_new_tokens=0 if is_scored_only else body.min_tokens or 0,
         guided=read_guided(body),
         generated_tokens=has_logprobs or is_ranked or bool(body.return_token_ids),
         input_tokens=has_prompt_logprobs or (has_logprobs and bool(body.echo)),

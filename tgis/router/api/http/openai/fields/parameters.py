@@ -1,6 +1,5 @@
-"""Turns a request's fields into the service's parameters, and the service's refusals into the API's."""
+"""Turns a request's fields into the service's parameters."""
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,24 +7,10 @@ import msgspec
 
 from tgis.router.api.http.openai.errors import ApiError
 from tgis.router.api.http.openai.fields.sampling_fields import SamplingFields
-from tgis.router.errors import NotFoundError, RequestError
 from tgis.router.requests.call import Parameters
 
 UNLOGGED = frozenset(("model", "prompt", "messages"))
 SEEDS = 2**64
-
-# The service's names of parameters, and this API's.
-NAMES = {
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "top_n_tokens": "logprobs",
-    "truncate_input_tokens": "truncate_prompt_tokens",
-}
-PARAMS = (
-    "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty logit_bias "
-    "stop_token_ids cache_salt max_tokens min_tokens logprobs truncate_prompt_tokens n"
-).split()
-TOO_LONG = "context_length_exceeded"
 
 
 def to_parameters(fields: SamplingFields, max_tokens: int | None, **details: Any) -> Parameters:
@@ -74,7 +59,7 @@ def _set_fields(fields: msgspec.Struct) -> Iterator[str]:
         if value is None or info.name in UNLOGGED:
             continue
         if isinstance(value, msgspec.Struct):
-            yield from _set_fields(value)
+            yield from (f"{info.name}.{each}" for each in _set_fields(value))
         elif isinstance(value, str):
             yield f"{info.name}={len(value.encode())} bytes"
         elif isinstance(value, bool | int):
@@ -83,30 +68,3 @@ def _set_fields(fields: msgspec.Struct) -> Iterator[str]:
             yield f"{info.name}={value:.6g}"
         else:
             yield f"{info.name}={len(value)}"
-
-
-def refusal(error: RequestError, input_field: str) -> ApiError:
-    """Return the service's refusal under this API's names, with the field that it is about. `input_field` is
-    the name of the field that has the input."""
-    if isinstance(error, NotFoundError):
-        shown = ApiError(404, f"the model does not exist: {error}", "model", "model_not_found")
-    else:
-        shown = _translate(str(error), input_field)
-    shown.is_logged = error.is_logged
-    return shown
-
-
-def _translate(text: str, input_field: str) -> ApiError:
-    for theirs, ours in NAMES.items():
-        text = text.replace(theirs, ours)
-    if text.startswith("input tokens ("):
-        return ApiError(
-            400, f"This model's maximum context length is exceeded: {text}", input_field, TOO_LONG
-        )
-    if text.startswith(("input", "tokenizer error")):
-        return ApiError(400, text, input_field)
-    if "stop sequences" in text:
-        return ApiError(400, text, "stop")
-    first = re.match("[a-z_]*", text)
-    param = first[0] if first and first[0] in PARAMS else None
-    return ApiError(400, text, param)

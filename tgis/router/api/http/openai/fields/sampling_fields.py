@@ -92,3 +92,9 @@ def read_fields(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         raise ApiError(400, "the body is not valid JSON in UTF-8") from None
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
+
+
+def check_stream_options(fields: SamplingFields) -> None:
+    """Raise ApiError for options of a stream where there is none."""
+    if fields.stream_options is not None and not fields.stream:
+        raise ApiError(400, "stream_options needs stream", "stream_options")

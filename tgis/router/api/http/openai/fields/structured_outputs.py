@@ -1,14 +1,12 @@
 """Reads what a text must match: `response_format`, `structured_outputs` and the older `guided_*`."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
 
 from tgis.router.api.http.openai.errors import ApiError
 from tgis.router.api.http.openai.fields.sampling_fields import SamplingFields
-from tgis.router.errors import NotFoundError, RequestError
 from tgis.router.grammar.compiler import JSON, Guided
 
 GUIDED = {
@@ -30,32 +28,21 @@ class Statement(NamedTuple):
 
 def read_guided(fields: SamplingFields) -> Guided | None:
     """Return the request's constraint. Raises ApiError if it is malformed or not the only one."""
-    return read_statement(fields).guided
+    return _read_statement(fields).guided
 
 
-def read_statement(fields: SamplingFields) -> Statement:
+def constraint_names(fields: SamplingFields) -> dict[str, str]:
+    """Return the service's name of the request's constraint, if it has one, with the field that states it."""
+    param, guided = _read_statement(fields)
+    return {} if guided is None else {guided.field: param}
+
+
+def _read_statement(fields: SamplingFields) -> Statement:
     stated = [each for each in _statements(fields) if each.guided is not None]
     if len(stated) > 1:
         names = ", ".join(each.param for each in stated)
         raise ApiError(400, f"only one of {names} may be given", stated[1].param)
     return stated[0] if stated else Statement("", None)
-
-
-@contextmanager
-def naming_constraint(fields: SamplingFields) -> Iterator[None]:
-    """Turn refusals of the request's constraint into those of the field that states it."""
-    try:
-        yield
-    except RequestError as error:
-        param, guided = read_statement(fields)
-        if isinstance(error, NotFoundError) or guided is None:
-            raise
-        text = str(error)
-        if guided.field == "choice" and text.startswith("Must provide"):
-            raise ApiError(400, f"{param}: {text}", param) from None
-        if not text.startswith(f"{guided.field} "):
-            raise
-        raise ApiError(400, f"{param}{text.removeprefix(guided.field)}", param) from None
 
 
 def _statements(fields: SamplingFields) -> Iterator[Statement]:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tgis.router.text.fair_queue import FairQueue
+from tgis.process.fair_queue import FairQueue
 
 MAX_BYTES = 20
 

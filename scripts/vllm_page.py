@@ -1,0 +1,112 @@
+"""`docs/migrating/vllm.md`: what a user of vLLM has to change, from the names that are read under
+`--compat vllm`."""
+
+from collections.abc import Callable, Iterable
+
+from scripts.configuration_page import code, own_name, table
+from tgis.config.aliases.alias import Alias
+from tgis.config.aliases.vllm import DEFAULTS, MAPPED, REFUSED, WITHOUT_EFFECT
+
+INTRODUCTION = """\
+# Coming from vLLM
+
+Clients of vLLM's server can stay as they are: [OpenAI's API](../openai.md) has vLLM's routes and fields, and its page
+says which fields are refused. Command lines can stay too:
+
+```shell
+text-generation-launcher org/model --compat vllm --tensor-parallel-size 2 --max-model-len 8K
+```
+
+`--compat vllm` (`COMPAT=vllm`) reads the flags and variables below beside ours. In a pod that ran `vllm serve`, change
+the image and set `COMPAT=vllm`; the arguments stay. Without `--compat`, a flag that only vLLM has is a usage error, which
+says so. A flag that is in no table is a usage error too: nothing is ignored in silence.
+
+As in vLLM, flags may have underscores instead of hyphens, the model may be the word before all flags, switches may
+have a value or `no` (`--no-trust-remote-code`), and several words may follow `--served-model-name` and
+`--lora-modules`. `vllm serve`'s YAML file (`--config`) and flags with dots (`--speculative-config.method`) are not read.
+
+## What is different at once
+
+Under `--compat vllm`, options that are not given have vLLM's values:
+{defaults}.
+Everything else keeps the defaults of this service:
+
+- The model must be on the disk: nothing is downloaded at the start
+  (`text-generation-server download-weights org/model`).
+- A model in a folder has the folder's name, without the path above it; vLLM's clients send the whole path. Give
+  `--served-model-name` if they do.
+- Probes may stay (`/health` on the same port); `health-probe` needs `--port 8000`.
+- gRPC is served too, on port 8033: `--grpc-port` moves it.
+- `--max-concurrent-requests`, 512, bounds the requests that run and wait; more get 429, where vLLM's queue is endless.
+- Sampling without a `temperature` is OpenAI's, 1: the model's `generation_config.json` is not read for it, as with vLLM's
+  `--generation-config vllm`. A seed is random for each request that gives none.
+- Browsers may call the API from other origins only if `--allowed-origins` names them; vLLM allows all.
+- Keys hold for every route except `/health`, `/live` and `/metrics`, and for gRPC; vLLM's protect `/v1` only. Keys in
+  a file (`--auth-tokens-path`), which may change while the service runs, are better: other processes can read a command
+  line.
+- Without `--gpu-memory-utilization` the cache takes all memory that the model leaves, not 0.9 of it.
+- Metrics have [names of their own](../metrics.md) beside [vLLM's](../metrics.md#under-vllms-names).
+
+## Adapters
+
+| vLLM | here |
+| --- | --- |
+| `--enable-lora`, `--max-loras`, `--max-lora-rank` | not needed: any number and rank, in one batch, in the memory of `--adapter-cache-size-mb` |
+| `--lora-modules sql=/adapters/sql` | loaded at the start, never evicted, `model="sql"` |
+| `VLLM_ALLOW_RUNTIME_LORA_UPDATING=true` | `--runtime-adapters` |
+| `POST /v1/load_lora_adapter`, `POST /v1/unload_lora_adapter` | the same, with a token; `lora_path` is an adapter's id, or its folder below `--adapter-cache` or `--prefix-store-path` |
+| `VLLM_PLUGINS=lora_filesystem_resolver`, `VLLM_LORA_RESOLVER_CACHE_DIR` | `--adapter-cache`; every adapter in it can be named by its id without being loaded first |
+
+A path elsewhere is refused, so that a client cannot make the service read other folders. A hub id is refused too, as
+nothing is downloaded. [Names at run time](../openai.md#names-at-run-time) has the rules.
+
+## Flags and variables
+
+vLLM reads no variables named after its flags, so none are read here; the service's [own](../configuration.md) are.
+
+"""
+WITHOUT = """\
+### Without effect
+
+Each is accepted with a line of warning.
+
+"""
+REFUSALS = """\
+### Refused
+
+"""
+SHARED = """\
+### The same name
+
+`--port`, `--revision`, `--dtype`, `--device`, `--served-model-name`, `--trust-remote-code`, `--block-size`,
+`--chat-template`, `--tool-call-parser`, `--reasoning-parser`, `--nnodes`, `--node-rank`, `--master-addr`, `--master-port`
+and `--headless` have the meaning of our own. `--dtype` also takes `auto`, `half` and `float`; `--chat-template` is a file
+and not a template in one line; for several machines, links need certificates ([Deployment](../deployment.md)).
+"""
+
+
+def render() -> str:
+    defaults = [f"`--{name.replace('_', '-')} {value}`" for name, value in DEFAULTS.items()]
+    meanings = _names(MAPPED, lambda one: own_name(one.means or "") + _aside(one.why))
+    return "\n".join(
+        [
+            INTRODUCTION.format(defaults=f"{', '.join(defaults[:-1])} and {defaults[-1]}")
+            + table(("name", "means"), meanings),
+            WITHOUT + table(("name", "because"), _names(WITHOUT_EFFECT, lambda one: one.why)),
+            REFUSALS + table(("name", "instead"), _names(REFUSED, lambda one: one.why)),
+            SHARED,
+        ]
+    )
+
+
+def _names(names: Iterable[Alias], say: Callable[[Alias], str]) -> list[tuple[str, ...]]:
+    return [(code(_spellings(one)), say(one)) for one in names]
+
+
+def _spellings(one: Alias) -> list[str]:
+    flags = [one.flag_name, *([one.short] if one.short else [])] if one.flag else []
+    return flags + ([one.variable_name] if one.variable else [])
+
+
+def _aside(text: str) -> str:
+    return f"; {text}" if text else ""

@@ -1,0 +1,29 @@
+"""Requests of worker pools, with the real workers of grammars."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from tgis.process.worker_pool import WorkerPool
+from tgis.router.grammar.compiler import WORKER
+
+REQUEST = ["regex", "a", None]
+
+
+@pytest.fixture(params=[1, 2])
+def pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
+    pool = WorkerPool(WORKER, request.param, 30.0)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("num_callers", [1, 2, 3])
+async def test_who_asks_again_at_once_is_answered(pool: WorkerPool, num_callers: int) -> None:
+    """The next request comes in the very turn of the event loop in which the one before is answered."""
+
+    async def ask_often(owner: int) -> list[bool]:
+        return ["grammar" in (await pool.ask(REQUEST, owner)).value for _ in range(20 * (owner + 1))]
+
+    asked = asyncio.gather(*map(ask_often, range(num_callers)))
+    assert all(map(all, await asyncio.wait_for(asked, 10)))

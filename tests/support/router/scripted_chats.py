@@ -1,0 +1,102 @@
+"""OpenAI's API in front of a shard that answers every chat with a given text, with a template and the marks
+of a kind of models."""
+
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import openai
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken, Tokenizer
+
+from tests.support.router.fake_shard import BLOCK_SIZE, EOS, VOCAB_SIZE
+from tests.support.router.http_door import LIMITS_OF_HTTP, HttpDoor, open_http_door
+from tests.support.tokenizers.trained import write_byte_level
+from tgis.pb import shard_pb2
+from tgis.router.chat.formats.registry import ChatFormats
+from tgis.router.chat.renderer import ChatRenderer
+from tgis.router.chat.template import ChatTemplate
+
+MAX_LENGTH = 2000
+# Short, because the shard's model looks at the whole prefix of each token.
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{{ opening }}{% endif %}"
+)
+
+
+def tool(name: str, strict: bool | None = None, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    function = {"name": name, "description": f"Does {name}.", "parameters": parameters}
+    return {"type": "function", "function": function | ({} if strict is None else {"strict": strict})}
+
+
+WEATHER = tool("weather", city={"type": "string"})
+CLOCK = tool("clock", zone={"enum": ["UTC", "CET"]})
+
+
+@dataclass
+class ScriptedChats:
+    door: HttpDoor
+    client: openai.AsyncOpenAI
+    tokenizer: LLTokenizer
+    """The same tokenizer as llguidance reads it."""
+
+    def script(self, text: str, ends: bool = True) -> list[int]:
+        """Answer with this text from now on, and return its tokens with the end if there is one."""
+        ids = self.door.tokenizer.fast.encode(text, add_special_tokens=False).ids
+        ids += [EOS] if ends else []
+        self.door.scene.shard.model.script = ids
+        return ids
+
+    def takes(self, text: str) -> bool:
+        """Return True if the newest grammar that the engine got takes this text as a whole."""
+        grammar = self.door.handle.specs[-1].grammar
+        assert grammar is not None
+        matcher = LLMatcher(self.tokenizer, grammar.text, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        ids = self.door.tokenizer.fast.encode(text, add_special_tokens=False).ids
+        return (
+            matcher.validate_tokens(ids) == len(ids)
+            and matcher.consume_tokens(ids)
+            and matcher.is_accepting()
+        )
+
+    def prompt(self) -> str:
+        """Return the last prompt that the engine got."""
+        spec = self.door.handle.specs[-1]
+        text: str = self.door.tokenizer.fast.decode(list(spec.input_ids), skip_special_tokens=False)
+        return text
+
+
+@asynccontextmanager
+async def scripted_chats(
+    directory: Path,
+    formats: ChatFormats,
+    template: str = TEMPLATE,
+    marks: Iterable[str] = (),
+    are_special: bool = False,
+) -> AsyncIterator[ScriptedChats]:
+    """Open a door. `marks` are tokens of the tokenizer; `opening` is a variable of chats' templates."""
+    variables = frozenset(name for name in ("tools", "reasoning_effort") if name in template)
+    added = [AddedToken(mark, special=are_special, normalized=False) for mark in marks]
+
+    def write(directory: Path, vocab_size: int) -> Tokenizer:
+        tokenizer = write_byte_level(directory, vocab_size - len(added))
+        tokenizer.add_tokens(added)
+        tokenizer.save(str(directory / "tokenizer.json"))
+        assert tokenizer.get_vocab_size() <= VOCAB_SIZE
+        return tokenizer
+
+    limits = replace(LIMITS_OF_HTTP, max_sequence_length=MAX_LENGTH, max_guided_bytes=MAX_LENGTH)
+    info = shard_pb2.InfoResponse(num_blocks=2 * MAX_LENGTH // BLOCK_SIZE)
+    renderer = ChatRenderer(ChatTemplate(template, variables=variables))
+    try:
+        async with open_http_door(directory, renderer, info, limits, write, formats=formats) as door:
+            async with openai.AsyncOpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0) as client:
+                yield ScriptedChats(door, client, LLTokenizer(str(directory / "tokenizer.json")))
+    finally:
+        renderer.close()

@@ -1,0 +1,1 @@
+"""Reads a model's text as reasoning, content and calls of tools."""

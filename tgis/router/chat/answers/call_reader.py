@@ -1,0 +1,133 @@
+"""Reads one call of a tool, from after the parts that come before it."""
+
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field
+
+from tgis.router.chat.answers.pieces import CallArguments, CallBegin, Piece
+from tgis.router.chat.answers.text_source import TextSource, Wait
+from tgis.router.chat.formats.types import JsonCall, NamedCall, ToolFormat
+
+# Keys that models also write into a call, with texts as their values.
+OTHER_KEYS = frozenset(("type", "id"))
+NO_ARGUMENTS = "{}"
+
+
+@dataclass
+class _Head:
+    """Begin of a call that is an object."""
+
+    name: str | None = None
+    arguments: list[str] = field(default_factory=list)
+    """Parts of the arguments, if they came before the name."""
+    is_emitted: bool = False
+
+
+class CallReader:
+    """Reader of calls in one format."""
+
+    def __init__(
+        self, format: ToolFormat, names: Set[str], source: TextSource, emit: Callable[[Piece], None]
+    ) -> None:
+        self._format, self._names, self._source, self._emit = format, names, source, emit
+
+    def read(self) -> Wait[bool]:
+        """Read a call and the parts after it. Return False if there is none; its text is then held."""
+        match self._format.body:
+            case JsonCall() as body:
+                is_call = yield from self._read_object(body)
+            case NamedCall() as body:
+                is_call = yield from self._read_named(body)
+        if is_call and (yield from self._source.has_all(self._format.call[1], may_be_cut=True)):
+            self._source.held.clear()
+        return is_call
+
+    def _read_named(self, body: NamedCall) -> Wait[bool]:
+        source = self._source
+        yield from source.skip_space()
+        name = yield from source.has_any(tuple(self._names))
+        if name is None:
+            return False
+        if body.id_mark and (yield from source.has_all((body.id_mark,))):
+            yield from source.skip_space()
+            yield from source.skip_id()
+        if not (yield from source.has_all((body.separator,))):
+            return False
+        yield from source.skip_space()
+        if (yield from source.begins_value()) != "{":
+            return False
+        yield from self._stream_arguments(name)
+        return True
+
+    def _read_object(self, body: JsonCall) -> Wait[bool]:
+        source, head, separator = self._source, _Head(), "{"
+        while (yield from source.has_all((separator,))) and (yield from self._read_member(body, head)):
+            if head.is_emitted:
+                yield from self._read_rest()
+                return True
+            if (yield from source.has_all(("}",))):
+                if head.name is not None:
+                    self._emit_call(head.name, NO_ARGUMENTS)
+                return head.name is not None
+            separator = ","
+        return False
+
+    def _read_member(self, body: JsonCall, head: _Head) -> Wait[bool]:
+        """Read a member of the object. Return False if no call has it."""
+        source = self._source
+        key = yield from self._read_key()
+        if key == body.name_key:
+            return (yield from self._read_name(head))
+        if key == body.arguments_key and not head.arguments:
+            return (yield from self._read_arguments(head))
+        return key in OTHER_KEYS and (yield from source.string()) is not None
+
+    def _read_name(self, head: _Head) -> Wait[bool]:
+        name = yield from self._source.string()
+        if name is None or name not in self._names:
+            return False
+        head.name = name
+        if head.arguments:
+            self._emit_call(name, "".join(head.arguments))
+            head.is_emitted = True
+        return True
+
+    def _read_arguments(self, head: _Head) -> Wait[bool]:
+        source = self._source
+        if not (yield from source.begins_value()):
+            return False
+        if head.name is None:
+            yield from source.value(head.arguments.append)
+            source.held += head.arguments
+            return True
+        yield from self._stream_arguments(head.name)
+        head.is_emitted = True
+        return True
+
+    def _read_key(self) -> Wait[str | None]:
+        """Return the key of an object's member, up to its value; None if there is none."""
+        source = self._source
+        yield from source.skip_space()
+        key = yield from source.string()
+        if key is None or not (yield from source.has_all((":",))):
+            return None
+        yield from source.skip_space()
+        return key
+
+    def _stream_arguments(self, name: str) -> Wait[None]:
+        self._source.held.clear()
+        self._emit(CallBegin(name))
+        yield from self._source.value(lambda text: self._emit(CallArguments(text)))
+
+    def _emit_call(self, name: str, arguments: str) -> None:
+        self._source.held.clear()
+        self._emit(CallBegin(name))
+        self._emit(CallArguments(arguments))
+
+    def _read_rest(self) -> Wait[None]:
+        """Read the object's members after the arguments, and its end, which models forget."""
+        source = self._source
+        while not (yield from source.has_all(("}",))):
+            if not (yield from source.has(",")) or (yield from self._read_key()) is None:
+                return
+            yield from source.value(source.held.append)
+        source.held.clear()

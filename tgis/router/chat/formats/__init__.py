@@ -1,0 +1,1 @@
+"""Describes how models write calls of tools and reasoning: a file for each kind of model."""

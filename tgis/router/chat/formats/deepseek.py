@@ -1,0 +1,23 @@
+"""Calls of DeepSeek's models. Those of version 3 put the arguments between fences."""
+
+from tgis.router.chat.formats.types import NamedCall, ToolFormat
+
+_SECTION = (("<｜tool▁calls▁begin｜>",), ("<｜tool▁calls▁end｜>",))
+_BEGIN, _SEPARATOR, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+
+DEEPSEEK_V3 = ToolFormat(
+    "deepseek_v3",
+    NamedCall("\n```json\n"),
+    in_template=(_BEGIN, _SEPARATOR, "```json"),
+    section=_SECTION,
+    call=((_BEGIN, "function", _SEPARATOR), ("\n```", _END)),
+    between="\n",
+)
+
+DEEPSEEK_V31 = ToolFormat(
+    "deepseek_v31",
+    NamedCall(_SEPARATOR),
+    in_template=(_BEGIN, _SEPARATOR),
+    section=_SECTION,
+    call=((_BEGIN,), (_END,)),
+)

@@ -1,0 +1,60 @@
+"""Lists all formats, and chooses those of the served model."""
+
+from typing import NamedTuple, TypeVar
+
+from tgis.router.chat.formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from tgis.router.chat.formats.granite import GRANITE, GRANITE_REASONING
+from tgis.router.chat.formats.hermes import HERMES
+from tgis.router.chat.formats.llama import LLAMA3
+from tgis.router.chat.formats.mistral import MISTRAL, MISTRAL_REASONING, MISTRAL_V11
+from tgis.router.chat.formats.phi import PHI4, PHI4_FUNCTOOLS
+from tgis.router.chat.formats.think import THINK
+from tgis.router.chat.formats.types import ReasoningFormat, ToolFormat
+from tgis.router.errors import StartupError
+
+AUTO, NONE = "auto", "none"
+TOOL_FORMATS = (
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    MISTRAL_V11,
+    MISTRAL,
+    PHI4_FUNCTOOLS,
+    PHI4,
+    HERMES,
+    GRANITE,
+    LLAMA3,
+)
+"""The first whose texts a template has is the model's."""
+REASONING_FORMATS = (MISTRAL_REASONING, GRANITE_REASONING, THINK)
+
+_Format = TypeVar("_Format", bound=ToolFormat | ReasoningFormat)
+
+
+class ChatFormats(NamedTuple):
+    """Formats of the served model; None where it has none, or none is known."""
+
+    tools: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+
+
+def choose_formats(template_text: str | None, tool_parser: str, reasoning_parser: str) -> ChatFormats:
+    """Return the formats that the options name, or that the texts of the template show.
+
+    Raises StartupError if an option names none."""
+    return ChatFormats(
+        _choose(TOOL_FORMATS, template_text, tool_parser, "--tool-call-parser"),
+        _choose(REASONING_FORMATS, template_text, reasoning_parser, "--reasoning-parser"),
+    )
+
+
+def _choose(formats: tuple[_Format, ...], template_text: str | None, name: str, flag: str) -> _Format | None:
+    if name == NONE:
+        return None
+    if name == AUTO:
+        text = template_text or ""
+        return next((one for one in formats if all(part in text for part in one.in_template)), None)
+    found = [one for one in formats if name in (one.name, *one.other_names)]
+    if not found:
+        known = ", ".join((AUTO, NONE, *(one.name for one in formats)))
+        raise StartupError(f"{flag} {name} is not known; it may be one of {known}")
+    return found[0]

@@ -1,0 +1,187 @@
+"""Writes the one grammar that a whole answer follows: reasoning, then a text or calls of tools.
+
+Where a mark is one token, the grammar has that token, and the texts before it exclude its spelling. The lexer
+of the grammar library takes the longest match, so that a text which another part could follow ends where that
+part is certain: by a token that no text matches, or by an exclusion."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+
+from tgis.router.grammar.answer_rules import AnswerRules, CallRule, CallRules, Mark, ReasoningRule
+from tgis.router.grammar.conversion import HEADER, read_schema
+
+ANYTHING = "(?s:.*)"
+BLANKS = r"[ \t\r\n]{0,8}"
+_MEANINGS = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
+_JSON_PART = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s"]')
+_LAST_KEY = re.compile(r'("[^"]*")\s*:\s*$')
+
+
+def write_answer_grammar(rules: AnswerRules, text_grammar: str | None, number: Callable[[int], int]) -> str:
+    """Return the grammar of an answer whose text, which is neither reasoning nor calls, follows
+    `text_grammar`, or is free. `number` maps the ids of the marks' tokens to those that the grammar has.
+    Raises InvalidGrammarError if a schema of the rules cannot be read."""
+    grammar = _AnswerGrammar(rules, text_grammar is not None, number).write()
+    if text_grammar is None:
+        return grammar
+    parts = {"answer": grammar, "text": text_grammar}
+    return json.dumps({"grammars": [{"name": name, "lark_grammar": part} for name, part in parts.items()]})
+
+
+class _AnswerGrammar:
+    """Lines of a grammar, from the answer's beginning to its end."""
+
+    def __init__(self, rules: AnswerRules, has_text_grammar: bool, number: Callable[[int], int]) -> None:
+        self._rules, self._has_text_grammar, self._number = rules, has_text_grammar, number
+        self._blanks = "BLANKS?" if rules.reasoning else ""
+        self._lines: list[str] = []
+
+    def write(self) -> str:
+        reasoning, calls = self._rules.reasoning, self._rules.calls
+        before = self._reasoning(reasoning) if reasoning else ""
+        if calls is not None:
+            self._calls(calls)
+        after = self._text_or_calls(calls) if calls else self._text()
+        return "\n".join([f"{HEADER}start: {before} ({after})", r"BLANKS: /[ \t\r\n]{1,8}/", *self._lines])
+
+    def _reasoning(self, rule: ReasoningRule) -> str:
+        self._lines.append(f"thinking: {self._thinking(rule)}")
+        if rule.begin is None:
+            return "thinking"
+        if rule.begin.token_id is None:
+            self._lines.append(f"BEGIN: /{BLANKS}{_quote(rule.begin.text)}/")
+            return "(BEGIN thinking)?"
+        return f"(BLANKS? {self._token(rule.begin.token_id)} thinking)?"
+
+    def _thinking(self, rule: ReasoningRule) -> str:
+        """Return the form of reasoning with its end."""
+        if rule.end.token_id is None:
+            assert rule.max_tokens is None, "only a token can be forced"
+            self._lines.append(f"thoughts[lazy]: /{ANYTHING}{_quote(rule.end.text)}/")
+            return "thoughts"
+        end = self._token(rule.end.token_id)
+        if rule.max_tokens == 0:
+            return end
+        self._lines.append(f"thoughts{_limit(rule)}: THOUGHTS")
+        self._lines.append(f"THOUGHTS: {_any_but(_containing(rule.end.text))}")
+        return f"thoughts {end}"
+
+    def _calls(self, rules: CallRules) -> None:
+        """Write `calls`, and `rest`, which is what follows the first trigger."""
+        trigger = self._mark(rules.trigger) if rules.trigger else ""
+        begin, between, end = (
+            self._sequence(text, rules) for text in (rules.begin, rules.between, rules.end)
+        )
+        again = f"{between} {trigger} {begin}" if rules.begins_each else between
+        more = f"({again} call)*" if rules.allows_several else ""
+        optional = f"({self._blank_mark(rules.optional_mark)})?" if rules.optional_mark else ""
+        self._lines.append(f"calls: {optional} {trigger} rest")
+        self._lines.append(f"rest: {begin} call {more} {end}")
+        self._lines.append(f"call: {' | '.join(f'call_{i}' for i in range(len(rules.functions)))}")
+        for i, function in enumerate(rules.functions):
+            head, tail = self._head(i, function, rules), self._sequence(function.tail, rules)
+            schema = read_schema(function.schema, function.is_strict)
+            self._lines.append(f"call_{i}: {head} %json {schema} {tail}")
+
+    def _head(self, index: int, function: CallRule, rules: CallRules) -> str:
+        """Return the begin of a call. If no mark comes before it, it may have any white space, because texts
+        exclude what a reader may take for a call."""
+        if rules.trigger is not None:
+            return self._sequence(function.head, rules)
+        if self._has_text_grammar:
+            # One longer literal would win over the parts that JSON of the text's own grammar has.
+            return (
+                " BLANKS? ".join(json.dumps(part) for part in _JSON_PART.findall(function.head)) + " BLANKS?"
+            )
+        self._lines.append(f"HEAD_{index}: /{_blank_head(function.head)}/")
+        return f"HEAD_{index}"
+
+    def _text_or_calls(self, rules: CallRules) -> str:
+        if rules.is_required:
+            return f"{self._blanks} calls"
+        if self._has_text_grammar:
+            return f"{self._blanks} (@text | calls)"
+        text = self._free_text()
+        if rules.trigger is None:
+            return f"{text} | calls"
+        if rules.trigger.token_id is not None:
+            return f"{text} ({self._token(rules.trigger.token_id)} rest)?"
+        begins = f"/{ANYTHING}{_quote(rules.trigger.text)}/"
+        self._lines.append(f"before_calls[lazy]: {' & '.join([begins, *map(_not, self._no_begins())])}")
+        return f"{text} | before_calls rest"
+
+    def _text(self) -> str:
+        return f"{self._blanks} @text" if self._has_text_grammar else self._free_text()
+
+    def _free_text(self) -> str:
+        """Write and return a text that holds nothing that begins another part."""
+        calls = self._rules.calls
+        trigger = [_containing(calls.trigger.text)] if calls and calls.trigger else []
+        self._lines.append(f"TEXT: {_any_but(*self._no_begins(), *trigger)}")
+        return "TEXT"
+
+    def _no_begins(self) -> Iterator[str]:
+        """Yield patterns of answers that are no text because of their begin."""
+        reasoning, calls = self._rules.reasoning, self._rules.calls
+        if reasoning and reasoning.begin:
+            yield f"{BLANKS}{_quote(reasoning.begin.text)}{ANYTHING}"
+        if calls and calls.trigger is None:
+            heads = [_blank_head(function.head) for function in calls.functions]
+            # Readers take the keys in any order.
+            keys = {key for function in calls.functions for key in _LAST_KEY.findall(function.head)}
+            heads += [_blank_head("{" + key + ":") for key in sorted(keys)]
+            heads += [f"{BLANKS}{_quote(calls.optional_mark.text)}"] if calls.optional_mark else []
+            yield f"({'|'.join(heads)}){ANYTHING}"
+
+    def _sequence(self, text: str, rules: CallRules) -> str:
+        """Return a text, in which marks that are tokens are those."""
+        marks = {mark.text: mark for mark in rules.marks}
+        if not marks:
+            return json.dumps(text) if text else ""
+        longest_first = sorted(marks, key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
+        return " ".join(self._mark(marks.get(part, Mark(part))) for part in parts if part)
+
+    def _mark(self, mark: Mark) -> str:
+        return json.dumps(mark.text) if mark.token_id is None else self._token(mark.token_id)
+
+    def _blank_mark(self, mark: Mark) -> str:
+        """Return a mark that may come after white space at the begin of an answer."""
+        if mark.token_id is not None:
+            return f"BLANKS? {self._token(mark.token_id)}"
+        return f"/{BLANKS}{_quote(mark.text)}/"
+
+    def _token(self, token_id: int) -> str:
+        return f"<[{self._number(token_id)}]>"
+
+
+def _limit(rule: ReasoningRule) -> str:
+    if rule.max_tokens is None:
+        return ""
+    # After a token that texts match too, the library does not count a first token of one byte.
+    is_late = rule.begin is not None and not rule.begin.is_special
+    return f"[max_tokens={max(rule.max_tokens - is_late, 1)}]"
+
+
+def _blank_head(head: str) -> str:
+    """Return a pattern of the head with any white space before, between and after the parts of its JSON."""
+    return "".join(f"{BLANKS}{_quote(part)}" for part in _JSON_PART.findall(head)) + BLANKS
+
+
+def _any_but(*patterns: str) -> str:
+    return " & ".join([f"/{ANYTHING}/", *map(_not, patterns)])
+
+
+def _not(pattern: str) -> str:
+    return f"~/{pattern}/"
+
+
+def _containing(text: str) -> str:
+    return f"{ANYTHING}{_quote(text)}{ANYTHING}"
+
+
+def _quote(text: str) -> str:
+    """Return a pattern, as a grammar has it between slashes, that matches just the text."""
+    quoted = _MEANINGS.sub(r"\\\g<0>", text)
+    return quoted.replace("\n", r"\n").replace("\r", r"\r").replace("\t", r"\t")

@@ -1,0 +1,99 @@
+"""Converts the constraints of requests to the one notation that the grammar library reads."""
+
+import json
+import re
+from collections.abc import Callable
+
+from llguidance import regex_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
+
+MAX_CAUSE = 200
+# White space as people indent. Without a limit, a model that does not know what comes next would write it for
+# ever.
+WHITESPACE = r"\r?\n[ \t]{0,40}|[ \t]{1,8}"
+# Text that the grammar forces may still be split into tokens in any way.
+HEADER = '%llguidance {"no_forcing": true}\n'
+TOO_DEEP = "it is nested too deeply"
+
+
+class InvalidGrammarError(Exception):
+    """Fault of a grammar. The text is one line that says what is wrong."""
+
+    def __init__(self, text: str, field: str = "") -> None:
+        """Name the field of the request that is to blame, if it is not the one that states the constraint."""
+        super().__init__(text)
+        self.field = field
+
+
+def convert(kind: str, text: str) -> str:
+    """Return a constraint as a grammar. Raises InvalidGrammarError."""
+    try:
+        return _CONVERT[kind](text)
+    except RecursionError as error:
+        raise InvalidGrammarError(TOO_DEEP) from error
+
+
+def read_schema(text: str, is_strict: bool = True) -> str:
+    """Return a JSON schema in one line, with `WHITESPACE` unless the schema defines its own. What the library
+    does not support of it is refused only if it `is_strict`. Raises InvalidGrammarError."""
+    try:
+        schema = json.loads(text)
+        if schema is True:
+            schema = {}
+        if isinstance(schema, dict):
+            guidance = schema.setdefault("x-guidance", {"whitespace_pattern": WHITESPACE})
+            if isinstance(guidance, dict) and not is_strict:
+                guidance["lenient"] = True
+        return json.dumps(schema, allow_nan=False)
+    except json.JSONDecodeError as error:
+        raise InvalidGrammarError(f"{error.msg} at line {error.lineno}, column {error.colno}") from error
+    except ValueError as error:
+        raise InvalidGrammarError("a number is out of range") from error
+    except RecursionError as error:
+        raise InvalidGrammarError(TOO_DEEP) from error
+
+
+def cause_of(message: str) -> str:
+    """Return the most telling line of the library's message, without the place in a text that the user has
+    not written, and without the list of special tokens that follows it."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()] or ["unknown cause"]
+    line = next((line for line in lines if line.startswith("error: ")), lines[0])
+    line = _PLACE.sub("", line)
+    line = line.split("; following special tokens")[0]
+    return line if len(line) <= MAX_CAUSE else line[: MAX_CAUSE - 1] + "…"
+
+
+def _from_json_schema(text: str) -> str:
+    return f"{HEADER}start: %json {read_schema(text)}"
+
+
+def _from_regex(text: str) -> str:
+    if (len(text) - len(text.rstrip("\\"))) % 2:
+        raise InvalidGrammarError("it ends with a lone backslash")
+    return f"{HEADER}start: /{regex_to_lark(text)}/"
+
+
+def _from_choices(text: str) -> str:
+    choices = " | ".join(json.dumps(choice) for choice in dict.fromkeys(json.loads(text)))
+    return f"{HEADER}start: CHOICE\nCHOICE: {choices}"
+
+
+def _from_grammar(text: str) -> str:
+    """Return the grammar of a Lark or GBNF text. The header comes last, to keep line numbers in errors."""
+    try:
+        return f"{any_to_lark(text)}\n{HEADER}"
+    except RecursionError:
+        raise
+    except Exception as error:  # the converter raises its own class and bare Exception alike
+        raise InvalidGrammarError(cause_of(str(error))) from error
+
+
+_CONVERT: dict[str, Callable[[str], str]] = {
+    "json_schema": _from_json_schema,
+    "regex": _from_regex,
+    "choice": _from_choices,
+    "grammar": _from_grammar,
+}
+_PLACE = re.compile(
+    r"^(error: |at \d+\(\d+\): |failed to compile JSON schema: |failed to parse \"%json\": )+"
+)
