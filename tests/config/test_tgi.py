@@ -21,13 +21,15 @@ SHARED = """
 revision trust-remote-code dtype quantize num-shard max-concurrent-requests max-top-n-tokens
 max-waiting-tokens max-batch-size port shard-uds-path master-addr master-port json-output
 otlp-endpoint otlp-service-name lora-adapters speculate watermark-gamma watermark-delta env cuda-graphs
-cuda-memory-fraction
+cuda-memory-fraction max-input-tokens max-best-of max-stop-sequences max-client-batch-size
+disable-grammar-support
 """.split()
 REFUSED = "kv-cache-dtype weights-cache-override rope-scaling rope-factor ngrok".split()
 MAPPED = {
     "api-key": ("s3cret", "auth_tokens", Secret("s3cret")),
     "model-id": ("/m", "model_name", "/m"),
     "huggingface-hub-cache": ("/c", "hf_hub_cache", "/c"),
+    "max-input-length": ("50", "max_input_tokens", 50),
     "sharded": ("false", "num_shard", 1),
     "max-total-tokens": ("100", "max_sequence_length", 100),
     "max-batch-prefill-tokens": ("64", "max_step_tokens", 64),
@@ -38,7 +40,6 @@ MAPPED = {
 }
 SWITCHES = {
     "disable-custom-kernels",
-    "disable-grammar-support",
     "enable-prefill-logprobs",
     "ngrok",
 }
@@ -88,7 +89,7 @@ def test_with_compat_a_flag_is_mapped_warned_about_or_refused(flag: str) -> None
 @pytest.mark.parametrize("flag", SHARED)
 def test_shared_names_need_no_compat(flag: str) -> None:
     values = {"dtype": "float16", "quantize": "gptq", "watermark-gamma": "0.25", "cuda-memory-fraction": "1"}
-    is_switch = flag in ("json-output", "env", "trust-remote-code")
+    is_switch = flag in ("json-output", "env", "trust-remote-code", "disable-grammar-support")
     given = [f"--{flag}"] if is_switch else [f"--{flag}", values.get(flag, "5")]
     _, result = run(LauncherConfig, given, reads="launcher")
     assert result.exit_code == 0, result.output

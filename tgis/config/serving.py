@@ -40,6 +40,27 @@ class ServingOptions:
         is_common=True,
     )
     max_top_n_tokens: int = option("Upper bound of a request's top_n_tokens.", 10, minimum=1)
+    max_input_tokens: int | None = option(
+        "Limit of a request's input tokens; unset: what --max-sequence-length leaves.", None, minimum=1
+    )
+    max_best_of: int | None = option(
+        "Upper bound of `best_of`, the number of texts of which a request gets the best; unset: 2 in TGI's "
+        "API, 128 in others.",
+        None,
+        minimum=1,
+    )
+    max_stop_sequences: int | None = option(
+        "Upper bound of a request's number of stop sequences in TGI's API, and in others if theirs is less; "
+        "unset: 4 in TGI's, 16 in OpenAI's and LMI's, 6 over gRPC.",
+        None,
+        minimum=1,
+    )
+    max_client_batch_size: int | None = option(
+        "Most prompts of a request to OpenAI's /v1/completions, and inputs of one to LMI's; unset: 128.",
+        None,
+        minimum=1,
+    )
+    disable_grammar_support: bool = option("Refuse requests whose text must match a grammar.", False)
     served_model_name: str | None = option(
         "Names of the model for APIs that name it, separated by commas; unset: --model-name, of a path only "
         "the last folder.",

@@ -60,6 +60,11 @@ class RequestError(RouterError):
 class InputTooLongError(RequestError):
     """Request error for an input that leaves too little room for a text."""
 
+    def __init__(self, text: str, num_inputs: int, parameter: str = "text") -> None:
+        super().__init__(text, parameter)
+        self.num_inputs = num_inputs
+        """Number of input tokens, or the least that it can be."""
+
 
 class QuotingError(RequestError):
     """Request error that may quote the request after its first colon. Only its client sees that part."""

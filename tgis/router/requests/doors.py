@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tgis.sampling_parameters import RANGES, Range
+from tgis.sampling_parameters import ABOVE_ZERO, RANGES, Range
 
 MAX_STOP_SEQUENCES = 6
 ALMOST_GREEDY = 1e-5  # temperature below which a door that allows it decodes greedily: logits would overflow
@@ -20,6 +20,8 @@ class Door:
     max_top_n_tokens: int | None = None
     """None: the operator's bound."""
     max_stop_sequences: int = MAX_STOP_SEQUENCES
+    shortens_texts: bool = True
+    """False if a call is refused whose `max_new_tokens` do not fit after its input."""
 
 
 FMAAS = Door("fmaas")
@@ -27,6 +29,21 @@ OPENAI = Door(
     "openai",
     temperature=Range(0, 2, refusal="temperature must be >= 0.0 and <= 2.0"),
     default_max_new_tokens=None,
+    max_new_tokens=None,
+    max_top_n_tokens=20,
+    max_stop_sequences=16,
+)
+TGI = Door(
+    "tgi",
+    temperature=RANGES["temperature"]._replace(low=ABOVE_ZERO),
+    default_max_new_tokens=None,
+    max_new_tokens=None,
+    shortens_texts=False,
+)
+LMI = Door(
+    "lmi",
+    temperature=RANGES["temperature"]._replace(low=0),
+    default_max_new_tokens=30,
     max_new_tokens=None,
     max_top_n_tokens=20,
     max_stop_sequences=16,

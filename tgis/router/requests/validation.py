@@ -41,6 +41,13 @@ class RequestLimits:
     include_stop_sequence: bool
     watermark_gamma: float
     watermark_delta: float
+    max_input_tokens: int | None = None
+    """None if the sequence length alone bounds an input."""
+    max_best_of: int | None = None
+    """None if the operator sets no bound; so for those that follow."""
+    max_stop_sequences: int | None = None
+    max_client_batch_size: int | None = None
+    allows_guided: bool = True
 
     def most_new_tokens(self, door: Door) -> int:
         """Return the bound of a call's `max_new_tokens`."""
@@ -173,6 +180,7 @@ class Validator:
             return len(texts), 0
         limit, minimum = self.limits.max_sequence_length, params.stopping.min_new_tokens
         room = limit - self._prefix_length(lease) - max(minimum, 1)
+        room = min(room, self.limits.max_input_tokens or room)
         for i, text in enumerate(texts):
             least = -(-len(text.encode()) // bound)  # rounded up
             least = min(least, params.truncate_input_tokens or least)
@@ -198,6 +206,8 @@ class Validator:
             ids, params.truncate_input_tokens, call.adds_special_tokens and not call.inputs_are_ids
         )
         num_left = self._check_length(num_inputs, str(num_inputs), params.stopping, lease)
+        if not call.door.shortens_texts and call.parameters.max_new_tokens > num_left:
+            raise InputTooLongError("max_new_tokens do not fit after the input", num_inputs, "max_new_tokens")
         vocab_size, largest = info.vocab_size, max(token_ids, default=-1)
         _require(
             largest < vocab_size,
@@ -222,9 +232,12 @@ class Validator:
         sums = f"input tokens ({shown}) plus prefix length ({num_virtual})"
         num_left, minimum = limit - num_inputs - num_virtual, stopping.min_new_tokens
         if num_left <= 0:
-            raise InputTooLongError(f"{sums} must be < {limit}", "text")
+            raise InputTooLongError(f"{sums} must be < {limit}", num_inputs)
         if minimum > num_left:
-            raise InputTooLongError(f"{sums} plus min_new_tokens ({minimum}) must be <= {limit}", "text")
+            raise InputTooLongError(f"{sums} plus min_new_tokens ({minimum}) must be <= {limit}", num_inputs)
+        most = self.limits.max_input_tokens
+        if most is not None and num_inputs > most:
+            raise InputTooLongError(f"input tokens ({shown}) must be <= {most}", num_inputs)
         return num_left
 
     def _prefix_length(self, lease: Lease) -> int:

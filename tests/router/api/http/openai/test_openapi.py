@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from tgis.router.api.http.openai.models import Models
 from tgis.router.api.http.openai.openapi import openapi_document
-from tgis.router.api.http.openai.routes import NOT_SERVED, openai_routes
+from tgis.router.api.http.openai.routes import NOT_SERVED, openai_api
 from tgis.router.api.http.openai.service_parts import OpenAiApi
 
 STATUSES = {"200", "400", "401", "404", "413", "429", "500", "503"}
@@ -23,7 +23,7 @@ def test_every_route_is_there() -> None:
     parts[2] = Models(("a",))
     routes = {
         (re.sub(":path", "", route.path), method)
-        for route in openai_routes(OpenAiApi(*parts))
+        for route in openai_api(OpenAiApi(*parts)).routes
         if route.path not in (*NOT_SERVED, "/openapi.json")
         for method in cast("set[str]", route.methods) - {"HEAD"}
     }

@@ -4,13 +4,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tgis.router.api.http.http_api import HttpApi
 from tgis.router.api.http.openai.adapter_routes import AdapterRoutes
 from tgis.router.api.http.openai.chat.handler import ChatCompletions
 from tgis.router.api.http.openai.completions.handler import Completions
-from tgis.router.api.http.openai.errors import ApiError
+from tgis.router.api.http.openai.errors import OPENAI_ERRORS, ApiError
 from tgis.router.api.http.openai.openapi import PATH, serve_openapi
 from tgis.router.api.http.openai.service_parts import OpenAiApi
 from tgis.router.api.http.openai.tokenize import TokenRoutes
+from tgis.router.requests.doors import OPENAI
 
 NOT_SERVED = (
     "/v1/responses",
@@ -28,7 +30,11 @@ NOT_SERVED = (
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
 
-def openai_routes(api: OpenAiApi) -> list[Route]:
+def openai_api(api: OpenAiApi) -> HttpApi:
+    return HttpApi(OPENAI, _routes(api), OPENAI_ERRORS, prefix="/v1/")
+
+
+def _routes(api: OpenAiApi) -> list[Route]:
     tokens, adapters = TokenRoutes(api), AdapterRoutes(api)
     return [
         Route("/v1/chat/completions", ChatCompletions(api).answer, methods=["POST"]),
