@@ -15,6 +15,7 @@ STATUSES: Mapping[str, Mapping[Kind, int]] = {
         Code.INVALID_ARGUMENT: 400,
         Code.RESOURCE_EXHAUSTED: 429,
         Code.UNAVAILABLE: 503,
+        Code.DEADLINE_EXCEEDED: 504,
         Code.INTERNAL: 500,
     },
     TGI.name: {
@@ -24,6 +25,7 @@ STATUSES: Mapping[str, Mapping[Kind, int]] = {
         Code.INVALID_ARGUMENT: 422,
         Code.RESOURCE_EXHAUSTED: 429,
         Code.UNAVAILABLE: 503,
+        Code.DEADLINE_EXCEEDED: 424,
         Code.INTERNAL: 424,
     },
     LMI.name: {
@@ -32,6 +34,7 @@ STATUSES: Mapping[str, Mapping[Kind, int]] = {
         Code.INVALID_ARGUMENT: 424,
         Code.RESOURCE_EXHAUSTED: 503,
         Code.UNAVAILABLE: 503,
+        Code.DEADLINE_EXCEEDED: 400,
         Code.INTERNAL: 424,
     },
 }
