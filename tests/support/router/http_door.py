@@ -85,7 +85,7 @@ async def open_http_door(
         )
         path = None if tokens is None else str(tokens)
         config = RouterConfig(tokenizer_path="", http_api=http_api, auth_tokens_path=path)
-        all_apis = [lmi_api(api, lambda: True), tgi_api(api, lambda: True), openai_api(api)]
+        all_apis = [lmi_api(api, lambda: True), tgi_api(api, lambda: True, config), openai_api(api)]
         apis = [each for each in all_apis if each.door.name in config.served_apis]
         gate = ApiGate(apis, config, scene.metrics.request_failure)
         gate.phase = Phase.OPEN
