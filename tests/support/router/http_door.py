@@ -46,6 +46,7 @@ class HttpDoor:
     vocabulary: Vocabulary
     url: str
     """Up to `/v1`, without it."""
+    gate: ApiGate
 
 
 @asynccontextmanager
@@ -101,7 +102,7 @@ async def open_http_door(
             async with serve_listener(
                 starlette_of([*probes, api_route(app, apis, config, True)]), listener, config, None
             ) as port:
-                yield HttpDoor(scene, handle, tokenizer, vocabulary, f"http://127.0.0.1:{port}")
+                yield HttpDoor(scene, handle, tokenizer, vocabulary, f"http://127.0.0.1:{port}", gate)
         finally:
             tokenizer.close()
             compiler.close()

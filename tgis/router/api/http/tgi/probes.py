@@ -11,7 +11,7 @@ from starlette.responses import Response
 from tgis import __version__
 from tgis.config.processes import RouterConfig
 from tgis.router.api.http.openai.service_parts import OpenAiApi
-from tgis.router.api.http.tgi.errors import UNHEALTHY, ErrorBody
+from tgis.router.api.http.tgi.errors import UNHEALTHY, TgiErrorBody
 from tgis.router.api.http.tgi.parameters import MAX_BEST_OF, MAX_STOP_SEQUENCES
 from tgis.router.api.http.tgi.refusals import most_inputs
 
@@ -48,7 +48,7 @@ class Probes:
         if self._is_ready():
             return Response()
         return Response(
-            msgspec.json.encode(ErrorBody("unhealthy", UNHEALTHY)), 503, media_type="application/json"
+            msgspec.json.encode(TgiErrorBody("unhealthy", UNHEALTHY)), 503, media_type="application/json"
         )
 
 
