@@ -2,7 +2,7 @@
 what its calls ask of the engine."""
 
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -63,6 +63,7 @@ async def open_http_door(
     formats: ChatFormats | None = None,
     http_api: str = "openai",
     lmi_output_formatter: str | None = None,
+    is_ready: Callable[[], bool] = lambda: True,
 ) -> AsyncIterator[HttpDoor]:
     """Open a door; `renderer` is for chats, `tokens` a file of bearer tokens, `library` the
     shard's adapters, and `adapter_roots` where clients may find them."""
@@ -88,8 +89,8 @@ async def open_http_door(
         path = None if tokens is None else str(tokens)
         config = RouterConfig(tokenizer_path="", http_api=http_api, auth_tokens_path=path)
         all_apis = [
-            lmi_api(api, lambda: True, lmi_output_formatter),
-            tgi_api(api, lambda: True, config),
+            lmi_api(api, is_ready, lmi_output_formatter),
+            tgi_api(api, is_ready, config),
             openai_api(api),
         ]
         apis = [each for each in all_apis if each.door.name in config.served_apis]
