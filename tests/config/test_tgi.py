@@ -75,14 +75,14 @@ OF_ITS_ROUTER: dict[str, tuple[str, Outcome]] = {
     "tokenizer-name": ("org/t", {"tokenizer_name": "org/t"}),
     "max-image-fetch-size": ("9", NO_EFFECT),
 }
-SHARED = {"env", "huggingface-hub-cache", "max-waiting-tokens"} | {
+SHARED = {"env", "max-waiting-tokens"} | {
     flag
     for flag, (_, outcome) in {**FLAGS, **OF_ITS_ROUTER}.items()
     if isinstance(outcome, dict) and flag.replace("-", "_") in outcome
 }
 """Flags that this service, or TGIS, has too."""
 TGI_ONLY = sorted((FLAGS.keys() | OF_ITS_ROUTER.keys()) - SHARED)
-READ_BY_TGIS = ("disable-custom-kernels",)  # as a variable
+READ_BY_TGIS = ("disable-custom-kernels", "huggingface-hub-cache")  # as variables
 DEFAULTS = {
     "http_api": "tgi",
     "port": 3000,
@@ -136,9 +136,9 @@ def test_what_a_flag_becomes(flag: str, plain: LauncherConfig) -> None:
     assert result.stderr.count(" WARNING ") == (outcome == NO_EFFECT)
 
 
-@pytest.mark.parametrize("flag", [flag for flag in FLAGS if flag not in ("env", "hostname")])
+@pytest.mark.parametrize("flag", sorted(FLAGS.keys() - {"env", "hostname", "huggingface-hub-cache"}))
 def test_its_variable_means_the_same(flag: str) -> None:
-    """HOSTNAME is the container's name, and ENV is not a variable."""
+    """HOSTNAME is the container's name, ENV is not a variable, and the cache's has a setting of its own."""
     value, outcome = FLAGS[flag]
     name = flag.upper().replace("-", "_")
     if outcome == REFUSED:
@@ -184,11 +184,11 @@ COMMAND_LINES: list[tuple[str, dict[str, str], dict[str, Any]]] = [
         {},
         {"quantize": "bitsandbytes-nf4", "port": 8080},
     ),
-    ("--model-id /data/m --num-shard 2", {}, {"model_name": "/data/m", "num_shard": 2}),
+    ("--model-id /data/m --num-shard 2 -p 80", {}, {"model_name": "/data/m", "num_shard": 2, "port": 80}),
     (
-        "--model-id org/m --max-input-length 3000 --max-total-tokens 4096 --max-batch-prefill-tokens 3000 -p 80",
+        "--model-id org/m --max-input-length 3000 --max-total-tokens 4096 --max-batch-prefill-tokens 3000",
         {},
-        {"max_input_tokens": 3000, "max_sequence_length": 4096, "max_step_tokens": 3000, "port": 80},
+        {"max_input_tokens": 3000, "max_sequence_length": 4096, "max_step_tokens": 3000},
     ),
     ("--model-id=org/m --sharded=false --dtype=float16", {}, {"sharded": False, "dtype": "float16"}),
     (
