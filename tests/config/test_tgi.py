@@ -22,9 +22,9 @@ revision trust-remote-code dtype quantize num-shard max-concurrent-requests max-
 max-waiting-tokens max-batch-size port shard-uds-path master-addr master-port json-output
 otlp-endpoint otlp-service-name lora-adapters speculate watermark-gamma watermark-delta env cuda-graphs
 cuda-memory-fraction max-input-tokens max-best-of max-stop-sequences max-client-batch-size
-disable-grammar-support
+disable-grammar-support rope-scaling rope-factor
 """.split()
-REFUSED = "kv-cache-dtype weights-cache-override rope-scaling rope-factor ngrok".split()
+REFUSED = "kv-cache-dtype weights-cache-override ngrok".split()
 MAPPED = {
     "api-key": ("s3cret", "auth_tokens", Secret("s3cret")),
     "model-id": ("/m", "model_name", "/m"),
@@ -89,6 +89,7 @@ def test_with_compat_a_flag_is_mapped_warned_about_or_refused(flag: str) -> None
 @pytest.mark.parametrize("flag", SHARED)
 def test_shared_names_need_no_compat(flag: str) -> None:
     values = {"dtype": "float16", "quantize": "gptq", "watermark-gamma": "0.25", "cuda-memory-fraction": "1"}
+    values["rope-scaling"] = "dynamic"
     is_switch = flag in ("json-output", "env", "trust-remote-code", "disable-grammar-support")
     given = [f"--{flag}"] if is_switch else [f"--{flag}", values.get(flag, "5")]
     _, result = run(LauncherConfig, given, reads="launcher")

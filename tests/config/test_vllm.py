@@ -104,7 +104,7 @@ collect-detailed-traces=all stream-interval=2 ignore-patterns=* chat-template-co
 mm-processor-kwargs={} long-prefill-token-threshold=4 max-parallel-loading-workers=2
 """.split()
 REFUSED = """
-rope-scaling={} rope-theta=1 hf-overrides={} tokenizer=/t tokenizer-revision=1
+rope-theta=1 hf-overrides={} tokenizer=/t tokenizer-revision=1
 skip-tokenizer-init kv-cache-memory-bytes=1 config=/c.yaml tool-parser-plugin=/p.py
 reasoning-parser-plugin=/p.py tool-server=demo exclude-tools-when-tool-choice-none
 trust-request-chat-template default-chat-template-kwargs={} return-tokens-as-token-ids

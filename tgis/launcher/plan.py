@@ -56,7 +56,7 @@ def make_plan(config: LauncherConfig) -> Plan:
     has_fast = (path / TOKENIZER).is_file()
     if not has_fast and not model_files.has_tokenizer_to_convert(path):
         raise LaunchError(f"No existing fast tokenizer ({TOKENIZER}) found")
-    length = _choose_length(config.max_sequence_length, model_config)
+    length = _choose_length(config.max_sequence_length, model_config, config.rope_factor)
     adapters = resolve_adapter_options(config, length, cache)
     dtype, fingerprint = config.dtype or config.dtype_str, model_files.fingerprint(path)
     return Plan(path, length, dtype, num_shards, has_fast, adapters, fingerprint)
@@ -106,7 +106,7 @@ def _check_budget(config: LauncherConfig) -> None:
         )
 
 
-def _choose_length(asked: int | None, model_config: dict[str, Any]) -> int:
+def _choose_length(asked: int | None, model_config: dict[str, Any], rope_factor: float | None = None) -> int:
     """Return the longest sequence in tokens, input and output together. Raises LaunchError."""
     of_model = model_files.length_of_model(model_config)
     length = asked or of_model or model_files.DEFAULT_LENGTH
@@ -114,6 +114,9 @@ def _choose_length(asked: int | None, model_config: dict[str, Any]) -> int:
     logger.info("max_sequence_length is %d (%s)", length, source)
     if length < MIN_LENGTH:
         raise LaunchError(SHORT_SEQUENCE.format(value=length))
-    if of_model and length > of_model:
+    if of_model and length > of_model * (rope_factor or 1):
         logger.warning("max_sequence_length %d is more than the model's %d", length, of_model)
+    elif of_model and rope_factor and not asked:
+        most = int(of_model * rope_factor)
+        logger.info("rope_factor allows a max_sequence_length of %d, but does not set it", most)
     return length

@@ -5,7 +5,6 @@ Names that TGI and this service share keep this service's meaning and have no ro
 from tgis.config.aliases.alias import OWN_KERNELS, Alias
 
 NO_TEXT_TEMPLATES = "chat templates are not served by this version"
-NO_SCALING = "the model's own config.json says how its positions are scaled: change it there"
 NO_TUNNEL = "this service opens no tunnels: leave it out and use an ingress of your own"
 CHUNKED = "prompts are computed in chunks beside running requests"
 
@@ -61,8 +60,6 @@ REFUSED = (
         "kv_cache_dtype", why="the cache has the type of the weights (--dtype): leave it out", refused=True
     ),
     Alias("weights_cache_override", why="give that directory as --model-id", refused=True),
-    Alias("rope_scaling", why=NO_SCALING, refused=True),
-    Alias("rope_factor", why=NO_SCALING, refused=True),
     Alias("ngrok", why=NO_TUNNEL, refused=True, switch=True),
 )
 TGI_NAMES = MAPPED + WITHOUT_EFFECT + REFUSED

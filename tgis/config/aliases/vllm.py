@@ -216,7 +216,7 @@ WITHOUT_EFFECT = (
     *_variables("adapters are found by their ids without it", "VLLM_PLUGINS"),
 )
 REFUSED = (
-    *_refused(NO_SCALING, "rope_scaling", "rope_theta"),
+    *_refused(NO_SCALING, "rope_theta"),
     *_refused("change the model's own config.json instead", "hf_overrides", "hf_config_path"),
     *_refused(OWN_TOKENIZER, "tokenizer", "tokenizer_revision"),
     *_refused(OWN_TOKENIZER, "skip_tokenizer_init", switch=True),
