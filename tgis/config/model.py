@@ -58,14 +58,16 @@ class ModelOptions:
         advice=OTHER_QUANTIZATIONS,
     )
     rope_scaling: str | None = option(
-        "Scaling of rotary positions beyond the model's length, for a model whose configuration has none; "
-        "linear divides all positions by --rope-factor, dynamic stretches only those past the model's length.",
+        "Scaling of rotary positions, for sequences longer than the model's own length, of a model whose "
+        "configuration has none; linear divides all positions by --rope-factor, dynamic slows only those "
+        "past the model's length.",
         None,
         choices=ROPE_SCALINGS,
+        advice="Other scalings are read from the model's own config.json.",
     )
     rope_factor: float | None = option(
-        "Factor of --rope-scaling, which is linear if only the factor is given; unset: 1. The longest sequence "
-        "is still --max-sequence-length.",
+        "Factor of --rope-scaling, which is linear if only the factor is given; unset: 1. The longest "
+        "sequence remains --max-sequence-length.",
         None,
         minimum=1,
     )

@@ -97,11 +97,6 @@ class ServingOptions:
         None,
         group=Group.MODEL,
     )
-    compute_type: str = option(
-        "Header x-compute-type of answers of TGI's API.",
-        "gpu+optimized",
-        group=Group.COMPATIBILITY,
-    )
     tool_call_parser: str = option(
         "Format in which the model writes calls of tools; auto: the chat template shows it; none: it writes "
         "none. docs/openai.md lists the formats.",
