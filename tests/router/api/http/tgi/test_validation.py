@@ -40,12 +40,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"grammar": REGEX}, "grammar is not valid: unclosed group"),
     (
         {"grammar": {"type": "regex", "value": {}}},
-        "grammar is not valid: the value must be a regular expression",
+        "grammar is not valid: it must be a regular expression",
     ),
-    ({"grammar": {"type": "json", "value": 1}}, "grammar is not valid: the value must be a JSON schema"),
+    ({"grammar": {"type": "json", "value": 1}}, "grammar is not valid: it must be a JSON schema"),
     (
         {"grammar": {"type": "json_schema", "value": {"name": "x"}}},
-        "grammar is not valid: the value must be an object with a `schema`",
+        "grammar is not valid: it must be an object with a `schema`",
     ),
     (
         {"grammar": {"type": "regex", "value": "a" * 1001}},
