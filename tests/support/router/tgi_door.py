@@ -3,7 +3,7 @@
 import asyncio
 import http.client
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,3 +99,9 @@ def text_of(door: HttpDoor, token_ids: list[int]) -> str:
 
 def joined(tokens: list[Any]) -> str:
     return "".join(token["text"] for token in tokens if not token["special"])
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
