@@ -74,6 +74,12 @@ class ServingOptions:
         None,
         group=Group.MODEL,
     )
+    compute_type: str | None = option(
+        "Kind of machine that TGI's API names in `x-compute-type`; unset: gpu if the launcher finds GPUs to "
+        "use, else cpu.",
+        None,
+        group=Group.COMPATIBILITY,
+    )
     metrics_alias: str | None = option(
         "Also export metrics under the names of another server, for its dashboards and autoscalers.",
         None,

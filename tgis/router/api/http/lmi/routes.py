@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tgis.config.processes import RouterConfig
 from tgis.router.api.http.http_api import HttpApi
 from tgis.router.api.http.lmi.errors import LmiErrors
 from tgis.router.api.http.lmi.handler import Invocations
@@ -18,10 +19,9 @@ class Health(msgspec.Struct):
     status: str
 
 
-def lmi_api(api: OpenAiApi, is_ready: Callable[[], bool], formatter: str | None = None) -> HttpApi:
-    """Return the API; `formatter` is that of all answers, None to follow the requests."""
+def lmi_api(api: OpenAiApi, is_ready: Callable[[], bool], config: RouterConfig) -> HttpApi:
     errors = LmiErrors(api.models.names[0])
-    invocations = Invocations(api, errors, formatter)
+    invocations = Invocations(api, errors, config.lmi_output_formatter)
     routes = [
         Route("/invocations", invocations.invoke, methods=["POST"]),
         Route("/predictions/{model:path}", invocations.predict, methods=["POST"]),
