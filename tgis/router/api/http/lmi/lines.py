@@ -6,11 +6,11 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from tgis.router.api.http.lmi.errors import LmiErrors
-from tgis.router.api.http.lmi.forms import ERROR, Details, Form, Line
+from tgis.router.api.http.lmi.forms import ERROR, Form, Line, LmiDetails
 from tgis.router.api.http.lmi.parameters import LmiParameters
 from tgis.router.api.http.lmi.tokens import AnswerTokens, form_token
 from tgis.router.api.http.tgi.answers import finish_reason
-from tgis.router.api.http.tgi.token_texts import ShownToken, TokenNames
+from tgis.router.api.http.tgi.token_texts import ShownToken, TokenForms
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import Output
 from tgis.router.sequence import StopReason
@@ -20,7 +20,7 @@ class LineWriter:
     """Writer of one stream's lines."""
 
     def __init__(
-        self, text: str, fields: LmiParameters, form: Form, has_details: bool, names: TokenNames
+        self, text: str, fields: LmiParameters, form: Form, has_details: bool, names: TokenForms
     ) -> None:
         self._text, self._fields, self._form, self._has_details = text, fields, form, has_details
         self._tokens = AnswerTokens(names, waits=fields.removes_stops)
@@ -45,7 +45,7 @@ class LineWriter:
 
     def fail(self, message: str) -> bytes:
         """Return the last line of a stream that fails, with the text so far."""
-        details = self._details(ERROR) if self._has_details else Details(finish_reason=ERROR)
+        details = self._details(ERROR) if self._has_details else LmiDetails(finish_reason=ERROR)
         line = Line(
             index=self._next_index(),
             token=self._form.error_token(message),
@@ -69,8 +69,8 @@ class LineWriter:
     def _whole_text(self) -> str:
         return (self._text if self._fields.return_full_text else "") + "".join(self._generated)
 
-    def _details(self, reason: str) -> Details:
-        return Details(finish_reason=reason, generated_tokens=self._num_generated, inputs=self._text)
+    def _details(self, reason: str) -> LmiDetails:
+        return LmiDetails(finish_reason=reason, generated_tokens=self._num_generated, inputs=self._text)
 
     def _next_index(self) -> int | UnsetType:
         """Return the number of the next line, which only TGI's form has."""
