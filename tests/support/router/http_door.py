@@ -87,12 +87,14 @@ async def open_http_door(
             service, renderer, models, vocabulary, limits, tokenizer, formats, adapter_roots=adapter_roots
         )
         path = None if tokens is None else str(tokens)
-        config = RouterConfig(tokenizer_path="", http_api=http_api, auth_tokens_path=path)
-        all_apis = [
-            lmi_api(api, is_ready, lmi_output_formatter),
-            tgi_api(api, is_ready, config),
-            openai_api(api),
-        ]
+        config = RouterConfig(
+            tokenizer_path="",
+            http_api=http_api,
+            auth_tokens_path=path,
+            lmi_output_formatter=lmi_output_formatter,
+        )
+        served = (api, is_ready, config)
+        all_apis = [lmi_api(*served), tgi_api(*served), openai_api(api)]
         apis = [each for each in all_apis if each.door.name in config.served_apis]
         gate = ApiGate(apis, config, scene.metrics.request_failure)
         gate.phase = Phase.OPEN
