@@ -59,8 +59,8 @@ async def test_spans_and_lines_of_each_route(
     ]
     for path in {path for path, _, _ in ASKS}:
         count = sum(asked == path for asked, _, _ in ASKS)
-        labels = f'api="tgi",route="{path}",code="200"'
-        assert any(labels in line and line.endswith(f" {count}.0") for line in series.splitlines()), path
+        line = f'tgi_http_api_request_count_total{{api="tgi",code="200",route="{path}"}} {count}.0'
+        assert line in series.splitlines()
 
 
 async def test_each_refusal_has_one_line_and_its_status(
