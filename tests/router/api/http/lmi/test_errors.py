@@ -104,6 +104,12 @@ async def test_tokens(tmp_path: Path) -> None:
         assert told(answer) == (200, {"status": "Healthy"})
 
 
+async def test_the_probe_of_a_service_that_is_not_ready(tmp_path: Path) -> None:
+    async with lmi_door(tmp_path, is_ready=lambda: False) as door:
+        answer = await ask(door, b"", "/ping", method="GET")
+        assert told(answer) == (503, {"status": "Unhealthy"})
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_failure_before_the_first_token(door: HttpDoor, stream: bool) -> None:
     door.scene.shard.model.refuses = lambda row: True
