@@ -126,6 +126,7 @@ async def test_a_first_token_that_is_late(tmp_path: Path, stream: bool) -> None:
         door.scene.shard.step_s = 0.5
         answer = await ask(door, STREAM | {"stream": stream})
         assert told(answer) == refused(400, "TranslateException", "Time out in: 0.2")
+        await given_back(door)
 
 
 async def test_a_further_token_that_is_late(tmp_path: Path) -> None:
@@ -138,6 +139,15 @@ async def test_a_further_token_that_is_late(tmp_path: Path) -> None:
         assert 0 < len(lines) <= 3
         assert (last["token"]["id"], last["details"]["finish_reason"]) == (-1, "error")
         assert last["token"]["error_msg"] == "no token came within 0.2 s"
+        await given_back(door)
+
+
+async def given_back(door: HttpDoor) -> None:
+    """Wait until the step that was late has been answered."""
+    for _ in range(200):
+        if not door.scene.left():
+            return
+        await asyncio.sleep(0.01)
 
 
 def late_at_fourth_step(door: HttpDoor) -> None:
