@@ -78,8 +78,7 @@ def _path_item(operation: Operation, errors: ErrorTexts, refs: Refs) -> Json:
         answer[EVENTS] = ANY_TEXT
     item: Json = {
         "summary": operation.summary,
-        "operationId": operation.path.strip("/").replace("/", "_").replace("{name}", "name")
-        or "generate_any",
+        "operationId": operation.path.strip("/").replace("/", "_").replace("{name}", "name") or "root",
         "responses": {
             "200": {"description": "The answer.", "content": answer},
             **dict(_errors(errors, refs)),
@@ -97,9 +96,8 @@ def _errors(errors: ErrorTexts, refs: Refs) -> Iterator[tuple[str, Json]]:
     for status, text in errors.texts.items():
         told: Json = {"description": text}
         if status not in errors.empty:
-            told["content"] = (
-                {TEXT: ANY_TEXT} if status in errors.plain else {JSON: {"schema": refs[errors.kind]}}
-            )
+            is_plain = status in errors.plain
+            told["content"] = {TEXT: ANY_TEXT} if is_plain else {JSON: {"schema": refs[errors.kind]}}
         if status in TEMPORARY:
             told["headers"] = RETRY_AFTER
         yield status, told
