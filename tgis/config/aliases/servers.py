@@ -14,6 +14,7 @@ class OtherServer:
     """Value of `--compat`."""
     title: str
     aliases: tuple[Alias, ...]
+    """Its flags and variables; LMI's names are keys of a file instead."""
     defaults: Mapping[str, object] = field(default_factory=dict)
     """The server's values of options of this service that are not given."""
 
@@ -21,6 +22,7 @@ class OtherServer:
 SERVERS = (
     OtherServer("tgi", "TGI", TGI_NAMES),
     OtherServer("vllm", "vLLM", vllm.VLLM_NAMES, vllm.DEFAULTS),
+    OtherServer("lmi", "LMI", ()),
 )
 ALIASES = tuple(one for server in SERVERS for one in server.aliases)
 COMPAT = tuple(server.name for server in SERVERS)
