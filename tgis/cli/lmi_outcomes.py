@@ -22,16 +22,18 @@ from tgis.config.aliases.lmi import (
 )
 from tgis.config.aliases.lmi_values import to_count, to_truth
 from tgis.config.checks import DEFAULT, Setting, SettingsError, apply_defaults
-from tgis.process.gpus import count_gpus
+from tgis.config.option import declared, flag_of
+from tgis.config.processes import LauncherConfig
+from tgis.process.gpus import count_gpus, has_gpus
 
 NAME = "lmi"
 SOURCE = f"--compat {NAME}"
 LAST = (MODEL_DIR, QUEUE)  # they depend on other options
 MAX_SHOWN_CHARS = 200
-NO_MODEL = (
-    "no model is given: set option.model_id, HF_MODEL_ID or --model-name, or mount one at /opt/ml/model"
-)
 _SECRET = re.compile(r"(^|[._])(token|secret|password|credentials?|key)$", re.IGNORECASE)
+_OWN_NAMES = {
+    f.name: flag_of(f) if option.flag else f.name.upper() for f, option, _ in declared(LauncherConfig)
+}
 ReadValue = Callable[[str, str], Any]
 """Converts a text to a value of the service's own option of that name; raises ValueError."""
 
@@ -73,7 +75,7 @@ def apply_properties(settings: dict[str, Setting], read: ReadValue) -> list[Outc
     outcomes = _Application(settings, read).apply(read_sources(path))
     queued = DEFAULT_QUEUE + settings["max_batch_size"].value
     apply_defaults({**DEFAULTS, "max_concurrent_requests": queued}, settings, SOURCE)
-    if settings["num_gpus"].source == DEFAULT:
+    if all(settings[name].source == DEFAULT for name in ("num_gpus", "sharded")):
         apply_defaults({"num_shard": _count_visible(settings)}, settings, SOURCE)
     for folder in (*([path.parent] if path else []), MODEL_FOLDER):
         if (folder / "config.json").is_file():
@@ -87,15 +89,12 @@ def describe(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def to_notices(outcomes: Sequence[Outcome], settings: Mapping[str, Setting]) -> list[tuple[int, str]]:
-    """Return the lines to log, with their levels. Raises SettingsError for the first name that was refused,
-    or if there is no model."""
+    """Return the lines to log, with their levels. Raises SettingsError for the first refused name."""
     for one in outcomes:
         if one.verdict is Verdict.REFUSED:
             raise SettingsError(one.given.where + one.text)
     if "compat" not in settings or settings["compat"].value != NAME:
         return []
-    if settings["model_name"].source == DEFAULT:
-        raise SettingsError(NO_MODEL)
     ours = [f"{name}={report.shown(one.value)}" for name, one in settings.items() if one.source == SOURCE]
     notices = [(one.verdict.value[0], one.line) for one in outcomes]
     return [*notices, (logging.INFO, f"{SOURCE} sets what is not given: {' '.join(ours)}")]
@@ -137,7 +136,7 @@ class _Application:
             return Verdict.NO_EFFECT, f": {alias.why}"
         text = "" if is_off else self._convert(alias, one)
         note = f"; {alias.why}" if alias.why else ""
-        flag = "--" + alias.means.replace("_", "-")
+        flag = _OWN_NAMES[alias.means]
         if not text:
             return Verdict.USED, f": {flag} stays as it is"
         value = self._set(alias.means, text, one)
@@ -166,8 +165,11 @@ class _Application:
 
 
 def _count_visible(settings: Mapping[str, Setting]) -> int:
+    """Return the number of GPUs to be used, or 1 without them."""
     visible = settings["cuda_visible_devices"].value
-    return 1 if settings["device"].value == "cpu" else max(1, count_gpus(visible))
+    if settings["device"].value == "cpu" or not has_gpus(visible):
+        return 1
+    return count_gpus() if visible is None else len(visible.split(","))
 
 
 def _shown(text: str) -> str:

@@ -60,8 +60,11 @@ def apply_aliases(
         if alias.means is None:
             warnings.append(f"{one.source} has no effect: {alias.why}")
         elif text := _convert(one):
-            other = Setting(read(alias.means, text, one.source), one.source)
-            settings[alias.means] = _merge(settings[alias.means], other)
+            other, own = Setting(read(alias.means, text, one.source), one.source), settings[alias.means]
+            if alias.replaces_into and own.source != DEFAULT:
+                apply_defaults({alias.replaces_into: own.value}, settings, own.source)
+                own = Setting(None)
+            settings[alias.means] = _merge(own, other)
             apply_defaults(dict(alias.also), settings, one.source)
     return warnings
 

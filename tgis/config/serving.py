@@ -78,6 +78,17 @@ class ServingOptions:
         None,
         group=Group.MODEL,
     )
+    tokenizer_config_path: str | None = option(
+        "File read instead of the tokenizer's tokenizer_config.json for the chat template and the texts of "
+        "special tokens; its template is used before those in other files of the model.",
+        None,
+        group=Group.MODEL,
+    )
+    compute_type: str = option(
+        "Header x-compute-type of answers of TGI's API.",
+        "gpu+optimized",
+        group=Group.COMPATIBILITY,
+    )
     tool_call_parser: str = option(
         "Format in which the model writes calls of tools; auto: the chat template shows it; none: it writes "
         "none. docs/openai.md lists the formats.",

@@ -10,14 +10,10 @@ def has_gpus(cuda_visible_devices: str | None, root: Path = Path("/dev")) -> boo
     """Return True if there are NVIDIA devices that CUDA_VISIBLE_DEVICES (None: not set) does not hide.
 
     The variable hides all devices if it is empty, or if its first device cannot exist."""
-    return count_gpus(cuda_visible_devices, root) > 0
-
-
-def count_gpus(cuda_visible_devices: str | None, root: Path = Path("/dev")) -> int:
-    """Return the number of NVIDIA devices, or of entries in CUDA_VISIBLE_DEVICES (None: not set) if it hides
-    no first device."""
     is_hidden = cuda_visible_devices is not None and cuda_visible_devices.strip() in ("", "-1", "NoDevFiles")
-    devices = sum(1 for path in root.glob("nvidia*") if _GPU.fullmatch(path.name))
-    if is_hidden or cuda_visible_devices is None:
-        return 0 if is_hidden else devices
-    return len(cuda_visible_devices.split(",")) if devices else 0
+    return not is_hidden and count_gpus(root) > 0
+
+
+def count_gpus(root: Path = Path("/dev")) -> int:
+    """Return the number of NVIDIA devices of the machine or container."""
+    return sum(1 for path in root.glob("nvidia*") if _GPU.fullmatch(path.name))

@@ -20,7 +20,7 @@ from tgis.config.aliases.vllm import VLLM_NAMES
 
 PREFIX = "option."
 ARGUMENTS = "args."
-MODEL_DIR = "option.model_dir"
+MODEL_DIR, MODEL_ID = "option.model_dir", "option.model_id"
 TENSOR_PARALLEL = "option.tensor_parallel_degree"
 QUEUE = "job_queue_size"
 BATCHED = "running requests are always batched step by step: see option.max_rolling_batch_size"
@@ -65,7 +65,7 @@ def _both(name: str, means: str, why: str) -> tuple[Alias, Alias]:
 
 MAPPED = (
     _key(MODEL_DIR, "model_name", "if option.model_id is not given"),
-    _key("option.model_id", "model_name", "a folder or an id on the hub", convert=to_model),
+    _key(MODEL_ID, "model_name", "a folder or an id on the hub", convert=to_model),
     _key("option.revision", "revision"),
     _key("option.trust_remote_code", "trust_remote_code", convert=switch()),
     _key("option.dtype", "dtype", "fp16, bf16 and fp32 are read too", convert=to_dtype),
@@ -181,7 +181,7 @@ PASSED_ON = {
 }
 KEYS: Mapping[str, Alias] = {one.name: one for one in LMI_NAMES} | PASSED_ON
 SIMPLE_NAMES = {
-    "HF_MODEL_ID": "option.model_id",
+    "HF_MODEL_ID": MODEL_ID,
     "HF_REVISION": "option.revision",
     "HF_TASK": "option.task",
     "HF_MODEL_TRUST_REMOTE_CODE": "option.trust_remote_code",
