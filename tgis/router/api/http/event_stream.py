@@ -1,4 +1,4 @@
-"""Answers with server-sent events, and merges the streams of one call."""
+"""Answers with events as they come, and merges the streams of one call."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -14,14 +14,16 @@ from tgis.router.events import InputTokens, Output
 
 BEGIN, BODY = "http.response.start", "http.response.body"
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+SERVER_SENT_EVENTS, JSON_LINES = "text/event-stream", "application/jsonlines"
+STREAM_TYPES = (SERVER_SENT_EVENTS, JSON_LINES)
 
 
 class EventStream(Response):
-    """Answer whose body is the bytes of events, each `data: …` and two line ends. It begins with the first
-    one, so that an error before it can have a status."""
+    """Answer whose body is events, each `data: …` and two line ends, or each a line of JSON. It begins
+    with the first one, so that an error before it can have a status."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(headers=HEADERS, media_type="text/event-stream")
+    def __init__(self, events: AsyncGenerator[bytes, None], media_type: str = SERVER_SENT_EVENTS) -> None:
+        super().__init__(headers=HEADERS, media_type=media_type)
         del self.headers["content-length"]
         self._events = events
 
