@@ -67,6 +67,7 @@ MAPPED = (
     _key(MODEL_DIR, "model_name", "if option.model_id is not given"),
     _key(MODEL_ID, "model_name", "a folder or an id on the hub", convert=to_model),
     _key("option.revision", "revision"),
+    _key("option.hf_token", "hf_token", "the variable HF_TOKEN is a better place"),
     _key("option.trust_remote_code", "trust_remote_code", convert=switch()),
     _key("option.dtype", "dtype", "fp16, bf16 and fp32 are read too", convert=to_dtype),
     _key(
