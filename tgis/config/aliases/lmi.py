@@ -55,6 +55,7 @@ def _options(why: str, *names: str, refused: bool = False) -> tuple[Alias, ...]:
 
 def _only(name: str, allowed: str, why: str, advice: str) -> Alias:
     """Return a name whose allowed values ask for what is done anyway; all others are refused."""
+    why += f"; values other than {allowed.replace('|', ', ')} are refused"
     return _key(name, why=why, refusal_of=only(allowed, advice))
 
 
