@@ -104,7 +104,7 @@ def check(settings: Mapping[str, Setting]) -> list[str]:
     _check_http_api(values)
     _check_link(values, settings.get("num_shard"))
     _check_graphs(settings.get("cuda_graphs"))
-    return _check_framework(values.get("deployment_framework"))
+    return [*_check_framework(values.get("deployment_framework")), *_check_rope(values)]
 
 
 def _check_properties(values: Mapping[str, Any]) -> None:
@@ -179,6 +179,11 @@ def _check_graphs(sizes: Setting | None) -> None:
         parse_graph_sizes(sizes.value)
     except ValueError as error:
         raise SettingsError(f"{sizes.source}: {error}") from error
+
+
+def _check_rope(values: Mapping[str, Any]) -> list[str]:
+    has_effect = values.get("rope_scaling") != "linear" or (values.get("rope_factor") or 1) > 1
+    return [] if has_effect else ["rope_scaling linear has no effect without a rope_factor above 1"]
 
 
 def _check_framework(name: str | None) -> list[str]:

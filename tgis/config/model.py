@@ -63,6 +63,7 @@ class ModelOptions:
         "past the model's length.",
         None,
         choices=ROPE_SCALINGS,
+        advice="Other scalings are read from the model's own config.json.",
     )
     rope_factor: float | None = option(
         "Factor of --rope-scaling, which is linear if only the factor is given; unset: 1. The longest "

@@ -74,6 +74,12 @@ class ServingOptions:
         None,
         group=Group.MODEL,
     )
+    compute_type: str | None = option(
+        "Kind of machine that TGI's API names in `x-compute-type`; unset: gpu if the launcher finds GPUs to "
+        "use, else cpu.",
+        None,
+        group=Group.COMPATIBILITY,
+    )
     metrics_alias: str | None = option(
         "Also export metrics under the names of another server, for its dashboards and autoscalers.",
         None,
@@ -90,11 +96,6 @@ class ServingOptions:
         "special tokens; its template is used before those in other files of the model.",
         None,
         group=Group.MODEL,
-    )
-    compute_type: str = option(
-        "Header x-compute-type of answers of TGI's API.",
-        "gpu+optimized",
-        group=Group.COMPATIBILITY,
     )
     tool_call_parser: str = option(
         "Format in which the model writes calls of tools; auto: the chat template shows it; none: it writes "

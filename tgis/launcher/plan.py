@@ -61,7 +61,7 @@ def make_plan(config: LauncherConfig) -> Plan:
     has_fast = (tokenizer / TOKENIZER).is_file()
     if not has_fast and not model_files.has_tokenizer_to_convert(tokenizer):
         raise LaunchError(f"No existing fast tokenizer ({TOKENIZER}) found")
-    length = _choose_length(config.max_sequence_length, model_config)
+    length = _choose_length(config.max_sequence_length, model_config, config.rope_factor)
     if config.max_input_tokens is not None and config.max_input_tokens >= length:
         raise LaunchError(
             f"max_input_tokens ({config.max_input_tokens}) must be less than max_sequence_length ({length})"
@@ -153,7 +153,7 @@ def _check_budget(config: LauncherConfig) -> None:
         )
 
 
-def _choose_length(asked: int | None, model_config: dict[str, Any]) -> int:
+def _choose_length(asked: int | None, model_config: dict[str, Any], rope_factor: float | None = None) -> int:
     """Return the longest sequence in tokens, input and output together. Raises LaunchError."""
     of_model = model_files.length_of_model(model_config)
     length = asked or of_model or model_files.DEFAULT_LENGTH
@@ -161,6 +161,9 @@ def _choose_length(asked: int | None, model_config: dict[str, Any]) -> int:
     logger.info("max_sequence_length is %d (%s)", length, source)
     if length < MIN_LENGTH:
         raise LaunchError(SHORT_SEQUENCE.format(value=length))
-    if of_model and length > of_model:
+    if of_model and length > of_model * (rope_factor or 1):
         logger.warning("max_sequence_length %d is more than the model's %d", length, of_model)
+    elif of_model and rope_factor and not asked:
+        most = int(of_model * rope_factor)
+        logger.info("rope_factor allows a max_sequence_length of %d, but does not set it", most)
     return length

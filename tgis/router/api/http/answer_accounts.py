@@ -56,7 +56,7 @@ class AnswerAccounts:
 
     def _count(self, scope: Scope, status: int) -> None:
         path, state = scope["path"], scope.get("state", {})
-        api = state.get("api") or find_api(self.apis, path) or self.apis[-1]
+        api = state.get("api") or find_api(self.apis, path) or self.apis[0]
         route = next((one.path for one in api.routes if one.path_regex.match(path)), OTHER_ROUTE)
         self.metrics.http_api_requests.add(api.door.name, route, str(status))
         if status >= 400 and REFUSED_PARAMETER in state:

@@ -64,7 +64,7 @@ class ApiGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        request.state.api = find_api(self.apis, scope["path"]) or self.apis[-1]
+        request.state.api = find_api(self.apis, scope["path"]) or self.apis[0]
         task = asyncio.current_task()
         assert task is not None, "requests run in tasks"
         self._tasks.add(task)
@@ -155,7 +155,7 @@ def api_limits(apis: Sequence[HttpApi], config: RouterConfig) -> RouteLimits:
 
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
         error = UnavailableError("the service has too many connections")
-        form = (find_api(apis, scope["path"]) or apis[-1]).errors
+        form = (find_api(apis, scope["path"]) or apis[0]).errors
         await form.respond(error)(scope, receive, send)
 
     return RouteLimits(
