@@ -39,7 +39,7 @@ ReadValue = Callable[[str, str], Any]
 
 
 class Verdict(Enum):
-    """What became of a name, with the level of the line that says it."""
+    """Outcome of a name, with the level of the line that says it and the word for it."""
 
     USED = logging.INFO, "used"
     OVERRIDDEN = logging.INFO, "overridden"
