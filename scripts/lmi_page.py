@@ -45,7 +45,7 @@ From the one that counts most:
 6. LMI's defaults.
 
 Two names of one source for one option must agree; otherwise the start fails and names both. The log has a line for
-each name with its value, its place, and what it became; values of tokens and passwords are hidden.
+each name with its value, its place, and what it became; values of tokens and of unknown names are hidden.
 
 The file is read as Java reads it, in UTF-8: `=`, `:` or blanks after the key, comments with `#` and `!`, lines continued
 by `\\`, escapes such as `\\u0041`; of two lines with one key the last counts. An error names the line. Truth values

@@ -266,8 +266,9 @@ def test_variables(tmp_path: Path) -> None:
     }
     config, result = given(tmp_path, "", env)
     assert changes(config) == PLAIN
-    for name in ("OPTION_ENTRYPOINT", "OPTION_ENGINE", "SERVING_MIN_WORKERS", "ARGS_WIDTH"):
+    for name in ("OPTION_ENTRYPOINT", "OPTION_ENGINE", "SERVING_MIN_WORKERS"):
         assert f"{name}={env[name]} (environment): no effect: " in result.stderr
+    assert "ARGS_WIDTH=(hidden) (environment): no effect: " in result.stderr
     assert result.stderr.count("WARNING") == 4
     assert "OPTION_ENGINE: " in refusal(COMPAT, {**ENV, **env, "OPTION_ENGINE": "DeepSpeed"})
 
@@ -294,7 +295,7 @@ def test_unknown_names(tmp_path: Path) -> None:
         config, result = given(tmp_path, line, {"HF_MODEL_ID": "/m"})
         assert changes(config) == PLAIN
         [warning] = [one for one in result.stderr.splitlines() if " WARNING " in one]
-        assert f"{line} (serving.properties:1): unknown: " in warning
+        assert f"{line.partition('=')[0]}=(hidden) (serving.properties:1): unknown: " in warning
         assert advice in warning
         arguments = [*COMPAT, *file_with(tmp_path, line), "--strict-config"]
         assert advice in refusal(arguments, {**ENV, "HF_MODEL_ID": "/m"})
@@ -331,7 +332,7 @@ def test_without_compat_nothing_is_read() -> None:
 
 
 def test_secrets_are_hidden(tmp_path: Path) -> None:
-    text = "option.hf_token=s3cret\noption.api_key=s3cret\noption.max_tokens=99"
+    text = "option.hf_token=s3cret\noption.aws=s3cret\noption.max_tokens=99\noption.hf_token.x=s3cret"
     config, result = given(tmp_path, text, {"HF_MODEL_ID": "/m", "OPTION_HF_TOKEN": "s3cret"}, "--env")
     assert config.hf_token == Secret("s3cret")
     assert "s3cret" not in result.output
@@ -361,7 +362,7 @@ option.hf_token=s3cret
         "  engine=Python (serving.properties:1)",
         "  option.model_id=s3://bucket/model (serving.properties:2)",
         "  option.max_model_len=4096 (serving.properties:3)",
-        "  option.max_model_length=4096 (serving.properties:4)",
+        "  option.max_model_length=(hidden) (serving.properties:4)",
         "  option.quantize=smoothquant (serving.properties:5)",
         "  option.trust_remote_code=true (serving.properties:6)",
         "  option.hf_token=(hidden) (serving.properties:7)",

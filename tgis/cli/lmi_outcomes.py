@@ -13,6 +13,7 @@ from tgis.config.aliases.alias import Alias
 from tgis.config.aliases.lmi import (
     DEFAULT_QUEUE,
     DEFAULTS,
+    KEYS,
     MODEL_DIR,
     QUEUE,
     SIMPLE_NAMES,
@@ -30,7 +31,7 @@ NAME = "lmi"
 SOURCE = f"--compat {NAME}"
 LAST = (MODEL_DIR, QUEUE)  # they depend on other options
 MAX_SHOWN_CHARS = 200
-_SECRET = re.compile(r"(^|[._])(token|secret|password|credentials?|key)$", re.IGNORECASE)
+_SECRET = re.compile(r"(?<!per_)token$|secret|passw|credential|(api|access)_key|_key$", re.IGNORECASE)
 _OWN_NAMES = {
     f.name: flag_of(f) if option.flag else f.name.upper() for f, option, _ in declared(LauncherConfig)
 }
@@ -56,9 +57,15 @@ class Outcome:
 
     @property
     def line(self) -> str:
-        value = "(hidden)" if _SECRET.search(self.given.key) else _shown(self.given.text)
-        line = f"{self.given.name}={value} ({self.given.origin}): {self.verdict.value[1]}{self.text}"
+        line = f"{self.given.name}={self._value} ({self.given.origin}): {self.verdict.value[1]}{self.text}"
         return "".join(c if c.isprintable() else "?" for c in line)
+
+    @property
+    def _value(self) -> str:
+        """Value for printing. Nobody knows whether values of unknown names are secret."""
+        key = self.given.key
+        is_known = key in KEYS and not _SECRET.search(key)
+        return _shown(self.given.text) if is_known else report.HIDDEN
 
 
 def forget_shared_names(settings: dict[str, Setting], defaults: Mapping[str, Any]) -> None:
