@@ -56,9 +56,10 @@ An unknown name is a warning with the closest known one, and an error with `--st
 
 ## What is different at once
 
-Options that are not given have LMI's values: {defaults};
-`--max-concurrent-requests` is `job_queue_size`, {queue} if it is not given, and `--max-batch-size` together, so that as
-many wait as in LMI; `--num-shard` is the number of visible GPUs, or 1. The rest keeps the defaults of this service:
+Options that are not given have LMI's values:
+
+{defaults}
+The rest keeps the defaults of this service:
 
 - `option.max_rolling_batch_size` is 256, as for LMI's vLLM.
 - The model is `option.model_id`, else the folder of `option.model_dir`, else that of the file, else `/opt/ml/model`. An id
@@ -105,11 +106,18 @@ SIMPLE = """\
 
 
 def render() -> str:
-    defaults = [f"`--{name.replace('_', '-')} {_number(value)}`" for name, value in DEFAULTS.items()]
+    defaults = [(own_name(name), f"`{_number(value)}`") for name, value in DEFAULTS.items()]
+    defaults += [
+        (
+            own_name("max_concurrent_requests"),
+            f"`{DEFAULT_QUEUE}` that wait, and `--max-batch-size` beside them",
+        ),
+        (own_name("num_shard"), "the number of visible GPUs, or 1"),
+    ]
     passed = [f"`{name.removeprefix(PREFIX)}`" for name in sorted(PASSED_ON)]
     simple = "".join(f"| `{name}` | `{key}` |\n" for name, key in SIMPLE_NAMES.items())
     meanings = _names(MAPPED, lambda one: own_name(one.means or "") + (f"; {one.why}" if one.why else ""))
-    introduction = INTRODUCTION.format(defaults=", ".join(defaults), queue=DEFAULT_QUEUE)
+    introduction = INTRODUCTION.format(defaults=table(("option", "value"), defaults))
     return "\n".join(
         [
             introduction + table(("name", "means"), meanings),
