@@ -120,7 +120,7 @@ The same service answers over gRPC, with batches, deadlines, soft prompts and tr
 | `return_full_text` | `response.input_text` |
 | `adapter_id` | `adapter_id`; an unknown one is refused, and never answered by the bare model |
 | `watermark` | the metadata `tgis-watermark: true` |
-| `best_of` | none |
+| `best_of` | none; only over HTTP |
 
 The frequency penalty is OpenAI's, and values that were chosen for TGI mean something else: TGI subtracts the penalty
 times the token's share of input and output, OpenAI the penalty times the number of its occurrences in the output.

@@ -1,7 +1,7 @@
 """`/invocations` and the routes that name a model."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ from tgis.router.api.http.errors import OWN_FORM, renamed_text
 from tgis.router.api.http.event_stream import EventStream
 from tgis.router.api.http.lmi.answers import AnswerWriter
 from tgis.router.api.http.lmi.errors import LmiErrors
-from tgis.router.api.http.lmi.forms import Form, TokenWriter, choose_form
+from tgis.router.api.http.lmi.forms import Form, choose_form
 from tgis.router.api.http.lmi.lines import LineErrors, LineWriter
 from tgis.router.api.http.lmi.parameters import MAX_TEXTS, LmiParameters, check_parameters, to_parameters
 from tgis.router.api.http.lmi.request import ADAPTER, LmiRequest, check_headers, check_model, read_request
@@ -24,6 +24,7 @@ from tgis.router.api.http.openai.errors import OPENAI_ERRORS
 from tgis.router.api.http.openai.fields.parameters import describe_parameters
 from tgis.router.api.http.openai.long_answers import SlicedEncoder
 from tgis.router.api.http.openai.service_parts import OpenAiApi
+from tgis.router.api.http.tgi.token_texts import TokenForms
 from tgis.router.api.service import Result
 from tgis.router.errors import NotFoundError, RequestError
 from tgis.router.events import InputTokens
@@ -126,16 +127,16 @@ class Invocations:
         return LmiJob(body, fields, body.adapter_ids(adapter), form, method)
 
     async def _generate(self, job: LmiJob, request: Request) -> Response:
-        results = await self._results(job, request.state.call)
-        writer = AnswerWriter(
-            job.fields, job.has_details, self._tokens(job), SlicedEncoder(self._api.encoding_turn)
-        )
+        calls = {each: self._call(job, request.state.call, each) for each in dict.fromkeys(job.adapter_ids)}
+        results = await self._results(job, calls)
+        names = TokenForms(self._api.service.vocabulary_of(calls[job.adapter_ids[0]]))
+        encoder = SlicedEncoder(self._api.encoding_turn)
+        writer = AnswerWriter(job.fields, job.form, job.has_details, names, encoder)
         is_list = not isinstance(job.body.inputs, str) or job.form.is_tgi
         return await writer.write(job.body.texts, results, is_list)
 
-    async def _results(self, job: LmiJob, http: HttpCall) -> list[Result]:
+    async def _results(self, job: LmiJob, calls: Mapping[str | None, GenerationCall]) -> list[Result]:
         """Generate the texts of all inputs, in one call for each adapter. The first failure ends all."""
-        calls = {each: self._call(job, http, each) for each in dict.fromkeys(job.adapter_ids)}
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = {each: group.create_task(self._run(call)) for each, call in calls.items()}
@@ -152,9 +153,11 @@ class Invocations:
 
     async def _stream(self, job: LmiJob, request: Request) -> Response:
         [text] = job.body.texts
-        writer = LineWriter(text, job.fields, job.has_details, self._tokens(job))
+        call = self._call(job, request.state.call, job.adapter_ids[0])
+        names = TokenForms(self._api.service.vocabulary_of(call))
+        writer = LineWriter(text, job.fields, job.form, job.has_details, names)
         setattr(request.state, OWN_FORM, LineErrors(self._errors, writer))
-        events = self._events(self._call(job, request.state.call, job.adapter_ids[0]), writer)
+        events = self._events(call, writer)
         with translated_refusals(job.adapter_ids[0]):
             await anext(events)  # returns once the call is admitted: a refusal has a status of its own
         return EventStream(events, job.form.media_type)
@@ -186,6 +189,3 @@ class Invocations:
             tenant=http.tenant,
             door=LMI,
         )
-
-    def _tokens(self, job: LmiJob) -> TokenWriter:
-        return TokenWriter(job.form, self._api.vocabulary, self._api.tokenizer.special_ids)

@@ -81,6 +81,11 @@ class LmiParameters(msgspec.Struct, kw_only=True):
         return bool((self.top_k or 0) > 0 or self.min_p or any(one is not None and one < 1 for one in shares))
 
     @property
+    def removes_stops(self) -> bool:
+        """True if a stop sequence that ends a text is no part of it."""
+        return bool(self.stop_sequences or self.stop) and not self.include_stop_str_in_output
+
+    @property
     def num_shown(self) -> int:
         """Number of texts that the answer shows for an input, the best first."""
         return self.n or self.best_of or 1

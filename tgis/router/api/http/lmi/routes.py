@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tgis.config.processes import RouterConfig
 from tgis.router.api.http.http_api import HttpApi
 from tgis.router.api.http.lmi.errors import LmiErrors
 from tgis.router.api.http.lmi.handler import Invocations
@@ -14,14 +15,13 @@ from tgis.router.api.http.openai.service_parts import OpenAiApi
 from tgis.router.requests.doors import LMI
 
 
-class Health(msgspec.Struct):
+class PingAnswer(msgspec.Struct):
     status: str
 
 
-def lmi_api(api: OpenAiApi, is_ready: Callable[[], bool], formatter: str | None = None) -> HttpApi:
-    """Return the API; `formatter` is that of all answers, None to follow the requests."""
+def lmi_api(api: OpenAiApi, is_ready: Callable[[], bool], config: RouterConfig) -> HttpApi:
     errors = LmiErrors(api.models.names[0])
-    invocations = Invocations(api, errors, formatter)
+    invocations = Invocations(api, errors, config.lmi_output_formatter)
     routes = [
         Route("/invocations", invocations.invoke, methods=["POST"]),
         Route("/predictions/{model:path}", invocations.predict, methods=["POST"]),
@@ -29,7 +29,7 @@ def lmi_api(api: OpenAiApi, is_ready: Callable[[], bool], formatter: str | None 
     ]
 
     async def ping(request: Request) -> Response:
-        health = Health("Healthy" if is_ready() else "Unhealthy")
+        health = PingAnswer("Healthy" if is_ready() else "Unhealthy")
         return Response(
             msgspec.json.encode(health), 200 if is_ready() else 503, media_type="application/json"
         )
