@@ -212,7 +212,7 @@ def fail_at_fourth_step(door: HttpDoor) -> None:
     door.scene.shard.garbage.put(refuse)
 
 
-async def test_a_client_that_leaves_cancels_its_stream(door: HttpDoor) -> None:
+async def test_a_stream_counts_until_its_client_leaves(door: HttpDoor) -> None:
     door.scene.shard.step_s = 0.02
     host, _, port = door.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -221,6 +221,7 @@ async def test_a_client_that_leaves_cancels_its_stream(door: HttpDoor) -> None:
     writer.write(head.encode() + body)
     while b'{"token":' not in await reader.readline():
         pass
+    assert b"tgi_http_api_active_streams 1" in door.scene.metrics.render()
     writer.close()
     await writer.wait_closed()
     failures = door.scene.metrics.request_failure
