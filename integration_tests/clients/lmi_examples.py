@@ -75,7 +75,7 @@ def prompt_with_details(served: Served, invoke: Invoke) -> None:
 
 def lines_of_tokens(served: Served, invoke: Invoke) -> None:
     for asked in served.completions[:4]:
-        lines = invoke({**greedy(asked), "stream": True}).lines
+        lines = invoke({**greedy(asked, details=True), "stream": True}).lines
         check_tokens([line["token"] for line in lines], asked)
         assert all(line.keys() == {"token"} for line in lines[:-1])
         assert lines[-1]["generated_text"] == asked.text

@@ -46,7 +46,10 @@ class Front:
 
     def _fail(self, url: str, response: urllib3.BaseHTTPResponse) -> AWSResponse:
         text = response.data.decode()
-        told = {"ErrorCode": "CLIENT_ERROR_FROM_MODEL", "Message": f"Received {response.status} from the model"}
+        told = {
+            "ErrorCode": "CLIENT_ERROR_FROM_MODEL",
+            "Message": f"Received {response.status} from the model",
+        }
         told |= {"OriginalStatusCode": response.status, "OriginalMessage": text}  # type: ignore[dict-item]
         body = urllib3.HTTPResponse(json.dumps(told).encode(), preload_content=False)
         headers = {"content-type": "application/json", "x-amzn-errortype": "ModelError"}
