@@ -90,10 +90,9 @@ async def _stream_grpc(target: str, new_tokens: int) -> int:
 
 def make_request(wire: Wire, new_tokens: int) -> bytes:
     text = json.dumps(wire.make_body(new_tokens)).encode()
-    head = (
-        f"POST {wire.path} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    )
-    return head.encode() + b"content-length: %d\r\n\r\n" % len(text) + text
+    head = f"POST {wire.path} HTTP/1.1\r\nhost: bench\r\nconnection: close\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(text)}\r\n\r\n"
+    return head.encode() + text
 
 
 async def _stream_http(target: str, wire: Wire, request: bytes) -> int:

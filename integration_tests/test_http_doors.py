@@ -1,5 +1,5 @@
-"""The APIs over HTTP of a launched service: the `openai` package as `make clients` runs it, DJL's examples for
-LMI, and the same tokens through OpenAI's API, TGI's and LMI's as through gRPC: alone, in a crowd, unary and
+"""The APIs over HTTP of a launched service: the `openai` package as `make clients` runs it, DJL's examples of
+bodies, and the same tokens through OpenAI's API, TGI's and LMI's as through gRPC: alone, in a crowd, whole and
 streamed, with every parameter that two of them have."""
 
 import random

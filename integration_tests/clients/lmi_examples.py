@@ -1,5 +1,5 @@
-"""The bodies that DJL publishes for LMI's handlers, with prompts and limits of a small model, and what each must
-be answered with. Whoever runs them brings the way in which a body is sent."""
+"""The bodies that DJL publishes for LMI's handlers, with prompts and limits of a small model, and what each
+must be answered with. Whoever runs them brings the way in which a body is sent."""
 
 import json
 from collections.abc import Callable, Mapping

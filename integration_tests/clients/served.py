@@ -1,4 +1,4 @@
-"""A launched service for clients of all APIs over HTTP, and transformers' own answers to what they will ask."""
+"""A launched service for clients of all APIs over HTTP, and transformers' own answers to what they ask."""
 
 import json
 import random

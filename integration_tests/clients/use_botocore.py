@@ -1,5 +1,5 @@
-"""`botocore`'s client of SageMaker's runtime, and between it and the service what SageMaker's front does: another
-path and key, the service's body as an event stream, its errors as ModelError."""
+"""`botocore`'s client of SageMaker's runtime, and between it and the service what SageMaker's front does:
+another path and key, the service's body as an event stream, its errors as ModelError."""
 
 import binascii
 import json
@@ -46,11 +46,8 @@ class Front:
 
     def _fail(self, url: str, response: urllib3.BaseHTTPResponse) -> AWSResponse:
         text = response.data.decode()
-        told = {
-            "ErrorCode": "CLIENT_ERROR_FROM_MODEL",
-            "Message": f"Received {response.status} from the model",
-        }
-        told |= {"OriginalStatusCode": response.status, "OriginalMessage": text}  # type: ignore[dict-item]
+        told: dict[str, str | int] = {"ErrorCode": "CLIENT_ERROR_FROM_MODEL", "Message": "the model refused"}
+        told |= {"OriginalStatusCode": response.status, "OriginalMessage": text}
         body = urllib3.HTTPResponse(json.dumps(told).encode(), preload_content=False)
         headers = {"content-type": "application/json", "x-amzn-errortype": "ModelError"}
         return AWSResponse(url, 424, headers, body)

@@ -1,4 +1,4 @@
-"""One generation through TGI's API and through LMI's, from the description that `door_requests` reads, too."""
+"""One generation through TGI's API and through LMI's, from the description that `door_requests` reads too."""
 
 import json
 import urllib.request
@@ -47,11 +47,8 @@ class InputsDoors:
         """Return the ways in which such a request can be asked."""
         found: dict[str, Way] = {}
         if _tgi_parameters(fields) is not None:
-            found |= {
-                "TGI": self.generate,
-                "TGI, any": self.generate_any,
-                "TGI, streamed": self.generate_stream,
-            }
+            found |= {"TGI": self.generate, "TGI, any": self.generate_any}
+            found |= {"TGI, streamed": self.generate_stream}
         if fields.keys() <= LMI_NAMES.keys():
             found |= {"LMI": self.invoke, "LMI, streamed": self.invoke_stream}
         return found
@@ -63,9 +60,8 @@ class InputsDoors:
 
     def generate_any(self, prompt: str, fields: Fields) -> Answer:
         body = self._tgi_body(prompt, fields)
-        with self.post(
-            "/", {**body, "parameters": {**body["parameters"], "return_full_text": False}}
-        ) as response:
+        body["parameters"]["return_full_text"] = False
+        with self.post("/", body) as response:
             [answer] = json.load(response)
             return _whole(answer, "logprob", int(response.headers["x-prompt-tokens"]))
 
