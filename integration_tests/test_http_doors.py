@@ -1,6 +1,6 @@
 """The APIs over HTTP of a launched service: the `openai` package as `make clients` runs it, DJL's examples of
-bodies, and the same tokens through OpenAI's API, TGI's and LMI's as through gRPC: alone, in a crowd, whole and
-streamed, with every parameter that two of them have."""
+bodies, and the same tokens through all APIs as through gRPC: alone, in a crowd, unary and streamed, with all
+parameters that an API shares with gRPC."""
 
 import random
 import urllib.error
