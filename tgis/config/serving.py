@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from tgis.config.option import Group, in_group, option
 
 SERVICE_NAME = "text-generation-inference.router"
+JSON_FORM, JSON_LINES_FORM, SSE_FORM, TGI_FORM = "json", "jsonlines", "sse", "tgi_compat"
 SHORT_SEQUENCE = "max_sequence_length ({value}) must be at least 2 (1 input + 1 output)"
 
 
@@ -61,11 +62,23 @@ class ServingOptions:
         minimum=1,
     )
     disable_grammar_support: bool = option("Refuse requests whose text must match a grammar.", False)
+    lmi_output_formatter: str | None = option(
+        "Form of all answers of LMI's API; unset: json, and jsonlines for requests that ask for a stream.",
+        None,
+        choices=(JSON_FORM, JSON_LINES_FORM, SSE_FORM, TGI_FORM),
+        group=Group.NETWORK,
+    )
     served_model_name: str | None = option(
         "Names of the model for APIs that name it, separated by commas; unset: --model-name, of a path only "
         "the last folder.",
         None,
         group=Group.MODEL,
+    )
+    compute_type: str | None = option(
+        "Kind of machine that TGI's API names in `x-compute-type`; unset: gpu if the launcher finds GPUs to "
+        "use, else cpu.",
+        None,
+        group=Group.COMPATIBILITY,
     )
     metrics_alias: str | None = option(
         "Also export metrics under the names of another server, for its dashboards and autoscalers.",

@@ -150,7 +150,8 @@ class _Router:
             ),
             adapter_roots=_adapter_roots(config),
         )
-        return [lmi_api(api, self._is_ready), tgi_api(api, self._is_ready), openai_api(api)]
+        served = (api, self._is_ready, config)
+        return [lmi_api(*served), tgi_api(*served), openai_api(api)]
 
     def _build_server(self) -> grpc.aio.Server:
         config, failures = self._config, self._metrics.request_failure

@@ -61,6 +61,7 @@ async def open_http_door(
     adapter_roots: tuple[str, ...] | None = None,
     formats: ChatFormats | None = None,
     http_api: str = "openai",
+    lmi_output_formatter: str | None = None,
 ) -> AsyncIterator[HttpDoor]:
     """Open a door; `renderer` is for chats, `tokens` a file of bearer tokens, `library` the
     shard's adapters, and `adapter_roots` where clients may find them."""
@@ -84,8 +85,14 @@ async def open_http_door(
             service, renderer, models, vocabulary, limits, tokenizer, formats, adapter_roots=adapter_roots
         )
         path = None if tokens is None else str(tokens)
-        config = RouterConfig(tokenizer_path="", http_api=http_api, auth_tokens_path=path)
-        all_apis = [lmi_api(api, lambda: True), tgi_api(api, lambda: True), openai_api(api)]
+        config = RouterConfig(
+            tokenizer_path="",
+            http_api=http_api,
+            auth_tokens_path=path,
+            lmi_output_formatter=lmi_output_formatter,
+        )
+        served = (api, lambda: True, config)
+        all_apis = [lmi_api(*served), tgi_api(*served), openai_api(api)]
         apis = [each for each in all_apis if each.door.name in config.served_apis]
         gate = ApiGate(apis, config, scene.metrics.request_failure)
         gate.phase = Phase.OPEN

@@ -54,7 +54,6 @@ WITHOUT_EFFECT = (
     Alias("prefill_chunking", why=CHUNKED, flag=False),
     Alias("tgi_wiggle_room", why="the cache is counted in blocks, not estimated", flag=False),
     Alias("log_colorize", why="logs are plain text or JSON", flag=False),
-    Alias("compute_type", why="clients are not told the type", flag=False),
 )
 REFUSED = (
     Alias(

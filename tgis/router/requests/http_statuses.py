@@ -1,13 +1,27 @@
 """HTTP statuses of errors, one table for each door, which its answers and spans share."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from tgis.router.errors import Code, GenerationError, NotFoundError, PayloadTooLargeError, RouterError
+from tgis.router.errors import (
+    Code,
+    GenerationError,
+    NotFoundError,
+    PayloadTooLargeError,
+    RouterError,
+    TimedOutError,
+)
 from tgis.router.requests.doors import LMI, OPENAI, TGI, Door
 
 NOT_FOUND, TOO_LARGE, FAILED = NotFoundError, PayloadTooLargeError, GenerationError
 """Errors that have a status of their own in some door."""
-Kind = Code | type[RouterError]
+
+
+def is_late(error: Exception) -> bool:
+    """Return True if a text has begun whose next token did not come in time."""
+    return isinstance(error, TimedOutError) and not error.is_first
+
+
+Kind = Code | type[RouterError] | Callable[[Exception], bool]
 STATUSES: Mapping[str, Mapping[Kind, int]] = {
     OPENAI.name: {
         NOT_FOUND: 404,
@@ -31,6 +45,7 @@ STATUSES: Mapping[str, Mapping[Kind, int]] = {
     LMI.name: {
         TOO_LARGE: 413,
         FAILED: 424,
+        is_late: 424,
         Code.INVALID_ARGUMENT: 424,
         Code.RESOURCE_EXHAUSTED: 503,
         Code.UNAVAILABLE: 503,
@@ -50,4 +65,6 @@ def http_status(error: Exception, door: Door) -> int:
 
 
 def _is_kind(error: Exception, kind: Kind) -> bool:
-    return isinstance(kind, type) and isinstance(error, kind)
+    if isinstance(kind, Code):
+        return False
+    return isinstance(error, kind) if isinstance(kind, type) else kind(error)

@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tgis.logs import FIELDS, Scalar
 from tgis.router.api.http.errors import REFUSED_PARAMETER
+from tgis.router.api.http.event_stream import STREAM_TYPES
 from tgis.router.api.http.http_api import HttpApi, find_api
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.requests.doors import Door
@@ -16,7 +17,6 @@ from tgis.router.requests.doors import Door
 logger = logging.getLogger(__name__)
 
 OTHER_ROUTE = "other"
-EVENT_STREAM = b"text/event-stream"
 
 
 @dataclass
@@ -42,7 +42,7 @@ class AnswerAccounts:
         async def send_counted(message: Message) -> None:
             nonlocal is_stream
             if message["type"] == "http.response.start":
-                is_stream = _is_event_stream(message)
+                is_stream = _is_stream(message)
                 self.num_streams += is_stream
                 self._count(scope, message["status"])
             await send(message)
@@ -56,7 +56,7 @@ class AnswerAccounts:
 
     def _count(self, scope: Scope, status: int) -> None:
         path, state = scope["path"], scope.get("state", {})
-        api = state.get("api") or find_api(self.apis, path) or self.apis[-1]
+        api = state.get("api") or find_api(self.apis, path) or self.apis[0]
         route = next((one.path for one in api.routes if one.path_regex.match(path)), OTHER_ROUTE)
         self.metrics.http_api_requests.add(api.door.name, route, str(status))
         if status >= 400 and REFUSED_PARAMETER in state:
@@ -74,8 +74,8 @@ class AnswerAccounts:
         logger.warning("%s %s is refused with %d", method, route, status, extra={FIELDS: fields})
 
 
-def _is_event_stream(message: Message) -> bool:
+def _is_stream(message: Message) -> bool:
     return any(
-        name.lower() == b"content-type" and value.startswith(EVENT_STREAM)
+        name.lower() == b"content-type" and value.decode("latin-1").startswith(STREAM_TYPES)
         for name, value in message.get("headers", ())
     )

@@ -19,7 +19,7 @@ from tgis.net.http_routes import PROBE_LIMITS, LimitedApp, RouteLimits
 from tgis.net.slow_readers import SlowReadError
 from tgis.router.api.bearer_tokens import REFUSAL, BearerTokens
 from tgis.router.api.http.call_context import open_call, read_body, request_id
-from tgis.router.api.http.errors import HttpError
+from tgis.router.api.http.errors import OWN_FORM, ErrorForm, HttpError
 from tgis.router.api.http.event_stream import BODY
 from tgis.router.api.http.http_api import HttpApi, find_api
 from tgis.router.api.tenants import shown_name
@@ -64,7 +64,7 @@ class ApiGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        request.state.api = find_api(self.apis, scope["path"]) or self.apis[-1]
+        request.state.api = find_api(self.apis, scope["path"]) or self.apis[0]
         task = asyncio.current_task()
         assert task is not None, "requests run in tasks"
         self._tasks.add(task)
@@ -143,7 +143,7 @@ async def _claim(
 
 async def _fail(error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer with an error, or end an answer that has begun with it."""
-    form = scope["state"]["api"].errors
+    form: ErrorForm = scope["state"].get(OWN_FORM) or scope["state"]["api"].errors
     if scope["state"]["answer"].has_begun:
         await send({"type": BODY, "body": form.last_events(error), "more_body": False})
     else:
@@ -155,7 +155,7 @@ def api_limits(apis: Sequence[HttpApi], config: RouterConfig) -> RouteLimits:
 
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
         error = UnavailableError("the service has too many connections")
-        form = (find_api(apis, scope["path"]) or apis[-1]).errors
+        form = (find_api(apis, scope["path"]) or apis[0]).errors
         await form.respond(error)(scope, receive, send)
 
     return RouteLimits(

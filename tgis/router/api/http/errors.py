@@ -1,13 +1,15 @@
 """Refusals and errors of requests over HTTP, before an API gives them its form."""
 
 import logging
+import re
 import secrets
+from collections.abc import Mapping
 from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tgis.router.errors import RouterError, internal_error
+from tgis.router.errors import RequestError, RouterError, internal_error
 from tgis.router.requests.doors import Door
 from tgis.router.requests.http_statuses import http_status
 
@@ -15,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 REFUSED_PARAMETER = "refused_parameter"
 """Key of a request's state, set for what has no line yet: the parameter that the refusal names, if any."""
+OWN_FORM = "own_form"
+"""Key of a request's state, set if its errors have another form than its API's."""
 TEMPORARY, RETRY_S = (429, 503), 1
 
 
@@ -47,6 +51,13 @@ def describe_error(error: Exception, door: Door) -> tuple[int, str]:
     request_id = secrets.token_hex(8)
     logger.error("request %s failed: %r", request_id, error, exc_info=error)
     return status, internal_error(request_id)
+
+
+def renamed_text(error: RequestError, names: Mapping[str, str], kept: str = "") -> str:
+    """Return the text of a refusal with the API's own `names` of parameters, all but the word `kept`."""
+    own = error.log_text  # what follows may be the client's words
+    shown = re.sub("[a-z_]+", lambda word: word[0] if word[0] == kept else names.get(word[0], word[0]), own)
+    return shown + str(error).removeprefix(own)
 
 
 class ErrorResponse(Response):

@@ -1,0 +1,186 @@
+"""Errors of LMI's API in DJL's forms: before an answer, and as the last line of a stream."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.router.http_door import HttpDoor
+from tests.support.router.lmi_door import PROMPT, Answer, ask, generate, lmi_door
+from tgis.net.framing import frame
+from tgis.pb import shard_pb2
+
+STREAM = generate(max_new_tokens=8, details=True) | {"stream": True}
+
+
+@pytest.fixture
+async def door(tmp_path: Path) -> AsyncIterator[HttpDoor]:
+    async with lmi_door(tmp_path) as door:
+        yield door
+
+
+def refused(status: int, kind: str, message: str) -> tuple[int, dict[str, Any]]:
+    return status, {"code": status, "type": kind, "message": message}
+
+
+def told(answer: Answer) -> tuple[int, Any]:
+    assert answer.headers["content-type"] == "application/json"
+    return answer.status, answer.json
+
+
+async def test_a_full_queue(door: HttpDoor) -> None:
+    body = {"inputs": ["a"] * 65, "parameters": {"n": 2}}  # of 128 places
+    answer = await ask(door, body)
+    text = "Worker queue capacity exceeded for model: served-model"
+    assert told(answer) == refused(503, "WlmCapacityException", text)
+    assert answer.headers["retry-after"] == "1"
+
+
+async def test_what_the_server_refuses(door: HttpDoor) -> None:
+    cases = [
+        (ask(door, STREAM, "/predictions/other"), 404, "ModelNotFoundException", "Model not found: other"),
+        (ask(door, STREAM, model_name="x"), 404, "ModelNotFoundException", "Model not found: x"),
+        (
+            ask(door, STREAM, "/invocations?model_name=y/z"),
+            404,
+            "ModelNotFoundException",
+            "Model not found: y/z",
+        ),
+        (
+            ask(door, STREAM | {"model_name": "w"}, "/models/alias/invoke"),
+            404,
+            "ModelNotFoundException",
+            "Model not found: w",
+        ),
+        (ask(door, STREAM, "/no"), 404, "ResourceNotFoundException", "there is no such path in this API"),
+        (
+            ask(door, b"", method="GET"),
+            405,
+            "MethodNotAllowedException",
+            "the path is served for POST only",
+        ),
+        (
+            ask(door, {"inputs": "a" * (5 << 20)}),
+            413,
+            "PayloadTooLargeException",
+            "the request has more than 4194304 bytes",
+        ),
+    ]
+    for call, *expected in cases:
+        assert told(await call) == refused(*expected)  # type: ignore[arg-type]
+
+
+async def test_headers(door: HttpDoor) -> None:
+    given = {"X-Amzn-SageMaker-Custom-Attributes": "trace=7,b", "X-Amzn-SageMaker-Target-Model": "m.tar.gz"}
+    for body in (STREAM, generate(), {"messages": []}, b"{"):
+        answer = await ask(door, body, **given, **{"X-Amzn-SageMaker-Session-Id": "NEW_SESSION"})
+        assert answer.headers["x-amzn-sagemaker-custom-attributes"] == "trace=7,b"
+    for headers, text in (
+        ({"X-Amzn-SageMaker-Custom-Attributes": "x" * 1025}, "at most 1024 printable characters of ASCII"),
+        ({"X-Amzn-SageMaker-Custom-Attributes": "é"}, "at most 1024 printable characters of ASCII"),
+        ({"x-synchronous": "false"}, "not supported; leave x-synchronous out"),
+        ({"content-type": "text/csv"}, "the content type must be application/json or text/plain"),
+    ):
+        answer = await ask(door, STREAM, **headers)
+        assert "x-amzn-sagemaker-custom-attributes" not in answer.headers
+        assert (answer.status, list(answer.json)) == (424, ["code", "error"])
+        assert answer.json["error"].endswith(text)
+    assert (await ask(door, STREAM, **{"x-synchronous": "true"})).status == 200
+
+
+async def test_tokens(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("secret\n")
+    async with lmi_door(tmp_path, tokens=tmp_path / "tokens") as door:
+        answer = await ask(door, STREAM, authorization="Bearer wrong")
+        assert (answer.status, answer.json["code"], answer.json["type"]) == (
+            401,
+            401,
+            "UnauthorizedException",
+        )
+        assert (await ask(door, STREAM, authorization="Bearer secret")).status == 200
+        answer = await ask(door, b"", "/ping", method="GET")  # the probe needs none
+        assert told(answer) == (200, {"status": "Healthy"})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_failure_before_the_first_token(door: HttpDoor, stream: bool) -> None:
+    door.scene.shard.model.refuses = lambda row: True
+    answer = await ask(door, STREAM | {"stream": stream})
+    assert (answer.status, list(answer.json), answer.json["code"]) == (424, ["code", "error"], 424)
+    assert "Input Parsing" not in answer.json["error"]
+    assert PROMPT not in answer.json["error"]
+
+
+FAILED_TOKENS = {
+    "sse": {"id": -1, "text": "", "log_prob": -1.0, "special_token": True},
+    "tgi_compat": {"id": -1, "text": "", "logprob": -1.0, "special": True},
+}
+
+
+@pytest.mark.parametrize("formatter", [None, "sse", "tgi_compat"])
+async def test_a_failure_after_it(tmp_path: Path, formatter: str | None) -> None:
+    """The last line has the text so far, and says that it is no whole one."""
+    async with lmi_door(tmp_path, formatter) as door:
+        for body in (
+            STREAM,
+            generate(max_new_tokens=8, return_full_text=True, details=False) | {"stream": True},
+        ):
+            whole = lines_of(await ask(door, body))
+            assert len(whole) == 8
+            fail_at_fourth_step(door)
+            answer = await ask(door, body)
+            assert answer.status == 200
+            *lines, last = lines_of(answer)
+            assert lines == whole[: len(lines)]
+            assert 0 < len(lines) <= 3
+            message = last["token"].pop("error_msg", None)
+            assert (message is None) == (formatter == "tgi_compat")
+            assert last["token"] == FAILED_TOKENS[formatter or "sse"]
+            begin = "" if body is STREAM else PROMPT
+            whole_text = whole[-1]["generated_text"]
+            assert last["generated_text"].startswith(begin)
+            assert whole_text.startswith(last["generated_text"])
+            assert len(begin) < len(last["generated_text"]) < len(whole_text)
+            expected = {"finish_reason": "error"}
+            if body is STREAM:
+                expected |= {"generated_tokens": 3, "inputs": PROMPT}  # type: ignore[dict-item]
+            assert last["details"] == expected
+
+
+def lines_of(answer: Answer) -> list[Any]:
+    return [Answer(0, {}, line.removeprefix(b"data: ")).json for line in answer.body.splitlines() if line]
+
+
+def fail_at_fourth_step(door: HttpDoor) -> None:
+    """Have the shard refuse the row after three tokens."""
+
+    def refuse(response: shard_pb2.StepResponse) -> bytes:
+        [row] = response.rows[:1]
+        response.errors.add(row=row, message="refused")
+        response.rows = response.token_ids = response.ended = response.logprobs = b""
+        return frame(response)
+
+    for _ in range(3):
+        door.scene.shard.garbage.put(frame)
+    door.scene.shard.garbage.put(refuse)
+
+
+async def test_a_client_that_leaves_cancels_its_stream(door: HttpDoor) -> None:
+    door.scene.shard.step_s = 0.02
+    host, _, port = door.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = b'{"inputs": "a", "stream": true, "parameters": {"max_new_tokens": 150, "ignore_eos_token": true}}'
+    head = f"POST /invocations HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    while b'{"token":' not in await reader.readline():
+        pass
+    writer.close()
+    await writer.wait_closed()
+    failures = door.scene.metrics.request_failure
+    for _ in range(200):
+        if failures._values.get(("cancelled",)):
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it goes on")
