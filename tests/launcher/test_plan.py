@@ -52,6 +52,24 @@ def test_sequence_length_and_its_source(
     assert (f"{asked} is more than the model's 512" in caplog.text) == is_warned
 
 
+@pytest.mark.parametrize(
+    ("asked", "length", "told"),
+    [
+        (None, 512, "rope_factor allows a max_sequence_length of 1280, but does not set it"),
+        (1280, 1280, None),
+        (1281, 1281, "max_sequence_length 1281 is more than the model's 512"),
+    ],
+)
+def test_a_rope_factor_allows_longer_sequences(
+    config: LauncherConfig, caplog: pytest.LogCaptureFixture, asked: int | None, length: int, told: str | None
+) -> None:
+    write_config(Path(config.model_name), {"n_positions": 512})
+    with caplog.at_level(logging.INFO):
+        plan = make_plan(replace(config, max_sequence_length=asked, rope_factor=2.5))
+    assert plan.max_sequence_length == length
+    assert [line for line in caplog.messages if " is (" not in line][1:] == ([told] if told else [])
+
+
 def test_a_model_of_one_token(config: LauncherConfig) -> None:
     write_config(Path(config.model_name), {"n_positions": 1})
     with pytest.raises(LaunchError) as error:

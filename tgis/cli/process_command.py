@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from tgis import __version__, logs
-from tgis.cli import vllm_arguments
+from tgis.cli import compat_arguments, vllm_arguments
 from tgis.cli.command import (
     ARGUMENTS,
     VERSION_NAMES,
@@ -39,13 +39,16 @@ FOREIGN = "foreign_"  # prefix of the parameter names of foreign options
 
 
 class ProcessCommand(OneLineCommand):
-    """Command whose help lists its options by group. It takes command lines in vLLM's spelling too."""
+    """Command whose help lists its options by group. It takes command lines in other spellings too."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         has_compat = any(one.name == "compat" for one in self.params)
-        if has_compat and vllm_arguments.is_vllm(args):
+        compat = compat_arguments.compat_of(args) if has_compat else None
+        if compat == "vllm":
             switches = {name for one in self.params if getattr(one, "is_flag", False) for name in one.opts}
             args = vllm_arguments.rewrite(args, switches)
+        elif compat == "tgi":
+            args = compat_arguments.join_repeated(args)
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -88,6 +91,7 @@ def process_command(
         if only_report:
             print(report.describe(settings))
         else:
+            _require_model(context, settings)
             run(_configure(config_type, settings, notices, fields))
 
     options = parameters(config_type, is_required=complete is None)
@@ -117,10 +121,10 @@ def _flags_of(command_name: str) -> list[Alias]:
 
 def _setting(context: click.Context, f: Field[Any], option: Option, hint: Any) -> Setting:
     if not option.flag:
-        name = f.name.upper()
-        text = os.environ.get(name, "").strip()
-        value = Secret(text) if Secret in get_args(hint) else text
-        return Setting(value, name) if text else Setting(f.default)
+        for name in filter(None, (f.name.upper(), option.older_env)):
+            if text := os.environ.get(name, "").strip():
+                return Setting(Secret(text) if Secret in get_args(hint) else text, name)
+        return Setting(f.default)
     value, source = context.params[f.name], context.get_parameter_source(f.name)
     if source is ParameterSource.COMMANDLINE:
         return Setting(value, flag_of(f))
@@ -159,6 +163,17 @@ def _read_foreign(context: click.Context, settings: dict[str, Setting], reads: s
     for server in read_servers:
         apply_defaults(server.defaults, settings, f"--compat {server.name}")
     return warnings
+
+
+def _require_model(context: click.Context, settings: Mapping[str, Setting]) -> None:
+    """Raise a usage error if another server's names are read and no model is given."""
+    compat = settings["compat"].value if "compat" in settings else None
+    for server in SERVERS:
+        if server.name == compat and settings["model_name"].source == DEFAULT:
+            raise click.UsageError(
+                f"Missing option '{server.model_flag}': --compat {compat} has no default model",
+                context,
+            )
 
 
 def _refuse_unread_flags(context: click.Context, compat: str | None) -> None:

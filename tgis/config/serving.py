@@ -91,6 +91,12 @@ class ServingOptions:
         None,
         group=Group.MODEL,
     )
+    tokenizer_config_path: str | None = option(
+        "File read instead of the tokenizer's tokenizer_config.json for the chat template and the texts of "
+        "special tokens; its template is used before those in other files of the model.",
+        None,
+        group=Group.MODEL,
+    )
     tool_call_parser: str = option(
         "Format in which the model writes calls of tools; auto: the chat template shows it; none: it writes "
         "none. docs/openai.md lists the formats.",
@@ -148,12 +154,29 @@ class ServingOptions:
         maximum=16,
         group=Group.MEMORY,
     )
+    reserve_output: bool = option(
+        "Begin a request only when the cache has room for its input and all tokens that it may generate, so "
+        "that no running request ever gives up its blocks to another.",
+        False,
+        group=Group.MEMORY,
+    )
     decode_step_ms: float = option(
         "Predicted time that a step may take while requests are decoding. Prompts are cut into chunks that "
         "fit, and none gets more of a step than those requests do.",
         250.0,
         minimum=1,
         group=Group.MEMORY,
+    )
+    first_token_timeout: float | None = option(
+        "Seconds within which a text must have its first token, from its acceptance on; later it fails. "
+        "Unset: no limit.",
+        None,
+        minimum=0.001,
+    )
+    next_token_timeout: float | None = option(
+        "Seconds within which each further token of a text must come; later the text fails. Unset: no limit.",
+        None,
+        minimum=0.001,
     )
     shutdown_timeout: float = option(
         "Seconds that requests in flight get to finish after SIGTERM.", 30.0, minimum=0, group=Group.LIFECYCLE

@@ -37,7 +37,7 @@ from tgis.hub.cache import cache_entry
 
 logger = logging.getLogger(__name__)
 
-META_EXTENSIONS = (".json", ".py", ".model", ".md")
+META_EXTENSIONS = (".json", ".py", ".model", ".md", ".jinja")
 NOT_FETCHED = ("arguments", "args", "training")
 NAME_ON_DISK = re.compile(r"\w[\w.+=-]*")  # allowed form of the hub's names that become parts of paths
 TOKENIZER_NAMES = re.compile(r"vocab\.txt|merges\.txt|.*\.tiktoken")

@@ -35,6 +35,19 @@ def has_tokenizer_to_convert(directory: Path) -> bool:
     return any(any(directory.glob(pattern)) for pattern in TOKENIZER_FILES)
 
 
+def is_complete(directory: Path) -> bool:
+    """Return True if a config.json and all weights that can be served are there. Raises
+    ModelNotFoundError."""
+    if not (directory / "config.json").is_file():
+        return False
+    for index in directory.glob("*.safetensors.index.json"):
+        files = read_json(directory, index.name).get("weight_map")
+        if isinstance(files, dict):
+            return all((directory / str(name)).is_file() for name in {*files.values()})
+    found = (path for pattern in ("*.safetensors", "*.onnx") for path in directory.glob(pattern))
+    return any(path.is_file() for path in found)
+
+
 def fingerprint(directory: Path) -> str:
     """Hash configuration, names and sizes of weight files to 16 hex digits. Raises ModelNotFoundError."""
     files = sorted(path for pattern in WEIGHT_FILES for path in directory.glob(pattern))

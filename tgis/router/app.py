@@ -128,7 +128,9 @@ class _Router:
     def _load_template(self) -> ChatTemplate | None:
         """Return the model's chat template, if there is one and chats are served. Raises StartupError."""
         config = self._config
-        return load_template(Path(config.tokenizer_path), config.chat_template) if config.http_api else None
+        if not config.http_api:
+            return None
+        return load_template(Path(config.tokenizer_path), config.chat_template, config.tokenizer_config_path)
 
     def _apis(self) -> list[HttpApi]:
         """Return all APIs over HTTP, in the order in which they claim paths. Raises StartupError."""

@@ -104,6 +104,7 @@ class Outcome:
             self.metrics,
             max_batch_size=64,
             rope_switch_len=0,
+            reserves_output=False,
             proposer=proposer,
             budget=TokenBudget(1000, 1.0),
             steps_in_flight=2,

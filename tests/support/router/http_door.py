@@ -2,7 +2,7 @@
 what its calls ask of the engine."""
 
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -46,6 +46,7 @@ class HttpDoor:
     vocabulary: Vocabulary
     url: str
     """Up to `/v1`, without it."""
+    gate: ApiGate
 
 
 @asynccontextmanager
@@ -62,6 +63,7 @@ async def open_http_door(
     formats: ChatFormats | None = None,
     http_api: str = "openai",
     lmi_output_formatter: str | None = None,
+    is_ready: Callable[[], bool] = lambda: True,
 ) -> AsyncIterator[HttpDoor]:
     """Open a door; `renderer` is for chats, `tokens` a file of bearer tokens, `library` the
     shard's adapters, and `adapter_roots` where clients may find them."""
@@ -91,7 +93,7 @@ async def open_http_door(
             auth_tokens_path=path,
             lmi_output_formatter=lmi_output_formatter,
         )
-        served = (api, lambda: True, config)
+        served = (api, is_ready, config)
         all_apis = [lmi_api(*served), tgi_api(*served), openai_api(api)]
         apis = [each for each in all_apis if each.door.name in config.served_apis]
         gate = ApiGate(apis, config, scene.metrics.request_failure)
@@ -103,7 +105,7 @@ async def open_http_door(
             async with serve_listener(
                 starlette_of([*probes, api_route(app, apis, config, True)]), listener, config, None
             ) as port:
-                yield HttpDoor(scene, handle, tokenizer, vocabulary, f"http://127.0.0.1:{port}")
+                yield HttpDoor(scene, handle, tokenizer, vocabulary, f"http://127.0.0.1:{port}", gate)
         finally:
             tokenizer.close()
             compiler.close()

@@ -42,13 +42,14 @@ class Engine:
         max_batch_size: int,
         rope_switch_len: int,
         proposer: Proposer | None,
+        reserves_output: bool,
         budget: TokenBudget,
         steps_in_flight: int,
         recovery_timeout: float,
         on_ready: Callable[[bool], None],
     ) -> None:
         """Take a connected `residency`. `on_ready` is called when shards are lost and when they return."""
-        self.scheduler = Scheduler(pool, max_batch_size, rope_switch_len, proposer)
+        self.scheduler = Scheduler(pool, max_batch_size, rope_switch_len, proposer, reserves_output)
         self._residency, self._shards = residency, residency.shards
         self._metrics, self._budget = metrics, budget
         self._steps_in_flight, self._recovery_timeout = steps_in_flight, recovery_timeout

@@ -55,6 +55,7 @@ class LocalEngine:
             max_batch_size=config.max_batch_size,
             rope_switch_len=info.rope_switch_len,
             proposer=PromptLookup(config.speculate, budget.predict) if config.speculate else None,
+            reserves_output=config.reserve_output,
             budget=budget,
             steps_in_flight=config.steps_in_flight,
             recovery_timeout=config.recovery_timeout,

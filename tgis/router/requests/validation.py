@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 from tgis.router.engine.handle import EngineInfo, Lease, SequenceSpec
 from tgis.router.errors import InputTooLongError, RequestError
-from tgis.router.grammar.compiler import Constraint, GrammarCompiler, read_constraint
+from tgis.router.grammar.compiler import REASONING, Constraint, GrammarCompiler, read_constraint
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.requests.call import GenerationCall, Parameters
-from tgis.router.requests.doors import ALMOST_GREEDY, Door
+from tgis.router.requests.doors import ALMOST_GREEDY, MAX_INPUTS, MAX_N, Door
 from tgis.router.requests.parameter_rules import RULES
 from tgis.router.sequence import CacheSalt, Details, Grammar, Stopping
 from tgis.router.text.stop_sequences import StopSequences
@@ -21,7 +21,6 @@ from tgis.router.text.tokenization import TokenIds
 from tgis.router.text.tokenizer import Tokenizer
 from tgis.sampling_parameters import RANGES, Sampling
 
-MAX_N = 128
 MAX_STOP_SEQUENCE_BYTES = 240
 STOP_SEQUENCES_TEXT = (
     "can specify at most {} non-empty stop sequences, "
@@ -55,6 +54,20 @@ class RequestLimits:
         room = self.max_sequence_length - 1
         return room if most is None else min(most, room)
 
+    def most_stop_sequences(self, door: Door) -> int:
+        most, of_door = self.max_stop_sequences, door.max_stop_sequences
+        if most is None:
+            return of_door
+        return max(most, of_door) if door.keeps_its_stop_bound else most
+
+    def most_best_of(self, door: Door) -> int:
+        return door.max_best_of if self.max_best_of is None else self.max_best_of
+
+    @property
+    def most_inputs(self) -> int:
+        """Bound of the inputs of one request to an API over HTTP."""
+        return MAX_INPUTS if self.max_client_batch_size is None else self.max_client_batch_size
+
 
 @dataclass(frozen=True)
 class CallParameters:
@@ -85,9 +98,9 @@ def check_parameters(
     fits = min_new_tokens <= max_new_tokens
     _require(fits, "min_new_tokens must be <= max_new_tokens", parameter="min_new_tokens")
     _check_penalties(sampling)
-    constraint = read_constraint(params.guided, limits.max_guided_bytes)
-    details = _check_details(params, door, limits.max_top_n_tokens)
-    refusal = STOP_SEQUENCES_TEXT.format(door.max_stop_sequences)
+    constraint = _check_guided(params, limits)
+    details = _check_details(params, door, limits)
+    refusal = STOP_SEQUENCES_TEXT.format(limits.most_stop_sequences(door))
     for stop in params.stop_sequences:
         _require(0 < len(stop.encode()) <= MAX_STOP_SEQUENCE_BYTES, refusal, parameter="stop_sequences")
     _check_rules(params, vocab_size)
@@ -296,11 +309,19 @@ def _check_penalties(sampling: Sampling) -> None:
         _require_in_range(name, getattr(sampling, name))
 
 
-def _check_details(params: Parameters, door: Door, max_top_n: int) -> Details:
-    most_stops = door.max_stop_sequences
+def _check_guided(params: Parameters, limits: RequestLimits) -> Constraint | None:
+    """Return the request's constraint. A limit of reasoning is no grammar of the client's."""
+    constraint = read_constraint(params.guided, limits.max_guided_bytes)
+    if constraint is not None and constraint.field != REASONING:
+        _require(limits.allows_guided, "grammar is not supported", parameter=constraint.field)
+    return constraint
+
+
+def _check_details(params: Parameters, door: Door, limits: RequestLimits) -> Details:
+    most_stops = limits.most_stop_sequences(door)
     has_few_stops = len(params.stop_sequences) <= most_stops
     _require(has_few_stops, STOP_SEQUENCES_TEXT.format(most_stops), parameter="stop_sequences")
-    num_top, max_top_n = params.top_n_tokens, door.max_top_n_tokens or max_top_n
+    num_top, max_top_n = params.top_n_tokens, door.max_top_n_tokens or limits.max_top_n_tokens
     wants_more = params.token_logprobs or params.token_ranks or num_top > 0
     _require(
         params.input_tokens or params.generated_tokens or not wants_more,

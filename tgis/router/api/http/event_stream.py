@@ -30,7 +30,7 @@ class EventStream(Response):
         media_type: str = SERVER_SENT_EVENTS,
         silence_s: float | None = None,
     ) -> None:
-        """With `silence_s`, a comment is sent whenever nothing else was for that many seconds."""
+        """Take the events. After each `silence_s` seconds without one, the client gets a comment."""
         super().__init__(headers=HEADERS, media_type=media_type)
         del self.headers["content-length"]
         self._events, self._silence_s = events, silence_s

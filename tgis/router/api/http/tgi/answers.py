@@ -9,14 +9,14 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from tgis.router.api.http.openai.long_answers import SlicedEncoder
-from tgis.router.api.http.tgi.token_texts import ShownToken, TokenNames, TokenTexts
+from tgis.router.api.http.tgi.token_texts import ShownToken, TokenForms, TokenTexts
 from tgis.router.api.http.tgi.types import (
     BestOfSequence,
-    Details,
     FinishReason,
     GenerateAnswer,
     GenerateRequest,
     Prefill,
+    TextDetails,
     Tokens,
     TopTokens,
 )
@@ -41,7 +41,7 @@ class GenerateJob:
 
     body: GenerateRequest
     call: GenerationCall
-    names: TokenNames
+    forms: TokenForms
     is_in_list: bool
     """True if a whole answer is the one item of a list, and a text has its input by default."""
     compute_type: str
@@ -54,7 +54,7 @@ class GenerateJob:
 
     @property
     def echo(self) -> str:
-        """What is before the whole text."""
+        """Return the text before the generated one: the input or nothing."""
         wish = self.body.parameters.return_full_text if self.body.parameters is not None else None
         return self.body.inputs if (self.is_in_list if wish is None else wish) else ""
 
@@ -80,7 +80,7 @@ async def write_answer(job: GenerateJob, results: Sequence[Result], encoder: Sli
     answer = GenerateAnswer(job.echo + "".join(winner.text))
     if job.shows_details:
         sequence = await _describe(job, winner, encoder)
-        answer.details = Details(
+        answer.details = TextDetails(
             sequence.finish_reason,
             sequence.generated_tokens,
             sequence.seed,
@@ -105,14 +105,14 @@ def _last(result: Result) -> Output:
 
 async def _describe(job: GenerateJob, result: Result, encoder: SlicedEncoder) -> BestOfSequence:
     last, parameters = _last(result), job.call.parameters
-    writer = _TokensWriter(job.names, result)
+    writer = _TokensWriter(job.forms, result)
     tokens: Tokens = await encoder.tokens(result.tokens, writer.write)
     top: TopTokens | UnsetType = UNSET
     if parameters.top_n_tokens:
         top = await encoder.tokens(result.tokens, writer.write_top)
     prefill: Prefill = []
     if parameters.input_tokens:
-        prefill = await encoder.tokens(result.input_tokens, _PrefillWriter(job.names).write)
+        prefill = await encoder.tokens(result.input_tokens, _PrefillWriter(job.forms).write)
     return BestOfSequence(
         job.echo + "".join(result.text),
         finish_reason(last),
@@ -127,9 +127,9 @@ async def _describe(job: GenerateJob, result: Result, encoder: SlicedEncoder) ->
 class _TokensWriter:
     """Writer of a whole text's tokens, part by part."""
 
-    def __init__(self, names: TokenNames, result: Result) -> None:
-        self._names, self._result = names, result
-        self._texts, self._num_left = TokenTexts(names), len(result.tokens)
+    def __init__(self, forms: TokenForms, result: Result) -> None:
+        self._forms, self._result = forms, result
+        self._texts, self._num_left = TokenTexts(forms), len(result.tokens)
 
     def write(self, part: Sequence[TokenDetail]) -> bytes:
         tokens: Tokens = []
@@ -140,7 +140,7 @@ class _TokensWriter:
         return _encode(tokens)
 
     def write_top(self, part: Sequence[TokenDetail]) -> bytes:
-        return _encode([self._names.top(detail) for detail in part])
+        return _encode([self._forms.top(detail) for detail in part])
 
     def _finish(self, detail: TokenDetail) -> list[ShownToken]:
         is_end = _last(self._result).reason is StopReason.EOS_TOKEN
@@ -148,12 +148,12 @@ class _TokensWriter:
 
 
 class _PrefillWriter:
-    def __init__(self, names: TokenNames) -> None:
-        self._names, self._is_first = names, True
+    def __init__(self, forms: TokenForms) -> None:
+        self._forms, self._is_first = forms, True
 
     def write(self, part: Sequence[TokenDetail]) -> bytes:
         is_first, self._is_first = self._is_first, False
-        return _encode(self._names.prefill(part, is_first))
+        return _encode(self._forms.prefill(part, is_first))
 
 
 def _measured(job: GenerateJob, result: Result) -> dict[str, str]:

@@ -21,7 +21,7 @@ TOO_LARGE = "Failed to buffer the request body: length limit exceeded"
 INVALID = "Input validation error: {}"
 
 
-class ErrorBody(msgspec.Struct):
+class TgiErrorBody(msgspec.Struct):
     error: str
     error_type: str
 
@@ -55,11 +55,11 @@ class TgiErrors:
 TGI_ERRORS = TgiErrors()
 
 
-def _describe(error: Exception) -> tuple[int, ErrorBody]:
+def _describe(error: Exception) -> tuple[int, TgiErrorBody]:
     status, text = describe_error(error, TGI)
     if isinstance(error, PayloadTooLargeError):
         text = TOO_LARGE
     if isinstance(error, RequestError) and not isinstance(error, NotFoundError):
         text = INVALID.format(text)
     kind = "template_error" if isinstance(error, TemplateError) else TYPES.get(status, "validation")
-    return status, ErrorBody(text, kind)
+    return status, TgiErrorBody(text, kind)

@@ -21,7 +21,7 @@ from tgis.router.api.http.tgi.errors import BodyError
 from tgis.router.api.http.tgi.events import EventWriter
 from tgis.router.api.http.tgi.parameters import read_parameters
 from tgis.router.api.http.tgi.refusals import translated_refusals
-from tgis.router.api.http.tgi.token_texts import TokenNames
+from tgis.router.api.http.tgi.token_texts import TokenForms
 from tgis.router.api.http.tgi.types import GenerateParameters, GenerateRequest
 from tgis.router.events import InputTokens
 from tgis.router.requests.call import GenerationCall
@@ -82,8 +82,8 @@ class Generation:
             tenant=http.tenant,
             door=TGI,
         )
-        names = TokenNames(self._api.service.vocabulary_of(call))
-        return GenerateJob(body, call, names, is_in_list, self._compute_type)
+        forms = TokenForms(self._api.service.vocabulary_of(call))
+        return GenerateJob(body, call, forms, is_in_list, self._compute_type)
 
     async def _answer(self, job: GenerateJob) -> Response:
         with translated_refusals(job.call.parameters, self._api.limits):

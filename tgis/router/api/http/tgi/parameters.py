@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 import msgspec
 
-from tgis.router.api.http.tgi.refusals import INVALID_GRAMMAR, most_inputs
+from tgis.router.api.http.tgi.refusals import INVALID_GRAMMAR, most_input_tokens
 from tgis.router.api.http.tgi.types import GenerateParameters, GenerateRequest, GrammarField
 from tgis.router.grammar.compiler import Guided
 from tgis.router.requests.call import Parameters
+from tgis.router.requests.doors import TGI
 from tgis.router.requests.validation import RequestLimits
 
-MAX_BEST_OF, MAX_STOP_SEQUENCES = 2, 4  # if the operator sets no bounds
 MAX_PENALTY = 2.0
 MAX_SEED = 2**64 - 1
 UNREADABLE = Parameters()
@@ -43,7 +43,7 @@ def _problems(
         yield "`top_k` must be strictly positive"
     if given.max_new_tokens == 0:
         yield "`max_new_tokens` must be strictly positive"
-    most, num_stops = limits.max_stop_sequences or MAX_STOP_SEQUENCES, len(given.stop or ())
+    most, num_stops = limits.most_stop_sequences(TGI), len(given.stop or ())
     if num_stops > most:
         yield f"`stop` supports up to {most} stop sequences. Given: {num_stops}"
     if given.seed is not None and (given.best_of or 1) > 1:
@@ -54,14 +54,14 @@ def _problems(
         yield (f"`top_n_tokens` must be >= 0 and <= {limits.max_top_n_tokens}. Given: {given.top_n_tokens}")
     if not inputs:
         yield "`inputs` cannot be empty"
-    most = most_inputs(limits)
+    most = most_input_tokens(limits)
     if given.truncate is not None and not 0 < given.truncate <= most:
         yield f"`truncate` must be strictly positive and less than {most}. Given: {given.truncate}"
     yield from _grammar_problems(given.grammar, limits)
 
 
 def _best_of_problems(given: GenerateParameters, is_stream: bool, limits: RequestLimits) -> Iterator[str]:
-    best_of, most = given.best_of, limits.max_best_of or MAX_BEST_OF
+    best_of, most = given.best_of, limits.most_best_of(TGI)
     if is_stream and best_of not in (None, 1):
         yield "`best_of` != 1 is not supported when streaming tokens"
     if is_stream and given.decoder_input_details:
@@ -86,11 +86,11 @@ def _grammar_problems(grammar: GrammarField | None, limits: RequestLimits) -> It
         case GrammarField("json_schema", {"schema": dict()}):
             return
         case GrammarField("regex"):
-            yield INVALID_GRAMMAR.format("the value must be a regular expression")
+            yield INVALID_GRAMMAR.format("it must be a regular expression")
         case GrammarField("json_schema"):
-            yield INVALID_GRAMMAR.format("the value must be an object with a `schema`")
+            yield INVALID_GRAMMAR.format("it must be an object with a `schema`")
         case _:
-            yield INVALID_GRAMMAR.format("the value must be a JSON schema")
+            yield INVALID_GRAMMAR.format("it must be a JSON schema")
 
 
 def _to_parameters(given: GenerateParameters, is_stream: bool) -> Parameters:

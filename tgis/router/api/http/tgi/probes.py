@@ -11,11 +11,10 @@ from starlette.responses import Response
 from tgis import __version__
 from tgis.config.processes import RouterConfig
 from tgis.router.api.http.openai.service_parts import OpenAiApi
-from tgis.router.api.http.tgi.errors import UNHEALTHY, ErrorBody
-from tgis.router.api.http.tgi.parameters import MAX_BEST_OF, MAX_STOP_SEQUENCES
-from tgis.router.api.http.tgi.refusals import most_inputs
+from tgis.router.api.http.tgi.errors import UNHEALTHY, TgiErrorBody
+from tgis.router.api.http.tgi.refusals import most_input_tokens
+from tgis.router.requests.doors import TGI
 
-MAX_BATCH = 128  # prompts of a request to /v1/completions, if the operator sets no bound
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 
@@ -48,7 +47,7 @@ class Probes:
         if self._is_ready():
             return Response()
         return Response(
-            msgspec.json.encode(ErrorBody("unhealthy", UNHEALTHY)), 503, media_type="application/json"
+            msgspec.json.encode(TgiErrorBody("unhealthy", UNHEALTHY)), 503, media_type="application/json"
         )
 
 
@@ -58,10 +57,10 @@ def _describe(api: OpenAiApi, config: RouterConfig) -> Info:
         model_id=api.models.names[0],
         model_sha=folder if _COMMIT.fullmatch(folder) else None,  # a folder of the hub's cache
         max_concurrent_requests=config.max_concurrent_requests,
-        max_best_of=limits.max_best_of or MAX_BEST_OF,
-        max_stop_sequences=limits.max_stop_sequences or MAX_STOP_SEQUENCES,
-        max_input_tokens=most_inputs(limits),
+        max_best_of=limits.most_best_of(TGI),
+        max_stop_sequences=limits.most_stop_sequences(TGI),
+        max_input_tokens=most_input_tokens(limits),
         max_total_tokens=limits.max_sequence_length,
         validation_workers=api.tokenizer.num_workers,
-        max_client_batch_size=limits.max_client_batch_size or MAX_BATCH,
+        max_client_batch_size=limits.most_inputs,
     )

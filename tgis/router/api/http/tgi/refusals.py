@@ -17,7 +17,7 @@ GRAMMARS = ("format", "json_schema", "regex")
 """The service's names of constraints."""
 
 
-def most_inputs(limits: RequestLimits) -> int:
+def most_input_tokens(limits: RequestLimits) -> int:
     """Return the most tokens that an input may have."""
     room = limits.max_sequence_length - 1
     return min(limits.max_input_tokens or room, room)
@@ -63,4 +63,4 @@ def _length_text(num_inputs: int, max_new_tokens: int, limits: RequestLimits) ->
     num_new = max_new_tokens or max(total - num_inputs, 0)
     if num_inputs + num_new > total:
         return TOTAL.format(total, num_inputs, num_new)
-    return INPUT.format(most_inputs(limits), num_inputs)
+    return INPUT.format(most_input_tokens(limits), num_inputs)

@@ -14,7 +14,7 @@ class ShownToken(NamedTuple):
     """Likeliest tokens in its place, if they were asked for."""
 
 
-class TokenNames:
+class TokenForms:
     """Tokens by themselves, in the form of answers."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -50,9 +50,9 @@ class TokenTexts:
     """Tokens of one answer in order. A token waits until its text is known: a character may take several
     tokens, and a word's end may depend on the next token. A special token's text is its name."""
 
-    def __init__(self, names: TokenNames) -> None:
-        self._names, self._is_one_behind = names, names.vocabulary.is_one_behind
-        self._detokenizer = names.vocabulary.detokenizer()
+    def __init__(self, forms: TokenForms) -> None:
+        self._forms, self._is_one_behind = forms, forms.vocabulary.is_one_behind
+        self._detokenizer = forms.vocabulary.detokenizer()
         self._waiting: list[ShownToken] = []
         self._last: Token | None = None
         """Last one that is not special."""
@@ -76,7 +76,7 @@ class TokenTexts:
         """Add the last token and return those that are left. `text` is the whole answer, which may end within
         the token, and lacks it if that is the end of sequence."""
         if is_end:
-            shown = self._names.show(detail)
+            shown = self._forms.show(detail)
             shown.token.special = True
             self._waiting.append(shown)
         else:
@@ -88,7 +88,7 @@ class TokenTexts:
         return self._take(len(self._waiting))
 
     def _add(self, detail: TokenDetail) -> None:
-        shown = self._names.show(detail)
+        shown = self._forms.show(detail)
         self._waiting.append(shown)
         if shown.token.special:
             return

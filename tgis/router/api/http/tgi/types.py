@@ -77,7 +77,7 @@ class BestOfSequence(msgspec.Struct):
     top_tokens: TopTokens | UnsetType = UNSET
 
 
-class Details(msgspec.Struct):
+class TextDetails(msgspec.Struct):
     finish_reason: FinishReason
     generated_tokens: int
     seed: int | None
@@ -89,7 +89,7 @@ class Details(msgspec.Struct):
 
 class GenerateAnswer(msgspec.Struct):
     generated_text: str
-    details: Details | UnsetType = UNSET
+    details: TextDetails | UnsetType = UNSET
 
 
 class StreamDetails(msgspec.Struct):
