@@ -11,7 +11,7 @@ from tgis.router.api.http.lmi.parameters import LmiParameters
 from tgis.router.api.http.lmi.tokens import AnswerTokens, form_inputs, form_token
 from tgis.router.api.http.openai.long_answers import SlicedEncoder
 from tgis.router.api.http.tgi.answers import finish_reason
-from tgis.router.api.http.tgi.token_texts import ShownToken, TokenNames
+from tgis.router.api.http.tgi.token_texts import ShownToken, TokenForms
 from tgis.router.api.service import Result
 from tgis.router.events import Output
 from tgis.router.sequence import StopReason, TokenDetail
@@ -24,7 +24,7 @@ class AnswerWriter:
     fields: LmiParameters
     form: Form
     has_details: bool
-    names: TokenNames
+    names: TokenForms
     encoder: SlicedEncoder
 
     async def write(self, texts: Sequence[str], results: Sequence[Result], is_list: bool) -> Response:

@@ -24,7 +24,7 @@ from tgis.router.api.http.openai.errors import OPENAI_ERRORS
 from tgis.router.api.http.openai.fields.parameters import describe_parameters
 from tgis.router.api.http.openai.long_answers import SlicedEncoder
 from tgis.router.api.http.openai.service_parts import OpenAiApi
-from tgis.router.api.http.tgi.token_texts import TokenNames
+from tgis.router.api.http.tgi.token_texts import TokenForms
 from tgis.router.api.service import Result
 from tgis.router.errors import NotFoundError, RequestError
 from tgis.router.events import InputTokens
@@ -129,7 +129,7 @@ class Invocations:
     async def _generate(self, job: LmiJob, request: Request) -> Response:
         calls = {each: self._call(job, request.state.call, each) for each in dict.fromkeys(job.adapter_ids)}
         results = await self._results(job, calls)
-        names = TokenNames(self._api.service.vocabulary_of(calls[job.adapter_ids[0]]))
+        names = TokenForms(self._api.service.vocabulary_of(calls[job.adapter_ids[0]]))
         encoder = SlicedEncoder(self._api.encoding_turn)
         writer = AnswerWriter(job.fields, job.form, job.has_details, names, encoder)
         is_list = not isinstance(job.body.inputs, str) or job.form.is_tgi
@@ -154,7 +154,7 @@ class Invocations:
     async def _stream(self, job: LmiJob, request: Request) -> Response:
         [text] = job.body.texts
         call = self._call(job, request.state.call, job.adapter_ids[0])
-        names = TokenNames(self._api.service.vocabulary_of(call))
+        names = TokenForms(self._api.service.vocabulary_of(call))
         writer = LineWriter(text, job.fields, job.form, job.has_details, names)
         setattr(request.state, OWN_FORM, LineErrors(self._errors, writer))
         events = self._events(call, writer)

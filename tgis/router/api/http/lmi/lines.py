@@ -10,7 +10,7 @@ from tgis.router.api.http.lmi.forms import ERROR, Details, Form, Line
 from tgis.router.api.http.lmi.parameters import LmiParameters
 from tgis.router.api.http.lmi.tokens import AnswerTokens, form_token
 from tgis.router.api.http.tgi.answers import finish_reason
-from tgis.router.api.http.tgi.token_texts import ShownToken, TokenNames
+from tgis.router.api.http.tgi.token_texts import ShownToken, TokenForms
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import Output
 from tgis.router.sequence import StopReason
@@ -20,7 +20,7 @@ class LineWriter:
     """Writer of one stream's lines."""
 
     def __init__(
-        self, text: str, fields: LmiParameters, form: Form, has_details: bool, names: TokenNames
+        self, text: str, fields: LmiParameters, form: Form, has_details: bool, names: TokenForms
     ) -> None:
         self._text, self._fields, self._form, self._has_details = text, fields, form, has_details
         self._tokens = AnswerTokens(names, waits=fields.removes_stops)

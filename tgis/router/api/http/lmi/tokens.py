@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from tgis.router.api.http.tgi.token_texts import ShownToken, TokenNames, TokenTexts
+from tgis.router.api.http.tgi.token_texts import ShownToken, TokenForms, TokenTexts
 from tgis.router.api.http.tgi.types import PrefillToken, Token
 from tgis.router.sequence import TokenDetail
 
@@ -38,7 +38,7 @@ class AnswerTokens:
     """Tokens of one answer in order, each with what it adds to the text. Where a stop sequence may still take
     texts away, tokens wait until their texts are shown."""
 
-    def __init__(self, names: TokenNames, waits: bool) -> None:
+    def __init__(self, names: TokenForms, waits: bool) -> None:
         self._texts, self._waits = TokenTexts(names), waits
         self._held: deque[ShownToken] = deque()
         self._num_shown = self._num_taken = 0  # characters
