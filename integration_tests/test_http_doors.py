@@ -2,7 +2,9 @@
 bodies, and the same tokens through all APIs as through gRPC: alone, in a crowd, unary and streamed, with all
 parameters that an API shares with gRPC."""
 
+import json
 import random
+import re
 import urllib.error
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -147,11 +149,23 @@ def test_all_doors_give_the_same_tokens(served: Served, doors: Doors, inputs_doo
     assert len(tasks) > 6 * len(asks), "TGI's and LMI's API can ask most of it"
     for name, way, ask, wanted in tasks:
         assert_same(ask, name, way(), wanted)
+        if "structured_outputs" in ask.fields and wanted.finish_reason == "stop":
+            assert is_guided_by(ask.fields["structured_outputs"], wanted.text), (ask, wanted)
     random.Random(1).shuffle(tasks)
     with ThreadPoolExecutor(24) as threads:
         answers = threads.map(lambda task: task[1](), tasks)
         for (name, _, ask, wanted), answer in zip(tasks, answers, strict=True):
             assert_same(ask, f"{name}, in a crowd", answer, wanted)
+
+
+def is_guided_by(guided: Fields, text: str) -> bool:
+    match guided:
+        case {"regex": pattern}:
+            return re.fullmatch(pattern, text) is not None
+        case {"choice": choices}:
+            return text in choices
+        case _:
+            return set(json.loads(text)) == set(SCHEMA["properties"])
 
 
 def assert_same(ask: Ask, how: str, given: Answer, wanted: Answer) -> None:
