@@ -50,8 +50,9 @@ def text_has_details(served: Served) -> None:
 
 
 def text_streams(served: Served) -> None:
+    client = connect(served)  # which closes its streams when it is collected
     for asked in served.completions[:4]:
-        parts = list(connect(served).text_generation(**greedy(asked), stream=True, details=True))
+        parts = list(client.text_generation(**greedy(asked), stream=True, details=True))
         assert [part.index for part in parts] == [*range(1, len(asked.output_ids) + 1)]
         assert [part.token.id for part in parts] == asked.output_ids
         assert "".join(part.token.text for part in parts if not part.token.special) == asked.text
@@ -59,7 +60,7 @@ def text_streams(served: Served) -> None:
         assert parts[-1].details.input_length == len(asked.ids)
         assert parts[-1].details.finish_reason == TGI_REASONS[asked.finish_reason]
     asked = next(asked for asked in served.completions if asked.finish_reason == "length")
-    assert "".join(connect(served).text_generation(**greedy(asked), stream=True)) == asked.text
+    assert "".join(client.text_generation(**greedy(asked), stream=True)) == asked.text
 
 
 def text_streams_async(served: Served) -> None:
