@@ -25,20 +25,22 @@ def connect(served: Served) -> InferenceClient:
 
 
 def greedy(asked: Completion) -> dict[str, Any]:
-    """Return the fields of a request that transformers' answer is known of."""
-    return {"prompt": asked.prompt, "max_new_tokens": asked.max_tokens, "do_sample": False}
+    """Return the fields of a request that transformers' answer is known of. Without the last of them, a route
+    that answers both whole and streamed gives the prompt, too."""
+    fields = {"max_new_tokens": asked.max_tokens, "do_sample": False, "return_full_text": False}
+    return {"prompt": asked.prompt, **fields}
 
 
 def text_is_generated(served: Served) -> None:
     for asked in served.completions[:6]:
-        assert connect(served).text_generation(**greedy(asked), return_full_text=False) == asked.text
+        assert connect(served).text_generation(**greedy(asked)) == asked.text
+    given = {**greedy(asked), "return_full_text": None}
+    assert connect(served).text_generation(**given) == asked.prompt + asked.text
 
 
 def text_has_details(served: Served) -> None:
     for asked in served.completions[:4]:
-        answer = connect(served).text_generation(
-            **greedy(asked), details=True, decoder_input_details=True, return_full_text=False
-        )
+        answer = connect(served).text_generation(**greedy(asked), details=True, decoder_input_details=True)
         details = answer.details
         assert details is not None
         assert answer.generated_text == asked.text
@@ -69,7 +71,7 @@ def text_streams_async(served: Served) -> None:
         for asked in served.completions[:3]:
             parts = await client.text_generation(**greedy(asked), stream=True, details=True)
             assert [part.token.id async for part in parts] == asked.output_ids
-            assert await client.text_generation(**greedy(asked), return_full_text=False) == asked.text
+            assert await client.text_generation(**greedy(asked)) == asked.text
 
     asyncio.run(ask())
 
@@ -88,9 +90,7 @@ def text_has_a_grammar(served: Served) -> None:
 def a_stop_text_ends_the_text(served: Served) -> None:
     asked = next(asked for asked in served.completions if len(asked.text) > 12)
     stop = asked.text[4:6]
-    answer = connect(served).text_generation(
-        **greedy(asked), stop=[stop], details=True, return_full_text=False
-    )
+    answer = connect(served).text_generation(**greedy(asked), stop=[stop], details=True)
     assert answer.generated_text.endswith(stop)
     assert answer.generated_text == asked.text[: asked.text.index(stop) + len(stop)]
     assert answer.details.finish_reason == "stop_sequence"
