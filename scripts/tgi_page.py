@@ -10,7 +10,7 @@ from tgis.config.aliases.tgi import MAPPED, REFUSED, WITHOUT_EFFECT
 INTRODUCTION = """\
 # Coming from Text Generation Inference
 
-Hugging Face TGI speaks HTTP, this service speaks gRPC: a manifest can stay as it is, clients cannot.
+Manifests and clients can stay as they are: `--compat tgi` reads TGI's flags, and serves [TGI's API](../tgi.md) over HTTP.
 
 ```shell
 text-generation-launcher --compat tgi --model-id org/model --max-total-tokens 4096 --port 3000
@@ -47,6 +47,9 @@ out.
 CLIENTS = """\
 ## Clients
 
+Clients over HTTP need no change. [TGI's API](../tgi.md) has the routes, the parameters and what is different on purpose. Those
+that move to gRPC find the same there:
+
 | over HTTP | here |
 | --- | --- |
 | `POST /generate`, `POST /` | `Generate`, one or many inputs in a call |
@@ -55,7 +58,7 @@ CLIENTS = """\
 | `GET /info` | `ModelInfo`: kind and limits |
 | `GET /health` | the same, on `PORT`; also `/live`, and gRPC health |
 | `GET /metrics` | the same, on `PORT` |
-| `/v1/chat/completions`, `/v1/completions`, chat templates, tools | the same, with `--http-api openai` ([OpenAI's API](../openai.md)) |
+| `/v1/chat/completions`, `/v1/completions`, chat templates, tools | the same ([OpenAI's API](../openai.md)) |
 | images | none |
 
 [The wire](../wire.md) has the messages, and the [quickstart](../quickstart.md) a client in Python.
@@ -75,7 +78,7 @@ CLIENTS = """\
 | `return_full_text` | `response.input_text` |
 | `adapter_id` | `adapter_id`; an unknown one is refused, and never answered by the bare model |
 | `watermark` | the metadata `tgis-watermark: true` |
-| `best_of` | none |
+| `best_of` | none; only over HTTP |
 
 The frequency penalty is OpenAI's, and values that were chosen for TGI mean something else: TGI subtracts the penalty
 times the token's share of input and output, OpenAI the penalty times the number of its occurrences in the output.

@@ -84,9 +84,11 @@ async def open_door(
     tokens_path: Path | None = None,
     files: Files | None = None,
     info: shard_pb2.InfoResponse | None = None,
+    **options: Any,
 ) -> AsyncIterator[Door]:
+    """`options` are further ones of the router's engine."""
     write_byte_level(directory, VOCAB_SIZE)
-    async with open_scene(directory, False, info) as scene:
+    async with open_scene(directory, False, info, **options) as scene:
         tokenizer, compiler, handle = (
             Tokenizer(directory, 1),
             GrammarCompiler(),

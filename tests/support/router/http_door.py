@@ -64,12 +64,14 @@ async def open_http_door(
     http_api: str = "openai",
     lmi_output_formatter: str | None = None,
     is_ready: Callable[[], bool] = lambda: True,
+    **options: Any,
 ) -> AsyncIterator[HttpDoor]:
     """Open a door; `renderer` is for chats, `tokens` a file of bearer tokens, `library` the
-    shard's adapters, and `adapter_roots` where clients may find them."""
+    shard's adapters, and `adapter_roots` where clients may find them. `options` are further ones of
+    the router's engine."""
     write_tokenizer(directory, VOCAB_SIZE)
     room = limits.max_sequence_length
-    async with open_scene(directory, False, info, library, max_sequence_length=room) as scene:
+    async with open_scene(directory, False, info, library, room, **options) as scene:
         tokenizer, compiler = Tokenizer(directory, 1), GrammarCompiler()
         handle, vocabularies = RecordingHandle(scene.handle), cache(partial(Vocabulary, tokenizer, False))
         vocabulary = vocabularies(True, frozenset())

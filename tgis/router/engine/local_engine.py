@@ -59,6 +59,7 @@ class LocalEngine:
             budget=budget,
             steps_in_flight=config.steps_in_flight,
             recovery_timeout=config.recovery_timeout,
+            token_timeouts=(config.first_token_timeout, config.next_token_timeout),
             on_ready=self._on_ready,
         )
         self._handle.attach(self._engine, info)

@@ -1,6 +1,7 @@
 """Errors of LMI's API in DJL's forms: before an answer, and as the last line of a stream."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,12 @@ async def test_tokens(tmp_path: Path) -> None:
         assert told(answer) == (200, {"status": "Healthy"})
 
 
+async def test_the_probe_of_a_service_that_is_not_ready(tmp_path: Path) -> None:
+    async with lmi_door(tmp_path, is_ready=lambda: False) as door:
+        answer = await ask(door, b"", "/ping", method="GET")
+        assert told(answer) == (503, {"status": "Unhealthy"})
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_failure_before_the_first_token(door: HttpDoor, stream: bool) -> None:
     door.scene.shard.model.refuses = lambda row: True
@@ -111,6 +118,46 @@ async def test_a_failure_before_the_first_token(door: HttpDoor, stream: bool) ->
     assert (answer.status, list(answer.json), answer.json["code"]) == (424, ["code", "error"], 424)
     assert "Input Parsing" not in answer.json["error"]
     assert PROMPT not in answer.json["error"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_first_token_that_is_late(tmp_path: Path, stream: bool) -> None:
+    async with lmi_door(tmp_path, first_token_timeout=0.2) as door:
+        door.scene.shard.step_s = 0.5
+        answer = await ask(door, STREAM | {"stream": stream})
+        assert told(answer) == refused(400, "TranslateException", "Time out in: 0.2")
+        await given_back(door)
+
+
+async def test_a_further_token_that_is_late(tmp_path: Path) -> None:
+    async with lmi_door(tmp_path, next_token_timeout=0.2) as door:
+        late_at_fourth_step(door)
+        answer = await ask(door, STREAM | {"stream": False})
+        assert told(answer) == (424, {"code": 424, "error": "no token came within 0.2 s"})
+        late_at_fourth_step(door)
+        *lines, last = (await ask(door, STREAM)).lines
+        assert 0 < len(lines) <= 3
+        assert (last["token"]["id"], last["details"]["finish_reason"]) == (-1, "error")
+        assert last["token"]["error_msg"] == "no token came within 0.2 s"
+        await given_back(door)
+
+
+async def given_back(door: HttpDoor) -> None:
+    """Wait until the step that was late has been answered."""
+    for _ in range(200):
+        if not door.scene.left():
+            return
+        await asyncio.sleep(0.01)
+
+
+def late_at_fourth_step(door: HttpDoor) -> None:
+    def wait(response: shard_pb2.StepResponse) -> bytes:
+        time.sleep(0.5)
+        return frame(response)
+
+    for _ in range(3):
+        door.scene.shard.garbage.put(frame)
+    door.scene.shard.garbage.put(wait)
 
 
 FAILED_TOKENS = {

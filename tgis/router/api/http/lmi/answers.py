@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import msgspec
 from starlette.responses import Response
 
-from tgis.router.api.http.lmi.forms import Details, Form, Generated
+from tgis.router.api.http.lmi.forms import Form, Generated, LmiDetails
 from tgis.router.api.http.lmi.parameters import LmiParameters
 from tgis.router.api.http.lmi.tokens import AnswerTokens, form_inputs, form_token
 from tgis.router.api.http.openai.long_answers import SlicedEncoder
@@ -47,14 +47,14 @@ class AnswerWriter:
             details.best_of_sequences = [await self._other(text, other) for other in others]
         return Generated(shown, details)
 
-    async def _other(self, text: str, result: Result) -> Details:
+    async def _other(self, text: str, result: Result) -> LmiDetails:
         details = await self._details(result)
         details.generated_text = self._text(text, result)
         return details
 
-    async def _details(self, result: Result) -> Details:
+    async def _details(self, result: Result) -> LmiDetails:
         last, encoder = _last(result), self.encoder
-        details = Details(
+        details = LmiDetails(
             finish_reason=finish_reason(last),
             generated_tokens=last.num_generated,
             seed=self.form.seed(result.spec),

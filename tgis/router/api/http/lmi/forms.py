@@ -19,7 +19,7 @@ ERROR, NO_TOKEN = "error", -1
 _encode = msgspec.json.Encoder().encode
 
 
-class Details(msgspec.Struct, kw_only=True):
+class LmiDetails(msgspec.Struct, kw_only=True):
     finish_reason: str
     generated_tokens: int | UnsetType = UNSET
     inputs: str | UnsetType = UNSET
@@ -29,14 +29,14 @@ class Details(msgspec.Struct, kw_only=True):
     top_tokens: Any = UNSET
     generated_text: str | UnsetType = UNSET
     """Of another text than the best."""
-    best_of_sequences: "list[Details] | UnsetType" = UNSET
+    best_of_sequences: "list[LmiDetails] | UnsetType" = UNSET
 
 
 class Generated(msgspec.Struct):
     """Whole answer for one input."""
 
     generated_text: str
-    details: Details | UnsetType = UNSET
+    details: LmiDetails | UnsetType = UNSET
 
 
 class Line(msgspec.Struct, kw_only=True):
@@ -46,7 +46,7 @@ class Line(msgspec.Struct, kw_only=True):
     token: FormedToken
     top_tokens: list[FormedToken] | UnsetType = UNSET
     generated_text: str | UnsetType | None = UNSET
-    details: Details | UnsetType | None = UNSET
+    details: LmiDetails | UnsetType | None = UNSET
 
 
 @dataclass(frozen=True)

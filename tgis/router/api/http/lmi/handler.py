@@ -16,7 +16,7 @@ from tgis.router.api.http.lmi.answers import AnswerWriter
 from tgis.router.api.http.lmi.errors import LmiErrors
 from tgis.router.api.http.lmi.forms import Form, choose_form
 from tgis.router.api.http.lmi.lines import LineErrors, LineWriter
-from tgis.router.api.http.lmi.parameters import MAX_TEXTS, LmiParameters, check_parameters, to_parameters
+from tgis.router.api.http.lmi.parameters import LmiParameters, check_parameters, to_parameters
 from tgis.router.api.http.lmi.request import ADAPTER, LmiRequest, check_headers, check_model, read_request
 from tgis.router.api.http.openai.chat.handler import ChatCompletions
 from tgis.router.api.http.openai.completions.handler import Completions
@@ -31,7 +31,6 @@ from tgis.router.events import InputTokens
 from tgis.router.requests.call import GenerationCall
 from tgis.router.requests.doors import LMI
 
-MAX_BATCH = 128
 MAX_ADAPTER_CHARS = 256  # of one that does not exist
 NAMES = {
     "text": "inputs",
@@ -111,15 +110,13 @@ class Invocations:
     def _read(self, body: LmiRequest, adapter: str | None, method: str) -> LmiJob:
         """Read a request with inputs. Raises RequestError."""
         api, fields = self._api, body.parameters or LmiParameters()
-        most = api.limits.max_client_batch_size or MAX_BATCH
-        if len(body.texts) > most:
+        if len(body.texts) > (most := api.limits.most_inputs):
             raise RequestError(f"inputs must be at most {most} texts", "inputs")
         if body.stream and len(body.texts) > 1:
             raise RequestError("a list of inputs cannot be streamed", "stream")
         is_list = not isinstance(body.inputs, str)
         form = choose_form(self._formatter, bool(body.stream), is_list and not body.stream)
-        most = min(api.limits.max_best_of or MAX_TEXTS, MAX_TEXTS)
-        check_parameters(fields, most, api.service.is_encoder_decoder)
+        check_parameters(fields, api.limits.most_best_of(LMI), api.service.is_encoder_decoder)
         if form.is_stream and fields.num_texts > 1:
             raise RequestError("n and best_of cannot be streamed", "n")
         if form.is_stream and fields.wants_inputs:
@@ -169,7 +166,8 @@ class Invocations:
             async with aclosing(stream.outputs) as outputs:
                 async for output in outputs:
                     assert not isinstance(output, InputTokens), "streams tell nothing of inputs"
-                    yield writer.write(output, stream.spec)
+                    if lines := writer.write(output, stream.spec):
+                        yield lines
 
     def _call(self, job: LmiJob, http: HttpCall, adapter_id: str | None) -> GenerationCall:
         """Return the call for all inputs with an adapter."""

@@ -10,7 +10,6 @@ from tgis.router.errors import RequestError
 from tgis.router.requests.call import Parameters
 
 MOST = 2**31 - 1
-MAX_TEXTS = 128
 
 Positive = Annotated[int, Meta(ge=1, le=MOST)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]

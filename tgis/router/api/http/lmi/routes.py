@@ -15,7 +15,7 @@ from tgis.router.api.http.openai.service_parts import OpenAiApi
 from tgis.router.requests.doors import LMI
 
 
-class Health(msgspec.Struct):
+class PingAnswer(msgspec.Struct):
     status: str
 
 
@@ -29,7 +29,7 @@ def lmi_api(api: OpenAiApi, is_ready: Callable[[], bool], config: RouterConfig) 
     ]
 
     async def ping(request: Request) -> Response:
-        health = Health("Healthy" if is_ready() else "Unhealthy")
+        health = PingAnswer("Healthy" if is_ready() else "Unhealthy")
         return Response(
             msgspec.json.encode(health), 200 if is_ready() else 503, media_type="application/json"
         )

@@ -74,6 +74,7 @@ def shown_seed(spec: SequenceSpec) -> int | None:
 
 async def write_answer(job: GenerateJob, results: Sequence[Result], encoder: SlicedEncoder) -> Response:
     """Return the answer of a call, whose results are texts of one input."""
+    ended_at = time.monotonic()
     best = max(range(len(results)), key=lambda index: _mean_logprob(results[index]))
     others = [result for index, result in enumerate(results) if index != best]
     winner = results[best]
@@ -90,7 +91,7 @@ async def write_answer(job: GenerateJob, results: Sequence[Result], encoder: Sli
             sequence.top_tokens,
         )
     response = encoder.answer([answer] if job.is_in_list else answer)
-    response.headers.update(job.headers | _measured(job, winner))
+    response.headers.update(job.headers | _measured(winner, ended_at - job.began_at))
     return response
 
 
@@ -156,11 +157,10 @@ class _PrefillWriter:
         return _encode(self._forms.prefill(part, is_first))
 
 
-def _measured(job: GenerateJob, result: Result) -> dict[str, str]:
+def _measured(result: Result, total_s: float) -> dict[str, str]:
     """Return the headers that tell times in milliseconds, and numbers of tokens."""
-    last = _last(result)
-    assert last.timings is not None, "the last output has timings"
-    total_s, timings = time.monotonic() - job.began_at, last.timings
+    last, timings = _last(result), _last(result).timings
+    assert timings is not None, "the last output has timings"
     return {
         "x-compute-time": f"{total_s:.6f}",
         "x-total-time": _milliseconds(total_s),

@@ -65,12 +65,11 @@ class TokenTexts:
     def push(self, detail: TokenDetail) -> list[ShownToken]:
         """Add the next token, which is not the last one. Return the tokens whose texts are known now."""
         self._add(detail)
-        num_known = len(self._waiting)
-        if not self._is_certain:
-            num_known = 0
-            if self._is_one_behind:
-                num_known = next(i for i, each in enumerate(self._waiting) if each.token is self._last)
-        return self._take(num_known)
+        if self._is_certain:
+            return self._take(len(self._waiting))
+        if not self._is_one_behind:
+            return []
+        return self._take(next(i for i, each in enumerate(self._waiting) if each.token is self._last))
 
     def finish(self, detail: TokenDetail, text: str, is_end: bool) -> list[ShownToken]:
         """Add the last token and return those that are left. `text` is the whole answer, which may end within
