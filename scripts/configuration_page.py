@@ -57,7 +57,7 @@ TGI = """\
 
 The launcher reads them with `--compat tgi` (`COMPAT=tgi`) only; without it a flag that only TGI has is a
 usage error. Names that TGI and this service share (`PORT`, `DTYPE`, …) are listed above and keep their
-meaning and default. A TGI name and ours with different values are an error. `-g` means `--grpc-port` here and
+meaning; [Coming from TGI](migrating/tgi.md) lists the defaults that are TGI's then. A TGI name and ours with different values are an error. `-g` means `--grpc-port` here and
 `--graceful-termination-timeout` there: with `--compat tgi` one of these must be written out. `HOSTNAME` is
 never read: container engines set it to the container's name. `LORA_ADAPTERS` has a revision after a hub id only,
 and a request for an adapter that is not there is refused, where TGI answers with the bare model.

@@ -38,14 +38,20 @@ def has_tokenizer_to_convert(directory: Path) -> bool:
 def is_complete(directory: Path) -> bool:
     """Return True if a config.json and all weights that can be served are there. Raises
     ModelNotFoundError."""
-    if not (directory / "config.json").is_file():
-        return False
-    for index in directory.glob("*.safetensors.index.json"):
-        files = read_json(directory, index.name).get("weight_map")
-        if isinstance(files, dict):
-            return all((directory / str(name)).is_file() for name in {*files.values()})
-    found = (path for pattern in ("*.safetensors", "*.onnx") for path in directory.glob(pattern))
-    return any(path.is_file() for path in found)
+    has_config = (directory / "config.json").is_file()
+    return has_config and any(_has_weights(directory, pattern) for pattern in WEIGHT_FILES)
+
+
+def _has_weights(directory: Path, pattern: str) -> bool:
+    """Return True if there are files of that kind, and all that an index of them names."""
+    indices = [read_json(directory, path.name) for path in directory.glob(f"{pattern}.index.json")]
+    if not indices:
+        return any(path.is_file() for path in directory.glob(pattern))
+    named = [index.get("weight_map") for index in indices]
+    return any(
+        isinstance(files, dict) and all((directory / str(name)).is_file() for name in {*files.values()})
+        for files in named
+    )
 
 
 def fingerprint(directory: Path) -> str:

@@ -65,7 +65,7 @@ DEFAULTS = {
     "max_client_batch_size": 4,
     "max_message_bytes": 2_000_000,
     "sharded": False,
-    "shutdown_timeout": 90.0,
+    "shutdown_timeout": 90,
 }
 """Values of TGI's, for options that are not given; `sharded` is this service's own choice."""
 SHARED_SHORT_FLAG = "-g"  # TGI's --graceful-termination-timeout, our --grpc-port

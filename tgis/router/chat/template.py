@@ -53,7 +53,7 @@ def load_template(directory: Path, file: str | None, config_file: str | None = N
         return None
     logger.info("chats use the template of %s", source)
     older = read_json(directory, TOKENS_FILE)
-    tokens = _special_tokens(older | config if config_file else config, older)
+    tokens = _special_tokens(older | config, {}) if config_file else _special_tokens(config, older)
     used = {name: texts[name] for name in (DEFAULT, TOOL_USE) if name in texts}
     checks = [_check(text, _title(file, name)) for name, text in used.items()]
     return ChatTemplate(
