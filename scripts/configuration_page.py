@@ -67,6 +67,12 @@ VLLM = """\
 
 The launcher reads them with `--compat vllm` (`COMPAT=vllm`) only: [Coming from vLLM](migrating/vllm.md) lists them.
 """
+LMI = """\
+## Names of LMI
+
+The launcher reads them with `--compat lmi` (`COMPAT=lmi`) only: [Coming from LMI](migrating/lmi.md) lists them, and says
+which of several sources counts.
+"""
 
 
 def render() -> str:
@@ -80,6 +86,7 @@ def render() -> str:
         PASSED + "\n" + table(("variable", "read by"), [(f"`{k}`", v) for k, v in PASSED_ON.items()]),
         TGI + "\n" + _foreign(TGI_NAMES),
         VLLM,
+        LMI,
     ]
     return "\n".join(parts)
 

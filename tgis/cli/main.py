@@ -26,7 +26,10 @@ from tgis.hub.cache import find_model
 from tgis.hub.startup_adapters import resolve_adapter_options
 
 SECRETS = ("auth_tokens", "hf_token")
-SECRET_VARIABLES = ("AUTH_TOKENS", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT")  # a URL may have some
+SECRET_VARIABLES = (
+    *("AUTH_TOKENS", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "OPTION_HF_TOKEN"),
+    "HF_ENDPOINT",  # a URL may have some
+)
 
 
 def _begin(config: LauncherConfig | RouterConfig | ShardConfig, *facts: str) -> None:

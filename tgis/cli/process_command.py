@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from tgis import __version__, logs
-from tgis.cli import compat_arguments, vllm_arguments
+from tgis.cli import compat_arguments, lmi_outcomes, vllm_arguments
 from tgis.cli.command import (
     ARGUMENTS,
     VERSION_NAMES,
@@ -87,10 +87,12 @@ def process_command(
         settings = {f.name: _setting(context, f, option, hint) for f, option, hint in declared(config_type)}
         if complete:
             complete(settings, {one.name: values[one.name] for one in extra if one.name})
-        notices = _read_foreign(context, settings, reads)
+        warnings = [(logging.WARNING, text) for text in _read_foreign(context, settings, reads)]
+        outcomes = _read_properties(context, settings)
         if only_report:
-            print(report.describe(settings))
+            print("\n".join([report.describe(settings), *lmi_outcomes.describe(outcomes)]))
         else:
+            notices = [*warnings, *lmi_outcomes.to_notices(outcomes, settings)]
             _require_model(context, settings)
             run(_configure(config_type, settings, notices, fields))
 
@@ -136,7 +138,7 @@ def _setting(context: click.Context, f: Field[Any], option: Option, hint: Any) -
 
 def _read_foreign(context: click.Context, settings: dict[str, Setting], reads: str) -> list[str]:
     """Apply the foreign names that were given to the settings; return the warnings."""
-    compat = settings["compat"].value if "compat" in settings else None
+    compat = _compat(settings)
     if compat == "tgi" and any(one.startswith(SHARED_SHORT_FLAG) for one in context.meta[ARGUMENTS]):
         raise click.UsageError(
             f"under --compat {compat}, write --grpc-port or --graceful-termination-timeout instead of "
@@ -147,6 +149,16 @@ def _read_foreign(context: click.Context, settings: dict[str, Setting], reads: s
     read_servers = [server for server in SERVERS if server.name == compat]
     names = [*TGIS_NAMES, *(one for server in read_servers for one in server.aliases)]
     given = [found for one in names if reads in one.commands and (found := _given(context, one))]
+    if compat == lmi_outcomes.NAME:
+        lmi_outcomes.forget_shared_names(settings, {one.name: one.default for one in context.command.params})
+    warnings = apply_aliases(given, settings, _reader(context))
+    for server in read_servers:
+        apply_defaults(server.defaults, settings, f"--compat {server.name}")
+    return warnings
+
+
+def _reader(context: click.Context) -> Callable[[str, str, str], Any]:
+    """Return a converter of (name of the service's own option, text, source) to the option's value."""
     parameters = {one.name: one for one in context.command.params}
 
     def read(name: str, text: str, source: str) -> Any:
@@ -159,15 +171,31 @@ def _read_foreign(context: click.Context, settings: dict[str, Setting], reads: s
                 error.param_hint = source
             raise
 
-    warnings = apply_aliases(given, settings, read)
-    for server in read_servers:
-        apply_defaults(server.defaults, settings, f"--compat {server.name}")
-    return warnings
+    return read
+
+
+def _read_properties(context: click.Context, settings: dict[str, Setting]) -> list[lmi_outcomes.Outcome]:
+    """Apply LMI's names to the settings if they are to be read."""
+    if _compat(settings) != lmi_outcomes.NAME:
+        return []
+    convert = _reader(context)
+
+    def read(name: str, text: str) -> Any:
+        try:
+            return convert(name, text, "")
+        except click.BadParameter as error:
+            raise ValueError(error.message) from error
+
+    return lmi_outcomes.apply_properties(settings, read)
+
+
+def _compat(settings: Mapping[str, Setting]) -> str | None:
+    return settings["compat"].value if "compat" in settings else None
 
 
 def _require_model(context: click.Context, settings: Mapping[str, Setting]) -> None:
     """Raise a usage error if another server's names are read and no model is given."""
-    compat = settings["compat"].value if "compat" in settings else None
+    compat = _compat(settings)
     for server in SERVERS:
         if server.name == compat and settings["model_name"].source == DEFAULT:
             raise click.UsageError(
@@ -201,7 +229,7 @@ def _given(context: click.Context, foreign: Alias) -> GivenAlias | None:
 def _configure(
     config_type: type[C],
     settings: dict[str, Setting],
-    notices: list[str],
+    notices: Sequence[tuple[int, str]],
     fields: Mapping[str, logs.Scalar] | None,
 ) -> C:
     """Set up logging, check the settings, log warnings and settings, and return the configuration."""
@@ -212,8 +240,9 @@ def _configure(
     if "env" in settings and settings["env"].value:
         text = report.describe(settings)
         print(json_lines.to_json(text, fields, "INFO") if fields else text, file=sys.stderr, flush=True)
-    for text in [*filter(None, [notice]), *notices, *check(settings)]:
-        logger.warning("%s", text)
+    warnings = [*filter(None, [notice]), *check(settings)]
+    for severity, text in [*notices, *((logging.WARNING, text) for text in warnings)]:
+        logger.log(severity, "%s", text)
     ours = [f.name for f, option, _ in declared(config_type) if option.flag]
     given = [
         f"{name}={report.shown(settings[name].value)}" for name in ours if settings[name].source != DEFAULT

@@ -98,12 +98,19 @@ def _merge(own: Setting, other: Setting) -> Setting:
 def check(settings: Mapping[str, Setting]) -> list[str]:
     """Check the options of any command; return the warnings. Raises SettingsError."""
     values = {name: setting.value for name, setting in settings.items()}
+    _check_properties(values)
     _check_ports(values)
     _check_tls(values)
     _check_http_api(values)
     _check_link(values, settings.get("num_shard"))
     _check_graphs(settings.get("cuda_graphs"))
     return [*_check_framework(values.get("deployment_framework")), *_check_rope(values)]
+
+
+def _check_properties(values: Mapping[str, Any]) -> None:
+    for name in ("properties", "strict_config"):
+        if values.get(name) and values.get("compat") != "lmi":
+            raise SettingsError(f"{name}: it belongs to --compat lmi, which is not given")
 
 
 def _check_ports(values: Mapping[str, Any]) -> None:

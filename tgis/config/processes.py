@@ -135,6 +135,24 @@ class LauncherConfig(
     compat: str | None = option(
         "Also read the names of another server's options.", None, choices=COMPAT, group=Group.COMPATIBILITY
     )
+    properties: str | None = option(
+        "With --compat lmi, the serving.properties file to read; unset: that of option.model_dir or else of "
+        "/opt/ml/model, if there is one.",
+        None,
+        group=Group.COMPATIBILITY,
+    )
+    strict_config: bool = option(
+        "With --compat lmi, refuse unknown option names instead of warning about them.",
+        False,
+        group=Group.COMPATIBILITY,
+    )
+    startup_timeout: float | None = option(
+        "Seconds within which all shards must have loaded the model at the start; later the launcher stops "
+        "everything and exits with 1. Unset: no limit.",
+        None,
+        minimum=0.1,
+        group=Group.LIFECYCLE,
+    )
     env: bool = option(
         "Print versions, machine and settings to stderr first, then go on.",
         False,

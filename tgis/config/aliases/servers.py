@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tgis.config.aliases import tgi, vllm
+from tgis.config.aliases import lmi, tgi, vllm
 from tgis.config.aliases.alias import Alias
 
 
@@ -13,8 +13,9 @@ class OtherServer:
     """Value of `--compat`."""
     title: str
     aliases: tuple[Alias, ...]
+    """Its flags and variables; LMI's names are keys of a file instead."""
     model_flag: str
-    """Flag of the model, which must be given."""
+    """Flag, or key of a file, of the model, which must be given."""
     defaults: Mapping[str, object] = field(default_factory=dict)
     """The server's values of options of this service that are not given."""
 
@@ -22,6 +23,7 @@ class OtherServer:
 SERVERS = (
     OtherServer("tgi", "TGI", tgi.TGI_NAMES, "--model-id", tgi.DEFAULTS),
     OtherServer("vllm", "vLLM", vllm.VLLM_NAMES, "--model", vllm.DEFAULTS),
+    OtherServer("lmi", "LMI", (), lmi.MODEL_ID),
 )
 ALIASES = tuple(one for server in SERVERS for one in server.aliases)
 COMPAT = tuple(server.name for server in SERVERS)
