@@ -54,19 +54,19 @@ class InputsDoors:
         return found
 
     def generate(self, prompt: str, fields: Fields) -> Answer:
-        with self.post("/generate", self._tgi_body(prompt, fields)) as response:
+        with self.post("/generate", tgi_body(prompt, fields)) as response:
             num_input_tokens = int(response.headers["x-prompt-tokens"])
             return _whole(json.load(response), "logprob", num_input_tokens)
 
     def generate_any(self, prompt: str, fields: Fields) -> Answer:
-        body = self._tgi_body(prompt, fields)
+        body = tgi_body(prompt, fields)
         body["parameters"]["return_full_text"] = False
         with self.post("/", body) as response:
             [answer] = json.load(response)
             return _whole(answer, "logprob", int(response.headers["x-prompt-tokens"]))
 
     def generate_stream(self, prompt: str, fields: Fields) -> Answer:
-        with self.post("/generate_stream", self._tgi_body(prompt, fields)) as response:
+        with self.post("/generate_stream", tgi_body(prompt, fields)) as response:
             assert response.headers["content-type"].startswith("text/event-stream")
             *frames, rest = response.read().decode().split("\n\n")
         assert rest == ""
@@ -75,11 +75,11 @@ class InputsDoors:
         return _streamed(events, "logprob", events[-1]["details"]["input_length"])
 
     def invoke(self, prompt: str, fields: Fields) -> Answer:
-        with self.post("/invocations", _lmi_body(prompt, fields)) as response:
+        with self.post("/invocations", lmi_body(prompt, fields)) as response:
             return _whole(json.load(response), "log_prob", UNTOLD)
 
     def invoke_stream(self, prompt: str, fields: Fields) -> Answer:
-        with self.post("/invocations", {**_lmi_body(prompt, fields), "stream": True}) as response:
+        with self.post("/invocations", {**lmi_body(prompt, fields), "stream": True}) as response:
             lines = [json.loads(line) for line in response.read().splitlines()]
         return _streamed(lines, "log_prob", UNTOLD)
 
@@ -89,10 +89,12 @@ class InputsDoors:
         response: HTTPResponse = urllib.request.urlopen(request, timeout=120)
         return response
 
-    def _tgi_body(self, prompt: str, fields: Fields) -> dict[str, Any]:
-        parameters = _tgi_parameters(fields)
-        assert parameters is not None, fields
-        return {"inputs": prompt, "parameters": {**parameters, "details": True}}
+
+def tgi_body(prompt: str, fields: Fields) -> dict[str, Any]:
+    """Return the body of a request that TGI's API has words for."""
+    parameters = _tgi_parameters(fields)
+    assert parameters is not None, fields
+    return {"inputs": prompt, "parameters": {**parameters, "details": True}}
 
 
 def _tgi_parameters(fields: Fields) -> dict[str, Any] | None:
@@ -110,7 +112,7 @@ def _tgi_parameters(fields: Fields) -> dict[str, Any] | None:
     return found
 
 
-def _lmi_body(prompt: str, fields: Fields) -> dict[str, Any]:
+def lmi_body(prompt: str, fields: Fields) -> dict[str, Any]:
     return {"inputs": prompt, "parameters": {**_renamed(fields, LMI_NAMES), "details": True}}
 
 
