@@ -37,7 +37,6 @@ option.enable_lora=true
 option.trust_remote_code=false
 option.entryPoint=djl_python.huggingface
 option.model_loading_timeout=600
-option.output_formatter=json
 job_queue_size=2
 predict_timeout=60
 chunked_read_timeout=60

@@ -3,12 +3,12 @@
 import contextlib
 import json
 import os
-import re
 import signal
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ from integration_tests.clients.served import expected_chats, expected_completion
 from integration_tests.support.door_requests import Fields
 from integration_tests.support.inputs_requests import InputsDoors
 from integration_tests.support.tuned_files import LINEAR, write_adapter
+from tests.support.accounts import scrape
 from tests.support.processes import Service, children_of
 
 SLOWLY = {"FAILPOINTS": "shard.before_forward=sleep:0.02"}
 LENGTH, NUM_STREAMS = 60, 6
 STATUS_TIMEOUT_S = 30.0
-LOGPROB = re.compile(rb'"log_?prob":(-[0-9.e-]+)')
 Body = Mapping[str, Any]
 MakeBody = Callable[[str, Fields], Body]
 
@@ -76,11 +76,14 @@ def launched(
 
 @contextlib.contextmanager
 def busy(launched: Launched, path: str, body: Body, count: int) -> Iterator[None]:
-    """Hold so many streams open while the block runs."""
-    with contextlib.ExitStack() as stack:
-        for _ in range(count):
-            stack.enter_context(launched.doors.post(path, body)).readline()
+    """Have so many requests in the service while the block runs, whether they run or wait."""
+    with ThreadPoolExecutor(count) as threads:
+        streams = [threads.submit(_read, launched, path, body) for _ in range(count)]
+        deadline = time.monotonic() + STATUS_TIMEOUT_S
+        while scrape(launched.service.http)["tgi_permits_used"] < count:
+            assert time.monotonic() < deadline, launched.service.output
         yield
+        assert not any(stream.done() for stream in streams[-1:]), "the last one has to run"
 
 
 def check_survival(launched: Launched, path: str, make_body: MakeBody) -> None:
@@ -94,11 +97,18 @@ def check_survival(launched: Launched, path: str, make_body: MakeBody) -> None:
         first = [stream.readline() for stream in streams]
         os.kill(children_of(launched.service.process.pid)["serve"][0], signal.SIGKILL)
         disturbed = [line + stream.read() for line, stream in zip(first, streams, strict=True)]
-    for one, other in zip(disturbed, undisturbed, strict=True):
-        assert LOGPROB.sub(b"", one) == LOGPROB.sub(b"", other)
-        numbers = [[float(number) for number in LOGPROB.findall(text)] for text in (one, other)]
-        assert numbers[0] == pytest.approx(numbers[1], abs=1e-4)
+    for one, other in zip(map(_events, disturbed), map(_events, undisturbed), strict=True):
+        assert [event[1] for event in one] == [event[1] for event in other]
+        assert [event[0] for event in one] == pytest.approx([event[0] for event in other], abs=1e-4)
     assert "requests resume" in launched.service.output
+
+
+def _events(body: bytes) -> list[tuple[float, Any]]:
+    """Return each token's log-probability, and the event without it. Comments come in between."""
+    lines = [line for line in body.splitlines() if line and not line.startswith(b":")]
+    events = [json.loads(line.removeprefix(b"data: ")) for line in lines]
+    names = [name for name in ("logprob", "log_prob") if name in events[0]["token"]]
+    return [(event["token"].pop(names[0]), event) for event in events]
 
 
 def _fields(i: int) -> Fields:
