@@ -114,6 +114,28 @@ async def test_whole_answers_and_streams_are_equal(tmp_path: Path) -> None:
             assert ("stop_sequence" in reasons) == ("stop" in str(more))
 
 
+@pytest.mark.parametrize("is_included", [False, True])
+async def test_a_stop_sequence_of_several_tokens(tmp_path: Path, is_included: bool) -> None:
+    """What may be its beginning waits, and is shown if it was none."""
+    async with lmi_door(tmp_path) as door:
+        script = door.tokenizer.fast.encode(" lazy lad lazy dog", add_special_tokens=False).ids
+        pieces = [door.tokenizer.fast.decode([token_id]) for token_id in script]
+        stop = "y dog"
+        assert pieces == [" lazy", " l", "ad", " lazy", " dog"]
+        door.scene.shard.model.script = script * 10
+        more = {"stop_sequences": [stop], "include_stop_str_in_output": is_included}
+        body = generate(max_new_tokens=50, details=True, **more)
+        told = (await ask(door, body)).json
+        lines = (await ask(door, body | {"stream": True})).lines
+        assert told["generated_text"] == " lazy lad laz" + is_included * stop
+        tokens = [line["token"] for line in lines]
+        assert "".join(token["text"] for token in tokens) == lines[-1]["generated_text"]
+        assert told["details"]["tokens"] == tokens
+        assert (lines[-1]["generated_text"], len(tokens)) == (told["generated_text"], len(script))
+        texts = [token["text"] for token in tokens]
+        assert texts == (pieces if is_included else [*pieces[:3], " laz", ""])
+
+
 async def compare(door: HttpDoor, text: str, more: dict[str, Any]) -> str:
     """Compare both answers of a text. Return why it ends."""
     body = {"inputs": text, "parameters": {"max_new_tokens": 25, "details": True} | more}

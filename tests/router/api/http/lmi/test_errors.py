@@ -130,15 +130,15 @@ async def test_a_first_token_that_is_late(tmp_path: Path, stream: bool) -> None:
 
 
 async def test_a_further_token_that_is_late(tmp_path: Path) -> None:
-    async with lmi_door(tmp_path, next_token_timeout=0.2) as door:
+    async with lmi_door(tmp_path, next_token_timeout=0.4) as door:
         late_at_fourth_step(door)
         answer = await ask(door, STREAM | {"stream": False})
-        assert told(answer) == (424, {"code": 424, "error": "no token came within 0.2 s"})
+        assert told(answer) == (424, {"code": 424, "error": "no token came within 0.4 s"})
         late_at_fourth_step(door)
         *lines, last = (await ask(door, STREAM)).lines
         assert 0 < len(lines) <= 3
         assert (last["token"]["id"], last["details"]["finish_reason"]) == (-1, "error")
-        assert last["token"]["error_msg"] == "no token came within 0.2 s"
+        assert last["token"]["error_msg"] == "no token came within 0.4 s"
         await given_back(door)
 
 
@@ -152,7 +152,7 @@ async def given_back(door: HttpDoor) -> None:
 
 def late_at_fourth_step(door: HttpDoor) -> None:
     def wait(response: shard_pb2.StepResponse) -> bytes:
-        time.sleep(0.5)
+        time.sleep(0.9)
         return frame(response)
 
     for _ in range(3):
@@ -186,13 +186,11 @@ async def test_a_failure_after_it(tmp_path: Path, formatter: str | None) -> None
             assert (message is None) == (formatter == "tgi_compat")
             assert last["token"] == FAILED_TOKENS[formatter or "sse"]
             begin = "" if body is STREAM else PROMPT
-            whole_text = whole[-1]["generated_text"]
-            assert last["generated_text"].startswith(begin)
-            assert whole_text.startswith(last["generated_text"])
-            assert len(begin) < len(last["generated_text"]) < len(whole_text)
+            assert last["generated_text"] == begin + "".join(line["token"]["text"] for line in lines)
+            assert len(last["generated_text"]) > len(begin)
             expected = {"finish_reason": "error"}
             if body is STREAM:
-                expected |= {"generated_tokens": 3, "inputs": PROMPT}  # type: ignore[dict-item]
+                expected |= {"generated_tokens": len(lines), "inputs": PROMPT}  # type: ignore[dict-item]
             assert last["details"] == expected
 
 
@@ -214,7 +212,7 @@ def fail_at_fourth_step(door: HttpDoor) -> None:
     door.scene.shard.garbage.put(refuse)
 
 
-async def test_a_client_that_leaves_cancels_its_stream(door: HttpDoor) -> None:
+async def test_a_stream_counts_until_its_client_leaves(door: HttpDoor) -> None:
     door.scene.shard.step_s = 0.02
     host, _, port = door.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -223,6 +221,7 @@ async def test_a_client_that_leaves_cancels_its_stream(door: HttpDoor) -> None:
     writer.write(head.encode() + body)
     while b'{"token":' not in await reader.readline():
         pass
+    assert b"tgi_http_api_active_streams 1" in door.scene.metrics.render()
     writer.close()
     await writer.wait_closed()
     failures = door.scene.metrics.request_failure

@@ -296,9 +296,10 @@ async def test_silence(door: HttpDoor, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(comments) >= 5
     events = [json.loads(frame[6:]) for frame in frames if frame.startswith(b"data: ")]
     assert [event["index"] for event in events] == [1, 2, 3]
-    door.scene.shard.step_s = 0.001
-    told = await call(door, "/generate_stream", inputs(max_new_tokens=3))
-    assert len(told.events) == 3, "none while events come"
+    door.scene.shard.step_s = 0.05
+    monkeypatch.setattr("tgis.router.api.http.tgi.handler.SILENCE_S", 0.4)
+    told = await call(door, "/generate_stream", inputs(max_new_tokens=12))
+    assert len(told.events) == 12, "none while events come"
 
 
 async def test_client_that_goes(door: HttpDoor) -> None:

@@ -105,7 +105,7 @@ async def test_lengths(tmp_path: Path, most_input: int | None) -> None:
     """The total comes first, as if an input without a number of new tokens had the rest."""
     async with tgi_door(tmp_path, limits=replace(LIMITS, max_input_tokens=most_input)) as door:
         most = most_input or TOTAL - 1
-        for length in range(1, TOTAL + 5):
+        for length in (2, 12, 19, 20, 21, 22, 30, 38, 39, 40, 41, 44):
             text = door.tokenizer.fast.decode(ids_of(door, LONG * 3)[1:length])
             n = len(ids_of(door, text))
             for new in (None, 1, TOTAL - n, TOTAL - n + 1, 5000):
@@ -121,7 +121,7 @@ async def test_lengths(tmp_path: Path, most_input: int | None) -> None:
                     )
                 elif n > most:
                     expected = f"`inputs` must have less than {most} tokens. Given: {n}"
-                elif length % 6:
+                elif length % 10:
                     continue  # what is accepted is generated, which takes a while
                 told = await call(door, "/generate", inputs(text, **given))
                 assert (told.status, told.json.get("error")) == (

@@ -116,11 +116,8 @@ class Invocations:
             raise RequestError("a list of inputs cannot be streamed", "stream")
         is_list = not isinstance(body.inputs, str)
         form = choose_form(self._formatter, bool(body.stream), is_list and not body.stream)
-        check_parameters(fields, api.limits.most_best_of(LMI), api.service.is_encoder_decoder)
-        if form.is_stream and fields.num_texts > 1:
-            raise RequestError("n and best_of cannot be streamed", "n")
-        if form.is_stream and fields.wants_inputs:
-            raise RequestError("decoder_input_details cannot be streamed", "decoder_input_details")
+        most = api.limits.most_best_of(LMI)
+        check_parameters(fields, form.is_stream, most, api.service.is_encoder_decoder)
         return LmiJob(body, fields, body.adapter_ids(adapter), form, method)
 
     async def _generate(self, job: LmiJob, request: Request) -> Response:

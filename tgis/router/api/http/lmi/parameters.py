@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from tgis.router.api.http.openai.fields.parameters import SEEDS
+from tgis.router.api.http.openai.fields.refused_fields import RefusedField, find_refused
 from tgis.router.errors import RequestError
 from tgis.router.requests.call import Parameters
 
@@ -104,35 +105,37 @@ class LmiParameters(msgspec.Struct, kw_only=True):
         return bool(self.decoder_input_details) or self.prompt_logprobs is not None
 
 
-BEAMS, CONSTRAINTS = "Texts are sampled or decoded greedily.", "Use response_format with messages or prompt."
-REFUSED: dict[str, tuple[str, tuple[object, ...]]] = {
-    "num_beams": (BEAMS, (1,)),
-    "use_beam_search": (BEAMS, (False,)),
-    "length_penalty": ("It belongs to beam search.", (1, 1.0)),
-    "early_stopping": ("It belongs to beam search.", (False,)),
-    "skip_special_tokens": ("The operator decides if special tokens are shown.", (True,)),
-    "spaces_between_special_tokens": ("Tokens are decoded as they are.", (True,)),
-    "bad_sequences": ("No text can be forbidden.", ([],)),
-    "bad_words": ("No text can be forbidden.", ([],)),
-    "logits_processors": ("A request cannot bring code.", ([],)),
-    "grammar": (CONSTRAINTS, ()),
-    "guided_decoding": (CONSTRAINTS, ()),
-    "guided_json": (CONSTRAINTS, ()),
-    "guided_regex": (CONSTRAINTS, ()),
-    "guided_choice": (CONSTRAINTS, ()),
-    "guided_grammar": (CONSTRAINTS, ()),
-    "response_format": (CONSTRAINTS, ()),
-    "structured_outputs": (CONSTRAINTS, ()),
+BEAMS = RefusedField("Texts are sampled or decoded greedily.", (1,))
+OF_BEAMS = RefusedField("It belongs to beam search.", (1, 1.0))
+FORBIDDING = RefusedField("No text can be forbidden.")
+CONSTRAINT = RefusedField("Use response_format with messages or prompt.")
+REFUSED = {
+    "num_beams": BEAMS,
+    "use_beam_search": BEAMS,
+    "length_penalty": OF_BEAMS,
+    "early_stopping": OF_BEAMS,
+    "skip_special_tokens": RefusedField("The operator decides if special tokens are shown.", (True,)),
+    "spaces_between_special_tokens": RefusedField("Tokens are decoded as they are.", (True,)),
+    "bad_sequences": FORBIDDING,
+    "bad_words": FORBIDDING,
+    "logits_processors": RefusedField("A request cannot bring code."),
+    "grammar": CONSTRAINT,
+    "guided_decoding": CONSTRAINT,
+    "guided_json": CONSTRAINT,
+    "guided_regex": CONSTRAINT,
+    "guided_choice": CONSTRAINT,
+    "guided_grammar": CONSTRAINT,
+    "response_format": CONSTRAINT,
+    "structured_outputs": CONSTRAINT,
 }
-"""Why a parameter is refused, and its values that ask for what is done anyway."""
 
 
-def check_parameters(fields: LmiParameters, most_texts: int, is_encoder_decoder: bool) -> None:
+def check_parameters(
+    fields: LmiParameters, is_stream: bool, most_texts: int, is_encoder_decoder: bool
+) -> None:
     """Refuse what is not honoured, and what contradicts itself. Raises RequestError."""
-    for name, (reason, allowed) in REFUSED.items():
-        value = getattr(fields, name)
-        if value is not None and value not in allowed:
-            raise RequestError(f"{name} is not supported. {reason}", name)
+    for name, text in find_refused(fields, REFUSED):
+        raise RequestError(text, name)
     if fields.num_texts > most_texts:
         name = "n" if fields.best_of is None else "best_of"
         raise RequestError(f"{name} must be <= {most_texts}", name)
@@ -141,8 +144,11 @@ def check_parameters(fields: LmiParameters, most_texts: int, is_encoder_decoder:
     if fields.stop_sequences and fields.stop:
         raise RequestError("only one of stop_sequences and stop may be given", "stop")
     if fields.wants_inputs and is_encoder_decoder:
-        text = "the model tells no log-probabilities of its input"
-        raise RequestError(text, "decoder_input_details")
+        raise RequestError("the model tells no log-probabilities of its input", "decoder_input_details")
+    if is_stream and fields.wants_inputs:
+        raise RequestError("decoder_input_details cannot be streamed", "decoder_input_details")
+    if is_stream and fields.num_texts > 1:
+        raise RequestError("n and best_of cannot be streamed", "n")
 
 
 def to_parameters(fields: LmiParameters, tells_tokens: bool, tells_inputs: bool) -> Parameters:
