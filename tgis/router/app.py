@@ -153,7 +153,8 @@ class _Router:
             adapter_roots=_adapter_roots(config),
         )
         served = (api, self._is_ready, config)
-        return [lmi_api(*served), tgi_api(*served), openai_api(api)]
+        others = [lmi_api(*served), tgi_api(*served)]
+        return [*others, openai_api(api, (each for each in others if each.door.name in config.served_apis))]
 
     def _build_server(self) -> grpc.aio.Server:
         config, failures = self._config, self._metrics.request_failure

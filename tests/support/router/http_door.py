@@ -96,8 +96,9 @@ async def open_http_door(
             lmi_output_formatter=lmi_output_formatter,
         )
         served = (api, is_ready, config)
-        all_apis = [lmi_api(*served), tgi_api(*served), openai_api(api)]
-        apis = [each for each in all_apis if each.door.name in config.served_apis]
+        others = [lmi_api(*served), tgi_api(*served)]
+        apis = [each for each in others if each.door.name in config.served_apis]
+        apis.append(openai_api(api, apis))
         gate = ApiGate(apis, config, scene.metrics.request_failure)
         gate.phase = Phase.OPEN
         app = AnswerAccounts(gate, apis, scene.metrics)

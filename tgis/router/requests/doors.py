@@ -29,6 +29,8 @@ class Door:
     """Bound of the texts of which a request gets the best, if the operator sets none."""
     shortens_texts: bool = True
     """False if a call is refused whose `max_new_tokens` do not fit after its input."""
+    begins_streams_at_once: bool = False
+    """True if a stream's answer begins before the call is checked, so that a refusal is an event of it."""
 
 
 FMAAS = Door("fmaas")
@@ -49,6 +51,7 @@ TGI = Door(
     keeps_its_stop_bound=False,
     max_best_of=2,
     shortens_texts=False,
+    begins_streams_at_once=True,
 )
 LMI = Door(
     "lmi",

@@ -8,6 +8,8 @@ import tokenizers
 from tgis.router.errors import RequestError
 from tgis.router.text.tokenization import Tokenized, encode
 
+MAX_PLACES = 1 << 18  # they take about 50 bytes each
+
 
 class TokenList(msgspec.Struct):
     count: int
@@ -76,6 +78,8 @@ def list_chat_places(tokenizer: tokenizers.Tokenizer, text: str) -> Tokenized:
 
 def _places(tokenizer: tokenizers.Tokenizer, text: str, adds_special_tokens: bool) -> list[TokenPlace]:
     [encoding] = encode(tokenizer, [text], with_offsets=True, adds_special_tokens=adds_special_tokens)
+    if len(encoding) > MAX_PLACES:
+        raise RequestError(f"the text has more than {MAX_PLACES} tokens", "text")
     return [
         TokenPlace(token_id, text[start:stop], start, stop)
         for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)

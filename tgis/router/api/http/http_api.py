@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from starlette.routing import Route
 
 from tgis.router.api.http.errors import ErrorForm
+from tgis.router.api.http.openapi import ErrorTexts, Operation
 from tgis.router.requests.doors import Door
 
 
@@ -21,6 +22,8 @@ class HttpApi:
 
     prefix: str | None = None
     """Beginning of paths of which it answers those that nobody has."""
+    operations: Sequence[tuple[Operation, ErrorTexts]] = ()
+    """Operations for the OpenAPI document, with their errors."""
 
     def has_path(self, path: str) -> bool:
         if self.prefix is not None and path.startswith(self.prefix):

@@ -233,3 +233,21 @@ async def test_info(tmp_path: Path) -> None:
             "sha": None,
             "docker_label": None,
         }
+
+
+async def test_openapi(tmp_path: Path) -> None:
+    """The document of OpenAI's API tells TGI's operations, and both of the path that they share."""
+    async with tgi_door(tmp_path) as door:
+        document = (await call(door, "/openapi.json", method="GET")).json
+    paths, schemas = document["paths"], document["components"]["schemas"]
+    assert {"/generate", "/generate_stream", "/", "/info", "/chat_tokenize", "/v1/completions"} <= set(paths)
+    assert set(schemas["GenerateParameters"]["properties"]) >= {"best_of", "typical_p", "adapter_id"}
+    body = paths["/tokenize"]["post"]["requestBody"]["content"]["application/json"]["schema"]["anyOf"]
+    names = [each["$ref"].rpartition("/")[2] for each in body]
+    assert names == ["TokenizeBody", "GenerateRequest"]
+    responses = paths["/generate"]["post"]["responses"]
+    assert set(responses) >= {"200", "400", "401", "404", "413", "415", "422", "424", "429", "503"}
+    told = responses["422"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    assert set(schemas[told]["properties"]) == {"error", "error_type"}
+    assert "content" not in responses["401"]
+    assert "text/event-stream" in paths["/generate_stream"]["post"]["responses"]["200"]["content"]

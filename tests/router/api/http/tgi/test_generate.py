@@ -22,6 +22,8 @@ from tests.support.router.tgi_door import (
     text_of,
     tgi_door,
 )
+from tests.support.tokenizers.trained import write_metaspace
+from tgis.pb import shard_pb2 as pb
 
 TIMES = ("total", "validation", "queue", "inference")
 DETAILS = ("finish_reason", "generated_tokens", "seed", "prefill", "tokens")
@@ -265,6 +267,26 @@ async def test_rest_of_the_length(door: HttpDoor) -> None:
     assert answer["generated_text"] == text_of(door, tokens)
     reason = "eos_token" if tokens[-1] == EOS else "length"
     assert answer["details"]["finish_reason"] == reason
+
+
+async def test_encoder_decoder(tmp_path: Path) -> None:
+    """Texts do not continue the input, of which no log-probabilities are known."""
+    info = pb.InfoResponse(model_kind=pb.InfoResponse.MODEL_KIND_ENCODER_DECODER, decoder_start_token_id=5)
+
+    def write(directory: Path, _: int) -> None:
+        write_metaspace(directory)
+
+    async with tgi_door(tmp_path, info=info, write_tokenizer=write) as door:
+        door.scene.shard.model.script = [*ids_of(door, "The quick brown fox")[1:], EOS]
+        asked = inputs("a little girl", max_new_tokens=99, details=True)
+        answer = (await call(door, "/generate", asked)).json
+        assert answer["generated_text"] == joined(answer["details"]["tokens"]) == "The quick brown fox"
+        events = (await call(door, "/generate_stream", asked)).events
+        assert [event["token"] for event in events] == answer["details"]["tokens"]
+        asked["parameters"]["decoder_input_details"] = True
+        prefill = (await call(door, "/generate", asked)).json["details"]["prefill"]
+        assert [token["id"] for token in prefill] == ids_of(door, "a little girl")
+        assert {token["logprob"] for token in prefill} == {None}
 
 
 async def test_grammars(door: HttpDoor) -> None:
