@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from tests.support import hub_server
 from tests.support.hub_server import Hub, Repo
 from tests.support.processes import Service, children_of
 from tests.support.shard.checkpoints import write_llama
@@ -52,6 +51,8 @@ def launch(hub: Hub, cache: Path, *arguments: str, **env: str) -> Service:
         "COMPAT": "tgi",
         "MODEL_ID": "org/m",
         "HF_TOKEN": TOKEN,
+        "HF_API_TOKEN": TOKEN,
+        "HUGGING_FACE_HUB_TOKEN": TOKEN,
         "HF_ENDPOINT": hub.endpoint,
         "HF_HUB_OFFLINE": "0",
         "TERMINATION_LOG": str(cache.parent / "log"),
@@ -91,7 +92,7 @@ def test_it_is_served_and_the_hub_is_not_asked_again(
     assert any(f"Download: Downloading {len(files)} files for model org/m" in line for line in service.lines)
     assert any("chats use the template of " in line for line in service.lines)
     hub.requests.clear()
-    again = launch(hub, cache, HF_TOKEN="").wait_until_serving()
+    again = launch(hub, cache, HF_TOKEN="", HF_API_TOKEN="").wait_until_serving()
     assert again.end() == 0, again.output
     assert not hub.requests
 
@@ -99,7 +100,11 @@ def test_it_is_served_and_the_hub_is_not_asked_again(
 @pytest.mark.parametrize(
     ("arguments", "env", "end"),
     [
-        ([], {"HF_TOKEN": "wrong"}, "org/m: the hub refuses access (HTTP 401); is the token right?"),
+        (
+            [],
+            {"HF_TOKEN": "wrong", "HF_API_TOKEN": ""},
+            "org/m: the hub refuses access (HTTP 401); is the token right?",
+        ),
         pytest.param(["--revision", "v9"], {}, "org/m has no revision v9 on the hub", marks=pytest.mark.slow),
         pytest.param(
             ["--lora-adapters", "org/a"],
@@ -200,21 +205,31 @@ def test_tokenizers_and_adapters(hub: Hub, tmp_path: Path) -> None:
 def test_a_download_that_is_stopped_goes_on_at_the_next_start(
     hub: Hub, files: dict[str, bytes], tmp_path: Path, number: signal.Signals
 ) -> None:
-    """The weights are held in their midst; all else is there. The next start fails for another reason."""
+    """The weights stop in their midst; all else is there. The next start fails for another reason."""
     large = files | {"model.safetensors": random.Random(0).randbytes(24_000_000)}
     hub.repos["org/m"] = Repo(large, needs_token=TOKEN)
-    begun, cache = threading.Event(), tmp_path / "cache"
-    revision = [
-        "--revision",
-        hub.repos["org/m"].commit,
-    ]  # the folder of a commit is there from the first file
-    hub.faults["model.safetensors"] = deque([hub_server.hold(begun, 22_000_000)])
+    released, cache = threading.Event(), tmp_path / "cache"
+
+    def pause(handler: Any, content: bytes) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(content)))
+        handler.end_headers()
+        handler.wfile.write(content[:22_000_000])
+        released.wait(60)
+        handler.wfile.write(content[22_000_000:])
+
+    # The folder of a commit is there from the first file on.
+    revision = ["--revision", hub.repos["org/m"].commit]
+    hub.faults["model.safetensors"] = deque([pause])
     service = launch(hub, cache, *revision)
-    assert begun.wait(60)
     [part] = wait_for_parts(cache)
-    assert service.end(number) == 0, service.output
+    service.process.send_signal(number)
+    time.sleep(2)
+    released.set()  # the rest is not taken
+    assert service.process.wait(30) == 0
+    assert service.end() == 0, service.output
     assert "the download of org/m was stopped; the next start resumes it" in service.output
-    assert part.stat().st_size >= 10_000_000
+    assert 10_000_000 <= part.stat().st_size < 24_000_000
     hub.requests.clear()
     again = launch(hub, cache, *revision)
     assert "safetensors" in last_line(again)
