@@ -4,7 +4,6 @@ test likes, and through the doors."""
 import asyncio
 import random
 import selectors
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,10 +144,8 @@ async def settle(scene: Scene) -> None:
 @pytest.mark.parametrize("is_split", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_a_first_token_that_is_late(is_split: bool, tmp_path: Path) -> None:
     async with open_scene(tmp_path, is_split, **FIRST) as scene:
-        scene.shard.step_s, began = HANG_S, time.monotonic()
-        found = await read(scene, await begin(scene))
-        assert found == ([], TimedOut(LIMIT_S, is_first=True))
-        assert LIMIT_S <= time.monotonic() - began < HANG_S
+        scene.shard.step_s = HANG_S
+        assert await read(scene, await begin(scene)) == ([], TimedOut(LIMIT_S, is_first=True))
         assert "request" not in scene.left()
 
 
@@ -158,7 +155,7 @@ async def test_a_further_token_that_is_late(tmp_path: Path) -> None:
         events = scene.handle.events(await begin(scene))
         await asyncio.sleep(HANG_S / 2)  # until the shard is in its step
         scene.shard.step_s = 0.001
-        await skip(events, 6)
+        await skip(events, 3)
         scene.shard.step_s = HANG_S
         assert [event async for event in events][-1] == TimedOut(LIMIT_S, is_first=False)
 

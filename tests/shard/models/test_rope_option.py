@@ -1,6 +1,7 @@
 """--rope-scaling and --rope-factor beyond a model's length: the scores of transformers with the same rotary
 parameters, and refusals by name."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -121,6 +122,14 @@ def test_a_model_without_rotary_positions_is_refused(case: str, models: Models) 
         score(models(case), RopeOption("linear", 2.0), 100)
     reason = "--rope-scaling and --rope-factor cannot be followed: the model has no rotary positions"
     assert str(error.value) == reason
+
+
+def test_code_that_ignores_a_scaling_is_refused(models: Models, tmp_path: Path) -> None:
+    shutil.copytree(models("biogpt"), tmp_path, dirs_exist_ok=True)
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    edit_config(tmp_path, {**read_config(tmp_path), "rope_parameters": rope})
+    with pytest.raises(UnsupportedModelError, match="transformers' code of this model scales no rotary"):
+        score(tmp_path, RopeOption("linear", 2.0), 100)
 
 
 ONNX = Path(__file__).parents[2] / "data" / "onnx" / "half"

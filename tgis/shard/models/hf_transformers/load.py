@@ -32,7 +32,7 @@ from tgis.shard.models.hf_transformers.self_check import (
     score_alone,
 )
 from tgis.shard.models.interface import Model, UnsupportedModelError
-from tgis.shard.models.rope_option import NO_ROPE, RopeOption, RopeOptionError
+from tgis.shard.models.rope_option import RopeOption, RopeOptionError
 from tgis.shard.models.unread_tensors import refuse_unread
 from tgis.shard.models.whole_model import NotServedError, WholeModelSpec, warn_of_copies
 from tgis.shard.quant.formats.settings import read_settings
@@ -146,7 +146,7 @@ def _load_checked(
         whole = read_checkpoint()
         _check_state(whole)
         if rope is not None and rope.kind not in _rope_kinds(whole):
-            raise RopeOptionError(NO_ROPE)
+            raise RopeOptionError("transformers' code of this model scales no rotary positions")
         pack_linears(whole, dtype, unpacked)
         try:
             with torch.inference_mode():
