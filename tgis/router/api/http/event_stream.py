@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 
 from starlette.responses import Response
@@ -34,6 +34,12 @@ class EventStream(Response):
         super().__init__(headers=HEADERS, media_type=media_type)
         del self.headers["content-length"]
         self._events, self._silence_s = events, silence_s
+        self._rewrite: Callable[[bytes], bytes] | None = None
+
+    def rewrite(self, rewrite: Callable[[bytes], bytes], media_type: str) -> None:
+        """Send every event rewritten, as another media type."""
+        self._rewrite = rewrite
+        self.headers["content-type"] = media_type
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all events. A client that does not read ends them with SlowClientError."""
@@ -51,7 +57,8 @@ class EventStream(Response):
                     has_begun = True
                     await send({"type": BEGIN, "status": self.status_code, "headers": self.raw_headers})
                 try:
-                    await send({"type": BODY, "body": event, "more_body": True})
+                    body = event if self._rewrite is None else self._rewrite(event)
+                    await send({"type": BODY, "body": body, "more_body": True})
                 except SlowReadError:
                     with suppress(SlowClientError, StopAsyncIteration):
                         await events.athrow(SlowClientError())

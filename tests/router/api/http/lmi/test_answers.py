@@ -254,9 +254,15 @@ async def test_openai_s_bodies_get_openai_s_answers(tmp_path: Path) -> None:
             own, other = await ask(door, fields, path), await ask(door, fields)
             assert own.status == other.status == 200
             assert other.json["choices"] == own.json["choices"]
-            stream = await ask(door, fields | {"stream": True})
-            assert stream.headers["content-type"].startswith("text/event-stream")
-            assert stream.body.endswith(b"data: [DONE]\n\n")
+            streamed = fields | {"stream": True, "stream_options": {"include_usage": True}}
+            *events, end = (await ask(door, streamed, path)).body.removesuffix(b"\n\n").split(b"\n\n")
+            assert end == b"data: [DONE]"
+            chunks = [json.loads(event.removeprefix(b"data: ")) for event in events]
+            lines = (await ask(door, streamed)).lines
+            assert [(line["choices"], line.get("usage")) for line in lines] == [
+                (chunk["choices"], chunk.get("usage")) for chunk in chunks
+            ]
+            assert lines[-1]["usage"]["completion_tokens"] == 4
             own, other = await ask(door, fields | {"n": -1}, path), await ask(door, fields | {"n": -1})
             assert (other.status, other.json) == (own.status, own.json)
             assert (other.status, other.json["error"]["param"]) == (400, "n")

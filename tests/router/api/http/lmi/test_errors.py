@@ -194,6 +194,17 @@ async def test_a_failure_after_it(tmp_path: Path, formatter: str | None) -> None
             assert last["details"] == expected
 
 
+async def test_a_failure_after_a_completion_has_begun(door: HttpDoor) -> None:
+    """It is a line too, with OpenAI's object."""
+    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "stream": True}
+    fail_at_fourth_step(door)
+    answer = await ask(door, body)
+    assert (answer.status, answer.headers["content-type"]) == (200, "application/jsonlines")
+    *lines, last = answer.lines
+    assert all(line["choices"] for line in lines)
+    assert last["error"]["message"].startswith("Request failed during generation: ")
+
+
 def lines_of(answer: Answer) -> list[Any]:
     return [Answer(0, {}, line.removeprefix(b"data: ")).json for line in answer.body.splitlines() if line]
 

@@ -16,11 +16,11 @@ from tgis.router.api.http.lmi.answers import AnswerWriter
 from tgis.router.api.http.lmi.errors import LmiErrors
 from tgis.router.api.http.lmi.forms import Form, choose_form
 from tgis.router.api.http.lmi.lines import LineErrors, LineWriter
+from tgis.router.api.http.lmi.openai_lines import OpenAiLineErrors, with_lines
 from tgis.router.api.http.lmi.parameters import LmiParameters, check_parameters, to_parameters
 from tgis.router.api.http.lmi.request import ADAPTER, LmiRequest, check_headers, check_model, read_request
 from tgis.router.api.http.openai.chat.handler import ChatCompletions
 from tgis.router.api.http.openai.completions.handler import Completions
-from tgis.router.api.http.openai.errors import OPENAI_ERRORS
 from tgis.router.api.http.openai.fields.parameters import describe_parameters
 from tgis.router.api.http.openai.long_answers import SlicedEncoder
 from tgis.router.api.http.openai.service_parts import OpenAiApi
@@ -101,9 +101,9 @@ class Invocations:
         if body.inputs is None:
             if adapter:
                 raise RequestError("an adapter of messages or a prompt is named by model", "adapters")
-            setattr(request.state, OWN_FORM, OPENAI_ERRORS)
+            setattr(request.state, OWN_FORM, OpenAiLineErrors())
             handler = self._chats if body.is_chat else self._completions
-            return await handler.answer(request)
+            return with_lines(await handler.answer(request))
         job = self._read(body, adapter, method)
         return await (self._stream if job.form.is_stream else self._generate)(job, request)
 
