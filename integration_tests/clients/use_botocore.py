@@ -2,6 +2,7 @@
 another path and key, the service's body as an event stream, its errors as ModelError."""
 
 import binascii
+import io
 import json
 import struct
 from collections.abc import Iterator, Mapping
@@ -48,7 +49,7 @@ class Front:
         text = response.data.decode()
         told: dict[str, str | int] = {"ErrorCode": "CLIENT_ERROR_FROM_MODEL", "Message": "the model refused"}
         told |= {"OriginalStatusCode": response.status, "OriginalMessage": text}
-        body = urllib3.HTTPResponse(json.dumps(told).encode(), preload_content=False)
+        body = urllib3.HTTPResponse(io.BytesIO(json.dumps(told).encode()), preload_content=False)
         headers = {"content-type": "application/json", "x-amzn-errortype": "ModelError"}
         return AWSResponse(url, 424, headers, body)
 
