@@ -120,7 +120,9 @@ def through_sagemaker(example: Example) -> Check:
 def a_stream_comes_in_parts(served: Served) -> None:
     asked = max(served.completions, key=lambda asked: len(asked.output_ids))
     body = json.dumps({**greedy(asked), "stream": True})
-    answer = connect(served).invoke_endpoint_with_response_stream(EndpointName="tiny", Body=body)
+    answer = connect(served).invoke_endpoint_with_response_stream(
+        EndpointName="tiny", ContentType="application/json", Body=body
+    )
     assert len([event["PayloadPart"]["Bytes"] for event in answer["Body"]]) > 3
 
 
