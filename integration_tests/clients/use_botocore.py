@@ -2,6 +2,7 @@
 another path and key, the service's body as an event stream, its errors as ModelError."""
 
 import binascii
+import io
 import json
 import struct
 from collections.abc import Iterator, Mapping
@@ -48,7 +49,7 @@ class Front:
         text = response.data.decode()
         told: dict[str, str | int] = {"ErrorCode": "CLIENT_ERROR_FROM_MODEL", "Message": "the model refused"}
         told |= {"OriginalStatusCode": response.status, "OriginalMessage": text}
-        body = urllib3.HTTPResponse(json.dumps(told).encode(), preload_content=False)
+        body = urllib3.HTTPResponse(io.BytesIO(json.dumps(told).encode()), preload_content=False)
         headers = {"content-type": "application/json", "x-amzn-errortype": "ModelError"}
         return AWSResponse(url, 424, headers, body)
 
@@ -119,7 +120,9 @@ def through_sagemaker(example: Example) -> Check:
 def a_stream_comes_in_parts(served: Served) -> None:
     asked = max(served.completions, key=lambda asked: len(asked.output_ids))
     body = json.dumps({**greedy(asked), "stream": True})
-    answer = connect(served).invoke_endpoint_with_response_stream(EndpointName="tiny", Body=body)
+    answer = connect(served).invoke_endpoint_with_response_stream(
+        EndpointName="tiny", ContentType="application/json", Body=body
+    )
     assert len([event["PayloadPart"]["Bytes"] for event in answer["Body"]]) > 3
 
 

@@ -6,7 +6,7 @@ import re
 
 import text_generation
 from text_generation.errors import ValidationError
-from text_generation.types import Grammar, GrammarType, Response, StreamResponse
+from text_generation.types import Grammar, GrammarType, Message, Response, StreamResponse
 
 from integration_tests.clients.expectations import TGI_REASONS, Check, Completion, Served, is_close, run
 
@@ -137,6 +137,16 @@ def prompts_are_cut_and_returned(served: Served) -> None:
     assert whole.generated_text == asked.prompt + asked.text
 
 
+def a_chat_is_completed(served: Served) -> None:
+    """The client calls every model `tgi`, and sends what is not set as null."""
+    for chat in served.chats[:3]:
+        messages = [Message(**message) for message in chat.messages]
+        answer = connect(served).chat(messages, max_tokens=chat.answer.max_tokens, temperature=0)
+        [choice] = answer.choices
+        assert choice.message.content == chat.answer.text
+        assert choice.finish_reason == chat.answer.finish_reason
+
+
 def errors_have_their_type(served: Served) -> None:
     text = ""
     try:
@@ -156,6 +166,7 @@ CHECKS: list[Check] = [
     top_tokens_are_given,
     texts_have_a_grammar,
     prompts_are_cut_and_returned,
+    a_chat_is_completed,
     errors_have_their_type,
 ]
 

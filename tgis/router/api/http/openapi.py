@@ -1,6 +1,6 @@
 """The OpenAPI document, which follows from the types of requests and answers."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -25,6 +25,8 @@ class ErrorTexts(NamedTuple):
     """Descriptions by status."""
     plain: tuple[str, ...] = ("431",)
     """Statuses of those that are plain text."""
+    mixed: tuple[str, ...] = ()
+    """Statuses of those that are either."""
     empty: tuple[str, ...] = ()
 
 
@@ -38,20 +40,28 @@ class Operation(NamedTuple):
     has_stream: bool = False
     is_text: bool = False
 
+    @property
+    def method(self) -> str:
+        return "post" if self.bodies else "get"
+
 
 def openapi_document(operations: Iterable[tuple[Operation, ErrorTexts]]) -> Json:
-    """Return the document of operations, each with its API's errors. Those that share a path are one."""
-    by_path: dict[str, tuple[Operation, ErrorTexts]] = {}
+    """Return the document of operations, each with its API's errors. Those that share a route are one."""
+    by_route: dict[tuple[str, str], tuple[Operation, tuple[ErrorTexts, ...]]] = {}
     for operation, errors in operations:
-        known, known_errors = by_path.get(operation.path, (operation, errors))
-        by_path[operation.path] = _joined(known, operation), known_errors
-    types = list(dict.fromkeys(kind for one, errors in by_path.values() for kind in _types(one, errors)))
+        route = operation.path, operation.method
+        known, known_errors = by_route.get(route, (operation, ()))
+        by_route[route] = _joined(known, operation), (*known_errors, errors)
+    types = list(dict.fromkeys(kind for one, errors in by_route.values() for kind in _types(one, errors)))
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     refs = dict(zip(types, schemas, strict=True))
+    paths: Json = {}
+    for (path, method), (one, all_errors) in by_route.items():
+        paths.setdefault(path, {})[method] = _describe(one, all_errors, refs)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Text generation", "version": __version__},
-        "paths": {path: _path_item(one, errors, refs) for path, (one, errors) in by_path.items()},
+        "paths": paths,
         "components": {
             "schemas": components,
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
@@ -66,41 +76,44 @@ def _joined(one: Operation, other: Operation) -> Operation:
     return one._replace(answers=one.answers + other.answers, bodies=one.bodies + other.bodies)
 
 
-def _types(operation: Operation, errors: ErrorTexts) -> tuple[Any, ...]:
-    return (*operation.answers, *operation.bodies, errors.kind)
+def _types(operation: Operation, errors: Iterable[ErrorTexts]) -> tuple[Any, ...]:
+    return (*operation.answers, *operation.bodies, *(each.kind for each in errors))
 
 
-def _path_item(operation: Operation, errors: ErrorTexts, refs: Refs) -> Json:
+def _describe(operation: Operation, errors: Iterable[ErrorTexts], refs: Refs) -> Json:
     answer: Json = {}
     if operation.answers:
         answer[TEXT if operation.is_text else JSON] = _one_of(operation.answers, refs)
     if operation.has_stream:
-        answer[EVENTS] = ANY_TEXT
+        answer[EVENTS] = {}
+    name = operation.path.strip("/").replace("/", "_").replace("{name}", "name")
     item: Json = {
         "summary": operation.summary,
-        "operationId": operation.path.strip("/").replace("/", "_").replace("{name}", "name") or "root",
-        "responses": {
-            "200": {"description": "The answer.", "content": answer},
-            **dict(_errors(errors, refs)),
-        },
+        "operationId": name or f"{operation.method}_root",
+        "responses": {"200": {"description": "The answer.", "content": answer}, **_errors(errors, refs)},
     }
     if "{name}" in operation.path:
         item["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
-    if not operation.bodies:
-        return {"get": item}
-    item["requestBody"] = {"required": True, "content": {JSON: _one_of(operation.bodies, refs)}}
-    return {"post": item}
+    if operation.bodies:
+        item["requestBody"] = {"required": True, "content": {JSON: _one_of(operation.bodies, refs)}}
+    return item
 
 
-def _errors(errors: ErrorTexts, refs: Refs) -> Iterator[tuple[str, Json]]:
-    for status, text in errors.texts.items():
-        told: Json = {"description": text}
-        if status not in errors.empty:
-            is_plain = status in errors.plain
-            told["content"] = {TEXT: ANY_TEXT} if is_plain else {JSON: {"schema": refs[errors.kind]}}
-        if status in TEMPORARY:
-            told["headers"] = RETRY_AFTER
-        yield status, told
+def _errors(errors: Iterable[ErrorTexts], refs: Refs) -> Json:
+    """Return the errors of all APIs that have a route, by status."""
+    told: Json = {}
+    for api in errors:
+        for status, text in api.texts.items():
+            one = told.setdefault(status, {"description": text})
+            kinds = one.setdefault("content", {}) if status not in api.empty else {}
+            if status in (*api.plain, *api.mixed):
+                kinds[TEXT] = ANY_TEXT
+            if status not in api.plain:
+                schemas = kinds.setdefault(JSON, {"schema": {"anyOf": []}})["schema"]["anyOf"]
+                schemas.append(refs[api.kind])
+            if status in TEMPORARY:
+                one["headers"] = RETRY_AFTER
+    return told
 
 
 def _one_of(types: tuple[Any, ...], refs: Refs) -> Json:

@@ -33,6 +33,7 @@ ERRORS = ErrorTexts(
         "503": "The service loads, shuts down, has lost its model or has too many connections.",
     },
     plain=("400", "413", "415", "431"),
+    mixed=("422",),
     empty=("401",),
 )
 OPERATIONS = (
@@ -41,6 +42,7 @@ OPERATIONS = (
     Operation("/", "Continue a text, in events or not", (list[GenerateAnswer],), (GenerateRequest,), True),
     Operation("/tokenize", "Turn a text into tokens and places", (list[TokenPlace],), (GenerateRequest,)),
     Operation("/chat_tokenize", "Turn a chat into tokens and places", (ChatPlaces,), (ChatRequest,)),
+    Operation("/", "Tell if the service is ready", ()),
     Operation("/info", "Tell the model and the limits", (Info,)),
 )
 
