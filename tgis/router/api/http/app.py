@@ -114,7 +114,7 @@ class ApiGate:
         methods: set[str] = set()
         found: list[tuple[HttpApi, Route, Scope]] = []
         for api in self.apis:
-            for route in api.routes:
+            for route in (*api.routes, *api.probes):
                 match, scope = route.matches(request.scope)
                 if match is Match.FULL:
                     found.append((api, route, scope))

@@ -83,7 +83,7 @@ def _types(operation: Operation, errors: Iterable[ErrorTexts]) -> tuple[Any, ...
 def _describe(operation: Operation, errors: Iterable[ErrorTexts], refs: Refs) -> Json:
     answer: Json = {}
     if operation.answers:
-        answer[TEXT if operation.is_text else JSON] = _one_of(operation.answers, refs)
+        answer[TEXT if operation.is_text else JSON] = _one_of([refs[kind] for kind in operation.answers])
     if operation.has_stream:
         answer[EVENTS] = {}
     name = operation.path.strip("/").replace("/", "_").replace("{name}", "name")
@@ -95,28 +95,28 @@ def _describe(operation: Operation, errors: Iterable[ErrorTexts], refs: Refs) ->
     if "{name}" in operation.path:
         item["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
     if operation.bodies:
-        item["requestBody"] = {"required": True, "content": {JSON: _one_of(operation.bodies, refs)}}
+        body = _one_of([refs[kind] for kind in operation.bodies])
+        item["requestBody"] = {"required": True, "content": {JSON: body}}
     return item
 
 
 def _errors(errors: Iterable[ErrorTexts], refs: Refs) -> Json:
     """Return the errors of all APIs that have a route, by status."""
     told: Json = {}
+    objects: dict[str, list[Json]] = {}
     for api in errors:
         for status, text in api.texts.items():
             one = told.setdefault(status, {"description": text})
-            kinds = one.setdefault("content", {}) if status not in api.empty else {}
-            if status in (*api.plain, *api.mixed):
-                kinds[TEXT] = ANY_TEXT
-            if status not in api.plain:
-                schemas = kinds.setdefault(JSON, {"schema": {"anyOf": []}})["schema"]["anyOf"]
-                schemas.append(refs[api.kind])
             if status in TEMPORARY:
                 one["headers"] = RETRY_AFTER
+            if status in (*api.plain, *api.mixed):
+                one.setdefault("content", {})[TEXT] = ANY_TEXT
+            if status not in (*api.plain, *api.empty):
+                objects.setdefault(status, []).append(refs[api.kind])
+    for status, schemas in objects.items():
+        told[status].setdefault("content", {})[JSON] = _one_of(schemas)
     return told
 
 
-def _one_of(types: tuple[Any, ...], refs: Refs) -> Json:
-    if len(types) == 1:
-        return {"schema": refs[types[0]]}
-    return {"schema": {"anyOf": [refs[kind] for kind in types]}}
+def _one_of(schemas: list[Json]) -> Json:
+    return {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}

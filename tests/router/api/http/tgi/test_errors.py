@@ -80,6 +80,8 @@ async def test_routes_and_methods(tmp_path: Path) -> None:
     async with tgi_door(tmp_path) as door:
         told = await call(door, "/generate", method="GET")
         assert (told.status, told.headers["allow"], told.body) == (405, "POST", b"")
+        told = await call(door, "/", method="PUT")
+        assert (told.status, told.headers["allow"]) == (405, "GET, HEAD, POST")
         assert error(await call(door, "/nowhere"))[::2] == (404, "not_found")
         told = await call(door, "/v1/nowhere")
         assert (told.status, told.json["error"]["type"]) == (404, "invalid_request_error")
