@@ -1,11 +1,13 @@
 """Builders of the LLVM code of matrix products' inner loop: some rows of x times one panel of a weight, with
 the sums in registers. Every sum is one chain of fused multiply-adds in the order of x's columns, so its bits
-depend only on its own row and weights."""
+depend only on its own row and weights. In panels of pairs (`pairs.py`), a column is a pair of x's columns."""
 
 from typing import Any
 
 from numba.core.cgutils import raw_memcpy
 
+from tgis.shard.kernels.cpu.gemm import pairs
+from tgis.shard.kernels.cpu.gemm.pairs import PAIR
 from tgis.shard.kernels.cpu.gemm.panels import LANES, PANEL
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
@@ -26,7 +28,19 @@ _VECTORS = PANEL // LANES
 
 
 def _load_weights(b: Any, address: Any, offset: int, element: Any) -> Any:
-    return llvm.load_stored(b, b.add(address, I64(offset)), LANES, element, align=32)
+    place = b.add(address, I64(offset))
+    if element == PAIR:
+        return pairs.load(b, place, LANES)
+    return llvm.load_stored(b, place, LANES, element, align=32)
+
+
+def _load_factor(b: Any, address: Any, element: Any) -> Any:
+    return pairs.load_broadcast(b, address, LANES) if element == PAIR else llvm.load_broadcast(b, address, LANES)
+
+
+def _add_products(b: Any, sums: list[Any], factors: list[Any], weights: list[Any], element: Any) -> list[Any]:
+    add = pairs.add_products if element == PAIR else llvm.add_products
+    return add(b, sums, factors, weights)
 
 
 def _prefetch(b: Any, address: Any, num_bytes: int) -> None:
@@ -86,8 +100,8 @@ def _multiply(
         loaded = [_load_weights(b, weight, v * step // _VECTORS, element) for v in range(_VECTORS)]
         if len(begins) > STREAMED:
             _prefetch(b, b.add(ahead, b.mul(k, I64(step))), step)
-        factors = [llvm.load_broadcast(b, b.add(column, I64(r * STRIDE)), LANES) for r in range(len(begins))]
-        return llvm.add_products(b, sums, factors, loaded)
+        factors = [_load_factor(b, b.add(column, I64(r * STRIDE)), element) for r in range(len(begins))]
+        return _add_products(b, sums, factors, loaded, element)
 
     for place, total in zip(places, llvm.loop(b, count, initial, add_column), strict=True):
         llvm.store_vector(b, total, place)
@@ -114,7 +128,21 @@ def widen(b: Any, to: Any, weights: Any, count: Any, element: Any) -> None:
 
 
 @llvm_function()
+def copy_columns(b: Any, to: Any, source: Any, count: Any, element: Any) -> None:
+    """Copy `count` columns of a row of x, float32, to the address `to`, as tiles of `element`'s type read
+    them. There are at least one; an odd one of pairs is paired with 0."""
+    if element == PAIR:
+        pairs.copy_rounded(b, to, source, count)
+    else:
+        _copy_bytes(b, to, source, b.mul(count, I64(4)))
+
+
+@llvm_function()
 def copy(b: Any, to: Any, source: Any, num_bytes: Any) -> None:
+    _copy_bytes(b, to, source, num_bytes)
+
+
+def _copy_bytes(b: Any, to: Any, source: Any, num_bytes: Any) -> None:
     raw_memcpy(b, llvm.pointer_to(b, I8, to), llvm.pointer_to(b, I8, source), num_bytes, I64(1))
 
 

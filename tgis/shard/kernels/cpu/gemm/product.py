@@ -17,6 +17,7 @@ from tgis.shard.kernels.cpu.gemm.inner_loop import (
     ROWS,
     STRIDE,
     copy,
+    copy_columns,
     fetch_line,
     multiply_tall_tile,
     multiply_tile,
@@ -38,7 +39,21 @@ _MAX_PANELS = 8  # of a unit
 # cache together.
 _MAX_WIDENED_ROWS, _MAX_WIDENED_PANELS = 32 * ROWS, 4
 _LINE = 64  # bytes of a cache line
-_F32, _BFLOAT16, _FLOAT16 = np.float32(0), np.uint16(0), np.int16(0)
+
+
+class _Kind(NamedTuple):
+    """Kind of panels, constant in each kernel. Types are given as numbers of those types."""
+
+    width: int  # bytes of a row of a panel
+    columns: int  # columns of x that a row of a panel is multiplied with
+    fewest_copied: int  # rows from which on x is copied
+    element: Any  # type of weights
+    wide: Any  # type of weights that many rows are multiplied with, and of copies of x
+
+
+_F32, _BFLOAT16, _FLOAT16, _PAIR = np.float32(0), np.uint16(0), np.int16(0), np.uint32(0)
+_KIND_F32, _KIND_BFLOAT16 = _Kind(4 * PANEL, 1, 2, _F32, _F32), _Kind(2 * PANEL, 1, 2, _BFLOAT16, _F32)
+_KIND_FLOAT16, _KIND_PAIRS = _Kind(2 * PANEL, 1, 2, _FLOAT16, _F32), _Kind(4 * PANEL, 2, 1, _PAIR, _PAIR)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,20 +106,22 @@ class _TileRows(NamedTuple):
 
 
 @reorderable
-def _copy_rows(x: int, first: int, rows: int, k: int, blocks: int) -> None:
+def _copy_rows(x: int, first: int, rows: int, k: int, blocks: int, kind: Any) -> None:
     """Copy rows of x, [m, k] at an address, from `first` on, to `blocks`: [blocks, rows, STRIDE bytes]."""
-    for begin in range(0, k, BLOCK):
-        to, size = blocks + begin // BLOCK * rows * STRIDE, 4 * min(BLOCK, k - begin)
+    width = BLOCK * kind.columns
+    for begin in range(0, k, width):
+        to, count = blocks + begin // width * rows * STRIDE, min(width, k - begin)
         for r in range(rows):
-            copy(to + r * STRIDE, x + 4 * ((first + r) * k + begin), size)
+            copy_columns(to + r * STRIDE, x + 4 * ((first + r) * k + begin), count, kind.wide)
 
 
 @reorderable
 def _multiply_panel(
-    out: int, stride: int, x: Any, rows: int, k: int, panel: int, ahead: int, width: int, element: Any
+    out: int, stride: int, x: Any, rows: int, k: int, panel: int, ahead: int, kind: Any
 ) -> None:
-    """Compute out[rows, PANEL] = x @ one panel. A row of the panel has `width` bytes; rows of out are
-    `stride` bytes apart. `ahead` is the address of the next panel."""
+    """Compute out[rows, PANEL] = x @ one panel of k rows. Rows of out are `stride` bytes apart. `ahead` is
+    the address of the next panel."""
+    width = kind.width
     num_tiles = -(-rows // ROWS)
     for begin in range(0, k, BLOCK):
         count = min(BLOCK, k - begin)
@@ -114,7 +131,7 @@ def _multiply_panel(
             first = tile * rows // num_tiles
             tall = (tile + 1) * rows // num_tiles - first
             to, at = out + first * stride, source + first * STRIDE
-            multiply_tile(tall, to, stride, at, weights, following, count, begin == 0, element)
+            multiply_tile(tall, to, stride, at, weights, following, count, begin == 0, kind.element)
 
 
 @reorderable
@@ -135,58 +152,64 @@ def _fetch(address: int, size: int, part: int, parts: int) -> None:
 
 @reorderable
 def _multiply_widened_block(
-    sums: int, x: int, rows: int, weights: int, count: int, is_first: bool, ahead: int, size: int
+    sums: int, x: int, rows: int, weights: int, count: int, is_first: bool, ahead: int, kind: Any
 ) -> None:
-    """Compute sums[rows, PANEL] += x @ a block of float32 weights. Prefetch `size` bytes from `ahead`."""
+    """Compute sums[rows, PANEL] += x @ a block of widened weights. Prefetch a block from `ahead`."""
+    size = count * kind.width
     num_tiles = -(-rows // ROWS)
     for tile in range(num_tiles):
         first = tile * rows // num_tiles
         tall = (tile + 1) * rows // num_tiles - first
         _fetch(ahead, size, tile, num_tiles)
         to, at = sums + 4 * PANEL * first, x + first * STRIDE
-        multiply_tall_tile(tall, to, 4 * PANEL, at, weights, weights, count, is_first, _F32)
+        multiply_tall_tile(tall, to, 4 * PANEL, at, weights, weights, count, is_first, kind.wide)
 
 
 @reorderable
 def _multiply_widened(
-    sums: int, wide: int, x: Any, rows: int, k: int, panels: int, num_panels: int, width: int, element: Any
+    sums: int, wide: int, x: Any, rows: int, k: int, panels: int, num_panels: int, kind: Any
 ) -> None:
-    """Compute sums[panels, rows, PANEL] = x @ adjacent panels, by blocks. `wide` holds a float32 block."""
+    """Compute sums[panels, rows, PANEL] = x @ adjacent panels, by blocks. `wide` holds a widened block."""
+    width = kind.width
     for begin in range(0, k, BLOCK):
         count, source = min(BLOCK, k - begin), x.address + begin // BLOCK * x.block
         for p in range(num_panels):
             weights, to = panels + (p * k + begin) * width, sums + 4 * PANEL * p * rows
             is_last = p + 1 == num_panels
             ahead = panels + (begin + BLOCK) * width if is_last else weights + k * width
-            widen(wide, weights, count, element)
-            _multiply_widened_block(to, source, rows, wide, count, begin == 0, ahead, count * width)
+            if kind.columns == 1:
+                widen(wide, weights, count, kind.element)
+                _multiply_widened_block(to, source, rows, wide, count, begin == 0, ahead, kind)
+            else:
+                _multiply_widened_block(to, source, rows, weights, count, begin == 0, ahead, kind)
 
 
 @reorderable
 def _multiply_panels(
-    y: int, n: int, x: Any, rows: int, k: int, weights: int, bounds: Any, sums: int, width: int, element: Any
+    y: int, n: int, x: Any, rows: int, k: int, weights: int, bounds: Any, sums: int, kind: Any
 ) -> None:
     """Multiply with some panels without converting them to float32 first. `sums` is scratch memory. `bounds`
     are the first panel, the one after the last, and the one that the thread reads next."""
     begin, end, following = bounds
     for p in range(begin, end):
         next_p = p + 1 if p + 1 < end else following
-        panel, ahead = weights + p * k * width, weights + next_p * k * width
+        panel, ahead = weights + p * k * kind.width, weights + next_p * k * kind.width
         to, stride = y + 4 * p * PANEL, 4 * n
         is_whole = (p + 1) * PANEL <= n
         if not is_whole:
             to, stride = sums, 4 * PANEL
-        _multiply_panel(to, stride, x, rows, k, panel, ahead, width, element)
+        _multiply_panel(to, stride, x, rows, k, panel, ahead, kind)
         if not is_whole:
             _copy_sums(sums, rows, y, n, p, p + 1)
 
 
 @reorderable
-def _multiply(args: Any, width: int, element: Any) -> None:
+def _multiply(args: Any, kind: Any) -> None:
     """Compute a matrix product. Units are numbered row group by row group, so that a thread can reuse its
     copy of x for its next units."""
     a = carray(args, 8)
-    m, n, k, threads, x, weights, y = a[1], a[2], a[3], a[4], a[5], a[6], a[7]
+    m, n, threads, x, weights, y = a[1], a[2], a[4], a[5], a[6], a[7]
+    k = -(-a[3] // kind.columns)
     num_blocks, num_panels = -(-k // BLOCK), -(-n // PANEL)
     is_widened = m >= MANY_ROWS
     max_rows = _MAX_WIDENED_ROWS if is_widened else MANY_ROWS
@@ -195,7 +218,7 @@ def _multiply(args: Any, width: int, element: Any) -> None:
     max_panels = _MAX_WIDENED_PANELS if is_widened else _MAX_PANELS
     unit_panels = max(1, min(max_panels, num_panels * groups // (8 * threads)))
     group_units = -(-num_panels // unit_panels)
-    rows_of_x = np.empty(max_rows * num_blocks * STRIDE // 4 if m > 1 else 1, np.float32)
+    rows_of_x = np.empty(max_rows * num_blocks * STRIDE // 4 if m >= kind.fewest_copied else 1, np.float32)
     scratch = np.empty(((max_rows * unit_panels + BLOCK if is_widened else max_rows) + 1) * PANEL, np.float32)
     copied: Any = np.int64(rows_of_x.ctypes.data)
     sums: Any = (np.int64(scratch.ctypes.data) + _LINE - 1) // _LINE * _LINE
@@ -207,34 +230,38 @@ def _multiply(args: Any, width: int, element: Any) -> None:
         group, begin = unit // group_units, unit % group_units * unit_panels
         first = group * m // groups
         rows, end = (group + 1) * m // groups - first, min(begin + unit_panels, num_panels)
-        if m > 1:
+        if m >= kind.fewest_copied:
             source = _TileRows(copied, rows * STRIDE)
             if copied_group != group:
-                _copy_rows(x, first, rows, k, source.address)
+                _copy_rows(x, first, rows, a[3], source.address, kind)
                 copied_group = group
         to = y + 4 * first * n
         if is_widened:
-            wide, panels = sums + 4 * PANEL * max_rows * unit_panels, weights + begin * k * width
-            _multiply_widened(sums, wide, source, rows, k, panels, end - begin, width, element)
+            wide, panels = sums + 4 * PANEL * max_rows * unit_panels, weights + begin * k * kind.width
+            _multiply_widened(sums, wide, source, rows, k, panels, end - begin, kind)
             _copy_sums(sums, rows, to, n, begin, end)
         else:
             bounds = (begin, end, following % group_units * unit_panels)
-            _multiply_panels(to, n, source, rows, k, weights, bounds, sums, width, element)
+            _multiply_panels(to, n, source, rows, k, weights, bounds, sums, kind)
         unit = following
     keep_alive(rows_of_x)
     keep_alive(scratch)
 
 
 def _multiply_float32(args: Any) -> None:
-    _multiply(args, 4 * PANEL, _F32)
+    _multiply(args, _KIND_F32)
 
 
 def _multiply_float16(args: Any) -> None:
-    _multiply(args, 2 * PANEL, _FLOAT16)
+    _multiply(args, _KIND_FLOAT16)
 
 
 def _multiply_bfloat16(args: Any) -> None:
-    _multiply(args, 2 * PANEL, _BFLOAT16)
+    _multiply(args, _KIND_BFLOAT16)
+
+
+def _multiply_pairs(args: Any) -> None:
+    _multiply(args, _KIND_PAIRS)
 
 
 _MULTIPLY = {
@@ -242,3 +269,4 @@ _MULTIPLY = {
     torch.float16: Kernel(_multiply_float16),
     torch.bfloat16: Kernel(_multiply_bfloat16),
 }
+PAIRS = Kernel(_multiply_pairs)

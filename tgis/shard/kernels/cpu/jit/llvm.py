@@ -8,7 +8,16 @@ from numba import types
 from numba.core.cgutils import get_or_insert_function
 from numba.core.registry import cpu_target
 
-HALF, FLOAT = ir.HalfType(), ir.FloatType()
+
+class BfloatType(ir.types._BaseFloatType):  # type: ignore[misc]
+    """LLVM's type of bfloat16, which llvmlite lacks."""
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+
+BfloatType._create_instance()
+HALF, FLOAT, BFLOAT = ir.HalfType(), ir.FloatType(), BfloatType()
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 FUSED = {"flags": ("contract",)}
 STORED = {types.float32: FLOAT, types.uint16: I16, types.int16: HALF}
