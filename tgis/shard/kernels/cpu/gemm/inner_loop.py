@@ -100,8 +100,11 @@ def _multiply(
         loaded = [_load_weights(b, weight, v * step // _VECTORS, element) for v in range(_VECTORS)]
         if len(begins) > STREAMED:
             _prefetch(b, b.add(ahead, b.mul(k, I64(step))), step)
-        factors = [_load_factor(b, b.add(column, I64(r * STRIDE)), element) for r in range(len(begins))]
-        return _add_products(b, sums, factors, loaded, element)
+        changed = []
+        for r in range(len(begins)):
+            factor = _load_factor(b, b.add(column, I64(r * STRIDE)), element)
+            changed += _add_products(b, sums[r * _VECTORS : (r + 1) * _VECTORS], [factor], loaded, element)
+        return changed
 
     for place, total in zip(places, llvm.loop(b, count, initial, add_column), strict=True):
         llvm.store_vector(b, total, place)
