@@ -60,7 +60,7 @@ def prepare(config: ShardConfig, on: Platform | None = None) -> "LoadPlan":
     config = replace(config, quantize=find_scheme_name(config.quantize, read_settings(settings, directory)))
     how = (config.deployment_framework, config.world_size, config.trust_remote_code)
     choice = engine_choice.choose(directory, settings, *how, find_scheme(config.quantize))
-    quantize_check.check_engine(config.quantize, choice)
+    quantize_check.check_engine(config, choice)
     on = on or _choose_platform(config, choice)
     quantize_check.check_platform(config.quantize, on)
     length, is_encoder_decoder = sequence_length(config, settings), choice.spec.is_encoder_decoder
@@ -268,9 +268,13 @@ def _choose_platform(config: ShardConfig, choice: Choice) -> Platform:
         for name in ("cuda_graphs", "cuda_memory_fraction"):
             if getattr(config, name) is not None:
                 logger.warning("--%s has no effect: a CPU computes", name.replace("_", "-"))
+    if device.type != "cpu" and config.rank == 0 and config.cpu_arithmetic != "float32":
+        logger.warning("--cpu-arithmetic has no effect: a GPU computes")
     kernel_cache = None if config.kernel_cache is None else Path(config.kernel_cache)
     asked = None if config.dtype is None else DTYPES[config.dtype]
-    return choose_platform.make_platform(device, kernel_cache, config.cuda_memory_fraction, asked)
+    return choose_platform.make_platform(
+        device, kernel_cache, config.cuda_memory_fraction, asked, config.cpu_arithmetic
+    )
 
 
 def _check_length(spec: ModelSpec, length: int) -> None:

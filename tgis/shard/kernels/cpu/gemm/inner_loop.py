@@ -35,7 +35,8 @@ def _load_weights(b: Any, address: Any, offset: int, element: Any) -> Any:
 
 
 def _load_factor(b: Any, address: Any, element: Any) -> Any:
-    return pairs.load_broadcast(b, address, LANES) if element == PAIR else llvm.load_broadcast(b, address, LANES)
+    load = pairs.load_broadcast if element == PAIR else llvm.load_broadcast
+    return load(b, address, LANES)
 
 
 def _add_products(b: Any, sums: list[Any], factors: list[Any], weights: list[Any], element: Any) -> list[Any]:

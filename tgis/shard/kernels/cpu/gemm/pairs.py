@@ -10,10 +10,10 @@ from llvmlite import ir
 from numba import types
 
 from tgis.shard.kernels.cpu.jit import llvm
-from tgis.shard.kernels.cpu.jit.llvm import BFLOAT, FLOAT, I32, I64
+from tgis.shard.kernels.cpu.jit.llvm import BFLOAT, I32, I64
 
 PAIR = types.uint32
-COLUMNS = 2  # of a pair
+COLUMNS, NUM_BYTES = 2, 4  # of a pair
 _LANES = 16  # pairs of a vector
 _BITS = 16  # of a half
 
@@ -56,7 +56,7 @@ def copy_rounded(b: Any, to: Any, source: Any, count: Any) -> None:
         rounded = b.bitcast(llvm.call(b, name, _vector(_LANES), halves[1], halves[0]), _INTEGERS)
         bits = llvm.constant(_BITS, _LANES, I32)
         swapped = b.or_(b.shl(rounded, bits), b.lshr(rounded, bits))
-        b.store(swapped, llvm.pointer_to(b, _INTEGERS, b.add(to, b.mul(k, I64(4 // COLUMNS)))), align=4)
+        llvm.store_vector(b, swapped, b.add(to, b.mul(k, I64(NUM_BYTES // COLUMNS))))
         return []
 
     llvm.loop_range(b, I64(0), count, width, [], copy_vector)

@@ -2,6 +2,7 @@
 number of rows. Threads share the work in units of some rows and panels."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,19 +42,20 @@ _MAX_WIDENED_ROWS, _MAX_WIDENED_PANELS = 32 * ROWS, 4
 _LINE = 64  # bytes of a cache line
 
 
-class _Kind(NamedTuple):
+class Kind(NamedTuple):
     """Kind of panels, constant in each kernel. Types are given as numbers of those types."""
 
     width: int  # bytes of a row of a panel
-    columns: int  # columns of x that a row of a panel is multiplied with
-    fewest_copied: int  # rows from which on x is copied
     element: Any  # type of weights
-    wide: Any  # type of weights that many rows are multiplied with, and of copies of x
+    factor: Any  # type of x
+    columns: int = 1  # columns of x that a row of a panel is multiplied with
+    is_widened: bool = True  # many rows are multiplied with weights that were converted to the type of x
 
 
-_F32, _BFLOAT16, _FLOAT16, _PAIR = np.float32(0), np.uint16(0), np.int16(0), np.uint32(0)
-_KIND_F32, _KIND_BFLOAT16 = _Kind(4 * PANEL, 1, 2, _F32, _F32), _Kind(2 * PANEL, 1, 2, _BFLOAT16, _F32)
-_KIND_FLOAT16, _KIND_PAIRS = _Kind(2 * PANEL, 1, 2, _FLOAT16, _F32), _Kind(4 * PANEL, 2, 1, _PAIR, _PAIR)
+_F32 = np.float32(0)
+_FLOAT32 = Kind(width=4 * PANEL, element=_F32, factor=_F32)
+_FLOAT16 = Kind(width=2 * PANEL, element=np.int16(0), factor=_F32)
+_BFLOAT16 = Kind(width=2 * PANEL, element=np.uint16(0), factor=_F32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +63,7 @@ class PackedProduct:
     """Product x W^T, float32 [num_tokens, in_features] -> [num_tokens, out_features]. Each element is one sum
     in the order of x's columns, so its bits do not depend on the other rows."""
 
-    panels: Tensor  # uint8 memory of panels [in_features, PANEL] of the type that `kernel` reads
+    panels: Tensor  # uint8 memory of panels of the kind that `kernel` reads
     in_features: int
     out_features: int
     kernel: Kernel
@@ -82,20 +84,33 @@ class PackedProduct:
 
 def pack(weight: Stored, dtype: torch.dtype) -> PackedProduct:
     """Implement `Kernels.pack`. A matrix that does not fit float16 stays float32, with a warning."""
-    out_features, in_features = weight.shape
-    size = dtype.itemsize * PANEL * in_features  # bytes of a panel
-    panels = arena.allocate(count_panels(out_features) * size)
     largest = torch.tensor(0.0)  # NaN if a weight is
-    for rows, piece in read_pieces(weight, _PIECE, PANEL):
+
+    def convert(piece: Tensor) -> Tensor:
+        nonlocal largest
         if dtype == torch.float16 and piece.dtype != torch.float16:
             largest = largest.maximum(torch.stack(piece.aminmax()).abs().amax())
-        converted = piece.to(dtype)
-        to = panels[rows.start // PANEL * size :]
-        PACK[dtype.itemsize].parallel(*converted.shape, converted.data_ptr(), to.data_ptr())
+        return piece.to(dtype)
+
+    product = pack_elements(weight, convert, weight.shape[1] * dtype.itemsize, _MULTIPLY[dtype])
     if not (largest == 0 or FLOAT16_SMALL <= largest <= FLOAT16_MAX):
         logger.warning("%s does not fit float16 and is kept as float32", weight.label)
         return pack(weight, torch.float32)
-    return PackedProduct(panels, in_features, out_features, _MULTIPLY[dtype])
+    return product
+
+
+def pack_elements(
+    weight: Stored, convert: Callable[[Tensor], Tensor], row_bytes: int, kernel: Kernel
+) -> PackedProduct:
+    """Pack a weight for a kernel. `convert` turns some of its rows into rows of elements of panels, of
+    `row_bytes` bytes each."""
+    out_features, in_features = weight.shape
+    size = row_bytes * PANEL  # bytes of a panel
+    panels = arena.allocate(count_panels(out_features) * size)
+    for rows, piece in read_pieces(weight, _PIECE, PANEL):
+        elements, to = convert(piece), panels[rows.start // PANEL * size :]
+        PACK[elements.itemsize].parallel(*elements.shape, elements.data_ptr(), to.data_ptr())
+    return PackedProduct(panels, in_features, out_features, kernel)
 
 
 class _TileRows(NamedTuple):
@@ -107,12 +122,13 @@ class _TileRows(NamedTuple):
 
 @reorderable
 def _copy_rows(x: int, first: int, rows: int, k: int, blocks: int, kind: Any) -> None:
-    """Copy rows of x, [m, k] at an address, from `first` on, to `blocks`: [blocks, rows, STRIDE bytes]."""
+    """Copy rows of x, [m, k] at an address, from `first` on, to `blocks`: [blocks, rows, STRIDE bytes] of
+    the type of `kind.factor`."""
     width = BLOCK * kind.columns
     for begin in range(0, k, width):
         to, count = blocks + begin // width * rows * STRIDE, min(width, k - begin)
         for r in range(rows):
-            copy_columns(to + r * STRIDE, x + 4 * ((first + r) * k + begin), count, kind.wide)
+            copy_columns(to + r * STRIDE, x + 4 * ((first + r) * k + begin), count, kind.factor)
 
 
 @reorderable
@@ -162,7 +178,7 @@ def _multiply_widened_block(
         tall = (tile + 1) * rows // num_tiles - first
         _fetch(ahead, size, tile, num_tiles)
         to, at = sums + 4 * PANEL * first, x + first * STRIDE
-        multiply_tall_tile(tall, to, 4 * PANEL, at, weights, weights, count, is_first, kind.wide)
+        multiply_tall_tile(tall, to, 4 * PANEL, at, weights, weights, count, is_first, kind.factor)
 
 
 @reorderable
@@ -177,11 +193,11 @@ def _multiply_widened(
             weights, to = panels + (p * k + begin) * width, sums + 4 * PANEL * p * rows
             is_last = p + 1 == num_panels
             ahead = panels + (begin + BLOCK) * width if is_last else weights + k * width
-            if kind.columns == 1:
+            block = weights
+            if kind.is_widened:
                 widen(wide, weights, count, kind.element)
-                _multiply_widened_block(to, source, rows, wide, count, begin == 0, ahead, kind)
-            else:
-                _multiply_widened_block(to, source, rows, weights, count, begin == 0, ahead, kind)
+                block = wide
+            _multiply_widened_block(to, source, rows, block, count, begin == 0, ahead, kind)
 
 
 @reorderable
@@ -204,12 +220,12 @@ def _multiply_panels(
 
 
 @reorderable
-def _multiply(args: Any, kind: Any) -> None:
+def multiply(args: Any, kind: Any) -> None:
     """Compute a matrix product. Units are numbered row group by row group, so that a thread can reuse its
     copy of x for its next units."""
     a = carray(args, 8)
-    m, n, threads, x, weights, y = a[1], a[2], a[4], a[5], a[6], a[7]
-    k = -(-a[3] // kind.columns)
+    m, n, in_features, threads, x, weights, y = a[1], a[2], a[3], a[4], a[5], a[6], a[7]
+    k, is_copied = -(-in_features // kind.columns), m > 1 or kind.columns > 1
     num_blocks, num_panels = -(-k // BLOCK), -(-n // PANEL)
     is_widened = m >= MANY_ROWS
     max_rows = _MAX_WIDENED_ROWS if is_widened else MANY_ROWS
@@ -218,7 +234,7 @@ def _multiply(args: Any, kind: Any) -> None:
     max_panels = _MAX_WIDENED_PANELS if is_widened else _MAX_PANELS
     unit_panels = max(1, min(max_panels, num_panels * groups // (8 * threads)))
     group_units = -(-num_panels // unit_panels)
-    rows_of_x = np.empty(max_rows * num_blocks * STRIDE // 4 if m >= kind.fewest_copied else 1, np.float32)
+    rows_of_x = np.empty(max_rows * num_blocks * STRIDE // 4 if is_copied else 1, np.float32)
     scratch = np.empty(((max_rows * unit_panels + BLOCK if is_widened else max_rows) + 1) * PANEL, np.float32)
     copied: Any = np.int64(rows_of_x.ctypes.data)
     sums: Any = (np.int64(scratch.ctypes.data) + _LINE - 1) // _LINE * _LINE
@@ -230,10 +246,10 @@ def _multiply(args: Any, kind: Any) -> None:
         group, begin = unit // group_units, unit % group_units * unit_panels
         first = group * m // groups
         rows, end = (group + 1) * m // groups - first, min(begin + unit_panels, num_panels)
-        if m >= kind.fewest_copied:
+        if is_copied:
             source = _TileRows(copied, rows * STRIDE)
             if copied_group != group:
-                _copy_rows(x, first, rows, a[3], source.address, kind)
+                _copy_rows(x, first, rows, in_features, source.address, kind)
                 copied_group = group
         to = y + 4 * first * n
         if is_widened:
@@ -249,19 +265,15 @@ def _multiply(args: Any, kind: Any) -> None:
 
 
 def _multiply_float32(args: Any) -> None:
-    _multiply(args, _KIND_F32)
+    multiply(args, _FLOAT32)
 
 
 def _multiply_float16(args: Any) -> None:
-    _multiply(args, _KIND_FLOAT16)
+    multiply(args, _FLOAT16)
 
 
 def _multiply_bfloat16(args: Any) -> None:
-    _multiply(args, _KIND_BFLOAT16)
-
-
-def _multiply_pairs(args: Any) -> None:
-    _multiply(args, _KIND_PAIRS)
+    multiply(args, _BFLOAT16)
 
 
 _MULTIPLY = {
@@ -269,4 +281,3 @@ _MULTIPLY = {
     torch.float16: Kernel(_multiply_float16),
     torch.bfloat16: Kernel(_multiply_bfloat16),
 }
-PAIRS = Kernel(_multiply_pairs)
