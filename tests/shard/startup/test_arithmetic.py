@@ -1,5 +1,5 @@
-"""`--cpu-arithmetic bfloat16`: whole models and engines, against float32 and against themselves in other company,
-what is said, and who refuses."""
+"""`--cpu-arithmetic bfloat16`: whole models and engines, against float32 and against themselves in other
+company, what is said, and who refuses."""
 
 import logging
 from collections.abc import Callable
