@@ -21,8 +21,8 @@ MANY_ROWS = 4 * ROWS  # from this many rows on, weights are converted to float32
 STRIDE = 4 * (BLOCK + 16)
 
 # With at most this many rows the processor's own prefetching keeps up with the weights; with more rows the
-# code prefetches them itself.
-STREAMED = 2
+# code prefetches them itself. Rows of pairs take half the time.
+STREAMED, STREAMED_PAIRS = 2, 4
 
 _VECTORS = PANEL // LANES
 
@@ -99,7 +99,7 @@ def _multiply(
     def add_column(k: Any, sums: list[Any]) -> list[Any]:
         weight, column = b.add(weights, b.mul(k, I64(step))), b.add(x, b.mul(k, I64(4)))
         loaded = [_load_weights(b, weight, v * step // _VECTORS, element) for v in range(_VECTORS)]
-        if len(begins) > STREAMED:
+        if len(begins) > (STREAMED_PAIRS if element == PAIR else STREAMED):
             _prefetch(b, b.add(ahead, b.mul(k, I64(step))), step)
         changed = []
         for r in range(len(begins)):
@@ -139,6 +139,14 @@ def copy_columns(b: Any, to: Any, source: Any, count: Any, element: Any) -> None
         pairs.copy_rounded(b, to, source, count)
     else:
         _copy_bytes(b, to, source, b.mul(count, I64(4)))
+
+
+@llvm_function()
+def copy_sums(b: Any, to: Any, source: Any) -> None:
+    """Copy a row's sums of a whole panel."""
+    for v in range(_VECTORS):
+        offset = I64(4 * LANES * v)
+        llvm.store_vector(b, llvm.load_vector(b, b.add(source, offset), LANES), b.add(to, offset))
 
 
 @llvm_function()

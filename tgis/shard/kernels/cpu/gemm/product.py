@@ -19,6 +19,7 @@ from tgis.shard.kernels.cpu.gemm.inner_loop import (
     STRIDE,
     copy,
     copy_columns,
+    copy_sums,
     fetch_line,
     multiply_tall_tile,
     multiply_tile,
@@ -155,8 +156,11 @@ def _copy_sums(sums: int, rows: int, y: int, n: int, begin: int, end: int) -> No
     """Copy panels of sums, [panels, rows, PANEL] at an address, to y, without columns past its last one."""
     for r in range(rows):
         for p in range(begin, end):
-            source = sums + 4 * PANEL * ((p - begin) * rows + r)
-            copy(y + 4 * (r * n + p * PANEL), source, 4 * min(PANEL, n - p * PANEL))
+            source, to = sums + 4 * PANEL * ((p - begin) * rows + r), y + 4 * (r * n + p * PANEL)
+            if (p + 1) * PANEL <= n:
+                copy_sums(to, source)
+            else:
+                copy(to, source, 4 * (n - p * PANEL))
 
 
 @reorderable
