@@ -44,22 +44,33 @@ def copy_rounded(b: Any, to: Any, source: Any, count: Any) -> None:
     """Emit the copy of `count` float32 numbers as pairs, rounded to nearest even; the last one is paired with
     0 if they are odd. Writes whole vectors of pairs; what is behind the last pair is 0."""
     width = COLUMNS * _LANES
+    whole = b.and_(count, I64(-width))
 
     def copy_vector(k: Any, _: list[Any]) -> list[Any]:
+        places = [b.add(source, b.mul(b.add(k, I64(half * _LANES)), I64(4))) for half in range(COLUMNS)]
+        _store_rounded(b, to, k, [llvm.load_vector(b, place, _LANES) for place in places])
+        return []
+
+    def copy_rest(k: Any, _: list[Any]) -> list[Any]:
         halves = []
         for half in range(COLUMNS):
             begin = b.add(k, I64(half * _LANES))
-            left = b.trunc(b.sub(count, begin), I32)
-            place = b.add(source, b.mul(begin, I64(4)))
-            halves.append(llvm.load_vector(b, place, _LANES, llvm.first_lanes(b, left, _LANES)))
-        name = f"llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * _LANES}"
-        rounded = b.bitcast(llvm.call(b, name, _vector(_LANES), halves[1], halves[0]), _INTEGERS)
-        bits = llvm.constant(_BITS, _LANES, I32)
-        swapped = b.or_(b.shl(rounded, bits), b.lshr(rounded, bits))
-        llvm.store_vector(b, swapped, b.add(to, b.mul(k, I64(NUM_BYTES // COLUMNS))))
+            mask = llvm.first_lanes(b, b.trunc(b.sub(count, begin), I32), _LANES)
+            halves.append(llvm.load_vector(b, b.add(source, b.mul(begin, I64(4))), _LANES, mask))
+        _store_rounded(b, to, k, halves)
         return []
 
-    llvm.loop_range(b, I64(0), count, width, [], copy_vector)
+    llvm.loop_range(b, I64(0), whole, width, [], copy_vector)
+    llvm.loop_range(b, whole, count, width, [], copy_rest)
+
+
+def _store_rounded(b: Any, to: Any, k: Any, halves: list[Any]) -> None:
+    """Emit the store of two vectors of float32 as pairs. They are the columns from k on."""
+    name = f"llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * _LANES}"
+    rounded = b.bitcast(llvm.call(b, name, _vector(_LANES), halves[1], halves[0]), _INTEGERS)
+    bits = llvm.constant(_BITS, _LANES, I32)
+    swapped = b.or_(b.shl(rounded, bits), b.lshr(rounded, bits))
+    llvm.store_vector(b, swapped, b.add(to, b.mul(k, I64(NUM_BYTES // COLUMNS))))
 
 
 _INTEGERS = ir.VectorType(I32, _LANES)

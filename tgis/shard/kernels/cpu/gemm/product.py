@@ -126,10 +126,10 @@ def _copy_rows(x: int, first: int, rows: int, k: int, blocks: int, kind: Any) ->
     """Copy rows of x, [m, k] at an address, from `first` on, to `blocks`: [blocks, rows, STRIDE bytes] of
     the type of `kind.factor`."""
     width = BLOCK * kind.columns
-    for begin in range(0, k, width):
-        to, count = blocks + begin // width * rows * STRIDE, min(width, k - begin)
-        for r in range(rows):
-            copy_columns(to + r * STRIDE, x + 4 * ((first + r) * k + begin), count, kind.factor)
+    for r in range(rows):
+        for begin in range(0, k, width):
+            to, count = blocks + (begin // width * rows + r) * STRIDE, min(width, k - begin)
+            copy_columns(to, x + 4 * ((first + r) * k + begin), count, kind.factor)
 
 
 @reorderable
