@@ -15,7 +15,7 @@ from tgis.shard.kernels.cpu.jit.llvm import I8, I64
 
 # Most rows of a tile: its sums, two vectors of weights and one of x fill the processor's registers.
 ROWS = 12 if LANES == 16 else 6
-BLOCK = 192  # columns of x at a time: a tile's and a panel's fit the first-level cache together
+BLOCK = 192  # most columns of x at a time: a tile's and a panel's fit the first-level cache together
 MANY_ROWS = 4 * ROWS  # from this many rows on, weights are converted to float32 once and not for each tile
 # Bytes between rows of a copy of x. With a power of two, rows would evict each other from the cache.
 STRIDE = 4 * (BLOCK + 16)

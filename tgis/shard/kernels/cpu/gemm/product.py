@@ -41,6 +41,7 @@ _MAX_PANELS = 8  # of a unit
 # cache together.
 _MAX_WIDENED_ROWS, _MAX_WIDENED_PANELS = 32 * ROWS, 4
 _LINE = 64  # bytes of a cache line
+_ALIGNED = 16  # columns that a block's size is a multiple of, as BLOCK is
 
 
 class Kind(NamedTuple):
@@ -119,17 +120,26 @@ class _TileRows(NamedTuple):
 
     address: Any
     block: int  # bytes of a block
+    columns: int  # of a block
 
 
 @reorderable
-def _copy_rows(x: int, first: int, rows: int, k: int, blocks: int, kind: Any) -> None:
-    """Copy rows of x, [m, k] at an address, from `first` on, to `blocks`: [blocks, rows, STRIDE bytes] of
-    the type of `kind.factor`."""
-    width = BLOCK * kind.columns
+def _divide(k: int) -> int:
+    """Return the columns of a block. Blocks are of about equal size, because each of them prefetches as much
+    as it reads, and begin at a cache line."""
+    num_blocks = -(-k // BLOCK)
+    return -(-k // (num_blocks * _ALIGNED)) * _ALIGNED
+
+
+@reorderable
+def _copy_rows(x: int, first: int, rows: int, k: int, to: Any, kind: Any) -> None:
+    """Copy rows of x, [m, k] at an address, from `first` on, to blocks [rows, STRIDE bytes] of the type of
+    `kind.factor`."""
+    width = to.columns * kind.columns
     for r in range(rows):
         for begin in range(0, k, width):
-            to, count = blocks + (begin // width * rows + r) * STRIDE, min(width, k - begin)
-            copy_columns(to, x + 4 * ((first + r) * k + begin), count, kind.factor)
+            place, count = to.address + begin // width * to.block + r * STRIDE, min(width, k - begin)
+            copy_columns(place, x + 4 * ((first + r) * k + begin), count, kind.factor)
 
 
 @reorderable
@@ -138,12 +148,12 @@ def _multiply_panel(
 ) -> None:
     """Compute out[rows, PANEL] = x @ one panel of k rows. Rows of out are `stride` bytes apart. `ahead` is
     the address of the next panel."""
-    width = kind.width
+    width, columns = kind.width, x.columns
     num_tiles = -(-rows // ROWS)
-    for begin in range(0, k, BLOCK):
-        count = min(BLOCK, k - begin)
-        source, weights = x.address + begin // BLOCK * x.block, panel + begin * width
-        following = weights + BLOCK * width if begin + BLOCK < k else ahead
+    for begin in range(0, k, columns):
+        count = min(columns, k - begin)
+        source, weights = x.address + begin // columns * x.block, panel + begin * width
+        following = weights + columns * width if begin + columns < k else ahead
         for tile in range(num_tiles):
             first = tile * rows // num_tiles
             tall = (tile + 1) * rows // num_tiles - first
@@ -190,13 +200,13 @@ def _multiply_widened(
     sums: int, wide: int, x: Any, rows: int, k: int, panels: int, num_panels: int, kind: Any
 ) -> None:
     """Compute sums[panels, rows, PANEL] = x @ adjacent panels, by blocks. `wide` holds a widened block."""
-    width = kind.width
-    for begin in range(0, k, BLOCK):
-        count, source = min(BLOCK, k - begin), x.address + begin // BLOCK * x.block
+    width, columns = kind.width, x.columns
+    for begin in range(0, k, columns):
+        count, source = min(columns, k - begin), x.address + begin // columns * x.block
         for p in range(num_panels):
             weights, to = panels + (p * k + begin) * width, sums + 4 * PANEL * p * rows
             is_last = p + 1 == num_panels
-            ahead = panels + (begin + BLOCK) * width if is_last else weights + k * width
+            ahead = panels + (begin + columns) * width if is_last else weights + k * width
             block = weights
             if kind.is_widened:
                 widen(wide, weights, count, kind.element)
@@ -230,7 +240,8 @@ def multiply(args: Any, kind: Any) -> None:
     a = carray(args, 8)
     m, n, in_features, threads, x, weights, y = a[1], a[2], a[3], a[4], a[5], a[6], a[7]
     k, is_copied = -(-in_features // kind.columns), m > 1 or kind.columns > 1
-    num_blocks, num_panels = -(-k // BLOCK), -(-n // PANEL)
+    columns, num_panels = _divide(k), -(-n // PANEL)
+    num_blocks = -(-k // columns)
     is_widened = m >= MANY_ROWS
     max_rows = _MAX_WIDENED_ROWS if is_widened else MANY_ROWS
     groups = -(-m // max_rows)
@@ -242,7 +253,7 @@ def multiply(args: Any, kind: Any) -> None:
     scratch = np.empty(((max_rows * unit_panels + BLOCK if is_widened else max_rows) + 1) * PANEL, np.float32)
     copied: Any = np.int64(rows_of_x.ctypes.data)
     sums: Any = (np.int64(scratch.ctypes.data) + _LINE - 1) // _LINE * _LINE
-    source = _TileRows(x, 4 * BLOCK)
+    source = _TileRows(x, 4 * columns, columns)
     copied_group = -1
     unit = next_unit(args)
     while unit < groups * group_units:
@@ -251,9 +262,9 @@ def multiply(args: Any, kind: Any) -> None:
         first = group * m // groups
         rows, end = (group + 1) * m // groups - first, min(begin + unit_panels, num_panels)
         if is_copied:
-            source = _TileRows(copied, rows * STRIDE)
+            source = _TileRows(copied, rows * STRIDE, columns)
             if copied_group != group:
-                _copy_rows(x, first, rows, in_features, source.address, kind)
+                _copy_rows(x, first, rows, in_features, source, kind)
                 copied_group = group
         to = y + 4 * first * n
         if is_widened:
