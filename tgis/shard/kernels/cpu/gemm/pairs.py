@@ -35,7 +35,7 @@ def load_broadcast(b: Any, address: Any, lanes: int) -> Any:
 
 def add_products(b: Any, sums: list[Any], factors: list[Any], vectors: list[Any]) -> list[Any]:
     """Do what `llvm.add_products` does, for pairs."""
-    # Weights come first: a second factor would be read from memory by the instruction itself, which is slower.
+    # Weights come first. If they came last, the instruction would read them itself, which is slower.
     cells = [(x, factor) for factor in factors for x in vectors]
     name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * _LANES}"
     return [llvm.call(b, name, total.type, total, *cell) for total, cell in zip(sums, cells, strict=True)]
