@@ -22,6 +22,7 @@ from tgis.shard.models import registry
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import StepInputs
 from tgis.shard.quant.registry import find_scheme
+from tgis.shard.startup.cpu_platform import on_cpu
 
 DEMO_MODEL = Path(".cache/demo-model")
 BLOCK_SIZE = 16
@@ -39,6 +40,7 @@ class Precision:
     dtype: torch.dtype
     """Of the cache, and of the weights that are not quantized."""
     quantize: str | None = None
+    arithmetic: str = "float32"
 
 
 # Schemes of equal numbers have two names, of which one is measured.
@@ -46,6 +48,7 @@ SCHEMES = ("int8", "bitsandbytes", "fp8", "bitsandbytes-nf4", "bitsandbytes-fp4"
 PRECISIONS = (
     Precision("float16", torch.float16),
     Precision("bfloat16", torch.bfloat16),
+    Precision("bfloat16 arithmetic", torch.float16, arithmetic="bfloat16"),
     *(Precision(name, torch.float16, name) for name in SCHEMES),
 )
 
@@ -106,7 +109,8 @@ def _score(model: Path, precision: Precision, windows: Sequence[Tensor]) -> tupl
     float64 and int64 [num_tokens]."""
     alone, dtype = ProcessGroup(0, 1), precision.dtype
     settings = model_files.read_json(model, "config.json")
-    decoder = registry.load(model, settings, alone, dtype, scheme=find_scheme(precision.quantize))
+    kernels, scheme = on_cpu(arithmetic=precision.arithmetic).kernels, find_scheme(precision.quantize)
+    decoder = registry.load(model, settings, alone, dtype, kernels, scheme)
     assert isinstance(decoder, Decoder)
     spec, num_blocks = decoder.spec, -(-WINDOW // BLOCK_SIZE)
     cache = KVCache(spec.num_layers, num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim, dtype)

@@ -62,7 +62,7 @@ def prepare(config: ShardConfig, on: Platform | None = None) -> "LoadPlan":
     how = (config.deployment_framework, config.world_size, config.trust_remote_code)
     scheme, rope = find_scheme(config.quantize), read_rope_option(config)
     choice = engine_choice.choose(directory, settings, *how, scheme, rope)
-    quantize_check.check_engine(config.quantize, choice)
+    quantize_check.check_engine(config, choice)
     on = on or _choose_platform(config, choice)
     if config.kv_cache_memory_fraction is not None:
         on = replace(on, cache_fraction=config.kv_cache_memory_fraction)
@@ -272,9 +272,13 @@ def _choose_platform(config: ShardConfig, choice: Choice) -> Platform:
         for name in ("cuda_graphs", "cuda_memory_fraction"):
             if getattr(config, name) is not None:
                 logger.warning("--%s has no effect: a CPU computes", name.replace("_", "-"))
+    if device.type != "cpu" and config.rank == 0 and config.cpu_arithmetic != "float32":
+        logger.warning("--cpu-arithmetic has no effect: a GPU computes")
     kernel_cache = None if config.kernel_cache is None else Path(config.kernel_cache)
     asked = None if config.dtype is None else DTYPES[config.dtype]
-    return choose_platform.make_platform(device, kernel_cache, config.cuda_memory_fraction, asked)
+    return choose_platform.make_platform(
+        device, kernel_cache, config.cuda_memory_fraction, asked, config.cpu_arithmetic
+    )
 
 
 def _check_length(spec: ModelSpec, length: int) -> None:

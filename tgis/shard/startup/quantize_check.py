@@ -1,4 +1,5 @@
-"""Checks that the platform supports `--quantize`, and counts the memory of weights."""
+"""Checks that engine and platform support `--quantize` and `--cpu-arithmetic`, and counts the memory of
+weights."""
 
 import logging
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ import torch
 
 from tgis.config.processes import ShardConfig
 from tgis.shard.checkpoint.files import count_elements
+from tgis.shard.checkpoint.tensors import DTYPES
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.quant.registry import find_format, find_scheme
 from tgis.shard.startup.engine_choice import NATIVE, Choice
@@ -17,10 +19,16 @@ from tgis.shard.startup.platform import DeviceError, Platform
 logger = logging.getLogger(__name__)
 
 
-def check_engine(quantize: str | None, choice: Choice) -> None:
-    """Raise UnsupportedModelError if the engine cannot quantize."""
-    if find_scheme(quantize).layout is not None and not choice.is_native:
-        raise UnsupportedModelError(f"--quantize {quantize} is for {NATIVE}, not for {choice.engine}")
+def check_engine(config: ShardConfig, choice: Choice) -> None:
+    """Raise UnsupportedModelError if the engine cannot quantize, or has no such arithmetic."""
+    if choice.is_native:
+        return
+    if find_scheme(config.quantize).layout is not None:
+        raise UnsupportedModelError(f"--quantize {config.quantize} is for {NATIVE}, not for {choice.engine}")
+    if config.cpu_arithmetic != "float32":
+        raise UnsupportedModelError(
+            f"--cpu-arithmetic {config.cpu_arithmetic} is for {NATIVE}, not for {choice.engine}"
+        )
 
 
 def check_platform(quantize: str | None, on: Platform) -> None:
@@ -31,8 +39,12 @@ def check_platform(quantize: str | None, on: Platform) -> None:
 
 
 def name_kept_type(config: ShardConfig, settings: Mapping[str, Any], on: Platform, dtype_name: str) -> str:
-    """Return the name of the type in which linear layers are kept. Log if they were or are rounded to codes
-    that are not kept."""
+    """Return the name of the type in which linear layers are kept. Log if they are rounded to it, and if they
+    were or are rounded to codes that are not kept."""
+    if on.product_dtype is not None and on.product_dtype != DTYPES[dtype_name]:
+        [rounded_name] = [name for name, dtype in DTYPES.items() if dtype == on.product_dtype]
+        logger.info("the %s weights of matrix products are rounded to %s", dtype_name, rounded_name)
+        dtype_name = rounded_name
     scheme, format = find_scheme(config.quantize), find_format(settings, Path(config.model_path))
     if scheme.layout in on.kernels.code_packers:
         return config.quantize or dtype_name
@@ -60,6 +72,7 @@ def count_bytes(
     elements = count_elements(directory, format)
     layout = scheme.layout or (format.layout if format else None)
     if layout is None or layout not in on.kernels.code_packers:
-        return elements * dtype.itemsize
+        product_bytes = (on.product_dtype or dtype).itemsize
+        return elements * product_bytes + choice.table_elements * max(0, dtype.itemsize - product_bytes)
     # The embedding counts twice: in its own type, and as codes for a head that may be made of it.
     return int(elements * layout.bytes_per_weight) + choice.table_elements * dtype.itemsize

@@ -108,6 +108,16 @@ class CpuKernels(Unfused):
 CPU_KERNELS = CpuKernels()
 
 
+class BfloatKernels(CpuKernels):
+    """Kernels whose products are those of bfloat16 arithmetic, but for small matrices that matter a lot."""
+
+    def __init__(self, pack_bfloat16: Callable[[Stored], Product]):
+        self._pack_bfloat16 = pack_bfloat16
+
+    def pack(self, weight: Stored, dtype: torch.dtype, role: MatrixRole = "linear") -> Product:
+        return super().pack(weight, dtype) if role == "replicated" else self._pack_bfloat16(weight)
+
+
 def split_heads(
     qkv: Tensor,
     num_heads: int,
