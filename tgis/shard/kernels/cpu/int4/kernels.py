@@ -1,0 +1,238 @@
+"""Compiled kernels of products with codes. Threads share the work in units of some rows and panels. Each copies
+the rows that it multiplies to the layout that tiles read: [pieces, rows, STRIDE bytes]."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import carray
+
+from tgis.shard.kernels.cpu.gemm.inner_loop import copy
+from tgis.shard.kernels.cpu.int4.inner_loop import (
+    ROWS,
+    STRIDE,
+    WIDE_COLUMNS,
+    WIDE_ROWS,
+    add_columns,
+    multiply_tile,
+    multiply_wide_tile,
+    widen,
+)
+from tgis.shard.kernels.cpu.int4.layout import COLUMNS, PIECE, SCALES, UNIT, UNIT_BIT
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, keep_alive, next_unit, ordered, pointer
+
+# With more rows than this, codes are converted to float32 once and not for each tile.
+FEW_ROWS = 2 * ROWS
+# Most rows and panels of a unit of more rows. Its sums and a piece of its x fit a second-level cache together.
+_MAX_WIDE_ROWS, _MAX_WIDE_PANELS = 32 * WIDE_ROWS, 2
+_MAX_PANELS = 8  # of a unit of few rows
+_LINE = 64  # bytes of a cache line
+_F32, _I32, _U8, _I8 = np.float32(0), np.int32(0), np.uint8(0), np.int8(0)
+
+
+class _Matrix(NamedTuple):
+    """Weight in the layout of `layout.py`, at addresses."""
+
+    out_features: int
+    in_features: int
+    columns: int  # of x in a piece but the last
+    units: int  # of a piece but the last
+    panels: int
+    zeros: int  # int8 [panels, pieces, COLUMNS], or 0
+    table: int
+    order: int  # int32: columns of x in the order of the codes, or 0; -1 is a column of zeros
+    unit_bytes: int
+
+
+@ordered
+def _count_pieces(w: Any) -> Any:
+    return -(-w.in_features // w.columns)
+
+
+@ordered
+def _count_units(w: Any, piece: int) -> Any:
+    return -(-min(w.columns, w.in_features - piece * w.columns) // UNIT)
+
+
+@ordered
+def _panel_bytes(w: Any) -> Any:
+    pieces = _count_pieces(w)
+    units = (pieces - 1) * w.units + _count_units(w, pieces - 1)
+    return units * w.unit_bytes + pieces * SCALES
+
+
+@ordered
+def _copy_row(w: Any, x: int, piece: int, to: int) -> None:
+    """Copy a piece of a row of x, filled up with zeros, and its sum."""
+    first, units = piece * w.columns, _count_units(w, piece)
+    count = min(w.columns, w.in_features - first)
+    row = carray(pointer(to, _F32), (PIECE,))
+    if w.order:
+        order = carray(pointer(w.order + 4 * first, _I32), (count,))
+        source = carray(pointer(x, _F32), (1,))
+        for i in range(count):
+            row[i] = source[order[i]] if order[i] >= 0 else np.float32(0)
+    else:
+        copy(to, x + 4 * first, 4 * count)
+    for i in range(count, units * UNIT):
+        row[i] = np.float32(0)
+    if w.zeros:
+        add_columns(to, units)
+
+
+@ordered
+def _copy_rows(w: Any, x: int, width: int, rows: int, to: int) -> None:
+    """Copy rows of x, `width` columns each, to [pieces, rows, STRIDE bytes]."""
+    for piece in range(_count_pieces(w)):
+        for r in range(rows):
+            _copy_row(w, x + 4 * r * width, piece, to + (piece * rows + r) * STRIDE)
+
+
+@ordered
+def _find_zeros(w: Any, panel: int, piece: int) -> Any:
+    return w.zeros + (panel * _count_pieces(w) + piece) * COLUMNS if w.zeros else np.int64(0)
+
+
+@ordered
+def _multiply_panel(w: Any, x: int, rows: int, panel: int, sums: int, element: Any) -> None:
+    """Compute sums[rows, COLUMNS] = x @ a panel. Codes are converted for each tile."""
+    at, num_tiles = w.panels + panel * _panel_bytes(w), -(-rows // ROWS)
+    for piece in range(_count_pieces(w)):
+        units, zeros = _count_units(w, piece), _find_zeros(w, panel, piece)
+        for tile in range(num_tiles):
+            first = tile * rows // num_tiles
+            tall = (tile + 1) * rows // num_tiles - first
+            to, of = sums + 4 * COLUMNS * first, x + (piece * rows + first) * STRIDE
+            multiply_tile(tall, to, of, at, w.table, zeros, units, piece == 0, element)
+        at += units * w.unit_bytes + SCALES
+
+
+@ordered
+def _multiply_wide_piece(
+    w: Any, x: int, rows: int, panel: int, piece: int, sums: int, wide: int, element: Any
+) -> None:
+    """Compute sums[rows, COLUMNS] += x @ a piece, whose codes are converted first to `wide`."""
+    units, zeros = _count_units(w, piece), _find_zeros(w, panel, piece)
+    at = w.panels + panel * _panel_bytes(w) + piece * (w.units * w.unit_bytes + SCALES)
+    widen(wide, at, w.table, units, element)
+    num_tiles = -(-rows // WIDE_ROWS)
+    for part in range(COLUMNS // WIDE_COLUMNS):
+        begin, offset = wide + 4 * part * PIECE * WIDE_COLUMNS, part * WIDE_COLUMNS
+        scales = at + units * w.unit_bytes + 4 * offset
+        for tile in range(num_tiles):
+            first = tile * rows // num_tiles
+            tall = (tile + 1) * rows // num_tiles - first
+            to, of = sums + 4 * (COLUMNS * first + offset), x + (piece * rows + first) * STRIDE
+            part_of_zeros = zeros + offset if zeros else np.int64(0)
+            multiply_wide_tile(tall, to, of, begin, scales, part_of_zeros, units * UNIT, piece == 0)
+
+
+@ordered
+def _copy_sums(sums: int, rows: int, y: int, n: int, panel: int) -> None:
+    """Copy sums[rows, COLUMNS] to a panel's columns of y, without those past the last one."""
+    first = panel * COLUMNS
+    for r in range(rows):
+        copy(y + 4 * (r * n + first), sums + 4 * COLUMNS * r, 4 * min(COLUMNS, n - first))
+
+
+@ordered
+def _multiply_panels(
+    w: Any, x: int, rows: int, begin: int, end: int, sums: int, wide: int, y: int, element: Any
+) -> None:
+    """Compute y[:rows] = x @ some panels. `sums` and `wide` are scratch memory."""
+    if rows <= FEW_ROWS:
+        for panel in range(begin, end):
+            _multiply_panel(w, x, rows, panel, sums, element)
+            _copy_sums(sums, rows, y, w.out_features, panel)
+        return
+    size = 4 * COLUMNS * rows
+    for piece in range(_count_pieces(w)):
+        for panel in range(begin, end):
+            _multiply_wide_piece(w, x, rows, panel, piece, sums + (panel - begin) * size, wide, element)
+    for panel in range(begin, end):
+        _copy_sums(sums + (panel - begin) * size, rows, y, w.out_features, panel)
+
+
+@ordered
+def _multiply(args: Any, bits: int, element: Any) -> None:
+    """Compute a product. Units are numbered row group by row group, so that a thread can reuse its copy of x
+    for its next units."""
+    a = carray(args, 14)
+    m, width, threads, x, y = a[1], a[2], a[3], a[4], a[5]
+    w = _Matrix(a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], UNIT_BIT * bits)
+    is_few, n, num_panels = m <= FEW_ROWS, w.out_features, -(-w.out_features // COLUMNS)
+    max_rows = FEW_ROWS if is_few else _MAX_WIDE_ROWS
+    groups = -(-m // max_rows)
+    max_rows = -(-m // groups)
+    unit_panels = max(1, min(_MAX_PANELS if is_few else _MAX_WIDE_PANELS, num_panels * groups // (8 * threads)))
+    group_units = -(-num_panels // unit_panels)
+    copied = np.empty(_count_pieces(w) * max_rows * STRIDE // 4, np.float32)
+    scratch = np.empty((max_rows * unit_panels + PIECE + 1) * COLUMNS, np.float32)
+    wide: Any = (np.int64(scratch.ctypes.data) + _LINE - 1) // _LINE * _LINE
+    rows_of_x: Any = np.int64(copied.ctypes.data)
+    copied_group = -1
+    unit = next_unit(args)
+    while unit < groups * group_units:
+        group, begin = unit // group_units, unit % group_units * unit_panels
+        first = group * m // groups
+        rows = (group + 1) * m // groups - first
+        if copied_group != group:
+            _copy_rows(w, x + 4 * first * width, width, rows, rows_of_x)
+            copied_group = group
+        end, sums = min(begin + unit_panels, num_panels), wide + 4 * PIECE * COLUMNS
+        _multiply_panels(w, rows_of_x, rows, begin, end, sums, wide, y + 4 * first * n, element)
+        unit = next_unit(args)
+    keep_alive(copied)
+    keep_alive(scratch)
+
+
+def _multiply_4_bits(args: Any) -> None:
+    _multiply(args, 4, _U8)
+
+
+def _multiply_8_bits(args: Any) -> None:
+    _multiply(args, 8, _I8)
+
+
+MULTIPLY = {4: Kernel(_multiply_4_bits), 8: Kernel(_multiply_8_bits)}
+"""Kernels by the bits of codes."""
+
+
+@ordered
+def _pack_row(codes: int, scales: int, units: int, columns: int, to: int, bits: int) -> None:
+    """Pack a row of a piece, bytes of codes padded to whole units, as a column of a panel."""
+    words = bits * UNIT // 32
+    values = carray(pointer(codes, _U8), (units, UNIT))
+    stored = carray(pointer(to, _I32), (units * words, COLUMNS))
+    for u in range(units):
+        for i in range(words):
+            word = np.int64(0)
+            for k in range(4):
+                if bits == 4:
+                    word |= np.int64(values[u, k] & 15 | (values[u, k + 4] & 15) << 4) << (8 * k)
+                else:
+                    word |= np.int64(values[u, 4 * i + k]) << (8 * k)
+            stored[u * words + i, 0] = np.int32(word)
+    scale = carray(pointer(scales, _F32), (1,))[0]
+    carray(pointer(to + units * words * 4 * COLUMNS, _F32), (1,))[0] = scale
+
+
+def _pack_codes(args: Any) -> None:
+    """Pack rows of codes, uint8 [rows, all units of pieces], and scales, float32 [rows, pieces], as columns of
+    panels from column `first` on."""
+    a = carray(args, 10)
+    num_rows, first, codes, scales, panels, bits = a[1], a[2], a[3], a[4], a[5], a[6]
+    units, last_units, pieces = a[7], a[8], a[9]
+    width = (pieces - 1) * units + last_units
+    panel_bytes = width * UNIT_BIT * bits + pieces * SCALES
+    row = next_unit(args)
+    while row < num_rows:
+        column = first + row
+        panel = panels + column // COLUMNS * panel_bytes + 4 * (column % COLUMNS)
+        for piece in range(pieces):
+            count = units if piece + 1 < pieces else last_units
+            source, to = codes + (row * width + piece * units) * UNIT, panel + piece * (units * UNIT_BIT * bits + SCALES)
+            _pack_row(source, scales + 4 * (row * pieces + piece), count, COLUMNS, to, bits)
+        row = next_unit(args)
+
+
+pack_codes = Kernel(_pack_codes)
