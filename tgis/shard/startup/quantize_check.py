@@ -26,23 +26,27 @@ def check_engine(quantize: str | None, choice: Choice) -> None:
 def check_platform(quantize: str | None, on: Platform) -> None:
     """Raise DeviceError if the platform cannot compute with this quantization."""
     layout = find_scheme(quantize).layout
-    if layout is not None and layout.rounds_activations and layout not in on.kernels.code_packers:
+    if layout is not None and layout.rounds_activations and on.kernels.find_code_packer(layout) is None:
         raise DeviceError(f"--quantize {quantize} works on the CPU only; --device cpu selects it")
 
 
 def name_kept_type(config: ShardConfig, settings: Mapping[str, Any], on: Platform, dtype_name: str) -> str:
-    """Return the name of the type in which linear layers are kept. Log if they were or are rounded to codes
-    that are not kept."""
+    """Return the name of the type in which linear layers are kept. Log how they are computed if they were or
+    are rounded to codes."""
     scheme, format = find_scheme(config.quantize), find_format(settings, Path(config.model_path))
-    if scheme.layout in on.kernels.code_packers:
-        return config.quantize or dtype_name
+    layout = scheme.layout or (format.layout if format else None)
+    if layout is None:
+        return dtype_name
+    if on.kernels.find_code_packer(layout) is not None:
+        logger.info("the weights of linear layers are kept as codes of %d bits", max(layout.bits, 4))
+        return config.quantize or f"int{layout.bits}"
     if scheme.layout is not None:
         logger.warning(
             "--quantize %s rounds the weights, which are then kept as %s: memory and speed are those of "
             "--dtype %s, because this version has no products for their codes",
             *(config.quantize, dtype_name, dtype_name),
         )
-    elif format is not None and format.layout not in on.kernels.code_packers:
+    else:
         logger.info(
             "the weights of this quantized checkpoint are kept as %s: memory and speed are those of --dtype "
             "%s, because this version has no products for their codes",
@@ -59,7 +63,11 @@ def count_bytes(
     scheme, format = find_scheme(config.quantize), find_format(settings, directory)
     elements = count_elements(directory, format)
     layout = scheme.layout or (format.layout if format else None)
-    if layout is None or layout not in on.kernels.code_packers:
+    if layout is None or on.kernels.find_code_packer(layout) is None:
         return elements * dtype.itemsize
-    # The embedding counts twice: in its own type, and as codes for a head that may be made of it.
-    return int(elements * layout.bytes_per_weight) + choice.table_elements * dtype.itemsize
+    table = choice.table_elements
+    if layout.rounds_activations:
+        # The embedding counts twice: in its own type, and as codes for a head that may be made of it.
+        return int(elements * layout.bytes_per_weight) + table * dtype.itemsize
+    # The head keeps its type like the embedding, of which it may be made.
+    return int((elements - table) * layout.bytes_per_weight) + 2 * table * dtype.itemsize

@@ -1,7 +1,7 @@
 """`Kernels` of the CPU: float32 activations, weights that are packed once, rows that are independent."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from tgis.shard.checkpoint.tensors import Stored
 from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cpu import lora as lora_kernels
 from tgis.shard.kernels.cpu.gemm import product as gemm
+from tgis.shard.kernels.cpu.int4 import product as int4
 from tgis.shard.kernels.cpu.int8 import product as int8
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_bits, empty
 from tgis.shard.kernels.cpu.pointwise import activations, elementwise, embedding, heads, norms
@@ -29,10 +30,12 @@ class CpuKernels(Unfused):
     """Compiled kernels as `Kernels`."""
 
     device = CPU
-    code_packers: Mapping[CodeLayout, Callable[[Stored], Product]] = {int8_scheme.LAYOUT: int8.pack}
 
     def pack(self, weight: Stored, dtype: torch.dtype, role: MatrixRole = "linear") -> Product:
         return gemm.pack(weight, dtype)
+
+    def find_code_packer(self, layout: CodeLayout) -> Callable[[Stored], Product] | None:
+        return int8.pack if layout == int8_scheme.LAYOUT else int4.find_packer(layout)
 
     def prepare_adapters(self) -> None:
         """Compile the LoRA kernel unless its machine code is cached. Thread-safe."""

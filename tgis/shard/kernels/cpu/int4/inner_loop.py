@@ -1,7 +1,6 @@
 """Builders of the LLVM code of products with codes. Within a piece, an element is one chain of fused
-multiply-adds of x and numbers that codes stand for, in the order of x's columns; the pieces' sums, times their
-scales, are one chain too. The bits of an element therefore depend only on its own row and weights, whether
-codes are converted in registers for each tile or once for many rows."""
+multiply-adds of x and numbers that codes stand for, in the order of x's columns; the pieces' sums, times
+their scales, are one chain too. An element's bits therefore depend only on its own row and weights."""
 
 from typing import Any
 
@@ -13,11 +12,8 @@ from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import FLOAT, FUSED, I8, I32, I64
 
-# Most rows of a tile that converts codes in registers, and of one whose weights are converted before.
-ROWS = 6 if LANES == 16 else 2
-WIDE_ROWS = 12 if LANES == 16 else 6
-WIDE_VECTORS = 2  # of a tile whose weights are converted before
-WIDE_COLUMNS = LANES * WIDE_VECTORS
+# Most rows of a tile: its sums, the words and numbers of a unit and the table fill the processor's registers.
+ROWS = 5 if LANES == 16 else 2
 # Bytes between rows of a piece of x: its columns, then their sum. No power of two, so that rows do not evict
 # each other from the cache.
 STRIDE = 4 * (PIECE + 16)
@@ -26,15 +22,14 @@ _WORDS = ir.VectorType(I32, LANES)
 
 
 def _load_words(b: Any, unit: Any, element: Any) -> list[list[Any]]:
-    """Emit the loads of a unit: for each vector of columns, its words."""
-    count = BITS[element] * UNIT // 32
-    return [
-        [
-            b.load(llvm.pointer_to(b, _WORDS, unit, I64(4 * LANES * (i * VECTORS + v))), align=4 * LANES)
-            for i in range(count)
-        ]
-        for v in range(VECTORS)
-    ]
+    """Emit the loads of a unit from an address: for each vector of columns, its words."""
+    words = range(BITS[element] * UNIT // 32)
+    offsets = [[4 * (i * COLUMNS + v * LANES) for i in words] for v in range(VECTORS)]
+    return [[_load(b, unit, offset) for offset in each] for each in offsets]
+
+
+def _load(b: Any, unit: Any, offset: int) -> Any:
+    return b.load(llvm.pointer_to(b, _WORDS, unit, I64(offset)), align=4 * LANES)
 
 
 def _convert(b: Any, words: list[Any], k: int, table: Any, element: Any) -> Any:
@@ -50,10 +45,6 @@ def _convert(b: Any, words: list[Any], k: int, table: Any, element: Any) -> Any:
     return b.fadd(number, llvm.constant(-8.0, LANES))
 
 
-def _load_table(b: Any, address: Any) -> Any:
-    return llvm.load_vector(b, address, LANES)
-
-
 def _multiply_unit(
     b: Any, sums: list[Any], columns: list[Any], unit: Any, table: Any, element: Any
 ) -> list[Any]:
@@ -66,17 +57,17 @@ def _multiply_unit(
     return sums
 
 
-def _subtract_zeros(b: Any, sums: list[Any], x: list[Any], zeros: Any, vectors: int) -> list[Any]:
+def _subtract_zeros(b: Any, sums: list[Any], x: list[Any], zeros: Any) -> list[Any]:
     """Emit sums - zeros * the sums of the rows of x, unless `zeros`, the address of int8, is 0."""
     before = b.block
     with b.if_then(b.icmp_signed("!=", zeros, I64(0))):
         changed, kind = [], ir.VectorType(I8, LANES)
         for row, address in enumerate(x):
             total = llvm.load_broadcast(b, b.add(address, I64(4 * PIECE)), LANES)
-            for v in range(vectors):
+            for v in range(VECTORS):
                 stored = b.load(llvm.pointer_to(b, kind, zeros, I64(LANES * v)), align=1)
                 product = b.fmul(b.sitofp(stored, total.type), total, **FUSED)
-                changed.append(b.fsub(sums[row * vectors + v], product, **FUSED))
+                changed.append(b.fsub(sums[row * VECTORS + v], product, **FUSED))
         inside = b.block
     return [llvm.choose(b, before, old, inside, new) for old, new in zip(sums, changed, strict=True)]
 
@@ -87,19 +78,14 @@ def _add_piece(
     """Emit out += (sums - zeros) * scales, or out = if it is the first piece. rows: addresses of rows of out
     and of x."""
     out, x = rows
-    vectors = len(sums) // len(out)
-    sums = _subtract_zeros(b, sums, x, zeros, vectors)
-    loaded = [llvm.load_vector(b, b.add(scales, I64(4 * LANES * v)), LANES) for v in range(vectors)]
+    sums = _subtract_zeros(b, sums, x, zeros)
+    loaded = [llvm.load_vector(b, b.add(scales, I64(4 * LANES * v)), LANES) for v in range(VECTORS)]
     is_cleared, zero = b.icmp_signed("!=", is_first, I64(0)), llvm.constant(0.0, LANES)
     for i, total in enumerate(sums):
-        place = b.add(out[i // vectors], I64(4 * LANES * (i % vectors)))
+        place = b.add(out[i // VECTORS], I64(4 * LANES * (i % VECTORS)))
         before = b.select(is_cleared, zero, llvm.load_vector(b, place, LANES))
-        product = b.fmul(total, loaded[i % vectors], **FUSED)
+        product = b.fmul(total, loaded[i % VECTORS], **FUSED)
         llvm.store_vector(b, b.fadd(before, product, **FUSED), place)
-
-
-def _clear(num_rows: int, vectors: int) -> list[Any]:
-    return [llvm.constant(0.0, LANES)] * (num_rows * vectors)
 
 
 @llvm_function()
@@ -124,64 +110,21 @@ def multiply_tile(
         block = b.append_basic_block(f"rows{num_rows}")
         cases.add_case(I64(num_rows), block)
         b.position_at_end(block)
-        numbers = _load_table(b, table)
+        numbers, cleared = (
+            llvm.load_vector(b, table, LANES),
+            [llvm.constant(0.0, LANES)] * (num_rows * VECTORS),
+        )
         begins = [b.add(x, I64(STRIDE * r)) for r in range(num_rows)]
 
         def add_unit(u: Any, sums: list[Any], begins: Any = begins, numbers: Any = numbers) -> list[Any]:
             offset = b.mul(u, I64(4 * UNIT))
             columns = [b.add(begin, offset) for begin in begins]
-            return _multiply_unit(b, sums, columns, b.add(piece, b.mul(u, I64(step))), numbers, element)
+            unit = b.add(piece, b.mul(u, I64(step)))
+            return _multiply_unit(b, sums, columns, unit, numbers, element)
 
-        sums = llvm.loop(b, units, _clear(num_rows, VECTORS), add_unit)
+        sums = llvm.loop(b, units, cleared, add_unit)
         places = [b.add(out, I64(4 * COLUMNS * r)) for r in range(num_rows)]
         _add_piece(b, sums, (places, begins), b.add(piece, b.mul(units, I64(step))), zeros, is_first)
-        b.branch(end)
-    b.position_at_end(end)
-
-
-@llvm_function()
-def widen(b: Any, to: Any, piece: Any, table: Any, units: Any, element: Any) -> None:
-    """Convert the codes of a piece to float32 numbers: [COLUMNS / WIDE_COLUMNS, PIECE, WIDE_COLUMNS]."""
-    numbers, step = _load_table(b, table), UNIT_BIT * BITS[element]
-
-    def widen_unit(u: Any, _: list[Any]) -> list[Any]:
-        words = _load_words(b, b.add(piece, b.mul(u, I64(step))), element)
-        target = b.add(to, b.mul(u, I64(4 * UNIT * WIDE_COLUMNS)))
-        for k in range(UNIT):
-            for v in range(VECTORS):
-                half, place = divmod(v, WIDE_VECTORS)
-                offset = 4 * WIDE_COLUMNS * (half * PIECE + k) + 4 * LANES * place
-                converted = _convert(b, words[v], k, numbers, element)
-                llvm.store_vector(b, converted, b.add(target, I64(offset)), align=4 * LANES)
-        return []
-
-    llvm.loop(b, units, [], widen_unit)
-
-
-@llvm_function()
-def multiply_wide_tile(
-    b: Any, rows: Any, out: Any, x: Any, wide: Any, scales: Any, zeros: Any, count: Any, is_first: Any
-) -> None:
-    """Compute what `multiply_tile` does for WIDE_COLUMNS columns of `count` rows of converted codes. `rows` is
-    WIDE_ROWS / 2 to WIDE_ROWS."""
-    end = b.append_basic_block("end")
-    cases = b.switch(rows, end)
-    for num_rows in range(WIDE_ROWS // 2, WIDE_ROWS + 1):
-        block = b.append_basic_block(f"rows{num_rows}")
-        cases.add_case(I64(num_rows), block)
-        b.position_at_end(block)
-        begins = [b.add(x, I64(STRIDE * r)) for r in range(num_rows)]
-
-        def add_column(k: Any, sums: list[Any], begins: Any = begins) -> list[Any]:
-            weights = b.add(wide, b.mul(k, I64(4 * WIDE_COLUMNS)))
-            numbers = [llvm.load_vector(b, b.add(weights, I64(4 * LANES * v)), LANES) for v in range(2)]
-            offset = b.mul(k, I64(4))
-            factors = [llvm.load_broadcast(b, b.add(begin, offset), LANES) for begin in begins]
-            return llvm.add_products(b, sums, factors, numbers)
-
-        sums = llvm.loop(b, count, _clear(num_rows, WIDE_VECTORS), add_column)
-        places = [b.add(out, I64(4 * COLUMNS * r)) for r in range(num_rows)]
-        _add_piece(b, sums, (places, begins), scales, zeros, is_first)
         b.branch(end)
     b.position_at_end(end)
 

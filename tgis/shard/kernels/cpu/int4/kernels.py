@@ -1,5 +1,5 @@
-"""Compiled kernels of products with codes. Threads share the work in units of some rows and panels. Each copies
-the rows that it multiplies to the layout that tiles read: [pieces, rows, STRIDE bytes]."""
+"""Compiled kernels of products with codes. Threads share the work in units of some rows and panels. Each
+copies the rows that it multiplies to the layout that tiles read: [pieces, rows, STRIDE bytes]."""
 
 from typing import Any, NamedTuple
 
@@ -10,22 +10,14 @@ from tgis.shard.kernels.cpu.gemm.inner_loop import copy
 from tgis.shard.kernels.cpu.int4.inner_loop import (
     ROWS,
     STRIDE,
-    WIDE_COLUMNS,
-    WIDE_ROWS,
     add_columns,
     multiply_tile,
-    multiply_wide_tile,
-    widen,
 )
 from tgis.shard.kernels.cpu.int4.layout import COLUMNS, PIECE, SCALES, UNIT, UNIT_BIT
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, keep_alive, next_unit, ordered, pointer
 
-# With more rows than this, codes are converted to float32 once and not for each tile.
-FEW_ROWS = 2 * ROWS
-# Most rows and panels of a unit of more rows. Its sums and a piece of its x fit a second-level cache together.
-_MAX_WIDE_ROWS, _MAX_WIDE_PANELS = 32 * WIDE_ROWS, 2
-_MAX_PANELS = 8  # of a unit of few rows
-_LINE = 64  # bytes of a cache line
+_MAX_PANELS = 8  # of a unit
+_CHUNK = 5 << 17  # bytes of a copy of x, which stays in a core's cache
 _F32, _I32, _U8, _I8 = np.float32(0), np.int32(0), np.uint8(0), np.int8(0)
 
 
@@ -94,7 +86,7 @@ def _find_zeros(w: Any, panel: int, piece: int) -> Any:
 
 @ordered
 def _multiply_panel(w: Any, x: int, rows: int, panel: int, sums: int, element: Any) -> None:
-    """Compute sums[rows, COLUMNS] = x @ a panel. Codes are converted for each tile."""
+    """Compute sums[rows, COLUMNS] = x @ a panel."""
     at, num_tiles = w.panels + panel * _panel_bytes(w), -(-rows // ROWS)
     for piece in range(_count_pieces(w)):
         units, zeros = _count_units(w, piece), _find_zeros(w, panel, piece)
@@ -107,49 +99,11 @@ def _multiply_panel(w: Any, x: int, rows: int, panel: int, sums: int, element: A
 
 
 @ordered
-def _multiply_wide_piece(
-    w: Any, x: int, rows: int, panel: int, piece: int, sums: int, wide: int, element: Any
-) -> None:
-    """Compute sums[rows, COLUMNS] += x @ a piece, whose codes are converted first to `wide`."""
-    units, zeros = _count_units(w, piece), _find_zeros(w, panel, piece)
-    at = w.panels + panel * _panel_bytes(w) + piece * (w.units * w.unit_bytes + SCALES)
-    widen(wide, at, w.table, units, element)
-    num_tiles = -(-rows // WIDE_ROWS)
-    for part in range(COLUMNS // WIDE_COLUMNS):
-        begin, offset = wide + 4 * part * PIECE * WIDE_COLUMNS, part * WIDE_COLUMNS
-        scales = at + units * w.unit_bytes + 4 * offset
-        for tile in range(num_tiles):
-            first = tile * rows // num_tiles
-            tall = (tile + 1) * rows // num_tiles - first
-            to, of = sums + 4 * (COLUMNS * first + offset), x + (piece * rows + first) * STRIDE
-            part_of_zeros = zeros + offset if zeros else np.int64(0)
-            multiply_wide_tile(tall, to, of, begin, scales, part_of_zeros, units * UNIT, piece == 0)
-
-
-@ordered
 def _copy_sums(sums: int, rows: int, y: int, n: int, panel: int) -> None:
     """Copy sums[rows, COLUMNS] to a panel's columns of y, without those past the last one."""
     first = panel * COLUMNS
     for r in range(rows):
         copy(y + 4 * (r * n + first), sums + 4 * COLUMNS * r, 4 * min(COLUMNS, n - first))
-
-
-@ordered
-def _multiply_panels(
-    w: Any, x: int, rows: int, begin: int, end: int, sums: int, wide: int, y: int, element: Any
-) -> None:
-    """Compute y[:rows] = x @ some panels. `sums` and `wide` are scratch memory."""
-    if rows <= FEW_ROWS:
-        for panel in range(begin, end):
-            _multiply_panel(w, x, rows, panel, sums, element)
-            _copy_sums(sums, rows, y, w.out_features, panel)
-        return
-    size = 4 * COLUMNS * rows
-    for piece in range(_count_pieces(w)):
-        for panel in range(begin, end):
-            _multiply_wide_piece(w, x, rows, panel, piece, sums + (panel - begin) * size, wide, element)
-    for panel in range(begin, end):
-        _copy_sums(sums + (panel - begin) * size, rows, y, w.out_features, panel)
 
 
 @ordered
@@ -159,16 +113,16 @@ def _multiply(args: Any, bits: int, element: Any) -> None:
     a = carray(args, 14)
     m, width, threads, x, y = a[1], a[2], a[3], a[4], a[5]
     w = _Matrix(a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], UNIT_BIT * bits)
-    is_few, n, num_panels = m <= FEW_ROWS, w.out_features, -(-w.out_features // COLUMNS)
-    max_rows = FEW_ROWS if is_few else _MAX_WIDE_ROWS
+    row_bytes, num_panels = _count_pieces(w) * STRIDE, -(-w.out_features // COLUMNS)
+    max_rows = max(1, _CHUNK // (row_bytes * ROWS)) * ROWS
     groups = -(-m // max_rows)
     max_rows = -(-m // groups)
-    unit_panels = max(1, min(_MAX_PANELS if is_few else _MAX_WIDE_PANELS, num_panels * groups // (8 * threads)))
+    unit_panels = max(1, min(_MAX_PANELS, num_panels * groups // (8 * threads)))
     group_units = -(-num_panels // unit_panels)
-    copied = np.empty(_count_pieces(w) * max_rows * STRIDE // 4, np.float32)
-    scratch = np.empty((max_rows * unit_panels + PIECE + 1) * COLUMNS, np.float32)
-    wide: Any = (np.int64(scratch.ctypes.data) + _LINE - 1) // _LINE * _LINE
+    copied = np.empty(max_rows * row_bytes // 4, np.float32)
+    scratch = np.empty(max_rows * COLUMNS, np.float32)
     rows_of_x: Any = np.int64(copied.ctypes.data)
+    sums: Any = np.int64(scratch.ctypes.data)
     copied_group = -1
     unit = next_unit(args)
     while unit < groups * group_units:
@@ -178,8 +132,9 @@ def _multiply(args: Any, bits: int, element: Any) -> None:
         if copied_group != group:
             _copy_rows(w, x + 4 * first * width, width, rows, rows_of_x)
             copied_group = group
-        end, sums = min(begin + unit_panels, num_panels), wide + 4 * PIECE * COLUMNS
-        _multiply_panels(w, rows_of_x, rows, begin, end, sums, wide, y + 4 * first * n, element)
+        for panel in range(begin, min(begin + unit_panels, num_panels)):
+            _multiply_panel(w, rows_of_x, rows, panel, sums, element)
+            _copy_sums(sums, rows, y + 4 * first * w.out_features, w.out_features, panel)
         unit = next_unit(args)
     keep_alive(copied)
     keep_alive(scratch)
@@ -217,8 +172,8 @@ def _pack_row(codes: int, scales: int, units: int, columns: int, to: int, bits: 
 
 
 def _pack_codes(args: Any) -> None:
-    """Pack rows of codes, uint8 [rows, all units of pieces], and scales, float32 [rows, pieces], as columns of
-    panels from column `first` on."""
+    """Pack rows of codes, uint8 [rows, all units of pieces], and scales, float32 [rows, pieces], as columns
+    of panels from column `first` on."""
     a = carray(args, 10)
     num_rows, first, codes, scales, panels, bits = a[1], a[2], a[3], a[4], a[5], a[6]
     units, last_units, pieces = a[7], a[8], a[9]
@@ -230,7 +185,8 @@ def _pack_codes(args: Any) -> None:
         panel = panels + column // COLUMNS * panel_bytes + 4 * (column % COLUMNS)
         for piece in range(pieces):
             count = units if piece + 1 < pieces else last_units
-            source, to = codes + (row * width + piece * units) * UNIT, panel + piece * (units * UNIT_BIT * bits + SCALES)
+            source = codes + (row * width + piece * units) * UNIT
+            to = panel + piece * (units * UNIT_BIT * bits + SCALES)
             _pack_row(source, scales + 4 * (row * pieces + piece), count, COLUMNS, to, bits)
         row = next_unit(args)
 

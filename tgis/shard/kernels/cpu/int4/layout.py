@@ -1,6 +1,6 @@
-"""Memory layout of codes for products. A matrix is cut into panels of COLUMNS columns of W^T, and a panel into
-pieces of at most PIECE columns of x that share a scale. A piece has units of UNIT columns of x, then a float32
-scale for each column of the panel.
+"""Memory layout of codes for products. A matrix is cut into panels of COLUMNS columns of W^T, and a panel
+into pieces of at most PIECE columns of x that share a scale. A piece has units of UNIT columns of x, then a
+float32 scale for each column of the panel.
 
 A unit holds words of 32 bits, each with codes of one column: of 8 bits, two words with four codes each, the
 first in the lowest byte; of 4 bits, one word whose bytes hold codes 0 to 3 in their lower and 4 to 7 in their
@@ -19,5 +19,4 @@ COLUMNS = LANES * VECTORS
 UNIT = 8
 PIECE = 128
 SCALES = 4 * COLUMNS  # bytes of a piece's scales
-"""Bytes of a unit of one bit a code."""
-UNIT_BIT = UNIT * COLUMNS // 8
+UNIT_BIT = UNIT * COLUMNS // 8  # bytes of a unit for each bit of a code

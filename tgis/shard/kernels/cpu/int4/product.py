@@ -46,8 +46,8 @@ class _Pieces:
 
 @dataclass(frozen=True, eq=False)
 class CodeProduct:
-    """Product x W^T, float32 [num_tokens, in_features] -> [num_tokens, out_features]. An element's bits do not
-    depend on the other rows."""
+    """Product x W^T, float32 [num_tokens, in_features] -> [num_tokens, out_features]. An element's bits do
+    not depend on the other rows."""
 
     bits: int
     pieces: _Pieces
@@ -132,16 +132,14 @@ def _find_order(group_of: Tensor) -> tuple[Tensor, _Pieces]:
     largest = int(sizes.max())
     columns = _find_columns(largest) if bool((sizes == largest).all()) else 0
     columns = columns or min(PIECE // 4, -(-largest // UNIT) * UNIT)
-    order, parts = group_of.argsort(stable=True), []
-    for part in order.split(counts.tolist()):
-        parts.append(F.pad(part, (0, -len(part) % columns), value=-1))
-    whole = torch.cat(parts)
+    parts = torch.split(group_of.argsort(stable=True), counts.tolist())
+    whole = torch.cat([F.pad(part, (0, -len(part) % columns), value=-1) for part in parts])
     return whole, _Pieces(len(whole), columns)
 
 
 def _arrange(codes: Codes, pieces: _Pieces, order: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return values in the order of the pieces, uint8 [num_rows, units * UNIT], and scales and zeros, [num_rows,
-    num_pieces]. Values of 4 bits are indices, those of 8 bits integers less 128 if they are unsigned."""
+    """Return values in the order of the pieces, uint8 [num_rows, units * UNIT], and scales and zeros,
+    [num_rows, num_pieces]. Values of 4 bits are indices; those of 8 bits are integers, signed ones."""
     values, layout = codes.values, codes.layout
     if layout.dtype == torch.int8:
         values = values + (8 if layout.bits < 8 else 0)
@@ -165,7 +163,7 @@ def _arrange(codes: Codes, pieces: _Pieces, order: Tensor | None) -> tuple[Tenso
 
 def _put_zeros(zeros: Tensor, found: Tensor, first: int, label: str) -> None:
     """Write zeros of rows from `first` on, [num_rows, num_pieces], to those of panels."""
-    if found.numel() and not (-128 <= found.min() and found.max() <= 127):
+    if found.numel() and not (found.min() >= -128 and found.max() <= 127):
         raise WeightsError(f"{label} has zero points that are not in the range of its codes")
     rows = torch.arange(first, first + len(found))
     zeros[rows // COLUMNS, :, rows % COLUMNS] = found.to(torch.int8)
