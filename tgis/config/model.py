@@ -6,6 +6,7 @@ from tgis.config.option import Group, in_group, option
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
+ACTIVATIONS = ("int8",)
 # First schemes, then names of formats; those that begin with bitsandbytes and fp8 are both.
 QUANTIZATIONS = (
     *("int8", "int4", "eetq", "bitsandbytes", "bitsandbytes-nf4", "bitsandbytes-fp4", "fp8"),
@@ -49,12 +50,19 @@ class ModelOptions:
     quantize: str | None = option(
         "Round the weights of linear layers when they are read, in the service's own engine. int8 computes "
         "in 8 bits, on the CPU, and rounds activations too; int4, eetq, bitsandbytes, bitsandbytes-nf4, "
-        "bitsandbytes-fp4 and fp8 round weights only, whose memory and speed stay those of --dtype. A "
-        "quantized checkpoint needs no value: it is served by its own settings, which gptq, marlin, awq, "
+        "bitsandbytes-fp4 and fp8 round weights only. CPUs keep them as codes, but fp8 as --dtype, as GPUs do "
+        "with all of them. A quantized checkpoint needs no value: it is served by its own settings, which gptq, marlin, awq, "
         "compressed-tensors, fp8 and bitsandbytes must match.",
         None,
         choices=QUANTIZATIONS,
         advice=OTHER_QUANTIZATIONS,
+    )
+    activations: str | None = option(
+        "What CPUs round the inputs of linear layers to, whose weights are integer codes of at most 4 or of 8 "
+        "bits and are no --quantize int8: int8 multiplies integers where the processor has VNNI; unset: they "
+        "are not rounded.",
+        None,
+        choices=ACTIVATIONS,
     )
     block_size: int = option("Tokens per cache block.", 16, minimum=1, group=Group.MEMORY)
     kv_cache_tokens: int | None = option(

@@ -270,7 +270,10 @@ def _choose_platform(config: ShardConfig, choice: Choice) -> Platform:
                 logger.warning("--%s has no effect: a CPU computes", name.replace("_", "-"))
     kernel_cache = None if config.kernel_cache is None else Path(config.kernel_cache)
     asked = None if config.dtype is None else DTYPES[config.dtype]
-    return choose_platform.make_platform(device, kernel_cache, config.cuda_memory_fraction, asked)
+    rounds = config.activations is not None
+    if rounds and device.type != "cpu" and config.rank == 0:
+        logger.warning("--activations has no effect: a GPU computes")
+    return choose_platform.make_platform(device, kernel_cache, config.cuda_memory_fraction, asked, rounds)
 
 
 def _check_length(spec: ModelSpec, length: int) -> None:

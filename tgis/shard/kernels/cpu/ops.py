@@ -31,11 +31,18 @@ class CpuKernels(Unfused):
 
     device = CPU
 
+    def __init__(self, rounds_activations: bool = False):
+        """With `rounds_activations`, products with integer codes of 4 or 8 bits round what they multiply to 8
+        bits, if the processor has VNNI."""
+        self._rounds_activations = rounds_activations
+
     def pack(self, weight: Stored, dtype: torch.dtype, role: MatrixRole = "linear") -> Product:
         return gemm.pack(weight, dtype)
 
     def find_code_packer(self, layout: CodeLayout) -> Callable[[Stored], Product] | None:
-        return int8.pack if layout == int8_scheme.LAYOUT else int4.find_packer(layout)
+        return (
+            int8.pack if layout == int8_scheme.LAYOUT else int4.find_packer(layout, self._rounds_activations)
+        )
 
     def prepare_adapters(self) -> None:
         """Compile the LoRA kernel unless its machine code is cached. Thread-safe."""

@@ -1,5 +1,5 @@
 """Compiled kernels of products with codes. Threads share the work in units of some rows and panels. Each
-copies the rows that it multiplies to the layout that tiles read: [pieces, rows, STRIDE bytes]."""
+copies the rows that it multiplies to the layout that tiles read."""
 
 from typing import Any, NamedTuple
 
@@ -8,17 +8,20 @@ from numba import carray
 
 from tgis.shard.kernels.cpu.gemm.inner_loop import copy
 from tgis.shard.kernels.cpu.int4.inner_loop import (
+    ROUNDED_STRIDE,
     ROWS,
     STRIDE,
     add_columns,
     multiply_tile,
 )
-from tgis.shard.kernels.cpu.int4.layout import COLUMNS, PIECE, SCALES, UNIT, UNIT_BIT
+from tgis.shard.kernels.cpu.int4.layout import COLUMNS, PIECE, SCALES, UNIT, UNIT_BIT, Kind
+from tgis.shard.kernels.cpu.int8.kernels import quantize_group
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, keep_alive, next_unit, ordered, pointer
 
 _MAX_PANELS = 8  # of a unit
 _CHUNK = 5 << 17  # bytes of a copy of x, which stays in a core's cache
 _F32, _I32, _U8, _I8 = np.float32(0), np.int32(0), np.uint8(0), np.int8(0)
+_U16, _I16 = np.uint16(0), np.int16(0)
 
 
 class _Matrix(NamedTuple):
@@ -33,6 +36,7 @@ class _Matrix(NamedTuple):
     table: int
     order: int  # int32: columns of x in the order of the codes, or 0; -1 is a column of zeros
     unit_bytes: int
+    row_bytes: int  # of a piece of x
 
 
 @ordered
@@ -73,10 +77,19 @@ def _copy_row(w: Any, x: int, piece: int, to: int) -> None:
 
 @ordered
 def _copy_rows(w: Any, x: int, width: int, rows: int, to: int) -> None:
-    """Copy rows of x, `width` columns each, to [pieces, rows, STRIDE bytes]."""
+    """Copy rows of x, `width` columns each, to [pieces, rows, w.row_bytes], rounded if these are
+    ROUNDED_STRIDE."""
+    unrounded = np.empty(STRIDE // 4, np.float32)
     for piece in range(_count_pieces(w)):
         for r in range(rows):
-            _copy_row(w, x + 4 * r * width, piece, to + (piece * rows + r) * STRIDE)
+            row, at = x + 4 * r * width, to + (piece * rows + r) * w.row_bytes
+            if w.row_bytes == ROUNDED_STRIDE:
+                size = _count_units(w, piece) * UNIT
+                _copy_row(w, row, piece, unrounded.ctypes.data)
+                quantize_group(unrounded.ctypes.data, size, size, at)
+            else:
+                _copy_row(w, row, piece, at)
+    keep_alive(unrounded)
 
 
 @ordered
@@ -93,7 +106,7 @@ def _multiply_panel(w: Any, x: int, rows: int, panel: int, sums: int, element: A
         for tile in range(num_tiles):
             first = tile * rows // num_tiles
             tall = (tile + 1) * rows // num_tiles - first
-            to, of = sums + 4 * COLUMNS * first, x + (piece * rows + first) * STRIDE
+            to, of = sums + 4 * COLUMNS * first, x + (piece * rows + first) * w.row_bytes
             multiply_tile(tall, to, of, at, w.table, zeros, units, piece == 0, element)
         at += units * w.unit_bytes + SCALES
 
@@ -107,13 +120,13 @@ def _copy_sums(sums: int, rows: int, y: int, n: int, panel: int) -> None:
 
 
 @ordered
-def _multiply(args: Any, bits: int, element: Any) -> None:
+def _multiply(args: Any, bits: int, stride: int, element: Any) -> None:
     """Compute a product. Units are numbered row group by row group, so that a thread can reuse its copy of x
     for its next units."""
     a = carray(args, 14)
     m, width, threads, x, y = a[1], a[2], a[3], a[4], a[5]
-    w = _Matrix(a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], UNIT_BIT * bits)
-    row_bytes, num_panels = _count_pieces(w) * STRIDE, -(-w.out_features // COLUMNS)
+    w = _Matrix(a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], UNIT_BIT * bits, stride)
+    row_bytes, num_panels = _count_pieces(w) * stride, -(-w.out_features // COLUMNS)
     max_rows = max(1, _CHUNK // (row_bytes * ROWS)) * ROWS
     groups = -(-m // max_rows)
     max_rows = -(-m // groups)
@@ -141,15 +154,27 @@ def _multiply(args: Any, bits: int, element: Any) -> None:
 
 
 def _multiply_4_bits(args: Any) -> None:
-    _multiply(args, 4, _U8)
+    _multiply(args, 4, STRIDE, _U8)
 
 
 def _multiply_8_bits(args: Any) -> None:
-    _multiply(args, 8, _I8)
+    _multiply(args, 8, STRIDE, _I8)
 
 
-MULTIPLY = {4: Kernel(_multiply_4_bits), 8: Kernel(_multiply_8_bits)}
-"""Kernels by the bits of codes."""
+def _multiply_4_bits_rounded(args: Any) -> None:
+    _multiply(args, 4, ROUNDED_STRIDE, _U16)
+
+
+def _multiply_8_bits_rounded(args: Any) -> None:
+    _multiply(args, 8, ROUNDED_STRIDE, _I16)
+
+
+MULTIPLY = {
+    Kind(4, False): Kernel(_multiply_4_bits),
+    Kind(8, False): Kernel(_multiply_8_bits),
+    Kind(4, True): Kernel(_multiply_4_bits_rounded),
+    Kind(8, True): Kernel(_multiply_8_bits_rounded),
+}
 
 
 @ordered

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,8 @@ from tgis.shard.checkpoint.codes import CodeLayout, Codes
 from tgis.shard.checkpoint.tensors import Stored, WeightsError
 from tgis.shard.kernels.cpu.gemm.panels import LANES, arena
 from tgis.shard.kernels.cpu.int4 import kernels
-from tgis.shard.kernels.cpu.int4.layout import COLUMNS, PIECE, SCALES, UNIT, UNIT_BIT
+from tgis.shard.kernels.cpu.int4.inner_loop import HAS_VNNI
+from tgis.shard.kernels.cpu.int4.layout import COLUMNS, PIECE, SCALES, UNIT, UNIT_BIT, Kind
 from tgis.shard.kernels.cpu.jit.compiler import empty
 
 _ROWS = 1 << 18  # approximate number of codes that are read and packed at a time
@@ -49,7 +51,7 @@ class CodeProduct:
     """Product x W^T, float32 [num_tokens, in_features] -> [num_tokens, out_features]. An element's bits do
     not depend on the other rows."""
 
-    bits: int
+    kind: Kind
     pieces: _Pieces
     in_features: int
     out_features: int
@@ -65,7 +67,7 @@ class CodeProduct:
         num_rows = len(x)
         y = empty(num_rows, self.out_features)
         if num_rows:
-            kernel = kernels.MULTIPLY[self.bits]
+            kernel = kernels.MULTIPLY[self.kind]
             is_small = num_rows * self.in_features * self.out_features < _MIN_PARALLEL
             run = kernel if is_small else kernel.parallel
             run(
@@ -76,14 +78,17 @@ class CodeProduct:
         return y
 
 
-def find_packer(layout: CodeLayout) -> Callable[[Stored], CodeProduct] | None:
-    """Return `pack` if there are products for codes of this layout."""
+def find_packer(layout: CodeLayout, rounds_activations: bool) -> Callable[[Stored], CodeProduct] | None:
+    """Return `pack` if there are products for codes of this layout. They round activations to 8 bits if they
+    are to do so and can: not for codes that are indices of a table, nor without VNNI."""
     if layout.rounds_activations or layout.dtype not in _INTEGERS:
         return None
     if layout.table and LANES != 16:  # only AVX-512 looks numbers up in a table of 16
         return None
     is_small = layout.bits <= 4 or (layout.bits == 8 and not layout.table)
-    return pack if is_small and _find_columns(layout.group) else None
+    if not (is_small and _find_columns(layout.group)):
+        return None
+    return partial(pack, rounds_activations=rounds_activations and HAS_VNNI and not layout.table)
 
 
 def _find_columns(group: int | None) -> int:
@@ -94,7 +99,7 @@ def _find_columns(group: int | None) -> int:
     return found if found >= _FEWEST_COLUMNS else 0
 
 
-def pack(weight: Stored) -> CodeProduct:
+def pack(weight: Stored, rounds_activations: bool = False) -> CodeProduct:
     """Pack the codes of a weight [out_features, in_features]. Raises WeightsError."""
     out_features, in_features = weight.shape
     layout = weight.layout()
@@ -122,7 +127,8 @@ def pack(weight: Stored) -> CodeProduct:
         )
     zeros = zeros if zeros is not None and zeros.any() else None
     ordered = None if order is None else order.int()
-    return CodeProduct(bits, pieces, in_features, out_features, panels, zeros, _make_table(layout), ordered)
+    kind, table = Kind(bits, rounds_activations), _make_table(layout)
+    return CodeProduct(kind, pieces, in_features, out_features, panels, zeros, table, ordered)
 
 
 def _find_order(group_of: Tensor) -> tuple[Tensor, _Pieces]:
