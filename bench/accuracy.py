@@ -17,6 +17,7 @@ from tgis.hub import model_files
 from tgis.shard.attention.interface import StepLayout
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
+from tgis.shard.kernels.cpu.ops import CpuKernels
 from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.models import registry
 from tgis.shard.models.decoder import Decoder
@@ -39,6 +40,7 @@ class Precision:
     dtype: torch.dtype
     """Of the cache, and of the weights that are not quantized."""
     quantize: str | None = None
+    rounds_activations: bool = False
 
 
 # Schemes of equal numbers have two names, of which one is measured.
@@ -47,6 +49,7 @@ PRECISIONS = (
     Precision("float16", torch.float16),
     Precision("bfloat16", torch.bfloat16),
     *(Precision(name, torch.float16, name) for name in SCHEMES),
+    Precision("int4, --activations int8", torch.float16, "int4", rounds_activations=True),
 )
 
 
@@ -106,7 +109,8 @@ def _score(model: Path, precision: Precision, windows: Sequence[Tensor]) -> tupl
     float64 and int64 [num_tokens]."""
     alone, dtype = ProcessGroup(0, 1), precision.dtype
     settings = model_files.read_json(model, "config.json")
-    decoder = registry.load(model, settings, alone, dtype, scheme=find_scheme(precision.quantize))
+    kernels, scheme = CpuKernels(precision.rounds_activations), find_scheme(precision.quantize)
+    decoder = registry.load(model, settings, alone, dtype, kernels, scheme)
     assert isinstance(decoder, Decoder)
     spec, num_blocks = decoder.spec, -(-WINDOW // BLOCK_SIZE)
     cache = KVCache(spec.num_layers, num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim, dtype)

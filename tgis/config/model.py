@@ -50,17 +50,17 @@ class ModelOptions:
     quantize: str | None = option(
         "Round the weights of linear layers when they are read, in the service's own engine. int8 computes "
         "in 8 bits, on the CPU, and rounds activations too; int4, eetq, bitsandbytes, bitsandbytes-nf4, "
-        "bitsandbytes-fp4 and fp8 round weights only. CPUs keep them as codes, but fp8 as --dtype, as GPUs do "
-        "with all of them. A quantized checkpoint needs no value: it is served by its own settings, which gptq, marlin, awq, "
-        "compressed-tensors, fp8 and bitsandbytes must match.",
+        "bitsandbytes-fp4 and fp8 round weights only. CPUs keep these weights as codes, but those of fp8 as "
+        "--dtype, as GPUs keep all of them. A quantized checkpoint needs no value: it is served by its own "
+        "settings, which gptq, marlin, awq, compressed-tensors, fp8 and bitsandbytes must match.",
         None,
         choices=QUANTIZATIONS,
         advice=OTHER_QUANTIZATIONS,
     )
     activations: str | None = option(
-        "What CPUs round the inputs of linear layers to, whose weights are integer codes of at most 4 or of 8 "
-        "bits and are no --quantize int8: int8 multiplies integers where the processor has VNNI; unset: they "
-        "are not rounded.",
+        "What CPUs round the inputs of linear layers to if the weights are integer codes of 8 or at most 4 "
+        "bits. int8 computes in 8 bits where the processor has VNNI; unset: inputs are not rounded. "
+        "--quantize int8 rounds them always.",
         None,
         choices=ACTIVATIONS,
     )

@@ -1,5 +1,5 @@
-"""Products with codes of weights: against the definition in float64 within the bound of its roundings, and the
-same bits in any company, with any number of threads, in kernel graphs and on other machines."""
+"""Products with codes of weights: against the definition in float64 within the bound of the roundings, and
+the same bits in any company, with any number of threads, in kernel graphs and on other machines."""
 
 import hashlib
 import math
@@ -226,7 +226,7 @@ def test_zeros_beyond_the_codes_are_refused() -> None:
     assert codes.zeros is not None
     codes.zeros[2, 1] = 200
     with pytest.raises(
-        WeightsError, match="^a weight has zero points that are not in the range of its codes$"
+        WeightsError, match=r"^a weight has zero points that are not in the range of its codes$"
     ):
         pack(codes)
 
