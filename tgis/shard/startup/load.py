@@ -61,7 +61,7 @@ def prepare(config: ShardConfig, on: Platform | None = None) -> "LoadPlan":
     how = (config.deployment_framework, config.world_size, config.trust_remote_code)
     choice = engine_choice.choose(directory, settings, *how, find_scheme(config.quantize))
     quantize_check.check_engine(config.quantize, choice)
-    on = on or _choose_platform(config, choice)
+    on = on or _choose_platform(config, choice, quantize_check.find_layout(config, settings) is not None)
     quantize_check.check_platform(config.quantize, on)
     length, is_encoder_decoder = sequence_length(config, settings), choice.spec.is_encoder_decoder
     _check_length(choice.spec, length)
@@ -258,7 +258,7 @@ class _Loaded:
         return on.make_runner(on, parts)
 
 
-def _choose_platform(config: ShardConfig, choice: Choice) -> Platform:
+def _choose_platform(config: ShardConfig, choice: Choice, has_codes: bool) -> Platform:
     local_rank = config.rank if config.local_rank is None else config.local_rank
     device = choose_platform.find_device(config.device, local_rank, _num_local(config))
     if device.type != "cpu" and not choice.is_native:
@@ -270,9 +270,10 @@ def _choose_platform(config: ShardConfig, choice: Choice) -> Platform:
                 logger.warning("--%s has no effect: a CPU computes", name.replace("_", "-"))
     kernel_cache = None if config.kernel_cache is None else Path(config.kernel_cache)
     asked = None if config.dtype is None else DTYPES[config.dtype]
-    rounds = config.activations is not None
-    if rounds and device.type != "cpu" and config.rank == 0:
-        logger.warning("--activations has no effect: a GPU computes")
+    rounds = config.activations is not None and device.type == "cpu" and has_codes
+    if config.activations is not None and not rounds and config.rank == 0:
+        reason = "the weights are not quantized" if device.type == "cpu" else "a GPU computes"
+        logger.warning("--activations %s has no effect: %s", config.activations, reason)
     return choose_platform.make_platform(device, kernel_cache, config.cuda_memory_fraction, asked, rounds)
 
 

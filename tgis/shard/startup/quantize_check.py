@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tgis.config.processes import ShardConfig
+from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.checkpoint.files import count_elements
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.quant.registry import find_format, find_scheme
@@ -23,6 +24,13 @@ def check_engine(quantize: str | None, choice: Choice) -> None:
         raise UnsupportedModelError(f"--quantize {quantize} is for {NATIVE}, not for {choice.engine}")
 
 
+def find_layout(config: ShardConfig, settings: Mapping[str, Any]) -> CodeLayout | None:
+    """Return the layout of most codes of a model's weights; None if they are not quantized. `settings` is its
+    config.json."""
+    format = find_format(settings, Path(config.model_path))
+    return find_scheme(config.quantize).layout or (format.layout if format else None)
+
+
 def check_platform(quantize: str | None, on: Platform) -> None:
     """Raise DeviceError if the platform cannot compute with this quantization."""
     layout = find_scheme(quantize).layout
@@ -33,14 +41,13 @@ def check_platform(quantize: str | None, on: Platform) -> None:
 def name_kept_type(config: ShardConfig, settings: Mapping[str, Any], on: Platform, dtype_name: str) -> str:
     """Return the name of the type in which linear layers are kept. Log how they are computed if they were or
     are rounded to codes."""
-    scheme, format = find_scheme(config.quantize), find_format(settings, Path(config.model_path))
-    layout = scheme.layout or (format.layout if format else None)
+    layout = find_layout(config, settings)
     if layout is None:
         return dtype_name
     if on.kernels.find_code_packer(layout) is not None:
         logger.info("the weights of linear layers are kept as codes of %d bits", max(layout.bits, 4))
         return config.quantize or f"int{layout.bits}"
-    if scheme.layout is not None:
+    if find_scheme(config.quantize).layout is not None:
         logger.warning(
             "--quantize %s rounds the weights, which are then kept as %s: memory and speed are those of "
             "--dtype %s, because this version has no products for their codes",
@@ -60,9 +67,8 @@ def count_bytes(
 ) -> int:
     """Return the size of a checkpoint's weights over all ranks. `settings` is its config.json."""
     directory = Path(config.model_path)
-    scheme, format = find_scheme(config.quantize), find_format(settings, directory)
-    elements = count_elements(directory, format)
-    layout = scheme.layout or (format.layout if format else None)
+    elements = count_elements(directory, find_format(settings, directory))
+    layout = find_layout(config, settings)
     if layout is None or on.kernels.find_code_packer(layout) is None:
         return elements * dtype.itemsize
     table = choice.table_elements

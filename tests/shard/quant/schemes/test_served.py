@@ -162,6 +162,9 @@ def test_activations_are_rounded_when_asked(tmp_path: Path, caplog: pytest.LogCa
 
     found, expected = compute(CpuKernels(rounds_activations=True)), compute(CpuKernels())
     assert 1e-5 < (found - expected).abs().mean() < 0.05
+    caplog.clear()
+    load(configure(tmp_path, activations="int8"))
+    assert "--activations int8 has no effect: the weights are not quantized" in caplog.messages
 
 
 def test_other_devices_serve_it_and_other_engines_refuse(model_path: Path) -> None:

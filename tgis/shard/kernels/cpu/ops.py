@@ -32,17 +32,20 @@ class CpuKernels(Unfused):
     device = CPU
 
     def __init__(self, rounds_activations: bool = False):
-        """With `rounds_activations`, products with integer codes of 4 or 8 bits round what they multiply to 8
-        bits, if the processor has VNNI."""
+        """Choose whether products with integer codes and with the head round what they multiply to 8 bits. Codes
+        of weights alone need VNNI for that."""
         self._rounds_activations = rounds_activations
 
     def pack(self, weight: Stored, dtype: torch.dtype, role: MatrixRole = "linear") -> Product:
+        # A head of 16 bits would take as long as a quarter of the layers' codes.
+        if role == "head" and self._rounds_activations:
+            return int8.pack(int8_scheme.Rounded(weight))
         return gemm.pack(weight, dtype)
 
     def find_code_packer(self, layout: CodeLayout) -> Callable[[Stored], Product] | None:
-        return (
-            int8.pack if layout == int8_scheme.LAYOUT else int4.find_packer(layout, self._rounds_activations)
-        )
+        if layout == int8_scheme.LAYOUT:
+            return int8.pack
+        return int4.find_packer(layout, self._rounds_activations)
 
     def prepare_adapters(self) -> None:
         """Compile the LoRA kernel unless its machine code is cached. Thread-safe."""

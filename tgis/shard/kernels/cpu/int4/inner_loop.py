@@ -10,7 +10,7 @@ from typing import Any
 from llvmlite import ir
 
 from tgis.shard.kernels.cpu.gemm.panels import LANES
-from tgis.shard.kernels.cpu.int4.layout import COLUMNS, KINDS, PIECE, UNIT, UNIT_BIT, VECTORS
+from tgis.shard.kernels.cpu.int4.layout import COLUMNS, KINDS, PIECE, SCALES, UNIT, UNIT_BIT, VECTORS
 from tgis.shard.kernels.cpu.int8.inner_loop import AVX512_VNNI, AVX_VNNI, HEADER, INSTRUCTION_SET
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
@@ -60,6 +60,9 @@ class _FloatSums:
     """Sums of float32 products."""
 
     initial, stride = llvm.constant(0.0, LANES), STRIDE
+    # With at most this many rows the processor's own prefetching keeps up with the codes; with more rows the
+    # code prefetches those of the next piece.
+    streamed = 2
 
     def __init__(self, b: Any, bits: int, table: Any):
         self._bits, self._table = bits, llvm.load_vector(b, table, LANES)
@@ -93,7 +96,7 @@ class _FloatSums:
 class _RoundedSums:
     """Sums of integers by VNNI. Codes are unsigned bytes: of 4 bits as they are, of 8 bits plus 128."""
 
-    initial, stride = llvm.constant(0, LANES, I32), ROUNDED_STRIDE
+    initial, stride, streamed = llvm.constant(0, LANES, I32), ROUNDED_STRIDE, 4
 
     def __init__(self, b: Any, bits: int, table: Any):
         self._bits, self._zero = bits, llvm.constant(8.0 if bits == 4 else 128.0, LANES)
@@ -162,9 +165,16 @@ def multiply_tile(
         b.position_at_end(block)
         kept = (_RoundedSums if kind.rounds_activations else _FloatSums)(b, kind.bits, table)
         begins = [b.add(x, I64(kept.stride * r)) for r in range(num_rows)]
+        size = b.add(b.mul(units, I64(step)), I64(SCALES))  # of the piece
 
-        def add_unit(u: Any, sums: list[Any], kept: Any = kept, begins: Any = begins) -> list[Any]:
-            added: list[Any] = kept.add_unit(b, sums, begins, u, b.add(piece, b.mul(u, I64(step))))
+        def add_unit(
+            u: Any, sums: list[Any], kept: Any = kept, begins: Any = begins, size: Any = size
+        ) -> list[Any]:
+            unit = b.add(piece, b.mul(u, I64(step)))
+            if len(begins) > kept.streamed:
+                for line in range(0, step, 64):
+                    llvm.prefetch(b, b.add(unit, size), I64(line))
+            added: list[Any] = kept.add_unit(b, sums, begins, u, unit)
             return added
 
         sums = llvm.loop(b, units, [kept.initial] * (num_rows * VECTORS), add_unit)

@@ -24,7 +24,7 @@ _INTEGERS = (torch.int8, torch.uint8)
 
 @dataclass(frozen=True)
 class _Pieces:
-    """How the columns of a matrix are cut into pieces that share a scale."""
+    """Cut of a matrix's columns into pieces that share a scale."""
 
     in_features: int  # with columns that are filled up
     columns: int  # of a piece but the last
