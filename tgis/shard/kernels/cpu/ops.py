@@ -32,8 +32,8 @@ class CpuKernels(Unfused):
     device = CPU
 
     def __init__(self, rounds_activations: bool = False):
-        """Choose whether products with integer codes and with the head round what they multiply to 8 bits. Codes
-        of weights alone need VNNI for that."""
+        """Choose whether products with integer codes, which need VNNI for that, and with the head round what
+        they multiply to 8 bits."""
         self._rounds_activations = rounds_activations
 
     def pack(self, weight: Stored, dtype: torch.dtype, role: MatrixRole = "linear") -> Product:
