@@ -226,4 +226,4 @@ def test_little_more_than_what_is_kept_is_taken(kind: str | None, name: str, tmp
     peak, kept = map(int, subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.split())
     is_float = "fp8" in f"{kind} {name}" or (kind, name) == (None, "none")
     assert (250 if is_float else 90) << 20 < kept < (500 if is_float else 250) << 20
-    assert peak <= 1.15 * kept
+    assert peak <= kept + (48 << 20), "a table of 32 MB and a few rows"
