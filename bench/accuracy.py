@@ -41,6 +41,7 @@ class Precision:
     """Of the cache, and of the weights that are not quantized."""
     quantize: str | None = None
     arithmetic: str = "float32"
+    rounds_activations: bool = False
 
 
 # Schemes of equal numbers have two names, of which one is measured.
@@ -50,6 +51,7 @@ PRECISIONS = (
     Precision("bfloat16", torch.bfloat16),
     Precision("bfloat16 arithmetic", torch.float16, arithmetic="bfloat16"),
     *(Precision(name, torch.float16, name) for name in SCHEMES),
+    Precision("int4, --activations int8", torch.float16, "int4", rounds_activations=True),
 )
 
 
@@ -109,7 +111,8 @@ def _score(model: Path, precision: Precision, windows: Sequence[Tensor]) -> tupl
     float64 and int64 [num_tokens]."""
     alone, dtype = ProcessGroup(0, 1), precision.dtype
     settings = model_files.read_json(model, "config.json")
-    kernels, scheme = on_cpu(arithmetic=precision.arithmetic).kernels, find_scheme(precision.quantize)
+    kernels = on_cpu(None, precision.arithmetic, precision.rounds_activations).kernels
+    scheme = find_scheme(precision.quantize)
     decoder = registry.load(model, settings, alone, dtype, kernels, scheme)
     assert isinstance(decoder, Decoder)
     spec, num_blocks = decoder.spec, -(-WINDOW // BLOCK_SIZE)

@@ -148,3 +148,11 @@ def loop_range(
         phi.add_incoming(next_, body)
     b.position_at_end(done)
     return values
+
+
+def choose(b: Any, block: Any, value: Any, other_block: Any, other: Any) -> Any:
+    """Return the value of the block that control came from."""
+    chosen = b.phi(value.type)
+    chosen.add_incoming(value, block)
+    chosen.add_incoming(other, other_block)
+    return chosen
