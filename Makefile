@@ -37,7 +37,8 @@ WORKERS ?= 3
 SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # What `make clients` runs, each from requirements of its own.
-CLIENTS ?= openai langchain-openai litellm huggingface_hub lm-eval schemathesis
+CLIENTS ?= openai langchain-openai litellm huggingface_hub text-generation langchain-huggingface botocore \
+	lm-eval schemathesis
 COMMA := ,
 SPACE := $(subst ,, )
 
@@ -109,7 +110,7 @@ deploy-check: $(VENV)/installed-dev $(VENV)-deploy/installed $(VENV)-docs/instal
 chaos: $(VENV)/installed-dev  ## Traffic under faults at random, ten minutes; CHAOS='--minutes 2 --seed 7'
 	$(BIN)/python -m integration_tests.chaos $(CHAOS)
 
-clients: $(CLIENTS:%=$(VENV)-clients/%/installed)  ## Unmodified clients of OpenAI's API, each in an environment of its own; CLIENTS='openai litellm'
+clients: $(CLIENTS:%=$(VENV)-clients/%/installed)  ## Unmodified clients of all APIs over HTTP, each in an environment of its own; CLIENTS='openai litellm'
 	$(BIN)/python -m integration_tests.clients --environments $(VENV)-clients --only $(subst $(SPACE),$(COMMA),$(strip $(CLIENTS)))
 
 playground-test: $(VENV)/installed-dev $(VENV)-playground/installed  ## The playground in headless Chromium, with npm; apt has both

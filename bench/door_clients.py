@@ -4,6 +4,8 @@ the addresses of the gRPC and of the HTTP port. They count and decode nothing, s
 import asyncio
 import json
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -13,21 +15,53 @@ from bench.load import CHANNEL_OPTIONS
 from tgis.pb import generation_pb2 as pb
 
 MODULE = "bench.door_clients"
-GRPC, COMPLETIONS, CHAT, TOOLS = "grpc", "completions", "chat", "tools"
-APIS = (GRPC, COMPLETIONS, CHAT, TOOLS)
+GRPC, COMPLETIONS, CHAT, TOOLS, TGI, LMI = "grpc", "completions", "chat", "tools", "tgi", "lmi"
+APIS = (GRPC, COMPLETIONS, CHAT, TOOLS, TGI, LMI)
 METHOD = "/fmaas.GenerationService/GenerateStream"
 TEXT = "The quick brown fox"
 TIME_LIMIT_S = 120.0
 CHUNK_BYTES = 1 << 16
-EVENT, LAST_EVENT = b"data: {", b"data: [DONE]\n\n"
 MESSAGES = [{"role": "user", "content": TEXT}]
-BODIES: dict[str, tuple[str, dict[str, Any]]] = {
-    COMPLETIONS: ("/v1/completions", {"prompt": TEXT}),
-    CHAT: ("/v1/chat/completions", {"messages": MESSAGES}),
-    TOOLS: ("/v1/chat/completions", {"messages": MESSAGES, "tools": [{"function": {"name": "look"}}]}),
-}
-SETTINGS = {"stream": True, "temperature": 0, "ignore_eos": True}
+Fields = dict[str, Any]
 Question = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How an API is asked for a stream over HTTP, and how that is told from one that breaks off."""
+
+    path: str
+    make_body: Callable[[int], Fields]
+    """Of the number of new tokens."""
+    event: bytes = b"data: {"
+    """The beginning of each event."""
+    last: bytes = b"data: [DONE]\n\n"
+    """What is near the end of a whole stream, and nowhere else."""
+
+
+def _openai(**fields: Any) -> Callable[[int], Fields]:
+    settings = {"stream": True, "temperature": 0, "ignore_eos": True}
+    return lambda new_tokens: fields | settings | {"max_tokens": new_tokens}
+
+
+def _inputs(stream: bool | None, **parameters: Any) -> Callable[[int], Fields]:
+    """Return what makes a body of TGI's or LMI's."""
+    return lambda new_tokens: {
+        "inputs": TEXT,
+        "parameters": {"max_new_tokens": new_tokens, "details": True, "do_sample": False, **parameters},
+        "stream": stream,
+    }
+
+
+WIRES = {
+    COMPLETIONS: Wire("/v1/completions", _openai(prompt=TEXT)),
+    CHAT: Wire("/v1/chat/completions", _openai(messages=MESSAGES)),
+    TOOLS: Wire("/v1/chat/completions", _openai(messages=MESSAGES, tools=[{"function": {"name": "look"}}])),
+    TGI: Wire("/generate_stream", _inputs(None), last=b'"finish_reason":"length"'),
+    LMI: Wire(
+        "/invocations", _inputs(True, ignore_eos_token=True), b'{"token":', b'"finish_reason":"length"'
+    ),
+}
 
 
 async def stream_all(grpc_target: str, http_target: str, question: Question) -> dict[str, Any]:
@@ -37,8 +71,9 @@ async def stream_all(grpc_target: str, http_target: str, question: Question) -> 
     if question["api"] == GRPC:
         streams = [_stream_grpc(grpc_target, new_tokens) for _ in range(count)]
     else:
-        request = make_request(question["api"], new_tokens)
-        streams = [_stream_http(http_target, request) for _ in range(count)]
+        wire = WIRES[question["api"]]
+        request = make_request(wire, new_tokens)
+        streams = [_stream_http(http_target, wire, request) for _ in range(count)]
     async with asyncio.timeout(TIME_LIMIT_S):
         return {"events": sum(await asyncio.gather(*streams))}
 
@@ -53,24 +88,24 @@ async def _stream_grpc(target: str, new_tokens: int) -> int:
         return num_messages
 
 
-def make_request(api: str, new_tokens: int) -> bytes:
-    path, body = BODIES[api]
-    text = json.dumps(body | SETTINGS | {"max_tokens": new_tokens}).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    return head.encode() + b"content-length: %d\r\n\r\n" % len(text) + text
+def make_request(wire: Wire, new_tokens: int) -> bytes:
+    text = json.dumps(wire.make_body(new_tokens)).encode()
+    head = f"POST {wire.path} HTTP/1.1\r\nhost: bench\r\nconnection: close\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(text)}\r\n\r\n"
+    return head.encode() + text
 
 
-async def _stream_http(target: str, request: bytes) -> int:
+async def _stream_http(target: str, wire: Wire, request: bytes) -> int:
     host, _, port = target.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(request)
     num_events, last = 0, b""
     while data := await reader.read(CHUNK_BYTES):
-        kept = last[-len(EVENT) + 1 :]  # an event's beginning may lie in two reads
-        num_events += (kept + data).count(EVENT)
+        kept = last[-len(wire.event) + 1 :]  # an event's beginning may lie in two reads
+        num_events += (kept + data).count(wire.event)
         last = (last + data)[-200:]
     writer.close()
-    if LAST_EVENT not in last:
+    if wire.last not in last:
         raise ValueError(f"a stream ended with {last!r}")
     return num_events
 

@@ -161,7 +161,7 @@ def running(directory: Path, most_streams: int, apis: Sequence[str]) -> Iterator
             template = directory / "chat.jinja"
             template.write_text(TEMPLATE)
             limits += ["--chat-template", str(template)]
-            limits += ["--http-api", "openai", "--max-http-connections", str(2 * most_streams)]
+            limits += ["--http-api", "tgi,lmi,openai", "--max-http-connections", str(2 * most_streams)]
         router = Service(router_command(directory, *limits))
         stack.callback(router.end)
         router.wait_until_serving()

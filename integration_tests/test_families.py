@@ -43,7 +43,7 @@ def phi3() -> transformers.Phi3Config:
 
 
 # What `make test-all` takes part in; each has its like among the others.
-SLOW = {"qwen3, two shards", "mixtral, two shards", "truncated", "incomplete", "short", "uncut"}
+SLOW = {"qwen3, two shards", "mixtral, two shards", "phi3", "truncated", "incomplete", "short", "uncut"}
 KINDS = {
     "qwen3, two shards": Kind(lambda: transformers.Qwen3Config(**SIZES, head_dim=12), ["--num-shard", "2"]),
     "mixtral, two shards": Kind(lambda: transformers.MixtralConfig(**SIZES, **EXPERTS), ["--num-shard", "2"]),
@@ -158,6 +158,7 @@ def test_answers_alone_in_a_crowd_and_streamed(name: str, running: dict[str, Run
     assert num_certain > len(asks) - 3
 
 
+@pytest.mark.slow  # the scheduler and the family's own tests have their part of it
 @pytest.mark.parametrize("name", ["phi3"])
 def test_positions_that_turn_differently_past_a_length(name: str, running: dict[str, Running]) -> None:
     """Prompts on either side of it, and answers across it, are transformers' own."""

@@ -239,16 +239,10 @@ def test_starts_that_fail_say_why_in_one_line(model: Model, tmp_path: Path) -> N
     text = "Failed to resolve config path: Model nobody/nothing not found"
     assert fails("--model-name", "nobody/nothing") == f"error: {text}"
     assert log.read_text() == f"{text}\n"
-    unknown = broken(model, tmp_path / "unknown", model_type="foo")
-    text = "model type 'foo' cannot be served through transformers: transformers does not know this type"
-    assert fails("--model-name", unknown) == f"error: shard 0: {text}"
-    assert text in log.read_text()
     text = "dtype and dtype_str args both provided with different values"
     assert fails(*here, "--dtype", "float32", "--dtype-str", "float16") == f"error: {text}"
     text = "NUM_GPUS and num_shard are set to different values (2 and 1)"
     assert fails(*here, "--num-shard", "1", env={"NUM_GPUS": "2"}) == f"error: {text}"
-    wrong = broken(model, tmp_path / "wrong", hidden_size=48)
-    assert re.search(r"error: shard 0: .*model\.safetensors.*", fails("--model-name", wrong))
     small = json.loads(fails(*here, "--kv-cache-tokens", "100", "--json-output"))["message"]
     assert small.startswith("error: shard 0: the cache is too small for one request")
     assert log.read_text() == small.removeprefix("error: ") + "\n"
@@ -256,12 +250,17 @@ def test_starts_that_fail_say_why_in_one_line(model: Model, tmp_path: Path) -> N
         port = str(taken.getsockname()[1])
         text = f"error: port {port} on 127.0.0.1 cannot be opened: Address already in use"
         assert fails(*here, "--grpc-port", port) == text
-        assert fails(*here, "--port", port) == text
 
 
 @pytest.mark.slow
 def test_weights_that_do_not_fit_or_are_cut_are_refused(model: Model, tmp_path: Path) -> None:
     log = tmp_path / "termination-log"
+    unknown = broken(model, tmp_path / "unknown", model_type="foo")
+    text = "model type 'foo' cannot be served through transformers: transformers does not know this type"
+    assert failure("--model-name", unknown, termination_log=log) == f"error: shard 0: {text}"
+    assert text in log.read_text()
+    wrong = broken(model, tmp_path / "wrong", hidden_size=48)
+    assert re.search(r"error: shard 0: .*model\.safetensors.*", failure("--model-name", wrong))
     fewer = broken(model, tmp_path / "fewer", num_hidden_layers=1)
     line = failure("--model-name", fewer, "--num-shard", "2", termination_log=log)
     text = rf"{re.escape(fewer)}: config\.json describes a model without \d+ of the checkpoint's tensors, .*"

@@ -69,12 +69,11 @@ KINDS = {
 }
 
 
-# In lock step the mask is not made beside a forward pass; it takes part in `make test-all`.
-SLOW = {"one rank", "lock step, tight"}
-SERVED = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in SERVICES]
+# In `make test`, test_http_doors and test_tuning ask for guided texts.
+pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=SERVED)
+@pytest.fixture(scope="module", params=SERVICES)
 def client(request: pytest.FixtureRequest, model: Model) -> Iterator[Client]:
     yield from serve(model.directory, "--dtype", "float32", *SERVICES[request.param])
 
@@ -254,7 +253,6 @@ def hostile(i: int) -> pb.DecodingParameters:
     ][i % 5]
 
 
-@pytest.mark.slow
 def test_hostile_grammars_do_not_hold_up_a_free_stream(client: Client, model: Model) -> None:
     gaps: list[float] = []
 

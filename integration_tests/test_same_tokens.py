@@ -28,11 +28,13 @@ SERVICES = {
     "encoder-decoder, one rank, tight": TIGHT,
     "encoder-decoder, two ranks, tight": [*TIGHT, "--num-shard", "2"],
 }
+# The cases are asked of a launched encoder-decoder, too.
 SLOW = {
     "one rank",
     "one rank, tight",
     "lock step",
     "encoder-decoder, one rank",
+    "encoder-decoder, one rank, tight",
     "encoder-decoder, two ranks, tight",
 }
 SERVED = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in SERVICES]

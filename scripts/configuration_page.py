@@ -57,7 +57,7 @@ TGI = """\
 
 The launcher reads them with `--compat tgi` (`COMPAT=tgi`) only; without it a flag that only TGI has is a
 usage error. Names that TGI and this service share (`PORT`, `DTYPE`, …) are listed above and keep their
-meaning and default. A TGI name and ours with different values are an error. `-g` means `--grpc-port` here and
+meaning; [Coming from TGI](migrating/tgi.md) lists the defaults that are TGI's then. A TGI name and ours with different values are an error. `-g` means `--grpc-port` here and
 `--graceful-termination-timeout` there: with `--compat tgi` one of these must be written out. `HOSTNAME` is
 never read: container engines set it to the container's name. `LORA_ADAPTERS` has a revision after a hub id only,
 and a request for an adapter that is not there is refused, where TGI answers with the bare model.
@@ -66,6 +66,12 @@ VLLM = """\
 ## Names of vLLM
 
 The launcher reads them with `--compat vllm` (`COMPAT=vllm`) only: [Coming from vLLM](migrating/vllm.md) lists them.
+"""
+LMI = """\
+## Names of LMI
+
+The launcher reads them with `--compat lmi` (`COMPAT=lmi`) only: [Coming from LMI](migrating/lmi.md) lists them, and says
+which of several sources counts.
 """
 
 
@@ -80,6 +86,7 @@ def render() -> str:
         PASSED + "\n" + table(("variable", "read by"), [(f"`{k}`", v) for k, v in PASSED_ON.items()]),
         TGI + "\n" + _foreign(TGI_NAMES),
         VLLM,
+        LMI,
     ]
     return "\n".join(parts)
 

@@ -75,8 +75,8 @@ ROWS = (
                 "Failures, by what ended them",
                 "reqps",
                 [Query(total("tgi_request_failure_total", "err"), "{{err}}")],
-                "validation, unauthenticated and cancelled are the clients'; generate and timeout the "
-                "service's; conc_limit says that there is too much for it.",
+                "validation, unauthenticated and cancelled are the clients'; generate, timeout and "
+                "token_timeout the service's; conc_limit says that there is too much for it.",
                 is_stacked=True,
             ),
             Panel(

@@ -5,20 +5,67 @@ from collections.abc import Callable, Iterable
 
 from scripts.configuration_page import code, own_name, table
 from tgis.config.aliases.alias import Alias
-from tgis.config.aliases.tgi import MAPPED, REFUSED, WITHOUT_EFFECT
+from tgis.config.aliases.tgi import DEFAULTS, MAPPED, REFUSED, WITHOUT_EFFECT
 
 INTRODUCTION = """\
 # Coming from Text Generation Inference
 
-Hugging Face TGI speaks HTTP, this service speaks gRPC: a manifest can stay as it is, clients cannot.
+Clients of Hugging Face TGI can stay as they are: [TGI's API](../tgi.md) has its routes, fields, texts of errors and
+statuses. Command lines and variables can stay too:
 
 ```shell
 text-generation-launcher --compat tgi --model-id org/model --max-total-tokens 4096 --port 3000
 ```
 
-`--compat tgi` (`COMPAT=tgi`) reads TGI's flags and variables beside ours. Without it a flag that only TGI has is a
-usage error, which says so, and its variables are not looked at. The model must be on the disk: nothing is downloaded at
-the start (`text-generation-server download-weights org/model`).
+`--compat tgi` (`COMPAT=tgi`) reads TGI's flags and variables beside ours. In a pod that ran TGI, change the image and set
+`COMPAT=tgi`. Without it a flag that only TGI has is a usage error, which says so, and its variables are not looked at.
+
+## What is different at once
+
+Under `--compat tgi`, options that are not given have TGI's values:
+{defaults}.
+Everything else keeps the defaults of this service:
+
+- There is no default model: a start without `--model-id` is a usage error.
+- One shard, and a line of the log that says so; TGI takes all visible GPUs. `--num-shard` sets the number, and
+  `--sharded true` takes all visible GPUs, of which there must be two or more.
+- gRPC is served too, on port 8033: `--grpc-port` moves it. `-g` must be written out.
+- After SIGTERM requests get 90 s to finish, as in TGI: a pod's `terminationGracePeriodSeconds` must be longer than that, or
+  `--graceful-termination-timeout` less.
+- Browsers may call the API from other origins only if `--cors-allow-origin` names them, once for each; TGI allows all.
+- Keys are compared exactly, and hold for every route but the probes and `/metrics`, and for gRPC. Keys in a file
+  (`--auth-tokens-path`), which may change while the service runs, are better: other processes can read a command line.
+- `--hostname` is a name that can be resolved, or an address; TGI listens on all addresses if it cannot read it.
+- `--lora-adapters` has a revision after a hub id only. A request for an adapter that is not there is refused; TGI answers
+  with the bare model.
+- `--rope-scaling linear` scales positions. It had no effect in TGI's last version.
+- `--cuda-memory-fraction` is the share of a GPU that the service may use, and nothing is taken off it.
+- `--quantize` has no `exl2`; [models](../models.md) lists the formats. Other than in TGI, `--dtype` may be given with it.
+
+## Limits of tokens
+
+| limit | TGI, if it is not given | here |
+| --- | --- | --- |
+| `--max-total-tokens` | the least of the cache, the tokenizer's limit and the model's | the model's; a cache that cannot hold one request of that length ends the start |
+| `--max-input-tokens` | one less than `--max-total-tokens` | the same; a larger one ends the start |
+| `--max-batch-prefill-tokens` | computed from the GPU's and the model's figures, else 4096 | `--max-step-tokens`, 2048: tokens of prompts and of running requests that one step computes |
+| `--max-batch-total-tokens` | measured by a request at the start; a value that is given has no effect on most models | measured by the largest step at the start; a value that is given is an upper bound |
+
+A request may ask for any number of new tokens that fit after its input. TGI counts at most 1,024 of them when it checks
+this, and continues longer texts in slices.
+
+## Models of the hub
+
+`--model-id org/model` that is neither a directory nor in the hub cache is downloaded before anything else is started, and
+so are ids in `--lora-adapters` and `--tokenizer-name`. The log shows how far the download is; an interrupted one resumes at
+the next start. `HF_TOKEN` and `HF_ENDPOINT` are read for it and reach only the process that downloads. With
+`HF_HUB_OFFLINE=1` nothing is downloaded, and without `--compat` neither. `--trust-remote-code` with a model that is to be
+downloaded needs `--revision`. There are no probes while files are downloaded: give a startup probe enough time, or download
+before with `text-generation-server download-weights org/model`.
+
+`--weights-cache-override DIRECTORY` reads the whole model from the directory, not its weights only; `--model-id` is then
+its name for clients. `--tokenizer-config-path` counts before the model's `chat_template.json` too, and `--chat-template`
+before both; the log says which template is used.
 
 ## Flags
 
@@ -36,31 +83,29 @@ REFUSALS = """\
 SHARED = """\
 ### The same name
 
-`PORT`, `DTYPE`, `QUANTIZE`, `NUM_SHARD`, `REVISION`, `TRUST_REMOTE_CODE`, `MAX_CONCURRENT_REQUESTS`,
-`MAX_BATCH_SIZE`, `MAX_TOP_N_TOKENS`, `SPECULATE`, `LORA_ADAPTERS`, `WATERMARK_GAMMA`, `WATERMARK_DELTA`,
-`CUDA_GRAPHS`, `CUDA_MEMORY_FRACTION`,
-`SHARD_UDS_PATH`, `JSON_OUTPUT`, `OTLP_ENDPOINT` and `OTLP_SERVICE_NAME` have the meaning and default of [our own](../configuration.md). Look at four of them: `PORT` is
-the port of health and metrics, and answers come from `GRPC_PORT` (8033); `MAX_CONCURRENT_REQUESTS` is 512; `DTYPE`
-unset is the checkpoint's own, or bfloat16 for float32 on GPUs; `QUANTIZE` has other values of its own, and none for EXL2. `-g` must be written
-out.
+`--port`, `--revision`, `--trust-remote-code`, `--dtype`, `--quantize`, `--num-shard`, `--sharded`,
+`--tokenizer-config-path`, `--tokenizer-name`, `--rope-scaling`, `--rope-factor`, `--max-concurrent-requests`, `--max-best-of`,
+`--max-stop-sequences`, `--max-top-n-tokens`, `--max-input-tokens`, `--max-client-batch-size`, `--max-batch-size`,
+`--disable-grammar-support`, `--max-waiting-tokens`, `--cuda-graphs`, `--speculate`, `--lora-adapters`, `--watermark-gamma`,
+`--watermark-delta`, `--cuda-memory-fraction`, `--shard-uds-path`, `--master-addr`, `--master-port`, `--json-output`,
+`--otlp-endpoint`, `--otlp-service-name`, `--cors-allow-origin`, `--compute-type`, `--env` and their variables are
+[our own](../configuration.md). `DTYPE` unset is the checkpoint's own, or bfloat16 for float32 on GPUs.
 """
 CLIENTS = """\
-## Clients
+## Over gRPC
 
-| over HTTP | here |
+The same service answers over gRPC, with batches, deadlines, soft prompts and trailing metadata; nobody has to move.
+[The wire](../wire.md) has the messages, and the [quickstart](../quickstart.md) a client in Python.
+
+| over HTTP | over gRPC |
 | --- | --- |
 | `POST /generate`, `POST /` | `Generate`, one or many inputs in a call |
 | `POST /generate_stream` | `GenerateStream` |
 | `POST /tokenize` | `Tokenize` |
 | `GET /info` | `ModelInfo`: kind and limits |
-| `GET /health` | the same, on `PORT`; also `/live`, and gRPC health |
-| `GET /metrics` | the same, on `PORT` |
-| `/v1/chat/completions`, `/v1/completions`, chat templates, tools | the same, with `--http-api openai` ([OpenAI's API](../openai.md)) |
-| images | none |
+| `GET /health` | gRPC health |
 
-[The wire](../wire.md) has the messages, and the [quickstart](../quickstart.md) a client in Python.
-
-| in `parameters` | here |
+| in `parameters` | over gRPC |
 | --- | --- |
 | `do_sample` | `method`: GREEDY (the default) or SAMPLE |
 | `temperature`, `top_k`, `top_p`, `typical_p`, `seed` | `sampling`, with the same names; `top_p` 1 is allowed, a temperature below 0.05 is not, 0 is greedy |
@@ -75,12 +120,12 @@ CLIENTS = """\
 | `return_full_text` | `response.input_text` |
 | `adapter_id` | `adapter_id`; an unknown one is refused, and never answered by the bare model |
 | `watermark` | the metadata `tgis-watermark: true` |
-| `best_of` | none |
+| `best_of` | none; only over HTTP |
 
 The frequency penalty is OpenAI's, and values that were chosen for TGI mean something else: TGI subtracts the penalty
 times the token's share of input and output, OpenAI the penalty times the number of its occurrences in the output.
 
-| status there | status here |
+| status over HTTP | over gRPC |
 | --- | --- |
 | 422, `validation` | INVALID_ARGUMENT |
 | 429, `overloaded` | RESOURCE_EXHAUSTED, `Model is overloaded`, with the time to come again |
@@ -109,13 +154,19 @@ def render() -> str:
     refused = _names(REFUSED, lambda one: one.why)
     return "\n".join(
         [
-            INTRODUCTION + table(("flag", "variable", "means"), meanings),
+            INTRODUCTION.format(defaults=_defaults()) + table(("flag", "variable", "means"), meanings),
             WITHOUT + table(("flag", "variable", "because"), without),
             REFUSALS + table(("flag", "variable", "instead"), refused),
             SHARED,
             CLIENTS,
         ]
     )
+
+
+def _defaults() -> str:
+    valued = {name.replace("_", "-"): value for name, value in DEFAULTS.items() if value is not False}
+    given = [f"`--{name} {value}`" for name, value in valued.items()]
+    return f"{', '.join(given[:-1])} and {given[-1]}"
 
 
 def _names(names: Iterable[Alias], say: Callable[[Alias], str]) -> list[tuple[str, ...]]:

@@ -31,8 +31,9 @@ Under `--compat vllm`, options that are not given have vLLM's values:
 {defaults}.
 Everything else keeps the defaults of this service:
 
-- The model must be on the disk: nothing is downloaded at the start
-  (`text-generation-server download-weights org/model`).
+- There is no default model: a start without one is a usage error.
+- A model that is neither a directory nor in the hub cache is downloaded before anything else is started, as
+  [from TGI](tgi.md#models-of-the-hub); `HF_HUB_OFFLINE=1` forbids it.
 - A model in a folder has the folder's name, without the path above it; vLLM's clients send the whole path. Give
   `--served-model-name` if they do.
 - Probes may stay (`/health` on the same port); `health-probe` needs `--port 8000`.
@@ -58,7 +59,7 @@ Everything else keeps the defaults of this service:
 | `VLLM_PLUGINS=lora_filesystem_resolver`, `VLLM_LORA_RESOLVER_CACHE_DIR` | `--adapter-cache`; every adapter in it can be named by its id without being loaded first |
 
 A path elsewhere is refused, so that a client cannot make the service read other folders. A hub id is refused too, as
-nothing is downloaded. [Names at run time](../openai.md#names-at-run-time) has the rules.
+clients cannot make the service download anything. [Names at run time](../openai.md#names-at-run-time) has the rules.
 
 ## Flags and variables
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from scripts import (
     configuration_page,
     dashboard,
+    lmi_page,
     metrics_page,
     models_page,
     observability_page,
@@ -20,6 +21,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGES = {
     "configuration.md": configuration_page,
     "metrics.md": metrics_page,
+    "migrating/lmi.md": lmi_page,
     "migrating/tgi.md": tgi_page,
     "migrating/vllm.md": vllm_page,
     "models.md": models_page,

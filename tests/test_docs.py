@@ -16,6 +16,7 @@ from scripts import messages, observability_page, troubleshooting_page
 from tests.support.pages import FLAG, VARIABLE, Command, Page, take_variables
 from tgis.cli import main as cli
 from tgis.cli.client.options import Connection
+from tgis.config.aliases import lmi
 from tgis.config.aliases.servers import ALIASES
 from tgis.config.aliases.tgis import PASSED_ON, TGIS_NAMES
 from tgis.config.option import variables_of
@@ -70,6 +71,8 @@ def known_names() -> set[str]:
     kinds = (LauncherConfig, RouterConfig, ShardConfig, Connection)
     own = [name for kind in kinds for name in variables_of(kind)]
     foreign = {one.variable_name for one in (*TGIS_NAMES, *SERVER_NAMES)} | PASSED_ON.keys()
+    of_lmi = {f"OPTION_{key.removeprefix('option.')}" if "." in key else f"SERVING_{key}" for key in lmi.KEYS}
+    foreign |= lmi.SIMPLE_NAMES.keys() | {name.upper() for name in of_lmi} | {"OPTION_ENGINE"}
     of_make = re.findall(r"\b([A-Z][A-Z_]+)\b", MAKEFILE)
     of_messages = [enum for one in pb.DESCRIPTOR.message_types_by_name.values() for enum in one.enum_types]
     of_file = pb.DESCRIPTOR.enum_types_by_name.values()

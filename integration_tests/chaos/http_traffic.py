@@ -1,10 +1,10 @@
-"""Cases over OpenAI's API, and what reads their answers."""
+"""Cases over the APIs over HTTP, and what reads their answers."""
 
 import contextlib
 import http.client
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
@@ -13,9 +13,17 @@ from typing import Any
 from integration_tests.chaos.traffic import LENGTHS, Answer, Ask, Failure
 from integration_tests.support.greedy_answers import WORDS
 
-OVERLOADED = 429
+OVERLOADS = ("429: ", '503: {"code":503,"type":"WlmCapacityException"')
+"""The beginnings of refusals of a service that is full."""
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 Connect = Callable[[], http.client.HTTPConnection]
+
+
+@dataclass(frozen=True)
+class Reader:
+    whole: Callable[[Any], Answer]
+    stream: Callable[[Iterable[bytes]], Answer]
+    """Takes the lines of a stream. Raises ValueError if it breaks off."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +33,7 @@ class HttpCase:
     path: str
     body: str
     is_stream: bool
+    reader: Reader
 
     def ask(self, connection: http.client.HTTPConnection) -> tuple[Answer, float]:
         """Raises Failure."""
@@ -34,57 +43,124 @@ class HttpCase:
             with connection.getresponse() as response:
                 if response.status != 200:
                     text = f"{response.status}: {response.read().decode()}"
-                    raise Failure(text, is_overload=response.status == OVERLOADED)
-                return _read_stream(response) if self.is_stream else (_read(json.load(response)), 0.0)
+                    raise Failure(text, is_overload=text.startswith(OVERLOADS))
+                if not self.is_stream:
+                    return self.reader.whole(json.load(response)), 0.0
+                lines = Lines(response)
+                return self.reader.stream(lines), lines.longest_s
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
             connection.close()
             seconds = time.monotonic() - began_at
             raise Failure(f"{self.path} after {seconds:.1f} s: {error!r}") from error
 
 
-def _read(answer: dict[str, Any]) -> Answer:
+class Lines:
+    """All lines of a response, and the longest time without one."""
+
+    def __init__(self, response: http.client.HTTPResponse) -> None:
+        self._response = response
+        self.longest_s = 0.0
+
+    def __iter__(self) -> Iterator[bytes]:
+        last_at = time.monotonic()
+        for line in self._response:
+            self.longest_s, last_at = max(self.longest_s, time.monotonic() - last_at), time.monotonic()
+            yield line.strip()
+
+
+def _read_choice(answer: Any) -> Answer:
     (choice,) = answer["choices"]
     text = choice["text"] if "text" in choice else choice["message"]["content"]
     return [(text, answer["usage"]["completion_tokens"], choice["finish_reason"])]
 
 
-def _read_stream(response: http.client.HTTPResponse) -> tuple[Answer, float]:
-    """The answer, and the longest time without a line. Raises ValueError if the stream breaks off."""
-    longest_s, last_at, text, num_tokens, reason = 0.0, time.monotonic(), "", 0, None
-    for line in response:
-        longest_s, last_at = max(longest_s, time.monotonic() - last_at), time.monotonic()
-        if line.strip() == b"data: [DONE]":
-            response.read()
-            return [(text, num_tokens, reason)], longest_s
-        if not line.startswith(b"data: "):
-            continue
-        event = json.loads(line[6:])
-        if "error" in event:
-            raise ValueError(f"an error in the stream: {event['error']}")
-        for choice in event["choices"]:
-            text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
-            reason = choice["finish_reason"] or reason
-        num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
-    raise ValueError("a stream ended without its last event")
+def _read_choices(lines: Iterable[bytes]) -> Answer:
+    text, num_tokens, reason, is_whole = "", 0, None, False
+    for line in lines:
+        if line == b"data: [DONE]":
+            is_whole = True
+        elif line.startswith(b"data: "):
+            event = _parse(line)
+            for choice in event["choices"]:
+                text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+                reason = choice["finish_reason"] or reason
+            num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
+    if not is_whole:
+        raise ValueError("a stream ended without its last event")
+    return [(text, num_tokens, reason)]
+
+
+def _parse(line: bytes) -> Any:
+    event = json.loads(line.removeprefix(b"data: "))
+    if "error" in event:
+        raise ValueError(f"an error in the stream: {event['error']}")
+    return event
+
+
+def _read_text(answer: Any) -> Answer:
+    details = answer["details"]
+    return [(answer["generated_text"], details["generated_tokens"], details["finish_reason"])]
+
+
+def _read_tokens(lines: Iterable[bytes]) -> Answer:
+    """Read TGI's events or LMI's lines, of which the last one has the whole answer."""
+    events = [_parse(line) for line in lines if line and not line.startswith(b":")]
+    if not events or events[-1].get("generated_text") is None:
+        raise ValueError("a stream ended without its last event")
+    if events[-1]["details"]["finish_reason"] == "error":
+        raise ValueError(f"an error in the stream: {events[-1]['token']}")
+    return _read_text(events[-1])
+
+
+OPENAI, INPUTS = Reader(_read_choice, _read_choices), Reader(_read_text, _read_tokens)
 
 
 def make_http_cases(random: Random, count: int) -> list[HttpCase]:
-    """Completions and chats, greedy and sampled with a seed, streamed and whole."""
-    return [_make_case(random, is_chat=i % 2 == 0, is_stream=i % 4 < 2) for i in range(count)]
+    """Of every API in turn, greedy and sampled with a seed, streamed and whole."""
+    kinds = (_make_chat, _make_completion, _make_tgi_case, _make_lmi_case)
+    return [kinds[i % 4](random, i // 4 % 2 == 0) for i in range(count)]
 
 
-def _make_case(random: Random, is_chat: bool, is_stream: bool) -> HttpCase:
+def _words(random: Random) -> str:
+    return " ".join(random.choices(WORDS, k=random.randint(1, 20)))
+
+
+def _openai_fields(random: Random, is_stream: bool) -> dict[str, Any]:
     length = random.randint(*LENGTHS)
-    body: dict[str, Any] = {"max_tokens": length, "min_tokens": length, "temperature": 0}
+    fields: dict[str, Any] = {"max_tokens": length, "min_tokens": length, "temperature": 0}
     if random.random() < 0.5:
-        body |= {"temperature": 0.9, "top_k": 30, "top_p": 0.95, "seed": random.getrandbits(32)}
+        fields |= {"temperature": 0.9, "top_k": 30, "top_p": 0.95, "seed": random.getrandbits(32)}
     if is_stream:
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
-    words = " ".join(random.choices(WORDS, k=random.randint(1, 20)))
-    if is_chat:
-        body["messages"] = [{"role": "user", "content": words}]
-        return HttpCase("/v1/chat/completions", json.dumps(body), is_stream)
-    return HttpCase("/v1/completions", json.dumps(body | {"prompt": words}), is_stream)
+        fields |= {"stream": True, "stream_options": {"include_usage": True}}
+    return fields
+
+
+def _make_chat(random: Random, is_stream: bool) -> HttpCase:
+    messages = [{"role": "user", "content": _words(random)}]
+    body = {**_openai_fields(random, is_stream), "messages": messages}
+    return HttpCase("/v1/chat/completions", json.dumps(body), is_stream, OPENAI)
+
+
+def _make_completion(random: Random, is_stream: bool) -> HttpCase:
+    body = {**_openai_fields(random, is_stream), "prompt": _words(random)}
+    return HttpCase("/v1/completions", json.dumps(body), is_stream, OPENAI)
+
+
+def _inputs_body(random: Random) -> dict[str, Any]:
+    parameters: dict[str, Any] = {"max_new_tokens": random.randint(*LENGTHS), "details": True}
+    if random.random() < 0.5:
+        parameters |= {"do_sample": True, "temperature": 0.9, "top_k": 30, "seed": random.getrandbits(32)}
+    return {"inputs": _words(random), "parameters": parameters}
+
+
+def _make_tgi_case(random: Random, is_stream: bool) -> HttpCase:
+    path = "/generate_stream" if is_stream else "/generate"
+    return HttpCase(path, json.dumps(_inputs_body(random)), is_stream, INPUTS)
+
+
+def _make_lmi_case(random: Random, is_stream: bool) -> HttpCase:
+    body = {**_inputs_body(random), "stream": is_stream}
+    return HttpCase("/invocations", json.dumps(body), is_stream, INPUTS)
 
 
 def http_asker(connect: Connect) -> Callable[[], contextlib.AbstractContextManager[Ask]]:

@@ -71,7 +71,7 @@ class Target:
         tls = [part for flag, name in files.items() for part in (f"--{flag}", str(self._tls / f"{name}.pem"))]
         limits = ["--max-concurrent-requests", str(MAX_REQUESTS), "--prefix-store-path", str(self.store)]
         limits += ["--slow-reader-timeout", str(SLOW_READER_S), "--failpoints", ",".join(FAILPOINTS)]
-        api = ["--http-api", "openai", "--http-api-port", str(self.api_port)]
+        api = ["--http-api", "tgi,lmi,openai", "--http-api-port", str(self.api_port)]
         limits += [*api, "--chat-template", str(self._template)]
         return ["--dtype", "float32", "--num-shard", str(self.num_shards), *tls, *limits]
 
@@ -91,7 +91,7 @@ class Target:
         return grpc.secure_channel(f"localhost:{self.service.grpc_port}", credentials, options)
 
     def connect_http(self) -> http.client.HTTPSConnection:
-        """To the port of OpenAI's API."""
+        """To the port of the APIs over HTTP."""
         return http.client.HTTPSConnection(
             "localhost", self.api_port, timeout=TIMEOUT_S, context=self._http_context
         )

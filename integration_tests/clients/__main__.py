@@ -12,7 +12,17 @@ import torch
 from integration_tests.clients.served import launch_served
 
 HERE = Path(__file__).parent
-CLIENTS = ("openai", "langchain-openai", "litellm", "huggingface_hub", "lm-eval", "schemathesis")
+CLIENTS = (
+    "openai",
+    "langchain-openai",
+    "litellm",
+    "huggingface_hub",
+    "text-generation",
+    "langchain-huggingface",
+    "botocore",
+    "lm-eval",
+    "schemathesis",
+)
 TIMEOUT_S = 900
 
 

@@ -7,6 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+TGI_REASONS = {"stop": "eos_token", "length": "length"}
+"""What TGI and LMI call OpenAI's reasons, of texts that no stop sequence ends."""
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -45,6 +48,15 @@ class Served:
     max_sequence_length: int
     completions: list[Completion]
     chats: list[ChatAnswer]
+
+    @property
+    def root(self) -> str:
+        """URL of the doors that are not OpenAI's; ends without a slash."""
+        return self.base_url.removesuffix("/v1")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.api_key}"}
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))

@@ -1,4 +1,4 @@
-"""A launched service for clients of OpenAI's API, and transformers' own answers to what they will ask."""
+"""A launched service for clients of all APIs over HTTP, and transformers' own answers to what they ask."""
 
 import json
 import random
@@ -40,7 +40,7 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}
 {{- '<think>\\n' if enable_thinking else '<think>\\n\\n</think>\\n\\n' }}
 {%- endif %}"""
-FLAGS = ["--dtype", "float32", "--http-api", "openai"]
+FLAGS = ["--dtype", "float32", "--http-api", "tgi,lmi,openai"]
 
 
 def write_served_model(directory: Path) -> Oracle:

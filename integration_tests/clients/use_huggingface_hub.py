@@ -7,6 +7,7 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub import AsyncInferenceClient, InferenceClient
 
+from integration_tests.clients import hub_text_generation
 from integration_tests.clients.expectations import Check, Served, run
 
 SCHEMA = {
@@ -98,6 +99,7 @@ CHECKS: list[Check] = [
     logprobs_are_given,
     answers_have_a_schema,
     errors_have_their_text,
+    *hub_text_generation.CHECKS,
 ]
 
 if __name__ == "__main__":

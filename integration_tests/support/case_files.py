@@ -134,26 +134,26 @@ def _from_output(
     return text + add
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.CSafeLoader):
     """Knows the tags."""
 
 
-def _repeat(loader: yaml.SafeLoader, node: yaml.Node) -> str:
+def _repeat(loader: yaml.CSafeLoader, node: yaml.Node) -> str:
     text, times = loader.construct_sequence(node)
     repeated: str = text * times
     return repeated
 
 
-def _inputs(loader: yaml.SafeLoader, node: yaml.Node) -> list[dict[str, str]]:
+def _inputs(loader: yaml.CSafeLoader, node: yaml.Node) -> list[dict[str, str]]:
     return [{"text": "fox"}] * int(loader.construct_scalar(node))
 
 
-def _tokens(loader: yaml.SafeLoader, node: yaml.Node) -> Directive:
+def _tokens(loader: yaml.CSafeLoader, node: yaml.Node) -> Directive:
     num_tokens = int(loader.construct_scalar(node))
     return Directive(lambda oracle, request: _text_of(oracle, num_tokens))
 
 
-def _output(loader: yaml.SafeLoader, node: yaml.Node) -> Directive:
+def _output(loader: yaml.CSafeLoader, node: yaml.Node) -> Directive:
     where = loader.construct_mapping(node)
     return Directive(lambda oracle, request: _from_output(oracle, request, **where))
 

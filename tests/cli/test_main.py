@@ -96,17 +96,18 @@ def test_a_flag_goes_before_the_environment(config_type: type, f: Any, option: A
         default = "unset" if f.default is None else str(f.default)
         assert printed(config_type, f.name, [], {}) == [default, "(default)"]
     first, second = two_values(f, option, hint)
-    if hint is bool:
+    is_bool = bool in (hint, *get_args(hint))
+    if is_bool:
         first, second = ("False", "true") if option.takes_value else ("True", "false")
     env: dict[str, str | None] = {}
     if variable and f.default is not MISSING:
         env = {variable: second}
-        meaning = second.capitalize() if hint is bool else second
+        meaning = second.capitalize() if is_bool else second
         if Secret in get_args(hint):
             meaning = "(hidden)"
         assert printed(config_type, f.name, [], env) == [meaning, f"({variable})"]
     if option.flag:
-        flags = [flag] if hint is bool and not option.takes_value else [flag, first.lower()]
+        flags = [flag] if is_bool and not option.takes_value else [flag, first.lower()]
         assert printed(config_type, f.name, flags, env) == [first, f"({flag})"]
 
 

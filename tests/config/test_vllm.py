@@ -10,7 +10,15 @@ from tgis.config.option import Secret
 from tgis.config.processes import LauncherConfig
 
 COMPAT = ["--compat", "vllm"]
-PLAIN = {"http_api": "openai", "port": 8000, "num_shard": 1, "metrics_alias": "vllm", "compat": "vllm"}
+COMPLETE = [*COMPAT, "--model", "m"]
+PLAIN = {
+    "http_api": "openai",
+    "port": 8000,
+    "num_shard": 1,
+    "metrics_alias": "vllm",
+    "compat": "vllm",
+    "model_name": "m",
+}
 TWO = ['{"name": "b", "path": "/b", "base_model_name": "m"}', "c=/c"]
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'
 DRAFT = '{"model": "org/draft", "num_speculative_tokens": 5}'
@@ -31,6 +39,8 @@ MEANINGS: list[tuple[list[str], dict[str, Any]]] = [
     (["--trust-remote-code=False"], {}),
     (["--no-trust-remote-code"], {}),
     (["--download-dir", "/d"], {"hf_hub_cache": "/d"}),
+    (["--tokenizer", "org/t"], {"tokenizer_name": "org/t"}),
+    (["--hf-token", "t"], {"hf_token": Secret("t")}),
     (["--dtype", "auto"], {}),
     (["--dtype=half"], {"dtype": "float16"}),
     (["--dtype", "float"], {"dtype": "float32"}),
@@ -95,7 +105,7 @@ allow-credentials use-tqdm-on-load disable-async-output-proc use-v2-block-manage
 prefix-caching-hash-algo=sha256 swap-space=4 preemption-mode=swap max-log-len=100 uvicorn-log-level=warning
 max-loras=4 max-cpu-loras=8 max-lora-rank=64 lora-dtype=auto guided-decoding-backend=xgrammar
 structured-outputs-config={} compilation-config=3 max-seq-len-to-capture=8192 attention-backend=FLASHINFER
-distributed-executor-backend=ray seed=7 limit-mm-per-prompt={"image":1} hf-token=x max-logprobs=20
+distributed-executor-backend=ray seed=7 limit-mm-per-prompt={"image":1} max-logprobs=20
 max-logprobs=5 load-format=auto load-format=safetensors kv-cache-dtype=auto scheduling-policy=fcfs
 pipeline-parallel-size=1 data-parallel-size=1 api-server-count=1 task=generate runner=generate
 cpu-offload-gb=0 response-role=assistant generation-config=vllm tokenizer-mode=auto
@@ -104,7 +114,7 @@ collect-detailed-traces=all stream-interval=2 ignore-patterns=* chat-template-co
 mm-processor-kwargs={} long-prefill-token-threshold=4 max-parallel-loading-workers=2
 """.split()
 REFUSED = """
-rope-scaling={} rope-theta=1 hf-overrides={} tokenizer=/t tokenizer-revision=1
+rope-theta=1 hf-overrides={} tokenizer-revision=1
 skip-tokenizer-init kv-cache-memory-bytes=1 config=/c.yaml tool-parser-plugin=/p.py
 reasoning-parser-plugin=/p.py tool-server=demo exclude-tools-when-tool-choice-none
 trust-request-chat-template default-chat-template-kwargs={} return-tokens-as-token-ids
@@ -123,7 +133,8 @@ speculative-model=org/draft ssl-cert-reqs=2 config-format=mistral
 
 def changes(arguments: list[str], env: dict[str, str] | None = None) -> dict[str, Any]:
     """What differs from the configuration of no arguments at all."""
-    config, result = run(LauncherConfig, [*arguments, *COMPAT], env, "launcher")
+    has_model = not {"--model", "org/model"}.isdisjoint(arguments)
+    config, result = run(LauncherConfig, [*arguments, *(COMPAT if has_model else COMPLETE)], env, "launcher")
     assert result.exit_code == 0, result.output
     values = {f.name: (getattr(config, f.name), f.default) for f in fields(LauncherConfig)}
     return {name: value for name, (value, default) in values.items() if value != default}
@@ -131,7 +142,7 @@ def changes(arguments: list[str], env: dict[str, str] | None = None) -> dict[str
 
 @pytest.fixture(scope="module")
 def plain() -> LauncherConfig:
-    config: LauncherConfig = run(LauncherConfig, COMPAT, reads="launcher")[0]
+    config: LauncherConfig = run(LauncherConfig, COMPLETE, reads="launcher")[0]
     return config
 
 
@@ -147,7 +158,7 @@ def test_variables(env: dict[str, str], expected: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("flag", WITHOUT_EFFECT)
 def test_what_has_no_effect_is_one_line_of_warning(flag: str, plain: LauncherConfig) -> None:
-    config, result = run(LauncherConfig, [*COMPAT, f"--{flag}"], reads="launcher")
+    config, result = run(LauncherConfig, [*COMPLETE, f"--{flag}"], reads="launcher")
     assert result.exit_code == 0, result.output
     assert config == plain
     lines = [line for line in result.stderr.splitlines() if " WARNING " in line]
@@ -166,14 +177,9 @@ def test_without_compat_a_flag_is_a_usage_error_with_a_hint() -> None:
         assert "it is vLLM's: add --compat vllm" in text
         assert refusal(["--compat", "tgi", flag], code=2) == text
     assert "it is TGI's: add --compat tgi" in refusal([*COMPAT, "--max-total-tokens", "5"], code=2)
-    for compat in ([], ["--compat", "tgi"]):
+    for compat, http_api in ([], None), (["--compat", "tgi", "--model-id", "m"], "tgi"):
         config, _ = run(LauncherConfig, compat, {"VLLM_LOGGING_LEVEL": "DEBUG"}, "launcher")
-        assert (config.log_level, config.port, config.http_api, config.num_shard) == (
-            "info",
-            3000,
-            None,
-            None,
-        )
+        assert (config.log_level, config.port, config.http_api) == ("info", 3000, http_api)
 
 
 def test_values_that_cannot_be_used() -> None:
@@ -195,23 +201,25 @@ def test_values_that_cannot_be_used() -> None:
         (["--tensor-parallel-size", "2", "--num-shard", "3"], 1, "different values (3 and 2)"),
         (["--seed", "1", "model"], 2, "unexpected extra argument (model)"),
         (["--no-such-flag"], 2, "--no-such-flag"),
+        (["--rope-scaling", '{"rope_type": "yarn"}'], 2, "--rope-scaling"),
+        ([], 2, "Missing option '--model': --compat vllm has no default model"),
     ):
         assert text in refusal([*arguments, *COMPAT], code=code), arguments
 
 
 def test_a_key_is_not_shown() -> None:
     given = ["--api-key", "s3cret", "other", "--env", "-e", "--hf-token", "s3cret"]
-    config, result = run(LauncherConfig, [*COMPAT, *given], {"VLLM_API_KEY": "s3cret\nother"}, "launcher")
+    config, result = run(LauncherConfig, [*COMPLETE, *given], {"VLLM_API_KEY": "s3cret\nother"}, "launcher")
     assert config.auth_tokens == Secret("s3cret\nother")
     assert "auth_tokens: (hidden) (--api-key)" in result.stderr
     assert "s3cret" not in result.output + repr(config)
     text = refusal([*COMPAT, "--api-key", "s3cret"], {"VLLM_API_KEY": "0ther"})
     assert text == "--api-key and VLLM_API_KEY are given with different values ((hidden) and (hidden))"
-    text = refusal([*COMPAT, "--auth-tokens-path", "/t"], {"VLLM_API_KEY": "s3cret"})
+    text = refusal([*COMPLETE, "--auth-tokens-path", "/t"], {"VLLM_API_KEY": "s3cret"})
     assert text.startswith("auth_tokens: ")
     assert "s3cret" not in text
     for arguments, env in ((["--api-key", ""], {}), ([], {"VLLM_API_KEY": ""})):
-        assert run(LauncherConfig, [*COMPAT, *arguments], env, "launcher")[0].auth_tokens is None
+        assert run(LauncherConfig, [*COMPLETE, *arguments], env, "launcher")[0].auth_tokens is None
     assert run(LauncherConfig, [], {"AUTH_TOKENS": "a"}, "launcher")[0].auth_tokens == Secret("a")
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import logging
 import os
 import random
 import re
@@ -13,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from tests.support.hub_server import Hub, Repo
 from tests.support.tokenizers.older_kinds import write_gpt2
 from tgis.cli.models import convert_to_safetensors, download_weights
 from tgis.hub import download as download_module
+from tgis.hub import download_progress
 
 WEIGHTS = random.Random(0).randbytes(24_000_000)  # the library reads ten million bytes at once
 SMALL = random.Random(1).randbytes(3000)
@@ -163,6 +166,34 @@ def test_a_process_that_ends_in_the_middle(
     assert content(entry, "model.safetensors") == WEIGHTS
     assert [one.range for one in hub.requests if one.path.startswith("/stored/")][1:] == [f"bytes={kept}-"]
     assert not part.exists()
+
+
+def test_progress_is_logged(hub: Hub, download: Download, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download_progress, "INTERVAL_S", 0.02)
+    hub.repos["org/m"].files["model.safetensors"] = WEIGHTS
+    is_logged = threading.Event()
+
+    def in_two_parts(handler: Any, content: bytes) -> None:
+        """The library reads ten million bytes at once."""
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(content)))
+        handler.end_headers()
+        handler.wfile.write(content[:22_000_000])
+        is_logged.wait(10)
+        handler.wfile.write(content[22_000_000:])
+
+    class Watch(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if re.fullmatch(r"org/m: [12]\d\.\d of 24\.0 MB are received", record.getMessage()):
+                is_logged.set()
+
+    watch = Watch()
+    download_progress.logger.addHandler(watch)
+    hub.faults["model.safetensors"] = deque([in_two_parts])
+    assert download().exit_code == 0
+    download_progress.logger.removeHandler(watch)
+    assert is_logged.is_set()
+    assert not [thread for thread in threading.enumerate() if thread.name == "download progress"]
 
 
 @pytest.mark.parametrize("rest", [b"", b"and more"])

@@ -144,5 +144,5 @@ def test_numbers_that_are_none() -> None:
 
 
 def test_adapters_under_the_names_of_tgi() -> None:
-    env = {"COMPAT": "tgi", "LORA_ADAPTERS": "x=/a,org/b"}
+    env = {"COMPAT": "tgi", "MODEL_ID": "m", "LORA_ADAPTERS": "x=/a,org/b"}
     assert run(LauncherConfig, [], env, "launcher")[0].lora_adapters == "x=/a,org/b"

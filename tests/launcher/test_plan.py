@@ -52,6 +52,24 @@ def test_sequence_length_and_its_source(
     assert (f"{asked} is more than the model's 512" in caplog.text) == is_warned
 
 
+@pytest.mark.parametrize(
+    ("asked", "length", "told"),
+    [
+        (None, 512, "rope_factor allows a max_sequence_length of 1280, but does not set it"),
+        (1280, 1280, None),
+        (1281, 1281, "max_sequence_length 1281 is more than the model's 512"),
+    ],
+)
+def test_a_rope_factor_allows_longer_sequences(
+    config: LauncherConfig, caplog: pytest.LogCaptureFixture, asked: int | None, length: int, told: str | None
+) -> None:
+    write_config(Path(config.model_name), {"n_positions": 512})
+    with caplog.at_level(logging.INFO):
+        plan = make_plan(replace(config, max_sequence_length=asked, rope_factor=2.5))
+    assert plan.max_sequence_length == length
+    assert [line for line in caplog.messages if " is (" not in line][1:] == ([told] if told else [])
+
+
 def test_a_model_of_one_token(config: LauncherConfig) -> None:
     write_config(Path(config.model_name), {"n_positions": 1})
     with pytest.raises(LaunchError) as error:
@@ -123,6 +141,53 @@ def test_number_of_shards(
     )
     assert count_shards(config, is_cuda=True) == on_cuda
     assert count_shards(config, is_cuda=False) == (num_shard or num_gpus or 1)
+
+
+@pytest.mark.parametrize(
+    ("sharded", "num_shard", "devices", "is_cuda", "expected"),
+    [
+        (False, None, "0,1", True, 1),
+        (False, 2, None, True, 2),
+        (True, 2, None, False, 2),
+        (True, None, "0,1,2", True, 3),
+        (True, 1, "0,1", True, "sharded is true, and num_shard is 1: leave one of both out"),
+        (True, None, "0", True, "sharded is true, which needs two visible GPUs or more, not 1: --num-shard"),
+        (True, None, "0,1", False, "sharded is true, which needs two visible GPUs or more, not 0: "),
+    ],
+)
+def test_tgi_s_sharding(
+    sharded: bool, num_shard: int | None, devices: str | None, is_cuda: bool, expected: int | str
+) -> None:
+    config = LauncherConfig(sharded=sharded, num_shard=num_shard, cuda_visible_devices=devices)
+    if isinstance(expected, int):
+        assert count_shards(config, is_cuda) == expected
+        return
+    with pytest.raises(LaunchError) as error:
+        count_shards(config, is_cuda)
+    assert str(error.value).startswith(expected)
+
+
+def test_inputs_leave_room_for_a_token(config: LauncherConfig) -> None:
+    assert make_plan(replace(config, max_input_tokens=511)).max_sequence_length == 512
+    with pytest.raises(LaunchError) as error:
+        make_plan(replace(config, max_input_tokens=100, max_sequence_length=100))
+    assert str(error.value) == "max_input_tokens (100) must be less than max_sequence_length (100)"
+
+
+def test_another_tokenizer(config: LauncherConfig, tmp_path: Path) -> None:
+    model = Path(config.model_name)
+    (model / "tokenizer.json").unlink()
+    named = replace(config, tokenizer_name="org/t", hf_hub_cache=str(tmp_path / "hub"))
+    with pytest.raises(LaunchError, match=r"^tokenizer_name: org/t is neither a directory nor in the hub"):
+        make_plan(named)
+    snapshot = tmp_path / "hub" / "models--org--t" / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    with pytest.raises(LaunchError, match="No existing fast tokenizer"):
+        make_plan(named)
+    (snapshot / "tokenizer.json").write_text("{}")
+    plan = make_plan(named)
+    assert (plan.model_path, plan.tokenizer_path, plan.has_fast_tokenizer) == (model, snapshot, True)
+    assert make_plan(replace(config, tokenizer_name=str(snapshot))).tokenizer_path == snapshot
 
 
 def test_visible_devices_that_do_not_count_are_mentioned(caplog: pytest.LogCaptureFixture) -> None:

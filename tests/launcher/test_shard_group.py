@@ -112,6 +112,22 @@ async def test_a_rank_that_is_left_alone_is_not_to_blame() -> None:
     assert (alone.num_starts, killed.num_starts) == (2, 2)
 
 
+async def test_the_first_start_has_a_limit_of_time() -> None:
+    """It counts over all attempts, and no more when the shards have once loaded."""
+    never, slow, loaded = Node(KILLED, delay_s=9), Node(KILLED, KILLED, KILLED, delay_s=0.2), Node()
+    for shards in (never, slow):
+        group = ShardGroup([shards], rendezvous, None, startup_timeout=0.5)  # type: ignore[list-item]
+        with pytest.raises(LaunchError) as caught:
+            await asyncio.wait_for(group.run(), 5)
+        assert str(caught.value) == "the model was not loaded within 0.5 s: see --startup-timeout"
+    assert (never.num_starts, slow.num_starts > 1) == (1, True)
+    group = ShardGroup([loaded], rendezvous, None, startup_timeout=0.1)  # type: ignore[list-item]
+    running = asyncio.create_task(group.run())
+    await asyncio.sleep(0.3)
+    assert not running.done()
+    running.cancel()
+
+
 async def test_a_node_that_goes_and_comes_does_not_count() -> None:
     gone = Node(*[LOST] * 6, KILLED, KILLED, KILLED)
     await serve(gone)

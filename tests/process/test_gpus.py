@@ -6,7 +6,7 @@ import pytest
 
 from tgis.config.processes import LauncherConfig
 from tgis.launcher import plan as launch_plan
-from tgis.process.gpus import has_gpus
+from tgis.process.gpus import count_gpus, has_gpus
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,15 @@ def test_finds_gpus(files: list[str], variable: str | None, expected: bool, tmp_
     for name in files:
         (tmp_path / name).touch()
     assert has_gpus(variable, tmp_path) is expected
+
+
+def test_counts_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert count_gpus(tmp_path) == 3
+    monkeypatch.setattr(launch_plan, "count_gpus", lambda: 3)
+    for listed in ({}, {"nvidia_visible_devices": "all"}):
+        assert launch_plan.count_shards(LauncherConfig(sharded=True, **listed), is_cuda=True) == 3
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,12 @@ from tgis.hub import model_files
 from tgis.hub.cache import find_model
 from tgis.hub.startup_adapters import resolve_adapter_options
 
+SECRETS = ("auth_tokens", "hf_token")
+SECRET_VARIABLES = (
+    *("AUTH_TOKENS", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "OPTION_HF_TOKEN"),
+    "HF_ENDPOINT",  # a URL may have some
+)
+
 
 def _begin(config: LauncherConfig | RouterConfig | ShardConfig, *facts: str) -> None:
     """Arm the failpoints and, with JSON output, log what Python would print. Raises FailpointError."""
@@ -39,7 +45,7 @@ def _run_launcher(config: LauncherConfig) -> None:
 
     # The children get all options as flags. They would read variables again, and repeat the warnings.
     passed = {*variables_of(LauncherConfig)} & {*variables_of(RouterConfig), *variables_of(ShardConfig)}
-    secrets = {one.variable_name for one in ALIASES if one.means == "auth_tokens"} | {"AUTH_TOKENS"}
+    secrets = {one.variable_name for one in ALIASES if one.means in SECRETS} | {*SECRET_VARIABLES}
     for name in passed | secrets | {one.variable_name for one in TGIS_NAMES}:
         os.environ.pop(name, None)
     _stay_offline()

@@ -30,7 +30,7 @@ def cache_root() -> Path:
     "--extension",
     default=".safetensors",
     help="Files to download, by the ends of their names, separated by commas; one alone also stands for "
-    ".json, .py, .model and .md.",
+    ".json, .py, .model, .md and .jinja.",
 )
 @click.option(
     "--auto-convert/--no-auto-convert",

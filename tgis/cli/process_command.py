@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from tgis import __version__, logs
-from tgis.cli import vllm_arguments
+from tgis.cli import compat_arguments, lmi_outcomes, vllm_arguments
 from tgis.cli.command import (
     ARGUMENTS,
     VERSION_NAMES,
@@ -39,13 +39,16 @@ FOREIGN = "foreign_"  # prefix of the parameter names of foreign options
 
 
 class ProcessCommand(OneLineCommand):
-    """Command whose help lists its options by group. It takes command lines in vLLM's spelling too."""
+    """Command whose help lists its options by group. It takes command lines in other spellings too."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         has_compat = any(one.name == "compat" for one in self.params)
-        if has_compat and vllm_arguments.is_vllm(args):
+        compat = compat_arguments.compat_of(args) if has_compat else None
+        if compat == "vllm":
             switches = {name for one in self.params if getattr(one, "is_flag", False) for name in one.opts}
             args = vllm_arguments.rewrite(args, switches)
+        elif compat == "tgi":
+            args = compat_arguments.join_repeated(args)
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -84,10 +87,13 @@ def process_command(
         settings = {f.name: _setting(context, f, option, hint) for f, option, hint in declared(config_type)}
         if complete:
             complete(settings, {one.name: values[one.name] for one in extra if one.name})
-        notices = _read_foreign(context, settings, reads)
+        warnings = [(logging.WARNING, text) for text in _read_foreign(context, settings, reads)]
+        outcomes = _read_properties(context, settings)
         if only_report:
-            print(report.describe(settings))
+            print("\n".join([report.describe(settings), *lmi_outcomes.describe(outcomes)]))
         else:
+            notices = [*warnings, *lmi_outcomes.to_notices(outcomes, settings)]
+            _require_model(context, settings)
             run(_configure(config_type, settings, notices, fields))
 
     options = parameters(config_type, is_required=complete is None)
@@ -117,10 +123,10 @@ def _flags_of(command_name: str) -> list[Alias]:
 
 def _setting(context: click.Context, f: Field[Any], option: Option, hint: Any) -> Setting:
     if not option.flag:
-        name = f.name.upper()
-        text = os.environ.get(name, "").strip()
-        value = Secret(text) if Secret in get_args(hint) else text
-        return Setting(value, name) if text else Setting(f.default)
+        for name in filter(None, (f.name.upper(), option.older_env)):
+            if text := os.environ.get(name, "").strip():
+                return Setting(Secret(text) if Secret in get_args(hint) else text, name)
+        return Setting(f.default)
     value, source = context.params[f.name], context.get_parameter_source(f.name)
     if source is ParameterSource.COMMANDLINE:
         return Setting(value, flag_of(f))
@@ -132,7 +138,7 @@ def _setting(context: click.Context, f: Field[Any], option: Option, hint: Any) -
 
 def _read_foreign(context: click.Context, settings: dict[str, Setting], reads: str) -> list[str]:
     """Apply the foreign names that were given to the settings; return the warnings."""
-    compat = settings["compat"].value if "compat" in settings else None
+    compat = _compat(settings)
     if compat == "tgi" and any(one.startswith(SHARED_SHORT_FLAG) for one in context.meta[ARGUMENTS]):
         raise click.UsageError(
             f"under --compat {compat}, write --grpc-port or --graceful-termination-timeout instead of "
@@ -143,6 +149,16 @@ def _read_foreign(context: click.Context, settings: dict[str, Setting], reads: s
     read_servers = [server for server in SERVERS if server.name == compat]
     names = [*TGIS_NAMES, *(one for server in read_servers for one in server.aliases)]
     given = [found for one in names if reads in one.commands and (found := _given(context, one))]
+    if compat == lmi_outcomes.NAME:
+        lmi_outcomes.forget_shared_names(settings, {one.name: one.default for one in context.command.params})
+    warnings = apply_aliases(given, settings, _reader(context))
+    for server in read_servers:
+        apply_defaults(server.defaults, settings, f"--compat {server.name}")
+    return warnings
+
+
+def _reader(context: click.Context) -> Callable[[str, str, str], Any]:
+    """Return a converter of (name of the service's own option, text, source) to the option's value."""
     parameters = {one.name: one for one in context.command.params}
 
     def read(name: str, text: str, source: str) -> Any:
@@ -155,10 +171,37 @@ def _read_foreign(context: click.Context, settings: dict[str, Setting], reads: s
                 error.param_hint = source
             raise
 
-    warnings = apply_aliases(given, settings, read)
-    for server in read_servers:
-        apply_defaults(server.defaults, settings, f"--compat {server.name}")
-    return warnings
+    return read
+
+
+def _read_properties(context: click.Context, settings: dict[str, Setting]) -> list[lmi_outcomes.Outcome]:
+    """Apply LMI's names to the settings if they are to be read."""
+    if _compat(settings) != lmi_outcomes.NAME:
+        return []
+    convert = _reader(context)
+
+    def read(name: str, text: str) -> Any:
+        try:
+            return convert(name, text, "")
+        except click.BadParameter as error:
+            raise ValueError(error.message) from error
+
+    return lmi_outcomes.apply_properties(settings, read)
+
+
+def _compat(settings: Mapping[str, Setting]) -> str | None:
+    return settings["compat"].value if "compat" in settings else None
+
+
+def _require_model(context: click.Context, settings: Mapping[str, Setting]) -> None:
+    """Raise a usage error if another server's names are read and no model is given."""
+    compat = _compat(settings)
+    for server in SERVERS:
+        if server.name == compat and settings["model_name"].source == DEFAULT:
+            raise click.UsageError(
+                f"Missing option '{server.model_flag}': --compat {compat} has no default model",
+                context,
+            )
 
 
 def _refuse_unread_flags(context: click.Context, compat: str | None) -> None:
@@ -186,7 +229,7 @@ def _given(context: click.Context, foreign: Alias) -> GivenAlias | None:
 def _configure(
     config_type: type[C],
     settings: dict[str, Setting],
-    notices: list[str],
+    notices: Sequence[tuple[int, str]],
     fields: Mapping[str, logs.Scalar] | None,
 ) -> C:
     """Set up logging, check the settings, log warnings and settings, and return the configuration."""
@@ -197,8 +240,9 @@ def _configure(
     if "env" in settings and settings["env"].value:
         text = report.describe(settings)
         print(json_lines.to_json(text, fields, "INFO") if fields else text, file=sys.stderr, flush=True)
-    for text in [*filter(None, [notice]), *notices, *check(settings)]:
-        logger.warning("%s", text)
+    warnings = [*filter(None, [notice]), *check(settings)]
+    for severity, text in [*notices, *((logging.WARNING, text) for text in warnings)]:
+        logger.log(severity, "%s", text)
     ours = [f.name for f, option, _ in declared(config_type) if option.flag]
     given = [
         f"{name}={report.shown(settings[name].value)}" for name in ours if settings[name].source != DEFAULT

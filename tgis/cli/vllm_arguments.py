@@ -1,14 +1,11 @@
 """Rewrites command lines in vLLM's spelling: underscores in flags, several values of one flag, switches with
 a value or with `no`, and the model before all flags."""
 
-import os
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from itertools import pairwise
 
 from tgis.config.aliases.vllm_values import SEPARATOR
 
-NAME = "vllm"
 SEVERAL = {
     "--served-model-name": ",",
     "--cudagraph-capture-sizes": ",",
@@ -19,14 +16,6 @@ SEVERAL = {
 """Flags that several words may follow, with what separates them here."""
 TYPES = {"half": "float16", "float": "float32"}
 """Values of `--dtype` that vLLM has besides those here and auto, which is the same as no value."""
-
-
-def is_vllm(arguments: Sequence[str]) -> bool:
-    """Return whether a command line or else the environment asks for vLLM's names."""
-    for word, after in pairwise([*arguments, ""]):
-        if word == "--compat" or word.startswith("--compat="):
-            return (word.partition("=")[2] or after) == NAME
-    return os.environ.get("COMPAT") == NAME
 
 
 def rewrite(arguments: Sequence[str], switches: Collection[str]) -> list[str]:

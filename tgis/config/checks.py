@@ -60,8 +60,11 @@ def apply_aliases(
         if alias.means is None:
             warnings.append(f"{one.source} has no effect: {alias.why}")
         elif text := _convert(one):
-            other = Setting(read(alias.means, text, one.source), one.source)
-            settings[alias.means] = _merge(settings[alias.means], other)
+            other, own = Setting(read(alias.means, text, one.source), one.source), settings[alias.means]
+            if alias.replaces_into and own.source != DEFAULT:
+                apply_defaults({alias.replaces_into: own.value}, settings, own.source)
+                own = Setting(None)
+            settings[alias.means] = _merge(own, other)
             apply_defaults(dict(alias.also), settings, one.source)
     return warnings
 
@@ -95,12 +98,19 @@ def _merge(own: Setting, other: Setting) -> Setting:
 def check(settings: Mapping[str, Setting]) -> list[str]:
     """Check the options of any command; return the warnings. Raises SettingsError."""
     values = {name: setting.value for name, setting in settings.items()}
+    _check_properties(values)
     _check_ports(values)
     _check_tls(values)
     _check_http_api(values)
     _check_link(values, settings.get("num_shard"))
     _check_graphs(settings.get("cuda_graphs"))
-    return _check_framework(values.get("deployment_framework"))
+    return [*_check_framework(values.get("deployment_framework")), *_check_rope(values)]
+
+
+def _check_properties(values: Mapping[str, Any]) -> None:
+    for name in ("properties", "strict_config"):
+        if values.get(name) and values.get("compat") != "lmi":
+            raise SettingsError(f"{name}: it belongs to --compat lmi, which is not given")
 
 
 def _check_ports(values: Mapping[str, Any]) -> None:
@@ -169,6 +179,11 @@ def _check_graphs(sizes: Setting | None) -> None:
         parse_graph_sizes(sizes.value)
     except ValueError as error:
         raise SettingsError(f"{sizes.source}: {error}") from error
+
+
+def _check_rope(values: Mapping[str, Any]) -> list[str]:
+    has_effect = values.get("rope_scaling") != "linear" or (values.get("rope_factor") or 1) > 1
+    return [] if has_effect else ["rope_scaling linear has no effect without a rope_factor above 1"]
 
 
 def _check_framework(name: str | None) -> list[str]:

@@ -25,6 +25,7 @@ ENGINES = {
     "hf_optimum_ort": "hf_optimum_ort",
     "hf_optimum_bt": None,
 }
+ROPE_SCALINGS = ("linear", "dynamic")
 ENGINES_NOT_SERVED = {  # with the reason
     "ibm_fms": "this service does not use IBM FMS",
     "ds_inference": "this service does not use DeepSpeed, and shards models without it",
@@ -56,6 +57,20 @@ class ModelOptions:
         choices=QUANTIZATIONS,
         advice=OTHER_QUANTIZATIONS,
     )
+    rope_scaling: str | None = option(
+        "Scaling of rotary positions, for sequences longer than the model's own length, of a model whose "
+        "configuration has none; linear divides all positions by --rope-factor, dynamic slows only those "
+        "past the model's length.",
+        None,
+        choices=ROPE_SCALINGS,
+        advice="Other scalings are read from the model's own config.json.",
+    )
+    rope_factor: float | None = option(
+        "Factor of --rope-scaling, which is linear if only the factor is given; unset: 1. The longest "
+        "sequence remains --max-sequence-length.",
+        None,
+        minimum=1,
+    )
     block_size: int = option("Tokens per cache block.", 16, minimum=1, group=Group.MEMORY)
     kv_cache_tokens: int | None = option(
         "Most tokens the cache may hold; memory and the largest batch limit it too.",
@@ -63,6 +78,14 @@ class ModelOptions:
         minimum=1,
         group=Group.MEMORY,
         is_common=True,
+    )
+    kv_cache_memory_fraction: float | None = option(
+        "Share of the memory that weights, the largest step and adapters leave which the cache may take; "
+        "unset: a quarter of a machine's memory, all of a GPU's within --cuda-memory-fraction.",
+        None,
+        minimum=0.01,
+        maximum=1,
+        group=Group.MEMORY,
     )
     cpu_threads: int | None = option(
         "Threads each shard computes with; unset: the machine's cores, shared by the shards.",

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from tgis.config.option import Group, in_group, option
 
-HTTP_APIS = ("openai",)
+OPENAI_API = "openai"
+HTTP_APIS = ("lmi", "tgi", "openai")
 
 
 @in_group(Group.NETWORK)
@@ -27,7 +28,9 @@ class PortOptions:
         "PEM file of clients' authorities; if set, clients must show a certificate.", None, group=Group.TLS
     )
     http_api: str | None = option(
-        "APIs served over HTTP beside gRPC, separated by commas: openai; unset: none.", None
+        "APIs served over HTTP beside gRPC, separated by commas: openai, tgi, lmi, of which each serves "
+        "OpenAI's too; unset: none.",
+        None,
     )
     http_api_port: int | None = option(
         "Port of these APIs, with the gRPC port's certificates and authorities; 0 takes a free one; unset: "
@@ -80,6 +83,12 @@ class PortOptions:
         60.0,
         minimum=1,
     )
+
+    @property
+    def served_apis(self) -> tuple[str, ...]:
+        """Names of the APIs over HTTP that are served, in the order in which they claim paths."""
+        chosen = {name.strip() for name in (self.http_api or "").split(",") if name.strip()}
+        return tuple(name for name in HTTP_APIS if name in chosen or (chosen and name == OPENAI_API))
 
 
 @in_group(Group.NODES)

@@ -46,6 +46,18 @@ class LauncherConfig(
         is_common=True,
     )
     revision: str | None = option("Revision of a model in the hub cache.", None, is_common=True)
+    tokenizer_name: str | None = option(
+        "Directory of another tokenizer, or the id of a model in the local hub cache that has it; unset: the "
+        "model's own.",
+        None,
+    )
+    sharded: bool | None = option(
+        "If no number of shards is given: true takes all GPUs that are counted, and there must be several; "
+        "false takes one shard.",
+        None,
+        takes_value=True,
+        group=Group.COMPATIBILITY,
+    )
     dtype_str: str | None = option("Older name of --dtype.", None, choices=DTYPES, group=Group.COMPATIBILITY)
     num_shard: int | None = option(
         "Tensor-parallel shards of each node; unset: NUM_GPUS, else on GPUs the number of entries in "
@@ -80,6 +92,17 @@ class LauncherConfig(
     home: str | None = option(
         "The hub cache is .cache/huggingface/hub below it if nothing else is set.", None, flag=False
     )
+    hf_token: Secret | None = option(
+        "Token of the hub for what is downloaded at the start, which is done under --compat only.",
+        None,
+        older_env="HUGGING_FACE_HUB_TOKEN",
+        flag=False,
+    )
+    hf_endpoint: str | None = option("Address of the hub for that; unset: Hugging Face's.", None, flag=False)
+    hf_hub_offline: str | None = option(
+        "1, true, yes or on: nothing is downloaded at the start.", None, flag=False
+    )
+    transformers_offline: str | None = option("Older name of HF_HUB_OFFLINE.", None, flag=False)
     cuda_visible_devices: str | None = option(
         "On GPUs, the number of its entries is the number of shards if none is given.", None, flag=False
     )
@@ -111,6 +134,24 @@ class LauncherConfig(
     )
     compat: str | None = option(
         "Also read the names of another server's options.", None, choices=COMPAT, group=Group.COMPATIBILITY
+    )
+    properties: str | None = option(
+        "With --compat lmi, the serving.properties file to read; unset: that of option.model_dir or else of "
+        "/opt/ml/model, if there is one.",
+        None,
+        group=Group.COMPATIBILITY,
+    )
+    strict_config: bool = option(
+        "With --compat lmi, refuse unknown option names instead of warning about them.",
+        False,
+        group=Group.COMPATIBILITY,
+    )
+    startup_timeout: float | None = option(
+        "Seconds within which all shards must have loaded the model at the start; later the launcher stops "
+        "everything and exits with 1. Unset: no limit.",
+        None,
+        minimum=0.1,
+        group=Group.LIFECYCLE,
     )
     env: bool = option(
         "Print versions, machine and settings to stderr first, then go on.",

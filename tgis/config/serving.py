@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from tgis.config.option import Group, in_group, option
 
 SERVICE_NAME = "text-generation-inference.router"
+JSON_FORM, JSON_LINES_FORM, SSE_FORM, TGI_FORM = "json", "jsonlines", "sse", "tgi_compat"
 SHORT_SEQUENCE = "max_sequence_length ({value}) must be at least 2 (1 input + 1 output)"
 
 
@@ -40,11 +41,44 @@ class ServingOptions:
         is_common=True,
     )
     max_top_n_tokens: int = option("Upper bound of a request's top_n_tokens.", 10, minimum=1)
+    max_input_tokens: int | None = option(
+        "Limit of a request's input tokens; unset: what --max-sequence-length leaves.", None, minimum=1
+    )
+    max_best_of: int | None = option(
+        "Upper bound of `best_of`, the number of texts of which a request gets the best; unset: 2 in TGI's "
+        "API, 128 in others.",
+        None,
+        minimum=1,
+    )
+    max_stop_sequences: int | None = option(
+        "Upper bound of a request's number of stop sequences in TGI's API, and in others if theirs is less; "
+        "unset: 4 in TGI's, 16 in OpenAI's and LMI's, 6 over gRPC.",
+        None,
+        minimum=1,
+    )
+    max_client_batch_size: int | None = option(
+        "Most prompts of a request to OpenAI's /v1/completions, and inputs of one to LMI's; unset: 128.",
+        None,
+        minimum=1,
+    )
+    disable_grammar_support: bool = option("Refuse requests whose text must match a grammar.", False)
+    lmi_output_formatter: str | None = option(
+        "Form of all answers of LMI's API; unset: json, and jsonlines for requests that ask for a stream.",
+        None,
+        choices=(JSON_FORM, JSON_LINES_FORM, SSE_FORM, TGI_FORM),
+        group=Group.NETWORK,
+    )
     served_model_name: str | None = option(
         "Names of the model for APIs that name it, separated by commas; unset: --model-name, of a path only "
         "the last folder.",
         None,
         group=Group.MODEL,
+    )
+    compute_type: str | None = option(
+        "Kind of machine that TGI's API names in `x-compute-type`; unset: gpu if the launcher finds GPUs to "
+        "use, else cpu.",
+        None,
+        group=Group.COMPATIBILITY,
     )
     metrics_alias: str | None = option(
         "Also export metrics under the names of another server, for its dashboards and autoscalers.",
@@ -54,6 +88,12 @@ class ServingOptions:
     )
     chat_template: str | None = option(
         "File of the template that makes a prompt of a chat, in Jinja2's language; unset: the model's.",
+        None,
+        group=Group.MODEL,
+    )
+    tokenizer_config_path: str | None = option(
+        "File read instead of the tokenizer's tokenizer_config.json for the chat template and the texts of "
+        "special tokens; its template is used before those in other files of the model.",
         None,
         group=Group.MODEL,
     )
@@ -114,12 +154,29 @@ class ServingOptions:
         maximum=16,
         group=Group.MEMORY,
     )
+    reserve_output: bool = option(
+        "Begin a request only when the cache has room for its input and all tokens that it may generate, so "
+        "that no running request ever gives up its blocks to another.",
+        False,
+        group=Group.MEMORY,
+    )
     decode_step_ms: float = option(
         "Predicted time that a step may take while requests are decoding. Prompts are cut into chunks that "
         "fit, and none gets more of a step than those requests do.",
         250.0,
         minimum=1,
         group=Group.MEMORY,
+    )
+    first_token_timeout: float | None = option(
+        "Seconds within which a text must have its first token, from its acceptance on; later it fails. "
+        "Unset: no limit.",
+        None,
+        minimum=0.001,
+    )
+    next_token_timeout: float | None = option(
+        "Seconds within which each further token of a text must come; later the text fails. Unset: no limit.",
+        None,
+        minimum=0.001,
     )
     shutdown_timeout: float = option(
         "Seconds that requests in flight get to finish after SIGTERM.", 30.0, minimum=0, group=Group.LIFECYCLE

@@ -34,10 +34,11 @@ from huggingface_hub.utils.logging import set_verbosity_error
 
 from tgis.errors import OperatorError
 from tgis.hub.cache import cache_entry
+from tgis.hub.download_progress import logged_progress
 
 logger = logging.getLogger(__name__)
 
-META_EXTENSIONS = (".json", ".py", ".model", ".md")
+META_EXTENSIONS = (".json", ".py", ".model", ".md", ".jinja")
 NOT_FETCHED = ("arguments", "args", "training")
 NAME_ON_DISK = re.compile(r"\w[\w.+=-]*")  # allowed form of the hub's names that become parts of paths
 TOKENIZER_NAMES = re.compile(r"vocab\.txt|merges\.txt|.*\.tiktoken")
@@ -79,6 +80,10 @@ class RemoteFile:
     @property
     def is_whole(self) -> bool:
         return self.blob.is_file() and self.size in (None, _size(self.blob))
+
+    @property
+    def num_received(self) -> int:
+        return _size(self.blob) or _size(self.part)
 
     def has_checksum(self, path: Path) -> bool:
         """Return True if `path` has the ETag's checksum, or if the ETag is not a checksum."""
@@ -137,7 +142,9 @@ class Repository:
         with self._errors_in_one_line():
             files = self._in_threads(self._describe, list(names))
             self._check_space(files)
-            self._in_threads(self._fetch, files)
+            num_bytes = sum(file.size or 0 for file in files)
+            with logged_progress(self.name, num_bytes, lambda: sum(file.num_received for file in files)):
+                self._in_threads(self._fetch, files)
             self._write_reference()
 
     def _describe(self, name: str) -> RemoteFile:

@@ -35,6 +35,25 @@ def has_tokenizer_to_convert(directory: Path) -> bool:
     return any(any(directory.glob(pattern)) for pattern in TOKENIZER_FILES)
 
 
+def is_complete(directory: Path) -> bool:
+    """Return True if a config.json and all weights that can be served are there. Raises
+    ModelNotFoundError."""
+    has_config = (directory / "config.json").is_file()
+    return has_config and any(_has_weights(directory, pattern) for pattern in WEIGHT_FILES)
+
+
+def _has_weights(directory: Path, pattern: str) -> bool:
+    """Return True if there are files of that kind, and all that an index of them names."""
+    indices = [read_json(directory, path.name) for path in directory.glob(f"{pattern}.index.json")]
+    if not indices:
+        return any(path.is_file() for path in directory.glob(pattern))
+    named = [index.get("weight_map") for index in indices]
+    return any(
+        isinstance(files, dict) and all((directory / str(name)).is_file() for name in {*files.values()})
+        for files in named
+    )
+
+
 def fingerprint(directory: Path) -> str:
     """Hash configuration, names and sizes of weight files to 16 hex digits. Raises ModelNotFoundError."""
     files = sorted(path for pattern in WEIGHT_FILES for path in directory.glob(pattern))

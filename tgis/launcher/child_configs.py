@@ -15,6 +15,7 @@ from tgis.launcher.plan import Plan
 from tgis.launcher.run_files import RunFiles
 from tgis.logs import Scalar, process_fields
 from tgis.net.addresses import TcpAddress
+from tgis.process.gpus import has_gpus
 
 C = TypeVar("C", RouterConfig, ShardConfig)
 
@@ -69,6 +70,7 @@ class ChildConfigs:
             "otlp_service_name": self.launcher.otlp_service_name if self.launcher.otlp_endpoint else None,
             "served_model_name": self.launcher.served_model_name
             or served_name(self.launcher.model_name, self._plan.model_path),
+            "compute_type": self._compute_type(),
             "auth_tokens_path": self._auth_tokens_path(),
             "adapter_roots": self._adapter_roots(),
             "shard_addresses": str(addresses) if self.uses_tcp else None,
@@ -103,6 +105,12 @@ class ChildConfigs:
                 "rendezvous_fd": listener if rank == 0 else None,
             }
         return self._derive(ShardConfig, own)
+
+    def _compute_type(self) -> str:
+        """Return the kind of machine that clients are told."""
+        config = self.launcher
+        is_cuda = config.device != "cpu" and has_gpus(config.cuda_visible_devices)
+        return config.compute_type or ("gpu" if is_cuda else "cpu")
 
     def _auth_tokens_path(self) -> str | None:
         tokens = self.launcher.auth_tokens

@@ -77,7 +77,8 @@ class Leader:
 
     async def _run_group(self, nodes: Sequence[Node], rendezvous: Rendezvous) -> None:
         """Run the shards and the router or, headless, health endpoints. Raises LaunchError when one ends."""
-        group = ShardGroup(nodes, rendezvous, self._addresses if self._configs.uses_tcp else None)
+        addresses = self._addresses if self._configs.uses_tcp else None
+        group = ShardGroup(nodes, rendezvous, addresses, self._config.startup_timeout)
         shards = asyncio.create_task(group.run())
         ends: list[asyncio.Task[None] | asyncio.Task[End]] = [shards]
         try:

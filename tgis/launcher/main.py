@@ -3,23 +3,25 @@
 import asyncio
 import logging
 import signal
+from collections.abc import Coroutine
+from typing import Any
 
 from tgis.config.processes import LauncherConfig
 from tgis.launcher.follower import Follower
 from tgis.launcher.leader import Leader
 from tgis.launcher.plan import make_plan
+from tgis.launcher.startup_downloads import download_missing
 
 logger = logging.getLogger(__name__)
 
 
 def run(config: LauncherConfig) -> None:
-    """Run this node's launcher until a clean stop. Raises what `make_plan`, Leader and Follower raise."""
+    """Run this node's launcher until a clean stop. Raises what `download_missing`, `make_plan`, Leader and
+    Follower raise."""
     asyncio.run(_run(config))
 
 
 async def _run(config: LauncherConfig) -> None:
-    plan = make_plan(config)
-    node = (Follower if config.node_rank else Leader)(config, plan)
     stopping, aborting = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
@@ -27,6 +29,25 @@ async def _run(config: LauncherConfig) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    if await _finish(download_missing(config), stopping):
+        await _run_node(config, stopping, aborting)
+
+
+async def _finish(work: Coroutine[Any, Any, None], stopping: asyncio.Event) -> bool:
+    """Wait for `work`. Cancel it and return False if the launcher is told to stop first."""
+    task, stop = asyncio.create_task(work), asyncio.create_task(stopping.wait())
+    await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
+    if is_finished := task.done():
+        stop.cancel()
+        task.result()
+    task.cancel()
+    await asyncio.wait((task,))
+    return is_finished
+
+
+async def _run_node(config: LauncherConfig, stopping: asyncio.Event, aborting: asyncio.Event) -> None:
+    plan = make_plan(config)
+    node = (Follower if config.node_rank else Leader)(config, plan)
     logger.info("loading %s on %d shards", plan.model_path, plan.num_shards)
     main = asyncio.create_task(node.run())
     stop, abort = asyncio.create_task(stopping.wait()), asyncio.create_task(aborting.wait())

@@ -10,9 +10,9 @@ from tgis.config.processes import LauncherConfig
 from tgis.config.serving import SHORT_SEQUENCE
 from tgis.errors import OperatorError
 from tgis.hub import model_files
-from tgis.hub.cache import cache_root, find_model
+from tgis.hub.cache import cache_root, find_model, find_model_files
 from tgis.hub.startup_adapters import resolve_adapter_options
-from tgis.process.gpus import has_gpus
+from tgis.process.gpus import count_gpus, has_gpus
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +20,7 @@ MIN_LENGTH = 2
 END_S = 5.0  # time for processes to exit after the last request has ended
 GIVE_UP_S = 12.0  # time for the router to end its calls when the shards are not started again
 TOKENIZER = "tokenizer.json"
+ALL_DEVICES = (None, "all", "void")  # lists of visible devices that name none
 
 
 class LaunchError(OperatorError):
@@ -31,11 +32,13 @@ class Plan:
     """Facts about the model and the shards, derived before any process is started."""
 
     model_path: Path
+    tokenizer_path: Path
+    """Directory of the tokenizer's files."""
     max_sequence_length: int
     dtype: str | None
     num_shards: int
     has_fast_tokenizer: bool
-    """True if the model has a tokenizer.json; otherwise one is made at the start."""
+    """True if there is a tokenizer.json; otherwise one is made at the start."""
     adapters: AdapterOptions
     fingerprint: str
     """Fingerprint of the model's configuration and weights, by the names and sizes of their files."""
@@ -50,28 +53,37 @@ def make_plan(config: LauncherConfig) -> Plan:
     _check_budget(config)
     is_cuda = config.device != "cpu" and has_gpus(config.cuda_visible_devices)
     num_shards = count_shards(config, is_cuda)
-    cache = _cache_root(config)
+    _warn_of_older_names(config)
+    cache = hub_cache(config)
     path = find_model(config.model_name, config.revision, cache)
     model_config = model_files.read_config(path)
-    has_fast = (path / TOKENIZER).is_file()
-    if not has_fast and not model_files.has_tokenizer_to_convert(path):
+    tokenizer = _find_tokenizer(config.tokenizer_name, cache) if config.tokenizer_name else path
+    has_fast = (tokenizer / TOKENIZER).is_file()
+    if not has_fast and not model_files.has_tokenizer_to_convert(tokenizer):
         raise LaunchError(f"No existing fast tokenizer ({TOKENIZER}) found")
-    length = _choose_length(config.max_sequence_length, model_config)
+    length = _choose_length(config.max_sequence_length, model_config, config.rope_factor)
+    if config.max_input_tokens is not None and config.max_input_tokens >= length:
+        raise LaunchError(
+            f"max_input_tokens ({config.max_input_tokens}) must be less than max_sequence_length ({length})"
+        )
     adapters = resolve_adapter_options(config, length, cache)
     dtype, fingerprint = config.dtype or config.dtype_str, model_files.fingerprint(path)
-    return Plan(path, length, dtype, num_shards, has_fast, adapters, fingerprint)
+    return Plan(path, tokenizer, length, dtype, num_shards, has_fast, adapters, fingerprint)
 
 
 def count_shards(config: LauncherConfig, is_cuda: bool) -> int:
     """Return the configured number of shards, else that of visible devices, else 1. Raises LaunchError."""
-    if config.num_shard and config.num_gpus and config.num_shard != config.num_gpus:
-        counts = f"({config.num_gpus} and {config.num_shard})"
-        raise LaunchError(f"NUM_GPUS and num_shard are set to different values {counts}")
-    if asked := config.num_shard or config.num_gpus:
+    asked = _asked_shards(config)
+    if config.sharded and asked == 1:
+        raise LaunchError("sharded is true, and num_shard is 1: leave one of both out")
+    if asked:
         return asked
-    devices = config.cuda_visible_devices
-    if devices is None:
-        devices = config.nvidia_visible_devices
+    if config.sharded:
+        return _count_gpus_to_share(config, is_cuda)
+    if config.sharded is False:
+        logger.info("1 shard, as no number of shards is given")
+        return 1
+    devices = _listed_devices(config)
     if devices is None:
         return 1
     if not is_cuda:
@@ -80,10 +92,45 @@ def count_shards(config: LauncherConfig, is_cuda: bool) -> int:
     return len(devices.split(","))
 
 
-def _cache_root(config: LauncherConfig) -> Path:
+def _asked_shards(config: LauncherConfig) -> int | None:
+    if config.num_shard and config.num_gpus and config.num_shard != config.num_gpus:
+        counts = f"({config.num_gpus} and {config.num_shard})"
+        raise LaunchError(f"NUM_GPUS and num_shard are set to different values {counts}")
+    return config.num_shard or config.num_gpus
+
+
+def _listed_devices(config: LauncherConfig) -> str | None:
+    devices = config.cuda_visible_devices
+    return config.nvidia_visible_devices if devices is None else devices
+
+
+def _count_gpus_to_share(config: LauncherConfig, is_cuda: bool) -> int:
+    """Return the number of visible GPUs. Raises LaunchError if there are not several."""
+    listed = _listed_devices(config)
+    visible = count_gpus() if listed in ALL_DEVICES else len((listed or "").split(","))
+    if not is_cuda or visible < 2:
+        raise LaunchError(
+            f"sharded is true, which needs two visible GPUs or more, not {visible if is_cuda else 0}: "
+            "--num-shard sets another number of shards"
+        )
+    return visible
+
+
+def _find_tokenizer(name: str, cache: Path) -> Path:
+    try:
+        return find_model_files(name, None, cache)
+    except model_files.ModelNotFoundError as error:
+        raise LaunchError(f"tokenizer_name: {name} is neither a directory nor in the hub cache") from error
+
+
+def _warn_of_older_names(config: LauncherConfig) -> None:
     for name in ("transformers_cache", "huggingface_hub_cache"):
         if getattr(config, name):
             logger.warning("%s is an older name of HF_HUB_CACHE", name.upper())
+
+
+def hub_cache(config: LauncherConfig) -> Path:
+    """Return the root of the hub cache. Raises CacheConflictError."""
     return cache_root(
         config.hf_hub_cache,
         config.transformers_cache,
@@ -106,7 +153,7 @@ def _check_budget(config: LauncherConfig) -> None:
         )
 
 
-def _choose_length(asked: int | None, model_config: dict[str, Any]) -> int:
+def _choose_length(asked: int | None, model_config: dict[str, Any], rope_factor: float | None = None) -> int:
     """Return the longest sequence in tokens, input and output together. Raises LaunchError."""
     of_model = model_files.length_of_model(model_config)
     length = asked or of_model or model_files.DEFAULT_LENGTH
@@ -114,6 +161,9 @@ def _choose_length(asked: int | None, model_config: dict[str, Any]) -> int:
     logger.info("max_sequence_length is %d (%s)", length, source)
     if length < MIN_LENGTH:
         raise LaunchError(SHORT_SEQUENCE.format(value=length))
-    if of_model and length > of_model:
+    if of_model and length > of_model * (rope_factor or 1):
         logger.warning("max_sequence_length %d is more than the model's %d", length, of_model)
+    elif of_model and rope_factor and not asked:
+        most = int(of_model * rope_factor)
+        logger.info("rope_factor allows a max_sequence_length of %d, but does not set it", most)
     return length

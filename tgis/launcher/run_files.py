@@ -29,7 +29,7 @@ class RunFiles:
 
     @property
     def tokenizer_path(self) -> Path:
-        return self._plan.model_path if self._plan.has_fast_tokenizer else self.path / "tokenizer"
+        return self._plan.tokenizer_path if self._plan.has_fast_tokenizer else self.path / "tokenizer"
 
     def write(self, name: str, text: str) -> Path:
         """Write a file that only this user can read, and return its path."""
@@ -72,7 +72,7 @@ class RunFiles:
         """Convert the tokenizer in a child, because the libraries for it are large. Raises LaunchError."""
         logger.info("the model has no %s: converting its tokenizer", TOKENIZER)
         self.tokenizer_path.mkdir()
-        arguments = [str(self._plan.model_path.absolute()), "--output-path", str(self.tokenizer_path)]
+        arguments = [str(self._plan.tokenizer_path.absolute()), "--output-path", str(self.tokenizer_path)]
         command = ["convert-to-fast-tokenizer", *arguments]
         converter = Child("tokenizer", command, "Tokenizer: ", fields=self._line_fields)
         try:

@@ -41,15 +41,22 @@ def port_rendezvous(host: str, epoch: int) -> Iterator[tuple[str, int]]:
 
 
 class ShardGroup:
-    def __init__(self, nodes: Sequence[Node], rendezvous: Rendezvous, addresses: Path | None) -> None:
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        rendezvous: Rendezvous,
+        addresses: Path | None,
+        startup_timeout: float | None = None,
+    ) -> None:
         """Take the nodes. `addresses` is the file for the shards' addresses if they are reached over TCP."""
         self._nodes, self._rendezvous, self._addresses = nodes, rendezvous, addresses
+        self._startup_timeout = startup_timeout
         self._epoch = 0
         self.is_serving = self.has_served = False
 
     async def run(self) -> None:
         """Keep the shards running. Raises LaunchError after too many restarts, or a refusal at the start."""
-        await self._start_first()
+        await self._start_first_in_time()
         crashes: list[float] = []
         while True:
             end, now = await first_end(node.wait() for node in self._nodes), time.monotonic()
@@ -65,6 +72,17 @@ class ShardGroup:
 
     async def kill(self) -> None:
         await asyncio.gather(*(node.kill() for node in self._nodes))
+
+    async def _start_first_in_time(self) -> None:
+        """Start the shards for the first time. Raises LaunchError, also if that takes too long."""
+        try:
+            async with asyncio.timeout(self._startup_timeout) as limit:
+                await self._start_first()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            text = f"the model was not loaded within {self._startup_timeout:g} s: see --startup-timeout"
+            raise LaunchError(text) from None
 
     async def _start_first(self) -> None:
         """Start the shards for the first time, while nodes may come and go. Raises LaunchError."""

@@ -56,7 +56,12 @@ class LimitedApp(BaseRoute):
 
 
 def find_route(routes: Iterable[BaseRoute], scope: Any) -> LimitedRoute | LimitedApp | None:
+    """Return the route with limits of its own that serves a request; None if there is none, or if a usual
+    route is before it."""
     for route in routes:
-        if isinstance(route, LimitedRoute | LimitedApp) and route.matches(scope)[0] is not Match.NONE:
+        match = route.matches(scope)[0]
+        if isinstance(route, LimitedRoute | LimitedApp) and match is not Match.NONE:
             return route
+        if match is Match.FULL:
+            return None
     return None

@@ -29,6 +29,8 @@ class End:
     text: str
     is_refusal: bool = False
     """True if it exited with status 1 and a line that says why; another start would end the same way."""
+    is_success: bool = False
+    """True if it exited with status 0."""
 
 
 class Child:
@@ -43,12 +45,15 @@ class Child:
         has_heartbeat: bool = False,
         fds: Sequence[int] = (),
         fields: Mapping[str, Scalar] | None = None,
+        own_env: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Describe the child without starting it.
 
-        The parent's variables replace those of `env`. A child with a heartbeat is killed if it hangs. With
-        `fields`, every line of its output becomes a JSON object that has these fields, without the prefix."""
+        The parent's variables replace those of `env`, and those of `own_env` replace the parent's. A child
+        with a heartbeat is killed if it hangs. With `fields`, every line of its output becomes a JSON object
+        that has these fields, without the prefix."""
         self.name, self._arguments, self._line_prefix, self._env = name, arguments, line_prefix, env
+        self._own_env = own_env
         self._fields = fields
         self._has_heartbeat, self._is_hung, self._fds = has_heartbeat, False, tuple(fds)
         self.first_heartbeat = asyncio.Event()
@@ -82,7 +87,7 @@ class Child:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**self._env, **os.environ},
+            env={**self._env, **os.environ, **self._own_env},
             preexec_fn=functools.partial(die_with, os.getpid()),
             process_group=0,  # a terminal's Ctrl-C must reach the parent only
         )
@@ -118,7 +123,8 @@ class Child:
         code = await process.wait()
         if self._watch is not None:
             self._watch.cancel()
-        return End(self._describe(code), not self._is_hung and code == 1 and bool(self._error))
+        is_refusal = not self._is_hung and code == 1 and bool(self._error)
+        return End(self._describe(code), is_refusal, code == 0)
 
     def _print(self, line: str) -> None:
         text = self._line_prefix + line if self._fields is None else to_json(line, self._fields)

@@ -16,7 +16,6 @@ import grpc
 import uvloop
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from starlette.routing import Route
 
 from tgis.config.processes import RouterConfig
 from tgis.config.serving import SERVICE_NAME
@@ -34,10 +33,13 @@ from tgis.router.api.grpc.refusal_pacing import RefusalPacing
 from tgis.router.api.grpc.server_options import grpc_options
 from tgis.router.api.grpc.servicer import GenerationServicer
 from tgis.router.api.grpc.slow_clients import SlowClients
+from tgis.router.api.http.http_api import HttpApi
+from tgis.router.api.http.lmi.routes import lmi_api
 from tgis.router.api.http.openai.models import Models, served_names
-from tgis.router.api.http.openai.routes import openai_routes
+from tgis.router.api.http.openai.routes import openai_api
 from tgis.router.api.http.openai.service_parts import OpenAiApi
 from tgis.router.api.http.ports import HttpPorts
+from tgis.router.api.http.tgi.routes import tgi_api
 from tgis.router.api.service import GenerationService
 from tgis.router.chat.formats.registry import choose_formats
 from tgis.router.chat.renderer import ChatRenderer
@@ -49,7 +51,7 @@ from tgis.router.grammar.compiler import GrammarCompiler
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.metrics.resource_counts import check_balance, count_descriptors
 from tgis.router.requests.accounting import Accounting
-from tgis.router.requests.doors import FMAAS, OPENAI
+from tgis.router.requests.doors import FMAAS, OPENAI, TGI
 from tgis.router.requests.span_protocols import SERVICE
 from tgis.router.requests.tracing import open_tracing
 from tgis.router.requests.validation import RequestLimits, Validator
@@ -87,7 +89,7 @@ class _Router:
         self._tracing = open_tracing(config.otlp_endpoint, config.otlp_service_name or SERVICE_NAME)
         self._grammar_compiler = GrammarCompiler()
         self._health = Health(SERVICE)
-        self._metrics.ready.follow(lambda: self._health.is_ready)
+        self._metrics.ready.follow(self._is_ready)
         self._certificates = port_certificates(config)
         self._slow_clients = SlowClients(config.slow_reader_timeout)
         self._pacing, self._memory = RefusalPacing(), MemoryRelease()
@@ -103,9 +105,10 @@ class _Router:
         self._server = self._build_server()
         self._template = self._load_template()
         self._renderer = ChatRenderer(self._template, metrics=self._metrics)
-        self._http = HttpPorts(
-            config, lambda: self._health.is_ready, self._metrics, self._api_routes(), self._certificates
-        )
+        self._http = HttpPorts(config, self._is_ready, self._metrics, self._apis(), self._certificates)
+
+    def _is_ready(self) -> bool:
+        return self._health.is_ready
 
     def _build_service(self) -> GenerationService:
         config, metrics, engine = self._config, self._metrics, self._engine.handle
@@ -125,13 +128,14 @@ class _Router:
     def _load_template(self) -> ChatTemplate | None:
         """Return the model's chat template, if there is one and chats are served. Raises StartupError."""
         config = self._config
-        return load_template(Path(config.tokenizer_path), config.chat_template) if config.http_api else None
-
-    def _api_routes(self) -> list[Route] | None:
-        if not self._config.http_api:
+        if not config.http_api:
             return None
+        return load_template(Path(config.tokenizer_path), config.chat_template, config.tokenizer_config_path)
+
+    def _apis(self) -> list[HttpApi]:
+        """Return all APIs over HTTP, in the order in which they claim paths. Raises StartupError."""
         config, engine, template = self._config, self._engine.handle, self._template
-        names = served_names(config.served_model_name, config.tokenizer_path)
+        names = _served_names(config)
         api = OpenAiApi(
             self._service,
             self._renderer,
@@ -148,7 +152,9 @@ class _Router:
             ),
             adapter_roots=_adapter_roots(config),
         )
-        return openai_routes(api)
+        served = (api, self._is_ready, config)
+        others = [lmi_api(*served), tgi_api(*served)]
+        return [*others, openai_api(api, (each for each in others if each.door.name in config.served_apis))]
 
     def _build_server(self) -> grpc.aio.Server:
         config, failures = self._config, self._metrics.request_failure
@@ -278,6 +284,14 @@ def _adapter_roots(config: RouterConfig) -> tuple[str, ...] | None:
     return tuple(filter(None, roots)) if config.runtime_adapters else None
 
 
+def _served_names(config: RouterConfig) -> tuple[str, ...]:
+    """Return the names of the model, of which `tgi` is one for TGI's clients. Raises StartupError."""
+    if not config.served_apis:
+        return ("model",)
+    names = served_names(config.served_model_name, config.tokenizer_path)
+    return (*names, TGI.name) if TGI.name in config.served_apis and TGI.name not in names else names
+
+
 def open_metrics(config: RouterConfig) -> Metrics:
     """Return the metrics of a router. Raises StartupError."""
     assert config.max_sequence_length is not None, "the launcher says how long a sequence may be"
@@ -291,7 +305,7 @@ def open_metrics(config: RouterConfig) -> Metrics:
 
 
 def _log_ports(config: RouterConfig, grpc_port: int, http_port: int, api_port: int | None) -> None:
-    named = [("gRPC", grpc_port), ("HTTP", http_port), (f"{config.http_api} API", api_port)]
+    named = [("gRPC", grpc_port), ("HTTP", http_port), (f"{', '.join(config.served_apis)} API", api_port)]
     places = ", ".join(f"{name} on {config.bind}:{port}" for name, port in named if port is not None)
     logger.info("serving %s", places)
 
@@ -309,6 +323,11 @@ def _limits(config: RouterConfig) -> RequestLimits:
         include_stop_sequence=config.default_include_stop_seqs,
         watermark_gamma=config.watermark_gamma,
         watermark_delta=config.watermark_delta,
+        max_input_tokens=config.max_input_tokens,
+        max_best_of=config.max_best_of,
+        max_stop_sequences=config.max_stop_sequences,
+        max_client_batch_size=config.max_client_batch_size,
+        allows_guided=not config.disable_grammar_support,
     )
 
 

@@ -8,6 +8,7 @@ RouterError
 ├── PayloadTooLargeError INVALID_ARGUMENT   the request has too many bytes
 ├── OverloadedError     RESOURCE_EXHAUSTED  no room now, try again
 ├── SlowClientError     RESOURCE_EXHAUSTED  the client does not read its answer
+├── TimedOutError       DEADLINE_EXCEEDED   no token came within the operator's time limit
 ├── UnavailableError    UNAVAILABLE         shutting down, or the shards stayed away too long
 └── GenerationError     its own             an accepted request could not be served
 
@@ -26,6 +27,7 @@ class Code(Enum):
 
     INVALID_ARGUMENT = auto()
     RESOURCE_EXHAUSTED = auto()
+    DEADLINE_EXCEEDED = auto()
     UNAVAILABLE = auto()
     INTERNAL = auto()
 
@@ -60,6 +62,11 @@ class RequestError(RouterError):
 class InputTooLongError(RequestError):
     """Request error for an input that leaves too little room for a text."""
 
+    def __init__(self, text: str, num_inputs: int, parameter: str = "text") -> None:
+        super().__init__(text, parameter)
+        self.num_inputs = num_inputs
+        """Number of input tokens, or the least that it can be."""
+
 
 class QuotingError(RequestError):
     """Request error that may quote the request after its first colon. Only its client sees that part."""
@@ -89,6 +96,15 @@ class SlowClientError(RouterError):
 
     def __init__(self) -> None:
         super().__init__("the client does not read its answer")
+
+
+class TimedOutError(RouterError):
+    code = Code.DEADLINE_EXCEEDED
+
+    def __init__(self, limit_s: float, is_first: bool) -> None:
+        super().__init__(f"no token came within {limit_s:g} s")
+        self.limit_s, self.is_first = limit_s, is_first
+        """The time limit, and whether it is that of the first token."""
 
 
 class UnavailableError(RouterError):

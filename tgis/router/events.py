@@ -49,7 +49,17 @@ class Failed:
     message: str
 
 
-Event = InputTokens | TokenDetail | Ended | Failed
+@dataclass(frozen=True)
+class TimedOut:
+    """Final event of a generation whose token did not come in time."""
+
+    limit_s: float
+    is_first: bool
+    """True if the limit is that of the first token."""
+
+
+Failure = Failed | TimedOut
+Event = InputTokens | TokenDetail | Ended | Failure
 """Event of the engine, with token ids and no text. A token that is not the last is an event by itself."""
 
 

@@ -1,6 +1,7 @@
 """Templates and special tokens are found where transformers finds them."""
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,47 @@ def test_other_places(tmp_path: Path) -> None:
     assert load(tmp_path) == ChatTemplate("old", tool_use="more")
     write(tmp_path, own_jinja="own")
     assert load(tmp_path, str(tmp_path / "own.jinja")) == ChatTemplate("own")
+
+
+def test_another_file_than_the_tokenizer_s(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It counts before every file of the model, for the template and for the texts of special tokens."""
+
+    def load_with(file: str | None, config: dict[str, object]) -> tuple[ChatTemplate | None, str]:
+        write(tmp_path, mine_json=config)
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            found = load_template(model, file, str(tmp_path / "mine.json"))
+        return found, caplog.text
+
+    model = tmp_path / "model"
+    model.mkdir()
+    write(
+        model,
+        tokenizer_config_json={"chat_template": "config", "bos_token": "<s>", "eos_token": "</s>"},
+        special_tokens_map_json={"bos_token": "<map>", "pad_token": "<pad>"},
+        chat_template_json={"chat_template": "old"},
+    )
+    own: dict[str, object] = {"chat_template": "mine", "bos_token": "<mine>"}
+    tokens = {"bos_token": "<mine>", "pad_token": "<pad>"}
+    found, text = load_with(None, own)
+    assert found == ChatTemplate("mine", special_tokens=tokens)
+    assert f"chats use the template of {tmp_path}/mine.json" in text
+    found, text = load_with(None, {"bos_token": "<mine>"})
+    assert found == ChatTemplate("old", special_tokens=tokens), "the model's own file is not read"
+    assert f"chats use the template of {model}/chat_template.json" in text
+    write(model, chat_template_jinja="newest")
+    found, text = load_with(None, own)
+    assert found == ChatTemplate("mine", special_tokens=tokens)
+    found, text = load_with(None, {})
+    assert found is not None
+    assert found.default == "newest"
+    assert f"chats use the template of {model}/chat_template.jinja" in text
+    write(tmp_path, given_jinja="given")
+    found, text = load_with(f"{tmp_path}/given.jinja", own)
+    assert found == ChatTemplate("given", special_tokens=tokens)
+    assert f"chats use the template of {tmp_path}/given.jinja" in text
+    with pytest.raises(StartupError, match=r"^tokenizer_config_path: .*none\.json is not a file$"):
+        load_template(model, None, str(tmp_path / "none.json"))
 
 
 def test_what_cannot_be_used_is_one_line(tmp_path: Path) -> None:

@@ -104,6 +104,8 @@ class Outcome:
             self.metrics,
             max_batch_size=64,
             rope_switch_len=0,
+            reserves_output=False,
+            token_timeouts=(None, None),
             proposer=proposer,
             budget=TokenBudget(1000, 1.0),
             steps_in_flight=2,

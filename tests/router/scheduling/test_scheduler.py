@@ -1,7 +1,7 @@
 """Random workloads through scheduler, blocks and messages, against the plain model of a shard: late answers,
 cancels, stops that only the router sees, refused rows, preemption, lost shards; decoder-only models and
 encoder-decoder ones, with and without a length that switches rotary frequencies, prompts and adapters, salts
-and siblings."""
+and siblings, and with and without reservation of whole lengths."""
 
 import random
 import zlib
@@ -105,7 +105,8 @@ class Workload:
         self.refuses = r.random() < 0.3
         max_sequences = r.randint(1, 8)
         self.proposer = self._proposer(random.Random(-1 - seed))
-        self.scheduler = Scheduler(self._pool(), max_sequences, self.switch_len, self.proposer)
+        self.reserves = random.Random(seed + (2 << 32)).random() < 0.15
+        self.scheduler = Scheduler(self._pool(), max_sequences, self.switch_len, self.proposer, self.reserves)
         self.max_sequences = max_sequences
         self.shard = self._shard()
         self.depth = r.randint(1, 3)
@@ -229,6 +230,8 @@ class Workload:
             assert self.scheduler.num_drafts == self.num_sent_drafts + self.shard.num_proposed
             assert self.scheduler.num_accepted_drafts == self.shard.num_right
             self.num_counted += self.shard.num_proposed
+        if self.reserves and not self.num_losses:  # after a loss, suspects run alone
+            assert self.scheduler.num_preemptions == 0
         assert self.scheduler.pool.num_used == 0
         counts = self.scheduler.pool.resource_count, self.scheduler.rows.resource_count
         assert all(count.is_balanced for count in counts)
@@ -389,6 +392,8 @@ class Workload:
         row_counts = self.scheduler.rows.resource_count
         for sequence in self.scheduler.running:
             blocks = [*sequence.cross_blocks, *sequence.block_table]
+            if self.reserves:
+                assert len(sequence.block_table) == -(-(sequence.max_tokens - 1) // self.block_size)
             assert len(set(blocks)) == len(blocks)
             holders.update(blocks)
         owed = {step for step, _ in [*self.sent, *self.executed]}
@@ -417,13 +422,14 @@ def test_outcomes_never_depend_on_scheduling(batch: int) -> None:
 def test_the_workloads_meet_what_they_are_for() -> None:
     """Else the test above would show nothing."""
     met: Counter[str] = Counter()
-    for seed in range(200):
+    for seed in range(250):
         workload = Workload(seed)
         prompts = sum(sequence.prompt_len for sequence in workload.todo)
         inputs = sum(len(sequence.encoder_token_ids) for sequence in workload.todo)
         workload.run()
         scheduler, shard, kind = workload.scheduler, workload.shard, "cross " * workload.has_encoder
         met[kind + "preemptions"] += scheduler.num_preemptions
+        met[kind + "reservations deferred"] += scheduler.num_deferred if workload.reserves else 0
         met[kind + "long"] += shard.num_long
         if not workload.num_losses + workload.num_refusals:
             met[kind + "hits"] += inputs > shard.num_encoded if kind else prompts > shard.num_computed
@@ -443,7 +449,7 @@ def test_the_workloads_meet_what_they_are_for() -> None:
             met["losses with drafts"] += workload.num_losses
             met["preemptions with drafts"] += scheduler.num_preemptions
     print(met)
-    assert len(met) == 27
+    assert len(met) == 29
     assert min(met.values()) > 10, met
 
 

@@ -21,6 +21,7 @@ from tests.support.shard.prompt_cases import Case
 from tests.support.shard.ranks import Ranks
 from tests.support.shard.relay import serve
 from tests.support.tokenizers.trained import write_byte_level
+from tests.support.watermark_detector import score
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.startup.load import load
@@ -140,6 +141,19 @@ def check_against_the_rules(
             assert token == best
             num_sure += 1
     assert num_sure > len(request.generated) // 2 > 0
+
+
+def test_a_watermark_is_found_and_only_where_there_is_one(runner: ModelRunner) -> None:
+    """By TGI's formula, in rows beside each other; by its share of green tokens, too."""
+    runner.reset()
+    mark = {"watermark_gamma": 0.25, "watermark_delta": 4.0}
+    samplings = [{**SAMPLE, "temperature": 3.0, "seed": i, **(mark if i % 2 else {})} for i in range(6)]
+    requests = [Request([5, 6, 7 + i], 100, sampling=sampling) for i, sampling in enumerate(samplings)]
+    Router(runner).run(list(requests))
+    scores = [score([each.prompt[-1], *each.generated], 0.25, 403) for each in requests]
+    assert max(scores[::2]) < 4 < min(scores[1::2])
+    others = [score([each.prompt[-1], *each.generated], 0.5, 403) for each in requests]
+    assert max(others) < min(scores[1::2])
 
 
 def test_tokens_are_those_of_the_rules(runner: ModelRunner, oracle: Any) -> None:

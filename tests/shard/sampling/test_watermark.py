@@ -5,18 +5,10 @@ import random
 
 import numpy as np
 import pytest
-import torch
 
 from tests.support.plain_sampling import permute
+from tests.support.watermark_detector import list_green
 from tgis.shard.sampling.watermark import MAX_KEPT, green_tokens
-
-
-def tgi_green(previous: int, gamma: float, vocab_size: int) -> set[int]:
-    """As TGI's WatermarkLogitsProcessor seeds and draws."""
-    rng = torch.Generator(device="cpu")
-    rng.manual_seed(15485863 * previous)
-    order = torch.randperm(vocab_size, device="cpu", generator=rng)
-    return set(order[: int(vocab_size * gamma)].tolist())
 
 
 @pytest.mark.parametrize("vocab_size", [3, 99, 32_003])
@@ -28,7 +20,7 @@ def test_green_lists_are_those_of_tgi(vocab_size: int) -> None:
     assert found.shape == (len(previous), vocab_size)
     for line, token_id, gamma in zip(found, previous, gammas, strict=True):
         green = set(line.nonzero()[0].tolist())
-        assert green == tgi_green(token_id, gamma, vocab_size)
+        assert green == list_green(token_id, gamma, vocab_size)
         assert green == set(permute(token_id, vocab_size)[: int(vocab_size * gamma)])
 
 

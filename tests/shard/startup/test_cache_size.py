@@ -141,7 +141,9 @@ class Runner:
         pass
 
 
-def size_cache(device: Device, costs: Costs = Costs(), **other: Any) -> tuple[Runner, list[int]]:
+def size_cache(
+    device: Device, costs: Costs = Costs(), cache_fraction: float = 1, **other: Any
+) -> tuple[Runner, list[int]]:
     """Return the runner, and the numbers of blocks of all runners that were made."""
     made: list[int] = []
 
@@ -149,7 +151,7 @@ def size_cache(device: Device, costs: Costs = Costs(), **other: Any) -> tuple[Ru
         made.append(num_blocks)
         return Runner(device, costs, num_blocks)
 
-    on = replace(plain(CPU), memory=device, is_memory_shared=False, cache_divisor=1)
+    on = replace(plain(CPU), memory=device, is_memory_shared=False, cache_fraction=cache_fraction)
     options: dict[str, Any] = {"adapter_bytes": 0, "demand": DEMAND, "graph_sizes": SIZES} | other
     group = ProcessGroup(0, 1)
     runner = CacheSizing(
@@ -181,6 +183,14 @@ def test_the_cache_has_what_steps_and_graphs_leave() -> None:
     assert made == [1, int(left / 2)]
     assert list(runner.info.graph_sizes) == list(SIZES)
     assert find_free(device) >= 512 * MIB + device.total // 100
+
+
+def test_a_share_of_what_steps_and_graphs_leave() -> None:
+    device = Device(4 * GIB)
+    runner, made = size_cache(device, demand=LIMITED, cache_fraction=0.4)
+    left = 4096 - 300 - 90 - 4 - 512 - 230 - 4 * GIB // 50 / MIB
+    assert made == [1, int(left * 0.4 / 2)]
+    assert list(runner.info.graph_sizes) == list(SIZES)
 
 
 def test_no_more_than_requests_can_use() -> None:
@@ -290,7 +300,9 @@ def test_graphs_share_what_the_first_one_took() -> None:
 
 
 def test_what_is_missing() -> None:
-    budget = MemoryBudget(left=1000, step=100, num_ranks=2, divisor=1, adapter_bytes=30, graphs=50, margin=20)
+    budget = MemoryBudget(
+        left=1000, step=100, num_ranks=2, cache_fraction=1, adapter_bytes=30, graphs=50, margin=20
+    )
     assert budget.taken == 2 * (100 + 30 + 50 + 20)
     assert find_lack(budget, 2 * 140) == 0
     assert find_lack(budget, 2 * 100) == 40

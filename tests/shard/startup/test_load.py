@@ -222,16 +222,21 @@ def test_the_log_tells_what_fits(model_path: Path, caplog: pytest.LogCaptureFixt
     assert (fields["tokens"], fields["largest_step_tokens"]) == (32, 8 * 191), "memory is plentiful"
 
 
-@pytest.mark.parametrize("held", [0, 40])
-def test_the_cache_gets_a_quarter_of_what_the_largest_step_leaves(
-    model_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, held: int
+@pytest.mark.parametrize(("held", "fraction"), [(0, None), (40, None), (0, 0.1)])
+def test_the_cache_gets_a_share_of_what_the_largest_step_leaves(
+    model_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    held: int,
+    fraction: float | None,
 ) -> None:
-    """And of what soft prompts and adapters leave, `held` MiB."""
+    """A quarter unless another is asked for, and of what soft prompts and adapters leave, `held` MiB."""
     caplog.set_level("INFO")
     left, block_bytes = 160 * MIB, 4 * KIB
     monkeypatch.setattr(HostMemory, "memory_left", lambda _: left)
     monkeypatch.setattr(warm_up, "MAX_STEP_S", 100.0)
     options: dict[str, Any] = {"max_batch_size": 512, "max_sequence_length": 512}
+    options["kv_cache_memory_fraction"] = fraction
     if held:
         sizes = {"prompt_cache_size_mb": held - 30, "adapter_cache_size_mb": 30}
         options |= {"prefix_store_path": "/nowhere", **sizes}
@@ -240,7 +245,7 @@ def test_the_cache_gets_a_quarter_of_what_the_largest_step_leaves(
     assert (fields["tokens"], fields["largest_step_tokens"]) == (2048, 2048), "memory decides"
     step = fields["largest_step_gib"] * GIB
     assert 0 < step < left / 2
-    expected = (left - held * MIB - step) / 4 / block_bytes
+    expected = (left - held * MIB - step) * (fraction or 0.25) / block_bytes
     assert info.num_blocks == pytest.approx(expected, abs=MIB / 4 / block_bytes)
 
 

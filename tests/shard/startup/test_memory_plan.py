@@ -61,6 +61,13 @@ def test_a_rank_gets_its_part_of_a_quarter() -> None:
     assert MemoryBudget(left=1000, step=100, num_ranks=2, adapter_bytes=200).share == 50
 
 
+def test_a_rank_gets_its_part_of_the_share_that_is_asked_for() -> None:
+    assert MemoryBudget(left=1000, step=100, num_ranks=2, cache_fraction=0.6).share == 240
+    budget = MemoryBudget(30 * MIB, 3 * MIB, 2, cache_fraction=0.6)
+    with pytest.raises(CacheTooSmallError, match=r"but 7 MiB \(0\.6 of 30 MiB less 6 MiB for the largest"):
+        check_blocks(Demand(16, 300, 4, None), 14, MIB // 2, budget)
+
+
 def test_one_request_must_fit() -> None:
     demand = Demand(16, 100, 4, None)
     check_blocks(demand, 7, MIB, MemoryBudget(28 * MIB, 0, 1))

@@ -61,7 +61,9 @@ async def open_scene(
     info: pb.InfoResponse | None = None,
     library: Library | None = None,
     max_sequence_length: int = 200,
+    **options: Any,
 ) -> AsyncIterator[Scene]:
+    """`options` are further ones of the router."""
     path, r = str(directory / "shard"), random.Random(0)
     shard = FakeShard(info=info, library=library)
     server = ShardServer(shard, path)
@@ -70,6 +72,7 @@ async def open_scene(
         shard_uds_path=path,
         max_sequence_length=max_sequence_length,
         max_concurrent_requests=NUM_PLACES,
+        **options,
     )
 
     async def at_engine(kind: str, *values: Any) -> None:

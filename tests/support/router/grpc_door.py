@@ -84,15 +84,18 @@ async def open_door(
     tokens_path: Path | None = None,
     files: Files | None = None,
     info: shard_pb2.InfoResponse | None = None,
+    limits: RequestLimits = LIMITS,
+    **options: Any,
 ) -> AsyncIterator[Door]:
+    """`options` are further ones of the router's engine."""
     write_byte_level(directory, VOCAB_SIZE)
-    async with open_scene(directory, False, info) as scene:
+    async with open_scene(directory, False, info, **options) as scene:
         tokenizer, compiler, handle = (
             Tokenizer(directory, 1),
             GrammarCompiler(),
             RecordingHandle(scene.handle),
         )
-        service = _service(scene, handle, tokenizer, compiler)
+        service = _service(scene, handle, tokenizer, compiler, limits)
         failures = scene.metrics.request_failure
         interceptors: list[Any] = [
             ErrorInterceptor(SlowClients(60), RefusalPacing(), MemoryRelease(), failures)
@@ -127,9 +130,11 @@ async def door_channel(
         yield GenerationServiceStub(channel)
 
 
-def _service(scene: Scene, handle: Any, tokenizer: Tokenizer, compiler: GrammarCompiler) -> GenerationService:
+def _service(
+    scene: Scene, handle: Any, tokenizer: Tokenizer, compiler: GrammarCompiler, limits: RequestLimits
+) -> GenerationService:
     vocabulary, metrics = Vocabulary(tokenizer), scene.metrics
-    validator = Validator(tokenizer, LIMITS, compiler, metrics, handle.info)
+    validator = Validator(tokenizer, limits, compiler, metrics, handle.info)
     accounting = Accounting(metrics, Tracing(), 0)
     return GenerationService(
         handle, validator, tokenizer, lambda *_: vocabulary, ConcurrencyLimit(2), accounting

@@ -1,8 +1,8 @@
-"""OpenAI's API over a real socket, in this process and in front of an engine and a fake shard, which tells
+"""APIs over HTTP on a real socket, in this process and in front of an engine and a fake shard, which tells
 what its calls ask of the engine."""
 
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -19,15 +19,16 @@ from tgis.net.http_server import serve_listener
 from tgis.pb import shard_pb2
 from tgis.router.api.http.answer_accounts import AnswerAccounts
 from tgis.router.api.http.app import ApiGate, Phase, api_route, starlette_of
+from tgis.router.api.http.lmi.routes import lmi_api
 from tgis.router.api.http.openai.models import Models
-from tgis.router.api.http.openai.routes import openai_routes
+from tgis.router.api.http.openai.routes import openai_api
 from tgis.router.api.http.openai.service_parts import OpenAiApi
+from tgis.router.api.http.tgi.routes import tgi_api
 from tgis.router.api.service import GenerationService
 from tgis.router.chat.formats.registry import ChatFormats
 from tgis.router.engine.concurrency import ConcurrencyLimit
 from tgis.router.grammar.compiler import GrammarCompiler
 from tgis.router.requests.accounting import Accounting
-from tgis.router.requests.doors import OPENAI
 from tgis.router.requests.tracing import Tracing
 from tgis.router.requests.validation import RequestLimits, Validator
 from tgis.router.text.detokenizer import Vocabulary
@@ -45,6 +46,7 @@ class HttpDoor:
     vocabulary: Vocabulary
     url: str
     """Up to `/v1`, without it."""
+    gate: ApiGate
 
 
 @asynccontextmanager
@@ -59,12 +61,17 @@ async def open_http_door(
     library: Library | None = None,
     adapter_roots: tuple[str, ...] | None = None,
     formats: ChatFormats | None = None,
+    http_api: str = "openai",
+    lmi_output_formatter: str | None = None,
+    is_ready: Callable[[], bool] = lambda: True,
+    **options: Any,
 ) -> AsyncIterator[HttpDoor]:
     """Open a door; `renderer` is for chats, `tokens` a file of bearer tokens, `library` the
-    shard's adapters, and `adapter_roots` where clients may find them."""
+    shard's adapters, and `adapter_roots` where clients may find them. `options` are further ones of
+    the router's engine."""
     write_tokenizer(directory, VOCAB_SIZE)
     room = limits.max_sequence_length
-    async with open_scene(directory, False, info, library, max_sequence_length=room) as scene:
+    async with open_scene(directory, False, info, library, room, **options) as scene:
         tokenizer, compiler = Tokenizer(directory, 1), GrammarCompiler()
         handle, vocabularies = RecordingHandle(scene.handle), cache(partial(Vocabulary, tokenizer, False))
         vocabulary = vocabularies(True, frozenset())
@@ -82,17 +89,26 @@ async def open_http_door(
             service, renderer, models, vocabulary, limits, tokenizer, formats, adapter_roots=adapter_roots
         )
         path = None if tokens is None else str(tokens)
-        config = RouterConfig(tokenizer_path="", http_api="openai", auth_tokens_path=path)
-        routes = openai_routes(api)
-        gate = ApiGate(routes, config, scene.metrics.request_failure)
+        config = RouterConfig(
+            tokenizer_path="",
+            http_api=http_api,
+            auth_tokens_path=path,
+            lmi_output_formatter=lmi_output_formatter,
+        )
+        served = (api, is_ready, config)
+        others = [lmi_api(*served), tgi_api(*served)]
+        apis = [each for each in others if each.door.name in config.served_apis]
+        apis.append(openai_api(api, apis))
+        gate = ApiGate(apis, config, scene.metrics.request_failure)
         gate.phase = Phase.OPEN
-        app = AnswerAccounts(gate, OPENAI.name, routes, scene.metrics)
+        app = AnswerAccounts(gate, apis, scene.metrics)
+        probes = [route for each in apis for route in each.probes]
         listener = socket.create_server(("127.0.0.1", 0))
         try:
             async with serve_listener(
-                starlette_of([api_route(app, config, True)]), listener, config, None
+                starlette_of([*probes, api_route(app, apis, config, True)]), listener, config, None
             ) as port:
-                yield HttpDoor(scene, handle, tokenizer, vocabulary, f"http://127.0.0.1:{port}")
+                yield HttpDoor(scene, handle, tokenizer, vocabulary, f"http://127.0.0.1:{port}", gate)
         finally:
             tokenizer.close()
             compiler.close()

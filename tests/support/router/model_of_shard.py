@@ -6,7 +6,7 @@ sharing or bookkeeping changes an outcome or fails an assertion."""
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tgis.pb import shard_pb2 as pb
@@ -63,6 +63,10 @@ def column(values: list[int]) -> bytes:
     return array("i", values).tobytes()
 
 
+def reals(values: Iterable[float]) -> bytes:
+    return array("f", values).tobytes()
+
+
 @dataclass
 class Row:
     token_ids: list[int]
@@ -100,6 +104,8 @@ class ModelOfShard:
         self.num_proposed = self.num_right = 0
         self.script: list[int] | None = None
         """Tokens of every row, instead of those that follow from its prefix."""
+        self.logprob_of: Callable[[int], float] | None = None
+        """Log-probability of each token, wherever it is told; those of the top tokens are the same."""
         self.uses_seeds = False
         """True if the tokens of rows that sample depend on their seeds."""
         self.check_contents: Callable[[pb.OpenRow], None] = lambda message: None
@@ -148,7 +154,7 @@ class ModelOfShard:
         assert next(new_blocks, None) is next(draft_ids, None) is None
         rows, tokens, ended, proposed = zip(*sampled, strict=True) if sampled else ((), (), (), ())
         counts = list(map(len, tokens))
-        return pb.StepResponse(
+        response = pb.StepResponse(
             step_id=request.step_id,
             digest=zlib.crc32(repr(sampled).encode()),
             forward_ns=1000,
@@ -160,6 +166,24 @@ class ModelOfShard:
             input_details=details,
             errors=[pb.RowError(row=row, message="refused") for row in refused],
         )
+        if self.logprob_of is not None:
+            self._tell_logprobs(response)
+        return response
+
+    def _tell_logprobs(self, response: pb.StepResponse) -> None:
+        """Tell as many top tokens as the greediest row asks for: the first ones."""
+        assert self.logprob_of is not None
+        token_ids, rows = integers(response.token_ids), integers(response.rows)
+        response.logprobs = reals(map(self.logprob_of, token_ids))
+        num_top = max((self.rows[row].details.top_n for row in rows), default=0)
+        if num_top:
+            top = list(range(num_top)) * len(token_ids)
+            response.top_tokens.counts = column([num_top] * len(token_ids))
+            response.top_tokens.token_ids = column(top)
+            response.top_tokens.logprobs = reals(map(self.logprob_of, top))
+        for part in response.input_details:
+            ids = self.rows[part.row].token_ids[part.start : part.start + part.count]
+            part.logprobs = reals(map(self.logprob_of, ids))
 
     def _sample(self, row: Row, drafts: list[int]) -> Iterator[int]:
         for draft in [*drafts, None]:

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any
 
 from tgis.router.engine.handle import EngineInfo, Lease, Resume, SequenceId, SequenceSpec, TextSink, Ticket
-from tgis.router.events import Ended, Event, Failed, TokenDetail
+from tgis.router.events import Ended, Event, Failed, TimedOut, TokenDetail
 from tgis.router.sequence import StopReason
 
 HEADER_BYTES = 4
@@ -95,7 +95,7 @@ class SplitHandle:
                 elif event.token is not None:
                     _push(opened.sink, event.token, event.reason)
             yield event
-            if isinstance(event, Ended | Failed):
+            if isinstance(event, Ended | Failed | TimedOut):
                 return
 
     def cancel(self, sequence_id: SequenceId, keep: int | None = None) -> None:
@@ -111,7 +111,7 @@ class SplitHandle:
         if kind == "event":
             if (opened := self.opened.get(SequenceId(number))) is not None:
                 opened.events.put_nowait(value)
-                opened.is_over = isinstance(value, Ended | Failed)
+                opened.is_over = isinstance(value, Ended | Failed | TimedOut)
         elif (answer := self._answers.pop(number, None)) is not None and not answer.done():
             if isinstance(value, Exception):
                 answer.set_exception(value)

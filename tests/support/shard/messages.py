@@ -96,6 +96,8 @@ class Steps:
     num_blocks: int
     step_id: int = 0
     blocks: dict[int, list[int]] = field(default_factory=dict)
+    reserved_len: int = 0
+    """Tokens for which a row has blocks from the step on that opens it; 0 if it gets them as it grows."""
 
     def __post_init__(self) -> None:
         self.free = [*range(0, self.num_blocks, 2), *range(1, self.num_blocks, 2)]
@@ -114,7 +116,10 @@ class Steps:
         for row in [*closed, *(message.row for message in opened)]:
             self.free += self.blocks.pop(row, [])
         lasts = [end + len(ids) + own for (_, _, end), ids, own in zip(work, guesses, most, strict=True)]
-        new = [self._extend(row, last) for (row, _, _), last in zip(work, lasts, strict=True)]
+        new = [
+            self._extend(row, max(last, self.reserved_len))
+            for (row, _, _), last in zip(work, lasts, strict=True)
+        ]
         self.step_id += 1
         return pb.StepRequest(
             step_id=self.step_id,

@@ -19,5 +19,5 @@ def plain(device: torch.device) -> Platform:
         memory=HostMemory(),
         compiler=NOTHING_TO_COMPILE,
         is_memory_shared=True,
-        cache_divisor=4,
+        cache_fraction=0.25,
     )

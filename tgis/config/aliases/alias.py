@@ -28,6 +28,9 @@ class Alias:
     """Converter from the foreign value to the text of the service's own option; may raise ValueError."""
     also: tuple[tuple[str, object], ...] = ()
     """Further options of the service with the values that they get unless they are given."""
+    replaces_into: str | None = None
+    """Option that gets the value that this one's value replaces, unless it is given; None: two different
+    values are an error."""
     refusal_of: Callable[[str], str | None] | None = None
     """Check of the value: returns TGIS's message if it is out of range."""
 

@@ -25,7 +25,6 @@ HTTP_LIMITS = "--max-message-bytes and --max-metadata-bytes bound what a request
 IN_MEMORY = "--adapter-cache-size-mb says how much memory adapters may take, whatever their number and rank"
 LOCAL_LOGS = "a request is one line of the log, without its texts: see --log-level and --log-text-chars"
 NO_CODE = "this service runs no code that is given with an option: leave it out"
-NO_DOWNLOADS = "nothing is downloaded at the start; text-generation-server download-weights reads HF_TOKEN"
 NO_SCALING = "the model's own config.json says how its positions are scaled: change it there"
 NO_TRANSFER = "caches are not moved between servers: leave it out"
 SHARED = "equal prefixes are always shared, except between different values of `cache_salt`"
@@ -68,6 +67,7 @@ MAPPED = (
     _means("model", "model_name", "so does the word before all flags, as in `vllm serve MODEL`"),
     _means("host", "bind"),
     _means("download_dir", "hf_hub_cache"),
+    _means("tokenizer", "tokenizer_name"),
     _means("max_model_len", "max_sequence_length", "8k is 8000, 8K is 8192", convert=to_length),
     _means("max_num_seqs", "max_batch_size", convert=to_number),
     _means("max_num_batched_tokens", "max_step_tokens", convert=to_number),
@@ -93,6 +93,7 @@ MAPPED = (
     _means("ssl_keyfile", "tls_key_path"),
     _means("ssl_certfile", "tls_cert_path", "sets --http-tls too", also=(("http_tls", True),)),
     _means("api_key", "auth_tokens", "several keys may follow; other processes can read the command line"),
+    _means("hf_token", "hf_token", "other processes can read the command line"),
     Alias("vllm_api_key", means="auth_tokens", flag=False),
     Alias("vllm_allow_runtime_lora_updating", means="runtime_adapters", flag=False, switch=True),
     Alias("vllm_logging_level", means="log_level", flag=False, convert=to_level),
@@ -166,7 +167,7 @@ WITHOUT_EFFECT = (
     *_flags(ONLY_TEXT, "language_model_only", switch=True),
     *_flags("files of checkpoints are found by their names", "ignore_patterns"),
     *_flags("progress is in the log", "use_tqdm_on_load", switch=True),
-    *_flags(NO_DOWNLOADS, "hf_token", "code_revision"),
+    *_flags("a model's code has the revision of its weights: see --revision", "code_revision"),
     *_flags("a text's parts are joined for templates that take one text", "chat_template_content_format"),
     *_flags("it is always there", "enable_prompt_tokens_details", "enable_request_id_headers", switch=True),
     *_flags("there are no pages of documentation", "disable_fastapi_docs", switch=True),
@@ -216,9 +217,9 @@ WITHOUT_EFFECT = (
     *_variables("adapters are found by their ids without it", "VLLM_PLUGINS"),
 )
 REFUSED = (
-    *_refused(NO_SCALING, "rope_scaling", "rope_theta"),
+    *_refused(NO_SCALING, "rope_theta"),
     *_refused("change the model's own config.json instead", "hf_overrides", "hf_config_path"),
-    *_refused(OWN_TOKENIZER, "tokenizer", "tokenizer_revision"),
+    *_refused(OWN_TOKENIZER, "tokenizer_revision"),
     *_refused(OWN_TOKENIZER, "skip_tokenizer_init", switch=True),
     *_refused("the cache is counted in tokens: use --kv-cache-tokens", "kv_cache_memory_bytes"),
     *_refused("write its lines as flags or variables", "config"),

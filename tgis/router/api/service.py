@@ -96,6 +96,10 @@ class GenerationService:
     def is_encoder_decoder(self) -> bool:
         return self._engine.info().is_encoder_decoder
 
+    def vocabulary_of(self, call: GenerationCall) -> Vocabulary:
+        """Return the vocabulary of a call's texts."""
+        return self._vocabulary(not self.is_encoder_decoder, call.shown_special_ids)
+
     async def generate(self, call: GenerationCall) -> list[Result]:
         """Generate `n` results for each text of a call, all of the first text first. Raises RouterError."""
         with self._accounting.open(call) as account:
@@ -173,8 +177,7 @@ class GenerationService:
             lease = await engine.lease(ticket, call.prefix_id, call.adapter_id, account.request_id)
             specs = await validator.specs(call, params, grammar, lease, account.request_id)
             account.accept(params, specs)
-            vocabulary = self._vocabulary(not self.is_encoder_decoder, call.shown_special_ids)
-            yield _Admitted(account, ticket, params, specs, vocabulary)
+            yield _Admitted(account, ticket, params, specs, self.vocabulary_of(call))
         finally:
             engine.release(ticket)
             self._num_admitted -= 1

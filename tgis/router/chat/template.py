@@ -1,5 +1,6 @@
 """Reads a model's chat templates and the special tokens that they use."""
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 from tgis.hub.model_files import read_json
 from tgis.process.worker_pool import ask_once
 from tgis.router.errors import StartupError
+
+logger = logging.getLogger(__name__)
 
 WORKER = "tgis.router.chat.worker"
 CHECK_TIMEOUT_S = 30.0
@@ -39,15 +42,18 @@ class ChatTemplate:
         return self.tool_use if has_tools and self.tool_use is not None else self.default
 
 
-def load_template(directory: Path, file: str | None) -> ChatTemplate | None:
+def load_template(directory: Path, file: str | None, config_file: str | None = None) -> ChatTemplate | None:
     """Return the templates of a file, else of the model's directory; None if there are none.
 
-    Blocks until they are checked. Raises StartupError and ModelNotFoundError."""
-    config = read_json(directory, CONFIG_FILE)
-    texts = _find_texts(directory, config) if file is None else {DEFAULT: _read_text(Path(file))}
+    `config_file` is read instead of the directory's tokenizer_config.json, and its template counts before
+    others. Blocks until they are checked. Raises StartupError and ModelNotFoundError."""
+    config = _read_config(Path(config_file)) if config_file else read_json(directory, CONFIG_FILE)
+    texts, source = _find_texts(directory, config, file, config_file)
     if DEFAULT not in texts:
         return None
-    tokens = _special_tokens(config, read_json(directory, TOKENS_FILE))
+    logger.info("chats use the template of %s", source)
+    older = read_json(directory, TOKENS_FILE)
+    tokens = _special_tokens(older | config, {}) if config_file else _special_tokens(config, older)
     used = {name: texts[name] for name in (DEFAULT, TOOL_USE) if name in texts}
     checks = [_check(text, _title(file, name)) for name, text in used.items()]
     return ChatTemplate(
@@ -59,16 +65,33 @@ def load_template(directory: Path, file: str | None) -> ChatTemplate | None:
     )
 
 
-def _find_texts(directory: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return the templates by name, from the first place that has some; any place may have the default."""
+def _find_texts(
+    directory: Path, config: dict[str, Any], file: str | None, config_file: str | None
+) -> tuple[dict[str, str], str]:
+    """Return the templates by name, and the file of the default. They come from the first place that has
+    some; any place may have the default."""
+    if file is not None:
+        return {DEFAULT: _read_text(Path(file))}, file
     in_files = {path.stem: _read_text(path) for path in sorted((directory / TEMPLATE_FOLDER).glob("*.jinja"))}
     if (directory / TEMPLATE_FILE).is_file():
         in_files[DEFAULT] = _read_text(directory / TEMPLATE_FILE)
-    in_config = _by_name(config.get("chat_template"), CONFIG_FILE)
+    in_config = _by_name(config.get("chat_template"), config_file or CONFIG_FILE)
     old = _by_name(read_json(directory, OLD_TEMPLATE_FILE).get("chat_template"), OLD_TEMPLATE_FILE)
-    texts = in_files or in_config or old
-    defaults = [place[DEFAULT] for place in (in_files, in_config, old) if DEFAULT in place]
-    return texts | {DEFAULT: defaults[0]} if defaults else texts
+    places = [(directory / TEMPLATE_FILE, in_files), (directory / CONFIG_FILE, in_config)]
+    if config_file:
+        places = [(Path(config_file), in_config), places[0]]
+    places.append((directory / OLD_TEMPLATE_FILE, old))
+    texts = next((found for _, found in places if found), {})
+    for path, found in places:
+        if DEFAULT in found:
+            return texts | {DEFAULT: found[DEFAULT]}, str(path)
+    return texts, ""
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise StartupError(f"tokenizer_config_path: {path} is not a file")
+    return read_json(path.parent, path.name)
 
 
 def _by_name(found: object, file: str) -> dict[str, str]:

@@ -11,9 +11,10 @@ from tgis.router.adapters.residency import AdapterResidency
 from tgis.router.engine.handle import TextSink
 from tgis.router.engine.live_request import LiveRequest
 from tgis.router.engine.step_metrics import StepMetrics
+from tgis.router.engine.token_timeouts import TokenTimeouts
 from tgis.router.engine.vllm_state import follow_engine
 from tgis.router.errors import Code, internal_error
-from tgis.router.events import Failed, InputTokens
+from tgis.router.events import Failed, Failure, InputTokens
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.metrics.resource_counts import ResourceCount
 from tgis.router.scheduling.block_pool import BlockPool
@@ -42,17 +43,21 @@ class Engine:
         max_batch_size: int,
         rope_switch_len: int,
         proposer: Proposer | None,
+        reserves_output: bool,
         budget: TokenBudget,
         steps_in_flight: int,
         recovery_timeout: float,
+        token_timeouts: tuple[float | None, float | None],
         on_ready: Callable[[bool], None],
     ) -> None:
-        """Take a connected `residency`. `on_ready` is called when shards are lost and when they return."""
-        self.scheduler = Scheduler(pool, max_batch_size, rope_switch_len, proposer)
+        """Take a connected `residency`. `token_timeouts` are the seconds within which a first and a further
+        token must come. `on_ready` is called when shards are lost and when they return."""
+        self.scheduler = Scheduler(pool, max_batch_size, rope_switch_len, proposer, reserves_output)
         self._residency, self._shards = residency, residency.shards
         self._metrics, self._budget = metrics, budget
         self._steps_in_flight, self._recovery_timeout = steps_in_flight, recovery_timeout
         self._on_ready, self._step_metrics = on_ready, StepMetrics(self.scheduler, metrics)
+        self._token_timeouts = TokenTimeouts(*token_timeouts, self._fail)
         self._live: dict[Sequence, LiveRequest] = {}
         self._connected = self._given_up = self._fill_is_due = False
         self._requests = ResourceCount()
@@ -103,6 +108,7 @@ class Engine:
             except ShardsLostError as error:
                 logger.warning("%s; %d requests will resume", error, len(self._live))
             self._connected = False
+            self._token_timeouts.pause()
             self._on_ready(False)
             self._metrics.shard_restarts.add()
             self._step_metrics.lose_all()
@@ -124,6 +130,7 @@ class Engine:
         if deadline is not None:
             delay = deadline - time.monotonic()
             live.expiry = asyncio.get_running_loop().call_later(max(delay, 0.0), self._expire, live)
+        self._token_timeouts.watch(live)
         self._fill_soon()
 
     def _fill_soon(self) -> None:
@@ -185,7 +192,7 @@ class Engine:
 
     def _take_token(self, live: LiveRequest, sampled: SampledToken, now: float) -> None:
         sequence = sampled.sequence
-        if live.first_token_at is None:
+        if live.awaits_first:
             self._take_first(live, now)
         else:
             self._metrics.inter_token_duration.observe(now - live.last_token_at)
@@ -204,11 +211,17 @@ class Engine:
             self._fail(live, _internal_error(sequence.request_id, "the shards ended the sequence too early"))
 
     def _take_first(self, live: LiveRequest, now: float) -> None:
-        live.first_token_at = now
-        self._metrics.first_token_duration.observe(now - live.accepted_at)
-        if self._metrics.vllm is not None:
-            self._metrics.vllm.begin(live.sequence.num_input_tokens)
-        live.deliver_encoder_inputs()
+        """Account for a first token, or for the first one after a loss of the shards."""
+        if live.first_token_at is None:
+            live.first_token_at = now
+            self._metrics.first_token_duration.observe(now - live.accepted_at)
+            if self._metrics.vllm is not None:
+                self._metrics.vllm.begin(live.sequence.num_input_tokens)
+            live.deliver_encoder_inputs()
+        else:
+            self._metrics.inter_token_duration.observe(now - live.last_token_at)
+        live.awaits_first, live.last_token_at = False, now
+        self._token_timeouts.watch(live)
 
     def _release(self, live: LiveRequest) -> None:
         """Remove a request whose final event is delivered, or whose client is gone."""
@@ -216,11 +229,12 @@ class Engine:
         self._requests.released += 1
         if live.expiry is not None:
             live.expiry.cancel()
+        self._token_timeouts.forget(live)
         self.scheduler.finish(live.sequence)
         self._fill_soon()
 
-    def _fail(self, live: LiveRequest, failed: Failed) -> None:
-        live.deliver(failed)
+    def _fail(self, live: LiveRequest, failure: Failure) -> None:
+        live.deliver(failure)
         self._release(live)
 
     def _expire(self, live: LiveRequest) -> None:
@@ -261,6 +275,7 @@ class Engine:
             if not self._has_adapters(live.sequence):
                 self._fail(live, lost_adapter(live.sequence.request_id))
         self.scheduler.pool = self.scheduler.pool.renew(info.num_blocks, info.block_size)
+        self._token_timeouts.resume(self._live.values())
         logger.info("the shards are back; %d requests resume", len(self._live))
 
     def _has_adapters(self, sequence: Sequence) -> bool:

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from tgis.router.engine.handle import TextSink
-from tgis.router.events import Ended, Event, Failed, InputTokens, Timings
+from tgis.router.events import Ended, Event, Failed, InputTokens, TimedOut, Timings
 from tgis.router.sequence import Sequence, StopReason, TokenDetail
 
 
@@ -25,9 +25,13 @@ class LiveRequest:
     """Time of its first step."""
     first_token_at: float | None = None
     last_token_at: float = 0.0
+    awaits_first: bool = True
+    """True until its first token, and again until the first one after a loss of the shards."""
     num_cached: int = 0
     """Input tokens that needed no computation when it began."""
     expiry: asyncio.TimerHandle | None = None
+    token_timer: asyncio.TimerHandle | None = None
+    """Timer that TokenTimeouts keeps for its next token."""
     is_read: bool = False
     """True if the final event has been read."""
 
@@ -60,7 +64,7 @@ class LiveRequest:
             self.arrival = asyncio.get_running_loop().create_future()
             await self.arrival
         event = self.events.popleft()
-        self.is_read = isinstance(event, Ended | Failed)
+        self.is_read = isinstance(event, Ended | Failed | TimedOut)
         return event
 
     def deliver_encoder_inputs(self) -> None:

@@ -55,9 +55,11 @@ class LocalEngine:
             max_batch_size=config.max_batch_size,
             rope_switch_len=info.rope_switch_len,
             proposer=PromptLookup(config.speculate, budget.predict) if config.speculate else None,
+            reserves_output=config.reserve_output,
             budget=budget,
             steps_in_flight=config.steps_in_flight,
             recovery_timeout=config.recovery_timeout,
+            token_timeouts=(config.first_token_timeout, config.next_token_timeout),
             on_ready=self._on_ready,
         )
         self._handle.attach(self._engine, info)

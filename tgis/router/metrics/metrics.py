@@ -82,8 +82,9 @@ class Metrics:
         self.request_failure = self._counter(
             "tgi_request_failure",
             "Refused or failed calls (conc_limit, validation, generate, unauthenticated), streams whose "
-            "client does not read (slow_reader), cancelled inputs, and inputs whose time limit passed before "
-            "anything was computed (timeout; these are successes too)",
+            "client does not read (slow_reader), calls whose token did not come in time (token_timeout), "
+            "cancelled inputs, and inputs whose time limit passed before anything was computed (timeout; "
+            "these are successes too)",
             "err",
         )
 

@@ -17,9 +17,10 @@ from tgis.router.errors import (
     RequestError,
     RouterError,
     SlowClientError,
+    TimedOutError,
     internal_error,
 )
-from tgis.router.events import Failed, InputTokens, Output
+from tgis.router.events import Failed, Failure, InputTokens, Output, TimedOut
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.requests.call import MISSING_REQUEST, GenerationCall, Parameters
 from tgis.router.requests.request_log import CallLog, InputLog, correlation_id
@@ -43,7 +44,7 @@ COUNTED_PARAMETERS = (
 """Fields of Parameters that fmaas's messages do not have; `input_ids` is counted with them."""
 UNSET = Parameters()
 
-Record = Callable[[InputTokens | Output | Failed], InputTokens | Output]
+Record = Callable[[InputTokens | Output | Failure], InputTokens | Output]
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,9 @@ class CallAccount:
         except SlowClientError:
             failure.add("slow_reader")
             raise
+        except TimedOutError:
+            failure.add("token_timeout")
+            raise
         except RouterError:
             failure.add("generate")
             raise
@@ -143,11 +147,14 @@ class CallAccount:
                 raise
 
     def _record(
-        self, index: int, spec: SequenceSpec, log: InputLog, event: InputTokens | Output | Failed
+        self, index: int, spec: SequenceSpec, log: InputLog, event: InputTokens | Output | Failure
     ) -> InputTokens | Output:
-        """Account for what comes next of an input, and return it. Raises GenerationError for a failure."""
+        """Account for what comes next of an input, and return it. Raises GenerationError or TimedOutError for
+        a failure."""
         if isinstance(event, Failed):
             raise GenerationError(event.message, event.code)
+        if isinstance(event, TimedOut):
+            raise TimedOutError(event.limit_s, event.is_first)
         if isinstance(event, Output) and event.reason is not StopReason.NOT_FINISHED:
             self._count(index, spec, event)
             self._span.finish(spec, event)

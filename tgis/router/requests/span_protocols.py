@@ -21,6 +21,12 @@ ROUTES = {
     CHAT_METHOD: "/v1/chat/completions",
     "Tokenize": "/tokenize",
     "Detokenize": "/detokenize",
+    "Generate": "/generate",
+    "GenerateStream": "/generate_stream",
+    "GenerateAny": "/",
+    "ChatTokenize": "/chat_tokenize",
+    "Invocation": "/invocations",
+    "Prediction": "/predictions/{model}",
 }
 """Paths of the methods of calls over HTTP."""
 GRPC_FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)  # of those that errors become
@@ -69,6 +75,9 @@ class GrpcSpans:
 
 
 class HttpSpans:
+    def __init__(self, door: Door) -> None:
+        self._door = door
+
     def name(self, method: str) -> str:
         return f"POST {ROUTES[method]}"
 
@@ -81,20 +90,23 @@ class HttpSpans:
         }
 
     def end(self, error: BaseException | None, has_begun: bool) -> Ending:
-        status = 200 if has_begun else _http_status(error)
+        status = 200 if has_begun else self._status(error)
         attributes: Attributes = {} if status is None else {"http.response.status_code": status}
         if error is not None:
             failed_late = has_begun or status is None
             attributes["error.type"] = _grpc_status(error).name if failed_late else str(status)
-        final = _http_status(error)
+        final = self._status(error)
         return Ending(attributes, final is not None and final >= 500)
 
-
-GRPC_SPANS, HTTP_SPANS = GrpcSpans(), HttpSpans()
+    def _status(self, error: BaseException | None) -> int | None:
+        """Return the status of a call that ends with `error` before its answer begins; None: no answer."""
+        if error is None:
+            return 200
+        return http_status(error, self._door) if isinstance(error, Exception) else None
 
 
 def span_protocol(door: Door) -> SpanProtocol:
-    return GRPC_SPANS if door is FMAAS else HTTP_SPANS
+    return GrpcSpans() if door is FMAAS else HttpSpans(door)
 
 
 def _grpc_status(error: BaseException | None) -> grpc.StatusCode:
@@ -106,13 +118,6 @@ def _grpc_status(error: BaseException | None) -> grpc.StatusCode:
     if _is_cancellation(error):
         return grpc.StatusCode.CANCELLED
     return grpc.StatusCode.INTERNAL
-
-
-def _http_status(error: BaseException | None) -> int | None:
-    """Return the status that a call gets that ends with `error` before its answer begins; None: no answer."""
-    if error is None:
-        return 200
-    return http_status(error) if isinstance(error, Exception) else None
 
 
 def _is_cancellation(error: BaseException) -> bool:

@@ -106,6 +106,7 @@ class CallSpan:
     def set_call(self, call: GenerationCall, request_id: str, correlation_id: str) -> None:
         if self._span.is_recording():
             self._num_siblings, self._is_stream = call.parameters.n, call.kind == "stream"
+            self._has_begun = self._is_stream and call.door.begins_streams_at_once
             attributes: Attributes = {
                 "gen_ai.request.id": request_id,
                 "tgis.correlation_id": correlation_id,

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 from tgis.router.engine.handle import EngineInfo, Lease, SequenceSpec
 from tgis.router.errors import InputTooLongError, RequestError
-from tgis.router.grammar.compiler import Constraint, GrammarCompiler, read_constraint
+from tgis.router.grammar.compiler import REASONING, Constraint, GrammarCompiler, read_constraint
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.requests.call import GenerationCall, Parameters
-from tgis.router.requests.doors import ALMOST_GREEDY, Door
+from tgis.router.requests.doors import ALMOST_GREEDY, MAX_INPUTS, MAX_N, Door
 from tgis.router.requests.parameter_rules import RULES
 from tgis.router.sequence import CacheSalt, Details, Grammar, Stopping
 from tgis.router.text.stop_sequences import StopSequences
@@ -21,7 +21,6 @@ from tgis.router.text.tokenization import TokenIds
 from tgis.router.text.tokenizer import Tokenizer
 from tgis.sampling_parameters import RANGES, Sampling
 
-MAX_N = 128
 MAX_STOP_SEQUENCE_BYTES = 240
 STOP_SEQUENCES_TEXT = (
     "can specify at most {} non-empty stop sequences, "
@@ -41,12 +40,33 @@ class RequestLimits:
     include_stop_sequence: bool
     watermark_gamma: float
     watermark_delta: float
+    max_input_tokens: int | None = None
+    """None if the sequence length alone bounds an input."""
+    max_best_of: int | None = None
+    """None if the operator sets no bound; so for those that follow."""
+    max_stop_sequences: int | None = None
+    max_client_batch_size: int | None = None
+    allows_guided: bool = True
 
     def most_new_tokens(self, door: Door) -> int:
         """Return the bound of a call's `max_new_tokens`."""
         most = door.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens
         room = self.max_sequence_length - 1
         return room if most is None else min(most, room)
+
+    def most_stop_sequences(self, door: Door) -> int:
+        most, of_door = self.max_stop_sequences, door.max_stop_sequences
+        if most is None:
+            return of_door
+        return max(most, of_door) if door.keeps_its_stop_bound else most
+
+    def most_best_of(self, door: Door) -> int:
+        return door.max_best_of if self.max_best_of is None else self.max_best_of
+
+    @property
+    def most_inputs(self) -> int:
+        """Bound of the inputs of one request to an API over HTTP."""
+        return MAX_INPUTS if self.max_client_batch_size is None else self.max_client_batch_size
 
 
 @dataclass(frozen=True)
@@ -78,9 +98,9 @@ def check_parameters(
     fits = min_new_tokens <= max_new_tokens
     _require(fits, "min_new_tokens must be <= max_new_tokens", parameter="min_new_tokens")
     _check_penalties(sampling)
-    constraint = read_constraint(params.guided, limits.max_guided_bytes)
-    details = _check_details(params, door, limits.max_top_n_tokens)
-    refusal = STOP_SEQUENCES_TEXT.format(door.max_stop_sequences)
+    constraint = _check_guided(params, limits)
+    details = _check_details(params, door, limits)
+    refusal = STOP_SEQUENCES_TEXT.format(limits.most_stop_sequences(door))
     for stop in params.stop_sequences:
         _require(0 < len(stop.encode()) <= MAX_STOP_SEQUENCE_BYTES, refusal, parameter="stop_sequences")
     _check_rules(params, vocab_size)
@@ -173,6 +193,7 @@ class Validator:
             return len(texts), 0
         limit, minimum = self.limits.max_sequence_length, params.stopping.min_new_tokens
         room = limit - self._prefix_length(lease) - max(minimum, 1)
+        room = min(room, self.limits.max_input_tokens or room)
         for i, text in enumerate(texts):
             least = -(-len(text.encode()) // bound)  # rounded up
             least = min(least, params.truncate_input_tokens or least)
@@ -198,6 +219,8 @@ class Validator:
             ids, params.truncate_input_tokens, call.adds_special_tokens and not call.inputs_are_ids
         )
         num_left = self._check_length(num_inputs, str(num_inputs), params.stopping, lease)
+        if not call.door.shortens_texts and call.parameters.max_new_tokens > num_left:
+            raise InputTooLongError("max_new_tokens do not fit after the input", num_inputs, "max_new_tokens")
         vocab_size, largest = info.vocab_size, max(token_ids, default=-1)
         _require(
             largest < vocab_size,
@@ -222,9 +245,12 @@ class Validator:
         sums = f"input tokens ({shown}) plus prefix length ({num_virtual})"
         num_left, minimum = limit - num_inputs - num_virtual, stopping.min_new_tokens
         if num_left <= 0:
-            raise InputTooLongError(f"{sums} must be < {limit}", "text")
+            raise InputTooLongError(f"{sums} must be < {limit}", num_inputs)
         if minimum > num_left:
-            raise InputTooLongError(f"{sums} plus min_new_tokens ({minimum}) must be <= {limit}", "text")
+            raise InputTooLongError(f"{sums} plus min_new_tokens ({minimum}) must be <= {limit}", num_inputs)
+        most = self.limits.max_input_tokens
+        if most is not None and num_inputs > most:
+            raise InputTooLongError(f"input tokens ({shown}) must be <= {most}", num_inputs)
         return num_left
 
     def _prefix_length(self, lease: Lease) -> int:
@@ -283,11 +309,19 @@ def _check_penalties(sampling: Sampling) -> None:
         _require_in_range(name, getattr(sampling, name))
 
 
-def _check_details(params: Parameters, door: Door, max_top_n: int) -> Details:
-    most_stops = door.max_stop_sequences
+def _check_guided(params: Parameters, limits: RequestLimits) -> Constraint | None:
+    """Return the request's constraint. A limit of reasoning is no grammar of the client's."""
+    constraint = read_constraint(params.guided, limits.max_guided_bytes)
+    if constraint is not None and constraint.field != REASONING:
+        _require(limits.allows_guided, "grammar is not supported", parameter=constraint.field)
+    return constraint
+
+
+def _check_details(params: Parameters, door: Door, limits: RequestLimits) -> Details:
+    most_stops = limits.most_stop_sequences(door)
     has_few_stops = len(params.stop_sequences) <= most_stops
     _require(has_few_stops, STOP_SEQUENCES_TEXT.format(most_stops), parameter="stop_sequences")
-    num_top, max_top_n = params.top_n_tokens, door.max_top_n_tokens or max_top_n
+    num_top, max_top_n = params.top_n_tokens, door.max_top_n_tokens or limits.max_top_n_tokens
     wants_more = params.token_logprobs or params.token_ranks or num_top > 0
     _require(
         params.input_tokens or params.generated_tokens or not wants_more,

@@ -17,7 +17,7 @@ class BlockPool:
     An edge of the forest is one block's tokens below a prefix; tokens are compared and not only hashed. A
     prefix is named by a number that is never reused, or by its root. A block may be published with fewer
     tokens than it has room for; a look-up finds it only as the end of exactly those tokens. A freed block can
-    be found until it is reused, and the oldest is reused first."""
+    be found until it is reused; those that cannot be found are reused first, and then the oldest."""
 
     def __init__(self, num_blocks: int, block_size: int, resource_count: ResourceCount | None = None) -> None:
         """Create an empty pool. `resource_count` counts a block as taken while it has a reference."""
@@ -83,6 +83,8 @@ class BlockPool:
             if not self._num_references[block]:
                 self.resource_count.released += 1
                 self._free[block] = None
+                if block not in self._edges:  # nothing finds it
+                    self._free.move_to_end(block, last=False)
 
     def renew(self, num_blocks: int, block_size: int) -> "BlockPool":
         """Return an empty pool, for shards that lost this one's contents. Nothing may refer to it now."""

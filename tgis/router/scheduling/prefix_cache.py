@@ -48,11 +48,11 @@ def waits_for_sibling(pool: BlockPool, sequence: Sequence) -> bool:
     return newest.num_published < num_shared or newest.num_to_encode > 0
 
 
-def take_blocks(pool: BlockPool, sequence: Sequence, cached: Cached) -> bool:
-    """Take blocks for all tokens of a sequence and for its encoder output. Return False and change nothing if
-    they do not fit."""
+def take_blocks(pool: BlockPool, sequence: Sequence, cached: Cached, num_tokens: int) -> bool:
+    """Take blocks for `num_tokens` tokens of a sequence, at least those that it has, and for its encoder
+    output. Return False and change nothing if they do not fit."""
     num_cached, num_cross = len(cached.blocks), pool.blocks_for(len(sequence.encoder_token_ids))
-    num_new = pool.blocks_for(len(sequence.token_ids)) - num_cached + num_cross - len(cached.cross_blocks)
+    num_new = pool.blocks_for(num_tokens) - num_cached + num_cross - len(cached.cross_blocks)
     blocks = pool.allocate(cached.blocks + cached.cross_blocks, num_new)
     if blocks is None:
         return False

@@ -39,12 +39,14 @@ class Scheduler:
         max_sequences: int,
         rope_switch_len: int = 0,
         proposer: Proposer | None = None,
+        reserves_output: bool = False,
     ) -> None:
         """Create a scheduler without sequences. Sequences of more than `rope_switch_len` tokens are computed
         differently from their first token on; 0 means that the model has no such length. Without a
-        `proposer`, nothing is speculated."""
+        `proposer`, nothing is speculated. With `reserves_output`, a sequence takes the blocks of its full
+        length when it begins, so that it is never preempted, unless it runs beside a crash suspect."""
         self.pool, self._proposer = pool, proposer
-        self._rope_switch_len = rope_switch_len
+        self._rope_switch_len, self._reserves_output = rope_switch_len, reserves_output
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}  # oldest first
         self.num_preemptions = 0
@@ -232,7 +234,9 @@ class Scheduler:
         return self._plan(sequence, end, sequence.block_table, opens=True)
 
     def _take_blocks_and_row(self, sequence: Sequence, cached: Cached) -> bool:
-        if not take_blocks(self.pool, sequence, cached):
+        # The last token is never computed.
+        num_tokens = sequence.max_tokens - 1 if self._reserves_output else len(sequence.token_ids)
+        if not take_blocks(self.pool, sequence, cached, num_tokens):
             self.num_deferred += 1
             return False
         num_inputs = len(sequence.encoder_token_ids)

@@ -48,7 +48,10 @@ class Vocabulary:
         self._skips_special, self._is_continuation = not (output_special_tokens or shown), is_continuation
         self.streams_clusters = decoder is not None and decoder["type"] in ("ByteLevel", "Sequence")
         """True if a stream shows whole grapheme clusters; else it shows whole tokens."""
-        self.detokenizer = self._choose(_kinds(decoder))
+        kinds = _kinds(decoder)
+        self.is_one_behind = "BPEDecoder" in kinds
+        """True if a detokenizer returns a token's text with the next token."""
+        self.detokenizer = self._choose(kinds)
         self.spell = cache(self._spell)
         """Returns the bytes that a token adds to a text which has others before and after it. None if texts
         lack it, because it is special."""
@@ -61,7 +64,7 @@ class Vocabulary:
             self._bytes_within = self._bytes_of
             parts = cache(self._text_or_bytes)
             return lambda: ByteLevelDetokenizer(parts)
-        if "BPEDecoder" in kinds:
+        if self.is_one_behind:
             placeholder = self._find_placeholder()
             ending = self._decode([placeholder])
             inner = cache(lambda token_id: self._decode([token_id, placeholder]).removesuffix(ending))

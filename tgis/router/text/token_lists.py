@@ -8,6 +8,8 @@ import tokenizers
 from tgis.router.errors import RequestError
 from tgis.router.text.tokenization import Tokenized, encode
 
+MAX_PLACES = 1 << 18  # they take about 50 bytes each
+
 
 class TokenList(msgspec.Struct):
     count: int
@@ -18,6 +20,20 @@ class TokenList(msgspec.Struct):
 
 class TokenText(msgspec.Struct):
     prompt: str
+
+
+class TokenPlace(msgspec.Struct):
+    """Token and where it is in a text, in characters. One that the tokenizer adds is nowhere, 0 to 0."""
+
+    id: int
+    text: str
+    start: int
+    stop: int
+
+
+class ChatPlaces(msgspec.Struct):
+    tokenize_response: list[TokenPlace]
+    templated_text: str
 
 
 def list_tokens(
@@ -45,3 +61,26 @@ def join_tokens(tokenizer: tokenizers.Tokenizer, token_ids: Sequence[int]) -> To
     except BaseException as error:
         raise RequestError("tokenizer error the tokens could not be decoded", "tokens") from error
     return Tokenized(msgspec.json.encode(TokenText(text)), len(token_ids))
+
+
+def list_places(tokenizer: tokenizers.Tokenizer, text: str, most: int) -> Tokenized:
+    """Return a serialized list of TokenPlace, of the last `most` tokens or of all. Raises RequestError."""
+    places = _places(tokenizer, text, adds_special_tokens=True)
+    return Tokenized(msgspec.json.encode(places[-most:]), len(places))
+
+
+def list_chat_places(tokenizer: tokenizers.Tokenizer, text: str) -> Tokenized:
+    """Return the serialized ChatPlaces of a chat's prompt, which has all its special tokens. Raises
+    RequestError."""
+    places = _places(tokenizer, text, adds_special_tokens=False)
+    return Tokenized(msgspec.json.encode(ChatPlaces(places, text)), len(places))
+
+
+def _places(tokenizer: tokenizers.Tokenizer, text: str, adds_special_tokens: bool) -> list[TokenPlace]:
+    [encoding] = encode(tokenizer, [text], with_offsets=True, adds_special_tokens=adds_special_tokens)
+    if len(encoding) > MAX_PLACES:
+        raise RequestError(f"the text has more than {MAX_PLACES} tokens", "text")
+    return [
+        TokenPlace(token_id, text[start:stop], start, stop)
+        for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
+    ]

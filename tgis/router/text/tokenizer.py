@@ -43,7 +43,8 @@ class Tokenizer:
         self.ids_before_text = ids_before_text(self.fast) or self._bos_of_settings()
         """Ids of the tokens that begin every text and survive truncation."""
         default = min(max(len(os.sched_getaffinity(0)) - 1, 1), MAX_WORKERS)
-        self._threads = ThreadPoolExecutor(num_workers or default, thread_name_prefix="tokenizer")
+        self.num_workers = num_workers or default
+        self._threads = ThreadPoolExecutor(self.num_workers, thread_name_prefix="tokenizer")
         self._process = TokenizerProcess(directory)
 
     @property

@@ -125,11 +125,13 @@ def load(
     dtype: torch.dtype,
     kernels: Kernels | None = None,
     scheme: Scheme = UNQUANTIZED,
+    spec: Spec | None = None,
 ) -> Decoder | EncoderDecoderModel:
-    """Load this rank's part, with weights rounded to `dtype`, for the CPU's kernels if none are given.
+    """Load this rank's part, with weights rounded to `dtype`, for the CPU's kernels if none are given, and
+    with the specification that the configuration makes if none is given.
 
     Raises UnsupportedModelError, WeightsError."""
-    spec = make_spec(config)
+    spec = spec or make_spec(config)
     with open_weights(path, config, spec) as weights:
         model = build(spec, Parts(group, weights, dtype, kernels or _cpu_kernels(), scheme=scheme))
         refuse_unread(path, weights.list_unread(), config)

@@ -73,8 +73,8 @@ class CacheSizing:
 
     def _budget(self, left: int, step: int, graphs: int = 0) -> MemoryBudget:
         margin = self.on.memory.margin()
-        size, divisor = self.group.local_size, self.on.cache_divisor
-        return MemoryBudget(left, step, size, divisor, self.adapter_bytes, graphs, margin)
+        size, fraction = self.group.local_size, self.on.cache_fraction
+        return MemoryBudget(left, step, size, fraction, self.adapter_bytes, graphs, margin)
 
     def _measure_growing(self) -> MemoryBudget:
         """Measure ever larger steps, and the memory that they leave."""

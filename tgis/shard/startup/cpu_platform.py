@@ -18,7 +18,7 @@ ON_CPU = Platform(
     memory=HostMemory(),
     compiler=Compiler(is_compiling, compile_progress.finish),
     is_memory_shared=True,
-    cache_divisor=4,
+    cache_fraction=0.25,
 )
 
 

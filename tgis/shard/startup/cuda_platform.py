@@ -37,7 +37,7 @@ def on_cuda(
         memory=memory,
         compiler=Compiler(is_compiling, finish=lambda: None),
         is_memory_shared=False,
-        cache_divisor=1,
+        cache_fraction=1,
         num_dummy_blocks=1,
         replaced_kernels=implementations.replaced,
         graph_sizes=partial(choose_graph_sizes, implementations),

@@ -18,6 +18,7 @@ from tgis.shard.models import registry
 from tgis.shard.models.families import falcon
 from tgis.shard.models.interface import ConfigurationError, Model, ModelSpec, UnsupportedModelError
 from tgis.shard.models.onnx_runtime import load as onnx_runtime
+from tgis.shard.models.rope_option import RopeOption, RopeOptionError
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.quant.interface import Scheme
 from tgis.shard.quant.registry import find_format
@@ -51,24 +52,28 @@ def choose(
     size: int,
     trust_remote_code: bool,
     scheme: Scheme = UNQUANTIZED,
+    rope: RopeOption | None = None,
 ) -> Choice:
-    """Choose the engine on `size` ranks for the model whose config.json is `settings`.
+    """Choose the engine on `size` ranks for the model whose config.json is `settings`, with positions scaled
+    by `rope` if it is given.
 
     Reads no tensor. Raises UnsupportedModelError and WeightsError."""
     engine = ENGINES.get(framework or "")
     if engine == ONNX:
+        if rope is not None:
+            raise RopeOptionError("a model in ONNX form computes its positions itself")
         return _choose_onnx(directory, settings)
     is_quantized = find_format(settings, directory) is not None
     if engine == TRANSFORMERS and size > 1:
         # Ignore the option, as TGIS did: its transformers engine cannot split a model over ranks.
         engine = None
     try:
-        native = _choose_native(directory, settings, size, scheme)
+        native = _choose_native(directory, settings, size, scheme, rope)
     except UnsupportedModelError as error:
         is_native_only = engine == NATIVE or not isinstance(error, _NotNativeError)
         if engine != TRANSFORMERS and is_native_only:
             raise
-        return _choose_transformers(directory, settings, trust_remote_code, instead_of=error)
+        return _choose_transformers(directory, settings, trust_remote_code, rope, instead_of=error)
     if engine != TRANSFORMERS:
         return native
     obstacle = _find_obstacle(native.spec, settings["model_type"], is_quantized)
@@ -76,22 +81,26 @@ def choose(
         logger.warning("tgis_native serves this model, because hf_transformers cannot: %s", obstacle)
         return native
     logger.warning("tgis_native would serve this model faster than hf_transformers")
-    return _choose_transformers(directory, settings, trust_remote_code)
+    return _choose_transformers(directory, settings, trust_remote_code, rope)
 
 
 class _NotNativeError(UnsupportedModelError):
     """Error: no native family implements what the configuration asks for."""
 
 
-def _choose_native(directory: Path, settings: Mapping[str, Any], size: int, scheme: Scheme) -> Choice:
+def _choose_native(
+    directory: Path, settings: Mapping[str, Any], size: int, scheme: Scheme, rope: RopeOption | None
+) -> Choice:
     try:
         spec = registry.make_spec(settings)
     except ConfigurationError:
         raise
     except UnsupportedModelError as error:
         raise _NotNativeError(str(error)) from error
+    if rope is not None:
+        spec = rope.scale_spec(spec, settings)
     registry.check_sharding(spec, size)
-    load = partial(registry.load, directory, settings, scheme=scheme)
+    load = partial(registry.load, directory, settings, scheme=scheme, spec=spec)
     return Choice(NATIVE, spec, load, table_elements=registry.count_embedding_elements(spec))
 
 
@@ -99,6 +108,7 @@ def _choose_transformers(
     directory: Path,
     settings: Mapping[str, Any],
     trust_remote_code: bool,
+    rope: RopeOption | None,
     instead_of: UnsupportedModelError | None = None,
 ) -> Choice:
     # Importing transformers takes seconds.
@@ -111,7 +121,7 @@ def _choose_transformers(
         return UnsupportedModelError(f"{reason}; through transformers: {error}")
 
     try:
-        spec = hf_transformers.make_spec(directory, settings, trust_remote_code)
+        spec = hf_transformers.make_spec(directory, settings, trust_remote_code, rope)
     except UnsupportedModelError as error:
         if reason is None:
             raise
@@ -123,7 +133,7 @@ def _choose_transformers(
 
     def load(group: ProcessGroup, dtype: torch.dtype, _: Kernels) -> Model:
         try:
-            return hf_transformers.load(directory, spec, group, dtype, trust_remote_code)
+            return hf_transformers.load(directory, spec, group, dtype, trust_remote_code, rope)
         except (UnsupportedModelError, WeightsError) as error:
             if reason is None:
                 raise

@@ -22,6 +22,7 @@ from tgis.shard.collectives import CPU, LOOPBACK, ProcessGroup, ProcessGroupErro
 from tgis.shard.memory.host_limits import count_cores, release_memory
 from tgis.shard.memory.kv_cache import bytes_per_block
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
+from tgis.shard.models.rope_option import read_rope_option
 from tgis.shard.quant.formats.settings import read_settings
 from tgis.shard.quant.registry import find_scheme, find_scheme_name
 from tgis.shard.runner.interface import ModelRunner
@@ -59,9 +60,12 @@ def prepare(config: ShardConfig, on: Platform | None = None) -> "LoadPlan":
     settings = model_files.read_json(directory, "config.json")
     config = replace(config, quantize=find_scheme_name(config.quantize, read_settings(settings, directory)))
     how = (config.deployment_framework, config.world_size, config.trust_remote_code)
-    choice = engine_choice.choose(directory, settings, *how, find_scheme(config.quantize))
+    scheme, rope = find_scheme(config.quantize), read_rope_option(config)
+    choice = engine_choice.choose(directory, settings, *how, scheme, rope)
     quantize_check.check_engine(config.quantize, choice)
     on = on or _choose_platform(config, choice)
+    if config.kv_cache_memory_fraction is not None:
+        on = replace(on, cache_fraction=config.kv_cache_memory_fraction)
     quantize_check.check_platform(config.quantize, on)
     length, is_encoder_decoder = sequence_length(config, settings), choice.spec.is_encoder_decoder
     _check_length(choice.spec, length)
@@ -135,7 +139,7 @@ class LoadPlan:
             left=on.memory_left(group),
             step=0,
             num_ranks=group.local_size,
-            divisor=on.cache_divisor,
+            cache_fraction=on.cache_fraction,
             adapter_bytes=self.limits.num_bytes,
             margin=on.memory.margin(),
         )

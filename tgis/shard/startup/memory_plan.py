@@ -51,7 +51,7 @@ class MemoryBudget:
     left: int  # for all ranks of the machine
     step: int  # that a rank takes for the largest step
     num_ranks: int
-    divisor: int = 4  # caches may take one part in so many of what steps and adapters leave
+    cache_fraction: float = 0.25  # share of what steps and adapters leave that caches may take
     adapter_bytes: int = 0  # that a rank takes for soft prompts and adapters
     graphs: int = 0  # that a rank takes for CUDA graphs
     margin: int = 0  # that a rank leaves free
@@ -64,7 +64,7 @@ class MemoryBudget:
     @property
     def share(self) -> int:
         """Bytes that one rank's cache may take."""
-        return max(0, self.left - self.taken) // self.divisor // self.num_ranks
+        return int(max(0, self.left - self.taken) * self.cache_fraction) // self.num_ranks
 
 
 def check_fit(
@@ -172,5 +172,5 @@ def _explain_budget(budget: MemoryBudget) -> str:
         free += f" less {budget.num_ranks * budget.graphs / MIB:.0f} MiB for CUDA graphs"
     if budget.margin:
         free += f" less {budget.num_ranks * budget.margin / MIB:.0f} MiB that stay free"
-    part = {1: "", 4: "a quarter of "}[budget.divisor]
+    part = {1: "", 0.25: "a quarter of "}.get(budget.cache_fraction, f"{budget.cache_fraction:g} of ")
     return f"{part}{free}" + (f", over {budget.num_ranks} shards" if budget.num_ranks > 1 else "")

@@ -85,7 +85,7 @@ class Platform:
     memory: Memory
     compiler: Compiler
     is_memory_shared: bool  # by all ranks of a machine
-    cache_divisor: int  # the cache may have one part in so many of the memory that weights and steps leave
+    cache_fraction: float  # share of the memory that weights and steps leave which the cache may take
     num_dummy_blocks: int = 0  # blocks of the cache beyond those that sequences have
     replaced_kernels: Sequence[str] = ()  # names of kernels whose twins compute
     graph_sizes: Callable[[Sequence[int] | None, int], Sequence[int]] = lambda asked, max_rows: ()

@@ -18,9 +18,11 @@ from starlette.routing import Route
 from tgis.logs import FIELDS
 from tgis.router.api.http.answer_accounts import AnswerAccounts
 from tgis.router.api.http.call_context import open_call
-from tgis.router.api.http.openai.errors import ApiError, respond
+from tgis.router.api.http.http_api import HttpApi
+from tgis.router.api.http.openai.errors import OPENAI_ERRORS, ApiError
 from tgis.router.errors import GenerationError, RequestError
 from tgis.router.metrics.metrics import MetricLimits, Metrics
+from tgis.router.requests.doors import OPENAI
 
 MARK = "a-text-nobody-may-see"
 LOGGER = "tgis.router.api.http.answer_accounts"
@@ -36,13 +38,13 @@ class Api:
         request.state.call = open_call(request, "team-7", 1 << 20)
         match (await request.body()).decode():
             case "bad":
-                return respond(ApiError(400, f"no {MARK}", "max_tokens", MARK))
+                return OPENAI_ERRORS.respond(ApiError(400, f"no {MARK}", "max_tokens", MARK))
             case "template":
-                return respond(RequestError(MARK))
+                return OPENAI_ERRORS.respond(RequestError(MARK))
             case "logged":
                 error = GenerationError(MARK)
                 error.is_logged = True
-                return respond(error)
+                return OPENAI_ERRORS.respond(error)
         return Response(MARK)
 
     async def plain_stream(self, request: Request) -> Response:
@@ -63,7 +65,7 @@ class Api:
             Route("/v1/echo", self.echo, methods=["POST"]),
             Route("/v1/plain", self.plain_stream),
         ]
-        app = AnswerAccounts(Starlette(routes=routes), "openai", routes, self.metrics)
+        app = AnswerAccounts(Starlette(routes=routes), [HttpApi(OPENAI, routes, OPENAI_ERRORS)], self.metrics)
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
         listener = socket.create_server(("127.0.0.1", 0))
         task = asyncio.create_task(server.serve(sockets=[listener]))

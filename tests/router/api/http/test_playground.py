@@ -18,8 +18,11 @@ import pytest
 import tgis.router.api.http.playground.page as playground
 from tgis.config.checks import Setting, SettingsError, check
 from tgis.config.processes import RouterConfig
+from tgis.router.api.http.http_api import HttpApi
+from tgis.router.api.http.openai.errors import OPENAI_ERRORS
 from tgis.router.api.http.ports import HttpPorts
 from tgis.router.metrics.metrics import MetricLimits, Metrics
+from tgis.router.requests.doors import OPENAI
 
 HTTP, API = "http", "api"
 # What makes text into elements, code or requests to elsewhere, or keeps it.
@@ -34,7 +37,8 @@ FORBIDDEN = re.compile(
 async def open_ports(api: str | None = "openai", **options: Any) -> AsyncIterator[dict[str, int]]:
     """Yield the ports of HTTP, and of the API if it has its own."""
     config = RouterConfig(tokenizer_path="", bind="127.0.0.1", port=0, http_api=api, **options)
-    ports = HttpPorts(config, lambda: True, Metrics(MetricLimits(9, 9, 9)), [] if api else None, None)
+    metrics, apis = Metrics(MetricLimits(9, 9, 9)), [HttpApi(OPENAI, (), OPENAI_ERRORS, prefix="/v1/")]
+    ports = HttpPorts(config, lambda: True, metrics, apis, None)
     async with ports.serve() as port, ports.serve_api() as api_port:
         yield {HTTP: port} if api_port is None else {HTTP: port, API: api_port}
 

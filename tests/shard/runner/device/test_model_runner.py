@@ -153,6 +153,22 @@ def test_tokens_are_those_of_the_host(
     check(requests, expected[kind])
 
 
+def test_blocks_that_are_reserved_change_nothing(
+    runner: DeviceModelRunner, expected: dict[str, list[Request]]
+) -> None:
+    """Rows have blocks for 96 tokens from their first step on, a prompt of one token too."""
+    requests, router = again(expected["crowd"]), Router(runner, seed=5)
+    router.steps.reserved_len = 96
+    router.run(list(requests))
+    check(requests, expected["crowd"])
+    short = Request([5], 4)
+    Router(runner).run([one := deepcopy(short)])
+    router = Router(runner)
+    router.steps.reserved_len = 96
+    router.run([short])
+    assert short.generated == one.generated
+
+
 def test_interrupted_rows_go_on(runner: DeviceModelRunner, expected: dict[str, list[Request]]) -> None:
     requests = again(expected["crowd"])
     Router(runner, seed=2).run(list(requests), stop_after=9)

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 STATUS = {
     Code.INVALID_ARGUMENT: grpc.StatusCode.INVALID_ARGUMENT,
     Code.RESOURCE_EXHAUSTED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Code.DEADLINE_EXCEEDED: grpc.StatusCode.DEADLINE_EXCEEDED,
     Code.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
     Code.INTERNAL: grpc.StatusCode.INTERNAL,
 }

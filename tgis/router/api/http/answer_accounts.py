@@ -5,27 +5,26 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tgis.logs import FIELDS, Scalar
+from tgis.router.api.http.errors import REFUSED_PARAMETER
+from tgis.router.api.http.event_stream import STREAM_TYPES
+from tgis.router.api.http.http_api import HttpApi, find_api
 from tgis.router.metrics.metrics import Metrics
+from tgis.router.requests.doors import Door
 
 logger = logging.getLogger(__name__)
 
 OTHER_ROUTE = "other"
-REFUSED_PARAMETER = "refused_parameter"
-"""Key of a request's state, set for what has no line yet: the parameter that the refusal names, if any."""
-EVENT_STREAM = b"text/event-stream"
 
 
 @dataclass
 class AnswerAccounts:
-    """ASGI application that accounts for the answers of `app`, an API named `api` with these routes."""
+    """ASGI application that accounts for the answers of `app`, which serves these APIs."""
 
     app: ASGIApp
-    api: str
-    routes: Sequence[Route]
+    apis: Sequence[HttpApi]
     metrics: Metrics
     num_requests: int = field(default=0, init=False)
     num_streams: int = field(default=0, init=False)
@@ -43,7 +42,7 @@ class AnswerAccounts:
         async def send_counted(message: Message) -> None:
             nonlocal is_stream
             if message["type"] == "http.response.start":
-                is_stream = _is_event_stream(message)
+                is_stream = _is_stream(message)
                 self.num_streams += is_stream
                 self._count(scope, message["status"])
             await send(message)
@@ -56,15 +55,15 @@ class AnswerAccounts:
             self.num_streams -= is_stream
 
     def _count(self, scope: Scope, status: int) -> None:
-        path = scope["path"]
-        route = next((one.path for one in self.routes if one.path_regex.match(path)), OTHER_ROUTE)
-        self.metrics.http_api_requests.add(self.api, route, str(status))
-        state = scope.get("state", {})
+        path, state = scope["path"], scope.get("state", {})
+        api = state.get("api") or find_api(self.apis, path) or self.apis[0]
+        route = next((one.path for one in api.routes if one.path_regex.match(path)), OTHER_ROUTE)
+        self.metrics.http_api_requests.add(api.door.name, route, str(status))
         if status >= 400 and REFUSED_PARAMETER in state:
-            self._log(scope["method"], route, status, state)
+            self._log(api.door, scope["method"], route, status, state)
 
-    def _log(self, method: str, route: str, status: int, state: dict[str, object]) -> None:
-        fields: dict[str, Scalar] = {"door": self.api, "method": route, "code": status}
+    def _log(self, door: Door, method: str, route: str, status: int, state: dict[str, object]) -> None:
+        fields: dict[str, Scalar] = {"door": door.name, "method": route, "code": status}
         call = state.get("call")
         if request_id := getattr(call, "id", ""):
             fields["correlation_id"] = request_id
@@ -75,8 +74,8 @@ class AnswerAccounts:
         logger.warning("%s %s is refused with %d", method, route, status, extra={FIELDS: fields})
 
 
-def _is_event_stream(message: Message) -> bool:
+def _is_stream(message: Message) -> bool:
     return any(
-        name.lower() == b"content-type" and value.startswith(EVENT_STREAM)
+        name.lower() == b"content-type" and value.decode("latin-1").startswith(STREAM_TYPES)
         for name, value in message.get("headers", ())
     )

@@ -1,4 +1,6 @@
-"""Serves APIs over HTTP: authenticates, refuses what no route answers, and turns errors into answers."""
+"""Serves APIs over HTTP: authenticates, refuses what no route answers, and turns errors into answers.
+
+Where several APIs have a path, the first one that claims the body answers."""
 
 import asyncio
 import logging
@@ -16,9 +18,10 @@ from tgis.net.http_connection import Answer
 from tgis.net.http_routes import PROBE_LIMITS, LimitedApp, RouteLimits
 from tgis.net.slow_readers import SlowReadError
 from tgis.router.api.bearer_tokens import REFUSAL, BearerTokens
-from tgis.router.api.http.call_context import open_call, request_id
+from tgis.router.api.http.call_context import open_call, read_body, request_id
+from tgis.router.api.http.errors import OWN_FORM, ErrorForm, HttpError
 from tgis.router.api.http.event_stream import BODY
-from tgis.router.api.http.openai.errors import ApiError, last_events, respond
+from tgis.router.api.http.http_api import HttpApi, find_api
 from tgis.router.api.tenants import shown_name
 from tgis.router.errors import UnavailableError
 from tgis.router.metrics.metric_types import Counter
@@ -27,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 REQUEST_S, IDLE_S = 60.0, 75.0
 MAX_PATH_CHARS = 100  # length in the log, because an unknown client may call any path
-API_PATHS = ("/tokenize", "/detokenize", "/version", "/openapi.json")
 STARTING, DRAINING = "the model is loading", "the service is shutting down"
 CORS_HEADERS = ("authorization", "content-type", "x-request-id", "traceparent", "tracestate")
 
@@ -39,11 +41,11 @@ class Phase(Enum):
 
 
 class ApiGate:
-    """App of all routes of an API. It admits requests, and ends those that outlive a drain."""
+    """App of all routes of the APIs. It admits requests, and ends those that outlive a drain."""
 
-    def __init__(self, routes: Sequence[Route], config: RouterConfig, failures: Counter) -> None:
+    def __init__(self, apis: Sequence[HttpApi], config: RouterConfig, failures: Counter) -> None:
         self.phase = Phase.STARTING
-        self._routes, self._failures = routes, failures
+        self.apis, self._failures = apis, failures
         self._tokens = BearerTokens(config.auth_tokens_path) if config.auth_tokens_path else None
         self._max_bytes = config.max_message_bytes
         self._tasks: set[asyncio.Task[object]] = set()
@@ -62,6 +64,7 @@ class ApiGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
+        request.state.api = find_api(self.apis, scope["path"]) or self.apis[0]
         task = asyncio.current_task()
         assert task is not None, "requests run in tasks"
         self._tasks.add(task)
@@ -88,11 +91,11 @@ class ApiGate:
             raise UnavailableError(self.phase.value)
         request.state.call = call = open_call(request, self._tenant(request), self._max_bytes)
         answer.headers += [(b"x-request-id", call.id.encode())]
-        route = self._find(request)
+        route = await self._find(request)
         await route.handle(request.scope, request.receive, send)
 
     def _tenant(self, request: Request) -> str:
-        """Return the name of the request's tenant, or an empty text if it has none. Raises ApiError."""
+        """Return the name of the request's tenant, or an empty text if it has none. Raises HttpError."""
         tenant: str | None = ""
         if self._tokens is not None:
             given = request.headers.getlist("authorization")
@@ -101,52 +104,71 @@ class ApiGate:
             self._failures.add("unauthenticated")
             path = request.scope["raw_path"][:MAX_PATH_CHARS].decode("latin-1")
             logger.warning("a call of %s was refused: %s", path, REFUSAL)
-            error = ApiError(401, REFUSAL, code="invalid_api_key")
+            error = HttpError(401, REFUSAL)
             error.is_logged = True
             raise error
         return tenant or shown_name(request.state.certificate_name.encode("latin-1", "replace"))
 
-    def _find(self, request: Request) -> Route:
-        """Return the route of a request. Raises ApiError."""
+    async def _find(self, request: Request) -> Route:
+        """Return the route of a request, and note its API. Raises HttpError, RequestError."""
         methods: set[str] = set()
-        for route in self._routes:
-            match, scope = route.matches(request.scope)
-            if match is Match.FULL:
-                request.scope.update(scope)
-                return route
-            if match is Match.PARTIAL:
-                methods |= route.methods or set()
+        found: list[tuple[HttpApi, Route, Scope]] = []
+        for api in self.apis:
+            for route in (*api.routes, *api.probes):
+                match, scope = route.matches(request.scope)
+                if match is Match.FULL:
+                    found.append((api, route, scope))
+                    break
+                if match is Match.PARTIAL:
+                    methods |= route.methods or set()
+        if found:
+            request.state.api, chosen, scope = await _claim(found, request)
+            request.scope.update(scope)
+            return chosen
         if not methods:
-            raise ApiError(404, "there is no such path in this API")
+            raise HttpError(404, "there is no such path in this API")
         request.state.answer.headers += [(b"allow", ", ".join(sorted(methods)).encode())]
-        raise ApiError(405, f"the path is served for {', '.join(sorted(methods))} only")
+        raise HttpError(405, f"the path is served for {', '.join(sorted(methods))} only")
+
+
+async def _claim(
+    found: Sequence[tuple[HttpApi, Route, Scope]], request: Request
+) -> tuple[HttpApi, Route, Scope]:
+    """Return the first that claims the body, else the last. Raises RequestError, PayloadTooLargeError."""
+    if len(found) == 1:
+        return found[0]
+    body = await read_body(request)
+    return next((each for each in found if each[0].claims(body)), found[-1])
 
 
 async def _fail(error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer with an error, or end an answer that has begun with it."""
+    form: ErrorForm = scope["state"].get(OWN_FORM) or scope["state"]["api"].errors
     if scope["state"]["answer"].has_begun:
-        await send({"type": BODY, "body": last_events(error), "more_body": False})
+        await send({"type": BODY, "body": form.last_events(error), "more_body": False})
     else:
-        await respond(error)(scope, receive, send)
+        await form.respond(error)(scope, receive, send)
 
 
-def api_limits(config: RouterConfig) -> RouteLimits:
-    """Return the limits of an API's connections, whose answers take any time."""
+def api_limits(apis: Sequence[HttpApi], config: RouterConfig) -> RouteLimits:
+    """Return the limits of the connections of APIs, whose answers take any time."""
+
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        error = UnavailableError("the service has too many connections")
+        form = (find_api(apis, scope["path"]) or apis[0]).errors
+        await form.respond(error)(scope, receive, send)
+
     return RouteLimits(
         answer_s=None,
         max_connections=config.max_http_connections,
         request_s=REQUEST_S,
         idle_s=IDLE_S,
-        refuse=_refuse_overload,
+        refuse=refuse,
     )
 
 
-async def _refuse_overload(scope: Scope, receive: Receive, send: Send) -> None:
-    await respond(UnavailableError("the service has too many connections"))(scope, receive, send)
-
-
-def api_route(app: ASGIApp, config: RouterConfig, is_own_port: bool) -> LimitedApp:
-    """Return the route to an API, which has all paths of a port of its own."""
+def api_route(app: ASGIApp, apis: Sequence[HttpApi], config: RouterConfig, is_own_port: bool) -> LimitedApp:
+    """Return the route to the APIs, which have all paths of a port of their own."""
     if config.cors_allow_origin:
         origins = [origin.strip() for origin in config.cors_allow_origin.split(",")]
         app = CORSMiddleware(
@@ -156,23 +178,27 @@ def api_route(app: ASGIApp, config: RouterConfig, is_own_port: bool) -> LimitedA
             allow_headers=CORS_HEADERS,
             expose_headers=("x-request-id",),
         )
-    return LimitedApp(app, (lambda _: True) if is_own_port else is_api_path, api_limits(config))
+
+    def has_path(path: str) -> bool:
+        return is_own_port or find_api(apis, path) is not None
+
+    return LimitedApp(app, has_path, api_limits(apis, config))
 
 
-def absent_api_route(config: RouterConfig) -> LimitedApp:
-    """Return the route that says where an API is that is not served on this port."""
-    text = "this API is not served; to serve it, start the service with --http-api openai"
-    if config.http_api:
+def absent_api_routes(apis: Iterable[HttpApi], config: RouterConfig) -> list[LimitedApp]:
+    """Return routes that say where the APIs are, which are not served on this port."""
+    return [_absent_route(api, config) for api in apis]
+
+
+def _absent_route(api: HttpApi, config: RouterConfig) -> LimitedApp:
+    text = f"this API is not served; to serve it, start the service with --http-api {api.door.name}"
+    if api.door.name in config.served_apis:
         text = "this API has a port of its own, which --http-api-port says"
 
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
-        await respond(ApiError(404, text))(scope, receive, send)
+        await api.errors.respond(HttpError(404, text))(scope, receive, send)
 
-    return LimitedApp(refuse, is_api_path, PROBE_LIMITS)
-
-
-def is_api_path(path: str) -> bool:
-    return path.startswith("/v1/") or path in API_PATHS or path == "/v1"
+    return LimitedApp(refuse, api.has_path, PROBE_LIMITS)
 
 
 def starlette_of(routes: Iterable[Route | LimitedApp]) -> Starlette:

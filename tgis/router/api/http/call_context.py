@@ -59,7 +59,10 @@ def request_id(request: Request) -> str:
 
 
 async def read_body(request: Request) -> bytes:
-    """Return the body. Raises PayloadTooLargeError and, for deeply nested JSON, RequestError."""
+    """Return the body, which may be read more than once. Raises PayloadTooLargeError and, for deeply nested
+    JSON, RequestError."""
+    if (read := getattr(request.state, "body", None)) is not None:
+        return bytes(read)
     most = request.state.call.max_body_bytes
     if int(request.headers.get("content-length", 0)) > most:  # the parser has checked that it is a number
         raise PayloadTooLargeError(most)
@@ -71,6 +74,7 @@ async def read_body(request: Request) -> bytes:
         parts.append(part)
     body = b"".join(parts)
     check_depth(body)
+    request.state.body = body
     return body
 
 

@@ -8,17 +8,17 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from starlette.routing import Route
 
 from tgis.config.processes import RouterConfig
-from tgis.net.http_routes import PROBE_LIMITS, RouteLimits
+from tgis.net.http_routes import PROBE_LIMITS, LimitedApp, RouteLimits
 from tgis.net.http_server import serve_http, serve_listener
 from tgis.net.ports import reserve
 from tgis.net.tls import Certificates
 from tgis.router.api.http.answer_accounts import AnswerAccounts
-from tgis.router.api.http.app import ApiGate, Phase, absent_api_route, api_route, starlette_of
+from tgis.router.api.http.app import ApiGate, Phase, absent_api_routes, api_route, starlette_of
+from tgis.router.api.http.http_api import HttpApi
 from tgis.router.api.http.metrics_app import metrics_routes
 from tgis.router.api.http.playground.page import playground_route
 from tgis.router.api.open_files import share_files
 from tgis.router.metrics.metrics import Metrics
-from tgis.router.requests.doors import OPENAI
 
 logger = logging.getLogger(__name__)
 
@@ -31,23 +31,24 @@ class HttpPorts:
         config: RouterConfig,
         is_ready: Callable[[], bool],
         metrics: Metrics,
-        api_routes: Sequence[Route] | None,
+        apis: Sequence[HttpApi],
         certificates: Certificates | None,
     ) -> None:
-        """Build the apps. `api_routes` are those of an API, or None without one. Raises StartupError."""
+        """Build the apps. `apis` are all that can be served. Raises StartupError."""
         self._config, self._certificates = config, certificates
+        self._served = [api for api in apis if api.door.name in config.served_apis]
         self._gate: ApiGate | None = None
-        if api_routes is not None:
-            self._gate = ApiGate(api_routes, config, metrics.request_failure)
-            self._api = AnswerAccounts(self._gate, OPENAI.name, api_routes, metrics)
-        self._fresh = PROBE_LIMITS
-        if self._gate:
-            self._fresh = _fresh_limits(config)
-        own = absent_api_route(config)
-        if self._gate and config.http_api_port is None:
-            own = api_route(self._api, config, False)
-        page = playground_route(config, self._gate is not None and config.http_api_port is None)
-        self._app = starlette_of([page, own, *metrics_routes(is_ready, metrics)])
+        if self._served:
+            self._gate = ApiGate(self._served, config, metrics.request_failure)
+            self._api = AnswerAccounts(self._gate, self._served, metrics)
+        self._fresh = _fresh_limits(config) if self._gate else PROBE_LIMITS
+        self._probes = [*(route for api in self._served for route in api.probes)]
+        is_here = self._gate is not None and config.http_api_port is None
+        own = self._own_routes() if is_here else []
+        elsewhere = [api for api in reversed(apis) if not is_here or api not in self._served]
+        absent = absent_api_routes(elsewhere, config)
+        page = playground_route(config, is_here)
+        self._app = starlette_of([page, *own, *metrics_routes(is_ready, metrics), *absent])
         self._reserved: socket.socket | None = None
 
     def serve(self) -> AbstractAsyncContextManager[int]:
@@ -71,9 +72,14 @@ class HttpPorts:
         config, certificates = self._config, self._certificates
         self._reserved.listen(socket.SOMAXCONN)
         context = certificates.client_port_context() if certificates is not None else None
-        app = starlette_of([playground_route(config, True), api_route(self._api, config, True)])
+        app = starlette_of([playground_route(config, True), *self._own_routes()])
         async with serve_listener(app, self._reserved, config, context, self._fresh) as port:
             yield port
+
+    def _own_routes(self) -> list[Route | LimitedApp]:
+        config = self._config
+        is_alone = config.http_api_port is not None
+        return [*self._probes, api_route(self._api, self._served, config, is_alone)]
 
     async def stop(self, timeout_s: float) -> None:
         """Refuse new calls, and cut those that are left after the time limit."""

@@ -4,8 +4,9 @@ Nothing is downloaded. Code of the checkpoint runs only if it is trusted."""
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from tgis.shard.models.hf_transformers.self_check import (
     score_alone,
 )
 from tgis.shard.models.interface import Model, UnsupportedModelError
+from tgis.shard.models.rope_option import RopeOption, RopeOptionError
 from tgis.shard.models.unread_tensors import refuse_unread
 from tgis.shard.models.whole_model import NotServedError, WholeModelSpec, warn_of_copies
 from tgis.shard.quant.formats.settings import read_settings
@@ -46,7 +48,9 @@ STEP_WIDE_ROPES = ("dynamic", "longrope")
 DEFAULT_LENGTH, MAX_LENGTH = 2048, 1 << 20
 
 
-def make_spec(directory: Path, config: Mapping[str, Any], trust_remote_code: bool) -> WholeModelSpec:
+def make_spec(
+    directory: Path, config: Mapping[str, Any], trust_remote_code: bool, rope: RopeOption | None = None
+) -> WholeModelSpec:
     """Return the shape that the configuration implies; `load` finds the actual one.
 
     Runs the checkpoint's configuration code if it is trusted. Raises UnsupportedModelError."""
@@ -54,6 +58,8 @@ def make_spec(directory: Path, config: Mapping[str, Any], trust_remote_code: boo
         raise UnsupportedModelError(NOT_QUANTIZED)
     with _as_unsupported(config.get("model_type")):
         parsed = _read_config(directory, config, trust_remote_code)
+        if rope is not None:
+            rope.scale_parsed(parsed)
         text = parsed.get_text_config(decoder=True)
         heads = _largest(text, "num_attention_heads") or 1
         return WholeModelSpec(
@@ -65,14 +71,26 @@ def make_spec(directory: Path, config: Mapping[str, Any], trust_remote_code: boo
 
 
 def load(
-    directory: Path, spec: WholeModelSpec, group: ProcessGroup, dtype: torch.dtype, trust_remote_code: bool
+    directory: Path,
+    spec: WholeModelSpec,
+    group: ProcessGroup,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    rope: RopeOption | None = None,
 ) -> Model:
     """Load the model with weights rounded to `dtype`, and check that its scores are those of its own code.
+    Its positions are scaled by `rope` if that is given.
 
     Raises UnsupportedModelError and WeightsError."""
     warn_of_copies(group)
-    with _as_unsupported(model_files.read_json(directory, "config.json").get("model_type")):
-        return _load_checked(directory, spec.vocab_size, group, dtype, trust_remote_code)
+    config = model_files.read_json(directory, "config.json")
+    with _as_unsupported(config.get("model_type")):
+        parsed = None
+        if rope is not None:
+            parsed = _read_config(directory, config, trust_remote_code)
+            rope.scale_parsed(parsed)
+        read = partial(_read_checkpoint, directory, dtype, trust_remote_code, parsed)
+        return _load_checked(read, spec.vocab_size, group, dtype, rope)
 
 
 @contextmanager
@@ -117,12 +135,18 @@ def _read_config(directory: Path, config: Mapping[str, Any], trust_remote_code: 
 
 
 def _load_checked(
-    directory: Path, vocab_size: int, group: ProcessGroup, dtype: torch.dtype, trust_remote_code: bool
+    read_checkpoint: Callable[[], Any],
+    vocab_size: int,
+    group: ProcessGroup,
+    dtype: torch.dtype,
+    rope: RopeOption | None,
 ) -> TransformersModel:
     unpacked: set[str] = set()
     while True:
-        whole = _read_checkpoint(directory, dtype, trust_remote_code)
+        whole = read_checkpoint()
         _check_state(whole)
+        if rope is not None and rope.kind not in _rope_kinds(whole):
+            raise RopeOptionError("transformers' code of this model scales no rotary positions")
         pack_linears(whole, dtype, unpacked)
         try:
             with torch.inference_mode():
@@ -164,10 +188,12 @@ def _replace_attention(whole: Any, vocab_size: int, group: ProcessGroup) -> Tran
     return model
 
 
-def _read_checkpoint(directory: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+def _read_checkpoint(directory: Path, dtype: torch.dtype, trust_remote_code: bool, parsed: Any) -> Any:
+    """Read the model with the configuration `parsed`, or with the checkpoint's own if that is None."""
     try:
         whole, found = AutoModelForCausalLM.from_pretrained(
             directory,
+            config=parsed,
             dtype=dtype,
             attn_implementation="eager",
             local_files_only=True,
@@ -192,13 +218,20 @@ def _check_state(whole: Any) -> None:
     if stateful or getattr(whole, "_is_stateful", False):
         kind = f" of kind {stateful[0]}" if stateful else ""
         raise NotServedError(f"its layers{kind} keep a state other than keys and values")
+    for kind in _rope_kinds(whole):
+        if kind in STEP_WIDE_ROPES:
+            raise NotServedError(
+                f"its rotary embedding, {kind}, lets sequences of one step affect each other"
+            )
+
+
+def _rope_kinds(whole: Any) -> set[Any]:
+    """Return the scalings of the rotary embeddings of all modules that have one."""
+    found: set[Any] = set()
     for module in whole.modules():
         kinds = getattr(module, "rope_type", None)
-        for rope in kinds.values() if isinstance(kinds, Mapping) else [kinds]:
-            if rope in STEP_WIDE_ROPES:
-                raise NotServedError(
-                    f"its rotary embedding, {rope}, lets sequences of one step affect each other"
-                )
+        found.update(kinds.values() if isinstance(kinds, Mapping) else [kinds])
+    return found
 
 
 def _find_decoder(whole: Any) -> nn.Module:

@@ -12,7 +12,8 @@ from tests.support.router.chat_door import HELLO, chat_door, post
 from tests.support.trace_collector import TRACE_ID, TRACEPARENT, Collector, values
 from tgis.logs import FIELDS
 from tgis.router.api.http.call_context import open_call
-from tgis.router.requests.span_protocols import HTTP_SPANS
+from tgis.router.requests.doors import OPENAI
+from tgis.router.requests.span_protocols import span_protocol
 from tgis.router.requests.tracing import open_tracing
 
 TOKEN = "a-token"
@@ -112,6 +113,6 @@ def test_a_span_has_the_scheme_of_the_connection(scheme: str) -> None:
     headers = [(b"x-request-id", b"\xff"), (b"traceparent", TRACEPARENT.encode())]
     request = Request({"type": "http", "scheme": scheme, "headers": headers, "client": ("::1", 5)})
     call = open_call(request, "team-7", 1)
-    assert HTTP_SPANS.start("Tokenize", call.metadata)["url.scheme"] == scheme
+    assert span_protocol(OPENAI).start("Tokenize", call.metadata)["url.scheme"] == scheme
     assert [value for name, value in call.metadata if name == "x-request-id"] == [call.id]
     assert (call.connection, call.tenant, call.id.isascii()) == ("::1:5", "team-7", True)

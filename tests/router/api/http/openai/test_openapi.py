@@ -4,8 +4,8 @@ import re
 from typing import Any, cast
 
 from tgis.router.api.http.openai.models import Models
-from tgis.router.api.http.openai.openapi import openapi_document
-from tgis.router.api.http.openai.routes import NOT_SERVED, openai_routes
+from tgis.router.api.http.openai.openapi import OpenApiRoute
+from tgis.router.api.http.openai.routes import NOT_SERVED, openai_api
 from tgis.router.api.http.openai.service_parts import OpenAiApi
 
 STATUSES = {"200", "400", "401", "404", "413", "429", "500", "503"}
@@ -23,16 +23,16 @@ def test_every_route_is_there() -> None:
     parts[2] = Models(("a",))
     routes = {
         (re.sub(":path", "", route.path), method)
-        for route in openai_routes(OpenAiApi(*parts))
+        for route in openai_api(OpenAiApi(*parts)).routes
         if route.path not in (*NOT_SERVED, "/openapi.json")
         for method in cast("set[str]", route.methods) - {"HEAD"}
     }
-    paths = openapi_document()["paths"]
+    paths = OpenApiRoute().document["paths"]
     assert {(path, method.upper()) for path, item in paths.items() for method in item} == routes
 
 
 def test_the_document_is_whole() -> None:
-    document = openapi_document()
+    document = OpenApiRoute().document
     schemas = document["components"]["schemas"]
     assert references(document) == {f"#/components/schemas/{name}" for name in schemas}
     chat = schemas["ChatRequest"]

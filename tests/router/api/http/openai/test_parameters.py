@@ -8,7 +8,7 @@ import pytest
 
 from tgis.router.api.http.openai.chat.types import ChatRequest
 from tgis.router.api.http.openai.completions.types import CompletionRequest
-from tgis.router.api.http.openai.errors import ApiError, respond
+from tgis.router.api.http.openai.errors import OPENAI_ERRORS, ApiError, describe
 from tgis.router.api.http.openai.fields.parameters import describe_parameters, to_parameters
 from tgis.router.api.http.openai.fields.refusals import INPUT, translated_refusals
 from tgis.router.api.http.openai.fields.sampling_fields import read_fields
@@ -123,7 +123,7 @@ REFUSALS: list[tuple[RequestError, str | None, str | None, str]] = [
     ),
     (RequestError("the text is wrong", "text"), "prompt", None, "the text is wrong"),
     (
-        InputTooLongError("input tokens (9) plus min_new_tokens (2) must be <= 5", "text"),
+        InputTooLongError("input tokens (9) plus min_new_tokens (2) must be <= 5", 9),
         "prompt",
         "context_length_exceeded",
         "This model's maximum context length is exceeded: input tokens (9) plus min_tokens (2) must be <= 5",
@@ -139,7 +139,7 @@ def test_refusals(error: RequestError, param: str | None, code: str | None, mess
     for error.is_logged in (False, True):
         shown = translated(error)
         assert shown.is_logged == error.is_logged
-        told = shown.details
+        told = describe(shown)[1]
         assert (shown.status, told.param, told.code, told.message) == (400, param, code, message)
 
 
@@ -155,7 +155,7 @@ def test_refusals(error: RequestError, param: str | None, code: str | None, mess
     ],
 )
 def test_answers_to_errors(error: Exception, status: int, kind: str, is_temporary: bool) -> None:
-    response = respond(error)
+    response = OPENAI_ERRORS.respond(error)
     told = json.loads(bytes(response.body))["error"]
     assert (response.status_code, told["type"]) == (status, kind)
     assert ("retry-after" in response.headers) == is_temporary
@@ -163,8 +163,8 @@ def test_answers_to_errors(error: Exception, status: int, kind: str, is_temporar
 
 def test_missing_models_stay_missing() -> None:
     shown = translated(NotFoundError("no store in /a/folder"), "x" * 999)
-    assert (shown.status, shown.details.param, shown.details.code) == (404, "model", "model_not_found")
-    assert shown.details.message == f"The model '{'x' * 256}' does not exist."
+    assert (shown.status, shown.param, shown.code) == (404, "model", "model_not_found")
+    assert str(shown) == f"The model '{'x' * 256}' does not exist."
 
 
 def test_tools_are_described_by_numbers() -> None:

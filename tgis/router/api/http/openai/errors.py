@@ -1,18 +1,11 @@
 """OpenAI's error object."""
 
-import logging
-import secrets
-
 import msgspec
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
-from tgis.router.api.http.answer_accounts import REFUSED_PARAMETER
+from tgis.router.api.http.errors import ErrorResponse, HttpError, describe_error
 from tgis.router.api.http.openai.events import DONE, encode_event
-from tgis.router.errors import RouterError, internal_error
-from tgis.router.requests.http_statuses import http_status
-
-logger = logging.getLogger(__name__)
+from tgis.router.requests.doors import OPENAI
 
 TYPES = {
     401: "authentication_error",
@@ -21,7 +14,7 @@ TYPES = {
     503: "service_unavailable_error",
 }
 """The API's types of errors by status; other statuses are of invalid requests."""
-TEMPORARY, RETRY_S = (429, 503), 1
+CODES = {401: "invalid_api_key"}
 MAX_MODEL_CHARS = 256  # of a model that does not exist
 
 
@@ -36,13 +29,12 @@ class ErrorBody(msgspec.Struct):
     error: ErrorDetails
 
 
-class ApiError(Exception):
+class ApiError(HttpError):
     """Refusal of a request in this API's terms."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.is_logged = False
-        self.status, self.details = status, _details(status, message, param, code)
+        super().__init__(status, message)
+        self.param, self.code = param, code
 
 
 def missing_model(name: str | None) -> ApiError:
@@ -52,42 +44,21 @@ def missing_model(name: str | None) -> ApiError:
 
 def describe(error: Exception) -> tuple[int, ErrorDetails]:
     """Return the status and the details of an error. An unforeseen one is logged, and tells its id only."""
-    if isinstance(error, ApiError):
-        return error.status, error.details
-    status = http_status(error)
-    if isinstance(error, RouterError):
-        return status, _details(status, str(error))
-    request_id = secrets.token_hex(8)
-    logger.error("request %s failed: %r", request_id, error, exc_info=error)
-    return status, _details(status, internal_error(request_id))
+    status, text = describe_error(error, OPENAI)
+    param, code = (error.param, error.code) if isinstance(error, ApiError) else (None, CODES.get(status))
+    return status, ErrorDetails(text, TYPES.get(status, "invalid_request_error"), param, code)
 
 
-def _details(status: int, message: str, param: str | None = None, code: str | None = None) -> ErrorDetails:
-    return ErrorDetails(message, TYPES.get(status, "invalid_request_error"), param, code)
+class OpenAiErrors:
+    """Form of this API's errors."""
+
+    def respond(self, error: Exception) -> Response:
+        status, details = describe(error)
+        body = msgspec.json.encode(ErrorBody(details))
+        return ErrorResponse(error, status, body, "application/json", details.param or "")
+
+    def last_events(self, error: Exception) -> bytes:
+        return encode_event(ErrorBody(describe(error)[1])) + DONE
 
 
-def respond(error: Exception) -> Response:
-    status, details = describe(error)
-    headers = {"retry-after": str(RETRY_S)} if status in TEMPORARY else {}
-    if status == 401:
-        headers["www-authenticate"] = "Bearer"
-    body = msgspec.json.encode(ErrorBody(details))
-    response = ErrorResponse(body, status, headers, media_type="application/json")
-    is_unlogged = isinstance(error, ApiError | RouterError) and not error.is_logged
-    response.refused_parameter = (details.param or "") if is_unlogged else None
-    return response
-
-
-class ErrorResponse(Response):
-    refused_parameter: str | None = None
-    """Parameter that the refusal names; None if the log has a line of the error already."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.refused_parameter is not None:
-            scope.setdefault("state", {})[REFUSED_PARAMETER] = self.refused_parameter
-        await super().__call__(scope, receive, send)
-
-
-def last_events(error: Exception) -> bytes:
-    """Return the events that end a stream for an error."""
-    return encode_event(ErrorBody(describe(error)[1])) + DONE
+OPENAI_ERRORS = OpenAiErrors()

@@ -61,10 +61,14 @@ class SlicedEncoder:
             tokens, lambda part, is_first: _encode_fields(writer.write(part, are_first and is_first))
         )
 
+    async def tokens(self, tokens: Slice, encode: Callable[[Slice], bytes]) -> Any:
+        """Return what stands for the list that `encode` makes, part by part and in order."""
+        return self._mark(await self._slices(tokens, lambda part, _: encode(part)))
+
     def join(self, parts: Iterable[EncodedFields]) -> CompletionLogprobs:
         return CompletionLogprobs(*map(self._mark, zip(*parts, strict=True)))
 
-    def answer(self, answer: msgspec.Struct) -> Response:
+    def answer(self, answer: object) -> Response:
         """Return the response of an answer with lists that this encoder has encoded."""
         text = _encode(answer)
         num_bytes = sum(map(len, self._splice(text)))

@@ -1,16 +1,20 @@
 """Routes of OpenAI's API."""
 
+from collections.abc import Iterable
+
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tgis.router.api.http.http_api import HttpApi
 from tgis.router.api.http.openai.adapter_routes import AdapterRoutes
 from tgis.router.api.http.openai.chat.handler import ChatCompletions
 from tgis.router.api.http.openai.completions.handler import Completions
-from tgis.router.api.http.openai.errors import ApiError
-from tgis.router.api.http.openai.openapi import PATH, serve_openapi
+from tgis.router.api.http.openai.errors import OPENAI_ERRORS, ApiError
+from tgis.router.api.http.openai.openapi import PATH, OpenApiRoute
 from tgis.router.api.http.openai.service_parts import OpenAiApi
 from tgis.router.api.http.openai.tokenize import TokenRoutes
+from tgis.router.requests.doors import OPENAI
 
 NOT_SERVED = (
     "/v1/responses",
@@ -28,7 +32,13 @@ NOT_SERVED = (
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
 
-def openai_routes(api: OpenAiApi) -> list[Route]:
+def openai_api(api: OpenAiApi, others: Iterable[HttpApi] = ()) -> HttpApi:
+    """Return the API, whose OpenAPI document has the operations of others that are served too."""
+    document = OpenApiRoute(told for other in others for told in other.operations)
+    return HttpApi(OPENAI, _routes(api, document), OPENAI_ERRORS, prefix="/v1/")
+
+
+def _routes(api: OpenAiApi, document: OpenApiRoute) -> list[Route]:
     tokens, adapters = TokenRoutes(api), AdapterRoutes(api)
     return [
         Route("/v1/chat/completions", ChatCompletions(api).answer, methods=["POST"]),
@@ -40,7 +50,7 @@ def openai_routes(api: OpenAiApi) -> list[Route]:
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
         Route("/version", tokens.version),
-        Route(PATH, serve_openapi),
+        Route(PATH, document.serve),
         *(Route(path, _refuse, methods=METHODS) for path in NOT_SERVED),
     ]
 

@@ -10,7 +10,8 @@ from starlette.responses import Response
 
 from tgis.config.processes import RouterConfig
 from tgis.net.http_routes import PROBE_LIMITS, LimitedRoute
-from tgis.router.api.http.openai.errors import ApiError, respond
+from tgis.router.api.http.errors import HttpError
+from tgis.router.api.http.openai.errors import OPENAI_ERRORS
 
 PATH = "/playground"
 SCRIPTS = ("api.js", "transcript.js", "tokens.js", "settings.js", "meter.js", "main.js")
@@ -26,7 +27,7 @@ def playground_route(config: RouterConfig, has_api: bool) -> LimitedRoute:
 
     async def serve(request: Request) -> Response:
         if page is None:
-            return respond(ApiError(404, ELSEWHERE if config.playground else NOT_SERVED))
+            return OPENAI_ERRORS.respond(HttpError(404, ELSEWHERE if config.playground else NOT_SERVED))
         return page
 
     return LimitedRoute(PATH, serve, PROBE_LIMITS)

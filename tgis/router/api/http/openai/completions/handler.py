@@ -26,8 +26,7 @@ from tgis.router.api.http.openai.service_parts import OpenAiApi
 from tgis.router.events import InputTokens
 from tgis.router.requests.call import GenerationCall, Parameters
 from tgis.router.requests.doors import OPENAI
-
-MAX_PROMPTS = 128
+from tgis.router.requests.validation import RequestLimits
 
 _decoder = msgspec.json.Decoder(CompletionRequest)
 
@@ -50,8 +49,9 @@ class Completions:
     def _read(self, body: CompletionRequest, http: HttpCall) -> CompletionJob:
         """Read a request. Raises ApiError."""
         refuse_fields(body)
-        texts, are_ids = _read_prompts(body.prompt)
-        _check(body, self._api.service.is_encoder_decoder)
+        limits = self._api.limits
+        texts, are_ids = _read_prompts(body.prompt, limits.most_inputs)
+        _check(body, limits, self._api.service.is_encoder_decoder)
         choice = self._api.models.choose(body.model)
         call = GenerationCall(
             "Completion",
@@ -97,7 +97,7 @@ class Completions:
         yield DONE
 
 
-def _read_prompts(prompt: str | list[str | int | list[int]] | None) -> tuple[list[str], bool]:
+def _read_prompts(prompt: str | list[str | int | list[int]] | None, most: int) -> tuple[list[str], bool]:
     """Return the texts of a request, and whether they are token ids. Raises ApiError."""
     if isinstance(prompt, str):
         return [prompt], False
@@ -108,14 +108,14 @@ def _read_prompts(prompt: str | list[str | int | list[int]] | None) -> tuple[lis
         raise ApiError(400, "prompt must not mix texts and token ids", "prompt")
     if kinds == {int}:
         return [" ".join(map(str, prompt))], True
-    if len(prompt) > MAX_PROMPTS:
-        raise ApiError(400, f"prompt must be at most {MAX_PROMPTS} prompts", "prompt")
+    if len(prompt) > most:
+        raise ApiError(400, f"prompt must be at most {most} prompts", "prompt")
     if kinds == {str}:
         return [item for item in prompt if isinstance(item, str)], False
     return [" ".join(map(str, item)) for item in prompt if isinstance(item, list)], True
 
 
-def _check(body: CompletionRequest, is_encoder_decoder: bool) -> None:
+def _check(body: CompletionRequest, limits: RequestLimits, is_encoder_decoder: bool) -> None:
     """Check what fields demand of each other. Raises ApiError."""
     wants_input = body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)
     if wants_input and is_encoder_decoder:
@@ -126,6 +126,8 @@ def _check(body: CompletionRequest, is_encoder_decoder: bool) -> None:
         raise ApiError(400, "best_of must not be less than n", "best_of")
     if body.best_of is not None and body.best_of > (body.n or 1) and body.stream:
         raise ApiError(400, "best_of cannot be streamed", "best_of")
+    if (most := limits.most_best_of(OPENAI)) < (body.best_of or 1):
+        raise ApiError(400, f"best_of must be at most {most}", "best_of")
     check_stream_options(body)
 
 

@@ -1,9 +1,9 @@
 """Turns the service's refusals into the API's, which name the field of the request that is wrong."""
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from tgis.router.api.http.errors import renamed_text
 from tgis.router.api.http.openai.errors import ApiError, missing_model
 from tgis.router.errors import InputTooLongError, NotFoundError, RequestError
 
@@ -35,13 +35,8 @@ def translated_refusals(model: str | None, names: Mapping[str, str]) -> Iterator
 
 
 def _translate(error: RequestError, names: Mapping[str, str]) -> ApiError:
-    own = error.log_text  # what follows may be the client's words
-    text = re.sub("[a-z_]+", lambda word: _shown(word[0], names), own) + str(error).removeprefix(own)
+    text = renamed_text(error, names, INPUT)
     param = names.get(error.parameter, error.parameter) or None
     if isinstance(error, InputTooLongError):
         return ApiError(400, f"This model's maximum context length is exceeded: {text}", param, TOO_LONG)
     return ApiError(400, text, param)
-
-
-def _shown(word: str, names: Mapping[str, str]) -> str:
-    return word if word == INPUT else names.get(word, word)

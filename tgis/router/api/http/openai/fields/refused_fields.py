@@ -1,5 +1,6 @@
 """Fields of requests that are known here and not honoured: one table, a sentence each."""
 
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -51,12 +52,18 @@ IN_CHATS = {
 
 def refuse_fields(fields: msgspec.Struct, further: dict[str, RefusedField] | None = None) -> None:
     """Raise ApiError for a field of the request that is not honoured and asks for something."""
-    for name, refused in (REFUSED | (further or {})).items():
+    for name, text in find_refused(fields, REFUSED | (further or {})):
+        raise ApiError(400, text, name)
+
+
+def find_refused(fields: msgspec.Struct, table: Mapping[str, RefusedField]) -> Iterator[tuple[str, str]]:
+    """Yield the fields of a table that ask for something, each with the text of its refusal."""
+    for name, refused in table.items():
         value: Any = getattr(fields, name, None)
         is_on = any(each is True for each in refused.defaults)  # False asks for something then
         allowed = refused.defaults if is_on else MEANINGLESS + refused.defaults
         if value is not None and not _is_among(value, allowed):
-            raise ApiError(400, f"{name} is not supported. {refused.reason}", name)
+            yield name, f"{name} is not supported. {refused.reason}"
 
 
 def _is_among(value: object, allowed: tuple[object, ...]) -> bool:

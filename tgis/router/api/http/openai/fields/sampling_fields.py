@@ -1,12 +1,13 @@
 """Fields that requests for completions and chat completions have in common, and how bodies are read."""
 
-import re
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from tgis.router.api.http.json_bodies import decode_body
 from tgis.router.api.http.openai.errors import ApiError
+from tgis.router.errors import RequestError
 
 MOST = 2**31 - 1
 MAX_TOP_LOGPROBS = 20
@@ -81,17 +82,9 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 def read_fields(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     """Return the request in a body. Raises ApiError, which names the field and quotes no value of it."""
     try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        text, _, path = str(error).partition(" - at `")
-        param = path.rstrip("`").removeprefix("$.") or None
-        field = re.sub(r"\.?\[.*", "", param) if param else None
-        shown = f"{field}: {text}" if field else f"the body: {text}"
-        raise ApiError(400, shown, field) from None
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise ApiError(400, "the body is not valid JSON in UTF-8") from None
-    except RecursionError:
-        raise ApiError(400, "the body is nested too deeply") from None
+        return decode_body(decoder, body)
+    except RequestError as error:
+        raise ApiError(400, str(error), error.parameter or None) from None
 
 
 def check_stream_options(fields: SamplingFields) -> None:

@@ -1,16 +1,24 @@
-"""OpenAI's API of a launched service: the `openai` package as `make clients` runs it, and the same tokens
-through HTTP as through gRPC: alone, in a crowd, unary and streamed, with every parameter that both have."""
+"""The APIs over HTTP of a launched service: the `openai` package as `make clients` runs it, DJL's examples of
+bodies, and the same tokens through all APIs as through gRPC: alone, in a crowd, unary and streamed, with all
+parameters that an API shares with gRPC."""
 
+import json
 import random
-from collections.abc import Iterator
+import re
+import urllib.error
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 
 from integration_tests.clients import use_openai
 from integration_tests.clients.expectations import Check, Served
+from integration_tests.clients.lmi_examples import EXAMPLES, Example, Reply
 from integration_tests.clients.served import MAX_SEQUENCE_LENGTH, launch_served
 from integration_tests.support.door_requests import Answer, Doors, Fields
+from integration_tests.support.inputs_requests import UNTOLD, InputsDoors
 from integration_tests.support.service import Client
 
 # Small enough that prompts are cut, that a crowd does not fit into the cache, and that prefixes are shared.
@@ -44,12 +52,24 @@ CHOICES: list[dict[str, object]] = [
     {"stop": ["le"], "include_stop_str_in_output": True},
     {"cache_salt": "salt"},
     {"truncate_prompt_tokens": 4},
+    {"top_k": 20, "top_p": 0.9, "frequency_penalty": 0.3, "repetition_penalty": 1.1},
     {"structured_outputs": {"regex": "[a-z]{4,9}( [a-z]{2,5}){2}"}},
     {"structured_outputs": {"choice": ["a quick fox", "a lazy dog", "a little girl"]}},
     {"structured_outputs": {"json": SCHEMA}},
 ]
 
-Ask = tuple[str | list[int], Fields]
+
+class Ask(NamedTuple):
+    prompt: str | list[int]
+    text: str
+    """The prompt's, for APIs that take no ids."""
+    fields: Fields
+
+    def through(self, doors: Doors, inputs_doors: InputsDoors) -> dict[str, Callable[[], Answer]]:
+        """Return all ways in which it can be asked."""
+        ways = {name: partial(way, self.prompt, self.fields) for name, way in doors.ways.items()}
+        others = inputs_doors.ways(self.fields)
+        return ways | {name: partial(way, self.text, self.fields) for name, way in others.items()}
 
 
 @pytest.fixture(scope="module", params=SERVED)
@@ -72,6 +92,11 @@ def doors(launched: tuple[Served, Client]) -> Doors:
     return Doors(*launched)
 
 
+@pytest.fixture(scope="module")
+def inputs_doors(served: Served) -> InputsDoors:
+    return InputsDoors(served)
+
+
 @pytest.mark.parametrize("check", use_openai.CHECKS, ids=lambda check: check.__name__)
 def test_openai_package(check: Check, served: Served) -> None:
     check(served)
@@ -82,6 +107,19 @@ def test_openai_package(check: Check, served: Served) -> None:
 @pytest.mark.parametrize("check", use_openai.LONG_CHECKS, ids=lambda check: check.__name__)
 def test_openai_package_with_long_prompts(check: Check, served: Served) -> None:
     check(served)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.__name__)
+def test_examples_of_djl(example: Example, served: Served, inputs_doors: InputsDoors) -> None:
+    def invoke(body: Mapping[str, Any]) -> Reply:
+        try:
+            response = inputs_doors.post("/invocations", body)
+        except urllib.error.HTTPError as error:
+            response = error
+        with response:
+            return Reply(response.status, response.headers["content-type"], response.read())
+
+    example(served, invoke)
 
 
 def sampled(served: Served) -> list[Ask]:
@@ -96,37 +134,64 @@ def sampled(served: Served) -> list[Ask]:
         fields = {"temperature": 0.6 + i / 40, "seed": 2**63 + i, "max_tokens": 30, **more}
         # The special tokens that begin a text are put back when it is truncated, and those of ids are not.
         is_text = "truncate_prompt_tokens" in more or i % 2 == 0
-        asks.append((asked.prompt if is_text else asked.ids, fields))
+        asks.append(Ask(asked.prompt if is_text else asked.ids, asked.prompt, fields))
     return asks
 
 
-def test_both_doors_give_the_same_tokens(served: Served, doors: Doors) -> None:
+def test_all_doors_give_the_same_tokens(served: Served, doors: Doors, inputs_doors: InputsDoors) -> None:
     asks = sampled(served)
-    alone = [doors.generate(*ask) for ask in asks]
+    alone = [doors.generate(ask.prompt, ask.fields) for ask in asks]
     assert len({answer.text for answer in alone}) > len(asks) - 4
-    for ask, wanted in zip(asks, alone, strict=True):
-        assert_same(ask, "HTTP", doors.complete(*ask), wanted)
-        assert_same(ask, "HTTP, streamed", doors.complete_stream(*ask), wanted)
-    tasks = [(name, how, i) for name, how in doors.ways.items() for i in range(len(asks))]
+    tasks = []
+    for i, (ask, wanted) in enumerate(zip(asks, alone, strict=True)):
+        ways = ask.through(doors, inputs_doors)
+        tasks += [(name, way, ask, wanted) for name, way in ways.items()]
+        name = [*ways][i % len(ways)]
+        assert_same(ask, f"{name}, alone", ways[name](), wanted)
+        if "structured_outputs" in ask.fields and wanted.finish_reason == "stop":
+            assert is_guided_by(ask.fields["structured_outputs"], wanted.text), (ask, wanted)
+    assert len(tasks) > 6 * len(asks), "TGI's and LMI's API can ask most of it"
     random.Random(1).shuffle(tasks)
     with ThreadPoolExecutor(24) as threads:
-        answers = threads.map(lambda task: task[1](*asks[task[2]]), tasks)
-        for (name, _, i), answer in zip(tasks, answers, strict=True):
-            assert_same(asks[i], f"{name}, in a crowd", answer, alone[i])
+        answers = threads.map(lambda task: task[1](), tasks)
+        for (name, _, ask, wanted), answer in zip(tasks, answers, strict=True):
+            assert_same(ask, f"{name}, in a crowd", answer, wanted)
+
+
+def is_guided_by(guided: Fields, text: str) -> bool:
+    match guided:
+        case {"regex": pattern}:
+            return re.fullmatch(pattern, text) is not None
+        case {"choice": choices}:
+            return text in choices
+        case _:
+            return set(json.loads(text)) == set(SCHEMA["properties"])
 
 
 def assert_same(ask: Ask, how: str, given: Answer, wanted: Answer) -> None:
+    if given.num_input_tokens == UNTOLD:
+        given = given._replace(num_input_tokens=wanted.num_input_tokens)
     assert given[:4] == wanted[:4], (how, ask, given, wanted)
 
 
-def test_both_doors_score_the_same(served: Served, doors: Doors) -> None:
-    """Where nothing changes the model's distribution: only HTTP tells of it before it is changed."""
+def test_all_doors_score_the_same(served: Served, doors: Doors, inputs_doors: InputsDoors) -> None:
+    """Where nothing changes the model's distribution, which some APIs tell of before it is changed."""
     for i, asked in enumerate(served.completions[:6]):
         fields = {"temperature": i % 2, "seed": i, "max_tokens": 12, "logprobs": 0, "ignore_eos": True}
         wanted = doors.generate(asked.ids, fields)
         for answer in (doors.complete(asked.ids, fields), doors.complete_stream(asked.ids, fields)):
             assert answer[:4] == wanted[:4]
             assert answer.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
+        fields = {name: fields[name] for name in ("temperature", "seed", "max_tokens")}
+        wanted = doors.generate(asked.ids, {**fields, "logprobs": 0})
+        ways = inputs_doors.ways(fields)
+        assert len(ways) == 5
+        for way in ways.values():
+            answer = way(asked.prompt, fields)
+            assert (answer.text, answer.num_tokens) == (wanted.text, wanted.num_tokens)
+            assert answer.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
+        fields = {**fields, "logprobs": 0, "ignore_eos": True}
+        wanted = doors.generate(asked.ids, fields)
         echoed = {**fields, "echo": True}
         wanted, answer = doors.generate(asked.ids, echoed), doors.complete(asked.ids, echoed)
         assert answer.prompt_logprobs == pytest.approx(wanted.prompt_logprobs, abs=1e-5)

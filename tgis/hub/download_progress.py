@@ -1,0 +1,28 @@
+"""Logs how far a download is."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 10.0
+
+
+@contextmanager
+def logged_progress(name: str, num_bytes: int, received: Callable[[], int]) -> Iterator[None]:
+    """Log every few seconds how many of the bytes are received, while the block runs."""
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(INTERVAL_S):
+            logger.info("%s: %.1f of %.1f MB are received", name, received() / 1e6, num_bytes / 1e6)
+
+    thread = threading.Thread(target=watch, name="download progress")
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()

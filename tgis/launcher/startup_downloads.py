@@ -1,0 +1,105 @@
+"""Downloads what the launcher's options name and the disk lacks, if another server's names are read."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+from tgis.config.processes import LauncherConfig
+from tgis.hub.cache import cache_entry, find_model, find_snapshot
+from tgis.hub.model_files import ModelNotFoundError, is_complete
+from tgis.hub.startup_adapters import ADAPTER_CONFIG
+from tgis.launcher.child_configs import line_fields
+from tgis.launcher.plan import END_S, LaunchError, hub_cache
+from tgis.process.child import Child
+
+logger = logging.getLogger(__name__)
+
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+TRUE = ("1", "ON", "YES", "TRUE")  # what the hub's library takes for true, in any case
+ADAPTER_FILES = ".safetensors,.json"
+TOKENIZER_FILES = ".json,.jinja,.model,.txt,.tiktoken"
+
+
+async def download_missing(config: LauncherConfig) -> None:
+    """Download the model, the tokenizer and the adapters that are ids of a hub and not in its cache.
+
+    Nothing is downloaded without `--compat`, or offline. Raises LaunchError, CacheConflictError and
+    ModelNotFoundError."""
+    offline = (config.hf_hub_offline or config.transformers_offline or "").upper() in TRUE
+    if config.compat is None or offline:
+        return
+    cache = hub_cache(config)
+    for arguments in [*_missing(config, cache)]:
+        await _download(config, arguments, cache)
+
+
+def _missing(config: LauncherConfig, cache: Path) -> Iterator[list[str]]:
+    """Yield the arguments of `download-weights` for all that is missing. Raises LaunchError."""
+    if _lacks_model(config, cache):
+        if config.trust_remote_code and not config.revision:
+            raise LaunchError(
+                f"trust_remote_code: {config.model_name} is to be downloaded with code that is run: say with "
+                "--revision which commit of it is trusted"
+            )
+        yield _arguments(config.model_name, config.revision)
+    if (name := config.tokenizer_name) and _lacks(name, find_snapshot(cache_entry(name, cache), None)):
+        yield [*_arguments(name, None), "--extension", TOKENIZER_FILES, "--no-auto-convert"]
+    for entry in map(str.strip, (config.lora_adapters or "").split(",")):
+        name, _, revision = entry.partition("@")
+        snapshot = find_snapshot(cache_entry(name, cache), revision or None)
+        if "=" not in entry and _lacks(name, snapshot / ADAPTER_CONFIG):
+            yield [*_arguments(name, revision), "--extension", ADAPTER_FILES, "--no-auto-convert"]
+
+
+def _arguments(name: str, revision: str | None) -> list[str]:
+    return ["download-weights", name, *(["--revision", revision] if revision else [])]
+
+
+def _lacks_model(config: LauncherConfig, cache: Path) -> bool:
+    """Return True if the model's name is a hub's id and the cache lacks the model or a part of it."""
+    name = config.model_name
+    if not _is_hub_id(name):
+        return False
+    try:
+        return not is_complete(find_model(name, config.revision, cache))
+    except ModelNotFoundError:
+        return True
+
+
+def _lacks(name: str, path: Path) -> bool:
+    return _is_hub_id(name) and not path.exists()
+
+
+def _is_hub_id(name: str) -> bool:
+    return HUB_ID.fullmatch(name) is not None and not os.path.isdir(name)
+
+
+async def _download(config: LauncherConfig, arguments: list[str], cache: Path) -> None:
+    """Run `download-weights`. If cancelled, let it end by itself: it keeps what it has for the next start."""
+    name = arguments[1]
+    logger.info("%s is not on the disk: downloading it to %s", name, cache)
+    env = {
+        "HF_HUB_CACHE": str(cache),
+        "HF_HUB_OFFLINE": "0",
+        **({"HF_TOKEN": config.hf_token.text} if config.hf_token else {}),
+        **({"HF_ENDPOINT": config.hf_endpoint} if config.hf_endpoint else {}),
+    }
+    child = Child("download", arguments, "Download: ", fields=line_fields(config, "download"), own_env=env)
+    try:
+        await child.start()
+        end = await child.wait()
+    except asyncio.CancelledError:
+        child.signal(signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(child.wait(), END_S)
+        logger.info("the download of %s was stopped; the next start resumes it", name)
+        raise
+    finally:
+        await child.kill()
+    if not end.is_success:
+        raise LaunchError(end.text)

@@ -1,0 +1,80 @@
+"""Refusals and errors of requests over HTTP, before an API gives them its form."""
+
+import logging
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tgis.router.errors import RequestError, RouterError, internal_error
+from tgis.router.requests.doors import Door
+from tgis.router.requests.http_statuses import http_status
+
+logger = logging.getLogger(__name__)
+
+REFUSED_PARAMETER = "refused_parameter"
+"""Key of a request's state, set for what has no line yet: the parameter that the refusal names, if any."""
+OWN_FORM = "own_form"
+"""Key of a request's state, set if its errors have another form than its API's."""
+TEMPORARY, RETRY_S = (429, 503), 1
+
+
+class HttpError(Exception):
+    """Refusal of a request that has a status of its own, whatever the API."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.is_logged = False
+        self.status = status
+
+
+class ErrorForm(Protocol):
+    """Form of an API's errors."""
+
+    def respond(self, error: Exception) -> Response:
+        """Return the answer of a request that fails before its answer begins."""
+
+    def last_events(self, error: Exception) -> bytes:
+        """Return the events that end a stream for an error."""
+
+
+def describe_error(error: Exception, door: Door) -> tuple[int, str]:
+    """Return the status and the text of an error. An unforeseen one is logged, and tells its id only."""
+    if isinstance(error, HttpError):
+        return error.status, str(error)
+    status = http_status(error, door)
+    if isinstance(error, RouterError):
+        return status, str(error)
+    request_id = secrets.token_hex(8)
+    logger.error("request %s failed: %r", request_id, error, exc_info=error)
+    return status, internal_error(request_id)
+
+
+def renamed_text(error: RequestError, names: Mapping[str, str], kept: str = "") -> str:
+    """Return the text of a refusal with the API's own `names` of parameters, all but the word `kept`."""
+    own = error.log_text  # what follows may be the client's words
+    shown = re.sub("[a-z_]+", lambda word: word[0] if word[0] == kept else names.get(word[0], word[0]), own)
+    return shown + str(error).removeprefix(own)
+
+
+class ErrorResponse(Response):
+    """Answer of a request that failed. One that no line of the log tells of yet gets a line."""
+
+    def __init__(
+        self, error: Exception, status: int, body: bytes, media_type: str | None, parameter: str = ""
+    ) -> None:
+        """`parameter` is what the refusal names, if anything."""
+        headers = {"retry-after": str(RETRY_S)} if status in TEMPORARY else {}
+        if status == 401:
+            headers["www-authenticate"] = "Bearer"
+        super().__init__(body, status, headers, media_type)
+        is_unlogged = isinstance(error, HttpError | RouterError) and not error.is_logged
+        self.refused_parameter = parameter if is_unlogged else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.refused_parameter is not None:
+            scope.setdefault("state", {})[REFUSED_PARAMETER] = self.refused_parameter
+        await super().__call__(scope, receive, send)

@@ -1,0 +1,96 @@
+"""Writes the lines of a stream, of which an error is the last."""
+
+from collections.abc import Iterable, Iterator
+
+from msgspec import UNSET, UnsetType
+from starlette.responses import Response
+
+from tgis.router.api.http.lmi.errors import LmiErrors
+from tgis.router.api.http.lmi.forms import ERROR, Form, Line, LmiDetails
+from tgis.router.api.http.lmi.parameters import LmiParameters
+from tgis.router.api.http.lmi.tokens import AnswerTokens, form_token
+from tgis.router.api.http.tgi.answers import finish_reason
+from tgis.router.api.http.tgi.token_texts import ShownToken, TokenForms
+from tgis.router.engine.handle import SequenceSpec
+from tgis.router.events import Output
+from tgis.router.sequence import StopReason
+
+
+class LineWriter:
+    """Writer of one stream's lines."""
+
+    def __init__(
+        self, text: str, fields: LmiParameters, form: Form, has_details: bool, names: TokenForms
+    ) -> None:
+        self._text, self._fields, self._form, self._has_details = text, fields, form, has_details
+        self._tokens = AnswerTokens(names, waits=fields.removes_stops)
+        self._shown: list[str] = []
+        self._sent: list[str] = []
+        """Texts of the tokens that have lines, which may be ahead of what is shown otherwise."""
+        self._num_lines = 0
+
+    def write(self, output: Output, spec: SequenceSpec) -> bytes:
+        """Return the lines of what is known with an output."""
+        assert output.token is not None, "only a time limit of the request ends a text between tokens"
+        self._shown.append(output.text)
+        if output.reason is StopReason.NOT_FINISHED:
+            certain = self._lines(self._tokens.push(output.token, output.text))
+            return b"".join(map(self._form.encode_line, certain))
+        is_end = output.reason is StopReason.EOS_TOKEN
+        *lines, last = self._lines(self._tokens.finish(output.token, "".join(self._shown), is_end))
+        last.generated_text = self._echo + "".join(self._shown)
+        if self._has_details:
+            last.details = self._details(finish_reason(output), output.num_generated)
+            last.details.seed = self._form.seed(spec)
+        return b"".join(map(self._form.encode_line, (*lines, last)))
+
+    def fail(self, message: str) -> bytes:
+        """Return the last line of a stream that fails, with the text so far."""
+        details = LmiDetails(finish_reason=ERROR)
+        if self._has_details:
+            details = self._details(ERROR, self._num_lines)
+        line = Line(
+            index=self._next_index(),
+            token=self._form.error_token(message),
+            generated_text=self._echo + "".join(self._sent),
+            details=details,
+        )
+        return self._form.encode_line(line)
+
+    def _lines(self, shown: Iterable[ShownToken]) -> Iterator[Line]:
+        is_tgi = self._form.is_tgi
+        absent = None if is_tgi else UNSET
+        for token, top_tokens in shown:
+            self._sent.append("" if token.special else token.text)
+            yield Line(
+                index=self._next_index(),
+                token=form_token(token, is_tgi),
+                top_tokens=[form_token(each, is_tgi) for each in top_tokens] or UNSET,
+                generated_text=absent,
+                details=absent,
+            )
+
+    @property
+    def _echo(self) -> str:
+        return self._text if self._fields.return_full_text else ""
+
+    def _details(self, reason: str, num_tokens: int) -> LmiDetails:
+        return LmiDetails(finish_reason=reason, generated_tokens=num_tokens, inputs=self._text)
+
+    def _next_index(self) -> int | UnsetType:
+        """Return the number of the next line, which only TGI's form has."""
+        self._num_lines += 1
+        return self._num_lines if self._form.is_tgi else UNSET
+
+
+class LineErrors:
+    """Form of the errors of a request that is answered with a stream."""
+
+    def __init__(self, errors: LmiErrors, writer: LineWriter) -> None:
+        self._errors, self._writer = errors, writer
+
+    def respond(self, error: Exception) -> Response:
+        return self._errors.respond(error)
+
+    def last_events(self, error: Exception) -> bytes:
+        return self._writer.fail(self._errors.text(error))

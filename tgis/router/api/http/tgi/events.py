@@ -1,0 +1,49 @@
+"""Events of a streamed answer, one for each token."""
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+from msgspec import UNSET
+
+from tgis.router.api.http.tgi.answers import GenerateJob, finish_reason, shown_seed
+from tgis.router.api.http.tgi.token_texts import ShownToken, TokenTexts
+from tgis.router.api.http.tgi.types import StreamDetails, StreamEvent
+from tgis.router.engine.handle import SequenceSpec
+from tgis.router.events import Output
+from tgis.router.sequence import StopReason
+
+_encode = msgspec.json.Encoder().encode
+_NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
+
+
+class EventWriter:
+    def __init__(self, job: GenerateJob, spec: SequenceSpec) -> None:
+        self._job, self._spec = job, spec
+        self._texts = TokenTexts(job.forms)
+        self._text: list[str] = []
+        self._index = 0
+
+    def write(self, output: Output) -> bytes:
+        """Return the events of what is known with an output."""
+        assert output.token is not None, "only a time limit ends a text between tokens"
+        self._text.append(output.text)
+        if output.reason is _NOT_FINISHED:
+            return b"".join(map(_frame, self._events(self._texts.push(output.token))))
+        text = "".join(self._text)
+        is_end = output.reason is StopReason.EOS_TOKEN
+        *events, last = self._events(self._texts.finish(output.token, text, is_end))
+        last.generated_text = self._job.echo + text
+        if self._job.shows_details:
+            last.details = StreamDetails(
+                finish_reason(output), output.num_generated, shown_seed(self._spec), len(self._spec.input_ids)
+            )
+        return b"".join(map(_frame, (*events, last)))
+
+    def _events(self, shown: Iterable[ShownToken]) -> Iterator[StreamEvent]:
+        for token, top_tokens in shown:
+            self._index += 1
+            yield StreamEvent(self._index, token, top_tokens or UNSET)
+
+
+def _frame(event: StreamEvent) -> bytes:
+    return b"data: %b\n\n" % _encode(event)

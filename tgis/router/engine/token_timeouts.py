@@ -1,0 +1,52 @@
+"""Time limits of tokens: a text whose first or next token does not come in time has failed."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+
+from tgis.router.engine.live_request import LiveRequest
+from tgis.router.events import TimedOut
+
+
+class TokenTimeouts:
+    """Keeps one timer for each request, and moves it only when it fires, so that tokens cost nothing.
+
+    Time without shards does not count. When they are back, a text's next token counts as a first one, because
+    its input is computed again."""
+
+    def __init__(
+        self, first_s: float | None, next_s: float | None, on_late: Callable[[LiveRequest, TimedOut], None]
+    ) -> None:
+        """`on_late` ends a request; None stands for no limit."""
+        self._first_s, self._next_s, self._on_late = first_s, next_s, on_late
+        self._is_paused = False
+        self._resumed_at = 0.0
+
+    def watch(self, live: LiveRequest) -> None:
+        """Wait for a request's next token; after its acceptance and after its first token."""
+        self.forget(live)
+        is_first = live.awaits_first
+        limit_s = self._first_s if is_first else self._next_s
+        if limit_s is None or self._is_paused:
+            return
+        since = max(live.accepted_at, self._resumed_at) if is_first else live.last_token_at
+        left_s = since + limit_s - time.monotonic()
+        if left_s <= 0:
+            self._on_late(live, TimedOut(limit_s, is_first))
+        else:
+            live.token_timer = asyncio.get_running_loop().call_later(left_s, self.watch, live)
+
+    def forget(self, live: LiveRequest) -> None:
+        if live.token_timer is not None:
+            live.token_timer.cancel()
+            live.token_timer = None
+
+    def pause(self) -> None:
+        self._is_paused = True
+
+    def resume(self, requests: Iterable[LiveRequest]) -> None:
+        """Continue with all live requests."""
+        self._is_paused, self._resumed_at = False, time.monotonic()
+        for live in list(requests):
+            live.awaits_first = True
+            self.watch(live)

@@ -1,0 +1,69 @@
+"""Scaling of rotary positions that the operator asks for, for models whose configuration has none."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tgis.config.model import ModelOptions
+from tgis.hub.model_files import length_of_model
+from tgis.shard.layers.rotary import DynamicScaling, LinearScaling, Rope, Scaling
+from tgis.shard.models.config_reader import section
+from tgis.shard.models.interface import ModelSpec, UnsupportedModelError
+from tgis.shard.models.spec import DecoderSpec
+
+FULL_ATTENTION = "full_attention"
+
+
+class RopeOptionError(UnsupportedModelError):
+    """Error: the model's positions cannot be scaled as the operator asks."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"--rope-scaling and --rope-factor cannot be followed: {reason}")
+
+
+NO_ROPE = "the model has no rotary positions"
+
+
+@dataclass(frozen=True)
+class RopeOption:
+    kind: str
+    """linear or dynamic."""
+    factor: float
+
+    def scale_spec(self, spec: ModelSpec, config: Mapping[str, Any]) -> DecoderSpec:
+        """Return the specification of config.json's model with positions scaled. Raises RopeOptionError."""
+        if not isinstance(spec, DecoderSpec) or spec.rope is None:
+            raise RopeOptionError(NO_ROPE)
+        scaling = self._scaling(config)
+        if spec.rope.scaling == scaling:
+            return spec
+        if spec.rope.scaling is not None:
+            raise RopeOptionError("the model's configuration has another scaling")
+        return replace(spec, rope=Rope(spec.rope.dim, spec.rope.theta, scaling))
+
+    def scale_parsed(self, parsed: Any) -> None:
+        """Scale the positions of a configuration of transformers. Raises RopeOptionError."""
+        given = getattr(parsed.get_text_config(decoder=True), "rope_parameters", None) or {}
+        if any(isinstance(value, Mapping) for value in given.values()):
+            given = given.get(FULL_ATTENTION) or {}  # other layers see no further than their window
+        if not given:
+            raise RopeOptionError(NO_ROPE)
+        asked = {"rope_type": self.kind, "factor": self.factor}
+        if given.get("rope_type", "default") != "default" and not asked.items() <= given.items():
+            raise RopeOptionError("the model's configuration has another scaling")
+        given.update(asked)
+
+    def _scaling(self, config: Mapping[str, Any]) -> Scaling:
+        if self.kind == "linear":
+            return LinearScaling(self.factor)
+        length = length_of_model({**config, **section(config, "text_config")})
+        if length is None:
+            raise RopeOptionError("dynamic needs the model's length, which its configuration does not have")
+        return DynamicScaling(self.factor, length)
+
+
+def read_rope_option(options: ModelOptions) -> RopeOption | None:
+    """Return the scaling that is asked for; None if there is none, or if it changes nothing."""
+    kind, factor = options.rope_scaling or "linear", options.rope_factor or 1.0
+    is_given = options.rope_scaling is not None or options.rope_factor is not None
+    return RopeOption(kind, factor) if is_given and (kind, factor) != ("linear", 1.0) else None
