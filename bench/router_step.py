@@ -111,9 +111,11 @@ async def _generate(shards: InstantShards, vocabulary: Vocabulary, size: int) ->
         max_batch_size=size,
         rope_switch_len=0,
         proposer=None,
+        reserves_output=False,
         budget=TokenBudget(MAX_STEP_TOKENS, 1.0),
         steps_in_flight=1,
         recovery_timeout=1.0,
+        token_timeouts=(None, None),
         on_ready=lambda _: None,
     )
     loop = asyncio.create_task(engine.run())

@@ -15,8 +15,6 @@ from integration_tests.support.live_streams import metrics
 from integration_tests.support.tuned_files import LINEAR, SoftPrompt, embeddings, write_adapter, write_prompt
 from tgis.pb import generation_pb2 as pb
 
-pytestmark = pytest.mark.xdist_group("tuned")
-
 MIB = 1 << 20
 
 

@@ -31,8 +31,6 @@ from tests.support.processes import children_of
 from tests.support.prompt_files import Payload
 from tgis.pb import generation_pb2 as pb
 
-pytestmark = pytest.mark.xdist_group("tuned")
-
 LONG = 150  # tokens, so that a stream lasts
 Messages = list[pb.GenerationResponse]
 Stream = Future[Messages]

@@ -26,7 +26,9 @@ NUM_CASES, NUM_WORKERS = 24, 5
 NUM_HTTP_CASES, NUM_HTTP_WORKERS = 16, 3
 # The launcher gives up after six restarts in five minutes.
 WINDOW_S, MAX_RESTARTS = 310.0, 4
-PIPES = 4  # of the two processes that compile constraints, which start when they are needed
+# Of processes that start when they are needed: two that compile constraints, and the second of those that
+# render chats.
+PIPES = 6
 PAUSE_S = 1.0  # between two faults
 
 

@@ -13,7 +13,7 @@ REQUIRED = {
     ShardConfig: ["--model-path", "/x"],
 }
 TYPES = {"launcher": LauncherConfig, "router": RouterConfig, "serve": ShardConfig}
-BLANK = {"HOME": None}  # not of this machine
+BLANK = {"HOME": None, "HF_HUB_OFFLINE": None}  # not of this machine, nor of another test
 
 
 def run(
