@@ -22,6 +22,7 @@ from tgis.shard.models import registry
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import StepInputs
 from tgis.shard.quant.registry import find_scheme
+from tgis.shard.startup.cpu_platform import on_cpu
 
 DEMO_MODEL = Path(".cache/demo-model")
 BLOCK_SIZE = 16
@@ -39,6 +40,8 @@ class Precision:
     dtype: torch.dtype
     """Of the cache, and of the weights that are not quantized."""
     quantize: str | None = None
+    arithmetic: str = "float32"
+    rounds_activations: bool = False
 
 
 # Schemes of equal numbers have two names, of which one is measured.
@@ -46,7 +49,9 @@ SCHEMES = ("int8", "bitsandbytes", "fp8", "bitsandbytes-nf4", "bitsandbytes-fp4"
 PRECISIONS = (
     Precision("float16", torch.float16),
     Precision("bfloat16", torch.bfloat16),
+    Precision("bfloat16 arithmetic", torch.float16, arithmetic="bfloat16"),
     *(Precision(name, torch.float16, name) for name in SCHEMES),
+    Precision("int4, --activations int8", torch.float16, "int4", rounds_activations=True),
 )
 
 
@@ -106,7 +111,9 @@ def _score(model: Path, precision: Precision, windows: Sequence[Tensor]) -> tupl
     float64 and int64 [num_tokens]."""
     alone, dtype = ProcessGroup(0, 1), precision.dtype
     settings = model_files.read_json(model, "config.json")
-    decoder = registry.load(model, settings, alone, dtype, scheme=find_scheme(precision.quantize))
+    kernels = on_cpu(None, precision.arithmetic, precision.rounds_activations).kernels
+    scheme = find_scheme(precision.quantize)
+    decoder = registry.load(model, settings, alone, dtype, kernels, scheme)
     assert isinstance(decoder, Decoder)
     spec, num_blocks = decoder.spec, -(-WINDOW // BLOCK_SIZE)
     cache = KVCache(spec.num_layers, num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim, dtype)

@@ -1,11 +1,12 @@
-"""Decode and prefill through the service, in turns with int8 weights and with transformers; what of the
-machine's limits they reach."""
+"""Decode and prefill through the service, in turns with int8 weights, with bfloat16 arithmetic and with
+transformers; what of the machine's limits they reach."""
 
 import contextlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,14 @@ from bench.service import BenchError, first_line, launch
 from bench.shapes import SHAPES, Shape
 from bench.targets import PREFILLS, Figure
 
-SECTIONS = ("decode", "prefill", "int8", "context", "engine", "transformers")
-OURS, INT8, ENGINE, TRANSFORMERS = "ours", "ours int8", "the engine alone", "transformers"
+SECTIONS = ("decode", "prefill", "int8", "bfloat16", "context", "engine", "transformers")
+OURS, INT8, BFLOAT16 = "ours", "ours int8", "ours bfloat16"
+ENGINE, TRANSFORMERS = "the engine alone", "transformers"
+# The service's other ways to compute: their sections, and their options.
+VARIANTS = {
+    INT8: ("int8", ("--quantize", "int8")),
+    BFLOAT16: ("bfloat16", ("--cpu-arithmetic", "bfloat16")),
+}
 LONG_CONTEXT, CONTEXT_CLIENTS = 1024, 32
 ENGINE_CLIENTS = (1, 32)  # there is no target between them, and a run takes long enough
 COMPARED_PREFILL = 512
@@ -45,7 +52,10 @@ def measure(options: Namespace, model: Path) -> Found:
         ours = stack.enter_context(serving(options, model, OURS, []))
         rivals: dict[str, Asked] = {}
         starts: dict[str, tuple[str, Start]] = {
-            INT8: ("int8", lambda: serving(options, model, INT8, ["--quantize", "int8"])),
+            name: (section, partial(serving, options, model, name, flags))
+            for name, (section, flags) in VARIANTS.items()
+        }
+        starts |= {
             ENGINE: ("engine", lambda: _engine(options, model)),
             TRANSFORMERS: ("transformers", lambda: _transformers(model)),
         }
@@ -93,17 +103,18 @@ def serving(options: Namespace, model: Path, name: str, more: Sequence[str]) -> 
 def make_matches(options: Namespace, ours: Asked, others: dict[str, Asked]) -> list[Match]:
     """What the chosen sections need, and of whom."""
     chosen, matches = set(options.only), list[Match]()
-    rivals = [others[name] for name in (INT8, ENGINE, TRANSFORMERS) if name in others]
-    if chosen & {"decode", "int8", "engine", "transformers"}:
+    variants = [others[name] for name in VARIANTS if name in others]
+    rivals = variants + [others[name] for name in (ENGINE, TRANSFORMERS) if name in others]
+    if chosen & {"decode", "int8", "bfloat16", "engine", "transformers"}:
         for count in options.clients:
             case = Case("decode", count, options.input_tokens, options.new_tokens)
             beside = [rival for rival in rivals if rival.name != ENGINE or count in ENGINE_CLIENTS]
             matches.append((case, [ours, *beside]))
     if "prefill" in chosen:
         matches += [(Case("prefill", 1, length, 1), [ours]) for length in PREFILLS]
-    if INT8 in others:
+    if variants:
         case = Case("prefill", 1, COMPARED_PREFILL, 1)
-        matches = [match for match in matches if match[0] != case] + [(case, [ours, others[INT8]])]
+        matches = [match for match in matches if match[0] != case] + [(case, [ours, *variants])]
     if "context" in chosen:
         matches += [(case, [ours]) for case in _context_cases(options)]
     return matches
@@ -112,9 +123,11 @@ def make_matches(options: Namespace, ours: Asked, others: dict[str, Asked]) -> l
 def find_figures(samples: Sequence[Sample], shape: Shape, options: Namespace) -> list[Figure]:
     found = [_decode_share(samples, shape, options, count) for count in options.clients]
     found += [_prefill_share(samples, shape, length) for length in PREFILLS]
-    for name, key in ((INT8, "int8"), (ENGINE, "engine"), (TRANSFORMERS, "transformers")):
+    variants = [(name, section) for name, (section, _) in VARIANTS.items()]
+    for name, key in (*variants, (ENGINE, "engine"), (TRANSFORMERS, "transformers")):
         found += [_compare(samples, name, f"decode {count}", f"{key} {count}") for count in options.clients]
-    found.append(_compare(samples, INT8, f"prefill {COMPARED_PREFILL}", "int8 prefill"))
+    for name, key in variants:
+        found.append(_compare(samples, name, f"prefill {COMPARED_PREFILL}", f"{key} prefill"))
     near, far = _context_cases(options)
     found.append(_ratio(samples, "context", (OURS, far.name), (OURS, near.name)))
     return [figure for figure in found if figure is not None]
@@ -149,8 +162,8 @@ def _share(samples: Sequence[Sample], case: str, limit: Any) -> Figure | None:
 
 
 def _compare(samples: Sequence[Sample], other: str, case: str, key: str) -> Figure | None:
-    """Of int8 to ours; of ours to anything else."""
-    pair = ((other, case), (OURS, case)) if other == INT8 else ((OURS, case), (other, case))
+    """Of our variants to ours; of ours to anything else."""
+    pair = ((other, case), (OURS, case)) if other in VARIANTS else ((OURS, case), (other, case))
     return _ratio(samples, key, *pair)
 
 

@@ -260,10 +260,10 @@ ROWS = (
                 is_stacked=True,
             ),
             Panel(
-                "GPU kernels that are replaced",
+                "Kernels that are replaced",
                 "short",
                 [Query(f"sum by (kernel) ({series('tgi_replaced_kernels')})", "{{kernel}}")],
-                "Replicas on whose GPUs a kernel failed the check at start. Nothing where all passed.",
+                "Replicas where a kernel failed the check at start. Nothing where all passed.",
             ),
             Panel(
                 "Guessed tokens that were right",

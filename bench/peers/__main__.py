@@ -43,6 +43,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     names = [peer.name for peer in PEERS]
     parser.add_argument("--only", type=_names, default=names, metavar="NAMES", help=f"of {','.join(names)}")
     parser.add_argument("--int8", action="store_true", help="measure our int8 weights too")
+    parser.add_argument("--bfloat16", action="store_true", help="measure our bfloat16 arithmetic too")
     parser.add_argument("--rounds", type=int, default=5, help="(default %(default)s)")
     parser.add_argument("--clients", type=_counts, default=[1, 8, 32], help="(default 1,8,32)")
     parser.add_argument("--input-tokens", type=int, default=128, help="(default %(default)s)")
@@ -60,9 +61,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         probe = stack.enter_context(probing())
         contenders = [stack.enter_context(rates.serving(options, model, rates.OURS, []))]
-        if options.int8:
-            service = rates.serving(options, model, rates.INT8, ["--quantize", "int8"])
-            contenders.append(stack.enter_context(service))
+        for name, (asked, flags) in rates.VARIANTS.items():
+            if getattr(options, asked):
+                contenders.append(stack.enter_context(rates.serving(options, model, name, flags)))
         if VLLM_SERVER in options.only:
             contenders.append(stack.enter_context(_serving_http(options, model)))
         for peer in PEERS:
@@ -115,6 +116,7 @@ def _result(
         "rounds": options.rounds,
         "titles": {rates.OURS: f"ours: {options.dtype} weights, through the service"}
         | {rates.INT8: "ours: int8 weights, through the service"}
+        | {rates.BFLOAT16: "ours: bfloat16 arithmetic, through the service"}
         | {OURS_HTTP: f"ours: {options.dtype} weights, over HTTP"}
         | {peer.name: peer.title for peer in PEERS},
         "figures": find_figures(samples, options.clients, PREFILLS),

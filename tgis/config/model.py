@@ -6,6 +6,8 @@ from tgis.config.option import Group, in_group, option
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
+ARITHMETICS = ("float32", "bfloat16")
+ACTIVATIONS = ("int8",)
 # First schemes, then names of formats; those that begin with bitsandbytes and fp8 are both.
 QUANTIZATIONS = (
     *("int8", "int4", "eetq", "bitsandbytes", "bitsandbytes-nf4", "bitsandbytes-fp4", "fp8"),
@@ -50,9 +52,9 @@ class ModelOptions:
     quantize: str | None = option(
         "Round the weights of linear layers when they are read, in the service's own engine. int8 computes "
         "in 8 bits, on the CPU, and rounds activations too; int4, eetq, bitsandbytes, bitsandbytes-nf4, "
-        "bitsandbytes-fp4 and fp8 round weights only, whose memory and speed stay those of --dtype. A "
-        "quantized checkpoint needs no value: it is served by its own settings, which gptq, marlin, awq, "
-        "compressed-tensors, fp8 and bitsandbytes must match.",
+        "bitsandbytes-fp4 and fp8 round weights only. CPUs keep these weights as codes, but those of fp8 as "
+        "--dtype, as GPUs keep all of them. A quantized checkpoint needs no value: it is served by its own "
+        "settings, which gptq, marlin, awq, compressed-tensors, fp8 and bitsandbytes must match.",
         None,
         choices=QUANTIZATIONS,
         advice=OTHER_QUANTIZATIONS,
@@ -70,6 +72,13 @@ class ModelOptions:
         "sequence remains --max-sequence-length.",
         None,
         minimum=1,
+    )
+    activations: str | None = option(
+        "What CPUs round the inputs of linear layers to if their weights are integer codes of 8 or at most 4 "
+        "bits. int8 computes in 8 bits where the processor has VNNI, and rounds the head's weights too; "
+        "unset: inputs are not rounded. --quantize int8 rounds them always.",
+        None,
+        choices=ACTIVATIONS,
     )
     block_size: int = option("Tokens per cache block.", 16, minimum=1, group=Group.MEMORY)
     kv_cache_tokens: int | None = option(
@@ -91,6 +100,14 @@ class ModelOptions:
         "Threads each shard computes with; unset: the machine's cores, shared by the shards.",
         None,
         minimum=1,
+        group=Group.MEMORY,
+    )
+    cpu_arithmetic: str = option(
+        "Arithmetic of matrix products on CPUs, in the service's own engine. bfloat16 rounds their weights "
+        "and inputs to bfloat16 and adds in float32: about twice as fast for several tokens at once on "
+        "processors with AVX512_BF16, slower on others. Products of int8 codes stay as they are.",
+        "float32",
+        choices=ARITHMETICS,
         group=Group.MEMORY,
     )
     cuda_graphs: str | None = option(

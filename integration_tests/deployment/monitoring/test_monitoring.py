@@ -49,7 +49,7 @@ RARE = {
 EMPTY = {
     "Certificate expires in A": "this service has no certificate",
     "Steps of GPUs per second, by path A": "a CPU computes",
-    "GPU kernels that are replaced A": "a CPU computes",
+    "Kernels that are replaced A": "all kernels passed",
     "Answers by status A": "no API is served over HTTP",
     "Answers by route A": "no API is served over HTTP",
     "Chats that were not rendered A": "no API is served over HTTP",

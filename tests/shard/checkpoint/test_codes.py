@@ -91,3 +91,16 @@ def test_what_has_no_common_layout_is_read_as_floats() -> None:
     alone = CodesInMemory(draw(LAYOUTS["reordered"]))
     assert Sliced(alone, slice(1, 3)).layout() == LAYOUTS["reordered"]
     assert torch.equal(Sliced(alone, slice(1, 3)).codes().dequantize(), alone.read()[1:3])
+
+
+def test_parts_of_one_order_are_joined() -> None:
+    codes = [draw(LAYOUTS["reordered"], rows) for rows in (3, 4)]
+    orders = codes[0].group_of, codes[1].group_of
+    assert orders[0] is not None
+    assert orders[1] is not None
+    assert not torch.equal(*orders)
+    parts = [Codes(one.layout, one.values, one.scales, one.zeros, orders[0]) for one in codes]
+    stored = StackedRows([CodesInMemory(part) for part in parts], "stack")
+    assert stored.layout() == LAYOUTS["reordered"]
+    assert torch.equal(stored.codes(slice(1, 6)).dequantize(), stored.read(slice(1, 6)))
+    assert StackedRows([CodesInMemory(one) for one in codes], "stack").layout() is None

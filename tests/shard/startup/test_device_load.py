@@ -17,6 +17,7 @@ from tgis.pb import shard_pb2 as pb
 from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cuda.implementations import KERNELS, Implementations
 from tgis.shard.server import log_failure
+from tgis.shard.startup import choose_platform
 from tgis.shard.startup.cuda_platform import choose_graph_sizes
 from tgis.shard.startup.load import load, prepare
 
@@ -65,6 +66,18 @@ def test_options_of_gpus_on_a_cpu(model_path: Path, caplog: pytest.LogCaptureFix
     caplog.clear()
     load(configure(model_path, rank=0))
     assert text not in caplog.text
+
+
+def test_arithmetic_of_cpus_on_a_gpu(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    on = late_platform(LateDevice())
+    monkeypatch.setattr(choose_platform, "find_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(choose_platform, "make_platform", lambda *_: on)
+    assert prepare(configure(model_path)).on is on
+    assert not caplog.messages
+    prepare(configure(model_path, cpu_arithmetic="bfloat16"))
+    assert caplog.messages == ["--cpu-arithmetic has no effect: a GPU computes"]
 
 
 @pytest.mark.parametrize(

@@ -295,7 +295,7 @@ class Metrics:
         self.replaced_kernels = self._add(
             LabelledGauge(
                 "tgi_replaced_kernels",
-                "1 for each GPU kernel that failed the check at start and is replaced by torch operators; "
+                "1 for each kernel that failed the check at start and is replaced by slower operators; "
                 "nothing where all passed",
                 ("kernel",),
             )

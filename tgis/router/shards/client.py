@@ -58,7 +58,7 @@ class ShardClient:
         self._steps: deque[Step] = deque()
         self._settling: deque[tuple[Step, asyncio.Future[None]]] = deque()
         self.replaced_kernels: frozenset[str] = frozenset()
-        """Names of GPU kernels that any rank has replaced, when the shards were connected last."""
+        """Names of kernels that any rank has replaced, when the shards were connected last."""
 
     async def connect(self) -> pb.InfoResponse:
         """Wait, however long, until all ranks of one start of the group answer. Forgets earlier steps."""

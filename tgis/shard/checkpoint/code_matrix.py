@@ -28,7 +28,8 @@ class CodeMatrix(ABC):
         return weights[:, asked.start - whole.start :][:, : len(asked)].contiguous()
 
     def layout(self, columns: slice = ALL) -> CodeLayout | None:
-        return self._layout
+        asked = range(self.shape[1])[columns]
+        return self._layout if asked == self._widen(asked) else None
 
     def codes(self, rows: slice = ALL, columns: slice = ALL) -> Codes:
         asked = range(self.shape[1])[columns]

@@ -22,8 +22,9 @@ class CodeLayout:
 
     @property
     def bytes_per_weight(self) -> float:
-        """Bytes of a value and its part of a float32 scale, for wide matrices."""
-        return self.bits / 8 + (4 / self.group if self.group else 0)
+        """Bytes of a value and its part of a float32 scale, as products hold them, for wide matrices. They
+        hold fewer bits than 4 as 4, and a scale for each 128 columns of a larger group."""
+        return max(self.bits, 4) / 8 + 4 / min(self.group or 128, 128)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,13 +63,14 @@ class Codes:
 
 
 def join_rows(parts: Sequence[Codes]) -> Codes:
-    """Concatenate parts of one layout, which is not reordered."""
+    """Concatenate parts of one layout and order of columns."""
     first = parts[0]
-    assert all(part.layout == first.layout and part.group_of is None for part in parts)
+    assert all(part.layout == first.layout for part in parts)
     zeros = [part.zeros for part in parts if part.zeros is not None]
     return Codes(
         first.layout,
         torch.cat([part.values for part in parts]),
         torch.cat([part.scales for part in parts]),
         torch.cat(zeros) if zeros else None,
+        first.group_of,
     )

@@ -188,12 +188,18 @@ class StackedRows:
 
     def layout(self, columns: slice = ALL) -> CodeLayout | None:
         first, *others = {part.layout(columns) for part in self._parts}
-        # Each part has its own order of columns, and a product can have one.
-        return None if others or (first and first.is_reordered) else first
+        if others or first is None:
+            return None
+        # A part may have its own order of columns, and a product can have one.
+        return first if not first.is_reordered or self._have_one_order(columns) else None
 
     def codes(self, rows: slice = ALL, columns: slice = ALL) -> Codes:
         found = [part.codes(own, columns) for part, own in self._list_parts(rows)]
         return found[0] if len(found) == 1 else join_rows(found)
+
+    def _have_one_order(self, columns: slice) -> bool:
+        first, *others = (part.codes(slice(0, 0), columns).group_of for part in self._parts)
+        return first is not None and all(each is not None and torch.equal(first, each) for each in others)
 
     def _list_parts(self, rows: slice) -> Iterator[tuple[Stored, slice]]:
         """Yield the parts that have some of the rows, each with the slice of its own; at least one part."""

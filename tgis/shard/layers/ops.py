@@ -1,6 +1,6 @@
 """The interface of the kernels that a platform provides to layers, and the common arguments of all layers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -78,10 +78,9 @@ class Kernels(Protocol):
         """Pack a weight [out_features, in_features], which is not kept. It is read a few rows at a time, so
         that it is never in memory twice. Raises WeightsError."""
 
-    @property
-    def code_packers(self) -> Mapping[CodeLayout, Callable[[Stored], Product]]:
-        """Variants of `pack` for matrices of codes, by their layout. Matrices of other layouts are packed as
-        floats."""
+    def find_code_packer(self, layout: CodeLayout) -> Callable[[Stored], Product] | None:
+        """Return the variant of `pack` for matrices of codes of a layout. If there is none, they are packed
+        as floats."""
 
     def prepare_adapters(self) -> None:
         """Prepare the next two methods before the first use of either. This may take seconds."""
@@ -211,8 +210,8 @@ class Parts:
         slices = [Sliced(stored, each, columns) for each in rows]
         part = slices[0] if len(slices) == 1 else StackedRows(slices, stored.label)
         layout = part.layout()
-        if layout is not None and layout in self.kernels.code_packers:
-            return self.kernels.code_packers[layout](part)
+        if layout is not None and (pack := self.kernels.find_code_packer(layout)):
+            return pack(part)
         return self.kernels.pack(part, self.dtype, role)
 
     def read_table(

@@ -1,15 +1,23 @@
 """The platform of CPUs. To import it is to import numba."""
 
+import logging
+from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
+from tgis.shard.kernels.cpu.bf16 import self_check
+from tgis.shard.kernels.cpu.int4.inner_loop import HAS_VNNI
 from tgis.shard.kernels.cpu.jit.cache import add_run_directory
 from tgis.shard.kernels.cpu.jit.compiler import compile_progress, is_compiling
-from tgis.shard.kernels.cpu.ops import CPU_KERNELS
+from tgis.shard.kernels.cpu.ops import CPU_KERNELS, BfloatKernels, CpuKernels
 from tgis.shard.memory.host_limits import HostMemory
 from tgis.shard.startup.host_runner import HostRunners
 from tgis.shard.startup.platform import Compiler, Platform
+
+logger = logging.getLogger(__name__)
 
 ON_CPU = Platform(
     device=CPU,
@@ -22,8 +30,30 @@ ON_CPU = Platform(
 )
 
 
-def on_cpu(kernel_cache: Path | None = None) -> Platform:
-    """Return the platform. Compiled code goes to `kernel_cache` if there is no better place."""
+def on_cpu(
+    kernel_cache: Path | None = None, arithmetic: str = "float32", rounds_activations: bool = False
+) -> Platform:
+    """Return the platform, whose products have this arithmetic, and may round activations where weights are
+    codes. Compiled code goes to `kernel_cache` if there is no better place."""
     if kernel_cache is not None:
         add_run_directory(kernel_cache)
-    return ON_CPU
+    rounds_activations = rounds_activations and _can_round()
+    if arithmetic == "float32":
+        return replace(ON_CPU, kernels=CpuKernels(rounds_activations)) if rounds_activations else ON_CPU
+    assert arithmetic == "bfloat16"
+    packer = self_check.choose_packer()
+    logger.info("matrix products round weights and inputs to bfloat16, and add in float32")
+    return replace(
+        ON_CPU,
+        kernels=BfloatKernels(packer.pack, rounds_activations),
+        product_dtype=torch.bfloat16,
+        replaced_kernels=packer.replaced,
+    )
+
+
+def _can_round() -> bool:
+    if HAS_VNNI:
+        logger.info("products with integer codes of 4 or 8 bits round activations to 8 bits")
+    else:
+        logger.warning("--activations int8 has no effect: the processor has no VNNI")
+    return HAS_VNNI

@@ -62,8 +62,8 @@ def prepare(config: ShardConfig, on: Platform | None = None) -> "LoadPlan":
     how = (config.deployment_framework, config.world_size, config.trust_remote_code)
     scheme, rope = find_scheme(config.quantize), read_rope_option(config)
     choice = engine_choice.choose(directory, settings, *how, scheme, rope)
-    quantize_check.check_engine(config.quantize, choice)
-    on = on or _choose_platform(config, choice)
+    quantize_check.check_engine(config, choice)
+    on = on or _choose_platform(config, choice, quantize_check.find_layout(config, settings) is not None)
     if config.kv_cache_memory_fraction is not None:
         on = replace(on, cache_fraction=config.kv_cache_memory_fraction)
     quantize_check.check_platform(config.quantize, on)
@@ -262,7 +262,7 @@ class _Loaded:
         return on.make_runner(on, parts)
 
 
-def _choose_platform(config: ShardConfig, choice: Choice) -> Platform:
+def _choose_platform(config: ShardConfig, choice: Choice, has_codes: bool) -> Platform:
     local_rank = config.rank if config.local_rank is None else config.local_rank
     device = choose_platform.find_device(config.device, local_rank, _num_local(config))
     if device.type != "cpu" and not choice.is_native:
@@ -272,9 +272,17 @@ def _choose_platform(config: ShardConfig, choice: Choice) -> Platform:
         for name in ("cuda_graphs", "cuda_memory_fraction"):
             if getattr(config, name) is not None:
                 logger.warning("--%s has no effect: a CPU computes", name.replace("_", "-"))
+    if device.type != "cpu" and config.rank == 0 and config.cpu_arithmetic != "float32":
+        logger.warning("--cpu-arithmetic has no effect: a GPU computes")
     kernel_cache = None if config.kernel_cache is None else Path(config.kernel_cache)
     asked = None if config.dtype is None else DTYPES[config.dtype]
-    return choose_platform.make_platform(device, kernel_cache, config.cuda_memory_fraction, asked)
+    rounds = config.activations is not None and device.type == "cpu" and has_codes
+    if config.activations is not None and not rounds and config.rank == 0:
+        reason = "the weights are not quantized" if device.type == "cpu" else "a GPU computes"
+        logger.warning("--activations %s has no effect: %s", config.activations, reason)
+    return choose_platform.make_platform(
+        device, kernel_cache, config.cuda_memory_fraction, asked, config.cpu_arithmetic, rounds
+    )
 
 
 def _check_length(spec: ModelSpec, length: int) -> None:

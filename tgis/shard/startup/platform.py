@@ -88,6 +88,8 @@ class Platform:
     cache_fraction: float  # share of the memory that weights and steps leave which the cache may take
     num_dummy_blocks: int = 0  # blocks of the cache beyond those that sequences have
     replaced_kernels: Sequence[str] = ()  # names of kernels whose twins compute
+    product_dtype: torch.dtype | None = None
+    """Type that products round their weights to; None: the weights' own."""
     graph_sizes: Callable[[Sequence[int] | None, int], Sequence[int]] = lambda asked, max_rows: ()
     """Returns rising numbers of rows to capture steps of, as the operator asked and at most `max_rows`."""
 

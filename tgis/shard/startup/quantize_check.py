@@ -1,4 +1,5 @@
-"""Checks that the platform supports `--quantize`, and counts the memory of weights."""
+"""Checks that engine and platform support `--quantize` and `--cpu-arithmetic`, and counts the memory of
+weights."""
 
 import logging
 from collections.abc import Mapping
@@ -8,7 +9,9 @@ from typing import Any
 import torch
 
 from tgis.config.processes import ShardConfig
+from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.checkpoint.files import count_elements
+from tgis.shard.checkpoint.tensors import DTYPES
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.quant.registry import find_format, find_scheme
 from tgis.shard.startup.engine_choice import NATIVE, Choice
@@ -17,32 +20,52 @@ from tgis.shard.startup.platform import DeviceError, Platform
 logger = logging.getLogger(__name__)
 
 
-def check_engine(quantize: str | None, choice: Choice) -> None:
-    """Raise UnsupportedModelError if the engine cannot quantize."""
-    if find_scheme(quantize).layout is not None and not choice.is_native:
-        raise UnsupportedModelError(f"--quantize {quantize} is for {NATIVE}, not for {choice.engine}")
+def check_engine(config: ShardConfig, choice: Choice) -> None:
+    """Raise UnsupportedModelError if the engine cannot quantize, or has no such arithmetic."""
+    if choice.is_native:
+        return
+    if find_scheme(config.quantize).layout is not None:
+        raise UnsupportedModelError(f"--quantize {config.quantize} is for {NATIVE}, not for {choice.engine}")
+    if config.cpu_arithmetic != "float32":
+        raise UnsupportedModelError(
+            f"--cpu-arithmetic {config.cpu_arithmetic} is for {NATIVE}, not for {choice.engine}"
+        )
+
+
+def find_layout(config: ShardConfig, settings: Mapping[str, Any]) -> CodeLayout | None:
+    """Return the layout of most codes of a model's weights; None if they are not quantized. `settings` is its
+    config.json."""
+    format = find_format(settings, Path(config.model_path))
+    return find_scheme(config.quantize).layout or (format.layout if format else None)
 
 
 def check_platform(quantize: str | None, on: Platform) -> None:
     """Raise DeviceError if the platform cannot compute with this quantization."""
     layout = find_scheme(quantize).layout
-    if layout is not None and layout.rounds_activations and layout not in on.kernels.code_packers:
+    if layout is not None and layout.rounds_activations and on.kernels.find_code_packer(layout) is None:
         raise DeviceError(f"--quantize {quantize} works on the CPU only; --device cpu selects it")
 
 
 def name_kept_type(config: ShardConfig, settings: Mapping[str, Any], on: Platform, dtype_name: str) -> str:
-    """Return the name of the type in which linear layers are kept. Log if they were or are rounded to codes
-    that are not kept."""
-    scheme, format = find_scheme(config.quantize), find_format(settings, Path(config.model_path))
-    if scheme.layout in on.kernels.code_packers:
-        return config.quantize or dtype_name
-    if scheme.layout is not None:
+    """Return the name of the type in which linear layers are kept. Log if they are rounded to it, and how
+    they are computed if they were or are rounded to codes."""
+    layout = find_layout(config, settings)
+    if layout is not None and on.kernels.find_code_packer(layout) is not None:
+        logger.info("the weights of linear layers are kept as codes of %d bits", max(layout.bits, 4))
+        return config.quantize or f"int{layout.bits}"
+    if on.product_dtype is not None and on.product_dtype != DTYPES[dtype_name]:
+        [rounded_name] = [name for name, dtype in DTYPES.items() if dtype == on.product_dtype]
+        logger.info("the %s weights of matrix products are rounded to %s", dtype_name, rounded_name)
+        dtype_name = rounded_name
+    if layout is None:
+        return dtype_name
+    if find_scheme(config.quantize).layout is not None:
         logger.warning(
             "--quantize %s rounds the weights, which are then kept as %s: memory and speed are those of "
             "--dtype %s, because this version has no products for their codes",
             *(config.quantize, dtype_name, dtype_name),
         )
-    elif format is not None and format.layout not in on.kernels.code_packers:
+    else:
         logger.info(
             "the weights of this quantized checkpoint are kept as %s: memory and speed are those of --dtype "
             "%s, because this version has no products for their codes",
@@ -56,10 +79,12 @@ def count_bytes(
 ) -> int:
     """Return the size of a checkpoint's weights over all ranks. `settings` is its config.json."""
     directory = Path(config.model_path)
-    scheme, format = find_scheme(config.quantize), find_format(settings, directory)
-    elements = count_elements(directory, format)
-    layout = scheme.layout or (format.layout if format else None)
-    if layout is None or layout not in on.kernels.code_packers:
-        return elements * dtype.itemsize
-    # The embedding counts twice: in its own type, and as codes for a head that may be made of it.
-    return int(elements * layout.bytes_per_weight) + choice.table_elements * dtype.itemsize
+    elements, table = count_elements(directory, find_format(settings, directory)), choice.table_elements
+    product_bytes, layout = (on.product_dtype or dtype).itemsize, find_layout(config, settings)
+    if layout is None or on.kernels.find_code_packer(layout) is None:
+        return elements * product_bytes + table * max(0, dtype.itemsize - product_bytes)
+    if layout.rounds_activations:
+        # The embedding counts twice: in its own type, and as codes for a head that may be made of it.
+        return int(elements * layout.bytes_per_weight) + table * dtype.itemsize
+    # So it does here, for a head that is kept as products without codes are.
+    return int((elements - table) * layout.bytes_per_weight) + table * (dtype.itemsize + product_bytes)

@@ -8,6 +8,8 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32,
 
 from tests.support.shard.compressed import compress, draw_weight
 from tests.support.shard.quantized_modules import check_cuts, open_module
+from tgis.shard.quant.formats.compressed_tensors import CompressedTensors
+from tgis.shard.quant.formats.settings import QuantizationSettings
 
 PACKED = {
     "groups": {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": True},
@@ -93,3 +95,14 @@ def test_an_order_that_was_never_set(idle: int, tmp_path: Path) -> None:
     tensors, expected, settings = compress(weight, "pack-quantized", **PACKED["groups"])
     tensors["weight_g_idx"] = torch.full((WIDTH,), idle, dtype=torch.int32)
     assert torch.equal(open_module(tmp_path, tensors, settings).read(), expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_format_tells_floats_from_integers(name: str, tmp_path: Path) -> None:
+    """Platforms have products for codes that are integers, and the memory that is planned depends on it."""
+    form, more = CASES[name]
+    tensors, _, settings = compress(draw_weight(48, WIDTH, torch.float16), form, **more)
+    found = open_module(tmp_path, tensors, settings).layout()
+    told = CompressedTensors(QuantizationSettings(settings, "config.json")).layout
+    assert found is not None
+    assert told.dtype.is_floating_point == found.dtype.is_floating_point == (more.get("type") == "float")

@@ -1,7 +1,7 @@
 """`Kernels` of the CPU: float32 activations, weights that are packed once, rows that are independent."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from tgis.shard.checkpoint.tensors import Stored
 from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cpu import lora as lora_kernels
 from tgis.shard.kernels.cpu.gemm import product as gemm
+from tgis.shard.kernels.cpu.int4 import product as int4
 from tgis.shard.kernels.cpu.int8 import product as int8
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_bits, empty
 from tgis.shard.kernels.cpu.pointwise import activations, elementwise, embedding, heads, norms
@@ -29,10 +30,22 @@ class CpuKernels(Unfused):
     """Compiled kernels as `Kernels`."""
 
     device = CPU
-    code_packers: Mapping[CodeLayout, Callable[[Stored], Product]] = {int8_scheme.LAYOUT: int8.pack}
+
+    def __init__(self, rounds_activations: bool = False):
+        """Choose whether products with integer codes, which need VNNI for that, and with the head round what
+        they multiply to 8 bits."""
+        self._rounds_activations = rounds_activations
 
     def pack(self, weight: Stored, dtype: torch.dtype, role: MatrixRole = "linear") -> Product:
+        # A head of 16 bits would take as long as a quarter of the layers' codes.
+        if role == "head" and self._rounds_activations:
+            return int8.pack(int8_scheme.Rounded(weight))
         return gemm.pack(weight, dtype)
+
+    def find_code_packer(self, layout: CodeLayout) -> Callable[[Stored], Product] | None:
+        if layout == int8_scheme.LAYOUT:
+            return int8.pack
+        return int4.find_packer(layout, self._rounds_activations)
 
     def prepare_adapters(self) -> None:
         """Compile the LoRA kernel unless its machine code is cached. Thread-safe."""
@@ -106,6 +119,18 @@ class CpuKernels(Unfused):
 
 
 CPU_KERNELS = CpuKernels()
+
+
+class BfloatKernels(CpuKernels):
+    """Kernels whose products are those of bfloat16 arithmetic, but for small matrices that matter a lot."""
+
+    def __init__(self, pack_bfloat16: Callable[[Stored], Product], rounds_activations: bool = False):
+        super().__init__(rounds_activations)
+        self._pack_bfloat16 = pack_bfloat16
+
+    def pack(self, weight: Stored, dtype: torch.dtype, role: MatrixRole = "linear") -> Product:
+        has_own = role == "replicated" or (role == "head" and self._rounds_activations)
+        return super().pack(weight, dtype, role) if has_own else self._pack_bfloat16(weight)
 
 
 def split_heads(

@@ -2,7 +2,7 @@
 they are rounded to; products convert their operands to it and return sums of it."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +30,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class TorchKernels(Unfused):
     """Torch operators as `Kernels`. `pack` takes weights from any device; everything else is on `device`."""
 
-    code_packers: Mapping[CodeLayout, Callable[[Stored], Product]] = {}
-
     def __init__(self, device: torch.device):
         self.device = device
 
@@ -39,6 +37,9 @@ class TorchKernels(Unfused):
         """Implement `Kernels.pack`. A matrix beyond float16's range stays float32, with a warning."""
         packed = read_packed(weight, dtype, self.device)
         return lambda x: F.linear(x.to(packed.dtype), packed).float()
+
+    def find_code_packer(self, layout: CodeLayout) -> Callable[[Stored], Product] | None:
+        return None
 
     def prepare_adapters(self) -> None:
         """Do nothing: no kernel needs to be compiled."""

@@ -108,7 +108,7 @@ class FourBitMatrix(CodeMatrix):
         self._block = state.block
 
     def layout(self, columns: slice = ALL) -> CodeLayout | None:
-        return None if self.shape[1] % self._block else self._layout
+        return None if self.shape[1] % self._block else super().layout(columns)
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         asked, width = range(self.shape[0])[rows], self.shape[1]

@@ -16,7 +16,7 @@ from torch import Tensor
 from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.checkpoint.format import Tensors
 from tgis.shard.checkpoint.tensors import FileTensor, StoredTensor, WeightsError
-from tgis.shard.quant.formats.fp8 import Block, open_float8
+from tgis.shard.quant.formats.fp8 import E4M3, Block, open_float8
 from tgis.shard.quant.formats.grouped import (
     FLOATS,
     INTEGERS,
@@ -51,7 +51,8 @@ class CompressedTensors:
         blocks = (_find_block(each) for each in weights)
         self._block = next((block for block in blocks if block), None)
         bits, columns = next(iter(self._bits), 4), next(iter(self._sizes), None)
-        self.layout = CodeLayout(torch.uint8, bits, columns, has_zeros=True)
+        is_float = any(each.text("type", "int") == "float" for each in weights)
+        self.layout = CodeLayout(E4M3 if is_float else torch.uint8, bits, columns, has_zeros=not is_float)
 
     def open(self, tensors: Tensors, module: str) -> StoredTensor | None:
         parts = ModuleParts(tensors, module, PACKED)

@@ -1,11 +1,13 @@
 """Builders of the LLVM code of matrix products' inner loop: some rows of x times one panel of a weight, with
 the sums in registers. Every sum is one chain of fused multiply-adds in the order of x's columns, so its bits
-depend only on its own row and weights."""
+depend only on its own row and weights. In panels of pairs (`pairs.py`), a column is a pair of x's columns."""
 
 from typing import Any
 
 from numba.core.cgutils import raw_memcpy
 
+from tgis.shard.kernels.cpu.gemm import pairs
+from tgis.shard.kernels.cpu.gemm.pairs import PAIR
 from tgis.shard.kernels.cpu.gemm.panels import LANES, PANEL
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
@@ -13,20 +15,33 @@ from tgis.shard.kernels.cpu.jit.llvm import I8, I64
 
 # Most rows of a tile: its sums, two vectors of weights and one of x fill the processor's registers.
 ROWS = 12 if LANES == 16 else 6
-BLOCK = 192  # columns of x at a time: a tile's and a panel's fit the first-level cache together
+BLOCK = 192  # most columns of x at a time: a tile's and a panel's fit the first-level cache together
 MANY_ROWS = 4 * ROWS  # from this many rows on, weights are converted to float32 once and not for each tile
 # Bytes between rows of a copy of x. With a power of two, rows would evict each other from the cache.
 STRIDE = 4 * (BLOCK + 16)
 
 # With at most this many rows the processor's own prefetching keeps up with the weights; with more rows the
-# code prefetches them itself.
-STREAMED = 2
+# code prefetches them itself. Rows of pairs take half the time.
+STREAMED, STREAMED_PAIRS = 2, 4
 
 _VECTORS = PANEL // LANES
 
 
 def _load_weights(b: Any, address: Any, offset: int, element: Any) -> Any:
-    return llvm.load_stored(b, b.add(address, I64(offset)), LANES, element, align=32)
+    place = b.add(address, I64(offset))
+    if element == PAIR:
+        return pairs.load(b, place, LANES)
+    return llvm.load_stored(b, place, LANES, element, align=32)
+
+
+def _load_factor(b: Any, address: Any, element: Any) -> Any:
+    load = pairs.load_broadcast if element == PAIR else llvm.load_broadcast
+    return load(b, address, LANES)
+
+
+def _add_products(b: Any, sums: list[Any], factors: list[Any], weights: list[Any], element: Any) -> list[Any]:
+    add = pairs.add_products if element == PAIR else llvm.add_products
+    return add(b, sums, factors, weights)
 
 
 def _prefetch(b: Any, address: Any, num_bytes: int) -> None:
@@ -84,10 +99,13 @@ def _multiply(
     def add_column(k: Any, sums: list[Any]) -> list[Any]:
         weight, column = b.add(weights, b.mul(k, I64(step))), b.add(x, b.mul(k, I64(4)))
         loaded = [_load_weights(b, weight, v * step // _VECTORS, element) for v in range(_VECTORS)]
-        if len(begins) > STREAMED:
+        if len(begins) > (STREAMED_PAIRS if element == PAIR else STREAMED):
             _prefetch(b, b.add(ahead, b.mul(k, I64(step))), step)
-        factors = [llvm.load_broadcast(b, b.add(column, I64(r * STRIDE)), LANES) for r in range(len(begins))]
-        return llvm.add_products(b, sums, factors, loaded)
+        changed = []
+        for r in range(len(begins)):
+            factor = _load_factor(b, b.add(column, I64(r * STRIDE)), element)
+            changed += _add_products(b, sums[r * _VECTORS : (r + 1) * _VECTORS], [factor], loaded, element)
+        return changed
 
     for place, total in zip(places, llvm.loop(b, count, initial, add_column), strict=True):
         llvm.store_vector(b, total, place)
@@ -114,7 +132,29 @@ def widen(b: Any, to: Any, weights: Any, count: Any, element: Any) -> None:
 
 
 @llvm_function()
+def copy_columns(b: Any, to: Any, source: Any, count: Any, element: Any) -> None:
+    """Copy `count` columns of a row of x, float32, to the address `to`, as tiles of `element`'s type read
+    them. There are at least one; an odd one of pairs is paired with 0."""
+    if element == PAIR:
+        pairs.copy_rounded(b, to, source, count)
+    else:
+        _copy_bytes(b, to, source, b.mul(count, I64(4)))
+
+
+@llvm_function()
+def copy_sums(b: Any, to: Any, source: Any) -> None:
+    """Copy a row's sums of a whole panel."""
+    for v in range(_VECTORS):
+        offset = I64(4 * LANES * v)
+        llvm.store_vector(b, llvm.load_vector(b, b.add(source, offset), LANES), b.add(to, offset))
+
+
+@llvm_function()
 def copy(b: Any, to: Any, source: Any, num_bytes: Any) -> None:
+    _copy_bytes(b, to, source, num_bytes)
+
+
+def _copy_bytes(b: Any, to: Any, source: Any, num_bytes: Any) -> None:
     raw_memcpy(b, llvm.pointer_to(b, I8, to), llvm.pointer_to(b, I8, source), num_bytes, I64(1))
 
 

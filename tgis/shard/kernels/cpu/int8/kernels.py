@@ -60,7 +60,7 @@ def _find_largest(x: int, n: int) -> Any:
 
 
 @ordered
-def _quantize_group(x: int, n: int, padded: int, out: int) -> None:
+def quantize_group(x: int, n: int, padded: int, out: int) -> None:
     """Write a group of n activations: its scale, its sums' correction, and its values, padded with zeros."""
     values, largest = carray(pointer(x, _F32), (n,)), _find_largest(x, n)
     quantized = carray(pointer(out + HEADER, _STORED), (padded,))
@@ -82,7 +82,7 @@ def _quantize_rows(x: int, in_features: int, first: int, stop: int, out: int, st
         for group in range(-(-in_features // GROUP)):
             n = min(GROUP, in_features - group * GROUP)
             start = x + 4 * (row * in_features + group * GROUP)
-            _quantize_group(start, n, -(-n // QUAD) * QUAD, out + row * stride + group * X_GROUP)
+            quantize_group(start, n, -(-n // QUAD) * QUAD, out + row * stride + group * X_GROUP)
 
 
 @ordered

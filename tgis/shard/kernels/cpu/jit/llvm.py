@@ -8,7 +8,21 @@ from numba import types
 from numba.core.cgutils import get_or_insert_function
 from numba.core.registry import cpu_target
 
-HALF, FLOAT = ir.HalfType(), ir.FloatType()
+
+class _BfloatType(ir.Type):  # type: ignore[misc]
+    """LLVM's type of bfloat16, which llvmlite lacks."""
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BfloatType)
+
+    def __hash__(self) -> int:
+        return hash(_BfloatType)
+
+
+HALF, FLOAT, BFLOAT = ir.HalfType(), ir.FloatType(), _BfloatType()
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 FUSED = {"flags": ("contract",)}
 STORED = {types.float32: FLOAT, types.uint16: I16, types.int16: HALF}
@@ -134,3 +148,11 @@ def loop_range(
         phi.add_incoming(next_, body)
     b.position_at_end(done)
     return values
+
+
+def choose(b: Any, block: Any, value: Any, other_block: Any, other: Any) -> Any:
+    """Return the value of the block that control came from."""
+    chosen = b.phi(value.type)
+    chosen.add_incoming(value, block)
+    chosen.add_incoming(other, other_block)
+    return chosen

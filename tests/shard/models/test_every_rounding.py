@@ -1,5 +1,7 @@
-"""`--quantize int8` on every family, against transformers in float32; `make test` runs a case of each."""
+"""`--quantize int8` and `--cpu-arithmetic bfloat16` on every family, against transformers in float32; `make
+test` runs a case of each with int8."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,16 +17,19 @@ from tests.support.shard.family_oracle import NEW_TOKENS, draw_inputs, load_mode
 from tgis.shard.models.registry import FAMILIES
 from tgis.shard.startup.load import load
 
-TOLERANCE = 0.1  # of log-probabilities on average, of models as tiny and random as these
-WIDE = {"mt5": 0.2}  # attention scores that are not scaled make more of an error in a query
+# Of log-probabilities on average, of models as tiny and random as these.
+TOLERANCES = {"int8": 0.1, "bfloat16": 0.05}
+WIDE = {"mt5": 2}  # attention scores that are not scaled make more of an error in a query
+OPTIONS = {"int8": {"quantize": "int8"}, "bfloat16": {"cpu_arithmetic": "bfloat16"}}
 
 
 def plan() -> Iterator[object]:
-    """Yield every case; all but the first of each family are slow."""
+    """Yield every case; all are slow but the first of each family with int8."""
     met: set[object] = set()
-    for name, make in CASES.items():
+    for kept, (name, make) in itertools.product(OPTIONS, CASES.items()):
         family = FAMILIES[make().model_type]
-        yield pytest.param(name, marks=[pytest.mark.slow] if family in met else [])
+        is_slow = kept != "int8" or family in met
+        yield pytest.param(name, kept, marks=[pytest.mark.slow] if is_slow else [])
         met.add(family)
 
 
@@ -41,13 +46,13 @@ def expected_logprobs(model: Any, request: Request) -> Tensor:
     return logprobs.gather(1, chosen[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("name", [*plan()])
-def test_is_near_float32(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "kept"), [*plan()])
+def test_is_near_float32(name: str, kept: str, tmp_path: Path) -> None:
     config = CASES[name]()
     write_model(tmp_path, config)
     model = load_model(tmp_path, config)
-    runner = load(configure(tmp_path, quantize="int8"))
-    assert runner.info.weight_dtype == "int8"
+    runner = load(configure(tmp_path, **OPTIONS[kept]))
+    assert runner.info.weight_dtype == kept
     start = [model.generation_config.decoder_start_token_id] if config.is_encoder_decoder else []
     requests = [
         Request(start or ids, NEW_TOKENS, encoder_token_ids=ids if start else [], details={"logprobs": True})
@@ -57,4 +62,4 @@ def test_is_near_float32(name: str, tmp_path: Path) -> None:
     found = torch.tensor([one for request in requests for one in request.logprobs])
     expected = torch.cat([expected_logprobs(model, request) for request in requests])
     difference = (found - expected).abs()
-    assert 0 < difference.mean() < WIDE.get(name, TOLERANCE)
+    assert 0 < difference.mean() < TOLERANCES[kept] * WIDE.get(name, 1)

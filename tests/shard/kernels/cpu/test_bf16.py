@@ -1,0 +1,170 @@
+"""Products with bfloat16 arithmetic: against chains of fused multiply-adds of the C library, against double
+precision, and bit for bit the same in any company, on any number of threads and without AVX512_BF16."""
+
+import ctypes
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from tgis.shard.checkpoint.tensors import TensorInMemory
+from tgis.shard.kernels.cpu.bf16 import kernels, self_check
+from tgis.shard.kernels.cpu.bf16.product import Packer, pack_rounded, pairs_packer
+from tgis.shard.kernels.cpu.gemm import product as gemm
+from tgis.shard.kernels.cpu.gemm.inner_loop import BLOCK, MANY_ROWS, ROWS
+from tgis.shard.kernels.cpu.gemm.panels import PANEL
+from tgis.shard.kernels.cpu.jit.compiler import capture
+from tgis.shard.kernels.cpu.kernel_graph import KernelGraph, MemoryPool
+
+PACKERS = {"rounded": pack_rounded}
+if kernels.MULTIPLY_PAIRS is not None:
+    PACKERS["pairs"] = pairs_packer(kernels.MULTIPLY_PAIRS)
+SHAPES = [(1, 1), (33, 7), (1500, 40), (2 * BLOCK, PANEL), (2 * BLOCK + 1, 3 * PANEL + 1)]
+COUNTS = [*range(1, ROWS + 2), 2 * ROWS + 1, MANY_ROWS - 1, MANY_ROWS, MANY_ROWS + 13]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(params=PACKERS)
+def pack(request: pytest.FixtureRequest) -> Packer:
+    return PACKERS[request.param]
+
+
+def stored(weight: Tensor) -> TensorInMemory:
+    return TensorInMemory(weight, "a weight")
+
+
+def add_chain(x: Tensor, weight: Tensor) -> float:
+    """Return the sum of products of two vectors, rounded to bfloat16, by the C library."""
+    fma = ctypes.CDLL("libm.so.6").fmaf
+    fma.argtypes, fma.restype = [ctypes.c_float] * 3, ctypes.c_float
+    total = 0.0
+    for one, other in zip(x.bfloat16().tolist(), weight.bfloat16().tolist(), strict=True):
+        total = fma(one, other, total)
+    return total
+
+
+def test_each_sum_is_one_chain(pack: Packer) -> None:
+    weight, x = torch.randn(PANEL + 2, 4 * BLOCK + 5), torch.randn(MANY_ROWS + 1, 4 * BLOCK + 5)
+    y = pack(stored(weight))(x)
+    for row in (0, ROWS, MANY_ROWS):
+        assert y[row].tolist() == [add_chain(x[row], column) for column in weight]
+
+
+@pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
+def test_rows_are_their_own(pack: Packer, in_features: int, out_features: int) -> None:
+    weight, x = torch.randn(out_features, in_features), torch.randn(MANY_ROWS + 13, in_features)
+    product = pack(stored(weight))
+    whole, factors = product(x), (x.bfloat16().double(), weight.bfloat16().double().t())
+    scale = factors[0].abs() @ factors[1].abs()
+    # A chain of k sums in float32; on average far less than k roundings remain.
+    assert ((whole - factors[0] @ factors[1]).abs() <= 2**-24 * in_features**0.5 * 4 * scale).all()
+    # Rounding both factors changes a product by 2**-8 of itself, and the square of a half of that.
+    assert ((whole - x.double() @ weight.double().t()).abs() <= 2.01 * 2**-8 * scale).all()
+    for count in COUNTS:
+        assert torch.equal(product(x[:count]), whole[:count]), f"{count} rows"
+        assert torch.equal(product(x[-count:]), whole[-count:]), f"{count} rows"
+    assert product(x[:0]).shape == (0, out_features)
+    assert torch.equal(pack_rounded(stored(weight))(x), whole), "without the instruction"
+
+
+def test_threads_and_places_change_nothing(pack: Packer) -> None:
+    weight, x = torch.randn(10 * PANEL + 3, 1701), torch.randn(450, 1701)
+    product = pack(stored(weight))
+    expected = product(x)
+    for num_threads in (2, 3):
+        torch.set_num_threads(num_threads)
+        for count in (1, 2, 449, 450):
+            assert torch.equal(product(x[:count]), expected[:count]), f"{count} rows, {num_threads} threads"
+    room = torch.empty(5 * 1701 + 16)
+    for offset in range(0, 16, 3):
+        moved = room[offset : offset + 5 * 1701].view(5, 1701).copy_(x[:5])
+        assert torch.equal(product(moved), expected[:5]), f"{4 * offset} bytes off"
+
+
+def test_a_captured_product_reads_what_x_is_by_then(pack: Packer) -> None:
+    product, x = pack(stored(torch.randn(70, 41))), torch.randn(3, 41)
+    expected, pool, source = product(x), MemoryPool(), torch.zeros(3, 41)
+    with capture(pool.empty) as launches:
+        y = product(source)
+    graph = KernelGraph(launches)
+    source.copy_(x)
+    for _ in range(2):
+        y.zero_()
+        graph.replay()
+        assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_weights_are_rounded_as_torch_does(
+    pack: Packer, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Piece by piece, from memory with gaps that is not kept."""
+    monkeypatch.setattr(gemm, "_PIECE", 2 * PANEL * 9)
+    weight = torch.randn(7 * PANEL + 5, 18).to(dtype)[:, ::2]
+    product, expected = pack(stored(weight)), weight.bfloat16().float().clone()
+    weight.zero_()
+    assert torch.equal(product(torch.eye(9)).t(), expected)
+
+
+def test_numbers_are_rounded_as_torch_does(pack: Packer) -> None:
+    """Halfway cases too, to infinity, and as weights."""
+    bits = torch.randint(1 << 15, (4000,)) << 16 | torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001]).repeat(800)
+    x = bits.to(torch.int32).view(torch.float32)
+    x = torch.cat((x, -x, torch.tensor([3.4e38, 1e-38, 0.0])))
+    x = x[(x == 0) | (x.abs() >= 2**-126)].unsqueeze(1)  # what is smaller counts as 0
+    expected = x.bfloat16().float()
+    assert torch.equal(pack(stored(torch.ones(1, 1)))(x).nan_to_num(7), expected.nan_to_num(7))
+    assert torch.equal(pack(stored(x))(torch.ones(1, 1)).t().nan_to_num(7), expected.nan_to_num(7))
+
+
+def test_what_is_not_finite_stays_in_its_row(pack: Packer) -> None:
+    product, x = pack(stored(torch.randn(40, 21))), torch.randn(9, 21)
+    expected = product(x)
+    x[4, 3], x[7, 20] = torch.nan, torch.inf
+    x[4].view(torch.int32)[3] = 0x7FFFFFFF  # a NaN that a carry would make -0
+    found = product(x)
+    finite = [i for i in range(9) if i not in (4, 7)]
+    assert torch.equal(found[finite], expected[finite])
+    assert not found[[4, 7]].isfinite().any()
+
+
+def test_what_is_chosen_here(caplog: pytest.LogCaptureFixture) -> None:
+    choice = self_check.choose_packer()
+    assert choice.replaced == ()
+    assert len(caplog.messages) == (kernels.MULTIPLY_PAIRS is None)
+    assert all(self_check.is_exact(pack) for pack in (choice.pack, pack_rounded))
+
+
+def test_wrong_instructions_are_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """float32 products stand for an instruction that does not round."""
+    monkeypatch.setattr(kernels, "MULTIPLY_PAIRS", object())
+    monkeypatch.setattr(
+        self_check, "pairs_packer", lambda kernel: lambda weight: gemm.pack(weight, torch.float32)
+    )
+    assert self_check.choose_packer() == (pack_rounded, ("multiply_pairs",))
+    [line] = caplog.messages
+    assert line.startswith("CPU kernel multiply_pairs is replaced by rounding and float32 arithmetic")
+
+
+def test_without_the_instruction(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(kernels, "MULTIPLY_PAIRS", None)
+    with caplog.at_level(logging.WARNING):
+        assert self_check.choose_packer() == (pack_rounded, ())
+    [line] = caplog.messages
+    assert "no AVX512_BF16" in line
+
+
+def test_plain_arithmetic_is_that_of_the_c_library() -> None:
+    x, weight = torch.randn(3, 50), torch.randn(5, 50)
+    expected = [[add_chain(row, column) for column in weight] for row in x]
+    assert self_check.multiply_plainly(x, weight).tolist() == expected

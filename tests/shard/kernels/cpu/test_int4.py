@@ -1,0 +1,266 @@
+"""Products with codes of weights: against the definition in float64 within the bound of the roundings, and
+the same bits in any company, with any number of threads, in kernel graphs and on other machines."""
+
+import hashlib
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tgis.shard.checkpoint.codes import CodeLayout, Codes
+from tgis.shard.checkpoint.tensors import ALL, WeightsError
+from tgis.shard.kernels.cpu.int4 import product as int4
+from tgis.shard.kernels.cpu.int4.inner_loop import HAS_VNNI
+from tgis.shard.kernels.cpu.int4.product import CodeProduct
+from tgis.shard.kernels.cpu.jit.compiler import capture
+from tgis.shard.kernels.cpu.jit.llvm import has_feature
+from tgis.shard.kernels.cpu.kernel_graph import KernelGraph, MemoryPool
+
+STEP = 2.0**-24  # half the distance of float32 numbers near 1
+TABLE = tuple(math.sin(i) for i in range(16))
+
+
+class Case(NamedTuple):
+    layout: CodeLayout
+    num_columns: int
+    groups: tuple[int, ...] = ()  # columns of each group of a reordered matrix
+
+
+CASES = {
+    "4 bits": Case(CodeLayout(torch.int8, 4, 128), 1280),
+    "4 bits, the last group is partial": Case(CodeLayout(torch.int8, 4, 128), 333),
+    "4 bits, zeros": Case(CodeLayout(torch.uint8, 4, 32, True), 257),
+    "4 bits, groups that are cut": Case(CodeLayout(torch.uint8, 4, 192, True), 400),
+    "4 bits, groups of odd size": Case(CodeLayout(torch.uint8, 4, 27, True), 100),
+    "4 bits, one group": Case(CodeLayout(torch.uint8, 4, None, True), 300),
+    "4 bits, reordered": Case(CodeLayout(torch.uint8, 4, None, True, True), 256, (64,) * 4),
+    "4 bits, groups of all sizes": Case(CodeLayout(torch.uint8, 4, None, True, True), 150, (7, 0, 60, 1, 82)),
+    "3 bits": Case(CodeLayout(torch.uint8, 3, 64, True), 128),
+    "2 bits": Case(CodeLayout(torch.uint8, 2, 16, True), 50),
+    "a table": Case(CodeLayout(torch.uint8, 4, 64, table=TABLE), 200),
+    "8 bits": Case(CodeLayout(torch.int8, 8, None), 129),
+    "8 bits, zeros": Case(CodeLayout(torch.uint8, 8, 64, True), 130),
+}
+INTEGERS = [name for name in CASES if name != "a table"]
+
+
+class CodesInMemory:
+    label = "a weight"
+
+    def __init__(self, codes: Codes):
+        self._codes, self.shape = codes, tuple(codes.values.shape)
+
+    def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        return self._codes.dequantize()[rows, columns]
+
+    def layout(self, columns: slice = ALL) -> CodeLayout:
+        return self._codes.layout
+
+    def codes(self, rows: slice = ALL, columns: slice = ALL) -> Codes:
+        whole = self._codes
+        zeros = None if whole.zeros is None else whole.zeros[rows]
+        return Codes(whole.layout, whole.values[rows], whole.scales[rows], zeros, whole.group_of)
+
+
+def draw(case: Case, num_rows: int) -> Codes:
+    layout, width = case.layout, case.num_columns
+    is_signed, largest = layout.dtype == torch.int8, 1 << layout.bits
+    low = -largest // 2 if is_signed else 0
+    values = torch.randint(low, low + largest, (num_rows, width)).to(layout.dtype)
+    group_of = None
+    if layout.is_reordered:
+        group_of = torch.arange(len(case.groups)).repeat_interleave(torch.tensor(case.groups))
+        group_of = group_of[torch.randperm(width)]
+    num_groups = len(case.groups) or -(-width // (layout.group or width))
+    zeros = torch.randint(0, largest, (num_rows, num_groups)).float() if layout.has_zeros else None
+    return Codes(layout, values, torch.rand(num_rows, num_groups) + 0.1, zeros, group_of)
+
+
+def pack(codes: Codes, rounds_activations: bool = False) -> CodeProduct:
+    found = int4.find_packer(codes.layout, rounds_activations)
+    assert found is not None
+    return found(CodesInMemory(codes))
+
+
+def expand(codes: Codes) -> tuple[Tensor, Tensor, Tensor]:
+    """Return numbers, zeros and scales of every weight, float64 [num_rows, num_columns]."""
+    width = codes.values.shape[1]
+    group_of = codes.group_of
+    if group_of is None:
+        group_of = torch.arange(width) // (codes.layout.group or width)
+    numbers = codes.values.double()
+    if codes.layout.table:
+        numbers = torch.tensor(codes.layout.table, dtype=torch.float64)[codes.values.long()]
+    zeros = torch.zeros_like(numbers) if codes.zeros is None else codes.zeros[:, group_of].double()
+    return numbers, zeros, codes.scales[:, group_of].double()
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def many_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("num_rows", "out_features"), [(1, 70), (7, 3), (33, 129)])
+def test_sums_are_within_the_bound_of_their_roundings(name: str, num_rows: int, out_features: int) -> None:
+    codes, x = draw(CASES[name], out_features), torch.randn(num_rows, CASES[name].num_columns)
+    numbers, zeros, scales = expand(codes)
+    expected = x.double() @ ((numbers - zeros) * scales).T
+    # Within a piece of at most 128 columns there is a rounding for each column, and in the sum of x, which a
+    # zero multiplies, for every eighth; then one for each piece. Unsigned codes are less half their range.
+    layout = codes.layout
+    centre = 0 if layout.table or layout.dtype == torch.int8 else 1 << (layout.bits - 1)
+    magnitudes = x.double().abs() @ (((numbers - centre).abs() + (zeros - centre).abs()) * scales).T
+    bound = (128 + 20 + -(-x.shape[1] // 16)) * STEP * magnitudes
+    found = pack(codes)(x)
+    assert found.shape == expected.shape
+    assert ((found.double() - expected).abs() <= bound).all()
+
+
+def round_groups(x: Tensor, codes: Codes) -> Tensor:
+    """The rule for activations: integers up to 127 times a scale for each group of columns, here of at most
+    128."""
+    size, rounded = codes.layout.group or 128, torch.empty_like(x, dtype=torch.float64)
+    parts = torch.arange(x.shape[1]).split(size)
+    if codes.group_of is not None:
+        parts = tuple((codes.group_of == g).nonzero().flatten() for g in range(codes.scales.shape[1]))
+    for columns in parts:
+        largest = x[:, columns].abs().amax(1, keepdim=True)
+        rounded[:, columns] = (x[:, columns] * (127 / largest)).round().double() * (largest / 127).double()
+    return rounded
+
+
+@pytest.mark.skipif(not HAS_VNNI, reason="the processor has no VNNI")
+@pytest.mark.parametrize("name", [name for name in INTEGERS if "cut" not in name and "sizes" not in name])
+def test_rounded_activations(name: str) -> None:
+    codes, x = draw(CASES[name], 70), torch.randn(13, CASES[name].num_columns)
+    numbers, zeros, scales = expand(codes)
+    product = pack(codes, rounds_activations=True)
+    assert product.kind.rounds_activations
+    expected = round_groups(x, codes) @ ((numbers - zeros) * scales).T
+    # Sums of integers are exact; all that is rounded are scales, their products, and sums of groups.
+    magnitudes = round_groups(x, codes).abs() @ ((numbers - zeros).abs() * scales).T
+    bound = (4 + -(-x.shape[1] // 16)) * STEP * magnitudes
+    assert ((product(x).double() - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("rounds_activations", [False, True])
+@pytest.mark.parametrize("name", ["4 bits, zeros", "8 bits", "4 bits, groups of all sizes"])
+def test_rows_keep_their_bits(name: str, rounds_activations: bool, many_threads: None) -> None:
+    product = pack(draw(CASES[name], 300), rounds_activations)
+    x = torch.randn(97, CASES[name].num_columns)
+    whole = product(x)
+    for count in (*range(1, 14), 47):
+        assert torch.equal(product(x[:count]), whole[:count]), f"{count} rows"
+        assert torch.equal(product(x[-count:]), whole[-count:]), f"{count} rows"
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        assert torch.equal(product(x), whole), f"{num_threads} threads"
+    assert product(x[:0]).shape == (0, 300)
+
+
+def test_rows_of_large_products_keep_their_bits(many_threads: None) -> None:
+    """A thread's copy of so many rows does not fit its cache, so that they are cut."""
+    product, x = pack(draw(CASES["4 bits"], 70)), torch.randn(203, 1280)
+    whole = product(x)
+    for first in range(0, 200, 9):
+        assert torch.equal(product(x[first : first + 3]), whole[first : first + 3])
+
+
+@pytest.mark.parametrize("rounds_activations", [False, True])
+def test_a_kernel_graph_gives_the_same_bits(rounds_activations: bool) -> None:
+    product, x = pack(draw(CASES["4 bits, zeros"], 70), rounds_activations), torch.randn(9, 257)
+    expected, pool = product(x), MemoryPool()
+    with capture(pool.empty) as launches:
+        y = product(x)
+    graph = KernelGraph(launches)
+    for _ in range(3):
+        y.fill_(math.nan)
+        graph.replay()
+        assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("rounds_activations", [False, True])
+def test_what_is_not_finite_stays_in_its_row_and_column(rounds_activations: bool) -> None:
+    codes, x = draw(CASES["4 bits, zeros"], 20), torch.randn(9, 257)
+    expected = pack(codes, rounds_activations)(x)
+    x[2, 150], x[4, 3], codes.scales[7, 5] = math.nan, -math.inf, math.nan
+    y = pack(codes, rounds_activations)(x)
+    assert not y[[2, 4]].isfinite().any()
+    assert y[:, 7].isnan().all()
+    others = [c for c in range(20) if c != 7]
+    for row in (0, 1, 3, 5, 6, 7, 8):
+        assert torch.equal(y[row, others], expected[row, others])
+
+
+def test_memory_is_that_of_codes_and_scales() -> None:
+    sizes = {"4 bits": 4 + 32 / 128, "8 bits": 8 + 32 / 128}
+    for name, bits in sizes.items():
+        product = pack(draw(CASES[name]._replace(num_columns=1280), 640))
+        assert len(product.panels) * 8 == bits * 640 * 1280
+        assert product.zeros is None
+        assert CASES[name].layout.bytes_per_weight * 8 == bits
+    symmetric = draw(CASES["4 bits, zeros"], 64)
+    assert symmetric.zeros is not None
+    symmetric.zeros.fill_(8)
+    assert pack(symmetric).zeros is None
+    assert pack(draw(CASES["4 bits, zeros"], 64)).zeros is not None
+
+
+def test_zeros_beyond_the_codes_are_refused() -> None:
+    codes = draw(CASES["4 bits, zeros"], 4)
+    assert codes.zeros is not None
+    codes.zeros[2, 1] = 200
+    with pytest.raises(
+        WeightsError, match=r"^a weight has zero points that are not in the range of its codes$"
+    ):
+        pack(codes)
+
+
+def test_what_has_no_products() -> None:
+    for layout in (
+        CodeLayout(torch.float8_e4m3fn, 8, None),
+        CodeLayout(torch.int8, 8, 128, rounds_activations=True),
+        CodeLayout(torch.uint8, 4, 8, True),
+        CodeLayout(torch.uint8, 4, 131, True),
+    ):
+        assert int4.find_packer(layout, rounds_activations=False) is None
+    table = int4.find_packer(CASES["a table"].layout, rounds_activations=True)
+    if table is not None:  # without AVX-512 there is none
+        assert not table(CodesInMemory(draw(CASES["a table"], 3))).kind.rounds_activations  # type: ignore[attr-defined]
+
+
+def digest() -> str:
+    """Return a hash of products of every kind, of any number of rows."""
+    torch.manual_seed(1)
+    found = hashlib.sha256()
+    for name in INTEGERS:
+        product, x = pack(draw(CASES[name], 70)), torch.randn(17, CASES[name].num_columns)
+        for count in (17, 4, 1):
+            found.update(product(x[:count]).numpy().tobytes())
+    return found.hexdigest()
+
+
+@pytest.mark.slow
+def test_other_machines_give_the_same_bits() -> None:
+    if not has_feature("avx512f"):
+        pytest.skip("this machine is the other one")
+    program = f"from {__name__} import digest, int4; print(int4.LANES, digest())"
+    features = "+avx2,+fma,+f16c,+bmi,+bmi2,+popcnt,+lzcnt,+movbe"
+    env = os.environ | {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": features}
+    done = subprocess.run([sys.executable, "-c", program], env=env, check=True, stdout=subprocess.PIPE)
+    assert done.stdout.decode().split() == ["8", digest()]

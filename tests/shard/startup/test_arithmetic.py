@@ -1,0 +1,134 @@
+"""`--cpu-arithmetic bfloat16`: whole models and engines, against float32 and against themselves in other
+company, what is said, and who refuses."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.support.shard import stepping
+from tests.support.shard.checkpoints import SMALL, write_llama, write_model
+from tests.support.shard.driver import Request, Router, configure, prompts
+from tests.support.shard.stepping import Stepper
+from tgis.shard.kernels.cpu.bf16 import kernels, self_check
+from tgis.shard.kernels.cpu.bf16.product import pack_rounded
+from tgis.shard.kernels.cpu.ops import BfloatKernels
+from tgis.shard.models import registry
+from tgis.shard.models.decoder import Decoder
+from tgis.shard.models.interface import UnsupportedModelError
+from tgis.shard.startup import engine_choice, quantize_check
+from tgis.shard.startup.cpu_platform import ON_CPU, on_cpu
+from tgis.shard.startup.load import load, prepare
+
+TOLERANCE = 0.01  # of log-probabilities on average, of models as tiny and random as these
+SAID = "matrix products round weights and inputs to bfloat16, and add in float32"
+
+
+@pytest.fixture(scope="module")
+def model_path(checkpoint: Callable[[str], Path]) -> Path:
+    return checkpoint("grouped_queries")
+
+
+def load_rounded(directory: Path) -> Decoder:
+    settings, on = stepping.read_config(directory), on_cpu(arithmetic="bfloat16")
+    model = registry.load(directory, settings, stepping.ALONE, torch.float32, on.kernels)
+    assert isinstance(model, Decoder)
+    return model
+
+
+def test_steps_are_near_float32_and_the_same_in_any_company(model_path: Path) -> None:
+    ids, other = list(range(5, 20)), [30, 31]
+    exact, whole = (Stepper(each) for each in (stepping.load(model_path), load_rounded(model_path)))
+    expected, found = (each.step({0: (ids, 0)})[0] for each in (exact, whole))
+    difference = (found.log_softmax(-1) - expected.log_softmax(-1)).abs()
+    assert 0 < difference.mean() < TOLERANCE
+    chunks = Stepper(load_rounded(model_path))
+    first = chunks.step({0: (ids[:9], 0)})[0]
+    last = chunks.step({0: (ids, 9), 1: (other, 0)})[0]
+    assert torch.equal(torch.cat((first, last)), found)
+
+
+def test_who_chooses_experts_is_not_rounded(tmp_path: Path) -> None:
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    write_model(tmp_path, transformers.MixtralConfig(**SMALL, **sizes))
+    feed = load_rounded(tmp_path)._blocks[0]._feed_forward
+    plain = stepping.load(tmp_path)._blocks[0]._feed_forward
+    x, inner = torch.randn(3, SMALL["hidden_size"]), torch.randn(3, SMALL["intermediate_size"])
+    assert torch.equal(feed._score._multiply(x), plain._score._multiply(x))
+    assert not torch.equal(feed._experts[3]._down._multiply(inner), plain._experts[3]._down._multiply(inner))
+
+
+def test_an_engine_answers_the_same_alone_and_in_company(
+    model_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        runner = load(configure(model_path, cpu_arithmetic="bfloat16", cpu_threads=2))
+    assert SAID in caplog.messages
+    assert "the float32 weights of matrix products are rounded to bfloat16" in caplog.messages
+    assert (runner.info.weight_dtype, runner.info.cache_dtype) == ("bfloat16", "float32")
+    together = [Request(prompt, 8, details={"logprobs": True}) for prompt in prompts(3, 6)]
+    alone = [Request(list(request.prompt), 8, details={"logprobs": True}) for request in together]
+    Router(runner, seed=1).run(list(together))
+    for request in alone:
+        runner.reset()
+        Router(runner, seed=2, whole=True).run([request])
+    assert [(r.generated, r.logprobs) for r in alone] == [(r.generated, r.logprobs) for r in together]
+
+
+def test_a_machine_without_the_instruction_answers_the_same(model_path: Path) -> None:
+    emulated = replace(ON_CPU, kernels=BfloatKernels(pack_rounded), product_dtype=torch.bfloat16)
+    answers = []
+    for on in (emulated, None):
+        request = Request(list(range(7, 20)), 8, details={"logprobs": True})
+        Router(load(configure(model_path, cpu_arithmetic="bfloat16"), on=on)).run([request])
+        answers.append((request.generated, request.logprobs))
+    assert answers[0] == answers[1]
+
+
+def test_what_is_replaced_is_told(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_check, "is_exact", lambda pack: False)
+    monkeypatch.setattr(kernels, "MULTIPLY_PAIRS", object())
+    plan = prepare(configure(model_path, cpu_arithmetic="bfloat16"))
+    assert list(plan.describe_shard().replaced_kernels) == ["multiply_pairs"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_is_told_where_there_is_any(
+    dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_llama(tmp_path, dtype=dtype)
+    with caplog.at_level(logging.INFO):
+        info = prepare(configure(tmp_path, cpu_arithmetic="bfloat16")).describe_shard()
+        assert prepare(configure(tmp_path)).on is ON_CPU
+    assert caplog.messages.count(SAID) == 1
+    assert info.weight_dtype == "bfloat16"
+    text = "the float16 weights of matrix products are rounded to bfloat16"
+    assert (text in caplog.messages) == (dtype == torch.float16)
+
+
+def test_codes_stay_codes(model_path: Path) -> None:
+    plan = prepare(configure(model_path, cpu_arithmetic="bfloat16", quantize="int8"))
+    assert plan.kept_type == "int8"
+
+
+def test_memory_is_that_of_bfloat16(model_path: Path) -> None:
+    settings = stepping.read_config(model_path)
+    choice = engine_choice.choose(model_path, settings, None, 1, trust_remote_code=False)
+    config, on = configure(model_path), on_cpu(arithmetic="bfloat16")
+
+    def count_bytes(dtype: torch.dtype) -> int:
+        return quantize_check.count_bytes(config, settings, choice, on, dtype)
+
+    whole = quantize_check.count_bytes(config, settings, choice, ON_CPU, torch.float16)
+    assert count_bytes(torch.float16) == whole
+    assert count_bytes(torch.float32) == whole + 2 * registry.count_embedding_elements(choice.spec)
+
+
+def test_other_engines_refuse(model_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError) as refused:
+        load(configure(model_path, cpu_arithmetic="bfloat16", deployment_framework="hf_transformers"))
+    assert str(refused.value) == "--cpu-arithmetic bfloat16 is for tgis_native, not for hf_transformers"

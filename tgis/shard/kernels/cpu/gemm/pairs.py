@@ -1,0 +1,81 @@
+"""Pairs of bfloat16 numbers, the elements of panels and of x in products with bfloat16 arithmetic.
+
+The processor's instruction adds two products to a float32 sum, first that of a pair's upper half, and rounds
+after each, like two fused multiply-adds. The earlier column is the upper half, so a sum is the same chain as
+in a product of float32 numbers that were rounded to bfloat16. Only numbers below 2**-126 are zeros here."""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+
+from tgis.shard.kernels.cpu.jit import llvm
+from tgis.shard.kernels.cpu.jit.llvm import BFLOAT, I32, I64
+
+PAIR = types.uint32
+COLUMNS, NUM_BYTES = 2, 4  # of a pair
+_LANES = 16  # pairs of a vector
+_BITS = 16  # of a half
+
+
+def is_supported() -> bool:
+    """Return True if the processor multiplies pairs."""
+    return llvm.has_feature("avx512bf16")
+
+
+def load(b: Any, address: Any, lanes: int) -> Any:
+    return b.load(llvm.pointer_to(b, _vector(lanes), address), align=64)
+
+
+def load_broadcast(b: Any, address: Any, lanes: int) -> Any:
+    """Load one pair and broadcast it to all lanes."""
+    pair = b.load(llvm.pointer_to(b, I32, address), align=4)
+    return b.bitcast(llvm.broadcast(b, pair, lanes), _vector(lanes))
+
+
+def add_products(b: Any, sums: list[Any], factors: list[Any], vectors: list[Any]) -> list[Any]:
+    """Do what `llvm.add_products` does, for pairs."""
+    # Weights come first. If they came last, the instruction would read them itself, which is slower.
+    cells = [(x, factor) for factor in factors for x in vectors]
+    name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * _LANES}"
+    return [llvm.call(b, name, total.type, total, *cell) for total, cell in zip(sums, cells, strict=True)]
+
+
+def copy_rounded(b: Any, to: Any, source: Any, count: Any) -> None:
+    """Emit the copy of `count` float32 numbers as pairs, rounded to nearest even; the last one is paired with
+    0 if they are odd. Writes whole vectors of pairs; what is behind the last pair is 0."""
+    width = COLUMNS * _LANES
+    whole = b.and_(count, I64(-width))
+
+    def copy_vector(k: Any, _: list[Any]) -> list[Any]:
+        places = [b.add(source, b.mul(b.add(k, I64(half * _LANES)), I64(4))) for half in range(COLUMNS)]
+        _store_rounded(b, to, k, [llvm.load_vector(b, place, _LANES) for place in places])
+        return []
+
+    def copy_rest(k: Any, _: list[Any]) -> list[Any]:
+        halves = []
+        for half in range(COLUMNS):
+            begin = b.add(k, I64(half * _LANES))
+            mask = llvm.first_lanes(b, b.trunc(b.sub(count, begin), I32), _LANES)
+            halves.append(llvm.load_vector(b, b.add(source, b.mul(begin, I64(4))), _LANES, mask))
+        _store_rounded(b, to, k, halves)
+        return []
+
+    llvm.loop_range(b, I64(0), whole, width, [], copy_vector)
+    llvm.loop_range(b, whole, count, width, [], copy_rest)
+
+
+def _store_rounded(b: Any, to: Any, k: Any, halves: list[Any]) -> None:
+    """Emit the store of two vectors of float32 as pairs. They are the columns from k on."""
+    name = f"llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * _LANES}"
+    rounded = b.bitcast(llvm.call(b, name, _vector(_LANES), halves[1], halves[0]), _INTEGERS)
+    bits = llvm.constant(_BITS, _LANES, I32)
+    swapped = b.or_(b.shl(rounded, bits), b.lshr(rounded, bits))
+    llvm.store_vector(b, swapped, b.add(to, b.mul(k, I64(NUM_BYTES // COLUMNS))))
+
+
+_INTEGERS = ir.VectorType(I32, _LANES)
+
+
+def _vector(lanes: int) -> Any:
+    return ir.VectorType(BFLOAT, COLUMNS * lanes)

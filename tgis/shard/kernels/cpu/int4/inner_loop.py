@@ -1,0 +1,212 @@
+"""Builders of the LLVM code of products with codes: some rows of x times a piece of a panel, with the sums in
+registers.
+
+Within a piece, an element is one chain of fused multiply-adds of x and the numbers that codes stand for, in
+the order of x's columns; where activations are rounded, it is a sum of integers, which is exact. The pieces'
+sums, times their scales, are one chain. An element's bits therefore depend only on its row and weights."""
+
+from typing import Any
+
+from llvmlite import ir
+
+from tgis.shard.kernels.cpu.gemm.panels import LANES
+from tgis.shard.kernels.cpu.int4.layout import COLUMNS, KINDS, PIECE, SCALES, UNIT, UNIT_BIT, VECTORS
+from tgis.shard.kernels.cpu.int8.inner_loop import AVX512_VNNI, AVX_VNNI, HEADER, INSTRUCTION_SET
+from tgis.shard.kernels.cpu.jit import llvm
+from tgis.shard.kernels.cpu.jit.compiler import llvm_function
+from tgis.shard.kernels.cpu.jit.llvm import FLOAT, FUSED, I8, I32, I64
+
+# Most rows of a tile: its sums, the words and numbers of a unit and the table fill the processor's registers.
+ROWS = 5 if LANES == 16 else 2
+# Bytes between rows of a piece of x: its columns, then their sum. No power of two, so that rows do not evict
+# each other from the cache.
+STRIDE = 4 * (PIECE + 16)
+# Bytes between rows of a piece of rounded activations: a header, as int8 products have it, then its columns.
+ROUNDED_STRIDE = HEADER + PIECE
+HAS_VNNI = INSTRUCTION_SET in (AVX512_VNNI, AVX_VNNI) and INSTRUCTION_SET.lanes == LANES
+
+_WORDS, _FLOATS = ir.VectorType(I32, LANES), ir.VectorType(FLOAT, LANES)
+
+
+def _load_words(b: Any, unit: Any, bits: int) -> list[list[Any]]:
+    """Emit the loads of a unit from an address: for each vector of columns, its words."""
+    words = range(bits * UNIT // 32)
+    offsets = [[4 * (i * COLUMNS + v * LANES) for i in words] for v in range(VECTORS)]
+    return [[_load(b, unit, offset) for offset in each] for each in offsets]
+
+
+def _load(b: Any, unit: Any, offset: int) -> Any:
+    return b.load(llvm.pointer_to(b, _WORDS, unit, I64(offset)), align=4 * LANES)
+
+
+def _convert(b: Any, words: list[Any], k: int, table: Any, bits: int) -> Any:
+    """Emit the float32 numbers that codes k of words stand for."""
+    if bits == 8:
+        high = b.shl(words[k // 4], llvm.constant(24 - 8 * (k % 4), LANES, I32))
+        return b.sitofp(b.ashr(high, llvm.constant(24, LANES, I32)), _FLOATS)
+    index = b.lshr(words[0], llvm.constant(8 * (k % 4) + 4 * (k // 4), LANES, I32))
+    if LANES == 16:  # the instruction ignores the upper bits of indices
+        return llvm.call(b, "llvm.x86.avx512.permvar.sf.512", _FLOATS, table, index)
+    number = b.sitofp(b.and_(index, llvm.constant(15, LANES, I32)), _FLOATS)
+    return b.fadd(number, llvm.constant(-8.0, LANES))
+
+
+def _load_zeros(b: Any, zeros: Any, v: int) -> Any:
+    kind = ir.VectorType(I8, LANES)
+    return b.sitofp(b.load(llvm.pointer_to(b, kind, zeros, I64(LANES * v)), align=1), _FLOATS)
+
+
+class _FloatSums:
+    """Sums of float32 products."""
+
+    initial, stride = llvm.constant(0.0, LANES), STRIDE
+    # With at most this many rows the processor's own prefetching keeps up with the codes; with more rows the
+    # code prefetches those of the next piece.
+    streamed = 2
+
+    def __init__(self, b: Any, bits: int, table: Any):
+        self._bits, self._table = bits, llvm.load_vector(b, table, LANES)
+
+    def add_unit(self, b: Any, sums: list[Any], x: list[Any], u: Any, unit: Any) -> list[Any]:
+        """Emit the addition of the products of unit u. x: addresses of rows."""
+        words, offset = _load_words(b, unit, self._bits), b.mul(u, I64(4 * UNIT))
+        for k in range(UNIT):
+            numbers = [_convert(b, each, k, self._table, self._bits) for each in words]
+            columns = [b.add(row, b.add(offset, I64(4 * k))) for row in x]
+            factors = [llvm.load_broadcast(b, column, LANES) for column in columns]
+            sums = llvm.add_products(b, sums, factors, numbers)
+        return sums
+
+    def subtract_zeros(self, b: Any, sums: list[Any], x: list[Any], zeros: Any) -> list[Any]:
+        """Emit sums - zeros * the sums of the rows of x, unless `zeros`, the address of int8, is 0."""
+        before, changed = b.block, []
+        with b.if_then(b.icmp_signed("!=", zeros, I64(0))):
+            loaded = [_load_zeros(b, zeros, v) for v in range(VECTORS)]
+            for i, total in enumerate(sums):
+                of_row = llvm.load_broadcast(b, b.add(x[i // VECTORS], I64(4 * PIECE)), LANES)
+                changed.append(b.fsub(total, b.fmul(loaded[i % VECTORS], of_row, **FUSED), **FUSED))
+            inside = b.block
+        return [llvm.choose(b, before, old, inside, new) for old, new in zip(sums, changed, strict=True)]
+
+    def scale(self, b: Any, row: Any, scale: Any) -> Any:
+        """Emit the scale of a row's sums. scale: that of the weights."""
+        return scale
+
+
+class _RoundedSums:
+    """Sums of integers by VNNI. Codes are unsigned bytes: of 4 bits as they are, of 8 bits plus 128."""
+
+    initial, stride, streamed = llvm.constant(0, LANES, I32), ROUNDED_STRIDE, 4
+
+    def __init__(self, b: Any, bits: int, table: Any):
+        self._bits, self._zero = bits, llvm.constant(8.0 if bits == 4 else 128.0, LANES)
+
+    def add_unit(self, b: Any, sums: list[Any], x: list[Any], u: Any, unit: Any) -> list[Any]:
+        offset = b.add(b.mul(u, I64(UNIT)), I64(HEADER))
+        weights = [self._take_bytes(b, words) for words in _load_words(b, unit, self._bits)]
+        for i in range(2):
+            places = [llvm.pointer_to(b, I32, row, b.add(offset, I64(4 * i))) for row in x]
+            quads = [llvm.broadcast(b, b.load(place, align=1), LANES) for place in places]
+            cells = [(quad, each[i]) for quad in quads for each in weights]
+            sums = [_multiply_quads(b, total, *cell) for total, cell in zip(sums, cells, strict=True)]
+        return sums
+
+    def _take_bytes(self, b: Any, words: list[Any]) -> list[Any]:
+        """Emit codes 0 to 3, and 4 to 7, of words."""
+        if self._bits == 8:
+            return [b.xor(word, llvm.constant(-0x7F7F7F80, LANES, I32)) for word in words]
+        mask = llvm.constant(0x0F0F0F0F, LANES, I32)
+        return [b.and_(words[0], mask), b.and_(b.lshr(words[0], llvm.constant(4, LANES, I32)), mask)]
+
+    def subtract_zeros(self, b: Any, sums: list[Any], x: list[Any], zeros: Any) -> list[Any]:
+        """Emit sums - zeros * the sums of the rows, as float32, which is exact. The header has the row's sum
+        times -128."""
+        before = b.block
+        with b.if_then(b.icmp_signed("!=", zeros, I64(0))):
+            changed = [b.fadd(self._zero, _load_zeros(b, zeros, v)) for v in range(VECTORS)]
+            inside = b.block
+        found = [llvm.choose(b, before, self._zero, inside, each) for each in changed]
+        factors = [b.fmul(each, llvm.constant(1 / 128, LANES)) for each in found]
+        places = [llvm.pointer_to(b, I32, row, I64(4)) for row in x]
+        of_rows = [b.sitofp(llvm.broadcast(b, b.load(place, align=4), LANES), _FLOATS) for place in places]
+        exact = [b.sitofp(total, _FLOATS) for total in sums]
+        return llvm.add_products(b, exact, of_rows, factors)
+
+    def scale(self, b: Any, row: Any, scale: Any) -> Any:
+        return b.fmul(llvm.load_broadcast(b, row, LANES), scale)
+
+
+def _multiply_quads(b: Any, total: Any, x: Any, weights: Any) -> Any:
+    return llvm.call(b, f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", _WORDS, total, weights, x)
+
+
+@llvm_function()
+def multiply_tile(
+    b: Any,
+    rows: Any,
+    out: Any,
+    x: Any,
+    piece: Any,
+    table: Any,
+    zeros: Any,
+    units: Any,
+    is_first: Any,
+    element: Any,
+) -> None:
+    """Compute out[:rows, :COLUMNS] += x[:rows] @ a piece of a panel, `rows` being 1 to ROWS. If `is_first`,
+    the result overwrites out. Rows of out are COLUMNS float32 apart, those of x STRIDE or ROUNDED_STRIDE
+    bytes. `table` is the address of the numbers that codes of 4 bits stand for; `zeros` that of COLUMNS int8,
+    or 0."""
+    end, kind = b.append_basic_block("end"), KINDS[element]
+    cases, step = b.switch(rows, end), UNIT_BIT * kind.bits
+    for num_rows in range(1, ROWS + 1):
+        block = b.append_basic_block(f"rows{num_rows}")
+        cases.add_case(I64(num_rows), block)
+        b.position_at_end(block)
+        kept = (_RoundedSums if kind.rounds_activations else _FloatSums)(b, kind.bits, table)
+        begins = [b.add(x, I64(kept.stride * r)) for r in range(num_rows)]
+        size = b.add(b.mul(units, I64(step)), I64(SCALES))  # of the piece
+
+        def add_unit(
+            u: Any, sums: list[Any], kept: Any = kept, begins: Any = begins, size: Any = size
+        ) -> list[Any]:
+            unit = b.add(piece, b.mul(u, I64(step)))
+            if len(begins) > kept.streamed:
+                for line in range(0, step, 64):
+                    llvm.prefetch(b, b.add(unit, size), I64(line))
+            added: list[Any] = kept.add_unit(b, sums, begins, u, unit)
+            return added
+
+        sums = llvm.loop(b, units, [kept.initial] * (num_rows * VECTORS), add_unit)
+        sums = kept.subtract_zeros(b, sums, begins, zeros)
+        _add_scaled(b, kept, sums, begins, out, b.add(piece, b.mul(units, I64(step))), is_first)
+        b.branch(end)
+    b.position_at_end(end)
+
+
+def _add_scaled(
+    b: Any, kept: Any, sums: list[Any], x: list[Any], out: Any, scales: Any, is_first: Any
+) -> None:
+    """Emit out += sums * scales, or out = if it is the first piece."""
+    loaded = [llvm.load_vector(b, b.add(scales, I64(4 * LANES * v)), LANES) for v in range(VECTORS)]
+    is_cleared, zero = b.icmp_signed("!=", is_first, I64(0)), llvm.constant(0.0, LANES)
+    for i, total in enumerate(sums):
+        place = b.add(out, I64(4 * LANES * i))
+        before = b.select(is_cleared, zero, llvm.load_vector(b, place, LANES))
+        scale = kept.scale(b, x[i // VECTORS], loaded[i % VECTORS])
+        llvm.store_vector(b, b.fadd(before, b.fmul(total, scale, **FUSED), **FUSED), place)
+
+
+@llvm_function()
+def add_columns(b: Any, x: Any, units: Any) -> None:
+    """Write the sum of units of a row of x behind its piece, in an order that is always the same."""
+
+    def add_unit(u: Any, sums: list[Any]) -> list[Any]:
+        loaded = llvm.load_vector(b, b.add(x, b.mul(u, I64(4 * UNIT))), UNIT)
+        return [b.fadd(sums[0], loaded)]
+
+    [total] = llvm.loop(b, units, [llvm.constant(0.0, UNIT)], add_unit)
+    for half in (4, 2, 1):
+        low = llvm.shuffle(b, total, total, list(range(half)))
+        total = b.fadd(low, llvm.shuffle(b, total, total, list(range(half, 2 * half))))
+    llvm.store_vector(b, total, b.add(x, I64(4 * PIECE)))

@@ -1,0 +1,219 @@
+"""Compiled kernels of products with codes. Threads share the work in units of some rows and panels. Each
+copies the rows that it multiplies to the layout that tiles read."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import carray
+
+from tgis.shard.kernels.cpu.gemm.inner_loop import copy
+from tgis.shard.kernels.cpu.int4.inner_loop import (
+    ROUNDED_STRIDE,
+    ROWS,
+    STRIDE,
+    add_columns,
+    multiply_tile,
+)
+from tgis.shard.kernels.cpu.int4.layout import COLUMNS, PIECE, SCALES, UNIT, UNIT_BIT, Kind
+from tgis.shard.kernels.cpu.int8.kernels import quantize_group
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, keep_alive, next_unit, ordered, pointer
+
+_MAX_PANELS = 8  # of a unit
+_CHUNK = 5 << 17  # bytes of a copy of x, which stays in a core's cache
+_F32, _I32, _U8, _I8 = np.float32(0), np.int32(0), np.uint8(0), np.int8(0)
+_U16, _I16 = np.uint16(0), np.int16(0)
+
+
+class _Matrix(NamedTuple):
+    """Weight in the layout of `layout.py`, at addresses."""
+
+    out_features: int
+    in_features: int
+    columns: int  # of x in a piece but the last
+    units: int  # of a piece but the last
+    panels: int
+    zeros: int  # int8 [panels, pieces, COLUMNS], or 0
+    table: int
+    order: int  # int32: columns of x in the order of the codes, or 0; -1 is a column of zeros
+    unit_bytes: int
+    row_bytes: int  # of a piece of x
+
+
+@ordered
+def _count_pieces(w: Any) -> Any:
+    return -(-w.in_features // w.columns)
+
+
+@ordered
+def _count_units(w: Any, piece: int) -> Any:
+    return -(-min(w.columns, w.in_features - piece * w.columns) // UNIT)
+
+
+@ordered
+def _panel_bytes(w: Any) -> Any:
+    pieces = _count_pieces(w)
+    units = (pieces - 1) * w.units + _count_units(w, pieces - 1)
+    return units * w.unit_bytes + pieces * SCALES
+
+
+@ordered
+def _copy_row(w: Any, x: int, piece: int, to: int) -> None:
+    """Copy a piece of a row of x, filled up with zeros, and its sum."""
+    first, units = piece * w.columns, _count_units(w, piece)
+    count = min(w.columns, w.in_features - first)
+    row = carray(pointer(to, _F32), (PIECE,))
+    if w.order:
+        order = carray(pointer(w.order + 4 * first, _I32), (count,))
+        source = carray(pointer(x, _F32), (1,))
+        for i in range(count):
+            row[i] = source[order[i]] if order[i] >= 0 else np.float32(0)
+    else:
+        copy(to, x + 4 * first, 4 * count)
+    for i in range(count, units * UNIT):
+        row[i] = np.float32(0)
+    if w.zeros:
+        add_columns(to, units)
+
+
+@ordered
+def _copy_rows(w: Any, x: int, width: int, rows: int, to: int) -> None:
+    """Copy rows of x, `width` columns each, to [pieces, rows, w.row_bytes], rounded if these are
+    ROUNDED_STRIDE."""
+    unrounded = np.empty(STRIDE // 4, np.float32)
+    for piece in range(_count_pieces(w)):
+        for r in range(rows):
+            row, at = x + 4 * r * width, to + (piece * rows + r) * w.row_bytes
+            if w.row_bytes == ROUNDED_STRIDE:
+                size = _count_units(w, piece) * UNIT
+                _copy_row(w, row, piece, unrounded.ctypes.data)
+                quantize_group(unrounded.ctypes.data, size, size, at)
+            else:
+                _copy_row(w, row, piece, at)
+    keep_alive(unrounded)
+
+
+@ordered
+def _find_zeros(w: Any, panel: int, piece: int) -> Any:
+    return w.zeros + (panel * _count_pieces(w) + piece) * COLUMNS if w.zeros else np.int64(0)
+
+
+@ordered
+def _multiply_panel(w: Any, x: int, rows: int, panel: int, sums: int, element: Any) -> None:
+    """Compute sums[rows, COLUMNS] = x @ a panel."""
+    at, num_tiles = w.panels + panel * _panel_bytes(w), -(-rows // ROWS)
+    for piece in range(_count_pieces(w)):
+        units, zeros = _count_units(w, piece), _find_zeros(w, panel, piece)
+        for tile in range(num_tiles):
+            first = tile * rows // num_tiles
+            tall = (tile + 1) * rows // num_tiles - first
+            to, of = sums + 4 * COLUMNS * first, x + (piece * rows + first) * w.row_bytes
+            multiply_tile(tall, to, of, at, w.table, zeros, units, piece == 0, element)
+        at += units * w.unit_bytes + SCALES
+
+
+@ordered
+def _copy_sums(sums: int, rows: int, y: int, n: int, panel: int) -> None:
+    """Copy sums[rows, COLUMNS] to a panel's columns of y, without those past the last one."""
+    first = panel * COLUMNS
+    for r in range(rows):
+        copy(y + 4 * (r * n + first), sums + 4 * COLUMNS * r, 4 * min(COLUMNS, n - first))
+
+
+@ordered
+def _multiply(args: Any, bits: int, stride: int, element: Any) -> None:
+    """Compute a product. Units are numbered row group by row group, so that a thread can reuse its copy of x
+    for its next units."""
+    a = carray(args, 14)
+    m, width, threads, x, y = a[1], a[2], a[3], a[4], a[5]
+    w = _Matrix(a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], UNIT_BIT * bits, stride)
+    row_bytes, num_panels = _count_pieces(w) * stride, -(-w.out_features // COLUMNS)
+    max_rows = max(1, _CHUNK // (row_bytes * ROWS)) * ROWS
+    groups = -(-m // max_rows)
+    max_rows = -(-m // groups)
+    unit_panels = max(1, min(_MAX_PANELS, num_panels * groups // (8 * threads)))
+    group_units = -(-num_panels // unit_panels)
+    copied = np.empty(max_rows * row_bytes // 4, np.float32)
+    scratch = np.empty(max_rows * COLUMNS, np.float32)
+    rows_of_x: Any = np.int64(copied.ctypes.data)
+    sums: Any = np.int64(scratch.ctypes.data)
+    copied_group = -1
+    unit = next_unit(args)
+    while unit < groups * group_units:
+        group, begin = unit // group_units, unit % group_units * unit_panels
+        first = group * m // groups
+        rows = (group + 1) * m // groups - first
+        if copied_group != group:
+            _copy_rows(w, x + 4 * first * width, width, rows, rows_of_x)
+            copied_group = group
+        for panel in range(begin, min(begin + unit_panels, num_panels)):
+            _multiply_panel(w, rows_of_x, rows, panel, sums, element)
+            _copy_sums(sums, rows, y + 4 * first * w.out_features, w.out_features, panel)
+        unit = next_unit(args)
+    keep_alive(copied)
+    keep_alive(scratch)
+
+
+def _multiply_4_bits(args: Any) -> None:
+    _multiply(args, 4, STRIDE, _U8)
+
+
+def _multiply_8_bits(args: Any) -> None:
+    _multiply(args, 8, STRIDE, _I8)
+
+
+def _multiply_4_bits_rounded(args: Any) -> None:
+    _multiply(args, 4, ROUNDED_STRIDE, _U16)
+
+
+def _multiply_8_bits_rounded(args: Any) -> None:
+    _multiply(args, 8, ROUNDED_STRIDE, _I16)
+
+
+MULTIPLY = {
+    Kind(4, False): Kernel(_multiply_4_bits),
+    Kind(8, False): Kernel(_multiply_8_bits),
+    Kind(4, True): Kernel(_multiply_4_bits_rounded),
+    Kind(8, True): Kernel(_multiply_8_bits_rounded),
+}
+
+
+@ordered
+def _pack_row(codes: int, scales: int, units: int, columns: int, to: int, bits: int) -> None:
+    """Pack a row of a piece, bytes of codes padded to whole units, as a column of a panel."""
+    words = bits * UNIT // 32
+    values = carray(pointer(codes, _U8), (units, UNIT))
+    stored = carray(pointer(to, _I32), (units * words, COLUMNS))
+    for u in range(units):
+        for i in range(words):
+            word = np.int64(0)
+            for k in range(4):
+                if bits == 4:
+                    word |= np.int64(values[u, k] & 15 | (values[u, k + 4] & 15) << 4) << (8 * k)
+                else:
+                    word |= np.int64(values[u, 4 * i + k]) << (8 * k)
+            stored[u * words + i, 0] = np.int32(word)
+    scale = carray(pointer(scales, _F32), (1,))[0]
+    carray(pointer(to + units * words * 4 * COLUMNS, _F32), (1,))[0] = scale
+
+
+def _pack_codes(args: Any) -> None:
+    """Pack rows of codes, uint8 [rows, all units of pieces], and scales, float32 [rows, pieces], as columns
+    of panels from column `first` on."""
+    a = carray(args, 10)
+    num_rows, first, codes, scales, panels, bits = a[1], a[2], a[3], a[4], a[5], a[6]
+    units, last_units, pieces = a[7], a[8], a[9]
+    width = (pieces - 1) * units + last_units
+    panel_bytes = width * UNIT_BIT * bits + pieces * SCALES
+    row = next_unit(args)
+    while row < num_rows:
+        column = first + row
+        panel = panels + column // COLUMNS * panel_bytes + 4 * (column % COLUMNS)
+        for piece in range(pieces):
+            count = units if piece + 1 < pieces else last_units
+            source = codes + (row * width + piece * units) * UNIT
+            to = panel + piece * (units * UNIT_BIT * bits + SCALES)
+            _pack_row(source, scales + 4 * (row * pieces + piece), count, COLUMNS, to, bits)
+        row = next_unit(args)
+
+
+pack_codes = Kernel(_pack_codes)
