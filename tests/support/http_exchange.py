@@ -33,8 +33,9 @@ def exchange(
     method: str | None = None,
     timeout: float = 60,
 ) -> HttpReply:
-    """Send `body`, bytes as they are and anything else as JSON; without it, the method is GET. Empty headers are
-    left out."""
+    """Send `body`, bytes as they are and anything else as JSON; without it, the method is GET.
+
+    Headers without a value are left out."""
     parts = urlsplit(url)
     content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     method = method or ("GET" if body is None else "POST")
