@@ -5,7 +5,6 @@ parameters that an API shares with gRPC."""
 import json
 import random
 import re
-import urllib.error
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,6 +19,7 @@ from integration_tests.clients.served import MAX_SEQUENCE_LENGTH, launch_served
 from integration_tests.support.door_requests import Answer, Doors, Fields
 from integration_tests.support.inputs_requests import UNTOLD, InputsDoors
 from integration_tests.support.service import Client
+from tests.support.http_exchange import exchange
 
 # Small enough that prompts are cut, that a crowd does not fit into the cache, and that prefixes are shared.
 TIGHT = ["--block-size", "8", "--kv-cache-tokens", "640", "--max-step-tokens", "48", "--max-batch-size", "12"]
@@ -110,14 +110,10 @@ def test_openai_package_with_long_prompts(check: Check, served: Served) -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.__name__)
-def test_examples_of_djl(example: Example, served: Served, inputs_doors: InputsDoors) -> None:
+def test_examples_of_djl(example: Example, served: Served) -> None:
     def invoke(body: Mapping[str, Any]) -> Reply:
-        try:
-            response = inputs_doors.post("/invocations", body)
-        except urllib.error.HTTPError as error:
-            response = error
-        with response:
-            return Reply(response.status, response.headers["content-type"], response.read())
+        answer = exchange(f"{served.root}/invocations", body, served.headers)
+        return Reply(answer.status, answer.headers["content-type"], answer.body)
 
     example(served, invoke)
 

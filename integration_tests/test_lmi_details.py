@@ -3,7 +3,6 @@ that transformers computes, of the text and of the input, whole and streamed; sa
 
 import json
 import math
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from integration_tests.clients.expectations import Completion, Served, is_close
 from integration_tests.clients.served import launch_served
 from integration_tests.support.service import Client
+from tests.support.http_exchange import exchange
 from tgis.pb import generation_pb2 as pb
 
 pytestmark = pytest.mark.slow
@@ -27,10 +27,9 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served,
 
 
 def invoke(served: Served, body: dict[str, Any]) -> bytes:
-    url = served.base_url.removesuffix("/v1") + "/invocations"
-    headers = {"authorization": f"Bearer {served.api_key}", "content-type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as response:
-        return bytes(response.read())
+    answer = exchange(f"{served.root}/invocations", body, served.headers)
+    assert answer.status == 200, answer.text
+    return answer.body
 
 
 def test_details_are_what_transformers_computes(launched: tuple[Served, Client]) -> None:

@@ -1,10 +1,8 @@
 """A service that is launched as DJL's LMI containers are, by a folder and by variables: DJL's examples, its
 refusals when it is full, and streams that outlive a shard."""
 
-import json
 import os
 import signal
-import urllib.error
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -68,12 +66,8 @@ def lmi(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def invoke(lmi: Launched, body: Mapping[str, Any]) -> Reply:
-    try:
-        response = lmi.doors.post("/invocations", body)
-    except urllib.error.HTTPError as error:
-        response = error
-    with response:
-        return Reply(response.status, response.headers["content-type"], response.read())
+    answer = lmi.ask("/invocations", body)
+    return Reply(answer.status, answer.headers["content-type"], answer.body)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.__name__)
@@ -84,21 +78,21 @@ def test_examples_of_djl(example: Example, lmi: Launched) -> None:
 def test_the_model_has_a_name_in_the_path(lmi: Launched) -> None:
     asked = lmi.served.completions[0]
     body = lmi_body(asked.prompt, {"temperature": 0, "max_tokens": asked.max_tokens})
-    name = json.loads(lmi.ask("/v1/models")[1])["data"][0]["id"]
-    status, text = lmi.ask(f"/predictions/{name}", body)
-    assert (status, json.loads(text)["generated_text"]) == (200, asked.text)
-    assert lmi.ask("/predictions/another", body)[0] == 404
+    name = lmi.ask("/v1/models").json["data"][0]["id"]
+    answer = lmi.ask(f"/predictions/{name}", body)
+    assert (answer.status, answer.json["generated_text"]) == (200, asked.text)
+    assert lmi.ask("/predictions/another", body).status == 404
 
 
 def test_the_queue_is_full(lmi: Launched) -> None:
     stream = {**lmi_body("a girl", {"temperature": 0, "max_tokens": 400, "ignore_eos": True}), "stream": True}
     with busy(lmi, "/invocations", stream, NUM_BUSY):
-        status, text = lmi.ask("/invocations", {"inputs": "fox"})
-        assert status == 503
-        told = json.loads(text)
+        refusal = lmi.ask("/invocations", {"inputs": "fox"})
+        assert refusal.status == 503
+        told = refusal.json
         assert (told["code"], told["type"]) == (503, "WlmCapacityException")
         assert told["message"].startswith("Worker queue capacity exceeded for model: ")
-        assert lmi.ask("/ping")[0] == 200
+        assert lmi.ask("/ping").status == 200
 
 
 def test_streams_outlive_a_shard(lmi: Launched) -> None:
@@ -109,4 +103,4 @@ def test_lost_shards_are_told(lmi: Launched) -> None:
     os.kill(children_of(lmi.service.process.pid)["serve"][0], signal.SIGKILL)
     wait_for_status(lmi, "/ping", 503)
     wait_for_status(lmi, "/ping", 200)
-    assert lmi.ask("/invocations", {"inputs": "fox", "parameters": {"max_new_tokens": 2}})[0] == 200
+    assert lmi.ask("/invocations", {"inputs": "fox", "parameters": {"max_new_tokens": 2}}).status == 200

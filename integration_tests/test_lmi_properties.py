@@ -1,15 +1,13 @@
 """A service that is launched as an LMI container is: a folder with a model and its serving.properties, and
 variables. Its greedy answers are those of transformers."""
 
-import json
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pytest
 
 from integration_tests.clients.served import write_served_model
 from tests.support.greedy import generate
+from tests.support.http_exchange import HttpReply, exchange
 from tests.support.processes import Service
 
 pytestmark = pytest.mark.slow
@@ -56,27 +54,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return directory, oracle.tokenizer.decode(found)
 
 
-def ask(url: str, prompt: str) -> tuple[int, str]:
-    body = {"inputs": prompt, "parameters": {"max_new_tokens": NUM_TOKENS}}
-    headers = {"content-type": "application/json"}
-    request = urllib.request.Request(f"{url}/invocations", json.dumps(body).encode(), headers)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return response.status, response.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
+def ask(url: str, prompt: str) -> HttpReply:
+    return exchange(f"{url}/invocations", {"inputs": prompt, "parameters": {"max_new_tokens": NUM_TOKENS}})
 
 
 def test_a_folder_with_properties_is_served(model: tuple[Path, str]) -> None:
     service = launch(model[0], {}).wait_until_serving()
     try:
-        with urllib.request.urlopen(f"{service.http}/ping", timeout=10) as response:
-            assert response.status == 200
-        status, text = ask(service.http, PROMPT)
-        assert (status, json.loads(text)["generated_text"]) == (200, model[1])
-        status, text = ask(service.http, PROMPT * LENGTH)
-        assert (status, f"must be < {LENGTH}" in text) == (424, True), text
+        assert exchange(f"{service.http}/ping").status == 200
+        answer = ask(service.http, PROMPT)
+        assert (answer.status, answer.json["generated_text"]) == (200, model[1])
+        refusal = ask(service.http, PROMPT * LENGTH)
+        assert (refusal.status, f"must be < {LENGTH}" in refusal.text) == (424, True), refusal.text
     finally:
         code = service.end()
     assert code == 0, service.output

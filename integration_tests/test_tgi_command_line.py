@@ -1,8 +1,6 @@
 """A service that is launched with a command line and an environment of TGI's, asked over plain HTTP."""
 
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from integration_tests.clients.served import write_served_model
+from tests.support.http_exchange import HttpReply, exchange
 from tests.support.processes import Service, children_of
 
 pytestmark = pytest.mark.slow
@@ -19,34 +18,12 @@ ORIGINS = ("https://a.example", "https://b.example")
 TEMPLATE = "{{ bos_token }}{% for message in messages %}[{{ message.content }}]{% endfor %}"
 
 
-class Answer(NamedTuple):
-    status: int
-    body: Any
-    headers: Any
-
-
 class Launched(NamedTuple):
     service: Service
     directory: Path
 
-    def ask(self, path: str, body: Any = None, key: str = KEY, **headers: str) -> Answer:
-        request = urllib.request.Request(
-            self.service.http + path,
-            None if body is None else json.dumps(body).encode(),
-            {"authorization": f"Bearer {key}", "content-type": "application/json", **headers},
-            method=headers.pop("method", None),
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=60) as response:
-                return self._read(response, response.status)
-        except urllib.error.HTTPError as error:
-            with error:
-                return self._read(error, error.code)
-
-    def _read(self, response: Any, status: int) -> Answer:
-        text = response.read()
-        is_json = (response.headers.get("content-type") or "").startswith("application/json")
-        return Answer(status, json.loads(text) if is_json else text, response.headers)
+    def ask(self, path: str, body: Any = None, key: str = KEY, **headers: str) -> HttpReply:
+        return exchange(self.service.http + path, body, {"authorization": f"Bearer {key}", **headers})
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +54,14 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
 
 
 def test_limits(launched: Launched) -> None:
-    info = launched.ask("/info").body
+    info = launched.ask("/info").json
     limits = ("max_best_of", "max_stop_sequences", "max_input_tokens", "max_total_tokens", "model_id")
     assert [info[name] for name in limits] == [1, 5, 50, 200, "org/tiny"]
     assert (info["max_concurrent_requests"], info["validation_workers"]) == (16, 2)
     assert info["max_client_batch_size"] == 2
     fine = launched.ask("/generate", {"inputs": "once upon", "parameters": {"max_new_tokens": 5}})
     assert fine.status == 200
-    assert fine.body["generated_text"]
+    assert fine.json["generated_text"]
     for inputs, parameters, text in (
         ("a " * 100, {}, "`inputs` must have less than 50 tokens. Given: "),
         ("a", {"stop": list("abcdef")}, "`stop` supports up to 5 stop sequences. Given: 6"),
@@ -94,7 +71,7 @@ def test_limits(launched: Launched) -> None:
     ):
         refused = launched.ask("/generate", {"inputs": inputs, "parameters": parameters})
         assert refused.status == 422
-        assert refused.body["error"].startswith(f"Input validation error: {text}")
+        assert refused.json["error"].startswith(f"Input validation error: {text}")
     assert launched.ask("/generate", {"inputs": "a" * 5000}).status == 413
     prompts = {"model": "tgi", "max_tokens": 1, "prompt": ["a", "b", "c"]}
     assert launched.ask("/v1/completions", prompts).status == 400
@@ -103,7 +80,7 @@ def test_limits(launched: Launched) -> None:
 
 def test_the_template_is_that_of_the_file(launched: Launched) -> None:
     answer = launched.ask("/chat_tokenize", {"messages": [{"role": "user", "content": "hello"}]})
-    assert answer.body["templated_text"] == "<mine>[hello]"
+    assert answer.json["templated_text"] == "<mine>[hello]"
     assert f"chats use the template of {launched.directory}/tokenizer_config.json" in launched.service.output
 
 

@@ -2,7 +2,6 @@
 transformers computes of the input; the best of several texts, each of which gRPC generates from its seed."""
 
 import json
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from integration_tests.clients.expectations import Served
 from integration_tests.clients.served import launch_served
 from integration_tests.support.service import Client
+from tests.support.http_exchange import exchange
 from tgis.pb import generation_pb2 as pb
 
 pytestmark = pytest.mark.slow
@@ -43,13 +43,10 @@ class Ways:
         self._served, self._client = launched
 
     def http(self, path: str, prompt: str, parameters: dict[str, Any]) -> bytes:
-        body = json.dumps({"inputs": prompt, "parameters": parameters | {"max_new_tokens": NUM_NEW}})
-        url = self._served.base_url.removesuffix("/v1") + path
-        headers = {"authorization": f"Bearer {self._served.api_key}", "content-type": "application/json"}
-        with urllib.request.urlopen(
-            urllib.request.Request(url, body.encode(), headers), timeout=60
-        ) as response:
-            return bytes(response.read())
+        body = {"inputs": prompt, "parameters": parameters | {"max_new_tokens": NUM_NEW}}
+        answer = exchange(self._served.root + path, body, self._served.headers)
+        assert answer.status == 200, answer.text
+        return answer.body
 
     def grpc(self, prompt: str, parameters: dict[str, Any]) -> pb.GenerationResponse:
         """Return the answer, whose tokens are ids."""

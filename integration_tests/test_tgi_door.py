@@ -56,14 +56,14 @@ def tgi(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_it_tells_what_it_is(tgi: Launched) -> None:
-    status, text = tgi.ask("/info")
-    info = json.loads(text)
-    assert status == 200
+    answer = tgi.ask("/info")
+    info = answer.json
+    assert answer.status == 200
     assert (info["max_input_tokens"], info["max_total_tokens"], info["max_best_of"]) == (400, 512, 3)
     assert info["max_concurrent_requests"] == 8
     for path in ("/", "/health", "/ping"):
-        assert tgi.ask(path) == (200, "")
-    assert tgi.ask("/metrics")[0] == 200
+        assert (tgi.ask(path).status, tgi.ask(path).body) == (200, b"")
+    assert tgi.ask("/metrics").status == 200
 
 
 def test_answers_are_those_of_transformers(tgi: Launched) -> None:
@@ -78,8 +78,8 @@ def test_answers_are_those_of_transformers(tgi: Launched) -> None:
 
 def test_a_key_is_asked_for(tgi: Launched) -> None:
     bare = Launched(tgi.service, replace(tgi.served, api_key="another"))
-    assert bare.ask("/generate", {"inputs": "a"})[0] == 401
-    assert bare.ask("/health")[0] == 200
+    assert bare.ask("/generate", {"inputs": "a"}).status == 401
+    assert bare.ask("/health").status == 200
 
 
 def test_it_is_overloaded(tgi: Launched) -> None:
@@ -87,10 +87,10 @@ def test_it_is_overloaded(tgi: Launched) -> None:
     stream = tgi_body("a girl", {"temperature": 0, "max_tokens": 400})
     with busy(tgi, "/generate_stream", stream, 8):
         for body in ({"inputs": "fox"}, {"inputs": "fox", "parameters": {"top_p": 7}}):
-            status, text = tgi.ask("/generate", body)
-            assert status == 429
-            assert json.loads(text) == {"error": "Model is overloaded", "error_type": "overloaded"}
-        assert tgi.ask("/health")[0] == 200
+            refusal = tgi.ask("/generate", body)
+            assert refusal.status == 429
+            assert refusal.json == {"error": "Model is overloaded", "error_type": "overloaded"}
+        assert tgi.ask("/health").status == 200
 
 
 def test_streams_outlive_a_shard(tgi: Launched) -> None:
@@ -102,4 +102,4 @@ def test_lost_shards_are_told(tgi: Launched) -> None:
     unhealthy = json.loads(wait_for_status(tgi, "/health", 503))
     assert unhealthy == {"error": "unhealthy", "error_type": "healthcheck"}
     wait_for_status(tgi, "/health", 200)
-    assert tgi.ask("/generate", {"inputs": "fox", "parameters": {"max_new_tokens": 2}})[0] == 200
+    assert tgi.ask("/generate", {"inputs": "fox", "parameters": {"max_new_tokens": 2}}).status == 200

@@ -1,10 +1,7 @@
 """A service that is launched with a command line and an environment of vLLM's, and adapters that get and lose
 names while requests run. The answers are those of transformers and PEFT."""
 
-import json
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +14,7 @@ from integration_tests.clients.served import write_served_model
 from integration_tests.support.greedy_answers import Oracle
 from integration_tests.support.tuned_files import LINEAR, read_model, write_adapter, write_misfit
 from tests.support.greedy import generate
+from tests.support.http_exchange import exchange
 from tests.support.processes import Service, children_of
 
 pytestmark = pytest.mark.slow
@@ -39,13 +37,8 @@ class VllmService:
 
     def post(self, route: str, **body: object) -> tuple[int, str]:
         path = f"{self.url}/v1/{route}_lora_adapter"
-        request = urllib.request.Request(path, json.dumps(body).encode(), {"authorization": f"Bearer {KEY}"})
-        try:
-            with urllib.request.urlopen(request, timeout=60) as response:
-                return response.status, response.read().decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read().decode()
+        reply = exchange(path, body, {"authorization": f"Bearer {KEY}"})
+        return reply.status, reply.text
 
     def text(self, client: openai.OpenAI, model: str) -> str:
         answer = client.completions.create(

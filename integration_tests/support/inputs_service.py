@@ -5,8 +5,6 @@ import json
 import os
 import signal
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from integration_tests.support.door_requests import Fields
 from integration_tests.support.inputs_requests import InputsDoors
 from integration_tests.support.tuned_files import LINEAR, write_adapter
 from tests.support.accounts import scrape
+from tests.support.http_exchange import HttpReply, exchange
 from tests.support.processes import Service, children_of
 
 SLOWLY = {"FAILPOINTS": "shard.before_forward=sleep:0.02"}
@@ -39,17 +38,9 @@ class Launched:
     def doors(self) -> InputsDoors:
         return InputsDoors(self.served)
 
-    def ask(self, path: str, body: Body | None = None) -> tuple[int, str]:
-        """Return the status and body of a POST, or of a GET if there is no body to send."""
-        data = None if body is None else json.dumps(body).encode()
-        headers = {**self.served.headers, "content-type": "application/json"}
-        request = urllib.request.Request(self.service.http + path, data, headers)
-        try:
-            with urllib.request.urlopen(request, timeout=60) as response:
-                return response.status, response.read().decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read().decode()
+    def ask(self, path: str, body: Body | None = None) -> HttpReply:
+        """Send a POST, or a GET if there is no body to send."""
+        return exchange(self.service.http + path, body, self.served.headers)
 
 
 @contextlib.contextmanager
@@ -123,7 +114,7 @@ def _read(launched: Launched, path: str, body: Body) -> bytes:
 def wait_for_status(launched: Launched, path: str, status: int) -> str:
     """Return the body of the first answer to a GET that has the status."""
     deadline = time.monotonic() + STATUS_TIMEOUT_S
-    while (found := launched.ask(path))[0] != status:
+    while (found := launched.ask(path)).status != status:
         assert time.monotonic() < deadline, (found, launched.service.output)
         time.sleep(0.02)
-    return found[1]
+    return found.text

@@ -38,7 +38,7 @@ from tgis.router.errors import (
 from tgis.router.events import Output, Timings
 from tgis.router.requests.call import GenerationCall, Parameters
 from tgis.router.requests.doors import FMAAS, OPENAI
-from tgis.router.requests.otlp import CLOSE_S, MAX_BATCH_SPANS, MAX_QUEUED_SPANS
+from tgis.router.requests.otlp import CLOSE_S, EXPORT_TIMEOUT_S, MAX_BATCH_SPANS, MAX_QUEUED_SPANS
 from tgis.router.requests.request_log import correlation_id
 from tgis.router.requests.tracing import Tracing, open_tracing
 from tgis.router.sequence import Stopping, StopReason
@@ -456,8 +456,9 @@ def assert_costs_nothing(tracing: Tracing, caplog: pytest.LogCaptureFixture) -> 
         started = time.monotonic()
         tracing.close()
         close_s = time.monotonic() - started
-    assert calls_s < 1
-    assert close_s < CLOSE_S + 0.5
+    # Whatever waits for an export that is not answered waits for so long.
+    assert calls_s < EXPORT_TIMEOUT_S
+    assert close_s < CLOSE_S + EXPORT_TIMEOUT_S
     records = [record for record in caplog.records if record.levelno > logging.DEBUG]
     assert len(records) <= 1
     for record in records:

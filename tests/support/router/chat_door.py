@@ -1,9 +1,6 @@
 """OpenAI's API of a router with a chat template, over a real socket."""
 
 import asyncio
-import json
-import urllib.error
-import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +8,7 @@ from typing import Any
 
 import openai
 
+from tests.support.http_exchange import exchange
 from tests.support.router.http_door import HttpDoor, open_http_door
 from tgis.router.chat.renderer import ChatRenderer
 from tgis.router.chat.template import ChatTemplate
@@ -35,15 +33,5 @@ async def chat_door(directory: Path, **more: Any) -> AsyncIterator[tuple[HttpDoo
 
 
 async def post(door: HttpDoor, path: str, body: Any, **headers: str) -> tuple[int, Any]:
-    def send() -> tuple[int, Any]:
-        request = urllib.request.Request(
-            door.url + path, json.dumps(body).encode(), {"content-type": "application/json"} | headers
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=20) as response:
-                return response.status, json.loads(response.read())
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, json.loads(error.read())
-
-    return await asyncio.to_thread(send)
+    reply = await asyncio.to_thread(exchange, door.url + path, body, headers)
+    return reply.status, reply.json

@@ -1,18 +1,12 @@
 """Answers of a router's HTTP port."""
 
-import urllib.error
-import urllib.request
-
+from tests.support.http_exchange import exchange
 from tests.support.router.router_process import Setup
 
 
 def get(url: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(url, timeout=10) as response:
-            return response.status, response.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
+    reply = exchange(url, timeout=10)
+    return reply.status, reply.text
 
 
 def metric(setup: Setup, series: str) -> float:

@@ -8,7 +8,8 @@ import pytest
 
 from tests.support.router.fake_shard import EOS, VOCAB_SIZE
 from tests.support.router.http_door import HttpDoor
-from tests.support.router.lmi_door import PROMPT, ask, follow, generate, lmi_door, logprob_of
+from tests.support.router.inputs_door import PROMPT, follow, ids_of, inputs, logprob_of
+from tests.support.router.lmi_door import ask, lmi_door
 from tests.support.router.model_of_contents import Library, adapter
 from tests.support.router.model_of_shard import truth
 
@@ -76,7 +77,7 @@ async def test_forms(tmp_path: Path, formatter: str | None) -> None:
     async with lmi_door(tmp_path, formatter) as door:
         script = door.tokenizer.fast.encode(STORY, add_special_tokens=False).ids
         door.scene.shard.model.script = [*script, EOS]
-        body = generate(**SCRIPTED)
+        body = inputs(**SCRIPTED)
         answer = await ask(door, body)
         assert (answer.status, answer.headers["content-type"]) == (200, whole_type)
         assert answer.body == write_whole(door, formatter)
@@ -84,7 +85,7 @@ async def test_forms(tmp_path: Path, formatter: str | None) -> None:
         assert (answer.status, answer.headers["content-type"]) == (200, stream_type)
         assert answer.body == write_stream(door, formatter)
         # without details, which only tgi_compat has unasked
-        body = generate(max_new_tokens=50)
+        body = inputs(max_new_tokens=50)
         if formatter in (None, "json"):
             assert (await ask(door, body)).body == dump({"generated_text": STORY})
         if formatter == "tgi_compat":
@@ -124,7 +125,7 @@ async def test_a_stop_sequence_of_several_tokens(tmp_path: Path, is_included: bo
         assert pieces == [" lazy", " l", "ad", " lazy", " dog"]
         door.scene.shard.model.script = script * 10
         more = {"stop_sequences": [stop], "include_stop_str_in_output": is_included}
-        body = generate(max_new_tokens=50, details=True, **more)
+        body = inputs(max_new_tokens=50, details=True, **more)
         told = (await ask(door, body)).json
         lines = (await ask(door, body | {"stream": True})).lines
         assert told["generated_text"] == " lazy lad laz" + is_included * stop
@@ -148,7 +149,7 @@ async def compare(door: HttpDoor, text: str, more: dict[str, Any]) -> str:
     assert last["details"] == {key: details[key] for key in last["details"]}
     assert all(set(line) <= {"token", "top_tokens"} for line in lines[:-1])
     told_ids = [token["id"] for token in details["tokens"]]
-    assert told_ids == follow(door, text, 25)[: len(told_ids)]
+    assert told_ids == follow(ids_of(door, text), 25)[: len(told_ids)]
     assert details["generated_tokens"] == len(told_ids)
     joined = "".join(token["text"] for token in details["tokens"])
     assert told["generated_text"] == (text if more.get("return_full_text") else "") + joined
@@ -173,15 +174,15 @@ def check_text(door: HttpDoor, token_ids: list[int], text: str, reason: str, mor
 
 async def test_details_of_inputs_and_of_likely_tokens(tmp_path: Path) -> None:
     async with lmi_door(tmp_path) as door:
-        body = generate(max_new_tokens=2, details=True, decoder_input_details=True, top_n_tokens=2)
+        body = inputs(max_new_tokens=2, details=True, decoder_input_details=True, top_n_tokens=2)
         details = (await ask(door, body)).json["details"]
-        inputs = door.tokenizer.fast.encode(PROMPT)
-        assert [token["id"] for token in details["prefill"]] == inputs.ids
-        assert [token["log_prob"] for token in details["prefill"]] == [None, *map(logprob_of, inputs.ids[1:])]
+        prompt = ids_of(door, PROMPT)
+        assert [token["id"] for token in details["prefill"]] == prompt
+        assert [token["log_prob"] for token in details["prefill"]] == [None, *map(logprob_of, prompt[1:])]
         assert "".join(token["text"] for token in details["prefill"][1:]) == PROMPT
         assert [[token["id"] for token in top] for top in details["top_tokens"]] == [[0, 1], [0, 1]]
         assert [token["log_prob"] for token in details["top_tokens"][0]] == [-0.0, -1 / 64]
-        body = generate(max_new_tokens=2, decoder_input_details=True)
+        body = inputs(max_new_tokens=2, decoder_input_details=True)
         assert set((await ask(door, body)).json) == {"generated_text"}
 
 
@@ -190,7 +191,7 @@ async def test_the_best_of_several_texts_is_first(tmp_path: Path) -> None:
     async with lmi_door(tmp_path) as door:
         door.scene.shard.model.uses_seeds = True
         for fields, num_shown in (({"best_of": 6}, 6), ({"best_of": 6, "n": 2}, 2), ({"n": 6}, 6)):
-            answer = (await ask(door, generate(max_new_tokens=4, do_sample=True, seed=9, **fields))).json
+            answer = (await ask(door, inputs(max_new_tokens=4, do_sample=True, seed=9, **fields))).json
             details = answer["details"]
             texts = [details, *details["best_of_sequences"]]
             sums = [sum(token["log_prob"] for token in text["tokens"]) for text in texts]

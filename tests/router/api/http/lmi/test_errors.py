@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from tests.support.http_exchange import HttpReply
 from tests.support.router.http_door import HttpDoor
-from tests.support.router.lmi_door import PROMPT, Answer, ask, generate, lmi_door
+from tests.support.router.inputs_door import PROMPT, inputs
+from tests.support.router.lmi_door import ask, lmi_door
 from tgis.net.framing import frame
 from tgis.pb import shard_pb2
 
-STREAM = generate(max_new_tokens=8, details=True) | {"stream": True}
+STREAM = inputs(max_new_tokens=8, details=True) | {"stream": True}
 
 
 @pytest.fixture
@@ -26,7 +28,7 @@ def refused(status: int, kind: str, message: str) -> tuple[int, dict[str, Any]]:
     return status, {"code": status, "type": kind, "message": message}
 
 
-def told(answer: Answer) -> tuple[int, Any]:
+def told(answer: HttpReply) -> tuple[int, Any]:
     assert answer.headers["content-type"] == "application/json"
     return answer.status, answer.json
 
@@ -75,7 +77,7 @@ async def test_what_the_server_refuses(door: HttpDoor) -> None:
 
 async def test_headers(door: HttpDoor) -> None:
     given = {"X-Amzn-SageMaker-Custom-Attributes": "trace=7,b", "X-Amzn-SageMaker-Target-Model": "m.tar.gz"}
-    for body in (STREAM, generate(), {"messages": []}, b"{"):
+    for body in (STREAM, inputs(), {"messages": []}, b"{"):
         answer = await ask(door, body, **given, **{"X-Amzn-SageMaker-Session-Id": "NEW_SESSION"})
         assert answer.headers["x-amzn-sagemaker-custom-attributes"] == "trace=7,b"
     for headers, text in (
@@ -172,7 +174,7 @@ async def test_a_failure_after_it(tmp_path: Path, formatter: str | None) -> None
     async with lmi_door(tmp_path, formatter) as door:
         for body in (
             STREAM,
-            generate(max_new_tokens=8, return_full_text=True, details=False) | {"stream": True},
+            inputs(max_new_tokens=8, return_full_text=True, details=False) | {"stream": True},
         ):
             whole = lines_of(await ask(door, body))
             assert len(whole) == 8
@@ -205,8 +207,8 @@ async def test_a_failure_after_a_completion_has_begun(door: HttpDoor) -> None:
     assert last["error"]["message"].startswith("Request failed during generation: ")
 
 
-def lines_of(answer: Answer) -> list[Any]:
-    return [Answer(0, {}, line.removeprefix(b"data: ")).json for line in answer.body.splitlines() if line]
+def lines_of(answer: HttpReply) -> list[Any]:
+    return [HttpReply(0, {}, line.removeprefix(b"data: ")).json for line in answer.body.splitlines() if line]
 
 
 def fail_at_fourth_step(door: HttpDoor) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from tests.support.router.fake_shard import EOS
 from tests.support.router.http_door import LIMITS_OF_HTTP, HttpDoor
-from tests.support.router.lmi_door import PROMPT, ask, generate, lmi_door
+from tests.support.router.inputs_door import PROMPT, inputs
+from tests.support.router.lmi_door import ask, lmi_door
 from tgis.router.engine.handle import SequenceSpec
 
 UNREADABLE = "Input Parsing failed. Ensure that the request payload is valid. "
@@ -22,7 +23,7 @@ async def door(tmp_path: Path) -> AsyncIterator[HttpDoor]:
 
 
 async def spec_of(door: HttpDoor, **parameters: Any) -> SequenceSpec:
-    answer = await ask(door, generate(**{"max_new_tokens": 1} | parameters))
+    answer = await ask(door, inputs(**{"max_new_tokens": 1} | parameters))
     assert answer.status == 200, answer.body
     return door.handle.specs[-1]
 
@@ -146,8 +147,8 @@ REFUSED_BODIES: list[tuple[Any, str]] = [
 
 async def test_refusals(door: HttpDoor) -> None:
     """By the parameter's name in this API, and before anything is computed."""
-    streamed = [(generate(**fields) | {"stream": True}, text) for fields, text in REFUSED_STREAMS]
-    bodies = [(generate(**fields), text) for fields, text in REFUSED] + streamed + REFUSED_BODIES
+    streamed = [(inputs(**fields) | {"stream": True}, text) for fields, text in REFUSED_STREAMS]
+    bodies = [(inputs(**fields), text) for fields, text in REFUSED] + streamed + REFUSED_BODIES
     for body, text in bodies:
         answer = await ask(door, body)
         assert (answer.status, answer.json) == (424, {"code": 424, "error": UNREADABLE + text}), body
@@ -163,7 +164,7 @@ async def test_the_operator_s_bounds(tmp_path: Path) -> None:
     limits = replace(LIMITS_OF_HTTP, max_best_of=3, max_client_batch_size=2)
     async with lmi_door(tmp_path, limits=limits) as door:
         for body, text in (
-            (generate(best_of=4), "best_of must be <= 3"),
+            (inputs(best_of=4), "best_of must be <= 3"),
             ({"inputs": ["a"] * 3}, "inputs must be at most 2 texts"),
         ):
             assert (await ask(door, body)).json["error"] == UNREADABLE + text

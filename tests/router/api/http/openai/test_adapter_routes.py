@@ -1,18 +1,16 @@
 """Adapters that get and lose names at run time, before an engine and a fake shard."""
 
 import asyncio
-import urllib.error
-import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
-import msgspec
 import openai
 import pytest
 
+from tests.support.http_exchange import exchange
 from tests.support.router.chat_door import HELLO, chat_door
 from tests.support.router.http_door import MODEL, HttpDoor
 from tests.support.router.model_of_contents import Library, adapter
@@ -24,17 +22,8 @@ REMOVED = "Success: LoRA adapter '{}' removed successfully."
 
 async def ask(door: HttpDoor, route: str, **body: Any) -> tuple[int, str]:
     """The status and the text, or the message of an error."""
-
-    def send() -> tuple[int, str]:
-        request = urllib.request.Request(f"{door.url}/v1/{route}_lora_adapter", msgspec.json.encode(body))
-        try:
-            with urllib.request.urlopen(request, timeout=20) as response:
-                return response.status, response.read().decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, msgspec.json.decode(error.read())["error"]["message"]
-
-    return await asyncio.to_thread(send)
+    reply = await asyncio.to_thread(exchange, f"{door.url}/v1/{route}_lora_adapter", body)
+    return reply.status, reply.text if reply.status == 200 else reply.json["error"]["message"]
 
 
 @asynccontextmanager

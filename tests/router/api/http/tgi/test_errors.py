@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.http_exchange import HttpReply
 from tests.support.router.fake_shard import EOS
-from tests.support.router.tgi_door import Told, call, inputs, tgi_door, until
+from tests.support.router.inputs_door import call, inputs
+from tests.support.router.tgi_door import events_of, tgi_door, until
 from tgis.router.api.http.app import Phase
 from tgis.router.errors import TimedOutError, UnavailableError
 
@@ -20,12 +22,12 @@ PATHS = ("/generate", "/generate_stream", "/", "/invocations", "/chat_tokenize")
 TOO_LARGE = "Failed to buffer the request body: length limit exceeded"
 
 
-def plain(told: Told) -> tuple[int, str]:
+def plain(told: HttpReply) -> tuple[int, str]:
     assert told.headers["content-type"] == "text/plain; charset=utf-8"
     return told.status, told.body.decode()
 
 
-def error(told: Told) -> tuple[int, str, str]:
+def error(told: HttpReply) -> tuple[int, str, str]:
     assert told.headers["content-type"] == "application/json"
     assert tuple(told.json) == ("error", "error_type")
     return told.status, told.json["error"], told.json["error_type"]
@@ -40,12 +42,12 @@ async def test_bodies_that_cannot_be_read(tmp_path: Path) -> None:
                 status, text = plain(await call(door, path, body))
                 assert (status, text.startswith(SYNTAX)) == (400, True), (path, body)
             for kind in ("", "text/plain", "application/x-www-form-urlencoded", "application/jsonl"):
-                assert plain(await call(door, path, inputs(), content_type=kind)) == (415, JSON_TYPE)
+                assert plain(await call(door, path, inputs(), **{"content-type": kind})) == (415, JSON_TYPE)
             assert plain(await call(door, path, large)) == (413, TOO_LARGE)
         assert plain(await call(door, "/tokenize", large)) == (413, TOO_LARGE)
         assert plain(await call(door, "/generate", b'{"inputs": "\xff"}'))[0] == 400
         for kind in ("application/json; charset=utf-8", "application/vnd.api+json"):
-            told = await call(door, "/generate", inputs(max_new_tokens=1), content_type=kind)
+            told = await call(door, "/generate", inputs(max_new_tokens=1), **{"content-type": kind})
             assert told.status == 200
 
 
@@ -117,7 +119,7 @@ async def test_overload_comes_first(tmp_path: Path) -> None:
             assert error(told) == (429, *overloaded)
             assert told.headers["retry-after"] == "1"
             stream = await call(door, "/generate_stream", inputs(**wrong))
-            assert (stream.status, stream.events) == (
+            assert (stream.status, events_of(stream)) == (
                 200,
                 [{"error": overloaded[0], "error_type": overloaded[1]}],
             )
@@ -139,11 +141,11 @@ async def test_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         status, text, kind = error(told)
         assert (status, kind) == (424, "generation")
         assert text.startswith("Request failed during generation: ")
-        (event,) = (await call(door, "/generate_stream", inputs(max_new_tokens=2))).events
+        (event,) = events_of(await call(door, "/generate_stream", inputs(max_new_tokens=2)))
         assert tuple(event) == ("error", "error_type")
         assert event["error_type"] == "generation"
         assert error(await call(door, "/generate", inputs(adapter_id="none")))[::2] == (404, "not_found")
-        (event,) = (await call(door, "/generate_stream", inputs(adapter_id="none"))).events
+        (event,) = events_of(await call(door, "/generate_stream", inputs(adapter_id="none")))
         assert event["error_type"] == "not_found"
         for failure, expected in (
             (ValueError("secret"), (424, "generation")),
@@ -189,7 +191,7 @@ async def test_cut_stream(tmp_path: Path) -> None:
         stream = asyncio.create_task(call(door, "/generate_stream", inputs(max_new_tokens=99)))
         await until(lambda: door.scene.shard.num_steps > 5)
         door.gate.cut()
-        *tokens, last = (await stream).events
+        *tokens, last = events_of(await stream)
         assert tokens
         assert all(event["generated_text"] is None for event in tokens)
         assert last == {"error": "the service is shutting down", "error_type": "healthcheck"}

@@ -10,18 +10,8 @@ import pytest
 
 from tests.support.router.fake_shard import EOS
 from tests.support.router.http_door import HttpDoor
-from tests.support.router.tgi_door import (
-    PROMPT,
-    REPLACEMENT,
-    call,
-    follow,
-    ids_of,
-    inputs,
-    joined,
-    logprob_of,
-    text_of,
-    tgi_door,
-)
+from tests.support.router.inputs_door import PROMPT, call, follow, ids_of, inputs, logprob_of
+from tests.support.router.tgi_door import REPLACEMENT, events_of, joined, text_of, tgi_door
 from tests.support.tokenizers.trained import write_metaspace
 from tgis.pb import shard_pb2 as pb
 
@@ -86,7 +76,7 @@ async def test_stream_is_the_whole_answer(door: HttpDoor) -> None:
     for more in ({}, {"do_sample": True}, {"do_sample": True, "stop": ["e"]}, {"return_full_text": True}):
         whole = (await call(door, "/generate", inputs(**fields | more))).json
         told = await call(door, "/generate_stream", inputs(**fields | more))
-        events = told.events
+        events = events_of(told)
         details = whole["details"]
         assert [event["index"] for event in events] == list(range(1, len(events) + 1))
         assert [event["token"] for event in events] == details["tokens"]
@@ -122,7 +112,7 @@ async def test_end_of_sequence(door: HttpDoor, is_stream: bool) -> None:
     door.scene.shard.model.script = [300, 0, 301, EOS]
     asked = inputs(max_new_tokens=20, details=True)
     if is_stream:
-        events = (await call(door, "/generate_stream", asked)).events
+        events = events_of(await call(door, "/generate_stream", asked))
         tokens, text, details = (
             [event["token"] for event in events],
             events[-1]["generated_text"],
@@ -151,7 +141,7 @@ async def test_stops_stay_in_the_text(door: HttpDoor) -> None:
     answer = (await call(door, "/generate", asked)).json
     assert answer["generated_text"] == joined(answer["details"]["tokens"]) == until
     assert answer["details"]["finish_reason"] == "stop_sequence"
-    events = (await call(door, "/generate_stream", asked)).events
+    events = events_of(await call(door, "/generate_stream", asked))
     assert [event["token"] for event in events] == answer["details"]["tokens"]
 
 
@@ -191,8 +181,8 @@ async def test_any(door: HttpDoor) -> None:
         told = await call(door, path, inputs(max_new_tokens=5, return_full_text=False))
         assert told.json == [{"generated_text": text}]
         told = await call(door, path, inputs(max_new_tokens=5) | {"stream": True})
-        assert told.events[-1]["generated_text"] == PROMPT + text
-        assert joined([event["token"] for event in told.events]) == text
+        assert events_of(told)[-1]["generated_text"] == PROMPT + text
+        assert joined([event["token"] for event in events_of(told)]) == text
     assert (await call(door, "/generate", inputs(max_new_tokens=5, return_full_text=True))).json == {
         "generated_text": PROMPT + text
     }
@@ -281,7 +271,7 @@ async def test_encoder_decoder(tmp_path: Path) -> None:
         asked = inputs("a little girl", max_new_tokens=99, details=True)
         answer = (await call(door, "/generate", asked)).json
         assert answer["generated_text"] == joined(answer["details"]["tokens"]) == "The quick brown fox"
-        events = (await call(door, "/generate_stream", asked)).events
+        events = events_of(await call(door, "/generate_stream", asked))
         assert [event["token"] for event in events] == answer["details"]["tokens"]
         asked["parameters"]["decoder_input_details"] = True
         prefill = (await call(door, "/generate", asked)).json["details"]["prefill"]
@@ -321,7 +311,7 @@ async def test_silence(door: HttpDoor, monkeypatch: pytest.MonkeyPatch) -> None:
     door.scene.shard.step_s = 0.05
     monkeypatch.setattr("tgis.router.api.http.tgi.handler.SILENCE_S", 0.4)
     told = await call(door, "/generate_stream", inputs(max_new_tokens=12))
-    assert len(told.events) == 12, "none while events come"
+    assert len(events_of(told)) == 12, "none while events come"
 
 
 async def test_client_that_goes(door: HttpDoor) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.router.tgi_door import call, inputs, tgi_door
+from tests.support.router.inputs_door import call, inputs
+from tests.support.router.tgi_door import tgi_door
 from tests.support.trace_collector import TRACEPARENT, Collector, values
 from tgis.logs import FIELDS
 from tgis.router.requests.tracing import open_tracing
@@ -43,7 +44,9 @@ async def test_spans_and_lines_of_each_route(
     with caplog.at_level(logging.INFO):
         async with tgi_door(tmp_path, tracing=tracing) as door:
             for number, (path, body, _) in enumerate(ASKS):
-                told = await call(door, path, body, traceparent=TRACEPARENT, x_request_id=f"id-{number}")
+                told = await call(
+                    door, path, body, **{"traceparent": TRACEPARENT, "x-request-id": f"id-{number}"}
+                )
                 assert (told.status, told.headers["x-request-id"]) == (200, f"id-{number}")
             series = door.scene.metrics.render().decode()
     tracing.close()

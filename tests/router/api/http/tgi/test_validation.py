@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.support.router.http_door import LIMITS_OF_HTTP
-from tests.support.router.tgi_door import PROMPT, call, ids_of, inputs, tgi_door
+from tests.support.router.inputs_door import PROMPT, call, ids_of, inputs
+from tests.support.router.tgi_door import events_of, tgi_door
 
 TOTAL, MOST_INPUT = 40, 20
 LIMITS = replace(LIMITS_OF_HTTP, max_sequence_length=TOTAL, max_input_tokens=MOST_INPUT)
@@ -89,10 +90,10 @@ async def test_refused_parameters(tmp_path: Path) -> None:
             assert (told.status, told.json) == (422, invalid(text)), given
             if "best_of" not in given:
                 stream = await call(door, "/generate_stream", inputs(**{"max_new_tokens": 2} | given))
-                assert (stream.status, stream.events) == (200, [invalid(text)]), given
+                assert (stream.status, events_of(stream)) == (200, [invalid(text)]), given
         for given, text in STREAMED:
             stream = await call(door, "/", inputs(**given) | {"stream": True})
-            assert (stream.status, stream.events) == (200, [invalid(text)])
+            assert (stream.status, events_of(stream)) == (200, [invalid(text)])
         for given in ACCEPTED:
             told = await call(door, "/generate", inputs(**{"max_new_tokens": 2} | given))
             assert told.status == 200, (given, told)
