@@ -9,7 +9,7 @@ import numpy as np
 from numba import carray
 
 from tgis.shard.kernels.cpu.attention.qk_pv import GROUPS, SPAN, TALL
-from tgis.shard.kernels.cpu.attention.segments import find_first_key, result_size
+from tgis.shard.kernels.cpu.attention.segments import SegmentPart, find_first_key, result_size
 from tgis.shard.kernels.cpu.attention.tiles import (
     Pages,
     Queries,
@@ -34,8 +34,8 @@ _F32, _I64 = np.float32(0), np.int64(0)
 
 @reorderable
 def _find_unit(item: int, part: int, kv_head: int, group: int, step: Any, scoring: Any, size: int) -> Any:
-    """Return the unit of work of the item at an address and of a part of the `group` heads of a KV head.
-    `size` is that of a token's partial results in bytes."""
+    """Return the unit of work of the item at an address and of a part of the `group` heads of a KV head, and
+    which segments it attends to. `size` is that of a token's partial results in bytes."""
     sequence, start = read_int(item), read_int(item + 4)
     count, position = read_int(item + 8), read_int(item + 12)
     num_parts, segment, partial = read_int(item + 16), read_int(item + 20), read_int(item + 24)
@@ -46,8 +46,8 @@ def _find_unit(item: int, part: int, kv_head: int, group: int, step: Any, scorin
         begin, end = max(begin, segment * segment_len), min(end, (segment + 1) * segment_len)
     heads, head = min(HEADS, group - part * HEADS), kv_head * group + part * HEADS
     blocks, partials = step[6] + 4 * sequence * step[2], step[10] + partial * size
-    keys = (begin, end, tile_end, segment_len, num_parts, segment)
-    return WorkUnit(blocks, start, count, position, kv_head, head, heads, *keys, partials)
+    u = WorkUnit(blocks, start, count, position, kv_head, head, heads, end)
+    return u, SegmentPart(begin, tile_end, segment_len, num_parts, segment, partials)
 
 
 @reorderable
@@ -60,8 +60,8 @@ def _attend_unit_number(index: int, a: Any, step: Any, p: Any, scoring: Any, s: 
     if i >= step[3]:
         return False
     size = 4 * a[7] * result_size(s.length)
-    u = _find_unit(step[7] + ITEM * i, part, kv_head, group, step, scoring, size)
-    attend_unit(u, Queries(a[9], a[10], a[7]), p, scoring, s, element)
+    u, segments = _find_unit(step[7] + ITEM * i, part, kv_head, group, step, scoring, size)
+    attend_unit(u, Queries(a[9], a[10], a[7]), segments, p, scoring, s, element)
     return True
 
 

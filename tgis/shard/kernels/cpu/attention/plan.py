@@ -16,6 +16,8 @@ SEGMENT_LEN = 1024
 # units enough, and would need much memory for the results of their segments.
 MAX_SPLIT_TOKENS = 8
 
+_NO_PARTIALS = np.empty(0, np.float32)
+
 
 class CpuPlan:
     """Data of a step that the compiled kernels need. They read all of it through `table`.
@@ -37,7 +39,7 @@ class CpuPlan:
         block_tables = layout.block_tables.contiguous()
         # Their memory lives as long as a plan whose table has their addresses.
         self._tensors = (layout.seq_lens.contiguous(), block_tables, self.items, self.slots)
-        self._partials, self._partial_size = np.empty(0, np.float32), 0
+        self._partials, self._partial_size = _NO_PARTIALS, 0
         self.table = self._make_table(layout)
 
     def copy_into(self, fixed: "CpuPlan") -> None:
@@ -53,22 +55,26 @@ class CpuPlan:
 
     def _allocate_partials(self) -> None:
         # The counters among them begin at zero, and every kernel leaves them at zero.
-        self._partials = np.zeros(self._num_partials * self._partial_size, np.float32)
-        self.table.numpy()[10] = self._partials.ctypes.data
+        if self._num_partials:
+            self._partials = np.zeros(self._num_partials * self._partial_size, np.float32)
+            self.table.numpy()[10] = self._partials.ctypes.data
 
     def _make_table(self, layout: StepLayout) -> Tensor:
         addresses = [x.data_ptr() for x in self._tensors]
         num_seqs, max_blocks = layout.block_tables.shape
-        num_tokens, most = int(layout.cu_seqlens_q.numpy()[-1]), int(self.items.numpy()[:, 2].max(initial=1))
-        table = (num_tokens, num_seqs, max_blocks, len(self.items), most, *addresses, SEGMENT_LEN, 0)
+        num_tokens, num_items = int(layout.cu_seqlens_q.numpy()[-1]), len(self.items)
+        most = 1 if num_tokens == num_seqs == num_items else QUERY_TILE
+        table = (num_tokens, num_seqs, max_blocks, num_items, most, *addresses, SEGMENT_LEN, 0)
         return torch.from_numpy(np.array(table, np.int64))
 
 
 def _plan_items(layout: StepLayout, is_cross: bool) -> tuple[Any, int]:
     """Return the items and the number of partial results of each query head."""
     begins, lengths = layout.cu_seqlens_q.numpy(), layout.seq_lens.numpy()
-    if (begins == np.arange(len(begins))).all() and lengths.max(initial=0) <= SEGMENT_LEN:
-        return _list_single_tokens(lengths, is_cross), 0
+    if (begins == np.arange(len(begins))).all():
+        items = _list_single_tokens(lengths, is_cross)
+        if not len(items) or lengths[items[0, 0]] <= SEGMENT_LEN:  # the first one is the longest
+            return items, 0
     lengths = lengths.astype(np.int64)
     tiles = _tile_tokens(begins.astype(np.int64), lengths, is_cross)
     return _split_tiles(tiles, lengths[tiles[:, 0]], is_cross)

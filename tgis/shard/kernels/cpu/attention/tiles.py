@@ -69,8 +69,7 @@ class Queries(NamedTuple):
 
 class WorkUnit(NamedTuple):
     """Unit of work: `num_tokens` tokens from token `start` of the step, which begin at `position` of their
-    sequence, `heads` query heads from `head` on, and keys [begin, end). No row sees a key at or after
-    `tile_end`."""
+    sequence, `heads` query heads from `head` on, and keys before `end`."""
 
     blocks: int  # address of the sequence's block table, int32
     start: int
@@ -79,13 +78,7 @@ class WorkUnit(NamedTuple):
     kv_head: int
     head: int
     heads: int
-    begin: int  # a multiple of SPAN
     end: int
-    tile_end: int
-    segment_len: int
-    num_parts: int  # number of units that the tile's segments are; 1 if this one goes through all of them
-    segment: int  # which of those units this is
-    partials: int  # address of the results of a tile whose segments are units of their own
 
 
 class Scratch(NamedTuple):
@@ -266,25 +259,38 @@ def _attend_keys(
 
 
 @reorderable
-def attend_unit(u: Any, queries: Any, p: Any, scoring: Any, s: Any, element: Any) -> None:
+def _attend_segments(
+    height: int, u: Any, queries: Any, part: Any, p: Any, scoring: Any, s: Any, element: Any
+) -> None:
+    """Attend to all segments of a unit's keys one after the other, and merge them to `s.results`."""
+    for segment in range(part.begin // part.segment_len, (u.end - 1) // part.segment_len + 1):
+        first = segment * part.segment_len
+        begin, end = max(part.begin, first), min(u.end, first + part.segment_len)
+        _attend_keys(begin, end, height, u, queries, p, scoring, s, element)
+        for r in range(u.num_tokens * u.heads):
+            result, sums = s.results + 4 * r * result_size(s.length), s.sums + 4 * r * s.length
+            add_segment(result, segment, r, sums, s.maxima + 4 * r, u, part, scoring, s.length)
+
+
+@reorderable
+def attend_unit(u: Any, queries: Any, part: Any, p: Any, scoring: Any, s: Any, element: Any) -> None:
     num_rows = u.num_tokens * u.heads
     # As few tiles as possible, all of the same height.
     num_tiles = (num_rows + SHORT - 1) // SHORT
     height = TALL if num_rows > MANY_ROWS else (num_rows + num_tiles - 1) // num_tiles
     if p.block_size % LANES == 0:
-        _locate_span(1, u.begin, u, p, s)
-    length, is_cut = u.segment_len, u.end > (u.begin // u.segment_len + 1) * u.segment_len
-    for segment in range(u.begin // length, max(1, (u.end + length - 1) // length)):
-        begin, end = max(u.begin, segment * length), min(u.end, (segment + 1) * length)
-        _attend_keys(begin, end, height, u, queries, p, scoring, s, element)
-        for r in range(num_rows if is_cut else 0):
-            result, sums = s.results + 4 * r * result_size(s.length), s.sums + 4 * r * s.length
-            add_segment(result, segment, r, sums, s.maxima + 4 * r, u, scoring, s.length)
-    if u.num_parts > 1:
-        if not keep_partials(u, queries.num_heads, s):
-            return
-        merge_partials(u, queries.num_heads, scoring, s)
-    is_merged = is_cut or u.num_parts > 1
-    results, size = (s.results, result_size(s.length)) if is_merged else (s.sums, s.length)
+        _locate_span(1, part.begin, u, p, s)
+    is_whole = part.num_parts == 1
+    results, size = s.results, result_size(s.length)
+    if is_whole and u.end > part.segment_len:
+        _attend_segments(height, u, queries, part, p, scoring, s, element)
+    else:
+        _attend_keys(part.begin, u.end, height, u, queries, p, scoring, s, element)
+        if is_whole:
+            results, size = s.sums, s.length
+        else:
+            if not keep_partials(u, part, queries.num_heads, s):
+                return
+            merge_partials(u, part, queries.num_heads, scoring, s)
     for r in range(num_rows):
         _finish_row(r, results + 4 * size * r, u, queries, p, s.length)
