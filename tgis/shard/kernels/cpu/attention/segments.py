@@ -26,7 +26,7 @@ class SegmentPart(NamedTuple):
     tile_end: int  # no row of the tile sees this key or a later one
     segment_len: int
     num_parts: int  # number of units that the tile's segments are; 1 if this one goes through all of them
-    index: int  # which of those units this is
+    number: int  # which of those units this is
     partials: int  # address of the results of a tile whose segments are units of their own
 
 
@@ -90,7 +90,7 @@ def partial_address(segment: int, r: int, u: Any, part: SegmentPart, num_heads: 
 def keep_partials(u: Any, part: SegmentPart, num_heads: int, s: Any) -> Any:
     """Keep the results of a unit that is one segment. Return True if it is the last one of its tile."""
     for r in range(u.num_tokens * u.heads if part.begin < u.end else 0):
-        place = partial_address(part.index, r, u, part, num_heads, s.length)
+        place = partial_address(part.number, r, u, part, num_heads, s.length)
         copy_result(place, s.sums + 4 * s.length * r, s.maxima + 4 * r, s.length)
     # It has place in the last vector of the result of the first segment and row.
     counter = partial_address(0, 0, u, part, num_heads, s.length) + 4 * s.length + 8
