@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.support.shard.attention_scene import PLAIN, SCORINGS, SHAPES, Scene, Shape, check
+from tests.support.shard.stepping import make_layout
 from tgis.shard.attention.interface import Scoring
 from tgis.shard.kernels.cpu.attention import plan as plans
 from tgis.shard.kernels.cpu.jit.compiler import capture
@@ -172,3 +173,24 @@ def test_a_captured_step_follows_sequences_into_new_segments(threads: int) -> No
             out.fill_(torch.nan)
             graph.replay()
             assert torch.equal(out, torch.stack([whole[0][first], whole[1][second]]))
+
+
+@pytest.mark.parametrize("is_cross", [False, True])
+def test_a_plan_has_every_segment_of_a_short_tile_once(is_cross: bool) -> None:
+    """Segments are counted here one by one; the costliest items come first."""
+    length = plans.SEGMENT_LEN
+    lengths, counts = [3 * length + 5, length, 2 * length, length + 1], [1, 8, 40, 3]
+    spans = [(n - count, n) for n, count in zip(lengths, counts, strict=True)]
+    table = list(range(-(-max(lengths) // 16)))
+    plan = plans.CpuPlan(make_layout(spans, [table] * 4), 16, is_cross)
+    items = plan.items.tolist()
+    found = sorted((sequence, count, parts, segment) for sequence, _, count, _, parts, segment, _ in items)
+    expected = [(0, 1, 4, segment) for segment in range(4)] + [(1, 8, 1, 0), (2, 8, 2, 0), (2, 8, 2, 1)]
+    assert found == sorted([*expected, (2, 32, 1, 0), (3, 3, 2, 0), (3, 3, 2, 1)])
+    places = [
+        first + segment * count + token
+        for _, _, count, _, parts, segment, first in items
+        for token in range(count if parts > 1 else 0)
+    ]
+    assert sorted(places) == list(range(4 * 1 + 2 * 8 + 2 * 3)), "partial results lie apart"
+    assert items[0][2] == 32
