@@ -164,7 +164,7 @@ def test_every_token_stands_in_one_tile(counts: list[int]) -> None:
     lengths = [count + 7 * i for i, count in enumerate(counts)]
     spans = [(length - count, length) for length, count in zip(lengths, counts, strict=True)]
     plan = CpuPlan(make_layout(spans, [list(range(20))] * len(counts)), 10, is_cross=False)
-    tiles = plan.tiles.tolist()
+    tiles = [item[:4] for item in plan.items.tolist()]
     placed = [
         (begin + i, sequence, position + i)
         for sequence, begin, count, position in tiles
