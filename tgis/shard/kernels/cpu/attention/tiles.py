@@ -38,6 +38,9 @@ class Pages(NamedTuple):
     head_dim: int
     block_size: int
     width: int  # bytes of an element
+    # Factors of what is read, to make keys and values of it; of what is written, to make elements of it.
+    key_factor: Any
+    value_factor: Any
 
 
 class ScoringArgs(NamedTuple):
@@ -226,7 +229,7 @@ def _finish_row(r: int, u: Any, queries: Any, p: Any, s: Any) -> None:
     out = carray(pointer(queries.out + 4 * index * p.head_dim, _F32), (p.head_dim,))
     sums = carray(pointer(s.sums + 4 * r * s.length, _F32), (s.length,))
     weight_sum = sum_lanes(s.sums + 4 * (r * s.length + s.length - LANES))
-    factor = np.float32(1) / weight_sum if weight_sum != 0 else np.float32(0)
+    factor = p.value_factor / weight_sum if weight_sum != 0 else np.float32(0)
     for d in range(p.head_dim):
         out[d] = sums[d] * factor
 
@@ -238,7 +241,7 @@ def attend_unit(u: Any, queries: Any, p: Any, scoring: Any, s: Any, element: Any
     num_tiles = (num_rows + SHORT - 1) // SHORT
     height = TALL if num_rows > MANY_ROWS else (num_rows + num_tiles - 1) // num_tiles
     for r in range(round_up(num_rows, height)):
-        _start_row(r, u, queries, p, scoring.scale, s)
+        _start_row(r, u, queries, p, scoring.scale * p.key_factor, s)
     in_place = p.block_size % LANES == 0
     begin = max(u.position - scoring.window + 1, 0) // SPAN * SPAN if scoring.window else 0
     if in_place:
