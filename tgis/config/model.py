@@ -105,12 +105,12 @@ class ModelOptions:
         group=Group.MEMORY,
     )
     kv_cache_dtype: str = option(
-        "Type of the keys and values in the cache; auto: that of --dtype. fp8_e4m3 and fp8_e5m2 take half the "
-        "memory of 16 bits, and are faster to read in long sequences, on CPUs only. The checkpoint's scales of "
-        "keys and values are used if it has them. fp8 and fp8_e4m3fn are fp8_e4m3.",
+        "Type of keys and values in the cache; auto: that of --dtype. fp8_e4m3 and fp8_e5m2 take half the "
+        "memory of 16 bits and are faster in long sequences, on CPUs only. A checkpoint's scales of keys and "
+        "values are used if it has them. fp8 and fp8_e4m3fn are other servers' names of fp8_e4m3.",
         "auto",
         choices=tuple(CACHE_TYPES),
-        advice="Other types are not kept apart from --dtype.",
+        advice="A cache of 16 or 32 bits has the type of --dtype.",
         group=Group.MEMORY,
     )
     cpu_threads: int | None = option(

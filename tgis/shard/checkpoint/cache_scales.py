@@ -45,8 +45,8 @@ def _read_number(checkpoint: Checkpoint, name: str) -> float:
     numbers = stored.read().double().flatten().tolist()
     if len(numbers) != 1:
         raise WeightsError(
-            f"{stored.label} has shape {list(stored.shape)}, expected one number: only scales of whole layers "
-            "are served; without --kv-cache-dtype none is needed"
+            f"{stored.label} has shape {list(stored.shape)}, expected one number: only scales of whole "
+            "layers are served; without --kv-cache-dtype none is needed"
         )
     if not (math.isfinite(numbers[0]) and numbers[0] > 0):
         raise WeightsError(f"{stored.label} is {numbers[0]}, which is no scale")

@@ -39,8 +39,8 @@ def choose_cache_type(
     if name is None:
         if _was_made_for_float8(settings, directory) and on.device.type == "cpu":
             logger.info(
-                "the checkpoint was made for keys and values of 8 bits; they are kept as %s: --kv-cache-dtype "
-                "fp8_e4m3 keeps them as 8 bits",
+                "keys and values are kept as %s; the checkpoint was made for 8 bits, which --kv-cache-dtype "
+                "fp8_e4m3 selects",
                 dtype_name,
             )
         return CacheType(dtype_name, DTYPES[dtype_name])
@@ -50,8 +50,8 @@ def choose_cache_type(
         )
     if on.device.type != "cpu":
         raise DeviceError(
-            f"--kv-cache-dtype {config.kv_cache_dtype} works on the CPU only: leave the option out, or select "
-            "the CPU with --device cpu"
+            f"--kv-cache-dtype {config.kv_cache_dtype} works on the CPU only: leave the option out, or give "
+            "--device cpu"
         )
     return CacheType(name, FLOAT8[name], _read_scales(name, directory, choice))
 
@@ -65,7 +65,9 @@ def _was_made_for_float8(settings: Mapping[str, Any], directory: Path) -> bool:
 def _read_scales(name: str, directory: Path, choice: Choice) -> list[CacheScale]:
     num_layers = choice.spec.num_layers
     # The cache of an encoder-decoder has layers of self-attention and of cross attention.
-    found = [None] * num_layers if choice.spec.is_encoder_decoder else read_cache_scales(directory, num_layers)
+    found: list[CacheScale | None] = [None] * num_layers
+    if not choice.spec.is_encoder_decoder:
+        found = read_cache_scales(directory, num_layers)
     missing = found.count(None)
     if not missing:
         logger.info("keys and values are kept as %s, with the checkpoint's scales", name)

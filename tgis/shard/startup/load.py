@@ -113,8 +113,8 @@ class LoadPlan:
         on.compiler.finish()
         num_blocks = runner.info.num_blocks
         logger.info(
-            "loaded in %.1f s: memory grew by %.2f GiB with %s weights, %.2f GiB are cache of %s; it holds %d "
-            "blocks, %d tokens, %.1f requests of %d tokens",
+            "loaded in %.1f s: memory grew by %.2f GiB with %s weights, %.2f GiB are cache of %s; it holds "
+            "%d blocks, %d tokens, %.1f requests of %d tokens",
             *(time.monotonic() - began, weight_gib, info.weight_dtype),
             *(num_blocks * loaded.block_bytes / GIB, info.cache_dtype),
             *(num_blocks, num_blocks * demand.block_size, num_blocks / demand.blocks_per_request),
@@ -244,9 +244,7 @@ class _Loaded:
     def make_runner(self, num_blocks: int) -> ModelRunner:
         spec, demand, on = self.model.spec, self.plan.demand, self.plan.on
         kind, num_all = self.plan.cache_type, num_blocks + on.num_dummy_blocks
-        cache = memory_plan.allocate(
-            spec, self.group, kind.dtype, demand.block_size, num_all, kind.scales
-        )
+        cache = memory_plan.allocate(spec, self.group, kind.dtype, demand.block_size, num_all, kind.scales)
         info = pb.InfoResponse(num_blocks=num_blocks)
         info.MergeFrom(self.info)
         limits = RowLimits(

@@ -20,7 +20,7 @@ GROUPS = 4
 SPAN = GROUPS * LANES  # keys of one update of the online softmax
 TALL, SHORT = 6, 4  # most rows of a tile: where a unit has many rows, and where it has few
 LINE = 64
-# Order in which rows fetch vectors in turns. Two vectors side by side may be of one line, with the next rows'.
+# Orders in which rows fetch vectors in turns. A line may hold two vectors, of this and of the next row.
 _TURNS = {1: (0,), 2: (0, 1), 4: (0, 2, 1, 3)}
 
 _TILES = (1, 2, 3, 4, TALL)  # numbers of rows that tiles are built for
