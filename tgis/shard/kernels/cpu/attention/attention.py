@@ -9,6 +9,8 @@ from tgis.shard.attention.interface import AttentionKind, AttentionPlan, Heads, 
 from tgis.shard.kernels.cpu.attention.float8 import READ_FACTORS
 from tgis.shard.kernels.cpu.attention.kernels import ATTEND, TOKENS, WRITE
 from tgis.shard.kernels.cpu.attention.plan import CpuPlan
+from tgis.shard.kernels.cpu.attention.segments import EXTRA
+from tgis.shard.kernels.cpu.attention.vectors import LANES
 from tgis.shard.kernels.cpu.jit import compiler
 from tgis.shard.kernels.cpu.jit.compiler import as_bits
 from tgis.shard.kernels.cpu.ops import split_heads
@@ -20,6 +22,7 @@ class CpuAttention:
         self._cache, self._attend, self._write = cache, ATTEND[cache.dtype], WRITE[cache.dtype]
         sizes = (cache.num_kv_heads, cache.head_dim, cache.block_size, cache.dtype.itemsize)
         layers = zip(cache.keys, cache.values, strict=True)
+        self._result_size = -(-cache.head_dim // LANES) * LANES + EXTRA
         # For each layer, the fields of the kernels' `Pages`.
         self._pages = [(k.data_ptr(), v.data_ptr(), *sizes) for k, v in layers]
         # For each layer, the pages' factors.
@@ -55,6 +58,7 @@ class CpuAttention:
     def attend(self, layer: int, q: Tensor, plan: AttentionPlan, scoring: Scoring) -> Tensor:
         assert isinstance(plan, CpuPlan)
         q, out = q.contiguous(), compiler.empty(*q.shape)
+        plan.reserve_partials(q.shape[1] * self._result_size)
         known, fields = self._scoring_args[layer]
         if known is not scoring:
             fields = _scoring_fields(scoring)
