@@ -13,7 +13,8 @@ MODES: tuple[Mode, ...] = ("stream", "unary")
 # In the order in which they are measured. Peers have a run of their own, whose last figures are told.
 SECTIONS = (
     *("memory", *RATES, "clients"),
-    *("prefix", "interruption", "overload", "flood", "startup", "router", "speculation", "accuracy"),
+    *("prefix", "interruption", "overload", "flood", "startup", "router", "speculation", "long"),
+    "accuracy",
 )
 
 

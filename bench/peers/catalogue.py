@@ -6,10 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench import worker
 from bench.peers import environments
 from bench.peers.environments import Environment, list_cores
+from bench.variants import BFLOAT16, INT8, OURS, W4A8
 
 VLLM_SERVER = "vllm-server"
+OURS_HTTP = f"{OURS} over HTTP"
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class Peer:
     """None: our own."""
     variables: Callable[[], dict[str, str]] = dict
     """Of the process's environment."""
+    rival: str = OURS
+    """Which of ours it is compared with: the one that computes likewise."""
 
 
 def _openvino(weights: str, arithmetic: str, cache: str) -> Callable[[Path, Path], list[str]]:
@@ -32,6 +37,15 @@ def _openvino(weights: str, arithmetic: str, cache: str) -> Callable[[Path, Path
         return [str(directory), str(len(list_cores())), arithmetic, cache]
 
     return arguments
+
+
+# Options of the conversion: all layers that it may round to 4 bits are, symmetrically, in groups that divide
+# the shapes' sizes.
+WEIGHTS = {
+    "fp16": (),
+    "int8": (),
+    "int4": ("--sym", "--group-size", "64", "--ratio", "1.0"),
+}
 
 
 def _export(model: Path, root: Path, weights: str) -> Path:
@@ -43,13 +57,35 @@ def _export(model: Path, root: Path, weights: str) -> Path:
     tool = environments.ensure(environments.OPENVINO, root).with_name("optimum-cli")
     fresh = Path(tempfile.mkdtemp(dir=directory.parent))
     try:
-        task = ("--task", "text-generation-with-past", "--weight-format", weights)
+        task = ("--task", "text-generation-with-past", "--weight-format", weights, *WEIGHTS[weights])
         command = [str(tool), "export", "openvino", "-m", str(model.absolute()), *task, str(fresh)]
         environments.run(command, root / "openvino.log")
         fresh.rename(directory)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return directory
+
+
+def _llama_cpp(kind: str) -> Callable[[Path, Path], list[str]]:
+    def arguments(model: Path, root: Path) -> list[str]:
+        return [str(_write_gguf(model, root, kind)), str(len(list_cores()))]
+
+    return arguments
+
+
+def _write_gguf(model: Path, root: Path, kind: str) -> Path:
+    """The checkpoint in llama.cpp's form; complete or absent. Raises BenchError."""
+    file = root / "models" / f"{model.name}-{kind}.gguf"
+    if file.is_file():
+        return file
+    file.parent.mkdir(exist_ok=True)
+    python = environments.ensure(environments.LLAMA_CPP, root).absolute()
+    with tempfile.TemporaryDirectory(dir=file.parent) as directory:
+        fresh = Path(directory) / file.name
+        command = [str(python), "-m", "bench.peers.gguf", str(model.absolute()), kind, str(fresh.absolute())]
+        environments.run(command, root / "llama-cpp.log", {"PYTHONPATH": str(worker.ROOT)})
+        fresh.rename(file)
+    return file
 
 
 def _vllm_variables() -> dict[str, str]:
@@ -79,6 +115,7 @@ PEERS = (
         "bench.peers.openvino",
         _openvino("fp16", "default", "default"),
         environments.OPENVINO,
+        rival=BFLOAT16,
     ),
     Peer(
         "openvino-int8",
@@ -86,6 +123,38 @@ PEERS = (
         "bench.peers.openvino",
         _openvino("int8", "default", "default"),
         environments.OPENVINO,
+        rival=INT8,
+    ),
+    Peer(
+        "openvino-int4",
+        "OpenVINO GenAI: int4 weights in groups of 64, arithmetic and cache of its choice",
+        "bench.peers.openvino",
+        _openvino("int4", "default", "default"),
+        environments.OPENVINO,
+        rival=W4A8,
+    ),
+    Peer(
+        "llama-cpp",
+        "llama.cpp: q4_0 weights, float16 cache",
+        "bench.peers.llama_cpp",
+        _llama_cpp("q4_0"),
+        environments.LLAMA_CPP,
+        rival=W4A8,
+    ),
+    Peer(
+        "llama-cpp-q8_0",
+        "llama.cpp: q8_0 weights, float16 cache",
+        "bench.peers.llama_cpp",
+        _llama_cpp("q8_0"),
+        environments.LLAMA_CPP,
+        rival=INT8,
+    ),
+    Peer(
+        "llama-cpp-f16",
+        "llama.cpp: float16 weights and cache",
+        "bench.peers.llama_cpp",
+        _llama_cpp("f16"),
+        environments.LLAMA_CPP,
     ),
     Peer(
         "vllm",
@@ -102,6 +171,7 @@ PEERS = (
         lambda model, _: [str(model), "float32"],
         environments.VLLM,
         _vllm_server_variables,
+        OURS_HTTP,
     ),
     Peer(
         "transformers",
@@ -110,6 +180,3 @@ PEERS = (
         lambda model, _: [str(model), "float32"],
     ),
 )
-
-# By name, why an engine that would belong here is not measured.
-ABSENT = {"llama.cpp": "PyPI serves its source only (llama-cpp-python), which a compiler must build"}
