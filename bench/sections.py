@@ -29,13 +29,13 @@ FILE_WIDTH = 2  # bytes of a weight in a checkpoint's files
 # By section; each has a function `run(options, model)`.
 MODULES = {
     "prefix": "bench.shared_prefix",
+    "long": "bench.long_context",
     "interruption": "bench.interruption",
     "overload": "bench.overload",
     "flood": "bench.flood",
     "startup": "bench.startup",
     "router": "bench.router_step",
     "speculation": "bench.speculation",
-    "long": "bench.long_context",
 }
 
 

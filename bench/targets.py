@@ -90,7 +90,7 @@ TARGETS = (
         "of the 16-bit cache's rate",
         1.2,
     ),
-    Target("long 1", "long", "decode, 1 client, context 32k", LIMIT, 0.7, shapes=ONLY_135M),
+    Target("long", "long", "decode, 1 client, context 32k", LIMIT, 0.7, shapes=ONLY_135M),
     _against_transformers(1, 5),
     _against_transformers(8, 3.2),
     _against_transformers(32, 3.2),
