@@ -1,5 +1,6 @@
 """The peers that are measured: where each runs, with what, and in which precision."""
 
+import json
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -39,13 +40,18 @@ def _openvino(weights: str, arithmetic: str, cache: str) -> Callable[[Path, Path
     return arguments
 
 
-# Options of the conversion: all layers that it may round to 4 bits are, symmetrically, in groups that divide
-# the shapes' sizes.
-WEIGHTS = {
-    "fp16": (),
-    "int8": (),
-    "int4": ("--sym", "--group-size", "64", "--ratio", "1.0"),
-}
+GROUPS = (128, 64, 32)
+
+
+def _rounding(model: Path, weights: str) -> tuple[str, ...]:
+    """Options of the conversion. Every layer that it may round to 4 bits is, symmetrically, in the largest
+    groups that divide its size: it refuses others."""
+    if weights != "int4":
+        return ()
+    config = json.loads((model / "config.json").read_text())
+    sizes = (config["hidden_size"], config["intermediate_size"])
+    group = next(group for group in GROUPS if not any(size % group for size in sizes))
+    return ("--sym", "--group-size", str(group), "--ratio", "1.0")
 
 
 def _export(model: Path, root: Path, weights: str) -> Path:
@@ -57,7 +63,8 @@ def _export(model: Path, root: Path, weights: str) -> Path:
     tool = environments.ensure(environments.OPENVINO, root).with_name("optimum-cli")
     fresh = Path(tempfile.mkdtemp(dir=directory.parent))
     try:
-        task = ("--task", "text-generation-with-past", "--weight-format", weights, *WEIGHTS[weights])
+        task = ("--task", "text-generation-with-past", "--weight-format", weights)
+        task += _rounding(model, weights)
         command = [str(tool), "export", "openvino", "-m", str(model.absolute()), *task, str(fresh)]
         environments.run(command, root / "openvino.log")
         fresh.rename(directory)
@@ -127,7 +134,7 @@ PEERS = (
     ),
     Peer(
         "openvino-int4",
-        "OpenVINO GenAI: int4 weights in groups of 64, arithmetic and cache of its choice",
+        "OpenVINO GenAI: int4 weights, arithmetic and cache of its choice",
         "bench.peers.openvino",
         _openvino("int4", "default", "default"),
         environments.OPENVINO,
