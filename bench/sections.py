@@ -99,7 +99,7 @@ def recall_peers(options: Namespace) -> Outcome:
         for each in kept["figures"]
         if each["key"] in {target.key for target in TARGETS}
     ]
-    return Outcome(figures)
+    return Outcome(figures, failures={"peers": f"not in the run of {kept['started']}: make bench-peers"})
 
 
 def peers_file(options: Namespace) -> Path:

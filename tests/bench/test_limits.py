@@ -1,6 +1,7 @@
 """Limits against counting one by one, contests between contenders whose speed is known, and what the table
 says of them."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -184,6 +185,17 @@ def test_a_section_that_fails_says_so_and_leaves_the_others(
         "router": "failed: AttributeError",
     }
     assert "has no attribute 'run'" in capsys.readouterr().err
+
+
+def test_peers_that_were_not_measured_are_named(tmp_path: Path) -> None:
+    chosen = options.parse_options(["--only", "decode", "--cache", str(tmp_path)])
+    spread = {"median": 1.5, "low": 1.4, "high": 1.6, "count": 2}
+    figures = [{"key": "openvino-default 1", "spread": spread, "detail": "3 to 2"}]
+    kept = {"started": "today", "figures": [*figures, {**figures[0], "key": "no target"}]}
+    sections.peers_file(chosen).write_text(json.dumps(kept))
+    outcome = sections.recall_peers(chosen)
+    assert [(figure.key, figure.spread.median) for figure in outcome.figures] == [("openvino-default 1", 1.5)]
+    assert outcome.failures == {"peers": "not in the run of today: make bench-peers"}
 
 
 def test_every_target_belongs_to_a_section() -> None:
