@@ -19,8 +19,6 @@ from tgis.shard.kernels.cpu.gemm.inner_loop import (
     STRIDE,
     copy,
     copy_columns,
-    copy_sums,
-    fetch_line,
     multiply_tall_tile,
     multiply_tile,
     widen,
@@ -158,60 +156,68 @@ def _multiply_panel(
             first = tile * rows // num_tiles
             tall = (tile + 1) * rows // num_tiles - first
             to, at = out + first * stride, source + first * STRIDE
-            multiply_tile(tall, to, stride, at, weights, following, count, begin == 0, kind.element)
+            multiply_tile(
+                tall, to, stride, to, stride, at, weights, following, width, count, begin == 0, kind.element
+            )
 
 
 @reorderable
-def _copy_sums(sums: int, rows: int, y: int, n: int, begin: int, end: int) -> None:
-    """Copy panels of sums, [panels, rows, PANEL] at an address, to y, without columns past its last one."""
+def _copy_sums(sums: int, rows: int, y: int, n: int, panel: int) -> None:
+    """Copy sums of the last panel, [rows, PANEL] at an address, to the columns that y has of it."""
     for r in range(rows):
-        for p in range(begin, end):
-            source, to = sums + 4 * PANEL * ((p - begin) * rows + r), y + 4 * (r * n + p * PANEL)
-            if (p + 1) * PANEL <= n:
-                copy_sums(to, source)
-            else:
-                copy(to, source, 4 * (n - p * PANEL))
+        copy(y + 4 * (r * n + panel * PANEL), sums + 4 * PANEL * r, 4 * (n - panel * PANEL))
 
 
-@reorderable
-def _fetch(address: int, size: int, part: int, parts: int) -> None:
-    """Prefetch one of `parts` equal parts of `size` bytes."""
-    for line in range(size * part // parts // _LINE, size * (part + 1) // parts // _LINE):
-        fetch_line(address + line * _LINE)
+class _Sums(NamedTuple):
+    """Sums of rows with a panel, [rows, PANEL] of float32."""
+
+    address: Any
+    stride: Any  # bytes from one row to the next
 
 
 @reorderable
 def _multiply_widened_block(
-    sums: int, x: int, rows: int, weights: int, count: int, is_first: bool, ahead: int, kind: Any
+    sums: Any, out: Any, x: int, rows: int, weights: int, count: int, is_first: bool, ahead: int, kind: Any
 ) -> None:
-    """Compute sums[rows, PANEL] += x @ a block of widened weights. Prefetch a block from `ahead`."""
-    size = count * kind.width
+    """Compute out[rows, PANEL] = sums + x @ a block of widened weights. Prefetch a block from `ahead`."""
     num_tiles = -(-rows // ROWS)
+    step = -(-kind.width // num_tiles)
     for tile in range(num_tiles):
         first = tile * rows // num_tiles
         tall = (tile + 1) * rows // num_tiles - first
-        _fetch(ahead, size, tile, num_tiles)
-        to, at = sums + 4 * PANEL * first, x + first * STRIDE
-        multiply_tall_tile(tall, to, 4 * PANEL, at, weights, weights, count, is_first, kind.factor)
+        part = ahead + tile * count * step
+        source, to = sums.address + first * sums.stride, out.address + first * out.stride
+        at, strides = x + first * STRIDE, (sums.stride, out.stride)
+        multiply_tall_tile(
+            tall, source, strides[0], to, strides[1], at, weights, part, step, count, is_first, kind.factor
+        )
 
 
 @reorderable
 def _multiply_widened(
-    sums: int, wide: int, x: Any, rows: int, k: int, panels: int, num_panels: int, kind: Any
+    y: int, n: int, x: Any, rows: int, k: int, weights: int, bounds: Any, sums: int, kind: Any
 ) -> None:
-    """Compute sums[panels, rows, PANEL] = x @ adjacent panels, by blocks. `wide` holds a widened block."""
+    """Multiply with some panels by blocks. `sums` is scratch memory for sums of [panels, rows, PANEL] and a
+    widened block. The last block's sums are written to y."""
     width, columns = kind.width, x.columns
+    first, end = bounds
+    wide = sums + 4 * PANEL * rows * (end - first)
     for begin in range(0, k, columns):
         count, source = min(columns, k - begin), x.address + begin // columns * x.block
-        for p in range(num_panels):
-            weights, to = panels + (p * k + begin) * width, sums + 4 * PANEL * p * rows
-            is_last = p + 1 == num_panels
-            ahead = panels + (begin + columns) * width if is_last else weights + k * width
-            block = weights
+        for p in range(first, end):
+            block = weights + (p * k + begin) * width
+            ahead = block + k * width
+            if p + 1 == end and begin + columns < k:
+                ahead = weights + (first * k + begin + columns) * width
             if kind.is_widened:
-                widen(wide, weights, count, kind.element)
+                widen(wide, block, count, kind.element)
                 block = wide
-            _multiply_widened_block(to, source, rows, block, count, begin == 0, ahead, kind)
+            kept = _Sums(sums + 4 * PANEL * (p - first) * rows, 4 * PANEL)
+            is_last = begin + columns >= k and (p + 1) * PANEL <= n
+            out = _Sums(y + 4 * PANEL * p, 4 * n) if is_last else kept
+            _multiply_widened_block(kept, out, source, rows, block, count, begin == 0, ahead, kind)
+    if end * PANEL > n:
+        _copy_sums(sums + 4 * PANEL * (end - 1 - first) * rows, rows, y, n, end - 1)
 
 
 @reorderable
@@ -230,7 +236,7 @@ def _multiply_panels(
             to, stride = sums, 4 * PANEL
         _multiply_panel(to, stride, x, rows, k, panel, ahead, kind)
         if not is_whole:
-            _copy_sums(sums, rows, y, n, p, p + 1)
+            _copy_sums(sums, rows, y, n, p)
 
 
 @reorderable
@@ -268,9 +274,7 @@ def multiply(args: Any, kind: Any) -> None:
                 copied_group = group
         to = y + 4 * first * n
         if is_widened:
-            wide, panels = sums + 4 * PANEL * max_rows * unit_panels, weights + begin * k * kind.width
-            _multiply_widened(sums, wide, source, rows, k, panels, end - begin, kind)
-            _copy_sums(sums, rows, to, n, begin, end)
+            _multiply_widened(to, n, source, rows, k, weights, (begin, end), sums, kind)
         else:
             bounds = (begin, end, following % group_units * unit_panels)
             _multiply_panels(to, n, source, rows, k, weights, bounds, sums, kind)
