@@ -14,7 +14,7 @@ from tgis.shard.kernels.cpu.jit.compiler import atomic_add, keep_alive, reordera
 
 # Most rows of a group and panels of a unit. A unit's sums and a block of its rows of x fit a second-level
 # cache together.
-_MAX_ROWS, _MAX_PANELS = 24 * ROWS, 4
+MAX_ROWS, _MAX_PANELS = 24 * ROWS, 4
 
 # Parts of the counter: units that were taken from the front, from the back, and threads that came.
 _BITS = 28
@@ -95,7 +95,7 @@ def _multiply_panels(w: Any, group: Any, panels: Any, scratch: int, kind: Any) -
 
 @reorderable
 def multiply_many_rows(args: Any, w: Any, kind: Any) -> None:
-    groups = -(-w.num_rows // _MAX_ROWS)
+    groups = -(-w.num_rows // MAX_ROWS)
     max_rows = -(-w.num_rows // groups)
     num_panels, num_blocks = -(-w.out_features // PANEL), -(-w.k // w.columns)
     unit_panels = max(1, min(_MAX_PANELS, num_panels * groups // (8 * w.num_threads)))
