@@ -129,7 +129,8 @@ class _Tile:
     @property
     def step(self) -> int:
         """Bytes of a row of the panel."""
-        return PANEL * self.element.bitwidth // 8
+        size: int = PANEL * self.element.bitwidth // 8
+        return size
 
     def add_column(self, b: Any, prefetch: Any, k: Any, sums: list[Any]) -> list[Any]:
         weight = b.add(self.weights, b.mul(k, I64(self.step)))
@@ -153,7 +154,7 @@ def _prefetch_panel(b: Any, tile: _Tile, k: Any) -> None:
 
 
 def _prefetch_for_tall(b: Any, tile: _Tile, k: Any) -> None:
-    """Prefetch the line that all of a block's tiles get to, and a line of the next tile's rows of x."""
+    """Prefetch from `ahead`, of which other tiles prefetch other parts, and the next tile's rows of x."""
     llvm.prefetch(b, b.add(tile.ahead, b.mul(k, tile.ahead_step)), I64(0))
     llvm.prefetch(b, b.add(tile.x, b.mul(k, I64(_LINE))), I64(tile.num_rows * STRIDE))
 

@@ -102,7 +102,7 @@ def multiply_many_rows(args: Any, w: Any, kind: Any) -> None:
     group_units = -(-num_panels // unit_panels)
     rows_of_x = np.empty(max_rows * num_blocks * STRIDE // 4, np.float32)
     memory = np.empty((max_rows * unit_panels + BLOCK + 1) * PANEL, np.float32)
-    scratch = (np.int64(memory.ctypes.data) + LINE - 1) // LINE * LINE
+    scratch: Any = (np.int64(memory.ctypes.data) + LINE - 1) // LINE * LINE
     copied = np.int64(-1)
     is_last = (_arrive(args) >> 2 * _BITS & 1) == 1
     unit = _take_unit(args, is_last, groups * group_units)

@@ -1,4 +1,4 @@
-"""What all products have in common: sizes, addresses, and the copy of x in the layout that tiles read."""
+"""Sizes and addresses of a product, and copies of x in the layout that tiles read."""
 
 from typing import Any, NamedTuple
 
