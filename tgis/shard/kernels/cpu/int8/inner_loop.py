@@ -240,7 +240,8 @@ def make_tile(num_rows: int, isa: InstructionSet = INSTRUCTION_SET) -> Any:
     ) -> None:
         headers = [b.add(x, b.mul(x_stride, I64(r))) for r in range(num_rows)]
         last = b.sub(num_groups, I64(1))
-        tile.prefetch_out(b, out, out_stride)
+        with b.if_then(b.icmp_signed(">", num_lines, I64(0))):
+            tile.prefetch_out(b, out, out_stride)
 
         def build(g: Any, totals: list[Any]) -> list[Any]:
             _prefetch_lines(b, b.add(ahead, b.mul(g, b.mul(num_lines, I64(_LINE)))), num_lines)

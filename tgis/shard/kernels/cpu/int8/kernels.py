@@ -47,21 +47,22 @@ def _quantize_rows(x: int, in_features: int, first: int, stop: int, out: int, st
 
 
 @ordered
-def _panel_bytes(groups: int, quads: int) -> Any:
-    """Return the size of a panel. quads: of the last group."""
-    return (groups - 1) * PANEL_GROUP + (QUAD * quads + 4) * COLUMNS
-
-
-@ordered
 def _multiply_rows(
-    out: int, width: int, x: int, stride: int, rows: int, panel: int, groups: int, quads: int, columns: int
+    out: int,
+    width: int,
+    x: int,
+    stride: int,
+    rows: int,
+    panel: int,
+    groups: int,
+    quads: int,
+    columns: int,
+    ahead: int,
 ) -> None:
     """Multiply rows with a panel in tiles. A row's chain of sums is the same in every tile height. If there
-    are several of the tallest tiles, each of them prefetches a part of the next panel."""
+    are several of the tallest tiles, each of them prefetches a part of the next panel, at `ahead`."""
     row, num_tiles = 0, rows // TALLEST
-    ahead, lines = panel + _panel_bytes(groups, quads), 0
-    if num_tiles > 1:
-        lines = -(-PANEL_GROUP // (_LINE * num_tiles))
+    lines = -(-PANEL_GROUP // (_LINE * num_tiles)) if num_tiles > 1 else 0
     while row < rows:
         to, of, left = out + row * width, x + row * stride, rows - row
         if left >= TALLEST:
@@ -91,17 +92,19 @@ class _Product(NamedTuple):
 
 
 @ordered
-def _multiply_panels(w: Any, first: int, rows: int, begin: int, end: int) -> None:
-    """Multiply `rows` rows from `first` on with the panels [begin, end)."""
+def _multiply_panels(w: Any, first: int, rows: int, begin: int, end: int, following: int) -> None:
+    """Multiply `rows` rows from `first` on with the panels [begin, end). The thread's next panel after those
+    is `following`."""
     groups = -(-w.in_features // GROUP)
     quads = -(-(w.in_features - (groups - 1) * GROUP) // QUAD)  # quads of the last group
-    panel_bytes = _panel_bytes(groups, quads)
+    panel_bytes = (groups - 1) * PANEL_GROUP + (QUAD * quads + 4) * COLUMNS
     width, stride = 4 * w.out_features, w.row_bytes
     for p in range(begin, end):
         columns = min(COLUMNS, w.out_features - p * COLUMNS)
         out, panel = w.out + first * width + 4 * p * COLUMNS, w.panels + p * panel_bytes
-        of = w.quantized + first * stride
-        _multiply_rows(out, width, of, stride, rows, panel, groups, quads, columns)
+        of, next_p = w.quantized + first * stride, p + 1 if p + 1 < end else following
+        ahead = w.panels + next_p * panel_bytes
+        _multiply_rows(out, width, of, stride, rows, panel, groups, quads, columns, ahead)
 
 
 @ordered
@@ -134,10 +137,11 @@ def _multiply_int8(args: Any) -> None:
     _await_quantized(args, num_parts, w)
     unit -= num_parts
     while unit < num_runs * -(-w.num_rows // rows_per_chunk):
+        next_one = (next_unit(args) & _UNITS) - num_parts
         first, begin = unit // num_runs * rows_per_chunk, unit % num_runs * panels_per_run
         rows, end = min(rows_per_chunk, w.num_rows - first), min(begin + panels_per_run, num_panels)
-        _multiply_panels(w, first, rows, begin, end)
-        unit = (next_unit(args) & _UNITS) - num_parts
+        _multiply_panels(w, first, rows, begin, end, next_one % num_runs * panels_per_run)
+        unit = next_one
 
 
 @ordered
