@@ -14,7 +14,7 @@ from tgis.shard.kernels.cpu.jit.llvm import FLOAT, FUSED, I8, I16, I32, I64
 from tgis.shard.quant.schemes.int8 import GROUP
 
 QUAD = 4  # adjacent values that an instruction multiplies at once
-_LINE = 64  # bytes of a cache line
+LINE = 64  # bytes of a cache line
 HEADER = 8  # bytes before a group of activations: its scale, float32, and the correction of its sums, int32
 
 
@@ -45,7 +45,7 @@ def _load(b: Any, address: Any, element: Any, lanes: int = 1) -> Any:
 
 def _prefetch_lines(b: Any, address: Any, count: Any) -> None:
     def build(i: Any, _: list[Any]) -> list[Any]:
-        llvm.prefetch(b, address, b.mul(i, I64(_LINE)))
+        llvm.prefetch(b, address, b.mul(i, I64(LINE)))
         return []
 
     llvm.loop_range(b, I64(0), count, 1, [], build)
@@ -193,7 +193,7 @@ class _Tile:
         """Emit prefetches of the memory that `store` writes: its lines arrive while the sums are computed."""
         for r in range(self.num_rows):
             begin = b.add(out, b.mul(stride, I64(r)))
-            for offset in range(0, 4 * self.isa.columns, _LINE):
+            for offset in range(0, 4 * self.isa.columns, LINE):
                 llvm.prefetch_written(b, begin, I64(offset))
 
     def store(self, b: Any, totals: list[Any], out: Any, stride: Any, num_columns: Any) -> None:
@@ -219,8 +219,8 @@ def make_tile(num_rows: int, isa: InstructionSet = INSTRUCTION_SET) -> Any:
 
     Its arguments: the addresses of out and of activations, each followed by the bytes from one row to the
     next; the panel's address; the number of groups; the number of quads in the last group; the number of
-    columns, at most the panel's; an address and the number of cache lines for each group that the code
-    prefetches from there on."""
+    columns, at most the panel's; an address and the number of cache lines from there on that the code
+    prefetches for each group. If there are any, it prefetches its part of out, too."""
     tile = _Tile(isa, num_rows)
     x_step, panel_step = HEADER + GROUP * isa.width, (GROUP + 4) * isa.columns
 
@@ -244,7 +244,7 @@ def make_tile(num_rows: int, isa: InstructionSet = INSTRUCTION_SET) -> Any:
             tile.prefetch_out(b, out, out_stride)
 
         def build(g: Any, totals: list[Any]) -> list[Any]:
-            _prefetch_lines(b, b.add(ahead, b.mul(g, b.mul(num_lines, I64(_LINE)))), num_lines)
+            _prefetch_lines(b, b.add(ahead, b.mul(g, b.mul(num_lines, I64(LINE)))), num_lines)
             here = [b.add(header, b.mul(g, I64(x_step))) for header in headers]
             num_quads = b.select(b.icmp_signed("<", g, last), I64(GROUP // QUAD), last_quads)
             return tile.add_group(b, totals, here, b.add(panel, b.mul(g, I64(panel_step))), num_quads)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray
 
-from tgis.shard.kernels.cpu.int8.inner_loop import HEADER, INSTRUCTION_SET, QUAD, make_tile
+from tgis.shard.kernels.cpu.int8.inner_loop import HEADER, INSTRUCTION_SET, LINE, QUAD, make_tile
 from tgis.shard.kernels.cpu.int8.quantize import OFFSET, make_quantizer
 from tgis.shard.kernels.cpu.jit.compiler import (
     Kernel,
@@ -23,7 +23,6 @@ COLUMNS = INSTRUCTION_SET.columns  # columns of a panel
 ROWS = INSTRUCTION_SET.rows
 PANEL_GROUP = (GROUP + 4) * COLUMNS  # bytes of a group and its scales
 WIDTH = INSTRUCTION_SET.width
-_LINE = 64  # bytes of a cache line
 X_GROUP = HEADER + GROUP * WIDTH  # bytes of a group of activations
 
 _F32, _I8, _U8 = np.float32(0), np.int8(0), np.uint8(0)
@@ -62,12 +61,15 @@ def _multiply_rows(
     """Multiply rows with a panel in tiles. A row's chain of sums is the same in every tile height. If there
     are several of the tallest tiles, each of them prefetches a part of the next panel, at `ahead`."""
     row, num_tiles = 0, rows // TALLEST
-    lines = -(-PANEL_GROUP // (_LINE * num_tiles)) if num_tiles > 1 else 0
+    lines = -(-PANEL_GROUP // (LINE * num_tiles)) if num_tiles > 1 else 0
     while row < rows:
         to, of, left = out + row * width, x + row * stride, rows - row
-        if left >= TALLEST:
+        if left >= TALLEST and lines:
             _tile_tallest(to, width, of, stride, panel, groups, quads, columns, ahead, lines)
-            ahead += groups * lines * _LINE
+            ahead += groups * lines * LINE
+            row += TALLEST
+        elif left >= TALLEST:  # the constant 0 leaves no code for prefetching
+            _tile_tallest(to, width, of, stride, panel, groups, quads, columns, ahead, 0)
             row += TALLEST
         elif left >= TALL:
             _tile_tall(to, width, of, stride, panel, groups, quads, columns, ahead, 0)
