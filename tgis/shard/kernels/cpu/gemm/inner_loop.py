@@ -85,7 +85,7 @@ def _make_tile(is_tall: bool) -> Any:
             prefetch = _prefetch_for_tall if is_tall else _prefetch_panel
             if is_tall:
                 for place in target[:: _LINE // (4 * LANES)]:
-                    llvm.prefetch_for_writing(b, place)
+                    llvm.prefetch_for_writing(b, place, I64(0))
             initial = _load_sums(b, _find_cells(b, sums, sums_stride, num_rows), is_first)
             tile = _Tile(num_rows, x, weights, ahead, ahead_step, element)
             totals = llvm.loop(b, count, initial, functools.partial(tile.add_column, b, prefetch))
