@@ -9,8 +9,8 @@ from torch import Tensor
 from tgis.shard.attention.interface import StepLayout
 
 QUERY_TILE = 32  # most tokens of one sequence that a tile of queries holds
-# Keys of a segment, which begins at a multiple of it. Results depend on it: a row's softmax is computed
-# segment by segment, and the segments are merged in their order.
+# Keys of a segment, which begins at a multiple of it; whole spans. Results depend on it: a row's softmax is
+# computed segment by segment, and the segments are merged in their order.
 SEGMENT_LEN = 1024
 # Tiles of at most so many tokens have their segments computed as separate units of work. Larger tiles are
 # units enough, and would need much memory for the results of their segments.

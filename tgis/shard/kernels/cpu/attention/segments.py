@@ -3,7 +3,8 @@ are merged in their order. So it makes no difference to a row's bits whether one
 segments or each of them is a unit of its own.
 
 A result is the sums of a row as `Scratch` describes them, then a vector that begins with the maximum that
-they are relative to."""
+they are relative to. That vector also has the counter of segments that are done, in the first result of a
+tile's first row."""
 
 from typing import Any, NamedTuple
 
@@ -92,7 +93,6 @@ def keep_partials(u: Any, part: SegmentPart, num_heads: int, s: Any) -> Any:
     for r in range(u.num_tokens * u.heads if part.begin < u.end else 0):
         place = partial_address(part.number, r, u, part, num_heads, s.length)
         copy_result(place, s.sums + 4 * s.length * r, s.maxima + 4 * r, s.length)
-    # It has place in the last vector of the result of the first segment and row.
     counter = partial_address(0, 0, u, part, num_heads, s.length) + 4 * s.length + 8
     is_last = _count(pointer(counter, _I64)) + 1 == part.num_parts
     if is_last:
