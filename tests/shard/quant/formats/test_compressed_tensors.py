@@ -114,9 +114,9 @@ def test_bytes_of_groups_of_several_widths_have_the_widest(tmp_path: Path) -> No
     tensors, expected, settings = compress(
         draw_weight(48, WIDTH, torch.float32), "int-quantized", **INTEGERS["rows"]
     )
-    groups = settings["config_groups"]
-    [group] = groups.values()
-    groups["narrow"] = {**group, "weights": {**group["weights"], "num_bits": 4}}
+    [group] = settings["config_groups"].values()
+    narrow = {**group, "weights": {**group["weights"], "num_bits": 4}}
+    settings["config_groups"] = {"first": narrow, "second": group, "third": narrow}
     assert torch.equal(open_module(tmp_path, tensors, settings).read(), expected)
 
 
