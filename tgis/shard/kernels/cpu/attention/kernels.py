@@ -50,22 +50,26 @@ def _attend_unit_number(index: int, a: Any, step: Any, p: Any, scoring: Any, s: 
     return True
 
 
-def _attend_kernel(element: Any) -> Kernel:
+def attend_kernel(element: Any, factor: Any = _F32, columns: int = 1) -> Kernel:
+    """Return the kernel that attends to a cache whose elements are `columns` numbers each. `element` and
+    `factor` are numbers of the types of elements, and of what they are multiplied with."""
+
     def attend(args: Any) -> None:
         a = carray(args, 18)
-        p = Pages(a[1], a[2], a[3], a[4], a[5], a[6])
+        p = Pages(a[1], a[2], a[3], a[4], a[5], a[6], columns)
         step = carray(pointer(a[8], _I64), 9)
         scoring = ScoringArgs(as_float(a[11]), as_float(a[12]), a[13], a[14], a[15], a[16], a[17])
         depth = round_up(p.head_dim, LANES)
         max_rows = step[4] * min(HEADS, a[7] // p.num_kv_heads) + TALL
-        q, sums = round_up(max_rows * p.head_dim, LANES), max_rows * (depth + LANES)
-        maxima, gathered = round_up(max_rows, LANES), SPAN * (p.head_dim + depth)
-        memory = np.empty(LANES + q + sums + maxima + TALL * SPAN + 8 * GROUPS + gathered, np.float32)
+        q, sums = max_rows * depth, max_rows * (depth + LANES)
+        num_maxima, gathered = round_up(max_rows, LANES), SPAN * (p.head_dim + depth)
+        memory = np.empty(LANES + q + sums + num_maxima + TALL * SPAN + 8 * GROUPS + gathered, np.float32)
         begin = round_up(memory.ctypes.data, ALIGNMENT)
-        scores = begin + 4 * (q + sums + maxima)
+        scores = begin + 4 * (q + sums + num_maxima)
         places = scores + 4 * TALL * SPAN
         rest = places + 32 * GROUPS
-        s = Scratch(begin, begin + 4 * q, depth + LANES, begin + 4 * (q + sums), scores, places, rest)
+        length, maxima = depth + LANES, begin + 4 * (q + sums)
+        s = Scratch(begin, begin + 4 * q, length, maxima, scores, places, rest, factor)
         while _attend_unit_number(next_unit(args), a, step, p, scoring, s, element):
             pass
         keep_alive(memory)
@@ -76,21 +80,27 @@ def _attend_kernel(element: Any) -> Kernel:
 @reorderable
 def _write_token(k: Any, v: Any, slot: int, p: Any, element: Any) -> None:
     """Write one token's k and v, [num_kv_heads, head_dim] each, to its slot."""
-    block, offset = slot // p.block_size, slot % p.block_size
+    block, offset, size = slot // p.block_size, slot % p.block_size, p.head_dim * p.block_size
+    columns, last = p.columns, p.columns - 1  # the earlier number of a pair comes last in memory
     for h in range(p.num_kv_heads):
-        page = (block * p.num_kv_heads + h) * p.head_dim * p.block_size * p.width
-        keys = carray(pointer(p.keys + page, element), (p.head_dim, p.block_size))
-        values = carray(pointer(p.values + page, element), (p.block_size, p.head_dim))
+        page = (block * p.num_kv_heads + h) * size * p.width // columns
+        keys = carray(pointer(p.keys + page, element), (size,))
+        values = carray(pointer(p.values + page, element), (size,))
         for d in range(p.head_dim):
-            keys[d, offset] = stored(k[h, d], element)
+            row = d // columns * p.block_size + offset
+            keys[row * columns + last - d % columns] = stored(k[h, d], element)
+        begin = offset // columns * p.head_dim * columns + last - offset % columns
         for d in range(p.head_dim):
-            values[offset, d] = stored(v[h, d], element)
+            values[begin + d * columns] = stored(v[h, d], element)
 
 
-def _write_kernel(element: Any) -> Kernel:
+def write_kernel(element: Any, columns: int = 1) -> Kernel:
+    """Return the kernel that writes keys and values to a cache whose elements are `columns` numbers each.
+    `element` is a number of the type of the cache's numbers."""
+
     def write(args: Any) -> None:
         a = carray(args, 10)
-        p = Pages(a[1], a[2], a[3], a[4], a[5], a[6])
+        p = Pages(a[1], a[2], a[3], a[4], a[5], a[6], columns)
         step = carray(pointer(a[7], _I64), 9)
         num_tokens = step[0]
         k = carray(pointer(a[8], _F32), (num_tokens, p.num_kv_heads, p.head_dim))
@@ -106,5 +116,5 @@ def _write_kernel(element: Any) -> Kernel:
     return Kernel(write)
 
 
-ATTEND = {dtype: _attend_kernel(element) for dtype, element in ELEMENTS.items()}
-WRITE = {dtype: _write_kernel(element) for dtype, element in ELEMENTS.items()}
+ATTEND = {dtype: attend_kernel(element) for dtype, element in ELEMENTS.items()}
+WRITE = {dtype: write_kernel(element) for dtype, element in ELEMENTS.items()}
