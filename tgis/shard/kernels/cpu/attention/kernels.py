@@ -80,27 +80,21 @@ def attend_kernel(element: Any, factor: Any = _F32, columns: int = 1) -> Kernel:
 @reorderable
 def _write_token(k: Any, v: Any, slot: int, p: Any, element: Any) -> None:
     """Write one token's k and v, [num_kv_heads, head_dim] each, to its slot."""
-    block, offset, size = slot // p.block_size, slot % p.block_size, p.head_dim * p.block_size
-    columns, last = p.columns, p.columns - 1  # the earlier number of a pair comes last in memory
+    block, offset = slot // p.block_size, slot % p.block_size
     for h in range(p.num_kv_heads):
-        page = (block * p.num_kv_heads + h) * size * p.width // columns
-        keys = carray(pointer(p.keys + page, element), (size,))
-        values = carray(pointer(p.values + page, element), (size,))
+        page = (block * p.num_kv_heads + h) * p.head_dim * p.block_size * p.width
+        keys = carray(pointer(p.keys + page, element), (p.head_dim, p.block_size))
+        values = carray(pointer(p.values + page, element), (p.block_size, p.head_dim))
         for d in range(p.head_dim):
-            row = d // columns * p.block_size + offset
-            keys[row * columns + last - d % columns] = stored(k[h, d], element)
-        begin = offset // columns * p.head_dim * columns + last - offset % columns
+            keys[d, offset] = stored(k[h, d], element)
         for d in range(p.head_dim):
-            values[begin + d * columns] = stored(v[h, d], element)
+            values[offset, d] = stored(v[h, d], element)
 
 
-def write_kernel(element: Any, columns: int = 1) -> Kernel:
-    """Return the kernel that writes keys and values to a cache whose elements are `columns` numbers each.
-    `element` is a number of the type of the cache's numbers."""
-
+def _write_kernel(element: Any) -> Kernel:
     def write(args: Any) -> None:
         a = carray(args, 10)
-        p = Pages(a[1], a[2], a[3], a[4], a[5], a[6], columns)
+        p = Pages(a[1], a[2], a[3], a[4], a[5], a[6], 1)
         step = carray(pointer(a[7], _I64), 9)
         num_tokens = step[0]
         k = carray(pointer(a[8], _F32), (num_tokens, p.num_kv_heads, p.head_dim))
@@ -117,4 +111,4 @@ def write_kernel(element: Any, columns: int = 1) -> Kernel:
 
 
 ATTEND = {dtype: attend_kernel(element) for dtype, element in ELEMENTS.items()}
-WRITE = {dtype: write_kernel(element) for dtype, element in ELEMENTS.items()}
+WRITE = {dtype: _write_kernel(element) for dtype, element in ELEMENTS.items()}

@@ -21,7 +21,8 @@ from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import FUSED, I32, I64
 
-_BITS, _UPPER = 16, 0xFFFF0000  # of the earlier number of a pair, and the bits of float32 that bfloat16 keeps
+_BITS, _UPPER = 16, 0xFFFF0000  # bits of bfloat16, and those of float32 that it keeps
+_NAN = 0x7FC00000
 
 
 def count_columns(element: Any) -> int:
@@ -72,7 +73,7 @@ def store_weights(b: Any, weights: list[Any], address: Any, total: Any, element:
             both = b.bitcast(rounded, pairs.vector_type(LANES))
             [total] = pairs.add_products(b, [total], [pairs.ones(b, LANES)], [both])
         else:
-            two = [_round(b, weight) for weight in two]
+            two = [round_vector(b, weight) for weight in two]
             for i, weight in enumerate(two):
                 store(b, weight, address, I64(4 * LANES * (v + i)))
             for half in range(pairs.COLUMNS):
@@ -89,18 +90,19 @@ def round_query(b: Any, address: Any, count: Any, element: Any) -> None:
         pairs.copy_rounded(b, address, address, count)
     elif element == types.uint16:
 
-        def round_vector(k: Any, _: list[Any]) -> list[Any]:
+        def build(k: Any, _: list[Any]) -> list[Any]:
             place = b.add(address, b.mul(k, I64(4)))
-            llvm.store_vector(b, _round(b, llvm.load_vector(b, place, LANES)), place)
+            llvm.store_vector(b, round_vector(b, llvm.load_vector(b, place, LANES)), place)
             return []
 
-        llvm.loop_range(b, I64(0), count, LANES, [], round_vector)
+        llvm.loop_range(b, I64(0), count, LANES, [], build)
 
 
-def _round(b: Any, x: Any) -> Any:
+def round_vector(b: Any, x: Any) -> Any:
     """Round a vector of float32 to bfloat16, half to even, kept as float32."""
     bits = b.bitcast(x, INTEGERS)
     even = b.and_(b.lshr(bits, llvm.constant(_BITS, LANES, I32)), llvm.constant(1, LANES, I32))
     rounded = b.add(b.add(bits, llvm.constant(0x7FFF, LANES, I32)), even)
-    kept = b.bitcast(b.and_(rounded, llvm.constant(_UPPER, LANES, I32)), VECTOR)
-    return b.select(b.fcmp_unordered("uno", x, x), x, kept)
+    kept = b.and_(rounded, llvm.constant(_UPPER, LANES, I32))
+    nan = llvm.constant(_NAN, LANES, I32)  # rounding would make some NaNs infinite
+    return b.bitcast(b.select(b.fcmp_unordered("uno", x, x), nan, kept), VECTOR)
