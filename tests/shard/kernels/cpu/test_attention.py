@@ -164,17 +164,17 @@ def test_every_token_stands_in_one_tile(counts: list[int]) -> None:
     lengths = [count + 7 * i for i, count in enumerate(counts)]
     spans = [(length - count, length) for length, count in zip(lengths, counts, strict=True)]
     plan = CpuPlan(make_layout(spans, [list(range(20))] * len(counts)), 10, is_cross=False)
-    tiles = plan.tiles.tolist()
+    tiles = plan.items.tolist()
     placed = [
         (begin + i, sequence, position + i)
-        for sequence, begin, count, position in tiles
+        for sequence, begin, count, position, *_ in tiles
         for i in range(count)
     ]
     expected = [(sequence, position) for sequence, span in enumerate(spans) for position in range(*span)]
     assert sorted(placed) == [(token, *place) for token, place in enumerate(expected)]
-    costs = [count * (position + count) for _, _, count, position in tiles]
+    costs = [count * (position + count) for _, _, count, position, *_ in tiles]
     assert costs == sorted(costs, reverse=True)
-    assert max(count for _, _, count, _ in tiles) <= plan.table[4] <= QUERY_TILE
+    assert max(count for _, _, count, *_ in tiles) <= plan.table[4] <= QUERY_TILE
 
 
 def test_bits_are_the_same_for_any_number_of_heads_that_share() -> None:

@@ -11,6 +11,8 @@ from torch import Tensor
 from tgis.shard.attention.interface import AttentionKind, AttentionPlan, Heads, Scoring, StepLayout
 from tgis.shard.kernels.cpu.attention.kernels import ATTEND, TOKENS, WRITE
 from tgis.shard.kernels.cpu.attention.plan import CpuPlan
+from tgis.shard.kernels.cpu.attention.segments import EXTRA
+from tgis.shard.kernels.cpu.attention.vectors import LANES
 from tgis.shard.kernels.cpu.jit import compiler
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_bits
 from tgis.shard.kernels.cpu.ops import split_heads
@@ -33,6 +35,7 @@ class CpuAttention:
         width = cache.dtype.itemsize * self._columns
         sizes = (cache.num_kv_heads, cache.head_dim, cache.block_size, width)
         layers = zip(cache.keys, cache.values, strict=True)
+        self._result_size = -(-cache.head_dim // LANES) * LANES + EXTRA
         # For each layer, the fields of the kernels' `Pages`.
         self._pages = [(k.data_ptr(), v.data_ptr(), *sizes) for k, v in layers]
         # For each layer, its last `Scoring` and the fields of the kernel's `ScoringArgs` made from it.
@@ -63,6 +66,7 @@ class CpuAttention:
     def attend(self, layer: int, q: Tensor, plan: AttentionPlan, scoring: Scoring) -> Tensor:
         assert isinstance(plan, CpuPlan)
         q, out = q.contiguous(), compiler.empty(*q.shape)
+        plan.reserve_partials(q.shape[1] * self._result_size)
         known, fields = self._scoring_args[layer]
         if known is not scoring:
             fields = _scoring_fields(scoring)

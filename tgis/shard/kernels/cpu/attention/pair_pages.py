@@ -9,7 +9,7 @@ import numpy as np
 from llvmlite import ir
 from numba import carray
 
-from tgis.shard.kernels.cpu.attention.kernels import TOKENS
+from tgis.shard.kernels.cpu.attention.kernels import TABLE, TOKENS
 from tgis.shard.kernels.cpu.attention.operands import round_vector
 from tgis.shard.kernels.cpu.attention.tiles import Pages, round_up
 from tgis.shard.kernels.cpu.attention.vectors import INTEGERS, LANES
@@ -80,7 +80,7 @@ def _write_token(k: int, v: int, slot: int, p: Any, buffer: int) -> None:
 def _write_pairs(args: Any) -> None:
     a = carray(args, 10)
     p = Pages(a[1], a[2], a[3], a[4], a[5], a[6], pairs.COLUMNS)
-    step = carray(pointer(a[7], _I64), 9)
+    step = carray(pointer(a[7], _I64), TABLE)
     num_tokens, token_bytes = step[0], 4 * p.num_kv_heads * p.head_dim
     slots = carray(pointer(step[8], _I64), (num_tokens,))
     buffer = np.empty(round_up(p.head_dim, _HALVES), np.uint32)

@@ -112,6 +112,27 @@ def _rescale(b: Any, sums: Any, length: Any, factor: Any) -> None:
     llvm.loop(b, b.sdiv(length, I64(LANES)), [], build)
 
 
+@llvm_function()
+def merge_results(b: Any, result: Any, sums: Any, maximum: Any, length: Any) -> None:
+    """Add `length` sums that are relative to a maximum to those of `result`, which its own maximum follows.
+    The arguments are addresses but for `length`, a multiple of LANES."""
+    prefer_512_bits(b)
+    own_maximum = b.add(result, b.mul(length, I64(4)))
+    own, other = (llvm.load_broadcast(b, x, LANES) for x in (own_maximum, maximum))
+    after = _maximum(b, own, other)
+    own_factor, factor = (_exp(b, b.fsub(x, after, **FUSED)) for x in (own, other))
+
+    def build(k: Any, values: list[Any]) -> list[Any]:
+        offset = b.mul(k, I64(4 * LANES))
+        kept = b.fmul(load(b, result, offset), own_factor)
+        total = llvm.call(b, f"llvm.fma.v{LANES}f32", VECTOR, load(b, sums, offset), factor, kept)
+        store(b, total, result, offset)
+        return values
+
+    llvm.loop(b, b.sdiv(length, I64(LANES)), [], build)
+    b.store(b.extract_element(after, I32(0)), llvm.pointer_to(b, FLOAT, own_maximum))
+
+
 @llvm_function(types.float32)
 def sum_lanes(b: Any, address: Any) -> Any:
     """Return the sum of the vector at an address, always added in the same order."""
