@@ -17,7 +17,7 @@ from tgis.shard.attention.interface import Scoring
 from tgis.shard.kernels.cpu.attention.plan import QUERY_TILE, CpuPlan
 from tgis.shard.memory.kv_cache import KVCache, bytes_per_block
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

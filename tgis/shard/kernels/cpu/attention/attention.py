@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tgis.shard.attention.interface import AttentionKind, AttentionPlan, Heads, Scoring, StepLayout
+from tgis.shard.kernels.cpu.attention.float8 import READ_FACTORS
 from tgis.shard.kernels.cpu.attention.kernels import ATTEND, TOKENS, WRITE
 from tgis.shard.kernels.cpu.attention.plan import CpuPlan
 from tgis.shard.kernels.cpu.attention.segments import EXTRA
@@ -38,6 +39,10 @@ class CpuAttention:
         self._result_size = -(-cache.head_dim // LANES) * LANES + EXTRA
         # For each layer, the fields of the kernels' `Pages`.
         self._pages = [(k.data_ptr(), v.data_ptr(), *sizes) for k, v in layers]
+        # For each layer, the pages' factors.
+        read = READ_FACTORS.get(cache.dtype, 1.0)
+        self._reading = [(as_bits(each.key * read), as_bits(each.value * read)) for each in cache.scales]
+        self._writing = [(as_bits(1 / each.key), as_bits(1 / each.value)) for each in cache.scales]
         # For each layer, its last `Scoring` and the fields of the kernel's `ScoringArgs` made from it.
         self._scoring_args: list[tuple[Scoring | None, tuple[int, ...]]] = [(None, ())] * cache.num_layers
 
@@ -61,7 +66,8 @@ class CpuAttention:
         assert isinstance(plan, CpuPlan)
         k, v = k.contiguous(), v.contiguous()
         run = self._write if len(k) <= TOKENS else self._write.parallel
-        run(*self._pages[layer], plan.table.data_ptr(), k.data_ptr(), v.data_ptr())
+        addresses = (plan.table.data_ptr(), k.data_ptr(), v.data_ptr())
+        run(*self._pages[layer], *addresses, *self._writing[layer])
 
     def attend(self, layer: int, q: Tensor, plan: AttentionPlan, scoring: Scoring) -> Tensor:
         assert isinstance(plan, CpuPlan)
@@ -72,7 +78,7 @@ class CpuAttention:
             fields = _scoring_fields(scoring)
             self._scoring_args[layer] = (scoring, fields)
         addresses = (plan.table.data_ptr(), q.data_ptr(), out.data_ptr())
-        self._attend.parallel(*self._pages[layer], q.shape[1], *addresses, *fields)
+        self._attend.parallel(*self._pages[layer], q.shape[1], *addresses, *fields, *self._reading[layer])
         return out
 
     def read(self, layer: int, block_table: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
@@ -81,7 +87,7 @@ class CpuAttention:
         k = self._pages_of(cache.keys[layer][blocks], cache.head_dim, cache.block_size).transpose(2, 3)
         v = self._pages_of(cache.values[layer][blocks], cache.block_size, cache.head_dim)
         k, v = (x.transpose(0, 1).flatten(1, 2)[:, :seq_len].float() for x in (k, v))
-        return k, v
+        return k * cache.scales[layer].key, v * cache.scales[layer].value
 
     def _pages_of(self, memory: Tensor, height: int, width: int) -> Tensor:
         """Return pages [num_blocks, num_kv_heads, height, width] of the memory of some blocks."""

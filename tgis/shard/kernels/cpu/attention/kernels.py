@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
+from tgis.shard.kernels.cpu.attention.float8 import CACHE_ELEMENTS, as_element, loses_nan
 from tgis.shard.kernels.cpu.attention.qk_pv import GROUPS, SPAN, TALL
 from tgis.shard.kernels.cpu.attention.segments import SegmentPart, find_first_key, result_size
 from tgis.shard.kernels.cpu.attention.tiles import (
@@ -22,7 +23,6 @@ from tgis.shard.kernels.cpu.attention.tiles import (
 )
 from tgis.shard.kernels.cpu.attention.vectors import LANES
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_float, keep_alive, next_unit, pointer, reorderable
-from tgis.shard.kernels.cpu.jit.scalar_math import ELEMENTS, stored
 
 HEADS = 16  # most query heads of a unit of work
 TOKENS = 8  # tokens whose keys and values a thread writes as one unit of work
@@ -70,8 +70,8 @@ def attend_kernel(element: Any, factor: Any = _F32, columns: int = 1) -> Kernel:
     `factor` are numbers of the types of elements, and of what they are multiplied with."""
 
     def attend(args: Any) -> None:
-        a = carray(args, 18)
-        p = Pages(a[1], a[2], a[3], a[4], a[5], a[6], columns)
+        a = carray(args, 20)
+        p = Pages(a[1], a[2], a[3], a[4], a[5], a[6], as_float(a[18]), as_float(a[19]), columns)
         step = carray(pointer(a[8], _I64), TABLE)
         scoring = ScoringArgs(as_float(a[11]), as_float(a[12]), a[13], a[14], a[15], a[16], a[17])
         depth = round_up(p.head_dim, LANES)
@@ -95,6 +95,14 @@ def attend_kernel(element: Any, factor: Any = _F32, columns: int = 1) -> Kernel:
 
 
 @reorderable
+def _has_nan(k: Any, v: Any) -> bool:
+    found = False
+    for d in range(len(k)):
+        found |= np.isnan(k[d]) or np.isnan(v[d])
+    return found
+
+
+@reorderable
 def _write_token(k: Any, v: Any, slot: int, p: Any, element: Any) -> None:
     """Write one token's k and v, [num_kv_heads, head_dim] each, to its slot."""
     block, offset = slot // p.block_size, slot % p.block_size
@@ -103,15 +111,17 @@ def _write_token(k: Any, v: Any, slot: int, p: Any, element: Any) -> None:
         keys = carray(pointer(p.keys + page, element), (p.head_dim, p.block_size))
         values = carray(pointer(p.values + page, element), (p.block_size, p.head_dim))
         for d in range(p.head_dim):
-            keys[d, offset] = stored(k[h, d], element)
+            keys[d, offset] = as_element(k[h, d] * p.key_factor, element)
         for d in range(p.head_dim):
-            values[offset, d] = stored(v[h, d], element)
+            values[offset, d] = as_element(v[h, d] * p.value_factor, element)
+        if loses_nan(element) and _has_nan(k[h], v[h]):
+            keys[0, offset] = as_element(np.float32(np.nan), element)
 
 
 def _write_kernel(element: Any) -> Kernel:
     def write(args: Any) -> None:
-        a = carray(args, 10)
-        p = Pages(a[1], a[2], a[3], a[4], a[5], a[6], 1)
+        a = carray(args, 12)
+        p = Pages(a[1], a[2], a[3], a[4], a[5], a[6], as_float(a[10]), as_float(a[11]), 1)
         step = carray(pointer(a[7], _I64), TABLE)
         num_tokens = step[0]
         k = carray(pointer(a[8], _F32), (num_tokens, p.num_kv_heads, p.head_dim))
@@ -127,5 +137,5 @@ def _write_kernel(element: Any) -> Kernel:
     return Kernel(write)
 
 
-ATTEND = {dtype: attend_kernel(element) for dtype, element in ELEMENTS.items()}
-WRITE = {dtype: _write_kernel(element) for dtype, element in ELEMENTS.items()}
+ATTEND = {dtype: attend_kernel(element) for dtype, element in CACHE_ELEMENTS.items()}
+WRITE = {dtype: _write_kernel(element) for dtype, element in CACHE_ELEMENTS.items()}

@@ -17,6 +17,7 @@ from tgis.shard.kernels.cpu.gemm import pairs
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import (
     Kernel,
+    as_float,
     keep_alive,
     llvm_function,
     next_unit,
@@ -78,8 +79,8 @@ def _write_token(k: int, v: int, slot: int, p: Any, buffer: int) -> None:
 
 
 def _write_pairs(args: Any) -> None:
-    a = carray(args, 10)
-    p = Pages(a[1], a[2], a[3], a[4], a[5], a[6], pairs.COLUMNS)
+    a = carray(args, 12)
+    p = Pages(a[1], a[2], a[3], a[4], a[5], a[6], as_float(a[10]), as_float(a[11]), pairs.COLUMNS)
     step = carray(pointer(a[7], _I64), TABLE)
     num_tokens, token_bytes = step[0], 4 * p.num_kv_heads * p.head_dim
     slots = carray(pointer(step[8], _I64), (num_tokens,))

@@ -6,10 +6,13 @@ contiguous. Each result stays in a register and is one chain of fused multiply-a
 (QK) or along the keys (PV), so its bits depend only on its own row and column. Pairs of bfloat16 are two
 channels, or two keys."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from numba import types
+
+from tgis.shard.kernels.cpu.attention.float8 import find_nan
 from tgis.shard.kernels.cpu.attention.operands import (
     add_products,
     count_columns,
@@ -26,6 +29,8 @@ GROUPS = 4
 SPAN = GROUPS * LANES  # keys of one update of the online softmax
 TALL, SHORT = 6, 4  # most rows of a tile: where a unit has many rows, and where it has few
 LINE = 64
+# Orders in which rows fetch vectors in turns. A line may hold two vectors, of this and of the next row.
+_TURNS = {1: (0,), 2: (0, 1), 4: (0, 2, 1, 3)}
 
 _TILES = (1, 2, 3, 4, TALL)  # numbers of rows that tiles are built for
 # Most result vectors of a tile, so that all fit the registers.
@@ -80,7 +85,7 @@ def multiply_qk(
             factors = [load_factor(b, b.add(start, column), element) for start in starts]
             return add_products(b, sums, factors, loaded, element)
 
-        results = llvm.loop(b, n, [ZERO] * (num_rows * width), add_channel)
+        results = llvm.loop(b, n, _first_scores(b, bases, element) * num_rows, add_channel)
         for i, result in enumerate(results):
             r, v = divmod(i, width)
             store(b, result, scores, I64(4 * (r * SPAN + (first + v) * LANES)))
@@ -89,16 +94,25 @@ def multiply_qk(
     _for_rows(b, rows, GROUPS, build_tile)
 
 
-def _prefetch_keys(b: Any, ahead: list[Any], k: Any, row: Any, dtype: Any) -> None:
-    """Prefetch row `k` of the next keys. A vector of 16-bit elements is half a cache line, so each row
-    fetches only every other vector, in turns."""
-    if dtype.bitwidth == 32 or len(ahead) == 1:
-        chosen = ahead
-    else:
-        is_odd = b.trunc(k, I1)
-        chosen = [b.select(is_odd, odd, even) for even, odd in zip(ahead[::2], ahead[1::2], strict=True)]
-    for base in chosen:
-        llvm.prefetch(b, base, row)
+def _first_scores(b: Any, bases: list[Any], element: Any) -> list[Any]:
+    """Return a vector for each base: zeros, or NaNs for the keys that have them."""
+    return [find_nan(b, base, LANES) if element == types.int8 else ZERO for base in bases]
+
+
+def _prefetch_keys(b: Any, ahead: list[Any], k: Any, row: Any, element: Any) -> None:
+    """Prefetch row `k` of the next keys. A vector of 16-bit elements is half a cache line, one of 8 bits a
+    quarter, so each row fetches only some of the vectors, in turns."""
+    turns = min(len(ahead), {8: 4, 16: 2}.get(element.bitwidth, 1))
+    for chosen in zip(*(ahead[turn::turns] for turn in _TURNS[turns]), strict=True):
+        llvm.prefetch(b, _choose(b, k, chosen), row)
+
+
+def _choose(b: Any, k: Any, choices: Sequence[Any]) -> Any:
+    """Return the one of 1, 2 or 4 values that the lowest bits of k say."""
+    if len(choices) == 1:
+        return choices[0]
+    is_odd, pairs = b.trunc(k, I1), zip(choices[::2], choices[1::2], strict=True)
+    return _choose(b, b.lshr(k, I64(1)), [b.select(is_odd, odd, even) for even, odd in pairs])
 
 
 def _add_pv(num_vectors: int) -> Any:

@@ -46,6 +46,9 @@ class Pages(NamedTuple):
     head_dim: int
     block_size: int
     width: int  # bytes of an element
+    # Factors of what is read, to make keys and values of it; of what is written, to make elements of it.
+    key_factor: Any
+    value_factor: Any
     columns: int  # numbers of an element: in pairs, two channels of a key, or a channel of two values
 
 
@@ -240,7 +243,7 @@ def _finish_row(r: int, sums: int, u: Any, queries: Any, p: Any, length: int) ->
     out = carray(pointer(queries.out + 4 * index * p.head_dim, _F32), (p.head_dim,))
     values = carray(pointer(sums, _F32), (p.head_dim,))
     weight_sum = sum_lanes(sums + 4 * (length - LANES))
-    factor = np.float32(1) / weight_sum if weight_sum != 0 else np.float32(0)
+    factor = p.value_factor / weight_sum if weight_sum != 0 else np.float32(0)
     for d in range(p.head_dim):
         out[d] = values[d] * factor
 
@@ -252,7 +255,7 @@ def _attend_keys(
     """Attend with all rows of a unit, of which `height` form a tile of products, to the keys [begin, end)."""
     num_rows, in_place = u.num_tokens * u.heads, p.block_size % LANES == 0
     for r in range(round_up(num_rows, height)):
-        _start_row(r, u, queries, p, scoring.scale, s)
+        _start_row(r, u, queries, p, scoring.scale * p.key_factor, s)
     for span in range(begin, end, SPAN):
         if in_place:
             _advance(s)
