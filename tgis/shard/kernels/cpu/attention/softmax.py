@@ -96,8 +96,7 @@ def update_softmax(
         b.store(b.extract_element(after, I32(0)), llvm.pointer_to(b, FLOAT, maximum))
     weight_sums = b.add(sums, b.mul(b.sub(length, I64(LANES)), I64(4)))
     weights = [
-        b.select(mask, _exp(b, b.fsub(x, after, **FUSED)), ZERO)
-        for mask, x in zip(visible, row, strict=True)
+        b.select(mask, _exp(b, b.fsub(x, after, **FUSED)), ZERO) for mask, x in zip(visible, row, strict=True)
     ]
     total = store_weights(b, weights, scores, load(b, weight_sums, I64(0)), element)
     store(b, total, weight_sums, I64(0))
