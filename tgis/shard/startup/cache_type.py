@@ -33,8 +33,9 @@ class CacheType:
 def choose_cache_type(
     config: ShardConfig, settings: Mapping[str, Any], choice: Choice, on: Platform, dtype_name: str
 ) -> CacheType:
-    """Return the type that `--kv-cache-dtype` asks for, or the platform's, or that of `dtype_name`. `settings` is the model's
-    config.json. Raises UnsupportedModelError, DeviceError and WeightsError."""
+    """Return the type that `--kv-cache-dtype` asks for, or the platform's, or that of `dtype_name`.
+
+    `settings` is the model's config.json. Raises UnsupportedModelError, DeviceError and WeightsError."""
     name, directory = CACHE_TYPES[config.kv_cache_dtype], Path(config.model_path)
     if name is None:
         if on.cache_dtype is not None:

@@ -1,5 +1,5 @@
-"""Builders of LLVM code for the operands of attention's products. Elements of the cache are numbers, which are
-multiplied with float32, or pairs of bfloat16, which are multiplied with pairs of queries or weights.
+"""Builders of LLVM code for the operands of attention's products. Elements of the cache are numbers, which
+are multiplied with float32, or pairs of bfloat16, which are multiplied with pairs of queries or weights.
 
 What is multiplied with the elements, queries and softmax weights, has a type of its own: float32; uint16,
 which are float32 rounded to bfloat16; or PAIR."""

@@ -79,8 +79,8 @@ def update_softmax(
 
     Only the `count` keys from `first` on are visible; all others get weight 0. Weights are exponentials
     relative to the new maximum; earlier sums are rescaled when it grows. `scores`, `maximum` and `sums` are
-    addresses. There are `length` sums, in whole vectors; the last accumulates the weights lane by lane. `element`
-    is a value of the weights' type, see `operands`."""
+    addresses. There are `length` sums, in whole vectors; the last accumulates the weights lane by lane.
+    `element` is a value of the weights' type, see `operands`."""
     prefer_512_bits(b)
     visible = _find_visible(b, first, count)
     row = [load(b, scores, I64(4 * LANES * v)) for v in range(GROUPS)]

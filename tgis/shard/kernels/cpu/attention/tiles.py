@@ -221,7 +221,7 @@ def _attend_span(r: int, rows: int, span: int, u: Any, p: Any, scoring: Any, s: 
 
 @reorderable
 def _start_row(r: int, u: Any, queries: Any, p: Any, scale: Any, s: Any) -> None:
-    """Scale and round the query of row `r` and clear its sums. Rows past the unit's last token repeat that token."""
+    """Scale and round the query of row `r` and clear its sums. Rows past the unit's last token repeat it."""
     token = min(r // u.heads, u.num_tokens - 1)
     index = (u.start + token) * queries.num_heads + u.head + r % u.heads
     q = carray(pointer(queries.q + 4 * index * p.head_dim, _F32), (p.head_dim,))

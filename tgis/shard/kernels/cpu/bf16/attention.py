@@ -1,5 +1,5 @@
 """Attention with bfloat16 arithmetic: queries, keys, values and softmax weights are rounded to bfloat16, and
-sums are float32. A sum adds its products in the same order with pairs and without, so its bits are the same."""
+sums are float32. A sum adds its products in the same order with pairs and without, and has the same bits."""
 
 import logging
 from dataclasses import dataclass
