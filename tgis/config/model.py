@@ -107,8 +107,8 @@ class ModelOptions:
     kv_cache_dtype: str = option(
         "Type of keys and values in the cache; auto: that of --dtype, or of --cpu-arithmetic bfloat16. "
         "fp8_e4m3 and fp8_e5m2 take half the memory of 16 bits and are faster in long sequences, on CPUs "
-        "only. A checkpoint's scales of keys and values are used if it has them. fp8 and fp8_e4m3fn are other "
-        "servers' names of fp8_e4m3.",
+        "only. A checkpoint's scales of keys and values are used if it has them. fp8 and fp8_e4m3fn are "
+        "other servers' names of fp8_e4m3.",
         "auto",
         choices=tuple(CACHE_TYPES),
         advice="A cache of 16 or 32 bits has the type of --dtype.",
