@@ -78,7 +78,7 @@ def store_weights(b: Any, weights: list[Any], address: Any, total: Any, element:
                 store(b, weight, address, I64(4 * LANES * (v + i)))
             for half in range(pairs.COLUMNS):
                 every_other = range(half, pairs.COLUMNS * LANES, pairs.COLUMNS)
-                total = b.fadd(total, llvm.shuffle(b, *two, list(every_other)), **FUSED)
+                total = b.fadd(total, llvm.shuffle(b, two[0], two[1], list(every_other)), **FUSED)
     return total
 
 

@@ -27,7 +27,11 @@ _HEADS, _HEAD_DIM, _LENGTH, _TOLERANCE = 3, 32, 75, 2**-5
 ROUNDED = CacheKernels(attend_kernel(_U16, _U16), WRITE[torch.bfloat16])
 """Kernels that round, and compute in float32, on any processor."""
 
-PAIRS = WRITE_PAIRS and CacheKernels(attend_kernel(_PAIR, _PAIR, pairs.COLUMNS), WRITE_PAIRS, pairs.COLUMNS)
+PAIRS = (
+    None
+    if WRITE_PAIRS is None
+    else CacheKernels(attend_kernel(_PAIR, _PAIR, pairs.COLUMNS), WRITE_PAIRS, pairs.COLUMNS)
+)
 """None if the processor does not multiply pairs."""
 
 
