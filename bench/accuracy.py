@@ -21,6 +21,7 @@ from tgis.shard.models import registry
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import StepInputs
 from tgis.shard.quant.registry import find_scheme
+from tgis.shard.startup.cache_type import FLOAT8
 from tgis.shard.startup.cpu_platform import on_cpu
 from tgis.shard.startup.host_runner import HostRunners
 
@@ -38,10 +39,12 @@ HELD_OUT = (
 class Precision:
     name: str
     dtype: torch.dtype
-    """Of the cache, and of the weights that are not quantized."""
+    """Of the weights that are not quantized."""
     quantize: str | None = None
     arithmetic: str = "float32"
     rounds_activations: bool = False
+    cache_type: str | None = None
+    """Value of `--kv-cache-dtype`; None for that of `dtype`."""
 
 
 # Schemes of equal numbers have two names, of which one is measured.
@@ -52,6 +55,7 @@ PRECISIONS = (
     Precision("bfloat16 arithmetic", torch.float16, arithmetic="bfloat16"),
     *(Precision(name, torch.float16, name) for name in SCHEMES),
     Precision("int4, --activations int8", torch.float16, "int4", rounds_activations=True),
+    *(Precision(f"{name} cache", torch.float16, cache_type=name) for name in FLOAT8),
 )
 
 
@@ -116,9 +120,10 @@ def _score(model: Path, precision: Precision, windows: Sequence[Tensor]) -> tupl
     decoder = registry.load(model, settings, alone, dtype, on.kernels, scheme)
     assert isinstance(decoder, Decoder)
     spec, num_blocks = decoder.spec, -(-WINDOW // BLOCK_SIZE)
+    cache_dtype = FLOAT8[precision.cache_type] if precision.cache_type else on.cache_dtype or dtype
     sizes = (spec.num_layers, num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
     assert isinstance(on.make_runner, HostRunners)
-    attention = on.make_runner.attention(KVCache(*sizes, on.cache_dtype or dtype))
+    attention = on.make_runner.attention(KVCache(*sizes, cache_dtype))
     layout = _describe_one(WINDOW, num_blocks)
     scores, chosen = [], []
     for ids in windows:

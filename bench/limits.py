@@ -58,5 +58,17 @@ def decode_limit(
     return min(reading, multiplying)
 
 
+def count_cache_bytes(shape: Shape, dtype: str, num_tokens: int) -> float:
+    """Bytes of the keys and values of a sequence. The cache has 16 bits where weights have fewer."""
+    elements = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * num_tokens
+    return elements * max(2.0, WIDTHS[dtype])
+
+
+def long_decode_limit(shape: Shape, dtype: str, context: int, rates: Rates) -> float:
+    """Tokens per second of one sequence: what reading the weights and its keys and values allows."""
+    weights = count_step_weights(shape) * WIDTHS[dtype]
+    return rates.read / (weights + count_cache_bytes(shape, dtype, context))
+
+
 def _table(shape: Shape) -> int:
     return shape.vocab_size * shape.hidden_size

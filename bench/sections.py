@@ -29,6 +29,7 @@ FILE_WIDTH = 2  # bytes of a weight in a checkpoint's files
 # By section; each has a function `run(options, model)`.
 MODULES = {
     "prefix": "bench.shared_prefix",
+    "long": "bench.long_context",
     "interruption": "bench.interruption",
     "overload": "bench.overload",
     "flood": "bench.flood",

@@ -17,6 +17,7 @@ from bench.load import Answer
 from bench.service import BenchError
 from bench.shapes import SHAPES, Shape
 from bench.targets import Figure
+from tgis.shard.memory.kv_cache import KVCache
 
 TIED = Shape(2, 48, 4, 2, 8, 80, 600)
 UNTIED = Shape(2, 48, 4, 2, 8, 80, 600, tie_embeddings=False)
@@ -49,6 +50,15 @@ def test_operations_are_those_of_the_model(shape: Shape) -> None:
     assert limits.prefill_operations(shape, 7) == count_operations(shape, 0, 7, with_head=False)
     # 5 prompt tokens make the first new one, 3 steps on positions 5, 6 and 7 the other three.
     assert limits.decode_operations(shape, 5, 4) == count_operations(shape, 5, 8, with_head=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_long_sequence_is_limited_by_reading_weights_and_cache(dtype: str) -> None:
+    cache = KVCache(TIED.num_layers, 10, 16, TIED.num_kv_heads, TIED.head_dim, getattr(torch, dtype))
+    size = cache.keys.nbytes + cache.values.nbytes
+    assert limits.count_cache_bytes(TIED, dtype, 160) == size
+    weights = limits.count_step_weights(TIED) * cache.dtype.itemsize
+    assert limits.long_decode_limit(TIED, dtype, 160, RATES) == pytest.approx(1e9 / (weights + size))
 
 
 def test_one_sequence_is_limited_by_reading_and_many_by_multiplying() -> None:

@@ -61,8 +61,10 @@ def choose_cache_type(
 
 def _was_made_for_float8(settings: Mapping[str, Any], directory: Path) -> bool:
     quantization = read_settings(settings, directory)
-    scheme = quantization and quantization.section("kv_cache_scheme")
-    return bool(scheme) and scheme.text("type", "") == "float" and scheme.number("num_bits") == 8
+    if quantization is None:
+        return False
+    scheme = quantization.section("kv_cache_scheme")
+    return scheme.text("type", "") == "float" and scheme.number("num_bits") == 8
 
 
 def _read_scales(name: str, directory: Path, choice: Choice) -> list[CacheScale]:
