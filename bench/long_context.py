@@ -1,5 +1,5 @@
-"""Tokens per second of one client with a long prompt, against what reading the weights and its keys and values
-for every token allows. The prompt is computed once and found in the prefix cache afterwards."""
+"""Tokens per second of one client with a long prompt, against what reading the weights and the prompt's keys
+and values for every token allows. The prompt is computed once and then found in the prefix cache."""
 
 import statistics
 import sys
