@@ -105,9 +105,10 @@ class ModelOptions:
         group=Group.MEMORY,
     )
     kv_cache_dtype: str = option(
-        "Type of keys and values in the cache; auto: that of --dtype. fp8_e4m3 and fp8_e5m2 take half the "
-        "memory of 16 bits and are faster in long sequences, on CPUs only. A checkpoint's scales of keys and "
-        "values are used if it has them. fp8 and fp8_e4m3fn are other servers' names of fp8_e4m3.",
+        "Type of keys and values in the cache; auto: that of --dtype, or of --cpu-arithmetic bfloat16. "
+        "fp8_e4m3 and fp8_e5m2 take half the memory of 16 bits and are faster in long sequences, on CPUs "
+        "only. A checkpoint's scales of keys and values are used if it has them. fp8 and fp8_e4m3fn are "
+        "other servers' names of fp8_e4m3.",
         "auto",
         choices=tuple(CACHE_TYPES),
         advice="A cache of 16 or 32 bits has the type of --dtype.",
@@ -120,9 +121,10 @@ class ModelOptions:
         group=Group.MEMORY,
     )
     cpu_arithmetic: str = option(
-        "Arithmetic of matrix products on CPUs, in the service's own engine. bfloat16 rounds their weights "
-        "and inputs to bfloat16 and adds in float32: about twice as fast for several tokens at once on "
-        "processors with AVX512_BF16, slower on others. Products of int8 codes stay as they are.",
+        "Arithmetic of matrix products and attention on CPUs, in the service's own engine. bfloat16 rounds "
+        "what they multiply to bfloat16 and adds in float32: about twice as fast for several tokens at once "
+        "on processors with AVX512_BF16, slower on others. Keys and values are then kept as bfloat16. "
+        "Products of codes stay as they are, and so does attention to keys and values of 8 bits.",
         "float32",
         choices=ARITHMETICS,
         group=Group.MEMORY,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 CPU = torch.device("cpu")
-SLACK = 16  # elements after the last page, so that kernels can load whole vectors
+SLACK = 32  # elements after the last page, so that kernels can load whole vectors, of pairs too
 POPULATED_BYTES, LEAST_PRIORITY = 1 << 21, 19
 MADV_HUGEPAGE, MADV_POPULATE_WRITE = 14, 23  # Linux's constants
 

@@ -33,10 +33,13 @@ class CacheType:
 def choose_cache_type(
     config: ShardConfig, settings: Mapping[str, Any], choice: Choice, on: Platform, dtype_name: str
 ) -> CacheType:
-    """Return the type that `--kv-cache-dtype` asks for, or that of `dtype_name`. `settings` is the model's
-    config.json. Raises UnsupportedModelError, DeviceError and WeightsError."""
+    """Return the type that `--kv-cache-dtype` asks for, or the platform's, or that of `dtype_name`.
+
+    `settings` is the model's config.json. Raises UnsupportedModelError, DeviceError and WeightsError."""
     name, directory = CACHE_TYPES[config.kv_cache_dtype], Path(config.model_path)
     if name is None:
+        if on.cache_dtype is not None:
+            [dtype_name] = [each for each, dtype in DTYPES.items() if dtype == on.cache_dtype]
         if _was_made_for_float8(settings, directory) and on.device.type == "cpu":
             logger.info(
                 "keys and values are kept as %s; the checkpoint was made for 8 bits, which --kv-cache-dtype "

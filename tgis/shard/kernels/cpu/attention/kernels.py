@@ -65,15 +65,18 @@ def _attend_unit_number(index: int, a: Any, step: Any, p: Any, scoring: Any, s: 
     return True
 
 
-def _attend_kernel(element: Any) -> Kernel:
+def attend_kernel(element: Any, factor: Any = _F32, columns: int = 1) -> Kernel:
+    """Return the kernel that attends to a cache whose elements are `columns` numbers each. `element` and
+    `factor` are numbers of the types of elements, and of what they are multiplied with."""
+
     def attend(args: Any) -> None:
         a = carray(args, 20)
-        p = Pages(a[1], a[2], a[3], a[4], a[5], a[6], as_float(a[18]), as_float(a[19]))
+        p = Pages(a[1], a[2], a[3], a[4], a[5], a[6], as_float(a[18]), as_float(a[19]), columns)
         step = carray(pointer(a[8], _I64), TABLE)
         scoring = ScoringArgs(as_float(a[11]), as_float(a[12]), a[13], a[14], a[15], a[16], a[17])
         depth = round_up(p.head_dim, LANES)
         max_rows = step[4] * min(HEADS, a[7] // p.num_kv_heads) + TALL
-        q, sums = round_up(max_rows * p.head_dim, LANES), max_rows * (depth + LANES)
+        q, sums = max_rows * depth, max_rows * (depth + LANES)
         maxima, gathered = round_up(max_rows, LANES), SPAN * (p.head_dim + depth)
         results = max_rows * result_size(depth + LANES)
         size = LANES + q + sums + maxima + TALL * SPAN + 8 * GROUPS + gathered + results
@@ -83,7 +86,7 @@ def _attend_kernel(element: Any) -> Kernel:
         places = scores + 4 * TALL * SPAN
         rest = places + 32 * GROUPS
         rows = (begin, begin + 4 * q, depth + LANES, begin + 4 * (q + sums), rest + 4 * gathered)
-        s = Scratch(*rows, scores, places, rest)
+        s = Scratch(*rows, scores, places, rest, factor)
         while _attend_unit_number(next_unit(args), a, step, p, scoring, s, element):
             pass
         keep_alive(memory)
@@ -118,7 +121,7 @@ def _write_token(k: Any, v: Any, slot: int, p: Any, element: Any) -> None:
 def _write_kernel(element: Any) -> Kernel:
     def write(args: Any) -> None:
         a = carray(args, 12)
-        p = Pages(a[1], a[2], a[3], a[4], a[5], a[6], as_float(a[10]), as_float(a[11]))
+        p = Pages(a[1], a[2], a[3], a[4], a[5], a[6], as_float(a[10]), as_float(a[11]), 1)
         step = carray(pointer(a[7], _I64), TABLE)
         num_tokens = step[0]
         k = carray(pointer(a[8], _F32), (num_tokens, p.num_kv_heads, p.head_dim))
@@ -134,5 +137,5 @@ def _write_kernel(element: Any) -> Kernel:
     return Kernel(write)
 
 
-ATTEND = {dtype: _attend_kernel(element) for dtype, element in CACHE_ELEMENTS.items()}
+ATTEND = {dtype: attend_kernel(element) for dtype, element in CACHE_ELEMENTS.items()}
 WRITE = {dtype: _write_kernel(element) for dtype, element in CACHE_ELEMENTS.items()}

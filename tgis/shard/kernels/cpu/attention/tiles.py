@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray
 
+from tgis.shard.kernels.cpu.attention.operands import round_query
 from tgis.shard.kernels.cpu.attention.qk_pv import (
     GROUPS,
     SHORT,
@@ -37,7 +38,7 @@ _F32, _I32, _I64 = np.float32(0), np.int32(0), np.int64(0)
 
 
 class Pages(NamedTuple):
-    """One layer of the cache: addresses, and sizes in elements."""
+    """One layer of the cache: addresses, and sizes in numbers."""
 
     keys: int  # [num_blocks, num_kv_heads] pages of [head_dim, block_size]
     values: int  # [num_blocks, num_kv_heads] pages of [block_size, head_dim]
@@ -48,6 +49,7 @@ class Pages(NamedTuple):
     # Factors of what is read, to make keys and values of it; of what is written, to make elements of it.
     key_factor: Any
     value_factor: Any
+    columns: int  # numbers of an element: in pairs, two channels of a key, or a channel of two values
 
 
 class ScoringArgs(NamedTuple):
@@ -87,17 +89,18 @@ class WorkUnit(NamedTuple):
 class Scratch(NamedTuple):
     """Addresses in a thread's own scratch memory, of float32 unless stated otherwise."""
 
-    q: int  # [max_rows, head_dim], scaled
+    q: int  # [max_rows, depth], scaled, and of the type of `factor`; depth is head_dim in whole vectors
     sums: int  # [max_rows, length]: weighted sums of values; the last vector sums the weights lane by lane
     length: int
     maxima: int  # [max_rows], running maximum of the scores
     results: int  # [max_rows, result_size(length)], results of several segments
-    scores: int  # [TALL, SPAN], overwritten by the softmax weights
+    scores: int  # [TALL, SPAN], overwritten by the softmax weights, of the type of `factor`
     # int64 [4, GROUPS], addresses: the current span's vectors of keys, the next span's, then one for every
     # LANES rows of values of the current span and of the next.
     places: int
     # Copies of keys [head_dim, SPAN], then of values [SPAN, depth], where pages cannot be read in place.
     gathered: int
+    factor: Any  # a number of the type of what keys and values are multiplied with
 
 
 @reorderable
@@ -113,7 +116,7 @@ def round_up(n: int, step: int) -> int:
 @reorderable
 def _locate_span(which: int, span: int, u: Any, p: Any, s: Any) -> None:
     """Store the addresses of a span's keys and values; those of groups that no row sees are arbitrary."""
-    page = p.head_dim * p.block_size * p.width
+    page = p.head_dim * p.block_size * p.width // p.columns
     for group in range(GROUPS):
         key = span + group * LANES
         if key >= u.end:
@@ -123,7 +126,7 @@ def _locate_span(which: int, span: int, u: Any, p: Any, s: Any) -> None:
         base, offset = (block * p.num_kv_heads + u.kv_head) * page, (key - index * p.block_size) * p.width
         place = s.places + 8 * (which * GROUPS + group)
         poke(place, p.keys + base + offset)
-        poke(place + 16 * GROUPS, p.values + base + offset * p.head_dim)
+        poke(place + 16 * GROUPS, p.values + base + offset * p.head_dim // p.columns)
 
 
 @reorderable
@@ -191,7 +194,7 @@ def _softmax_rows(r: int, rows: int, span: int, u: Any, scoring: Any, s: Any) ->
             if is_adjusted:
                 _adjust_scores(scores, scoring, u.head + head, span - position)
         maximum, sums = s.maxima + 4 * (r + i), s.sums + 4 * s.length * (r + i)
-        update_softmax(scores, maximum, sums, s.length, first, count)
+        update_softmax(scores, maximum, sums, s.length, first, count, s.factor)
         head += 1
         if head == u.heads:
             token, head = token + 1, 0
@@ -203,8 +206,8 @@ def _attend_span(r: int, rows: int, span: int, u: Any, p: Any, scoring: Any, s: 
     """Attend with rows [r, r + rows) of a unit to the span of keys from `span` on."""
     depth, in_place = s.length - LANES, p.block_size % LANES == 0
     stride = (p.block_size if in_place else SPAN) * p.width
-    q = s.q + 4 * r * p.head_dim
-    multiply_qk(rows, s.scores, q, 4 * p.head_dim, s.places, stride, p.head_dim, element)
+    channels, q = p.head_dim // p.columns, s.q + 4 * r * depth
+    multiply_qk(rows, s.scores, q, 4 * depth, s.places, stride, channels, element)
     seen = _softmax_rows(r, rows, span, u, scoring, s)
     if seen:
         sums, places = s.sums + 4 * s.length * r, s.places + 16 * GROUPS
@@ -218,14 +221,16 @@ def _attend_span(r: int, rows: int, span: int, u: Any, p: Any, scoring: Any, s: 
 
 @reorderable
 def _start_row(r: int, u: Any, queries: Any, p: Any, scale: Any, s: Any) -> None:
-    """Scale the query of row `r` and clear its sums. Rows past the unit's last token repeat that token."""
+    """Scale and round the query of row `r` and clear its sums. Rows past the unit's last token repeat it."""
     token = min(r // u.heads, u.num_tokens - 1)
     index = (u.start + token) * queries.num_heads + u.head + r % u.heads
     q = carray(pointer(queries.q + 4 * index * p.head_dim, _F32), (p.head_dim,))
-    scaled = carray(pointer(s.q + 4 * r * p.head_dim, _F32), (p.head_dim,))
+    scaled_query = s.q + 4 * r * (s.length - LANES)
+    scaled = carray(pointer(scaled_query, _F32), (p.head_dim,))
     sums = carray(pointer(s.sums + 4 * r * s.length, _F32), (s.length,))
     for d in range(p.head_dim):
         scaled[d] = q[d] * scale
+    round_query(scaled_query, p.head_dim, s.factor)
     for d in range(s.length):
         sums[d] = np.float32(0)
     poke(s.maxima + 4 * r, INITIAL_MAXIMUM)
