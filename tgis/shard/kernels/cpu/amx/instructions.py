@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 from llvmlite import ir
 
 from tgis.shard.kernels.cpu.jit import llvm
-from tgis.shard.kernels.cpu.jit.llvm import I8, I64
+from tgis.shard.kernels.cpu.jit.llvm import I8
 
 TILE_ROWS, ROW_BYTES = 16, 64
 ELEMENT_BYTES = 4  # of float32 and int32 sums, of a pair of bfloat16 numbers, of a quad of bytes

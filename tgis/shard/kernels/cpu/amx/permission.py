@@ -2,10 +2,25 @@
 
 import ctypes
 import errno
+import logging
 import os
+
+from tgis.shard.kernels.cpu.amx import instructions
+
+logger = logging.getLogger(__name__)
 
 _SYS_ARCH_PRCTL = 158
 _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 0x1023, 18  # from Linux's asm/prctl.h and asm/fpu/types.h
+
+
+def may_use_tiles() -> bool:
+    """Return True if there is AMX and the system permits its use to this process."""
+    if instructions.INSTRUCTIONS is None:
+        return False
+    refused = ask()
+    if refused is not None:
+        logger.warning("the system does not permit the use of AMX, so it is not used: %s", refused)
+    return refused is None
 
 
 def ask() -> str | None:

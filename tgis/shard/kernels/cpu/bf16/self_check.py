@@ -33,6 +33,7 @@ def choose_packer(has_tiles: bool = False) -> PackerChoice:
         return _choose_without_tiles()
     pack = partial(tile_product.pack, kernel=tiles.MULTIPLY_TILES)
     if is_exact(pack, multiply_plainly_by_tiles):
+        logger.info("products with bfloat16 arithmetic use AMX tiles")
         return PackerChoice(pack)
     logger.warning(
         "CPU kernel %s is replaced by one without AMX: this processor's AMX_BF16 computes something else",

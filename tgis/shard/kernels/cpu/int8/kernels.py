@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray, types
 
+from tgis.shard.kernels.cpu.int8 import tiles
 from tgis.shard.kernels.cpu.int8.inner_loop import HEADER, INSTRUCTION_SET, QUAD, make_tile
 from tgis.shard.kernels.cpu.jit.compiler import (
     Kernel,
@@ -119,7 +120,7 @@ class _Product(NamedTuple):
 
 
 @ordered
-def _multiply_panels(w: Any, first: int, rows: int, begin: int, end: int) -> None:
+def _multiply_panels(w: Any, first: int, rows: int, begin: int, end: int, multiply_rows: Any) -> None:
     """Multiply `rows` rows from `first` on with the panels [begin, end)."""
     groups = -(-w.in_features // GROUP)
     quads = -(-(w.in_features - (groups - 1) * GROUP) // QUAD)  # quads of the last group
@@ -129,7 +130,7 @@ def _multiply_panels(w: Any, first: int, rows: int, begin: int, end: int) -> Non
         columns = min(COLUMNS, w.out_features - p * COLUMNS)
         out, panel = w.out + first * width + 4 * p * COLUMNS, w.panels + p * panel_bytes
         of = w.quantized + first * stride
-        _multiply_rows(out, width, of, stride, rows, panel, groups, quads, columns)
+        multiply_rows(out, width, of, stride, rows, panel, groups, quads, columns)
 
 
 @ordered
@@ -144,7 +145,8 @@ def _await_quantized(args: Any, num_parts: int, w: Any) -> None:
             break
 
 
-def _multiply_int8(args: Any) -> None:
+@ordered
+def _multiply(args: Any, multiply_rows: Any) -> None:
     """Compute a product. The first units quantize rows, the rest multiply rows with runs of panels."""
     a = carray(args, 12)
     w = _Product(a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8])
@@ -164,8 +166,26 @@ def _multiply_int8(args: Any) -> None:
     while unit < num_runs * -(-w.num_rows // rows_per_chunk):
         first, begin = unit // num_runs * rows_per_chunk, unit % num_runs * panels_per_run
         rows, end = min(rows_per_chunk, w.num_rows - first), min(begin + panels_per_run, num_panels)
-        _multiply_panels(w, first, rows, begin, end)
+        _multiply_panels(w, first, rows, begin, end, multiply_rows)
         unit = (next_unit(args) & _UNITS) - num_parts
+
+
+@ordered
+def _multiply_rows_in_tiles(
+    out: int, width: int, x: int, stride: int, rows: int, panel: int, groups: int, quads: int, columns: int
+) -> None:
+    if rows < tiles.FEWEST_ROWS:
+        _multiply_rows(out, width, x, stride, rows, panel, groups, quads, columns)
+    else:
+        tiles.multiply_rows(out, width, x, stride, rows, panel, groups, quads, columns)
+
+
+def _multiply_int8(args: Any) -> None:
+    _multiply(args, _multiply_rows)
+
+
+def _multiply_int8_tiles(args: Any) -> None:
+    _multiply(args, _multiply_rows_in_tiles)
 
 
 @ordered
@@ -199,3 +219,5 @@ def _pack_codes(args: Any) -> None:
 
 
 multiply_int8, pack_codes = Kernel(_multiply_int8), Kernel(_pack_codes)
+MULTIPLY_INT8_TILES = Kernel(_multiply_int8_tiles) if tiles.IS_SUPPORTED else None
+"""None if the processor has no AMX."""
