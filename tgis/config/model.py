@@ -111,9 +111,9 @@ class ModelOptions:
         group=Group.MEMORY,
     )
     cpu_amx: str = option(
-        "Use of AMX on CPUs, for --cpu-arithmetic bfloat16 and for products of int8 codes: auto uses it where "
-        "the processor has it and its results prove right when a shard starts. It was tested in emulation, "
-        "but not yet on such a processor.",
+        "Use of AMX on CPUs, for --cpu-arithmetic bfloat16 and for products of int8 codes: auto uses it "
+        "where the processor has it and its results prove right when a shard starts. It was tested in "
+        "emulation, but not yet on such a processor.",
         "auto",
         choices=("auto", "off"),
         group=Group.MEMORY,

@@ -68,14 +68,20 @@ def _make_product(num_halves: int) -> Any:
 
     @llvm_function()
     def multiply(
-        b: Any, memory: Any, sums: Any, x: Any, stride: Any, panel: Any, count: Any, is_first: Any, element: Any
+        b: Any,
+        memory: Any,
+        sums: Any,
+        x: Any,
+        stride: Any,
+        panel: Any,
+        count: Any,
+        is_first: Any,
+        element: Any,
     ) -> None:
         tiles = _instructions(b, memory)
         add = tiles.add_pairs if element == _PAIRS else tiles.add_quads
         cells = [(half, v, _SUMS + 2 * half + v) for half in range(num_halves) for v in range(2)]
-        places = [
-            b.add(sums, I64(half * TILE_ROWS * PANEL_ROW + v * ROW_BYTES)) for half, v, _ in cells
-        ]
+        places = [b.add(sums, I64(half * TILE_ROWS * PANEL_ROW + v * ROW_BYTES)) for half, v, _ in cells]
         rows = [b.add(x, b.mul(stride, I64(half * TILE_ROWS))) for half in range(num_halves)]
         with b.if_else(b.icmp_signed("!=", is_first, I64(0))) as (first, later):
             with first:
@@ -107,7 +113,15 @@ _multiply_one, _multiply_two = _make_product(1), _make_product(2)
 
 @ordered
 def multiply(
-    memory: int, sums: int, x: int, stride: int, rows: int, panel: int, count: int, is_first: bool, element: Any
+    memory: int,
+    sums: int,
+    x: int,
+    stride: int,
+    rows: int,
+    panel: int,
+    count: int,
+    is_first: bool,
+    element: Any,
 ) -> None:
     """Do what `_make_product` says, for any number of rows that is configured."""
     if rows > TILE_ROWS:
@@ -118,7 +132,7 @@ def multiply(
 
 @ordered
 def copy_sums(sums: int, rows: int, columns: int, out: int, stride: int, number: Any) -> None:
-    """Copy the first columns of the sums of float32 (`number`'s type) to rows that are `stride` bytes apart."""
+    """Copy the first columns of sums of `number`'s type to rows that are `stride` bytes apart."""
     for r in range(rows):
         source = carray(pointer(sums + r * PANEL_ROW, number), (PANEL,))
         to = carray(pointer(out + r * stride, number), (columns,))

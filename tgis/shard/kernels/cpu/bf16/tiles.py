@@ -53,7 +53,9 @@ def _round_pairs(args: Any) -> None:
 
 
 @ordered
-def _multiply_panel(memory: int, sums: int, x: int, steps: int, rows: int, configured: int, panel: int) -> int:
+def _multiply_panel(
+    memory: int, sums: int, x: int, steps: int, rows: int, configured: int, panel: int
+) -> int:
     """Compute the sums of rows of x and a panel of `steps` tiles. Return the rows that are configured."""
     stride = steps * ROW_BYTES
     for begin in range(0, steps, _BLOCK):
