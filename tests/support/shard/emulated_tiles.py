@@ -2,13 +2,19 @@
 
 Where the processor would raise an exception, because shapes do not fit each other, sums become NaN, or -1."""
 
-from collections.abc import Callable
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, ClassVar
 
+import pytest
 from llvmlite import ir
 
-from tgis.shard.kernels.cpu.jit import llvm
+from tgis.shard.kernels.cpu.amx import instructions
+from tgis.shard.kernels.cpu.jit import cache, llvm
+from tgis.shard.kernels.cpu.jit.compiler import Kernel
 from tgis.shard.kernels.cpu.jit.llvm import FLOAT, I1, I8, I16, I32, I64
 
 _LANES, _ROW, _TILE, _NUM_TILES = 16, 64, 1024, 8
@@ -56,7 +62,8 @@ class EmulatedTiles:
         if name not in self.b.module.globals:
             function = ir.Function(self.b.module, kind, name)
             function.linkage = "internal"
-            function.attributes.add("noinline")
+            for attribute in ("noinline", "optnone"):  # compiled many times, run rarely
+                function.attributes.add(attribute)
             b = ir.IRBuilder(function.append_basic_block())
             build(_Operation(b, function.args[0]), *function.args[1:])
             b.ret_void()
@@ -191,3 +198,27 @@ class _Operation:
 
     def _store(self, value: Any, address: Any) -> None:
         self.b.store(value, llvm.pointer_to(self.b, _INTEGERS, address), align=1)
+
+
+def compile_emulated(names: Sequence[str], kernel: str) -> Kernel:
+    """Compile a kernel of the last of some modules below `tgis.shard.kernels.cpu`, which are imported once
+    more, with emulated tiles. Nothing of it is kept on disk, where it would be taken for the processor's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "_bases", [])
+        patch.setattr(instructions, "INSTRUCTIONS", EmulatedTiles)
+        for name in names:
+            module = _import_again(f"tgis.shard.kernels.cpu.{name}")
+            patch.setitem(sys.modules, module.__name__, module)
+            patch.setattr(sys.modules[module.__name__.rpartition(".")[0]], name.rpartition(".")[2], module)
+        compiled: Kernel = getattr(module, kernel)
+        assert compiled.address
+    return compiled
+
+
+def _import_again(name: str) -> ModuleType:
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

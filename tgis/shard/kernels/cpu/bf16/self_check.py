@@ -75,9 +75,10 @@ def multiply_plainly_by_tiles(x: Tensor, weight: Tensor) -> Tensor:
     """Return the product of numbers rounded to bfloat16 in the order of AMX: for each tile of columns, the
     sum of even columns and that of odd ones."""
     total = torch.zeros(len(x), len(weight))
-    for x_tile, weight_tile in zip(x.split(tiles.COLUMNS, 1), weight.split(tiles.COLUMNS, 1), strict=True):
-        halves = [multiply_plainly(x_tile[:, first::2], weight_tile[:, first::2]) for first in range(2)]
-        total += halves[0] + halves[1]
+    for begin in range(0, x.shape[1], tiles.COLUMNS):
+        halves = [slice(begin + first, begin + tiles.COLUMNS, 2) for first in range(2)]
+        even, odd = (multiply_plainly(x[:, half], weight[:, half]) for half in halves)
+        total += even + odd
     return total
 
 
