@@ -91,12 +91,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "product"), [("bf16", "tdpbf16ps"), ("int8", "tdpbsud")])
 def test_code_for_the_processor(built: Path, name: str, product: str) -> None:
-    code = [
-        line.split(None, 1)
-        for line in (built / name).read_text().splitlines()
-        if "\tt" in line or "\tld" in line
-    ]
-    used = {words[0] for words in code if words[0].startswith(("tile", "tdp", "ldtile"))}
+    lines = (built / name).read_text().splitlines()
+    code = [line.split(None, 1) for line in lines if line.startswith(("\ttile", "\ttdp", "\tldtile"))]
+    used = {words[0] for words in code}
     assert used == {"ldtilecfg", "tilezero", "tileloadd", "tilestored", "tilerelease", product}
     # Operands are weights, x and sums. Each product has its x in 4 or 5, and its weights in 6 or 7.
     for words in code:
