@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.shard import guarded_memory
 from tests.support.shard.emulated_tiles import compile_emulated
 from tgis.shard.checkpoint.tensors import TensorInMemory
 from tgis.shard.kernels.cpu.bf16 import kernels, self_check, tile_product, tiles
@@ -88,6 +89,20 @@ def test_rows_are_their_own(kernel: Kernel, in_features: int, out_features: int)
         assert torch.equal(product(x[:count]), whole[:count]), f"{count} rows"
         assert torch.equal(product(x[-count:]), whole[-count:]), f"{count} rows"
     assert product(x[:0]).shape == (0, out_features)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "in_features", "out_features"), [(1, 1, 1), (17, 33, 40), (145, 544, 65)]
+)
+def test_nothing_else_is_read_or_written(
+    kernel: Kernel, num_rows: int, in_features: int, out_features: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x = torch.randn(out_features, in_features), torch.randn(num_rows, in_features)
+    expected = pack(weight, kernel)(x)
+    monkeypatch.setattr(tile_product, "empty", guarded_memory.empty)
+    monkeypatch.setattr(panels.arena, "allocate", guarded_memory.allocate)
+    guarded = guarded_memory.empty(num_rows, in_features).copy_(x)
+    assert torch.equal(pack(weight, kernel)(guarded), expected)
 
 
 def test_threads_change_nothing(kernel: Kernel) -> None:

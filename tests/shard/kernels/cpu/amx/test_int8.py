@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.shard import guarded_memory
 from tests.support.shard.emulated_tiles import compile_emulated
 from tgis.shard.checkpoint.tensors import TensorInMemory
+from tgis.shard.kernels.cpu.gemm import panels
 from tgis.shard.kernels.cpu.int8 import inner_loop, kernels, product, self_check
 from tgis.shard.kernels.cpu.jit.compiler import Kernel
 from tgis.shard.quant.schemes.int8 import Rounded
@@ -53,6 +55,20 @@ def test_bits_are_those_without_tiles(kernel: Kernel, in_features: int, out_feat
     torch.set_num_threads(3)
     assert torch.equal(found(x), expected(x)), "on threads"
     assert found(x[:0]).shape == (0, out_features)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "in_features", "out_features"), [(17, 1, 1), (33, 132, 40), (49, 256, 32)]
+)
+def test_nothing_else_is_read_or_written(
+    kernel: Kernel, num_rows: int, in_features: int, out_features: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x = stored(torch.randn(out_features, in_features)), torch.randn(num_rows, in_features)
+    expected = product.pack(weight)(x)
+    monkeypatch.setattr(product, "empty", guarded_memory.empty)
+    monkeypatch.setattr(panels.arena, "allocate", guarded_memory.allocate)
+    guarded = guarded_memory.empty(num_rows, in_features).copy_(x)
+    assert torch.equal(product.pack(weight, kernel)(guarded), expected)
 
 
 def test_the_largest_sums_are_exact(kernel: Kernel) -> None:
