@@ -20,7 +20,7 @@ BUILD = """
 import sys
 from pathlib import Path
 from tgis.shard.kernels.cpu.jit import cache
-cache._bases = []
+cache._bases = [Path(sys.argv[1]) / "kept"]
 from tgis.shard.kernels.cpu.bf16.tiles import MULTIPLY_TILES
 from tgis.shard.kernels.cpu.int8.kernels import MULTIPLY_INT8_TILES
 for name, kernel in (("bf16", MULTIPLY_TILES), ("int8", MULTIPLY_INT8_TILES)):
@@ -95,6 +95,8 @@ def test_code_for_the_processor(built: Path, name: str, product: str) -> None:
     code = [line.split(None, 1) for line in lines if line.startswith(("\ttile", "\ttdp", "\tldtile"))]
     used = {words[0] for words in code}
     assert used == {"ldtilecfg", "tilezero", "tileloadd", "tilestored", "tilerelease", product}
+    function = {"bf16": "tiles._multiply_tiles", "int8": "kernels._multiply_int8_tiles"}[name]
+    assert len(list(built.glob(f"kept/**/{function}-*.nbc"))) == 1, "later starts do not compile again"
     # Operands are weights, x and sums. Each product has its x in 4 or 5, and its weights in 6 or 7.
     for words in code:
         if words[0] == product:

@@ -120,8 +120,9 @@ class _Product(NamedTuple):
 
 
 @ordered
-def _multiply_panels(w: Any, first: int, rows: int, begin: int, end: int, multiply_rows: Any) -> None:
-    """Multiply `rows` rows from `first` on with the panels [begin, end)."""
+def _multiply_panels(w: Any, first: int, rows: int, begin: int, end: int, fewest: int | None) -> None:
+    """Multiply `rows` rows from `first` on with the panels [begin, end), in tiles of AMX from `fewest` rows
+    on. None means no tiles: numba does not compile what is behind it."""
     groups = -(-w.in_features // GROUP)
     quads = -(-(w.in_features - (groups - 1) * GROUP) // QUAD)  # quads of the last group
     panel_bytes = (groups - 1) * PANEL_GROUP + (QUAD * quads + 4) * COLUMNS
@@ -130,7 +131,10 @@ def _multiply_panels(w: Any, first: int, rows: int, begin: int, end: int, multip
         columns = min(COLUMNS, w.out_features - p * COLUMNS)
         out, panel = w.out + first * width + 4 * p * COLUMNS, w.panels + p * panel_bytes
         of = w.quantized + first * stride
-        multiply_rows(out, width, of, stride, rows, panel, groups, quads, columns)
+        if fewest is None or rows < fewest:
+            _multiply_rows(out, width, of, stride, rows, panel, groups, quads, columns)
+        else:
+            tiles.multiply_rows(out, width, of, stride, rows, panel, groups, quads, columns)
 
 
 @ordered
@@ -146,7 +150,7 @@ def _await_quantized(args: Any, num_parts: int, w: Any) -> None:
 
 
 @ordered
-def _multiply(args: Any, multiply_rows: Any) -> None:
+def _multiply(args: Any, fewest: int | None) -> None:
     """Compute a product. The first units quantize rows, the rest multiply rows with runs of panels."""
     a = carray(args, 12)
     w = _Product(a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8])
@@ -166,26 +170,16 @@ def _multiply(args: Any, multiply_rows: Any) -> None:
     while unit < num_runs * -(-w.num_rows // rows_per_chunk):
         first, begin = unit // num_runs * rows_per_chunk, unit % num_runs * panels_per_run
         rows, end = min(rows_per_chunk, w.num_rows - first), min(begin + panels_per_run, num_panels)
-        _multiply_panels(w, first, rows, begin, end, multiply_rows)
+        _multiply_panels(w, first, rows, begin, end, fewest)
         unit = (next_unit(args) & _UNITS) - num_parts
 
 
-@ordered
-def _multiply_rows_in_tiles(
-    out: int, width: int, x: int, stride: int, rows: int, panel: int, groups: int, quads: int, columns: int
-) -> None:
-    if rows < tiles.FEWEST_ROWS:
-        _multiply_rows(out, width, x, stride, rows, panel, groups, quads, columns)
-    else:
-        tiles.multiply_rows(out, width, x, stride, rows, panel, groups, quads, columns)
-
-
 def _multiply_int8(args: Any) -> None:
-    _multiply(args, _multiply_rows)
+    _multiply(args, None)
 
 
 def _multiply_int8_tiles(args: Any) -> None:
-    _multiply(args, _multiply_rows_in_tiles)
+    _multiply(args, tiles.FEWEST_ROWS)
 
 
 @ordered
