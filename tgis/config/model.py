@@ -129,6 +129,14 @@ class ModelOptions:
         choices=ARITHMETICS,
         group=Group.MEMORY,
     )
+    cpu_amx: str = option(
+        "Use of AMX on CPUs, for --cpu-arithmetic bfloat16 and for products of int8 codes: auto uses it "
+        "where the processor has it and its results prove right when a shard starts. It was tested in "
+        "emulation, but not yet on such a processor.",
+        "auto",
+        choices=("auto", "off"),
+        group=Group.MEMORY,
+    )
     cuda_graphs: str | None = option(
         "On GPUs, numbers of sequences whose decode steps are captured as CUDA graphs, separated by commas. "
         "A step takes the graph of the next larger number, if there is one. 0: no graphs; unset: 1, 2, 4, 8, "

@@ -285,8 +285,10 @@ def _choose_platform(config: ShardConfig, choice: Choice, has_codes: bool) -> Pl
     if config.activations is not None and not rounds and config.rank == 0:
         reason = "the weights are not quantized" if device.type == "cpu" else "a GPU computes"
         logger.warning("--activations %s has no effect: %s", config.activations, reason)
+    # Products of float weights in float32 have no use for AMX.
+    may_use_amx = config.cpu_amx == "auto" and (has_codes or config.cpu_arithmetic != "float32")
     return choose_platform.make_platform(
-        device, kernel_cache, config.cuda_memory_fraction, asked, config.cpu_arithmetic, rounds
+        device, kernel_cache, config.cuda_memory_fraction, asked, config.cpu_arithmetic, rounds, may_use_amx
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray
 
+from tgis.shard.kernels.cpu.int8 import tiles
 from tgis.shard.kernels.cpu.int8.inner_loop import HEADER, INSTRUCTION_SET, LINE, QUAD, make_tile
 from tgis.shard.kernels.cpu.int8.quantize import OFFSET, make_quantizer
 from tgis.shard.kernels.cpu.jit.compiler import (
@@ -94,9 +95,12 @@ class _Product(NamedTuple):
 
 
 @ordered
-def _multiply_panels(w: Any, first: int, rows: int, begin: int, end: int, following: int) -> None:
-    """Multiply `rows` rows from `first` on with the panels [begin, end). The thread's next panel after those
-    is `following`."""
+def _multiply_panels(
+    w: Any, first: int, rows: int, begin: int, end: int, following: int, fewest: int | None
+) -> None:
+    """Multiply `rows` rows from `first` on with the panels [begin, end), in tiles of AMX from `fewest` rows
+    on. The thread's next panel after those is `following`. None means no tiles: numba does not compile what
+    is behind it."""
     groups = -(-w.in_features // GROUP)
     quads = -(-(w.in_features - (groups - 1) * GROUP) // QUAD)  # quads of the last group
     panel_bytes = (groups - 1) * PANEL_GROUP + (QUAD * quads + 4) * COLUMNS
@@ -106,7 +110,10 @@ def _multiply_panels(w: Any, first: int, rows: int, begin: int, end: int, follow
         out, panel = w.out + first * width + 4 * p * COLUMNS, w.panels + p * panel_bytes
         of, next_p = w.quantized + first * stride, p + 1 if p + 1 < end else following
         ahead = w.panels + next_p * panel_bytes
-        _multiply_rows(out, width, of, stride, rows, panel, groups, quads, columns, ahead)
+        if fewest is None or rows < fewest:
+            _multiply_rows(out, width, of, stride, rows, panel, groups, quads, columns, ahead)
+        else:
+            tiles.multiply_rows(out, width, of, stride, rows, panel, groups, quads, columns)
 
 
 @ordered
@@ -121,7 +128,8 @@ def _await_quantized(args: Any, num_parts: int, w: Any) -> None:
             break
 
 
-def _multiply_int8(args: Any) -> None:
+@ordered
+def _multiply(args: Any, fewest: int | None) -> None:
     """Compute a product. The first units quantize rows, the rest multiply rows with runs of panels."""
     a = carray(args, 12)
     w = _Product(a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8])
@@ -142,8 +150,16 @@ def _multiply_int8(args: Any) -> None:
         next_one = (next_unit(args) & _UNITS) - num_parts
         first, begin = unit // num_runs * rows_per_chunk, unit % num_runs * panels_per_run
         rows, end = min(rows_per_chunk, w.num_rows - first), min(begin + panels_per_run, num_panels)
-        _multiply_panels(w, first, rows, begin, end, next_one % num_runs * panels_per_run)
+        _multiply_panels(w, first, rows, begin, end, next_one % num_runs * panels_per_run, fewest)
         unit = next_one
+
+
+def _multiply_int8(args: Any) -> None:
+    _multiply(args, None)
+
+
+def _multiply_int8_tiles(args: Any) -> None:
+    _multiply(args, tiles.FEWEST_ROWS)
 
 
 @ordered
@@ -177,3 +193,5 @@ def _pack_codes(args: Any) -> None:
 
 
 multiply_int8, pack_codes = Kernel(_multiply_int8), Kernel(_pack_codes)
+MULTIPLY_INT8_TILES = Kernel(_multiply_int8_tiles) if tiles.IS_SUPPORTED else None
+"""None if the processor has no AMX."""

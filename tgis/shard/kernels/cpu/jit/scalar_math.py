@@ -42,6 +42,16 @@ def build_stored(b: Any, x: Any, element: Any) -> Any:
 
 
 @intrinsic
+def stored(typingctx: Any, x: Any, element: Any) -> Any:
+    """Convert float32 `x` to a type of ELEMENTS."""
+
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        return build_stored(b, args[0], element)
+
+    return element(types.float32, element), generate
+
+
+@intrinsic
 def loaded(typingctx: Any, x: Any) -> Any:
     """Convert an element of a type of ELEMENTS to float32."""
 
