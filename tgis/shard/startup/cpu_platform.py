@@ -11,7 +11,7 @@ from tgis.shard.kernels.cpu.amx import permission
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.kernels.cpu.bf16 import self_check
 from tgis.shard.kernels.cpu.bf16.attention import choose_attention
-from tgis.shard.kernels.cpu.int4.inner_loop import HAS_VNNI
+from tgis.shard.kernels.cpu.codes.inner_loop import HAS_VNNI
 from tgis.shard.kernels.cpu.int8 import self_check as int8_check
 from tgis.shard.kernels.cpu.jit.cache import add_run_directory
 from tgis.shard.kernels.cpu.jit.compiler import compile_progress, is_compiling

@@ -11,8 +11,8 @@ from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.checkpoint.tensors import Stored
 from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cpu import lora as lora_kernels
+from tgis.shard.kernels.cpu.codes import product as code_product
 from tgis.shard.kernels.cpu.gemm import product as gemm
-from tgis.shard.kernels.cpu.int4 import product as int4
 from tgis.shard.kernels.cpu.int8 import product as int8
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_bits, empty
 from tgis.shard.kernels.cpu.pointwise import activations, elementwise, embedding, heads, norms
@@ -47,7 +47,7 @@ class CpuKernels(Unfused):
     def find_code_packer(self, layout: CodeLayout) -> Callable[[Stored], Product] | None:
         if layout == int8_scheme.LAYOUT:
             return self._pack_int8
-        return int4.find_packer(layout, self._rounds_activations)
+        return code_product.find_packer(layout, self._rounds_activations)
 
     def prepare_adapters(self) -> None:
         """Compile the LoRA kernel unless its machine code is cached. Thread-safe."""

@@ -5,8 +5,8 @@ from typing import Any
 
 from llvmlite import ir
 
+from tgis.shard.kernels.cpu.codes.layout import COLUMNS, UNIT, VECTORS
 from tgis.shard.kernels.cpu.gemm.panels import LANES
-from tgis.shard.kernels.cpu.int4.layout import COLUMNS, UNIT, VECTORS
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.llvm import FLOAT, I8, I32, I64
 

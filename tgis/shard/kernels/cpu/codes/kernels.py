@@ -6,15 +6,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray
 
-from tgis.shard.kernels.cpu.gemm.inner_loop import copy
-from tgis.shard.kernels.cpu.int4.inner_loop import (
+from tgis.shard.kernels.cpu.codes.inner_loop import (
     ROUNDED_STRIDE,
     ROWS,
     STRIDE,
     add_columns,
     multiply_tile,
 )
-from tgis.shard.kernels.cpu.int4.layout import COLUMNS, PIECE, SCALES, UNIT, UNIT_BIT, Kind
+from tgis.shard.kernels.cpu.codes.layout import COLUMNS, PIECE, SCALES, UNIT, UNIT_BIT, Kind
+from tgis.shard.kernels.cpu.gemm.inner_loop import copy
 from tgis.shard.kernels.cpu.int8.kernels import quantize_group
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, keep_alive, next_unit, ordered, pointer
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tgis.shard.checkpoint.codes import CodeLayout, Codes
 from tgis.shard.checkpoint.tensors import Stored, WeightsError
+from tgis.shard.kernels.cpu.codes import kernels
+from tgis.shard.kernels.cpu.codes.inner_loop import HAS_VNNI
+from tgis.shard.kernels.cpu.codes.layout import COLUMNS, PIECE, SCALES, UNIT, UNIT_BIT, Kind
 from tgis.shard.kernels.cpu.gemm.panels import LANES, arena
-from tgis.shard.kernels.cpu.int4 import kernels
-from tgis.shard.kernels.cpu.int4.inner_loop import HAS_VNNI
-from tgis.shard.kernels.cpu.int4.layout import COLUMNS, PIECE, SCALES, UNIT, UNIT_BIT, Kind
 from tgis.shard.kernels.cpu.jit.compiler import empty
 
 _ROWS = 1 << 18  # approximate number of codes that are read and packed at a time

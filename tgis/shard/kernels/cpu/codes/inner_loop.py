@@ -11,9 +11,9 @@ from typing import Any
 
 from llvmlite import ir
 
+from tgis.shard.kernels.cpu.codes.conversion import convert_bytes, convert_words, load_words
+from tgis.shard.kernels.cpu.codes.layout import KINDS, PIECE, SCALES, UNIT, UNIT_BIT, VECTORS, Kind
 from tgis.shard.kernels.cpu.gemm.panels import LANES
-from tgis.shard.kernels.cpu.int4.conversion import convert_bytes, convert_words, load_words
-from tgis.shard.kernels.cpu.int4.layout import KINDS, PIECE, SCALES, UNIT, UNIT_BIT, VECTORS, Kind
 from tgis.shard.kernels.cpu.int8.inner_loop import AVX512_VNNI, AVX_VNNI, HEADER, INSTRUCTION_SET
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
