@@ -194,3 +194,19 @@ def test_a_plan_has_every_segment_of_a_short_tile_once(is_cross: bool) -> None:
     ]
     assert sorted(places) == list(range(4 * 1 + 2 * 8 + 2 * 3)), "partial results lie apart"
     assert items[0][2] == 32
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_tiles_of_a_crowd_are_not_split() -> None:
+    """And have the bits that they have alone, where they are."""
+    scene = Scene(Shape(), [70] * 20 + [700])
+    scene.write_all()
+    work = {i: (n - 1, n) for i, n in enumerate(scene.lengths)}
+    together = scene.attend(work, PLAIN)
+    plan = scene.plan(list(work.values()), list(work))
+    num_parts = {sequence: parts for sequence, _, _, _, parts, _, _ in plan.items.tolist()}
+    assert num_parts == dict.fromkeys(range(20), 1) | {20: 11}
+    for sequence, span in work.items():
+        alone = scene.attend({sequence: span}, PLAIN)[sequence]
+        assert scene.plan([span], [sequence]).items[0, 4] > 1
+        assert torch.equal(alone, together[sequence])

@@ -15,6 +15,8 @@ SEGMENT_LEN = 1024
 # Tiles of at most so many tokens have their segments computed as separate units of work. Larger tiles are
 # units enough, and would need much memory for the results of their segments.
 MAX_SPLIT_TOKENS = 8
+# Tiles with a smaller share of a step's keys are not split: threads finish together without it.
+LEAST_SPLIT_SHARE = 1 / 16
 
 _NO_PARTIALS = np.empty(0, np.float32)
 
@@ -73,7 +75,7 @@ def _plan_items(layout: StepLayout, is_cross: bool) -> tuple[Any, int]:
     begins, lengths = layout.cu_seqlens_q.numpy(), layout.seq_lens.numpy()
     if (begins == np.arange(len(begins))).all():
         items = _list_single_tokens(lengths, is_cross)
-        if not len(items) or lengths[items[0, 0]] <= SEGMENT_LEN:  # the first one is the longest
+        if not len(items) or not _may_split(int(lengths[items[0, 0]]), lengths):  # the first is the longest
             return items, 0
     lengths = lengths.astype(np.int64)
     tiles = _tile_tokens(begins.astype(np.int64), lengths, is_cross)
@@ -101,10 +103,15 @@ def _tile_tokens(begins: Any, lengths: Any, is_cross: bool) -> Any:
     return np.stack((sequence, begins[sequence] + offset, count, position), 1)
 
 
+def _may_split(length: Any, lengths: Any) -> Any:
+    """Return whether a tile of that length may be split, in a step of tiles of `lengths`."""
+    return (length > SEGMENT_LEN) & (length >= LEAST_SPLIT_SHARE * lengths.sum())
+
+
 def _split_tiles(tiles: Any, lengths: Any, is_cross: bool) -> tuple[Any, int]:
     """Return the items of tiles, whose sequences have these lengths, and the number of partial results."""
     counts = tiles[:, 2]
-    is_split = (counts <= MAX_SPLIT_TOKENS) & (lengths > SEGMENT_LEN)
+    is_split = (counts <= MAX_SPLIT_TOKENS) & _may_split(lengths, lengths)
     parts = np.where(is_split, -(-lengths // SEGMENT_LEN), 1)
     partials = np.where(is_split, parts * counts, 0)
     tile = np.repeat(np.arange(len(tiles)), parts)  # [num_items]
