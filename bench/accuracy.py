@@ -16,13 +16,14 @@ from tgis.cli.demo_model import TOPICS, read_documents, write_demo_model
 from tgis.hub import model_files
 from tgis.shard.attention.interface import StepLayout
 from tgis.shard.collectives import ProcessGroup
-from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.models import registry
 from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import StepInputs
 from tgis.shard.quant.registry import find_scheme
+from tgis.shard.startup.cache_type import FLOAT8
 from tgis.shard.startup.cpu_platform import on_cpu
+from tgis.shard.startup.host_runner import HostRunners
 
 DEMO_MODEL = Path(".cache/demo-model")
 BLOCK_SIZE = 16
@@ -38,10 +39,12 @@ HELD_OUT = (
 class Precision:
     name: str
     dtype: torch.dtype
-    """Of the cache, and of the weights that are not quantized."""
+    """Of the weights that are not quantized."""
     quantize: str | None = None
     arithmetic: str = "float32"
     rounds_activations: bool = False
+    cache_type: str | None = None
+    """Value of `--kv-cache-dtype`; None for that of `dtype`."""
 
 
 # Schemes of equal numbers have two names, of which one is measured.
@@ -52,6 +55,7 @@ PRECISIONS = (
     Precision("bfloat16 arithmetic", torch.float16, arithmetic="bfloat16"),
     *(Precision(name, torch.float16, name) for name in SCHEMES),
     Precision("int4, --activations int8", torch.float16, "int4", rounds_activations=True),
+    *(Precision(f"{name} cache", torch.float16, cache_type=name) for name in FLOAT8),
 )
 
 
@@ -111,13 +115,16 @@ def _score(model: Path, precision: Precision, windows: Sequence[Tensor]) -> tupl
     float64 and int64 [num_tokens]."""
     alone, dtype = ProcessGroup(0, 1), precision.dtype
     settings = model_files.read_json(model, "config.json")
-    kernels = on_cpu(None, precision.arithmetic, precision.rounds_activations).kernels
+    on = on_cpu(None, precision.arithmetic, precision.rounds_activations)
     scheme = find_scheme(precision.quantize)
-    decoder = registry.load(model, settings, alone, dtype, kernels, scheme)
+    decoder = registry.load(model, settings, alone, dtype, on.kernels, scheme)
     assert isinstance(decoder, Decoder)
     spec, num_blocks = decoder.spec, -(-WINDOW // BLOCK_SIZE)
-    cache = KVCache(spec.num_layers, num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim, dtype)
-    attention, layout = CpuAttention(cache), _describe_one(WINDOW, num_blocks)
+    cache_dtype = FLOAT8[precision.cache_type] if precision.cache_type else on.cache_dtype or dtype
+    sizes = (spec.num_layers, num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
+    assert isinstance(on.make_runner, HostRunners)
+    attention = on.make_runner.attention(KVCache(*sizes, cache_dtype))
+    layout = _describe_one(WINDOW, num_blocks)
     scores, chosen = [], []
     for ids in windows:
         inputs = StepInputs(ids, layout.positions, layout, attention.plan(layout, "self"))

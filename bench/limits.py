@@ -1,5 +1,5 @@
-"""What a machine allows at most: from its read bandwidth and its rate of float32 products to tokens per
-second of a shape."""
+"""What a machine allows at most: from its read bandwidth and its rates of products to tokens per second of a
+shape."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,14 @@ WIDTHS = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "int8": 1.0}
 
 @dataclass(frozen=True)
 class Rates:
-    """Of the machine, measured: bytes read and float32 operations of a large matrix product, per second."""
+    """Of the machine, measured, per second: bytes read, float32 operations of a large matrix product, and
+    operations on registers of the instructions for bfloat16 numbers and for 8-bit integers, each None where
+    the processor lacks it."""
 
     read: float
     gemm: float
+    bfloat16: float | None = None
+    int8: float | None = None
 
 
 def count_step_weights(shape: Shape) -> int:
@@ -43,9 +47,14 @@ def decode_operations(shape: Shape, input_tokens: int, new_tokens: int) -> int:
     return 2 * count_step_weights(shape) * steps + count_attention(shape, input_tokens, end)
 
 
-def prefill_limit(shape: Shape, num_tokens: int, rates: Rates) -> float:
-    """Tokens per second of one prompt."""
-    return num_tokens * rates.gemm / prefill_operations(shape, num_tokens)
+def prefill_limit(
+    shape: Shape, num_tokens: int, product_rate: float, attention_rate: float | None = None
+) -> float:
+    """Tokens per second of one prompt, by operations per second; attention has the products' rate unless it
+    is given one."""
+    attention = count_attention(shape, 0, num_tokens)
+    products = prefill_operations(shape, num_tokens) - attention
+    return num_tokens / (products / product_rate + attention / (attention_rate or product_rate))
 
 
 def decode_limit(
@@ -56,6 +65,18 @@ def decode_limit(
     reading = batch * rates.read / (count_step_weights(shape) * WIDTHS[dtype])
     multiplying = (new_tokens - 1) * rates.gemm / decode_operations(shape, input_tokens, new_tokens)
     return min(reading, multiplying)
+
+
+def count_cache_bytes(shape: Shape, dtype: str, num_tokens: int) -> float:
+    """Bytes of the keys and values of a sequence. The cache has 16 bits where weights have fewer."""
+    elements = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * num_tokens
+    return elements * max(2.0, WIDTHS[dtype])
+
+
+def long_decode_limit(shape: Shape, dtype: str, context: int, rates: Rates) -> float:
+    """Tokens per second of one sequence: what reading the weights and its keys and values allows."""
+    weights = count_step_weights(shape) * WIDTHS[dtype]
+    return rates.read / (weights + count_cache_bytes(shape, dtype, context))
 
 
 def _table(shape: Shape) -> int:

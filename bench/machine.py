@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from bench.instructions import PAIRS, QUADS, Instruction
+
 PACKAGES = ("torch", "transformers", "grpcio", "numba", "tokenizers", "numpy")
 READ_BYTES = 1 << 30
 GEMM_SIZE = 2048
@@ -47,6 +49,12 @@ class Limits:
         """float32 operations per second multiplying square matrices."""
         return 2 * len(self._matrix) ** 3 / _typical_time(lambda: self._matrix @ self._matrix, seconds)
 
+    def multiply(self, instruction: Instruction, seconds: float = SECONDS) -> float | None:
+        """Operations per second of the instruction on registers; None where the processor lacks it."""
+        if not instruction.is_supported:
+            return None
+        return instruction.num_operations / _typical_time(instruction.prepare(), seconds)
+
 
 def _map(num_bytes: int) -> torch.Tensor:
     """float32 [num_bytes / 4] in huge pages, where there are any: with small ones, looking up where they are
@@ -57,16 +65,20 @@ def _map(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.float32)
 
 
-def measure_limits(read_bytes: int = READ_BYTES, gemm_size: int = GEMM_SIZE) -> dict[str, float]:
+def measure_limits(read_bytes: int = READ_BYTES, gemm_size: int = GEMM_SIZE) -> dict[str, float | None]:
+    """The last two are None where the processor lacks their instruction."""
     limits = Limits(read_bytes, gemm_size)
+    pairs, quads = limits.multiply(PAIRS), limits.multiply(QUADS)
     return {
         "threads": torch.get_num_threads(),
         "read_gb_per_s": limits.read() / 1e9,
         "gemm_gflop_per_s": limits.gemm() / 1e9,
+        "bfloat16_gflop_per_s": pairs and pairs / 1e9,
+        "int8_gop_per_s": quads and quads / 1e9,
     }
 
 
-def _typical_time(work: Callable[[], torch.Tensor], seconds: float) -> float:
+def _typical_time(work: Callable[[], object], seconds: float) -> float:
     """Seconds."""
     times: list[float] = []
     end = time.perf_counter() + seconds

@@ -13,7 +13,7 @@ MODES: tuple[Mode, ...] = ("stream", "unary")
 # In the order in which they are measured. Peers have a run of their own, whose last figures are told.
 SECTIONS = (
     *("memory", *RATES, "clients"),
-    *("prefix", "interruption", "overload", "flood", "startup", "router", "speculation", "accuracy"),
+    *("prefix", "long", "interruption", "overload", "flood", "startup", "router", "speculation", "accuracy"),
 )
 
 

@@ -9,6 +9,7 @@ from bench import worker
 from bench.limits import Rates
 
 SECONDS = 0.2
+INSTRUCTION_SECONDS = 0.05  # the memory is not waited for, so that less is needed
 TIMEOUT_S = 60.0
 MODULE = "bench.probe"
 
@@ -27,17 +28,32 @@ def probing() -> Iterator[Probe]:
 
 
 def highest(first: Rates, second: Rates) -> Rates:
-    """Of either kind."""
-    return Rates(max(first.read, second.read), max(first.gemm, second.gemm))
+    """Of every kind."""
+    return Rates(
+        max(first.read, second.read),
+        max(first.gemm, second.gemm),
+        _higher(first.bfloat16, second.bfloat16),
+        _higher(first.int8, second.int8),
+    )
+
+
+def _higher(first: float | None, second: float | None) -> float | None:
+    return None if first is None or second is None else max(first, second)
 
 
 def main() -> None:
+    from bench.instructions import PAIRS, QUADS
     from bench.machine import Limits
 
     limits = Limits()
 
     def answer(_: dict[str, Any]) -> dict[str, Any]:
-        return {"read": limits.read(SECONDS), "gemm": limits.gemm(SECONDS)}
+        return {
+            "read": limits.read(SECONDS),
+            "gemm": limits.gemm(SECONDS),
+            "bfloat16": limits.multiply(PAIRS, INSTRUCTION_SECONDS),
+            "int8": limits.multiply(QUADS, INSTRUCTION_SECONDS),
+        }
 
     worker.serve(answer)
 

@@ -1,5 +1,5 @@
-"""Decode and prefill through the service, in turns with int8 weights, with bfloat16 arithmetic and with
-transformers; what of the machine's limits they reach."""
+"""Decode and prefill through the service, in turns with its other ways to compute and with transformers; what
+of the machine's limits they reach."""
 
 import contextlib
 from argparse import Namespace
@@ -8,30 +8,24 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from bench import burst, limits, worker
+from bench import burst, limits, variants, worker
 from bench.contest import Asked, Case, Match, Sample, Spread, play, rates_of, ratios_of, select, shares_of
 from bench.limits import Rates
 from bench.probe import probing
 from bench.service import BenchError, first_line, launch
 from bench.shapes import SHAPES, Shape
 from bench.targets import PREFILLS, Figure
+from bench.variants import BFLOAT16, INT8, OURS, VARIANTS, Variant
 
-SECTIONS = ("decode", "prefill", "int8", "bfloat16", "context", "engine", "transformers")
-OURS, INT8, BFLOAT16 = "ours", "ours int8", "ours bfloat16"
+SECTIONS = ("decode", "prefill", *variants.SECTIONS, "context", "engine", "transformers")
 ENGINE, TRANSFORMERS = "the engine alone", "transformers"
-# The service's other ways to compute: their sections, and their options.
-VARIANTS = {
-    INT8: ("int8", ("--quantize", "int8")),
-    BFLOAT16: ("bfloat16", ("--cpu-arithmetic", "bfloat16")),
-}
 LONG_CONTEXT, CONTEXT_CLIENTS = 1024, 32
 ENGINE_CLIENTS = (1, 32)  # there is no target between them, and a run takes long enough
 COMPARED_PREFILL = 512
 # So that all prompts of a round, and those that are to be found again, have room in the cache.
 CACHE_TOKENS, MAX_LENGTH = 81920, 2304
-
+UNMEASURED = "unmeasured: the processor has no {}"
 
 Start = Callable[[], AbstractContextManager[Asked]]
 
@@ -50,26 +44,36 @@ def measure(options: Namespace, model: Path) -> Found:
     with contextlib.ExitStack() as stack:
         probe = stack.enter_context(probing())
         ours = stack.enter_context(serving(options, model, OURS, []))
+        unmeasured = find_unmeasured(probe())
         rivals: dict[str, Asked] = {}
-        starts: dict[str, tuple[str, Start]] = {
-            name: (section, partial(serving, options, model, name, flags))
-            for name, (section, flags) in VARIANTS.items()
-        }
-        starts |= {
-            ENGINE: ("engine", lambda: _engine(options, model)),
-            TRANSFORMERS: ("transformers", lambda: _transformers(model)),
-        }
-        for name, (section, start) in starts.items():
-            if section in options.only:
-                try:
-                    rivals[name] = stack.enter_context(start())
-                    rivals[name].generate(1, 16, 2, seed=0)
-                except BenchError as error:
-                    rivals.pop(name, None)
-                    failures[section] = first_line(error)
+        for name, sections, start in _list_starts(options, model):
+            if name == BFLOAT16 and "bfloat16" in unmeasured:  # emulated, it says nothing of other processors
+                continue
+            try:
+                rivals[name] = stack.enter_context(start())
+                rivals[name].generate(1, 16, 2, seed=0)
+            except BenchError as error:
+                rivals.pop(name, None)
+                failures |= dict.fromkeys(sections, first_line(error))
         samples = play(make_matches(options, ours, rivals), probe, options.rounds)
     figures = find_figures(samples, SHAPES[options.shape], options)
-    return Found(figures, samples, failures)
+    return Found(figures, samples, unmeasured | failures)
+
+
+def find_unmeasured(rates: Rates) -> dict[str, str]:
+    """By section, why some or all of its figures cannot be had on this machine."""
+    names = {"bfloat16": (rates.bfloat16, "AVX512_BF16"), "int8": (rates.int8, "AVX512_VNNI")}
+    return {section: UNMEASURED.format(name) for section, (rate, name) in names.items() if rate is None}
+
+
+def _list_starts(options: Namespace, model: Path) -> Iterator[tuple[str, list[str], Start]]:
+    """Contenders beside ours: each one's name, the sections that want it, and what starts it."""
+    for variant, sections in variants.find_wanted(options.only).items():
+        yield variant.name, sections, partial(serving, options, model, variant.name, variant.flags)
+    if "engine" in options.only:
+        yield ENGINE, ["engine"], partial(_engine, options, model)
+    if "transformers" in options.only:
+        yield TRANSFORMERS, ["transformers"], partial(_transformers, model)
 
 
 @contextlib.contextmanager
@@ -103,31 +107,36 @@ def serving(options: Namespace, model: Path, name: str, more: Sequence[str]) -> 
 def make_matches(options: Namespace, ours: Asked, others: dict[str, Asked]) -> list[Match]:
     """What the chosen sections need, and of whom."""
     chosen, matches = set(options.only), list[Match]()
-    variants = [others[name] for name in VARIANTS if name in others]
-    rivals = variants + [others[name] for name in (ENGINE, TRANSFORMERS) if name in others]
-    if chosen & {"decode", "int8", "bfloat16", "engine", "transformers"}:
+    everywhere = [others[each.name] for each in VARIANTS if each.name in others and not each.is_for_context]
+    at_context = [others[each.name] for each in VARIANTS if each.name in others and each.is_for_context]
+    rivals = everywhere + [others[name] for name in (ENGINE, TRANSFORMERS) if name in others]
+    if "decode" in chosen or rivals:
         for count in options.clients:
             case = Case("decode", count, options.input_tokens, options.new_tokens)
             beside = [rival for rival in rivals if rival.name != ENGINE or count in ENGINE_CLIENTS]
             matches.append((case, [ours, *beside]))
     if "prefill" in chosen:
         matches += [(Case("prefill", 1, length, 1), [ours]) for length in PREFILLS]
-    if variants:
+    if everywhere:
         case = Case("prefill", 1, COMPARED_PREFILL, 1)
-        matches = [match for match in matches if match[0] != case] + [(case, [ours, *variants])]
+        matches = [match for match in matches if match[0] != case] + [(case, [ours, *everywhere])]
+    near, far = _context_cases(options)
     if "context" in chosen:
-        matches += [(case, [ours]) for case in _context_cases(options)]
+        matches.append((near, [ours]))
+    if "context" in chosen or at_context:
+        matches.append((far, [ours, *at_context]))
     return matches
 
 
 def find_figures(samples: Sequence[Sample], shape: Shape, options: Namespace) -> list[Figure]:
     found = [_decode_share(samples, shape, options, count) for count in options.clients]
     found += [_prefill_share(samples, shape, length) for length in PREFILLS]
-    variants = [(name, section) for name, (section, _) in VARIANTS.items()]
-    for name, key in (*variants, (ENGINE, "engine"), (TRANSFORMERS, "transformers")):
-        found += [_compare(samples, name, f"decode {count}", f"{key} {count}") for count in options.clients]
-    for name, key in variants:
-        found.append(_compare(samples, name, f"prefill {COMPARED_PREFILL}", f"{key} prefill"))
+    found += _instruction_shares(samples, shape)
+    for variant in VARIANTS:
+        found += _compare_variant(samples, variant, options)
+    for name, key in ((ENGINE, "engine"), (TRANSFORMERS, "transformers")):
+        for case, label in _list_cases(options):
+            found.append(_ratio(samples, f"{key} {label}", (OURS, case), (name, case)))
     near, far = _context_cases(options)
     found.append(_ratio(samples, "context", (OURS, far.name), (OURS, near.name)))
     return [figure for figure in found if figure is not None]
@@ -141,30 +150,61 @@ def _context_cases(options: Namespace) -> tuple[Case, Case]:
     return near, far
 
 
+def _list_cases(options: Namespace) -> list[tuple[str, str]]:
+    """Names of what contenders are compared in, and how figures' keys call them."""
+    decoding = [(f"decode {count}", str(count)) for count in options.clients]
+    far = _context_cases(options)[1].name
+    return [*decoding, (f"prefill {COMPARED_PREFILL}", "prefill"), (far, f"at {LONG_CONTEXT}")]
+
+
+def _compare_variant(
+    samples: Sequence[Sample], variant: Variant, options: Namespace
+) -> Iterator[Figure | None]:
+    """With float16 weights, and with other variants, whose sections the keys name."""
+    sections = {each.name: each.section for each in VARIANTS}
+    for case, label in _list_cases(options):
+        pair = (variant.name, case)
+        yield _ratio(samples, f"{variant.section} {label}", pair, (OURS, case))
+        for other in variant.beside:
+            yield _ratio(samples, f"{variant.section} to {sections[other]} {label}", pair, (other, case))
+
+
+def _instruction_shares(samples: Sequence[Sample], shape: Shape) -> Iterator[Figure | None]:
+    """Of what a prompt would take at the rates of instructions, where these were measured. Attention is not
+    computed in 8 bits, so int8 weights' share is told also with attention at float32's rate."""
+    length, case = COMPARED_PREFILL, f"prefill {COMPARED_PREFILL}"
+    limit = partial(limits.prefill_limit, shape, length)
+    paired = [sample for sample in samples if sample.rates.bfloat16]
+    in_eight = [sample for sample in samples if sample.rates.int8]
+    yield _share(paired, BFLOAT16, case, "bfloat16 prefill limit", lambda rates: limit(rates.bfloat16))
+    yield _share(in_eight, INT8, case, "int8 prefill limit", lambda rates: limit(rates.int8))
+    key = "int8 prefill limit, attention in float32"
+    yield _share(in_eight, INT8, case, key, lambda rates: limit(rates.int8, rates.gemm))
+
+
 def _decode_share(samples: Sequence[Sample], shape: Shape, options: Namespace, count: int) -> Figure | None:
     def limit(rates: Rates) -> float:
         sizes = (count, options.input_tokens, options.new_tokens)
         return limits.decode_limit(shape, options.dtype, *sizes, rates)
 
-    return _share(samples, f"decode {count}", limit)
+    return _share(samples, OURS, f"decode {count}", f"decode {count}", limit)
 
 
 def _prefill_share(samples: Sequence[Sample], shape: Shape, length: int) -> Figure | None:
-    return _share(samples, f"prefill {length}", lambda rates: limits.prefill_limit(shape, length, rates))
+    def limit(rates: Rates) -> float:
+        return limits.prefill_limit(shape, length, rates.gemm)
+
+    return _share(samples, OURS, f"prefill {length}", f"prefill {length}", limit)
 
 
-def _share(samples: Sequence[Sample], case: str, limit: Any) -> Figure | None:
-    share, rate = shares_of(samples, OURS, case, limit), rates_of(samples, OURS, case)
+def _share(
+    samples: Sequence[Sample], name: str, case: str, key: str, limit: Callable[[Rates], float]
+) -> Figure | None:
+    share, rate = shares_of(samples, name, case, limit), rates_of(samples, name, case)
     if share is None or rate is None:
         return None
-    most = Spread.of([limit(sample.rates) for sample in select(samples, OURS, case)])
-    return Figure(case, share, f"{rate.median:.0f} of {most.median:.0f} tokens/s")
-
-
-def _compare(samples: Sequence[Sample], other: str, case: str, key: str) -> Figure | None:
-    """Of our variants to ours; of ours to anything else."""
-    pair = ((other, case), (OURS, case)) if other in VARIANTS else ((OURS, case), (other, case))
-    return _ratio(samples, key, *pair)
+    most = Spread.of([limit(sample.rates) for sample in select(samples, name, case)])
+    return Figure(key, share, f"{rate.median:.0f} of {most.median:.0f} tokens/s")
 
 
 def _ratio(

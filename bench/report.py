@@ -1,6 +1,7 @@
 """The measurement as Markdown."""
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -82,18 +83,34 @@ def _describe_limits(result: dict[str, Any]) -> str:
     machine, samples = result["machine"], result["samples"]
     if samples:
         return describe_looks(samples)
+    instructions = _describe_instructions(machine["bfloat16_gflop_per_s"], machine["int8_gop_per_s"])
     gemm = machine["gemm_gflop_per_s"]
-    return f"reads {machine['read_gb_per_s']:.1f} GB/s, float32 GEMM {gemm:.0f} GFLOP/s"
+    return f"reads {machine['read_gb_per_s']:.1f} GB/s, float32 GEMM {gemm:.0f} GFLOP/s, {instructions}"
 
 
 def describe_looks(samples: Sequence[Sample]) -> str:
     """What the machine allowed, and how much that varied: no figure is more certain."""
     looks = [look for sample in samples for look in sample.looks]
     read, gemm = (Spread.of([getattr(look, name) / 1e9 for look in looks]) for name in ("read", "gemm"))
+    pairs = _median_of([look.bfloat16 for look in looks])
+    quads = _median_of([look.int8 for look in looks])
     return (
         f"reads {read.median:.1f} GB/s ({read.low:.1f} to {read.high:.1f} over the run), "
-        f"float32 GEMM {gemm.median:.0f} GFLOP/s ({gemm.low:.0f} to {gemm.high:.0f})"
+        f"float32 GEMM {gemm.median:.0f} GFLOP/s ({gemm.low:.0f} to {gemm.high:.0f}), "
+        f"{_describe_instructions(pairs, quads)}"
     )
+
+
+def _median_of(rates: Sequence[float | None]) -> float | None:
+    """Of those that were measured, in billions."""
+    known = [rate for rate in rates if rate is not None]
+    return statistics.median(known) / 1e9 if known else None
+
+
+def _describe_instructions(pairs: float | None, quads: float | None) -> str:
+    """Their rates on registers, in billions of operations per second."""
+    told = ("unmeasured" if rate is None else f"{rate:.0f} GOP/s" for rate in (pairs, quads))
+    return "{} with AVX512_BF16, {} with VNNI".format(*told)
 
 
 def _format_clients(result: dict[str, Any]) -> list[str]:

@@ -29,6 +29,7 @@ FILE_WIDTH = 2  # bytes of a weight in a checkpoint's files
 # By section; each has a function `run(options, model)`.
 MODULES = {
     "prefix": "bench.shared_prefix",
+    "long": "bench.long_context",
     "interruption": "bench.interruption",
     "overload": "bench.overload",
     "flood": "bench.flood",
@@ -98,7 +99,7 @@ def recall_peers(options: Namespace) -> Outcome:
         for each in kept["figures"]
         if each["key"] in {target.key for target in TARGETS}
     ]
-    return Outcome(figures)
+    return Outcome(figures, failures={"peers": f"not in the run of {kept['started']}: make bench-peers"})
 
 
 def peers_file(options: Namespace) -> Path:

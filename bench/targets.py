@@ -41,15 +41,25 @@ class Figure:
 
 
 LIMIT, TRANSFORMERS, OPENVINO = "of the limit", "× transformers float32", "× OpenVINO GenAI"
-HALVES = "of float16's rate"
+HALVES, EIGHTS = "of float16's rate", "of int8's rate"
+OPENVINO_CHOICE, OPENVINO_INT8 = "× OpenVINO GenAI, its own arithmetic", "× OpenVINO GenAI int8"
 ONLY_135M: dict[str, float | None] = {"15m": None, "500m": None, "1b": None}
 ONLY_1B: dict[str, float | None] = {"15m": None, "135m": None, "500m": None}
+FROM_500M: dict[str, float | None] = {"15m": None, "135m": None}
 PREFILLS = (512, 1024, 2048)
 
 
 def _against_transformers(count: int, bound: float) -> Target:
     name = f"decode, {count} client{'s' * (count > 1)}"
     return Target(f"transformers {count}", "transformers", name, TRANSFORMERS, bound, shapes=ONLY_135M)
+
+
+INT4_PEERS = (("openvino-int4", "OpenVINO GenAI int4"), ("llama-cpp", "llama.cpp q4_0"))
+
+
+def _against_int4(peer: str, title: str, count: int) -> Target:
+    name = f"int4 with int8 activations, {count} client{'s' * (count > 1)}"
+    return Target(f"{peer} {count}", "peers", name, f"× {title}", 1.1)
 
 
 TARGETS = (
@@ -60,10 +70,27 @@ TARGETS = (
     Target("int8 8", "int8", "int8, 8 clients", HALVES, 1.2),
     Target("int8 32", "int8", "int8, 32 clients", HALVES, 1.2),
     Target("int8 prefill", "int8", "int8, prefill, 512 tokens", HALVES, 1.2),
-    Target("bfloat16 8", "bfloat16", "bfloat16 arithmetic, 8 clients", HALVES, 1.3),
-    Target("bfloat16 32", "bfloat16", "bfloat16 arithmetic, 32 clients", HALVES, 1.5),
-    Target("bfloat16 prefill", "bfloat16", "bfloat16 arithmetic, prefill, 512 tokens", HALVES, 1.6),
+    Target("int8 prefill limit", "int8", "int8, prefill, 512 tokens", "of VNNI's rate", 0.7),
+    Target(
+        "bfloat16 prefill limit",
+        "bfloat16",
+        "bfloat16 arithmetic, prefill, 512 tokens",
+        "of AVX512_BF16's rate",
+        0.9,
+    ),
+    Target("int4 1", "int4", "int4, 1 client", HALVES, 2.2, shapes=FROM_500M),
+    Target("int4 32", "int4", "int4, 32 clients", HALVES, 0.95, shapes=FROM_500M),
+    Target("int4 to int8 1", "int4", "int4, 1 client", EIGHTS, 1.2, shapes=FROM_500M),
+    Target("w4a8 to int8 32", "w4a8", "int4 with int8 activations, 32 clients", EIGHTS, 0.9),
     Target("context", "context", "decode, 32 clients, context 1,024", "of the rate at 128", 0.6),
+    Target(
+        "fp8-cache at 1024",
+        "fp8-cache",
+        "fp8 cache, 32 clients, context 1,024",
+        "of the 16-bit cache's rate",
+        1.2,
+    ),
+    Target("long", "long", "decode, 1 client, context 32k", LIMIT, 0.7, shapes=ONLY_135M),
     _against_transformers(1, 5),
     _against_transformers(8, 3.2),
     _against_transformers(32, 3.2),
@@ -98,4 +125,16 @@ TARGETS = (
     Target("vllm-server 8", "peers", "decode, 8 clients, over HTTP", "× vLLM's own server", 3),
     Target("openvino prefill 512", "peers", "prefill, 512 tokens", OPENVINO, 1.1),
     Target("openvino prefill 1024", "peers", "prefill, 1,024 tokens", OPENVINO, 1.1),
+    Target("openvino-default 1", "peers", "bfloat16 arithmetic, 1 client", OPENVINO_CHOICE, 1.45),
+    Target("openvino-default 8", "peers", "bfloat16 arithmetic, 8 clients", OPENVINO_CHOICE, 1.3),
+    Target("openvino-default 32", "peers", "bfloat16 arithmetic, 32 clients", OPENVINO_CHOICE, 1.15),
+    Target(
+        "openvino-default prefill 512",
+        "peers",
+        "bfloat16 arithmetic, prefill, 512 tokens",
+        OPENVINO_CHOICE,
+        1.0,
+    ),
+    Target("openvino-int8 prefill 512", "peers", "int8, prefill, 512 tokens", OPENVINO_INT8, 1.2),
+    *(_against_int4(peer, title, count) for peer, title in INT4_PEERS for count in (1, 8)),
 )

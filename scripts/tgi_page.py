@@ -83,7 +83,7 @@ REFUSALS = """\
 SHARED = """\
 ### The same name
 
-`--port`, `--revision`, `--trust-remote-code`, `--dtype`, `--quantize`, `--num-shard`, `--sharded`,
+`--port`, `--revision`, `--trust-remote-code`, `--dtype`, `--kv-cache-dtype`, `--quantize`, `--num-shard`, `--sharded`,
 `--tokenizer-config-path`, `--tokenizer-name`, `--rope-scaling`, `--rope-factor`, `--max-concurrent-requests`, `--max-best-of`,
 `--max-stop-sequences`, `--max-top-n-tokens`, `--max-input-tokens`, `--max-client-batch-size`, `--max-batch-size`,
 `--disable-grammar-support`, `--max-waiting-tokens`, `--cuda-graphs`, `--speculate`, `--lora-adapters`, `--watermark-gamma`,

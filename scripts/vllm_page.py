@@ -79,9 +79,9 @@ REFUSALS = """\
 SHARED = """\
 ### The same name
 
-`--port`, `--revision`, `--dtype`, `--device`, `--served-model-name`, `--trust-remote-code`, `--block-size`,
-`--chat-template`, `--tool-call-parser`, `--reasoning-parser`, `--nnodes`, `--node-rank`, `--master-addr`, `--master-port`
-and `--headless` have the meaning of our own. `--dtype` also takes `auto`, `half` and `float`; `--chat-template` is a file
+`--port`, `--revision`, `--dtype`, `--kv-cache-dtype`, `--device`, `--served-model-name`, `--trust-remote-code`,
+`--block-size`, `--chat-template`, `--tool-call-parser`, `--reasoning-parser`, `--nnodes`, `--node-rank`, `--master-addr`,
+`--master-port` and `--headless` have the meaning of our own. `--dtype` also takes `auto`, `half` and `float`; `--chat-template` is a file
 and not a template in one line; for several machines, links need certificates ([Deployment](../deployment.md)).
 """
 

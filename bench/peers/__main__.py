@@ -14,14 +14,17 @@ from typing import Any
 from bench import http_burst, rates, shapes, worker
 from bench.contest import Asked, Case, Match, Sample, play
 from bench.peers import environments
-from bench.peers.catalogue import ABSENT, PEERS, VLLM_SERVER, Peer
-from bench.peers.report import OURS_HTTP, find_figures, format_peers
+from bench.peers.catalogue import OURS_HTTP, PEERS, VLLM_SERVER, Peer
+from bench.peers.report import find_figures, format_peers
 from bench.probe import probing
 from bench.sections import peers_file
 from bench.service import BenchError, exit_on_sigterm, first_line, launch
+from bench.variants import OURS, VARIANTS, Variant
 
 PREFILLS = (512, 1024)
 START_TIMEOUT_S = 300.0
+# By option of ours, the sections whose variants it adds.
+ADDED = {"int8": ("int8",), "bfloat16": ("bfloat16",), "int4": ("int4", "w4a8")}
 
 
 def main() -> None:
@@ -44,6 +47,8 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--only", type=_names, default=names, metavar="NAMES", help=f"of {','.join(names)}")
     parser.add_argument("--int8", action="store_true", help="measure our int8 weights too")
     parser.add_argument("--bfloat16", action="store_true", help="measure our bfloat16 arithmetic too")
+    more = "measure our int4 weights too, with and without int8 activations"
+    parser.add_argument("--int4", action="store_true", help=more)
     parser.add_argument("--rounds", type=int, default=5, help="(default %(default)s)")
     parser.add_argument("--clients", type=_counts, default=[1, 8, 32], help="(default 1,8,32)")
     parser.add_argument("--input-tokens", type=int, default=128, help="(default %(default)s)")
@@ -60,10 +65,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     failures: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
         probe = stack.enter_context(probing())
-        contenders = [stack.enter_context(rates.serving(options, model, rates.OURS, []))]
-        for name, (asked, flags) in rates.VARIANTS.items():
-            if getattr(options, asked):
-                contenders.append(stack.enter_context(rates.serving(options, model, name, flags)))
+        contenders = [stack.enter_context(rates.serving(options, model, OURS, []))]
+        for variant in find_variants(options):
+            serving = rates.serving(options, model, variant.name, variant.flags)
+            contenders.append(stack.enter_context(serving))
         if VLLM_SERVER in options.only:
             contenders.append(stack.enter_context(_serving_http(options, model)))
         for peer in PEERS:
@@ -74,6 +79,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     failures[peer.name] = first_line(error)
         samples = play(make_matches(options, contenders), probe, options.rounds)
     return _result(options, samples, failures)
+
+
+def find_variants(options: argparse.Namespace) -> list[Variant]:
+    """Of ours, that the options ask for."""
+    sections = [section for option, added in ADDED.items() if getattr(options, option) for section in added]
+    return [variant for variant in VARIANTS if variant.section in sections]
 
 
 @contextlib.contextmanager
@@ -114,14 +125,13 @@ def _result(
         "started": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "shape": options.shape,
         "rounds": options.rounds,
-        "titles": {rates.OURS: f"ours: {options.dtype} weights, through the service"}
-        | {rates.INT8: "ours: int8 weights, through the service"}
-        | {rates.BFLOAT16: "ours: bfloat16 arithmetic, through the service"}
+        "titles": {OURS: f"ours: {options.dtype} weights, through the service"}
+        | {variant.name: f"ours: {variant.title}, through the service" for variant in VARIANTS}
         | {OURS_HTTP: f"ours: {options.dtype} weights, over HTTP"}
         | {peer.name: peer.title for peer in PEERS},
         "figures": find_figures(samples, options.clients, PREFILLS),
         "samples": list(samples),
-        "failures": failures | ABSENT,
+        "failures": failures,
     }
 
 

@@ -1,15 +1,19 @@
 """The peers that are measured: where each runs, with what, and in which precision."""
 
+import json
 import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench import worker
 from bench.peers import environments
 from bench.peers.environments import Environment, list_cores
+from bench.variants import BFLOAT16, INT8, OURS, W4A8
 
 VLLM_SERVER = "vllm-server"
+OURS_HTTP = f"{OURS} over HTTP"
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,8 @@ class Peer:
     """None: our own."""
     variables: Callable[[], dict[str, str]] = dict
     """Of the process's environment."""
+    rival: str = OURS
+    """Which of ours it is compared with: the one that computes likewise."""
 
 
 def _openvino(weights: str, arithmetic: str, cache: str) -> Callable[[Path, Path], list[str]]:
@@ -32,6 +38,20 @@ def _openvino(weights: str, arithmetic: str, cache: str) -> Callable[[Path, Path
         return [str(directory), str(len(list_cores())), arithmetic, cache]
 
     return arguments
+
+
+GROUPS = (128, 64, 32)
+
+
+def _rounding(model: Path, weights: str) -> tuple[str, ...]:
+    """Options of the conversion. Every layer that it may round to 4 bits is, symmetrically, in the largest
+    groups that divide its size: it refuses others."""
+    if weights != "int4":
+        return ()
+    config = json.loads((model / "config.json").read_text())
+    sizes = (config["hidden_size"], config["intermediate_size"])
+    group = next(group for group in GROUPS if not any(size % group for size in sizes))
+    return ("--sym", "--group-size", str(group), "--ratio", "1.0")
 
 
 def _export(model: Path, root: Path, weights: str) -> Path:
@@ -44,12 +64,35 @@ def _export(model: Path, root: Path, weights: str) -> Path:
     fresh = Path(tempfile.mkdtemp(dir=directory.parent))
     try:
         task = ("--task", "text-generation-with-past", "--weight-format", weights)
+        task += _rounding(model, weights)
         command = [str(tool), "export", "openvino", "-m", str(model.absolute()), *task, str(fresh)]
         environments.run(command, root / "openvino.log")
         fresh.rename(directory)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return directory
+
+
+def _llama_cpp(kind: str) -> Callable[[Path, Path], list[str]]:
+    def arguments(model: Path, root: Path) -> list[str]:
+        return [str(_write_gguf(model, root, kind)), str(len(list_cores()))]
+
+    return arguments
+
+
+def _write_gguf(model: Path, root: Path, kind: str) -> Path:
+    """The checkpoint in llama.cpp's form; complete or absent. Raises BenchError."""
+    file = root / "models" / f"{model.name}-{kind}.gguf"
+    if file.is_file():
+        return file
+    file.parent.mkdir(exist_ok=True)
+    python = environments.ensure(environments.LLAMA_CPP, root).absolute()
+    with tempfile.TemporaryDirectory(dir=file.parent) as directory:
+        fresh = Path(directory) / file.name
+        command = [str(python), "-m", "bench.peers.gguf", str(model.absolute()), kind, str(fresh.absolute())]
+        environments.run(command, root / "llama-cpp.log", {"PYTHONPATH": str(worker.ROOT)})
+        fresh.rename(file)
+    return file
 
 
 def _vllm_variables() -> dict[str, str]:
@@ -79,6 +122,7 @@ PEERS = (
         "bench.peers.openvino",
         _openvino("fp16", "default", "default"),
         environments.OPENVINO,
+        rival=BFLOAT16,
     ),
     Peer(
         "openvino-int8",
@@ -86,6 +130,38 @@ PEERS = (
         "bench.peers.openvino",
         _openvino("int8", "default", "default"),
         environments.OPENVINO,
+        rival=INT8,
+    ),
+    Peer(
+        "openvino-int4",
+        "OpenVINO GenAI: int4 weights, arithmetic and cache of its choice",
+        "bench.peers.openvino",
+        _openvino("int4", "default", "default"),
+        environments.OPENVINO,
+        rival=W4A8,
+    ),
+    Peer(
+        "llama-cpp",
+        "llama.cpp: q4_0 weights, float16 cache",
+        "bench.peers.llama_cpp",
+        _llama_cpp("q4_0"),
+        environments.LLAMA_CPP,
+        rival=W4A8,
+    ),
+    Peer(
+        "llama-cpp-q8_0",
+        "llama.cpp: q8_0 weights, float16 cache",
+        "bench.peers.llama_cpp",
+        _llama_cpp("q8_0"),
+        environments.LLAMA_CPP,
+        rival=INT8,
+    ),
+    Peer(
+        "llama-cpp-f16",
+        "llama.cpp: float16 weights and cache",
+        "bench.peers.llama_cpp",
+        _llama_cpp("f16"),
+        environments.LLAMA_CPP,
     ),
     Peer(
         "vllm",
@@ -102,6 +178,7 @@ PEERS = (
         lambda model, _: [str(model), "float32"],
         environments.VLLM,
         _vllm_server_variables,
+        OURS_HTTP,
     ),
     Peer(
         "transformers",
@@ -110,6 +187,3 @@ PEERS = (
         lambda model, _: [str(model), "float32"],
     ),
 )
-
-# By name, why an engine that would belong here is not measured.
-ABSENT = {"llama.cpp": "PyPI serves its source only (llama-cpp-python), which a compiler must build"}

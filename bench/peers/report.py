@@ -4,22 +4,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.contest import Sample, rates_of, ratios_of
-from bench.peers.catalogue import VLLM_SERVER
-from bench.rates import OURS
+from bench.peers.catalogue import PEERS
 from bench.report import describe_looks, format_table, format_targets
-from bench.targets import Figure
+from bench.targets import TARGETS, Figure
+from bench.variants import OURS
 
-OURS_HTTP = f"{OURS} over HTTP"
+RIVALS = {peer.name: peer.rival for peer in PEERS}
 
 
 def find_figures(samples: Sequence[Sample], clients: Sequence[int], prefills: Sequence[int]) -> list[Figure]:
-    """Ours to every peer's, by peer and case; servers are compared over HTTP."""
+    """Ours to every peer's, by peer and case, where the one of ours that it is compared with was measured."""
     cases = [(f"decode {count}", str(count)) for count in clients]
     cases += [(f"prefill {length}", f"prefill {length}") for length in prefills]
     names = dict.fromkeys(sample.contender for sample in samples if not sample.contender.startswith(OURS))
     found = []
     for name in names:
-        rival = OURS_HTTP if name == VLLM_SERVER else OURS
+        rival = RIVALS[name]
         for case, label in cases:
             ratio = ratios_of(samples, (rival, case), (name, case))
             ours, theirs = rates_of(samples, rival, case), rates_of(samples, name, case)
@@ -36,7 +36,9 @@ def format_peers(result: dict[str, Any]) -> str:
         [result["titles"][name], *(_cell(samples, name, case) for case in cases)]
         for name in dict.fromkeys(sample.contender for sample in samples)
     ]
-    told = [figure for figure in result["figures"] if figure.key.startswith(("openvino ", VLLM_SERVER))]
+    pursued = {target.key for target in TARGETS}
+    told = [figure for figure in result["figures"] if figure.key in pursued]
+    missing = {key: reason for key in pursued if (reason := result["failures"].get(key.partition(" ")[0]))}
     about = (
         f"Shape {result['shape']}, tokens/s, medians of {result['rounds']} in turns (least to greatest). "
         f"The machine {describe_looks(samples)}."
@@ -44,8 +46,8 @@ def format_peers(result: dict[str, Any]) -> str:
     parts = [
         about,
         format_table(["", *cases], rows),
-        "Ours beside OpenVINO's at equal arithmetic, and beside vLLM's server:",
-        format_targets(told, {}, result["shape"]),
+        "Ours beside each peer, the one that computes likewise:",
+        format_targets(told, missing, result["shape"]),
         *(f"{name} was left out: {reason}" for name, reason in result["failures"].items()),
     ]
     return "\n\n".join(parts)

@@ -1,6 +1,7 @@
 """Limits against counting one by one, contests between contenders whose speed is known, and what the table
 says of them."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from bench.load import Answer
 from bench.service import BenchError
 from bench.shapes import SHAPES, Shape
 from bench.targets import Figure
+from tgis.shard.memory.kv_cache import KVCache
 
 TIED = Shape(2, 48, 4, 2, 8, 80, 600)
 UNTIED = Shape(2, 48, 4, 2, 8, 80, 600, tie_embeddings=False)
@@ -49,6 +51,15 @@ def test_operations_are_those_of_the_model(shape: Shape) -> None:
     assert limits.prefill_operations(shape, 7) == count_operations(shape, 0, 7, with_head=False)
     # 5 prompt tokens make the first new one, 3 steps on positions 5, 6 and 7 the other three.
     assert limits.decode_operations(shape, 5, 4) == count_operations(shape, 5, 8, with_head=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_long_sequence_is_limited_by_reading_weights_and_cache(dtype: str) -> None:
+    cache = KVCache(TIED.num_layers, 10, 16, TIED.num_kv_heads, TIED.head_dim, getattr(torch, dtype))
+    size = cache.keys.nbytes + cache.values.nbytes
+    assert limits.count_cache_bytes(TIED, dtype, 160) == size
+    weights = limits.count_step_weights(TIED) * cache.dtype.itemsize
+    assert limits.long_decode_limit(TIED, dtype, 160, RATES) == pytest.approx(1e9 / (weights + size))
 
 
 def test_one_sequence_is_limited_by_reading_and_many_by_multiplying() -> None:
@@ -174,6 +185,17 @@ def test_a_section_that_fails_says_so_and_leaves_the_others(
         "router": "failed: AttributeError",
     }
     assert "has no attribute 'run'" in capsys.readouterr().err
+
+
+def test_peers_that_were_not_measured_are_named(tmp_path: Path) -> None:
+    chosen = options.parse_options(["--only", "decode", "--cache", str(tmp_path)])
+    spread = {"median": 1.5, "low": 1.4, "high": 1.6, "count": 2}
+    figures = [{"key": "openvino-default 1", "spread": spread, "detail": "3 to 2"}]
+    kept = {"started": "today", "figures": [*figures, {**figures[0], "key": "no target"}]}
+    sections.peers_file(chosen).write_text(json.dumps(kept))
+    outcome = sections.recall_peers(chosen)
+    assert [(figure.key, figure.spread.median) for figure in outcome.figures] == [("openvino-default 1", 1.5)]
+    assert outcome.failures == {"peers": "not in the run of today: make bench-peers"}
 
 
 def test_every_target_belongs_to_a_section() -> None:

@@ -13,7 +13,8 @@ from bench import burst, http_burst, router_step, shapes, worker
 from bench.contest import Sample, Spread
 from bench.engine_worker import EngineAlone
 from bench.limits import Rates
-from bench.peers import environments
+from bench.peers import __main__ as peers_main
+from bench.peers import catalogue, environments
 from bench.peers.environments import Environment
 from bench.peers.report import find_figures, format_peers
 from bench.peers.transformers import generate
@@ -21,6 +22,7 @@ from bench.profile import measure
 from bench.profile_report import Profile, Work, format_profile, part_limits
 from bench.service import BenchError
 from bench.steps import Rows, load_runner
+from bench.targets import TARGETS
 from tests.support.canned_service import CannedService, serve
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.runner.interface import Pending
@@ -34,6 +36,7 @@ def test_a_worker_answers_until_it_is_left() -> None:
         rates = Rates(**child.ask({}, 60))
         assert rates.read > 1e8
         assert rates.gemm > 1e8
+        assert rates.bfloat16 is None or rates.bfloat16 > 1e8
         process = child._process
     assert process.returncode == 0
 
@@ -95,7 +98,7 @@ def test_a_command_that_fails_says_why(tmp_path: Path) -> None:
 
 
 def test_peers_are_told_beside_ours() -> None:
-    rates = {"ours": 150.0, "openvino": 100.0, "other": 300.0}
+    rates = {"ours": 150.0, "openvino": 100.0, "transformers": 300.0}
     samples = [
         Sample("decode 1", name, number, 0.1, 1.0, rate, (Rates(32e9, 2e11), Rates(30e9, 1e11)))
         for name, rate in rates.items()
@@ -104,13 +107,17 @@ def test_peers_are_told_beside_ours() -> None:
     figures = find_figures(samples, [1, 8], [512])
     assert [(figure.key, figure.spread) for figure in figures] == [
         ("openvino 1", Spread(1.5, 1.5, 1.5, 2)),
-        ("other 1", Spread(0.5, 0.5, 0.5, 2)),
+        ("transformers 1", Spread(0.5, 0.5, 0.5, 2)),
     ]
     titles = {name: name for name in rates}
     result = {"shape": "135m", "rounds": 2, "samples": samples, "figures": figures, "titles": titles}
-    text = format_peers(result | {"failures": {"vllm": "no wheel"}})
+    text = format_peers(result | {"failures": {"llama-cpp": "no compiler", "vllm": "no wheel"}})
     assert "| openvino | 100 (100 to 100) |" in text
-    assert "reads 31.0 GB/s (30.0 to 32.0 over the run), float32 GEMM 150 GFLOP/s (100 to 200)" in text
+    assert "reads 31.0 GB/s (30.0 to 32.0 over the run), float32 GEMM 150 GFLOP/s (100 to 200), " in text
+    assert "unmeasured with AVX512_BF16, unmeasured with VNNI" in text
+    missing = "| int4 with int8 activations, 8 clients | × llama.cpp q4_0 | – | ≥ 1.1 | no compiler |  |  |"
+    assert missing in text.splitlines()
+    assert "OpenVINO GenAI int4" not in text, "it was not asked for"
     assert "| 1.5 | ≥ 1.4 | pass |" in text
     assert text.endswith("vllm was left out: no wheel")
 
@@ -128,6 +135,41 @@ def test_servers_are_compared_over_http() -> None:
     samples = [Sample("decode 8", name, 0, 0.1, 1.0, rate, looks) for name, rate in rates.items()]
     [figure] = find_figures(samples, [8], [])
     assert (figure.key, figure.spread.median) == ("vllm-server 8", 3.0)
+
+
+def test_a_peer_is_compared_with_the_one_of_ours_that_computes_likewise() -> None:
+    looks = (Rates(1, 1), Rates(1, 1))
+    rates = {"ours": 100.0, "ours int8": 180.0, "ours bfloat16": 120.0, "ours w4a8": 240.0}
+    peers = {"openvino-default": 80.0, "openvino-int8": 90.0, "openvino-int4": 60.0, "llama-cpp": 160.0}
+    samples = [Sample("decode 8", name, 0, 0.1, 1, rate, looks) for name, rate in (rates | peers).items()]
+    ratios = {figure.key: figure.spread.median for figure in find_figures(samples, [8], [])}
+    assert ratios == {
+        "openvino-default 8": 1.5,
+        "openvino-int8 8": 2.0,
+        "openvino-int4 8": 4.0,
+        "llama-cpp 8": 1.5,
+    }
+    samples = [sample for sample in samples if sample.contender != "ours bfloat16"]
+    assert "openvino-default 8" not in {figure.key for figure in find_figures(samples, [8], [])}
+
+
+def test_every_target_of_a_peer_can_be_measured() -> None:
+    peers = {peer.name: peer.rival for peer in catalogue.PEERS}
+    command = ["--bfloat16", "--int8", "--int4"]
+    variants = {variant.name for variant in peers_main.find_variants(peers_main.parse_options(command))}
+    assert variants == {"ours int8", "ours bfloat16", "ours int4", "ours w4a8"}
+    for target in TARGETS:
+        if target.section == "peers":
+            name, case = target.key.split(" ", 1)
+            assert peers[name] in variants | {"ours", "ours over HTTP"}
+            assert case in ("1", "8", "32", *(f"prefill {length}" for length in peers_main.PREFILLS))
+
+
+def test_source_is_not_built_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BenchError, match="no C\\+\\+ compiler"):
+        environments.ensure(environments.LLAMA_CPP, tmp_path / "peers")
+    assert not (tmp_path / "peers").exists()
 
 
 def test_tokens_of_an_answer_are_those_of_its_usage() -> None:

@@ -74,6 +74,9 @@ MEANINGS: dict[str, dict[str, Any]] = {
     "option.n_positions=2048": {"max_sequence_length": 2048},
     "option.max_input_len=100": {"max_input_tokens": 100},
     "option.max_output_len=50": {"max_new_tokens": 50},
+    "option.kv_cache_dtype=auto": {},
+    "option.kv_cache_dtype=fp8": {"kv_cache_dtype": "fp8"},
+    "option.kv_cache_dtype=fp8_e5m2": {"kv_cache_dtype": "fp8_e5m2"},
     "option.tokens_per_block=64": {"block_size": 64},
     "option.batch_scheduler_policy=guaranteed_no_evict": {"reserve_output": True},
     "option.batch_scheduler_policy=max_utilization": {},
@@ -98,7 +101,7 @@ option.return_tuple=true option.training_mp_size=1 option.smoothquant_alpha=0.8 
 option.decoding_strategy=sample option.decoding_strategy=greedy option.max_sparsity=0.1 option.max_splits=2
 option.disable_flash_attn=true option.paged_attention=false option.load_format=auto
 option.load_format=safetensors option.enable_prefix_caching=true option.enable_prefix_caching=false
-option.enable_chunked_prefill=true option.kv_cache_dtype=auto option.enable_lora=true option.max_loras=4
+option.enable_chunked_prefill=true option.enable_lora=true option.max_loras=4
 option.max_lora_rank=64 option.max_cpu_loras=8 option.tokenizer_mode=auto option.enable_auto_tool_choice=true
 option.unroll=true option.neuron_optimize_level=2 option.context_length_estimate=128
 option.load_split_model=true option.compiled_graph_path=/g option.use_custom_all_reduce=true
@@ -110,7 +113,7 @@ engine=DeepSpeed option.model_id=s3://bucket/model option.dtype=int8 option.dtyp
 option.rolling_batch=deepspeed option.entryPoint=model.py option.output_formatter=mine.format
 option.quantize=dynamic_int8 option.quantize=smoothquant option.quantize=exl2 option.task=text-embedding
 option.checkpoint=c.json option.device_map=balanced option.decoding_strategy=contrastive
-option.load_format=gguf option.kv_cache_dtype=fp8 option.smoothquant_per_token=true
+option.load_format=gguf option.kv_cache_dtype=int8 option.smoothquant_per_token=true
 option.smoothquant_per_channel=true option.multi_query_mode=true option.batch_scheduler_policy=none
 option.tokenizer_mode=mistral option.rope_scaling={} option.pipeline_parallel_degree=2
 option.speculative_config={"model":"org/draft"} option.tensor_parallel_degree=all

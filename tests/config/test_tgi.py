@@ -21,7 +21,7 @@ FLAGS: dict[str, tuple[str, Outcome]] = {
     "tokenizer-config-path": ("/t.json", {"tokenizer_config_path": "/t.json"}),
     "trust-remote-code": ("", {"trust_remote_code": True}),
     "dtype": ("bfloat16", {"dtype": "bfloat16"}),
-    "kv-cache-dtype": ("fp8_e4m3fn", REFUSED),
+    "kv-cache-dtype": ("fp8_e4m3fn", {"kv_cache_dtype": "fp8_e4m3fn"}),
     "quantize": ("gptq", {"quantize": "gptq"}),
     "sharded": ("true", {"sharded": True}),
     "num-shard": ("2", {"num_shard": 2}),

@@ -55,6 +55,9 @@ MEANINGS: list[tuple[list[str], dict[str, Any]]] = [
     (["--gpu-memory-utilization", "0.85"], {"cuda_memory_fraction": 0.85}),
     (["--num-gpu-blocks-override", "10"], {"kv_cache_tokens": 160}),
     (["--block-size", "32"], {"block_size": 32}),
+    (["--kv-cache-dtype", "auto"], {}),
+    (["--kv-cache-dtype", "fp8"], {"kv_cache_dtype": "fp8"}),
+    (["--kv_cache_dtype=fp8_e5m2"], {"kv_cache_dtype": "fp8_e5m2"}),
     (["--tensor-parallel-size", "4"], {"num_shard": 4}),
     (["-tp", "4"], {"num_shard": 4}),
     (["-tp=4"], {"num_shard": 4}),
@@ -106,7 +109,7 @@ prefix-caching-hash-algo=sha256 swap-space=4 preemption-mode=swap max-log-len=10
 max-loras=4 max-cpu-loras=8 max-lora-rank=64 lora-dtype=auto guided-decoding-backend=xgrammar
 structured-outputs-config={} compilation-config=3 max-seq-len-to-capture=8192 attention-backend=FLASHINFER
 distributed-executor-backend=ray seed=7 limit-mm-per-prompt={"image":1} max-logprobs=20
-max-logprobs=5 load-format=auto load-format=safetensors kv-cache-dtype=auto scheduling-policy=fcfs
+max-logprobs=5 load-format=auto load-format=safetensors scheduling-policy=fcfs
 pipeline-parallel-size=1 data-parallel-size=1 api-server-count=1 task=generate runner=generate
 cpu-offload-gb=0 response-role=assistant generation-config=vllm tokenizer-mode=auto
 allowed-methods=["*"] allowed-headers=["*"] num-scheduler-steps=8 max-num-partial-prefills=2
@@ -124,7 +127,7 @@ middleware=x logits-processors=x worker-cls=x worker-extension-cls=x scheduler-c
 model-loader-extra-config={} additional-config={} kv-transfer-config={} kv-events-config={}
 data-parallel-rank=0 data-parallel-address=x data-parallel-hybrid-lb enable-sleep-mode enable-eplb
 default-mm-loras={} enable-lora-bias enable-prompt-adapter qlora-adapter-name-or-path=x
-max-logprobs=21 max-logprobs=-1 load-format=gguf load-format=dummy kv-cache-dtype=fp8
+max-logprobs=21 max-logprobs=-1 load-format=gguf load-format=dummy
 scheduling-policy=priority pipeline-parallel-size=2 data-parallel-size=2 api-server-count=4 task=embed
 runner=pooling cpu-offload-gb=10 response-role=bot generation-config=auto tokenizer-mode=mistral
 speculative-model=org/draft ssl-cert-reqs=2 config-format=mistral

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.support.shard.checkpoints import CASES
-from tests.support.shard.ranks import Ranks
+from tests.support.shard.ranks import ALONE, Ranks
 from tests.support.shard.stepping import compute_mixed_steps, load
 from tgis.logs import FIELDS
 from tgis.shard.collectives import ProcessGroup, ProcessGroupError, RendezvousPoint, connect
@@ -162,6 +162,18 @@ def test_two_ranks_equal_one_in_half_precision(ranks: Ranks, checkpoint: Callabl
     expected = compute_mixed_steps(ProcessGroup(0, 1), checkpoint("biases"), torch.bfloat16)
     torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(mine, theirs), "ranks disagree"
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_two_ranks_equal_one_with_a_cache_of_8_bits(
+    cache_dtype: torch.dtype, ranks: Ranks, checkpoint: Callable[[str], Path]
+) -> None:
+    step = (checkpoint("grouped_queries"), torch.float32)
+    mine, theirs = ranks.run(2, compute_mixed_steps, *step, cache_dtype)
+    assert torch.equal(mine, theirs), "ranks disagree"
+    alone, exact = (compute_mixed_steps(ALONE, *step, dtype) for dtype in (cache_dtype, torch.float32))
+    torch.testing.assert_close(mine, alone, rtol=1e-4, atol=1e-4)
+    assert (alone - exact).abs().max() > 1e-2
 
 
 def count_bytes_read(group: ProcessGroup, directory: Path) -> int:

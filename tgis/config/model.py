@@ -8,6 +8,14 @@ DTYPES = ("float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 ARITHMETICS = ("float32", "bfloat16")
 ACTIVATIONS = ("int8",)
+# Type of the KV cache for each accepted name; None is that of the weights. Some are other servers' names.
+CACHE_TYPES = {
+    "auto": None,
+    "fp8_e4m3": "fp8_e4m3",
+    "fp8_e5m2": "fp8_e5m2",
+    "fp8": "fp8_e4m3",
+    "fp8_e4m3fn": "fp8_e4m3",
+}
 # First schemes, then names of formats; those that begin with bitsandbytes and fp8 are both.
 QUANTIZATIONS = (
     *("int8", "int4", "eetq", "bitsandbytes", "bitsandbytes-nf4", "bitsandbytes-fp4", "fp8"),
@@ -96,6 +104,16 @@ class ModelOptions:
         maximum=1,
         group=Group.MEMORY,
     )
+    kv_cache_dtype: str = option(
+        "Type of keys and values in the cache; auto: that of --dtype, or of --cpu-arithmetic bfloat16. "
+        "fp8_e4m3 and fp8_e5m2 take half the memory of 16 bits and are faster in long sequences, on CPUs "
+        "only. A checkpoint's scales of keys and values are used if it has them. fp8 and fp8_e4m3fn are "
+        "other servers' names of fp8_e4m3.",
+        "auto",
+        choices=tuple(CACHE_TYPES),
+        advice="A cache of 16 or 32 bits has the type of --dtype.",
+        group=Group.MEMORY,
+    )
     cpu_threads: int | None = option(
         "Threads each shard computes with; unset: the machine's cores, shared by the shards.",
         None,
@@ -103,11 +121,20 @@ class ModelOptions:
         group=Group.MEMORY,
     )
     cpu_arithmetic: str = option(
-        "Arithmetic of matrix products on CPUs, in the service's own engine. bfloat16 rounds their weights "
-        "and inputs to bfloat16 and adds in float32: about twice as fast for several tokens at once on "
-        "processors with AVX512_BF16, slower on others. Products of int8 codes stay as they are.",
+        "Arithmetic of matrix products and attention on CPUs, in the service's own engine. bfloat16 rounds "
+        "what they multiply to bfloat16 and adds in float32: about twice as fast for several tokens at once "
+        "on processors with AVX512_BF16, slower on others. Keys and values are then kept as bfloat16. "
+        "Products of codes stay as they are, and so does attention to keys and values of 8 bits.",
         "float32",
         choices=ARITHMETICS,
+        group=Group.MEMORY,
+    )
+    cpu_amx: str = option(
+        "Use of AMX on CPUs, for --cpu-arithmetic bfloat16 and for products of int8 codes: auto uses it "
+        "where the processor has it and its results prove right when a shard starts. It was tested in "
+        "emulation, but not yet on such a processor.",
+        "auto",
+        choices=("auto", "off"),
         group=Group.MEMORY,
     )
     cuda_graphs: str | None = option(

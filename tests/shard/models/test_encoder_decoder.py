@@ -244,7 +244,7 @@ def test_tiles_of_tokens_that_look_into_other_sequences() -> None:
         torch.tensor(lengths, dtype=torch.int32),
         torch.zeros(3, 20, dtype=torch.int32),
     )
-    tiles = CpuPlan(layout, 16, is_cross=True).tiles.tolist()
+    tiles = [item[:4] for item in CpuPlan(layout, 16, is_cross=True).items.tolist()]
     assert {position for *_, position in tiles} == {0}
     tokens = [(sequence, first + i) for sequence, first, count, _ in tiles for i in range(count)]
     expected = [0] * 3 + [1] * 40 + [2]

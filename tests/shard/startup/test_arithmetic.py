@@ -15,6 +15,7 @@ from tests.support.shard.checkpoints import SMALL, write_llama, write_model
 from tests.support.shard.driver import Request, Router, configure, prompts
 from tests.support.shard.stepping import Stepper
 from tgis.shard.kernels.cpu.bf16 import kernels, self_check
+from tgis.shard.kernels.cpu.bf16.attention import ROUNDED, BfloatAttention
 from tgis.shard.kernels.cpu.bf16.product import pack_rounded
 from tgis.shard.kernels.cpu.ops import BfloatKernels
 from tgis.shard.models import registry
@@ -22,10 +23,11 @@ from tgis.shard.models.decoder import Decoder
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.startup import engine_choice, quantize_check
 from tgis.shard.startup.cpu_platform import ON_CPU, on_cpu
+from tgis.shard.startup.host_runner import HostRunners
 from tgis.shard.startup.load import load, prepare
 
 TOLERANCE = 0.01  # of log-probabilities on average, of models as tiny and random as these
-SAID = "matrix products round weights and inputs to bfloat16, and add in float32"
+SAID = "matrix products and attention round what they multiply to bfloat16, and add in float32"
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +68,10 @@ def test_an_engine_answers_the_same_alone_and_in_company(
     model_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        runner = load(configure(model_path, cpu_arithmetic="bfloat16", cpu_threads=2))
+        runner = load(configure(model_path, cpu_arithmetic="bfloat16", cpu_threads=2, block_size=16))
     assert SAID in caplog.messages
     assert "the float32 weights of matrix products are rounded to bfloat16" in caplog.messages
-    assert (runner.info.weight_dtype, runner.info.cache_dtype) == ("bfloat16", "float32")
+    assert (runner.info.weight_dtype, runner.info.cache_dtype) == ("bfloat16", "bfloat16")
     together = [Request(prompt, 8, details={"logprobs": True}) for prompt in prompts(3, 6)]
     alone = [Request(list(request.prompt), 8, details={"logprobs": True}) for request in together]
     Router(runner, seed=1).run(list(together))
@@ -80,11 +82,17 @@ def test_an_engine_answers_the_same_alone_and_in_company(
 
 
 def test_a_machine_without_the_instruction_answers_the_same(model_path: Path) -> None:
-    emulated = replace(ON_CPU, kernels=BfloatKernels(pack_rounded), product_dtype=torch.bfloat16)
+    emulated = replace(
+        ON_CPU,
+        kernels=BfloatKernels(pack_rounded),
+        make_runner=HostRunners(BfloatAttention(ROUNDED), captures_steps=True),
+        product_dtype=torch.bfloat16,
+        cache_dtype=torch.bfloat16,
+    )
     answers = []
     for on in (emulated, None):
         request = Request(list(range(7, 20)), 8, details={"logprobs": True})
-        Router(load(configure(model_path, cpu_arithmetic="bfloat16"), on=on)).run([request])
+        Router(load(configure(model_path, cpu_arithmetic="bfloat16", block_size=16), on=on)).run([request])
         answers.append((request.generated, request.logprobs))
     assert answers[0] == answers[1]
 
@@ -112,7 +120,16 @@ def test_rounding_is_told_where_there_is_any(
 
 def test_codes_stay_codes(model_path: Path) -> None:
     plan = prepare(configure(model_path, cpu_arithmetic="bfloat16", quantize="int8"))
-    assert plan.kept_type == "int8"
+    assert (plan.kept_type, plan.cache_type.name) == ("int8", "bfloat16")
+
+
+def test_a_cache_of_8_bits_stays_one(model_path: Path) -> None:
+    config = configure(model_path, cpu_arithmetic="bfloat16", kv_cache_dtype="fp8_e4m3")
+    request = Request(list(range(7, 20)), 8, details={"logprobs": True})
+    runner = load(config)
+    Router(runner).run([request])
+    assert runner.info.cache_dtype == "fp8_e4m3"
+    assert len(request.generated) == 8
 
 
 def test_memory_is_that_of_bfloat16(model_path: Path) -> None:

@@ -98,6 +98,13 @@ SHAPES = {
     "small_blocks": Shape(head_dim=80, block_size=4),
     "wide_heads": Shape(num_heads=5, num_kv_heads=1, head_dim=112, block_size=32, dtype=torch.float16),
     "single_slots": Shape(block_size=1),
+    "e4m3": Shape(dtype=torch.float8_e4m3fn),
+    "e5m2": Shape(num_heads=6, num_kv_heads=2, head_dim=64, dtype=torch.float8_e5m2),
+    "e4m3_wide": Shape(num_heads=5, num_kv_heads=1, head_dim=128, block_size=32, dtype=torch.float8_e4m3fn),
+    "e4m3_odd_sizes": Shape(
+        num_heads=6, num_kv_heads=2, head_dim=13, block_size=10, dtype=torch.float8_e4m3fn
+    ),
+    "e5m2_odd_sizes": Shape(num_heads=3, num_kv_heads=3, head_dim=24, block_size=8, dtype=torch.float8_e5m2),
     "long_blocks": Shape(head_dim=128, block_size=128),
 }
 
@@ -121,8 +128,11 @@ SCORINGS = {
 
 
 def attend_some() -> Tensor:
-    scene = Scene(Shape(num_heads=9, num_kv_heads=3, head_dim=64, dtype=torch.float16), [100, 40])
-    scene.write_all()
-    work = {0: (20, 100), 1: (39, 40)}
-    check(scene, work, PLAIN)
-    return torch.cat(list(scene.attend(work, PLAIN).values()))
+    found = []
+    for dtype in (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
+        scene = Scene(Shape(num_heads=9, num_kv_heads=3, head_dim=64, dtype=dtype), [100, 40])
+        scene.write_all()
+        work = {0: (20, 100), 1: (39, 40)}
+        check(scene, work, PLAIN)
+        found += scene.attend(work, PLAIN).values()
+    return torch.cat(found)

@@ -73,9 +73,11 @@ class Stepper:
         return dict(zip(work, logits, strict=True))
 
 
-def compute_mixed_steps(group: ProcessGroup, directory: Path, dtype: torch.dtype) -> Tensor:
+def compute_mixed_steps(
+    group: ProcessGroup, directory: Path, dtype: torch.dtype, cache_dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Log-probabilities of two sequences: a chunk, a prompt, and a step of both."""
-    stepper = Stepper(load(directory, group, dtype), group)
+    stepper = Stepper(load(directory, group, dtype), group, dtype=cache_dtype)
     first, second = list(range(5, 20)), [30, 31]
     steps = [{0: (first[:9], 0)}, {0: (first[:14], 9), 1: (second[:1], 0)}, {1: (second, 1), 0: (first, 14)}]
     logits = [torch.cat(list(stepper.step(work).values())) for work in steps]

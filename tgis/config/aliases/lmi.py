@@ -93,6 +93,7 @@ MAPPED = (
     _key("option.max_output_len", "max_new_tokens"),
     _key("option.tokens_per_block", "block_size"),
     _key("option.block_size", "block_size"),
+    _key("option.kv_cache_dtype", "kv_cache_dtype"),
     _key(
         "option.kv_cache_free_gpu_mem_fraction",
         "kv_cache_memory_fraction",

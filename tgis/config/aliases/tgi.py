@@ -48,9 +48,6 @@ WITHOUT_EFFECT = (
     Alias("log_colorize", why="logs are plain text or JSON", flag=False),
 )
 REFUSED = (
-    Alias(
-        "kv_cache_dtype", why="the cache has the type of the weights (--dtype): leave it out", refused=True
-    ),
     Alias("ngrok", why=NO_TUNNEL, refused=True, switch=True),
     Alias("ngrok_authtoken", why=NO_TUNNEL, refused=True),
     Alias("ngrok_edge", why=NO_TUNNEL, refused=True),

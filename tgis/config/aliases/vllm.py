@@ -186,7 +186,6 @@ WITHOUT_EFFECT = (
     _only("load_format", "auto|safetensors|hf|bitsandbytes", "convert the model to safetensors"),
     _only("config_format", "auto|hf", "give a model in Hugging Face's form"),
     _only("tokenizer_mode", "auto|hf|slow", OWN_TOKENIZER),
-    _only("kv_cache_dtype", "auto", "the cache has the type of the weights (--dtype)"),
     _only("scheduling_policy", "fcfs", "requests are served in the order in which they come"),
     _only("pipeline_parallel_size", "1", "layers are split over shards: use --num-shard", "-pp"),
     _only("data_parallel_size", "1", ONE_GROUP, "-dp"),

@@ -64,6 +64,9 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
+    def list_names(self) -> Iterator[str]:
+        return iter(self._file_of)
+
     def fetch(self, name: str) -> FileTensor:
         """Return a tensor of floats, without reading its elements. Raises WeightsError."""
         found = self.fetch_any(name)

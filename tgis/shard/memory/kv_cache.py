@@ -6,13 +6,13 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 CPU = torch.device("cpu")
-SLACK = 16  # elements after the last page, so that kernels can load whole vectors
+SLACK = 32  # elements after the last page, so that kernels can load whole vectors, of pairs too
 POPULATED_BYTES, LEAST_PRIORITY = 1 << 21, 19
 MADV_HUGEPAGE, MADV_POPULATE_WRITE = 14, 23  # Linux's constants
 
@@ -51,8 +51,16 @@ def bytes_per_block(shape: AttentionShape, ranks: Ranks, block_size: int, dtype:
     return pages * page_size(block_size, shape.head_dim) * dtype.itemsize
 
 
+class CacheScale(NamedTuple):
+    """Numbers that a layer's keys and values are divided by where they are stored."""
+
+    key: float = 1.0
+    value: float = 1.0
+
+
 class KVCache:
-    """Keys and values (float32, float16 or bfloat16), in pages whose layout the attention backend defines."""
+    """Keys and values, in pages whose layout the attention backend defines. Those of a type of 8 bits are
+    divided by `scales`, one of each layer."""
 
     def __init__(
         self,
@@ -63,6 +71,7 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device = CPU,
+        scales: Sequence[CacheScale] = (),
     ):
         shape = (num_layers, num_blocks, num_kv_heads, page_size(block_size, head_dim))
         self.keys, self.values = (_allocate_zeros(shape, dtype, device) for _ in range(2))
@@ -70,6 +79,7 @@ class KVCache:
             _populate_soon((self.keys, self.values))
         self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
         self.num_kv_heads, self.head_dim, self.dtype = num_kv_heads, head_dim, dtype
+        self.scales = list(scales) or [CacheScale()] * num_layers
 
 
 def _allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -37,8 +37,8 @@ IGNORED = {
         r"(?:vision|visual|image|audio|speech|multi_?modal|mm_projector|embed_vision|embed_audio|talker|"
         r"token2wav|code2wav)\w*(?:\..+)?"
     ),
-    "scales to round activations and keys and values, which this service does not round": (
-        _ANYWHERE + r"(?:input_scale_ub|activation_scale|(?:input|output|[qkv])_(?:scale|zero_point))"
+    "scales to round activations, which this service does not round by them, and keys and values": (
+        _ANYWHERE + r"(?:input_scale_ub|activation_scale|(?:input|output|kv|[qkv])_(?:scale|zero_point))"
     ),
     "the bits and the group size of a GPTQ checkpoint, as tensors": r"gptq_(?:bits|groupsize)",
     "the scales that Transformer Engine keeps for 8-bit training": _ANYWHERE + r"_extra_state",

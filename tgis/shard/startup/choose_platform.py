@@ -39,18 +39,19 @@ def make_platform(
     dtype: torch.dtype | None = None,
     cpu_arithmetic: str = "float32",
     rounds_activations: bool = False,
+    may_use_amx: bool = False,
 ) -> Platform:
     """Return the platform of a device. Compiled code goes to `kernel_cache` if there is no better place. Of a
     GPU's memory, the process may use `memory_fraction`. Its kernels are checked for weights of `dtype`, or if
     that is None, of 16 bits. A CPU's products have `cpu_arithmetic`, and those with codes may round
-    activations. Raises DeviceError."""
+    activations. AMX is used where it is found, if it may be. Raises DeviceError."""
     if device.type == "cuda":
         from tgis.shard.startup.cuda_platform import on_cuda
 
         return on_cuda(device, kernel_cache, memory_fraction, dtype)
     from tgis.shard.startup.cpu_platform import on_cpu
 
-    return on_cpu(kernel_cache, cpu_arithmetic, rounds_activations)
+    return on_cpu(kernel_cache, cpu_arithmetic, rounds_activations, may_use_amx)
 
 
 def _explain() -> str:

@@ -7,9 +7,12 @@ from pathlib import Path
 import torch
 
 from tgis.shard.collectives import CPU
+from tgis.shard.kernels.cpu.amx import permission
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.kernels.cpu.bf16 import self_check
-from tgis.shard.kernels.cpu.int4.inner_loop import HAS_VNNI
+from tgis.shard.kernels.cpu.bf16.attention import choose_attention
+from tgis.shard.kernels.cpu.codes.inner_loop import HAS_VNNI
+from tgis.shard.kernels.cpu.int8 import self_check as int8_check
 from tgis.shard.kernels.cpu.jit.cache import add_run_directory
 from tgis.shard.kernels.cpu.jit.compiler import compile_progress, is_compiling
 from tgis.shard.kernels.cpu.ops import CPU_KERNELS, BfloatKernels, CpuKernels
@@ -31,23 +34,34 @@ ON_CPU = Platform(
 
 
 def on_cpu(
-    kernel_cache: Path | None = None, arithmetic: str = "float32", rounds_activations: bool = False
+    kernel_cache: Path | None = None,
+    arithmetic: str = "float32",
+    rounds_activations: bool = False,
+    may_use_amx: bool = False,
 ) -> Platform:
-    """Return the platform, whose products have this arithmetic, and may round activations where weights are
-    codes. Compiled code goes to `kernel_cache` if there is no better place."""
+    """Return the platform, whose products and attention have this arithmetic. Products may round activations
+    where weights are codes, and use AMX. Compiled code goes to `kernel_cache` if there is no better place."""
     if kernel_cache is not None:
         add_run_directory(kernel_cache)
     rounds_activations = rounds_activations and _can_round()
+    has_tiles = may_use_amx and permission.may_use_tiles()
+    if arithmetic == "float32" and not rounds_activations and not has_tiles:
+        return ON_CPU
+    int8 = int8_check.choose_kernel(has_tiles)
     if arithmetic == "float32":
-        return replace(ON_CPU, kernels=CpuKernels(rounds_activations)) if rounds_activations else ON_CPU
+        kernels = CpuKernels(rounds_activations, int8.kernel)
+        return replace(ON_CPU, kernels=kernels, replaced_kernels=int8.replaced)
     assert arithmetic == "bfloat16"
-    packer = self_check.choose_packer()
-    logger.info("matrix products round weights and inputs to bfloat16, and add in float32")
+    packer = self_check.choose_packer(has_tiles)
+    attention = choose_attention(multiplies_pairs=self_check.REPLACED not in packer.replaced)
+    logger.info("matrix products and attention round what they multiply to bfloat16, and add in float32")
     return replace(
         ON_CPU,
-        kernels=BfloatKernels(packer.pack, rounds_activations),
+        kernels=BfloatKernels(packer.pack, rounds_activations, int8.kernel),
+        make_runner=HostRunners(attention, captures_steps=True),
         product_dtype=torch.bfloat16,
-        replaced_kernels=packer.replaced,
+        cache_dtype=torch.bfloat16,
+        replaced_kernels=(*packer.replaced, *int8.replaced, *attention.replaced),
     )
 
 

@@ -30,6 +30,7 @@ from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.sampling.grammar import Guides, read_tokenizer
 from tgis.shard.startup import choose_platform, engine_choice, memory_plan, quantize_check
 from tgis.shard.startup.cache_size import CacheSizing
+from tgis.shard.startup.cache_type import CacheType, choose_cache_type
 from tgis.shard.startup.engine_choice import Choice
 from tgis.shard.startup.memory_plan import GIB, Demand, MemoryBudget
 from tgis.shard.startup.platform import Platform, RunnerParts, configure_torch
@@ -74,7 +75,8 @@ def prepare(config: ShardConfig, on: Platform | None = None) -> "LoadPlan":
     limits = adapter_limits(config, choice.is_native, length)
     dtype_name = _choose_dtype(config.dtype, settings, choice, on.device)
     kept_type = quantize_check.name_kept_type(config, settings, on, dtype_name)
-    return LoadPlan(config, settings, choice, on, demand, limits, dtype_name, kept_type)
+    cache_type = choose_cache_type(config, settings, choice, on, dtype_name)
+    return LoadPlan(config, settings, choice, on, demand, limits, dtype_name, kept_type, cache_type)
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,9 @@ class LoadPlan:
     on: Platform
     demand: Demand
     limits: AdapterLimits
-    dtype_name: str  # of the cache, and of weights that are not kept as codes
+    dtype_name: str  # of weights that are not kept as codes
     kept_type: str  # of the weights of linear layers
+    cache_type: CacheType
 
     def load(self, group: ProcessGroup | None = None) -> ModelRunner:
         """Do what `load` does."""
@@ -110,9 +113,10 @@ class LoadPlan:
         on.compiler.finish()
         num_blocks = runner.info.num_blocks
         logger.info(
-            "loaded in %.1f s: memory grew by %.2f GiB with %s weights, %.2f GiB are cache; it holds %d "
-            "blocks, %d tokens, %.1f requests of %d tokens",
-            *(time.monotonic() - began, weight_gib, info.weight_dtype, num_blocks * loaded.block_bytes / GIB),
+            "loaded in %.1f s: memory grew by %.2f GiB with %s weights, %.2f GiB are cache of %s; it holds "
+            "%d blocks, %d tokens, %.1f requests of %d tokens",
+            *(time.monotonic() - began, weight_gib, info.weight_dtype),
+            *(num_blocks * loaded.block_bytes / GIB, info.cache_dtype),
             *(num_blocks, num_blocks * demand.block_size, num_blocks / demand.blocks_per_request),
             demand.max_sequence_length,
         )
@@ -143,7 +147,8 @@ class LoadPlan:
             adapter_bytes=self.limits.num_bytes,
             margin=on.memory.margin(),
         )
-        memory_plan.check_fit(shape, group, self.dtype, self.demand, weights, budget, self.kept_type)
+        kinds = (self.cache_type.dtype, self.demand, weights, budget, self.kept_type)
+        memory_plan.check_fit(shape, group, *kinds)
 
     def start_guides(self) -> Guides:
         """Start to read the tokenizer on another thread, while the weights are read."""
@@ -164,7 +169,7 @@ class LoadPlan:
             world_size=config.world_size,
             epoch=config.epoch,
             weight_dtype=self.kept_type,
-            cache_dtype=self.dtype_name,
+            cache_dtype=self.cache_type.name,
             rope_switch_len=spec.rope_switch_len,
             pad_token_id=model_files.pad_token_id(self._directory, self.tokenizer_directory, spec.vocab_size),
             prompt_cache_bytes=self.limits.prompt_bytes,
@@ -205,7 +210,8 @@ class _Loaded:
 
     @property
     def block_bytes(self) -> int:
-        return bytes_per_block(self.model.spec, self.group, self.plan.demand.block_size, self.plan.dtype)
+        dtype = self.plan.cache_type.dtype
+        return bytes_per_block(self.model.spec, self.group, self.plan.demand.block_size, dtype)
 
     @property
     def can_capture(self) -> bool:
@@ -237,9 +243,8 @@ class _Loaded:
 
     def make_runner(self, num_blocks: int) -> ModelRunner:
         spec, demand, on = self.model.spec, self.plan.demand, self.plan.on
-        cache = memory_plan.allocate(
-            spec, self.group, self.plan.dtype, demand.block_size, num_blocks + on.num_dummy_blocks
-        )
+        kind, num_all = self.plan.cache_type, num_blocks + on.num_dummy_blocks
+        cache = memory_plan.allocate(spec, self.group, kind.dtype, demand.block_size, num_all, kind.scales)
         info = pb.InfoResponse(num_blocks=num_blocks)
         info.MergeFrom(self.info)
         limits = RowLimits(
@@ -280,8 +285,10 @@ def _choose_platform(config: ShardConfig, choice: Choice, has_codes: bool) -> Pl
     if config.activations is not None and not rounds and config.rank == 0:
         reason = "the weights are not quantized" if device.type == "cpu" else "a GPU computes"
         logger.warning("--activations %s has no effect: %s", config.activations, reason)
+    # Products of float weights in float32 have no use for AMX.
+    may_use_amx = config.cpu_amx == "auto" and (has_codes or config.cpu_arithmetic != "float32")
     return choose_platform.make_platform(
-        device, kernel_cache, config.cuda_memory_fraction, asked, config.cpu_arithmetic, rounds
+        device, kernel_cache, config.cuda_memory_fraction, asked, config.cpu_arithmetic, rounds, may_use_amx
     )
 
 

@@ -1,12 +1,19 @@
 """Plans memory: checks that the model fits, and computes the number of KV cache blocks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from tgis.errors import OperatorError
 from tgis.shard.collectives import ProcessGroup
-from tgis.shard.memory.kv_cache import AttentionShape, KVCache, bytes_per_block, local_kv_heads
+from tgis.shard.memory.kv_cache import (
+    AttentionShape,
+    CacheScale,
+    KVCache,
+    bytes_per_block,
+    local_kv_heads,
+)
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -78,7 +85,8 @@ def check_fit(
 ) -> None:
     """Check that the model fits into the budget of this machine, which has no steps yet.
 
-    `weights` is the size of the weights of all ranks of this machine, of type `kept_type`. Raises
+    `weights` is the size of the weights of all ranks of this machine, of type `kept_type` if it is not the
+    cache's type, `dtype`. Raises
     ModelTooLargeError or CacheTooSmallError."""
     if weights > budget.left:
         type_name = kept_type or str(dtype).removeprefix("torch.")
@@ -125,10 +133,15 @@ def plan_blocks(demand: Demand, block_bytes: int, budget: MemoryBudget) -> int:
 
 
 def allocate(
-    shape: AttentionShape, group: ProcessGroup, dtype: torch.dtype, block_size: int, num_blocks: int
+    shape: AttentionShape,
+    group: ProcessGroup,
+    dtype: torch.dtype,
+    block_size: int,
+    num_blocks: int,
+    scales: Sequence[CacheScale] = (),
 ) -> KVCache:
-    heads = local_kv_heads(shape, group)
-    return KVCache(shape.num_layers, num_blocks, block_size, heads, shape.head_dim, dtype, group.device)
+    sizes = (shape.num_layers, num_blocks, block_size, local_kv_heads(shape, group), shape.head_dim)
+    return KVCache(*sizes, dtype, group.device, scales)
 
 
 def count_blocks(demand: Demand, block_bytes: int, share: int) -> int:

@@ -90,6 +90,8 @@ class Platform:
     replaced_kernels: Sequence[str] = ()  # names of kernels whose twins compute
     product_dtype: torch.dtype | None = None
     """Type that products round their weights to; None: the weights' own."""
+    cache_dtype: torch.dtype | None = None
+    """Type of keys and values, unless the operator asks for another; None: the weights' own."""
     graph_sizes: Callable[[Sequence[int] | None, int], Sequence[int]] = lambda asked, max_rows: ()
     """Returns rising numbers of rows to capture steps of, as the operator asked and at most `max_rows`."""
 

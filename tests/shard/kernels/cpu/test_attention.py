@@ -17,7 +17,7 @@ from tgis.shard.attention.interface import Scoring
 from tgis.shard.kernels.cpu.attention.plan import QUERY_TILE, CpuPlan
 from tgis.shard.memory.kv_cache import KVCache, bytes_per_block
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -164,7 +164,7 @@ def test_every_token_stands_in_one_tile(counts: list[int]) -> None:
     lengths = [count + 7 * i for i, count in enumerate(counts)]
     spans = [(length - count, length) for length, count in zip(lengths, counts, strict=True)]
     plan = CpuPlan(make_layout(spans, [list(range(20))] * len(counts)), 10, is_cross=False)
-    tiles = plan.tiles.tolist()
+    tiles = [item[:4] for item in plan.items.tolist()]
     placed = [
         (begin + i, sequence, position + i)
         for sequence, begin, count, position in tiles

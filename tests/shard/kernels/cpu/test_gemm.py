@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from array import array
 from collections.abc import Iterator
 
 import pytest
@@ -16,7 +17,8 @@ from torch import Tensor
 from tgis.shard.checkpoint.tensors import TensorInMemory
 from tgis.shard.kernels.cpu.gemm import panels
 from tgis.shard.kernels.cpu.gemm import product as gemm
-from tgis.shard.kernels.cpu.gemm.inner_loop import BLOCK, ROWS
+from tgis.shard.kernels.cpu.gemm.inner_loop import BLOCK, MANY_ROWS, ROWS
+from tgis.shard.kernels.cpu.gemm.many_rows import MAX_ROWS
 from tgis.shard.kernels.cpu.gemm.panels import PANEL, Arena
 from tgis.shard.kernels.cpu.jit.compiler import capture
 from tgis.shard.kernels.cpu.kernel_graph import KernelGraph, MemoryPool
@@ -61,6 +63,54 @@ def test_each_sum_is_one_chain(dtype: torch.dtype) -> None:
         for one, other in zip(x[row].tolist(), weight[column].to(dtype).tolist(), strict=True):
             total = fma(one, other, total)
         assert y[row, column] == total
+
+
+def add_chains(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x W^T, each element added in the order of x's columns. A sum is rounded to float64 first, which
+    changes no float32 but by the rarest chance."""
+    total = torch.zeros(len(x), len(weight))
+    for column, factors in zip(x.double().T, weight.double().T, strict=True):
+        total = (total + column.outer(factors)).float()
+    return total
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("in_features", [BLOCK, BLOCK + 1])
+def test_many_rows_are_chains(dtype: torch.dtype, in_features: int) -> None:
+    """Around each bound on rows, blocks of columns and panels: in one group of rows and in two or three."""
+    weight, x = torch.randn(2 * PANEL + 3, in_features), torch.randn(2 * MAX_ROWS + 1, in_features)
+    expected = add_chains(x, weight.to(dtype))
+    counts = [*range(MANY_ROWS - 1, MANY_ROWS + ROWS + 2), MAX_ROWS, MAX_ROWS + 1, 2 * MAX_ROWS + 1]
+    for out_features in (PANEL - 1, 2 * PANEL, 2 * PANEL + 3):
+        product = gemm.pack(TensorInMemory(weight[:out_features], "a weight"), dtype)
+        for num_threads, count in [*((1, count) for count in counts), (2, counts[-1])]:
+            torch.set_num_threads(num_threads)
+            found = product(x[:count])
+            assert torch.equal(found, expected[:count, :out_features]), f"{count} rows, {num_threads} threads"
+
+
+def test_two_threads_meet() -> None:
+    """The second thread takes its units from the back: whatever the first one took, none is left out and none
+    is taken twice."""
+    weight, x = torch.randn(3 * PANEL + 1, 40), torch.randn(MAX_ROWS + 1, 40)
+    product = gemm.pack(TensorInMemory(weight, "a weight"), torch.float32)
+    expected, run = product(x), ctypes.CFUNCTYPE(None, ctypes.c_void_p)(product.kernel.address)
+
+    def find_missing(counter: int) -> Tensor:
+        """Return what a thread leaves that finds the counter like this."""
+        y = torch.full_like(expected, torch.nan)
+        sizes = (len(x), len(weight), x.shape[1], 1)
+        args = array("q", (counter, *sizes, x.data_ptr(), product.panels.data_ptr(), y.data_ptr()))
+        run(args.buffer_info()[0])
+        missing = y.isnan()
+        assert torch.equal(y[~missing], expected[~missing])
+        return missing
+
+    num_units = next(count for count in range(100) if find_missing(count << 28).all())
+    assert num_units > 4
+    for taken in range(num_units + 1):
+        first, last = find_missing(num_units - taken << 28), find_missing(1 << 56 | taken)
+        assert torch.equal(first, ~last), f"{taken} of {num_units}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -89,6 +89,22 @@ def test_any_numbers(num_rows: int, in_features: int, out_features: int, dtype: 
     assert ((y - x.double() @ weight.double().t()).abs() <= bound * (1 + 1e-5)).all()
 
 
+def test_activations_are_rounded_twice() -> None:
+    """A number times the factor is rounded to float32 and then to an integer, not once: here the first
+    rounding leaves a tie, which the second one resolves to the even integer."""
+    factor = np.float32(127) / np.float32(3.0009909)
+    halves = np.arange(-126.5, 127).astype(np.float32)
+    ties = np.nextafter(halves / factor, np.float32(9), dtype=np.float32)[:, None]
+    near = ties + np.spacing(ties) * np.arange(-4, 4, dtype=np.float32)
+    is_tie = (near * factor == halves[:, None]) & (near.astype(float) * float(factor) != halves[:, None])
+    found = near[is_tie]
+    assert len(found) > GROUP
+    x = torch.from_numpy(found[: len(found) // 127 * 127].reshape(-1, 127))
+    x = torch.cat((torch.full((len(x), 1), 3.0009909), x), 1)
+    (a, scales), y = round_groups(x), pack(torch.eye(GROUP))(x)
+    assert np.array_equal(np.rint(y.numpy() / scales), a[:, 0])
+
+
 def test_rows_keep_their_bits(many_threads: None) -> None:
     product, x = pack(torch.randn(300, 700)), torch.randn(150, 700)
     whole = product(x)

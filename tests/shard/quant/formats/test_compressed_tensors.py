@@ -8,6 +8,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32,
 
 from tests.support.shard.compressed import compress, draw_weight
 from tests.support.shard.quantized_modules import check_cuts, open_module
+from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.quant.formats.compressed_tensors import CompressedTensors
 from tgis.shard.quant.formats.settings import QuantizationSettings
 
@@ -98,7 +99,7 @@ def test_an_order_that_was_never_set(idle: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_format_tells_floats_from_integers(name: str, tmp_path: Path) -> None:
+def test_the_format_tells_the_kind_of_codes(name: str, tmp_path: Path) -> None:
     """Platforms have products for codes that are integers, and the memory that is planned depends on it."""
     form, more = CASES[name]
     tensors, _, settings = compress(draw_weight(48, WIDTH, torch.float16), form, **more)
@@ -106,3 +107,25 @@ def test_the_format_tells_floats_from_integers(name: str, tmp_path: Path) -> Non
     told = CompressedTensors(QuantizationSettings(settings, "config.json")).layout
     assert found is not None
     assert told.dtype.is_floating_point == found.dtype.is_floating_point == (more.get("type") == "float")
+    assert told.bits == found.bits == more.get("num_bits", 8)
+
+
+def test_bytes_of_groups_of_several_widths_have_the_widest(tmp_path: Path) -> None:
+    tensors, expected, settings = compress(
+        draw_weight(48, WIDTH, torch.float32), "int-quantized", **INTEGERS["rows"]
+    )
+    [group] = settings["config_groups"].values()
+    narrow = {**group, "weights": {**group["weights"], "num_bits": 4}}
+    settings["config_groups"] = {"first": narrow, "second": group, "third": narrow}
+    assert torch.equal(open_module(tmp_path, tensors, settings).read(), expected)
+
+
+def test_bytes_that_are_no_integers_of_so_many_bits(tmp_path: Path) -> None:
+    tensors, _, settings = compress(
+        draw_weight(48, WIDTH, torch.float32), "int-quantized", **INTEGERS["4 bits"]
+    )
+    [name] = [name for name in tensors if name.endswith("weight")]
+    tensors[name][3, 5] = 8
+    found = open_module(tmp_path, tensors, settings)
+    with pytest.raises(WeightsError, match=r"weight has 8, which is no signed integer of 4 bits$"):
+        found.read()

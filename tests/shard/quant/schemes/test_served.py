@@ -21,7 +21,7 @@ from tests.support.shard.ranks import Ranks
 from tests.support.shard.stepping import Stepper
 from tgis.shard.checkpoint.tensors import TensorInMemory
 from tgis.shard.collectives import ProcessGroup
-from tgis.shard.kernels.cpu.int4.inner_loop import HAS_VNNI
+from tgis.shard.kernels.cpu.codes.inner_loop import HAS_VNNI
 from tgis.shard.kernels.cpu.ops import CpuKernels
 from tgis.shard.kernels.portable.ops import TorchKernels
 from tgis.shard.models import registry

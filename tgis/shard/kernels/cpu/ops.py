@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,8 +11,8 @@ from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.checkpoint.tensors import Stored
 from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cpu import lora as lora_kernels
+from tgis.shard.kernels.cpu.codes import product as code_product
 from tgis.shard.kernels.cpu.gemm import product as gemm
-from tgis.shard.kernels.cpu.int4 import product as int4
 from tgis.shard.kernels.cpu.int8 import product as int8
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_bits, empty
 from tgis.shard.kernels.cpu.pointwise import activations, elementwise, embedding, heads, norms
@@ -31,21 +32,22 @@ class CpuKernels(Unfused):
 
     device = CPU
 
-    def __init__(self, rounds_activations: bool = False):
+    def __init__(self, rounds_activations: bool = False, int8_kernel: Kernel | None = None):
         """Choose whether products with integer codes, which need VNNI for that, and with the head round what
-        they multiply to 8 bits."""
+        they multiply to 8 bits, and the kernel of products with int8 codes."""
         self._rounds_activations = rounds_activations
+        self._pack_int8 = partial(int8.pack, kernel=int8_kernel)
 
     def pack(self, weight: Stored, dtype: torch.dtype, role: MatrixRole = "linear") -> Product:
         # A head of 16 bits would take as long as a quarter of the layers' codes.
         if role == "head" and self._rounds_activations:
-            return int8.pack(int8_scheme.Rounded(weight))
+            return self._pack_int8(int8_scheme.Rounded(weight))
         return gemm.pack(weight, dtype)
 
     def find_code_packer(self, layout: CodeLayout) -> Callable[[Stored], Product] | None:
         if layout == int8_scheme.LAYOUT:
-            return int8.pack
-        return int4.find_packer(layout, self._rounds_activations)
+            return self._pack_int8
+        return code_product.find_packer(layout, self._rounds_activations)
 
     def prepare_adapters(self) -> None:
         """Compile the LoRA kernel unless its machine code is cached. Thread-safe."""
@@ -124,8 +126,13 @@ CPU_KERNELS = CpuKernels()
 class BfloatKernels(CpuKernels):
     """Kernels whose products are those of bfloat16 arithmetic, but for small matrices that matter a lot."""
 
-    def __init__(self, pack_bfloat16: Callable[[Stored], Product], rounds_activations: bool = False):
-        super().__init__(rounds_activations)
+    def __init__(
+        self,
+        pack_bfloat16: Callable[[Stored], Product],
+        rounds_activations: bool = False,
+        int8_kernel: Kernel | None = None,
+    ):
+        super().__init__(rounds_activations, int8_kernel)
         self._pack_bfloat16 = pack_bfloat16
 
     def pack(self, weight: Stored, dtype: torch.dtype, role: MatrixRole = "linear") -> Product:

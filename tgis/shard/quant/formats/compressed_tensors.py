@@ -4,8 +4,8 @@ pack-quantized: `weight_packed`, int32 [out_features, num_words], along the colu
 `weight_shape`; `weight_scale` [out_features, num_groups]; `weight_zero_point`, int32 [num_words, num_groups],
 along the rows, if the zeros are not all the same; `weight_g_idx`, [in_features], if the groups are not those
 of adjacent columns. Packed integers are signed ones plus half their range.
-int-quantized and naive: `weight`, int8, and `weight_scale` and `weight_zero_point` for each group, row or
-matrix.
+int-quantized and naive: `weight`, int8 of which fewer bits may be in use, and `weight_scale` and
+`weight_zero_point` for each group, row or matrix.
 float-quantized and naive: as the format `fp8`."""
 
 from collections.abc import Iterator
@@ -46,7 +46,10 @@ class CompressedTensors:
         if settings.section("transform_config").get("config_groups"):
             settings.refuse(f"compressed-tensors with a transform_config are not served: {SERVED}")
         weights = [group.section("weights") for group in groups]
-        self._bits = [bits for each in weights if (bits := each.number("num_bits")) in BITS]
+        numbers = [bits for each in weights if (bits := each.number("num_bits")) is not None]
+        self._bits = [bits for bits in numbers if bits in BITS]
+        # Nothing tells which group a module is in. The integers of all of them fit the widest.
+        self._bits_of_bytes = widest if (widest := max(numbers, default=8)) in BITS else 8
         self._sizes = [size for each in weights if (size := each.number("group_size") or 0) > 0]
         blocks = (_find_block(each) for each in weights)
         self._block = next((block for block in blocks if block), None)
@@ -63,7 +66,7 @@ class CompressedTensors:
         if tensors.fetch_any(f"{module}.{PLAIN}").dtype == torch.int8:
             parts = ModuleParts(tensors, module, PLAIN)
             values = parts.fetch_values(torch.int8)
-            return self._describe(parts, values, values.shape, 8)
+            return self._describe(parts, values, values.shape, self._bits_of_bytes)
         return open_float8(tensors, module, self._block)
 
     def count_weights(self, name: str, shape: tuple[int, ...]) -> int | None:
@@ -105,8 +108,20 @@ class CompressedTensors:
 class CompressedMatrix(GroupedMatrix):
     def _read_values(self, rows: range, columns: range) -> Tensor:
         if self.grouping.dtype == torch.int8:
-            return self.read_part("values", rows, columns)
+            values = self.read_part("values", rows, columns)
+            self._check_range(values)
+            return values
         return read_values(lambda words: self.read_part("values", rows, words), self.bits, columns)
+
+    def _check_range(self, values: Tensor) -> None:
+        """Raise WeightsError unless integers have as many bits as the settings say: products keep no more."""
+        most = (1 << (self.bits - 1)) - 1
+        if values.numel():
+            for bound in map(int, values.aminmax()):
+                if not -most - 1 <= bound <= most:
+                    raise WeightsError(
+                        f"{self.label} has {bound}, which is no signed integer of {self.bits} bits"
+                    )
 
     def _read_scales(self, rows: range, groups: range) -> Tensor:
         return self._read_groups("scales", rows, groups)

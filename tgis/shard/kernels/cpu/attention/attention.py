@@ -1,26 +1,48 @@
-"""Paged attention on the CPU, in float32 whatever the cache's type. Kernels read the cache's pages in place.
+"""Paged attention on the CPU, in float32 whatever the cache's type, or as given kernels compute it. Kernels
+read the cache's pages in place.
 
 A row's result is bit-identical alone or in any batch, with any number of threads, with any block size, and
 however its sequence was cut into chunks."""
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from tgis.shard.attention.interface import AttentionKind, AttentionPlan, Heads, Scoring, StepLayout
+from tgis.shard.kernels.cpu.attention.float8 import READ_FACTORS
 from tgis.shard.kernels.cpu.attention.kernels import ATTEND, TOKENS, WRITE
 from tgis.shard.kernels.cpu.attention.plan import CpuPlan
+from tgis.shard.kernels.cpu.attention.segments import EXTRA
+from tgis.shard.kernels.cpu.attention.vectors import LANES
 from tgis.shard.kernels.cpu.jit import compiler
-from tgis.shard.kernels.cpu.jit.compiler import as_bits
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_bits
 from tgis.shard.kernels.cpu.ops import split_heads
 from tgis.shard.memory.kv_cache import KVCache
 
 
+class CacheKernels(NamedTuple):
+    """Kernels for one type and layout of a cache's pages."""
+
+    attend: Kernel
+    write: Kernel
+    columns: int = 1  # numbers of an element of the cache
+
+
 class CpuAttention:
-    def __init__(self, cache: KVCache):
-        self._cache, self._attend, self._write = cache, ATTEND[cache.dtype], WRITE[cache.dtype]
-        sizes = (cache.num_kv_heads, cache.head_dim, cache.block_size, cache.dtype.itemsize)
+    def __init__(self, cache: KVCache, kernels: CacheKernels | None = None):
+        """Attend in float32, or with `kernels`."""
+        kernels = kernels or CacheKernels(ATTEND[cache.dtype], WRITE[cache.dtype])
+        self._cache, self._attend, self._write, self._columns = cache, *kernels
+        width = cache.dtype.itemsize * self._columns
+        sizes = (cache.num_kv_heads, cache.head_dim, cache.block_size, width)
         layers = zip(cache.keys, cache.values, strict=True)
+        self._result_size = -(-cache.head_dim // LANES) * LANES + EXTRA
         # For each layer, the fields of the kernels' `Pages`.
         self._pages = [(k.data_ptr(), v.data_ptr(), *sizes) for k, v in layers]
+        # For each layer, the pages' factors.
+        read = READ_FACTORS.get(cache.dtype, 1.0)
+        self._reading = [(as_bits(each.key * read), as_bits(each.value * read)) for each in cache.scales]
+        self._writing = [(as_bits(1 / each.key), as_bits(1 / each.value)) for each in cache.scales]
         # For each layer, its last `Scoring` and the fields of the kernel's `ScoringArgs` made from it.
         self._scoring_args: list[tuple[Scoring | None, tuple[int, ...]]] = [(None, ())] * cache.num_layers
 
@@ -44,27 +66,34 @@ class CpuAttention:
         assert isinstance(plan, CpuPlan)
         k, v = k.contiguous(), v.contiguous()
         run = self._write if len(k) <= TOKENS else self._write.parallel
-        run(*self._pages[layer], plan.table.data_ptr(), k.data_ptr(), v.data_ptr())
+        addresses = (plan.table.data_ptr(), k.data_ptr(), v.data_ptr())
+        run(*self._pages[layer], *addresses, *self._writing[layer])
 
     def attend(self, layer: int, q: Tensor, plan: AttentionPlan, scoring: Scoring) -> Tensor:
         assert isinstance(plan, CpuPlan)
         q, out = q.contiguous(), compiler.empty(*q.shape)
+        plan.reserve_partials(q.shape[1] * self._result_size)
         known, fields = self._scoring_args[layer]
         if known is not scoring:
             fields = _scoring_fields(scoring)
             self._scoring_args[layer] = (scoring, fields)
         addresses = (plan.table.data_ptr(), q.data_ptr(), out.data_ptr())
-        self._attend.parallel(*self._pages[layer], q.shape[1], *addresses, *fields)
+        self._attend.parallel(*self._pages[layer], q.shape[1], *addresses, *fields, *self._reading[layer])
         return out
 
     def read(self, layer: int, block_table: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
         cache = self._cache
         blocks = block_table[: -(-seq_len // cache.block_size)].long()
-        shape = (len(blocks), cache.num_kv_heads)
-        k = cache.keys[layer][blocks].view(*shape, cache.head_dim, cache.block_size).transpose(2, 3)
-        v = cache.values[layer][blocks].view(*shape, cache.block_size, cache.head_dim)
+        k = self._pages_of(cache.keys[layer][blocks], cache.head_dim, cache.block_size).transpose(2, 3)
+        v = self._pages_of(cache.values[layer][blocks], cache.block_size, cache.head_dim)
         k, v = (x.transpose(0, 1).flatten(1, 2)[:, :seq_len].float() for x in (k, v))
-        return k, v
+        return k * cache.scales[layer].key, v * cache.scales[layer].value
+
+    def _pages_of(self, memory: Tensor, height: int, width: int) -> Tensor:
+        """Return pages [num_blocks, num_kv_heads, height, width] of the memory of some blocks."""
+        columns = self._columns
+        elements = memory.view(*memory.shape[:2], height // columns, width, columns)
+        return elements.flip(-1).transpose(3, 4).flatten(2, 3)
 
 
 def _scoring_fields(scoring: Scoring) -> tuple[int, ...]:

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 from numba import carray
 
+from tgis.shard.kernels.cpu.attention.float8 import CACHE_ELEMENTS, as_element, loses_nan
 from tgis.shard.kernels.cpu.attention.qk_pv import GROUPS, SPAN, TALL
+from tgis.shard.kernels.cpu.attention.segments import SegmentPart, find_first_key, result_size
 from tgis.shard.kernels.cpu.attention.tiles import (
     Pages,
     Queries,
@@ -21,13 +23,31 @@ from tgis.shard.kernels.cpu.attention.tiles import (
 )
 from tgis.shard.kernels.cpu.attention.vectors import LANES
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_float, keep_alive, next_unit, pointer, reorderable
-from tgis.shard.kernels.cpu.jit.scalar_math import ELEMENTS, stored
 
 HEADS = 16  # most query heads of a unit of work
 TOKENS = 8  # tokens whose keys and values a thread writes as one unit of work
 ALIGNMENT = 64
+ITEM, TABLE = 28, 11  # bytes of one of `CpuPlan.items`, numbers of `CpuPlan.table`
 
 _F32, _I64 = np.float32(0), np.int64(0)
+
+
+@reorderable
+def _find_unit(item: int, part: int, kv_head: int, group: int, step: Any, scoring: Any, size: int) -> Any:
+    """Return the unit of work of the item at an address and of a part of the `group` heads of a KV head, and
+    which segments it attends to. `size` is that of a token's partial results in bytes."""
+    sequence, start = read_int(item), read_int(item + 4)
+    count, position = read_int(item + 8), read_int(item + 12)
+    num_parts, segment, partial = read_int(item + 16), read_int(item + 20), read_int(item + 24)
+    seq_len, segment_len = read_int(step[5] + 4 * sequence), step[9]
+    tile_end = min(position + count, seq_len) if scoring.causal else seq_len
+    begin, end = find_first_key(position, scoring) // SPAN * SPAN, tile_end
+    if num_parts > 1:
+        begin, end = max(begin, segment * segment_len), min(end, (segment + 1) * segment_len)
+    heads, head = min(HEADS, group - part * HEADS), kv_head * group + part * HEADS
+    blocks, partials = step[6] + 4 * sequence * step[2], step[10] + partial * size
+    u = WorkUnit(blocks, start, count, position, kv_head, head, heads, end)
+    return u, SegmentPart(begin, tile_end, segment_len, num_parts, segment, partials)
 
 
 @reorderable
@@ -36,41 +56,50 @@ def _attend_unit_number(index: int, a: Any, step: Any, p: Any, scoring: Any, s: 
     group = a[7] // p.num_kv_heads
     parts = (group + HEADS - 1) // HEADS
     part, rest = index % parts, index // parts
-    kv_head, t = rest % p.num_kv_heads, rest // p.num_kv_heads
-    if t >= step[3]:
+    kv_head, i = rest % p.num_kv_heads, rest // p.num_kv_heads
+    if i >= step[3]:
         return False
-    tile = step[7] + 16 * t
-    sequence, start = read_int(tile), read_int(tile + 4)
-    count, position = read_int(tile + 8), read_int(tile + 12)
-    seq_len = read_int(step[5] + 4 * sequence)
-    end = min(position + count, seq_len) if scoring.causal else seq_len
-    heads, head = min(HEADS, group - part * HEADS), kv_head * group + part * HEADS
-    u = WorkUnit(step[6] + 4 * sequence * step[2], start, count, position, kv_head, head, heads, end)
-    attend_unit(u, Queries(a[9], a[10], a[7]), p, scoring, s, element)
+    size = 4 * a[7] * result_size(s.length)
+    u, segments = _find_unit(step[7] + ITEM * i, part, kv_head, group, step, scoring, size)
+    attend_unit(u, Queries(a[9], a[10], a[7]), segments, p, scoring, s, element)
     return True
 
 
-def _attend_kernel(element: Any) -> Kernel:
+def attend_kernel(element: Any, factor: Any = _F32, columns: int = 1) -> Kernel:
+    """Return the kernel that attends to a cache whose elements are `columns` numbers each. `element` and
+    `factor` are numbers of the types of elements, and of what they are multiplied with."""
+
     def attend(args: Any) -> None:
-        a = carray(args, 18)
-        p = Pages(a[1], a[2], a[3], a[4], a[5], a[6])
-        step = carray(pointer(a[8], _I64), 9)
+        a = carray(args, 20)
+        p = Pages(a[1], a[2], a[3], a[4], a[5], a[6], as_float(a[18]), as_float(a[19]), columns)
+        step = carray(pointer(a[8], _I64), TABLE)
         scoring = ScoringArgs(as_float(a[11]), as_float(a[12]), a[13], a[14], a[15], a[16], a[17])
         depth = round_up(p.head_dim, LANES)
         max_rows = step[4] * min(HEADS, a[7] // p.num_kv_heads) + TALL
-        q, sums = round_up(max_rows * p.head_dim, LANES), max_rows * (depth + LANES)
+        q, sums = max_rows * depth, max_rows * (depth + LANES)
         maxima, gathered = round_up(max_rows, LANES), SPAN * (p.head_dim + depth)
-        memory = np.empty(LANES + q + sums + maxima + TALL * SPAN + 8 * GROUPS + gathered, np.float32)
+        results = max_rows * result_size(depth + LANES)
+        size = LANES + q + sums + maxima + TALL * SPAN + 8 * GROUPS + gathered + results
+        memory = np.empty(size, np.float32)
         begin = round_up(memory.ctypes.data, ALIGNMENT)
         scores = begin + 4 * (q + sums + maxima)
         places = scores + 4 * TALL * SPAN
         rest = places + 32 * GROUPS
-        s = Scratch(begin, begin + 4 * q, depth + LANES, begin + 4 * (q + sums), scores, places, rest)
+        rows = (begin, begin + 4 * q, depth + LANES, begin + 4 * (q + sums), rest + 4 * gathered)
+        s = Scratch(*rows, scores, places, rest, factor)
         while _attend_unit_number(next_unit(args), a, step, p, scoring, s, element):
             pass
         keep_alive(memory)
 
     return Kernel(attend)
+
+
+@reorderable
+def _has_nan(k: Any, v: Any) -> bool:
+    found = False
+    for d in range(len(k)):
+        found |= np.isnan(k[d]) or np.isnan(v[d])
+    return found
 
 
 @reorderable
@@ -82,16 +111,18 @@ def _write_token(k: Any, v: Any, slot: int, p: Any, element: Any) -> None:
         keys = carray(pointer(p.keys + page, element), (p.head_dim, p.block_size))
         values = carray(pointer(p.values + page, element), (p.block_size, p.head_dim))
         for d in range(p.head_dim):
-            keys[d, offset] = stored(k[h, d], element)
+            keys[d, offset] = as_element(k[h, d] * p.key_factor, element)
         for d in range(p.head_dim):
-            values[offset, d] = stored(v[h, d], element)
+            values[offset, d] = as_element(v[h, d] * p.value_factor, element)
+        if loses_nan(element) and _has_nan(k[h], v[h]):
+            keys[0, offset] = as_element(np.float32(np.nan), element)
 
 
 def _write_kernel(element: Any) -> Kernel:
     def write(args: Any) -> None:
-        a = carray(args, 10)
-        p = Pages(a[1], a[2], a[3], a[4], a[5], a[6])
-        step = carray(pointer(a[7], _I64), 9)
+        a = carray(args, 12)
+        p = Pages(a[1], a[2], a[3], a[4], a[5], a[6], as_float(a[10]), as_float(a[11]), 1)
+        step = carray(pointer(a[7], _I64), TABLE)
         num_tokens = step[0]
         k = carray(pointer(a[8], _F32), (num_tokens, p.num_kv_heads, p.head_dim))
         v = carray(pointer(a[9], _F32), (num_tokens, p.num_kv_heads, p.head_dim))
@@ -106,5 +137,5 @@ def _write_kernel(element: Any) -> Kernel:
     return Kernel(write)
 
 
-ATTEND = {dtype: _attend_kernel(element) for dtype, element in ELEMENTS.items()}
-WRITE = {dtype: _write_kernel(element) for dtype, element in ELEMENTS.items()}
+ATTEND = {dtype: attend_kernel(element) for dtype, element in CACHE_ELEMENTS.items()}
+WRITE = {dtype: _write_kernel(element) for dtype, element in CACHE_ELEMENTS.items()}

@@ -9,63 +9,117 @@ from torch import Tensor
 from tgis.shard.attention.interface import StepLayout
 
 QUERY_TILE = 32  # most tokens of one sequence that a tile of queries holds
+# Keys of a segment, which begins at a multiple of it; whole spans. Results depend on it: a row's softmax is
+# computed segment by segment, and the segments are merged in their order.
+SEGMENT_LEN = 1024
+# Tiles of at most so many tokens have their segments computed as separate units of work. Larger tiles are
+# units enough, and would need much memory for the results of their segments.
+MAX_SPLIT_TOKENS = 8
+# Tiles with a smaller share of a step's keys are not split: threads finish together without it.
+LEAST_SPLIT_SHARE = 1 / 16
+
+_NO_PARTIALS = np.empty(0, np.float32)
 
 
 class CpuPlan:
     """Data of a step that the compiled kernels need. They read all of it through `table`.
 
-    tiles: int32 [num_tiles, 4], the sequence, the index in the step of the first token, the number of tokens,
-    and the first token's position. The costliest come first, so that threads finish together.
+    items: int32 [num_items, 7], the work for each KV head: the sequence, the index in the step of a tile's
+    first token, the number of tokens, the first token's position, the number of the tile's segments that are
+    items of their own, which of them this is, and the index of the first of the tile's partial results.
+    Where the number is 1, the item is the whole tile. The costliest come first, so that threads finish
+    together.
 
-    table: int64 [9], the numbers of tokens, sequences, entries of a block table and tiles, the largest number
-    of tokens of a tile, and the addresses of seq_lens, block_tables, tiles and slots."""
+    table: int64 [11], the numbers of tokens, sequences, entries of a block table and items, the largest
+    number of tokens of a tile, the addresses of seq_lens, block_tables, items and slots, the length of a
+    segment, and the address of the partial results."""
 
     def __init__(self, layout: StepLayout, block_size: int, is_cross: bool):
-        self.tiles = torch.from_numpy(_tile(layout, is_cross))
+        items, self._num_partials = _plan_items(layout, is_cross)
+        self.items = torch.from_numpy(items)
         self.slots = torch.empty(0, dtype=torch.int64) if is_cross else layout.find_slots(block_size)
         block_tables = layout.block_tables.contiguous()
         # Their memory lives as long as a plan whose table has their addresses.
-        self._tensors = (layout.seq_lens.contiguous(), block_tables, self.tiles, self.slots)
+        self._tensors = (layout.seq_lens.contiguous(), block_tables, self.items, self.slots)
+        self._partials, self._partial_size = _NO_PARTIALS, 0
         self.table = self._make_table(layout)
 
     def copy_into(self, fixed: "CpuPlan") -> None:
         fixed.table.copy_(self.table)
-        fixed._tensors = self._tensors
+        fixed._tensors, fixed._num_partials = self._tensors, self._num_partials
+        fixed._allocate_partials()
+
+    def reserve_partials(self, size: int) -> None:
+        """Provide memory for partial results of at least `size` float32 each."""
+        if size > self._partial_size:
+            self._partial_size = size
+            self._allocate_partials()
+
+    def _allocate_partials(self) -> None:
+        # The counters among them begin at zero, and every kernel leaves them at zero.
+        if self._num_partials:
+            self._partials = np.zeros(self._num_partials * self._partial_size, np.float32)
+            self.table.numpy()[10] = self._partials.ctypes.data
 
     def _make_table(self, layout: StepLayout) -> Tensor:
         addresses = [x.data_ptr() for x in self._tensors]
         num_seqs, max_blocks = layout.block_tables.shape
-        num_tokens, num_tiles = int(layout.cu_seqlens_q.numpy()[-1]), len(self.tiles)
-        most = 1 if num_tokens == num_seqs == num_tiles else QUERY_TILE
-        table = (num_tokens, num_seqs, max_blocks, num_tiles, most, *addresses)
+        num_tokens, num_items = int(layout.cu_seqlens_q.numpy()[-1]), len(self.items)
+        most = 1 if num_tokens == num_seqs == num_items else QUERY_TILE
+        table = (num_tokens, num_seqs, max_blocks, num_items, most, *addresses, SEGMENT_LEN, 0)
         return torch.from_numpy(np.array(table, np.int64))
 
 
-def _tile(layout: StepLayout, is_cross: bool) -> Any:
+def _plan_items(layout: StepLayout, is_cross: bool) -> tuple[Any, int]:
+    """Return the items and the number of partial results of each query head."""
     begins, lengths = layout.cu_seqlens_q.numpy(), layout.seq_lens.numpy()
     if (begins == np.arange(len(begins))).all():
-        return _tile_single_tokens(lengths, is_cross)
-    return _tile_tokens(begins.astype(np.int64), lengths.astype(np.int64), is_cross)
+        items = _list_single_tokens(lengths, is_cross)
+        if not len(items) or not _may_split(int(lengths[items[0, 0]]), lengths):  # the first is the longest
+            return items, 0
+    lengths = lengths.astype(np.int64)
+    tiles = _tile_tokens(begins.astype(np.int64), lengths, is_cross)
+    return _split_tiles(tiles, lengths[tiles[:, 0]], is_cross)
 
 
-def _tile_single_tokens(lengths: Any, is_cross: bool) -> Any:
-    tiles = np.empty((len(lengths), 4), np.int32)
+def _list_single_tokens(lengths: Any, is_cross: bool) -> Any:
+    """Return the items of one short tile for each sequence, which most steps have."""
+    items = np.zeros((len(lengths), 7), np.int32)
     order = np.argsort(-lengths, kind="stable") if len(lengths) > 1 else 0
-    tiles[:, 0] = tiles[:, 1] = order
-    tiles[:, 2], tiles[:, 3] = 1, 0 if is_cross else lengths[order] - 1
-    return tiles
+    items[:, 0] = items[:, 1] = order
+    items[:, 2], items[:, 3], items[:, 4] = 1, 0 if is_cross else lengths[order] - 1, 1
+    return items
 
 
 def _tile_tokens(begins: Any, lengths: Any, is_cross: bool) -> Any:
+    """Return int64 [num_tiles, 4]: sequence, first token, number of tokens and first position."""
     counts = begins[1:] - begins[:-1]  # [num_seqs]
     tiles_of = (counts + QUERY_TILE - 1) // QUERY_TILE
     sequence = np.repeat(np.arange(len(counts)), tiles_of)  # [num_tiles]
     before = (tiles_of.cumsum() - tiles_of)[sequence]  # number of tiles of earlier sequences
     offset = (np.arange(len(sequence)) - before) * QUERY_TILE
     count = np.minimum(counts[sequence] - offset, QUERY_TILE)
-    position = (lengths - counts)[sequence] + offset
-    seen = position + count
-    if is_cross:
-        position, seen = np.zeros_like(position), lengths[sequence]
-    tiles = np.stack((sequence, begins[sequence] + offset, count, position), 1)
-    return tiles[np.argsort(-seen * count, kind="stable")].astype(np.int32)
+    position = np.zeros_like(offset) if is_cross else (lengths - counts)[sequence] + offset
+    return np.stack((sequence, begins[sequence] + offset, count, position), 1)
+
+
+def _may_split(length: Any, lengths: Any) -> Any:
+    """Return whether a tile of that length may be split, in a step of tiles of `lengths`."""
+    return (length > SEGMENT_LEN) & (length >= LEAST_SPLIT_SHARE * lengths.sum())
+
+
+def _split_tiles(tiles: Any, lengths: Any, is_cross: bool) -> tuple[Any, int]:
+    """Return the items of tiles, whose sequences have these lengths, and the number of partial results."""
+    counts = tiles[:, 2]
+    is_split = (counts <= MAX_SPLIT_TOKENS) & _may_split(lengths, lengths)
+    parts = np.where(is_split, -(-lengths // SEGMENT_LEN), 1)
+    partials = np.where(is_split, parts * counts, 0)
+    tile = np.repeat(np.arange(len(tiles)), parts)  # [num_items]
+    segment = np.arange(len(tile)) - (parts.cumsum() - parts)[tile]
+    seen = lengths if is_cross else tiles[:, 3] + counts
+    seen = np.where(
+        is_split[tile], np.minimum(lengths[tile] - segment * SEGMENT_LEN, SEGMENT_LEN), seen[tile]
+    )
+    first_partial = (partials.cumsum() - partials)[tile]
+    items = np.column_stack((tiles[tile], parts[tile], segment, first_partial))
+    return items[np.argsort(-seen * counts[tile], kind="stable")].astype(np.int32), int(partials.sum())

@@ -3,14 +3,24 @@ multiplies softmax weights and values to sums.
 
 A tile takes up to four vectors of columns, each at an address of its own, so a span of keys need not be
 contiguous. Each result stays in a register and is one chain of fused multiply-adds, along the head's channels
-(QK) or along the keys (PV), so its bits depend only on its own row and column."""
+(QK) or along the keys (PV), so its bits depend only on its own row and column. Pairs of bfloat16 are two
+channels, or two keys."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from numba import types
 
-from tgis.shard.kernels.cpu.attention.vectors import LANES, ZERO, load, load_cached, prefer_512_bits, store
+from tgis.shard.kernels.cpu.attention.float8 import find_nan
+from tgis.shard.kernels.cpu.attention.operands import (
+    add_products,
+    count_columns,
+    drop_later,
+    load_elements,
+    load_factor,
+)
+from tgis.shard.kernels.cpu.attention.vectors import LANES, ZERO, load, prefer_512_bits, store
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import I1, I64
@@ -19,6 +29,8 @@ GROUPS = 4
 SPAN = GROUPS * LANES  # keys of one update of the online softmax
 TALL, SHORT = 6, 4  # most rows of a tile: where a unit has many rows, and where it has few
 LINE = 64
+# Orders in which rows fetch vectors in turns. A line may hold two vectors, of this and of the next row.
+_TURNS = {1: (0,), 2: (0, 1), 4: (0, 2, 1, 3)}
 
 _TILES = (1, 2, 3, 4, TALL)  # numbers of rows that tiles are built for
 # Most result vectors of a tile, so that all fit the registers.
@@ -55,7 +67,8 @@ def multiply_qk(
 
     `rows` is 1 to SHORT, or TALL; `n` is at least 1. `scores` and `q` are addresses. `places` is the address
     of an array of 2 * GROUPS addresses: those of the keys' vectors, then those of the vectors to prefetch.
-    Strides are the bytes from one row of q or keys to the next. `element` is a value of the keys' type."""
+    Strides are the bytes from one row of q or keys to the next. `element` is a value of the keys' type; where
+    keys are pairs, `n` counts pairs."""
 
     def build_tile(num_rows: int, first: int, width: int) -> None:
         bases, ahead = (
@@ -68,11 +81,11 @@ def multiply_qk(
             row, column = b.mul(k, stride), b.mul(k, I64(4))
             if num_rows <= SHORT:
                 _prefetch_keys(b, ahead, k, row, element)
-            loaded = [load_cached(b, base, row, element) for base in bases]
-            factors = [llvm.load_broadcast(b, b.add(start, column), LANES) for start in starts]
-            return llvm.add_products(b, sums, factors, loaded)
+            loaded = [load_elements(b, base, row, element) for base in bases]
+            factors = [load_factor(b, b.add(start, column), element) for start in starts]
+            return add_products(b, sums, factors, loaded, element)
 
-        results = llvm.loop(b, n, [ZERO] * (num_rows * width), add_channel)
+        results = llvm.loop(b, n, _first_scores(b, bases, element) * num_rows, add_channel)
         for i, result in enumerate(results):
             r, v = divmod(i, width)
             store(b, result, scores, I64(4 * (r * SPAN + (first + v) * LANES)))
@@ -81,16 +94,25 @@ def multiply_qk(
     _for_rows(b, rows, GROUPS, build_tile)
 
 
-def _prefetch_keys(b: Any, ahead: list[Any], k: Any, row: Any, dtype: Any) -> None:
-    """Prefetch row `k` of the next keys. A vector of 16-bit elements is half a cache line, so each row
-    fetches only every other vector, in turns."""
-    if dtype == types.float32 or len(ahead) == 1:
-        chosen = ahead
-    else:
-        is_odd = b.trunc(k, I1)
-        chosen = [b.select(is_odd, odd, even) for even, odd in zip(ahead[::2], ahead[1::2], strict=True)]
-    for base in chosen:
-        llvm.prefetch(b, base, row)
+def _first_scores(b: Any, bases: list[Any], element: Any) -> list[Any]:
+    """Return a vector for each base: zeros, or NaNs for the keys that have them."""
+    return [find_nan(b, base, LANES) if element == types.int8 else ZERO for base in bases]
+
+
+def _prefetch_keys(b: Any, ahead: list[Any], k: Any, row: Any, element: Any) -> None:
+    """Prefetch row `k` of the next keys. A vector of 16-bit elements is half a cache line, one of 8 bits a
+    quarter, so each row fetches only some of the vectors, in turns."""
+    turns = min(len(ahead), {8: 4, 16: 2}.get(element.bitwidth, 1))
+    for chosen in zip(*(ahead[turn::turns] for turn in _TURNS[turns]), strict=True):
+        llvm.prefetch(b, _choose(b, k, chosen), row)
+
+
+def _choose(b: Any, k: Any, choices: Sequence[Any]) -> Any:
+    """Return the one of 1, 2 or 4 values that the lowest bits of k say."""
+    if len(choices) == 1:
+        return choices[0]
+    is_odd, pairs = b.trunc(k, I1), zip(choices[::2], choices[1::2], strict=True)
+    return _choose(b, b.lshr(k, I64(1)), [b.select(is_odd, odd, even) for even, odd in pairs])
 
 
 def _add_pv(num_vectors: int) -> Any:
@@ -100,8 +122,8 @@ def _add_pv(num_vectors: int) -> Any:
     Its arguments: `rows`, 1 to SHORT, or TALL; `sums`, an address, and `sums_stride`, the bytes from one row
     to the next; `weights`, the address of [rows, SPAN]; `places`, the address of an array of 2 * GROUPS
     addresses: one for every LANES rows of values, then those of the rows to prefetch; `column`, the bytes
-    from such an address to the first column; `stride`, the bytes from one row to the next; `n`, 1 to SPAN;
-    and `element`, a value of the values' type."""
+    from such an address to the first column; `stride`, the bytes from one row to the next, of pairs of values
+    where there are pairs; `n`, 1 to SPAN; and `element`, a value of the values' type."""
 
     @llvm_function()
     def add_pv(
@@ -126,28 +148,36 @@ def _add_pv(num_vectors: int) -> Any:
 def _build_pv(b: Any, args: Any, rows: int, first: int, width: int) -> None:
     """Emit the code of a tile of `rows` rows and `width` vectors from the vector `first` on."""
     sums, sums_stride, weights, places, column, stride, n, element = args
-    size = element.bitwidth // 8 * LANES
+    size, columns = element.bitwidth // 8 * LANES, count_columns(element)
     cells = [(r, 4 * LANES * (first + v)) for r in range(rows) for v in range(width)]
     results = [b.add(b.mul(I64(r), sums_stride), I64(offset)) for r, offset in cells]
     begin_column = b.add(column, I64(first * size))
 
     def add_group(j: Any, group_sums: list[Any]) -> list[Any]:
         begin, place = b.mul(j, I64(LANES)), b.add(places, b.mul(j, I64(8)))
+        first_weight = b.mul(j, I64(LANES // columns))
         base = b.add(b.load(llvm.pointer_to(b, I64, place)), begin_column)
         ahead = b.add(b.load(llvm.pointer_to(b, I64, place, I64(8 * GROUPS))), begin_column)
 
-        def add_key(k: Any, key_sums: list[Any]) -> list[Any]:
-            row, weight = b.mul(k, stride), b.mul(b.add(begin, k), I64(4))
+        def add_key(k: Any, key_sums: list[Any], is_half: bool = False) -> list[Any]:
+            row, weight = b.mul(k, stride), b.mul(b.add(first_weight, k), I64(4))
             for skip in range(0, width * size if rows <= SHORT else 0, LINE):
                 llvm.prefetch(b, ahead, b.add(row, I64(skip)))
-            loaded = [load_cached(b, base, b.add(row, I64(v * size)), element) for v in range(width)]
+            loaded = [load_elements(b, base, b.add(row, I64(v * size)), element) for v in range(width)]
+            if is_half:
+                loaded = [drop_later(b, pair) for pair in loaded]
             offsets = [b.add(weight, I64(4 * SPAN * r)) for r in range(rows)]
-            factors = [llvm.load_broadcast(b, b.add(weights, offset), LANES) for offset in offsets]
-            return llvm.add_products(b, key_sums, factors, loaded)
+            factors = [load_factor(b, b.add(weights, offset), element) for offset in offsets]
+            return add_products(b, key_sums, factors, loaded, element)
 
         left = b.sub(n, begin)
         count = b.select(b.icmp_signed("<", left, I64(LANES)), left, I64(LANES))
-        return llvm.loop(b, count, group_sums, add_key)
+        if columns == 1:
+            return llvm.loop(b, count, group_sums, add_key)
+        whole, end = (b.udiv(x, I64(columns)) for x in (count, b.add(count, I64(columns - 1))))
+        pair_sums = llvm.loop_range(b, I64(0), whole, 1, group_sums, add_key)
+        # The memory of a key that no row sees may hold anything.
+        return llvm.loop_range(b, whole, end, 1, pair_sums, partial(add_key, is_half=True))
 
     groups = b.sdiv(b.add(n, I64(LANES - 1)), I64(LANES))
     initial = [load(b, sums, offset) for offset in results]

@@ -6,6 +6,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
+from tgis.shard.kernels.cpu.attention.operands import store_weights
 from tgis.shard.kernels.cpu.attention.qk_pv import GROUPS
 from tgis.shard.kernels.cpu.attention.vectors import (
     INTEGERS,
@@ -71,12 +72,15 @@ def _rotate_lanes(b: Any, x: Any, distance: int) -> Any:
 
 
 @llvm_function()
-def update_softmax(b: Any, scores: Any, maximum: Any, sums: Any, length: Any, first: Any, count: Any) -> None:
+def update_softmax(
+    b: Any, scores: Any, maximum: Any, sums: Any, length: Any, first: Any, count: Any, element: Any
+) -> None:
     """Turn a row of SPAN scores into softmax weights in place; update its running maximum and sums.
 
     Only the `count` keys from `first` on are visible; all others get weight 0. Weights are exponentials
     relative to the new maximum; earlier sums are rescaled when it grows. `scores`, `maximum` and `sums` are
-    addresses. There are `length` sums, in whole vectors; the last accumulates the weights lane by lane."""
+    addresses. There are `length` sums, in whole vectors; the last accumulates the weights lane by lane.
+    `element` is a value of the weights' type, see `operands`."""
     prefer_512_bits(b)
     visible = _find_visible(b, first, count)
     row = [load(b, scores, I64(4 * LANES * v)) for v in range(GROUPS)]
@@ -91,11 +95,10 @@ def update_softmax(b: Any, scores: Any, maximum: Any, sums: Any, length: Any, fi
         _rescale(b, sums, length, _exp(b, b.fsub(before, after, **FUSED)))
         b.store(b.extract_element(after, I32(0)), llvm.pointer_to(b, FLOAT, maximum))
     weight_sums = b.add(sums, b.mul(b.sub(length, I64(LANES)), I64(4)))
-    total = load(b, weight_sums, I64(0))
-    for v, (mask, x) in enumerate(zip(visible, row, strict=True)):
-        weights = b.select(mask, _exp(b, b.fsub(x, after, **FUSED)), ZERO)
-        store(b, weights, scores, I64(4 * LANES * v))
-        total = _add(b, total, weights)
+    weights = [
+        b.select(mask, _exp(b, b.fsub(x, after, **FUSED)), ZERO) for mask, x in zip(visible, row, strict=True)
+    ]
+    total = store_weights(b, weights, scores, load(b, weight_sums, I64(0)), element)
     store(b, total, weight_sums, I64(0))
 
 
@@ -106,6 +109,27 @@ def _rescale(b: Any, sums: Any, length: Any, factor: Any) -> None:
         return values
 
     llvm.loop(b, b.sdiv(length, I64(LANES)), [], build)
+
+
+@llvm_function()
+def merge_results(b: Any, result: Any, sums: Any, maximum: Any, length: Any) -> None:
+    """Add `length` sums that are relative to a maximum to those of `result`, which its own maximum follows.
+    The arguments are addresses but for `length`, a multiple of LANES."""
+    prefer_512_bits(b)
+    own_maximum = b.add(result, b.mul(length, I64(4)))
+    own, other = (llvm.load_broadcast(b, x, LANES) for x in (own_maximum, maximum))
+    after = _maximum(b, own, other)
+    own_factor, factor = (_exp(b, b.fsub(x, after, **FUSED)) for x in (own, other))
+
+    def build(k: Any, values: list[Any]) -> list[Any]:
+        offset = b.mul(k, I64(4 * LANES))
+        kept = b.fmul(load(b, result, offset), own_factor)
+        total = llvm.call(b, f"llvm.fma.v{LANES}f32", VECTOR, load(b, sums, offset), factor, kept)
+        store(b, total, result, offset)
+        return values
+
+    llvm.loop(b, b.sdiv(length, I64(LANES)), [], build)
+    b.store(b.extract_element(after, I32(0)), llvm.pointer_to(b, FLOAT, own_maximum))
 
 
 @llvm_function(types.float32)

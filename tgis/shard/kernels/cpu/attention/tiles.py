@@ -1,5 +1,6 @@
-"""Attention of one unit of work: a tile (some tokens of one sequence), a kv head, and some of the query heads
-that share it. The unit's rows are the pairs of a token and a query head.
+"""Attention of one unit of work: a tile (some tokens of one sequence), a kv head, some of the query heads
+that share it, and all segments of the tile's keys or one of them. The unit's rows are the pairs of a token
+and a query head.
 
 Every row sees keys span by span from its sequence's start, with the same arithmetic, so its bits depend
 neither on the rows beside it nor on how its sequence was cut into chunks."""
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray
 
+from tgis.shard.kernels.cpu.attention.operands import round_query
 from tgis.shard.kernels.cpu.attention.qk_pv import (
     GROUPS,
     SHORT,
@@ -17,6 +19,12 @@ from tgis.shard.kernels.cpu.attention.qk_pv import (
     add_pv_1_vector,
     add_pv_4_vectors,
     multiply_qk,
+)
+from tgis.shard.kernels.cpu.attention.segments import (
+    add_segment,
+    keep_partials,
+    merge_partials,
+    result_size,
 )
 from tgis.shard.kernels.cpu.attention.softmax import sum_lanes, update_softmax
 from tgis.shard.kernels.cpu.attention.vectors import LANES, peek, poke
@@ -30,7 +38,7 @@ _F32, _I32, _I64 = np.float32(0), np.int32(0), np.int64(0)
 
 
 class Pages(NamedTuple):
-    """One layer of the cache: addresses, and sizes in elements."""
+    """One layer of the cache: addresses, and sizes in numbers."""
 
     keys: int  # [num_blocks, num_kv_heads] pages of [head_dim, block_size]
     values: int  # [num_blocks, num_kv_heads] pages of [block_size, head_dim]
@@ -38,6 +46,10 @@ class Pages(NamedTuple):
     head_dim: int
     block_size: int
     width: int  # bytes of an element
+    # Factors of what is read, to make keys and values of it; of what is written, to make elements of it.
+    key_factor: Any
+    value_factor: Any
+    columns: int  # numbers of an element: in pairs, two channels of a key, or a channel of two values
 
 
 class ScoringArgs(NamedTuple):
@@ -62,7 +74,7 @@ class Queries(NamedTuple):
 
 class WorkUnit(NamedTuple):
     """Unit of work: `num_tokens` tokens from token `start` of the step, which begin at `position` of their
-    sequence, and `heads` query heads from `head` on. No row sees a key at or after `end`."""
+    sequence, `heads` query heads from `head` on, and keys before `end`."""
 
     blocks: int  # address of the sequence's block table, int32
     start: int
@@ -77,16 +89,18 @@ class WorkUnit(NamedTuple):
 class Scratch(NamedTuple):
     """Addresses in a thread's own scratch memory, of float32 unless stated otherwise."""
 
-    q: int  # [max_rows, head_dim], scaled
+    q: int  # [max_rows, depth], scaled, and of the type of `factor`; depth is head_dim in whole vectors
     sums: int  # [max_rows, length]: weighted sums of values; the last vector sums the weights lane by lane
     length: int
     maxima: int  # [max_rows], running maximum of the scores
-    scores: int  # [TALL, SPAN], overwritten by the softmax weights
+    results: int  # [max_rows, result_size(length)], results of several segments
+    scores: int  # [TALL, SPAN], overwritten by the softmax weights, of the type of `factor`
     # int64 [4, GROUPS], addresses: the current span's vectors of keys, the next span's, then one for every
     # LANES rows of values of the current span and of the next.
     places: int
     # Copies of keys [head_dim, SPAN], then of values [SPAN, depth], where pages cannot be read in place.
     gathered: int
+    factor: Any  # a number of the type of what keys and values are multiplied with
 
 
 @reorderable
@@ -102,7 +116,7 @@ def round_up(n: int, step: int) -> int:
 @reorderable
 def _locate_span(which: int, span: int, u: Any, p: Any, s: Any) -> None:
     """Store the addresses of a span's keys and values; those of groups that no row sees are arbitrary."""
-    page = p.head_dim * p.block_size * p.width
+    page = p.head_dim * p.block_size * p.width // p.columns
     for group in range(GROUPS):
         key = span + group * LANES
         if key >= u.end:
@@ -112,7 +126,7 @@ def _locate_span(which: int, span: int, u: Any, p: Any, s: Any) -> None:
         base, offset = (block * p.num_kv_heads + u.kv_head) * page, (key - index * p.block_size) * p.width
         place = s.places + 8 * (which * GROUPS + group)
         poke(place, p.keys + base + offset)
-        poke(place + 16 * GROUPS, p.values + base + offset * p.head_dim)
+        poke(place + 16 * GROUPS, p.values + base + offset * p.head_dim // p.columns)
 
 
 @reorderable
@@ -180,7 +194,7 @@ def _softmax_rows(r: int, rows: int, span: int, u: Any, scoring: Any, s: Any) ->
             if is_adjusted:
                 _adjust_scores(scores, scoring, u.head + head, span - position)
         maximum, sums = s.maxima + 4 * (r + i), s.sums + 4 * s.length * (r + i)
-        update_softmax(scores, maximum, sums, s.length, first, count)
+        update_softmax(scores, maximum, sums, s.length, first, count, s.factor)
         head += 1
         if head == u.heads:
             token, head = token + 1, 0
@@ -192,8 +206,8 @@ def _attend_span(r: int, rows: int, span: int, u: Any, p: Any, scoring: Any, s: 
     """Attend with rows [r, r + rows) of a unit to the span of keys from `span` on."""
     depth, in_place = s.length - LANES, p.block_size % LANES == 0
     stride = (p.block_size if in_place else SPAN) * p.width
-    q = s.q + 4 * r * p.head_dim
-    multiply_qk(rows, s.scores, q, 4 * p.head_dim, s.places, stride, p.head_dim, element)
+    channels, q = p.head_dim // p.columns, s.q + 4 * r * depth
+    multiply_qk(rows, s.scores, q, 4 * depth, s.places, stride, channels, element)
     seen = _softmax_rows(r, rows, span, u, scoring, s)
     if seen:
         sums, places = s.sums + 4 * s.length * r, s.places + 16 * GROUPS
@@ -207,43 +221,42 @@ def _attend_span(r: int, rows: int, span: int, u: Any, p: Any, scoring: Any, s: 
 
 @reorderable
 def _start_row(r: int, u: Any, queries: Any, p: Any, scale: Any, s: Any) -> None:
-    """Scale the query of row `r` and clear its sums. Rows past the unit's last token repeat that token."""
+    """Scale and round the query of row `r` and clear its sums. Rows past the unit's last token repeat it."""
     token = min(r // u.heads, u.num_tokens - 1)
     index = (u.start + token) * queries.num_heads + u.head + r % u.heads
     q = carray(pointer(queries.q + 4 * index * p.head_dim, _F32), (p.head_dim,))
-    scaled = carray(pointer(s.q + 4 * r * p.head_dim, _F32), (p.head_dim,))
+    scaled_query = s.q + 4 * r * (s.length - LANES)
+    scaled = carray(pointer(scaled_query, _F32), (p.head_dim,))
     sums = carray(pointer(s.sums + 4 * r * s.length, _F32), (s.length,))
     for d in range(p.head_dim):
         scaled[d] = q[d] * scale
+    round_query(scaled_query, p.head_dim, s.factor)
     for d in range(s.length):
         sums[d] = np.float32(0)
     poke(s.maxima + 4 * r, INITIAL_MAXIMUM)
 
 
 @reorderable
-def _finish_row(r: int, u: Any, queries: Any, p: Any, s: Any) -> None:
+def _finish_row(r: int, sums: int, u: Any, queries: Any, p: Any, length: int) -> None:
+    """Write the result of row `r`, whose sums are at an address, to the step's output."""
     index = (u.start + r // u.heads) * queries.num_heads + u.head + r % u.heads
     out = carray(pointer(queries.out + 4 * index * p.head_dim, _F32), (p.head_dim,))
-    sums = carray(pointer(s.sums + 4 * r * s.length, _F32), (s.length,))
-    weight_sum = sum_lanes(s.sums + 4 * (r * s.length + s.length - LANES))
-    factor = np.float32(1) / weight_sum if weight_sum != 0 else np.float32(0)
+    values = carray(pointer(sums, _F32), (p.head_dim,))
+    weight_sum = sum_lanes(sums + 4 * (length - LANES))
+    factor = p.value_factor / weight_sum if weight_sum != 0 else np.float32(0)
     for d in range(p.head_dim):
-        out[d] = sums[d] * factor
+        out[d] = values[d] * factor
 
 
 @reorderable
-def attend_unit(u: Any, queries: Any, p: Any, scoring: Any, s: Any, element: Any) -> None:
-    num_rows = u.num_tokens * u.heads
-    # As few tiles as possible, all of the same height.
-    num_tiles = (num_rows + SHORT - 1) // SHORT
-    height = TALL if num_rows > MANY_ROWS else (num_rows + num_tiles - 1) // num_tiles
+def _attend_keys(
+    begin: int, end: int, height: int, u: Any, queries: Any, p: Any, scoring: Any, s: Any, element: Any
+) -> None:
+    """Attend with all rows of a unit, of which `height` form a tile of products, to the keys [begin, end)."""
+    num_rows, in_place = u.num_tokens * u.heads, p.block_size % LANES == 0
     for r in range(round_up(num_rows, height)):
-        _start_row(r, u, queries, p, scoring.scale, s)
-    in_place = p.block_size % LANES == 0
-    begin = max(u.position - scoring.window + 1, 0) // SPAN * SPAN if scoring.window else 0
-    if in_place:
-        _locate_span(1, begin, u, p, s)
-    for span in range(begin, u.end, SPAN):
+        _start_row(r, u, queries, p, scoring.scale * p.key_factor, s)
+    for span in range(begin, end, SPAN):
         if in_place:
             _advance(s)
             _locate_span(1, span + SPAN, u, p, s)
@@ -251,5 +264,41 @@ def attend_unit(u: Any, queries: Any, p: Any, scoring: Any, s: Any, element: Any
             _gather(span, u, p, s, element)
         for r in range(0, num_rows, height):
             _attend_span(r, height, span, u, p, scoring, s, element)
+
+
+@reorderable
+def _attend_segments(
+    height: int, u: Any, queries: Any, part: Any, p: Any, scoring: Any, s: Any, element: Any
+) -> None:
+    """Attend to all segments of a unit's keys one after the other, and merge them to `s.results`."""
+    for segment in range(part.begin // part.segment_len, (u.end - 1) // part.segment_len + 1):
+        first = segment * part.segment_len
+        begin, end = max(part.begin, first), min(u.end, first + part.segment_len)
+        _attend_keys(begin, end, height, u, queries, p, scoring, s, element)
+        for r in range(u.num_tokens * u.heads):
+            result, sums = s.results + 4 * r * result_size(s.length), s.sums + 4 * r * s.length
+            add_segment(result, segment, r, sums, s.maxima + 4 * r, u, part, scoring, s.length)
+
+
+@reorderable
+def attend_unit(u: Any, queries: Any, part: Any, p: Any, scoring: Any, s: Any, element: Any) -> None:
+    num_rows = u.num_tokens * u.heads
+    # As few tiles as possible, all of the same height.
+    num_tiles = (num_rows + SHORT - 1) // SHORT
+    height = TALL if num_rows > MANY_ROWS else (num_rows + num_tiles - 1) // num_tiles
+    if p.block_size % LANES == 0:
+        _locate_span(1, part.begin, u, p, s)
+    is_whole = part.num_parts == 1
+    results, size = s.results, result_size(s.length)
+    if is_whole and u.end > part.segment_len:
+        _attend_segments(height, u, queries, part, p, scoring, s, element)
+    else:
+        _attend_keys(part.begin, u.end, height, u, queries, p, scoring, s, element)
+        if is_whole:
+            results, size = s.sums, s.length
+        else:
+            if not keep_partials(u, part, queries.num_heads, s):
+                return
+            merge_partials(u, part, queries.num_heads, scoring, s)
     for r in range(num_rows):
-        _finish_row(r, u, queries, p, s)
+        _finish_row(r, results + 4 * size * r, u, queries, p, s.length)

@@ -6,6 +6,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
+from tgis.shard.kernels.cpu.attention.float8 import FORMATS, load_float8
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import intrinsic
 from tgis.shard.kernels.cpu.jit.llvm import FLOAT, I32
@@ -31,7 +32,9 @@ def store(b: Any, x: Any, base: Any, offset: Any) -> None:
 
 
 def load_cached(b: Any, base: Any, offset: Any, element: Any) -> Any:
-    """Load LANES elements of the cache and convert them to float32."""
+    """Load LANES elements of the cache and convert them to float32. Those of 8 bits still lack a factor."""
+    if element in FORMATS:
+        return load_float8(b, b.add(base, offset), LANES, element)
     return llvm.load_stored(b, b.add(base, offset), LANES, element, align=2)
 
 

@@ -7,8 +7,9 @@ import numpy as np
 from numba import carray
 
 from tgis.shard.kernels.cpu.gemm import pairs
+from tgis.shard.kernels.cpu.gemm.kernels import multiply
+from tgis.shard.kernels.cpu.gemm.operands import Kind
 from tgis.shard.kernels.cpu.gemm.panels import PANEL
-from tgis.shard.kernels.cpu.gemm.product import Kind, multiply
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, next_unit, ordered, pointer
 
 _U32 = np.uint32(0)  # of a float32's bits, and of a pair

@@ -10,12 +10,13 @@ from torch.nn import functional
 
 from tgis.shard.checkpoint.tensors import Stored
 from tgis.shard.kernels.cpu.bf16 import kernels
+from tgis.shard.kernels.cpu.bf16.tile_product import TileProduct
 from tgis.shard.kernels.cpu.gemm import pairs
 from tgis.shard.kernels.cpu.gemm import product as gemm
 from tgis.shard.kernels.cpu.gemm.product import PackedProduct
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, empty
 
-Packer = Callable[[Stored], "PackedProduct | RoundedProduct"]
+Packer = Callable[[Stored], "PackedProduct | RoundedProduct | TileProduct"]
 
 _UNIT = 16384  # numbers that a thread rounds at a time
 

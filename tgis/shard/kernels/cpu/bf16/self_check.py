@@ -1,19 +1,22 @@
-"""Chooses what computes products with bfloat16 arithmetic, when a shard starts: the processor's instruction
-if it gives the bits of plain arithmetic."""
+"""Chooses what computes products with bfloat16 arithmetic, when a shard starts: the processor's instructions
+if they give the bits of plain arithmetic."""
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tgis.shard.checkpoint.tensors import TensorInMemory
-from tgis.shard.kernels.cpu.bf16 import kernels
+from tgis.shard.kernels.cpu.bf16 import kernels, tile_product, tiles
 from tgis.shard.kernels.cpu.bf16.product import Packer, pack_rounded, pairs_packer
 
 logger = logging.getLogger(__name__)
 
 REPLACED = "multiply_pairs"  # name of the kernel that may be replaced
+REPLACED_TILES = "multiply_tiles"
 _ROWS, _IN_FEATURES, _OUT_FEATURES = (1, 14, 50), 71, 40  # rows of products that are checked
 
 
@@ -23,8 +26,24 @@ class PackerChoice(NamedTuple):
     """Names of kernels that give wrong products here."""
 
 
-def choose_packer() -> PackerChoice:
-    """Return the fastest way to pack weights that gives the right products here."""
+def choose_packer(has_tiles: bool = False) -> PackerChoice:
+    """Return the fastest way to pack weights that gives the right products here. `has_tiles` tells whether
+    AMX may be used."""
+    if not has_tiles or tiles.MULTIPLY_TILES is None:
+        return _choose_without_tiles()
+    pack = partial(tile_product.pack, kernel=tiles.MULTIPLY_TILES)
+    if is_exact(pack, multiply_plainly_by_tiles):
+        logger.info("products with bfloat16 arithmetic use AMX tiles")
+        return PackerChoice(pack)
+    logger.warning(
+        "CPU kernel %s is replaced by one without AMX: this processor's AMX_BF16 computes something else",
+        REPLACED_TILES,
+    )
+    choice = _choose_without_tiles()
+    return choice._replace(replaced=(REPLACED_TILES, *choice.replaced))
+
+
+def _choose_without_tiles() -> PackerChoice:
     if kernels.MULTIPLY_PAIRS is None:
         logger.warning(
             "the processor has no AVX512_BF16: bfloat16 arithmetic is emulated, and slower than float32"
@@ -41,15 +60,6 @@ def choose_packer() -> PackerChoice:
     return PackerChoice(pack)
 
 
-def is_exact(pack: Packer) -> bool:
-    """Return True if small random products have the bits of plain arithmetic."""
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(_OUT_FEATURES, _IN_FEATURES, generator=generator)
-    x = torch.randn(max(_ROWS), _IN_FEATURES, generator=generator)
-    product, expected = pack(TensorInMemory(weight, "random numbers")), multiply_plainly(x, weight)
-    return all(torch.equal(product(x[:count]), expected[:count]) for count in _ROWS)
-
-
 def multiply_plainly(x: Tensor, weight: Tensor) -> Tensor:
     """Return the product of numbers rounded to bfloat16, added one after the other in float32.
 
@@ -59,3 +69,23 @@ def multiply_plainly(x: Tensor, weight: Tensor) -> Tensor:
     for column, factors in zip(x.T, weight.T, strict=True):
         total = (total + column.outer(factors)).float()
     return total
+
+
+def multiply_plainly_by_tiles(x: Tensor, weight: Tensor) -> Tensor:
+    """Return the product of numbers rounded to bfloat16 in the order of AMX: for each tile of columns, the
+    sum of even columns and that of odd ones."""
+    total = torch.zeros(len(x), len(weight))
+    for begin in range(0, x.shape[1], tiles.COLUMNS):
+        halves = [slice(begin + first, begin + tiles.COLUMNS, 2) for first in range(2)]
+        even, odd = (multiply_plainly(x[:, half], weight[:, half]) for half in halves)
+        total += even + odd
+    return total
+
+
+def is_exact(pack: Packer, multiply: Callable[[Tensor, Tensor], Tensor] = multiply_plainly) -> bool:
+    """Return True if small random products have the bits of plain arithmetic."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(_OUT_FEATURES, _IN_FEATURES, generator=generator)
+    x = torch.randn(max(_ROWS), _IN_FEATURES, generator=generator)
+    product, expected = pack(TensorInMemory(weight, "random numbers")), multiply(x, weight)
+    return all(torch.equal(product(x[:count]), expected[:count]) for count in _ROWS)

@@ -2,6 +2,8 @@
 the sums in registers. Every sum is one chain of fused multiply-adds in the order of x's columns, so its bits
 depend only on its own row and weights. In panels of pairs (`pairs.py`), a column is a pair of x's columns."""
 
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 from numba.core.cgutils import raw_memcpy
@@ -15,8 +17,12 @@ from tgis.shard.kernels.cpu.jit.llvm import I8, I64
 
 # Most rows of a tile: its sums, two vectors of weights and one of x fill the processor's registers.
 ROWS = 12 if LANES == 16 else 6
-BLOCK = 192  # most columns of x at a time: a tile's and a panel's fit the first-level cache together
+# Most columns of x at a time. A tile's rows fit the first-level cache; a panel's come from the second-level
+# cache, which keeps up.
+BLOCK = 384
 MANY_ROWS = 4 * ROWS  # from this many rows on, weights are converted to float32 once and not for each tile
+# Cutting MANY_ROWS rows or more into tiles of equal height gives no smaller tile: less code to compile.
+TALL = ROWS * 3 // 4
 # Bytes between rows of a copy of x. With a power of two, rows would evict each other from the cache.
 STRIDE = 4 * (BLOCK + 16)
 
@@ -24,7 +30,7 @@ STRIDE = 4 * (BLOCK + 16)
 # code prefetches them itself. Rows of pairs take half the time.
 STREAMED, STREAMED_PAIRS = 2, 4
 
-_VECTORS = PANEL // LANES
+_VECTORS, _LINE = PANEL // LANES, 64
 
 
 def _load_weights(b: Any, address: Any, offset: int, element: Any) -> Any:
@@ -44,76 +50,116 @@ def _add_products(b: Any, sums: list[Any], factors: list[Any], weights: list[Any
     return add(b, sums, factors, weights)
 
 
-def _prefetch(b: Any, address: Any, num_bytes: int) -> None:
-    """Prefetch `num_bytes` bytes from an address into the second-level cache."""
-    for offset in range(0, num_bytes, 64):
-        llvm.prefetch(b, address, I64(offset))
-
-
-def _make_tile(fewest: int) -> Any:
+def _make_tile(is_tall: bool) -> Any:
     """Build a function for kernels that computes
-    out[:rows, :PANEL] += x[:rows, :count] @ weights[:count, :PANEL].
+    out[:rows, :PANEL] = sums[:rows, :PANEL] + x[:rows, :count] @ weights[:count, :PANEL].
 
-    If `is_first`, the result overwrites out instead. `rows` is `fewest` to ROWS, `count` at least 1. `out`
-    and `x` are addresses of float32: out's rows are `out_stride` bytes apart, x's STRIDE bytes. `weights` is
-    the address of a panel of `element`'s type. The code may prefetch, from the address `ahead`, as many bytes
-    as it reads of `weights`."""
+    If `is_first`, the sums are zeros, which are not read. `rows` is at most ROWS, and at least TALL if
+    `is_tall`, `count` at least 1. `sums`, `out` and `x` are addresses of float32, x's rows are STRIDE bytes
+    apart. `weights` is the address of a panel of `element`'s type. The code may prefetch `ahead_step` bytes
+    for each column from the address `ahead`."""
 
     @llvm_function()
     def multiply(
         b: Any,
         rows: Any,
+        sums: Any,
+        sums_stride: Any,
         out: Any,
         out_stride: Any,
         x: Any,
         weights: Any,
         ahead: Any,
+        ahead_step: Any,
         count: Any,
         is_first: Any,
         element: Any,
     ) -> None:
         end = b.append_basic_block("end")
         cases = b.switch(rows, end)
-        for num_rows in range(fewest, ROWS + 1):
+        for num_rows in range(TALL if is_tall else 1, ROWS + 1):
             block = b.append_basic_block(f"rows{num_rows}")
             cases.add_case(I64(num_rows), block)
             b.position_at_end(block)
-            begins = [b.add(out, b.mul(I64(r), out_stride)) for r in range(num_rows)]
-            _multiply(b, begins, x, weights, ahead, count, is_first, element)
+            target = _find_cells(b, out, out_stride, num_rows)
+            prefetch = _prefetch_for_tall if is_tall else _prefetch_panel
+            if is_tall:
+                for place in target[:: _LINE // (4 * LANES)]:
+                    llvm.prefetch_for_writing(b, place, I64(0))
+            initial = _load_sums(b, _find_cells(b, sums, sums_stride, num_rows), is_first)
+            tile = _Tile(num_rows, x, weights, ahead, ahead_step, element)
+            totals = llvm.loop(b, count, initial, functools.partial(tile.add_column, b, prefetch))
+            for place, total in zip(target, totals, strict=True):
+                llvm.store_vector(b, total, place)
             b.branch(end)
         b.position_at_end(end)
 
     return multiply
 
 
-def _multiply(
-    b: Any, begins: list[Any], x: Any, weights: Any, ahead: Any, count: Any, is_first: Any, element: Any
-) -> None:
-    """Emit the code of a tile whose rows of out begin at these addresses."""
-    step = PANEL * element.bitwidth // 8
-    cells = [(r, v) for r in range(len(begins)) for v in range(_VECTORS)]
-    places = [b.add(begins[r], I64(4 * LANES * v)) for r, v in cells]
-    is_cleared, zero = b.icmp_signed("!=", is_first, I64(0)), llvm.constant(0.0, LANES)
-    initial = [b.select(is_cleared, zero, llvm.load_vector(b, place, LANES)) for place in places]
+def _find_cells(b: Any, address: Any, stride: Any, num_rows: int) -> list[Any]:
+    """Emit the addresses of a tile's vectors, row by row."""
+    begins = [b.add(address, b.mul(I64(r), stride)) for r in range(num_rows)]
+    return [b.add(begin, I64(4 * LANES * v)) for begin in begins for v in range(_VECTORS)]
 
-    def add_column(k: Any, sums: list[Any]) -> list[Any]:
-        weight, column = b.add(weights, b.mul(k, I64(step))), b.add(x, b.mul(k, I64(4)))
-        loaded = [_load_weights(b, weight, v * step // _VECTORS, element) for v in range(_VECTORS)]
-        if len(begins) > (STREAMED_PAIRS if element == PAIR else STREAMED):
-            _prefetch(b, b.add(ahead, b.mul(k, I64(step))), step)
+
+def _load_sums(b: Any, places: list[Any], is_first: Any) -> list[Any]:
+    """Load a tile's sums, or return zeros."""
+    begin, load, begun = b.block, b.append_basic_block("load"), b.append_basic_block("begun")
+    b.cbranch(b.icmp_signed("!=", is_first, I64(0)), begun, load)
+    b.position_at_end(load)
+    loaded = [llvm.load_vector(b, place, LANES) for place in places]
+    b.branch(begun)
+    b.position_at_end(begun)
+    zero = llvm.constant(0.0, LANES)
+    return [llvm.choose(b, load, total, begin, zero) for total in loaded]
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Builder of a tile's loop over columns."""
+
+    num_rows: int
+    x: Any
+    weights: Any
+    ahead: Any
+    ahead_step: Any
+    element: Any
+
+    @property
+    def step(self) -> int:
+        """Bytes of a row of the panel."""
+        size: int = PANEL * self.element.bitwidth // 8
+        return size
+
+    def add_column(self, b: Any, prefetch: Any, k: Any, sums: list[Any]) -> list[Any]:
+        weight = b.add(self.weights, b.mul(k, I64(self.step)))
+        column = b.add(self.x, b.mul(k, I64(4)))
+        offsets = range(0, self.step, self.step // _VECTORS)
+        loaded = [_load_weights(b, weight, offset, self.element) for offset in offsets]
+        prefetch(b, self, k)
         changed = []
-        for r in range(len(begins)):
-            factor = _load_factor(b, b.add(column, I64(r * STRIDE)), element)
-            changed += _add_products(b, sums[r * _VECTORS : (r + 1) * _VECTORS], [factor], loaded, element)
+        for r in range(self.num_rows):
+            factor = _load_factor(b, b.add(column, I64(r * STRIDE)), self.element)
+            mine = sums[r * _VECTORS : (r + 1) * _VECTORS]
+            changed += _add_products(b, mine, [factor], loaded, self.element)
         return changed
 
-    for place, total in zip(places, llvm.loop(b, count, initial, add_column), strict=True):
-        llvm.store_vector(b, total, place)
+
+def _prefetch_panel(b: Any, tile: _Tile, k: Any) -> None:
+    """Prefetch a row of a panel, if there is much to do meanwhile."""
+    if tile.num_rows > (STREAMED_PAIRS if tile.element == PAIR else STREAMED):
+        for offset in range(0, tile.step, _LINE):
+            llvm.prefetch(b, b.add(tile.ahead, b.mul(k, tile.ahead_step)), I64(offset))
 
 
-multiply_tile = _make_tile(1)
-# Cutting MANY_ROWS rows or more into tiles of equal height gives no smaller tile: less code to compile.
-multiply_tall_tile = _make_tile(ROWS * 3 // 4)
+def _prefetch_for_tall(b: Any, tile: _Tile, k: Any) -> None:
+    """Prefetch from `ahead`, of which other tiles prefetch other parts, and the next tile's rows of x."""
+    llvm.prefetch(b, b.add(tile.ahead, b.mul(k, tile.ahead_step)), I64(0))
+    llvm.prefetch(b, b.add(tile.x, b.mul(k, I64(_LINE))), I64(tile.num_rows * STRIDE))
+
+
+multiply_tile, multiply_tall_tile = _make_tile(is_tall=False), _make_tile(is_tall=True)
 
 
 @llvm_function()
@@ -142,22 +188,9 @@ def copy_columns(b: Any, to: Any, source: Any, count: Any, element: Any) -> None
 
 
 @llvm_function()
-def copy_sums(b: Any, to: Any, source: Any) -> None:
-    """Copy a row's sums of a whole panel."""
-    for v in range(_VECTORS):
-        offset = I64(4 * LANES * v)
-        llvm.store_vector(b, llvm.load_vector(b, b.add(source, offset), LANES), b.add(to, offset))
-
-
-@llvm_function()
 def copy(b: Any, to: Any, source: Any, num_bytes: Any) -> None:
     _copy_bytes(b, to, source, num_bytes)
 
 
 def _copy_bytes(b: Any, to: Any, source: Any, num_bytes: Any) -> None:
     raw_memcpy(b, llvm.pointer_to(b, I8, to), llvm.pointer_to(b, I8, source), num_bytes, I64(1))
-
-
-@llvm_function()
-def fetch_line(b: Any, address: Any) -> None:
-    llvm.prefetch(b, address, I64(0))

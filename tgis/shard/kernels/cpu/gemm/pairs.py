@@ -16,6 +16,7 @@ PAIR = types.uint32
 COLUMNS, NUM_BYTES = 2, 4  # of a pair
 _LANES = 16  # pairs of a vector
 _BITS = 16  # of a half
+_ONES = 0x3F803F80  # a pair's bits
 
 
 def is_supported() -> bool:
@@ -23,14 +24,23 @@ def is_supported() -> bool:
     return llvm.has_feature("avx512bf16")
 
 
-def load(b: Any, address: Any, lanes: int) -> Any:
-    return b.load(llvm.pointer_to(b, _vector(lanes), address), align=64)
+def vector_type(lanes: int) -> Any:
+    return ir.VectorType(BFLOAT, COLUMNS * lanes)
+
+
+def load(b: Any, address: Any, lanes: int, align: int = 64) -> Any:
+    return b.load(llvm.pointer_to(b, vector_type(lanes), address), align=align)
 
 
 def load_broadcast(b: Any, address: Any, lanes: int) -> Any:
     """Load one pair and broadcast it to all lanes."""
     pair = b.load(llvm.pointer_to(b, I32, address), align=4)
-    return b.bitcast(llvm.broadcast(b, pair, lanes), _vector(lanes))
+    return b.bitcast(llvm.broadcast(b, pair, lanes), vector_type(lanes))
+
+
+def ones(b: Any, lanes: int) -> Any:
+    """Return a vector with 1 in both halves of all pairs."""
+    return b.bitcast(llvm.constant(_ONES, lanes, I32), vector_type(lanes))
 
 
 def add_products(b: Any, sums: list[Any], factors: list[Any], vectors: list[Any]) -> list[Any]:
@@ -67,15 +77,16 @@ def copy_rounded(b: Any, to: Any, source: Any, count: Any) -> None:
 
 def _store_rounded(b: Any, to: Any, k: Any, halves: list[Any]) -> None:
     """Emit the store of two vectors of float32 as pairs. They are the columns from k on."""
+    llvm.store_vector(b, round_two(b, halves), b.add(to, b.mul(k, I64(NUM_BYTES // COLUMNS))))
+
+
+def round_two(b: Any, halves: list[Any]) -> Any:
+    """Return the numbers of two vectors of float32, rounded to nearest even, as one vector of pairs, which
+    are int32."""
     name = f"llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * _LANES}"
-    rounded = b.bitcast(llvm.call(b, name, _vector(_LANES), halves[1], halves[0]), _INTEGERS)
+    rounded = b.bitcast(llvm.call(b, name, vector_type(_LANES), halves[1], halves[0]), _INTEGERS)
     bits = llvm.constant(_BITS, _LANES, I32)
-    swapped = b.or_(b.shl(rounded, bits), b.lshr(rounded, bits))
-    llvm.store_vector(b, swapped, b.add(to, b.mul(k, I64(NUM_BYTES // COLUMNS))))
+    return b.or_(b.shl(rounded, bits), b.lshr(rounded, bits))
 
 
 _INTEGERS = ir.VectorType(I32, _LANES)
-
-
-def _vector(lanes: int) -> Any:
-    return ir.VectorType(BFLOAT, COLUMNS * lanes)

@@ -14,6 +14,7 @@ from tgis.shard.kernels.cpu.jit.llvm import FLOAT, FUSED, I8, I16, I32, I64
 from tgis.shard.quant.schemes.int8 import GROUP
 
 QUAD = 4  # adjacent values that an instruction multiplies at once
+LINE = 64  # bytes of a cache line
 HEADER = 8  # bytes before a group of activations: its scale, float32, and the correction of its sums, int32
 
 
@@ -40,6 +41,14 @@ class InstructionSet:
 def _load(b: Any, address: Any, element: Any, lanes: int = 1) -> Any:
     kind = element if lanes == 1 else ir.VectorType(element, lanes)
     return b.load(llvm.pointer_to(b, kind, address), align=1)
+
+
+def _prefetch_lines(b: Any, address: Any, count: Any) -> None:
+    def build(i: Any, _: list[Any]) -> list[Any]:
+        llvm.prefetch(b, address, b.mul(i, I64(LINE)))
+        return []
+
+    llvm.loop_range(b, I64(0), count, 1, [], build)
 
 
 # VNNI: one instruction multiplies a quad of unsigned bytes with signed ones and adds the products up.
@@ -124,10 +133,13 @@ class _Tile:
     def cells(self) -> list[tuple[int, int]]:
         return [(r, v) for r in range(self.num_rows) for v in range(self.isa.vectors)]
 
-    def add_quads(self, b: Any, x: list[Any], panel: Any, num_quads: Any) -> list[Any]:
-        """Emit the sums over a group, [lanes] of int32 for every cell. x: addresses of the rows' group."""
+    def add_quads(self, b: Any, headers: list[Any], panel: Any, num_quads: Any) -> list[Any]:
+        """Emit the corrected sums over a group, [lanes] of int32 for every cell. headers: addresses of the
+        rows' group headers."""
         isa = self.isa
-        flat = [llvm.constant(0, isa.lanes, I32)] * (isa.sums * len(self.cells))
+        x = [b.add(header, I64(HEADER)) for header in headers]
+        corrections = [self._load_correction(b, header) for header in headers]
+        flat = [corrections[r] for r, _ in self.cells for _ in range(isa.sums)]
 
         def build(k: Any, flat: list[Any]) -> list[Any]:
             at = b.add(panel, b.mul(k, I64(QUAD * isa.columns)))
@@ -144,6 +156,14 @@ class _Tile:
         flat = llvm.loop(b, num_quads, flat, build)
         return [self._add_pairs(b, flat[i : i + isa.sums]) for i in range(0, len(flat), isa.sums)]
 
+    def _load_correction(self, b: Any, header: Any) -> Any:
+        """Emit the load of a row's correction as the initial value of each accumulator. Of a column's
+        adjacent sums, the first one begins with it, the others with 0."""
+        isa = self.isa
+        correction = b.zext(_load(b, b.add(header, I64(4)), I32), ir.IntType(32 * isa.sums))
+        spread = llvm.broadcast(b, correction, isa.lanes // isa.sums)
+        return b.bitcast(spread, ir.VectorType(I32, isa.lanes))
+
     def _add_pairs(self, b: Any, sums: list[Any]) -> Any:
         """Emit the sum of a column's adjacent sums."""
         if len(sums) == 1:
@@ -156,21 +176,25 @@ class _Tile:
     def add_group(
         self, b: Any, totals: list[Any], headers: list[Any], panel: Any, num_quads: Any
     ) -> list[Any]:
-        """Emit totals + sums over a group times the scales. headers: addresses of the rows' group headers."""
+        """Emit totals + sums over a group times the scales."""
         isa = self.isa
-        sums = self.add_quads(b, [b.add(header, I64(HEADER)) for header in headers], panel, num_quads)
+        sums = self.add_quads(b, headers, panel, num_quads)
         behind = b.add(panel, b.mul(num_quads, I64(QUAD * isa.columns)))
         offsets = [I64(4 * isa.lanes * v) for v in range(isa.vectors)]
         scales = [_load(b, b.add(behind, offset), FLOAT, isa.lanes) for offset in offsets]
         rows = [llvm.broadcast(b, _load(b, header, FLOAT), isa.lanes) for header in headers]
-        corrections = [
-            llvm.broadcast(b, _load(b, b.add(header, I64(4)), I32), isa.lanes) for header in headers
-        ]
         changed = []
         for total, exact, (r, v) in zip(totals, sums, self.cells, strict=True):
-            value = b.sitofp(b.add(exact, corrections[r]), scales[v].type)
+            value = b.sitofp(exact, scales[v].type)
             changed.append(b.fadd(total, b.fmul(value, b.fmul(rows[r], scales[v]), **FUSED), **FUSED))
         return changed
+
+    def prefetch_out(self, b: Any, out: Any, stride: Any) -> None:
+        """Emit prefetches of the memory that `store` writes: its lines arrive while the sums are computed."""
+        for r in range(self.num_rows):
+            begin = b.add(out, b.mul(stride, I64(r)))
+            for offset in range(0, 4 * self.isa.columns, LINE):
+                llvm.prefetch_for_writing(b, begin, I64(offset))
 
     def store(self, b: Any, totals: list[Any], out: Any, stride: Any, num_columns: Any) -> None:
         """Emit the store of the first `num_columns` columns. A whole panel is stored without a mask, because
@@ -195,7 +219,8 @@ def make_tile(num_rows: int, isa: InstructionSet = INSTRUCTION_SET) -> Any:
 
     Its arguments: the addresses of out and of activations, each followed by the bytes from one row to the
     next; the panel's address; the number of groups; the number of quads in the last group; the number of
-    columns, at most the panel's."""
+    columns, at most the panel's; an address and the number of cache lines from there on that the code
+    prefetches for each group. If there are any, it prefetches its part of out, too."""
     tile = _Tile(isa, num_rows)
     x_step, panel_step = HEADER + GROUP * isa.width, (GROUP + 4) * isa.columns
 
@@ -210,11 +235,16 @@ def make_tile(num_rows: int, isa: InstructionSet = INSTRUCTION_SET) -> Any:
         num_groups: Any,
         last_quads: Any,
         num_columns: Any,
+        ahead: Any,
+        num_lines: Any,
     ) -> None:
         headers = [b.add(x, b.mul(x_stride, I64(r))) for r in range(num_rows)]
         last = b.sub(num_groups, I64(1))
+        with b.if_then(b.icmp_signed(">", num_lines, I64(0))):
+            tile.prefetch_out(b, out, out_stride)
 
         def build(g: Any, totals: list[Any]) -> list[Any]:
+            _prefetch_lines(b, b.add(ahead, b.mul(g, b.mul(num_lines, I64(LINE)))), num_lines)
             here = [b.add(header, b.mul(g, I64(x_step))) for header in headers]
             num_quads = b.select(b.icmp_signed("<", g, last), I64(GROUP // QUAD), last_quads)
             return tile.add_group(b, totals, here, b.add(panel, b.mul(g, I64(panel_step))), num_quads)

@@ -5,19 +5,19 @@ group of activations removes the offset from the sums."""
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import carray, types
+from numba import carray
 
-from tgis.shard.kernels.cpu.int8.inner_loop import HEADER, INSTRUCTION_SET, QUAD, make_tile
+from tgis.shard.kernels.cpu.int8 import tiles
+from tgis.shard.kernels.cpu.int8.inner_loop import HEADER, INSTRUCTION_SET, LINE, QUAD, make_tile
+from tgis.shard.kernels.cpu.int8.quantize import OFFSET, make_quantizer
 from tgis.shard.kernels.cpu.jit.compiler import (
     Kernel,
     atomic_add,
-    llvm_function,
     load_acquire,
     next_unit,
     ordered,
     pointer,
 )
-from tgis.shard.kernels.cpu.jit.llvm import FLOAT
 from tgis.shard.quant.schemes.int8 import GROUP
 
 COLUMNS = INSTRUCTION_SET.columns  # columns of a panel
@@ -25,55 +25,16 @@ ROWS = INSTRUCTION_SET.rows
 PANEL_GROUP = (GROUP + 4) * COLUMNS  # bytes of a group and its scales
 WIDTH = INSTRUCTION_SET.width
 X_GROUP = HEADER + GROUP * WIDTH  # bytes of a group of activations
-LARGEST, OFFSET = 127, 128
 
-_F32, _I32, _I8, _U8 = np.float32(0), np.int32(0), np.int8(0), np.uint8(0)
-_STORED = np.int8(0) if WIDTH == 1 else np.int16(0)
-_MAGNITUDE, _INFINITE = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
-_TINY = np.float32(1e-30)  # groups whose largest magnitude is smaller become zeros
-_NAN = np.float32(np.nan)
+_F32, _I8, _U8 = np.float32(0), np.int8(0), np.uint8(0)
 # The counter's upper 32 bits count finished units of quantization, its lower 32 bits units that were taken.
 _ONE_FINISHED, _UNITS = 1 << 32, (1 << 32) - 1
 _MAX_POLLS = 1 << 14  # polls of the counter before a thread quantizes all rows itself
 
 TALLEST, TALL, PAIR, ONE = ROWS
 _tile_tallest, _tile_tall, _tile_pair, _tile_one = (make_tile(rows) for rows in ROWS)
+quantize_group = make_quantizer(WIDTH)
 _count_finished = atomic_add(_ONE_FINISHED, "release")
-
-
-@llvm_function(types.float32, takes=types.int32)
-def _as_real(b: Any, bits: Any) -> Any:
-    return b.bitcast(bits, FLOAT)
-
-
-@ordered
-def _find_largest(x: int, n: int) -> Any:
-    """Return the largest magnitude of n floats: NaN if one is not finite, 0 if the largest is tiny."""
-    bits = carray(pointer(x, _I32), (n,))
-    largest = np.int32(0)
-    for i in range(n):
-        largest = max(largest, np.int32(bits[i] & _MAGNITUDE))
-    if largest >= _INFINITE:
-        return _NAN
-    value = _as_real(largest)
-    return value if value >= _TINY else np.float32(0)
-
-
-@ordered
-def quantize_group(x: int, n: int, padded: int, out: int) -> None:
-    """Write a group of n activations: its scale, its sums' correction, and its values, padded with zeros."""
-    values, largest = carray(pointer(x, _F32), (n,)), _find_largest(x, n)
-    quantized = carray(pointer(out + HEADER, _STORED), (padded,))
-    factor = np.float32(LARGEST) / largest if largest > 0 else np.float32(0)
-    total = np.int32(0)
-    for i in range(n):
-        value = np.int32(np.rint(values[i] * factor))
-        total = np.int32(total + value)
-        quantized[i] = value
-    for i in range(n, padded):
-        quantized[i] = 0
-    carray(pointer(out, _F32), (1,))[0] = largest / np.float32(LARGEST)
-    carray(pointer(out + 4, _I32), (1,))[0] = -OFFSET * total
 
 
 @ordered
@@ -87,23 +48,38 @@ def _quantize_rows(x: int, in_features: int, first: int, stop: int, out: int, st
 
 @ordered
 def _multiply_rows(
-    out: int, width: int, x: int, stride: int, rows: int, panel: int, groups: int, quads: int, columns: int
+    out: int,
+    width: int,
+    x: int,
+    stride: int,
+    rows: int,
+    panel: int,
+    groups: int,
+    quads: int,
+    columns: int,
+    ahead: int,
 ) -> None:
-    """Multiply rows with a panel in tiles. A row's chain of sums is the same in every tile height."""
-    row = 0
+    """Multiply rows with a panel in tiles. A row's chain of sums is the same in every tile height. If there
+    are several of the tallest tiles, each of them prefetches a part of the next panel, at `ahead`."""
+    row, num_tiles = 0, rows // TALLEST
+    lines = -(-PANEL_GROUP // (LINE * num_tiles)) if num_tiles > 1 else 0
     while row < rows:
         to, of, left = out + row * width, x + row * stride, rows - row
-        if left >= TALLEST:
-            _tile_tallest(to, width, of, stride, panel, groups, quads, columns)
+        if left >= TALLEST and lines:
+            _tile_tallest(to, width, of, stride, panel, groups, quads, columns, ahead, lines)
+            ahead += groups * lines * LINE
+            row += TALLEST
+        elif left >= TALLEST:  # the constant 0 leaves no code for prefetching
+            _tile_tallest(to, width, of, stride, panel, groups, quads, columns, ahead, 0)
             row += TALLEST
         elif left >= TALL:
-            _tile_tall(to, width, of, stride, panel, groups, quads, columns)
+            _tile_tall(to, width, of, stride, panel, groups, quads, columns, ahead, 0)
             row += TALL
         elif left >= PAIR:
-            _tile_pair(to, width, of, stride, panel, groups, quads, columns)
+            _tile_pair(to, width, of, stride, panel, groups, quads, columns, ahead, 0)
             row += PAIR
         else:
-            _tile_one(to, width, of, stride, panel, groups, quads, columns)
+            _tile_one(to, width, of, stride, panel, groups, quads, columns, ahead, 0)
             row += ONE
 
 
@@ -119,8 +95,12 @@ class _Product(NamedTuple):
 
 
 @ordered
-def _multiply_panels(w: Any, first: int, rows: int, begin: int, end: int) -> None:
-    """Multiply `rows` rows from `first` on with the panels [begin, end)."""
+def _multiply_panels(
+    w: Any, first: int, rows: int, begin: int, end: int, following: int, fewest: int | None
+) -> None:
+    """Multiply `rows` rows from `first` on with the panels [begin, end), in tiles of AMX from `fewest` rows
+    on. The thread's next panel after those is `following`. None means no tiles: numba does not compile what
+    is behind it."""
     groups = -(-w.in_features // GROUP)
     quads = -(-(w.in_features - (groups - 1) * GROUP) // QUAD)  # quads of the last group
     panel_bytes = (groups - 1) * PANEL_GROUP + (QUAD * quads + 4) * COLUMNS
@@ -128,8 +108,12 @@ def _multiply_panels(w: Any, first: int, rows: int, begin: int, end: int) -> Non
     for p in range(begin, end):
         columns = min(COLUMNS, w.out_features - p * COLUMNS)
         out, panel = w.out + first * width + 4 * p * COLUMNS, w.panels + p * panel_bytes
-        of = w.quantized + first * stride
-        _multiply_rows(out, width, of, stride, rows, panel, groups, quads, columns)
+        of, next_p = w.quantized + first * stride, p + 1 if p + 1 < end else following
+        ahead = w.panels + next_p * panel_bytes
+        if fewest is None or rows < fewest:
+            _multiply_rows(out, width, of, stride, rows, panel, groups, quads, columns, ahead)
+        else:
+            tiles.multiply_rows(out, width, of, stride, rows, panel, groups, quads, columns)
 
 
 @ordered
@@ -144,7 +128,8 @@ def _await_quantized(args: Any, num_parts: int, w: Any) -> None:
             break
 
 
-def _multiply_int8(args: Any) -> None:
+@ordered
+def _multiply(args: Any, fewest: int | None) -> None:
     """Compute a product. The first units quantize rows, the rest multiply rows with runs of panels."""
     a = carray(args, 12)
     w = _Product(a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8])
@@ -162,10 +147,19 @@ def _multiply_int8(args: Any) -> None:
     _await_quantized(args, num_parts, w)
     unit -= num_parts
     while unit < num_runs * -(-w.num_rows // rows_per_chunk):
+        next_one = (next_unit(args) & _UNITS) - num_parts
         first, begin = unit // num_runs * rows_per_chunk, unit % num_runs * panels_per_run
         rows, end = min(rows_per_chunk, w.num_rows - first), min(begin + panels_per_run, num_panels)
-        _multiply_panels(w, first, rows, begin, end)
-        unit = (next_unit(args) & _UNITS) - num_parts
+        _multiply_panels(w, first, rows, begin, end, next_one % num_runs * panels_per_run, fewest)
+        unit = next_one
+
+
+def _multiply_int8(args: Any) -> None:
+    _multiply(args, None)
+
+
+def _multiply_int8_tiles(args: Any) -> None:
+    _multiply(args, tiles.FEWEST_ROWS)
 
 
 @ordered
@@ -199,3 +193,5 @@ def _pack_codes(args: Any) -> None:
 
 
 multiply_int8, pack_codes = Kernel(_multiply_int8), Kernel(_pack_codes)
+MULTIPLY_INT8_TILES = Kernel(_multiply_int8_tiles) if tiles.IS_SUPPORTED else None
+"""None if the processor has no AMX."""

@@ -10,7 +10,7 @@ from tgis.shard.checkpoint.tensors import Stored
 from tgis.shard.kernels.cpu.gemm.panels import arena
 from tgis.shard.kernels.cpu.int8 import kernels
 from tgis.shard.kernels.cpu.int8.inner_loop import HEADER, QUAD
-from tgis.shard.kernels.cpu.jit.compiler import empty
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, empty
 from tgis.shard.quant.schemes.int8 import GROUP
 
 _PIECE = 1 << 17  # approximate number of weights that are read and packed at a time; they fit a core's cache
@@ -27,6 +27,7 @@ class Int8Product:
     panels: Tensor  # uint8, in the layout of `kernels.py`
     in_features: int
     out_features: int
+    kernel: Kernel
 
     def __call__(self, x: Tensor) -> Tensor:
         assert x.is_contiguous()
@@ -40,15 +41,15 @@ class Int8Product:
         rows_per_chunk = max(48, _CHUNK // row_bytes // 48 * 48)  # a multiple of every tile height
         num_panels = -(-self.out_features // kernels.COLUMNS) * -(-num_rows // rows_per_chunk)
         panels_per_run = max(1, min(_RUN, num_panels // (8 * torch.get_num_threads())))
-        kernel = kernels.multiply_int8
-        run = kernel if num_rows * self.in_features * self.out_features < _MIN_PARALLEL else kernel.parallel
+        is_small = num_rows * self.in_features * self.out_features < _MIN_PARALLEL
+        run = self.kernel if is_small else self.kernel.parallel
         run(*sizes, *addresses, row_bytes, rows_per_part, rows_per_chunk, panels_per_run)
         return y
 
 
-def pack(weight: Stored) -> Int8Product:
-    """Pack the codes of a weight [out_features, in_features]. A scale that is NaN, and a number in a row of x
-    that is not finite, give NaN."""
+def pack(weight: Stored, kernel: Kernel | None = None) -> Int8Product:
+    """Pack the codes of a weight [out_features, in_features] for a kernel, None for the one that runs on
+    every processor. A scale that is NaN, and a number in a row of x that is not finite, give NaN."""
     out_features, in_features = weight.shape
     num_panels, panel_bytes = -(-out_features // kernels.COLUMNS), _count_panel_bytes(in_features)
     panels = arena.allocate(num_panels * panel_bytes)
@@ -57,7 +58,7 @@ def pack(weight: Stored) -> Int8Product:
         piece = weight.codes(slice(first, first + num_rows))
         addresses = (piece.values.data_ptr(), piece.scales.data_ptr(), panels.data_ptr())
         kernels.pack_codes.parallel(len(piece.values), in_features, first, *addresses, panel_bytes)
-    return Int8Product(panels, in_features, out_features)
+    return Int8Product(panels, in_features, out_features, kernel or kernels.multiply_int8)
 
 
 def _count_panel_bytes(in_features: int) -> int:

@@ -110,8 +110,18 @@ def add_products(b: Any, sums: list[Any], factors: list[Any], vectors: list[Any]
 
 
 def prefetch(b: Any, base: Any, offset: Any) -> None:
+    """Prefetch a cache line into the second-level cache."""
+    _prefetch(b, base, offset, is_written=0, locality=2)
+
+
+def prefetch_for_writing(b: Any, base: Any, offset: Any) -> None:
+    """Prefetch a cache line into the first-level cache, for this core alone."""
+    _prefetch(b, base, offset, is_written=1, locality=3)
+
+
+def _prefetch(b: Any, base: Any, offset: Any, is_written: int, locality: int) -> None:
     place = pointer_to(b, I8, base, offset)
-    call(b, "llvm.prefetch.p0", ir.VoidType(), place, I32(0), I32(2), I32(1))
+    call(b, "llvm.prefetch.p0", ir.VoidType(), place, I32(is_written), I32(locality), I32(1))
 
 
 def loop(b: Any, n: Any, initial: list[Any], build: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:

@@ -32,16 +32,21 @@ def _power_of_two(b: Any, x: Any) -> Any:
     return b.bitcast(b.shl(b.add(b.fptosi(x, I32), I32(127)), I32(23)), FLOAT)
 
 
+def build_stored(b: Any, x: Any, element: Any) -> Any:
+    """Convert float32 `x` to a type of ELEMENTS."""
+    if element == types.uint16:
+        return _build_bfloat16(b, x)
+    if element == types.int16:
+        return b.bitcast(b.fptrunc(x, HALF), I16)
+    return x
+
+
 @intrinsic
 def stored(typingctx: Any, x: Any, element: Any) -> Any:
     """Convert float32 `x` to a type of ELEMENTS."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        if element == types.uint16:
-            return _build_bfloat16(b, args[0])
-        if element == types.int16:
-            return b.bitcast(b.fptrunc(args[0], HALF), I16)
-        return args[0]
+        return build_stored(b, args[0], element)
 
     return element(types.float32, element), generate
 

@@ -6,15 +6,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray
 
-from tgis.shard.kernels.cpu.gemm.inner_loop import copy
-from tgis.shard.kernels.cpu.int4.inner_loop import (
+from tgis.shard.kernels.cpu.codes.inner_loop import (
     ROUNDED_STRIDE,
     ROWS,
     STRIDE,
     add_columns,
     multiply_tile,
 )
-from tgis.shard.kernels.cpu.int4.layout import COLUMNS, PIECE, SCALES, UNIT, UNIT_BIT, Kind
+from tgis.shard.kernels.cpu.codes.layout import COLUMNS, PIECE, SCALES, UNIT, UNIT_BIT, Kind
+from tgis.shard.kernels.cpu.gemm.inner_loop import copy
 from tgis.shard.kernels.cpu.int8.kernels import quantize_group
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, keep_alive, next_unit, ordered, pointer
 
@@ -178,8 +178,8 @@ MULTIPLY = {
 
 
 @ordered
-def _pack_row(codes: int, scales: int, units: int, columns: int, to: int, bits: int) -> None:
-    """Pack a row of a piece, bytes of codes padded to whole units, as a column of a panel."""
+def _pack_words(codes: int, units: int, to: int, bits: int) -> None:
+    """Pack codes of a column of a piece, bytes padded to whole units, as words from an address on."""
     words = bits * UNIT // 32
     values = carray(pointer(codes, _U8), (units, UNIT))
     stored = carray(pointer(to, _I32), (units * words, COLUMNS))
@@ -192,27 +192,38 @@ def _pack_row(codes: int, scales: int, units: int, columns: int, to: int, bits: 
                 else:
                     word |= np.int64(values[u, 4 * i + k]) << (8 * k)
             stored[u * words + i, 0] = np.int32(word)
-    scale = carray(pointer(scales, _F32), (1,))[0]
-    carray(pointer(to + units * words * 4 * COLUMNS, _F32), (1,))[0] = scale
+
+
+@ordered
+def _pack_bytes(codes: int, units: int, to: int) -> None:
+    """Pack codes of a column of a piece as bytes from an address on."""
+    values = carray(pointer(codes, _U8), (units * UNIT,))
+    stored = carray(pointer(to, _U8), (units * UNIT, COLUMNS))
+    for i in range(units * UNIT):
+        stored[i, 0] = values[i]
 
 
 def _pack_codes(args: Any) -> None:
     """Pack rows of codes, uint8 [rows, all units of pieces], and scales, float32 [rows, pieces], as columns
     of panels from column `first` on."""
-    a = carray(args, 10)
-    num_rows, first, codes, scales, panels, bits = a[1], a[2], a[3], a[4], a[5], a[6]
-    units, last_units, pieces = a[7], a[8], a[9]
+    a = carray(args, 11)
+    num_rows, first, codes, scales, panels, bits, has_words = a[1], a[2], a[3], a[4], a[5], a[6], a[7]
+    units, last_units, pieces = a[8], a[9], a[10]
     width = (pieces - 1) * units + last_units
     panel_bytes = width * UNIT_BIT * bits + pieces * SCALES
     row = next_unit(args)
     while row < num_rows:
-        column = first + row
-        panel = panels + column // COLUMNS * panel_bytes + 4 * (column % COLUMNS)
+        panel, column = panels + (first + row) // COLUMNS * panel_bytes, (first + row) % COLUMNS
         for piece in range(pieces):
             count = units if piece + 1 < pieces else last_units
             source = codes + (row * width + piece * units) * UNIT
             to = panel + piece * (units * UNIT_BIT * bits + SCALES)
-            _pack_row(source, scales + 4 * (row * pieces + piece), count, COLUMNS, to, bits)
+            if has_words:
+                _pack_words(source, count, to + 4 * column, bits)
+            else:
+                _pack_bytes(source, count, to + column)
+            scale = carray(pointer(scales + 4 * (row * pieces + piece), _F32), (1,))[0]
+            carray(pointer(to + count * UNIT_BIT * bits + 4 * column, _F32), (1,))[0] = scale
         row = next_unit(args)
 
 

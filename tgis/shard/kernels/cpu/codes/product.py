@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tgis.shard.checkpoint.codes import CodeLayout, Codes
 from tgis.shard.checkpoint.tensors import Stored, WeightsError
+from tgis.shard.kernels.cpu.codes import kernels
+from tgis.shard.kernels.cpu.codes.inner_loop import HAS_VNNI
+from tgis.shard.kernels.cpu.codes.layout import COLUMNS, PIECE, SCALES, UNIT, UNIT_BIT, Kind
 from tgis.shard.kernels.cpu.gemm.panels import LANES, arena
-from tgis.shard.kernels.cpu.int4 import kernels
-from tgis.shard.kernels.cpu.int4.inner_loop import HAS_VNNI
-from tgis.shard.kernels.cpu.int4.layout import COLUMNS, PIECE, SCALES, UNIT, UNIT_BIT, Kind
 from tgis.shard.kernels.cpu.jit.compiler import empty
 
 _ROWS = 1 << 18  # approximate number of codes that are read and packed at a time
@@ -104,7 +104,7 @@ def pack(weight: Stored, rounds_activations: bool = False) -> CodeProduct:
     out_features, in_features = weight.shape
     layout = weight.layout()
     assert layout is not None
-    bits, num_panels = 8 if layout.bits == 8 else 4, -(-out_features // COLUMNS)
+    kind, num_panels = Kind(8 if layout.bits == 8 else 4, rounds_activations), -(-out_features // COLUMNS)
     order = None
     if layout.is_reordered:
         group_of = weight.codes(slice(0, 0)).group_of
@@ -113,21 +113,21 @@ def pack(weight: Stored, rounds_activations: bool = False) -> CodeProduct:
     else:
         pieces = _Pieces(in_features, _find_columns(layout.group))
     centre = 0 if layout.dtype == torch.int8 or layout.table else 1 << (layout.bits - 1)
-    panels = arena.allocate(num_panels * pieces.count_panel_bytes(bits))
+    panels = arena.allocate(num_panels * pieces.count_panel_bytes(kind.bits))
     zeros = torch.zeros(num_panels, pieces.count, COLUMNS, dtype=torch.int8) if layout.has_zeros else None
     num_rows = max(1, _ROWS // in_features)
     for first in range(0, out_features, num_rows):
         codes = weight.codes(slice(first, first + num_rows))
-        values, scales, own_zeros = _arrange(codes, pieces, order)
+        values, scales, own_zeros = _arrange(codes, kind, pieces, order)
         if zeros is not None and own_zeros is not None:
             _put_zeros(zeros, own_zeros - centre, first, weight.label)
         kernels.pack_codes.parallel(
-            *(len(values), first, values.data_ptr(), scales.data_ptr(), panels.data_ptr(), bits),
-            *(pieces.units, pieces.last_units, pieces.count),
+            *(len(values), first, values.data_ptr(), scales.data_ptr(), panels.data_ptr()),
+            *(kind.bits, kind.has_words, pieces.units, pieces.last_units, pieces.count),
         )
     zeros = zeros if zeros is not None and zeros.any() else None
     ordered = None if order is None else order.int()
-    kind, table = Kind(bits, rounds_activations), _make_table(layout)
+    table = _make_table(layout)
     return CodeProduct(kind, pieces, in_features, out_features, panels, zeros, table, ordered)
 
 
@@ -143,15 +143,13 @@ def _find_order(group_of: Tensor) -> tuple[Tensor, _Pieces]:
     return whole, _Pieces(len(whole), columns)
 
 
-def _arrange(codes: Codes, pieces: _Pieces, order: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _arrange(
+    codes: Codes, kind: Kind, pieces: _Pieces, order: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return values in the order of the pieces, uint8 [num_rows, units * UNIT], and scales and zeros,
-    [num_rows, num_pieces]. Values of 4 bits are indices; those of 8 bits are integers, signed ones."""
-    values, layout = codes.values, codes.layout
-    if layout.dtype == torch.int8:
-        values = values + (8 if layout.bits < 8 else 0)
-    elif not layout.table:
-        values = values + (8 - (1 << (layout.bits - 1)) if layout.bits < 8 else 128)
-    values = values.view(torch.uint8)
+    [num_rows, num_pieces]. Values are codes as products of the kind have them."""
+    layout = codes.layout
+    values = codes.values.view(torch.uint8) + _find_offset(layout, kind)
     firsts = torch.arange(0, pieces.in_features, pieces.columns)  # of pieces
     if order is not None:
         assert codes.group_of is not None
@@ -165,6 +163,15 @@ def _arrange(codes: Codes, pieces: _Pieces, order: Tensor | None) -> tuple[Tenso
     padded = padded[:, : ((pieces.count - 1) * pieces.units + pieces.last_units) * UNIT].contiguous()
     zeros = None if codes.zeros is None else codes.zeros[:, groups]
     return padded, codes.scales[:, groups].contiguous(), zeros
+
+
+def _find_offset(layout: CodeLayout, kind: Kind) -> int:
+    """Return what codes of a kind of products are more than values of a layout, modulo 256."""
+    if layout.table:
+        return 0
+    centre = 0 if layout.dtype == torch.int8 else 1 << (layout.bits - 1)
+    half = 1 << (kind.bits - 1) if kind.has_words else 0
+    return (half - centre) % 256
 
 
 def _put_zeros(zeros: Tensor, found: Tensor, first: int, label: str) -> None:

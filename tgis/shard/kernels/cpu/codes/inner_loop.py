@@ -5,12 +5,15 @@ Within a piece, an element is one chain of fused multiply-adds of x and the numb
 the order of x's columns; where activations are rounded, it is a sum of integers, which is exact. The pieces'
 sums, times their scales, are one chain. An element's bits therefore depend only on its row and weights."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
 
+from tgis.shard.kernels.cpu.codes.conversion import convert_bytes, convert_words, load_words
+from tgis.shard.kernels.cpu.codes.layout import KINDS, PIECE, SCALES, UNIT, UNIT_BIT, VECTORS, Kind
 from tgis.shard.kernels.cpu.gemm.panels import LANES
-from tgis.shard.kernels.cpu.int4.layout import COLUMNS, KINDS, PIECE, SCALES, UNIT, UNIT_BIT, VECTORS
 from tgis.shard.kernels.cpu.int8.inner_loop import AVX512_VNNI, AVX_VNNI, HEADER, INSTRUCTION_SET
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
@@ -28,32 +31,20 @@ HAS_VNNI = INSTRUCTION_SET in (AVX512_VNNI, AVX_VNNI) and INSTRUCTION_SET.lanes 
 _WORDS, _FLOATS = ir.VectorType(I32, LANES), ir.VectorType(FLOAT, LANES)
 
 
-def _load_words(b: Any, unit: Any, bits: int) -> list[list[Any]]:
-    """Emit the loads of a unit from an address: for each vector of columns, its words."""
-    words = range(bits * UNIT // 32)
-    offsets = [[4 * (i * COLUMNS + v * LANES) for i in words] for v in range(VECTORS)]
-    return [[_load(b, unit, offset) for offset in each] for each in offsets]
-
-
-def _load(b: Any, unit: Any, offset: int) -> Any:
-    return b.load(llvm.pointer_to(b, _WORDS, unit, I64(offset)), align=4 * LANES)
-
-
-def _convert(b: Any, words: list[Any], k: int, table: Any, bits: int) -> Any:
-    """Emit the float32 numbers that codes k of words stand for."""
-    if bits == 8:
-        high = b.shl(words[k // 4], llvm.constant(24 - 8 * (k % 4), LANES, I32))
-        return b.sitofp(b.ashr(high, llvm.constant(24, LANES, I32)), _FLOATS)
-    index = b.lshr(words[0], llvm.constant(8 * (k % 4) + 4 * (k // 4), LANES, I32))
-    if LANES == 16:  # the instruction ignores the upper bits of indices
-        return llvm.call(b, "llvm.x86.avx512.permvar.sf.512", _FLOATS, table, index)
-    number = b.sitofp(b.and_(index, llvm.constant(15, LANES, I32)), _FLOATS)
-    return b.fadd(number, llvm.constant(-8.0, LANES))
-
-
 def _load_zeros(b: Any, zeros: Any, v: int) -> Any:
     kind = ir.VectorType(I8, LANES)
     return b.sitofp(b.load(llvm.pointer_to(b, kind, zeros, I64(LANES * v)), align=1), _FLOATS)
+
+
+def _repeat(b: Any, x: Any) -> list[Any]:
+    """Emit copies of an address, one for each vector of columns, that LLVM does not know to be equal.
+
+    LLVM broadcasts a number of x that several products share to a register, which takes a vector instruction.
+    AVX-512's products that load the number themselves broadcast it at no cost."""
+    if LANES != 16:
+        return [x] * VECTORS
+    copy = ir.InlineAsm(ir.FunctionType(I64, [I64]), "", "=r,0", side_effect=True)
+    return [b.call(copy, [x]) for _ in range(VECTORS)]
 
 
 class _FloatSums:
@@ -64,18 +55,33 @@ class _FloatSums:
     # code prefetches those of the next piece.
     streamed = 2
 
-    def __init__(self, b: Any, bits: int, table: Any):
-        self._bits, self._table = bits, llvm.load_vector(b, table, LANES)
+    def __init__(self, b: Any, kind: Kind, table: Any, x: Any):
+        self._has_words, self._table, self._x = (
+            kind.has_words,
+            llvm.load_vector(b, table, LANES),
+            _repeat(b, x),
+        )
 
     def add_unit(self, b: Any, sums: list[Any], x: list[Any], u: Any, unit: Any) -> list[Any]:
         """Emit the addition of the products of unit u. x: addresses of rows."""
-        words, offset = _load_words(b, unit, self._bits), b.mul(u, I64(4 * UNIT))
+        offset = b.mul(u, I64(4 * UNIT))
+        columns, convert = [b.add(address, offset) for address in self._x], self._load_unit(b, unit)
         for k in range(UNIT):
-            numbers = [_convert(b, each, k, self._table, self._bits) for each in words]
-            columns = [b.add(row, b.add(offset, I64(4 * k))) for row in x]
-            factors = [llvm.load_broadcast(b, column, LANES) for column in columns]
-            sums = llvm.add_products(b, sums, factors, numbers)
+            numbers = convert(k)
+            products = []
+            for row in range(len(x)):
+                places = [b.add(column, I64(STRIDE * row + 4 * k)) for column in columns]
+                factors = [llvm.load_broadcast(b, place, LANES) for place in places]
+                products += [b.fmul(*pair, **FUSED) for pair in zip(factors, numbers, strict=True)]
+            sums = [b.fadd(*pair, **FUSED) for pair in zip(sums, products, strict=True)]
         return sums
+
+    def _load_unit(self, b: Any, unit: Any) -> Callable[[int], list[Any]]:
+        """Emit the loads of a unit. Return what emits the numbers of one of its rows."""
+        if not self._has_words:
+            return partial(convert_bytes, b, unit)
+        words = [word for [word] in load_words(b, unit, 4)]
+        return lambda k: convert_words(b, words, k, self._table)
 
     def subtract_zeros(self, b: Any, sums: list[Any], x: list[Any], zeros: Any) -> list[Any]:
         """Emit sums - zeros * the sums of the rows of x, unless `zeros`, the address of int8, is 0."""
@@ -94,16 +100,16 @@ class _FloatSums:
 
 
 class _RoundedSums:
-    """Sums of integers by VNNI. Codes are unsigned bytes: of 4 bits as they are, of 8 bits plus 128."""
+    """Sums of integers by VNNI. Codes are unsigned bytes."""
 
     initial, stride, streamed = llvm.constant(0, LANES, I32), ROUNDED_STRIDE, 4
 
-    def __init__(self, b: Any, bits: int, table: Any):
-        self._bits, self._zero = bits, llvm.constant(8.0 if bits == 4 else 128.0, LANES)
+    def __init__(self, b: Any, kind: Kind, table: Any, x: Any):
+        self._bits, self._zero = kind.bits, llvm.constant(float(1 << (kind.bits - 1)), LANES)
 
     def add_unit(self, b: Any, sums: list[Any], x: list[Any], u: Any, unit: Any) -> list[Any]:
         offset = b.add(b.mul(u, I64(UNIT)), I64(HEADER))
-        weights = [self._take_bytes(b, words) for words in _load_words(b, unit, self._bits)]
+        weights = [self._take_bytes(b, words) for words in load_words(b, unit, self._bits)]
         for i in range(2):
             places = [llvm.pointer_to(b, I32, row, b.add(offset, I64(4 * i))) for row in x]
             quads = [llvm.broadcast(b, b.load(place, align=1), LANES) for place in places]
@@ -114,7 +120,7 @@ class _RoundedSums:
     def _take_bytes(self, b: Any, words: list[Any]) -> list[Any]:
         """Emit codes 0 to 3, and 4 to 7, of words."""
         if self._bits == 8:
-            return [b.xor(word, llvm.constant(-0x7F7F7F80, LANES, I32)) for word in words]
+            return words
         mask = llvm.constant(0x0F0F0F0F, LANES, I32)
         return [b.and_(words[0], mask), b.and_(b.lshr(words[0], llvm.constant(4, LANES, I32)), mask)]
 
@@ -163,7 +169,7 @@ def multiply_tile(
         block = b.append_basic_block(f"rows{num_rows}")
         cases.add_case(I64(num_rows), block)
         b.position_at_end(block)
-        kept = (_RoundedSums if kind.rounds_activations else _FloatSums)(b, kind.bits, table)
+        kept = (_RoundedSums if kind.rounds_activations else _FloatSums)(b, kind, table, x)
         begins = [b.add(x, I64(kept.stride * r)) for r in range(num_rows)]
         size = b.add(b.mul(units, I64(step)), I64(SCALES))  # of the piece
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from tgis.shard.checkpoint.codes import CodeLayout, Codes
 from tgis.shard.checkpoint.tensors import ALL, WeightsError
-from tgis.shard.kernels.cpu.int4 import product as int4
-from tgis.shard.kernels.cpu.int4.inner_loop import HAS_VNNI
-from tgis.shard.kernels.cpu.int4.product import CodeProduct
+from tgis.shard.kernels.cpu.codes import product as code_product
+from tgis.shard.kernels.cpu.codes.inner_loop import HAS_VNNI
+from tgis.shard.kernels.cpu.codes.product import CodeProduct
 from tgis.shard.kernels.cpu.jit.compiler import capture
 from tgis.shard.kernels.cpu.jit.llvm import has_feature
 from tgis.shard.kernels.cpu.kernel_graph import KernelGraph, MemoryPool
@@ -83,7 +83,7 @@ def draw(case: Case, num_rows: int) -> Codes:
 
 
 def pack(codes: Codes, rounds_activations: bool = False) -> CodeProduct:
-    found = int4.find_packer(codes.layout, rounds_activations)
+    found = code_product.find_packer(codes.layout, rounds_activations)
     assert found is not None
     return found(CodesInMemory(codes))
 
@@ -238,8 +238,8 @@ def test_what_has_no_products() -> None:
         CodeLayout(torch.uint8, 4, 8, True),
         CodeLayout(torch.uint8, 4, 131, True),
     ):
-        assert int4.find_packer(layout, rounds_activations=False) is None
-    table = int4.find_packer(CASES["a table"].layout, rounds_activations=True)
+        assert code_product.find_packer(layout, rounds_activations=False) is None
+    table = code_product.find_packer(CASES["a table"].layout, rounds_activations=True)
     if table is not None:  # without AVX-512 there is none
         assert not table(CodesInMemory(draw(CASES["a table"], 3))).kind.rounds_activations  # type: ignore[attr-defined]
 
@@ -259,7 +259,7 @@ def digest() -> str:
 def test_other_machines_give_the_same_bits() -> None:
     if not has_feature("avx512f"):
         pytest.skip("this machine is the other one")
-    program = f"from {__name__} import digest, int4; print(int4.LANES, digest())"
+    program = f"from {__name__} import code_product, digest; print(code_product.LANES, digest())"
     features = "+avx2,+fma,+f16c,+bmi,+bmi2,+popcnt,+lzcnt,+movbe"
     env = os.environ | {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": features}
     done = subprocess.run([sys.executable, "-c", program], env=env, check=True, stdout=subprocess.PIPE)

@@ -1,0 +1,52 @@
+"""The service's other ways to compute, which the benches measure beside float16 weights in float32."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+OURS = "ours"
+INT8, BFLOAT16 = "ours int8", "ours bfloat16"
+INT4, W4A8, FLOAT8_CACHE = "ours int4", "ours w4a8", "ours fp8 cache"
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    """Of the contender."""
+    section: str
+    """Whose figures begin with it."""
+    title: str
+    flags: tuple[str, ...]
+    """Of the launcher."""
+    beside: tuple[str, ...] = ()
+    """Other variants that its section compares it with."""
+    is_for_context: bool = False
+    """Whether it differs only in how the cache is read, so that long contexts are all that is compared."""
+
+
+VARIANTS = (
+    Variant(INT8, "int8", "int8 weights", ("--quantize", "int8")),
+    Variant(BFLOAT16, "bfloat16", "bfloat16 arithmetic", ("--cpu-arithmetic", "bfloat16")),
+    Variant(INT4, "int4", "int4 weights", ("--quantize", "int4"), (INT8,)),
+    Variant(
+        W4A8,
+        "w4a8",
+        "int4 weights, int8 activations",
+        ("--quantize", "int4", "--activations", "int8"),
+        (INT8,),
+    ),
+    Variant(FLOAT8_CACHE, "fp8-cache", "fp8 cache", ("--kv-cache-dtype", "fp8_e4m3"), is_for_context=True),
+)
+SECTIONS = tuple(variant.section for variant in VARIANTS)
+
+
+def find_wanted(sections: Collection[str]) -> dict[Variant, list[str]]:
+    """Those that any of the sections measures or compares with, each with these sections."""
+    wanted = {
+        variant: [
+            each.section
+            for each in VARIANTS
+            if each.section in sections and variant.name in (each.name, *each.beside)
+        ]
+        for variant in VARIANTS
+    }
+    return {variant: found for variant, found in wanted.items() if found}

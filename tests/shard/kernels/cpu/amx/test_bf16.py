@@ -1,0 +1,175 @@
+"""Products with bfloat16 arithmetic on emulated AMX tiles: against the manual's rule, written with the C
+library's fused multiply-add, against double precision, and bit for bit the same in any company."""
+
+import ctypes
+import logging
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.shard import guarded_memory
+from tests.support.shard.emulated_tiles import compile_emulated
+from tgis.shard.checkpoint.tensors import TensorInMemory
+from tgis.shard.kernels.cpu.bf16 import kernels, self_check, tile_product, tiles
+from tgis.shard.kernels.cpu.bf16.product import pack_rounded
+from tgis.shard.kernels.cpu.gemm import panels
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, capture
+from tgis.shard.kernels.cpu.kernel_graph import KernelGraph, MemoryPool
+
+pytestmark = pytest.mark.skipif(panels.PANEL != 32, reason="processors with AMX have AVX-512")
+
+SHAPES = [(1, 1), (33, 7), (1500, 40), (64, 32), (513, 97)]  # inputs, outputs
+COUNTS = [1, 2, 15, 16, 17, 31, 32, 33, 48, 49, 64, 127, 128, 129, 144, 145]
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Kernel:
+    return compile_emulated(("amx.inner_loop", "bf16.tiles"), "MULTIPLY_TILES")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(1)
+
+
+def pack(weight: Tensor, kernel: Kernel) -> tile_product.TileProduct:
+    return tile_product.pack(TensorInMemory(weight, "a weight"), kernel)
+
+
+def flush(x: float) -> float:
+    return x if abs(x) >= 2**-126 or x != x else 0.0
+
+
+def multiply_by_the_manual(x: Tensor, weight: Tensor) -> npt.NDArray[np.float32]:
+    fma = ctypes.CDLL("libm.so.6").fmaf
+    fma.argtypes, fma.restype = [ctypes.c_float] * 3, ctypes.c_float
+    y = np.zeros((len(x), len(weight)), np.float32)
+    for cell in np.ndindex(*y.shape):
+        pairs = list(zip(x[cell[0]].bfloat16().tolist(), weight[cell[1]].bfloat16().tolist(), strict=True))
+        for begin in range(0, len(pairs), 32):
+            chains = [0.0, 0.0]
+            for k, (one, other) in enumerate(pairs[begin : begin + 32]):
+                chains[k % 2] = flush(fma(flush(one), flush(other), chains[k % 2]))
+            both = flush(float(np.float32(chains[0]) + np.float32(chains[1])))
+            y[cell] = flush(float(y[cell] + np.float32(both)))
+    return y
+
+
+def test_sums_are_those_of_the_manual(kernel: Kernel) -> None:
+    weight, x = torch.randn(35, 530), torch.randn(18, 530)
+    found = pack(weight, kernel)(x)
+    assert np.array_equal(found.numpy(), multiply_by_the_manual(x, weight))
+    assert torch.equal(self_check.multiply_plainly_by_tiles(x, weight), found), "the check at the start"
+    assert not torch.equal(self_check.multiply_plainly(x, weight), found), "one chain is something else"
+
+
+def test_tiny_numbers_are_zeros(kernel: Kernel) -> None:
+    """As factors, in chains, and as sums of both chains."""
+    weight = torch.tensor([[1.0, 1.0], [2.0**-130, 1.0], [1.0, -1.0], [2.0**-30, 2.0**30]])
+    x = torch.tensor([[2.0**-127, 1.0], [1.5 * 2.0**-126, 2.0**-126], [2.0**100, 2.0**-100], [1.0, 1.0]])
+    assert np.array_equal(pack(weight, kernel)(x).numpy(), multiply_by_the_manual(x, weight))
+    assert pack(weight, kernel)(x)[1, 2] == 0, "2**-127 is left of two sums"
+
+
+@pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
+def test_rows_are_their_own(kernel: Kernel, in_features: int, out_features: int) -> None:
+    weight, x = torch.randn(out_features, in_features), torch.randn(145, in_features)
+    product = pack(weight, kernel)
+    whole, factors = product(x), (x.bfloat16().double(), weight.bfloat16().double().t())
+    scale = factors[0].abs() @ factors[1].abs()
+    assert ((whole - factors[0] @ factors[1]).abs() <= 2**-24 * in_features**0.5 * 4 * scale).all()
+    for count in COUNTS:
+        assert torch.equal(product(x[:count]), whole[:count]), f"{count} rows"
+        assert torch.equal(product(x[-count:]), whole[-count:]), f"{count} rows"
+    assert product(x[:0]).shape == (0, out_features)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "in_features", "out_features"), [(1, 1, 1), (17, 33, 40), (145, 544, 65)]
+)
+def test_nothing_else_is_read_or_written(
+    kernel: Kernel, num_rows: int, in_features: int, out_features: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x = torch.randn(out_features, in_features), torch.randn(num_rows, in_features)
+    expected = pack(weight, kernel)(x)
+    monkeypatch.setattr(tile_product, "empty", guarded_memory.empty)
+    monkeypatch.setattr(panels.arena, "allocate", guarded_memory.allocate)
+    guarded = guarded_memory.empty(num_rows, in_features).copy_(x)
+    assert torch.equal(pack(weight, kernel)(guarded), expected)
+
+
+def test_threads_change_nothing(kernel: Kernel) -> None:
+    weight, x = torch.randn(10 * 32 + 3, 701), torch.randn(450, 701)
+    product = pack(weight, kernel)
+    expected = product(x)
+    for num_threads in (2, 3):
+        torch.set_num_threads(num_threads)
+        for count in (1, 2, 449, 450):
+            assert torch.equal(product(x[:count]), expected[:count]), f"{count} rows, {num_threads} threads"
+
+
+def test_a_captured_product_reads_what_x_is_by_then(kernel: Kernel) -> None:
+    product, x = pack(torch.randn(70, 41), kernel), torch.randn(3, 41)
+    expected, pool, source = product(x), MemoryPool(), torch.zeros(3, 41)
+    with capture(pool.empty) as launches:
+        y = product(source)
+    graph = KernelGraph(launches)
+    source.copy_(x)
+    for _ in range(2):
+        y.zero_()
+        graph.replay()
+        assert torch.equal(y, expected)
+
+
+def test_numbers_are_rounded_as_torch_does(kernel: Kernel) -> None:
+    """Halfway cases too, to infinity, and as weights."""
+    bits = torch.randint(1 << 15, (4000,)) << 16 | torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001]).repeat(800)
+    x = bits.to(torch.int32).view(torch.float32)
+    x = torch.cat((x, -x, torch.tensor([3.4e38, 1e-38, 0.0])))
+    x = x[(x == 0) | (x.abs() >= 2**-126)].unsqueeze(1)
+    expected = x.bfloat16().float()
+    assert torch.equal(pack(torch.ones(1, 1), kernel)(x).nan_to_num(7), expected.nan_to_num(7))
+    assert torch.equal(pack(x, kernel)(torch.ones(1, 1)).t().nan_to_num(7), expected.nan_to_num(7))
+
+
+def test_what_is_not_finite_stays_in_its_row(kernel: Kernel) -> None:
+    product, x = pack(torch.randn(40, 21), kernel), torch.randn(9, 21)
+    expected = product(x)
+    x[4, 3], x[7, 20] = torch.nan, torch.inf
+    found = product(x)
+    finite = [i for i in range(9) if i not in (4, 7)]
+    assert torch.equal(found[finite], expected[finite])
+    assert not found[[4, 7]].isfinite().any()
+
+
+def test_tiles_are_chosen_where_they_are_right(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tiles, "MULTIPLY_TILES", kernel)
+    with caplog.at_level(logging.INFO):
+        choice = self_check.choose_packer(has_tiles=True)
+    assert caplog.messages == ["products with bfloat16 arithmetic use AMX tiles"]
+    assert isinstance(choice.pack, partial)
+    assert (choice.pack.func, choice.replaced) == (tile_product.pack, ())
+    x, weight = torch.randn(20, 40), torch.randn(3, 40)
+    product = choice.pack(TensorInMemory(weight, "a weight"))
+    assert np.array_equal(product(x).numpy(), multiply_by_the_manual(x, weight))
+    assert not isinstance(self_check.choose_packer(has_tiles=False).pack, partial)
+
+
+def test_wrong_tiles_are_replaced(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Sums in one chain stand for tiles that add in another order."""
+    monkeypatch.setattr(tiles, "MULTIPLY_TILES", kernel)
+    monkeypatch.setattr(kernels, "MULTIPLY_PAIRS", None)
+    monkeypatch.setattr(tile_product, "pack", lambda weight, kernel: pack_rounded(weight))
+    assert self_check.choose_packer(has_tiles=True) == (pack_rounded, ("multiply_tiles",))
+    assert caplog.messages[0].startswith("CPU kernel multiply_tiles is replaced by one without AMX")

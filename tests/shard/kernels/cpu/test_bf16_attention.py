@@ -1,0 +1,221 @@
+"""Attention with bfloat16 arithmetic: against its definition in double precision with the same roundings, and
+bit for bit the same with pairs and without, in any company, with any block size and number of threads."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.shard.attention_scene import PLAIN, SCORINGS, Scene, Shape
+from tgis.shard.attention.interface import Scoring
+from tgis.shard.kernels.cpu.attention.attention import CacheKernels, CpuAttention
+from tgis.shard.kernels.cpu.attention.kernels import ATTEND, WRITE
+from tgis.shard.kernels.cpu.bf16 import attention
+from tgis.shard.kernels.cpu.bf16.attention import PAIRS, ROUNDED, BfloatAttention, choose_attention
+
+BF16 = torch.bfloat16
+KERNELS = {"rounded": ROUNDED, **({"pairs": PAIRS} if PAIRS else {})}
+SHAPES = {
+    "plain": Shape(dtype=BF16),
+    "multi_head": Shape(num_heads=3, num_kv_heads=3, head_dim=64, dtype=BF16),
+    "narrow": Shape(num_heads=6, num_kv_heads=2, head_dim=24, dtype=BF16),
+    "wide_heads": Shape(num_heads=5, num_kv_heads=1, head_dim=112, block_size=32, dtype=BF16),
+    "many_heads_share": Shape(num_heads=40, num_kv_heads=2, head_dim=8, block_size=48, dtype=BF16),
+    "long_blocks": Shape(head_dim=128, block_size=128, dtype=BF16),
+}
+LENGTHS = [1, 16, 65, 150, 33, 131]
+WORK = {0: (0, 1), 1: (0, 16), 2: (64, 65), 3: (70, 149), 4: (0, 33), 5: (128, 131)}
+SPAN = 64  # keys whose weights are relative to one maximum
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(params=KERNELS)
+def kernels(request: pytest.FixtureRequest) -> CacheKernels:
+    return KERNELS[request.param]
+
+
+def make_scene(kernels: CacheKernels, shape: Shape, lengths: list[int]) -> Scene:
+    scene = Scene(shape, lengths)
+    scene.attention = CpuAttention(scene.cache, kernels)
+    scene.write_all()
+    return scene
+
+
+def attend_to_one_head(q: Tensor, k: Tensor, v: Tensor, bend: Tensor, scoring: Scoring) -> Tensor:
+    """Return the attention of one query, [head_dim], to keys and values [length, head_dim], all rounded where
+    the arithmetic rounds. `bend` is added to the scores."""
+    scores = k.bfloat16().double() @ (q * scoring.scale).bfloat16().double()
+    if scoring.soft_cap:
+        scores = scoring.soft_cap * (scores / scoring.soft_cap).tanh()
+    scores, total, weight_sum = scores + bend, torch.zeros(len(q), dtype=torch.double), 0.0
+    maximum = torch.tensor(-1e30, dtype=torch.double)
+    for begin in range(0, len(scores), SPAN):
+        span = slice(begin, begin + SPAN)
+        before, maximum = maximum, torch.maximum(maximum, scores[span].max())
+        weights, growth = (scores[span] - maximum).exp().bfloat16().double(), (before - maximum).exp()
+        total = total * growth + weights @ v[span].bfloat16().double()
+        weight_sum = weight_sum * growth + weights.sum()
+    return total / weight_sum
+
+
+def expect(scene: Scene, sequence: int, position: int, head: int, scoring: Scoring) -> Tensor:
+    first, last = scene.rows(sequence, 0, scene.lengths[sequence]), position + 1
+    kv_head = head * scene.shape.num_kv_heads // scene.shape.num_heads
+    k, v = (x[first][:, kv_head] for x in (scene.k, scene.v))
+    end = last if scoring.causal else WORK[sequence][1]
+    distance = torch.arange(end) - position
+    bend = torch.zeros(end, dtype=torch.double)
+    if scoring.slopes is not None:
+        bend += scoring.slopes[head].double() * distance
+    if scoring.bias is not None:
+        reach = scoring.bias.shape[1] // 2
+        bend += scoring.bias[head, distance.clamp(-reach, reach) + reach].double()
+    if scoring.window:
+        bend[distance <= -scoring.window] = -torch.inf
+    return attend_to_one_head(scene.q[first][position, head], k[:end], v[:end], bend, scoring)
+
+
+def check(scene: Scene, scoring: Scoring) -> None:
+    found = scene.attend(WORK, scoring)
+    differences = []
+    for sequence, (start, end) in WORK.items():
+        for position in {start, (start + end) // 2, end - 1}:
+            for head in range(0, scene.shape.num_heads, 3):
+                row = found[sequence][position - start, head].double()
+                differences.append(row - expect(scene, sequence, position, head, scoring))
+    difference = torch.cat(differences).abs()
+    # A weight that lies at the middle between two bfloat16 numbers may be rounded to the other one.
+    assert difference.max() < 2e-3
+    assert difference.mean() < 1e-4
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_agrees_with_the_rules(kernels: CacheKernels, shape: Shape) -> None:
+    check(make_scene(kernels, shape, LENGTHS), PLAIN)
+
+
+@pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
+def test_scores_are_bent_as_asked(kernels: CacheKernels, scoring: dict) -> None:
+    check(make_scene(kernels, SHAPES["plain"], LENGTHS), replace(PLAIN, **scoring))
+
+
+@pytest.mark.skipif(PAIRS is None, reason="the processor does not multiply pairs")
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("window", [None, 60])
+def test_pairs_change_no_bit(shape: Shape, window: int | None) -> None:
+    scoring = replace(PLAIN, window=window)
+    one, other = (make_scene(each, shape, LENGTHS).attend(WORK, scoring) for each in (PAIRS, ROUNDED))
+    assert all(torch.equal(one[sequence], other[sequence]) for sequence in WORK)
+
+
+def test_bits_do_not_depend_on_company_chunks_or_threads(kernels: CacheKernels) -> None:
+    scene = make_scene(kernels, Shape(num_heads=9, num_kv_heads=3, dtype=BF16), [140, 77, 201])
+    together = scene.attend({0: (0, 140), 1: (0, 77), 2: (0, 201)}, PLAIN)
+    for threads, size in ((1, 1), (1, 5), (3, 64)):
+        torch.set_num_threads(threads)
+        scene.write_all()
+        for sequence, length in enumerate(scene.lengths):
+            spans = [(start, min(start + size, length)) for start in range(0, length, size)]
+            chunks = [scene.attend({sequence: span}, PLAIN)[sequence] for span in spans]
+            assert torch.equal(torch.cat(chunks), together[sequence])
+
+
+def test_bits_do_not_depend_on_block_size_or_type_of_the_processor() -> None:
+    make, results = BfloatAttention(), []
+    for block_size in (8, 10, 16, 32, 80):
+        scene = Scene(Shape(num_heads=8, block_size=block_size, dtype=BF16), [140, 77, 201])
+        scene.attention = make(scene.cache)
+        scene.write_all()
+        found = scene.attend({0: (20, 140), 1: (76, 77), 2: (200, 201)}, PLAIN)
+        results.append(torch.cat(list(found.values())))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_tokens_one_by_one_are_kept_like_all_at_once(kernels: CacheKernels) -> None:
+    """Two tokens may share pairs, and be written by two threads or in two steps."""
+    scene = make_scene(kernels, Shape(head_dim=40, dtype=BF16), [37, 50])
+    whole, expected = scene.cache.keys.clone(), scene.cache.values.clone()
+    for threads in (1, 3):
+        scene.cache.keys.fill_(torch.nan)
+        scene.cache.values.fill_(torch.nan)
+        torch.set_num_threads(threads)
+        for begin, end in ((0, 1), (1, 2), (2, 5), (5, 28), (28, 37)):
+            rows = scene.rows(0, begin, end)
+            scene.attention.keep(0, scene.k[rows], scene.v[rows], scene.plan([(begin, end)], [0]))
+        rows = scene.rows(1, 0, 50)
+        scene.attention.keep(0, scene.k[rows], scene.v[rows], scene.plan([(0, 50)], [1]))
+        torch.testing.assert_close(scene.cache.keys, whole, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(scene.cache.values, expected, rtol=0, atol=0, equal_nan=True)
+    for sequence, length in ((0, 37), (1, 50), (1, 17), (1, 0)):
+        table = scene.layout([(0, 1), (0, 1)], [0, 1]).block_tables[sequence]
+        for x, written in zip(scene.attention.read(0, table, length), (scene.k, scene.v), strict=True):
+            rows = scene.rows(sequence, 0, length)
+            assert torch.equal(x, written[rows].bfloat16().float().transpose(0, 1))
+
+
+def test_writes_only_where_it_is_told(kernels: CacheKernels) -> None:
+    scene = make_scene(kernels, Shape(dtype=BF16), [40])
+    scene.cache.values.fill_(torch.nan)
+    scene.tables[0][1] = -1
+    scene.attention.keep(0, scene.k[15:34], scene.v[15:34], scene.plan([(15, 34)], [0]))
+    assert (~scene.cache.values.isnan()).sum() == 3 * scene.k[0].numel()
+
+
+def test_a_broken_sequence_harms_no_other(kernels: CacheKernels) -> None:
+    scene = make_scene(kernels, Shape(dtype=BF16), [50, 51])
+    alone = scene.attend({1: (30, 51)}, PLAIN)[1]
+    scene.v[:50], scene.k[3] = torch.nan, torch.inf
+    scene.write_all()
+    together = scene.attend({0: (30, 50), 1: (30, 51)}, PLAIN)
+    assert torch.equal(together[1], alone)
+    assert together[0].isnan().all()
+
+
+def test_rounds_as_torch_does(kernels: CacheKernels) -> None:
+    scene = make_scene(kernels, Shape(1, 1, 16, 16, BF16), [16])
+    edges = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, 3.3961e38, 1e-30, 0.0, -3.3, 2**-126])
+    odd_nans = torch.tensor([-1, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    scene.k[0, 0], scene.v[1, 0] = torch.cat((edges, -edges)), torch.cat((edges, edges[:6] * -0.9, odd_nans))
+    scene.write_all()
+    table = scene.layout([(0, 1)], [0]).block_tables[0]
+    for x, written in zip(scene.attention.read(0, table, 16), (scene.k, scene.v), strict=True):
+        expected = written.bfloat16().float().transpose(0, 1)
+        torch.testing.assert_close(x, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.skipif(PAIRS is None, reason="the processor does not multiply pairs")
+def test_what_is_chosen_here(caplog: pytest.LogCaptureFixture) -> None:
+    assert choose_attention(multiplies_pairs=True) == BfloatAttention(PAIRS)
+    assert choose_attention(multiplies_pairs=False) == BfloatAttention(ROUNDED)
+    assert caplog.messages == []
+    assert attention.is_near(ROUNDED)
+
+
+def test_a_wrong_kernel_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A kernel that takes pairs of keys for single ones stands for a wrong instruction."""
+    wrong = CacheKernels(ATTEND[BF16], PAIRS.write if PAIRS else WRITE[torch.float16])
+    monkeypatch.setattr(attention, "PAIRS", wrong)
+    with caplog.at_level(logging.WARNING):
+        assert choose_attention(multiplies_pairs=True) == BfloatAttention(ROUNDED, ("attend_pairs",))
+    [line] = caplog.messages
+    assert line.startswith("CPU kernel attend_pairs is replaced by rounding and float32 arithmetic")
+
+
+def test_a_cache_of_another_type_is_attended_to_in_float32() -> None:
+    scene = Scene(Shape(dtype=torch.float16), [40])
+    found = []
+    for make in (CpuAttention, BfloatAttention()):
+        scene.attention = make(scene.cache)
+        scene.write_all()
+        found.append(scene.attend({0: (0, 40)}, PLAIN)[0])
+    assert torch.equal(*found)

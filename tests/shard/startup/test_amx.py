@@ -1,0 +1,67 @@
+"""`--cpu-amx`: when AMX is asked for, and an engine on emulated tiles."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.shard.driver import Request, Router, configure, prompts
+from tests.support.shard.emulated_tiles import compile_emulated
+from tgis.shard.kernels.cpu.amx import instructions, permission
+from tgis.shard.kernels.cpu.bf16 import tile_product
+from tgis.shard.kernels.cpu.gemm import panels
+from tgis.shard.kernels.cpu.ops import BfloatKernels
+from tgis.shard.startup.cpu_platform import ON_CPU
+from tgis.shard.startup.load import load, prepare
+
+
+@pytest.fixture(scope="module")
+def model_path(checkpoint: Callable[[str], Path]) -> Path:
+    return checkpoint("grouped_queries")
+
+
+@pytest.mark.parametrize(
+    ("options", "is_asked"),
+    [
+        ({}, False),
+        ({"quantize": "int8"}, True),
+        ({"quantize": "int8", "cpu_amx": "off"}, False),
+        ({"cpu_arithmetic": "bfloat16"}, True),
+        ({"cpu_arithmetic": "bfloat16", "cpu_amx": "off"}, False),
+    ],
+)
+def test_amx_is_asked_for_where_it_has_a_use(
+    model_path: Path,
+    options: dict[str, Any],
+    is_asked: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The system refuses, which is said."""
+    if permission.ask() is None:
+        pytest.skip("the system permits AMX")
+    monkeypatch.setattr(instructions, "INSTRUCTIONS", instructions.ProcessorTiles)
+    plan = prepare(configure(model_path, **options))
+    refusals = [line for line in caplog.messages if "does not permit the use of AMX" in line]
+    assert len(refusals) == is_asked
+    assert not plan.on.replaced_kernels
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(panels.PANEL != 32, reason="processors with AMX have AVX-512")
+def test_an_engine_on_tiles_answers_the_same_alone_and_in_company(model_path: Path) -> None:
+    kernel = compile_emulated(("amx.inner_loop", "bf16.tiles"), "MULTIPLY_TILES")
+    kernels = BfloatKernels(partial(tile_product.pack, kernel=kernel))
+    on = replace(ON_CPU, kernels=kernels, product_dtype=torch.bfloat16)
+    runner = load(configure(model_path, cpu_arithmetic="bfloat16", cpu_threads=2), on=on)
+    together = [Request(prompt, 8, details={"logprobs": True}) for prompt in prompts(3, 6)]
+    alone = [Request(list(request.prompt), 8, details={"logprobs": True}) for request in together]
+    Router(runner, seed=1).run(list(together))
+    for request in alone:
+        runner.reset()
+        Router(runner, seed=2, whole=True).run([request])
+    assert [(r.generated, r.logprobs) for r in alone] == [(r.generated, r.logprobs) for r in together]

@@ -1,0 +1,194 @@
+"""`--kv-cache-dtype`: whole engines against transformers with rounded keys and values, and against themselves
+in other company; scales; who refuses, and what is said."""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.support.cuda.late_device import LateDevice
+from tests.support.cuda.late_platform import late_platform
+from tests.support.shard.checkpoints import write_model
+from tests.support.shard.driver import Request, Router, configure, prompts
+from tests.support.shard.family_cases.encoder_decoders import CASES
+from tests.support.shard.ranks import ALONE
+from tests.support.shard.stepping import read_config
+from tgis.shard.memory.kv_cache import bytes_per_block
+from tgis.shard.models.interface import UnsupportedModelError
+from tgis.shard.startup.load import load, prepare
+from tgis.shard.startup.memory_plan import Demand, MemoryBudget, allocate, plan_blocks
+from tgis.shard.startup.platform import DeviceError
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+TYPES = {"fp8_e4m3": E4M3, "fp8_e5m2": E5M2}
+ONNX_MODEL = Path(__file__).parents[2] / "data" / "onnx" / "llama"
+SCALES = ((0.03, 0.02), (0.005, 0.3))  # of keys and values of each layer
+KIND = pytest.mark.parametrize("kind", TYPES)
+SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+
+
+@pytest.fixture(scope="module")
+def model_path(checkpoint: Callable[[str], Path]) -> Path:
+    return checkpoint("grouped_queries")
+
+
+@pytest.fixture(scope="module")
+def scaled(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same weights with scales, as llm-compressor names them."""
+    directory = tmp_path_factory.mktemp("scaled")
+    shutil.copytree(model_path, directory, dirs_exist_ok=True)
+    tensors = load_file(directory / "model.safetensors")
+    for layer, (key, value) in enumerate(SCALES):
+        tensors[f"model.layers.{layer}.self_attn.k_scale"] = torch.tensor([key])
+        tensors[f"model.layers.{layer}.self_attn.v_scale"] = torch.tensor([value])
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+class RoundingCache(transformers.DynamicCache):
+    """Cache of transformers' code whose keys and values are those that 8 bits can hold."""
+
+    def __init__(self, dtype: torch.dtype, scales: tuple[tuple[float, float], ...]):
+        super().__init__()
+        self._dtype, self._scales = dtype, scales
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **more: Any) -> Any:
+        key, value = self._scales[layer]
+        return super().update(self._round(keys, key), self._round(values, value), layer, *args, **more)
+
+    def _round(self, x: Tensor, scale: float) -> Tensor:
+        largest = torch.finfo(self._dtype).max
+        return (x * torch.tensor(1 / scale)).clamp(-largest, largest).to(self._dtype).float() * scale
+
+
+@torch.inference_mode()
+def score(directory: Path, request: Request, dtype: torch.dtype, scales: Any) -> Tensor:
+    """Log-probabilities of the generated tokens, by transformers."""
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    ids = torch.tensor([request.prompt + request.generated])
+    logits = oracle(input_ids=ids, past_key_values=RoundingCache(dtype, scales), use_cache=True).logits
+    scores = logits[0, len(request.prompt) - 1 : -1].log_softmax(-1)
+    return scores.gather(1, torch.tensor(request.generated)[:, None])[:, 0]
+
+
+def answer(directory: Path, **options: Any) -> Request:
+    request = Request(list(range(5, 40)), 12, details={"logprobs": True})
+    Router(load(configure(directory, **options))).run([request])
+    return request
+
+
+@KIND
+@pytest.mark.parametrize("framework", ["tgis_native", "hf_transformers"])
+def test_answers_are_those_of_rounded_keys_and_values(kind: str, framework: str, scaled: Path) -> None:
+    request = answer(scaled, kv_cache_dtype=kind, deployment_framework=framework)
+    expected = score(scaled, request, TYPES[kind], SCALES)
+    torch.testing.assert_close(torch.tensor(request.logprobs), expected, rtol=0, atol=2e-4)
+    for other in ({"fp8_e4m3": E5M2, "fp8_e5m2": E4M3}[kind], torch.float32):
+        assert (score(scaled, request, other, SCALES) - expected).abs().max() > 1e-3
+
+
+def test_without_scales_they_are_1(model_path: Path, scaled: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        request = answer(model_path, kv_cache_dtype="fp8")
+    expected = score(model_path, request, E4M3, ((1.0, 1.0),) * 2)
+    torch.testing.assert_close(torch.tensor(request.logprobs), expected, rtol=0, atol=2e-4)
+    said = "keys and values are kept as fp8_e4m3"
+    missing = "their scales are 1 in 2 of 2 layers, for which the checkpoint has none"
+    assert f"{said}; {missing}" in caplog.messages
+    assert "GiB are cache of fp8_e4m3; it holds" in caplog.text
+    with caplog.at_level(logging.INFO):
+        assert (
+            prepare(configure(scaled, kv_cache_dtype="fp8_e4m3fn")).describe_shard().cache_dtype == "fp8_e4m3"
+        )
+    assert f"{said}, with the checkpoint's scales" in caplog.messages
+
+
+@KIND
+def test_an_engine_answers_the_same_alone_and_in_company(kind: str, scaled: Path) -> None:
+    """Prompts in other chunks, by captured steps or not, with any number of threads, computed again."""
+    runner = load(configure(scaled, kv_cache_dtype=kind, cpu_threads=2))
+    together = [Request(prompt, 8, details={"logprobs": True}) for prompt in prompts(3, 6)]
+    alone = [Request(list(request.prompt), 8, details={"logprobs": True}) for request in together]
+    Router(runner, seed=1).run(list(together))
+    torch.set_num_threads(1)
+    for request in alone:
+        runner.reset()
+        Router(runner, seed=2, whole=True).run([request])
+    assert [(r.generated, r.logprobs) for r in alone] == [(r.generated, r.logprobs) for r in together]
+    whole = together[0]
+    resumed = Request(list(whole.prompt), 8, generated=whole.generated[:4], details={"logprobs": True})
+    Router(runner, seed=3).run([resumed])
+    assert resumed.generated == whole.generated
+    assert resumed.logprobs == whole.logprobs[4:]
+
+
+@KIND
+def test_an_encoder_decoder_answers_the_same_in_company(kind: str, tmp_path: Path) -> None:
+    write_model(tmp_path, CASES["t5"]())
+    runner = load(configure(tmp_path, kv_cache_dtype=kind))
+    inputs = [list(range(5, 45)), list(range(60, 77)), [9]]
+    runs = []
+    for seed, groups in ((1, [[0, 1, 2]]), (2, [[0], [1], [2]])):
+        requests = [Request([2], 6, encoder_token_ids=ids, details={"logprobs": True}) for ids in inputs]
+        for group in groups:
+            runner.reset()
+            Router(runner, seed=seed).run([requests[i] for i in group])
+        runs.append([(request.generated, request.logprobs) for request in requests])
+    assert runs[0] == runs[1]
+    exact = Request([2], 1, encoder_token_ids=inputs[0], details={"logprobs": True})
+    Router(load(configure(tmp_path))).run([exact])
+    assert abs(exact.logprobs[0] - runs[0][0][1][0]) < 0.2
+
+
+@KIND
+def test_a_token_takes_half_the_memory_of_16_bits(kind: str, scaled: Path) -> None:
+    spec = prepare(configure(scaled)).choice.spec
+    small, large = (bytes_per_block(spec, ALONE, 16, each) for each in (TYPES[kind], torch.float16))
+    assert 2 * small == large
+    demand = Demand(16, 100, 4, None)
+    budget = MemoryBudget(4 * 10 * large, 0, 1)
+    assert plan_blocks(demand, small, budget) == 2 * plan_blocks(demand, large, budget) == 20
+
+
+@KIND
+def test_a_cache_has_the_memory_that_was_planned(kind: str, scaled: Path) -> None:
+    plan = prepare(configure(scaled, kv_cache_dtype=kind))
+    cache = allocate(plan.choice.spec, ALONE, plan.cache_type.dtype, 16, 7, plan.cache_type.scales)
+    planned = 7 * bytes_per_block(plan.choice.spec, ALONE, 16, TYPES[kind])
+    assert cache.keys.nbytes + cache.values.nbytes == planned
+    assert [tuple(scale) for scale in cache.scales] == [pytest.approx(scale) for scale in SCALES]
+
+
+def test_a_checkpoint_that_was_made_for_it_says_so(scaled: Path, tmp_path: Path, caplog: Any) -> None:
+    shutil.copytree(scaled, tmp_path, dirs_exist_ok=True)
+    settings = {"quant_method": "compressed-tensors", "format": "dense", "kv_cache_scheme": SCHEME}
+    (tmp_path / "config.json").write_text(json.dumps(read_config(scaled) | {"quantization_config": settings}))
+    with caplog.at_level(logging.INFO):
+        assert prepare(configure(tmp_path)).describe_shard().cache_dtype == "float32"
+    made = "the checkpoint was made for 8 bits, which --kv-cache-dtype fp8_e4m3 selects"
+    assert f"keys and values are kept as float32; {made}" in caplog.messages
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        prepare(configure(scaled))
+    assert "8 bits" not in caplog.text
+
+
+def test_who_cannot_refuses(model_path: Path) -> None:
+    on = replace(late_platform(LateDevice()), device=torch.device("cuda", 0))
+    with pytest.raises(DeviceError) as refused:
+        prepare(configure(model_path, kv_cache_dtype="fp8"), on)
+    text = "--kv-cache-dtype fp8 works on the CPU only: leave the option out, or give --device cpu"
+    assert str(refused.value) == text
+    framework = "hf_optimum_ort"
+    with pytest.raises(UnsupportedModelError) as unserved:
+        prepare(configure(ONNX_MODEL, kv_cache_dtype="fp8_e5m2", deployment_framework=framework))
+    assert str(unserved.value) == f"--kv-cache-dtype fp8_e5m2 is not for {framework}: leave the option out"

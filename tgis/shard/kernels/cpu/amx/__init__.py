@@ -1,0 +1,1 @@
+"""Matrix products with the tile registers of AMX."""

@@ -1,0 +1,140 @@
+"""Products of up to two tiles of rows and a panel of weights, and the configuration of the tiles.
+
+A panel's row is PANEL elements of 4 bytes: pairs of bfloat16 numbers, or quads of bytes. Tiles 0 to 3 hold
+sums, 4 and 5 rows of x, 6 and 7 both halves of a panel."""
+
+from typing import Any
+
+import numpy as np
+from numba import carray, types
+
+from tgis.shard.kernels.cpu.amx import instructions
+from tgis.shard.kernels.cpu.amx.instructions import ELEMENT_BYTES, ROW_BYTES, SHAPES_BYTES, TILE_ROWS
+from tgis.shard.kernels.cpu.jit import llvm
+from tgis.shard.kernels.cpu.jit.compiler import llvm_function, ordered, pointer
+from tgis.shard.kernels.cpu.jit.llvm import I64
+
+ROWS = 2 * TILE_ROWS  # most rows of a product
+PANEL = 2 * ROW_BYTES // ELEMENT_BYTES  # columns of a panel
+PANEL_ROW = 2 * ROW_BYTES  # bytes
+DEPTH = TILE_ROWS  # most rows of a panel that an instruction multiplies with
+SUMS_BYTES = ROWS * PANEL_ROW  # of the sums of a product
+MEMORY_BYTES = SHAPES_BYTES if instructions.INSTRUCTIONS is None else instructions.INSTRUCTIONS.memory_bytes
+
+PAIRS, QUADS = np.uint32(0), np.uint8(0)  # types of elements, as numbers of those types
+_PAIRS = types.uint32
+_U8, _U16 = np.uint8(0), np.uint16(0)
+_SUMS, _X, _WEIGHTS = 0, 4, 6  # first tiles
+_PALETTE = 1
+_WIDTHS_AT, _ROWS_AT, _NUM_SHAPES = 16, 48, 16  # in the configuration
+
+
+def _instructions(b: Any, memory: Any) -> instructions.Tiles:
+    assert instructions.INSTRUCTIONS is not None
+    return instructions.INSTRUCTIONS(b, memory)
+
+
+@ordered
+def write_shapes(memory: int, rows: int, depth: int) -> None:
+    """Write the configuration for `rows` rows of x, 1 to ROWS, and `depth` rows of a panel, 1 to DEPTH."""
+    carray(pointer(memory, _U8), (SHAPES_BYTES,))[:] = 0
+    carray(pointer(memory, _U8), (1,))[0] = _PALETTE
+    widths = carray(pointer(memory + _WIDTHS_AT, _U16), (_NUM_SHAPES,))
+    heights = carray(pointer(memory + _ROWS_AT, _U8), (_NUM_SHAPES,))
+    for half in range(2):
+        height = max(0, min(rows - half * TILE_ROWS, TILE_ROWS))
+        if height > 0:
+            for tile in (_SUMS + 2 * half, _SUMS + 2 * half + 1, _X + half):
+                widths[tile], heights[tile] = ROW_BYTES, height
+            widths[_X + half] = ELEMENT_BYTES * depth
+        widths[_WEIGHTS + half], heights[_WEIGHTS + half] = ROW_BYTES, depth
+
+
+@llvm_function()
+def configure(b: Any, memory: Any) -> None:
+    _instructions(b, memory).configure()
+
+
+@llvm_function()
+def release(b: Any, memory: Any) -> None:
+    _instructions(b, memory).release()
+
+
+def _make_product(num_halves: int) -> Any:
+    """Build a function for kernels that adds the product of rows of x, in `num_halves` tiles, and `count`
+    times as many rows of a panel as are configured, to the sums, [rows, PANEL] of 4 bytes.
+
+    If `is_first`, the product overwrites the sums. All are addresses; `stride` is of rows of x."""
+
+    @llvm_function()
+    def multiply(
+        b: Any,
+        memory: Any,
+        sums: Any,
+        x: Any,
+        stride: Any,
+        panel: Any,
+        count: Any,
+        is_first: Any,
+        element: Any,
+    ) -> None:
+        tiles = _instructions(b, memory)
+        add = tiles.add_pairs if element == _PAIRS else tiles.add_quads
+        cells = [(half, v, _SUMS + 2 * half + v) for half in range(num_halves) for v in range(2)]
+        places = [b.add(sums, I64(half * TILE_ROWS * PANEL_ROW + v * ROW_BYTES)) for half, v, _ in cells]
+        rows = [b.add(x, b.mul(stride, I64(half * TILE_ROWS))) for half in range(num_halves)]
+        with b.if_else(b.icmp_signed("!=", is_first, I64(0))) as (first, later):
+            with first:
+                for *_, tile in cells:
+                    tiles.clear(tile)
+            with later:
+                for (*_, tile), place in zip(cells, places, strict=True):
+                    tiles.load(tile, place, I64(PANEL_ROW))
+
+        def add_tiles(k: Any, _: list[Any]) -> list[Any]:
+            weights = b.add(panel, b.mul(k, I64(DEPTH * PANEL_ROW)))
+            for v in range(2):
+                tiles.load(_WEIGHTS + v, b.add(weights, I64(v * ROW_BYTES)), I64(PANEL_ROW))
+            for half, row in enumerate(rows):
+                tiles.load(_X + half, b.add(row, b.mul(k, I64(ROW_BYTES))), stride)
+            for half, v, tile in cells:
+                add(tile, _X + half, _WEIGHTS + v)
+            return []
+
+        llvm.loop(b, count, [], add_tiles)
+        for (*_, tile), place in zip(cells, places, strict=True):
+            tiles.store(tile, place, I64(PANEL_ROW))
+
+    return multiply
+
+
+_multiply_one, _multiply_two = _make_product(1), _make_product(2)
+
+
+@ordered
+def multiply(
+    memory: int,
+    sums: int,
+    x: int,
+    stride: int,
+    rows: int,
+    panel: int,
+    count: int,
+    is_first: bool,
+    element: Any,
+) -> None:
+    """Do what `_make_product` says, for any number of rows that is configured."""
+    if rows > TILE_ROWS:
+        _multiply_two(memory, sums, x, stride, panel, count, is_first, element)
+    else:
+        _multiply_one(memory, sums, x, stride, panel, count, is_first, element)
+
+
+@ordered
+def copy_sums(sums: int, rows: int, columns: int, out: int, stride: int, number: Any) -> None:
+    """Copy the first columns of sums of `number`'s type to rows that are `stride` bytes apart."""
+    for r in range(rows):
+        source = carray(pointer(sums + r * PANEL_ROW, number), (PANEL,))
+        to = carray(pointer(out + r * stride, number), (columns,))
+        for c in range(columns):
+            to[c] = source[c]

@@ -1,0 +1,90 @@
+"""Attention with bfloat16 arithmetic: queries, keys, values and softmax weights are rounded to bfloat16, and
+sums are float32. A sum adds its products in the same order with pairs and without, and has the same bits."""
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tgis.shard.attention.interface import Scoring, StepLayout
+from tgis.shard.kernels.cpu.attention.attention import CacheKernels, CpuAttention
+from tgis.shard.kernels.cpu.attention.kernels import WRITE, attend_kernel
+from tgis.shard.kernels.cpu.attention.pair_pages import WRITE_PAIRS
+from tgis.shard.kernels.cpu.attention.vectors import LANES
+from tgis.shard.kernels.cpu.gemm import pairs
+from tgis.shard.memory.kv_cache import KVCache
+
+logger = logging.getLogger(__name__)
+
+REPLACED = "attend_pairs"  # name of the kernel that may be replaced
+_U16 = np.uint16(0)  # of a bfloat16 number's bits, and of float32 numbers rounded to bfloat16
+_PAIR = np.uint32(0)
+# Of an attention that is checked. Its error comes from rounding, once in each factor.
+_HEADS, _HEAD_DIM, _LENGTH, _TOLERANCE = 3, 32, 75, 2**-5
+
+ROUNDED = CacheKernels(attend_kernel(_U16, _U16), WRITE[torch.bfloat16])
+"""Kernels that round, and compute in float32, on any processor."""
+
+PAIRS = (
+    None
+    if WRITE_PAIRS is None
+    else CacheKernels(attend_kernel(_PAIR, _PAIR, pairs.COLUMNS), WRITE_PAIRS, pairs.COLUMNS)
+)
+"""None if the processor does not multiply pairs."""
+
+
+@dataclass(frozen=True)
+class BfloatAttention:
+    """Makes the attention of a cache. What is kept in another type is attended to in float32."""
+
+    kernels: CacheKernels | None = PAIRS
+    replaced: tuple[str, ...] = ()
+    """Names of kernels that give wrong results here."""
+
+    def __call__(self, cache: KVCache) -> CpuAttention:
+        if cache.dtype != torch.bfloat16:
+            return CpuAttention(cache)
+        are_pairs = cache.head_dim % pairs.COLUMNS == 0 and cache.block_size % LANES == 0
+        return CpuAttention(cache, self.kernels if self.kernels and are_pairs else ROUNDED)
+
+
+def choose_attention(multiplies_pairs: bool) -> BfloatAttention:
+    """Return the fastest attention that is right here. `multiplies_pairs` tells if products of pairs are."""
+    if PAIRS is None or not multiplies_pairs:
+        return BfloatAttention(ROUNDED)
+    if not is_near(PAIRS):
+        logger.warning(
+            "CPU kernel %s is replaced by rounding and float32 arithmetic, which is slower: this processor's "
+            "AVX512_BF16 computes something else",
+            REPLACED,
+        )
+        return BfloatAttention(ROUNDED, (REPLACED,))
+    return BfloatAttention(PAIRS)
+
+
+def is_near(kernels: CacheKernels) -> bool:
+    """Return True if attention to small random keys and values is near that in float64."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, _LENGTH, _HEADS, _HEAD_DIM, generator=generator)
+    num_blocks = -(-_LENGTH // LANES)
+    attention = CpuAttention(KVCache(1, num_blocks, LANES, _HEADS, _HEAD_DIM, torch.bfloat16), kernels)
+    layout = StepLayout(
+        cu_seqlens_q=torch.tensor([0, _LENGTH], dtype=torch.int32),
+        positions=torch.arange(_LENGTH),
+        seq_lens=torch.tensor([_LENGTH], dtype=torch.int32),
+        block_tables=torch.arange(num_blocks, dtype=torch.int32).unsqueeze(0),
+    )
+    plan, scale = attention.plan(layout, "self"), _HEAD_DIM**-0.5
+    attention.keep(0, k, v, plan)
+    found = attention.attend(0, q, plan, Scoring(scale))
+    return bool(((found - _attend_plainly(q, k, v, scale)).abs() <= _TOLERANCE).all())
+
+
+def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Return causal attention, [length, heads, head_dim], in float64."""
+    q, k, v = (x.double() for x in (q, k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)

@@ -1,0 +1,78 @@
+"""Sizes and addresses of a product, and copies of x in the layout that tiles read."""
+
+from typing import Any, NamedTuple
+
+from tgis.shard.kernels.cpu.gemm.inner_loop import BLOCK, STRIDE, copy, copy_columns
+from tgis.shard.kernels.cpu.gemm.panels import PANEL
+from tgis.shard.kernels.cpu.jit.compiler import reorderable
+
+LINE = 64  # bytes of a cache line
+_ALIGNED = 16  # columns that a block's size is a multiple of, as BLOCK is
+
+
+class Kind(NamedTuple):
+    """Kind of panels, constant in each kernel. Types are given as numbers of those types."""
+
+    width: int  # bytes of a row of a panel
+    element: Any  # type of weights
+    factor: Any  # type of x
+    columns: int = 1  # columns of x that a row of a panel is multiplied with
+    is_widened: bool = True  # many rows are multiplied with weights that were converted to the type of x
+
+
+class Product(NamedTuple):
+    """Sizes and addresses of a product."""
+
+    num_rows: int
+    out_features: int
+    in_features: int
+    num_threads: int
+    x: int
+    weights: int
+    y: int
+    k: int  # rows of a panel
+    columns: int  # of a block of x
+
+
+class TileRows(NamedTuple):
+    """Rows of x in the layout that tiles read: blocks of columns, whose rows are STRIDE bytes apart."""
+
+    address: Any
+    block: Any  # bytes of a block
+
+
+@reorderable
+def divide_columns(k: int) -> int:
+    """Return the columns of a block. Blocks are of about equal size, because each of them prefetches as much
+    as it reads, and begin at a cache line."""
+    num_blocks = -(-k // BLOCK)
+    return -(-k // (num_blocks * _ALIGNED)) * _ALIGNED
+
+
+@reorderable
+def copy_rows(w: Any, first: int, rows: int, to: Any, kind: Any) -> None:
+    """Copy rows of x from `first` on as tiles of `kind` read them."""
+    width = w.columns * kind.columns
+    for r in range(rows):
+        row = w.x + 4 * (first + r) * w.in_features
+        for begin in range(0, w.in_features, width):
+            place, count = (
+                to.address + begin // width * to.block + r * STRIDE,
+                min(width, w.in_features - begin),
+            )
+            copy_columns(place, row + 4 * begin, count, kind.factor)
+
+
+@reorderable
+def describe_product(a: Any, kind: Any) -> Any:
+    """Return the product of a kernel's arguments."""
+    k = -(-a[3] // kind.columns)
+    return Product(a[1], a[2], a[3], a[4], a[5], a[6], a[7], k, divide_columns(k))
+
+
+@reorderable
+def copy_last_panel(w: Any, sums: int, rows: int, y: int) -> None:
+    """Copy sums of the last panel, [rows, PANEL] at an address, to the columns that rows of y have of it."""
+    column = (-(-w.out_features // PANEL) - 1) * PANEL
+    for r in range(rows):
+        copy(y + 4 * (r * w.out_features + column), sums + 4 * PANEL * r, 4 * (w.out_features - column))

@@ -1,0 +1,47 @@
+"""Chooses the kernel of int8 products when a shard starts: that with AMX tiles if it gives the same bits."""
+
+import logging
+from typing import NamedTuple
+
+import torch
+
+from tgis.shard.checkpoint.tensors import TensorInMemory
+from tgis.shard.kernels.cpu.int8 import kernels, product
+from tgis.shard.kernels.cpu.jit.compiler import Kernel
+from tgis.shard.quant.schemes.int8 import Rounded
+
+logger = logging.getLogger(__name__)
+
+REPLACED = "multiply_int8_tiles"  # name of the kernel that may be replaced
+_ROWS, _IN_FEATURES, _OUT_FEATURES = (17, 50), 212, 40  # of products that are checked
+
+
+class KernelChoice(NamedTuple):
+    kernel: Kernel
+    replaced: tuple[str, ...] = ()
+    """Names of kernels that give wrong products here."""
+
+
+def choose_kernel(has_tiles: bool) -> KernelChoice:
+    """Return the fastest kernel that gives the right products here. `has_tiles` tells whether AMX may be
+    used."""
+    if not has_tiles or kernels.MULTIPLY_INT8_TILES is None:
+        return KernelChoice(kernels.multiply_int8)
+    if is_same(kernels.MULTIPLY_INT8_TILES):
+        logger.info("products of int8 codes use AMX tiles for more than 16 rows")
+        return KernelChoice(kernels.MULTIPLY_INT8_TILES)
+    logger.warning(
+        "CPU kernel %s is replaced by one without AMX: this processor's AMX_INT8 computes something else",
+        REPLACED,
+    )
+    return KernelChoice(kernels.multiply_int8, (REPLACED,))
+
+
+def is_same(kernel: Kernel) -> bool:
+    """Return True if small random products have the bits of products without tiles."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(_OUT_FEATURES, _IN_FEATURES, generator=generator)
+    x = torch.randn(max(_ROWS), _IN_FEATURES, generator=generator)
+    stored = Rounded(TensorInMemory(weight, "random numbers"))
+    found, expected = product.pack(stored, kernel), product.pack(stored)
+    return all(torch.equal(found(x[:count]), expected(x[:count])) for count in _ROWS)
