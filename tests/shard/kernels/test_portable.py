@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 
 from tests.support.shard import other_device
-from tests.support.shard.attention_scene import PLAIN, SCORINGS, SHAPES, Scene, Shape, check
+from tests.support.shard.attention_scene import ALL_SHAPES, PLAIN, SCORINGS, SHAPES, Scene, Shape, check
 from tests.support.shard.checkpoints import LLAMA3_ROPE, SMALL, write_model
 from tests.support.shard.driver import Request, Router, configure
 from tests.support.shard.family_cases import encoder_decoders, gpts, llamas
@@ -199,7 +199,7 @@ MIXED = {0: (0, 1), 1: (0, 16), 2: (64, 65), 3: (70, 150), 4: (0, 33), 5: (128, 
 
 
 @pytest.mark.usefixtures("_pieces")
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("shape", ALL_SHAPES.values(), ids=ALL_SHAPES)
 def test_attention_agrees_with_the_rules(shape: Shape) -> None:
     scene = TorchScene(shape, LENGTHS)
     scene.write_all()

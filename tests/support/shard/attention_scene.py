@@ -98,6 +98,9 @@ SHAPES = {
     "small_blocks": Shape(head_dim=80, block_size=4),
     "wide_heads": Shape(num_heads=5, num_kv_heads=1, head_dim=112, block_size=32, dtype=torch.float16),
     "single_slots": Shape(block_size=1),
+    "long_blocks": Shape(head_dim=128, block_size=128),
+}
+FLOAT8_SHAPES = {
     "e4m3": Shape(dtype=torch.float8_e4m3fn),
     "e5m2": Shape(num_heads=6, num_kv_heads=2, head_dim=64, dtype=torch.float8_e5m2),
     "e4m3_wide": Shape(num_heads=5, num_kv_heads=1, head_dim=128, block_size=32, dtype=torch.float8_e4m3fn),
@@ -105,8 +108,8 @@ SHAPES = {
         num_heads=6, num_kv_heads=2, head_dim=13, block_size=10, dtype=torch.float8_e4m3fn
     ),
     "e5m2_odd_sizes": Shape(num_heads=3, num_kv_heads=3, head_dim=24, block_size=8, dtype=torch.float8_e5m2),
-    "long_blocks": Shape(head_dim=128, block_size=128),
 }
+ALL_SHAPES = SHAPES | FLOAT8_SHAPES
 
 
 SCORINGS = {

@@ -11,7 +11,15 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.support.shard.attention_scene import PLAIN, SCORINGS, SHAPES, Scene, Shape, attend_some, check
+from tests.support.shard.attention_scene import (
+    ALL_SHAPES,
+    PLAIN,
+    SCORINGS,
+    Scene,
+    Shape,
+    attend_some,
+    check,
+)
 from tests.support.shard.stepping import make_layout
 from tgis.shard.attention.interface import Scoring
 from tgis.shard.kernels.cpu.attention.plan import QUERY_TILE, CpuPlan
@@ -20,7 +28,7 @@ from tgis.shard.memory.kv_cache import KVCache, bytes_per_block
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("shape", ALL_SHAPES.values(), ids=ALL_SHAPES)
 def test_agrees_with_the_rules(shape: Shape) -> None:
     """Decode rows, whole prompts and chunks in one call; lengths around the edges of tiles and spans."""
     scene = Scene(shape, [1, 16, 65, 150, 33, 130])
@@ -66,7 +74,7 @@ def test_bits_do_not_depend_on_block_size_or_threads() -> None:
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("shape", ALL_SHAPES.values(), ids=ALL_SHAPES)
 def test_reads_what_was_written(shape: Shape) -> None:
     scene = Scene(shape, [70, 50], num_layers=2)
     spans = [(0, 70), (0, 50)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.shard.attention_scene import PLAIN, SCORINGS, SHAPES, Scene, Shape, check
+from tests.support.shard.attention_scene import ALL_SHAPES, PLAIN, SCORINGS, Scene, Shape, check
 from tests.support.shard.stepping import make_layout
 from tgis.shard.attention.interface import Scoring
 from tgis.shard.kernels.cpu.attention import plan as plans
@@ -45,7 +45,7 @@ def test_agrees_with_the_rules_around_the_ends_of_segments() -> None:
 
 
 @pytest.mark.usefixtures("short_segments")
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("shape", ALL_SHAPES.values(), ids=ALL_SHAPES)
 def test_agrees_with_the_rules(shape: Shape) -> None:
     scene = Scene(shape, [63, 64, 65, 129, 300, 256])
     scene.write_all()
