@@ -299,6 +299,10 @@ def test_a_hanging_store_holds_up_finding_alone(served: Served) -> None:
     served.finding.num_met = 0
     with ThreadPoolExecutor(24) as threads:
         hanging = [threads.submit(served.find, str(i)) for i in range(24)]
+        deadline = time.monotonic() + TIMEOUT_S
+        while served.finding.num_waiting < 16:  # or the next one might be begun
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         with pytest.raises(grpc.RpcError) as caught:
             served.stub.Find(pb.FindRequest(kind=pb.CONTENT_KIND_PROMPT, id="x"), timeout=0.2)
         assert caught.value.code() == Code.DEADLINE_EXCEEDED
