@@ -146,6 +146,14 @@ class LauncherConfig(
         False,
         group=Group.COMPATIBILITY,
     )
+    router_workers: int | None = option(
+        "Processes that serve the public ports beside one engine process; 1: one process does both. Unset: 1 "
+        "on up to four cores, else a quarter of the cores, at most 8.",
+        None,
+        minimum=1,
+        maximum=64,
+        group=Group.MEMORY,
+    )
     startup_timeout: float | None = option(
         "Seconds within which all shards must have loaded the model at the start; later the launcher stops "
         "everything and exits with 1. Unset: no limit.",
@@ -194,6 +202,29 @@ class RouterConfig(ProcessOptions, LinkOptions, BatchOptions, PortOptions, Servi
     )
     otlp_service_name: str | None = option(
         "Service name in traces.", SERVICE_NAME, env="OTEL_SERVICE_NAME", group=Group.LOGS
+    )
+    engine_path: str | None = option(
+        "Unix socket of the engine process; unset: the engine runs in this process.",
+        None,
+        env=False,
+        group=Group.NETWORK,
+    )
+    router_workers: int = option(
+        "Router processes that share the public ports and the engine process.",
+        1,
+        env=False,
+        minimum=1,
+        group=Group.MEMORY,
+    )
+    worker: int = option("Number of this router process, from 0.", 0, env=False, minimum=0, group=Group.LOGS)
+    metrics_dir: str | None = option(
+        "Directory of the files in which all processes of the router keep their metrics; unset: in memory.",
+        None,
+        env=False,
+        group=Group.LOGS,
+    )
+    heartbeat_fd: int | None = option(
+        "Open file descriptor to write heartbeats to.", None, env=False, minimum=0, group=Group.LIFECYCLE
     )
 
 
