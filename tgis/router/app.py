@@ -44,14 +44,15 @@ from tgis.router.api.service import GenerationService
 from tgis.router.chat.formats.registry import choose_formats
 from tgis.router.chat.renderer import ChatRenderer
 from tgis.router.chat.template import ChatTemplate, load_template
+from tgis.router.configured_metrics import open_metrics
 from tgis.router.engine.concurrency import ConcurrencyLimit
 from tgis.router.engine.handle import EngineHost, EngineInfo
 from tgis.router.engine.local_engine import LocalEngine
 from tgis.router.grammar.compiler import GrammarCompiler
-from tgis.router.metrics.metrics import MetricLimits, Metrics
+from tgis.router.metrics.metrics import Metrics
 from tgis.router.metrics.resource_counts import check_balance, count_descriptors
 from tgis.router.requests.accounting import Accounting
-from tgis.router.requests.doors import FMAAS, OPENAI, TGI
+from tgis.router.requests.doors import TGI
 from tgis.router.requests.span_protocols import SERVICE
 from tgis.router.requests.tracing import open_tracing
 from tgis.router.requests.validation import RequestLimits, Validator
@@ -290,18 +291,6 @@ def _served_names(config: RouterConfig) -> tuple[str, ...]:
         return ("model",)
     names = served_names(config.served_model_name, config.tokenizer_path)
     return (*names, TGI.name) if TGI.name in config.served_apis and TGI.name not in names else names
-
-
-def open_metrics(config: RouterConfig) -> Metrics:
-    """Return the metrics of a router. Raises StartupError."""
-    assert config.max_sequence_length is not None, "the launcher says how long a sequence may be"
-    room = config.max_sequence_length - 1
-    usual = OPENAI.max_new_tokens if config.http_api else FMAAS.max_new_tokens
-    most = min(config.max_new_tokens or usual or room, room)
-    limits = MetricLimits(config.max_sequence_length, most, config.max_batch_size)
-    if not config.metrics_alias:
-        return Metrics(limits)
-    return Metrics(limits, served_names(config.served_model_name, config.tokenizer_path)[0])
 
 
 def _log_ports(config: RouterConfig, grpc_port: int, http_port: int, api_port: int | None) -> None:

@@ -14,7 +14,7 @@ from tests.support.router.split_handle import pack, unpack
 from tgis.cli.main import _begin
 from tgis.config.processes import RouterConfig
 from tgis.errors import OperatorError
-from tgis.router.app import open_metrics
+from tgis.router.configured_metrics import open_metrics
 from tgis.router.engine.handle import SequenceId, Ticket
 from tgis.router.engine.local_engine import LocalEngine
 from tgis.router.errors import RouterError
