@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.router.engine_pair import Scene, open_scene
+from tests.support.router.engine_pair import Scene, each_of, open_scene
 from tests.support.router.fake_shard import BLOCK_SIZE, EOS, PAD, VOCAB_SIZE
 from tests.support.router.model_of_contents import Item, Library, adapter
 from tests.support.router.model_of_shard import join_digests, truth
@@ -70,7 +70,7 @@ def expected(prompt: tuple[int, ...] = PROMPT, length: int = LENGTH, digests: st
 async def read(scene: Scene, ticket: Ticket, *opened: object) -> list[Event]:
     """All events of a sequence."""
     sequence_id = scene.handle.open(ticket, *opened)  # type: ignore[arg-type]
-    return [event async for event in scene.handle.events(sequence_id)]
+    return [event async for event in each_of(scene.handle.events(sequence_id))]
 
 
 def tokens_of(events: list[Event]) -> list[int]:
@@ -165,7 +165,7 @@ async def test_a_cancel_races_an_end(scene: Scene) -> None:
     async def one(place: int, num_turns: int, num_more: int) -> StopReason:
         sequence_id = scene.handle.open(ticket, spec(length=place + num_more), None)
         num_read, finals = 0, list[Ended]()
-        async for event in scene.handle.events(sequence_id):
+        async for event in each_of(scene.handle.events(sequence_id)):
             assert not finals
             assert not isinstance(event, InputTokens | Failed)
             if isinstance(event, Ended):
@@ -299,7 +299,7 @@ async def test_siblings_outlive_a_leader_that_goes(scene: Scene) -> None:
 
 
 async def _drain(scene: Scene, sequence_id: SequenceId) -> list[Event]:
-    return [event async for event in scene.handle.events(sequence_id)]
+    return [event async for event in each_of(scene.handle.events(sequence_id))]
 
 
 async def _wait_for_steps(scene: Scene, num_steps: int) -> None:

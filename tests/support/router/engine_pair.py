@@ -17,6 +17,7 @@ from tests.support.router.split_handle import SplitHandle
 from tgis.config.processes import RouterConfig
 from tgis.pb import shard_pb2 as pb
 from tgis.router.engine.handle import EngineHandle
+from tgis.router.events import Event
 from tgis.router.metrics.metrics import Metrics
 
 NUM_PLACES = 128
@@ -33,6 +34,13 @@ class Scene:
         """What was taken and not given back."""
         counts = self.metrics.resource_counts.items()
         return {kind: (each.created, each.released) for kind, each in counts if not each.is_balanced}
+
+
+async def each_of(lists: AsyncIterator[list[Event]]) -> AsyncIterator[Event]:
+    """Yield the events of a sequence one by one."""
+    async for events in lists:
+        for event in events:
+            yield event
 
 
 class Wire:

@@ -66,8 +66,9 @@ class SplitServer:
         sequence_id = self.engine.handle.open(self._tickets[ticket], spec, None, resume)
 
         async def pump() -> None:
-            async for event in self.engine.handle.events(sequence_id):
-                self._send("event", number, event)
+            async for events in self.engine.handle.events(sequence_id):
+                for event in events:
+                    self._send("event", number, event)
 
         self._sequences[number] = sequence_id
         self._pumps[number] = asyncio.create_task(pump())

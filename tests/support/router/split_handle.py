@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from tgis.router.engine.event_queue import EventQueue
 from tgis.router.engine.handle import EngineInfo, Lease, Resume, SequenceId, SequenceSpec, TextSink, Ticket
 from tgis.router.events import Ended, Event, Failed, TimedOut, TokenDetail
 from tgis.router.sequence import StopReason
@@ -34,8 +35,10 @@ class Opened:
 
     sink: TextSink | None
     num_tokens: int
-    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    events: EventQueue = field(default_factory=EventQueue)
     is_over: bool = False
+    stop: TokenDetail | None = None
+    """Token with which a stop sequence has ended it here."""
 
 
 class SplitHandle:
@@ -74,29 +77,30 @@ class SplitHandle:
         self._send("open", ticket, sequence_id, spec, resume)
         return sequence_id
 
-    async def events(self, sequence_id: SequenceId) -> AsyncIterator[Event]:
-        opened, stop = self.opened[sequence_id], None
-        while True:
-            event = await opened.events.get()
-            if isinstance(event, TokenDetail):
-                if stop is not None:
-                    continue
-                opened.num_tokens += 1
-                if _push(opened.sink, event, StopReason.NOT_FINISHED):
-                    stop = event
-                    self._send("cancel", sequence_id, opened.num_tokens)
-                else:
-                    yield event
-                continue
-            if isinstance(event, Ended):
-                if stop is not None:  # whatever ended it elsewhere, meanwhile
-                    num_kept, reason = opened.num_tokens, StopReason.STOP_SEQUENCE
-                    event = event._replace(token=stop, num_generated=num_kept, reason=reason)
-                elif event.token is not None:
-                    _push(opened.sink, event.token, event.reason)
-            yield event
-            if isinstance(event, Ended | Failed | TimedOut):
-                return
+    async def events(self, sequence_id: SequenceId) -> AsyncIterator[list[Event]]:
+        opened = self.opened[sequence_id]
+        async for arrived in opened.events:
+            events = [self._read(sequence_id, opened, event) for event in arrived]
+            if known := [event for event in events if event is not None]:
+                yield known
+
+    def _read(self, sequence_id: SequenceId, opened: Opened, event: Event) -> Event | None:
+        """Tell the sink of a token. Return the event for the door; None if it comes after the end here."""
+        if isinstance(event, TokenDetail):
+            if opened.stop is not None:
+                return None
+            opened.num_tokens += 1
+            if _push(opened.sink, event, StopReason.NOT_FINISHED):
+                opened.stop = event
+                self._send("cancel", sequence_id, opened.num_tokens)
+                return None
+        elif isinstance(event, Ended):
+            if opened.stop is not None:  # whatever ended it elsewhere, meanwhile
+                num_kept, reason = opened.num_tokens, StopReason.STOP_SEQUENCE
+                return event._replace(token=opened.stop, num_generated=num_kept, reason=reason)
+            if event.token is not None:
+                _push(opened.sink, event.token, event.reason)
+        return event
 
     def cancel(self, sequence_id: SequenceId, keep: int | None = None) -> None:
         if keep is None and self.opened.pop(sequence_id, None) is None:
@@ -110,7 +114,7 @@ class SplitHandle:
         """Take in a message of the other half: an event, or the answer to what was asked."""
         if kind == "event":
             if (opened := self.opened.get(SequenceId(number))) is not None:
-                opened.events.put_nowait(value)
+                opened.events.deliver(value)
                 opened.is_over = isinstance(value, Ended | Failed | TimedOut)
         elif (answer := self._answers.pop(number, None)) is not None and not answer.done():
             if isinstance(value, Exception):

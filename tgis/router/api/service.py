@@ -197,14 +197,15 @@ class GenerationService:
         sequence_id = engine.open(admitted.ticket, admitted.specs[index], text)
         num_generated = 0
         try:
-            async for event in engine.events(sequence_id):
-                if isinstance(event, TokenDetail):
-                    num_generated += 1
-                    yield record(Output(text.take().text, event, num_generated))
-                elif isinstance(event, Ended):
-                    yield record(_last_output(event, text))
-                else:
-                    yield record(event)
+            async for events in engine.events(sequence_id):
+                for event in events:
+                    if isinstance(event, TokenDetail):
+                        num_generated += 1
+                        yield record(Output(text.take().text, event, num_generated))
+                    elif isinstance(event, Ended):
+                        yield record(_last_output(event, text))
+                    else:
+                        yield record(event)
         finally:
             engine.cancel(sequence_id)
 

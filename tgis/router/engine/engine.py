@@ -75,9 +75,9 @@ class Engine:
         """Accept a sequence, which may have generated tokens already."""
         live = LiveRequest(sequence, sink)
         if self._given_up:
-            live.deliver(WORKERS_LOST)
+            live.events.deliver(WORKERS_LOST)
         elif not self._has_adapters(sequence):
-            live.deliver(lost_adapter(sequence.request_id))
+            live.events.deliver(lost_adapter(sequence.request_id))
         elif (reason := live.reason_of_last(live.accepted_at)) is not _NOT_FINISHED:
             live.deliver_end(None, sequence.num_generated, reason, live.accepted_at)
         else:
@@ -187,7 +187,7 @@ class Engine:
         live.inputs += details.tokens
         sequence.num_inputs_reported += len(details.tokens)
         if sequence.inputs_reported:
-            live.deliver(InputTokens(tuple(live.inputs)))
+            live.events.deliver(InputTokens(tuple(live.inputs)))
             live.inputs.clear()
 
     def _take_token(self, live: LiveRequest, sampled: SampledToken, now: float) -> None:
@@ -206,7 +206,7 @@ class Engine:
             live.deliver_end(token, sequence.num_generated, reason, now)
             self._release(live)
             return
-        live.deliver(token)
+        live.events.deliver(token)
         if sampled.ended:
             self._fail(live, _internal_error(sequence.request_id, "the shards ended the sequence too early"))
 
@@ -234,7 +234,7 @@ class Engine:
         self._fill_soon()
 
     def _fail(self, live: LiveRequest, failure: Failure) -> None:
-        live.deliver(failure)
+        live.events.deliver(failure)
         self._release(live)
 
     def _expire(self, live: LiveRequest) -> None:

@@ -97,9 +97,10 @@ class EngineHandle(Protocol):
         input, and the others wait until they can share its cached blocks. A sequence with a deadline, or
         that reports its input details, does not wait."""
 
-    def events(self, sequence_id: SequenceId) -> AsyncIterator[Event]:
-        """Return the iterator of a sequence's events, whose last event is final unless `cancel` ends it. The
-        sink has been told of a token when its event is returned."""
+    def events(self, sequence_id: SequenceId) -> AsyncIterator[list[Event]]:
+        """Return the iterator of a sequence's events, for one reader. Each list is everything that has
+        arrived since the one before, in order, and is never empty. The last event of the last list is final
+        unless `cancel` ends it. The sink has been told of a token when its event is returned."""
 
     def cancel(self, sequence_id: SequenceId, keep: int | None = None) -> None:
         """Compute nothing more for a sequence. Without `keep` nothing more is delivered. With it, the final

@@ -86,13 +86,13 @@ class LocalHandle:
             live = self._engine.open(sequence, sink)
         else:  # an id names another adapter since the generation began
             live = LiveRequest(sequence, sink)
-            live.deliver(lost_adapter(spec.request_id))
+            live.events.deliver(lost_adapter(spec.request_id))
         self._live[sequence_id] = live
         held.sequences.append(sequence_id)
         return sequence_id
 
-    def events(self, sequence_id: SequenceId) -> AsyncIterator[Event]:
-        return self._live[sequence_id]
+    def events(self, sequence_id: SequenceId) -> AsyncIterator[list[Event]]:
+        return self._live[sequence_id].events
 
     def cancel(self, sequence_id: SequenceId, keep: int | None = None) -> None:
         assert self._engine is not None
