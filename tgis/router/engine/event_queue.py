@@ -1,8 +1,13 @@
 """Events of one generation on their way from the engine to the client's task."""
 
 import asyncio
+from typing import Protocol
 
 from tgis.router.events import Ended, Event, Failed, TimedOut
+
+
+class EventReceiver(Protocol):
+    def deliver(self, event: Event) -> None: ...
 
 
 class EventQueue:

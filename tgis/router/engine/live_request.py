@@ -1,13 +1,13 @@
-"""Live request: an accepted sequence, its times, and the queue of its events."""
+"""Live request: an accepted sequence, its times, and the receiver of its events."""
 
 import asyncio
 import math
 import time
 from dataclasses import dataclass, field
 
-from tgis.router.engine.event_queue import EventQueue
-from tgis.router.engine.handle import TextSink
-from tgis.router.events import Ended, InputTokens, Timings
+from tgis.router.engine.event_queue import EventReceiver
+from tgis.router.engine.handle import RequestTimes, Resume, TextSink
+from tgis.router.events import Ended, InputTokens
 from tgis.router.sequence import Sequence, StopReason, TokenDetail
 
 
@@ -16,7 +16,7 @@ class LiveRequest:
     sequence: Sequence
     sink: TextSink | None
     """None if the door's half of the handle watches for stop sequences."""
-    events: EventQueue = field(default_factory=EventQueue)
+    events: EventReceiver
     inputs: list[TokenDetail] = field(default_factory=list)
     accepted_at: float = field(default_factory=time.monotonic)
     started_at: float | None = None
@@ -42,7 +42,7 @@ class LiveRequest:
     def deliver_end(
         self, token: TokenDetail | None, num_generated: int, reason: StopReason, now: float
     ) -> None:
-        self.events.deliver(Ended(token, num_generated, reason, self.timings(now), self.num_cached))
+        self.events.deliver(Ended(token, num_generated, reason, self.times.timings(now), self.num_cached))
 
     def deliver_encoder_inputs(self) -> None:
         """Deliver the encoder's input tokens if the client asked for input tokens. No model output predicts
@@ -53,7 +53,15 @@ class LiveRequest:
             tokens = (TokenDetail(token_id, logprob) for token_id in sequence.encoder_token_ids)
             self.events.deliver(InputTokens(tuple(tokens)))
 
-    def timings(self, now: float) -> Timings:
-        started_at, begin = now if self.started_at is None else self.started_at, self.accepted_at
-        first = None if self.first_token_at is None else self.first_token_at - begin
-        return Timings(started_at - begin, first, now - begin)
+    @property
+    def times(self) -> RequestTimes:
+        return RequestTimes(
+            self.accepted_at, self.started_at, self.first_token_at, self.last_token_at, self.num_cached
+        )
+
+    def resume(self, resume: Resume) -> None:
+        """Continue a generation elsewhere, before the engine has it."""
+        self.sequence.resume(resume.generated, resume.has_inputs)
+        if resume.times is not None:
+            self.accepted_at, self.started_at, self.first_token_at = resume.times[:3]
+            self.last_token_at, self.num_cached = resume.times[3:]
