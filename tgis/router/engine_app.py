@@ -53,8 +53,9 @@ class _EngineProcess:
             await self._engine.close()
 
     async def _serve(self) -> None:
-        # Workers of an earlier process must be heard first: the shards unload what nobody says to need.
         await self._server.listen()
+        # before the shards unload what nobody says to need
+        await self._server.hear_workers()
         await self._engine.start()
         self._server.start()
         gc.collect()

@@ -27,13 +27,14 @@ class EngineServer:
         self._server: asyncio.Server | None = None
 
     async def listen(self) -> None:
-        """Accept workers from now on, and wait until all of them have said what they hold, but not long."""
+        """Accept workers from now on."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
-        if not self._num_workers:
-            self._greeted.set()
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(lambda: _WorkerConnection(self).channel, self._path)
+
+    async def hear_workers(self) -> None:
+        """Wait until all workers have said what they hold, but not long."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._greeted.wait(), GREETINGS_S)
 
