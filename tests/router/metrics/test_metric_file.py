@@ -41,7 +41,7 @@ def random_contents(r: random.Random, num_records: int) -> Contents:
     found: Contents = {}
     for number in range(num_records):
         key = SeriesKey(f"series {number % 7}", r.choice(ODD), r.choice((1, 2, 37)))
-        labels = tuple(r.choice(ODD) for _ in range(r.randrange(4))) + (str(number),)
+        labels = (*r.choices(ODD, k=r.randrange(4)), str(number))
         found[key, labels] = [r.random() for _ in range(key.num_cells)]
     return found
 

@@ -1,4 +1,4 @@
-"""One scrape of several processes, some killed and some started again, against plain lists of what they did."""
+"""One scrape of several processes, some killed and some started again, against lists of what they did."""
 
 import asyncio
 import json

@@ -82,7 +82,9 @@ class ProcessAccount:
         self.published = self.live
 
 
-def expected(accounts: Sequence[ProcessAccount], bounds: Mapping[str, Sequence[float]]) -> dict[Sample, float]:
+def expected(
+    accounts: Sequence[ProcessAccount], bounds: Mapping[str, Sequence[float]]
+) -> dict[Sample, float]:
     """The samples that a scrape of all processes has of the series that the accounts know."""
     samples: defaultdict[Sample, float] = defaultdict(float)
     for account in accounts:

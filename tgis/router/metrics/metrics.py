@@ -54,6 +54,9 @@ class Metrics(SeriesRegistry):
         self._declare_tokenize()
         self._declare_http_apis()
         self._declare_state()
+        self._declare_processes()
+        self._declare_cache()
+        self._declare_tls()
         self._declare_shards()
         self.prompts = self._declare_adapters("tgi_prompt", "soft prompts")
         self.adapters = self._declare_adapters("tgi_adapter", "adapters")
@@ -260,6 +263,8 @@ class Metrics(SeriesRegistry):
         self.ready = self._gauge(
             "tgi_ready", "1 while calls are served; 0: loading, shards lost, or ending", min
         )
+
+    def _declare_processes(self) -> None:
         self.router_workers = self._gauge(
             "tgi_router_workers", "Router processes that serve the public ports"
         )
@@ -283,6 +288,8 @@ class Metrics(SeriesRegistry):
             "given back when the next one takes its place",
             "kind",
         )
+
+    def _declare_cache(self) -> None:
         self.kv_cache_usage = self._gauge("tgi_kv_cache_usage_ratio", "Share of the cache's blocks in use")
         self.prefix_cache_queries = self._counter(
             "tgi_prefix_cache_queries", "Tokens that were looked up in the prefix cache"
@@ -297,6 +304,8 @@ class Metrics(SeriesRegistry):
         self.accepted_drafts = self._counter(
             "tgi_speculation_accepted_tokens", "Draft tokens that were accepted"
         )
+
+    def _declare_tls(self) -> None:
         self.tls_seconds_left = self._gauge(
             "tgi_tls_certificate_seconds_left",
             "Seconds until the public port's certificate expires; 0: none",
