@@ -30,7 +30,7 @@ class EngineProcess:
         engine = self._engine = LocalEngine(self.config, self.metrics, lambda ready: server.set_ready(ready))
         assert self.config.engine_path is not None
         server = self._server = EngineServer(
-            self.config.engine_path, engine.claims, self.config.router_workers
+            self.config.engine_path, engine.claims, self.metrics, self.config.router_workers
         )
         await server.listen()
         self._task = asyncio.create_task(self._run(engine, server))

@@ -7,8 +7,10 @@ import os
 from typing import Any
 
 from tgis.router.engine.claims import Claims
+from tgis.router.metrics.metrics import Metrics
 from tgis.router.remote import messages as wire
 from tgis.router.remote.channel import Channel
+from tgis.router.remote.gauges import GaugeGatherer
 from tgis.router.remote.worker_session import WorkerSession
 
 logger = logging.getLogger(__name__)
@@ -19,7 +21,8 @@ GREETINGS_S = 2.0
 
 
 class EngineServer:
-    def __init__(self, path: str, claims: Claims, num_workers: int) -> None:
+    def __init__(self, path: str, claims: Claims, metrics: Metrics, num_workers: int) -> None:
+        self._gauges = GaugeGatherer(metrics)
         self._path, self._claims, self._num_workers = path, claims, num_workers
         self._connections: set[_WorkerConnection] = set()
         self._greeted = asyncio.Event()
@@ -69,6 +72,14 @@ class EngineServer:
     def state(self) -> wire.State:
         return wire.State(self._claims.info(), self._is_ready)
 
+    def gather_gauges(self, message: wire.AskGauges, asker: "_WorkerConnection") -> None:
+        """Answer a worker with the gauges of all processes but its own."""
+        others = [each.channel.send for each in self._connections if each is not asker]
+        self._gauges.gather(message, asker.channel.send, others)
+
+    def take_gauges(self, message: wire.OwnGauges) -> None:
+        self._gauges.take(message)
+
     def add(self, connection: "_WorkerConnection") -> None:
         self._connections.add(connection)
         if len(self._connections) >= self._num_workers:
@@ -107,13 +118,18 @@ class _WorkerConnection:
         self._server.remove(self)
 
     def _take(self, message: wire.WorkerMessage) -> None:
-        if isinstance(message, wire.Hello):
-            self._greet(message)
-        elif self._server.is_started:
-            assert self._session is not None, "the first message of a worker is its greeting"
-            self._session.take(message)
-        else:
-            self._waiting.append(message)
+        match message:
+            case wire.Hello():
+                self._greet(message)
+            case wire.AskGauges():
+                self._server.gather_gauges(message, self)
+            case wire.OwnGauges():
+                self._server.take_gauges(message)
+            case _ if self._server.is_started:
+                assert self._session is not None, "the first message of a worker is its greeting"
+                self._session.take(message)
+            case _:
+                self._waiting.append(message)
 
     def _greet(self, message: wire.Hello) -> None:
         self._worker, self._session = message.worker, WorkerSession(self._server.claims, self.channel.send)
