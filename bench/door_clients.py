@@ -1,5 +1,5 @@
 """Clients of every API that stream, each over a connection of its own; a worker process whose arguments are
-the addresses of the gRPC and of the HTTP port. They count and decode nothing, so that they limit nothing."""
+the addresses of the gRPC and of the HTTP port. They decode only the ends, so that they limit nothing."""
 
 import asyncio
 import json
@@ -82,10 +82,13 @@ async def _stream_grpc(target: str, new_tokens: int) -> int:
     params = pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=new_tokens, min_new_tokens=new_tokens))
     request = pb.SingleGenerationRequest(request=pb.GenerationRequest(text=TEXT), params=params)
     async with grpc.aio.insecure_channel(target, CHANNEL_OPTIONS) as channel:
-        num_messages = 0
-        async for _ in channel.unary_stream(METHOD)(request.SerializeToString()):
-            num_messages += 1
-        return num_messages
+        num_messages, last_message = 0, b""
+        async for message in channel.unary_stream(METHOD)(request.SerializeToString()):
+            num_messages, last_message = num_messages + 1, message
+    last = pb.GenerationResponse.FromString(last_message)
+    if last.generated_token_count != new_tokens:
+        raise ValueError(f"a stream ended with {last}")
+    return num_messages
 
 
 def make_request(wire: Wire, new_tokens: int) -> bytes:
