@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from tgis import failpoints
 from tgis.router.adapters.residency import AdapterResidency
+from tgis.router.engine.event_queue import EventQueue, WakeUps
 from tgis.router.engine.handle import TextSink
 from tgis.router.engine.live_request import LiveRequest
 from tgis.router.engine.step_metrics import StepMetrics
@@ -59,6 +60,7 @@ class Engine:
         self._on_ready, self._step_metrics = on_ready, StepMetrics(self.scheduler, metrics)
         self._token_timeouts = TokenTimeouts(*token_timeouts, self._fail)
         self._live: dict[Sequence, LiveRequest] = {}
+        self._wake_ups = WakeUps()
         self._connected = self._given_up = self._fill_is_due = False
         self._requests = ResourceCount()
         metrics.requests_live.follow(lambda: len(self._live))
@@ -73,7 +75,7 @@ class Engine:
 
     def open(self, sequence: Sequence, sink: TextSink | None) -> LiveRequest:
         """Accept a sequence, which may have generated tokens already."""
-        live = LiveRequest(sequence, sink)
+        live = LiveRequest(sequence, sink, EventQueue(self._wake_ups.wake))
         if self._given_up:
             live.events.deliver(WORKERS_LOST)
         elif not self._has_adapters(sequence):
