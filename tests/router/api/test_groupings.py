@@ -104,8 +104,8 @@ def joined_choices(chunks: list[Any]) -> tuple[dict[int, Any], Any]:
         for choice in chunk["choices"]:
             index = choice.pop("index")
             told = dict(choice)
-            for each in told.get("delta", {}).get("tool_calls", ()):
-                each.pop("id", None)
+            if calls := told.get("delta", {}).get("tool_calls"):
+                told["delta"]["tool_calls"] = {each["index"]: each["function"] for each in calls}
             choices[index] = join(choices.get(index), told)
     assert not chunks[-1]["choices"]
     return choices, chunks[-1]["usage"]
