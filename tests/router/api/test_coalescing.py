@@ -7,6 +7,7 @@ import json
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 from tests.support.router.chat_door import HELLO
 from tests.support.router.engine_pair import Scene
 from tests.support.router.grpc_door import open_door
-from tests.support.router.http2 import ACK, INITIAL_WINDOW_SIZE, Connection, Kind, frame
+from tests.support.router.http2 import ACK, END_STREAM, INITIAL_WINDOW_SIZE, Connection, Kind, frame
 from tests.support.router.http_door import MODEL, HttpDoor
 from tests.support.router.http_port import metric
 from tests.support.router.inputs_door import inputs_door
@@ -32,6 +33,7 @@ LENGTH = 100
 NUM_LONG = 1500
 STREAM = "/fmaas.GenerationService/GenerateStream"
 LIMIT_S = 20.0
+WINDOW = 64
 
 
 @pytest.fixture(scope="module")
@@ -50,23 +52,24 @@ def messages_of(data: bytes) -> Iterator[pb.GenerationResponse]:
 
 
 def test_who_reads_late_gets_several_tokens_in_a_message(router: Setup) -> None:
-    """A client without a window gets nothing until all tokens are there."""
+    """A client with a window of some bytes gets little more than the header until all tokens are there."""
     details = pb.ResponseOptions(generated_tokens=True)
     request = single("girl", stopping=stopping(LENGTH, min_new_tokens=LENGTH), response=details)
-    with Connection("127.0.0.1", router.service.grpc_port, [(INITIAL_WINDOW_SIZE, 0)]) as connection:
+    before = router.shards[0].num_steps
+    with Connection("127.0.0.1", router.service.grpc_port, [(INITIAL_WINDOW_SIZE, WINDOW)]) as connection:
         connection.send(frame(Kind.SETTINGS, flags=ACK))
         connection.call(1, STREAM, request.SerializeToString())
-        list(connection.frames(0.2))
-        for _ in range(500):
-            if not metric(router, "tgi_requests_live"):
-                break
-            list(connection.frames(0.02))
+        data = b"".join(each.payload for each in connection.frames(0.2) if each.kind == Kind.DATA)
+        assert len(data) <= WINDOW
+        deadline = time.monotonic() + LIMIT_S
+        while router.shards[0].num_steps < before + LENGTH or metric(router, "tgi_requests_live"):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
         connection.send(frame(Kind.WINDOW_UPDATE, struct.pack("!I", 1 << 20), stream=1))
-        data, trailers = b"", 0
         for each in connection.frames(LIMIT_S):
-            data += each.payload if each.kind == Kind.DATA and each.stream == 1 else b""
-            trailers += each.kind == Kind.HEADERS and each.stream == 1
-            if trailers == 2:
+            if each.kind == Kind.DATA:
+                data += each.payload
+            if each.kind == Kind.HEADERS and each.flags & END_STREAM:
                 break
     header, *parts = messages_of(data)
     assert header.input_token_count > 0
