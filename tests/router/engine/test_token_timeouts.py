@@ -20,8 +20,8 @@ from tests.support.router.http_door import open_http_door
 from tests.support.router.messages import batch, single, stopping
 from tests.support.router.model_of_shard import truth
 from tgis.router.engine import token_timeouts
-from tgis.router.engine.handle import SequenceId, SequenceSpec
 from tgis.router.engine.event_queue import EventQueue
+from tgis.router.engine.handle import SequenceId, SequenceSpec
 from tgis.router.engine.live_request import LiveRequest
 from tgis.router.engine.token_timeouts import TokenTimeouts
 from tgis.router.events import Ended, Event, TimedOut
