@@ -178,7 +178,7 @@ class _Router:
         asyncio.get_running_loop().add_signal_handler(GIVE_UP, self._give_up)
         # The bound port refuses clients that connect while the model loads, so that they go elsewhere and do
         # not wait.
-        reserved = reserve(config.bind, config.grpc_port)
+        reserved = reserve(config.bind, config.grpc_port, config.shares_ports)
         host, grpc_port, *_ = reserved.getsockname()
         warn_if_unprotected(config, host)
         async with self._http.serve() as http_port, AsyncExitStack() as stack:
