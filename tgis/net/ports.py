@@ -28,9 +28,13 @@ def reserve(host: str, port: int, is_shared: bool = False) -> socket.socket:
     One other socket, such as gRPC's, may still listen on the port. It may be shared as in `listen`."""
     with _one_line_error(host, port):
         reserved = socket.socket(_family(host, port))
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, is_shared)
-        reserved.bind((host, port))
+        try:
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, is_shared)
+            reserved.bind((host, port))
+        except BaseException:
+            reserved.close()
+            raise
         return reserved
 
 
