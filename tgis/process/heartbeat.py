@@ -1,4 +1,5 @@
-"""Heartbeats from a process that computes steps to its parent: one a second until a step takes too long.
+"""Heartbeats from a process to its parent, one a second: until a step takes too long, or its event loop
+hangs.
 
 Time is counted in heartbeats, so time in which the whole machine was suspended does not count."""
 
@@ -69,6 +70,16 @@ def _send(fd: int, sign: bytes) -> None:
     # misses that a step hangs, it notices the silence that follows. A dead parent closes the pipe.
     with contextlib.suppress(OSError):
         os.write(fd, sign)
+
+
+async def send_heartbeats(fd: int | None) -> None:
+    """Send heartbeats to `fd`, if given, as long as the event loop turns."""
+    if fd is None:
+        return
+    os.set_blocking(fd, False)
+    while True:
+        _send(fd, _HEARTBEAT)
+        await asyncio.sleep(PERIOD_S)
 
 
 async def wait_until_hung(fd: int, first_heartbeat: asyncio.Event) -> None:

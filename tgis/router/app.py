@@ -23,6 +23,7 @@ from tgis.net.ports import PortError, reserve
 from tgis.net.tls import Certificates, port_certificates
 from tgis.pb.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from tgis.process.child import GIVE_UP
+from tgis.process.heartbeat import send_heartbeats
 from tgis.process.memory_release import MemoryRelease
 from tgis.router.api.bearer_tokens import BearerTokens
 from tgis.router.api.grpc.auth_interceptor import AuthInterceptor, warn_if_unprotected
@@ -45,12 +46,12 @@ from tgis.router.chat.formats.registry import choose_formats
 from tgis.router.chat.renderer import ChatRenderer
 from tgis.router.chat.template import ChatTemplate, load_template
 from tgis.router.configured_metrics import open_metrics
-from tgis.router.engine.concurrency import ConcurrencyLimit
 from tgis.router.engine.handle import EngineHost, EngineInfo
 from tgis.router.engine.local_engine import LocalEngine
 from tgis.router.grammar.compiler import GrammarCompiler
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.metrics.resource_counts import check_balance, count_descriptors
+from tgis.router.remote.remote_engine import RemoteEngine
 from tgis.router.requests.accounting import Accounting
 from tgis.router.requests.doors import TGI
 from tgis.router.requests.span_protocols import SERVICE
@@ -71,12 +72,18 @@ OpenEngine = Callable[[RouterConfig, Metrics, Callable[[bool], None]], EngineHos
 """Opens an engine for a router, its metrics, and what is to be called when the shards are there or lost."""
 
 
-def run(config: RouterConfig, open_engine: OpenEngine = LocalEngine) -> None:
+def run(config: RouterConfig, open_engine: OpenEngine | None = None) -> None:
     """Serve until SIGTERM or SIGINT, and return after the drain. A second signal cuts the drain short. The
-    signal GIVE_UP also ends it, soon after it arrives. Raises StartupError and PortError."""
+    signal GIVE_UP also ends it, soon after it arrives. Without `open_engine`, the configuration says whether
+    the engine runs in this process. Raises StartupError and PortError."""
+    opened = open_engine or (LocalEngine if config.engine_path is None else RemoteEngine)
 
     async def serve() -> None:
-        await _Router(config, open_engine).serve()
+        beating = asyncio.create_task(send_heartbeats(config.heartbeat_fd), name="heartbeats")
+        try:
+            await _Router(config, opened).serve()
+        finally:
+            beating.cancel()
 
     uvloop.run(serve())
 
@@ -113,16 +120,13 @@ class _Router:
 
     def _build_service(self) -> GenerationService:
         config, metrics, engine = self._config, self._metrics, self._engine.handle
-        tokenize_concurrency = ConcurrencyLimit(config.max_concurrent_requests)
         metrics.tasks.follow(lambda: len(asyncio.all_tasks()))
         metrics.descriptors.follow(count_descriptors)
-        metrics.resource_counts["tokenize permit"] = tokenize_concurrency.resource_count
         return GenerationService(
             engine,
             Validator(self._tokenizer, self._limits, self._grammar_compiler, metrics, engine.info),
             self._tokenizer,
             self._vocabulary,
-            tokenize_concurrency,
             Accounting(metrics, self._tracing, config.log_text_chars),
         )
 

@@ -17,7 +17,6 @@ from tests.support.router.model_of_shard import next_token
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.logs import FIELDS
 from tgis.router.api.service import GenerationService
-from tgis.router.engine.concurrency import ConcurrencyLimit
 from tgis.router.errors import OverloadedError, RequestError
 from tgis.router.events import Output
 from tgis.router.grammar.compiler import GrammarCompiler
@@ -42,7 +41,7 @@ class JsonDoor:
         validator = Validator(self.tokenizer, LIMITS, GrammarCompiler(), metrics, scene.handle.info)
         accounting = Accounting(metrics, Tracing(), 0)
         self.service = GenerationService(
-            scene.handle, validator, self.tokenizer, lambda *_: vocabulary, ConcurrencyLimit(1), accounting
+            scene.handle, validator, self.tokenizer, lambda *_: vocabulary, accounting
         )
 
     async def generate(self, text: str) -> str:

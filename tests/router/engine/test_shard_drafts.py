@@ -9,6 +9,7 @@ from typing import NamedTuple, cast
 
 import pytest
 
+from tests.support.router.engine_pair import each_of
 from tests.support.router.model_of_shard import EOS, ModelOfShard, Row, next_token
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import shard_pb2 as pb
@@ -127,7 +128,7 @@ class Outcome:
         sequence = Sequence(list(prompt), Stopping(MAX_NEW, eos_token_ids=frozenset({EOS})))
         text = TextStream(self.vocabulary, self.stops)
         shown = []
-        async for event in self.engine.open(sequence, text):
+        async for event in each_of(self.engine.open(sequence, text).events):
             assert isinstance(event, TokenDetail | Ended)
             token, reason = (event.token, event.reason) if isinstance(event, Ended) else (event, None)
             shown.append(Shown(*text.take(), token, reason))

@@ -218,6 +218,28 @@ class AdapterLease:
                 lora, lora_id, prompt = prompt, self.prefix_id, None
         return CallAdapters(prompt, lora, lora_id)
 
+    async def take_again(self, adapters: CallAdapters) -> CallAdapters:
+        """Load adapters that have been found before, even if the ids name others now. They must be asked for
+        before the engine connects to the shards, which then keep the copies. Raises RouterError and
+        AdapterCallError."""
+        lora, prompt = [
+            None if info is None else await self._load_again(info)
+            for info in (adapters.lora, adapters.soft_prompt)
+        ]
+        return CallAdapters(prompt, lora, adapters.lora_id)
+
+    async def _load_again(self, info: AdapterInfo) -> AdapterInfo:
+        async def copy_again() -> bool:
+            return False
+
+        entry = await self.registry.residency.take(info, copy_again, time.monotonic())
+        self._add(entry)
+        return entry.info
+
+    def _add(self, entry: AdapterEntry) -> None:
+        self.registry.uses.created += 1
+        self.entries.append(entry)
+
     async def _take(self, kind: AdapterKind, adapter_id: str) -> AdapterInfo:
         try:
             if len(adapter_id.encode()) > MAX_ID_BYTES:  # such an id would not fit into a status
@@ -227,8 +249,7 @@ class AdapterLease:
         except RouterError:
             self.registry.residency.caches[kind].metrics.load_failure.add()
             raise
-        self.registry.uses.created += 1
-        self.entries.append(entry)
+        self._add(entry)
         return entry.info
 
     async def _find_and_load(

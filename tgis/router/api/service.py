@@ -8,8 +8,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tgis.router.engine.concurrency import ConcurrencyLimit
-from tgis.router.engine.handle import EngineHandle, SequenceSpec, Ticket
+from tgis.router.engine.handle import EngineHandle, LimitedWork, SequenceSpec, Ticket
 from tgis.router.errors import RequestError
 from tgis.router.events import Ended, InputTokens, Output
 from tgis.router.requests.accounting import Accounting, CallAccount, Record
@@ -79,14 +78,12 @@ class GenerationService:
         validator: Validator,
         tokenizer: Tokenizer,
         vocabulary: Callable[[bool, frozenset[int]], Vocabulary],
-        tokenize_concurrency: ConcurrencyLimit,
         accounting: Accounting,
     ) -> None:
         """`vocabulary` returns that of texts which continue their input, or do not, and which show some
         special tokens."""
         self._engine, self._validator, self._accounting = engine, validator, accounting
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
-        self._tokenize_concurrency = tokenize_concurrency
         self._num_admitted = 0
         self.is_idle = asyncio.Event()
         """Set while no generation call has been admitted."""
@@ -143,11 +140,14 @@ class GenerationService:
         with (
             self._accounting.tracing.call(door, job.method, metadata),
             self._accounting.counting_refusals(job.method),
-            self._tokenize_concurrency.acquire(1),
         ):
-            if refusal:
-                raise RequestError(refusal)
-            response, num_tokens = await self._tokenizer.tokenize(job, connection)
+            ticket = await self._engine.acquire(1, LimitedWork.TOKENIZATION)
+            try:
+                if refusal:
+                    raise RequestError(refusal)
+                response, num_tokens = await self._tokenizer.tokenize(job, connection)
+            finally:
+                self._engine.release(ticket)
         metrics.tokenize_tokens.observe(num_tokens)
         metrics.tokenize_duration.observe(time.monotonic() - started_at)
         return response
@@ -197,14 +197,15 @@ class GenerationService:
         sequence_id = engine.open(admitted.ticket, admitted.specs[index], text)
         num_generated = 0
         try:
-            async for event in engine.events(sequence_id):
-                if isinstance(event, TokenDetail):
-                    num_generated += 1
-                    yield record(Output(text.take().text, event, num_generated))
-                elif isinstance(event, Ended):
-                    yield record(_last_output(event, text))
-                else:
-                    yield record(event)
+            async for events in engine.events(sequence_id):
+                for event in events:
+                    if isinstance(event, TokenDetail):
+                        num_generated += 1
+                        yield record(Output(text.take().text, event, num_generated))
+                    elif isinstance(event, Ended):
+                        yield record(_last_output(event, text))
+                    else:
+                        yield record(event)
         finally:
             engine.cancel(sequence_id)
 
