@@ -16,8 +16,8 @@ from tgis.process import heartbeat
 from tgis.process.child import GIVE_UP, Child, End
 
 # Stands where a child looks for the package. Each start of a process takes the next word of its script: it
-# crashes, refuses to start, refuses when it has served, or serves until a signal. Every event is a line in a
-# file: who, what and the process id.
+# crashes, refuses to start, refuses after heartbeats or when it has served, or serves until a signal. Each event
+# is a line in a file: who, what and the process id.
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
@@ -42,14 +42,16 @@ word, *rest = (script.read_text() if script.exists() else "").split() or ["serve
 script.write_text(" ".join(rest))
 note(word)
 if word in ("serve", "falter"):
-    os.write(fd, b".")
+    os.write(fd, b"+")
     note("serves")
 if word == "crash":
     os._exit(3)
 while word == "serve":
     time.sleep(0.05)
     os.write(fd, b".")
-time.sleep(0.2)
+if word == "hesitate":
+    os.write(fd, b".")
+time.sleep(0.5)
 sys.exit("error: the port is taken")
 """
 ENGINE, WORKERS = "engine", ("a", "b")
@@ -144,12 +146,12 @@ async def test_one_that_is_lost_is_restarted_alone(
         assert (await end_of(group.wait())).is_success
 
 
-@pytest.mark.parametrize("name", [ENGINE, "a"])
-async def test_a_refusal_at_the_start_is_the_end(name: str) -> None:
-    async with running(**{name: "refuse"}) as group:
+@pytest.mark.parametrize(("name", "word"), [(ENGINE, "refuse"), (ENGINE, "hesitate"), ("a", "refuse")])
+async def test_a_refusal_at_the_start_is_the_end(name: str, word: str) -> None:
+    async with running(**{name: word}) as group:
         end = await end_of(group.wait())
         assert (end.text, end.is_success) == (f"the {name}: the port is taken", False)
-        assert [one for one, what in happened() if what == "refuse"] == [name]
+        assert [one for one, what in happened() if what == word] == [name]
 
 
 async def test_a_refusal_of_one_that_has_served_is_a_crash() -> None:
@@ -174,7 +176,7 @@ async def test_one_that_crashes_too_often_ends_all() -> None:
         assert happened().count(("b", "crash")) == 7
 
 
-async def test_the_engine_serves_until_all_workers_have_drained() -> None:
+async def test_the_engine_serves_until_all_workers_have_drained(caplog: pytest.LogCaptureFixture) -> None:
     async with running() as group:
         for name in (ENGINE, *WORKERS):
             await until_starts(name, 1)
@@ -183,6 +185,7 @@ async def test_the_engine_serves_until_all_workers_have_drained() -> None:
         ends = [event for event in happened() if event[1] != "serve" and event[1] != "serves"]
         assert ends[-3:] == [("b", "ends"), (ENGINE, "SIGTERM"), (ENGINE, "ends")]
         assert ("a", "ends") in ends
+        assert not caplog.messages
 
 
 async def test_losses_while_draining() -> None:
@@ -210,12 +213,15 @@ async def test_all_are_told_that_the_shards_are_given_up() -> None:
         assert all(len(serving(name)) == 1 for name in (ENGINE, *WORKERS))
 
 
-@pytest.mark.parametrize("script", ["", "crash " * 4])
-async def test_a_signal_at_any_time_of_a_start(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before there is a process, and between two."""
+@pytest.mark.parametrize(("num_turns", "num_crashes"), [(0, 0), (3, 0), (0, 2)])
+async def test_a_signal_at_any_time_of_a_start(
+    num_turns: int, num_crashes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before there is a process, while it is being started, and between two."""
     monkeypatch.setattr(router_group, "FIRST_BACKOFF_S", 5.0)
-    async with running(a=script) as group:
-        if script:
-            await until(lambda: happened().count(("a", "crash")) == 2)
+    async with running(a="crash " * 4) as group:
+        await until(lambda: happened().count(("a", "crash")) == num_crashes)
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
         group.signal(signal.SIGTERM)
         assert (await end_of(group.wait())).is_success

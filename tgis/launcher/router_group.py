@@ -110,7 +110,7 @@ class _KeptProcess:
         if self._ending.is_set():  # the signal came before there was a process that could get it
             child.signal(self._last_signal)
         end = await child.wait()
-        self._has_served |= child.first_heartbeat.is_set()
+        self._has_served |= child.serving.is_set()
         return end
 
     def _count_crash(self, end: End) -> None:

@@ -32,6 +32,7 @@ class _EngineProcess:
     def __init__(self, config: RouterConfig) -> None:
         assert config.engine_path is not None, "an engine process has a socket"
         self._config, self._metrics = config, open_metrics(config)
+        self._is_serving = False
         self._metrics.tasks.follow(lambda: len(asyncio.all_tasks()))
         self._metrics.descriptors.follow(count_descriptors)
         self._engine = LocalEngine(config, self._metrics, lambda is_ready: self._server.set_ready(is_ready))
@@ -42,7 +43,8 @@ class _EngineProcess:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, serving.cancel)
         loop.add_signal_handler(GIVE_UP, self._engine.give_up)
-        beating = asyncio.create_task(send_heartbeats(self._config.heartbeat_fd), name="heartbeats")
+        heartbeats = send_heartbeats(self._config.heartbeat_fd, lambda: self._is_serving)
+        beating = asyncio.create_task(heartbeats, name="heartbeats")
         try:
             with contextlib.suppress(asyncio.CancelledError):
                 await serving
@@ -57,6 +59,7 @@ class _EngineProcess:
         await self._server.listen()
         await self._engine.start()
         self._server.start()
+        self._is_serving = True
         gc.collect()
         gc.freeze()  # no later garbage collection scans the objects that exist now
         logger.info("the engine serves %d router workers", self._config.router_workers)
