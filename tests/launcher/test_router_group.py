@@ -16,8 +16,8 @@ from tgis.process import heartbeat
 from tgis.process.child import GIVE_UP, Child, End
 
 # Stands where a child looks for the package. Each start of a process takes the next word of its script: it
-# crashes, refuses to start, refuses after heartbeats or when it has served, or serves until a signal. Each event
-# is a line in a file: who, what and the process id.
+# crashes, refuses to start, refuses after heartbeats or when it has served, or serves until a signal. Events
+# are lines of a file: who, what and the process id.
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path

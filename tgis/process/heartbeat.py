@@ -86,8 +86,8 @@ async def send_heartbeats(fd: int | None, is_serving: Callable[[], bool]) -> Non
 async def wait_until_hung(fd: int, first_heartbeat: asyncio.Event, serving: asyncio.Event) -> None:
     """Wait until the child reports a step that hangs, or has sent no heartbeat for too long; then close `fd`.
 
-    This runs in the parent. Silence counts from the first heartbeat on, which sets `first_heartbeat`. One that
-    says that the child serves sets `serving`."""
+    This runs in the parent. Silence counts from the first heartbeat on, which sets `first_heartbeat`. One
+    that says that the child serves sets `serving`."""
     os.set_blocking(fd, False)
     loop, missed, signs = asyncio.get_running_loop(), 0, b""
 
