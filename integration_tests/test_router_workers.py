@@ -37,6 +37,8 @@ WORKERS = ("--dtype", "float32", "--router-workers", str(NUM_WORKERS))
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
 Answer = tuple[str, int]
+Answers = dict[str, Answer]
+"""Of TEXTS, when nothing is lost."""
 
 
 @pytest.fixture(scope="module")
@@ -59,20 +61,29 @@ def service(directory: Path, api_port: int) -> Iterator[Service]:
         yield client.service
 
 
-def ask_all(clients: list[Client], running: threading.Barrier | None = None) -> list[Future[Answer]]:
-    """Streams of all clients, which meet after their first tokens."""
-    threads = ThreadPoolExecutor(len(clients))
-    streams = [
-        threads.submit(read, client, TEXTS[i % len(TEXTS)], running) for i, client in enumerate(clients)
-    ]
-    threads.shutdown(wait=False)
-    return streams
+@pytest.fixture(scope="module")
+def answers(service: Service) -> Answers:
+    client = connect(service)
+    with client.channel:
+        return {text: read(client, text) for text in TEXTS}
+
+
+def texts_of(clients: list[Client]) -> list[str]:
+    return [TEXTS[i % len(TEXTS)] for i in range(len(clients))]
+
+
+def expected(clients: list[Client], answers: Answers) -> list[Answer]:
+    return [answers[text] for text in texts_of(clients)]
 
 
 def begin_all(clients: list[Client]) -> list[Future[Answer]]:
     """Streams of all clients, which are running."""
-    running = threading.Barrier(len(clients) + 1)
-    streams = ask_all(clients, running)
+    running, threads = threading.Barrier(len(clients) + 1), ThreadPoolExecutor(len(clients))
+    streams = [
+        threads.submit(read, client, text, running)
+        for client, text in zip(clients, texts_of(clients), strict=True)
+    ]
+    threads.shutdown(wait=False)
     running.wait(30)
     assert not any(stream.done() for stream in streams), "they must be running when something is lost"
     return streams
@@ -85,31 +96,30 @@ def wait_until(condition: Callable[[], object], service: Service) -> None:
         time.sleep(0.05)
 
 
-def test_a_killed_engine_disturbs_no_stream(service: Service) -> None:
+def test_a_killed_engine_disturbs_no_stream(service: Service, answers: Answers) -> None:
     shards = children_of(service.process.pid)["serve"]
     engine, workers = router_pids(service)
     with connections_to_all(service) as clients:
-        undisturbed = [stream.result(60) for stream in ask_all(clients)]
         streams = begin_all(clients)
         os.kill(engine, signal.SIGKILL)
-        assert [stream.result(60) for stream in streams] == undisturbed
+        assert [stream.result(60) for stream in streams] == expected(clients, answers)
     service.wait_for_line("engine process was killed by SIGKILL; was it out of memory?; starting it again")
     assert children_of(service.process.pid)["serve"] == shards
     fresh, same = router_pids(service)
     assert (fresh != engine, same) == (True, workers)
 
 
-def test_a_killed_worker_ends_its_own_streams(service: Service) -> None:
+def test_a_killed_worker_ends_its_own_streams(service: Service, answers: Answers) -> None:
     engine, workers = router_pids(service)
     victim = workers[1]
     with connections_to_all(service) as clients:
-        undisturbed = [stream.result(60) for stream in ask_all(clients)]
         num_connected = count_connections(victim, service.grpc_port)
         streams = begin_all(clients)
         os.kill(victim, signal.SIGKILL)
         errors = [stream.exception(60) for stream in streams]
-        found = [stream.result() for stream, error in zip(streams, errors, strict=True) if not error]
-        assert found == [one for one, error in zip(undisturbed, errors, strict=True) if not error]
+        survivors = [i for i, error in enumerate(errors) if error is None]
+        whole = expected(clients, answers)
+        assert [streams[i].result() for i in survivors] == [whole[i] for i in survivors]
     lost = [error.code() for error in errors if isinstance(error, grpc.RpcError)]
     assert lost == [UNAVAILABLE] * num_connected
     service.wait_for_line("router worker 1 was killed by SIGKILL; was it out of memory?; starting it again")
@@ -118,15 +128,11 @@ def test_a_killed_worker_ends_its_own_streams(service: Service) -> None:
     assert (same, first, fresh != victim) == (engine, workers[0], True)
     wait_until(lambda: "serving gRPC" in last_line_of(service, "Router 1: "), service)
     with connections_to_all(service) as clients:
-        assert [stream.result(60) for stream in ask_all(clients)] == answers_of(clients, undisturbed)
+        assert [stream.result(60) for stream in begin_all(clients)] == expected(clients, answers)
 
 
 def last_line_of(service: Service, prefix: str) -> str:
     return [line for line in service.lines if line.startswith(prefix)][-1]
-
-
-def answers_of(clients: list[Client], undisturbed: list[Answer]) -> list[Answer]:
-    return [undisturbed[i % len(TEXTS)] for i in range(len(clients))]
 
 
 def test_every_worker_says_that_it_is_healthy(service: Service) -> None:
@@ -162,17 +168,16 @@ def test_a_second_service_fails_on_each_port(
         assert second.lines[-1].removeprefix("error: ").removeprefix("router: ") == line
 
 
-def test_a_drain_loses_nothing(directory: Path) -> None:
+def test_a_drain_loses_nothing(directory: Path, answers: Answers) -> None:
     """Even if the engine dies meanwhile; the port is closed to new clients at once."""
     service = launch(directory, *WORKERS).wait_until_serving()
     with contextlib.ExitStack() as stack:
         stack.callback(service.end)
         clients = stack.enter_context(connections_to_all(service))
-        undisturbed = [stream.result(60) for stream in ask_all(clients)]
         streams = begin_all(clients)
         service.process.send_signal(signal.SIGTERM)
         os.kill(router_pids(service)[0], signal.SIGKILL)
-        assert [stream.result(60) for stream in streams] == undisturbed
+        assert [stream.result(60) for stream in streams] == expected(clients, answers)
         with pytest.raises(grpc.RpcError):
             connect(service)
         assert service.process.wait(30) == 0, service.output
@@ -182,15 +187,14 @@ def test_a_drain_loses_nothing(directory: Path) -> None:
 
 
 @pytest.mark.slow
-def test_workers_that_hang_and_an_engine_that_hangs(directory: Path) -> None:
+def test_workers_that_hang_and_an_engine_that_hangs(directory: Path, answers: Answers) -> None:
     service = launch(directory, *WORKERS).wait_until_serving()
     with contextlib.ExitStack() as stack:
         stack.callback(service.end)
         with connections_to_all(service) as clients:
-            undisturbed = [stream.result(60) for stream in ask_all(clients)]
             streams = begin_all(clients)
             os.kill(router_pids(service)[0], signal.SIGSTOP)
-            assert [stream.result(60) for stream in streams] == undisturbed
+            assert [stream.result(60) for stream in streams] == expected(clients, answers)
         os.kill(router_pids(service)[1][0], signal.SIGSTOP)
         service.wait_for_line("engine process hung and was killed; starting it again")
         service.wait_for_line("router worker 0 hung and was killed; starting it again")

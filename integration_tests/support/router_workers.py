@@ -18,15 +18,19 @@ OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 
 
 def router_pids(service: Service) -> tuple[int, list[int]]:
-    """Process ids of the engine process and of the workers, by their numbers."""
+    """Process ids of the engine process and of the workers, in the order of their numbers."""
     children = children_of(service.process.pid)
     [engine] = children["engine"]
-    return engine, sorted(children["router"], key=_number_of)
+    return engine, sorted(children["router"], key=lambda pid: number_of_worker(pid) or 0)
 
 
-def _number_of(worker: int) -> int:
-    words = Path(f"/proc/{worker}/cmdline").read_text().split("\0")
-    return int(words[words.index("--worker") + 1])
+def number_of_worker(pid: int) -> int | None:
+    """None where the process has just ended."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        return int(words[words.index("--worker") + 1])
+    except (OSError, ValueError):
+        return None
 
 
 def count_connections(pid: int, port: int) -> int:
