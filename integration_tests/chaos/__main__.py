@@ -99,7 +99,7 @@ def _do_faults(target: Target, random: Random, cases: list[Case], end: float, be
     while time.monotonic() < end:
         _note_restarts(target, restarts)
         may_kill = len(restarts) < MAX_RESTARTS and random.random() < 0.3
-        others = OTHERS + ATTACKS + (ROUTER_FAULTS if target.num_workers > 1 else ())
+        others = OTHERS + ATTACKS + (ROUTER_FAULTS * 2 if target.num_workers > 1 else ())
         fault: Fault = random.choice(FATAL if may_kill else others)
         print(
             f"{max(0.0, end - time.monotonic()):5.0f} s left: {fault.__name__}", file=sys.stderr, flush=True
