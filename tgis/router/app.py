@@ -51,6 +51,7 @@ from tgis.router.engine.local_engine import LocalEngine
 from tgis.router.grammar.compiler import GrammarCompiler
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.metrics.resource_counts import check_balance, count_descriptors
+from tgis.router.metrics.scrape import Render, keep_published, render_all, render_process
 from tgis.router.remote.remote_engine import RemoteEngine
 from tgis.router.requests.accounting import Accounting
 from tgis.router.requests.doors import TGI
@@ -115,7 +116,9 @@ class _Router:
         self._server = self._build_server()
         self._template = self._load_template()
         self._renderer = ChatRenderer(self._template, metrics=self._metrics)
-        self._http = HttpPorts(config, self._is_ready, self._metrics, self._apis(), self._certificates)
+        self._http = HttpPorts(
+            config, self._is_ready, self._metrics, self._apis(), self._certificates, self._scrape()
+        )
 
     def _is_ready(self) -> bool:
         return self._health.is_ready
@@ -131,6 +134,11 @@ class _Router:
             self._vocabulary,
             Accounting(metrics, self._tracing, config.log_text_chars),
         )
+
+    def _scrape(self) -> Render:
+        if self._config.metrics_dir is None:
+            return render_process(self._metrics)
+        return render_all(self._metrics, Path(self._config.metrics_dir), self._engine.gauges)
 
     def _load_template(self) -> ChatTemplate | None:
         """Return the model's chat template, if there is one and chats are served. Raises StartupError."""
@@ -210,6 +218,7 @@ class _Router:
                 self._grammar_compiler.close()
                 self._renderer.close()
                 await asyncio.to_thread(self._tracing.close)
+                self._metrics.close()
 
     def _on_signal(self) -> None:
         if self._draining.is_set():
@@ -244,6 +253,7 @@ class _Router:
                 self._watch_certificates(),
                 self._slow_clients.watch(),
                 self._memory.watch(),
+                keep_published(self._metrics),
             )
         ]
         await asyncio.wait((engine, draining), return_when=asyncio.FIRST_COMPLETED)

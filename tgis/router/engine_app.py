@@ -13,7 +13,9 @@ from tgis.process.child import GIVE_UP
 from tgis.process.heartbeat import send_heartbeats
 from tgis.router.configured_metrics import open_metrics
 from tgis.router.engine.local_engine import LocalEngine
+from tgis.router.metrics.metrics import ENGINE
 from tgis.router.metrics.resource_counts import check_balance, count_descriptors
+from tgis.router.metrics.scrape import keep_published
 from tgis.router.remote.engine_server import EngineServer
 
 logger = logging.getLogger(__name__)
@@ -31,12 +33,13 @@ def run(config: RouterConfig) -> None:
 class _EngineProcess:
     def __init__(self, config: RouterConfig) -> None:
         assert config.engine_path is not None, "an engine process has a socket"
-        self._config, self._metrics = config, open_metrics(config)
+        self._config, self._metrics = config, open_metrics(config, ENGINE)
         self._is_serving = False
-        self._metrics.tasks.follow(lambda: len(asyncio.all_tasks()))
-        self._metrics.descriptors.follow(count_descriptors)
-        self._engine = LocalEngine(config, self._metrics, lambda is_ready: self._server.set_ready(is_ready))
-        self._server = EngineServer(config.engine_path, self._engine.claims, config.router_workers)
+        metrics = self._metrics
+        metrics.tasks.follow(lambda: len(asyncio.all_tasks()))
+        metrics.descriptors.follow(count_descriptors)
+        self._engine = LocalEngine(config, metrics, lambda is_ready: self._server.set_ready(is_ready))
+        self._server = EngineServer(config.engine_path, self._engine.claims, metrics, config.router_workers)
 
     async def serve(self) -> None:
         loop, serving = asyncio.get_running_loop(), asyncio.create_task(self._serve(), name="engine")
@@ -44,19 +47,21 @@ class _EngineProcess:
             loop.add_signal_handler(number, serving.cancel)
         loop.add_signal_handler(GIVE_UP, self._engine.give_up)
         heartbeats = send_heartbeats(self._config.heartbeat_fd, lambda: self._is_serving)
-        beating = asyncio.create_task(heartbeats, name="heartbeats")
+        background = [asyncio.create_task(each) for each in (heartbeats, keep_published(self._metrics))]
         try:
             with contextlib.suppress(asyncio.CancelledError):
                 await serving
             self._server.close()
             await check_balance(self._metrics.resource_counts)
         finally:
-            beating.cancel()
+            for task in background:
+                task.cancel()
             await self._engine.close()
 
     async def _serve(self) -> None:
-        # Workers of an earlier process must be heard first: the shards unload what nobody says to need.
         await self._server.listen()
+        # before the shards unload what nobody says to need
+        await self._server.hear_workers()
         await self._engine.start()
         self._server.start()
         self._is_serving = True

@@ -114,14 +114,14 @@ async def test_parameters_that_one_door_lacks_are_counted(door: JsonDoor) -> Non
     call = read(json.dumps({"texts": ["5 6 7"]}), "batch")
     await door.service.generate(call)
     counter = door.scene.metrics.request_parameter_count
-    assert counter._values == {}
+    assert counter.values() == {}
     await door.service.generate(replace(call, parameters=every, inputs_are_ids=True))
     await door.service.generate(replace(call, parameters=replace(Parameters(), min_p=0.2)))
     with pytest.raises(RequestError, match="max_new_tokens must be <= 199"):
         await door.service.generate(replace(call, parameters=replace(every, max_new_tokens=200)))
     names = [field.name for field in fields(Parameters) if getattr(every, field.name) != field.default]
     assert len(names) == 9
-    assert counter._values == {(name,): 1 + (name == "min_p") for name in [*names, "input_ids"]}
+    assert counter.values() == {(name,): 1 + (name == "min_p") for name in [*names, "input_ids"]}
 
 
 async def test_another_door_streams_to_a_stop_sequence(door: JsonDoor) -> None:
@@ -181,7 +181,7 @@ async def test_n_takes_so_many_places_and_has_bounds(door: JsonDoor) -> None:
     for n in (-1, 0, 129, 1 << 70):
         with pytest.raises(RequestError, match="n must be >= 1 and <= 128"):
             await door.generate(json.dumps({"texts": texts[:1], "n": n}))
-    assert door.scene.metrics.request_failure._values[("validation",)] == 4
+    assert door.scene.metrics.request_failure.values()[("validation",)] == 4
 
 
 async def test_another_door_s_refusals_are_counted(door: JsonDoor) -> None:
@@ -190,4 +190,4 @@ async def test_another_door_s_refusals_are_counted(door: JsonDoor) -> None:
         await door.generate(json.dumps({"texts": [PROMPT], "max_new_tokens": 200}))
     with pytest.raises(OverloadedError):
         await door.generate(json.dumps({"texts": [PROMPT] * 129}))
-    assert (failures._values[("validation",)], failures._values[("conc_limit",)]) == (1, 1)
+    assert (failures.values()[("validation",)], failures.values()[("conc_limit",)]) == (1, 1)

@@ -92,7 +92,9 @@ async def open_remote(
 ) -> AsyncIterator[EngineHandle]:
     """The handle of a worker whose engine has started, across a slow relay."""
     relay = SlowRelay(str(directory / "relay"), str(directory / "engine"), r)
-    engine_server = EngineServer(str(directory / "engine"), engine.claims, num_workers=0)
+    engine_server = EngineServer(
+        str(directory / "engine"), engine.claims, open_metrics(config), num_workers=1
+    )
     remote = RemoteEngine(replace(config, engine_path=relay.path), open_metrics(config), lambda _: None)
     try:
         await engine_server.listen()

@@ -69,7 +69,7 @@ class Door:
     stub: Any = field(init=False)
 
     def num_failures(self, kind: str) -> float:
-        return self.scene.metrics.request_failure._values.get((kind,), 0)
+        return self.scene.metrics.request_failure.values().get((kind,), 0)
 
     def take_specs(self) -> list[SequenceSpec]:
         """What was opened since the last time."""

@@ -6,6 +6,7 @@ from enum import Enum
 from typing import NamedTuple, NewType, Protocol
 
 from tgis.router.events import Event, Timings
+from tgis.router.metrics.gauges import GaugeValues
 from tgis.router.sequence import CacheSalt, Details, Grammar, Stopping, StopReason
 from tgis.sampling_parameters import Sampling
 
@@ -154,6 +155,10 @@ class EngineHost(Protocol):
 
     async def run(self) -> None:
         """Serve until cancelled; after `start`. The engine survives the loss of the shards."""
+
+    async def gauges(self) -> list[GaugeValues]:
+        """Return the gauges of all other processes of this router, without those that do not answer within
+        a second. Never raises for their sake."""
 
     def give_up(self) -> None:
         """End all requests and refuse new ones, because the shards are lost."""

@@ -14,6 +14,7 @@ from tgis.router.engine.engine import Engine
 from tgis.router.engine.handle import EngineHandle, LimitedWork
 from tgis.router.engine.local_handle import LocalHandle
 from tgis.router.errors import StartupError
+from tgis.router.metrics.gauges import GaugeValues
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.proposers.prompt_lookup import PromptLookup
@@ -78,6 +79,9 @@ class LocalEngine:
         finally:
             watching.cancel()
             self._engine.scheduler.abandon_steps()
+
+    async def gauges(self) -> list[GaugeValues]:
+        return []
 
     def give_up(self) -> None:
         if self._engine is not None:

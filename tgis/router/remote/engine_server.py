@@ -7,8 +7,10 @@ import os
 from typing import Any
 
 from tgis.router.engine.claims import Claims
+from tgis.router.metrics.metrics import Metrics
 from tgis.router.remote import messages as wire
 from tgis.router.remote.channel import Channel
+from tgis.router.remote.gauges import GaugeGatherer
 from tgis.router.remote.worker_session import WorkerSession
 
 logger = logging.getLogger(__name__)
@@ -19,7 +21,8 @@ GREETINGS_S = 2.0
 
 
 class EngineServer:
-    def __init__(self, path: str, claims: Claims, num_workers: int) -> None:
+    def __init__(self, path: str, claims: Claims, metrics: Metrics, num_workers: int) -> None:
+        self._gauges = GaugeGatherer(metrics)
         self._path, self._claims, self._num_workers = path, claims, num_workers
         self._connections: set[_WorkerConnection] = set()
         self._greeted = asyncio.Event()
@@ -27,13 +30,14 @@ class EngineServer:
         self._server: asyncio.Server | None = None
 
     async def listen(self) -> None:
-        """Accept workers from now on, and wait until all of them have said what they hold, but not long."""
+        """Accept workers from now on."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
-        if not self._num_workers:
-            self._greeted.set()
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(lambda: _WorkerConnection(self).channel, self._path)
+
+    async def hear_workers(self) -> None:
+        """Wait until all workers have said what they hold, but not long."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._greeted.wait(), GREETINGS_S)
 
@@ -67,6 +71,14 @@ class EngineServer:
 
     def state(self) -> wire.State:
         return wire.State(self._claims.info(), self._is_ready)
+
+    def gather_gauges(self, message: wire.AskGauges, asker: "_WorkerConnection") -> None:
+        """Answer a worker with the gauges of all processes but its own."""
+        others = [each.channel.send for each in self._connections if each is not asker]
+        self._gauges.gather(message, asker.channel.send, others)
+
+    def take_gauges(self, message: wire.OwnGauges) -> None:
+        self._gauges.take(message)
 
     def add(self, connection: "_WorkerConnection") -> None:
         self._connections.add(connection)
@@ -106,13 +118,18 @@ class _WorkerConnection:
         self._server.remove(self)
 
     def _take(self, message: wire.WorkerMessage) -> None:
-        if isinstance(message, wire.Hello):
-            self._greet(message)
-        elif self._server.is_started:
-            assert self._session is not None, "the first message of a worker is its greeting"
-            self._session.take(message)
-        else:
-            self._waiting.append(message)
+        match message:
+            case wire.Hello():
+                self._greet(message)
+            case wire.AskGauges():
+                self._server.gather_gauges(message, self)
+            case wire.OwnGauges():
+                self._server.take_gauges(message)
+            case _ if self._server.is_started:
+                assert self._session is not None, "the first message of a worker is its greeting"
+                self._session.take(message)
+            case _:
+                self._waiting.append(message)
 
     def _greet(self, message: wire.Hello) -> None:
         self._worker, self._session = message.worker, WorkerSession(self._server.claims, self.channel.send)

@@ -26,6 +26,7 @@ from tgis.router.errors import (
     UnavailableError,
 )
 from tgis.router.events import Ended, Failed, TimedOut
+from tgis.router.metrics.gauges import GaugeValues
 from tgis.router.sequence import CallAdapters, TokenDetail
 
 
@@ -85,6 +86,19 @@ class Cancel(_Message, frozen=True):
 
 class Release(_Message, frozen=True):
     ticket: Ticket
+
+
+class AskGauges(_Message, frozen=True):
+    """Question for the gauges of all other processes."""
+
+    number: int
+
+
+class OwnGauges(_Message, frozen=True):
+    """Answer to TellGauges."""
+
+    number: int
+    values: GaugeValues
 
 
 # The engine's messages.
@@ -149,8 +163,23 @@ class Finished(_Message, frozen=True):
     timed_out: TimedOut | None = None
 
 
-WorkerMessage = Hello | Acquire | TakeLease | Open | Cancel | Release
-EngineMessage = State | Acquired | Leased | Refused | Begun | Inputs | Tokens | Finished
+class TellGauges(_Message, frozen=True):
+    """Question for the gauges of the worker that gets it."""
+
+    number: int
+
+
+class OtherGauges(_Message, frozen=True):
+    """Answer to AskGauges."""
+
+    number: int
+    values: list[GaugeValues]
+
+
+WorkerMessage = Hello | Acquire | TakeLease | Open | Cancel | Release | AskGauges | OwnGauges
+EngineMessage = (
+    State | Acquired | Leased | Refused | Begun | Inputs | Tokens | Finished | TellGauges | OtherGauges
+)
 
 _ERRORS: dict[str, type[RouterError]] = {
     "request": RequestError,

@@ -9,9 +9,11 @@ from tgis.config.processes import RouterConfig
 from tgis.router.engine.handle import EngineHandle
 from tgis.router.errors import Code
 from tgis.router.events import Failed
+from tgis.router.metrics.gauges import GaugeValues
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.remote import messages as wire
 from tgis.router.remote.channel import Channel
+from tgis.router.remote.gauges import GaugeAsker, tell_gauges
 from tgis.router.remote.remote_handle import RemoteHandle
 from tgis.router.shards.client import LOST
 
@@ -34,6 +36,7 @@ class RemoteEngine:
         self._handle = RemoteHandle()
         self.handle: EngineHandle = self._handle
         self._channel: Channel[wire.EngineMessage] | None = None
+        self._metrics, self._gauges = metrics, GaugeAsker()
         self._attached, self._lost = asyncio.Event(), asyncio.Event()
 
     @property
@@ -51,6 +54,11 @@ class RemoteEngine:
             logger.warning("the engine process is lost; %d requests will resume", self.num_live)
             await self._reconnect()
             logger.info("the engine process is back; %d requests resume", self.num_live)
+
+    async def gauges(self) -> list[GaugeValues]:
+        if self._channel is None or not self._attached.is_set():
+            return []
+        return await self._gauges.ask(self._channel.send)
 
     def give_up(self) -> None:
         logger.error("the shards will not be restarted; %d requests end with an error", self.num_live)
@@ -86,9 +94,18 @@ class RemoteEngine:
         return Channel(wire.decode_engine_message, self._take, self._lose)
 
     def _take(self, message: wire.EngineMessage) -> None:
-        if not isinstance(message, wire.State):
-            self._handle.take(message)
-            return
+        match message:
+            case wire.State():
+                self._take_state(message)
+            case wire.TellGauges():
+                assert self._channel is not None, "a message comes from a channel"
+                self._channel.send(tell_gauges(self._metrics, message))
+            case wire.OtherGauges():
+                self._gauges.take(message)
+            case _:
+                self._handle.take(message)
+
+    def _take_state(self, message: wire.State) -> None:
         if not self._attached.is_set():
             self._attached.set()
             self._handle.attach(message.info)
