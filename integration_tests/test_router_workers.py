@@ -24,6 +24,7 @@ from integration_tests.support.router_workers import (
     router_pids,
 )
 from integration_tests.support.service import Client, launch, serve
+from tests.support.accounts import differences
 from tests.support.processes import Service, children_of
 from tests.support.shard.checkpoints import write_llama
 from tests.support.tls_files import issue
@@ -107,6 +108,7 @@ def test_a_killed_engine_disturbs_no_stream(service: Service, answers: Answers) 
     assert children_of(service.process.pid)["serve"] == shards
     fresh, same = router_pids(service)
     assert (fresh != engine, same) == (True, workers)
+    wait_until(lambda: not differences(service.http, {}), service)
 
 
 def test_a_killed_worker_ends_its_own_streams(service: Service, answers: Answers) -> None:
@@ -129,6 +131,7 @@ def test_a_killed_worker_ends_its_own_streams(service: Service, answers: Answers
     wait_until(lambda: "serving gRPC" in last_line_of(service, "Router 1: "), service)
     with connections_to_all(service) as clients:
         assert [stream.result(60) for stream in begin_all(clients)] == expected(clients, answers)
+    wait_until(lambda: not differences(service.http, {}), service)
 
 
 def last_line_of(service: Service, prefix: str) -> str:
