@@ -34,7 +34,8 @@ With `--json-output` every line of the launcher and its child processes is one J
  "message": "rank 0 of 2 serves /model on /tmp/text-generation-x/shard-0", "process": "shard", "rank": 0}
 ```
 
-- `process` is `launcher`, `router`, `shard` or, while a tokenizer is converted, `tokenizer`. Lines of shards have their
+- `process` is `launcher`, `router`, `shard` or, while a tokenizer is converted, `tokenizer`; with several
+  [router workers](router-workers.md) also `engine`, and lines of a worker have its number as `worker`. Lines of shards have their
   `rank`; with several nodes all lines have the `node`.
 - A line that a library prints becomes the `message` of an object whose `logger` is `output`, so one crash may give
   several objects. Its level is read from the line, or is WARNING if the line has none. A line that is already a JSON

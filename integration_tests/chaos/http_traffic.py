@@ -51,7 +51,9 @@ class HttpCase:
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
             connection.close()
             seconds = time.monotonic() - began_at
-            raise Failure(f"{self.path} after {seconds:.1f} s: {error!r}") from error
+            # A stream that breaks off may look to its reader like one that ends too early.
+            is_break = not isinstance(error, TimeoutError | KeyError)
+            raise Failure(f"{self.path} after {seconds:.1f} s: {error!r}", is_break=is_break) from error
 
 
 class Lines:

@@ -98,7 +98,7 @@ def children_of(pid: int) -> dict[str, list[int]]:
         if entry.name.isdigit():
             try:
                 parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-                words = (entry / "cmdline").read_text().split("\0")
+                words = (entry / "cmdline").read_text(errors="replace").split("\0")
             except OSError:
                 continue  # it has just ended
             if parent == pid and "tgis" in words:

@@ -227,6 +227,11 @@ class RouterConfig(ProcessOptions, LinkOptions, BatchOptions, PortOptions, Servi
         "Open file descriptor to write heartbeats to.", None, env=False, minimum=0, group=Group.LIFECYCLE
     )
 
+    @property
+    def shares_ports(self) -> bool:
+        """True if other workers of the same router listen on the same public ports."""
+        return self.router_workers > 1
+
 
 @in_group(Group.MODEL)
 @dataclass(frozen=True, kw_only=True)

@@ -57,6 +57,8 @@ class Child:
         self._fields = fields
         self._has_heartbeat, self._is_hung, self._fds = has_heartbeat, False, tuple(fds)
         self.first_heartbeat = asyncio.Event()
+        self.serving = asyncio.Event()
+        """Set by a heartbeat that says that the child serves, which a router's processes send."""
         self._error = ""
         self._process: asyncio.subprocess.Process | None = None
         self._end: asyncio.Task[End] | None = None
@@ -109,7 +111,7 @@ class Child:
             await self._end
 
     async def _end_if_hung(self, fd: int) -> None:
-        await wait_until_hung(fd, self.first_heartbeat)
+        await wait_until_hung(fd, self.first_heartbeat, self.serving)
         self._is_hung = True
         self.signal(signal.SIGKILL)
 

@@ -80,9 +80,11 @@ def run(config: RouterConfig, open_engine: OpenEngine | None = None) -> None:
     opened = open_engine or (LocalEngine if config.engine_path is None else RemoteEngine)
 
     async def serve() -> None:
-        beating = asyncio.create_task(send_heartbeats(config.heartbeat_fd), name="heartbeats")
+        router = _Router(config, opened)
+        heartbeats = send_heartbeats(config.heartbeat_fd, lambda: router.is_serving)
+        beating = asyncio.create_task(heartbeats, name="heartbeats")
         try:
-            await _Router(config, opened).serve()
+            await router.serve()
         finally:
             beating.cancel()
 
@@ -103,7 +105,7 @@ class _Router:
         self._slow_clients = SlowClients(config.slow_reader_timeout)
         self._pacing, self._memory = RefusalPacing(), MemoryRelease()
         self._draining, self._aborting = asyncio.Event(), asyncio.Event()
-        self._has_given_up = False
+        self._has_given_up = self.is_serving = False
         self._tokenizer = Tokenizer(Path(config.tokenizer_path), config.tokenization_workers)
         self._vocabulary = cache(partial(Vocabulary, self._tokenizer, config.output_special_tokens))
         # An unsupported kind of tokenizer is refused before the shards have loaded.
@@ -190,7 +192,7 @@ class _Router:
         asyncio.get_running_loop().add_signal_handler(GIVE_UP, self._give_up)
         # The bound port refuses clients that connect while the model loads, so that they go elsewhere and do
         # not wait.
-        reserved = reserve(config.bind, config.grpc_port)
+        reserved = reserve(config.bind, config.grpc_port, config.shares_ports)
         host, grpc_port, *_ = reserved.getsockname()
         warn_if_unprotected(config, host)
         async with self._http.serve() as http_port, AsyncExitStack() as stack:
@@ -206,6 +208,7 @@ class _Router:
                 api_port = await stack.enter_async_context(self._http.serve_api())
                 gc.collect()
                 gc.freeze()  # no later garbage collection scans the objects that exist now
+                self.is_serving = True
                 _log_ports(config, grpc_port, http_port, api_port)
                 await self._run()
             finally:

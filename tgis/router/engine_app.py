@@ -34,6 +34,7 @@ class _EngineProcess:
     def __init__(self, config: RouterConfig) -> None:
         assert config.engine_path is not None, "an engine process has a socket"
         self._config, self._metrics = config, open_metrics(config, ENGINE)
+        self._is_serving = False
         metrics = self._metrics
         metrics.tasks.follow(lambda: len(asyncio.all_tasks()))
         metrics.descriptors.follow(count_descriptors)
@@ -45,10 +46,8 @@ class _EngineProcess:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, serving.cancel)
         loop.add_signal_handler(GIVE_UP, self._engine.give_up)
-        background = [
-            asyncio.create_task(each)
-            for each in (send_heartbeats(self._config.heartbeat_fd), keep_published(self._metrics))
-        ]
+        heartbeats = send_heartbeats(self._config.heartbeat_fd, lambda: self._is_serving)
+        background = [asyncio.create_task(each) for each in (heartbeats, keep_published(self._metrics))]
         try:
             with contextlib.suppress(asyncio.CancelledError):
                 await serving
@@ -65,6 +64,7 @@ class _EngineProcess:
         await self._server.hear_workers()
         await self._engine.start()
         self._server.start()
+        self._is_serving = True
         gc.collect()
         gc.freeze()  # no later garbage collection scans the objects that exist now
         logger.info("the engine serves %d router workers", self._config.router_workers)

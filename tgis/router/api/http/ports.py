@@ -58,9 +58,9 @@ class HttpPorts:
         """Serve the HTTP port within the context, and yield it. Raises PortError."""
         config = self._config
         if config.http_api_port is not None:
-            self._reserved = reserve(config.bind, config.http_api_port)
+            self._reserved = reserve(config.bind, config.http_api_port, config.shares_ports)
         fresh = self._fresh if config.http_api_port is None else PROBE_LIMITS
-        return serve_http(self._app, config, self._certificates, fresh)
+        return serve_http(self._app, config, self._certificates, fresh, config.shares_ports)
 
     @asynccontextmanager
     async def serve_api(self) -> AsyncIterator[int | None]:
