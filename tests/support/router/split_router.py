@@ -1,10 +1,13 @@
 """A router worker and an engine process of its own. Run like `python -m tgis`."""
 
+import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 
 from tgis.cli.main import main
+from tgis.process.child import die_with
 
 
 def run(arguments: list[str]) -> None:
@@ -13,7 +16,10 @@ def run(arguments: list[str]) -> None:
         return
     with tempfile.TemporaryDirectory(prefix="split-") as directory:
         split = ["--engine-path", f"{directory}/engine", "--metrics-dir", directory]
-        engine = subprocess.Popen([sys.executable, "-m", "tgis", "engine", *arguments[1:], *split])
+        engine = subprocess.Popen(
+            [sys.executable, "-m", "tgis", "engine", *arguments[1:], *split],
+            preexec_fn=partial(die_with, os.getpid()),  # no other thread runs yet
+        )
         try:
             main([*arguments, *split])
         finally:
