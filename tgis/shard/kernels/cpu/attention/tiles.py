@@ -74,7 +74,7 @@ class Queries(NamedTuple):
 
 class WorkUnit(NamedTuple):
     """Unit of work: `num_tokens` tokens from token `start` of the step, which begin at `position` of their
-    sequence, `heads` query heads from `head` on, and keys before `end`."""
+    sequence, `heads` query heads from `head` on, and the keys [begin, end)."""
 
     blocks: int  # address of the sequence's block table, int32
     start: int
@@ -83,6 +83,7 @@ class WorkUnit(NamedTuple):
     kv_head: int
     head: int
     heads: int
+    begin: int  # a multiple of SPAN
     end: int
 
 
@@ -95,8 +96,8 @@ class Scratch(NamedTuple):
     maxima: int  # [max_rows], running maximum of the scores
     results: int  # [max_rows, result_size(length)], results of several segments
     scores: int  # [TALL, SPAN], overwritten by the softmax weights, of the type of `factor`
-    # int64 [4, GROUPS], addresses: the current span's vectors of keys, the next span's, then one for every
-    # LANES rows of values of the current span and of the next.
+    # int64 [4, GROUPS], addresses: the current span's vectors of keys, those of the span that is prefetched,
+    # then one for every LANES rows of values of either span.
     places: int
     # Copies of keys [head_dim, SPAN], then of values [SPAN, depth], where pages cannot be read in place.
     gathered: int
@@ -127,6 +128,15 @@ def _locate_span(which: int, span: int, u: Any, p: Any, s: Any) -> None:
         place = s.places + 8 * (which * GROUPS + group)
         poke(place, p.keys + base + offset)
         poke(place + 16 * GROUPS, p.values + base + offset * p.head_dim // p.columns)
+
+
+@reorderable
+def _locate_next_span(span: int, u: Any, following: Any, p: Any, s: Any) -> None:
+    """Store the addresses of the span to prefetch: the unit's next one, or the `following` unit's first."""
+    if span < u.end:
+        _locate_span(1, span, u, p, s)
+    else:
+        _locate_span(1, following.begin, following, p, s)
 
 
 @reorderable
@@ -250,7 +260,16 @@ def _finish_row(r: int, sums: int, u: Any, queries: Any, p: Any, length: int) ->
 
 @reorderable
 def _attend_keys(
-    begin: int, end: int, height: int, u: Any, queries: Any, p: Any, scoring: Any, s: Any, element: Any
+    begin: int,
+    end: int,
+    height: int,
+    u: Any,
+    following: Any,
+    queries: Any,
+    p: Any,
+    scoring: Any,
+    s: Any,
+    element: Any,
 ) -> None:
     """Attend with all rows of a unit, of which `height` form a tile of products, to the keys [begin, end)."""
     num_rows, in_place = u.num_tokens * u.heads, p.block_size % LANES == 0
@@ -259,7 +278,7 @@ def _attend_keys(
     for span in range(begin, end, SPAN):
         if in_place:
             _advance(s)
-            _locate_span(1, span + SPAN, u, p, s)
+            _locate_next_span(span + SPAN, u, following, p, s)
         else:
             _gather(span, u, p, s, element)
         for r in range(0, num_rows, height):
@@ -268,32 +287,43 @@ def _attend_keys(
 
 @reorderable
 def _attend_segments(
-    height: int, u: Any, queries: Any, part: Any, p: Any, scoring: Any, s: Any, element: Any
+    height: int,
+    u: Any,
+    following: Any,
+    queries: Any,
+    part: Any,
+    p: Any,
+    scoring: Any,
+    s: Any,
+    element: Any,
 ) -> None:
     """Attend to all segments of a unit's keys one after the other, and merge them to `s.results`."""
-    for segment in range(part.begin // part.segment_len, (u.end - 1) // part.segment_len + 1):
+    for segment in range(u.begin // part.segment_len, (u.end - 1) // part.segment_len + 1):
         first = segment * part.segment_len
-        begin, end = max(part.begin, first), min(u.end, first + part.segment_len)
-        _attend_keys(begin, end, height, u, queries, p, scoring, s, element)
+        begin, end = max(u.begin, first), min(u.end, first + part.segment_len)
+        _attend_keys(begin, end, height, u, following, queries, p, scoring, s, element)
         for r in range(u.num_tokens * u.heads):
             result, sums = s.results + 4 * r * result_size(s.length), s.sums + 4 * r * s.length
             add_segment(result, segment, r, sums, s.maxima + 4 * r, u, part, scoring, s.length)
 
 
 @reorderable
-def attend_unit(u: Any, queries: Any, part: Any, p: Any, scoring: Any, s: Any, element: Any) -> None:
+def attend_unit(
+    u: Any, following: Any, queries: Any, part: Any, p: Any, scoring: Any, s: Any, element: Any
+) -> None:
+    """Compute a unit, and prefetch the first keys and values of the `following` one."""
     num_rows = u.num_tokens * u.heads
     # As few tiles as possible, all of the same height.
     num_tiles = (num_rows + SHORT - 1) // SHORT
     height = TALL if num_rows > MANY_ROWS else (num_rows + num_tiles - 1) // num_tiles
     if p.block_size % LANES == 0:
-        _locate_span(1, part.begin, u, p, s)
+        _locate_span(1, u.begin, u, p, s)
     is_whole = part.num_parts == 1
     results, size = s.results, result_size(s.length)
     if is_whole and u.end > part.segment_len:
-        _attend_segments(height, u, queries, part, p, scoring, s, element)
+        _attend_segments(height, u, following, queries, part, p, scoring, s, element)
     else:
-        _attend_keys(part.begin, u.end, height, u, queries, p, scoring, s, element)
+        _attend_keys(u.begin, u.end, height, u, following, queries, p, scoring, s, element)
         if is_whole:
             results, size = s.sums, s.length
         else:
