@@ -14,13 +14,12 @@ from numba import types
 
 from tgis.shard.kernels.cpu.attention.float8 import find_nan
 from tgis.shard.kernels.cpu.attention.operands import (
-    add_products,
     count_columns,
     drop_later,
     load_elements,
-    load_factor,
 )
 from tgis.shard.kernels.cpu.attention.vectors import LANES, ZERO, load, prefer_512_bits, store
+from tgis.shard.kernels.cpu.gemm.pairs import add_products, load_factor
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import I1, I64
@@ -82,7 +81,7 @@ def multiply_qk(
             if num_rows <= SHORT:
                 _prefetch_keys(b, ahead, k, row, element)
             loaded = [load_elements(b, base, row, element) for base in bases]
-            factors = [load_factor(b, b.add(start, column), element) for start in starts]
+            factors = [load_factor(b, b.add(start, column), LANES, element) for start in starts]
             return add_products(b, sums, factors, loaded, element)
 
         results = llvm.loop(b, n, _first_scores(b, bases, element) * num_rows, add_channel)
@@ -167,7 +166,7 @@ def _build_pv(b: Any, args: Any, rows: int, first: int, width: int) -> None:
             if is_half:
                 loaded = [drop_later(b, pair) for pair in loaded]
             offsets = [b.add(weight, I64(4 * SPAN * r)) for r in range(rows)]
-            factors = [load_factor(b, b.add(weights, offset), element) for offset in offsets]
+            factors = [load_factor(b, b.add(weights, offset), LANES, element) for offset in offsets]
             return add_products(b, key_sums, factors, loaded, element)
 
         left = b.sub(n, begin)
