@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.support.cuda.late_device import LateDevice
 from tests.support.cuda.late_platform import late_platform
 from tests.support.shard.checkpoints import write_model
-from tests.support.shard.driver import Request, Router, configure, prompts
+from tests.support.shard.driver import Request, Router, check_company, configure
 from tests.support.shard.family_cases.encoder_decoders import CASES
 from tests.support.shard.ranks import ALONE
 from tests.support.shard.stepping import read_config
@@ -116,15 +116,7 @@ def test_without_scales_they_are_1(model_path: Path, scaled: Path, caplog: pytes
 def test_an_engine_answers_the_same_alone_and_in_company(kind: str, scaled: Path) -> None:
     """Prompts in other chunks, by captured steps or not, with any number of threads, computed again."""
     runner = load(configure(scaled, kv_cache_dtype=kind, cpu_threads=2))
-    together = [Request(prompt, 8, details={"logprobs": True}) for prompt in prompts(3, 6)]
-    alone = [Request(list(request.prompt), 8, details={"logprobs": True}) for request in together]
-    Router(runner, seed=1).run(list(together))
-    torch.set_num_threads(1)
-    for request in alone:
-        runner.reset()
-        Router(runner, seed=2, whole=True).run([request])
-    assert [(r.generated, r.logprobs) for r in alone] == [(r.generated, r.logprobs) for r in together]
-    whole = together[0]
+    whole = check_company(runner)[0]
     resumed = Request(list(whole.prompt), 8, generated=whole.generated[:4], details={"logprobs": True})
     Router(runner, seed=3).run([resumed])
     assert resumed.generated == whole.generated

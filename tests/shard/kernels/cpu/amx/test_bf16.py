@@ -14,12 +14,12 @@ from torch import Tensor
 
 from tests.support.shard import guarded_memory
 from tests.support.shard.emulated_tiles import compile_emulated
+from tests.support.shard.products import check_not_finite, check_replay, check_rounding
 from tgis.shard.checkpoint.tensors import TensorInMemory
 from tgis.shard.kernels.cpu.bf16 import kernels, self_check, tile_product, tiles
 from tgis.shard.kernels.cpu.bf16.product import pack_rounded
 from tgis.shard.kernels.cpu.gemm import panels
-from tgis.shard.kernels.cpu.jit.compiler import Kernel, capture
-from tgis.shard.kernels.cpu.kernel_graph import KernelGraph, MemoryPool
+from tgis.shard.kernels.cpu.jit.compiler import Kernel
 
 pytestmark = pytest.mark.skipif(panels.PANEL != 32, reason="processors with AMX have AVX-512")
 
@@ -116,37 +116,15 @@ def test_threads_change_nothing(kernel: Kernel) -> None:
 
 
 def test_a_captured_product_reads_what_x_is_by_then(kernel: Kernel) -> None:
-    product, x = pack(torch.randn(70, 41), kernel), torch.randn(3, 41)
-    expected, pool, source = product(x), MemoryPool(), torch.zeros(3, 41)
-    with capture(pool.empty) as launches:
-        y = product(source)
-    graph = KernelGraph(launches)
-    source.copy_(x)
-    for _ in range(2):
-        y.zero_()
-        graph.replay()
-        assert torch.equal(y, expected)
+    check_replay(pack(torch.randn(70, 41), kernel), torch.randn(3, 41))
 
 
 def test_numbers_are_rounded_as_torch_does(kernel: Kernel) -> None:
-    """Halfway cases too, to infinity, and as weights."""
-    bits = torch.randint(1 << 15, (4000,)) << 16 | torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001]).repeat(800)
-    x = bits.to(torch.int32).view(torch.float32)
-    x = torch.cat((x, -x, torch.tensor([3.4e38, 1e-38, 0.0])))
-    x = x[(x == 0) | (x.abs() >= 2**-126)].unsqueeze(1)
-    expected = x.bfloat16().float()
-    assert torch.equal(pack(torch.ones(1, 1), kernel)(x).nan_to_num(7), expected.nan_to_num(7))
-    assert torch.equal(pack(x, kernel)(torch.ones(1, 1)).t().nan_to_num(7), expected.nan_to_num(7))
+    check_rounding(partial(pack, kernel=kernel))
 
 
 def test_what_is_not_finite_stays_in_its_row(kernel: Kernel) -> None:
-    product, x = pack(torch.randn(40, 21), kernel), torch.randn(9, 21)
-    expected = product(x)
-    x[4, 3], x[7, 20] = torch.nan, torch.inf
-    found = product(x)
-    finite = [i for i in range(9) if i not in (4, 7)]
-    assert torch.equal(found[finite], expected[finite])
-    assert not found[[4, 7]].isfinite().any()
+    check_not_finite(pack(torch.randn(40, 21), kernel), torch.randn(9, 21))
 
 
 def test_tiles_are_chosen_where_they_are_right(
