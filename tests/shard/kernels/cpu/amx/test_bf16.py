@@ -1,5 +1,6 @@
-"""Products with bfloat16 arithmetic on emulated AMX tiles: against the manual's rule, written with the C
-library's fused multiply-add, against double precision, and bit for bit the same in any company."""
+"""Products with bfloat16 arithmetic on AMX tiles, emulated and the processor's: against the manual's rule,
+written with the C library's fused multiply-add, against double precision, and bit for bit the same in any
+company."""
 
 import ctypes
 import logging
@@ -16,6 +17,7 @@ from tests.support.shard import guarded_memory
 from tests.support.shard.emulated_tiles import compile_emulated
 from tests.support.shard.products import check_not_finite, check_replay, check_rounding
 from tgis.shard.checkpoint.tensors import TensorInMemory
+from tgis.shard.kernels.cpu.amx import permission
 from tgis.shard.kernels.cpu.bf16 import kernels, self_check, tile_product, tiles
 from tgis.shard.kernels.cpu.bf16.product import pack_rounded
 from tgis.shard.kernels.cpu.gemm import panels
@@ -27,9 +29,13 @@ SHAPES = [(1, 1), (33, 7), (1500, 40), (64, 32), (513, 97)]  # inputs, outputs
 COUNTS = [1, 2, 15, 16, 17, 31, 32, 33, 48, 49, 64, 127, 128, 129, 144, 145]
 
 
-@pytest.fixture(scope="module")
-def kernel() -> Kernel:
-    return compile_emulated(("amx.inner_loop", "bf16.tiles"), "MULTIPLY_TILES")
+@pytest.fixture(scope="module", params=["emulated", "the processor's"])
+def kernel(request: pytest.FixtureRequest) -> Kernel:
+    if request.param == "emulated":
+        return compile_emulated(("amx.inner_loop", "bf16.tiles"), "MULTIPLY_TILES")
+    if tiles.MULTIPLY_TILES is None or permission.ask() is not None:
+        pytest.skip("there is no AMX, or the system does not permit it")
+    return tiles.MULTIPLY_TILES
 
 
 @pytest.fixture(autouse=True)

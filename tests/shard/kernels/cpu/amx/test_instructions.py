@@ -20,7 +20,8 @@ BUILD = """
 import sys
 from pathlib import Path
 from tgis.shard.kernels.cpu.jit import cache
-cache._bases = [Path(sys.argv[1]) / "kept"]
+cache._BESIDE_SOURCE = Path(sys.argv[1]) / "kept"
+cache._bases = [cache._BESIDE_SOURCE]
 from tgis.shard.kernels.cpu.bf16.tiles import MULTIPLY_TILES
 from tgis.shard.kernels.cpu.int8.kernels import MULTIPLY_INT8_TILES
 for name, kernel in (("bf16", MULTIPLY_TILES), ("int8", MULTIPLY_INT8_TILES)):
