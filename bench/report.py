@@ -102,7 +102,7 @@ def describe_looks(samples: Sequence[Sample]) -> str:
 
 
 def _median_of(rates: Sequence[float | None]) -> float | None:
-    """Of those that were measured, in billions."""
+    """Return the median of the rates that were measured, in billions."""
     known = [rate for rate in rates if rate is not None]
     return statistics.median(known) / 1e9 if known else None
 

@@ -1,4 +1,4 @@
-"""What products do before they run their kernels."""
+"""Checks and choices that all products make before they run their kernels."""
 
 from collections.abc import Callable
 
