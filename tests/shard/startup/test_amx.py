@@ -41,7 +41,7 @@ def test_amx_is_asked_for_where_it_has_a_use(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The system refuses, which is said."""
+    """The log says that the system refuses."""
     if permission.ask() is None:
         pytest.skip("the system permits AMX")
     monkeypatch.setattr(instructions, "INSTRUCTIONS", instructions.ProcessorTiles)

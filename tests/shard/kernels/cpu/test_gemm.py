@@ -76,7 +76,7 @@ def add_chains(x: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("in_features", [BLOCK, BLOCK + 1])
 def test_many_rows_are_chains(dtype: torch.dtype, in_features: int) -> None:
-    """Around each bound on rows, blocks of columns and panels: in one group of rows and in two or three."""
+    """Sizes lie around each bound on rows, blocks of columns and panels, in one to three groups of rows."""
     weight, x = torch.randn(2 * PANEL + 3, in_features), torch.randn(2 * MAX_ROWS + 1, in_features)
     expected = add_chains(x, weight.to(dtype))
     counts = [*range(MANY_ROWS - 1, MANY_ROWS + ROWS + 2), MAX_ROWS, MAX_ROWS + 1, 2 * MAX_ROWS + 1]

@@ -77,7 +77,7 @@ def test_sums_are_those_of_the_manual(kernel: Kernel) -> None:
 
 
 def test_tiny_numbers_are_zeros(kernel: Kernel) -> None:
-    """As factors, in chains, and as sums of both chains."""
+    """They are as factors, in chains, and as sums of both chains."""
     weight = torch.tensor([[1.0, 1.0], [2.0**-130, 1.0], [1.0, -1.0], [2.0**-30, 2.0**30]])
     x = torch.tensor([[2.0**-127, 1.0], [1.5 * 2.0**-126, 2.0**-126], [2.0**100, 2.0**-100], [1.0, 1.0]])
     assert np.array_equal(pack(weight, kernel)(x).numpy(), multiply_by_the_manual(x, weight))

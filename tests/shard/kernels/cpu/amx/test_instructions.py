@@ -79,7 +79,7 @@ def test_a_refusal_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Assembly of both kernels, as Sapphire Rapids would compile them."""
+    """Return the directory of the assembly of both kernels, compiled for Sapphire Rapids."""
     directory = tmp_path_factory.mktemp("built")
     features = binding.get_host_cpu_features()
     features.update(dict.fromkeys(FEATURES, True))
