@@ -31,7 +31,7 @@ HAS_VNNI = INSTRUCTION_SET in (AVX512_VNNI, AVX_VNNI) and INSTRUCTION_SET.lanes 
 _WORDS, _FLOATS = ir.VectorType(I32, LANES), ir.VectorType(FLOAT, LANES)
 
 
-def _load_zeros(b: Any, zeros: Any, v: int) -> Any:
+def load_zeros(b: Any, zeros: Any, v: int) -> Any:
     kind = ir.VectorType(I8, LANES)
     return b.sitofp(b.load(llvm.pointer_to(b, kind, zeros, I64(LANES * v)), align=1), _FLOATS)
 
@@ -87,16 +87,12 @@ class _FloatSums:
         """Emit sums - zeros * the sums of the rows of x, unless `zeros`, the address of int8, is 0."""
         before, changed = b.block, []
         with b.if_then(b.icmp_signed("!=", zeros, I64(0))):
-            loaded = [_load_zeros(b, zeros, v) for v in range(VECTORS)]
+            loaded = [load_zeros(b, zeros, v) for v in range(VECTORS)]
             for i, total in enumerate(sums):
                 of_row = llvm.load_broadcast(b, b.add(x[i // VECTORS], I64(4 * PIECE)), LANES)
                 changed.append(b.fsub(total, b.fmul(loaded[i % VECTORS], of_row, **FUSED), **FUSED))
             inside = b.block
         return [llvm.choose(b, before, old, inside, new) for old, new in zip(sums, changed, strict=True)]
-
-    def scale(self, b: Any, row: Any, scale: Any) -> Any:
-        """Emit the scale of a row's sums. scale: that of the weights."""
-        return scale
 
 
 class _RoundedSums:
@@ -108,28 +104,19 @@ class _RoundedSums:
         self._bits, self._zero = kind.bits, llvm.constant(float(1 << (kind.bits - 1)), LANES)
 
     def add_unit(self, b: Any, sums: list[Any], x: list[Any], u: Any, unit: Any) -> list[Any]:
-        offset = b.add(b.mul(u, I64(UNIT)), I64(HEADER))
-        weights = [self._take_bytes(b, words) for words in load_words(b, unit, self._bits)]
+        weights = [take_bytes(b, words, self._bits) for words in load_words(b, unit, self._bits)]
         for i in range(2):
-            places = [llvm.pointer_to(b, I32, row, b.add(offset, I64(4 * i))) for row in x]
-            quads = [llvm.broadcast(b, b.load(place, align=1), LANES) for place in places]
+            quads = load_quads(b, x, u, i)
             cells = [(quad, each[i]) for quad in quads for each in weights]
-            sums = [_multiply_quads(b, total, *cell) for total, cell in zip(sums, cells, strict=True)]
+            sums = [multiply_quads(b, total, *cell) for total, cell in zip(sums, cells, strict=True)]
         return sums
-
-    def _take_bytes(self, b: Any, words: list[Any]) -> list[Any]:
-        """Emit codes 0 to 3, and 4 to 7, of words."""
-        if self._bits == 8:
-            return words
-        mask = llvm.constant(0x0F0F0F0F, LANES, I32)
-        return [b.and_(words[0], mask), b.and_(b.lshr(words[0], llvm.constant(4, LANES, I32)), mask)]
 
     def subtract_zeros(self, b: Any, sums: list[Any], x: list[Any], zeros: Any) -> list[Any]:
         """Emit sums - zeros * the sums of the rows, as float32, which is exact. The header has the row's sum
         times -128."""
         before = b.block
         with b.if_then(b.icmp_signed("!=", zeros, I64(0))):
-            changed = [b.fadd(self._zero, _load_zeros(b, zeros, v)) for v in range(VECTORS)]
+            changed = [b.fadd(self._zero, load_zeros(b, zeros, v)) for v in range(VECTORS)]
             inside = b.block
         found = [llvm.choose(b, before, self._zero, inside, each) for each in changed]
         factors = [b.fmul(each, llvm.constant(1 / 128, LANES)) for each in found]
@@ -138,11 +125,23 @@ class _RoundedSums:
         exact = [b.sitofp(total, _FLOATS) for total in sums]
         return llvm.add_products(b, exact, of_rows, factors)
 
-    def scale(self, b: Any, row: Any, scale: Any) -> Any:
-        return b.fmul(llvm.load_broadcast(b, row, LANES), scale)
+
+def take_bytes(b: Any, words: list[Any], bits: int) -> list[Any]:
+    """Emit codes 0 to 3, and 4 to 7, of words."""
+    if bits == 8:
+        return words
+    mask = llvm.constant(0x0F0F0F0F, LANES, I32)
+    return [b.and_(words[0], mask), b.and_(b.lshr(words[0], llvm.constant(4, LANES, I32)), mask)]
 
 
-def _multiply_quads(b: Any, total: Any, x: Any, weights: Any) -> Any:
+def load_quads(b: Any, rows: list[Any], u: Any, i: int) -> list[Any]:
+    """Emit the loads of activations 4i to 4i + 3 of unit u of rows of x, for all lanes."""
+    offset = b.add(b.mul(u, I64(UNIT)), I64(HEADER + 4 * i))
+    places = [llvm.pointer_to(b, I32, row, offset) for row in rows]
+    return [llvm.broadcast(b, b.load(place, align=1), LANES) for place in places]
+
+
+def multiply_quads(b: Any, total: Any, x: Any, weights: Any) -> Any:
     return llvm.call(b, f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", _WORDS, total, weights, x)
 
 
@@ -185,21 +184,23 @@ def multiply_tile(
 
         sums = llvm.loop(b, units, [kept.initial] * (num_rows * VECTORS), add_unit)
         sums = kept.subtract_zeros(b, sums, begins, zeros)
-        _add_scaled(b, kept, sums, begins, out, b.add(piece, b.mul(units, I64(step))), is_first)
+        scales = b.add(piece, b.mul(units, I64(step)))
+        add_scaled(b, sums, begins if kind.rounds_activations else [], out, scales, is_first)
         b.branch(end)
     b.position_at_end(end)
 
 
-def _add_scaled(
-    b: Any, kept: Any, sums: list[Any], x: list[Any], out: Any, scales: Any, is_first: Any
-) -> None:
-    """Emit out += sums * scales, or out = if it is the first piece."""
+def add_scaled(b: Any, sums: list[Any], headers: list[Any], out: Any, scales: Any, is_first: Any) -> None:
+    """Emit out += sums * scales, or out = if it is the first piece. headers: addresses of the scales of rows,
+    if these have scales."""
     loaded = [llvm.load_vector(b, b.add(scales, I64(4 * LANES * v)), LANES) for v in range(VECTORS)]
     is_cleared, zero = b.icmp_signed("!=", is_first, I64(0)), llvm.constant(0.0, LANES)
+    of_rows = [llvm.load_broadcast(b, header, LANES) for header in headers]
     for i, total in enumerate(sums):
-        place = b.add(out, I64(4 * LANES * i))
+        place, scale = b.add(out, I64(4 * LANES * i)), loaded[i % VECTORS]
+        if of_rows:
+            scale = b.fmul(of_rows[i // VECTORS], scale)
         before = b.select(is_cleared, zero, llvm.load_vector(b, place, LANES))
-        scale = kept.scale(b, x[i // VECTORS], loaded[i % VECTORS])
         llvm.store_vector(b, b.fadd(before, b.fmul(total, scale, **FUSED), **FUSED), place)
 
 

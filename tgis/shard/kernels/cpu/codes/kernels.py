@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray
 
+from tgis.shard.kernels.cpu.codes import many_rows
 from tgis.shard.kernels.cpu.codes.inner_loop import (
     ROUNDED_STRIDE,
     ROWS,
@@ -13,6 +14,7 @@ from tgis.shard.kernels.cpu.codes.inner_loop import (
     add_columns,
     multiply_tile,
 )
+from tgis.shard.kernels.cpu.codes.many_rows import LINE
 from tgis.shard.kernels.cpu.codes.layout import COLUMNS, PIECE, SCALES, UNIT, UNIT_BIT, Kind
 from tgis.shard.kernels.cpu.gemm.inner_loop import copy
 from tgis.shard.kernels.cpu.int8.kernels import quantize_group
@@ -112,6 +114,33 @@ def _multiply_panel(w: Any, x: int, rows: int, panel: int, sums: int, element: A
 
 
 @ordered
+def _multiply_many_rows(
+    w: Any, x: int, rows: int, panel: int, following: int, sums: int, wide: int, element: Any
+) -> None:
+    """Compute sums[rows, COLUMNS] = x @ a panel in tiles of MANY_ROWS rows or more. The thread's next panel is
+    `following`. `wide` is scratch memory for a piece."""
+    at, num_tiles = w.panels + panel * _panel_bytes(w), -(-rows // many_rows.ROWS)
+    pieces = _count_pieces(w)
+    for piece in range(pieces):
+        units, zeros, codes = _count_units(w, piece), _find_zeros(w, panel, piece), at
+        size = units * w.unit_bytes
+        ahead = at + size + SCALES if piece + 1 < pieces else w.panels + following * _panel_bytes(w)
+        if w.unit_bytes < many_rows.WIDE_UNIT:
+            many_rows.widen(wide, at, units)
+            codes = wide
+        lines = -(-(size + SCALES) // (LINE * units * num_tiles))
+        for tile in range(num_tiles):
+            first = tile * rows // num_tiles
+            tall = (tile + 1) * rows // num_tiles - first
+            to, of = sums + 4 * COLUMNS * first, x + (piece * rows + first) * w.row_bytes
+            many_rows.multiply_wide_tile(
+                tall, to, of, codes, at + size, zeros, units, piece == 0, ahead, lines, element
+            )
+            ahead += units * lines * LINE
+        at += size + SCALES
+
+
+@ordered
 def _copy_sums(sums: int, rows: int, y: int, n: int, panel: int) -> None:
     """Copy sums[rows, COLUMNS] to a panel's columns of y, without those past the last one."""
     first = panel * COLUMNS
@@ -120,7 +149,7 @@ def _copy_sums(sums: int, rows: int, y: int, n: int, panel: int) -> None:
 
 
 @ordered
-def _multiply(args: Any, bits: int, stride: int, element: Any) -> None:
+def _multiply(args: Any, bits: int, stride: int, element: Any, fewest: int | None) -> None:
     """Compute a product. Units are numbered row group by row group, so that a thread can reuse its copy of x
     for its next units."""
     a = carray(args, 14)
@@ -136,37 +165,46 @@ def _multiply(args: Any, bits: int, stride: int, element: Any) -> None:
     scratch = np.empty(max_rows * COLUMNS, np.float32)
     rows_of_x: Any = np.int64(copied.ctypes.data)
     sums: Any = np.int64(scratch.ctypes.data)
+    widened = np.empty(PIECE * COLUMNS + LINE, np.uint8)
+    wide: Any = (np.int64(widened.ctypes.data) + LINE - 1) // LINE * LINE
     copied_group = -1
     unit = next_unit(args)
     while unit < groups * group_units:
+        next_one = next_unit(args)
         group, begin = unit // group_units, unit % group_units * unit_panels
         first = group * m // groups
         rows = (group + 1) * m // groups - first
         if copied_group != group:
             _copy_rows(w, x + 4 * first * width, width, rows, rows_of_x)
             copied_group = group
-        for panel in range(begin, min(begin + unit_panels, num_panels)):
-            _multiply_panel(w, rows_of_x, rows, panel, sums, element)
+        end = min(begin + unit_panels, num_panels)
+        for panel in range(begin, end):
+            following = panel + 1 if panel + 1 < end else next_one % group_units * unit_panels
+            if fewest is None or rows < fewest:
+                _multiply_panel(w, rows_of_x, rows, panel, sums, element)
+            else:
+                _multiply_many_rows(w, rows_of_x, rows, panel, following, sums, wide, element)
             _copy_sums(sums, rows, y + 4 * first * w.out_features, w.out_features, panel)
-        unit = next_unit(args)
+        unit = next_one
+    keep_alive(widened)
     keep_alive(copied)
     keep_alive(scratch)
 
 
 def _multiply_4_bits(args: Any) -> None:
-    _multiply(args, 4, STRIDE, _U8)
+    _multiply(args, 4, STRIDE, _U8, None)
 
 
 def _multiply_8_bits(args: Any) -> None:
-    _multiply(args, 8, STRIDE, _I8)
+    _multiply(args, 8, STRIDE, _I8, None)
 
 
 def _multiply_4_bits_rounded(args: Any) -> None:
-    _multiply(args, 4, ROUNDED_STRIDE, _U16)
+    _multiply(args, 4, ROUNDED_STRIDE, _U16, many_rows.MANY_ROWS)
 
 
 def _multiply_8_bits_rounded(args: Any) -> None:
-    _multiply(args, 8, ROUNDED_STRIDE, _I16)
+    _multiply(args, 8, ROUNDED_STRIDE, _I16, many_rows.MANY_ROWS)
 
 
 MULTIPLY = {
