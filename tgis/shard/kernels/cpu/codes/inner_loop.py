@@ -53,7 +53,7 @@ class _FloatSums:
     initial, stride = llvm.constant(0.0, LANES), STRIDE
     # With at most this many rows the processor's own prefetching keeps up with the codes; with more rows the
     # code prefetches those of the next piece.
-    streamed = 2
+    streamed = 0
 
     def __init__(self, b: Any, kind: Kind, table: Any, x: Any):
         self._has_words, self._table, self._x = (
@@ -98,7 +98,7 @@ class _FloatSums:
 class _RoundedSums:
     """Sums of integers by VNNI. Codes are unsigned bytes."""
 
-    initial, stride, streamed = llvm.constant(0, LANES, I32), ROUNDED_STRIDE, 4
+    initial, stride, streamed = llvm.constant(0, LANES, I32), ROUNDED_STRIDE, 0
 
     def __init__(self, b: Any, kind: Kind, table: Any, x: Any):
         self._bits, self._zero = kind.bits, llvm.constant(float(1 << (kind.bits - 1)), LANES)

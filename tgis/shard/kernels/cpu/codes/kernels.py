@@ -183,6 +183,7 @@ def _multiply(args: Any, bits: int, stride: int, element: Any, fewest: int | Non
             if fewest is None or rows < fewest:
                 _multiply_panel(w, rows_of_x, rows, panel, sums, element)
             else:
+                many_rows.prefetch_out(y + 4 * first * w.out_features + 4 * panel * COLUMNS, 4 * w.out_features, rows)
                 _multiply_many_rows(w, rows_of_x, rows, panel, following, sums, wide, element)
             _copy_sums(sums, rows, y + 4 * first * w.out_features, w.out_features, panel)
         unit = next_one

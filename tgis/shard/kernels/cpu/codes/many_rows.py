@@ -25,8 +25,8 @@ from tgis.shard.kernels.cpu.jit.llvm import FLOAT, I32, I64
 
 # Most rows of a tile: its sums, the bytes of four columns and one vector of x fill the processor's registers.
 ROWS = 6 if LANES == 16 else 2
-MANY_ROWS = 2 * ROWS + 1  # from this many rows on, codes are widened once and not for each tile
-TALL = ROWS * 2 // 3  # least rows of a tile when MANY_ROWS rows or more are cut into tiles of equal height
+MANY_ROWS = ROWS  # from this many rows on, codes are widened once and not for each tile
+TALL = 2  # least rows of a tile when MANY_ROWS rows or more are cut into tiles of equal height
 WIDE_UNIT = UNIT * COLUMNS  # bytes of a unit of widened codes
 LINE = 64  # bytes of a cache line
 
@@ -110,3 +110,16 @@ def _subtract_zeros(b: Any, sums: list[Any], corrections: list[Any], zeros: Any)
         changed = llvm.add_products(b, sums, of_rows, factors)
         inside = b.block
     return [llvm.choose(b, before, old, inside, new) for old, new in zip(sums, changed, strict=True)]
+
+
+@llvm_function()
+def prefetch_out(b: Any, out: Any, stride: Any, rows: Any) -> None:
+    """Prefetch COLUMNS float32 of rows that will be written."""
+
+    def prefetch_row(r: Any, _: list[Any]) -> list[Any]:
+        row = b.add(out, b.mul(r, stride))
+        for offset in range(0, 4 * COLUMNS, LINE):
+            llvm.prefetch_for_writing(b, row, I64(offset))
+        return []
+
+    llvm.loop(b, rows, [], prefetch_row)
