@@ -26,6 +26,7 @@ ROWS = 5 if LANES == 16 else 2
 STRIDE = 4 * (PIECE + 16)
 # Bytes between rows of a piece of rounded activations: a header, as int8 products have it, then its columns.
 ROUNDED_STRIDE = HEADER + PIECE
+_LINE = 64  # bytes of a cache line
 HAS_VNNI = INSTRUCTION_SET in (AVX512_VNNI, AVX_VNNI) and INSTRUCTION_SET.lanes == LANES
 
 _WORDS, _FLOATS = ir.VectorType(I32, LANES), ir.VectorType(FLOAT, LANES)
@@ -51,21 +52,17 @@ class _FloatSums:
     """Sums of float32 products."""
 
     initial, stride = llvm.constant(0.0, LANES), STRIDE
-    # With at most this many rows the processor's own prefetching keeps up with the codes; with more rows the
-    # code prefetches those of the next piece.
-    streamed = 0
 
     def __init__(self, b: Any, kind: Kind, table: Any, x: Any):
-        self._has_words, self._table, self._x = (
-            kind.has_words,
-            llvm.load_vector(b, table, LANES),
-            _repeat(b, x),
-        )
+        self._kind, self._table, self._x = kind, llvm.load_vector(b, table, LANES), _repeat(b, x)
 
     def add_unit(self, b: Any, sums: list[Any], x: list[Any], u: Any, unit: Any) -> list[Any]:
         """Emit the addition of the products of unit u. x: addresses of rows."""
         offset = b.mul(u, I64(4 * UNIT))
-        columns, convert = [b.add(address, offset) for address in self._x], self._load_unit(b, unit)
+        columns, convert = (
+            [b.add(address, offset) for address in self._x],
+            load_unit(b, self._kind, unit, self._table),
+        )
         for k in range(UNIT):
             numbers = convert(k)
             products = []
@@ -76,29 +73,35 @@ class _FloatSums:
             sums = [b.fadd(*pair, **FUSED) for pair in zip(sums, products, strict=True)]
         return sums
 
-    def _load_unit(self, b: Any, unit: Any) -> Callable[[int], list[Any]]:
-        """Emit the loads of a unit. Return what emits the numbers of one of its rows."""
-        if not self._has_words:
-            return partial(convert_bytes, b, unit)
-        words = [word for [word] in load_words(b, unit, 4)]
-        return lambda k: convert_words(b, words, k, self._table)
-
     def subtract_zeros(self, b: Any, sums: list[Any], x: list[Any], zeros: Any) -> list[Any]:
-        """Emit sums - zeros * the sums of the rows of x, unless `zeros`, the address of int8, is 0."""
-        before, changed = b.block, []
-        with b.if_then(b.icmp_signed("!=", zeros, I64(0))):
-            loaded = [load_zeros(b, zeros, v) for v in range(VECTORS)]
-            for i, total in enumerate(sums):
-                of_row = llvm.load_broadcast(b, b.add(x[i // VECTORS], I64(4 * PIECE)), LANES)
-                changed.append(b.fsub(total, b.fmul(loaded[i % VECTORS], of_row, **FUSED), **FUSED))
-            inside = b.block
-        return [llvm.choose(b, before, old, inside, new) for old, new in zip(sums, changed, strict=True)]
+        return subtract_products(b, sums, x, zeros)
+
+
+def load_unit(b: Any, kind: Kind, unit: Any, table: Any) -> Callable[[int], list[Any]]:
+    """Emit the loads of a unit whose activations are not rounded. Return what emits the numbers of one of its
+    rows. table: the numbers that codes of 4 bits stand for."""
+    if not kind.has_words:
+        return partial(convert_bytes, b, unit)
+    words = [word for [word] in load_words(b, unit, kind.bits)]
+    return lambda k: convert_words(b, words, k, table)
+
+
+def subtract_products(b: Any, sums: list[Any], x: list[Any], zeros: Any) -> list[Any]:
+    """Emit sums - zeros * the sums of the rows of x, float32, unless `zeros`, the address of int8, is 0."""
+    before, changed = b.block, []
+    with b.if_then(b.icmp_signed("!=", zeros, I64(0))):
+        loaded = [load_zeros(b, zeros, v) for v in range(VECTORS)]
+        for i, total in enumerate(sums):
+            of_row = llvm.load_broadcast(b, b.add(x[i // VECTORS], I64(4 * PIECE)), LANES)
+            changed.append(b.fsub(total, b.fmul(loaded[i % VECTORS], of_row, **FUSED), **FUSED))
+        inside = b.block
+    return [llvm.choose(b, before, old, inside, new) for old, new in zip(sums, changed, strict=True)]
 
 
 class _RoundedSums:
     """Sums of integers by VNNI. Codes are unsigned bytes."""
 
-    initial, stride, streamed = llvm.constant(0, LANES, I32), ROUNDED_STRIDE, 0
+    initial, stride = llvm.constant(0, LANES, I32), ROUNDED_STRIDE
 
     def __init__(self, b: Any, kind: Kind, table: Any, x: Any):
         self._bits, self._zero = kind.bits, llvm.constant(float(1 << (kind.bits - 1)), LANES)
@@ -156,12 +159,13 @@ def multiply_tile(
     zeros: Any,
     units: Any,
     is_first: Any,
+    ahead: Any,
     element: Any,
 ) -> None:
     """Compute out[:rows, :COLUMNS] += x[:rows] @ a piece of a panel, `rows` being 1 to ROWS. If `is_first`,
     the result overwrites out. Rows of out are COLUMNS float32 apart, those of x STRIDE or ROUNDED_STRIDE
     bytes. `table` is the address of the numbers that codes of 4 bits stand for; `zeros` that of COLUMNS int8,
-    or 0."""
+    or 0. The code prefetches as many units from the address `ahead` on."""
     end, kind = b.append_basic_block("end"), KINDS[element]
     cases, step = b.switch(rows, end), UNIT_BIT * kind.bits
     for num_rows in range(1, ROWS + 1):
@@ -170,21 +174,19 @@ def multiply_tile(
         b.position_at_end(block)
         kept = (_RoundedSums if kind.rounds_activations else _FloatSums)(b, kind, table, x)
         begins = [b.add(x, I64(kept.stride * r)) for r in range(num_rows)]
-        size = b.add(b.mul(units, I64(step)), I64(SCALES))  # of the piece
+        scales = b.add(piece, b.mul(units, I64(step)))
+        for line in range(0, SCALES, _LINE):
+            llvm.prefetch(b, scales, I64(line))
 
-        def add_unit(
-            u: Any, sums: list[Any], kept: Any = kept, begins: Any = begins, size: Any = size
-        ) -> list[Any]:
-            unit = b.add(piece, b.mul(u, I64(step)))
-            if len(begins) > kept.streamed:
-                for line in range(0, step, 64):
-                    llvm.prefetch(b, b.add(unit, size), I64(line))
-            added: list[Any] = kept.add_unit(b, sums, begins, u, unit)
+        def add_unit(u: Any, sums: list[Any], kept: Any = kept, begins: Any = begins) -> list[Any]:
+            offset = b.mul(u, I64(step))
+            for line in range(0, step, _LINE):
+                llvm.prefetch(b, b.add(ahead, offset), I64(line))
+            added: list[Any] = kept.add_unit(b, sums, begins, u, b.add(piece, offset))
             return added
 
         sums = llvm.loop(b, units, [kept.initial] * (num_rows * VECTORS), add_unit)
         sums = kept.subtract_zeros(b, sums, begins, zeros)
-        scales = b.add(piece, b.mul(units, I64(step)))
         add_scaled(b, sums, begins if kind.rounds_activations else [], out, scales, is_first)
         b.branch(end)
     b.position_at_end(end)

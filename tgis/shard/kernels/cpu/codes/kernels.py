@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray
 
-from tgis.shard.kernels.cpu.codes import many_rows
 from tgis.shard.kernels.cpu.codes.inner_loop import (
     ROUNDED_STRIDE,
     ROWS,
@@ -14,8 +13,9 @@ from tgis.shard.kernels.cpu.codes.inner_loop import (
     add_columns,
     multiply_tile,
 )
-from tgis.shard.kernels.cpu.codes.many_rows import LINE
 from tgis.shard.kernels.cpu.codes.layout import COLUMNS, PIECE, SCALES, UNIT, UNIT_BIT, Kind
+from tgis.shard.kernels.cpu.codes.many_rows import LINE, WIDE_UNIT, multiply_wide_tile, widen
+from tgis.shard.kernels.cpu.codes.many_rows import ROWS as WIDE_ROWS
 from tgis.shard.kernels.cpu.gemm.inner_loop import copy
 from tgis.shard.kernels.cpu.int8.kernels import quantize_group
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, keep_alive, next_unit, ordered, pointer
@@ -100,44 +100,42 @@ def _find_zeros(w: Any, panel: int, piece: int) -> Any:
 
 
 @ordered
-def _multiply_panel(w: Any, x: int, rows: int, panel: int, sums: int, element: Any) -> None:
-    """Compute sums[rows, COLUMNS] = x @ a panel."""
-    at, num_tiles = w.panels + panel * _panel_bytes(w), -(-rows // ROWS)
-    for piece in range(_count_pieces(w)):
-        units, zeros = _count_units(w, piece), _find_zeros(w, panel, piece)
-        for tile in range(num_tiles):
-            first = tile * rows // num_tiles
-            tall = (tile + 1) * rows // num_tiles - first
-            to, of = sums + 4 * COLUMNS * first, x + (piece * rows + first) * w.row_bytes
-            multiply_tile(tall, to, of, at, w.table, zeros, units, piece == 0, element)
-        at += units * w.unit_bytes + SCALES
+def _multiply_panel(
+    w: Any, x: int, rows: int, panel: int, following: int, sums: int, wide: int, element: Any
+) -> None:
+    """Compute sums[rows, COLUMNS] = x @ a panel. The thread's next panel is `following`. `wide` is scratch
+    memory for the widened codes of a piece."""
+    at, pieces = w.panels + panel * _panel_bytes(w), _count_pieces(w)
+    for piece in range(pieces):
+        units, of = _count_units(w, piece), x + piece * rows * w.row_bytes
+        next_one = at + units * w.unit_bytes + SCALES
+        ahead = next_one if piece + 1 < pieces else w.panels + following * _panel_bytes(w)
+        if rows > ROWS:
+            _multiply_piece(w, of, rows, panel, piece, at, ahead, sums, wide, element)
+        else:
+            zeros = _find_zeros(w, panel, piece)
+            multiply_tile(rows, sums, of, at, w.table, zeros, units, piece == 0, ahead, element)
+        at = next_one
 
 
 @ordered
-def _multiply_many_rows(
-    w: Any, x: int, rows: int, panel: int, following: int, sums: int, wide: int, element: Any
+def _multiply_piece(
+    w: Any, x: int, rows: int, panel: int, piece: int, at: int, ahead: int, sums: int, wide: int, element: Any
 ) -> None:
-    """Compute sums[rows, COLUMNS] = x @ a panel in tiles of MANY_ROWS rows or more. The thread's next panel is
-    `following`. `wide` is scratch memory for a piece."""
-    at, num_tiles = w.panels + panel * _panel_bytes(w), -(-rows // many_rows.ROWS)
-    pieces = _count_pieces(w)
-    for piece in range(pieces):
-        units, zeros, codes = _count_units(w, piece), _find_zeros(w, panel, piece), at
-        size = units * w.unit_bytes
-        ahead = at + size + SCALES if piece + 1 < pieces else w.panels + following * _panel_bytes(w)
-        if w.unit_bytes < many_rows.WIDE_UNIT:
-            many_rows.widen(wide, at, units)
-            codes = wide
-        lines = -(-(size + SCALES) // (LINE * units * num_tiles))
-        for tile in range(num_tiles):
-            first = tile * rows // num_tiles
-            tall = (tile + 1) * rows // num_tiles - first
-            to, of = sums + 4 * COLUMNS * first, x + (piece * rows + first) * w.row_bytes
-            many_rows.multiply_wide_tile(
-                tall, to, of, codes, at + size, zeros, units, piece == 0, ahead, lines, element
-            )
-            ahead += units * lines * LINE
-        at += size + SCALES
+    """Add the product of more than ROWS rows and the piece at an address to sums."""
+    units, zeros, codes = _count_units(w, piece), _find_zeros(w, panel, piece), at
+    wide_unit = WIDE_UNIT if w.row_bytes == ROUNDED_STRIDE else 4 * WIDE_UNIT
+    if w.unit_bytes < wide_unit:
+        widen(wide, at, units, w.table, element)
+        codes = wide
+    scales, num_tiles = at + units * w.unit_bytes, -(-rows // WIDE_ROWS)
+    lines = -(-(units * w.unit_bytes + SCALES) // (LINE * units * num_tiles))
+    for tile in range(num_tiles):
+        first = tile * rows // num_tiles
+        tall = (tile + 1) * rows // num_tiles - first
+        to, of = sums + 4 * COLUMNS * first, x + first * w.row_bytes
+        multiply_wide_tile(tall, to, of, codes, scales, zeros, units, piece == 0, ahead, lines, element)
+        ahead += units * lines * LINE
 
 
 @ordered
@@ -149,14 +147,14 @@ def _copy_sums(sums: int, rows: int, y: int, n: int, panel: int) -> None:
 
 
 @ordered
-def _multiply(args: Any, bits: int, stride: int, element: Any, fewest: int | None) -> None:
+def _multiply(args: Any, bits: int, stride: int, element: Any) -> None:
     """Compute a product. Units are numbered row group by row group, so that a thread can reuse its copy of x
     for its next units."""
     a = carray(args, 14)
     m, width, threads, x, y = a[1], a[2], a[3], a[4], a[5]
     w = _Matrix(a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], UNIT_BIT * bits, stride)
     row_bytes, num_panels = _count_pieces(w) * stride, -(-w.out_features // COLUMNS)
-    max_rows = max(1, _CHUNK // (row_bytes * ROWS)) * ROWS
+    max_rows = max(1, _CHUNK // (row_bytes * WIDE_ROWS)) * WIDE_ROWS
     groups = -(-m // max_rows)
     max_rows = -(-m // groups)
     unit_panels = max(1, min(_MAX_PANELS, num_panels * groups // (8 * threads)))
@@ -165,7 +163,7 @@ def _multiply(args: Any, bits: int, stride: int, element: Any, fewest: int | Non
     scratch = np.empty(max_rows * COLUMNS, np.float32)
     rows_of_x: Any = np.int64(copied.ctypes.data)
     sums: Any = np.int64(scratch.ctypes.data)
-    widened = np.empty(PIECE * COLUMNS + LINE, np.uint8)
+    widened = np.empty(4 * PIECE * COLUMNS + LINE, np.uint8)
     wide: Any = (np.int64(widened.ctypes.data) + LINE - 1) // LINE * LINE
     copied_group = -1
     unit = next_unit(args)
@@ -180,11 +178,7 @@ def _multiply(args: Any, bits: int, stride: int, element: Any, fewest: int | Non
         end = min(begin + unit_panels, num_panels)
         for panel in range(begin, end):
             following = panel + 1 if panel + 1 < end else next_one % group_units * unit_panels
-            if fewest is None or rows < fewest:
-                _multiply_panel(w, rows_of_x, rows, panel, sums, element)
-            else:
-                many_rows.prefetch_out(y + 4 * first * w.out_features + 4 * panel * COLUMNS, 4 * w.out_features, rows)
-                _multiply_many_rows(w, rows_of_x, rows, panel, following, sums, wide, element)
+            _multiply_panel(w, rows_of_x, rows, panel, following, sums, wide, element)
             _copy_sums(sums, rows, y + 4 * first * w.out_features, w.out_features, panel)
         unit = next_one
     keep_alive(widened)
@@ -193,19 +187,19 @@ def _multiply(args: Any, bits: int, stride: int, element: Any, fewest: int | Non
 
 
 def _multiply_4_bits(args: Any) -> None:
-    _multiply(args, 4, STRIDE, _U8, None)
+    _multiply(args, 4, STRIDE, _U8)
 
 
 def _multiply_8_bits(args: Any) -> None:
-    _multiply(args, 8, STRIDE, _I8, None)
+    _multiply(args, 8, STRIDE, _I8)
 
 
 def _multiply_4_bits_rounded(args: Any) -> None:
-    _multiply(args, 4, ROUNDED_STRIDE, _U16, many_rows.MANY_ROWS)
+    _multiply(args, 4, ROUNDED_STRIDE, _U16)
 
 
 def _multiply_8_bits_rounded(args: Any) -> None:
-    _multiply(args, 8, ROUNDED_STRIDE, _I16, many_rows.MANY_ROWS)
+    _multiply(args, 8, ROUNDED_STRIDE, _I16)
 
 
 MULTIPLY = {
