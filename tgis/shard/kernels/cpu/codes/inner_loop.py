@@ -20,6 +20,7 @@ from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import FLOAT, FUSED, I8, I32, I64
 
 # Most rows of a tile: its sums, the words and numbers of a unit and the table fill the processor's registers.
+# `many_rows.py` multiplies more.
 ROWS = 5 if LANES == 16 else 2
 # Bytes between rows of a piece of x: its columns, then their sum. No power of two, so that rows do not evict
 # each other from the cache.
@@ -33,6 +34,7 @@ _WORDS, _FLOATS = ir.VectorType(I32, LANES), ir.VectorType(FLOAT, LANES)
 
 
 def load_zeros(b: Any, zeros: Any, v: int) -> Any:
+    """Emit the load of zeros, int8, of vector v as float32."""
     kind = ir.VectorType(I8, LANES)
     return b.sitofp(b.load(llvm.pointer_to(b, kind, zeros, I64(LANES * v)), align=1), _FLOATS)
 

@@ -21,6 +21,8 @@ from tgis.shard.kernels.cpu.int8.kernels import quantize_group
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, keep_alive, next_unit, ordered, pointer
 
 _MAX_PANELS = 8  # of a unit
+_WIDE_PIECE = 4 * PIECE * COLUMNS  # bytes of a piece whose codes are widened to float32
+_PAGE = 4096  # alignment of scratch memory: speed depends on it
 _CHUNK = 5 << 17  # bytes of a copy of x, which stays in a core's cache
 _F32, _I32, _U8, _I8 = np.float32(0), np.int32(0), np.uint8(0), np.int8(0)
 _U16, _I16 = np.uint16(0), np.int16(0)
@@ -159,12 +161,10 @@ def _multiply(args: Any, bits: int, stride: int, element: Any) -> None:
     max_rows = -(-m // groups)
     unit_panels = max(1, min(_MAX_PANELS, num_panels * groups // (8 * threads)))
     group_units = -(-num_panels // unit_panels)
-    copied = np.empty(max_rows * row_bytes // 4, np.float32)
-    scratch = np.empty(max_rows * COLUMNS, np.float32)
-    rows_of_x: Any = np.int64(copied.ctypes.data)
-    sums: Any = np.int64(scratch.ctypes.data)
-    widened = np.empty(4 * PIECE * COLUMNS + LINE, np.uint8)
-    wide: Any = (np.int64(widened.ctypes.data) + LINE - 1) // LINE * LINE
+    scratch = np.empty(_PAGE + _WIDE_PIECE + max_rows * (4 * COLUMNS + row_bytes), np.uint8)
+    wide: Any = (np.int64(scratch.ctypes.data) + _PAGE - 1) // _PAGE * _PAGE
+    sums: Any = wide + _WIDE_PIECE
+    rows_of_x: Any = sums + max_rows * 4 * COLUMNS
     copied_group = -1
     unit = next_unit(args)
     while unit < groups * group_units:
@@ -181,8 +181,6 @@ def _multiply(args: Any, bits: int, stride: int, element: Any) -> None:
             _multiply_panel(w, rows_of_x, rows, panel, following, sums, wide, element)
             _copy_sums(sums, rows, y + 4 * first * w.out_features, w.out_features, panel)
         unit = next_one
-    keep_alive(widened)
-    keep_alive(copied)
     keep_alive(scratch)
 
 
