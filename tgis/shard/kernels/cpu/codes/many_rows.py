@@ -31,9 +31,8 @@ from tgis.shard.kernels.cpu.jit.llvm import FLOAT, I32, I64
 # Most rows of a tile: its sums, the codes of a column and one number of x fill the processor's registers.
 ROWS = 6 if LANES == 16 else 2
 TALL = ROWS // 2  # least rows of a tile, when more than ROWS are cut into tiles of equal height
-WIDE_UNIT = (
-    UNIT * COLUMNS
-)  # bytes of a unit of codes that are widened to bytes; float32 takes four times as many
+# Bytes of a unit of codes that are widened to bytes. Float32 takes four times as many.
+WIDE_UNIT = UNIT * COLUMNS
 LINE = 64  # bytes of a cache line
 
 _WORDS, _FLOATS = ir.VectorType(I32, LANES), ir.VectorType(FLOAT, LANES)
