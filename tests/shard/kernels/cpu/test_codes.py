@@ -158,7 +158,9 @@ def test_rounded_activations(name: str) -> None:
 
 
 @pytest.mark.parametrize("rounds_activations", [False, True])
-@pytest.mark.parametrize("name", ["4 bits, zeros", "8 bits", "4 bits, groups of all sizes"])
+@pytest.mark.parametrize(
+    "name", ["4 bits", "4 bits, zeros", "8 bits", "4 bits, groups of all sizes", "a table"]
+)
 def test_rows_keep_their_bits(name: str, rounds_activations: bool, many_threads: None) -> None:
     product = pack(draw(CASES[name], 300), rounds_activations)
     x = torch.randn(97, CASES[name].num_columns)
