@@ -33,6 +33,7 @@ from tgis.shard.kernels.cpu.attention.softmax import (
     update_softmax,
 )
 from tgis.shard.kernels.cpu.attention.vectors import LANES, peek, poke
+from tgis.shard.kernels.cpu.attention.widening import is_converted, widen_span
 from tgis.shard.kernels.cpu.jit.compiler import pointer, reorderable
 from tgis.shard.kernels.cpu.jit.scalar_math import tanh
 
@@ -103,9 +104,9 @@ class Scratch(NamedTuple):
     bounds: int  # int32 [TALL, 2], keys of the current span that a tile's rows see
     scores: int  # [TALL, SPAN], overwritten by the softmax weights, of the type of `factor`
     # int64 [4, GROUPS], addresses: the current span's vectors of keys, the next span's, then one for every
-    # LANES rows of values of the current span and of the next.
+    # LANES rows of values of the current span and of the next. The same follows for widened copies.
     places: int
-    # Copies of keys [head_dim, SPAN], then of values [SPAN, depth], where pages cannot be read in place.
+    # Copies of keys [head_dim, SPAN], then of values [SPAN, depth], where pages are not read in place.
     gathered: int
     factor: Any  # a number of the type of what keys and values are multiplied with
 
@@ -165,6 +166,19 @@ def _gather(span: int, u: Any, p: Any, s: Any, element: Any) -> None:
             poke(place + 8 * ahead * GROUPS, s.gathered + group * LANES * p.width)
             values_place = s.gathered + (begin + group * LANES * depth) * p.width
             poke(place + 8 * (2 + ahead) * GROUPS, values_place)
+
+
+@reorderable
+def _use_widened(p: Any, s: Any) -> tuple[Pages, Scratch]:
+    """Return pages and scratch memory with which products read the copies of `widen_span`."""
+    values, depth = p.head_dim * SPAN, s.length - LANES
+    places = s.places + 32 * GROUPS
+    for group in range(GROUPS):
+        poke(places + 8 * group, s.gathered + 4 * group * LANES)
+        poke(places + 8 * (2 * GROUPS + group), s.gathered + 4 * (values + group * LANES * depth))
+    pages = Pages(p.keys, p.values, p.num_kv_heads, p.head_dim, 1, 4, p.key_factor, p.value_factor, 1)
+    rows = (s.q, s.sums, s.length, s.maxima, s.results, s.updates, s.bounds, s.scores)
+    return pages, Scratch(*rows, places, s.gathered, s.factor)
 
 
 @reorderable
@@ -289,14 +303,22 @@ def _attend_keys(
     num_rows, in_place = u.num_tokens * u.heads, p.block_size % LANES == 0
     for r in range(round_up(num_rows, height)):
         _start_row(r, u, queries, p, scoring.scale * p.key_factor, s)
+    is_widened = in_place and height == TALL and is_converted(element)
+    wide_pages, wide = _use_widened(p, s)
+    strides = (p.block_size * p.width, p.head_dim * p.width)
     for span in range(begin, end, SPAN):
         if in_place:
             _advance(s)
             _locate_span(1, span + SPAN, u, p, s)
         else:
             _gather(span, u, p, s, element)
-        for r in range(0, num_rows, height):
-            _attend_span(r, height, span, u, p, scoring, s, element)
+        if is_widened:
+            widen_span(s.gathered, s.places, *strides, p.head_dim, s.length - LANES, element)
+            for r in range(0, num_rows, height):
+                _attend_span(r, height, span, u, wide_pages, scoring, wide, _F32)
+        else:
+            for r in range(0, num_rows, height):
+                _attend_span(r, height, span, u, p, scoring, s, element)
 
 
 @reorderable
