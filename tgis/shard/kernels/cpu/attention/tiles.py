@@ -228,6 +228,19 @@ def _write_bounds(r: int, rows: int, span: int, u: Any, scoring: Any, s: Any) ->
 
 
 @reorderable
+def _add_values(rows: int, seen: int, sums: int, in_place: bool, p: Any, s: Any, element: Any) -> None:
+    """Add the first `seen` values of the span, with the weights of a tile's rows, to the rows' sums."""
+    depth, length = s.length - LANES, 4 * s.length
+    factors, places = s.updates + 4 * LANES, s.places + 16 * GROUPS
+    stride = (p.head_dim if in_place else depth) * p.width
+    most, args = depth // SPAN * SPAN, (factors, s.scores, places)
+    for c in range(0, most, SPAN):
+        add_pv_4_vectors(rows, sums + 4 * c, length, *args, c * p.width, stride, seen, element)
+    for c in range(most, depth, LANES):
+        add_pv_1_vector(rows, sums + 4 * c, length, *args, c * p.width, stride, seen, element)
+
+
+@reorderable
 def _attend_span(r: int, rows: int, span: int, u: Any, p: Any, scoring: Any, s: Any, element: Any) -> None:
     """Attend with rows [r, r + rows) of a unit to the span of keys from `span` on."""
     first = u.position + r // u.heads
@@ -242,7 +255,7 @@ def _attend_span(r: int, rows: int, span: int, u: Any, p: Any, scoring: Any, s: 
     multiply_qk(rows, num_groups, s.scores, q, 4 * depth, s.places, stride, channels, element)
     if scoring.soft_cap > 0 or scoring.slopes != 0 or scoring.bias != 0:
         _adjust_rows(r, rows, span, u, scoring, s)
-    maxima, sums, length = s.maxima + 4 * r, s.sums + 4 * s.length * r, 4 * s.length
+    maxima, sums = s.maxima + 4 * r, s.sums + 4 * s.length * r
     if _find_end(first, u, scoring) - span >= SPAN and find_first_key(last, scoring) <= span:
         update_softmax(rows, s.scores, maxima, s.updates, sums, s.length, s.factor)
     else:
@@ -250,20 +263,7 @@ def _attend_span(r: int, rows: int, span: int, u: Any, p: Any, scoring: Any, s: 
         update_masked_softmax(
             rows, num_groups, s.scores, maxima, s.updates, sums, s.length, s.bounds, s.factor
         )
-    factors, places, stride = (
-        s.updates + 4 * LANES,
-        s.places + 16 * GROUPS,
-        (p.head_dim if in_place else depth) * p.width,
-    )
-    most = depth // SPAN * SPAN
-    for c in range(0, most, SPAN):
-        add_pv_4_vectors(
-            rows, sums + 4 * c, length, factors, s.scores, places, c * p.width, stride, seen, element
-        )
-    for c in range(most, depth, LANES):
-        add_pv_1_vector(
-            rows, sums + 4 * c, length, factors, s.scores, places, c * p.width, stride, seen, element
-        )
+    _add_values(rows, seen, sums, in_place, p, s, element)
 
 
 @reorderable

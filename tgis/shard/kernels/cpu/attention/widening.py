@@ -13,12 +13,13 @@ from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import FUSED, I1, I64
 
 _ROW = 4 * SPAN  # bytes of a channel of the copied keys
+_CONVERTED = (*FORMATS, types.uint16, types.int16)
 
 
 @llvm_function(types.boolean)
 def is_converted(b: Any, element: Any) -> Any:
     """Return True if products convert elements of that type to float32."""
-    return I1(element in FORMATS or element in (types.uint16, types.int16))
+    return I1(element in _CONVERTED)
 
 
 @llvm_function()
@@ -28,13 +29,15 @@ def widen_span(
     """Write keys [head_dim, SPAN], then values [SPAN, depth], as float32 to an address. `places` is that of
     int64 [4, GROUPS], see `Scratch`; strides are the bytes from one row of a page to the next. Elements that
     are pairs are not converted."""
-    if element not in FORMATS and element not in (types.uint16, types.int16):
+    if element not in _CONVERTED:
         return
     prefer_512_bits(b)
     keys, values = (
         [b.load(llvm.pointer_to(b, I64, places, I64(8 * (first + v)))) for v in range(GROUPS)]
         for first in (0, 2 * GROUPS)
     )
+
+    begin = b.add(to, b.mul(head_dim, I64(_ROW)))  # of the copied values
 
     def write_channel(d: Any, _: list[Any]) -> list[Any]:
         for v, base in enumerate(keys):
@@ -58,5 +61,4 @@ def widen_span(
         for v, base in enumerate(keys):
             first = b.fadd(load_cached(b, base, I64(0), element), find_nan(b, base, LANES), **FUSED)
             store(b, first, to, I64(4 * LANES * v))
-    begin = b.add(to, b.mul(head_dim, I64(_ROW)))
     llvm.loop(b, I64(LANES), [], write_value)
