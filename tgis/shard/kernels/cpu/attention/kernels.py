@@ -86,14 +86,15 @@ def attend_kernel(element: Any, factor: Any = _F32, columns: int = 1) -> Kernel:
         q, sums = max_rows * depth, max_rows * (depth + LANES)
         maxima, gathered = round_up(max_rows, LANES), SPAN * (p.head_dim + depth)
         results = max_rows * result_size(depth + LANES)
-        size = LANES + q + sums + maxima + TALL * SPAN + 8 * GROUPS + gathered + results
+        size = LANES + q + sums + maxima + 4 * LANES + TALL * SPAN + 16 * GROUPS + gathered + results
         memory = np.empty(size, np.float32)
         begin = round_up(memory.ctypes.data, ALIGNMENT)
-        scores = begin + 4 * (q + sums + maxima)
+        updates = begin + 4 * (q + sums + maxima)
+        bounds, scores = updates + 8 * LANES, updates + 16 * LANES
         places = scores + 4 * TALL * SPAN
-        rest = places + 32 * GROUPS
+        rest = places + 64 * GROUPS
         rows = (begin, begin + 4 * q, depth + LANES, begin + 4 * (q + sums), rest + 4 * gathered)
-        s = Scratch(*rows, scores, places, rest, factor)
+        s = Scratch(*rows, updates, bounds, scores, places, rest, factor)
         while _attend_unit_number(next_unit(args), a, step, p, scoring, s, element):
             pass
         keep_alive(memory)

@@ -12,6 +12,7 @@ from tgis.shard.kernels.cpu.attention.vectors import (
     INTEGERS,
     LANES,
     VECTOR,
+    ZERO,
     load_cached,
     store,
 )
@@ -42,11 +43,12 @@ def drop_later(b: Any, loaded: Any) -> Any:
     return b.bitcast(kept, loaded.type)
 
 
-def store_weights(b: Any, weights: list[Any], address: Any, total: Any, element: Any) -> Any:
-    """Store vectors of softmax weights as the type that values are multiplied with, and return `total` with
-    these weights added, lane by lane.
+def store_weights(b: Any, weights: list[Any], address: Any, element: Any) -> Any:
+    """Store vectors of softmax weights as the type that values are multiplied with, and return their sums,
+    lane by lane.
 
     Rounded weights are added as such, in the order of pairs, so that errors of all weights cancel."""
+    total = ZERO
     if element == types.float32:
         for v, weight in enumerate(weights):
             store(b, weight, address, I64(4 * LANES * v))
