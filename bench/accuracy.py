@@ -39,7 +39,7 @@ HELD_OUT = (
 class Precision:
     name: str
     dtype: torch.dtype
-    """Of the weights that are not quantized."""
+    """Type of the weights that are not quantized."""
     quantize: str | None = None
     arithmetic: str = "float32"
     rounds_activations: bool = False

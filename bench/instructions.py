@@ -65,10 +65,10 @@ def _multiply_quads_in_registers(args: Any) -> None:
 @dataclass(frozen=True)
 class Instruction:
     feature: str
-    """LLVM's name of what a processor has that executes it."""
+    """LLVM's name of the processor feature that the instruction needs."""
     kernel: Kernel
     operations: int
-    """Of one instruction: multiplications and additions."""
+    """Number of multiplications and additions of one instruction."""
 
     @property
     def is_supported(self) -> bool:
@@ -89,7 +89,7 @@ class Instruction:
 
 
 def make_operands() -> torch.Tensor:
-    """int8 [2 + SUMS, VECTOR_BYTES]: two factors, and what the sums begin with."""
+    """Return int8 [2 + SUMS, VECTOR_BYTES]: two factors, and the initial sums."""
     operands = torch.zeros(2 + SUMS, VECTOR_BYTES, dtype=torch.int8)
     operands[:2] = BITS
     return operands

@@ -10,9 +10,9 @@ WIDTHS = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "int8": 1.0}
 
 @dataclass(frozen=True)
 class Rates:
-    """Of the machine, measured, per second: bytes read, float32 operations of a large matrix product, and
-    operations on registers of the instructions for bfloat16 numbers and for 8-bit integers, each None where
-    the processor lacks it."""
+    """Measured rates of the machine, per second: bytes read, float32 operations of a large matrix product,
+    and operations on registers of the instructions for bfloat16 numbers and for 8-bit integers, each None
+    where the processor lacks it."""
 
     read: float
     gemm: float
@@ -50,8 +50,8 @@ def decode_operations(shape: Shape, input_tokens: int, new_tokens: int) -> int:
 def prefill_limit(
     shape: Shape, num_tokens: int, product_rate: float, attention_rate: float | None = None
 ) -> float:
-    """Tokens per second of one prompt, by operations per second; attention has the products' rate unless it
-    is given one."""
+    """Return the tokens per second of one prompt, by operations per second; attention has the products' rate
+    unless it is given one."""
     attention = count_attention(shape, 0, num_tokens)
     products = prefill_operations(shape, num_tokens) - attention
     return num_tokens / (products / product_rate + attention / (attention_rate or product_rate))
@@ -68,13 +68,15 @@ def decode_limit(
 
 
 def count_cache_bytes(shape: Shape, dtype: str, num_tokens: int) -> float:
-    """Bytes of the keys and values of a sequence. The cache has 16 bits where weights have fewer."""
+    """Return the bytes of the keys and values of a sequence. The cache has 16 bits where weights have
+    fewer."""
     elements = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * num_tokens
     return elements * max(2.0, WIDTHS[dtype])
 
 
 def long_decode_limit(shape: Shape, dtype: str, context: int, rates: Rates) -> float:
-    """Tokens per second of one sequence: what reading the weights and its keys and values allows."""
+    """Return the tokens per second of one sequence: what reading the weights and its keys and values
+    allows."""
     weights = count_step_weights(shape) * WIDTHS[dtype]
     return rates.read / (weights + count_cache_bytes(shape, dtype, context))
 

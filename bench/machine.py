@@ -50,7 +50,7 @@ class Limits:
         return 2 * len(self._matrix) ** 3 / _typical_time(lambda: self._matrix @ self._matrix, seconds)
 
     def multiply(self, instruction: Instruction, seconds: float = SECONDS) -> float | None:
-        """Operations per second of the instruction on registers; None where the processor lacks it."""
+        """Return operations per second of the instruction on registers; None where the processor lacks it."""
         if not instruction.is_supported:
             return None
         return instruction.num_operations / _typical_time(instruction.prepare(), seconds)
@@ -66,7 +66,7 @@ def _map(num_bytes: int) -> torch.Tensor:
 
 
 def measure_limits(read_bytes: int = READ_BYTES, gemm_size: int = GEMM_SIZE) -> dict[str, float | None]:
-    """The last two are None where the processor lacks their instruction."""
+    """Return the limits by name. The last two are None where the processor lacks their instruction."""
     limits = Limits(read_bytes, gemm_size)
     pairs, quads = limits.multiply(PAIRS), limits.multiply(QUADS)
     return {

@@ -28,7 +28,7 @@ def probing() -> Iterator[Probe]:
 
 
 def highest(first: Rates, second: Rates) -> Rates:
-    """Of every kind."""
+    """Return the higher rate of each kind."""
     return Rates(
         max(first.read, second.read),
         max(first.gemm, second.gemm),

@@ -35,7 +35,7 @@ class Found:
     figures: list[Figure]
     samples: list[Sample]
     failures: dict[str, str]
-    """By section, why it was not measured."""
+    """Reasons why sections were not measured, by section."""
 
 
 def measure(options: Namespace, model: Path) -> Found:
@@ -61,13 +61,13 @@ def measure(options: Namespace, model: Path) -> Found:
 
 
 def find_unmeasured(rates: Rates) -> dict[str, str]:
-    """By section, why some or all of its figures cannot be had on this machine."""
+    """Return why some or all figures of sections cannot be measured on this machine, by section."""
     names = {"bfloat16": (rates.bfloat16, "AVX512_BF16"), "int8": (rates.int8, "AVX512_VNNI")}
     return {section: UNMEASURED.format(name) for section, (rate, name) in names.items() if rate is None}
 
 
 def _list_starts(options: Namespace, model: Path) -> Iterator[tuple[str, list[str], Start]]:
-    """Contenders beside ours: each one's name, the sections that want it, and what starts it."""
+    """Yield the other contenders: each one's name, the sections that want it, and what starts it."""
     for variant, sections in variants.find_wanted(options.only).items():
         yield variant.name, sections, partial(serving, options, model, variant.name, variant.flags)
     if "engine" in options.only:
@@ -151,7 +151,7 @@ def _context_cases(options: Namespace) -> tuple[Case, Case]:
 
 
 def _list_cases(options: Namespace) -> list[tuple[str, str]]:
-    """Names of what contenders are compared in, and how figures' keys call them."""
+    """Return the cases that contenders are compared in, and what figures' keys call them."""
     decoding = [(f"decode {count}", str(count)) for count in options.clients]
     far = _context_cases(options)[1].name
     return [*decoding, (f"prefill {COMPARED_PREFILL}", "prefill"), (far, f"at {LONG_CONTEXT}")]
@@ -160,7 +160,8 @@ def _list_cases(options: Namespace) -> list[tuple[str, str]]:
 def _compare_variant(
     samples: Sequence[Sample], variant: Variant, options: Namespace
 ) -> Iterator[Figure | None]:
-    """With float16 weights, and with other variants, whose sections the keys name."""
+    """Yield a variant's speed as a multiple of float16's and of other variants', whose sections the keys
+    name."""
     sections = {each.name: each.section for each in VARIANTS}
     for case, label in _list_cases(options):
         pair = (variant.name, case)
@@ -170,8 +171,8 @@ def _compare_variant(
 
 
 def _instruction_shares(samples: Sequence[Sample], shape: Shape) -> Iterator[Figure | None]:
-    """Of what a prompt would take at the rates of instructions, where these were measured. Attention is not
-    computed in 8 bits, so int8 weights' share is told also with attention at float32's rate."""
+    """Yield the shares that prompts reach of the rates of instructions, where these were measured. Attention
+    is not computed in 8 bits, so int8 weights' share is told also with attention at float32's rate."""
     length, case = COMPARED_PREFILL, f"prefill {COMPARED_PREFILL}"
     limit = partial(limits.prefill_limit, shape, length)
     paired = [sample for sample in samples if sample.rates.bfloat16]

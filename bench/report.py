@@ -102,15 +102,18 @@ def describe_looks(samples: Sequence[Sample]) -> str:
 
 
 def _median_of(rates: Sequence[float | None]) -> float | None:
-    """Of those that were measured, in billions."""
+    """Return the median of the rates that were measured, in billions."""
     known = [rate for rate in rates if rate is not None]
     return statistics.median(known) / 1e9 if known else None
 
 
 def _describe_instructions(pairs: float | None, quads: float | None) -> str:
-    """Their rates on registers, in billions of operations per second."""
-    told = ("unmeasured" if rate is None else f"{rate:.0f} GOP/s" for rate in (pairs, quads))
-    return "{} with AVX512_BF16, {} with VNNI".format(*told)
+    """Describe rates on registers, given in billions of operations per second."""
+    return f"{_tell_rate(pairs, 'GFLOP/s')} with AVX512_BF16, {_tell_rate(quads, 'GOP/s')} with VNNI"
+
+
+def _tell_rate(rate: float | None, unit: str) -> str:
+    return "unmeasured" if rate is None else f"{rate:.0f} {unit}"
 
 
 def _format_clients(result: dict[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ INT4, W4A8, FLOAT8_CACHE = "ours int4", "ours w4a8", "ours fp8 cache"
 @dataclass(frozen=True)
 class Variant:
     name: str
-    """Of the contender."""
+    """Name of the contender."""
     section: str
     """Whose figures begin with it."""
     title: str

@@ -82,7 +82,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def find_variants(options: argparse.Namespace) -> list[Variant]:
-    """Of ours, that the options ask for."""
+    """Return the variants of this service that the options ask for."""
     sections = [section for option, added in ADDED.items() if getattr(options, option) for section in added]
     return [variant for variant in VARIANTS if variant.section in sections]
 

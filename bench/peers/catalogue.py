@@ -29,7 +29,7 @@ class Peer:
     variables: Callable[[], dict[str, str]] = dict
     """Of the process's environment."""
     rival: str = OURS
-    """Which of ours it is compared with: the one that computes likewise."""
+    """Contender of this service that it is compared with, because both compute likewise."""
 
 
 def _openvino(weights: str, arithmetic: str, cache: str) -> Callable[[Path, Path], list[str]]:
@@ -44,8 +44,8 @@ GROUPS = (128, 64, 32)
 
 
 def _rounding(model: Path, weights: str) -> tuple[str, ...]:
-    """Options of the conversion. Every layer that it may round to 4 bits is, symmetrically, in the largest
-    groups that divide its size: it refuses others."""
+    """Return the options of the conversion. Every layer that it may round to 4 bits is, symmetrically, in the
+    largest groups that divide its size: it refuses others."""
     if weights != "int4":
         return ()
     config = json.loads((model / "config.json").read_text())
@@ -81,7 +81,8 @@ def _llama_cpp(kind: str) -> Callable[[Path, Path], list[str]]:
 
 
 def _write_gguf(model: Path, root: Path, kind: str) -> Path:
-    """The checkpoint in llama.cpp's form; complete or absent. Raises BenchError."""
+    """Write the checkpoint in llama.cpp's form, complete or not at all. Return its path. Raises
+    BenchError."""
     file = root / "models" / f"{model.name}-{kind}.gguf"
     if file.is_file():
         return file

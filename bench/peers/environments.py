@@ -21,9 +21,9 @@ class Environment:
     unwanted: tuple[str, ...] = ()
     """What comes with them, is not needed, and does not go with torch's CPU build."""
     built: tuple[str, ...] = ()
-    """Requirements of which there is only source, in C++."""
+    """Requirements that are built from source, which is in C++."""
     build_flags: str = ""
-    """Of CMake, for those."""
+    """Flags of CMake for requirements that are built."""
 
 
 TORCH = "torch==2.13.0"
@@ -81,8 +81,8 @@ def _from_source(environment: Environment) -> list[str]:
 
 
 def run(command: Sequence[str], log: Path, variables: Mapping[str, str] | None = None) -> None:
-    """What it prints is added to the log; `variables` are beside our own environment. Raises BenchError where
-    it fails."""
+    """Run a command with `variables` added to the environment, and append its output to the log. Raises
+    BenchError where it fails."""
     with log.open("ab") as output:
         try:
             done = subprocess.run(

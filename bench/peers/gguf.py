@@ -33,7 +33,7 @@ NAMES = {
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """float32, of a safetensors file of bfloat16."""
+    """Read the tensors of a safetensors file of bfloat16 as float32."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     bits = np.memmap(path, np.uint8, "r")
@@ -47,7 +47,7 @@ def read_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def rename(name: str) -> str:
-    """In the form blk.3.attn_q.weight."""
+    """Return the name that GGUF has for a tensor, such as blk.3.attn_q.weight."""
     module = name.removesuffix(".weight")
     if not module.startswith("model.layers."):
         return f"{NAMES[module]}.weight"
@@ -56,13 +56,13 @@ def rename(name: str) -> str:
 
 
 def interleave(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows of queries or keys, so that the two channels which are rotated together are adjacent."""
+    """Reorder rows of queries or keys so that channels that are rotated together are adjacent."""
     halves = weight.reshape(num_heads, 2, -1, weight.shape[1])  # [heads, 2, head_dim / 2, in]
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
 def write(directory: Path, path: Path) -> None:
-    """With matrices in float16 and without a vocabulary."""
+    """Write the checkpoint with matrices in float16 and without a vocabulary."""
     config = json.loads((directory / "config.json").read_text())
     writer = gguf.GGUFWriter(path, "llama")
     _add_settings(writer, config)

@@ -47,7 +47,7 @@ class Engine:
 
 
 class Sequences:
-    """A context for a number of sequences."""
+    """A context of llama.cpp for a number of sequences."""
 
     def __init__(self, model: Any, count: int, num_threads: int):
         params = llama_cpp.llama_context_default_params()
@@ -60,7 +60,7 @@ class Sequences:
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-        """The likeliest tokens, one after the other."""
+        """Return the new tokens of each prompt, always the likeliest."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
         found: list[list[int]] = [[] for _ in prompts]
         length = len(prompts[0])

@@ -13,7 +13,8 @@ RIVALS = {peer.name: peer.rival for peer in PEERS}
 
 
 def find_figures(samples: Sequence[Sample], clients: Sequence[int], prefills: Sequence[int]) -> list[Figure]:
-    """Ours to every peer's, by peer and case, where the one of ours that it is compared with was measured."""
+    """Return this service's speed as a multiple of each peer's, by peer and case, where both were
+    measured."""
     cases = [(f"decode {count}", str(count)) for count in clients]
     cases += [(f"prefill {length}", f"prefill {length}") for length in prefills]
     names = dict.fromkeys(sample.contender for sample in samples if not sample.contender.startswith(OURS))

@@ -3,6 +3,7 @@ made once, and the profile of a tiny model's steps."""
 
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from bench.peers.report import find_figures, format_peers
 from bench.peers.transformers import generate
 from bench.profile import measure
 from bench.profile_report import Profile, Work, format_profile, part_limits
+from bench.report import describe_looks
 from bench.service import BenchError
 from bench.steps import Rows, load_runner
 from bench.targets import TARGETS
@@ -115,6 +117,9 @@ def test_peers_are_told_beside_ours() -> None:
     assert "| openvino | 100 (100 to 100) |" in text
     assert "reads 31.0 GB/s (30.0 to 32.0 over the run), float32 GEMM 150 GFLOP/s (100 to 200), " in text
     assert "unmeasured with AVX512_BF16, unmeasured with VNNI" in text
+    looks = (Rates(32e9, 2e11, 4e11, 8e11), Rates(30e9, 1e11, 5e11, 9e11))
+    described = describe_looks([replace(samples[0], looks=looks)])
+    assert described.endswith("450 GFLOP/s with AVX512_BF16, 850 GOP/s with VNNI")
     missing = "| int4 with int8 activations, 8 clients | × llama.cpp q4_0 | – | ≥ 1.1 | no compiler |  |  |"
     assert missing in text.splitlines()
     assert "OpenVINO GenAI int4" not in text, "it was not asked for"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.shard.driver import Request, Router, configure, prompts
+from tests.support.shard.driver import check_company, configure
 from tests.support.shard.emulated_tiles import compile_emulated
 from tgis.shard.kernels.cpu.amx import instructions, permission
 from tgis.shard.kernels.cpu.bf16 import tile_product
@@ -41,7 +41,7 @@ def test_amx_is_asked_for_where_it_has_a_use(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The system refuses, which is said."""
+    """The log says that the system refuses."""
     if permission.ask() is None:
         pytest.skip("the system permits AMX")
     monkeypatch.setattr(instructions, "INSTRUCTIONS", instructions.ProcessorTiles)
@@ -58,10 +58,4 @@ def test_an_engine_on_tiles_answers_the_same_alone_and_in_company(model_path: Pa
     kernels = BfloatKernels(partial(tile_product.pack, kernel=kernel))
     on = replace(ON_CPU, kernels=kernels, product_dtype=torch.bfloat16)
     runner = load(configure(model_path, cpu_arithmetic="bfloat16", cpu_threads=2), on=on)
-    together = [Request(prompt, 8, details={"logprobs": True}) for prompt in prompts(3, 6)]
-    alone = [Request(list(request.prompt), 8, details={"logprobs": True}) for request in together]
-    Router(runner, seed=1).run(list(together))
-    for request in alone:
-        runner.reset()
-        Router(runner, seed=2, whole=True).run([request])
-    assert [(r.generated, r.logprobs) for r in alone] == [(r.generated, r.logprobs) for r in together]
+    check_company(runner)

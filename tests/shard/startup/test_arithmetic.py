@@ -12,7 +12,7 @@ import transformers
 
 from tests.support.shard import stepping
 from tests.support.shard.checkpoints import SMALL, write_llama, write_model
-from tests.support.shard.driver import Request, Router, configure, prompts
+from tests.support.shard.driver import Request, Router, check_company, configure
 from tests.support.shard.stepping import Stepper
 from tgis.shard.kernels.cpu.bf16 import kernels, self_check
 from tgis.shard.kernels.cpu.bf16.attention import ROUNDED, BfloatAttention
@@ -72,13 +72,7 @@ def test_an_engine_answers_the_same_alone_and_in_company(
     assert SAID in caplog.messages
     assert "the float32 weights of matrix products are rounded to bfloat16" in caplog.messages
     assert (runner.info.weight_dtype, runner.info.cache_dtype) == ("bfloat16", "bfloat16")
-    together = [Request(prompt, 8, details={"logprobs": True}) for prompt in prompts(3, 6)]
-    alone = [Request(list(request.prompt), 8, details={"logprobs": True}) for request in together]
-    Router(runner, seed=1).run(list(together))
-    for request in alone:
-        runner.reset()
-        Router(runner, seed=2, whole=True).run([request])
-    assert [(r.generated, r.logprobs) for r in alone] == [(r.generated, r.logprobs) for r in together]
+    check_company(runner)
 
 
 def test_a_machine_without_the_instruction_answers_the_same(model_path: Path) -> None:
@@ -100,7 +94,7 @@ def test_a_machine_without_the_instruction_answers_the_same(model_path: Path) ->
 def test_what_is_replaced_is_told(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_check, "is_exact", lambda pack: False)
     monkeypatch.setattr(kernels, "MULTIPLY_PAIRS", object())
-    plan = prepare(configure(model_path, cpu_arithmetic="bfloat16"))
+    plan = prepare(configure(model_path, cpu_arithmetic="bfloat16", cpu_amx="off"))
     assert list(plan.describe_shard().replaced_kernels) == ["multiply_pairs"]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.support.cuda.late_device import LateDevice
 from tests.support.cuda.late_platform import late_platform
 from tests.support.shard.checkpoints import write_model
-from tests.support.shard.driver import Request, Router, configure, prompts
+from tests.support.shard.driver import Request, Router, check_company, configure
 from tests.support.shard.family_cases.encoder_decoders import CASES
 from tests.support.shard.ranks import ALONE
 from tests.support.shard.stepping import read_config
@@ -43,7 +43,7 @@ def model_path(checkpoint: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def scaled(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same weights with scales, as llm-compressor names them."""
+    """Return a checkpoint of the same weights with scales, as llm-compressor names them."""
     directory = tmp_path_factory.mktemp("scaled")
     shutil.copytree(model_path, directory, dirs_exist_ok=True)
     tensors = load_file(directory / "model.safetensors")
@@ -72,7 +72,7 @@ class RoundingCache(transformers.DynamicCache):
 
 @torch.inference_mode()
 def score(directory: Path, request: Request, dtype: torch.dtype, scales: Any) -> Tensor:
-    """Log-probabilities of the generated tokens, by transformers."""
+    """Return the log-probabilities of the generated tokens, by transformers."""
     oracle = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     ids = torch.tensor([request.prompt + request.generated])
     logits = oracle(input_ids=ids, past_key_values=RoundingCache(dtype, scales), use_cache=True).logits
@@ -114,17 +114,9 @@ def test_without_scales_they_are_1(model_path: Path, scaled: Path, caplog: pytes
 
 @KIND
 def test_an_engine_answers_the_same_alone_and_in_company(kind: str, scaled: Path) -> None:
-    """Prompts in other chunks, by captured steps or not, with any number of threads, computed again."""
+    """A request that is computed again gives the rest of its answer too."""
     runner = load(configure(scaled, kv_cache_dtype=kind, cpu_threads=2))
-    together = [Request(prompt, 8, details={"logprobs": True}) for prompt in prompts(3, 6)]
-    alone = [Request(list(request.prompt), 8, details={"logprobs": True}) for request in together]
-    Router(runner, seed=1).run(list(together))
-    torch.set_num_threads(1)
-    for request in alone:
-        runner.reset()
-        Router(runner, seed=2, whole=True).run([request])
-    assert [(r.generated, r.logprobs) for r in alone] == [(r.generated, r.logprobs) for r in together]
-    whole = together[0]
+    whole = check_company(runner)[0]
     resumed = Request(list(whole.prompt), 8, generated=whole.generated[:4], details={"logprobs": True})
     Router(runner, seed=3).run([resumed])
     assert resumed.generated == whole.generated

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.support.shard import stepping
 from tests.support.shard.checkpoints import SMALL, write_model
-from tests.support.shard.driver import Request, Router, configure, prompts
+from tests.support.shard.driver import check_company, configure
 from tests.support.shard.ranks import Ranks
 from tests.support.shard.stepping import Stepper
 from tgis.config.processes import ShardConfig
@@ -87,13 +87,7 @@ def test_experts_are_quantized_and_who_chooses_them_is_not(tmp_path: Path) -> No
 def test_an_engine_answers_the_same_alone_and_in_company(model_path: Path) -> None:
     runner = load(configure(model_path, quantize="int8", cpu_threads=2))
     assert (runner.info.weight_dtype, runner.info.cache_dtype) == ("int8", "float32")
-    together = [Request(prompt, 8, details={"logprobs": True}) for prompt in prompts(3, 6)]
-    alone = [Request(list(request.prompt), 8, details={"logprobs": True}) for request in together]
-    Router(runner, seed=1).run(list(together))
-    for request in alone:
-        runner.reset()
-        Router(runner, seed=2, whole=True).run([request])
-    assert [(r.generated, r.logprobs) for r in alone] == [(r.generated, r.logprobs) for r in together]
+    check_company(runner)
 
 
 def test_memory_is_that_of_bytes(model_path: Path) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.support.shard.messages import (
     GREEDY,
     Steps,
@@ -169,6 +171,20 @@ class Router:
                 self.rows.append(row)
                 self.closed.append(row)
                 self.release(row)
+
+
+def check_company(runner: ModelRunner) -> list[Request]:
+    """Check that requests are answered the same together, in chunks and on all threads, and alone, with whole
+    prompts on one thread. Return those that were answered together."""
+    together = [Request(prompt, 8, details={"logprobs": True}) for prompt in prompts(3, 6)]
+    alone = [Request(list(request.prompt), 8, details={"logprobs": True}) for request in together]
+    Router(runner, seed=1).run(list(together))
+    torch.set_num_threads(1)
+    for request in alone:
+        runner.reset()
+        Router(runner, seed=2, whole=True).run([request])
+    assert [(r.generated, r.logprobs) for r in alone] == [(r.generated, r.logprobs) for r in together]
+    return together
 
 
 def prompts(seed: int, count: int, longest: int = 60) -> list[list[int]]:

@@ -11,9 +11,9 @@ from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.memory.kv_cache import CacheScale
 
 _ATTENTION = re.compile(r"(?:(?:model|language_model|transformer)\.)*layers\.(\d{1,9})\.self_attn\.(.+)")
-# Ends of names by which checkpoints call the scales of keys; of those of values, with v instead of k. The
-# last one is both.
-_ENDS = ("k_scale", "attn.k_scale", "k_proj.output_scale", "k_proj.k_scale", "kv_scale")
+# Ends of the names of the scales of keys and of values. The last name is that of one scale for both.
+_ENDS_OF_KEYS = ("k_scale", "attn.k_scale", "k_proj.output_scale", "k_proj.k_scale", "kv_scale")
+_ENDS_OF_VALUES = ("v_scale", "attn.v_scale", "v_proj.output_scale", "v_proj.v_scale", "kv_scale")
 
 
 def read_cache_scales(directory: Path, num_layers: int) -> list[CacheScale | None]:
@@ -23,11 +23,8 @@ def read_cache_scales(directory: Path, num_layers: int) -> list[CacheScale | Non
     for name in checkpoint.list_names():
         if found := _ATTENTION.fullmatch(name):
             names[int(found[1]), found[2]] = name
-    layers = ([_find(names, layer, end) for end in (_ENDS, _ENDS_OF_VALUES)] for layer in range(num_layers))
-    return [_read(checkpoint, *layer) for layer in layers]
-
-
-_ENDS_OF_VALUES = tuple(end if end == "kv_scale" else end.replace("k_", "v_") for end in _ENDS)
+    ends = (_ENDS_OF_KEYS, _ENDS_OF_VALUES)
+    return [_read(checkpoint, *(_find(names, layer, each) for each in ends)) for layer in range(num_layers)]
 
 
 def _find(names: dict[tuple[int, str], str], layer: int, ends: Sequence[str]) -> str | None:

@@ -86,8 +86,7 @@ def check_fit(
     """Check that the model fits into the budget of this machine, which has no steps yet.
 
     `weights` is the size of the weights of all ranks of this machine, of type `kept_type` if it is not the
-    cache's type, `dtype`. Raises
-    ModelTooLargeError or CacheTooSmallError."""
+    cache's type, `dtype`. Raises ModelTooLargeError or CacheTooSmallError."""
     if weights > budget.left:
         type_name = kept_type or str(dtype).removeprefix("torch.")
         raise ModelTooLargeError(

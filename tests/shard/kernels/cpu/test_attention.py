@@ -99,6 +99,17 @@ def test_what_is_hidden_has_no_weight_at_all() -> None:
     assert torch.equal(scene.attend({0: (69, 90)}, replace(PLAIN, window=20))[0][0], before[69])
 
 
+@pytest.mark.parametrize("drop", [80.0, 100.0, 1000.0])
+@pytest.mark.parametrize("begin", [0, 64, 70])
+def test_much_smaller_scores_of_other_spans_change_nothing(drop: float, begin: int) -> None:
+    """A running maximum never falls, however small the scores of a span are that a row sees wholly."""
+    scene = Scene(Shape(num_heads=1, num_kv_heads=1), [256])
+    scene.q[:, 0], scene.k[:] = 0.0, 0.0
+    scene.q[:, 0, 0], scene.k[begin : begin + 30, 0, 0] = 1 / PLAIN.scale, drop
+    scene.write_all()
+    check(scene, {0: (100, 256)}, PLAIN)
+
+
 def test_writes_only_where_it_is_told() -> None:
     scene = Scene(Shape(), [40], num_layers=2)
     scene.tables[0][1] = -1

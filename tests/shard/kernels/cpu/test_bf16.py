@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.shard.products import check_not_finite, check_replay, check_rounding
 from tgis.shard.checkpoint.tensors import TensorInMemory
 from tgis.shard.kernels.cpu.bf16 import kernels, self_check
 from tgis.shard.kernels.cpu.bf16.product import Packer, pack_rounded, pairs_packer
 from tgis.shard.kernels.cpu.gemm import product as gemm
 from tgis.shard.kernels.cpu.gemm.inner_loop import BLOCK, MANY_ROWS, ROWS
 from tgis.shard.kernels.cpu.gemm.panels import PANEL
-from tgis.shard.kernels.cpu.jit.compiler import capture
-from tgis.shard.kernels.cpu.kernel_graph import KernelGraph, MemoryPool
 
 PACKERS = {"rounded": pack_rounded}
 if kernels.MULTIPLY_PAIRS is not None:
@@ -90,16 +89,7 @@ def test_threads_and_places_change_nothing(pack: Packer) -> None:
 
 
 def test_a_captured_product_reads_what_x_is_by_then(pack: Packer) -> None:
-    product, x = pack(stored(torch.randn(70, 41))), torch.randn(3, 41)
-    expected, pool, source = product(x), MemoryPool(), torch.zeros(3, 41)
-    with capture(pool.empty) as launches:
-        y = product(source)
-    graph = KernelGraph(launches)
-    source.copy_(x)
-    for _ in range(2):
-        y.zero_()
-        graph.replay()
-        assert torch.equal(y, expected)
+    check_replay(pack(stored(torch.randn(70, 41))), torch.randn(3, 41))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -115,25 +105,11 @@ def test_weights_are_rounded_as_torch_does(
 
 
 def test_numbers_are_rounded_as_torch_does(pack: Packer) -> None:
-    """Halfway cases too, to infinity, and as weights."""
-    bits = torch.randint(1 << 15, (4000,)) << 16 | torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001]).repeat(800)
-    x = bits.to(torch.int32).view(torch.float32)
-    x = torch.cat((x, -x, torch.tensor([3.4e38, 1e-38, 0.0])))
-    x = x[(x == 0) | (x.abs() >= 2**-126)].unsqueeze(1)  # what is smaller counts as 0
-    expected = x.bfloat16().float()
-    assert torch.equal(pack(stored(torch.ones(1, 1)))(x).nan_to_num(7), expected.nan_to_num(7))
-    assert torch.equal(pack(stored(x))(torch.ones(1, 1)).t().nan_to_num(7), expected.nan_to_num(7))
+    check_rounding(lambda weight: pack(stored(weight)))
 
 
 def test_what_is_not_finite_stays_in_its_row(pack: Packer) -> None:
-    product, x = pack(stored(torch.randn(40, 21))), torch.randn(9, 21)
-    expected = product(x)
-    x[4, 3], x[7, 20] = torch.nan, torch.inf
-    x[4].view(torch.int32)[3] = 0x7FFFFFFF  # a NaN that a carry would make -0
-    found = product(x)
-    finite = [i for i in range(9) if i not in (4, 7)]
-    assert torch.equal(found[finite], expected[finite])
-    assert not found[[4, 7]].isfinite().any()
+    check_not_finite(pack(stored(torch.randn(40, 21))), torch.randn(9, 21))
 
 
 def test_what_is_chosen_here(caplog: pytest.LogCaptureFixture) -> None:

@@ -179,6 +179,16 @@ def test_a_broken_sequence_harms_no_other(kernels: CacheKernels) -> None:
     assert together[0].isnan().all()
 
 
+def test_much_smaller_scores_of_other_spans_change_nothing(kernels: CacheKernels) -> None:
+    scene = make_scene(kernels, Shape(num_heads=1, num_kv_heads=1, dtype=BF16), [200])
+    scene.q[:, 0], scene.k[:] = 0.0, 0.0
+    scene.q[:, 0, 0], scene.k[:64, 0, 0] = 4.0, 1024.0
+    scene.write_all()
+    mean = scene.v[:64, 0].bfloat16().double().mean(0)
+    for row in scene.attend({0: (64, 200)}, PLAIN)[0][:, 0]:
+        torch.testing.assert_close(row.double(), mean, rtol=0, atol=2**-8)
+
+
 def test_rounds_as_torch_does(kernels: CacheKernels) -> None:
     scene = make_scene(kernels, Shape(1, 1, 16, 16, BF16), [16])
     edges = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, 3.3961e38, 1e-30, 0.0, -3.3, 2**-126])

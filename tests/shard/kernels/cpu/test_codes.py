@@ -13,14 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.shard.products import check_replay
 from tgis.shard.checkpoint.codes import CodeLayout, Codes
 from tgis.shard.checkpoint.tensors import ALL, WeightsError
 from tgis.shard.kernels.cpu.codes import product as code_product
 from tgis.shard.kernels.cpu.codes.inner_loop import HAS_VNNI
 from tgis.shard.kernels.cpu.codes.product import CodeProduct
-from tgis.shard.kernels.cpu.jit.compiler import capture
 from tgis.shard.kernels.cpu.jit.llvm import has_feature
-from tgis.shard.kernels.cpu.kernel_graph import KernelGraph, MemoryPool
 
 STEP = 2.0**-24  # half the distance of float32 numbers near 1
 TABLE = tuple(math.sin(i) for i in range(16))
@@ -159,7 +158,9 @@ def test_rounded_activations(name: str) -> None:
 
 
 @pytest.mark.parametrize("rounds_activations", [False, True])
-@pytest.mark.parametrize("name", ["4 bits, zeros", "8 bits", "4 bits, groups of all sizes"])
+@pytest.mark.parametrize(
+    "name", ["4 bits", "4 bits, zeros", "8 bits", "4 bits, groups of all sizes", "a table"]
+)
 def test_rows_keep_their_bits(name: str, rounds_activations: bool, many_threads: None) -> None:
     product = pack(draw(CASES[name], 300), rounds_activations)
     x = torch.randn(97, CASES[name].num_columns)
@@ -182,16 +183,8 @@ def test_rows_of_large_products_keep_their_bits(many_threads: None) -> None:
 
 
 @pytest.mark.parametrize("rounds_activations", [False, True])
-def test_a_kernel_graph_gives_the_same_bits(rounds_activations: bool) -> None:
-    product, x = pack(draw(CASES["4 bits, zeros"], 70), rounds_activations), torch.randn(9, 257)
-    expected, pool = product(x), MemoryPool()
-    with capture(pool.empty) as launches:
-        y = product(x)
-    graph = KernelGraph(launches)
-    for _ in range(3):
-        y.fill_(math.nan)
-        graph.replay()
-        assert torch.equal(y, expected)
+def test_a_captured_product_reads_what_x_is_by_then(rounds_activations: bool) -> None:
+    check_replay(pack(draw(CASES["4 bits, zeros"], 70), rounds_activations), torch.randn(9, 257))
 
 
 @pytest.mark.parametrize("rounds_activations", [False, True])

@@ -28,7 +28,7 @@ def finite_codes(dtype: torch.dtype) -> Tensor:
 
 
 def hard_numbers(dtype: torch.dtype) -> Tensor:
-    """Every bfloat16, every number of the type, and the borders between two of them with their neighbours."""
+    """Return every bfloat16, every number of the type, and the middles between them with their neighbours."""
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     exact = finite_codes(dtype).sort().values
     between = (exact[1:] + exact[:-1]) / 2
@@ -49,14 +49,14 @@ def write(dtype: torch.dtype, k: Tensor, v: Tensor, scale: CacheScale | None = N
 
 
 def stored(cache: KVCache, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Keys and values as they lie in the cache, each [num_tokens, HEAD_DIM]."""
+    """Return keys and values as they lie in the cache, each [num_tokens, HEAD_DIM]."""
     keys = cache.keys[0].view(torch.uint8).view(-1, HEAD_DIM, BLOCK_SIZE).transpose(1, 2)
     values = cache.values[0].view(torch.uint8).view(-1, HEAD_DIM)
     return tuple(x.reshape(-1, HEAD_DIM)[:num_tokens] for x in (keys, values))
 
 
 def round_as_torch(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Codes of torch's own rounding, which does not saturate."""
+    """Return the codes of torch's own rounding, which does not saturate."""
     return x.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype).view(torch.uint8)
 
 
@@ -114,7 +114,7 @@ def test_every_code_is_read_exactly(dtype: torch.dtype) -> None:
 @DTYPES
 @pytest.mark.parametrize("part", ["k", "v"])
 def test_what_is_no_number_stays_none(dtype: torch.dtype, part: str) -> None:
-    """For every query that sees the token, and for no other sequence."""
+    """It is NaN for every query that sees the token, and for no other sequence."""
     for block_size, head_dim in ((16, 64), (10, 13)):
         scene = Scene(Shape(3, 1, head_dim, block_size, dtype), [90, 70])
         getattr(scene, part)[75, 0, 7] = torch.nan

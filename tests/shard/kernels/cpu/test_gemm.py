@@ -14,14 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.shard.products import check_not_finite, check_replay
 from tgis.shard.checkpoint.tensors import TensorInMemory
 from tgis.shard.kernels.cpu.gemm import panels
 from tgis.shard.kernels.cpu.gemm import product as gemm
 from tgis.shard.kernels.cpu.gemm.inner_loop import BLOCK, MANY_ROWS, ROWS
 from tgis.shard.kernels.cpu.gemm.many_rows import MAX_ROWS
 from tgis.shard.kernels.cpu.gemm.panels import PANEL, Arena
-from tgis.shard.kernels.cpu.jit.compiler import capture
-from tgis.shard.kernels.cpu.kernel_graph import KernelGraph, MemoryPool
 from tgis.shard.kernels.cpu.ops import CPU_KERNELS
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -77,7 +76,7 @@ def add_chains(x: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("in_features", [BLOCK, BLOCK + 1])
 def test_many_rows_are_chains(dtype: torch.dtype, in_features: int) -> None:
-    """Around each bound on rows, blocks of columns and panels: in one group of rows and in two or three."""
+    """Sizes lie around each bound on rows, blocks of columns and panels, in one to three groups of rows."""
     weight, x = torch.randn(2 * PANEL + 3, in_features), torch.randn(2 * MAX_ROWS + 1, in_features)
     expected = add_chains(x, weight.to(dtype))
     counts = [*range(MANY_ROWS - 1, MANY_ROWS + ROWS + 2), MAX_ROWS, MAX_ROWS + 1, 2 * MAX_ROWS + 1]
@@ -150,17 +149,8 @@ def test_scratch_memory_lives_as_long_as_its_kernel() -> None:
 
 
 def test_a_captured_product_reads_what_x_is_by_then() -> None:
-    product, x = gemm.pack(TensorInMemory(torch.randn(70, 40), "a weight"), torch.float16), torch.randn(3, 40)
-    expected, pool = product(x), MemoryPool()
-    source = torch.zeros(3, 40)
-    with capture(pool.empty) as launches:
-        y = product(source)
-    graph = KernelGraph(launches)
-    source.copy_(x)
-    for _ in range(2):
-        y.zero_()
-        graph.replay()
-        assert torch.equal(y, expected)
+    product = gemm.pack(TensorInMemory(torch.randn(70, 40), "a weight"), torch.float16)
+    check_replay(product, torch.randn(3, 40))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -207,13 +197,7 @@ def test_bfloat16_keeps_its_range(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype) -> None:
-    product, x = gemm.pack(TensorInMemory(torch.randn(40, 20), "a weight"), dtype), torch.randn(9, 20)
-    expected = product(x)
-    x[4, 3], x[7, 0] = torch.nan, torch.inf
-    found = product(x)
-    finite = [i for i in range(9) if i not in (4, 7)]
-    assert torch.equal(found[finite], expected[finite])
-    assert not found[[4, 7]].isfinite().any()
+    check_not_finite(gemm.pack(TensorInMemory(torch.randn(40, 20), "a weight"), dtype), torch.randn(9, 20))
 
 
 def test_memory_for_weights(monkeypatch: pytest.MonkeyPatch) -> None:

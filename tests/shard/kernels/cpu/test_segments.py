@@ -198,7 +198,7 @@ def test_a_plan_has_every_segment_of_a_short_tile_once(is_cross: bool) -> None:
 
 @pytest.mark.usefixtures("short_segments")
 def test_tiles_of_a_crowd_are_not_split() -> None:
-    """And have the bits that they have alone, where they are."""
+    """They have the bits that they have alone, where they are split."""
     scene = Scene(Shape(), [70] * 20 + [700])
     scene.write_all()
     work = {i: (n - 1, n) for i, n in enumerate(scene.lengths)}

@@ -1,5 +1,6 @@
-"""Products with bfloat16 arithmetic on emulated AMX tiles: against the manual's rule, written with the C
-library's fused multiply-add, against double precision, and bit for bit the same in any company."""
+"""Products with bfloat16 arithmetic on AMX tiles, emulated and the processor's: against the manual's rule,
+written with the C library's fused multiply-add, against double precision, and bit for bit the same in any
+company."""
 
 import ctypes
 import logging
@@ -14,12 +15,13 @@ from torch import Tensor
 
 from tests.support.shard import guarded_memory
 from tests.support.shard.emulated_tiles import compile_emulated
+from tests.support.shard.products import check_not_finite, check_replay, check_rounding
 from tgis.shard.checkpoint.tensors import TensorInMemory
+from tgis.shard.kernels.cpu.amx import permission
 from tgis.shard.kernels.cpu.bf16 import kernels, self_check, tile_product, tiles
 from tgis.shard.kernels.cpu.bf16.product import pack_rounded
 from tgis.shard.kernels.cpu.gemm import panels
-from tgis.shard.kernels.cpu.jit.compiler import Kernel, capture
-from tgis.shard.kernels.cpu.kernel_graph import KernelGraph, MemoryPool
+from tgis.shard.kernels.cpu.jit.compiler import Kernel
 
 pytestmark = pytest.mark.skipif(panels.PANEL != 32, reason="processors with AMX have AVX-512")
 
@@ -27,9 +29,13 @@ SHAPES = [(1, 1), (33, 7), (1500, 40), (64, 32), (513, 97)]  # inputs, outputs
 COUNTS = [1, 2, 15, 16, 17, 31, 32, 33, 48, 49, 64, 127, 128, 129, 144, 145]
 
 
-@pytest.fixture(scope="module")
-def kernel() -> Kernel:
-    return compile_emulated(("amx.inner_loop", "bf16.tiles"), "MULTIPLY_TILES")
+@pytest.fixture(scope="module", params=["emulated", "the processor's"])
+def kernel(request: pytest.FixtureRequest) -> Kernel:
+    if request.param == "emulated":
+        return compile_emulated(("amx.inner_loop", "bf16.tiles"), "MULTIPLY_TILES")
+    if tiles.MULTIPLY_TILES is None or permission.ask() is not None:
+        pytest.skip("there is no AMX, or the system does not permit it")
+    return tiles.MULTIPLY_TILES
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +77,7 @@ def test_sums_are_those_of_the_manual(kernel: Kernel) -> None:
 
 
 def test_tiny_numbers_are_zeros(kernel: Kernel) -> None:
-    """As factors, in chains, and as sums of both chains."""
+    """They are as factors, in chains, and as sums of both chains."""
     weight = torch.tensor([[1.0, 1.0], [2.0**-130, 1.0], [1.0, -1.0], [2.0**-30, 2.0**30]])
     x = torch.tensor([[2.0**-127, 1.0], [1.5 * 2.0**-126, 2.0**-126], [2.0**100, 2.0**-100], [1.0, 1.0]])
     assert np.array_equal(pack(weight, kernel)(x).numpy(), multiply_by_the_manual(x, weight))
@@ -116,37 +122,15 @@ def test_threads_change_nothing(kernel: Kernel) -> None:
 
 
 def test_a_captured_product_reads_what_x_is_by_then(kernel: Kernel) -> None:
-    product, x = pack(torch.randn(70, 41), kernel), torch.randn(3, 41)
-    expected, pool, source = product(x), MemoryPool(), torch.zeros(3, 41)
-    with capture(pool.empty) as launches:
-        y = product(source)
-    graph = KernelGraph(launches)
-    source.copy_(x)
-    for _ in range(2):
-        y.zero_()
-        graph.replay()
-        assert torch.equal(y, expected)
+    check_replay(pack(torch.randn(70, 41), kernel), torch.randn(3, 41))
 
 
 def test_numbers_are_rounded_as_torch_does(kernel: Kernel) -> None:
-    """Halfway cases too, to infinity, and as weights."""
-    bits = torch.randint(1 << 15, (4000,)) << 16 | torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001]).repeat(800)
-    x = bits.to(torch.int32).view(torch.float32)
-    x = torch.cat((x, -x, torch.tensor([3.4e38, 1e-38, 0.0])))
-    x = x[(x == 0) | (x.abs() >= 2**-126)].unsqueeze(1)
-    expected = x.bfloat16().float()
-    assert torch.equal(pack(torch.ones(1, 1), kernel)(x).nan_to_num(7), expected.nan_to_num(7))
-    assert torch.equal(pack(x, kernel)(torch.ones(1, 1)).t().nan_to_num(7), expected.nan_to_num(7))
+    check_rounding(partial(pack, kernel=kernel))
 
 
 def test_what_is_not_finite_stays_in_its_row(kernel: Kernel) -> None:
-    product, x = pack(torch.randn(40, 21), kernel), torch.randn(9, 21)
-    expected = product(x)
-    x[4, 3], x[7, 20] = torch.nan, torch.inf
-    found = product(x)
-    finite = [i for i in range(9) if i not in (4, 7)]
-    assert torch.equal(found[finite], expected[finite])
-    assert not found[[4, 7]].isfinite().any()
+    check_not_finite(pack(torch.randn(40, 21), kernel), torch.randn(9, 21))
 
 
 def test_tiles_are_chosen_where_they_are_right(

@@ -20,7 +20,8 @@ BUILD = """
 import sys
 from pathlib import Path
 from tgis.shard.kernels.cpu.jit import cache
-cache._bases = [Path(sys.argv[1]) / "kept"]
+cache._BESIDE_SOURCE = Path(sys.argv[1]) / "kept"
+cache._bases = [cache._BESIDE_SOURCE]
 from tgis.shard.kernels.cpu.bf16.tiles import MULTIPLY_TILES
 from tgis.shard.kernels.cpu.int8.kernels import MULTIPLY_INT8_TILES
 for name, kernel in (("bf16", MULTIPLY_TILES), ("int8", MULTIPLY_INT8_TILES)):
@@ -78,7 +79,7 @@ def test_a_refusal_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Assembly of both kernels, as Sapphire Rapids would compile them."""
+    """Return the directory of the assembly of both kernels, compiled for Sapphire Rapids."""
     directory = tmp_path_factory.mktemp("built")
     features = binding.get_host_cpu_features()
     features.update(dict.fromkeys(FEATURES, True))

@@ -1,4 +1,5 @@
-"""int8 products on emulated AMX tiles: the bits of products without tiles, which have their own oracles."""
+"""int8 products on AMX tiles, emulated and the processor's: the bits of products without tiles, which have
+their own oracles."""
 
 import logging
 import math
@@ -11,6 +12,7 @@ from torch import Tensor
 from tests.support.shard import guarded_memory
 from tests.support.shard.emulated_tiles import compile_emulated
 from tgis.shard.checkpoint.tensors import TensorInMemory
+from tgis.shard.kernels.cpu.amx import permission
 from tgis.shard.kernels.cpu.gemm import panels
 from tgis.shard.kernels.cpu.int8 import inner_loop, kernels, product, self_check
 from tgis.shard.kernels.cpu.jit.compiler import Kernel
@@ -30,9 +32,13 @@ SHAPES = [(1, 1), (128, 32), (64, 33), (66, 40), (1500, 70), (257, 97), (700, 31
 COUNTS = [1, 16, 17, 31, 32, 33, 48, 49, 96, 97, 145]
 
 
-@pytest.fixture(scope="module")
-def kernel() -> Kernel:
-    return compile_emulated(("amx.inner_loop", "int8.tiles", "int8.kernels"), "MULTIPLY_INT8_TILES")
+@pytest.fixture(scope="module", params=["emulated", "the processor's"])
+def kernel(request: pytest.FixtureRequest) -> Kernel:
+    if request.param == "emulated":
+        return compile_emulated(("amx.inner_loop", "int8.tiles", "int8.kernels"), "MULTIPLY_INT8_TILES")
+    if kernels.MULTIPLY_INT8_TILES is None or permission.ask() is not None:
+        pytest.skip("there is no AMX, or the system does not permit it")
+    return kernels.MULTIPLY_INT8_TILES
 
 
 @pytest.fixture(autouse=True)

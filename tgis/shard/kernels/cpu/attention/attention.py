@@ -6,6 +6,7 @@ however its sequence was cut into chunks."""
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from tgis.shard.attention.interface import AttentionKind, AttentionPlan, Heads, Scoring, StepLayout
@@ -78,7 +79,8 @@ class CpuAttention:
             fields = _scoring_fields(scoring)
             self._scoring_args[layer] = (scoring, fields)
         addresses = (plan.table.data_ptr(), q.data_ptr(), out.data_ptr())
-        self._attend.parallel(*self._pages[layer], q.shape[1], *addresses, *fields, *self._reading[layer])
+        factors, num_threads = self._reading[layer], torch.get_num_threads()
+        self._attend.parallel(*self._pages[layer], q.shape[1], *addresses, *fields, *factors, num_threads)
         return out
 
     def read(self, layer: int, block_table: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:

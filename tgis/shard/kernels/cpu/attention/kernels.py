@@ -33,9 +33,12 @@ _F32, _I64 = np.float32(0), np.int64(0)
 
 
 @reorderable
-def _find_unit(item: int, part: int, kv_head: int, group: int, step: Any, scoring: Any, size: int) -> Any:
-    """Return the unit of work of the item at an address and of a part of the `group` heads of a KV head, and
-    which segments it attends to. `size` is that of a token's partial results in bytes."""
+def _find_unit(index: int, group: int, step: Any, p: Any, scoring: Any, size: int) -> Any:
+    """Return the unit of work with number `index`, and which segments it attends to. `group` heads share a KV
+    head; `size` is that of a token's partial results in bytes."""
+    parts = (group + HEADS - 1) // HEADS
+    part, rest = index % parts, index // parts
+    kv_head, item = rest % p.num_kv_heads, step[7] + ITEM * (rest // p.num_kv_heads)
     sequence, start = read_int(item), read_int(item + 4)
     count, position = read_int(item + 8), read_int(item + 12)
     num_parts, segment, partial = read_int(item + 16), read_int(item + 20), read_int(item + 24)
@@ -46,22 +49,26 @@ def _find_unit(item: int, part: int, kv_head: int, group: int, step: Any, scorin
         begin, end = max(begin, segment * segment_len), min(end, (segment + 1) * segment_len)
     heads, head = min(HEADS, group - part * HEADS), kv_head * group + part * HEADS
     blocks, partials = step[6] + 4 * sequence * step[2], step[10] + partial * size
-    u = WorkUnit(blocks, start, count, position, kv_head, head, heads, end)
-    return u, SegmentPart(begin, tile_end, segment_len, num_parts, segment, partials)
+    u = WorkUnit(blocks, start, count, position, kv_head, head, heads, begin, end)
+    return u, SegmentPart(tile_end, segment_len, num_parts, segment, partials)
+
+
+@reorderable
+def _count_units(group: int, step: Any, p: Any) -> Any:
+    return step[3] * p.num_kv_heads * ((group + HEADS - 1) // HEADS)
 
 
 @reorderable
 def _attend_unit_number(index: int, a: Any, step: Any, p: Any, scoring: Any, s: Any, element: Any) -> bool:
     """Compute the unit of work with number `index`. Return False if there is none."""
-    group = a[7] // p.num_kv_heads
-    parts = (group + HEADS - 1) // HEADS
-    part, rest = index % parts, index // parts
-    kv_head, i = rest % p.num_kv_heads, rest // p.num_kv_heads
-    if i >= step[3]:
+    group, size = a[7] // p.num_kv_heads, 4 * a[7] * result_size(s.length)
+    num_units = _count_units(group, step, p)
+    if index >= num_units:
         return False
-    size = 4 * a[7] * result_size(s.length)
-    u, segments = _find_unit(step[7] + ITEM * i, part, kv_head, group, step, scoring, size)
-    attend_unit(u, Queries(a[9], a[10], a[7]), segments, p, scoring, s, element)
+    u, segments = _find_unit(index, group, step, p, scoring, size)
+    # This thread's next unit if all threads are equally fast.
+    following, _ = _find_unit(min(index + a[20], num_units - 1), group, step, p, scoring, size)
+    attend_unit(u, following, Queries(a[9], a[10], a[7]), segments, p, scoring, s, element)
     return True
 
 
@@ -70,7 +77,7 @@ def attend_kernel(element: Any, factor: Any = _F32, columns: int = 1) -> Kernel:
     `factor` are numbers of the types of elements, and of what they are multiplied with."""
 
     def attend(args: Any) -> None:
-        a = carray(args, 20)
+        a = carray(args, 21)
         p = Pages(a[1], a[2], a[3], a[4], a[5], a[6], as_float(a[18]), as_float(a[19]), columns)
         step = carray(pointer(a[8], _I64), TABLE)
         scoring = ScoringArgs(as_float(a[11]), as_float(a[12]), a[13], a[14], a[15], a[16], a[17])
@@ -79,14 +86,15 @@ def attend_kernel(element: Any, factor: Any = _F32, columns: int = 1) -> Kernel:
         q, sums = max_rows * depth, max_rows * (depth + LANES)
         maxima, gathered = round_up(max_rows, LANES), SPAN * (p.head_dim + depth)
         results = max_rows * result_size(depth + LANES)
-        size = LANES + q + sums + maxima + TALL * SPAN + 8 * GROUPS + gathered + results
+        size = LANES + q + sums + maxima + 4 * LANES + TALL * SPAN + 16 * GROUPS + gathered + results
         memory = np.empty(size, np.float32)
         begin = round_up(memory.ctypes.data, ALIGNMENT)
-        scores = begin + 4 * (q + sums + maxima)
+        updates = begin + 4 * (q + sums + maxima)
+        bounds, scores = updates + 8 * LANES, updates + 16 * LANES
         places = scores + 4 * TALL * SPAN
-        rest = places + 32 * GROUPS
+        rest = places + 64 * GROUPS
         rows = (begin, begin + 4 * q, depth + LANES, begin + 4 * (q + sums), rest + 4 * gathered)
-        s = Scratch(*rows, scores, places, rest, factor)
+        s = Scratch(*rows, updates, bounds, scores, places, rest, factor)
         while _attend_unit_number(next_unit(args), a, step, p, scoring, s, element):
             pass
         keep_alive(memory)

@@ -12,6 +12,7 @@ from tgis.shard.kernels.cpu.attention.vectors import (
     INTEGERS,
     LANES,
     VECTOR,
+    ZERO,
     load_cached,
     store,
 )
@@ -21,8 +22,7 @@ from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import FUSED, I32, I64
 
-_BITS, _UPPER = 16, 0xFFFF0000  # bits of bfloat16, and those of float32 that it keeps
-_NAN = 0x7FC00000
+_UPPER = 0xFFFF0000  # bits of an earlier number in a pair
 
 
 def count_columns(element: Any) -> int:
@@ -43,23 +43,12 @@ def drop_later(b: Any, loaded: Any) -> Any:
     return b.bitcast(kept, loaded.type)
 
 
-def load_factor(b: Any, address: Any, element: Any) -> Any:
-    """Load one number or pair that elements are multiplied with, into all lanes."""
-    load = pairs.load_broadcast if element == PAIR else llvm.load_broadcast
-    return load(b, address, LANES)
-
-
-def add_products(b: Any, sums: list[Any], factors: list[Any], loaded: list[Any], element: Any) -> list[Any]:
-    """Return sums with sums[r * len(loaded) + v] += factors[r] * loaded[v]."""
-    add = pairs.add_products if element == PAIR else llvm.add_products
-    return add(b, sums, factors, loaded)
-
-
-def store_weights(b: Any, weights: list[Any], address: Any, total: Any, element: Any) -> Any:
-    """Store vectors of softmax weights as the type that values are multiplied with, and return `total` with
-    these weights added, lane by lane.
+def store_weights(b: Any, weights: list[Any], address: Any, element: Any) -> Any:
+    """Store vectors of softmax weights as the type that values are multiplied with, and return their sums,
+    lane by lane.
 
     Rounded weights are added as such, in the order of pairs, so that errors of all weights cancel."""
+    total = ZERO
     if element == types.float32:
         for v, weight in enumerate(weights):
             store(b, weight, address, I64(4 * LANES * v))
@@ -71,7 +60,7 @@ def store_weights(b: Any, weights: list[Any], address: Any, total: Any, element:
             rounded = pairs.round_two(b, two)
             store(b, rounded, address, I64(4 * LANES * v // pairs.COLUMNS))
             both = b.bitcast(rounded, pairs.vector_type(LANES))
-            [total] = pairs.add_products(b, [total], [pairs.ones(b, LANES)], [both])
+            [total] = pairs.add_products(b, [total], [pairs.ones(b, LANES)], [both], element)
         else:
             two = [round_vector(b, weight) for weight in two]
             for i, weight in enumerate(two):
@@ -99,10 +88,5 @@ def round_query(b: Any, address: Any, count: Any, element: Any) -> None:
 
 
 def round_vector(b: Any, x: Any) -> Any:
-    """Round a vector of float32 to bfloat16, half to even, kept as float32."""
-    bits = b.bitcast(x, INTEGERS)
-    even = b.and_(b.lshr(bits, llvm.constant(_BITS, LANES, I32)), llvm.constant(1, LANES, I32))
-    rounded = b.add(b.add(bits, llvm.constant(0x7FFF, LANES, I32)), even)
-    kept = b.and_(rounded, llvm.constant(_UPPER, LANES, I32))
-    nan = llvm.constant(_NAN, LANES, I32)  # rounding would make some NaNs infinite
-    return b.bitcast(b.select(b.fcmp_unordered("uno", x, x), nan, kept), VECTOR)
+    """Round a vector of float32 to bfloat16, kept as float32."""
+    return b.bitcast(llvm.round_to_bfloat16(b, x), VECTOR)

@@ -10,9 +10,8 @@ from llvmlite import ir
 from numba import carray
 
 from tgis.shard.kernels.cpu.attention.kernels import TABLE, TOKENS
-from tgis.shard.kernels.cpu.attention.operands import round_vector
 from tgis.shard.kernels.cpu.attention.tiles import Pages, round_up
-from tgis.shard.kernels.cpu.attention.vectors import INTEGERS, LANES
+from tgis.shard.kernels.cpu.attention.vectors import LANES
 from tgis.shard.kernels.cpu.gemm import pairs
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import (
@@ -47,7 +46,7 @@ def _write_halves(b: Any, to: Any, source: Any, count: Any, is_later: Any) -> No
     def write_vector(k: Any, _: list[Any]) -> list[Any]:
         left, offset = b.trunc(b.sub(count, k), I32), b.mul(k, I64(4))
         x = llvm.load_vector(b, b.add(source, offset), LANES, llvm.first_lanes(b, left, LANES))
-        bits = b.lshr(b.bitcast(round_vector(b, x), INTEGERS), shift)
+        bits = b.lshr(llvm.round_to_bfloat16(b, x), shift)
         kind = ir.VectorType(I16, _HALVES)
         mask = b.and_(halves, llvm.first_lanes(b, b.mul(left, I32(pairs.COLUMNS)), _HALVES))
         place = llvm.pointer_to(b, kind, b.add(to, offset))

@@ -14,13 +14,12 @@ from numba import types
 
 from tgis.shard.kernels.cpu.attention.float8 import find_nan
 from tgis.shard.kernels.cpu.attention.operands import (
-    add_products,
     count_columns,
     drop_later,
     load_elements,
-    load_factor,
 )
-from tgis.shard.kernels.cpu.attention.vectors import LANES, ZERO, load, prefer_512_bits, store
+from tgis.shard.kernels.cpu.attention.vectors import LANES, ZERO, load, multiply_add, prefer_512_bits, store
+from tgis.shard.kernels.cpu.gemm.pairs import add_products, load_factor
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import I1, I64
@@ -32,7 +31,7 @@ LINE = 64
 # Orders in which rows fetch vectors in turns. A line may hold two vectors, of this and of the next row.
 _TURNS = {1: (0,), 2: (0, 1), 4: (0, 2, 1, 3)}
 
-_TILES = (1, 2, 3, 4, TALL)  # numbers of rows that tiles are built for
+TILES = (1, 2, 3, 4, TALL)  # numbers of rows that tiles are built for
 # Most result vectors of a tile, so that all fit the registers.
 _MAX_VECTORS = 24 if llvm.has_feature("avx512f") and llvm.has_feature("avx512vl") else 6
 
@@ -42,33 +41,60 @@ def _width(num_rows: int, num_vectors: int) -> int:
     return next(n for n in (4, 2, 1) if n <= num_vectors and num_rows * n <= _MAX_VECTORS)
 
 
-def _for_rows(b: Any, rows: Any, num_vectors: int, build: Callable[[int, int, int], None]) -> None:
-    """Emit a switch over `rows`, one of _TILES. Each case calls build(number of rows, first vector, number of
-    vectors) until all vectors are covered."""
+def for_rows(b: Any, rows: Any, build: Callable[[int], None]) -> None:
+    """Emit a switch over `rows`, one of TILES. Each case calls build(number of rows)."""
     done = b.append_basic_block("done")
-    blocks = [b.append_basic_block(f"rows_{n}") for n in _TILES]
+    blocks = [b.append_basic_block(f"rows_{n}") for n in TILES]
     switch = b.switch(rows, blocks[-1])
-    for n, block in zip(_TILES, blocks, strict=True):
+    for n, block in zip(TILES, blocks, strict=True):
         if n != TALL:
             switch.add_case(I64(n), block)
         b.position_at_end(block)
-        width = _width(n, num_vectors)
-        for first in range(0, num_vectors, width):
-            build(n, first, width)
+        build(n)
         b.branch(done)
     b.position_at_end(done)
 
 
+def for_groups(b: Any, num_groups: Any, build: Callable[[int], None]) -> None:
+    """Emit a branch over `num_groups`, GROUPS or half of them. Each side calls build(number of groups)."""
+    with b.if_else(b.icmp_signed("<=", num_groups, I64(GROUPS // 2))) as (half, whole):
+        with half:
+            build(GROUPS // 2)
+        with whole:
+            build(GROUPS)
+
+
+def _for_vectors(b: Any, rows: Any, num_vectors: int, build: Callable[[int, int, int], None]) -> None:
+    """Emit a switch over `rows`, one of TILES. Each case calls build(number of rows, first vector, number of
+    vectors) until all vectors are covered."""
+
+    def build_rows(num_rows: int) -> None:
+        width = _width(num_rows, num_vectors)
+        for first in range(0, num_vectors, width):
+            build(num_rows, first, width)
+
+    for_rows(b, rows, build_rows)
+
+
 @llvm_function()
 def multiply_qk(
-    b: Any, rows: Any, scores: Any, q: Any, q_stride: Any, places: Any, stride: Any, n: Any, element: Any
+    b: Any,
+    rows: Any,
+    num_groups: Any,
+    scores: Any,
+    q: Any,
+    q_stride: Any,
+    places: Any,
+    stride: Any,
+    n: Any,
+    element: Any,
 ) -> None:
-    """Compute scores[:rows, :SPAN] = q[:rows, :n] @ keys[:n, :SPAN].
+    """Compute scores[:rows, :SPAN] = q[:rows, :n] @ keys[:n, :SPAN], or only the first half of each row.
 
-    `rows` is 1 to SHORT, or TALL; `n` is at least 1. `scores` and `q` are addresses. `places` is the address
-    of an array of 2 * GROUPS addresses: those of the keys' vectors, then those of the vectors to prefetch.
-    Strides are the bytes from one row of q or keys to the next. `element` is a value of the keys' type; where
-    keys are pairs, `n` counts pairs."""
+    `rows` is 1 to SHORT, or TALL; `num_groups` is GROUPS, or half of them; `n` is at least 1. `scores` and
+    `q` are addresses. `places` is the address of an array of 2 * GROUPS addresses: those of the keys'
+    vectors, then those of the vectors to prefetch. Strides are the bytes from one row of q or keys to the
+    next. `element` is a value of the keys' type; where keys are pairs, `n` counts pairs."""
 
     def build_tile(num_rows: int, first: int, width: int) -> None:
         bases, ahead = (
@@ -82,7 +108,7 @@ def multiply_qk(
             if num_rows <= SHORT:
                 _prefetch_keys(b, ahead, k, row, element)
             loaded = [load_elements(b, base, row, element) for base in bases]
-            factors = [load_factor(b, b.add(start, column), element) for start in starts]
+            factors = [load_factor(b, b.add(start, column), LANES, element) for start in starts]
             return add_products(b, sums, factors, loaded, element)
 
         results = llvm.loop(b, n, _first_scores(b, bases, element) * num_rows, add_channel)
@@ -91,7 +117,7 @@ def multiply_qk(
             store(b, result, scores, I64(4 * (r * SPAN + (first + v) * LANES)))
 
     prefer_512_bits(b)
-    _for_rows(b, rows, GROUPS, build_tile)
+    for_groups(b, num_groups, lambda groups: _for_vectors(b, rows, groups, build_tile))
 
 
 def _first_scores(b: Any, bases: list[Any], element: Any) -> list[Any]:
@@ -117,13 +143,14 @@ def _choose(b: Any, k: Any, choices: Sequence[Any]) -> Any:
 
 def _add_pv(num_vectors: int) -> Any:
     """Build a function for kernels that computes
-    sums[:rows, : num_vectors * LANES] += weights[:rows, :n] @ values[:n, : num_vectors * LANES].
+    sums[:rows, : num_vectors * LANES] = factors[:rows] * sums + weights[:rows, :n] @ values[:n].
 
     Its arguments: `rows`, 1 to SHORT, or TALL; `sums`, an address, and `sums_stride`, the bytes from one row
-    to the next; `weights`, the address of [rows, SPAN]; `places`, the address of an array of 2 * GROUPS
-    addresses: one for every LANES rows of values, then those of the rows to prefetch; `column`, the bytes
-    from such an address to the first column; `stride`, the bytes from one row to the next, of pairs of values
-    where there are pairs; `n`, 1 to SPAN; and `element`, a value of the values' type."""
+    to the next; `factors`, the address of [rows]; `weights`, that of [rows, SPAN]; `places`, the address of
+    an array of 2 * GROUPS addresses: one for every LANES rows of values, then those of the rows to prefetch;
+    `column`, the bytes from such an address to the first column; `stride`, the bytes from one row to the
+    next, of pairs of values where there are pairs; `n`, 1 to SPAN; and `element`, a value of the values'
+    type."""
 
     @llvm_function()
     def add_pv(
@@ -131,6 +158,7 @@ def _add_pv(num_vectors: int) -> Any:
         rows: Any,
         sums: Any,
         sums_stride: Any,
+        factors: Any,
         weights: Any,
         places: Any,
         column: Any,
@@ -139,15 +167,15 @@ def _add_pv(num_vectors: int) -> Any:
         element: Any,
     ) -> None:
         prefer_512_bits(b)
-        args = (sums, sums_stride, weights, places, column, stride, n, element)
-        _for_rows(b, rows, num_vectors, lambda *tile: _build_pv(b, args, *tile))
+        args = (sums, sums_stride, factors, weights, places, column, stride, n, element)
+        _for_vectors(b, rows, num_vectors, lambda *tile: _build_pv(b, args, *tile))
 
     return add_pv
 
 
 def _build_pv(b: Any, args: Any, rows: int, first: int, width: int) -> None:
     """Emit the code of a tile of `rows` rows and `width` vectors from the vector `first` on."""
-    sums, sums_stride, weights, places, column, stride, n, element = args
+    sums, sums_stride, growths, weights, places, column, stride, n, element = args
     size, columns = element.bitwidth // 8 * LANES, count_columns(element)
     cells = [(r, 4 * LANES * (first + v)) for r in range(rows) for v in range(width)]
     results = [b.add(b.mul(I64(r), sums_stride), I64(offset)) for r, offset in cells]
@@ -167,7 +195,7 @@ def _build_pv(b: Any, args: Any, rows: int, first: int, width: int) -> None:
             if is_half:
                 loaded = [drop_later(b, pair) for pair in loaded]
             offsets = [b.add(weight, I64(4 * SPAN * r)) for r in range(rows)]
-            factors = [load_factor(b, b.add(weights, offset), element) for offset in offsets]
+            factors = [load_factor(b, b.add(weights, offset), LANES, element) for offset in offsets]
             return add_products(b, key_sums, factors, loaded, element)
 
         left = b.sub(n, begin)
@@ -180,9 +208,10 @@ def _build_pv(b: Any, args: Any, rows: int, first: int, width: int) -> None:
         return llvm.loop_range(b, whole, end, 1, pair_sums, partial(add_key, is_half=True))
 
     groups = b.sdiv(b.add(n, I64(LANES - 1)), I64(LANES))
-    initial = [load(b, sums, offset) for offset in results]
-    for offset, result in zip(results, llvm.loop(b, groups, initial, add_group), strict=True):
-        store(b, result, sums, offset)
+    added = llvm.loop(b, groups, [ZERO] * len(cells), add_group)
+    by_row = [llvm.load_broadcast(b, b.add(growths, I64(4 * r)), LANES) for r in range(rows)]
+    for offset, (r, _), result in zip(results, cells, added, strict=True):
+        store(b, multiply_add(b, load(b, sums, offset), by_row[r], result), sums, offset)
 
 
 add_pv_4_vectors, add_pv_1_vector = _add_pv(4), _add_pv(1)

@@ -23,7 +23,6 @@ _F32, _I64 = np.float32(0), np.int64(0)
 class SegmentPart(NamedTuple):
     """The segments of a tile that a unit of work attends to."""
 
-    begin: int  # first key, a multiple of a span
     tile_end: int  # no row of the tile sees this key or a later one
     segment_len: int
     num_parts: int  # number of units that the tile's segments are; 1 if this one goes through all of them
@@ -90,7 +89,7 @@ def partial_address(segment: int, r: int, u: Any, part: SegmentPart, num_heads: 
 @reorderable
 def keep_partials(u: Any, part: SegmentPart, num_heads: int, s: Any) -> Any:
     """Keep the results of a unit that is one segment. Return True if it is the last one of its tile."""
-    for r in range(u.num_tokens * u.heads if part.begin < u.end else 0):
+    for r in range(u.num_tokens * u.heads if u.begin < u.end else 0):
         place = partial_address(part.number, r, u, part, num_heads, s.length)
         copy_result(place, s.sums + 4 * s.length * r, s.maxima + 4 * r, s.length)
     counter = partial_address(0, 0, u, part, num_heads, s.length) + 4 * s.length + 8

@@ -1,25 +1,28 @@
-"""Online softmax over one span of keys, vectorised by hand so that every row runs the same code."""
+"""Online softmax over one span of keys, vectorised by hand so that every row has the same arithmetic. Rows
+that see all keys of a span have code without masks: a mask changes no bit of what is visible, and adds
+zeros."""
 
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
 
 from tgis.shard.kernels.cpu.attention.operands import store_weights
-from tgis.shard.kernels.cpu.attention.qk_pv import GROUPS
+from tgis.shard.kernels.cpu.attention.qk_pv import GROUPS, SPAN, for_groups, for_rows
 from tgis.shard.kernels.cpu.attention.vectors import (
     INTEGERS,
     LANES,
     VECTOR,
     ZERO,
     load,
+    multiply_add,
     prefer_512_bits,
     store,
 )
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
-from tgis.shard.kernels.cpu.jit.llvm import FLOAT, FUSED, I32, I64
+from tgis.shard.kernels.cpu.jit.llvm import FLOAT, FUSED, I1, I32, I64
 
 # Coefficients of a polynomial for 2^f, |f| <= 1/2, the highest power first. Its relative error is 1e-7, and
 # it is exactly 1 for f = 0.
@@ -31,9 +34,11 @@ _POWERS = [
     )
 ]
 _LOG2_E = llvm.constant(1.4426950216293335, LANES)
-# Adding this to a moderate number rounds it to an integer, which is then in the lowest bits of the sum.
-_ROUNDING = llvm.constant(1.5 * 2**23, LANES)
+# Adding this to a moderate number rounds it to an integer; the sum's lowest bits are then that integer with
+# the bias of an exponent.
+_ROUNDING = llvm.constant(1.5 * 2**23 + 127, LANES)
 _MIN_EXPONENT = llvm.constant(-86.0, LANES)  # smaller exponents are clamped to this
+_HIDDEN = llvm.constant(float("-inf"), LANES)
 
 
 def _add(b: Any, x: Any, y: Any) -> Any:
@@ -53,62 +58,138 @@ def _exp(b: Any, x: Any) -> Any:
     clamped = b.select(b.fcmp_ordered("<", x, _MIN_EXPONENT), _MIN_EXPONENT, x)
     shifted = _multiply_add(b, clamped, _LOG2_E, _ROUNDING)
     whole = b.fsub(shifted, _ROUNDING, **FUSED)
-    f = llvm.call(b, f"llvm.fma.v{LANES}f32", VECTOR, clamped, _LOG2_E, b.fneg(whole))  # rounded once
+    f = multiply_add(b, clamped, _LOG2_E, b.fneg(whole))
     p = reduce(lambda p, c: _multiply_add(b, p, f, c), _POWERS)
-    exponent = b.shl(b.bitcast(shifted, INTEGERS), llvm.constant(23, LANES, I32))
-    power = b.bitcast(b.add(b.bitcast(p, INTEGERS), exponent), VECTOR)
-    return b.select(b.fcmp_unordered("uno", x, x), x, power)
+    power = b.shl(b.bitcast(shifted, INTEGERS), llvm.constant(23, LANES, I32))
+    return b.fmul(p, b.bitcast(power, VECTOR))
 
 
-def _find_visible(b: Any, first: Any, count: Any) -> list[Any]:
-    """Return a mask for each group: the keys of the span among the `count` keys from `first` on."""
-    first, count = (llvm.broadcast(b, b.trunc(x, I32), LANES) for x in (first, count))
-    lanes = [ir.Constant(INTEGERS, list(range(v * LANES, (v + 1) * LANES))) for v in range(GROUPS)]
+def _find_visible(b: Any, bounds: Any, num_groups: int) -> list[Any]:
+    """Return a mask for each group: the keys that a row sees, whose `bounds` are at an address."""
+    first, end = (_load_broadcast_int(b, b.add(bounds, I64(4 * i))) for i in range(2))
+    count = b.sub(end, first)
+    lanes = [ir.Constant(INTEGERS, list(range(v * LANES, (v + 1) * LANES))) for v in range(num_groups)]
     return [b.icmp_unsigned("<", b.sub(lane, first), count) for lane in lanes]
 
 
-def _rotate_lanes(b: Any, x: Any, distance: int) -> Any:
-    return llvm.shuffle(b, x, x, [(lane + distance) % LANES for lane in range(LANES)])
+def _load_broadcast_int(b: Any, address: Any) -> Any:
+    return llvm.broadcast(b, b.load(llvm.pointer_to(b, I32, address), align=4), LANES)
+
+
+def _find_row_maxima(b: Any, rows: list[Any]) -> Any:
+    """Return the maxima of up to LANES vectors, that of vector r in lane r. Other lanes hold anything."""
+    for distance in (8, 4, 2, 1):
+        low = [lane for lane in range(LANES) if not lane & distance]
+        chosen = [lane + begin for begin in (0, LANES) for lane in low]
+        pairs = [(x, rows[i + 1] if i + 1 < len(rows) else x) for i, x in enumerate(rows) if i % 2 == 0]
+        rows = [
+            _maximum(b, llvm.shuffle(b, x, y, chosen), llvm.shuffle(b, x, y, [c + distance for c in chosen]))
+            for x, y in pairs
+        ]
+    return rows[0]
+
+
+def _load_row(b: Any, scores: Any, num_groups: int) -> list[Any]:
+    return [load(b, scores, I64(4 * LANES * v)) for v in range(num_groups)]
+
+
+def _update_maxima(b: Any, tile: "_Tile", rows: int) -> None:
+    """Update the running maxima of a tile's rows; write them, and what earlier sums are to be multiplied
+    with, to the tile's scratch memory. The factor of a row whose maximum stays is exactly 1."""
+    found = []
+    for r in range(rows):
+        row = _load_row(b, b.add(tile.scores, I64(4 * SPAN * r)), tile.num_groups)
+        if tile.bounds is not None:
+            visible = _find_visible(b, b.add(tile.bounds, I64(8 * r)), tile.num_groups)
+            row = [b.select(mask, x, _HIDDEN) for mask, x in zip(visible, row, strict=True)]
+        found.append(reduce(lambda x, y: _maximum(b, x, y), row))
+    mask = ir.Constant(ir.VectorType(I1, LANES), [int(lane < rows) for lane in range(LANES)])
+    before = llvm.load_vector(b, tile.maxima, LANES, mask)
+    after = _maximum(b, _find_row_maxima(b, found), before)
+    llvm.store_vector(b, after, tile.maxima, mask)
+    store(b, after, tile.updates, I64(0))
+    store(b, _exp(b, b.fsub(before, after, **FUSED)), tile.updates, I64(4 * LANES))
+
+
+def _write_weights(b: Any, tile: "_Tile", rows: Any) -> None:
+    weight_sums = b.add(tile.sums, b.mul(b.sub(tile.length, I64(LANES)), I64(4)))
+
+    def write_row(r: Any, _: list[Any]) -> list[Any]:
+        scores = b.add(tile.scores, b.mul(r, I64(4 * SPAN)))
+        update = b.add(tile.updates, b.mul(r, I64(4)))
+        after, factor = (
+            llvm.load_broadcast(b, b.add(update, I64(offset)), LANES) for offset in (0, 4 * LANES)
+        )
+        row = _load_row(b, scores, tile.num_groups)
+        weights = [_exp(b, b.fsub(x, after, **FUSED)) for x in row]
+        if tile.bounds is not None:
+            visible = _find_visible(b, b.add(tile.bounds, b.mul(r, I64(8))), tile.num_groups)
+            weights = [b.select(mask, x, ZERO) for mask, x in zip(visible, weights, strict=True)]
+        place = b.mul(r, b.mul(tile.length, I64(4)))
+        total = store_weights(b, weights, scores, tile.element)
+        earlier = load(b, weight_sums, place)
+        store(b, multiply_add(b, earlier, factor, total), weight_sums, place)
+        return []
+
+    llvm.loop(b, rows, [], write_row)
+
+
+class _Tile(NamedTuple):
+    """Arguments of `update_softmax` for rows that are alike."""
+
+    scores: Any
+    maxima: Any
+    updates: Any
+    sums: Any
+    length: Any
+    bounds: Any  # None if all rows see all keys
+    num_groups: int
+    element: Any
+
+
+def _update_tile(b: Any, tile: _Tile, rows: Any) -> None:
+    for_rows(b, rows, lambda num_rows: _update_maxima(b, tile, num_rows))
+    _write_weights(b, tile, rows)
 
 
 @llvm_function()
 def update_softmax(
-    b: Any, scores: Any, maximum: Any, sums: Any, length: Any, first: Any, count: Any, element: Any
+    b: Any, rows: Any, scores: Any, maxima: Any, updates: Any, sums: Any, length: Any, element: Any
 ) -> None:
-    """Turn a row of SPAN scores into softmax weights in place; update its running maximum and sums.
+    """Turn the scores of a tile's rows, each of SPAN keys that the row sees, into softmax weights in place;
+    update the rows' running maxima and their sums of weights.
 
-    Only the `count` keys from `first` on are visible; all others get weight 0. Weights are exponentials
-    relative to the new maximum; earlier sums are rescaled when it grows. `scores`, `maximum` and `sums` are
-    addresses. There are `length` sums, in whole vectors; the last accumulates the weights lane by lane.
-    `element` is a value of the weights' type, see `operands`."""
+    Weights are exponentials relative to the new maximum. `rows` is one of TILES. `scores`, `maxima`,
+    `updates` and `sums` are addresses. A row has `length` sums, in whole vectors; the last accumulates the
+    weights lane by lane. At `updates` stand, afterwards, two vectors: the rows' maxima, and the factors that
+    their other sums are still to be multiplied with. `element` is a value of the weights' type, see
+    `operands`."""
     prefer_512_bits(b)
-    visible = _find_visible(b, first, count)
-    row = [load(b, scores, I64(4 * LANES * v)) for v in range(GROUPS)]
-    before = llvm.load_broadcast(b, maximum, LANES)
-    after = reduce(
-        lambda x, y: _maximum(b, x, y),
-        [b.select(mask, x, before) for mask, x in zip(visible, row, strict=True)],
-    )
-    for distance in (8, 4, 2, 1):
-        after = _maximum(b, _rotate_lanes(b, after, distance), after)
-    with b.if_then(b.fcmp_unordered("!=", *(b.extract_element(x, I32(0)) for x in (after, before)))):
-        _rescale(b, sums, length, _exp(b, b.fsub(before, after, **FUSED)))
-        b.store(b.extract_element(after, I32(0)), llvm.pointer_to(b, FLOAT, maximum))
-    weight_sums = b.add(sums, b.mul(b.sub(length, I64(LANES)), I64(4)))
-    weights = [
-        b.select(mask, _exp(b, b.fsub(x, after, **FUSED)), ZERO) for mask, x in zip(visible, row, strict=True)
-    ]
-    total = store_weights(b, weights, scores, load(b, weight_sums, I64(0)), element)
-    store(b, total, weight_sums, I64(0))
+    _update_tile(b, _Tile(scores, maxima, updates, sums, length, None, GROUPS, element), rows)
 
 
-def _rescale(b: Any, sums: Any, length: Any, factor: Any) -> None:
-    def build(k: Any, values: list[Any]) -> list[Any]:
-        offset = b.mul(k, I64(4 * LANES))
-        store(b, b.fmul(load(b, sums, offset), factor, **FUSED), sums, offset)
-        return values
+@llvm_function()
+def update_masked_softmax(
+    b: Any,
+    rows: Any,
+    num_groups: Any,
+    scores: Any,
+    maxima: Any,
+    updates: Any,
+    sums: Any,
+    length: Any,
+    bounds: Any,
+    element: Any,
+) -> None:
+    """Do what `update_softmax` does, for rows that see some of the keys; the others get weight 0. `bounds`
+    is the address of int32 [rows, 2], the first key that a row sees and the one after the last. No row sees
+    more than `num_groups` groups of keys, GROUPS or half of them; scores behind are not read."""
+    prefer_512_bits(b)
 
-    llvm.loop(b, b.sdiv(length, I64(LANES)), [], build)
+    def build(groups: int) -> None:
+        _update_tile(b, _Tile(scores, maxima, updates, sums, length, bounds, groups, element), rows)
+
+    for_groups(b, num_groups, build)
 
 
 @llvm_function()
@@ -124,12 +205,15 @@ def merge_results(b: Any, result: Any, sums: Any, maximum: Any, length: Any) -> 
     def build(k: Any, values: list[Any]) -> list[Any]:
         offset = b.mul(k, I64(4 * LANES))
         kept = b.fmul(load(b, result, offset), own_factor)
-        total = llvm.call(b, f"llvm.fma.v{LANES}f32", VECTOR, load(b, sums, offset), factor, kept)
-        store(b, total, result, offset)
+        store(b, multiply_add(b, load(b, sums, offset), factor, kept), result, offset)
         return values
 
     llvm.loop(b, b.sdiv(length, I64(LANES)), [], build)
     b.store(b.extract_element(after, I32(0)), llvm.pointer_to(b, FLOAT, own_maximum))
+
+
+def _rotate_lanes(b: Any, x: Any, distance: int) -> Any:
+    return llvm.shuffle(b, x, x, [(lane + distance) % LANES for lane in range(LANES)])
 
 
 @llvm_function(types.float32)

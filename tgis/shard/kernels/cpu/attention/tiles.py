@@ -22,12 +22,18 @@ from tgis.shard.kernels.cpu.attention.qk_pv import (
 )
 from tgis.shard.kernels.cpu.attention.segments import (
     add_segment,
+    find_first_key,
     keep_partials,
     merge_partials,
     result_size,
 )
-from tgis.shard.kernels.cpu.attention.softmax import sum_lanes, update_softmax
+from tgis.shard.kernels.cpu.attention.softmax import (
+    sum_lanes,
+    update_masked_softmax,
+    update_softmax,
+)
 from tgis.shard.kernels.cpu.attention.vectors import LANES, peek, poke
+from tgis.shard.kernels.cpu.attention.widening import is_converted, widen_span
 from tgis.shard.kernels.cpu.jit.compiler import pointer, reorderable
 from tgis.shard.kernels.cpu.jit.scalar_math import tanh
 
@@ -74,7 +80,7 @@ class Queries(NamedTuple):
 
 class WorkUnit(NamedTuple):
     """Unit of work: `num_tokens` tokens from token `start` of the step, which begin at `position` of their
-    sequence, `heads` query heads from `head` on, and keys before `end`."""
+    sequence, `heads` query heads from `head` on, and the keys [begin, end)."""
 
     blocks: int  # address of the sequence's block table, int32
     start: int
@@ -83,6 +89,7 @@ class WorkUnit(NamedTuple):
     kv_head: int
     head: int
     heads: int
+    begin: int  # a multiple of SPAN
     end: int
 
 
@@ -94,11 +101,13 @@ class Scratch(NamedTuple):
     length: int
     maxima: int  # [max_rows], running maximum of the scores
     results: int  # [max_rows, result_size(length)], results of several segments
+    updates: int  # [2, LANES], maxima of a tile's rows, and factors of their sums
+    bounds: int  # int32 [TALL, 2], keys of the current span that a tile's rows see
     scores: int  # [TALL, SPAN], overwritten by the softmax weights, of the type of `factor`
-    # int64 [4, GROUPS], addresses: the current span's vectors of keys, the next span's, then one for every
-    # LANES rows of values of the current span and of the next.
+    # int64 [4, GROUPS], addresses: the current span's vectors of keys, those of the span that is prefetched,
+    # then one for every LANES rows of values of either span. The same follows for widened copies.
     places: int
-    # Copies of keys [head_dim, SPAN], then of values [SPAN, depth], where pages cannot be read in place.
+    # Copies of keys [head_dim, SPAN], then of values [SPAN, depth], where pages are not read in place.
     gathered: int
     factor: Any  # a number of the type of what keys and values are multiplied with
 
@@ -127,6 +136,15 @@ def _locate_span(which: int, span: int, u: Any, p: Any, s: Any) -> None:
         place = s.places + 8 * (which * GROUPS + group)
         poke(place, p.keys + base + offset)
         poke(place + 16 * GROUPS, p.values + base + offset * p.head_dim // p.columns)
+
+
+@reorderable
+def _locate_next_span(span: int, u: Any, following: Any, p: Any, s: Any) -> None:
+    """Store the addresses of the span to prefetch: the unit's next one, or the `following` unit's first."""
+    if span < u.end:
+        _locate_span(1, span, u, p, s)
+    else:
+        _locate_span(1, following.begin, following, p, s)
 
 
 @reorderable
@@ -161,6 +179,19 @@ def _gather(span: int, u: Any, p: Any, s: Any, element: Any) -> None:
 
 
 @reorderable
+def _use_widened(p: Any, s: Any) -> tuple[Pages, Scratch]:
+    """Return pages and scratch memory with which products read the copies of `widen_span`."""
+    values, depth = p.head_dim * SPAN, s.length - LANES
+    places = s.places + 32 * GROUPS
+    for group in range(GROUPS):
+        poke(places + 8 * group, s.gathered + 4 * group * LANES)
+        poke(places + 8 * (2 * GROUPS + group), s.gathered + 4 * (values + group * LANES * depth))
+    pages = Pages(p.keys, p.values, p.num_kv_heads, p.head_dim, 1, 4, p.key_factor, p.value_factor, 1)
+    rows = (s.q, s.sums, s.length, s.maxima, s.results, s.updates, s.bounds, s.scores)
+    return pages, Scratch(*rows, places, s.gathered, s.factor)
+
+
+@reorderable
 def _adjust_scores(address: int, scoring: Any, head: int, distance: int) -> None:
     """Apply soft cap, slope and bias to a row of scores. `distance` is that of the span's first key."""
     scores = carray(pointer(address, _F32), (SPAN,))
@@ -179,44 +210,70 @@ def _adjust_scores(address: int, scoring: Any, head: int, distance: int) -> None
 
 
 @reorderable
-def _softmax_rows(r: int, rows: int, span: int, u: Any, scoring: Any, s: Any) -> int:
-    """Turn the scores of rows [r, r + rows) for the keys from `span` on into softmax weights. Return the
-    number of keys up to the last one that any of the rows sees."""
-    is_adjusted = scoring.soft_cap > 0 or scoring.slopes != 0 or scoring.bias != 0
-    seen, token, head = 0, r // u.heads, r % u.heads
+def _find_end(position: int, u: Any, scoring: Any) -> Any:
+    """Return the key after the last one that the token at a position sees."""
+    return min(position + 1, u.end) if scoring.causal else u.end
+
+
+@reorderable
+def _adjust_rows(r: int, rows: int, span: int, u: Any, scoring: Any, s: Any) -> None:
     for i in range(rows):
-        position, scores = u.position + token, s.scores + 4 * SPAN * i
-        last = (min(position + 1, u.end) if scoring.causal else u.end) - span
-        first = max(position - scoring.window + 1 - span, 0) if scoring.window else 0
-        count = max(min(last, SPAN) - first, 0) if token < u.num_tokens else 0
-        if count:
-            seen = first + count
-            if is_adjusted:
-                _adjust_scores(scores, scoring, u.head + head, span - position)
-        maximum, sums = s.maxima + 4 * (r + i), s.sums + 4 * s.length * (r + i)
-        update_softmax(scores, maximum, sums, s.length, first, count, s.factor)
+        token, head = (r + i) // u.heads, (r + i) % u.heads
+        _adjust_scores(s.scores + 4 * SPAN * i, scoring, u.head + head, span - u.position - token)
+
+
+@reorderable
+def _write_bounds(r: int, rows: int, span: int, u: Any, scoring: Any, s: Any) -> None:
+    """Write which keys of the span from `span` on rows [r, r + rows) see."""
+    bounds = carray(pointer(s.bounds, _I32), (TALL, 2))
+    token, head = r // u.heads, r % u.heads
+    for i in range(rows):
+        position = u.position + min(token, u.num_tokens - 1)
+        end = max(min(_find_end(position, u, scoring) - span, SPAN), 0)
+        bounds[i, 0] = min(max(find_first_key(position, scoring) - span, 0), end)
+        bounds[i, 1] = end
         head += 1
         if head == u.heads:
             token, head = token + 1, 0
-    return seen
+
+
+@reorderable
+def _add_values(rows: int, seen: int, sums: int, in_place: bool, p: Any, s: Any, element: Any) -> None:
+    """Add the first `seen` values of the span, with the weights of a tile's rows, to the rows' sums."""
+    depth, length = s.length - LANES, 4 * s.length
+    factors, places = s.updates + 4 * LANES, s.places + 16 * GROUPS
+    stride = (p.head_dim if in_place else depth) * p.width
+    most, args = depth // SPAN * SPAN, (factors, s.scores, places)
+    for c in range(0, most, SPAN):
+        add_pv_4_vectors(rows, sums + 4 * c, length, *args, c * p.width, stride, seen, element)
+    for c in range(most, depth, LANES):
+        add_pv_1_vector(rows, sums + 4 * c, length, *args, c * p.width, stride, seen, element)
 
 
 @reorderable
 def _attend_span(r: int, rows: int, span: int, u: Any, p: Any, scoring: Any, s: Any, element: Any) -> None:
     """Attend with rows [r, r + rows) of a unit to the span of keys from `span` on."""
+    first = u.position + r // u.heads
+    last = u.position + min((r + rows - 1) // u.heads, u.num_tokens - 1)
+    seen = min(_find_end(last, u, scoring) - span, SPAN)  # number of keys up to the last that any row sees
+    if seen <= 0 or find_first_key(first, scoring) >= span + SPAN:
+        return
     depth, in_place = s.length - LANES, p.block_size % LANES == 0
     stride = (p.block_size if in_place else SPAN) * p.width
     channels, q = p.head_dim // p.columns, s.q + 4 * r * depth
-    multiply_qk(rows, s.scores, q, 4 * depth, s.places, stride, channels, element)
-    seen = _softmax_rows(r, rows, span, u, scoring, s)
-    if seen:
-        sums, places = s.sums + 4 * s.length * r, s.places + 16 * GROUPS
-        stride, length = (p.head_dim if in_place else depth) * p.width, 4 * s.length
-        most = depth // SPAN * SPAN
-        for c in range(0, most, SPAN):
-            add_pv_4_vectors(rows, sums + 4 * c, length, s.scores, places, c * p.width, stride, seen, element)
-        for c in range(most, depth, LANES):
-            add_pv_1_vector(rows, sums + 4 * c, length, s.scores, places, c * p.width, stride, seen, element)
+    num_groups = GROUPS if seen > SPAN // 2 else GROUPS // 2
+    multiply_qk(rows, num_groups, s.scores, q, 4 * depth, s.places, stride, channels, element)
+    if scoring.soft_cap > 0 or scoring.slopes != 0 or scoring.bias != 0:
+        _adjust_rows(r, rows, span, u, scoring, s)
+    maxima, sums = s.maxima + 4 * r, s.sums + 4 * s.length * r
+    if _find_end(first, u, scoring) - span >= SPAN and find_first_key(last, scoring) <= span:
+        update_softmax(rows, s.scores, maxima, s.updates, sums, s.length, s.factor)
+    else:
+        _write_bounds(r, rows, span, u, scoring, s)
+        update_masked_softmax(
+            rows, num_groups, s.scores, maxima, s.updates, sums, s.length, s.bounds, s.factor
+        )
+    _add_values(rows, seen, sums, in_place, p, s, element)
 
 
 @reorderable
@@ -250,50 +307,78 @@ def _finish_row(r: int, sums: int, u: Any, queries: Any, p: Any, length: int) ->
 
 @reorderable
 def _attend_keys(
-    begin: int, end: int, height: int, u: Any, queries: Any, p: Any, scoring: Any, s: Any, element: Any
+    begin: int,
+    end: int,
+    height: int,
+    u: Any,
+    following: Any,
+    queries: Any,
+    p: Any,
+    scoring: Any,
+    s: Any,
+    element: Any,
 ) -> None:
     """Attend with all rows of a unit, of which `height` form a tile of products, to the keys [begin, end)."""
     num_rows, in_place = u.num_tokens * u.heads, p.block_size % LANES == 0
     for r in range(round_up(num_rows, height)):
         _start_row(r, u, queries, p, scoring.scale * p.key_factor, s)
+    is_widened = in_place and height == TALL and is_converted(element)
+    wide_pages, wide = _use_widened(p, s)
+    strides = (p.block_size * p.width, p.head_dim * p.width)
     for span in range(begin, end, SPAN):
         if in_place:
             _advance(s)
-            _locate_span(1, span + SPAN, u, p, s)
+            _locate_next_span(span + SPAN, u, following, p, s)
         else:
             _gather(span, u, p, s, element)
-        for r in range(0, num_rows, height):
-            _attend_span(r, height, span, u, p, scoring, s, element)
+        if is_widened:
+            widen_span(s.gathered, s.places, *strides, p.head_dim, s.length - LANES, element)
+            for r in range(0, num_rows, height):
+                _attend_span(r, height, span, u, wide_pages, scoring, wide, _F32)
+        else:
+            for r in range(0, num_rows, height):
+                _attend_span(r, height, span, u, p, scoring, s, element)
 
 
 @reorderable
 def _attend_segments(
-    height: int, u: Any, queries: Any, part: Any, p: Any, scoring: Any, s: Any, element: Any
+    height: int,
+    u: Any,
+    following: Any,
+    queries: Any,
+    part: Any,
+    p: Any,
+    scoring: Any,
+    s: Any,
+    element: Any,
 ) -> None:
     """Attend to all segments of a unit's keys one after the other, and merge them to `s.results`."""
-    for segment in range(part.begin // part.segment_len, (u.end - 1) // part.segment_len + 1):
+    for segment in range(u.begin // part.segment_len, (u.end - 1) // part.segment_len + 1):
         first = segment * part.segment_len
-        begin, end = max(part.begin, first), min(u.end, first + part.segment_len)
-        _attend_keys(begin, end, height, u, queries, p, scoring, s, element)
+        begin, end = max(u.begin, first), min(u.end, first + part.segment_len)
+        _attend_keys(begin, end, height, u, following, queries, p, scoring, s, element)
         for r in range(u.num_tokens * u.heads):
             result, sums = s.results + 4 * r * result_size(s.length), s.sums + 4 * r * s.length
             add_segment(result, segment, r, sums, s.maxima + 4 * r, u, part, scoring, s.length)
 
 
 @reorderable
-def attend_unit(u: Any, queries: Any, part: Any, p: Any, scoring: Any, s: Any, element: Any) -> None:
+def attend_unit(
+    u: Any, following: Any, queries: Any, part: Any, p: Any, scoring: Any, s: Any, element: Any
+) -> None:
+    """Compute a unit, and prefetch the first keys and values of the `following` one."""
     num_rows = u.num_tokens * u.heads
     # As few tiles as possible, all of the same height.
     num_tiles = (num_rows + SHORT - 1) // SHORT
     height = TALL if num_rows > MANY_ROWS else (num_rows + num_tiles - 1) // num_tiles
     if p.block_size % LANES == 0:
-        _locate_span(1, part.begin, u, p, s)
+        _locate_span(1, u.begin, u, p, s)
     is_whole = part.num_parts == 1
     results, size = s.results, result_size(s.length)
     if is_whole and u.end > part.segment_len:
-        _attend_segments(height, u, queries, part, p, scoring, s, element)
+        _attend_segments(height, u, following, queries, part, p, scoring, s, element)
     else:
-        _attend_keys(part.begin, u.end, height, u, queries, p, scoring, s, element)
+        _attend_keys(u.begin, u.end, height, u, following, queries, p, scoring, s, element)
         if is_whole:
             results, size = s.sums, s.length
         else:

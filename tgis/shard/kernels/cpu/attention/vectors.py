@@ -31,6 +31,11 @@ def store(b: Any, x: Any, base: Any, offset: Any) -> None:
     llvm.store_vector(b, x, b.add(base, offset))
 
 
+def multiply_add(b: Any, x: Any, y: Any, z: Any) -> Any:
+    """Return x * y + z of vectors, rounded once."""
+    return llvm.call(b, f"llvm.fma.v{LANES}f32", VECTOR, x, y, z)
+
+
 def load_cached(b: Any, base: Any, offset: Any, element: Any) -> Any:
     """Load LANES elements of the cache and convert them to float32. Those of 8 bits still lack a factor."""
     if element in FORMATS:

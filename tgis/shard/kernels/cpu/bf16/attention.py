@@ -1,7 +1,6 @@
 """Attention with bfloat16 arithmetic: queries, keys, values and softmax weights are rounded to bfloat16, and
 sums are float32. A sum adds its products in the same order with pairs and without, and has the same bits."""
 
-import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +13,8 @@ from tgis.shard.kernels.cpu.attention.kernels import WRITE, attend_kernel
 from tgis.shard.kernels.cpu.attention.pair_pages import WRITE_PAIRS
 from tgis.shard.kernels.cpu.attention.vectors import LANES
 from tgis.shard.kernels.cpu.gemm import pairs
+from tgis.shard.kernels.cpu.replaced import warn_of_rounding
 from tgis.shard.memory.kv_cache import KVCache
-
-logger = logging.getLogger(__name__)
 
 REPLACED = "attend_pairs"  # name of the kernel that may be replaced
 _U16 = np.uint16(0)  # of a bfloat16 number's bits, and of float32 numbers rounded to bfloat16
@@ -55,11 +53,7 @@ def choose_attention(multiplies_pairs: bool) -> BfloatAttention:
     if PAIRS is None or not multiplies_pairs:
         return BfloatAttention(ROUNDED)
     if not is_near(PAIRS):
-        logger.warning(
-            "CPU kernel %s is replaced by rounding and float32 arithmetic, which is slower: this processor's "
-            "AVX512_BF16 computes something else",
-            REPLACED,
-        )
+        warn_of_rounding(REPLACED)
         return BfloatAttention(ROUNDED, (REPLACED,))
     return BfloatAttention(PAIRS)
 

@@ -11,21 +11,17 @@ from tgis.shard.kernels.cpu.gemm.kernels import multiply
 from tgis.shard.kernels.cpu.gemm.operands import Kind
 from tgis.shard.kernels.cpu.gemm.panels import PANEL
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, next_unit, ordered, pointer
+from tgis.shard.kernels.cpu.jit.scalar_math import loaded, stored
 
-_U32 = np.uint32(0)  # of a float32's bits, and of a pair
-_PAIRS = Kind(4 * PANEL, element=_U32, factor=_U32, columns=pairs.COLUMNS, is_widened=False)
-_MAGNITUDE, _INFINITE, _QUIET = 0x7FFFFFFF, 0x7F800000, 0x00400000
-_UPPER, _HALF = 0xFFFF0000, 0x7FFF  # the bits that stay, and what rounds them to nearest with their last one
+_F32, _BF16, _PAIR = np.float32(0), np.uint16(0), np.uint32(0)
+_PAIRS = Kind(4 * PANEL, element=_PAIR, factor=_PAIR, columns=pairs.COLUMNS, is_widened=False)
 
 
 @ordered
 def _round(x: int, out: int, n: int) -> None:
-    source, rounded = carray(pointer(x, _U32), (n,)), carray(pointer(out, _U32), (n,))
+    source, rounded = carray(pointer(x, _F32), (n,)), carray(pointer(out, _F32), (n,))
     for i in range(n):
-        bits = np.int64(source[i])
-        is_nan = (bits & _MAGNITUDE) > _INFINITE
-        changed = bits | _QUIET if is_nan else bits + _HALF + (bits >> 16 & 1)
-        rounded[i] = changed & _UPPER
+        rounded[i] = loaded(stored(source[i], _BF16))
 
 
 def _round_rows(args: Any) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from tgis.shard.checkpoint.tensors import TensorInMemory
 from tgis.shard.kernels.cpu.bf16 import kernels, tile_product, tiles
 from tgis.shard.kernels.cpu.bf16.product import Packer, pack_rounded, pairs_packer
+from tgis.shard.kernels.cpu.replaced import warn_of_rounding, warn_without_amx
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +36,7 @@ def choose_packer(has_tiles: bool = False) -> PackerChoice:
     if is_exact(pack, multiply_plainly_by_tiles):
         logger.info("products with bfloat16 arithmetic use AMX tiles")
         return PackerChoice(pack)
-    logger.warning(
-        "CPU kernel %s is replaced by one without AMX: this processor's AMX_BF16 computes something else",
-        REPLACED_TILES,
-    )
+    warn_without_amx(REPLACED_TILES, "AMX_BF16")
     choice = _choose_without_tiles()
     return choice._replace(replaced=(REPLACED_TILES, *choice.replaced))
 
@@ -51,11 +49,7 @@ def _choose_without_tiles() -> PackerChoice:
         return PackerChoice(pack_rounded)
     pack = pairs_packer(kernels.MULTIPLY_PAIRS)
     if not is_exact(pack):
-        logger.warning(
-            "CPU kernel %s is replaced by rounding and float32 arithmetic, which is slower: this processor's "
-            "AVX512_BF16 computes something else",
-            REPLACED,
-        )
+        warn_of_rounding(REPLACED)
         return PackerChoice(pack_rounded, (REPLACED,))
     return PackerChoice(pack)
 

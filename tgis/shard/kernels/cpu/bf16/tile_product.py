@@ -10,10 +10,11 @@ from torch.nn import functional
 from tgis.shard.checkpoint.tensors import Stored
 from tgis.shard.kernels.cpu.bf16 import tiles
 from tgis.shard.kernels.cpu.gemm import product as gemm
+from tgis.shard.kernels.cpu.gemm.launch import check_rows, choose_run
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, empty
 
 _UNIT = 16384  # numbers that a thread rounds at a time
-_MIN_PARALLEL = 1 << 18  # with fewer multiplications, waking a second thread does not pay
+_MIN_PARALLEL = 1 << 18  # fewest multiplications for several threads
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,17 +27,14 @@ class TileProduct:
     kernel: Kernel
 
     def __call__(self, x: Tensor) -> Tensor:
-        assert x.is_contiguous()
-        assert x.dtype == torch.float32
-        assert x.shape[1] == self.in_features
+        check_rows(x, self.in_features)
         num_rows, steps = len(x), count_steps(self.in_features)
         y, padded = empty(num_rows, self.out_features), steps * tiles.COLUMNS
         rounded, rows_per_unit = empty(num_rows, padded // 2), max(1, _UNIT // padded)
         if num_rows:
             run = tiles.round_pairs if num_rows <= rows_per_unit else tiles.round_pairs.parallel
             run(num_rows, self.in_features, padded, rows_per_unit, x.data_ptr(), rounded.data_ptr())
-            is_small = num_rows * self.in_features * self.out_features < _MIN_PARALLEL
-            run = self.kernel if is_small else self.kernel.parallel
+            run = choose_run(self.kernel, num_rows * self.in_features * self.out_features, _MIN_PARALLEL)
             sizes = (num_rows, self.out_features, steps, torch.get_num_threads())
             run(*sizes, rounded.data_ptr(), self.panels.data_ptr(), y.data_ptr())
         return y

@@ -14,11 +14,15 @@ from tgis.shard.kernels.cpu.codes.inner_loop import (
     multiply_tile,
 )
 from tgis.shard.kernels.cpu.codes.layout import COLUMNS, PIECE, SCALES, UNIT, UNIT_BIT, Kind
+from tgis.shard.kernels.cpu.codes.many_rows import LINE, WIDE_UNIT, multiply_wide_tile, widen
+from tgis.shard.kernels.cpu.codes.many_rows import ROWS as WIDE_ROWS
 from tgis.shard.kernels.cpu.gemm.inner_loop import copy
 from tgis.shard.kernels.cpu.int8.kernels import quantize_group
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, keep_alive, next_unit, ordered, pointer
 
 _MAX_PANELS = 8  # of a unit
+_WIDE_PIECE = 4 * PIECE * COLUMNS  # bytes of a piece whose codes are widened to float32
+_PAGE = 4096  # alignment of scratch memory: speed depends on it
 _CHUNK = 5 << 17  # bytes of a copy of x, which stays in a core's cache
 _F32, _I32, _U8, _I8 = np.float32(0), np.int32(0), np.uint8(0), np.int8(0)
 _U16, _I16 = np.uint16(0), np.int16(0)
@@ -98,17 +102,42 @@ def _find_zeros(w: Any, panel: int, piece: int) -> Any:
 
 
 @ordered
-def _multiply_panel(w: Any, x: int, rows: int, panel: int, sums: int, element: Any) -> None:
-    """Compute sums[rows, COLUMNS] = x @ a panel."""
-    at, num_tiles = w.panels + panel * _panel_bytes(w), -(-rows // ROWS)
-    for piece in range(_count_pieces(w)):
-        units, zeros = _count_units(w, piece), _find_zeros(w, panel, piece)
-        for tile in range(num_tiles):
-            first = tile * rows // num_tiles
-            tall = (tile + 1) * rows // num_tiles - first
-            to, of = sums + 4 * COLUMNS * first, x + (piece * rows + first) * w.row_bytes
-            multiply_tile(tall, to, of, at, w.table, zeros, units, piece == 0, element)
-        at += units * w.unit_bytes + SCALES
+def _multiply_panel(
+    w: Any, x: int, rows: int, panel: int, following: int, sums: int, wide: int, element: Any
+) -> None:
+    """Compute sums[rows, COLUMNS] = x @ a panel. The thread's next panel is `following`. `wide` is scratch
+    memory for the widened codes of a piece."""
+    at, pieces = w.panels + panel * _panel_bytes(w), _count_pieces(w)
+    for piece in range(pieces):
+        units, of = _count_units(w, piece), x + piece * rows * w.row_bytes
+        next_one = at + units * w.unit_bytes + SCALES
+        ahead = next_one if piece + 1 < pieces else w.panels + following * _panel_bytes(w)
+        if rows > ROWS:
+            _multiply_piece(w, of, rows, panel, piece, at, ahead, sums, wide, element)
+        else:
+            zeros = _find_zeros(w, panel, piece)
+            multiply_tile(rows, sums, of, at, w.table, zeros, units, piece == 0, ahead, element)
+        at = next_one
+
+
+@ordered
+def _multiply_piece(
+    w: Any, x: int, rows: int, panel: int, piece: int, at: int, ahead: int, sums: int, wide: int, element: Any
+) -> None:
+    """Add the product of more than ROWS rows and the piece at an address to sums."""
+    units, zeros, codes = _count_units(w, piece), _find_zeros(w, panel, piece), at
+    wide_unit = WIDE_UNIT if w.row_bytes == ROUNDED_STRIDE else 4 * WIDE_UNIT
+    if w.unit_bytes < wide_unit:
+        widen(wide, at, units, w.table, element)
+        codes = wide
+    scales, num_tiles = at + units * w.unit_bytes, -(-rows // WIDE_ROWS)
+    lines = -(-(units * w.unit_bytes + SCALES) // (LINE * units * num_tiles))
+    for tile in range(num_tiles):
+        first = tile * rows // num_tiles
+        tall = (tile + 1) * rows // num_tiles - first
+        to, of = sums + 4 * COLUMNS * first, x + first * w.row_bytes
+        multiply_wide_tile(tall, to, of, codes, scales, zeros, units, piece == 0, ahead, lines, element)
+        ahead += units * lines * LINE
 
 
 @ordered
@@ -127,29 +156,31 @@ def _multiply(args: Any, bits: int, stride: int, element: Any) -> None:
     m, width, threads, x, y = a[1], a[2], a[3], a[4], a[5]
     w = _Matrix(a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], UNIT_BIT * bits, stride)
     row_bytes, num_panels = _count_pieces(w) * stride, -(-w.out_features // COLUMNS)
-    max_rows = max(1, _CHUNK // (row_bytes * ROWS)) * ROWS
+    max_rows = max(1, _CHUNK // (row_bytes * WIDE_ROWS)) * WIDE_ROWS
     groups = -(-m // max_rows)
     max_rows = -(-m // groups)
     unit_panels = max(1, min(_MAX_PANELS, num_panels * groups // (8 * threads)))
     group_units = -(-num_panels // unit_panels)
-    copied = np.empty(max_rows * row_bytes // 4, np.float32)
-    scratch = np.empty(max_rows * COLUMNS, np.float32)
-    rows_of_x: Any = np.int64(copied.ctypes.data)
-    sums: Any = np.int64(scratch.ctypes.data)
+    scratch = np.empty(_PAGE + _WIDE_PIECE + max_rows * (4 * COLUMNS + row_bytes), np.uint8)
+    wide: Any = (np.int64(scratch.ctypes.data) + _PAGE - 1) // _PAGE * _PAGE
+    sums: Any = wide + _WIDE_PIECE
+    rows_of_x: Any = sums + max_rows * 4 * COLUMNS
     copied_group = -1
     unit = next_unit(args)
     while unit < groups * group_units:
+        next_one = next_unit(args)
         group, begin = unit // group_units, unit % group_units * unit_panels
         first = group * m // groups
         rows = (group + 1) * m // groups - first
         if copied_group != group:
             _copy_rows(w, x + 4 * first * width, width, rows, rows_of_x)
             copied_group = group
-        for panel in range(begin, min(begin + unit_panels, num_panels)):
-            _multiply_panel(w, rows_of_x, rows, panel, sums, element)
+        end = min(begin + unit_panels, num_panels)
+        for panel in range(begin, end):
+            following = panel + 1 if panel + 1 < end else next_one % group_units * unit_panels
+            _multiply_panel(w, rows_of_x, rows, panel, following, sums, wide, element)
             _copy_sums(sums, rows, y + 4 * first * w.out_features, w.out_features, panel)
-        unit = next_unit(args)
-    keep_alive(copied)
+        unit = next_one
     keep_alive(scratch)
 
 

@@ -13,11 +13,12 @@ from tgis.shard.checkpoint.tensors import Stored, WeightsError
 from tgis.shard.kernels.cpu.codes import kernels
 from tgis.shard.kernels.cpu.codes.inner_loop import HAS_VNNI
 from tgis.shard.kernels.cpu.codes.layout import COLUMNS, PIECE, SCALES, UNIT, UNIT_BIT, Kind
+from tgis.shard.kernels.cpu.gemm.launch import check_rows, choose_run
 from tgis.shard.kernels.cpu.gemm.panels import LANES, arena
 from tgis.shard.kernels.cpu.jit.compiler import empty
 
 _ROWS = 1 << 18  # approximate number of codes that are read and packed at a time
-_MIN_PARALLEL = 1 << 16  # with fewer multiplications, waking a second thread does not pay
+_MIN_PARALLEL = 1 << 16  # fewest multiplications for several threads
 _FEWEST_COLUMNS = 16  # of a piece: with fewer, scales outweigh the codes
 _INTEGERS = (torch.int8, torch.uint8)
 
@@ -61,15 +62,12 @@ class CodeProduct:
     order: Tensor | None  # int32 [pieces.in_features]: columns of x; -1 is a column of zeros
 
     def __call__(self, x: Tensor) -> Tensor:
-        assert x.is_contiguous()
-        assert x.dtype == torch.float32
-        assert x.shape[1] == self.in_features
+        check_rows(x, self.in_features)
         num_rows = len(x)
         y = empty(num_rows, self.out_features)
         if num_rows:
             kernel = kernels.MULTIPLY[self.kind]
-            is_small = num_rows * self.in_features * self.out_features < _MIN_PARALLEL
-            run = kernel if is_small else kernel.parallel
+            run = choose_run(kernel, num_rows * self.in_features * self.out_features, _MIN_PARALLEL)
             run(
                 *(num_rows, self.in_features, torch.get_num_threads(), x.data_ptr(), y.data_ptr()),
                 *(self.out_features, self.pieces.in_features, self.pieces.columns, self.pieces.units),

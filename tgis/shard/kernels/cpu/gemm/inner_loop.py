@@ -40,16 +40,6 @@ def _load_weights(b: Any, address: Any, offset: int, element: Any) -> Any:
     return llvm.load_stored(b, place, LANES, element, align=32)
 
 
-def _load_factor(b: Any, address: Any, element: Any) -> Any:
-    load = pairs.load_broadcast if element == PAIR else llvm.load_broadcast
-    return load(b, address, LANES)
-
-
-def _add_products(b: Any, sums: list[Any], factors: list[Any], weights: list[Any], element: Any) -> list[Any]:
-    add = pairs.add_products if element == PAIR else llvm.add_products
-    return add(b, sums, factors, weights)
-
-
 def _make_tile(is_tall: bool) -> Any:
     """Build a function for kernels that computes
     out[:rows, :PANEL] = sums[:rows, :PANEL] + x[:rows, :count] @ weights[:count, :PANEL].
@@ -140,9 +130,9 @@ class _Tile:
         prefetch(b, self, k)
         changed = []
         for r in range(self.num_rows):
-            factor = _load_factor(b, b.add(column, I64(r * STRIDE)), self.element)
+            factor = pairs.load_factor(b, b.add(column, I64(r * STRIDE)), LANES, self.element)
             mine = sums[r * _VECTORS : (r + 1) * _VECTORS]
-            changed += _add_products(b, mine, [factor], loaded, self.element)
+            changed += pairs.add_products(b, mine, [factor], loaded, self.element)
         return changed
 
 

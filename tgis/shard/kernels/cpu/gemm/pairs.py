@@ -32,8 +32,10 @@ def load(b: Any, address: Any, lanes: int, align: int = 64) -> Any:
     return b.load(llvm.pointer_to(b, vector_type(lanes), address), align=align)
 
 
-def load_broadcast(b: Any, address: Any, lanes: int) -> Any:
-    """Load one pair and broadcast it to all lanes."""
+def load_factor(b: Any, address: Any, lanes: int, element: Any) -> Any:
+    """Load what vectors of `element`'s type are multiplied with, one pair or one float32, into all lanes."""
+    if element != PAIR:
+        return llvm.load_broadcast(b, address, lanes)
     pair = b.load(llvm.pointer_to(b, I32, address), align=4)
     return b.bitcast(llvm.broadcast(b, pair, lanes), vector_type(lanes))
 
@@ -43,8 +45,10 @@ def ones(b: Any, lanes: int) -> Any:
     return b.bitcast(llvm.constant(_ONES, lanes, I32), vector_type(lanes))
 
 
-def add_products(b: Any, sums: list[Any], factors: list[Any], vectors: list[Any]) -> list[Any]:
-    """Do what `llvm.add_products` does, for pairs."""
+def add_products(b: Any, sums: list[Any], factors: list[Any], vectors: list[Any], element: Any) -> list[Any]:
+    """Do what `llvm.add_products` does, for pairs too. `element` is the type of the vectors."""
+    if element != PAIR:
+        return llvm.add_products(b, sums, factors, vectors)
     # Weights come first. If they came last, the instruction would read them itself, which is slower.
     cells = [(x, factor) for factor in factors for x in vectors]
     name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * _LANES}"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tgis.shard.checkpoint.tensors import Stored, read_pieces
 from tgis.shard.kernels.cpu.gemm.kernels import MULTIPLY
+from tgis.shard.kernels.cpu.gemm.launch import check_rows, choose_run
 from tgis.shard.kernels.cpu.gemm.pack import PACK
 from tgis.shard.kernels.cpu.gemm.panels import PANEL, arena, count_panels
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, empty
@@ -19,7 +20,7 @@ logger = logging.getLogger(__name__)
 # below, many values are subnormal and lose digits.
 FLOAT16_MAX, FLOAT16_SMALL = 65504.0, 2.0**-10
 _PIECE = 1 << 20  # approximate number of elements that are read, converted and packed at a time
-_MIN_PARALLEL = 1 << 16  # with fewer multiplications, waking a second thread does not pay
+_MIN_PARALLEL = 1 << 16  # fewest multiplications for several threads
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,14 +34,11 @@ class PackedProduct:
     kernel: Kernel
 
     def __call__(self, x: Tensor) -> Tensor:
-        assert x.is_contiguous()
-        assert x.dtype == torch.float32
-        assert x.shape[1] == self.in_features
+        check_rows(x, self.in_features)
         num_rows = len(x)
         y = empty(num_rows, self.out_features)
         if num_rows:
-            is_small = num_rows * self.in_features * self.out_features < _MIN_PARALLEL
-            run = self.kernel if is_small else self.kernel.parallel
+            run = choose_run(self.kernel, num_rows * self.in_features * self.out_features, _MIN_PARALLEL)
             sizes = (num_rows, self.out_features, self.in_features, torch.get_num_threads())
             run(*sizes, x.data_ptr(), self.panels.data_ptr(), y.data_ptr())
         return y

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tgis.shard.checkpoint.tensors import Stored
+from tgis.shard.kernels.cpu.gemm.launch import check_rows, choose_run
 from tgis.shard.kernels.cpu.gemm.panels import arena
 from tgis.shard.kernels.cpu.int8 import kernels
 from tgis.shard.kernels.cpu.int8.inner_loop import HEADER, QUAD
@@ -17,7 +18,7 @@ _PIECE = 1 << 17  # approximate number of weights that are read and packed at a 
 _PART = 1 << 14  # approximate number of activations that a thread quantizes at a time
 _RUN = 8  # most panels that a thread multiplies at a time
 _CHUNK = 1 << 19  # bytes of activations that fit a core's cache
-_MIN_PARALLEL = 1 << 19  # with fewer multiplications, waking a second thread does not pay
+_MIN_PARALLEL = 1 << 19  # fewest multiplications for several threads
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,9 +31,7 @@ class Int8Product:
     kernel: Kernel
 
     def __call__(self, x: Tensor) -> Tensor:
-        assert x.is_contiguous()
-        assert x.dtype == torch.float32
-        assert x.shape[1] == self.in_features
+        check_rows(x, self.in_features)
         num_rows, row_bytes = len(x), _count_row_bytes(self.in_features)
         y, quantized = empty(num_rows, self.out_features), empty(num_rows, row_bytes // 4)
         sizes = (num_rows, self.in_features, self.out_features)
@@ -41,8 +40,7 @@ class Int8Product:
         rows_per_chunk = max(48, _CHUNK // row_bytes // 48 * 48)  # a multiple of every tile height
         num_panels = -(-self.out_features // kernels.COLUMNS) * -(-num_rows // rows_per_chunk)
         panels_per_run = max(1, min(_RUN, num_panels // (8 * torch.get_num_threads())))
-        is_small = num_rows * self.in_features * self.out_features < _MIN_PARALLEL
-        run = self.kernel if is_small else self.kernel.parallel
+        run = choose_run(self.kernel, num_rows * self.in_features * self.out_features, _MIN_PARALLEL)
         run(*sizes, *addresses, row_bytes, rows_per_part, rows_per_chunk, panels_per_run)
         return y
 

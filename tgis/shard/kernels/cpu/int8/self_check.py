@@ -8,6 +8,7 @@ import torch
 from tgis.shard.checkpoint.tensors import TensorInMemory
 from tgis.shard.kernels.cpu.int8 import kernels, product
 from tgis.shard.kernels.cpu.jit.compiler import Kernel
+from tgis.shard.kernels.cpu.replaced import warn_without_amx
 from tgis.shard.quant.schemes.int8 import Rounded
 
 logger = logging.getLogger(__name__)
@@ -30,10 +31,7 @@ def choose_kernel(has_tiles: bool) -> KernelChoice:
     if is_same(kernels.MULTIPLY_INT8_TILES):
         logger.info("products of int8 codes use AMX tiles for more than 16 rows")
         return KernelChoice(kernels.MULTIPLY_INT8_TILES)
-    logger.warning(
-        "CPU kernel %s is replaced by one without AMX: this processor's AMX_INT8 computes something else",
-        REPLACED,
-    )
+    warn_without_amx(REPLACED, "AMX_INT8")
     return KernelChoice(kernels.multiply_int8, (REPLACED,))
 
 

@@ -74,6 +74,20 @@ def load_stored(b: Any, address: Any, lanes: int, element: Any, align: int) -> A
     return x
 
 
+def round_to_bfloat16(b: Any, x: Any) -> Any:
+    """Round float32, one number or a vector, to bfloat16, half to even. Return the bits of float32, of which
+    the lower half is zero. NaN is apart: rounding would make some NaNs infinite."""
+    integers = ir.VectorType(I32, x.type.count) if isinstance(x.type, ir.VectorType) else I32
+
+    def same(value: int) -> Any:
+        return constant(value, integers.count, I32) if integers != I32 else I32(value)
+
+    bits = b.bitcast(x, integers)
+    even = b.and_(b.lshr(bits, same(16)), same(1))
+    rounded = b.and_(b.add(b.add(bits, same(0x7FFF)), even), same(0xFFFF0000))
+    return b.select(b.fcmp_unordered("uno", x, x), same(0x7FC00000), rounded)
+
+
 def load_broadcast(b: Any, address: Any, lanes: int) -> Any:
     """Load one float32 and broadcast it to all lanes."""
     return broadcast(b, b.load(pointer_to(b, FLOAT, address), align=4), lanes)

@@ -8,7 +8,7 @@ import torch
 from numba import types
 
 from tgis.shard.kernels.cpu.jit.compiler import intrinsic, llvm_function, ordered
-from tgis.shard.kernels.cpu.jit.llvm import FLOAT, HALF, I16, I32
+from tgis.shard.kernels.cpu.jit.llvm import FLOAT, HALF, I16, I32, round_to_bfloat16
 
 # For each type of stored weights and keys, a value of the type that numba uses for its elements: uint16 means
 # bfloat16 bits, int16 means float16 bits.
@@ -35,7 +35,7 @@ def _power_of_two(b: Any, x: Any) -> Any:
 def build_stored(b: Any, x: Any, element: Any) -> Any:
     """Convert float32 `x` to a type of ELEMENTS."""
     if element == types.uint16:
-        return _build_bfloat16(b, x)
+        return b.trunc(b.lshr(round_to_bfloat16(b, x), I32(16)), I16)
     if element == types.int16:
         return b.bitcast(b.fptrunc(x, HALF), I16)
     return x
@@ -63,15 +63,6 @@ def loaded(typingctx: Any, x: Any) -> Any:
         return args[0]
 
     return types.float32(x), generate
-
-
-def _build_bfloat16(b: Any, x: Any) -> Any:
-    """Round to bfloat16 bits, half to even. NaN is apart: rounding would make some NaNs infinite."""
-    bits = b.bitcast(x, I32)
-    even = b.and_(b.lshr(bits, I32(16)), I32(1))
-    rounded = b.trunc(b.lshr(b.add(b.add(bits, I32(0x7FFF)), even), I32(16)), I16)
-    is_nan = b.icmp_unsigned(">", b.and_(bits, I32(0x7FFFFFFF)), I32(0x7F800000))
-    return b.select(is_nan, I16(0x7FC0), rounded)
 
 
 @ordered
