@@ -64,13 +64,18 @@ class RandomTokens:
     """Gives every row a random token a step, and takes the CPU time of a process over the steps that have all
     streams, from the end of the warm-up on."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_fast: bool = False) -> None:
+        """With `is_fast`, a step with all streams takes no time."""
         self.process: psutil.Process | None = None
+        self.num_left = 0
+        """Number of tokens after the warm-up, up to the ends of all streams."""
+        self._is_fast = is_fast
         self._random = np.random.default_rng(0)
         self._rows: dict[int, Row] = {}
         self._num_streams = self._num_steps = 0
         self._num_full = 0
-        self._begin = self._end = (0.0, 0.0)
+        self.begin = self._end = (0.0, 0.0)
+        """CPU seconds of the process and wall seconds at the end of the warm-up."""
 
     def watch(self, num_streams: int, num_steps: int) -> None:
         self._num_streams, self._num_steps, self._num_full = num_streams, num_steps, 0
@@ -79,7 +84,7 @@ class RandomTokens:
         """Return CPU seconds and wall seconds. Raises BenchError if there were too few steps."""
         if self._num_full <= WARM_STEPS + self._num_steps:
             raise BenchError(f"all streams had {self._num_full} steps together, too few")
-        return self._end[0] - self._begin[0], self._end[1] - self._begin[1]
+        return self._end[0] - self.begin[0], self._end[1] - self.begin[1]
 
     def execute(self, request: pb.StepRequest) -> pb.StepResponse:
         for number in integers(request.closed_rows):
@@ -106,14 +111,16 @@ class RandomTokens:
         if num_rows < self._num_streams:
             time.sleep(GATHER_S if self._num_full == 0 else STEP_S)
             return
-        time.sleep(STEP_S)
+        if not self._is_fast:
+            time.sleep(STEP_S)
         if self._num_full == WARM_STEPS:
-            self._begin = self._look()
+            self.begin = self.look()
+            self.num_left = sum(row.limit - row.length for row in self._rows.values())
         if self._num_full == WARM_STEPS + self._num_steps:
-            self._end = self._look()
+            self._end = self.look()
         self._num_full += 1
 
-    def _look(self) -> tuple[float, float]:
+    def look(self) -> tuple[float, float]:
         assert self.process is not None, "the router runs before its shards compute"
         times = self.process.cpu_times()
         return times.user + times.system, time.perf_counter()
@@ -140,18 +147,27 @@ class Bench:
         """Raises BenchError."""
         new_tokens = SLACK + WARM_STEPS + num_steps
         self._tokens.watch(num_streams, num_steps)
-        question = {"api": api, "streams": num_streams, "new_tokens": new_tokens}
-        num_events = self._clients.ask(question, TIME_LIMIT_S)["events"]
-        if num_events < num_streams * (new_tokens - 2):  # the last token may come with the end
-            raise BenchError(f"{api}: {num_events} events of {num_streams} x {new_tokens} tokens")
+        self.stream(api, num_streams, new_tokens)
         return Sample(api, num_streams, *self._tokens.result(), num_streams * num_steps)
+
+    def stream(self, api: str, num_streams: int, new_tokens: int) -> int:
+        """Stream whole texts; return the number of messages or events. Raises BenchError."""
+        question = {"api": api, "streams": num_streams, "new_tokens": new_tokens}
+        num_events: int = self._clients.ask(question, TIME_LIMIT_S)["events"]
+        return num_events
 
 
 @contextmanager
-def running(directory: Path, most_streams: int, apis: Sequence[str]) -> Iterator[Bench]:
-    """Raises BenchError."""
+def running(
+    directory: Path,
+    most_streams: int,
+    apis: Sequence[str],
+    tokens: RandomTokens | None = None,
+    tree: Path | None = None,
+) -> Iterator[Bench]:
+    """Run the router of `tree`, another checkout, or our own. Raises BenchError."""
     write_byte_level(directory, VOCAB_SIZE)
-    tokens, uds_path = RandomTokens(), str(directory / "shard")
+    tokens, uds_path = tokens or RandomTokens(), str(directory / "shard")
     with ExitStack() as stack:
         server = ShardServer(PacedShard(tokens, (most_streams + 1) * MAX_LENGTH // BLOCK_SIZE), uds_path)
         stack.callback(server.stop)
@@ -162,12 +178,20 @@ def running(directory: Path, most_streams: int, apis: Sequence[str]) -> Iterator
             template.write_text(TEMPLATE)
             limits += ["--chat-template", str(template)]
             limits += ["--http-api", "tgi,lmi,openai", "--max-http-connections", str(2 * most_streams)]
-        router = Service(router_command(directory, *limits))
+        router = Service(router_command(directory, *limits), **_from(tree))
         stack.callback(router.end)
         router.wait_until_serving()
         tokens.process = psutil.Process(router.process.pid)
         targets = [f"127.0.0.1:{port}" for port in (router.grpc_port, router.http_port)]
         yield Bench(router, tokens, stack.enter_context(worker.start(door_clients.MODULE, *targets)))
+
+
+def _from(tree: Path | None) -> dict[str, Any]:
+    """Return the arguments of a Service that runs the package in `tree`."""
+    if tree is None:
+        return {}
+    # -P, because the package in the working directory would come first
+    return {"env": {"PYTHONPATH": str(tree.absolute())}, "python": (sys.executable, "-P")}
 
 
 def run(bench: Bench, options: argparse.Namespace) -> list[Sample]:

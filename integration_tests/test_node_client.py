@@ -11,6 +11,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -205,13 +206,14 @@ def test_stream_has_its_shape(node: Node, seed: str) -> None:
     assert header["input_token_count"] == inputs["input_token_count"] == len(inputs["input_tokens"]) > 1
     assert (header["text"], header["seed"], header["generated_token_count"]) == (text, seed, 0)
     assert (inputs["text"], inputs["seed"], inputs["tokens"]) == ("", "0", [])
-    assert [part["generated_token_count"] for part in parts] == list(range(1, 13))
-    assert [len(part["tokens"]) for part in parts] == [1] * 12
+    sizes = [len(part["tokens"]) for part in parts]
+    assert [part["generated_token_count"] for part in parts] == list(accumulate(sizes))
+    assert sum(sizes) == 12
     assert {part["stop_reason"] for part in [header, inputs, *parts[:-1]]} == {"NOT_FINISHED"}
     assert (parts[-1]["stop_reason"], parts[-1]["seed"]) == ("MAX_TOKENS", seed)
     assert {part["seed"] for part in parts[:-1]} == {"0"}
     assert header["text"] + "".join(part["text"] for part in parts) == whole["text"]
-    assert [part["tokens"][0] for part in parts] == whole["tokens"]
+    assert [token for part in parts for token in part["tokens"]] == whole["tokens"]
     assert inputs["input_tokens"] == whole["input_tokens"]
 
 

@@ -48,7 +48,7 @@ class JsonDoor:
         answers = []
         for result in await self.service.generate(read(text, "batch")):
             assert result.last is not None
-            answers.append(["".join(result.text), result.last.num_generated, result.last.reason.name])
+            answers.append([result.text, result.last.num_generated, result.last.reason.name])
         return json.dumps(answers)
 
     async def stream(self, text: str) -> AsyncIterator[str]:
@@ -131,7 +131,8 @@ async def test_another_door_streams_to_a_stop_sequence(door: JsonDoor) -> None:
     first, *parts = [json.loads(part) async for part in door.stream(json.dumps(call))]
     assert first == len(door.tokenizer.fast.encode(PROMPT).ids)
     assert "".join(text for text, _, _ in parts) == whole[: whole.index(stop) + len(stop)]
-    assert [number for _, number, _ in parts] == list(range(1, len(parts) + 1))
+    numbers = [number for _, number, _ in parts]
+    assert numbers == sorted({*numbers}), "each has more tokens than the one before"
     *others, last = [reason for _, _, reason in parts]
     assert last == StopReason.STOP_SEQUENCE.name
     assert set(others) <= {StopReason.NOT_FINISHED.name}
@@ -145,14 +146,14 @@ async def test_n_texts_are_those_of_calls_with_the_seeds_that_follow(door: JsonD
     digests = [blake2b(pack("<QQ", 7, number), digest_size=8).digest() for number in (1, 2)]
     seeds = [7, *(int.from_bytes(digest, "little") for digest in digests)]
     assert [result.spec.sampling.seed for result in results] == seeds * 2
-    texts = ["".join(result.text) for result in results]
+    texts = [result.text for result in results]
     assert len(set(texts)) == 6
     alone = [
         await service.generate(read(json.dumps(asked | {"texts": [text], "seed": seed}), "batch"))
         for text in asked["texts"]
         for seed in seeds
     ]
-    assert texts == ["".join(result.text) for (result,) in alone]
+    assert texts == [result.text for (result,) in alone]
 
 
 async def test_n_texts_have_one_input(door: JsonDoor, caplog: pytest.LogCaptureFixture) -> None:

@@ -131,7 +131,7 @@ class Outcome:
         async for event in each_of(self.engine.open(sequence, text).events):
             assert isinstance(event, TokenDetail | Ended)
             token, reason = (event.token, event.reason) if isinstance(event, Ended) else (event, None)
-            shown.append(Shown(*text.take(), token, reason))
+            shown.append(Shown(*text.take(1), text.stop_sequence if reason else "", token, reason))
         return shown
 
     def count(self, name: str) -> float:

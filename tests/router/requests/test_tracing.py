@@ -70,7 +70,7 @@ def ended(
 ) -> tuple[SequenceSpec, Output]:
     """Times until the first step, the first token and the end."""
     spec = SequenceSpec((1,) * prompt_len, Stopping(max_new_tokens=9))
-    return spec, Output(SECRET, None, num_generated, reason, "", Timings(*times), num_cached)
+    return spec, Output((SECRET,), (), num_generated, reason, "", Timings(*times), num_cached)
 
 
 def one_call(tracing: Tracing, **metadata: str) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from tgis.router.engine.claims import Claim, Claims
-from tgis.router.engine.event_queue import EventQueue
+from tgis.router.engine.event_queue import EventQueue, WakeUps
 from tgis.router.engine.handle import (
     EngineInfo,
     Lease,
@@ -33,7 +33,7 @@ class LocalHandle:
         self._claims = claims
         self._held: dict[Ticket, _Held] = {}
         self._opened: dict[SequenceId, tuple[LiveRequest, EventQueue]] = {}
-        self._numbers = count()
+        self._numbers, self._wake_ups = count(), WakeUps()
 
     def info(self) -> EngineInfo:
         return self._claims.info()
@@ -51,7 +51,8 @@ class LocalHandle:
     def open(
         self, ticket: Ticket, spec: SequenceSpec, sink: TextSink | None, resume: Resume | None = None
     ) -> SequenceId:
-        held, sequence_id, events = self._held[ticket], SequenceId(next(self._numbers)), EventQueue()
+        held, sequence_id = self._held[ticket], SequenceId(next(self._numbers))
+        events = EventQueue(self._wake_ups.wake)
         live = self._claims.open(held.claim, spec, sink, resume, events)
         self._opened[sequence_id] = live, events
         held.sequences.append(sequence_id)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from tgis.router.engine.event_queue import EventQueue
+from tgis.router.engine.event_queue import EventQueue, WakeUps
 from tgis.router.engine.handle import (
     EngineInfo,
     Lease,
@@ -51,7 +51,7 @@ class _OpenSequence:
     generated: list[int]
     has_inputs: bool
     times: RequestTimes
-    events: EventQueue = field(default_factory=EventQueue)
+    events: EventQueue
 
     def resume(self) -> wire.Open:
         resume = Resume(tuple(self.generated), self.has_inputs, self.times)
@@ -66,7 +66,7 @@ class RemoteHandle:
         self._is_attached = False
         self._lost: Failed | None = None
         """Final event of all sequences while the engine is given up."""
-        self._numbers = count()
+        self._numbers, self._wake_ups = count(), WakeUps()
         self._held: dict[Ticket, _Held] = {}
         self._asked: dict[Ticket, tuple[Any, asyncio.Future[Any]]] = {}
         """Questions without an answer, at most one per ticket."""
@@ -126,6 +126,7 @@ class RemoteHandle:
             [*generated],
             has_inputs,
             times or RequestTimes(time.monotonic()),
+            EventQueue(self._wake_ups.wake),
         )
         self._held[ticket].sequences.append(sequence_id)
         self._open[sequence_id], self._events[sequence_id] = opened, opened.events
