@@ -60,6 +60,7 @@ def service(directory: Path, api_port: int) -> Iterator[Service]:
     for client in serve(directory, *WORKERS, "--http-api", "openai", "--http-api-port", str(api_port)):
         client.channel.close()
         yield client.service
+        assert "Traceback" not in client.service.output, client.service.output
 
 
 @pytest.fixture(scope="module")

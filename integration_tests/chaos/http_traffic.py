@@ -15,6 +15,7 @@ from integration_tests.support.greedy_answers import WORDS
 
 OVERLOADS = ("429: ", '503: {"code":503,"type":"WlmCapacityException"')
 """The beginnings of refusals of a service that is full."""
+OVERLOAD_IN_A_STREAM = "Model is overloaded"  # in TGI's, whose refusals are events
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 Connect = Callable[[], http.client.HTTPConnection]
 
@@ -53,7 +54,8 @@ class HttpCase:
             seconds = time.monotonic() - began_at
             # A stream that breaks off may look to its reader like one that ends too early.
             is_break = not isinstance(error, TimeoutError | KeyError)
-            raise Failure(f"{self.path} after {seconds:.1f} s: {error!r}", is_break=is_break) from error
+            is_overload = str(error).endswith(OVERLOAD_IN_A_STREAM)
+            raise Failure(f"{self.path} after {seconds:.1f} s: {error!r}", is_overload, is_break) from error
 
 
 class Lines:

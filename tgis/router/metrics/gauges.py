@@ -37,7 +37,8 @@ class Gauge:
 
     def values(self) -> Mapping[Labels, float] | None:
         """Return the value as that of no labels; None if this process does not know it."""
-        return None if self._read is None else {(): self._read()}
+        # Another process reads only a float, and a state may be a bool or an int.
+        return None if self._read is None else {(): float(self._read())}
 
     def show(self, values: Mapping[Labels, float]) -> None:
         """Show the value from now on."""
