@@ -85,7 +85,8 @@ Traces need `--otlp-endpoint http://collector:4317` and `pip install '.[otel]'`.
 `fmaas.GenerationService/Generate`, or `POST /v1/chat/completions` over HTTP, whose attributes are those of HTTP servers
 (`http.route`, `http.response.status_code`), and continue the caller's `traceparent`. They carry model, tenant, parameters, token
 counts (`gen_ai.usage.cache_read.input_tokens` are those found in the prefix cache), finish reasons, and the times in the
-queue, to the first token and of computation, but no text and no cache salt. A slow or dead collector does not delay
+queue, to the first token and of computation, but no text and no cache salt. With several
+[router workers](router-workers.md) the resource attribute `service.instance.id` is `router-worker-N`. A slow or dead collector does not delay
 calls. `deployment/monitoring/opentelemetry` has the configuration of a collector for traces and metrics, and a kustomize
 component with the variables that send traces there.
 

@@ -97,7 +97,8 @@ class _Router:
         them. The event loop must run. Raises StartupError."""
         self._config = config
         self._metrics = open_metrics(config)
-        self._tracing = open_tracing(config.otlp_endpoint, config.otlp_service_name or SERVICE_NAME)
+        worker = config.worker if config.router_workers > 1 else None
+        self._tracing = open_tracing(config.otlp_endpoint, config.otlp_service_name or SERVICE_NAME, worker)
         self._grammar_compiler = GrammarCompiler()
         self._health = Health(SERVICE)
         self._metrics.ready.follow(self._is_ready)

@@ -147,6 +147,16 @@ def test_a_call_as_the_collector_sees_it(collector: tuple[Collector, str]) -> No
     assert SECRET.encode() not in servicer.requests[0].SerializeToString()
 
 
+@pytest.mark.parametrize("worker", [None, 2])
+def test_spans_name_the_router_worker(collector: tuple[Collector, str], worker: int | None) -> None:
+    servicer, address = collector
+    tracing = open_tracing(address, "s", worker)
+    one_call(tracing)
+    tracing.close()
+    name = servicer.resource.get("service.instance.id")
+    assert (name == "router-worker-2") == (worker is not None)
+
+
 def test_parameters_beside_the_messages(collector: tuple[Collector, str]) -> None:
     """A cache salt is secret, and so is a bias: ids of tokens are text."""
     servicer, address = collector
