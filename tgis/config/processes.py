@@ -28,6 +28,14 @@ class ProcessOptions:
     )
 
 
+@in_group(Group.LIFECYCLE)
+@dataclass(frozen=True, kw_only=True)
+class HeartbeatOptions:
+    heartbeat_fd: int | None = option(
+        "Open file descriptor to write heartbeats to.", None, env=False, minimum=0
+    )
+
+
 @in_group(Group.MODEL)
 @dataclass(frozen=True, kw_only=True)
 class LauncherConfig(
@@ -172,7 +180,7 @@ class LauncherConfig(
 
 @in_group(Group.MODEL)
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(ProcessOptions, LinkOptions, BatchOptions, PortOptions, ServingOptions):
+class RouterConfig(ProcessOptions, HeartbeatOptions, LinkOptions, BatchOptions, PortOptions, ServingOptions):
     tokenizer_path: str = option("Directory that holds tokenizer.json.", is_common=True)
     shard_uds_path: str = option(
         "Prefix of the shards' Unix sockets; the rank is appended.", UDS_PATH, group=Group.NETWORK
@@ -223,9 +231,6 @@ class RouterConfig(ProcessOptions, LinkOptions, BatchOptions, PortOptions, Servi
         env=False,
         group=Group.LOGS,
     )
-    heartbeat_fd: int | None = option(
-        "Open file descriptor to write heartbeats to.", None, env=False, minimum=0, group=Group.LIFECYCLE
-    )
 
     @property
     def shares_ports(self) -> bool:
@@ -235,7 +240,9 @@ class RouterConfig(ProcessOptions, LinkOptions, BatchOptions, PortOptions, Servi
 
 @in_group(Group.MODEL)
 @dataclass(frozen=True, kw_only=True)
-class ShardConfig(ProcessOptions, LinkOptions, RankOptions, ModelOptions, AdapterOptions, BatchOptions):
+class ShardConfig(
+    ProcessOptions, HeartbeatOptions, LinkOptions, RankOptions, ModelOptions, AdapterOptions, BatchOptions
+):
     model_path: str = option("Directory of the model; MODEL_NAME may be given instead.", is_common=True)
     tokenizer_path: str | None = option(
         "Directory that holds tokenizer.json; unset: the model's.", None, env=False, is_common=True
@@ -252,7 +259,4 @@ class ShardConfig(ProcessOptions, LinkOptions, RankOptions, ModelOptions, Adapte
         None,
         env=False,
         group=Group.LIFECYCLE,
-    )
-    heartbeat_fd: int | None = option(
-        "Open file descriptor to write heartbeats to.", None, env=False, minimum=0, group=Group.LIFECYCLE
     )
