@@ -105,6 +105,7 @@ TARGETS = (
         3,
         True,
     ),
+    Target("engine loss", "engine-loss", "pause of 64 streams, engine process killed", "s", 3, True),
     Target(
         "overload", "overload", "answered while thrice as many arrive", "of what it answers when full", 0.8
     ),
