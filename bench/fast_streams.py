@@ -44,15 +44,14 @@ class Contender:
         tokens = self._tokens
         tokens.watch(num_streams, 0)
         num_messages = self._bench.stream(api, num_streams, new_tokens)
-        cpu_s, now = tokens.look()
-        begin_cpu_s, begin = tokens.begin
+        times = tokens.look().since(tokens.begin)
         return FastSample(
             self.name,
             api,
             num_streams,
             number,
-            1e6 * (cpu_s - begin_cpu_s) / tokens.num_left,
-            tokens.num_left / (now - begin),
+            1e6 * sum(times.cpu_s) / tokens.num_left,
+            tokens.num_left / times.wall_s,
             num_streams * new_tokens / num_messages,
         )
 
