@@ -69,16 +69,14 @@ async def _measure_round(stubs: "Sequence[GenerationServiceAsyncStub]", command:
     prompts, seed = _prompts(PROMPT_TOKENS), time.time_ns()
     undisturbed = [Stream() for _ in stubs]
     await _run_streams(stubs, prompts, undisturbed, PROMPT_TOKENS, NEW_TOKENS, seed)
-    streams = [Stream() for _ in stubs]
-    killing = asyncio.create_task(_kill_engine(streams, command))
-    await _run_streams(stubs, prompts, streams, PROMPT_TOKENS, NEW_TOKENS, seed)
-    killed_at = await killing
+    streams, loss = [Stream() for _ in stubs], _Loss(command)
+    await _run_streams(stubs, prompts, streams, PROMPT_TOKENS, NEW_TOKENS, seed, loss)
     if any(one.text != other.text for one, other in zip(streams, undisturbed, strict=True)):
         raise BenchError("a text differs from that of an undisturbed run")
     num_tokens, firsts = PROMPT_TOKENS + COMES_AFTER, [Stream() for _ in stubs]
     begin = time.perf_counter()
     await _run_streams(stubs, _prompts(num_tokens), firsts, num_tokens, 1, seed)
-    found = Round(_longest_pause(streams, killed_at), time.perf_counter() - begin)
+    found = Round(_longest_pause(streams, loss.at), time.perf_counter() - begin)
     print(f"pause {found.pause_s:.2f} s, computing {found.computing_s:.2f} s", file=sys.stderr, flush=True)
     return found
 
@@ -95,6 +93,7 @@ async def _run_streams(
     num_input: int,
     num_new: int,
     seed: int,
+    loss: "_Loss | None" = None,
 ) -> None:
     params = pb.Parameters(
         method=pb.SAMPLE,
@@ -110,6 +109,8 @@ async def _run_streams(
             stream.text += message.text
             stream.num_tokens = message.generated_token_count
             stream.arrivals.append(time.perf_counter())
+            if loss is not None and not loss.at and min(each.num_tokens for each in streams) >= COMES_AFTER:
+                loss.cause()
 
     try:
         await asyncio.gather(*(run_one(*each) for each in zip(stubs, prompts, streams, strict=True)))
@@ -117,12 +118,16 @@ async def _run_streams(
         raise BenchError(f"a stream failed with {error.code().name}: {error.details()}") from error
 
 
-async def _kill_engine(streams: Sequence[Stream], command: Sequence[str]) -> float:
-    """Kill the engine process once every stream has COMES_AFTER tokens; return the time."""
-    while min(stream.num_tokens for stream in streams) < COMES_AFTER:
-        await asyncio.sleep(0.005)
-    find_engine(command).kill()
-    return time.perf_counter()
+@dataclass
+class _Loss:
+    """Loss of the engine process of the launcher that was started with this command."""
+
+    command: Sequence[str]
+    at: float = 0.0
+
+    def cause(self) -> None:
+        find_engine(self.command).kill()
+        self.at = time.perf_counter()
 
 
 def find_engine(command: Sequence[str]) -> psutil.Process:
@@ -135,9 +140,5 @@ def find_engine(command: Sequence[str]) -> psutil.Process:
 
 def _longest_pause(streams: Sequence[Stream], killed_at: float) -> float:
     """Longest time between two messages of a stream, of which the second came after the loss."""
-    return max(
-        after - before
-        for stream in streams
-        for before, after in pairwise(stream.arrivals)
-        if after > killed_at
-    )
+    pairs = [pair for stream in streams for pair in pairwise(stream.arrivals)]
+    return max(after - before for before, after in pairs if after > killed_at)
