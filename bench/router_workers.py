@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import router_latency, router_losses, router_spread, router_step
+from bench import router_latency, router_losses, router_rates, router_spread, router_step
 from bench.contest import Spread
 from bench.door_clients import GRPC
 from bench.doors import WARM_STEPS, Bench, running
@@ -118,6 +118,7 @@ SECTIONS: dict[str, tuple[str, Callable[[argparse.Namespace], str]]] = {
     "step": ("Engine process's step, with the messages to three workers", measure_steps),
     "spread": ("Streams over workers", router_spread.measure),
     "losses": ("Engine process killed under 64 streams", router_losses.measure),
+    "rates": ("Tokens per second of several workers", router_rates.measure),
 }
 
 

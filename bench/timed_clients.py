@@ -68,7 +68,7 @@ async def _call_all(target: str, count: int) -> list[float]:
     params, seconds = _params(1), []
     request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="The fox")], params=params)
     async with grpc.aio.insecure_channel(target, CHANNEL_OPTIONS) as channel:
-        stub: GenerationServiceAsyncStub = GenerationServiceStub(channel)  # type: ignore[assignment]
+        stub: GenerationServiceAsyncStub = GenerationServiceStub(channel)
         await stub.Generate(request)
         for _ in range(count):
             begin = time.perf_counter()
@@ -82,7 +82,7 @@ async def _stream(target: str, index: int, new_tokens: int) -> TimedStream:
     request = pb.SingleGenerationRequest(request=prompt, params=_params(new_tokens))
     texts, arrivals, num_generated = list[str](), list[float](), 0
     async with grpc.aio.insecure_channel(target, CHANNEL_OPTIONS) as channel:
-        stub: GenerationServiceAsyncStub = GenerationServiceStub(channel)  # type: ignore[assignment]
+        stub: GenerationServiceAsyncStub = GenerationServiceStub(channel)
         async for message in stub.GenerateStream(request):
             texts.append(message.text)
             if message.generated_token_count:

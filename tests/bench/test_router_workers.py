@@ -4,9 +4,10 @@ from argparse import Namespace
 
 import pytest
 
-from bench import doors, router_latency, router_losses, router_spread, router_workers
+from bench import doors, router_latency, router_losses, router_rates, router_spread, router_workers
 from bench.router_latency import Latency, format_latencies
 from bench.router_losses import format_losses
+from bench.router_rates import Rate, format_rates
 from bench.router_spread import format_spread
 from bench.router_workers import ONE, Cost, format_costs
 from bench.timed_clients import TimedStream
@@ -52,6 +53,30 @@ def test_latency_and_a_killed_engine_are_measured(monkeypatch: pytest.MonkeyPatc
     [[_, num_streams, longest, _, num_wrong]] = cells(router_losses.measure(Namespace()))
     assert (num_streams, num_wrong) == ("3", "0")
     assert float(longest) > 5 * router_losses.STEP_S
+
+
+@pytest.mark.slow
+def test_rates_are_measured_where_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_rates, "MIN_CORES", 1_000_000)
+    assert router_rates.measure(Namespace()).startswith("Not measured: ")
+    for name, value in {"MIN_CORES": 1, "NUM_STREAMS": 4, "NEW_TOKENS": 100}.items():
+        monkeypatch.setattr(router_rates, name, value)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    rows = cells(router_rates.measure(Namespace(rounds=1)))
+    assert [row[:2] for row in rows] == [
+        ["router", "1"],
+        ["router", "2"],
+        ["gRPC alone", "1"],
+        ["gRPC alone", "2"],
+    ]
+    assert all(float(row[2]) > 0 for row in rows)
+
+
+def test_rates_are_shares_of_rounds() -> None:
+    rates = [Rate("router", 1, number, rate) for number, rate in enumerate((100.0, 200.0))]
+    rates += [Rate("router", 4, number, rate) for number, rate in enumerate((400.0, 400.0))]
+    one, several = cells(format_rates(rates))
+    assert (one[2], several[2:]) == ("150", ["400", "0.75 (0.50 to 1.00)", ">= 0.8"])
 
 
 def test_costs_are_compared_in_rounds() -> None:

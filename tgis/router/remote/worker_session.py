@@ -18,8 +18,6 @@ from tgis.router.shards.client import AdapterCallError
 
 logger = logging.getLogger(__name__)
 
-_NO_DETAILS = TokenDetail(0)[1:]
-
 
 @dataclass(eq=False)
 class _Held:
@@ -96,7 +94,8 @@ class WorkerSession:
 
     def send_token(self, sequence_id: SequenceId, token: TokenDetail) -> None:
         self._tokens.append((sequence_id, token))
-        self._flush_soon()
+        if not self._is_due:
+            self._flush_soon()
 
     def finish(self, message: wire.Finished) -> None:
         """Send a final event after the tokens of this turn of the event loop."""
@@ -195,9 +194,8 @@ def _final(sequence_id: SequenceId, event: Ended | Failed | TimedOut) -> wire.Fi
 
 
 def _columns(tokens: list[tuple[SequenceId, TokenDetail]]) -> wire.Tokens:
-    sequence_ids = [sequence_id for sequence_id, _ in tokens]
-    token_ids = [token.token_id for _, token in tokens]
-    if not any(token[1:] != _NO_DETAILS for _, token in tokens):
-        return wire.Tokens(sequence_ids, token_ids, [], [], [])
-    _, logprobs, ranks, top_tokens = zip(*(token for _, token in tokens), strict=True)
-    return wire.Tokens(sequence_ids, token_ids, [*logprobs], [*ranks], [*top_tokens])
+    sequence_ids, details = zip(*tokens, strict=True)
+    token_ids, logprobs, ranks, top_tokens = zip(*details, strict=True)
+    if any(logprobs) or any(ranks) or any(top_tokens):
+        return wire.Tokens([*sequence_ids], [*token_ids], [*logprobs], [*ranks], [*top_tokens])
+    return wire.Tokens([*sequence_ids], [*token_ids], [], [], [])
