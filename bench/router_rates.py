@@ -2,7 +2,6 @@
 second of as many processes that do nothing but gRPC. Needs cores for all of them and for their clients."""
 
 import argparse
-import os
 import sys
 import tempfile
 import time
@@ -18,6 +17,7 @@ from bench.door_clients import GRPC
 from bench.doors import TIME_LIMIT_S, RandomTokens, running
 from bench.service import free_ports
 from tests.support.processes import Service
+from tgis.process.control_groups import count_cores
 
 MIN_CORES = 8
 NUM_STREAMS, NEW_TOKENS = 256, 400
@@ -35,7 +35,7 @@ class Rate:
 
 def measure(options: argparse.Namespace) -> str:
     """Raises BenchError."""
-    num_cores = os.cpu_count() or 1
+    num_cores = count_cores()
     if num_cores < MIN_CORES:
         return f"Not measured: {num_cores} cores, where {MIN_CORES} are needed."
     most_workers = max(2, num_cores // 4)

@@ -15,8 +15,9 @@ from tests.support.router.model_of_contents import Item, Library, adapter
 from tests.support.router.model_of_shard import EOS, join_digests, truth
 from tgis.config.processes import RouterConfig
 from tgis.router.engine.handle import EngineHandle, SequenceSpec
-from tgis.router.errors import UnavailableError
+from tgis.router.errors import OverloadedError, UnavailableError
 from tgis.router.events import Ended, Event, Failed, InputTokens, TimedOut
+from tgis.router.remote import remote_engine
 from tgis.router.sequence import Details, Stopping, StopReason, TokenDetail
 
 NUM_WORKERS, NUM_REQUESTS = 3, 24
@@ -194,8 +195,12 @@ async def test_a_lost_worker_takes_its_own_requests_only(scene: Scene) -> None:
         assert_undisturbed(case, await task)
 
 
-async def test_adapters_in_use_are_kept_though_their_ids_name_others(scene: Scene) -> None:
-    """The new engine process takes them by what they are, before the shards unload the others."""
+async def test_adapters_in_use_are_kept_though_their_ids_name_others(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new engine process takes them by what they are, before the shards unload the others, although the
+    workers find it late."""
+    monkeypatch.setattr(remote_engine, "RETRY_INTERVAL_S", 0.5)
     scene.shards.shard.step_s = 0.01
     case = Case((5, 6, 7), 60, "prompt-1", "adapter-1", has_inputs=False, stop_at=None)
     task = asyncio.create_task(generate(scene.workers[0].remote.handle, case, 0.0))
@@ -204,6 +209,7 @@ async def test_adapters_in_use_are_kept_though_their_ids_name_others(scene: Scen
     scene.library.put(Item("p2", num_decoder_tokens=1), "prompt-1")
     scene.library.put(adapter("a2"), "adapter-1")
     await scene.engine.kill()
+    await asyncio.sleep(0.1)  # the workers have looked for it in vain
     await scene.engine.start()
     assert_undisturbed(case, await task)
     assert set(scene.library.loads) == set(num_loads)
@@ -217,7 +223,10 @@ async def test_concurrency_is_held_across_a_loss(scene: Scene) -> None:
     await asyncio.sleep(0.05)
     assert not waiting.done()
     await scene.engine.start()
-    handle.release(await waiting)
+    again = await waiting
+    with pytest.raises(OverloadedError):
+        await handle.acquire(1)
+    handle.release(again)
     handle.release(ticket)
 
 
