@@ -27,7 +27,10 @@ class Service:
         env: dict[str, str] | None = None,
         module: str = "tgis",
         python: Sequence[str] = (sys.executable,),
+        num_routers: int = 1,
     ) -> None:
+        """It serves once `num_routers` processes of it have said so."""
+        self._num_awaited = num_routers
         self.lines: list[str] = []
         self.grpc_port = self.http_port = 0
         self._serving = threading.Event()
@@ -48,7 +51,9 @@ class Service:
             self.lines.append(line.rstrip("\n"))
             if found := ADDRESSES.search(line):
                 self.grpc_port, self.http_port = int(found[2]), int(found[4])
-                self._serving.set()
+                self._num_awaited -= 1
+                if self._num_awaited <= 0:
+                    self._serving.set()
         self._serving.set()
 
     def wait_until_serving(self, timeout_s: float = 120) -> "Service":
