@@ -10,18 +10,15 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import add_Tr
 
 from tests.support.accounts import assert_nothing_left, take_baseline
 from tests.support.router.router_process import NUM_WORKERS, Setup, start_router, stop_router
+from tests.support.suites import skip_tests_of_one_worker
 from tests.support.tls_files import Files
 from tests.support.trace_collector import Collector
 from tgis.pb import generation_pb2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests of one process where routers have several, with the reason that each test gives."""
-    if NUM_WORKERS == 1:
-        return
-    for item in items:
-        if (mark := item.get_closest_marker("one_worker")) is not None:
-            item.add_marker(pytest.mark.skip(reason=mark.args[0]))
+    if NUM_WORKERS > 1:
+        skip_tests_of_one_worker(items)
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ class Setup:
     channel: grpc.Channel = field(init=False)
 
     def __post_init__(self) -> None:
-        self.channel = self.service.channel()
+        self.channel = grpc.insecure_channel(f"127.0.0.1:{self.service.grpc_port}")  # to one worker
         self.stub = GenerationServiceStub(self.channel)
 
     @property
@@ -68,7 +68,7 @@ def start_router(
         if module is None:
             service = Service(command, module=MODULE, num_routers=NUM_WORKERS)
         else:
-            service = Service(command, module=module)
+            service = Service(command, module=module, num_routers=1)
         service.wait_until_serving()
     except AssertionError:
         for server in servers:

@@ -2,12 +2,12 @@
 like `python -m tgis`."""
 
 import asyncio
+import re
 import signal
 import sys
 import tempfile
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from tgis.cli.main import main
 from tgis.config.option import to_flags
@@ -19,13 +19,14 @@ from tgis.process.child import GIVE_UP, Child
 from tgis.router import app
 
 NUM_WORKERS = 3
+NAME = re.compile(r"^(engine process|router worker \d): ")
+"""Before the reason that a process gives for its end."""
 
 
 def run(config: RouterConfig) -> None:
     """Do what `app.run` does, in several processes, each of which is started again when it dies."""
     with tempfile.TemporaryDirectory(prefix="split-") as directory:
-        (metrics := Path(directory) / "metrics").mkdir()
-        split = {"engine_path": f"{directory}/engine", "metrics_dir": str(metrics)}
+        split = {"engine_path": f"{directory}/engine", "metrics_dir": directory}
         ports = SharedPorts(replace(config, router_workers=NUM_WORKERS, **split))
         try:
             asyncio.run(_run(ports.config))
@@ -42,7 +43,7 @@ async def _run(config: RouterConfig) -> None:
     end = await group.wait()
     await group.kill()
     if not end.is_success:
-        raise LaunchError(end.text)
+        raise LaunchError(NAME.sub("", end.text))
 
 
 def _make_worker(config: RouterConfig, number: int) -> Child:
