@@ -33,7 +33,7 @@ RESOLVE_S = 1.0  # between two attempts, because a pod may start before its name
 class Leader:
     def __init__(self, config: LauncherConfig, plan: Plan) -> None:
         """Check that the ports are free. Raises PortError if one is taken, and RunDirectoryError."""
-        self._ports: SharedPorts | None = None
+        self._ports: SharedPorts[LauncherConfig] | None = None
         if plan.router_workers > 1:
             self._ports = SharedPorts(config)
             config = self._ports.config

@@ -2,11 +2,14 @@
 
 import socket
 from dataclasses import replace
+from typing import Generic, TypeVar
 
-from tgis.config.processes import LauncherConfig
+from tgis.config.processes import LauncherConfig, RouterConfig
 from tgis.net.ports import keep_for_sharing, listen
 
 PORTS = ("port", "grpc_port", "http_api_port")
+
+C = TypeVar("C", LauncherConfig, RouterConfig)
 
 
 def check_ports(config: LauncherConfig) -> None:
@@ -15,10 +18,10 @@ def check_ports(config: LauncherConfig) -> None:
         listen(config.bind, port).close()
 
 
-class SharedPorts:
+class SharedPorts(Generic[C]):
     """Sockets that keep the ports as long as the service runs, so that a second service cannot share them."""
 
-    def __init__(self, config: LauncherConfig) -> None:
+    def __init__(self, config: C) -> None:
         """Keep the configured ports. Raises PortError if one is taken."""
         asked = {name: getattr(config, name) for name in PORTS}
         given = {name: port for name, port in asked.items() if port is not None}
@@ -30,7 +33,7 @@ class SharedPorts:
             self.close()
             raise
         numbers = {name: kept.getsockname()[1] for name, kept in self._sockets.items()}
-        self.config = replace(config, **numbers)
+        self.config: C = replace(config, **numbers)
         """The configuration with the numbers of the ports, which is of use where free ones were asked for."""
 
     def close(self) -> None:

@@ -1,31 +1,61 @@
-"""A router worker and an engine process of its own. Run like `python -m tgis`."""
+"""An engine process and three router workers that share the ports, in place of a router of one process. Run
+like `python -m tgis`."""
 
-import os
-import subprocess
+import asyncio
+import re
+import signal
 import sys
 import tempfile
+from dataclasses import replace
 from functools import partial
 
 from tgis.cli.main import main
-from tgis.process.child import die_with
+from tgis.config.option import to_flags
+from tgis.config.processes import RouterConfig
+from tgis.launcher.plan import LaunchError
+from tgis.launcher.router_group import RouterGroup
+from tgis.launcher.shared_ports import SharedPorts
+from tgis.process.child import GIVE_UP, Child
+from tgis.router import app
+
+NUM_WORKERS = 3
+NAME = re.compile(r"^(engine process|router worker \d): ")
+"""Before the reason that a process gives for its end."""
 
 
-def run(arguments: list[str]) -> None:
-    if arguments[:1] != ["router"]:
-        main(arguments)
-        return
+def run(config: RouterConfig) -> None:
+    """Do what `app.run` does, in several processes, each of which is started again when it dies."""
     with tempfile.TemporaryDirectory(prefix="split-") as directory:
-        split = ["--engine-path", f"{directory}/engine", "--metrics-dir", directory]
-        engine = subprocess.Popen(
-            [sys.executable, "-m", "tgis", "engine", *arguments[1:], *split],
-            preexec_fn=partial(die_with, os.getpid()),  # no other thread runs yet
-        )
+        split = {"engine_path": f"{directory}/engine", "metrics_dir": directory}
+        ports = SharedPorts(replace(config, router_workers=NUM_WORKERS, **split))
         try:
-            main([*arguments, *split])
+            asyncio.run(_run(ports.config))
         finally:
-            engine.terminate()
-            engine.wait(10)
+            ports.close()
+
+
+async def _run(config: RouterConfig) -> None:
+    workers = [partial(_make_worker, config, number) for number in range(NUM_WORKERS)]
+    group = RouterGroup(partial(_make_child, "engine process", "engine", "Engine: ", config), workers)
+    await group.start()
+    for number in (signal.SIGTERM, signal.SIGINT, GIVE_UP):
+        asyncio.get_running_loop().add_signal_handler(number, group.signal, number)
+    end = await group.wait()
+    await group.kill()
+    if not end.is_success:
+        raise LaunchError(NAME.sub("", end.text))
+
+
+def _make_worker(config: RouterConfig, number: int) -> Child:
+    own = replace(config, worker=number)
+    return _make_child(f"router worker {number}", "router", f"Router {number}: ", own)
+
+
+def _make_child(name: str, command: str, prefix: str, config: RouterConfig) -> Child:
+    prefix = "" if config.json_output else prefix
+    return Child(name, [command, *to_flags(config)], prefix, has_heartbeat=True)
 
 
 if __name__ == "__main__":
-    run(sys.argv[1:])
+    app.run = run
+    main(sys.argv[1:])
