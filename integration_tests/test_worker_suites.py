@@ -28,10 +28,6 @@ SUITES = (
 )
 
 
-def test_a_crowd_is_served_the_same_tokens() -> None:
-    run_suite(HERE / "test_same_tokens.py", WORKERS, ["-k", "two and ranks and not encoder"])
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("suite", SUITES)

@@ -20,6 +20,10 @@ def test_the_suites_are_found() -> None:
     assert len(SUITES) > 20
 
 
+def test_the_wire_of_a_split_router() -> None:
+    run_suite(HERE / "api/grpc/test_old_clients.py", SPLIT, [])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("suite", SUITES, ids=str)

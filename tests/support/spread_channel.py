@@ -8,11 +8,16 @@ import grpc
 
 NUM_CONNECTIONS = 6
 """That all of them reach the same of three workers happens once in 243 times."""
+CONNECT_S = 20.0
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 
 
 def spread_channel(target: str) -> grpc.Channel:
-    return SpreadChannel([grpc.insecure_channel(target, OWN_CONNECTION) for _ in range(NUM_CONNECTIONS)])
+    """Open a channel whose connections are all there, so that later looks at the router count them alike."""
+    channels = [grpc.insecure_channel(target, OWN_CONNECTION) for _ in range(NUM_CONNECTIONS)]
+    for channel in channels:
+        grpc.channel_ready_future(channel).result(CONNECT_S)
+    return SpreadChannel(channels)
 
 
 class SpreadChannel(grpc.Channel):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket
 from typing import Any
 
 from tgis.router.engine.claims import Claims
@@ -34,7 +35,9 @@ class EngineServer:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(lambda: _WorkerConnection(self).channel, self._path)
+        self._server = await loop.create_unix_server(
+            lambda: _WorkerConnection(self).channel, sock=_bind(self._path)
+        )
 
     async def hear_workers(self) -> None:
         """Wait until all workers have said what they hold, but not long."""
@@ -138,3 +141,15 @@ class _WorkerConnection:
         self._server.add(self)
         if self._server.is_started:
             self.start()
+
+
+def _bind(path: str) -> socket.socket:
+    """Return a Unix socket, to which only this user may connect. Nobody can before it listens."""
+    bound = socket.socket(socket.AF_UNIX)
+    try:
+        bound.bind(path)
+        os.chmod(path, 0o600)
+    except BaseException:
+        bound.close()
+        raise
+    return bound
