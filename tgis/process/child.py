@@ -103,7 +103,9 @@ class Child:
     def signal(self, number: signal.Signals) -> None:
         """Send a signal, unless the child has ended or was never started."""
         if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(number)
+            # Not by its own method, which would take the exit status of a child that has just ended away.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
 
     async def kill(self) -> None:
         self.signal(signal.SIGKILL)
