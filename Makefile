@@ -49,7 +49,7 @@ SOURCES := tgis tests integration_tests bench scripts
 PACKAGING := pyproject.toml protos/generation.proto protos/shard.proto scripts/build_protos.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install run lock check audit test test-all chaos clients playground-test bench bench-doors bench-peers bench-tuning
+.PHONY: help install run lock check audit test test-all chaos clients playground-test bench bench-doors bench-router bench-peers bench-tuning
 .PHONY: profile docs protos
 .PHONY: gpu-check bench-gpu gpu-all
 .PHONY: sbom image image-root deploy deploy-check site serve-site screenshots clean
@@ -121,6 +121,9 @@ bench: $(VENV)/installed-dev  ## Measure the service; SHAPE=15m|135m|500m|1b, BE
 
 bench-doors: $(VENV)/installed-dev  ## Measure the router's CPU time per streamed token, by API; BENCH='more options'
 	$(BIN)/python -m bench.doors $(BENCH)
+
+bench-router: $(VENV)/installed-dev  ## Measure router workers and their engine process; BENCH='more options'
+	$(BIN)/python -m bench.router_workers $(BENCH)
 
 bench-peers: $(VENV)/installed-dev  ## Measure other engines from PyPI beside the service; SHAPE=, BENCH=
 	$(BIN)/python -m bench.peers --shape $(or $(SHAPE),135m) $(BENCH)

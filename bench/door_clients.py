@@ -1,5 +1,5 @@
 """Clients of every API that stream, each over a connection of its own; a worker process whose arguments are
-the addresses of the gRPC and of the HTTP port. They count and decode nothing, so that they limit nothing."""
+the addresses of the gRPC and of the HTTP port. They decode only the ends, so that they limit nothing."""
 
 import asyncio
 import json
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import uvloop
 
 from bench import worker
 from bench.load import CHANNEL_OPTIONS
@@ -20,7 +21,6 @@ APIS = (GRPC, COMPLETIONS, CHAT, TOOLS, TGI, LMI)
 METHOD = "/fmaas.GenerationService/GenerateStream"
 TEXT = "The quick brown fox"
 TIME_LIMIT_S = 120.0
-CHUNK_BYTES = 1 << 16
 MESSAGES = [{"role": "user", "content": TEXT}]
 Fields = dict[str, Any]
 Question = dict[str, Any]
@@ -82,10 +82,13 @@ async def _stream_grpc(target: str, new_tokens: int) -> int:
     params = pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=new_tokens, min_new_tokens=new_tokens))
     request = pb.SingleGenerationRequest(request=pb.GenerationRequest(text=TEXT), params=params)
     async with grpc.aio.insecure_channel(target, CHANNEL_OPTIONS) as channel:
-        num_messages = 0
-        async for _ in channel.unary_stream(METHOD)(request.SerializeToString()):
-            num_messages += 1
-        return num_messages
+        num_messages, last_message = 0, b""
+        async for message in channel.unary_stream(METHOD)(request.SerializeToString()):
+            num_messages, last_message = num_messages + 1, message
+    last = pb.GenerationResponse.FromString(last_message)
+    if last.generated_token_count != new_tokens:
+        raise ValueError(f"a stream ended with {last}")
+    return num_messages
 
 
 def make_request(wire: Wire, new_tokens: int) -> bytes:
@@ -97,22 +100,37 @@ def make_request(wire: Wire, new_tokens: int) -> bytes:
 
 async def _stream_http(target: str, wire: Wire, request: bytes) -> int:
     host, _, port = target.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(request)
-    num_events, last = 0, b""
-    while data := await reader.read(CHUNK_BYTES):
-        kept = last[-len(wire.event) + 1 :]  # an event's beginning may lie in two reads
-        num_events += (kept + data).count(wire.event)
-        last = (last + data)[-200:]
-    writer.close()
-    if wire.last not in last:
-        raise ValueError(f"a stream ended with {last!r}")
-    return num_events
+    loop = asyncio.get_running_loop()
+    _, reader = await loop.create_connection(lambda: _Reader(wire, request), host, int(port))
+    await reader.ended
+    if wire.last not in reader.last:
+        raise ValueError(f"a stream ended with {reader.last!r}")
+    return reader.num_events
+
+
+class _Reader(asyncio.Protocol):
+    """Connection of one stream over HTTP, whose events are counted."""
+
+    def __init__(self, wire: Wire, request: bytes) -> None:
+        self.num_events, self.last = 0, b""
+        self.ended = asyncio.get_running_loop().create_future()
+        self._event, self._request = wire.event, request
+
+    def connection_made(self, transport: Any) -> None:
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        kept = self.last[-len(self._event) + 1 :]  # an event's beginning may lie in two reads
+        self.num_events += (kept + data).count(self._event)
+        self.last = (self.last + data)[-200:]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.ended.set_result(None)
 
 
 def main() -> None:
     grpc_target, http_target = sys.argv[1:]
-    loop = asyncio.new_event_loop()
+    loop = uvloop.new_event_loop()
     worker.serve(lambda question: loop.run_until_complete(stream_all(grpc_target, http_target, question)))
 
 

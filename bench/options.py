@@ -13,7 +13,18 @@ MODES: tuple[Mode, ...] = ("stream", "unary")
 # In the order in which they are measured. Peers have a run of their own, whose last figures are told.
 SECTIONS = (
     *("memory", *RATES, "clients"),
-    *("prefix", "long", "interruption", "overload", "flood", "startup", "router", "speculation", "accuracy"),
+    *(
+        "prefix",
+        "long",
+        "interruption",
+        "engine-loss",
+        "overload",
+        "flood",
+        "startup",
+        "router",
+        "speculation",
+        "accuracy",
+    ),
 )
 
 

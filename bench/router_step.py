@@ -1,5 +1,7 @@
 """What the router itself does for a step, with shards that answer at once: takes in the answer, turns tokens
-to text, looks for ends, plans the next step and encodes it. Delivery to clients is not in it."""
+to text, looks for ends, plans the next step and encodes it. Delivery to clients is not in it.
+
+Of an engine process, whose router workers have the text, the messages to the workers are in it."""
 
 import asyncio
 import gc
@@ -8,64 +10,99 @@ import sys
 import time
 from argparse import Namespace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
-from tgis.net.framing import frame
+from tgis.net.framing import frame, frame_body
 from tgis.pb import shard_pb2 as pb
+from tgis.router.adapters.registry import AdapterRegistry
 from tgis.router.adapters.residency import AdapterResidency
+from tgis.router.engine.claims import Claims
+from tgis.router.engine.concurrency import ConcurrencyLimit
 from tgis.router.engine.engine import Engine
+from tgis.router.engine.handle import LimitedWork, SequenceId, SequenceSpec, Ticket
+from tgis.router.engine.local_handle import LocalHandle
 from tgis.router.metrics.metrics import MetricLimits, Metrics
+from tgis.router.remote import messages as wire
+from tgis.router.remote.worker_session import WorkerSession
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.step import Step
 from tgis.router.scheduling.token_budget import TokenBudget
-from tgis.router.sequence import Sequence, Stopping
+from tgis.router.sequence import Stopping
 from tgis.router.shards.client import ShardClient
 from tgis.router.shards.codec import Answer, decode_answer, encode_step
 from tgis.router.text.detokenizer import Vocabulary
 from tgis.router.text.stop_sequences import StopSequences, TextStream
 from tgis.router.text.tokenizer import Tokenizer
 
-SIZES = (32, 64, 128, 256)  # live sequences
+SIZES, ENGINE_SIZES = (32, 64, 128, 256), (256, 512)  # live sequences
+NUM_WORKERS = 3
 WARM_STEPS, STEPS = 10, 60
 PROMPT_TOKENS, BLOCK_SIZE, MAX_STEP_TOKENS = 128, 16, 1 << 20
 NEW_TOKENS = WARM_STEPS + STEPS + 2
 ENDS = ("###", "\n\nQuestion:")
 
 
+class Doors(Protocol):
+    """What opens the sequences, and takes their events."""
+
+    includes_messages: bool
+    """True if the messages to the doors are part of a step."""
+
+    async def generate(self, claims: Claims, size: int) -> None: ...
+
+
 def run(options: Namespace, model: Path) -> dict[str, Any]:
     """The service has one step in flight while another is prepared; here, one after the other."""
     tokenizer = Tokenizer(model)
     try:
-        vocabulary = Vocabulary(tokenizer)
+        doors, vocab_size = LocalDoors(Vocabulary(tokenizer)), tokenizer.fast.get_vocab_size()
         gc.collect()
         gc.freeze()
-        rounds = [
-            {size: _time_step(vocabulary, tokenizer, size) for size in SIZES} for _ in range(options.rounds)
-        ]
+        rounds = [{size: time_step(doors, vocab_size, size) for size in SIZES} for _ in range(options.rounds)]
+        engine_rounds = time_engine(options.rounds, vocab_size)
     finally:
         gc.unfreeze()
         tokenizer.close()
-    medians = {size: 1e3 * statistics.median(each[size] for each in rounds) for size in SIZES}
-    told = ", ".join(f"{ms:.2f} at {size}" for size, ms in medians.items())
+    told = _medians(rounds)
     print(f"router's step: {told} ms", file=sys.stderr, flush=True)
     largest, quarter = SIZES[-1], SIZES[-1] // 4
     growth = [each[largest] / each[quarter] / 4 for each in rounds]
+    router = {"values": [1e3 * each[largest] for each in rounds], "detail": f"{told} sequences"}
     return {
         "figures": {
-            "router": {"values": [1e3 * each[largest] for each in rounds], "detail": f"{told} sequences"},
+            "router": router,
             "router growth": {"values": growth, "detail": "1 is linear"},
+            **{f"engine process {size}": _engine_figure(engine_rounds, size) for size in ENGINE_SIZES},
         },
         "rounds": rounds,
+        "engine rounds": engine_rounds,
     }
+
+
+def time_engine(rounds: int, vocab_size: int) -> list[dict[int, float]]:
+    """Return the seconds of an engine process's step by the number of sequences, in each round."""
+    doors = RemoteDoors()
+    return [{size: time_step(doors, vocab_size, size) for size in ENGINE_SIZES} for _ in range(rounds)]
+
+
+def _engine_figure(rounds: list[dict[int, float]], size: int) -> dict[str, Any]:
+    detail = f"with the messages to {NUM_WORKERS} router workers"
+    return {"values": [1e3 * each[size] for each in rounds], "detail": detail}
+
+
+def _medians(rounds: list[dict[int, float]]) -> str:
+    medians = {size: 1e3 * statistics.median(each[size] for each in rounds) for size in rounds[0]}
+    return ", ".join(f"{ms:.2f} at {size}" for size, ms in medians.items())
 
 
 class InstantShards:
     """Gives every row that is to have a token a random one, and takes the time until it is asked again."""
 
-    def __init__(self, vocab_size: int):
+    def __init__(self, vocab_size: int, includes_messages: bool) -> None:
         self._random, self._vocab_size = np.random.default_rng(0), vocab_size
+        self._includes_messages = includes_messages
         self._steps, self._began = asyncio.Queue[Step](), 0.0
         self.times: list[float] = []
 
@@ -75,6 +112,8 @@ class InstantShards:
 
     async def receive(self) -> Answer:
         if self._began:
+            if self._includes_messages:
+                await asyncio.sleep(0)  # they are encoded after the step, in the same turn of the loop
             self.times.append(time.perf_counter() - self._began)
         self._began = 0.0
         # This does not wait while there is a step: whoever waits for tokens takes all of them in the end.
@@ -94,18 +133,19 @@ class InstantShards:
         return response.SerializeToString()
 
 
-def _time_step(vocabulary: Vocabulary, tokenizer: Tokenizer, size: int) -> float:
-    """Seconds, the median of many steps in which all sequences get a token."""
-    shards = InstantShards(tokenizer.fast.get_vocab_size())
-    asyncio.run(_generate(shards, vocabulary, size))
+def time_step(doors: Doors, vocab_size: int, size: int) -> float:
+    """Return the median seconds of many steps in which all sequences get a token."""
+    shards = InstantShards(vocab_size, doors.includes_messages)
+    asyncio.run(_generate(shards, doors, size))
     # The first steps have prompts, the last ones are without those that have ended.
     return statistics.median(shards.times[WARM_STEPS : WARM_STEPS + STEPS])
 
 
-async def _generate(shards: InstantShards, vocabulary: Vocabulary, size: int) -> None:
+async def _generate(shards: InstantShards, doors: Doors, size: int) -> None:
     metrics = Metrics(MetricLimits(PROMPT_TOKENS + NEW_TOKENS, NEW_TOKENS, size))
+    residency = AdapterResidency(cast(ShardClient, shards), metrics)
     engine = Engine(
-        AdapterResidency(cast(ShardClient, shards), metrics),
+        residency,
         BlockPool(2 * size * (PROMPT_TOKENS + NEW_TOKENS) // BLOCK_SIZE, BLOCK_SIZE),
         metrics,
         max_batch_size=size,
@@ -118,15 +158,58 @@ async def _generate(shards: InstantShards, vocabulary: Vocabulary, size: int) ->
         token_timeouts=(None, None),
         on_ready=lambda _: None,
     )
+    concurrency = {LimitedWork.GENERATION: ConcurrencyLimit(size)}
+    claims = Claims(concurrency, AdapterRegistry(residency, metrics))
+    claims.attach(engine, pb.InfoResponse())
     loop = asyncio.create_task(engine.run())
-    await asyncio.gather(*(_consume(engine, vocabulary, index) for index in range(size)))
+    await doors.generate(claims, size)
     loop.cancel()
     await asyncio.gather(loop, return_exceptions=True)
 
 
-async def _consume(engine: Engine, vocabulary: Vocabulary, index: int) -> None:
-    prompt = [2 + index, *range(2, PROMPT_TOKENS + 1)]  # nobody shares another's blocks
-    stopping = Stopping(NEW_TOKENS, eos_token_ids=frozenset({1}))
-    text = TextStream(vocabulary, StopSequences(ENDS))
-    async for _ in engine.open(Sequence(prompt, stopping), text):
-        pass
+class LocalDoors:
+    """Doors in the engine's process, with the text."""
+
+    includes_messages = False
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+
+    async def generate(self, claims: Claims, size: int) -> None:
+        handle = LocalHandle(claims)
+        await asyncio.gather(*(self._consume(handle, index) for index in range(size)))
+
+    async def _consume(self, handle: LocalHandle, index: int) -> None:
+        text = TextStream(self._vocabulary, StopSequences(ENDS))
+        sequence_id = handle.open(await handle.acquire(1), _spec(index), text)
+        async for _ in handle.events(sequence_id):
+            pass
+
+
+class RemoteDoors:
+    """Doors in other processes: the engine's halves of their handles."""
+
+    includes_messages = True
+
+    async def generate(self, claims: Claims, size: int) -> None:
+        ended, num_left = asyncio.Event(), size
+
+        def send(message: Any) -> None:
+            nonlocal num_left
+            frame_body(wire.encode(message))
+            if isinstance(message, wire.Finished):
+                num_left -= 1
+                if not num_left:
+                    ended.set()
+
+        sessions = [WorkerSession(claims, send) for _ in range(NUM_WORKERS)]
+        for index in range(size):
+            session, ticket = sessions[index % NUM_WORKERS], Ticket(index)
+            session.take(wire.Acquire(ticket, LimitedWork.GENERATION, 1))
+            session.take(wire.Open(ticket, SequenceId(index), _spec(index), None))
+        await ended.wait()
+
+
+def _spec(index: int) -> SequenceSpec:
+    prompt = (2 + index, *range(2, PROMPT_TOKENS + 1))  # nobody shares another's blocks
+    return SequenceSpec(prompt, Stopping(NEW_TOKENS, eos_token_ids=frozenset({1})))

@@ -31,6 +31,7 @@ MODULES = {
     "prefix": "bench.shared_prefix",
     "long": "bench.long_context",
     "interruption": "bench.interruption",
+    "engine-loss": "bench.engine_loss",
     "overload": "bench.overload",
     "flood": "bench.flood",
     "startup": "bench.startup",

@@ -105,6 +105,7 @@ TARGETS = (
         3,
         True,
     ),
+    Target("engine loss", "engine-loss", "pause of 64 streams, engine process killed", "s", 3, True),
     Target(
         "overload", "overload", "answered while thrice as many arrive", "of what it answers when full", 0.8
     ),
@@ -117,6 +118,8 @@ TARGETS = (
     Target("memory", "memory", "most memory while loading", "× the weights", 1.2, True, shapes=ONLY_1B),
     Target("router", "router", "router's step, 256 sequences", "ms", 2, True),
     Target("router growth", "router", "router's step, 256 sequences", "of four times that of 64", 1.25, True),
+    Target("engine process 256", "router", "engine process's step, 256 sequences", "ms", 1.5, True),
+    Target("engine process 512", "router", "engine process's step, 512 sequences", "ms", 3, True),
     Target("speculation", "speculation", "repetitive text, --speculate, 1 client", "× without", 1.8),
     Target("speculation other", "speculation", "other text, --speculate, 1 client", "× without", 0.95),
     Target("openvino 1", "peers", "decode, 1 client", OPENVINO, 1.4),

@@ -1,5 +1,6 @@
 """A launched service on a tiny random checkpoint, and transformers' own answers for the same checkpoint."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -19,7 +20,13 @@ from integration_tests.support.served_models import FLAGS, write_fallback, write
 from integration_tests.support.service import serve
 from integration_tests.support.tuned_files import LINEAR, write_adapter
 from tests.support.shard.checkpoints import write_llama
+from tests.support.suites import skip_tests_of_one_worker
 from tests.support.tokenizers.trained import write_byte_level
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "ROUTER_WORKERS" in os.environ:
+        skip_tests_of_one_worker(items)
 
 
 @pytest.fixture(scope="session", autouse=True)

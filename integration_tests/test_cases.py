@@ -266,11 +266,13 @@ def check_stream(asked: Asked) -> None:
     check_seeds(asked, [messages[0].seed])
     try:
         tuned = asked.oracle.tuned(asked.ask.request)
-        expected = asked.oracle.stream(asked.texts[0], asked.params, messages[0].seed, tuned)
+        expected = asked.oracle.stream(asked.texts[0], asked.params, messages[0].seed, messages, tuned)
     except UncertainError:
         assert asked.draws_seed
         return
     assert [m.text for m in messages] == [m.text for m in expected]
+    *others, _ = messages[1:]
+    assert all(m.text or m.tokens or m.input_tokens for m in others)
     assert len(messages) == len(expected)
     for wanted, got in zip(expected, messages, strict=True):
         same(wanted, got)

@@ -145,7 +145,7 @@ def test_answers_alone_in_a_crowd_and_streamed(name: str, running: dict[str, Run
     for i, (text, params) in enumerate(asks):
         try:
             expected = oracle.unary(text, params, params.sampling.seed)
-            parts = oracle.stream(text, params, params.sampling.seed)
+            parts = oracle.stream(text, params, params.sampling.seed, streamed[i].result())
         except UncertainError:
             continue
         num_certain += 1

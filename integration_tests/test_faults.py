@@ -105,15 +105,25 @@ def test_sigterm_finishes_what_is_in_flight(model: Model) -> None:
     client.channel.close()
 
 
-@pytest.mark.parametrize("is_killed", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_nothing_outlives_the_launcher(model: Model, tmp_path: Path, is_killed: bool) -> None:
+@pytest.mark.parametrize(
+    ("is_killed", "workers", "num_children"),
+    [
+        (True, "1", 3),
+        pytest.param(False, "1", 3, marks=pytest.mark.slow),
+        pytest.param(True, "2", 5, marks=pytest.mark.slow),
+        pytest.param(False, "2", 5, marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_outlives_the_launcher(
+    model: Model, tmp_path: Path, is_killed: bool, workers: str, num_children: int
+) -> None:
     """Neither one that is killed nor one that is told twice to end while it drains."""
     log = tmp_path / "termination-log"
     slowly = ("--failpoints", "shard.before_forward=sleep:0.1")
-    flags = ("--num-shard", "2", "--termination-log", str(log), *slowly)
+    flags = ("--num-shard", "2", "--router-workers", workers, "--termination-log", str(log), *slowly)
     service = launch(model.directory, *flags).wait_until_serving()
     children = list(chain(*children_of(service.process.pid).values()))
-    assert len(children) == 3
+    assert len(children) == num_children
     port, client = service.grpc_port, Client(service)
     stream = client.stub.GenerateStream(long_request("girl"))
     next(stream)

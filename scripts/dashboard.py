@@ -280,6 +280,23 @@ ROWS = (
         ],
     ),
     Row(
+        "Processes",
+        [
+            Panel("Router workers", "short", [Query(each("tgi_router_workers"), EACH)], "Those that answer."),
+            Panel(
+                "Processes started again",
+                "short",
+                [
+                    Query(
+                        f"sum by (pod, instance, process) ({series('tgi_process_restarts_total')})",
+                        "{{process}} " + EACH,
+                    )
+                ],
+                "Since the start of the service: router workers (router) and the engine process (engine).",
+            ),
+        ],
+    ),
+    Row(
         "Resources",
         [
             Panel(

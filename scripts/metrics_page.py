@@ -14,6 +14,23 @@ reserves the type counter for the other).
 Series without labels exist from the start; those with labels appear with their first value.
 """
 
+PROCESSES = """\
+## Several processes
+
+With several router workers, `/metrics` of any of them shows the whole router:
+
+- Counters, histograms and summaries are the sums of all processes. Each process keeps its numbers in a file. Those of a
+  process that ended stay in the sums, and the next process in its place continues with them.
+- Counts of the prefix cache, preemptions, drafts, resources, inputs without room and TLS files are written to the file
+  after each step and each second. What a process counts after that is lost if it is killed.
+- Gauges come from the processes that are alive, and add up. `tgi_ready` and `tgi_tls_certificate_seconds_left` are the
+  smallest of all. A process that does not answer within a second is left out, and so it does not count in
+  `tgi_router_workers`. Without an engine process, its gauges are 0.
+- `tgi_process_restarts` counts the processes that were started again.
+
+With one router worker, the only process shows its own numbers, from memory.
+"""
+
 MAPPING = """\
 ## How a step counts
 
@@ -32,7 +49,7 @@ are mapped:
 | padding, granular additions, queue jumps | none: nothing is padded, memory is counted in blocks, and inputs start in the order of their arrival. The series stay 0 |
 | `tgi_batch_input_tokens` | input and generated tokens of the running inputs, without padding |
 | `tgi_batch_max_remaining_tokens` | a sum, as in TGIS, whatever its name says |
-| quantiles | of the last minute, at most 4,096 observations |
+| quantiles | of the last minute, at most 4,096 observations of each process |
 | `tgi_request_failure{err="cancelled"}` | at once, streamed or not (TGIS checked every 16 tokens) |
 | tokens of a soft prompt | not input: lengths do not count them. `tgi_batch_next_tokens` does, because they are computed |
 | `tgi_prompt_load_duration` | from the look-up until all shards have loaded it, once for each load; uses of a loaded prompt do not count |
@@ -75,7 +92,18 @@ def render() -> str:
     table = ["## Series", "", *_table(series)]
     aliases = VLLM + "\n".join(_table(_vllm_series()))
     return (
-        "\n".join([INTRODUCTION, *table, "", _buckets(series), MAPPING, aliases, VLLM_DIFFERENCES.rstrip()])
+        "\n".join(
+            [
+                INTRODUCTION,
+                *table,
+                "",
+                _buckets(series),
+                PROCESSES,
+                MAPPING,
+                aliases,
+                VLLM_DIFFERENCES.rstrip(),
+            ]
+        )
         + "\n"
     )
 

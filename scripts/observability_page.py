@@ -34,7 +34,8 @@ With `--json-output` every line of the launcher and its child processes is one J
  "message": "rank 0 of 2 serves /model on /tmp/text-generation-x/shard-0", "process": "shard", "rank": 0}
 ```
 
-- `process` is `launcher`, `router`, `shard` or, while a tokenizer is converted, `tokenizer`. Lines of shards have their
+- `process` is `launcher`, `router`, `shard` or, while a tokenizer is converted, `tokenizer`; with several
+  [router workers](router-workers.md) also `engine`, and lines of a worker have its number as `worker`. Lines of shards have their
   `rank`; with several nodes all lines have the `node`.
 - A line that a library prints becomes the `message` of an object whose `logger` is `output`, so one crash may give
   several objects. Its level is read from the line, or is WARNING if the line has none. A line that is already a JSON
@@ -84,7 +85,8 @@ Traces need `--otlp-endpoint http://collector:4317` and `pip install '.[otel]'`.
 `fmaas.GenerationService/Generate`, or `POST /v1/chat/completions` over HTTP, whose attributes are those of HTTP servers
 (`http.route`, `http.response.status_code`), and continue the caller's `traceparent`. They carry model, tenant, parameters, token
 counts (`gen_ai.usage.cache_read.input_tokens` are those found in the prefix cache), finish reasons, and the times in the
-queue, to the first token and of computation, but no text and no cache salt. A slow or dead collector does not delay
+queue, to the first token and of computation, but no text and no cache salt. With several
+[router workers](router-workers.md) the resource attribute `service.instance.id` is `router-worker-N`. A slow or dead collector does not delay
 calls. `deployment/monitoring/opentelemetry` has the configuration of a collector for traces and metrics, and a kustomize
 component with the variables that send traces there.
 

@@ -94,12 +94,15 @@ def _log_uncaught(level: int, error: BaseException | None, traceback: TracebackT
 
 
 def process_fields(process: str, options: Mapping[str, Any]) -> dict[str, Scalar]:
-    """Return the fields that identify a process in its JSON lines: its kind, its node and its rank."""
+    """Return the fields that identify a process in its JSON lines: its kind, its node, and its rank or the
+    number of a router worker."""
     fields: dict[str, Scalar] = {"process": process}
     if options.get("nnodes", 1) > 1:
         fields["node"] = options["node_rank"]
     if "rank" in options:
         fields["rank"] = options["rank"]
+    if process == "router" and options.get("engine_path"):
+        fields["worker"] = options["worker"]
     return fields
 
 

@@ -17,15 +17,14 @@ from integration_tests.chaos.faults import FATAL, OTHERS, Fault
 from integration_tests.chaos.http_traffic import HttpCase, http_asker, make_http_cases
 from integration_tests.chaos.memory import Watch
 from integration_tests.chaos.report import Report, read_resumed
-from integration_tests.chaos.target import STEADY, Target
+from integration_tests.chaos.router_faults import ROUTER_FAULTS
+from integration_tests.chaos.target import MAX_RESTARTS, STEADY, WINDOW_S, Target
 from integration_tests.chaos.traffic import Answer, Case, Party, Traffic, grpc_asker, make_cases
 from tests.support.accounts import take_baseline
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 NUM_CASES, NUM_WORKERS = 24, 5
 NUM_HTTP_CASES, NUM_HTTP_WORKERS = 16, 3
-# The launcher gives up after six restarts in five minutes.
-WINDOW_S, MAX_RESTARTS = 310.0, 4
 # Of processes that start when they are needed: two that compile constraints, and the second of those that
 # render chats.
 PIPES = 6
@@ -36,16 +35,17 @@ def main() -> None:
     options = argparse.ArgumentParser("chaos", description=__doc__)
     options.add_argument("--minutes", type=float, default=10.0, help="how long there are faults")
     options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--workers", type=int, default=1, help="router workers of the service")
     options.add_argument("--log", type=Path, help="file for what the service prints")
     given = options.parse_args()
     with tempfile.TemporaryDirectory(prefix="chaos-") as directory:
-        report = run(Path(directory), given.minutes * 60, given.seed, given.log)
+        report = run(Path(directory), given.minutes * 60, given.seed, given.workers, given.log)
     print(report)
     sys.exit(not report.is_good)
 
 
-def run(directory: Path, seconds: float, seed: int, log: Path | None = None) -> Report:
-    target = Target(directory)
+def run(directory: Path, seconds: float, seed: int, num_workers: int, log: Path | None = None) -> Report:
+    target = Target(directory, num_workers)
     try:
         return _run(target, seconds, seed)
     finally:
@@ -59,13 +59,13 @@ def _run(target: Target, seconds: float, seed: int) -> Report:
     answers = _answers_without_faults(target, make_cases(random, NUM_CASES, STEADY))
     http_answers = _http_answers_without_faults(target, make_http_cases(random, NUM_HTTP_CASES))
     baseline = take_baseline(target.service.http)
-    baseline["tgi_open_descriptors"] += PIPES
+    baseline["tgi_open_descriptors"] += PIPES * target.num_workers
     watch = Watch(target.processes)
     parties = [
         Party(answers, NUM_WORKERS, grpc_asker(target.connect)),
         Party(http_answers, NUM_HTTP_WORKERS, http_asker(target.connect_http)),
     ]
-    traffic = Traffic(parties, seed)
+    traffic = Traffic(parties, seed, target.is_losing_worker)
     faults: Counter[str] = Counter()
     trouble = ""
     try:
@@ -99,7 +99,8 @@ def _do_faults(target: Target, random: Random, cases: list[Case], end: float, be
     while time.monotonic() < end:
         _note_restarts(target, restarts)
         may_kill = len(restarts) < MAX_RESTARTS and random.random() < 0.3
-        fault: Fault = random.choice(FATAL if may_kill else OTHERS + ATTACKS)
+        others = OTHERS + ATTACKS + (ROUTER_FAULTS * 2 if target.num_workers > 1 else ())
+        fault: Fault = random.choice(FATAL if may_kill else others)
         print(
             f"{max(0.0, end - time.monotonic()):5.0f} s left: {fault.__name__}", file=sys.stderr, flush=True
         )

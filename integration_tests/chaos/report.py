@@ -37,7 +37,8 @@ class Report:
         faults = ", ".join(f"{name} {count}" for name, count in sorted(self.faults.items()))
         slopes = ", ".join(f"{name} {value * 60 / 1e6:+.2f}" for name, value in self.slopes.items())
         left = ", ".join(f"{name} {value:+g}" for name, value in sorted(self.left.items()))
-        counts = f"{tally.sent} sent, {tally.answered} answered, {tally.refused} refused by overload"
+        broken = f", {tally.broken} ended with their router worker" * bool(tally.broken)
+        counts = f"{tally.sent} sent, {tally.answered} answered, {tally.refused} refused by overload{broken}"
         lines = [
             f"chaos with seed {self.seed}, {self.seconds:.0f} s of faults",
             f"requests: {counts}, {len(tally.lost)} lost, {len(tally.wrong)} answered wrongly",

@@ -4,6 +4,7 @@ prompts, and failpoints that end some of its starts from within."""
 import http.client
 import socket
 import ssl
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -18,6 +19,7 @@ from integration_tests.chaos.http_traffic import TEMPLATE
 from integration_tests.chaos.tls_proxy import TlsProxy
 from integration_tests.chaos.traffic import TIMEOUT_S
 from integration_tests.support.greedy_answers import MAX_SEQUENCE_LENGTH, VOCAB_SIZE
+from integration_tests.support.router_workers import number_of_worker
 from integration_tests.support.service import launch
 from integration_tests.support.tuned_files import WIDTH
 from tests.support.accounts import differences, scrape
@@ -27,6 +29,8 @@ from tests.support.shard.checkpoints import write_llama
 from tests.support.tokenizers.trained import write_byte_level
 
 MAX_REQUESTS = 32
+# The launcher gives up after six restarts of the shards, or of a router process, in five minutes.
+WINDOW_S, MAX_RESTARTS = 310.0, 4
 SLOW_READER_S = 4.0
 STEADY, CHANGING = "steady", "changing"  # prompts: one that stays as it is, one that does not
 # One of a group's starts each, wherever chance has led to by then.
@@ -44,7 +48,10 @@ class Target:
 
     num_shards = 2
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, num_workers: int = 1) -> None:
+        self.num_workers = num_workers
+        self.is_losing_worker = threading.Event()
+        """Set while connections to a router worker break."""
         self.model, self.store, self._tls = (directory / name for name in ("model", "store", "tls"))
         write_llama(self.model, vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_SEQUENCE_LENGTH)
         write_byte_level(self.model, 400)
@@ -72,7 +79,7 @@ class Target:
         limits = ["--max-concurrent-requests", str(MAX_REQUESTS), "--prefix-store-path", str(self.store)]
         limits += ["--slow-reader-timeout", str(SLOW_READER_S), "--failpoints", ",".join(FAILPOINTS)]
         api = ["--http-api", "tgi,lmi,openai", "--http-api-port", str(self.api_port)]
-        limits += [*api, "--chat-template", str(self._template)]
+        limits += [*api, "--chat-template", str(self._template), "--router-workers", str(self.num_workers)]
         return ["--dtype", "float32", "--num-shard", str(self.num_shards), *tls, *limits]
 
     def end(self) -> int:
@@ -150,16 +157,21 @@ class Target:
         """Of the shards, as the router has noticed them."""
         return int(self.metrics().get("tgi_shard_restarts_total", 0))
 
-    @property
-    def router_pid(self) -> int:
-        return children_of(self.pid)["router"][0]
+    def router_pids(self) -> dict[str, int]:
+        """Of the processes of the router that are there, by their names."""
+        children = children_of(self.pid)
+        if self.num_workers == 1:
+            return dict(zip(["router"], children.get("router", []), strict=False))
+        numbers = {pid: number_of_worker(pid) for pid in children.get("router", [])}
+        workers = {f"worker {number}": pid for pid, number in numbers.items() if number is not None}
+        return dict(zip(["engine"], children.get("engine", []), strict=False)) | workers
 
     def shard_pids(self) -> list[int]:
         return sorted(children_of(self.pid).get("serve", []))
 
     def processes(self) -> dict[str, int]:
         shards = {f"shard {i}": pid for i, pid in enumerate(self.shard_pids())}
-        return {"launcher": self.pid, "router": self.router_pid, **shards}
+        return {"launcher": self.pid, **self.router_pids(), **shards}
 
     def wait_until_ready(self, timeout_s: float = 90.0) -> None:
         deadline = time.monotonic() + timeout_s

@@ -1,5 +1,6 @@
 """Clients that never pause and know what the answers must be."""
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,6 +17,8 @@ from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 TIMEOUT_S = 120.0
 OVERLOADED = (grpc.StatusCode.RESOURCE_EXHAUSTED, "Model is overloaded")
+# What gRPC says of a connection that ends under a call; a status of the service has other words.
+BROKEN = re.compile("Socket closed|[Cc]onnection reset|Broken pipe|Stream removed|[Cc]onnection refused")
 CALLS_OF_A_CHANNEL = 20
 LENGTHS = (20, 150)  # of an output, tokens
 
@@ -93,6 +96,8 @@ class Tally:
     answered: int = 0
     refused: int = 0
     longest_pause_s: float = 0.0
+    broken: int = 0
+    """Lost with the connection to a router worker that was lost."""
     lost: list[str] = field(default_factory=list)
     """What each was told instead of its answer."""
     wrong: list[str] = field(default_factory=list)
@@ -101,9 +106,10 @@ class Tally:
 class Failure(Exception):
     """An answer that did not come."""
 
-    def __init__(self, text: str, is_overload: bool = False) -> None:
+    def __init__(self, text: str, is_overload: bool = False, is_break: bool = False) -> None:
         super().__init__(text)
-        self.is_overload = is_overload
+        self.is_overload, self.is_break = is_overload, is_break
+        """`is_break` says that the connection broke."""
 
 
 Ask = Callable[[Any], tuple[Answer, float]]
@@ -128,8 +134,9 @@ def _ask(case: Case, stub: GenerationServiceStub) -> tuple[Answer, float]:
         return case.ask(stub)
     except grpc.RpcError as error:
         is_overload = (error.code(), error.details()) == OVERLOADED
-        seconds = time.monotonic() - began_at
-        raise Failure(f"{error.code().name} after {seconds:.1f} s: {error.details()}", is_overload) from error
+        is_break = error.code() is grpc.StatusCode.UNAVAILABLE and bool(BROKEN.search(error.details()))
+        text = f"{error.code().name} after {time.monotonic() - began_at:.1f} s: {error.details()}"
+        raise Failure(text, is_overload, is_break) from error
 
 
 @dataclass(frozen=True)
@@ -145,8 +152,9 @@ class Traffic:
     """Workers that ask the cases in random order, over connections of their own, until they are told to
     end."""
 
-    def __init__(self, parties: Sequence[Party], seed: int) -> None:
-        self.tally = Tally()
+    def __init__(self, parties: Sequence[Party], seed: int, may_break: threading.Event) -> None:
+        """While `may_break` is set, connections to a router worker break; at other times none may."""
+        self.tally, self._may_break = Tally(), may_break
         self._lock, self._ending = threading.Lock(), threading.Event()
         clients = [party for party in parties for _ in range(party.size)]
         self._threads = [
@@ -191,6 +199,8 @@ class Traffic:
         with self._lock:
             if failure.is_overload:
                 self.tally.refused += 1
+            elif failure.is_break and self._may_break.is_set():
+                self.tally.broken += 1
             else:
                 self.tally.lost.append(str(failure))
         time.sleep(0.1)

@@ -85,7 +85,7 @@ class Ask:
     def check(self, tuned: Tuned, answer: pb.GenerationResponse | list[pb.GenerationResponse]) -> None:
         found = scorer.Tuned(self.prefix_id, self.adapter_id)
         if isinstance(answer, list):
-            expected = tuned.oracle.stream(self.text, self.params, 0, found)
+            expected = tuned.oracle.stream(self.text, self.params, 0, answer, found)
             assert len(expected) == len(answer)
             problems = [d for pair in zip(expected, answer, strict=True) for d in differences(*pair)]
         else:

@@ -5,6 +5,7 @@ and the rules of sampling, stopping and text as plain Python. No batches, no cac
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from transformers import PreTrainedModel
 
@@ -98,8 +99,14 @@ class Oracle:
         return text + gap if asked.input_text else ""
 
     def stream(
-        self, text: str, params: pb.Parameters, seed: int, tuned: Tuned = PLAIN
+        self,
+        text: str,
+        params: pb.Parameters,
+        seed: int,
+        got: Sequence[pb.GenerationResponse],
+        tuned: Tuned = PLAIN,
     ) -> list[pb.GenerationResponse]:
+        """Return the messages of a stream. Tokens that are one message in `got` are one message."""
         generation = self.generate(text, params, seed, tuned)
         asked, seed = params.response, 0 if is_greedy(params) else seed
         count = len(generation.input_ids)
@@ -108,19 +115,20 @@ class Oracle:
         if asked.input_tokens:
             tokens = self._input_tokens(generation.input_ids, asked, tuned)
             messages.append(pb.GenerationResponse(input_token_count=len(tokens), input_tokens=tokens))
-        for i, (shown, reason, stop_sequence) in enumerate(generation.entries):
-            is_last = i == len(generation.entries) - 1
-            if shown or is_last or asked.generated_tokens:
-                messages.append(
-                    pb.GenerationResponse(
-                        generated_token_count=i + 1,
-                        text=shown,
-                        stop_reason=reason,
-                        stop_sequence=stop_sequence,
-                        seed=seed if is_last else 0,
-                        tokens=[generation.tokens[i]] if asked.generated_tokens else [],
-                    )
+        ends = {each.generated_token_count for each in got} - {0} | {len(generation.entries)}
+        for begin, end in pairwise([0, *sorted(ends)]):
+            entries = generation.entries[begin:end]
+            _, reason, stop_sequence = entries[-1]
+            messages.append(
+                pb.GenerationResponse(
+                    generated_token_count=end,
+                    text="".join(shown for shown, _, _ in entries),
+                    stop_reason=reason,
+                    stop_sequence=stop_sequence,
+                    seed=seed if end == len(generation.entries) else 0,
+                    tokens=generation.tokens[begin:end] if asked.generated_tokens else [],
                 )
+            )
         return messages
 
     def generate(self, text: str, params: pb.Parameters, seed: int, tuned: Tuned = PLAIN) -> Generation:

@@ -138,6 +138,7 @@ def test_every_option_is_declared_once() -> None:
     """Options of one name, whichever command they belong to, are one declaration."""
     # The launcher's are optional, or found elsewhere; the shard has a place to look for its tokenizer.
     other = {"shard_uds_path", "num_shard", "max_sequence_length", "otlp_service_name", "tokenizer_path"}
+    other.add("router_workers")
     by_name: dict[str, object] = {}
     for config_type in REQUIRED:
         for f, option, _ in declared(config_type):
@@ -149,6 +150,10 @@ def test_every_option_is_declared_once() -> None:
         "tokenizer_path",
         "shard_addresses",
         "adapter_roots",
+        "engine_path",
+        "worker",
+        "metrics_dir",
+        "heartbeat_fd",
     }
 
 

@@ -32,6 +32,8 @@ MEANINGS: list[tuple[list[str], dict[str, Any]]] = [
     (["--served-model-name=a", "--seed", "3"], {"served_model_name": "a"}),
     (["--host", "::1"], {"bind": "::1"}),
     (["--port", "9"], {"port": 9}),
+    (["--api-server-count", "3"], {"router_workers": 3}),
+    (["-asc=1"], {"router_workers": 1}),
     (["--api-key", "a", "b"], {"auth_tokens": Secret("a\nb")}),
     (["--revision", "v1"], {"revision": "v1"}),
     (["--trust-remote-code"], {"trust_remote_code": True}),
@@ -110,7 +112,7 @@ max-loras=4 max-cpu-loras=8 max-lora-rank=64 lora-dtype=auto guided-decoding-bac
 structured-outputs-config={} compilation-config=3 max-seq-len-to-capture=8192 attention-backend=FLASHINFER
 distributed-executor-backend=ray seed=7 limit-mm-per-prompt={"image":1} max-logprobs=20
 max-logprobs=5 load-format=auto load-format=safetensors scheduling-policy=fcfs
-pipeline-parallel-size=1 data-parallel-size=1 api-server-count=1 task=generate runner=generate
+pipeline-parallel-size=1 data-parallel-size=1 task=generate runner=generate
 cpu-offload-gb=0 response-role=assistant generation-config=vllm tokenizer-mode=auto
 allowed-methods=["*"] allowed-headers=["*"] num-scheduler-steps=8 max-num-partial-prefills=2
 collect-detailed-traces=all stream-interval=2 ignore-patterns=* chat-template-content-format=auto
@@ -128,7 +130,7 @@ model-loader-extra-config={} additional-config={} kv-transfer-config={} kv-event
 data-parallel-rank=0 data-parallel-address=x data-parallel-hybrid-lb enable-sleep-mode enable-eplb
 default-mm-loras={} enable-lora-bias enable-prompt-adapter qlora-adapter-name-or-path=x
 max-logprobs=21 max-logprobs=-1 load-format=gguf load-format=dummy
-scheduling-policy=priority pipeline-parallel-size=2 data-parallel-size=2 api-server-count=4 task=embed
+scheduling-policy=priority pipeline-parallel-size=2 data-parallel-size=2 task=embed
 runner=pooling cpu-offload-gb=10 response-role=bot generation-config=auto tokenizer-mode=mistral
 speculative-model=org/draft ssl-cert-reqs=2 config-format=mistral
 """.split()

@@ -12,7 +12,7 @@ from tgis.hub import model_files
 from tgis.hub.cache import CacheConflictError
 from tgis.hub.startup_adapters import AdapterOptionsError
 from tgis.launcher.child_configs import line_fields, served_name
-from tgis.launcher.plan import LaunchError, count_shards, make_plan
+from tgis.launcher.plan import LaunchError, choose_router_workers, count_shards, make_plan
 
 
 @pytest.fixture
@@ -67,7 +67,10 @@ def test_a_rope_factor_allows_longer_sequences(
     with caplog.at_level(logging.INFO):
         plan = make_plan(replace(config, max_sequence_length=asked, rope_factor=2.5))
     assert plan.max_sequence_length == length
-    assert [line for line in caplog.messages if " is (" not in line][1:] == ([told] if told else [])
+    chosen = ("max_sequence_length is ", "router_workers is ")
+    assert [line for line in caplog.messages if not line.startswith(chosen) or line == told] == (
+        [told] if told else []
+    )
 
 
 def test_a_model_of_one_token(config: LauncherConfig) -> None:
@@ -167,6 +170,34 @@ def test_tgi_s_sharding(
     assert str(error.value).startswith(expected)
 
 
+@pytest.mark.parametrize(
+    ("asked", "cores", "expected", "source"),
+    [
+        (None, 1, 1, "default on 1 cores"),
+        (None, 4, 1, "default on 4 cores"),
+        (None, 7, 1, "default on 7 cores"),
+        (None, 8, 2, "default on 8 cores"),
+        (None, 31, 7, "default on 31 cores"),
+        (None, 256, 8, "default on 256 cores"),
+        (1, 256, 1, "user-defined"),
+        (3, 2, 3, "user-defined"),
+    ],
+)
+def test_number_of_router_workers(
+    caplog: pytest.LogCaptureFixture, asked: int | None, cores: int, expected: int, source: str
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert choose_router_workers(asked, cores) == expected
+    assert caplog.messages == [f"router_workers is {expected} ({source})"]
+
+
+def test_only_the_node_of_the_router_has_workers(config: LauncherConfig) -> None:
+    asked = replace(config, router_workers=3)
+    assert make_plan(asked).router_workers == 3
+    assert make_plan(replace(asked, nnodes=2, node_rank=1)).router_workers == 0
+    assert make_plan(replace(asked, headless=True)).router_workers == 0
+
+
 def test_inputs_leave_room_for_a_token(config: LauncherConfig) -> None:
     assert make_plan(replace(config, max_input_tokens=511)).max_sequence_length == 512
     with pytest.raises(LaunchError) as error:
@@ -248,6 +279,9 @@ def test_draining_fits_into_the_grace_period(
     ("nodes", "process", "options", "expected"),
     [
         ({}, "router", {}, {"process": "router"}),
+        ({}, "router", {"engine_path": None, "worker": 0}, {"process": "router"}),
+        ({}, "router", {"engine_path": "/e", "worker": 2}, {"process": "router", "worker": 2}),
+        ({}, "engine", {"engine_path": "/e", "worker": 0}, {"process": "engine"}),
         ({}, "shard", {"rank": 3}, {"process": "shard", "rank": 3}),
         ({"nnodes": 2}, "router", {}, {"process": "router", "node": 0}),
         ({"nnodes": 2, "node_rank": 1}, "shard", {"rank": 3}, {"process": "shard", "node": 1, "rank": 3}),
@@ -257,7 +291,7 @@ def test_lines_say_which_process_they_are_of(
     config: LauncherConfig,
     nodes: dict[str, int],
     process: str,
-    options: dict[str, int],
+    options: dict[str, object],
     expected: dict[str, object],
 ) -> None:
     """The node only where there are several, and only where lines are JSON."""

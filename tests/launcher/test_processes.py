@@ -28,6 +28,7 @@ ENV = {
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     "PREFIX_STORE_PATH": "prompts/of ours",
     "OTLP_SERVICE_NAME": "unused without an endpoint",
+    "ROUTER_WORKERS": "1",
 }
 
 
@@ -200,7 +201,7 @@ def test_refused_in_one_line_before_anything_is_started(
 
 
 def test_a_killed_router_ends_everything(model: Path) -> None:
-    service = launch(model)
+    service = launch(model, "--router-workers", "1")
     service.wait_for_line("loading")
     while not {"router", "serve"} <= (children := children_of(service.process.pid)).keys():
         assert service.process.poll() is None

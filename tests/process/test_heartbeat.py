@@ -22,7 +22,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 async def hangs(fd: int) -> bool:
     """Within a long time."""
     try:
-        await asyncio.wait_for(wait_until_hung(fd, asyncio.Event()), LONG_S)
+        await asyncio.wait_for(wait_until_hung(fd, asyncio.Event(), asyncio.Event()), LONG_S)
     except TimeoutError:
         return False
     return True

@@ -9,10 +9,16 @@ import trustme
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import add_TraceServiceServicer_to_server
 
 from tests.support.accounts import assert_nothing_left, take_baseline
-from tests.support.router.router_process import Setup, start_router, stop_router
+from tests.support.router.router_process import NUM_WORKERS, Setup, start_router, stop_router
+from tests.support.suites import skip_tests_of_one_worker
 from tests.support.tls_files import Files
 from tests.support.trace_collector import Collector
 from tgis.pb import generation_pb2
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if NUM_WORKERS > 1:
+        skip_tests_of_one_worker(items)
 
 
 @pytest.fixture(scope="module")

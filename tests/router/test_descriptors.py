@@ -21,6 +21,8 @@ from tests.support.router.router_process import Setup, start_router, stop_router
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
+pytestmark = pytest.mark.one_worker("limits the files of a single process")
+
 NUM_SPARE, NUM_CONNECTIONS = 10, 100
 LENGTH = 190
 

@@ -1,11 +1,10 @@
-"""The suites of the router's doors once more, through a handle whose other half is in another process."""
+"""The suites of the router's doors once more, against an engine process and three router workers."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.suites import run_suite
 
 HERE = Path(__file__).parent
 SUITES = [
@@ -13,6 +12,7 @@ SUITES = [
     for path in sorted(HERE.rglob("test_*.py"))
     if "tests.support.router.router_process" in path.read_text() and path != Path(__file__)
 ]
+SPLIT = {"TGIS_TESTS_ROUTER": "tests.support.router.split_router"}
 
 
 def test_the_suites_are_found() -> None:
@@ -20,25 +20,12 @@ def test_the_suites_are_found() -> None:
     assert len(SUITES) > 20
 
 
+def test_the_wire_of_a_split_router() -> None:
+    run_suite(HERE / "api/grpc/test_old_clients.py", SPLIT, [])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("suite", SUITES, ids=str)
 def test_a_split_router(suite: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not slow and not deploy",
-    ]
-    result = subprocess.run(
-        [*command, str(HERE / suite)],
-        env={**os.environ, "TGIS_TESTS_ROUTER": "tests.support.router.split_router"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode in (0, 5), result.stdout  # 5: all its tests are slow
+    run_suite(HERE / suite, SPLIT, ["-m", "not slow and not deploy"])

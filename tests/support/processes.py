@@ -7,10 +7,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grpc import Channel, insecure_channel
+
+from tests.support.spread_channel import spread_channel
 
 LEAKED = re.compile(
     r"leaked (request|block|row|permit|tokenize permit|content): "
@@ -27,7 +29,11 @@ class Service:
         env: dict[str, str] | None = None,
         module: str = "tgis",
         python: Sequence[str] = (sys.executable,),
+        num_routers: int | None = None,
     ) -> None:
+        """It serves once `num_routers` processes of it have said so; None: as many as its options say."""
+        self.num_routers = num_routers or num_workers(command, {**os.environ, **(env or {})})
+        self._num_awaited = self.num_routers
         self.lines: list[str] = []
         self.grpc_port = self.http_port = 0
         self._serving = threading.Event()
@@ -48,7 +54,9 @@ class Service:
             self.lines.append(line.rstrip("\n"))
             if found := ADDRESSES.search(line):
                 self.grpc_port, self.http_port = int(found[2]), int(found[4])
-                self._serving.set()
+                self._num_awaited -= 1
+                if self._num_awaited <= 0:
+                    self._serving.set()
         self._serving.set()
 
     def wait_until_serving(self, timeout_s: float = 120) -> "Service":
@@ -73,7 +81,9 @@ class Service:
         return f"http://127.0.0.1:{self.http_port}"
 
     def channel(self) -> Channel:
-        return insecure_channel(f"127.0.0.1:{self.grpc_port}")
+        """A channel whose calls reach all router workers."""
+        target = f"127.0.0.1:{self.grpc_port}"
+        return insecure_channel(target) if self.num_routers == 1 else spread_channel(target)
 
     def end(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = 30) -> int:
         """Exit code, of a process that may have ended before; a router must have given back all it took."""
@@ -91,6 +101,13 @@ class Service:
         return code
 
 
+def num_workers(command: Sequence[str], env: Mapping[str, str]) -> int:
+    """Number of router workers that a launcher is told to start; 1 for other commands."""
+    if "--router-workers" in command:
+        return int(command[command.index("--router-workers") + 1])
+    return int(env.get("ROUTER_WORKERS", 1)) if "launcher" in command else 1
+
+
 def children_of(pid: int) -> dict[str, list[int]]:
     """Process ids below `pid`, by the tgis command they run."""
     found: dict[str, list[int]] = {}
@@ -98,7 +115,7 @@ def children_of(pid: int) -> dict[str, list[int]]:
         if entry.name.isdigit():
             try:
                 parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-                words = (entry / "cmdline").read_text().split("\0")
+                words = (entry / "cmdline").read_text(errors="replace").split("\0")
             except OSError:
                 continue  # it has just ended
             if parent == pid and "tgis" in words:

@@ -59,6 +59,13 @@ def _run_router(config: RouterConfig) -> None:
     app.run(config)
 
 
+def _run_engine(config: RouterConfig) -> None:
+    _begin(config)
+    from tgis.router import engine_app
+
+    engine_app.run(config)
+
+
 def _run_shard(config: ShardConfig) -> None:
     _begin(config, f"rank={config.rank}", f"epoch={config.epoch}")
     _stay_offline()
@@ -130,6 +137,14 @@ router_main = process_command(
     reads="router",
     process="router",
 )
+_engine = process_command(
+    "engine",
+    RouterConfig,
+    _run_engine,
+    "The engine process of a router that has several workers, for shards that are there already.",
+    reads="router",
+    process="engine",
+)
 _serve = process_command(
     "serve",
     ShardConfig,
@@ -177,5 +192,5 @@ def demo_model(directory: Path) -> None:
 for entry in (_serve, health_probe, *models.COMMANDS, *prompts.COMMANDS):
     server_main.add_command(entry)
     main.add_command(entry)
-for entry in (launcher_main, router_main, _env, demo_model, client, top):
+for entry in (launcher_main, router_main, _engine, _env, demo_model, client, top):
     main.add_command(entry)

@@ -179,7 +179,7 @@ def quantize(
         raise click.BadParameter("0 is neither -1 nor a number of columns.", param_hint="--groupsize")
     root = cache_root()
     directory = cache.find_model_files(model_name, revision, root)
-    from tgis.shard.memory.host_limits import count_cores
+    from tgis.process.control_groups import count_cores
     from tgis.shard.quantize import run
     from tgis.shard.quantize.settings import QuantizeSettings
     from tgis.shard.startup.platform import configure_torch

@@ -40,7 +40,10 @@ class PortOptions:
         maximum=65535,
     )
     max_http_connections: int = option(
-        "Most connections with a request to these APIs.", 1024, minimum=1, group=Group.LIMITS
+        "Most connections with a request to these APIs, in each router worker.",
+        1024,
+        minimum=1,
+        group=Group.LIMITS,
     )
     cors_allow_origin: str | None = option(
         "Origins, separated by commas, whose pages may call these APIs from a browser; * means all; unset: "
@@ -69,7 +72,8 @@ class PortOptions:
     )
     max_connection_age: float | None = option(
         "Seconds after which a gRPC connection is asked to reconnect, give or take a tenth; its streams "
-        "finish first; unset: never.",
+        "finish first. Unset: 600 with several router workers, which spreads connections anew; never with "
+        "one.",
         None,
         minimum=0.1,
     )

@@ -28,6 +28,14 @@ class ProcessOptions:
     )
 
 
+@in_group(Group.LIFECYCLE)
+@dataclass(frozen=True, kw_only=True)
+class HeartbeatOptions:
+    heartbeat_fd: int | None = option(
+        "Open file descriptor to write heartbeats to.", None, env=False, minimum=0
+    )
+
+
 @in_group(Group.MODEL)
 @dataclass(frozen=True, kw_only=True)
 class LauncherConfig(
@@ -146,6 +154,14 @@ class LauncherConfig(
         False,
         group=Group.COMPATIBILITY,
     )
+    router_workers: int | None = option(
+        "Processes that serve the public ports beside one engine process; 1: one process does both. Unset: 1 "
+        "on up to four cores, else a quarter of the cores, at most 8.",
+        None,
+        minimum=1,
+        maximum=64,
+        group=Group.MEMORY,
+    )
     startup_timeout: float | None = option(
         "Seconds within which all shards must have loaded the model at the start; later the launcher stops "
         "everything and exits with 1. Unset: no limit.",
@@ -164,7 +180,7 @@ class LauncherConfig(
 
 @in_group(Group.MODEL)
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(ProcessOptions, LinkOptions, BatchOptions, PortOptions, ServingOptions):
+class RouterConfig(ProcessOptions, HeartbeatOptions, LinkOptions, BatchOptions, PortOptions, ServingOptions):
     tokenizer_path: str = option("Directory that holds tokenizer.json.", is_common=True)
     shard_uds_path: str = option(
         "Prefix of the shards' Unix sockets; the rank is appended.", UDS_PATH, group=Group.NETWORK
@@ -195,11 +211,38 @@ class RouterConfig(ProcessOptions, LinkOptions, BatchOptions, PortOptions, Servi
     otlp_service_name: str | None = option(
         "Service name in traces.", SERVICE_NAME, env="OTEL_SERVICE_NAME", group=Group.LOGS
     )
+    engine_path: str | None = option(
+        "Unix socket of the engine process; unset: the engine runs in this process.",
+        None,
+        env=False,
+        group=Group.NETWORK,
+    )
+    router_workers: int = option(
+        "Router processes that share the public ports and the engine process.",
+        1,
+        env=False,
+        minimum=1,
+        group=Group.MEMORY,
+    )
+    worker: int = option("Number of this router process, from 0.", 0, env=False, minimum=0, group=Group.LOGS)
+    metrics_dir: str | None = option(
+        "Directory of the files in which all processes of the router keep their metrics; unset: in memory.",
+        None,
+        env=False,
+        group=Group.LOGS,
+    )
+
+    @property
+    def shares_ports(self) -> bool:
+        """True if other workers of the same router listen on the same public ports."""
+        return self.router_workers > 1
 
 
 @in_group(Group.MODEL)
 @dataclass(frozen=True, kw_only=True)
-class ShardConfig(ProcessOptions, LinkOptions, RankOptions, ModelOptions, AdapterOptions, BatchOptions):
+class ShardConfig(
+    ProcessOptions, HeartbeatOptions, LinkOptions, RankOptions, ModelOptions, AdapterOptions, BatchOptions
+):
     model_path: str = option("Directory of the model; MODEL_NAME may be given instead.", is_common=True)
     tokenizer_path: str | None = option(
         "Directory that holds tokenizer.json; unset: the model's.", None, env=False, is_common=True
@@ -216,7 +259,4 @@ class ShardConfig(ProcessOptions, LinkOptions, RankOptions, ModelOptions, Adapte
         None,
         env=False,
         group=Group.LIFECYCLE,
-    )
-    heartbeat_fd: int | None = option(
-        "Open file descriptor to write heartbeats to.", None, env=False, minimum=0, group=Group.LIFECYCLE
     )

@@ -59,8 +59,10 @@ class ChildConfigs:
         model = {"model": self._plan.fingerprint, "version": __version__}
         return options | model | {"nnodes": config.nnodes, "num_shard": self.num_shards}
 
-    def router(self, addresses: Path) -> RouterConfig:
-        """Return the router's configuration. The file `addresses` lists shards that are reached over TCP."""
+    def router(self, addresses: Path, worker: int = 0) -> RouterConfig:
+        """Return the configuration of a router worker; with several, worker 0's is also the engine process's.
+        The file `addresses` lists shards that are reached over TCP."""
+        is_split = self._plan.router_workers > 1
         own = {
             "tokenizer_path": str(self._files.tokenizer_path),
             "shard_uds_path": self._files.uds_path,
@@ -74,6 +76,10 @@ class ChildConfigs:
             "auth_tokens_path": self._auth_tokens_path(),
             "adapter_roots": self._adapter_roots(),
             "shard_addresses": str(addresses) if self.uses_tcp else None,
+            "router_workers": self._plan.router_workers,
+            "worker": worker,
+            "engine_path": str(self._files.engine_path) if is_split else None,
+            "metrics_dir": str(self._files.metrics_dir) if is_split else None,
         }
         return self._derive(RouterConfig, own)
 

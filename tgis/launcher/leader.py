@@ -1,6 +1,7 @@
 """The launcher of node 0, which may be the only node. It starts, watches and stops the shards and the router.
 
-A shard group that dies is started again; a router that dies ends everything. No process outlives this one."""
+A shard group that dies is started again, and so is each of several router processes. A router of one process
+that dies ends everything. No process outlives this one."""
 
 import asyncio
 import logging
@@ -15,9 +16,11 @@ from tgis.launcher.child_configs import ChildConfigs, line_fields
 from tgis.launcher.local_node import LocalNode, Node, run_all
 from tgis.launcher.plan import END_S, GIVE_UP_S, LaunchError, Plan
 from tgis.launcher.remote_nodes import RemoteNodes
+from tgis.launcher.router_group import Router, RouterGroup
 from tgis.launcher.run_files import RunFiles
 from tgis.launcher.shard_group import Rendezvous, ShardGroup, file_rendezvous, port_rendezvous
 from tgis.launcher.shard_health import serve_health
+from tgis.launcher.shared_ports import SharedPorts, check_ports
 from tgis.net.ports import listen
 from tgis.net.tls import link_certificates, mutual_server_context
 from tgis.process.child import GIVE_UP, Child, End
@@ -30,15 +33,19 @@ RESOLVE_S = 1.0  # between two attempts, because a pod may start before its name
 class Leader:
     def __init__(self, config: LauncherConfig, plan: Plan) -> None:
         """Check that the ports are free. Raises PortError if one is taken, and RunDirectoryError."""
-        for port in (config.port,) if config.headless else (config.port, config.grpc_port):
-            listen(config.bind, port).close()  # the router opens the port when the model is loaded
-        self._config = config
+        self._ports: SharedPorts[LauncherConfig] | None = None
+        if plan.router_workers > 1:
+            self._ports = SharedPorts(config)
+            config = self._ports.config
+        else:
+            check_ports(config)
+        self._config, self._num_workers = config, plan.router_workers
         self._files = RunFiles(plan, config.shard_uds_path, line_fields(config, "tokenizer"))
         self._configs = ChildConfigs(config, plan, self._files)
         self._addresses = self._files.path / "addresses"
         self._local = LocalNode(self._configs)
         self._remote: RemoteNodes | None = None
-        self._router: Child | None = None
+        self._router: Router | None = None
 
     async def run(self) -> None:
         """Run the service until cancelled. Raises LaunchError when a process ends that should not."""
@@ -64,6 +71,8 @@ class Leader:
         await self._local.kill()
         if self._remote is not None:
             await self._remote.close()
+        if self._ports is not None:
+            self._ports.close()
         self._files.remove()
 
     async def _run_over_tcp(self) -> None:
@@ -86,8 +95,7 @@ class Leader:
                 async with serve_health(self._config, lambda: group.is_serving):
                     await asyncio.wait(ends)
             else:
-                command = ["router", *to_flags(self._configs.router(self._addresses))]
-                router = self._router = Child("router", command, fields=line_fields(self._config, "router"))
+                router = self._router = self._make_router()
                 await router.start()  # the router itself waits for the shards
                 router_end = asyncio.create_task(router.wait())
                 ends.append(router_end)
@@ -101,6 +109,26 @@ class Leader:
         finally:
             for end in ends:
                 end.cancel()
+
+    def _make_router(self) -> Router:
+        if self._num_workers == 1:
+            command = ["router", *to_flags(self._configs.router(self._addresses))]
+            return Child("router", command, fields=line_fields(self._config, "router"))
+        return RouterGroup(
+            self._make_engine, [partial(self._make_worker, i) for i in range(self._num_workers)]
+        )
+
+    def _make_engine(self) -> Child:
+        config = self._configs.router(self._addresses)
+        fields = line_fields(self._config, "engine")
+        command = ["engine", *to_flags(config)]
+        return Child("engine process", command, "Engine: ", has_heartbeat=True, fields=fields)
+
+    def _make_worker(self, number: int) -> Child:
+        config = self._configs.router(self._addresses, number)
+        fields = line_fields(self._config, "router", vars(config))
+        name, prefix = f"router worker {number}", f"Router {number}: "
+        return Child(name, ["router", *to_flags(config)], prefix, has_heartbeat=True, fields=fields)
 
 
 async def _resolve(name: str) -> str:

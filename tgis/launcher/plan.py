@@ -12,6 +12,7 @@ from tgis.errors import OperatorError
 from tgis.hub import model_files
 from tgis.hub.cache import cache_root, find_model, find_model_files
 from tgis.hub.startup_adapters import resolve_adapter_options
+from tgis.process.control_groups import count_cores
 from tgis.process.gpus import count_gpus, has_gpus
 
 logger = logging.getLogger(__name__)
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 MIN_LENGTH = 2
 END_S = 5.0  # time for processes to exit after the last request has ended
 GIVE_UP_S = 12.0  # time for the router to end its calls when the shards are not started again
+FEW_CORES, MAX_ROUTER_WORKERS = 4, 8  # for the default number of router workers
 TOKENIZER = "tokenizer.json"
 ALL_DEVICES = (None, "all", "void")  # lists of visible devices that name none
 
@@ -37,6 +39,8 @@ class Plan:
     max_sequence_length: int
     dtype: str | None
     num_shards: int
+    router_workers: int
+    """Router processes that share the public ports; a single one runs the engine too."""
     has_fast_tokenizer: bool
     """True if there is a tokenizer.json; otherwise one is made at the start."""
     adapters: AdapterOptions
@@ -68,7 +72,20 @@ def make_plan(config: LauncherConfig) -> Plan:
         )
     adapters = resolve_adapter_options(config, length, cache)
     dtype, fingerprint = config.dtype or config.dtype_str, model_files.fingerprint(path)
-    return Plan(path, tokenizer, length, dtype, num_shards, has_fast, adapters, fingerprint)
+    workers = choose_router_workers(config.router_workers, count_cores()) if has_router(config) else 0
+    return Plan(path, tokenizer, length, dtype, num_shards, workers, has_fast, adapters, fingerprint)
+
+
+def has_router(config: LauncherConfig) -> bool:
+    return not (config.headless or config.node_rank)
+
+
+def choose_router_workers(asked: int | None, cores: int) -> int:
+    """Return the number of router workers: on more than a few cores by default a quarter of them, because the
+    shards and the engine need the others."""
+    number = asked or (1 if cores <= FEW_CORES else min(cores // 4, MAX_ROUTER_WORKERS))
+    logger.info("router_workers is %d (%s)", number, "user-defined" if asked else f"default on {cores} cores")
+    return number
 
 
 def count_shards(config: LauncherConfig, is_cuda: bool) -> int:

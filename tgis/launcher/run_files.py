@@ -31,6 +31,16 @@ class RunFiles:
     def tokenizer_path(self) -> Path:
         return self._plan.tokenizer_path if self._plan.has_fast_tokenizer else self.path / "tokenizer"
 
+    @property
+    def engine_path(self) -> Path:
+        """Socket of the engine process, if it is one of its own."""
+        return self.path / "engine"
+
+    @property
+    def metrics_dir(self) -> Path:
+        """Directory of the metrics of all router processes, if there are several."""
+        return self.path / "metrics"
+
     def write(self, name: str, text: str) -> Path:
         """Write a file that only this user can read, and return its path."""
         path = self.path / name
@@ -40,6 +50,8 @@ class RunFiles:
     async def prepare(self) -> None:
         """Check the paths of the sockets, and convert the tokenizer if needed. Raises LaunchError."""
         self._check_sockets()
+        if self._plan.router_workers > 1:
+            self.metrics_dir.mkdir()
         if not self._plan.has_fast_tokenizer:
             await self._convert_tokenizer()
 
@@ -58,15 +70,9 @@ class RunFiles:
 
     def _check_sockets(self) -> None:
         """Check the sockets' paths before the shards load the model for minutes. Raises LaunchError."""
-        longest = steps_path(str(self._sockets[-1]))
-        if not is_utf8(longest):
-            raise LaunchError(
-                f"{longest} is not UTF-8, as a socket's path must be: set --shard-uds-path or another TMPDIR"
-            )
-        if len(os.fsencode(longest)) > MAX_SOCKET_PATH:
-            raise LaunchError(
-                f"{longest} is too long for a socket's path: set --shard-uds-path or a shorter TMPDIR"
-            )
+        _check_socket(steps_path(str(self._sockets[-1])), "--shard-uds-path or ")
+        if self._plan.router_workers > 1:
+            _check_socket(str(self.engine_path))
 
     async def _convert_tokenizer(self) -> None:
         """Convert the tokenizer in a child, because the libraries for it are large. Raises LaunchError."""
@@ -82,3 +88,10 @@ class RunFiles:
             await converter.kill()
         if not (self.tokenizer_path / TOKENIZER).is_file():
             raise LaunchError(end.text)
+
+
+def _check_socket(path: str, option: str = "") -> None:
+    if not is_utf8(path):
+        raise LaunchError(f"{path} is not UTF-8, as a socket's path must be: set {option}another TMPDIR")
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+        raise LaunchError(f"{path} is too long for a socket's path: set {option}a shorter TMPDIR")

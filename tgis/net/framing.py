@@ -1,4 +1,5 @@
-"""The framing of steps and their answers between router and shard: each message follows its length.
+"""The framing of steps and their answers between router and shard, and of messages between a router worker
+and the engine process: each message follows its length.
 
 The socket carries nothing else, so a step costs few system calls and wakes only its receiver."""
 
@@ -16,7 +17,10 @@ def steps_path(path: str) -> str:
 
 
 def frame(message: Message) -> bytes:
-    body = message.SerializeToString()
+    return frame_body(message.SerializeToString())
+
+
+def frame_body(body: bytes) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 

@@ -29,10 +29,11 @@ async def serve_http(
     options: PortOptions,
     certificates: Certificates | None,
     fresh: RouteLimits | None = None,
+    is_shared: bool = False,
 ) -> AsyncIterator[int]:
     """Serve `app` within the context on the HTTP port, with TLS if `http_tls`, and yield the port. `fresh`
-    are limits of connections without a request. Raises PortError."""
-    listener = listen(options.bind, options.port)
+    are limits of connections without a request. Other processes may share the port. Raises PortError."""
+    listener = listen(options.bind, options.port, is_shared)
     context = certificates.renewing_context() if certificates is not None and options.http_tls else None
     async with serve_listener(app, listener, options, context, fresh) as port:
         yield port

@@ -14,21 +14,39 @@ class PortError(OperatorError):
     """Error for a port that cannot be opened. It names the port, the address and the reason."""
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening TCP socket that no other process shares; 0: a free port. Raises PortError."""
+def listen(host: str, port: int, is_shared: bool = False) -> socket.socket:
+    """Return a listening TCP socket; 0: a free port. Raises PortError.
+
+    Only processes of the same user share the port, and only if all of them ask for that."""
     with _one_line_error(host, port):
-        return socket.create_server((host, port), family=_family(host, port))
+        return socket.create_server((host, port), family=_family(host, port), reuse_port=is_shared)
 
 
-def reserve(host: str, port: int) -> socket.socket:
+def reserve(host: str, port: int, is_shared: bool = False) -> socket.socket:
     """Return a TCP socket that is bound but refuses connections; 0: a free port. Raises PortError.
 
-    One other socket, such as gRPC's, may still listen on the port."""
+    One other socket, such as gRPC's, may still listen on the port. It may be shared as in `listen`."""
     with _one_line_error(host, port):
         reserved = socket.socket(_family(host, port))
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind((host, port))
+        try:
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, is_shared)
+            reserved.bind((host, port))
+        except BaseException:
+            reserved.close()
+            raise
         return reserved
+
+
+def keep_for_sharing(host: str, port: int) -> socket.socket:
+    """Return a TCP socket that is bound, refuses connections, and keeps the port for this user's processes
+    that share it; 0: a free port. Raises PortError if any process has the port."""
+    with listen(host, port) as alone:
+        port = alone.getsockname()[1]
+    kept = reserve(host, port, is_shared=True)
+    # Otherwise a process that does not share the port could open it as long as nobody listens on it.
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    return kept
 
 
 def _family(host: str, port: int) -> socket.AddressFamily:

@@ -57,6 +57,8 @@ class Child:
         self._fields = fields
         self._has_heartbeat, self._is_hung, self._fds = has_heartbeat, False, tuple(fds)
         self.first_heartbeat = asyncio.Event()
+        self.serving = asyncio.Event()
+        """Set by a heartbeat that says that the child serves, which a router's processes send."""
         self._error = ""
         self._process: asyncio.subprocess.Process | None = None
         self._end: asyncio.Task[End] | None = None
@@ -101,7 +103,9 @@ class Child:
     def signal(self, number: signal.Signals) -> None:
         """Send a signal, unless the child has ended or was never started."""
         if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(number)
+            # Not by its own method, which would take the exit status of a child that has just ended away.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
 
     async def kill(self) -> None:
         self.signal(signal.SIGKILL)
@@ -109,7 +113,7 @@ class Child:
             await self._end
 
     async def _end_if_hung(self, fd: int) -> None:
-        await wait_until_hung(fd, self.first_heartbeat)
+        await wait_until_hung(fd, self.first_heartbeat, self.serving)
         self._is_hung = True
         self.signal(signal.SIGKILL)
 

@@ -1,4 +1,5 @@
-"""Heartbeats from a process that computes steps to its parent: one a second until a step takes too long.
+"""Heartbeats from a process to its parent, one a second: until a step takes too long, or its event loop
+hangs.
 
 Time is counted in heartbeats, so time in which the whole machine was suspended does not count."""
 
@@ -16,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
 MAX_MISSED = 10  # heartbeats in a row
-_HEARTBEAT, _HUNG = b".", b"!"
+_HEARTBEAT, _SERVING, _HUNG = b".", b"+", b"!"
 _READ_BYTES = 4096
 
 
@@ -71,10 +72,22 @@ def _send(fd: int, sign: bytes) -> None:
         os.write(fd, sign)
 
 
-async def wait_until_hung(fd: int, first_heartbeat: asyncio.Event) -> None:
+async def send_heartbeats(fd: int | None, is_serving: Callable[[], bool]) -> None:
+    """Send heartbeats to `fd`, if given, as long as the event loop turns. They say whether the process has
+    started to serve."""
+    if fd is None:
+        return
+    os.set_blocking(fd, False)
+    while True:
+        _send(fd, _SERVING if is_serving() else _HEARTBEAT)
+        await asyncio.sleep(PERIOD_S)
+
+
+async def wait_until_hung(fd: int, first_heartbeat: asyncio.Event, serving: asyncio.Event) -> None:
     """Wait until the child reports a step that hangs, or has sent no heartbeat for too long; then close `fd`.
 
-    This runs in the parent. Silence counts from the first heartbeat on, which sets `first_heartbeat`."""
+    This runs in the parent. Silence counts from the first heartbeat on, which sets `first_heartbeat`. One
+    that says that the child serves sets `serving`."""
     os.set_blocking(fd, False)
     loop, missed, signs = asyncio.get_running_loop(), 0, b""
 
@@ -90,6 +103,8 @@ async def wait_until_hung(fd: int, first_heartbeat: asyncio.Event) -> None:
         await first_heartbeat.wait()
         while _HUNG not in signs and missed < MAX_MISSED:
             await asyncio.sleep(PERIOD_S)
+            if _SERVING in signs:
+                serving.set()
             signs = _read(fd)
             missed = 0 if signs else missed + 1
     finally:

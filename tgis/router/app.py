@@ -23,6 +23,7 @@ from tgis.net.ports import PortError, reserve
 from tgis.net.tls import Certificates, port_certificates
 from tgis.pb.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from tgis.process.child import GIVE_UP
+from tgis.process.heartbeat import send_heartbeats
 from tgis.process.memory_release import MemoryRelease
 from tgis.router.api.bearer_tokens import BearerTokens
 from tgis.router.api.grpc.auth_interceptor import AuthInterceptor, warn_if_unprotected
@@ -44,14 +45,16 @@ from tgis.router.api.service import GenerationService
 from tgis.router.chat.formats.registry import choose_formats
 from tgis.router.chat.renderer import ChatRenderer
 from tgis.router.chat.template import ChatTemplate, load_template
-from tgis.router.engine.concurrency import ConcurrencyLimit
+from tgis.router.configured_metrics import open_metrics
 from tgis.router.engine.handle import EngineHost, EngineInfo
 from tgis.router.engine.local_engine import LocalEngine
 from tgis.router.grammar.compiler import GrammarCompiler
-from tgis.router.metrics.metrics import MetricLimits, Metrics
+from tgis.router.metrics.metrics import Metrics
 from tgis.router.metrics.resource_counts import check_balance, count_descriptors
+from tgis.router.metrics.scrape import Render, keep_published, render_all, render_process
+from tgis.router.remote.remote_engine import RemoteEngine
 from tgis.router.requests.accounting import Accounting
-from tgis.router.requests.doors import FMAAS, OPENAI, TGI
+from tgis.router.requests.doors import TGI
 from tgis.router.requests.span_protocols import SERVICE
 from tgis.router.requests.tracing import open_tracing
 from tgis.router.requests.validation import RequestLimits, Validator
@@ -70,12 +73,20 @@ OpenEngine = Callable[[RouterConfig, Metrics, Callable[[bool], None]], EngineHos
 """Opens an engine for a router, its metrics, and what is to be called when the shards are there or lost."""
 
 
-def run(config: RouterConfig, open_engine: OpenEngine = LocalEngine) -> None:
+def run(config: RouterConfig, open_engine: OpenEngine | None = None) -> None:
     """Serve until SIGTERM or SIGINT, and return after the drain. A second signal cuts the drain short. The
-    signal GIVE_UP also ends it, soon after it arrives. Raises StartupError and PortError."""
+    signal GIVE_UP also ends it, soon after it arrives. Without `open_engine`, the configuration says whether
+    the engine runs in this process. Raises StartupError and PortError."""
+    opened = open_engine or (LocalEngine if config.engine_path is None else RemoteEngine)
 
     async def serve() -> None:
-        await _Router(config, open_engine).serve()
+        router = _Router(config, opened)
+        heartbeats = send_heartbeats(config.heartbeat_fd, lambda: router.is_serving)
+        beating = asyncio.create_task(heartbeats, name="heartbeats")
+        try:
+            await router.serve()
+        finally:
+            beating.cancel()
 
     uvloop.run(serve())
 
@@ -86,7 +97,8 @@ class _Router:
         them. The event loop must run. Raises StartupError."""
         self._config = config
         self._metrics = open_metrics(config)
-        self._tracing = open_tracing(config.otlp_endpoint, config.otlp_service_name or SERVICE_NAME)
+        worker = config.worker if config.router_workers > 1 else None
+        self._tracing = open_tracing(config.otlp_endpoint, config.otlp_service_name or SERVICE_NAME, worker)
         self._grammar_compiler = GrammarCompiler()
         self._health = Health(SERVICE)
         self._metrics.ready.follow(self._is_ready)
@@ -94,7 +106,7 @@ class _Router:
         self._slow_clients = SlowClients(config.slow_reader_timeout)
         self._pacing, self._memory = RefusalPacing(), MemoryRelease()
         self._draining, self._aborting = asyncio.Event(), asyncio.Event()
-        self._has_given_up = False
+        self._has_given_up = self.is_serving = False
         self._tokenizer = Tokenizer(Path(config.tokenizer_path), config.tokenization_workers)
         self._vocabulary = cache(partial(Vocabulary, self._tokenizer, config.output_special_tokens))
         # An unsupported kind of tokenizer is refused before the shards have loaded.
@@ -105,25 +117,29 @@ class _Router:
         self._server = self._build_server()
         self._template = self._load_template()
         self._renderer = ChatRenderer(self._template, metrics=self._metrics)
-        self._http = HttpPorts(config, self._is_ready, self._metrics, self._apis(), self._certificates)
+        self._http = HttpPorts(
+            config, self._is_ready, self._metrics, self._apis(), self._certificates, self._scrape()
+        )
 
     def _is_ready(self) -> bool:
         return self._health.is_ready
 
     def _build_service(self) -> GenerationService:
         config, metrics, engine = self._config, self._metrics, self._engine.handle
-        tokenize_concurrency = ConcurrencyLimit(config.max_concurrent_requests)
         metrics.tasks.follow(lambda: len(asyncio.all_tasks()))
         metrics.descriptors.follow(count_descriptors)
-        metrics.resource_counts["tokenize permit"] = tokenize_concurrency.resource_count
         return GenerationService(
             engine,
             Validator(self._tokenizer, self._limits, self._grammar_compiler, metrics, engine.info),
             self._tokenizer,
             self._vocabulary,
-            tokenize_concurrency,
             Accounting(metrics, self._tracing, config.log_text_chars),
         )
+
+    def _scrape(self) -> Render:
+        if self._config.metrics_dir is None:
+            return render_process(self._metrics)
+        return render_all(self._metrics, Path(self._config.metrics_dir), self._engine.gauges)
 
     def _load_template(self) -> ChatTemplate | None:
         """Return the model's chat template, if there is one and chats are served. Raises StartupError."""
@@ -177,7 +193,7 @@ class _Router:
         asyncio.get_running_loop().add_signal_handler(GIVE_UP, self._give_up)
         # The bound port refuses clients that connect while the model loads, so that they go elsewhere and do
         # not wait.
-        reserved = reserve(config.bind, config.grpc_port)
+        reserved = reserve(config.bind, config.grpc_port, config.shares_ports)
         host, grpc_port, *_ = reserved.getsockname()
         warn_if_unprotected(config, host)
         async with self._http.serve() as http_port, AsyncExitStack() as stack:
@@ -193,6 +209,7 @@ class _Router:
                 api_port = await stack.enter_async_context(self._http.serve_api())
                 gc.collect()
                 gc.freeze()  # no later garbage collection scans the objects that exist now
+                self.is_serving = True
                 _log_ports(config, grpc_port, http_port, api_port)
                 await self._run()
             finally:
@@ -202,6 +219,7 @@ class _Router:
                 self._grammar_compiler.close()
                 self._renderer.close()
                 await asyncio.to_thread(self._tracing.close)
+                self._metrics.close()
 
     def _on_signal(self) -> None:
         if self._draining.is_set():
@@ -236,6 +254,7 @@ class _Router:
                 self._watch_certificates(),
                 self._slow_clients.watch(),
                 self._memory.watch(),
+                keep_published(self._metrics),
             )
         ]
         await asyncio.wait((engine, draining), return_when=asyncio.FIRST_COMPLETED)
@@ -290,18 +309,6 @@ def _served_names(config: RouterConfig) -> tuple[str, ...]:
         return ("model",)
     names = served_names(config.served_model_name, config.tokenizer_path)
     return (*names, TGI.name) if TGI.name in config.served_apis and TGI.name not in names else names
-
-
-def open_metrics(config: RouterConfig) -> Metrics:
-    """Return the metrics of a router. Raises StartupError."""
-    assert config.max_sequence_length is not None, "the launcher says how long a sequence may be"
-    room = config.max_sequence_length - 1
-    usual = OPENAI.max_new_tokens if config.http_api else FMAAS.max_new_tokens
-    most = min(config.max_new_tokens or usual or room, room)
-    limits = MetricLimits(config.max_sequence_length, most, config.max_batch_size)
-    if not config.metrics_alias:
-        return Metrics(limits)
-    return Metrics(limits, served_names(config.served_model_name, config.tokenizer_path)[0])
 
 
 def _log_ports(config: RouterConfig, grpc_port: int, http_port: int, api_port: int | None) -> None:

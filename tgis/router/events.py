@@ -64,14 +64,20 @@ Event = InputTokens | TokenDetail | Ended | Failure
 
 
 class Output(NamedTuple):
-    """A token with the text that may be shown now, which a door makes of an event and of its text. It is
-    final if it has a reason; then it has timings, and the token may be missing."""
+    """Tokens that a door has at once, with the text that may be shown now, which it makes of events and of
+    their texts. It is final if it has a reason; then it has timings, and may have no token."""
 
-    text: str
-    token: TokenDetail | None
+    texts: tuple[str, ...]
+    """Text that may be shown with each token, and what is left at an end between tokens."""
+    tokens: tuple[TokenDetail, ...]
     num_generated: int
+    """Number of tokens up to the last of these."""
     reason: StopReason = StopReason.NOT_FINISHED
     stop_sequence: str = ""
     timings: Timings | None = None
     num_cached: int = 0
     """Of a final one: input tokens that needed no computation when the generation began."""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)

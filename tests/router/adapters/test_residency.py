@@ -140,7 +140,7 @@ async def test_what_is_referred_to_stays_and_who_finds_no_room_is_told(group: Gr
             assert not waiting.done()
         assert await waiting == ["p6"]
         assert group.loaded() == {"p1", "p2", "p6", "a1"}
-    assert group.metrics.prompts.load_failure._values[()] == 1
+    assert group.metrics.prompts.load_failure.values()[()] == 1
 
 
 async def test_a_large_one_is_not_overtaken_for_ever(group: Group) -> None:
@@ -330,7 +330,7 @@ async def test_a_look_up_that_fails_is_told_as_it_is_or_not_at_all(group: Group)
         await group.use(adapter_id="adapter-1")
     with pytest.raises(GenerationError, match=r"internal error, request an-id$"):
         await group.use(adapter_id="adapter-2")
-    assert group.metrics.adapters.load_failure._values[()] == 2
+    assert group.metrics.adapters.load_failure.values()[()] == 2
 
 
 async def test_nothing_is_unloaded_before_the_steps_on_their_way_are_answered(group: Group) -> None:

@@ -17,7 +17,6 @@ from tests.support.router.model_of_shard import next_token
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.logs import FIELDS
 from tgis.router.api.service import GenerationService
-from tgis.router.engine.concurrency import ConcurrencyLimit
 from tgis.router.errors import OverloadedError, RequestError
 from tgis.router.events import Output
 from tgis.router.grammar.compiler import GrammarCompiler
@@ -42,14 +41,14 @@ class JsonDoor:
         validator = Validator(self.tokenizer, LIMITS, GrammarCompiler(), metrics, scene.handle.info)
         accounting = Accounting(metrics, Tracing(), 0)
         self.service = GenerationService(
-            scene.handle, validator, self.tokenizer, lambda *_: vocabulary, ConcurrencyLimit(1), accounting
+            scene.handle, validator, self.tokenizer, lambda *_: vocabulary, accounting
         )
 
     async def generate(self, text: str) -> str:
         answers = []
         for result in await self.service.generate(read(text, "batch")):
             assert result.last is not None
-            answers.append(["".join(result.text), result.last.num_generated, result.last.reason.name])
+            answers.append([result.text, result.last.num_generated, result.last.reason.name])
         return json.dumps(answers)
 
     async def stream(self, text: str) -> AsyncIterator[str]:
@@ -115,14 +114,14 @@ async def test_parameters_that_one_door_lacks_are_counted(door: JsonDoor) -> Non
     call = read(json.dumps({"texts": ["5 6 7"]}), "batch")
     await door.service.generate(call)
     counter = door.scene.metrics.request_parameter_count
-    assert counter._values == {}
+    assert counter.values() == {}
     await door.service.generate(replace(call, parameters=every, inputs_are_ids=True))
     await door.service.generate(replace(call, parameters=replace(Parameters(), min_p=0.2)))
     with pytest.raises(RequestError, match="max_new_tokens must be <= 199"):
         await door.service.generate(replace(call, parameters=replace(every, max_new_tokens=200)))
     names = [field.name for field in fields(Parameters) if getattr(every, field.name) != field.default]
     assert len(names) == 9
-    assert counter._values == {(name,): 1 + (name == "min_p") for name in [*names, "input_ids"]}
+    assert counter.values() == {(name,): 1 + (name == "min_p") for name in [*names, "input_ids"]}
 
 
 async def test_another_door_streams_to_a_stop_sequence(door: JsonDoor) -> None:
@@ -132,7 +131,8 @@ async def test_another_door_streams_to_a_stop_sequence(door: JsonDoor) -> None:
     first, *parts = [json.loads(part) async for part in door.stream(json.dumps(call))]
     assert first == len(door.tokenizer.fast.encode(PROMPT).ids)
     assert "".join(text for text, _, _ in parts) == whole[: whole.index(stop) + len(stop)]
-    assert [number for _, number, _ in parts] == list(range(1, len(parts) + 1))
+    numbers = [number for _, number, _ in parts]
+    assert numbers == sorted({*numbers}), "each has more tokens than the one before"
     *others, last = [reason for _, _, reason in parts]
     assert last == StopReason.STOP_SEQUENCE.name
     assert set(others) <= {StopReason.NOT_FINISHED.name}
@@ -146,14 +146,14 @@ async def test_n_texts_are_those_of_calls_with_the_seeds_that_follow(door: JsonD
     digests = [blake2b(pack("<QQ", 7, number), digest_size=8).digest() for number in (1, 2)]
     seeds = [7, *(int.from_bytes(digest, "little") for digest in digests)]
     assert [result.spec.sampling.seed for result in results] == seeds * 2
-    texts = ["".join(result.text) for result in results]
+    texts = [result.text for result in results]
     assert len(set(texts)) == 6
     alone = [
         await service.generate(read(json.dumps(asked | {"texts": [text], "seed": seed}), "batch"))
         for text in asked["texts"]
         for seed in seeds
     ]
-    assert texts == ["".join(result.text) for (result,) in alone]
+    assert texts == [result.text for (result,) in alone]
 
 
 async def test_n_texts_have_one_input(door: JsonDoor, caplog: pytest.LogCaptureFixture) -> None:
@@ -182,7 +182,7 @@ async def test_n_takes_so_many_places_and_has_bounds(door: JsonDoor) -> None:
     for n in (-1, 0, 129, 1 << 70):
         with pytest.raises(RequestError, match="n must be >= 1 and <= 128"):
             await door.generate(json.dumps({"texts": texts[:1], "n": n}))
-    assert door.scene.metrics.request_failure._values[("validation",)] == 4
+    assert door.scene.metrics.request_failure.values()[("validation",)] == 4
 
 
 async def test_another_door_s_refusals_are_counted(door: JsonDoor) -> None:
@@ -191,4 +191,4 @@ async def test_another_door_s_refusals_are_counted(door: JsonDoor) -> None:
         await door.generate(json.dumps({"texts": [PROMPT], "max_new_tokens": 200}))
     with pytest.raises(OverloadedError):
         await door.generate(json.dumps({"texts": [PROMPT] * 129}))
-    assert (failures._values[("validation",)], failures._values[("conc_limit",)]) == (1, 1)
+    assert (failures.values()[("validation",)], failures.values()[("conc_limit",)]) == (1, 1)

@@ -9,11 +9,14 @@ from typing import NamedTuple, cast
 
 import pytest
 
+from tests.support.router.engine_pair import each_of
 from tests.support.router.model_of_shard import EOS, ModelOfShard, Row, next_token
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import shard_pb2 as pb
 from tgis.router.adapters.residency import AdapterResidency
 from tgis.router.engine.engine import Engine
+from tgis.router.engine.event_queue import EventQueue
+from tgis.router.engine.live_request import LiveRequest
 from tgis.router.events import Ended
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.scheduling.block_pool import BlockPool
@@ -126,11 +129,12 @@ class Outcome:
     async def _generate(self, prompt: list[int]) -> list[Shown]:
         sequence = Sequence(list(prompt), Stopping(MAX_NEW, eos_token_ids=frozenset({EOS})))
         text = TextStream(self.vocabulary, self.stops)
-        shown = []
-        async for event in self.engine.open(sequence, text):
+        events, shown = EventQueue(), []
+        self.engine.open(LiveRequest(sequence, text, events))
+        async for event in each_of(events):
             assert isinstance(event, TokenDetail | Ended)
             token, reason = (event.token, event.reason) if isinstance(event, Ended) else (event, None)
-            shown.append(Shown(*text.take(), token, reason))
+            shown.append(Shown(*text.take(1), text.stop_sequence if reason else "", token, reason))
         return shown
 
     def count(self, name: str) -> float:

@@ -13,13 +13,14 @@ import grpc
 import pytest
 
 from tests.support.router.chat_door import post
-from tests.support.router.engine_pair import Scene, open_scene
+from tests.support.router.engine_pair import Scene, each_of, open_scene
 from tests.support.router.fake_shard import VOCAB_SIZE, FakeShard, ShardServer
 from tests.support.router.grpc_door import open_door, status_of
 from tests.support.router.http_door import open_http_door
 from tests.support.router.messages import batch, single, stopping
 from tests.support.router.model_of_shard import truth
 from tgis.router.engine import token_timeouts
+from tgis.router.engine.event_queue import EventQueue
 from tgis.router.engine.handle import SequenceId, SequenceSpec
 from tgis.router.engine.live_request import LiveRequest
 from tgis.router.engine.token_timeouts import TokenTimeouts
@@ -93,7 +94,7 @@ def test_texts_are_late_when_the_rule_says(
         happenings, began = draw_happenings(random.Random(seed)), loop.now
         late = list[tuple[float, bool]]()
         timeouts = TokenTimeouts(*limits, lambda _, event: late.append((loop.now - began, event.is_first)))
-        live = LiveRequest(Sequence([1], Stopping(9)), None, accepted_at=began)
+        live = LiveRequest(Sequence([1], Stopping(9)), None, EventQueue(), accepted_at=began)
         timeouts.watch(live)
         for at, kind in happenings:
             await asyncio.sleep(began + at - loop.now)
@@ -123,7 +124,7 @@ async def begin(scene: Scene) -> SequenceId:
 
 async def read(scene: Scene, sequence_id: SequenceId) -> tuple[list[int], Event]:
     """Return the tokens, and the final event."""
-    events: list[Event] = [event async for event in scene.handle.events(sequence_id)]
+    events: list[Event] = [event async for event in each_of(scene.handle.events(sequence_id))]
     tokens = [event if isinstance(event, TokenDetail) else getattr(event, "token", None) for event in events]
     return [token.token_id for token in tokens if token is not None], events[-1]
 
@@ -152,7 +153,7 @@ async def test_a_first_token_that_is_late(is_split: bool, tmp_path: Path) -> Non
 async def test_a_further_token_that_is_late(tmp_path: Path) -> None:
     async with open_scene(tmp_path, False, **NEXT) as scene:
         scene.shard.step_s = HANG_S  # the first one has no limit
-        events = scene.handle.events(await begin(scene))
+        events = each_of(scene.handle.events(await begin(scene)))
         await asyncio.sleep(HANG_S / 2)  # until the shard is in its step
         scene.shard.step_s = 0.001
         await skip(events, 3)
@@ -174,7 +175,7 @@ async def test_time_without_shards_does_not_count(tmp_path: Path) -> None:
     """And afterwards a text has the time of a first token again, and then that of further ones."""
     limits = {"first_token_timeout": 3 * HANG_S, "next_token_timeout": LIMIT_S}
     async with open_scene(tmp_path, False, **limits) as scene:
-        events = scene.handle.events(await begin(scene))
+        events = each_of(scene.handle.events(await begin(scene)))
         await skip(events, 3)
         scene.server.stop()
         late = await begin(scene)  # while there are none

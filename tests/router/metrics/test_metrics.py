@@ -79,6 +79,8 @@ OURS = {
     "tgi_resources_created": ("counter", {"kind"}),
     "tgi_resources_released": ("counter", {"kind"}),
     "tgi_open_descriptors": ("gauge", set()),
+    "tgi_router_workers": ("gauge", set()),
+    "tgi_process_restarts": ("counter", {"process"}),
     "tgi_adapter_load_duration": ("histogram", set()),
     "tgi_adapter_load_failure": ("counter", set()),
     **{

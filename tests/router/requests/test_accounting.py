@@ -59,8 +59,8 @@ def test_what_the_prefix_cache_had_is_counted_once_per_input() -> None:
     with Accounting(metrics, Tracing(), 0).open(call) as account:
         for index, num_cached in enumerate((0, 16, 48)):
             with account.input(index, SequenceSpec((1,) * 60, Stopping(max_new_tokens=1))) as record:
-                record(Output("a", None, 1))
-                record(Output("", None, 1, StopReason.MAX_TOKENS, "", timings, num_cached))
+                record(Output(("a",), (), 1))
+                record(Output((), (), 1, StopReason.MAX_TOKENS, "", timings, num_cached))
     shown = metrics.render().decode()
     for sample in ('bucket{le="1.0"} 1', 'bucket{le="16.0"} 2', 'bucket{le="48.0"} 3', "count 3", "sum 64"):
         assert f"tgi_request_cached_tokens_{sample}.0\n" in shown

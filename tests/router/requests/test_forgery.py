@@ -1,6 +1,7 @@
 """Ids that look like log records stay values of one field of one record, whatever form the log has."""
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ FORGED = [
 SENT = [text for text in FORGED if text and text.isprintable() and text.isascii()]  # as a header may be
 
 
+PREFIX = re.compile(r"^Router \d: ")  # of one of several workers
 ABOUT = ("ERROR", "tgis.router.requests.request_log")
 
 
@@ -55,7 +57,7 @@ def read(line: str, form: str) -> dict[str, object]:
         record = json.loads(line)
         assert (record["level"], record["logger"]) == ABOUT
         return record
-    message, fields = parse(line, ABOUT)
+    message, fields = parse(PREFIX.sub("", line), ABOUT)
     return {"message": message, **fields}
 
 

@@ -80,7 +80,7 @@ def call_of(request: Request) -> GenerationCall:
 
 def output(text: str, number: int, reason: StopReason = StopReason.NOT_FINISHED) -> Output:
     is_last = reason is not StopReason.NOT_FINISHED
-    return Output(text, None, number, reason, "", TIMINGS if is_last else None, 2 if is_last else 0)
+    return Output((text,), (), number, reason, "", TIMINGS if is_last else None, 2 if is_last else 0)
 
 
 def finish(
@@ -146,7 +146,7 @@ def test_what_is_absent_is_not_said(lines: Lines) -> None:
     log = CallLog(call_of(single()))
     log.accept()
     with log.input(0, GREEDY) as input_log:
-        input_log.add(Output("", None, 0, StopReason.TIME_LIMIT, timings=TIMINGS))
+        input_log.add(Output((), (), 0, StopReason.TIME_LIMIT, timings=TIMINGS))
     [fields] = lines.objects
     assert fields["params"] == "method=GREEDY"
     assert fields["correlation_id"] == "<none>"

@@ -70,7 +70,7 @@ def ended(
 ) -> tuple[SequenceSpec, Output]:
     """Times until the first step, the first token and the end."""
     spec = SequenceSpec((1,) * prompt_len, Stopping(max_new_tokens=9))
-    return spec, Output(SECRET, None, num_generated, reason, "", Timings(*times), num_cached)
+    return spec, Output((SECRET,), (), num_generated, reason, "", Timings(*times), num_cached)
 
 
 def one_call(tracing: Tracing, **metadata: str) -> None:
@@ -145,6 +145,16 @@ def test_a_call_as_the_collector_sees_it(collector: tuple[Collector, str]) -> No
     assert servicer.resource["service.name"] == "my-service"
     assert "service.version" in servicer.resource
     assert SECRET.encode() not in servicer.requests[0].SerializeToString()
+
+
+@pytest.mark.parametrize("worker", [None, 2])
+def test_spans_name_the_router_worker(collector: tuple[Collector, str], worker: int | None) -> None:
+    servicer, address = collector
+    tracing = open_tracing(address, "s", worker)
+    one_call(tracing)
+    tracing.close()
+    name = servicer.resource.get("service.instance.id")
+    assert (name == "router-worker-2") == (worker is not None)
 
 
 def test_parameters_beside_the_messages(collector: tuple[Collector, str]) -> None:

@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from tests.support.accounts import scrape
+from tests.support.processes import children_of
 from tests.support.router.router_process import Setup, start_router, stop_router
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
@@ -62,6 +63,7 @@ def test_a_text_that_nobody_waits_for_holds_up_no_other(setup: Setup) -> None:
         assert next.result(20).responses[0].token_count == len(setup.tokenizer.encode(LONG))
 
 
+@pytest.mark.one_worker("connections to different workers need not take turns")
 def test_connections_take_turns(setup: Setup) -> None:
     ended: list[str] = []
     with own_connection(setup) as first, own_connection(setup) as second:
@@ -161,11 +163,12 @@ def stopped_child(setup: Setup) -> Iterator[int]:
 
 
 def find_child(setup: Setup) -> int | None:
-    router = setup.service.process.pid
+    pid = setup.service.process.pid
+    routers = children_of(pid).get("router", [pid])
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            if parent == router and b"tgis.router.text.tokenizer_child" in (entry / "cmdline").read_bytes():
+            if parent in routers and b"tgis.router.text.tokenizer_child" in (entry / "cmdline").read_bytes():
                 return int(entry.name)
         except OSError:
             continue  # it has just ended

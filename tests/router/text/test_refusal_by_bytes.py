@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
-import psutil
 import pytest
 from tokenizers import Tokenizer
 
 from tests.support.router.fake_shard import VOCAB_SIZE
 from tests.support.router.router_process import MAX_SEQUENCE_LENGTH, Setup, start_router, stop_router
+from tests.support.router.router_usage import RouterProcesses
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import generation_pb2 as pb
 
@@ -121,12 +121,11 @@ def test_refusals_cost_less_than_tokenizing(router: Setup) -> None:
     began = time.process_time()
     router.tokenizer.encode_batch_fast([text])
     cost = time.process_time() - began
-    process = psutil.Process(router.service.process.pid)
-    before = process.cpu_times()
+    processes = RouterProcesses(router)
+    before = processes.cpu_s
     for _ in range(4):
         assert "(at least " in refusal(router, [text])
-    after = process.cpu_times()
-    assert after.user + after.system - before.user - before.system < cost
+    assert processes.cpu_s - before < cost
 
 
 def outcome_of_rules(setup: Setup, texts: list[str], min_new: int, truncate: int) -> str | list[int]:

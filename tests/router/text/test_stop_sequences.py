@@ -45,8 +45,8 @@ class Generation:
         reason = self._stopping.reason_at(self._num_tokens, token_id, time.monotonic())
         if self._text.push(token_id, reason):
             reason = StopReason.STOP_SEQUENCE
-        text, stop_sequence = self._text.take()
-        return Piece(text, reason, stop_sequence)
+        (text,) = self._text.take(1)
+        return Piece(text, reason, self._text.stop_sequence)
 
 
 def stream(

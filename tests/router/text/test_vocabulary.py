@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from tests.support.router.fake_shard import VOCAB_SIZE
 from tests.support.router.messages import batch, single
-from tests.support.router.router_process import Setup, start_router, stop_router
+from tests.support.router.router_process import NUM_WORKERS, Setup, start_router, stop_router
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import shard_pb2
@@ -35,8 +35,10 @@ def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_the_start_says_how_many_there_are(setup: Setup) -> None:
-    [line] = [line for line in setup.service.lines if WARNING in line]
-    assert f"has 3 token ids {WARNING} of {VOCAB_SIZE} tokens, up to {VOCAB_SIZE + 2}: " in line
+    lines = [line for line in setup.service.lines if WARNING in line]
+    assert len(lines) == NUM_WORKERS
+    text = f"has 3 token ids {WARNING} of {VOCAB_SIZE} tokens, up to {VOCAB_SIZE + 2}: "
+    assert all(text in line for line in lines)
 
 
 def test_a_request_that_has_one_is_refused(setup: Setup) -> None:

@@ -1,21 +1,14 @@
-"""How memory and cores are found out, in pictures of the files that containers see; and on this machine."""
+"""How memory is found out, in pictures of the files that containers see; and on this machine."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tgis.shard.memory.host_limits import HostMemory, count_cores
+from tests.support.file_trees import write
+from tgis.shard.memory.host_limits import HostMemory
 
 MIB = 1 << 20
-
-
-def write(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
 
 
 MACHINE = {"proc/meminfo": "MemTotal: 900 kB\nMemAvailable:      8192 kB\nBuffers: 1 kB\n"}
@@ -57,24 +50,6 @@ def group_v2(
 )
 def test_memory_left(tmp_path: Path, files: dict[str, str], left: int) -> None:
     assert HostMemory(write(tmp_path, files)).memory_left() == left
-
-
-def test_cores_are_limited_by_a_quota(tmp_path: Path) -> None:
-    available = count_cores(write(tmp_path / "none", V2))
-    assert available >= 1
-    half = {**V2, "sys/fs/cgroup/kubepods/pod/cpu.max": "50000 100000\n"}
-    assert count_cores(write(tmp_path / "half", half)) == 1
-    unlimited = {**V2, "sys/fs/cgroup/kubepods/pod/cpu.max": "max 100000\n"}
-    assert count_cores(write(tmp_path / "unlimited", unlimited)) == available
-    old = {
-        f"sys/fs/cgroup/cpu/cpu.cfs_{name}_us": f"{value}\n" for name, value in (("quota", 7), ("period", 10))
-    }
-    assert count_cores(write(tmp_path / "old", {**V1, **old})) == 1
-    old = {
-        f"sys/fs/cgroup/cpu/cpu.cfs_{name}_us": f"{value}\n"
-        for name, value in (("quota", -1), ("period", 10))
-    }
-    assert count_cores(write(tmp_path / "old_unlimited", {**V1, **old})) == available
 
 
 def test_the_peak_of_what_this_process_uses() -> None:

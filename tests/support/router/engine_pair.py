@@ -1,23 +1,26 @@
-"""An engine in front of a fake shard, without a router: its own handle, and both halves of a split handle,
-whose messages cross as bytes and at random times."""
+"""An engine in front of a fake shard, without a router: its own handle, and both halves of a remote one,
+whose messages cross a socket in pieces at random times."""
 
 import asyncio
-import pickle
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tests.support.router.fake_shard import FakeShard, ShardServer
 from tests.support.router.model_of_contents import Library
-from tests.support.router.split_engine import SplitServer
-from tests.support.router.split_handle import SplitHandle
+from tests.support.router.slow_relay import SlowRelay
 from tgis.config.processes import RouterConfig
 from tgis.pb import shard_pb2 as pb
+from tgis.router.configured_metrics import open_metrics
 from tgis.router.engine.handle import EngineHandle
+from tgis.router.engine.local_engine import LocalEngine
+from tgis.router.events import Event
 from tgis.router.metrics.metrics import Metrics
+from tgis.router.remote.engine_server import EngineServer
+from tgis.router.remote.remote_engine import RemoteEngine
 
 NUM_PLACES = 128
 
@@ -35,23 +38,11 @@ class Scene:
         return {kind: (each.created, each.released) for kind, each in counts if not each.is_balanced}
 
 
-class Wire:
-    """Messages in one direction, each a while after the one before."""
-
-    def __init__(self, r: random.Random, take: Any) -> None:
-        self._messages: asyncio.Queue[bytes] = asyncio.Queue()
-        self._random, self._take = r, take
-        self.task = asyncio.create_task(self._carry())
-
-    def send(self, *message: Any) -> None:
-        self._messages.put_nowait(pickle.dumps(message))
-
-    async def _carry(self) -> None:
-        while True:
-            message = pickle.loads(await self._messages.get())  # noqa: S301
-            for _ in range(self._random.choice([0, 0, 1, 3])):
-                await asyncio.sleep(self._random.choice([0, 0, 0, 0.004]))  # a step takes 0.001
-            await self._take(*message)
+async def each_of(lists: AsyncIterator[list[Event]]) -> AsyncIterator[Event]:
+    """Yield the events of a sequence one by one."""
+    async for events in lists:
+        for event in events:
+            yield event
 
 
 @asynccontextmanager
@@ -75,23 +66,43 @@ async def open_scene(
         **options,
     )
 
-    async def at_engine(kind: str, *values: Any) -> None:
-        await getattr(engine, kind)(*values)
-
-    async def at_door(kind: str, number: int, value: Any) -> None:
-        if kind in ("event", "answer"):
-            door.take(kind, number, value)
-
-    to_engine, to_door = Wire(r, at_engine), Wire(r, at_door)
-    door, engine = SplitHandle(to_engine.send), SplitServer(config, to_door.send)
+    metrics = open_metrics(config)
+    engine = LocalEngine(config, metrics, lambda is_ready: None)
+    running: list[asyncio.Task[None]] = []
     try:
-        await engine.engine.start()
-        await engine.run()
-        door.engine_info = engine.engine.handle.info()
-        yield Scene(door if is_split else engine.engine.handle, shard, server, engine.metrics)
+        await engine.start()
+        running.append(asyncio.create_task(engine.run()))
+        if not is_split:
+            yield Scene(engine.handle, shard, server, metrics)
+            return
+        async with open_remote(directory, config, engine, r) as handle:
+            yield Scene(handle, shard, server, metrics)
     finally:
-        for wire in (to_engine, to_door):
-            wire.task.cancel()
-        with suppress(asyncio.CancelledError):
-            await engine.close()
+        for task in running:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        await engine.close()
         server.stop()
+
+
+@asynccontextmanager
+async def open_remote(
+    directory: Path, config: RouterConfig, engine: LocalEngine, r: random.Random
+) -> AsyncIterator[EngineHandle]:
+    """The handle of a worker whose engine has started, across a slow relay."""
+    relay = SlowRelay(str(directory / "relay"), str(directory / "engine"), r)
+    engine_server = EngineServer(
+        str(directory / "engine"), engine.claims, open_metrics(config), num_workers=1
+    )
+    remote = RemoteEngine(replace(config, engine_path=relay.path), open_metrics(config), lambda _: None)
+    try:
+        await engine_server.listen()
+        engine_server.start()
+        await relay.start()
+        await remote.start()
+        yield remote.handle
+    finally:
+        await remote.close()
+        engine_server.close()
+        await relay.stop()

@@ -12,9 +12,9 @@ kept: list[bytearray] = []
 
 
 @contextmanager
-def acquire_and_keep(limit: ConcurrencyLimit, count: int) -> Iterator[None]:
+def acquire_and_keep(limit: ConcurrencyLimit, count: int, is_again: bool = False) -> Iterator[None]:
     kept.extend(bytearray(1024) for _ in range(count))
-    with acquire(limit, count):
+    with acquire(limit, count, is_again):
         yield
 
 

@@ -26,7 +26,6 @@ from tgis.router.api.grpc.server_options import grpc_options
 from tgis.router.api.grpc.servicer import GenerationServicer
 from tgis.router.api.grpc.slow_clients import SlowClients
 from tgis.router.api.service import GenerationService
-from tgis.router.engine.concurrency import ConcurrencyLimit
 from tgis.router.engine.handle import EngineHandle, SequenceSpec
 from tgis.router.grammar.compiler import GrammarCompiler
 from tgis.router.requests.accounting import Accounting
@@ -70,7 +69,7 @@ class Door:
     stub: Any = field(init=False)
 
     def num_failures(self, kind: str) -> float:
-        return self.scene.metrics.request_failure._values.get((kind,), 0)
+        return self.scene.metrics.request_failure.values().get((kind,), 0)
 
     def take_specs(self) -> list[SequenceSpec]:
         """What was opened since the last time."""
@@ -136,9 +135,7 @@ def _service(
     vocabulary, metrics = Vocabulary(tokenizer), scene.metrics
     validator = Validator(tokenizer, limits, compiler, metrics, handle.info)
     accounting = Accounting(metrics, Tracing(), 0)
-    return GenerationService(
-        handle, validator, tokenizer, lambda *_: vocabulary, ConcurrencyLimit(2), accounting
-    )
+    return GenerationService(handle, validator, tokenizer, lambda *_: vocabulary, accounting)
 
 
 def _open_port(server: grpc.aio.Server, files: Files | None) -> int:

@@ -26,7 +26,6 @@ from tgis.router.api.http.openai.service_parts import OpenAiApi
 from tgis.router.api.http.tgi.routes import tgi_api
 from tgis.router.api.service import GenerationService
 from tgis.router.chat.formats.registry import ChatFormats
-from tgis.router.engine.concurrency import ConcurrencyLimit
 from tgis.router.grammar.compiler import GrammarCompiler
 from tgis.router.requests.accounting import Accounting
 from tgis.router.requests.tracing import Tracing
@@ -80,7 +79,6 @@ async def open_http_door(
             Validator(tokenizer, limits, compiler, scene.metrics, handle.info),
             tokenizer,
             vocabularies,
-            ConcurrencyLimit(2),
             Accounting(scene.metrics, tracing or Tracing(), 0),
         )
         models = Models((MODEL, "alias"), adapter_ids=lambda: handle.info().preloaded_adapter_ids)

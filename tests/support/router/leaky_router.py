@@ -30,13 +30,13 @@ def leaks(kind: str) -> bool:
 
 
 @contextmanager
-def acquire_and_release_twice(limit: ConcurrencyLimit, count: int) -> Iterator[None]:
+def acquire_and_release_twice(limit: ConcurrencyLimit, count: int, is_again: bool = False) -> Iterator[None]:
     if leaks("permit"):
         tasks.append(asyncio.create_task(asyncio.sleep(3600)))
         os.dup(0)
         limit.num_free += count
         limit.resource_count.released += count
-    with acquire(limit, count):
+    with acquire(limit, count, is_again):
         yield
 
 

@@ -139,6 +139,8 @@ class ShelfOfShard:
         library, parts = self.library, list(requests)
         if library.put_error is not None:
             fail(context, library.put_error)
+        if not context.is_active():  # its caller is gone, perhaps before all parts were sent
+            fail(context, (grpc.StatusCode.CANCELLED, ""))
         content = b"".join(part.data for part in parts)
         with library.lock:
             library.rule({part.digest for part in parts} == {content.decode()}, "a copy is not what it was")

@@ -17,7 +17,8 @@ from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 MAX_SEQUENCE_LENGTH = 200
 MODULE = os.environ.get("TGIS_TESTS_ROUTER", "tgis")
-"""Module that runs routers, unless a test needs its own; test_split_router names the other."""
+"""Module that runs routers, unless a test needs its own; test_split_doors names the other."""
+NUM_WORKERS = {"tgis": 1}.get(MODULE, 3)
 
 
 @dataclass
@@ -34,7 +35,7 @@ class Setup:
     channel: grpc.Channel = field(init=False)
 
     def __post_init__(self) -> None:
-        self.channel = self.service.channel()
+        self.channel = grpc.insecure_channel(f"127.0.0.1:{self.service.grpc_port}")  # to one worker
         self.stub = GenerationServiceStub(self.channel)
 
     @property
@@ -63,9 +64,12 @@ def start_router(
     servers = [ShardServer(shard, uds_path) for shard in shards]
     link = ["--shard-uds-path", uds_path, "--num-shard", str(num_shards)]
     try:
-        service = Service(
-            router_command(directory, *link, *flags), module=module or MODULE
-        ).wait_until_serving()
+        command = router_command(directory, *link, *flags)
+        if module is None:
+            service = Service(command, module=MODULE, num_routers=NUM_WORKERS)
+        else:
+            service = Service(command, module=module, num_routers=1)
+        service.wait_until_serving()
     except AssertionError:
         for server in servers:
             server.stop()

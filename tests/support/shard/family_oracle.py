@@ -58,11 +58,13 @@ def describe(input_ids: list[int], tokens: list[int], steps: Tensor) -> Answer:
     return Answer(input_ids, tokens, logprobs, count_certain(steps))
 
 
-def check(request: Request, answer: Answer) -> None:
+def check(request: Request, answer: Answer, tolerance: float = 1e-4) -> None:
     """Assert that the request was answered as it must be."""
     certain = answer.certain
     assert request.generated[:certain] == answer.token_ids[:certain]
-    assert request.logprobs[:certain] == pytest.approx(answer.logprobs[:certain], rel=1e-4, abs=1e-4)
+    assert request.logprobs[:certain] == pytest.approx(
+        answer.logprobs[:certain], rel=tolerance, abs=tolerance
+    )
     assert certain, "nothing was compared"
 
 

@@ -45,6 +45,10 @@ def plan(peculiar: Collection[str]) -> list[object]:
     ]
 
 
+# Of float32 against float64: T5 does not scale the scores of its attention.
+TOLERANCE = 3e-4
+
+
 def check_plan(peculiar: Collection[str]) -> None:
     """`make test` meets every family, and any number of ranks and company by turns."""
     quick = [cell for cell in list_cells(peculiar) if cell[3]]
@@ -97,7 +101,7 @@ def check_case(case: Case, size: int, company: str, ranks: Ranks) -> None:
     [(served, digests), *others] = ranks.run(size, serve, case.directory, 1, crowds, block_size, case.copies)
     assert all(theirs == digests for _, theirs in others)
     for request, asked in zip(itertools.chain(*served), case.asked, strict=True):
-        check(request, asked.answer)
+        check(request, asked.answer, TOLERANCE)
     inputs = [asked.token_ids for asked in case.asked]
     usual = max(inputs, key=inputs.count)
     alike = [asked.answer.logprobs for asked in case.asked if asked.token_ids == usual]

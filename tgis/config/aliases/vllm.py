@@ -74,6 +74,7 @@ MAPPED = (
     _means("gpu_memory_utilization", "cuda_memory_fraction"),
     _means("num_gpu_blocks_override", "kv_cache_tokens", "a block is 16 tokens", convert=_blocks_to_tokens),
     _means("tensor_parallel_size", "num_shard", short="-tp"),
+    _means("api_server_count", "router_workers", short="-asc"),
     _means(
         "quantization",
         "quantize",
@@ -190,7 +191,6 @@ WITHOUT_EFFECT = (
     _only("pipeline_parallel_size", "1", "layers are split over shards: use --num-shard", "-pp"),
     _only("data_parallel_size", "1", ONE_GROUP, "-dp"),
     _only("decode_context_parallel_size", "1", "use --num-shard", "-dcp"),
-    _only("api_server_count", "1", "one router serves the API", "-asc"),
     _only("task", "auto|generate", ONLY_TEXT_REFUSED),
     _only("runner", "auto|generate", ONLY_TEXT_REFUSED),
     _only("convert", "auto|none", ONLY_TEXT_REFUSED),

@@ -121,6 +121,16 @@ class AdapterRegistry:
         if is_pinned:
             self._unpin(adapter_id, info.digest)
         self._check_size(info, kind, adapter_id)
+        entry = await self.load_again(info, kind, adapter_id, began)
+        if is_pinned:
+            self._pin(adapter_id, entry)
+        return entry
+
+    async def load_again(
+        self, info: AdapterInfo, kind: AdapterKind, adapter_id: str, began: float
+    ) -> AdapterEntry:
+        """Load an adapter that the id named before, even if it names another one now, and refer to it. Raises
+        what `residency.take` raises."""
 
         async def copy_again() -> bool:
             # Do not share a look-up with others, because it may have begun before the copy was removed.
@@ -129,10 +139,7 @@ class AdapterRegistry:
             except AdapterCallError:
                 return False
 
-        entry = await self.residency.take(info, copy_again, began)
-        if is_pinned:
-            self._pin(adapter_id, entry)
-        return entry
+        return await self.residency.take(info, copy_again, began)
 
     def _check_size(self, info: AdapterInfo, kind: AdapterKind, adapter_id: str) -> None:
         """Raise RequestError if an adapter can never fit beside the other preloaded ones."""
@@ -218,6 +225,34 @@ class AdapterLease:
                 lora, lora_id, prompt = prompt, self.prefix_id, None
         return CallAdapters(prompt, lora, lora_id)
 
+    async def take_again(self, adapters: CallAdapters) -> CallAdapters:
+        """Load adapters that have been found before, even if the ids name others now. They must be asked for
+        before the engine connects to the shards, which then keep the copies. Raises RouterError and
+        AdapterCallError."""
+        lora_kind = AdapterKind.SOFT_PROMPT if self.adapter_id is None else AdapterKind.LORA
+        try:
+            async with asyncio.TaskGroup() as group:
+                lora = group.create_task(self._load_again(adapters.lora, lora_kind, adapters.lora_id))
+                prompt = group.create_task(
+                    self._load_again(adapters.soft_prompt, AdapterKind.SOFT_PROMPT, self.prefix_id or "")
+                )
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return CallAdapters(prompt.result(), lora.result(), adapters.lora_id)
+
+    async def _load_again(
+        self, info: AdapterInfo | None, kind: AdapterKind, adapter_id: str
+    ) -> AdapterInfo | None:
+        if info is None:
+            return None
+        entry = await self.registry.load_again(info, kind, adapter_id, time.monotonic())
+        self._add(entry)
+        return entry.info
+
+    def _add(self, entry: AdapterEntry) -> None:
+        self.registry.uses.created += 1
+        self.entries.append(entry)
+
     async def _take(self, kind: AdapterKind, adapter_id: str) -> AdapterInfo:
         try:
             if len(adapter_id.encode()) > MAX_ID_BYTES:  # such an id would not fit into a status
@@ -227,8 +262,7 @@ class AdapterLease:
         except RouterError:
             self.registry.residency.caches[kind].metrics.load_failure.add()
             raise
-        self.registry.uses.created += 1
-        self.entries.append(entry)
+        self._add(entry)
         return entry.info
 
     async def _find_and_load(

@@ -8,10 +8,9 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tgis.router.engine.concurrency import ConcurrencyLimit
-from tgis.router.engine.handle import EngineHandle, SequenceSpec, Ticket
+from tgis.router.engine.handle import EngineHandle, LimitedWork, SequenceSpec, Ticket
 from tgis.router.errors import RequestError
-from tgis.router.events import Ended, InputTokens, Output
+from tgis.router.events import Ended, Failure, InputTokens, Output
 from tgis.router.requests.accounting import Accounting, CallAccount, Record
 from tgis.router.requests.call import GenerationCall, Metadata
 from tgis.router.requests.doors import FMAAS, Door
@@ -34,24 +33,27 @@ class Result:
     """A whole generation."""
 
     spec: SequenceSpec
-    text: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    """Texts that are shown with each token, and what is left at an end between tokens."""
     tokens: list[TokenDetail] = field(default_factory=list)
     """Details of the tokens, if the call asked for them."""
     input_tokens: tuple[TokenDetail, ...] = ()
     last: Output | None = None
     token_ids: list[int] = field(default_factory=list)
 
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
     def add(self, output: InputTokens | Output) -> None:
         if isinstance(output, InputTokens):
             self.input_tokens = output.tokens
             return
-        self.text.append(output.text)
+        self.texts += output.texts
         self.last = output
-        if output.token is None:
-            return
-        self.token_ids.append(output.token.token_id)
+        self.token_ids += [token.token_id for token in output.tokens]
         if self.spec.details.generated_tokens:
-            self.tokens.append(output.token)
+            self.tokens += output.tokens
 
 
 Outputs = AsyncGenerator[InputTokens | Output, None]
@@ -79,14 +81,12 @@ class GenerationService:
         validator: Validator,
         tokenizer: Tokenizer,
         vocabulary: Callable[[bool, frozenset[int]], Vocabulary],
-        tokenize_concurrency: ConcurrencyLimit,
         accounting: Accounting,
     ) -> None:
         """`vocabulary` returns that of texts which continue their input, or do not, and which show some
         special tokens."""
         self._engine, self._validator, self._accounting = engine, validator, accounting
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
-        self._tokenize_concurrency = tokenize_concurrency
         self._num_admitted = 0
         self.is_idle = asyncio.Event()
         """Set while no generation call has been admitted."""
@@ -143,11 +143,14 @@ class GenerationService:
         with (
             self._accounting.tracing.call(door, job.method, metadata),
             self._accounting.counting_refusals(job.method),
-            self._tokenize_concurrency.acquire(1),
         ):
-            if refusal:
-                raise RequestError(refusal)
-            response, num_tokens = await self._tokenizer.tokenize(job, connection)
+            ticket = await self._engine.acquire(1, LimitedWork.TOKENIZATION)
+            try:
+                if refusal:
+                    raise RequestError(refusal)
+                response, num_tokens = await self._tokenizer.tokenize(job, connection)
+            finally:
+                self._engine.release(ticket)
         metrics.tokenize_tokens.observe(num_tokens)
         metrics.tokenize_duration.observe(time.monotonic() - started_at)
         return response
@@ -197,14 +200,19 @@ class GenerationService:
         sequence_id = engine.open(admitted.ticket, admitted.specs[index], text)
         num_generated = 0
         try:
-            async for event in engine.events(sequence_id):
-                if isinstance(event, TokenDetail):
-                    num_generated += 1
-                    yield record(Output(text.take().text, event, num_generated))
-                elif isinstance(event, Ended):
-                    yield record(_last_output(event, text))
-                else:
-                    yield record(event)
+            async for events in engine.events(sequence_id):
+                tokens = tuple([event for event in events if isinstance(event, TokenDetail)])
+                num_generated += len(tokens)
+                first, last = events[0], events[-1]
+                if isinstance(first, InputTokens):
+                    yield record(first)
+                if isinstance(last, Ended):
+                    yield record(_last_output(tokens, last, text))
+                    continue
+                if tokens:
+                    yield record(Output(text.take(len(tokens)), tokens, num_generated))
+                if isinstance(last, Failure):
+                    record(last)
         finally:
             engine.cancel(sequence_id)
 
@@ -230,9 +238,12 @@ class GenerationService:
         return result
 
 
-def _last_output(event: Ended, text: TextStream) -> Output:
-    token, num_generated, reason, timings, num_cached = event
+def _last_output(tokens: tuple[TokenDetail, ...], end: Ended, text: TextStream) -> Output:
+    """Return the output of the last event, and of tokens that came right before it."""
+    token, num_generated, reason, timings, num_cached = end
     if token is None:
-        return Output(text.flush(), None, num_generated, reason, "", timings, num_cached)
-    update = text.take()
-    return Output(update.text, token, num_generated, reason, update.stop_sequence, timings, num_cached)
+        texts = (*text.take(len(tokens)), text.flush())
+    else:
+        tokens = (*tokens, token)
+        texts = text.take(len(tokens))
+    return Output(texts, tokens, num_generated, reason, text.stop_sequence, timings, num_cached)

@@ -19,9 +19,10 @@ class ConcurrencyLimit:
         return self.limit - self.num_free
 
     @contextmanager
-    def acquire(self, count: int) -> Iterator[None]:
-        """Keep `count` places while the context is open. Raises OverloadedError."""
-        if count > self.num_free:
+    def acquire(self, count: int, is_again: bool = False) -> Iterator[None]:
+        """Keep `count` places while the context is open, whatever the limit if they are taken again for a
+        call that was admitted before. Raises OverloadedError."""
+        if count > self.num_free and not is_again:
             raise OverloadedError(OVERLOADED)
         self.num_free -= count
         self.resource_count.created += count

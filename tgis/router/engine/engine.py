@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from tgis import failpoints
 from tgis.router.adapters.residency import AdapterResidency
-from tgis.router.engine.handle import TextSink
 from tgis.router.engine.live_request import LiveRequest
 from tgis.router.engine.step_metrics import StepMetrics
 from tgis.router.engine.token_timeouts import TokenTimeouts
@@ -71,28 +70,21 @@ class Engine:
     def num_live(self) -> int:
         return len(self._live)
 
-    def open(self, sequence: Sequence, sink: TextSink | None) -> LiveRequest:
+    def open(self, live: LiveRequest) -> None:
         """Accept a sequence, which may have generated tokens already."""
-        live = LiveRequest(sequence, sink)
+        sequence = live.sequence
         if self._given_up:
-            live.deliver(WORKERS_LOST)
+            live.events.deliver(WORKERS_LOST)
         elif not self._has_adapters(sequence):
-            live.deliver(lost_adapter(sequence.request_id))
-        elif (reason := live.reason_of_last(live.accepted_at)) is not _NOT_FINISHED:
-            live.deliver_end(None, sequence.num_generated, reason, live.accepted_at)
+            live.events.deliver(lost_adapter(sequence.request_id))
+        elif (reason := live.reason_of_last(time.monotonic())) is not _NOT_FINISHED:
+            live.deliver_end(None, sequence.num_generated, reason, time.monotonic())
         else:
             self._accept(live)
-        return live
 
     def cancel(self, live: LiveRequest) -> None:
         """End a generation without a final event, if it has not ended."""
         if live.sequence in self._live:
-            self._release(live)
-
-    def cut(self, live: LiveRequest, keep: int) -> None:
-        """End a generation, if it has not ended, with a stop sequence that its door found at token `keep`."""
-        if live.sequence in self._live:
-            live.deliver_end(None, keep, StopReason.STOP_SEQUENCE, time.monotonic())
             self._release(live)
 
     async def run(self) -> None:
@@ -187,7 +179,7 @@ class Engine:
         live.inputs += details.tokens
         sequence.num_inputs_reported += len(details.tokens)
         if sequence.inputs_reported:
-            live.deliver(InputTokens(tuple(live.inputs)))
+            live.events.deliver(InputTokens(tuple(live.inputs)))
             live.inputs.clear()
 
     def _take_token(self, live: LiveRequest, sampled: SampledToken, now: float) -> None:
@@ -206,7 +198,7 @@ class Engine:
             live.deliver_end(token, sequence.num_generated, reason, now)
             self._release(live)
             return
-        live.deliver(token)
+        live.events.deliver(token)
         if sampled.ended:
             self._fail(live, _internal_error(sequence.request_id, "the shards ended the sequence too early"))
 
@@ -234,7 +226,7 @@ class Engine:
         self._fill_soon()
 
     def _fail(self, live: LiveRequest, failure: Failure) -> None:
-        live.deliver(failure)
+        live.events.deliver(failure)
         self._release(live)
 
     def _expire(self, live: LiveRequest) -> None:

@@ -2,15 +2,24 @@
 identity never matters, so that a door and the engine may be in different processes of one machine."""
 
 from collections.abc import AsyncIterator
+from enum import Enum
 from typing import NamedTuple, NewType, Protocol
 
-from tgis.router.events import Event
+from tgis.router.events import Event, Timings
+from tgis.router.metrics.gauges import GaugeValues
 from tgis.router.sequence import CacheSalt, Details, Grammar, Stopping, StopReason
 from tgis.sampling_parameters import Sampling
 
 Ticket = NewType("Ticket", int)
 """A call's claim to concurrency, adapters and sequences, from `acquire` to `release`."""
 SequenceId = NewType("SequenceId", int)
+
+
+class LimitedWork(Enum):
+    """Kind of work that has a concurrency limit of its own."""
+
+    GENERATION = "generation"
+    TOKENIZATION = "tokenization"
 
 
 class EngineInfo(NamedTuple):
@@ -54,12 +63,33 @@ class SequenceSpec(NamedTuple):
     cache_salt: CacheSalt = CacheSalt()
 
 
+class RequestTimes(NamedTuple):
+    """Times of a generation on the machine's monotonic clock, in seconds, and what is known since they were
+    taken. None where it has not come that far."""
+
+    accepted_at: float
+    started_at: float | None = None
+    """Time of its first step."""
+    first_token_at: float | None = None
+    last_token_at: float = 0.0
+    num_cached: int = 0
+    """Input tokens that needed no computation when it began."""
+
+    def timings(self, now: float) -> Timings:
+        """Return the durations of a generation that ends now."""
+        started_at, begin = now if self.started_at is None else self.started_at, self.accepted_at
+        first = None if self.first_token_at is None else self.first_token_at - begin
+        return Timings(started_at - begin, first, now - begin)
+
+
 class Resume(NamedTuple):
     """State of a generation that a door opens again, and of which it has something already."""
 
     generated: tuple[int, ...]
     has_inputs: bool
     """True if the details of the input tokens have been delivered, or were not asked for."""
+    times: RequestTimes | None = None
+    """None counts the generation as accepted now."""
 
 
 class TextSink(Protocol):
@@ -76,8 +106,9 @@ class EngineHandle(Protocol):
     def info(self) -> EngineInfo:
         """Return what is known of the model since the engine has started. It may differ after a restart."""
 
-    async def acquire(self, count: int) -> Ticket:
-        """Take concurrency for a call's inputs. Raises OverloadedError."""
+    async def acquire(self, count: int, work: LimitedWork = LimitedWork.GENERATION) -> Ticket:
+        """Take concurrency for a call's inputs. Raises OverloadedError, and UnavailableError if the engine
+        stays away too long."""
 
     async def lease(
         self, ticket: Ticket, prefix_id: str | None, adapter_id: str | None, request_id: str
@@ -88,23 +119,23 @@ class EngineHandle(Protocol):
     def open(
         self, ticket: Ticket, spec: SequenceSpec, sink: TextSink | None, resume: Resume | None = None
     ) -> SequenceId:
-        """Begin to generate. Where the engine can call `sink`, it does so for each token before it plans the
-        next step, and ends the sequence at a stop sequence. Elsewhere the door's half of the handle calls it
-        when the token arrives, and then `cancel`. With `resume`, the generation continues after the tokens
-        that it has, and neither reports nor pushes them again.
+        """Begin to generate. The engine calls `sink` for each token before it plans the next step, and ends
+        the sequence at a stop sequence. Where the engine is in another process, the door's half of the handle
+        calls it when the token arrives. With `resume`, the generation continues after the tokens that it has,
+        and neither reports nor pushes them again.
 
         Sequences of one ticket with equal input tokens and salts are siblings: one of them computes the
         input, and the others wait until they can share its cached blocks. A sequence with a deadline, or
         that reports its input details, does not wait."""
 
-    def events(self, sequence_id: SequenceId) -> AsyncIterator[Event]:
-        """Return the iterator of a sequence's events, whose last event is final unless `cancel` ends it. The
-        sink has been told of a token when its event is returned."""
+    def events(self, sequence_id: SequenceId) -> AsyncIterator[list[Event]]:
+        """Return the iterator of a sequence's events, for one reader. Each list is everything that has
+        arrived since the one before, in order, and is never empty. The last event of the last list is final
+        unless `cancel` ends it. The sink has been told of a token when its event is returned."""
 
-    def cancel(self, sequence_id: SequenceId, keep: int | None = None) -> None:
-        """Compute nothing more for a sequence. Without `keep` nothing more is delivered. With it, the final
-        event says that a stop sequence ended the generation after `keep` tokens; tokens beyond them that are
-        on their way must be ignored. A sequence that has ended, or is not known, is left alone."""
+    def cancel(self, sequence_id: SequenceId) -> None:
+        """Compute nothing more for a sequence, and deliver nothing more. A sequence that has ended, or is not
+        known, is left alone."""
 
     def release(self, ticket: Ticket) -> None:
         """Cancel the ticket's sequences and give back what it holds. Releasing it again does nothing."""
@@ -124,6 +155,10 @@ class EngineHost(Protocol):
 
     async def run(self) -> None:
         """Serve until cancelled; after `start`. The engine survives the loss of the shards."""
+
+    async def gauges(self) -> list[GaugeValues]:
+        """Return the gauges of all other processes of this router, without those that do not answer within
+        a second. Never raises for their sake."""
 
     def give_up(self) -> None:
         """End all requests and refuse new ones, because the shards are lost."""

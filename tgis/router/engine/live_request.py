@@ -1,13 +1,13 @@
-"""Live request: an accepted sequence, its times, and its events on their way to the client."""
+"""Live request: an accepted sequence, its times, and the receiver of its events."""
 
 import asyncio
 import math
 import time
-from collections import deque
 from dataclasses import dataclass, field
 
-from tgis.router.engine.handle import TextSink
-from tgis.router.events import Ended, Event, Failed, InputTokens, TimedOut, Timings
+from tgis.router.engine.event_queue import EventReceiver
+from tgis.router.engine.handle import RequestTimes, Resume, TextSink
+from tgis.router.events import Ended, InputTokens
 from tgis.router.sequence import Sequence, StopReason, TokenDetail
 
 
@@ -16,9 +16,7 @@ class LiveRequest:
     sequence: Sequence
     sink: TextSink | None
     """None if the door's half of the handle watches for stop sequences."""
-    events: deque[Event] = field(default_factory=deque)
-    arrival: asyncio.Future[None] | None = None
-    """Future that the client's task awaits."""
+    events: EventReceiver
     inputs: list[TokenDetail] = field(default_factory=list)
     accepted_at: float = field(default_factory=time.monotonic)
     started_at: float | None = None
@@ -32,8 +30,6 @@ class LiveRequest:
     expiry: asyncio.TimerHandle | None = None
     token_timer: asyncio.TimerHandle | None = None
     """Timer that TokenTimeouts keeps for its next token."""
-    is_read: bool = False
-    """True if the final event has been read."""
 
     def reason_of_last(self, now: float) -> StopReason:
         """Return why the sequence ends with the last token that it has, if it has generated any."""
@@ -43,29 +39,10 @@ class LiveRequest:
             return StopReason.NOT_FINISHED
         return sequence.stopping.reason_at(num_generated, sequence.token_ids[-1], now)
 
-    def deliver(self, event: Event) -> None:
-        self.events.append(event)
-        if self.arrival is not None and not self.arrival.done():
-            self.arrival.set_result(None)
-
     def deliver_end(
         self, token: TokenDetail | None, num_generated: int, reason: StopReason, now: float
     ) -> None:
-        self.deliver(Ended(token, num_generated, reason, self.timings(now), self.num_cached))
-
-    def __aiter__(self) -> "LiveRequest":
-        return self
-
-    async def __anext__(self) -> Event:
-        """Return the next event in order, and wait for it if need be. Only one task may call this."""
-        if self.is_read:
-            raise StopAsyncIteration
-        if not self.events:
-            self.arrival = asyncio.get_running_loop().create_future()
-            await self.arrival
-        event = self.events.popleft()
-        self.is_read = isinstance(event, Ended | Failed | TimedOut)
-        return event
+        self.events.deliver(Ended(token, num_generated, reason, self.times.timings(now), self.num_cached))
 
     def deliver_encoder_inputs(self) -> None:
         """Deliver the encoder's input tokens if the client asked for input tokens. No model output predicts
@@ -74,9 +51,17 @@ class LiveRequest:
         if details.input_tokens and sequence.encoder_token_ids and not sequence.num_inputs_reported:
             logprob = math.nan if details.logprobs else 0.0
             tokens = (TokenDetail(token_id, logprob) for token_id in sequence.encoder_token_ids)
-            self.deliver(InputTokens(tuple(tokens)))
+            self.events.deliver(InputTokens(tuple(tokens)))
 
-    def timings(self, now: float) -> Timings:
-        started_at, begin = now if self.started_at is None else self.started_at, self.accepted_at
-        first = None if self.first_token_at is None else self.first_token_at - begin
-        return Timings(started_at - begin, first, now - begin)
+    @property
+    def times(self) -> RequestTimes:
+        return RequestTimes(
+            self.accepted_at, self.started_at, self.first_token_at, self.last_token_at, self.num_cached
+        )
+
+    def resume(self, resume: Resume) -> None:
+        """Continue a generation elsewhere, before the engine has it."""
+        self.sequence.resume(resume.generated, resume.has_inputs)
+        if resume.times is not None:
+            self.accepted_at, self.started_at, self.first_token_at = resume.times[:3]
+            self.last_token_at, self.num_cached = resume.times[3:]

@@ -1,4 +1,4 @@
-"""Engine in the process of the doors: its parts, from the link to the handle, and their life."""
+"""The engine's parts in its own process, from the link to the claims, and their life."""
 
 import asyncio
 import logging
@@ -8,11 +8,13 @@ from tgis.config.processes import RouterConfig
 from tgis.pb import shard_pb2
 from tgis.router.adapters.registry import AdapterRegistry
 from tgis.router.adapters.residency import AdapterResidency
+from tgis.router.engine.claims import Claims, is_encoder_decoder
 from tgis.router.engine.concurrency import ConcurrencyLimit
 from tgis.router.engine.engine import Engine
-from tgis.router.engine.handle import EngineHandle
-from tgis.router.engine.local_handle import LocalHandle, is_encoder_decoder
+from tgis.router.engine.handle import EngineHandle, LimitedWork
+from tgis.router.engine.local_handle import LocalHandle
 from tgis.router.errors import StartupError
+from tgis.router.metrics.gauges import GaugeValues
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.proposers.prompt_lookup import PromptLookup
@@ -29,14 +31,14 @@ class LocalEngine:
     def __init__(self, config: RouterConfig, metrics: Metrics, on_ready: Callable[[bool], None]) -> None:
         """`on_ready` is called when the shards are there, when they are lost and when they return."""
         self._config, self._metrics, self._on_ready = config, metrics, on_ready
-        self._concurrency = ConcurrencyLimit(config.max_concurrent_requests)
-        metrics.permits_limit.follow(lambda: self._concurrency.limit)
+        self._concurrency = {work: ConcurrencyLimit(config.max_concurrent_requests) for work in LimitedWork}
+        metrics.permits_limit.follow(lambda: config.max_concurrent_requests)
         self._link = open_link(config)
         self._shards = ShardClient(self._link)
         metrics.replaced_kernels.follow(lambda: {(name,): 1 for name in self._shards.replaced_kernels})
         self._adapters = AdapterRegistry(AdapterResidency(self._shards, metrics), metrics)
-        self._handle = LocalHandle(self._concurrency, self._adapters)
-        self.handle: EngineHandle = self._handle
+        self.claims = Claims(self._concurrency, self._adapters)
+        self.handle: EngineHandle = LocalHandle(self.claims)
         self._engine: Engine | None = None
 
     @property
@@ -62,9 +64,12 @@ class LocalEngine:
             token_timeouts=(config.first_token_timeout, config.next_token_timeout),
             on_ready=self._on_ready,
         )
-        self._handle.attach(self._engine, info)
-        metrics.permits_used.follow(lambda: self._concurrency.num_used)
-        metrics.follow_resource("permit", self._concurrency.resource_count)
+        self.claims.attach(self._engine, info)
+        generation = self._concurrency[LimitedWork.GENERATION]
+        metrics.permits_used.follow(lambda: generation.num_used)
+        metrics.follow_resource("permit", generation.resource_count)
+        tokenization = self._concurrency[LimitedWork.TOKENIZATION]
+        metrics.resource_counts["tokenize permit"] = tokenization.resource_count
 
     async def run(self) -> None:
         assert self._engine is not None, "it has been started"
@@ -74,6 +79,9 @@ class LocalEngine:
         finally:
             watching.cancel()
             self._engine.scheduler.abandon_steps()
+
+    async def gauges(self) -> list[GaugeValues]:
+        return []
 
     def give_up(self) -> None:
         if self._engine is not None:

@@ -1,140 +1,73 @@
-"""Handle of an engine in the same process, over the engine, the concurrency limit and the adapters."""
+"""Handle of an engine in the same process."""
 
-from collections import defaultdict
-from collections.abc import AsyncIterator, Hashable
-from contextlib import ExitStack
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from itertools import count
 
-from tgis.pb import shard_pb2
-from tgis.router.adapters.registry import AdapterRegistry
-from tgis.router.engine.concurrency import ConcurrencyLimit
-from tgis.router.engine.engine import Engine, lost_adapter
-from tgis.router.engine.handle import EngineInfo, Lease, Resume, SequenceId, SequenceSpec, TextSink, Ticket
+from tgis.router.engine.claims import Claim, Claims
+from tgis.router.engine.event_queue import EventQueue, WakeUps
+from tgis.router.engine.handle import (
+    EngineInfo,
+    Lease,
+    LimitedWork,
+    Resume,
+    SequenceId,
+    SequenceSpec,
+    TextSink,
+    Ticket,
+)
 from tgis.router.engine.live_request import LiveRequest
 from tgis.router.events import Event
-from tgis.router.sequence import AdapterInfo, CallAdapters, Sequence, Siblings
-
-
-def is_encoder_decoder(info: shard_pb2.InfoResponse) -> bool:
-    return info.model_kind == shard_pb2.InfoResponse.MODEL_KIND_ENCODER_DECODER
 
 
 @dataclass(eq=False)
 class _Held:
-    """Resources of a ticket."""
-
-    resources: ExitStack
-    adapters: CallAdapters = field(default_factory=CallAdapters)
+    claim: Claim
     sequences: list[SequenceId] = field(default_factory=list)
-    siblings: defaultdict[Hashable, Siblings] = field(default_factory=lambda: defaultdict(Siblings))
-    """By input and salt."""
 
 
 class LocalHandle:
-    """Implements EngineHandle. It may be used once `attach` has been called."""
+    """Implements EngineHandle over the claims."""
 
-    def __init__(self, concurrency: ConcurrencyLimit, adapters: AdapterRegistry) -> None:
-        self._concurrency, self._adapters = concurrency, adapters
+    def __init__(self, claims: Claims) -> None:
+        self._claims = claims
         self._held: dict[Ticket, _Held] = {}
-        self._live: dict[SequenceId, LiveRequest] = {}
-        self._numbers = count()
-        self._engine: Engine | None = None
-
-    def attach(self, engine: Engine, info: shard_pb2.InfoResponse) -> None:
-        self._engine = engine
-        self._pad_token_id, self._start_token_id = info.pad_token_id, info.decoder_start_token_id
-        self._info = EngineInfo(
-            is_encoder_decoder(info),
-            info.vocab_size,
-            frozenset(info.eos_token_ids),
-            tuple(info.preloaded_adapter_ids),
-        )
+        self._opened: dict[SequenceId, tuple[LiveRequest, EventQueue]] = {}
+        self._numbers, self._wake_ups = count(), WakeUps()
 
     def info(self) -> EngineInfo:
-        return self._info
+        return self._claims.info()
 
-    async def acquire(self, count: int) -> Ticket:
-        with ExitStack() as resources:
-            resources.enter_context(self._concurrency.acquire(count))
-            ticket = Ticket(next(self._numbers))
-            self._held[ticket] = _Held(resources.pop_all())
+    async def acquire(self, count: int, work: LimitedWork = LimitedWork.GENERATION) -> Ticket:
+        claim, ticket = self._claims.acquire(count, work), Ticket(next(self._numbers))
+        self._held[ticket] = _Held(claim)
         return ticket
 
     async def lease(
         self, ticket: Ticket, prefix_id: str | None, adapter_id: str | None, request_id: str
     ) -> Lease:
-        held = self._held[ticket]
-        lease = held.resources.enter_context(self._adapters.lease(prefix_id, adapter_id, request_id))
-        adapters = held.adapters = await lease.take()
-        return Lease(
-            _digest(adapters.soft_prompt),
-            _digest(adapters.lora),
-            adapters.num_decoder_tokens,
-            adapters.num_encoder_tokens,
-        )
+        return await self._claims.lease(self._held[ticket].claim, prefix_id, adapter_id, request_id)
 
     def open(
         self, ticket: Ticket, spec: SequenceSpec, sink: TextSink | None, resume: Resume | None = None
     ) -> SequenceId:
-        assert self._engine is not None, "nothing is opened before the engine has started"
         held, sequence_id = self._held[ticket], SequenceId(next(self._numbers))
-        sequence = self._sequence(spec, held)
-        if resume is not None:
-            sequence.resume(resume.generated, resume.has_inputs)
-        if (_digest(held.adapters.soft_prompt), _digest(held.adapters.lora)) == spec.lease[:2]:
-            live = self._engine.open(sequence, sink)
-        else:  # an id names another adapter since the generation began
-            live = LiveRequest(sequence, sink)
-            live.deliver(lost_adapter(spec.request_id))
-        self._live[sequence_id] = live
+        events = EventQueue(self._wake_ups.wake)
+        live = self._claims.open(held.claim, spec, sink, resume, events)
+        self._opened[sequence_id] = live, events
         held.sequences.append(sequence_id)
         return sequence_id
 
-    def events(self, sequence_id: SequenceId) -> AsyncIterator[Event]:
-        return self._live[sequence_id]
+    def events(self, sequence_id: SequenceId) -> AsyncIterator[list[Event]]:
+        _, events = self._opened[sequence_id]
+        return events
 
-    def cancel(self, sequence_id: SequenceId, keep: int | None = None) -> None:
-        assert self._engine is not None
-        live = self._live.get(sequence_id)
-        if live is None:
-            return
-        if keep is None:
-            del self._live[sequence_id]
-            self._engine.cancel(live)
-        else:
-            self._engine.cut(live, keep)
+    def cancel(self, sequence_id: SequenceId) -> None:
+        if (opened := self._opened.pop(sequence_id, None)) is not None:
+            self._claims.cancel(opened[0])
 
     def release(self, ticket: Ticket) -> None:
-        held = self._held.pop(ticket, None)
-        if held is not None:
+        if (held := self._held.pop(ticket, None)) is not None:
             for sequence_id in held.sequences:
-                self.cancel(sequence_id)
-            held.resources.close()
-
-    def _sequence(self, spec: SequenceSpec, held: _Held) -> Sequence:
-        """Return a new sequence, with padding in the places of virtual tokens."""
-        adapters = held.adapters
-        token_ids = [self._pad_token_id] * adapters.num_decoder_tokens
-        encoder_token_ids: tuple[int, ...] = ()
-        if self._info.is_encoder_decoder:
-            token_ids.append(self._start_token_id)
-            encoder_token_ids = (self._pad_token_id,) * adapters.num_encoder_tokens + spec.input_ids
-        else:
-            token_ids += spec.input_ids
-        return Sequence(
-            token_ids,
-            spec.stopping,
-            spec.sampling,
-            spec.details,
-            spec.grammar,
-            spec.request_id,
-            adapters,
-            encoder_token_ids,
-            spec.cache_salt,
-            held.siblings[spec.input_ids, spec.cache_salt],
-        )
-
-
-def _digest(info: AdapterInfo | None) -> str:
-    return "" if info is None else info.digest
+                self._opened.pop(sequence_id, None)
+            self._claims.release(held.claim)

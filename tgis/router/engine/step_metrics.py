@@ -52,6 +52,7 @@ class StepMetrics:
         """Record that the last answer has been applied."""
         seconds = time.monotonic() - self._last_answer_at
         self._metrics.tokproc_duration.observe(seconds, _method(step), MAKEUP)
+        self._metrics.publish()
 
     def lose_all(self) -> None:
         """Count the unanswered steps as failed, because the shards are lost."""

@@ -20,7 +20,7 @@ class TokenTimeouts:
         """`on_late` ends a request; None stands for no limit."""
         self._first_s, self._next_s, self._on_late = first_s, next_s, on_late
         self._is_paused = False
-        self._resumed_at = 0.0
+        self._resumed_at = time.monotonic()  # requests of an earlier engine process were accepted before
 
     def watch(self, live: LiveRequest) -> None:
         """Wait for a request's next token; after its acceptance and after its first token."""

@@ -1,17 +1,16 @@
-"""Kinds of metric series. Only the router's event loop updates them, many times per step, so they take no
-locks and search their buckets by bisection. prometheus_client renders them."""
+"""Kinds of metric series that add up. Only the router's event loop updates them, many times per step, so they
+take no locks and search their buckets by bisection. Their numbers are cells of a storage, which other
+processes may read. prometheus_client renders them."""
 
 import time
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
+from zlib import crc32
 
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
-    GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
     SummaryMetricFamily,
@@ -19,11 +18,11 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.utils import floatToGoString
 
+from tgis.router.metrics.storage import Cells, Labels, MemoryStorage, SeriesKey, Storage
+
 QUANTILES = (0.0, 0.5, 0.9, 0.95, 0.99, 0.999, 1.0)
 WINDOW_S = 60.0  # time that the quantiles cover
-MAX_OBSERVATIONS = 4096  # limit within the window; the oldest are dropped
-
-Labels = tuple[str, ...]
+MAX_OBSERVATIONS = 4096  # limit of each process within the window; the oldest are dropped
 
 
 class Series(Protocol):
@@ -37,30 +36,58 @@ class Series(Protocol):
     def collect(self) -> Iterable[Metric]: ...
 
 
+class _Followed(NamedTuple):
+    cells: Cells
+    begin: float
+    """Count of the processes before this one."""
+    read: Callable[[], float]
+
+
 class Counter:
     """Counter, shown as `name`, which TGIS's dashboards query, and as `name_total`, as Prometheus expects."""
 
     kind = "counter"
 
-    def __init__(self, name: str, help: str, label_names: Labels = ()) -> None:
+    def __init__(
+        self, name: str, help: str, label_names: Labels = (), storage: Storage | None = None
+    ) -> None:
         self.name, self.help, self.label_names = name, help, label_names
-        self._values: dict[Labels, float] = {} if label_names else {(): 0.0}
-        self._reads: dict[Labels, Callable[[], float]] = {}
+        self._storage = MemoryStorage() if storage is None else storage
+        self._key = SeriesKey(name, self.kind, 1)
+        self._cells: dict[Labels, Cells] = {}
+        self._followed: dict[Labels, _Followed] = {}
+        for labels in self._storage.labels(self._key) if label_names else ((),):
+            self._start(labels)
 
-    def add(self, *labels: str, amount: float = 1) -> None:
+    def add(self, *labels: str, amount: float = 1.0) -> None:
         """Add to the series with these label values, in the order of declaration."""
-        assert len(labels) == len(self.label_names), f"{self.name} has labels {self.label_names}"
-        self._values[labels] = self._values.get(labels, 0.0) + amount
+        try:
+            cells = self._cells[labels]
+        except KeyError:
+            cells = self._start(labels)
+        cells[0] += amount
 
     def follow(self, read: Callable[[], float], *labels: str) -> None:
-        """Read a count that is kept elsewhere at every scrape. Labels are in the order of declaration."""
-        assert len(labels) == len(self.label_names), f"{self.name} has labels {self.label_names}"
-        self._reads[labels] = read
+        """Read a count that is kept elsewhere, and begins with 0, whenever the counts are published. Labels
+        are in the order of declaration."""
+        cells = self._cells.get(labels) or self._start(labels)
+        begin = self._followed[labels].begin if labels in self._followed else cells[0]
+        self._followed[labels] = _Followed(cells, begin, read)
+
+    def publish(self) -> None:
+        """Write the counts that are kept elsewhere to their cells."""
+        for cells, begin, read in self._followed.values():
+            cells[0] = begin + read()
 
     def values(self) -> Mapping[Labels, float]:
         """Return all values by their labels, in the order of declaration."""
-        self._values |= {labels: read() for labels, read in self._reads.items()}
-        return self._values
+        self.publish()
+        return {labels: cells[0] for labels, cells in self._cells.items()}
+
+    def _start(self, labels: Labels) -> Cells:
+        assert len(labels) == len(self.label_names), f"{self.name} has labels {self.label_names}"
+        cells = self._cells[labels] = self._storage.allocate(self._key, labels)
+        return cells
 
     def collect(self) -> Iterable[Metric]:
         bare = UntypedMetricFamily(self.name, self.help, labels=self.label_names)
@@ -71,125 +98,126 @@ class Counter:
         return [bare, total]
 
 
-class Gauge:
-    """State that is read at every scrape; 0 until `follow` is called."""
-
-    kind = "gauge"
-
-    def __init__(self, name: str, help: str) -> None:
-        self.name, self.help = name, help
-        self.label_names: Labels = ()
-        self._read: Callable[[], float] = float
-
-    def follow(self, read: Callable[[], float]) -> None:
-        self._read = read
-
-    def value(self) -> float:
-        return self._read()
-
-    def collect(self) -> Iterable[Metric]:
-        return [GaugeMetricFamily(self.name, self.help, value=self.value())]
-
-
-class LabelledGauge:
-    """State that is read at every scrape, a number for each set of labels; none until `follow` is called."""
-
-    kind = "gauge"
-
-    def __init__(self, name: str, help: str, label_names: Labels) -> None:
-        self.name, self.help, self.label_names = name, help, label_names
-        self._read: Callable[[], Mapping[Labels, float]] = dict
-
-    def follow(self, read: Callable[[], Mapping[Labels, float]]) -> None:
-        """Read the numbers by their labels, in the order of declaration."""
-        self._read = read
-
-    def collect(self) -> Iterable[Metric]:
-        family = GaugeMetricFamily(self.name, self.help, labels=self.label_names)
-        for labels, value in self._read().items():
-            family.add_metric(labels, value)
-        return [family]
-
-
-@dataclass
-class _Counts:
-    by_bucket: list[int]
-    total: float = 0.0
-
-
 class Histogram:
-    """Histogram. `bounds` are the buckets' upper ends, increasing; a bucket without an upper end is added."""
+    """Histogram. `bounds` are the buckets' upper ends, increasing; a bucket without an upper end is added.
+    Its cells are the counts by bucket and, last, the sum."""
 
     kind = "histogram"
 
-    def __init__(self, name: str, help: str, bounds: Sequence[float], label_names: Labels = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        help: str,
+        bounds: Sequence[float],
+        label_names: Labels = (),
+        storage: Storage | None = None,
+    ) -> None:
         self.name, self.help, self.label_names = name, help, label_names
+        self._storage = MemoryStorage() if storage is None else storage
         self.bounds = self._cuts = tuple(bounds)
-        self._counts: dict[Labels, _Counts] = {}
-        if not label_names:
-            self._start(())
+        self._cells: dict[Labels, Cells] = {}
+        for labels in self._storage.labels(self._key) if label_names else ():
+            self._start(labels)
 
     def divide(self, bounds: Sequence[float]) -> None:
         """Count by further upper ends too, so that a view can show them. Call it before any observation."""
         assert not self.label_names, "a view shows a single series"
-        assert not self.count, "earlier observations were not counted by them"
+        assert not self._cells, "earlier observations were not counted by them"
         self._cuts = tuple(sorted({*self._cuts, *bounds}))
-        self._counts.clear()
-        self._start(())
 
     def observe(self, value: float, *labels: str) -> None:
         """Count a value in the series with these label values, in the order of declaration."""
-        counts = self._counts.get(labels) or self._start(labels)
-        counts.by_bucket[bisect_left(self._cuts, value)] += 1
-        counts.total += value
+        try:
+            cells = self._cells[labels]
+        except KeyError:
+            cells = self._start(labels)
+        cells[bisect_left(self._cuts, value)] += 1.0
+        cells[-1] += value
 
     @property
     def count(self) -> int:
         """Number of observations in all series."""
-        return sum(sum(counts.by_bucket) for counts in self._counts.values())
+        return int(sum(sum(cells[:-1]) for cells in self._all_cells().values()))
 
     def read(self, bounds: Sequence[float], labels: Labels = ()) -> tuple[list[tuple[str, float]], float]:
         """Return buckets with these upper ends, each with the count up to there, and the sum of a series."""
-        counts = self._counts[labels]
-        reached = list(accumulate(counts.by_bucket))
-        buckets = [(_text(end), float(reached[bisect_left(self._cuts, end)])) for end in bounds]
-        return [*buckets, (_text(float("inf")), float(reached[-1]))], counts.total
+        *counts, total = self._all_cells()[labels]
+        reached = list(accumulate(counts))
+        buckets = [(_text(end), reached[bisect_left(self._cuts, end)]) for end in bounds]
+        return [*buckets, (_text(float("inf")), reached[-1])], total
 
-    def _start(self, labels: Labels) -> _Counts:
+    @property
+    def _key(self) -> SeriesKey:
+        layout = f"{self.kind} {crc32(repr(self._cuts).encode()):08x}"
+        return SeriesKey(self.name, layout, len(self._cuts) + 2)
+
+    def _start(self, labels: Labels) -> Cells:
         assert len(labels) == len(self.label_names), f"{self.name} has labels {self.label_names}"
-        return self._counts.setdefault(labels, _Counts([0] * (len(self._cuts) + 1)))
+        cells = self._cells[labels] = self._storage.allocate(self._key, labels)
+        return cells
+
+    def _all_cells(self) -> Mapping[Labels, Cells]:
+        """Return the cells by labels. A series without labels is there before anything is observed, but not
+        before its buckets are known."""
+        if not self.label_names and not self._cells:
+            self._start(())
+        return self._cells
 
     def collect(self) -> Iterable[Metric]:
         family = HistogramMetricFamily(self.name, self.help, labels=self.label_names)
-        for labels in self._counts:
+        for labels in self._all_cells():
             family.add_metric(labels, *self.read(self.bounds, labels))
         return [family]
 
 
 class Summary:
-    """Quantiles of the last minute, and the sum and the count of everything."""
+    """Quantiles of the last minute, and the sum and the count of everything. The cells of a second record are
+    a ring of the latest observations: their times on the machine's monotonic clock, and the values."""
 
     kind = "summary"
 
-    def __init__(self, name: str, help: str) -> None:
+    def __init__(self, name: str, help: str, storage: Storage | None = None) -> None:
         self.name, self.help = name, help
         self.label_names: Labels = ()
-        self._recent: deque[tuple[float, float]] = deque(maxlen=MAX_OBSERVATIONS)
-        self._count, self._total = 0, 0.0
+        self._storage = MemoryStorage() if storage is None else storage
+        self._totals = self._storage.allocate(SeriesKey(name, self.kind, 2), ())
+        self._recent: Cells | None = None
+        self._recent_key = SeriesKey(name, "recent observations", 2 * MAX_OBSERVATIONS)
+        self._next = 0
 
     def observe(self, value: float) -> None:
-        self._recent.append((time.monotonic(), value))
-        self._count += 1
-        self._total += value
+        recent, totals, place = self._recent or self._start(), self._totals, self._next
+        recent[place + 1] = value
+        recent[place] = time.monotonic()
+        self._next = (place + 2) % len(recent)
+        totals[1] += value
+        totals[0] += 1.0
 
     def collect(self) -> Iterable[Metric]:
-        family = SummaryMetricFamily(self.name, self.help, count_value=self._count, sum_value=self._total)
-        begin = time.monotonic() - WINDOW_S
-        values = sorted(value for at, value in self._recent if at >= begin)
+        count, total = self._totals
+        family = SummaryMetricFamily(self.name, self.help, count_value=int(count), sum_value=total)
+        values = sorted(self._observations())
         for quantile in QUANTILES:
             value = values[round(quantile * (len(values) - 1))] if values else 0.0
             family.add_sample(self.name, {"quantile": _text(quantile).removesuffix(".0")}, value)
         return [family]
+
+    def _observations(self) -> Iterable[float]:
+        """Return the values of the last minute. A cell that was never written has the time 0."""
+        now = time.monotonic()
+        begin = now - WINDOW_S
+        for cells in self._storage.parts(self._recent_key, ()):
+            numbers = cells.tolist()
+            pairs = zip(numbers[::2], numbers[1::2], strict=True)
+            yield from (value for at, value in pairs if at and begin <= at <= now)
+
+    def _start(self) -> Cells:
+        """Return the ring, and continue after the latest observation of the process before this one."""
+        recent = self._recent = self._storage.allocate(self._recent_key, ())
+        times = recent.tolist()[::2]
+        latest = max(range(len(times)), key=times.__getitem__)
+        self._next = 2 * ((latest + 1) % len(times)) if times[latest] else 0
+        return recent
 
 
 def _text(value: float) -> str:

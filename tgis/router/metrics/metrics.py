@@ -1,21 +1,19 @@
 """Declares every series of the service once. `docs/metrics.md` and the scrape both follow from this list."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, generate_latest
-
-from tgis.router.metrics.metric_types import Counter, Gauge, Histogram, LabelledGauge, Series, Summary
+from tgis.router.metrics.gauges import Gauge, GaugeValues, LabelledGauge
+from tgis.router.metrics.metric_types import Counter, Histogram
 from tgis.router.metrics.resource_counts import ResourceCount
+from tgis.router.metrics.series_registry import SeriesRegistry
+from tgis.router.metrics.storage import Storage
 from tgis.router.metrics.vllm_series import VllmSeries
 
-DURATION_BOUNDS = tuple(0.0001 * 1.5**k for k in range(1, 36))  # seconds
 TOKENIZE_BOUNDS = tuple(64 * 2**k for k in range(14))
 NUM_LENGTH_BUCKETS = 64
+ROUTER, ENGINE = "router", "engine"  # kinds of processes
 MAKEUP = "single_only"  # the only value that TGIS's label `makeup` ever has
-
-S = TypeVar("S", bound=Series)
 
 
 @dataclass(frozen=True)
@@ -38,14 +36,15 @@ class AdapterMetrics:
     evictions: Counter
 
 
-class Metrics:
-    """All series of one router, in a registry of its own, so that two routers in one process do not conflict.
-    Only one thread updates them."""
+class Metrics(SeriesRegistry):
+    """All series of one process of a router, or of all of them. Only one thread updates them."""
 
-    def __init__(self, limits: MetricLimits, vllm_model: str | None = None) -> None:
+    def __init__(
+        self, limits: MetricLimits, vllm_model: str | None = None, storage: Storage | None = None
+    ) -> None:
         """Declare them; with `vllm_model`, the name of the model in vLLM's labels, those of vLLM too."""
-        self.registry = CollectorRegistry()
-        self.series: list[Series] = []
+        super().__init__(storage)
+        self._limits, self._vllm_model = limits, vllm_model
         self.resource_counts: dict[str, ResourceCount] = {}
         self._declare_requests()
         self._declare_lengths(limits)
@@ -55,12 +54,17 @@ class Metrics:
         self._declare_tokenize()
         self._declare_http_apis()
         self._declare_state()
+        self._declare_processes()
+        self._declare_cache()
+        self._declare_tls()
         self._declare_shards()
         self.prompts = self._declare_adapters("tgi_prompt", "soft prompts")
         self.adapters = self._declare_adapters("tgi_adapter", "adapters")
-        self.vllm = VllmSeries(vllm_model, limits.max_sequence_length, self) if vllm_model else None
-        for one in self.vllm.series if self.vllm else ():
-            self._add(one)
+        self.vllm: VllmSeries | None = None
+        if vllm_model:
+            self.vllm = VllmSeries(vllm_model, limits.max_sequence_length, self, self.storage)
+            for one in self.vllm.series:
+                self._add(one)
 
     def _declare_requests(self) -> None:
         self.request_count = self._counter(
@@ -256,7 +260,20 @@ class Metrics:
         self.requests_live = self._gauge("tgi_requests_live", "Accepted inputs without a final event")
         self.permits_used = self._gauge("tgi_permits_used", "Concurrency permits in use")
         self.permits_limit = self._gauge("tgi_permits_limit", "Concurrency permits, used and free")
-        self.ready = self._gauge("tgi_ready", "1 while calls are served; 0: loading, shards lost, or ending")
+        self.ready = self._gauge(
+            "tgi_ready", "1 while calls are served; 0: loading, shards lost, or ending", min
+        )
+
+    def _declare_processes(self) -> None:
+        self.router_workers = self._gauge(
+            "tgi_router_workers", "Router processes that serve the public ports"
+        )
+        self.process_restarts = self._counter(
+            "tgi_process_restarts",
+            "Starts of a process of the router in place of one that ended; process is router (one of the "
+            "router workers) or engine",
+            "process",
+        )
         self.tasks = self._gauge("tgi_tasks", "Tasks of the router's event loop")
         self.descriptors = self._gauge("tgi_open_descriptors", "File descriptors that the router has open")
         self.created = self._counter(
@@ -266,8 +283,13 @@ class Metrics:
             "kind",
         )
         self.released = self._counter(
-            "tgi_resources_released", "Resources given back so far; as many as were taken when idle", "kind"
+            "tgi_resources_released",
+            "Resources given back so far; as many as were taken when idle. What a killed process held is "
+            "given back when the next one takes its place",
+            "kind",
         )
+
+    def _declare_cache(self) -> None:
         self.kv_cache_usage = self._gauge("tgi_kv_cache_usage_ratio", "Share of the cache's blocks in use")
         self.prefix_cache_queries = self._counter(
             "tgi_prefix_cache_queries", "Tokens that were looked up in the prefix cache"
@@ -282,8 +304,12 @@ class Metrics:
         self.accepted_drafts = self._counter(
             "tgi_speculation_accepted_tokens", "Draft tokens that were accepted"
         )
+
+    def _declare_tls(self) -> None:
         self.tls_seconds_left = self._gauge(
-            "tgi_tls_certificate_seconds_left", "Seconds until the public port's certificate expires; 0: none"
+            "tgi_tls_certificate_seconds_left",
+            "Seconds until the public port's certificate expires; 0: none",
+            min,
         )
         self.tls_refusals = self._counter(
             "tgi_tls_reload_failure",
@@ -298,6 +324,7 @@ class Metrics:
                 "1 for each kernel that failed the check at start and is replaced by slower operators; "
                 "nothing where all passed",
                 ("kernel",),
+                max,
             )
         )
 
@@ -322,28 +349,21 @@ class Metrics:
         self.created.follow(lambda: count.created, kind)
         self.released.follow(lambda: count.released, kind)
 
-    def render(self) -> bytes:
-        return generate_latest(self.registry)
+    def begin_process(self, process: str) -> None:
+        """Count the start of this process. What an earlier process of its slot held is released, because a
+        process that has ended holds nothing."""
+        self.process_restarts.add(process, amount=self.storage.is_reopened)
+        if process == ROUTER:
+            self.router_workers.follow(lambda: 1.0)
+        for labels, created in self.created.values().items():
+            released = self.released.values().get(labels, 0.0)
+            self.released.add(*labels, amount=max(created - released, 0.0))
 
-    def _counter(self, name: str, help: str, *labels: str) -> Counter:
-        return self._add(Counter(name, help, labels))
-
-    def _gauge(self, name: str, help: str) -> Gauge:
-        return self._add(Gauge(name, help))
-
-    def _histogram(self, name: str, help: str, bounds: Sequence[float], *labels: str) -> Histogram:
-        return self._add(Histogram(name, help, bounds, labels))
-
-    def _duration(self, name: str, help: str, *labels: str) -> Histogram:
-        return self._histogram(name, help, DURATION_BOUNDS, *labels)
-
-    def _summary(self, name: str, help: str) -> Summary:
-        return self._add(Summary(name, help))
-
-    def _add(self, series: S) -> S:
-        self.registry.register(series)
-        self.series.append(series)
-        return series
+    def across(self, storage: Storage, processes: Iterable[GaugeValues]) -> "Metrics":
+        """Return the same series with the numbers of a storage and the gauges of several processes."""
+        metrics = Metrics(self._limits, self._vllm_model, storage)
+        metrics.show_gauges(processes)
+        return metrics
 
 
 def _equal_steps(end: int) -> list[float]:

@@ -7,10 +7,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
 from tgis.router.events import Timings
-from tgis.router.metrics.metric_types import Counter, Gauge, Histogram, LabelledGauge, Labels, Series
+from tgis.router.metrics.gauges import Gauge, LabelledGauge
+from tgis.router.metrics.metric_types import Counter, Histogram, Series
+from tgis.router.metrics.storage import Labels, Storage
 from tgis.router.sequence import StopReason
 
 ENGINE = "0"  # the router has one engine
@@ -99,6 +106,21 @@ class CounterView:
         return [family]
 
 
+class GaugeView:
+    """Value of a gauge without labels, under another name and with labels."""
+
+    kind = "gauge"
+    label_names: Labels = OF_MODEL
+
+    def __init__(self, name: str, help: str, source: Gauge, labels: Labels) -> None:
+        self.name, self.help, self._source, self._labels = name, help, source, labels
+
+    def collect(self) -> Iterable[Metric]:
+        family = GaugeMetricFamily(self.name, self.help, labels=self.label_names)
+        family.add_metric(self._labels, self._source.value())
+        return [family]
+
+
 class HistogramView:
     """Observations of a histogram without labels, under another name, with labels and in other buckets."""
 
@@ -121,9 +143,12 @@ class HistogramView:
 class VllmSeries:
     """All series of vLLM. What no series of TGIS holds is observed here."""
 
-    def __init__(self, model_name: str, max_sequence_length: int, metrics: AliasedMetrics) -> None:
+    def __init__(
+        self, model_name: str, max_sequence_length: int, metrics: AliasedMetrics, storage: Storage
+    ) -> None:
         self.series: list[Series] = []
-        self._num_prompt_tokens = 0
+        self._storage = storage
+        self._prompt_tokens = Counter("prompt_tokens", "Input tokens of texts that have begun", (), storage)
         self._labels, self._lengths = (model_name, ENGINE), _one_two_five(max_sequence_length)
         self._declare_state(metrics)
         self._declare_counts(metrics)
@@ -133,7 +158,7 @@ class VllmSeries:
 
     def begin(self, num_input_tokens: int) -> None:
         """Count the input tokens of a text that has its first token."""
-        self._num_prompt_tokens += num_input_tokens
+        self._prompt_tokens.add(amount=num_input_tokens)
 
     def call(self, num_texts: int) -> "VllmCall":
         """Begin a call whose inputs have that many texts each."""
@@ -174,7 +199,7 @@ class VllmSeries:
         for name in ("prefix_cache_hits", "gpu_prefix_cache_hits"):
             self._count(name, "Tokens that the prefix cache had", _total(metrics.prefix_cache_hits))
         self._count("num_preemptions", "Inputs put back into the queue", _total(metrics.preemptions))
-        self._count("prompt_tokens", "Input tokens of texts that have begun", lambda: self._num_prompt_tokens)
+        self._count("prompt_tokens", self._prompt_tokens.help, _total(self._prompt_tokens))
         tokens = metrics.first_token_duration, metrics.inter_token_duration
         self._count("generation_tokens", "Generated tokens", lambda: sum(each.count for each in tokens))
         self._add(
@@ -258,7 +283,7 @@ class VllmSeries:
         )
 
     def _gauge(self, name: str, help: str, source: Gauge) -> None:
-        self._info(name, help, OF_MODEL).follow(lambda: {self._labels: source.value()})
+        self._add(GaugeView(f"vllm:{name}", help, source, self._labels))
 
     def _info(self, name: str, help: str, label_names: Labels) -> LabelledGauge:
         gauge = LabelledGauge(f"vllm:{name}", help, label_names)
@@ -272,7 +297,7 @@ class VllmSeries:
         self._add(HistogramView(f"vllm:{name}", help, source, bounds, self._labels))
 
     def _observed(self, name: str, help: str, bounds: Sequence[float]) -> Histogram:
-        source = Histogram(name, help, bounds)
+        source = Histogram(name, help, bounds, (), self._storage)
         self._view(name, help, source, bounds)
         return source
 

@@ -29,16 +29,18 @@ WARNING_INTERVAL_S = 60.0
 class SpanExport:
     """Export of spans to a collector, with a thread that sends them."""
 
-    def __init__(self, endpoint: str, service_name: str) -> None:
+    def __init__(self, endpoint: str, service_name: str, worker: int | None) -> None:
         """Create the exporter. The collector need not run yet. Raises StartupError for a wrong endpoint."""
-        url = _url(endpoint)
+        url, resource = _url(endpoint), {"service.name": service_name, "service.version": __version__}
+        if worker is not None:
+            resource["service.instance.id"] = f"router-worker-{worker}"
         self._warnings = _ExportWarnings(url)
         try:
             self._exporter = OTLPSpanExporter(
                 url, insecure=url.startswith("http://"), timeout=EXPORT_TIMEOUT_S
             )
             provider = TracerProvider(
-                resource=Resource.create({"service.name": service_name, "service.version": __version__}),
+                resource=Resource.create(resource),
                 span_limits=SpanLimits(max_span_attribute_length=MAX_ATTRIBUTE_CHARS),
                 shutdown_on_exit=False,
             )

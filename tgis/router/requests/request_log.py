@@ -95,9 +95,10 @@ class InputLog:
         if isinstance(event, InputTokens):
             return
         self.num_generated = event.num_generated
-        self.num_bytes += len(event.text.encode())
+        text = event.text
+        self.num_bytes += len(text.encode())
         if len(self.text) < self.call_log.text_chars:
-            self.text += event.text
+            self.text += text
         if event.reason is not StopReason.NOT_FINISHED:
             self._end(event.reason, event)
 

@@ -44,9 +44,10 @@ COUNTS = {
 """Fields of Parameters, and the attributes that only count them."""
 
 
-def open_tracing(endpoint: str | None, service_name: str) -> "Tracing":
+def open_tracing(endpoint: str | None, service_name: str, worker: int | None = None) -> "Tracing":
     """Return a tracing that sends spans to the OTLP collector at `endpoint`, encrypted for `https://` only.
-    Raises StartupError for an endpoint that is not valid, and if OpenTelemetry's SDK is not installed."""
+    They name the router worker, if it is one of several. Raises StartupError for an endpoint that is not
+    valid, and if OpenTelemetry's SDK is not installed."""
     if not endpoint:
         return Tracing()
     try:
@@ -55,7 +56,7 @@ def open_tracing(endpoint: str | None, service_name: str) -> "Tracing":
         raise StartupError(
             "traces need OpenTelemetry's SDK and exporter: pip install 'tgis-next[otel]'"
         ) from error
-    return Tracing(SpanExport(endpoint, service_name))
+    return Tracing(SpanExport(endpoint, service_name, worker))
 
 
 class Tracing:

@@ -2,7 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import regex
 
@@ -25,16 +25,6 @@ class StopSequences:
     """True if the text includes the stop sequence that ends it."""
     min_new_tokens: int = 0
     """Number of the first token that may end with a stop sequence."""
-
-
-class TextUpdate(NamedTuple):
-    """Result of one token: text that may be shown, and the stop sequence that ends the generation, if any."""
-
-    text: str
-    stop_sequence: str = ""
-
-
-_NOTHING = TextUpdate("")
 
 
 class StopMatcher:
@@ -129,8 +119,8 @@ class PieceBuffer:
 
 
 class TextStream:
-    """Text of one generation from its tokens: the sink of a door, which takes an update for each token. What
-    the engine pushes ahead of the door is kept until then."""
+    """Text of one generation from its tokens: the sink of a door, which takes the text that each token shows.
+    What the engine pushes ahead of the door is kept until then."""
 
     def __init__(self, vocabulary: Vocabulary, stops: StopSequences) -> None:
         self._stops = stops
@@ -139,7 +129,9 @@ class TextStream:
         buffer = ClusterBuffer if vocabulary.streams_clusters else PieceBuffer
         self._buffer: TextBuffer = buffer(_hold_back(stops))
         self._num_tokens = 0
-        self._updates: deque[TextUpdate] = deque()
+        self._texts: deque[str] = deque()
+        self.stop_sequence = ""
+        """Stop sequence that ends the generation with the last token; empty if none does."""
 
     def push(self, token_id: int, reason: StopReason) -> bool:
         """Add the next token, with the engine's reason if it is the last. Return True if a stop
@@ -149,24 +141,26 @@ class TextStream:
         text = "" if reason is StopReason.EOS_TOKEN else self._detokenizer.push(token_id)
         if reason is not _NOT_FINISHED:
             text = self._buffer.flush() + text + self._detokenizer.flush()
-            self._updates.append(TextUpdate(text))
+            self._texts.append(text)
             return False
         if not text:
-            self._updates.append(_NOTHING)
+            self._texts.append("")
             return False
         if self._matcher is not None:
             if self._num_tokens >= self._stops.min_new_tokens:
                 stop, num_after = self._matcher.find(text)
                 if stop:
-                    self._updates.append(TextUpdate(self._cut(text, stop, num_after), stop))
+                    self._texts.append(self._cut(text, stop, num_after))
+                    self.stop_sequence = stop
                     return True
             self._matcher.add(text)
-        self._updates.append(TextUpdate(self._buffer.push(text)))
+        self._texts.append(self._buffer.push(text))
         return False
 
-    def take(self) -> TextUpdate:
-        """Return the update of the oldest token whose update has not been taken."""
-        return self._updates.popleft()
+    def take(self, count: int) -> tuple[str, ...]:
+        """Return the texts that may be shown with each of the next tokens, which have been pushed."""
+        next_text = self._texts.popleft
+        return tuple([next_text() for _ in range(count)])
 
     def flush(self) -> str:
         """Return the text that is held back, for a generation that ends between tokens."""

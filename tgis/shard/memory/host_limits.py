@@ -1,11 +1,11 @@
-"""Measures the memory and cores that this process may use, and the memory it has used. Limits are those of
-the machine and of every control group (cgroup) around the process, as in containers."""
+"""Measures the memory that this process may use, and the memory it has used. Limits are those of the machine
+and of every control group (cgroup) around the process, as in containers."""
 
 import contextlib
 import ctypes
-import math
-import os
 from pathlib import Path
+
+from tgis.process.control_groups import group_directories
 
 # Names in control groups of version 2 and 1 of the limit, the usage, and the file pages within the usage: the
 # inactive ones, the active ones, and those of either kind that some process has mapped.
@@ -47,18 +47,6 @@ class HostMemory:
         return _read_bytes(STATUS, "VmHWM")
 
 
-def count_cores(root: Path = Path("/")) -> int:
-    """Return the cores that this process is bound to, or its container's quota, rounded up, if less."""
-    cores = [float(len(os.sched_getaffinity(0)))]
-    for controller, names in (("", ("cpu.max",)), ("cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us"))):
-        for directory in _groups(root, controller):
-            if all((directory / name).is_file() for name in names):
-                quota, period = " ".join((directory / name).read_text() for name in names).split()
-                if quota not in ("max", "-1"):
-                    cores.append(int(quota) / int(period))
-    return max(1, math.ceil(min(cores)))
-
-
 def release_memory() -> None:
     """Return the allocator's free memory to the system, if the C library supports that."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -72,22 +60,9 @@ def _read_bytes(file: Path, name: str) -> int:
 
 
 def _groups_left(root: Path) -> list[int]:
-    found = [_group_left(directory, MEMORY_V2) for directory in _groups(root, "")]
-    found += [_group_left(directory, MEMORY_V1) for directory in _groups(root, "memory")]
+    found = [_group_left(directory, MEMORY_V2) for directory in group_directories(root, "")]
+    found += [_group_left(directory, MEMORY_V1) for directory in group_directories(root, "memory")]
     return [bytes_left for bytes_left in found if bytes_left is not None]
-
-
-def _groups(root: Path, controller: str) -> list[Path]:
-    """Return the directories of this process's control group and of the groups around it. `controller` is one
-    of version 1; empty means version 2. In a container the group's path may exist only on the host. Its own
-    group is then the mount, which is always among the directories."""
-    mount = root / "sys/fs/cgroup" / controller
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controller in controllers.split(","):
-            group = Path(path.lstrip("/"))
-            return [mount / part for part in (group, *group.parents)]
-    return []
 
 
 def _group_left(directory: Path, names: tuple[str, ...]) -> int | None:

@@ -14,12 +14,13 @@ from tgis.config.cuda_graphs import parse_graph_sizes
 from tgis.config.processes import ShardConfig
 from tgis.hub import model_files
 from tgis.pb import shard_pb2 as pb
+from tgis.process.control_groups import count_cores
 from tgis.shard import collectives
 from tgis.shard.adapters.loading import AdapterLimits, adapter_limits, open_adapters, read_names
 from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.checkpoint.tensors import DTYPES
 from tgis.shard.collectives import CPU, LOOPBACK, ProcessGroup, ProcessGroupError, RendezvousPoint
-from tgis.shard.memory.host_limits import count_cores, release_memory
+from tgis.shard.memory.host_limits import release_memory
 from tgis.shard.memory.kv_cache import bytes_per_block
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
 from tgis.shard.models.rope_option import read_rope_option

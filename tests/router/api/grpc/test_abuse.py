@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Iterator
 
 import grpc
-import psutil
 import pytest
 
 from tests.support.router import attacks
@@ -32,6 +31,7 @@ from tests.support.router.http2 import (
 from tests.support.router.http_port import get, metric
 from tests.support.router.messages import batch
 from tests.support.router.router_process import Setup, start_router, stop_router
+from tests.support.router.router_usage import RouterProcesses
 from tgis.pb import generation_pb2 as pb
 
 HOST, SEED = "127.0.0.1", 20
@@ -66,23 +66,23 @@ class Baseline:
     """What the router has open and holds when nobody calls."""
 
     def __init__(self, setup: Setup) -> None:
-        self.setup, self.process = setup, psutil.Process(setup.service.process.pid)
+        self.setup, self.processes = setup, RouterProcesses(setup)
         self.num_tasks = metric(setup, "tgi_tasks")
-        self.num_fds, self.rss = self.process.num_fds(), self.process.memory_info().rss
+        self.num_fds, self.rss = self.processes.num_fds, self.processes.rss
 
     def is_back(self) -> bool:
         return (
             metric(self.setup, "tgi_tasks") <= self.num_tasks
             and not any(metric(self.setup, name) for name in IDLE)
-            and self.process.num_fds() <= self.num_fds + PIPES
+            and self.processes.num_fds <= self.num_fds + PIPES
         )
 
     def check(self) -> None:
         deadline = time.monotonic() + 20
         while not self.is_back():
-            assert time.monotonic() < deadline, (metric(self.setup, "tgi_tasks"), self.process.num_fds())
+            assert time.monotonic() < deadline, (metric(self.setup, "tgi_tasks"), self.processes.num_fds)
             time.sleep(0.05)
-        assert self.process.memory_info().rss - self.rss < GROWTH_MIB << 20
+        assert self.processes.rss - self.rss < GROWTH_MIB << 20
 
 
 @pytest.fixture(scope="module")

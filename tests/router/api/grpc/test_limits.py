@@ -111,6 +111,7 @@ def test_an_overload_says_when_to_come_again(router: Setup) -> None:
     assert dict(caught.value.trailing_metadata()) == {}
 
 
+@pytest.mark.one_worker("each worker has a limit of its own for its files")
 def test_half_open_connections_leave_files_for_the_rest(router: Setup) -> None:
     """There are more of them than the process may have files."""
     process, port = psutil.Process(router.service.process.pid), router.service.grpc_port

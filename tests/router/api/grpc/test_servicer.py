@@ -4,6 +4,7 @@ import math
 import time
 from array import array
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 
 import grpc
 import pytest
@@ -49,7 +50,9 @@ def test_stream_is_the_unary_answer_in_pieces(
     assert inputs.input_tokens == unary.input_tokens
     assert header.text + "".join(part.text for part in rest) == unary.text
     assert [token for part in rest for token in part.tokens] == list(unary.tokens)
-    assert [part.generated_token_count for part in rest] == list(range(1, unary.generated_token_count + 1))
+    counts = [part.generated_token_count for part in rest]
+    assert counts == list(accumulate(len(part.tokens) for part in rest))
+    assert counts[-1] == unary.generated_token_count
     assert all(part.stop_reason == pb.NOT_FINISHED for part in rest[:-1])
     assert (rest[-1].stop_reason, rest[-1].stop_sequence) == (unary.stop_reason, unary.stop_sequence)
     assert not any(part.input_token_count for part in rest)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -25,12 +24,14 @@ from tests.support.router.http2 import (
 from tests.support.router.http_port import metric
 from tests.support.router.messages import batch, single, stopping
 from tests.support.router.router_process import Setup, start_router, stop_router
+from tests.support.router.router_usage import RouterProcesses
 from tgis.pb import generation_pb2 as pb
 
 TIMEOUT_S = 0.7
 LENGTH = 150
 STREAM = "/fmaas.GenerationService/GenerateStream"
 WATCH = "/grpc.health.v1.Health/Watch"
+MODEL_INFO = "/fmaas.GenerationService/ModelInfo"
 TOKENIZE = "/fmaas.GenerationService/Tokenize"
 IDLE = ("tgi_requests_live", "tgi_permits_used", "tgi_kv_cache_usage_ratio")
 SLOW = 'tgi_request_failure{err="slow_reader"}'
@@ -76,6 +77,12 @@ def no_reader(setup: Setup, window: int = 0) -> Connection:
     return connection
 
 
+def make_next_call(connection: Connection, stream: int) -> None:
+    """Let grpc.aio reset the calls that have ended, which each worker does when it takes its next call."""
+    connection.call(stream, MODEL_INFO, b"")
+    connection.send(frame(Kind.WINDOW_UPDATE, struct.pack("!I", 1 << 16), stream=stream))
+
+
 def of_stream(frames: list[Frame], stream: int, kind: Kind) -> list[Frame]:
     return [each for each in frames if (each.stream, each.kind) == (stream, kind)]
 
@@ -92,6 +99,7 @@ def test_a_stream_that_nobody_reads_is_reset_and_no_other(router: Setup, num_tas
             assert text == expected_text(router, expected_tokens(router, "fox", 40))
             wait(lambda: is_idle(router, num_tasks + 2))  # but for gRPC's own wait for the stream's end
             wait(lambda: is_idle(router, num_tasks))
+            make_next_call(connection, 3)
             frames = list(connection.frames(0.5))
     finally:
         router.shards[0].step_s = 0.001
@@ -133,7 +141,7 @@ def test_who_reads_slowly_is_served(router: Setup) -> None:
 def test_answers_that_nobody_reads_are_dropped(router: Setup, num_tasks: float, num_rounds: int) -> None:
     """Ten megabytes in each round; later ones need no memory that the first has not given back."""
     wait(lambda: is_idle(router, num_tasks))
-    process = psutil.Process(router.service.process.pid)
+    processes = RouterProcesses(router)
     sizes = []
     with no_reader(router) as connection:
         for first in range(1, 100 * num_rounds, 100):
@@ -141,8 +149,8 @@ def test_answers_that_nobody_reads_are_dropped(router: Setup, num_tasks: float, 
                 connection.call(stream, TOKENIZE, MANY_TOKENS.SerializeToString())
             wait(lambda: metric(router, "tgi_tasks") >= num_tasks + 10)
             wait(lambda: is_idle(router, num_tasks))
-            sizes.append(process.memory_info().rss >> 20)
-        router.stub.ModelInfo(pb.ModelInfoRequest())  # grpc.aio lets go of a call when it takes the next
+            sizes.append(processes.rss >> 20)
+        make_next_call(connection, 100 * num_rounds + 1)
         frames = list(connection.frames(0.5))
     assert len([each for each in frames if each.kind == Kind.RST_STREAM]) == 10 * num_rounds
     assert sizes[-1] - sizes[0] < 40, sizes

@@ -246,6 +246,7 @@ def test_certificates_change_under_live_streams(tmp_path: Path) -> None:
         assert stop_router(setup) == 0
 
 
+@pytest.mark.one_worker("each worker looks at the files when it is called or a second has passed, and counts")
 def test_what_does_not_fit_together_is_not_taken(tmp_path: Path) -> None:
     authority = trustme.CA()
     mount, home = tmp_path / "mount", tmp_path / "home"

@@ -68,7 +68,7 @@ async def test_a_call_that_fails_and_others_have_none(door: Door) -> None:
 
 
 def end(num_inputs: int, num_generated: int, num_cached: int, *timings: Any) -> End:
-    last = Output("", None, num_generated, StopReason.MAX_TOKENS, "", Timings(*timings), num_cached)
+    last = Output((), (), num_generated, StopReason.MAX_TOKENS, "", Timings(*timings), num_cached)
     return End(SequenceSpec((5,) * num_inputs, Stopping(1)), last)
 
 

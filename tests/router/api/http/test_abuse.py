@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-import psutil
 import pytest
 
 from tests.support.accounts import assert_nothing_left, take_baseline
@@ -29,6 +28,7 @@ from tests.support.router.http_attacks import (
 from tests.support.router.http_port import get
 from tests.support.router.messages import batch
 from tests.support.router.router_process import Setup, start_router, stop_router
+from tests.support.router.router_usage import RouterProcesses
 from tgis.net.http_connection import PATIENCE_S
 from tgis.pb import generation_pb2 as pb
 
@@ -69,14 +69,14 @@ def port(router: Setup) -> int:
 
 @contextlib.contextmanager
 def undisturbed(router: Setup, baseline: Mapping[str, float]) -> Iterator[None]:
-    process = psutil.Process(router.service.process.pid)
-    before = process.memory_info().rss
+    processes = RouterProcesses(router)
+    before = processes.rss
     with Bystander(HOST, router.service.grpc_port) as bystander:
         yield
     assert bystander.lost == []
     assert bystander.slowest_s < SLOWEST_S
     assert_nothing_left(router.http, baseline, 20)
-    assert process.memory_info().rss - before < GROWTH_MIB << 20
+    assert processes.rss - before < GROWTH_MIB << 20
     assert status_of(router.service.http_port, completion()) == 200
 
 

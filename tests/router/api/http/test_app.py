@@ -197,6 +197,7 @@ def test_long_headers_get_431(router: Setup) -> None:
     assert headers["content-type"].startswith("text/plain")
 
 
+@pytest.mark.one_worker("each worker has a limit of its own for its connections")
 def test_one_connection_too_many_is_told_to_come_again(router: Setup) -> None:
     port = router.service.http_port
     half = f"POST {PATH} HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{{".encode()

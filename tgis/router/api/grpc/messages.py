@@ -167,7 +167,7 @@ class ResponseWriter:
         return pb.GenerationResponse(
             input_token_count=len(spec.input_ids),
             generated_token_count=last.num_generated,
-            text="" if is_empty else echo + "".join(result.text),
+            text="" if is_empty else echo + result.text,
             stop_reason=last.reason.name,
             stop_sequence=last.stop_sequence,
             seed=0 if is_empty else spec.sampling.seed,
@@ -184,24 +184,23 @@ class ResponseWriter:
         )
 
     def message(self, event: InputTokens | Output, spec: SequenceSpec) -> pb.GenerationResponse | None:
-        """Return the output's message; None for a token without text if tokens were not asked for."""
+        """Return the output's message; None for tokens without text if tokens were not asked for."""
         details = spec.details
         if isinstance(event, InputTokens):
             infos = self._token_infos(event.tokens, details)
             return pb.GenerationResponse(input_tokens=infos, input_token_count=len(infos))
-        is_last = event.reason is not _NOT_FINISHED
+        text, is_last = event.text, event.reason is not _NOT_FINISHED
         if not is_last and not details.generated_tokens:
-            if not event.text:
+            if not text:
                 return None
-            return pb.GenerationResponse(generated_token_count=event.num_generated, text=event.text)
-        tokens = [event.token] if event.token is not None and details.generated_tokens else []
+            return pb.GenerationResponse(generated_token_count=event.num_generated, text=text)
         return pb.GenerationResponse(
             generated_token_count=event.num_generated,
-            text=event.text,
+            text=text,
             stop_reason=event.reason.name,
             stop_sequence=event.stop_sequence,
             seed=spec.sampling.seed if is_last and event.num_generated else 0,
-            tokens=self._token_infos(tokens, details),
+            tokens=self._token_infos(event.tokens if details.generated_tokens else (), details),
         )
 
     def _token_infos(self, tokens: Iterable[TokenDetail], details: Details) -> list[pb.TokenInfo]:

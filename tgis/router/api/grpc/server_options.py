@@ -15,13 +15,15 @@ MAX_PENDING = 10  # times the streams of a connection
 HANDSHAKE_S = 10
 # least time between two pings without a call; clients that watch their connections ping every 30 s
 MIN_PING_S = 10
+SHARED_AGE_S = 600.0  # age of connections to one of several workers
 
 
 def grpc_options(config: RouterConfig) -> list[tuple[str, int]]:
     metadata, streams = config.max_metadata_bytes, max(MAX_STREAMS, 2 * config.max_concurrent_requests)
     answer_ms = round(1000 * config.keepalive_time / 3)
     options = [
-        ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
+        # A second server on the port must fail. If workers share the port, the launcher keeps it for them.
+        ("grpc.so_reuseport", int(config.shares_ports)),
         ("grpc.max_concurrent_streams", streams),
         ("grpc.server.max_pending_requests", MAX_PENDING * streams),
         ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING * streams),
@@ -38,6 +40,13 @@ def grpc_options(config: RouterConfig) -> list[tuple[str, int]]:
         ("grpc.keepalive_timeout_ms", answer_ms),
         ("grpc.http2.ping_timeout_ms", answer_ms),  # otherwise gRPC uses a minute
     ]
-    if config.max_connection_age is not None:  # gRPC's own grace is infinite: streams finish
-        options.append(("grpc.max_connection_age_ms", int(1000 * config.max_connection_age)))
+    if (age_s := _connection_age(config)) is not None:  # gRPC's own grace is infinite: streams finish
+        options.append(("grpc.max_connection_age_ms", int(1000 * age_s)))
     return options
+
+
+def _connection_age(config: RouterConfig) -> float | None:
+    """Return the age of a connection in seconds. A connection stays with the worker that accepted it, so with
+    several workers connections are spread anew from time to time."""
+    default = SHARED_AGE_S if config.shares_ports else None
+    return default if config.max_connection_age is None else config.max_connection_age

@@ -98,21 +98,22 @@ async def _unsilenced(send: Send, silence_s: float) -> AsyncIterator[Send]:
 
 
 async def merge(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, InputTokens | Output], None]:
-    """Yield the outputs of all streams as they come, each with its stream's index. The first failure ends
-    all of them. Close it before the streams: it may be reading from them."""
+    """Yield the outputs of all streams as they come, each with its stream's index. Of what comes while the
+    reader is behind, little waits here, so that a stream's further tokens become one output. The first
+    failure ends all of them. Close it before the streams: it may be reading from them."""
     if len(streams) == 1:
         async for output in streams[0].outputs:
             yield 0, output
         return
-    queue: asyncio.Queue[tuple[int, InputTokens | Output] | Exception | None] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, InputTokens | Output] | Exception | None] = asyncio.Queue(len(streams))
 
     async def pump(index: int) -> None:
         try:
             async for output in streams[index].outputs:
-                queue.put_nowait((index, output))
-            queue.put_nowait(None)
+                await queue.put((index, output))
+            await queue.put(None)
         except Exception as error:
-            queue.put_nowait(error)
+            await queue.put(error)
 
     tasks = [asyncio.create_task(pump(index)) for index in range(len(streams))]
     try:

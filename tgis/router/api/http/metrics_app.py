@@ -8,13 +8,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tgis.net.http_server import METRICS_TYPE, health_routes
-from tgis.router.metrics.metrics import Metrics
+from tgis.router.metrics.scrape import Render
 
 SPACING_S = 0.05  # least time between two renderings of the metrics, each of which takes milliseconds
 
 
-def metrics_routes(is_ready: Callable[[], bool], metrics: Metrics) -> list[Route]:
-    scrapes = _Scrapes(metrics)
+def metrics_routes(is_ready: Callable[[], bool], render: Render) -> list[Route]:
+    scrapes = _Scrapes(render)
 
     async def scrape(request: Request) -> Response:
         return Response(await scrapes.text(), media_type=METRICS_TYPE)
@@ -25,23 +25,23 @@ def metrics_routes(is_ready: Callable[[], bool], metrics: Metrics) -> list[Route
 class _Scrapes:
     """Scrapes that share a text, rendered after they arrive, so that no number blocks the event loop."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._next: asyncio.Future[bytes] | None = None
+    def __init__(self, render: Render) -> None:
+        self._render = render
+        self._next: asyncio.Task[bytes] | None = None
+        self._rendering = asyncio.Lock()
         self._written_at = float("-inf")
 
     async def text(self) -> bytes:
-        loop = asyncio.get_running_loop()
         if self._next is None:
-            self._next = loop.create_future()
-            loop.call_later(max(self._written_at + SPACING_S - loop.time(), 0.0), self._write)
+            self._next = asyncio.create_task(self._write())
         return await asyncio.shield(self._next)
 
-    def _write(self) -> None:
-        waiting, self._next = self._next, None
-        assert waiting is not None, "only who is waited for writes"
-        try:
-            waiting.set_result(self._metrics.render())
-        except Exception as error:
-            waiting.set_exception(error)
-        self._written_at = asyncio.get_running_loop().time()
+    async def _write(self) -> bytes:
+        clock = asyncio.get_running_loop().time
+        async with self._rendering:
+            await asyncio.sleep(max(self._written_at + SPACING_S - clock(), 0.0))
+            self._next = None  # scrapes that arrive from now on need a later text
+            try:
+                return await self._render()
+            finally:
+                self._written_at = clock()

@@ -19,6 +19,7 @@ from tgis.router.api.http.metrics_app import metrics_routes
 from tgis.router.api.http.playground.page import playground_route
 from tgis.router.api.open_files import share_files
 from tgis.router.metrics.metrics import Metrics
+from tgis.router.metrics.scrape import Render
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +34,10 @@ class HttpPorts:
         metrics: Metrics,
         apis: Sequence[HttpApi],
         certificates: Certificates | None,
+        render: Render,
     ) -> None:
-        """Build the apps. `apis` are all that can be served. Raises StartupError."""
+        """Build the apps. `apis` are all that can be served, `render` returns the text of a scrape. Raises
+        StartupError."""
         self._config, self._certificates = config, certificates
         self._served = [api for api in apis if api.door.name in config.served_apis]
         self._gate: ApiGate | None = None
@@ -48,16 +51,16 @@ class HttpPorts:
         elsewhere = [api for api in reversed(apis) if not is_here or api not in self._served]
         absent = absent_api_routes(elsewhere, config)
         page = playground_route(config, is_here)
-        self._app = starlette_of([page, *own, *metrics_routes(is_ready, metrics), *absent])
+        self._app = starlette_of([page, *own, *metrics_routes(is_ready, render), *absent])
         self._reserved: socket.socket | None = None
 
     def serve(self) -> AbstractAsyncContextManager[int]:
         """Serve the HTTP port within the context, and yield it. Raises PortError."""
         config = self._config
         if config.http_api_port is not None:
-            self._reserved = reserve(config.bind, config.http_api_port)
+            self._reserved = reserve(config.bind, config.http_api_port, config.shares_ports)
         fresh = self._fresh if config.http_api_port is None else PROBE_LIMITS
-        return serve_http(self._app, config, self._certificates, fresh)
+        return serve_http(self._app, config, self._certificates, fresh, config.shares_ports)
 
     @asynccontextmanager
     async def serve_api(self) -> AsyncIterator[int | None]:

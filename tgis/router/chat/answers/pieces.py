@@ -1,5 +1,6 @@
 """Pieces of an answer, in the order in which a model writes them."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -24,3 +25,15 @@ class CallArguments(NamedTuple):
 
 
 Piece = ReasoningText | ContentText | CallBegin | CallArguments
+
+
+def join_pieces(pieces: Iterable[Piece]) -> list[Piece]:
+    """Join the texts of neighbours of one kind. Begins of calls stay as they are."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        if last is None or isinstance(piece, CallBegin) or type(last) is not type(piece):
+            joined.append(piece)
+        else:
+            joined[-1] = piece._replace(text=last.text + piece.text)
+    return joined

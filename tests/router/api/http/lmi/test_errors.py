@@ -239,7 +239,7 @@ async def test_a_stream_counts_until_its_client_leaves(door: HttpDoor) -> None:
     await writer.wait_closed()
     failures = door.scene.metrics.request_failure
     for _ in range(200):
-        if failures._values.get(("cancelled",)):
+        if failures.values().get(("cancelled",)):
             return
         await asyncio.sleep(0.01)
     raise AssertionError("it goes on")

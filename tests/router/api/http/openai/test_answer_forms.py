@@ -80,8 +80,9 @@ def read(
     form: AnswerForm, text: str, tokenizer: Tokenizer
 ) -> tuple[str | None, str | None, list[tuple[str, str]]]:
     ids = tokenizer.encode(text, add_special_tokens=False).ids
-    last = Output("", None, len(ids), StopReason.EOS_TOKEN)
+    last = Output((), (), len(ids), StopReason.EOS_TOKEN)
     texts = [text[i : i + 3] for i in range(0, len(text), 3)]
+    texts += [""] * (len(ids) - len(texts))
     result = Result(SequenceSpec((1,), Stopping(9)), texts, last=last, token_ids=ids)
     message = read_answer(result, form).message
     calls = message.tool_calls or []

@@ -261,7 +261,7 @@ async def test_the_best_are_the_likeliest_per_token(tmp_path: Path) -> None:
     results = []
     for number, logprobs in enumerate([(-1.0,), (-0.5, -0.5, -0.5), (-9.0,), (-0.75, -0.75)]):
         tokens = [TokenDetail(5, logprob) for logprob in logprobs]
-        last = Output("", tokens[-1], len(tokens), StopReason.MAX_TOKENS)
+        last = Output(("",), (tokens[-1],), len(tokens), StopReason.MAX_TOKENS)
         results.append(Result(SequenceSpec((1, 2), Stopping(9)), [str(number)], tokens, (), last))
     job = CompletionJob(body, call, header, Vocabulary(tokenizer), SlicedEncoder(asyncio.Lock()))
     choices, usage = await write_choices(job, results)
@@ -283,7 +283,7 @@ async def test_choices_wait_for_their_prompt(tmp_path: Path) -> None:
         CompletionJob(body, call, header, Vocabulary(tokenizer), SlicedEncoder(asyncio.Lock())), specs
     )
     assert not [chunk async for chunk in writer.begin()]
-    assert not list(writer.write(1, Output("early", TokenDetail(7, -1.0), 1)))
+    assert not list(writer.write(1, Output(("early",), (TokenDetail(7, -1.0),), 1)))
     chunks = [chunk async for chunk in writer.write_prompt(0, (TokenDetail(5), TokenDetail(6, -2.0)))]
     choices = [json.loads(chunk.removeprefix(b"data: "))["choices"][0] for chunk in chunks]
     assert [(each["index"], each["text"]) for each in choices] == [(0, "ab"), (1, "ab"), (1, "early")]

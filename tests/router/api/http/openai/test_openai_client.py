@@ -62,12 +62,12 @@ async def test_calls_that_find_no_room_are_refused_and_tried_again(door: Door) -
         assert (caught.value.status_code, caught.value.type) == (429, "rate_limit_error")
         assert caught.value.response.headers["retry-after"] == "1"
         assert caught.value.body["message"] == "Model is overloaded"  # type: ignore[index]
-    assert scene.metrics.request_failure._values["conc_limit",] == len(refused)
+    assert scene.metrics.request_failure.values()["conc_limit",] == len(refused)
 
     began = time.monotonic()
     again: Any = sync_client.with_options(max_retries=1).completions.create
     retried = asyncio.create_task(asyncio.to_thread(again, **SHORT))
-    await wait_for(lambda: scene.metrics.request_failure._values["conc_limit",] == len(refused) + 1)
+    await wait_for(lambda: scene.metrics.request_failure.values()["conc_limit",] == len(refused) + 1)
     await crowd.close()
     scene.shard.step_s = 0.001
     assert (await retried).choices[0].finish_reason == "length"
@@ -128,4 +128,4 @@ async def test_what_clients_leave_ends_at_the_shard_within_a_step(door: Door) ->
     usage = (await beside).usage
     assert usage is not None
     assert usage.completion_tokens == LONG["max_tokens"]
-    assert scene.metrics.request_failure._values["cancelled",] == len(left)
+    assert scene.metrics.request_failure.values()["cancelled",] == len(left)

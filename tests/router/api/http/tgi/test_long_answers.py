@@ -49,8 +49,8 @@ def make_result(vocabulary: Vocabulary, r: random.Random, count: int, seed: int)
         reason = StopReason.MAX_TOKENS if number == count else StopReason.NOT_FINISHED
         stream.push(detail.token_id, reason)
         result.tokens.append(detail)
-        result.last = Output(stream.take().text, detail, number, reason, timings=Timings(0, 0, 0))
-        result.text.append(result.last.text)
+        result.last = Output(stream.take(1), (detail,), number, reason, timings=Timings(0, 0, 0))
+        result.texts += result.last.texts
     result.input_tokens = tuple(TokenDetail(*one()) for _ in range(2))
     return result
 

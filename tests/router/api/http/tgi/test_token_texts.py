@@ -52,7 +52,7 @@ def generate(
         if reason is StopReason.NOT_FINISHED and number == len(ids):
             reason = StopReason.MAX_TOKENS
         is_stopped = stream.push(token_id, reason)
-        text += stream.take().text
+        text += "".join(stream.take(1))
         detail = TokenDetail(token_id, -float(number))
         if is_stopped or reason is not StopReason.NOT_FINISHED:
             brought.append(texts.finish(detail, text, reason is StopReason.EOS_TOKEN))

@@ -73,7 +73,7 @@ class AnswerWriter:
         return _encode([[form_token(each, is_tgi) for each in self.names.top(token)] for token in part])
 
     def _text(self, text: str, result: Result) -> str:
-        return (text if self.fields.return_full_text else "") + "".join(result.text)
+        return (text if self.fields.return_full_text else "") + result.text
 
 
 class _TokenWriter:
@@ -89,7 +89,7 @@ class _TokenWriter:
         )
 
     def _push(self, detail: TokenDetail) -> list[ShownToken]:
-        texts, number = self._result.text, self._num_written
+        texts, number = self._result.texts, self._num_written
         self._num_written += 1
         if self._num_written < len(self._result.tokens):
             return [*self._tokens.push(detail, texts[number])]

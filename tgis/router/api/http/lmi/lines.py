@@ -13,7 +13,7 @@ from tgis.router.api.http.tgi.answers import finish_reason
 from tgis.router.api.http.tgi.token_texts import ShownToken, TokenForms
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import Output
-from tgis.router.sequence import StopReason
+from tgis.router.sequence import StopReason, TokenDetail
 
 
 class LineWriter:
@@ -30,15 +30,17 @@ class LineWriter:
         self._num_lines = 0
 
     def write(self, output: Output, spec: SequenceSpec) -> bytes:
-        """Return the lines of what is known with an output."""
-        assert output.token is not None, "only a time limit of the request ends a text between tokens"
-        self._shown.append(output.text)
+        """Return the lines of all tokens that are known with an output."""
+        self._shown += output.texts
         if output.reason is StopReason.NOT_FINISHED:
-            certain = self._lines(self._tokens.push(output.token, output.text))
+            certain = self._lines(self._push(output.tokens, output.texts))
             return b"".join(map(self._form.encode_line, certain))
-        is_end = output.reason is StopReason.EOS_TOKEN
-        *lines, last = self._lines(self._tokens.finish(output.token, "".join(self._shown), is_end))
-        last.generated_text = self._echo + "".join(self._shown)
+        assert output.tokens, "only a time limit of the request ends a text between tokens"
+        text, is_end = "".join(self._shown), output.reason is StopReason.EOS_TOKEN
+        *others, end = output.tokens
+        shown = [*self._push(others, output.texts), *self._tokens.finish(end, text, is_end)]
+        *lines, last = self._lines(shown)
+        last.generated_text = self._echo + text
         if self._has_details:
             last.details = self._details(finish_reason(output), output.num_generated)
             last.details.seed = self._form.seed(spec)
@@ -56,6 +58,10 @@ class LineWriter:
             details=details,
         )
         return self._form.encode_line(line)
+
+    def _push(self, tokens: Iterable[TokenDetail], texts: Iterable[str]) -> Iterator[ShownToken]:
+        for token, text in zip(tokens, texts, strict=False):
+            yield from self._tokens.push(token, text)
 
     def _lines(self, shown: Iterable[ShownToken]) -> Iterator[Line]:
         is_tgi = self._form.is_tgi

@@ -48,7 +48,7 @@ def stop_reason(output: Output, stop_token_ids: Collection[int] | None) -> str |
     """Return the stop sequence that ended a text, or the request's stop token."""
     if output.reason is StopReason.STOP_SEQUENCE:
         return output.stop_sequence
-    if output.reason is not StopReason.EOS_TOKEN or output.token is None:
+    if output.reason is not StopReason.EOS_TOKEN or not output.tokens:
         return None
-    token_id = output.token.token_id
+    token_id = output.tokens[-1].token_id
     return token_id if stop_token_ids and token_id in stop_token_ids else None

@@ -78,7 +78,7 @@ async def write_answer(job: GenerateJob, results: Sequence[Result], encoder: Sli
     best = max(range(len(results)), key=lambda index: _mean_logprob(results[index]))
     others = [result for index, result in enumerate(results) if index != best]
     winner = results[best]
-    answer = GenerateAnswer(job.echo + "".join(winner.text))
+    answer = GenerateAnswer(job.echo + winner.text)
     if job.shows_details:
         sequence = await _describe(job, winner, encoder)
         answer.details = TextDetails(
@@ -115,7 +115,7 @@ async def _describe(job: GenerateJob, result: Result, encoder: SlicedEncoder) ->
     if parameters.input_tokens:
         prefill = await encoder.tokens(result.input_tokens, _PrefillWriter(job.forms).write)
     return BestOfSequence(
-        job.echo + "".join(result.text),
+        job.echo + result.text,
         finish_reason(last),
         last.num_generated,
         shown_seed(result.spec),
@@ -145,7 +145,7 @@ class _TokensWriter:
 
     def _finish(self, detail: TokenDetail) -> list[ShownToken]:
         is_end = _last(self._result).reason is StopReason.EOS_TOKEN
-        return self._texts.finish(detail, "".join(self._result.text), is_end)
+        return self._texts.finish(detail, self._result.text, is_end)
 
 
 class _PrefillWriter:

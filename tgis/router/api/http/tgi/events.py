@@ -10,7 +10,7 @@ from tgis.router.api.http.tgi.token_texts import ShownToken, TokenTexts
 from tgis.router.api.http.tgi.types import StreamDetails, StreamEvent
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import Output
-from tgis.router.sequence import StopReason
+from tgis.router.sequence import StopReason, TokenDetail
 
 _encode = msgspec.json.Encoder().encode
 _NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
@@ -24,20 +24,24 @@ class EventWriter:
         self._index = 0
 
     def write(self, output: Output) -> bytes:
-        """Return the events of what is known with an output."""
-        assert output.token is not None, "only a time limit ends a text between tokens"
-        self._text.append(output.text)
+        """Return the events of all tokens that are known with an output."""
+        self._text += output.texts
         if output.reason is _NOT_FINISHED:
-            return b"".join(map(_frame, self._events(self._texts.push(output.token))))
-        text = "".join(self._text)
-        is_end = output.reason is StopReason.EOS_TOKEN
-        *events, last = self._events(self._texts.finish(output.token, text, is_end))
+            return b"".join(map(_frame, self._events(self._push(output.tokens))))
+        assert output.tokens, "only a time limit ends a text between tokens"
+        text, is_end = "".join(self._text), output.reason is StopReason.EOS_TOKEN
+        *others, end = output.tokens
+        *events, last = self._events([*self._push(others), *self._texts.finish(end, text, is_end)])
         last.generated_text = self._job.echo + text
         if self._job.shows_details:
             last.details = StreamDetails(
                 finish_reason(output), output.num_generated, shown_seed(self._spec), len(self._spec.input_ids)
             )
         return b"".join(map(_frame, (*events, last)))
+
+    def _push(self, tokens: Iterable[TokenDetail]) -> Iterator[ShownToken]:
+        for token in tokens:
+            yield from self._texts.push(token)
 
     def _events(self, shown: Iterable[ShownToken]) -> Iterator[StreamEvent]:
         for token, top_tokens in shown:

@@ -2,7 +2,7 @@
 
 import secrets
 import string
-from collections.abc import Iterator
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -18,7 +18,14 @@ from tgis.router.api.http.openai.chat.types import (
 from tgis.router.api.http.openai.usage import finish_reason
 from tgis.router.api.service import Result
 from tgis.router.chat.answers.parser import AnswerParser
-from tgis.router.chat.answers.pieces import CallArguments, CallBegin, ContentText, Piece, ReasoningText
+from tgis.router.chat.answers.pieces import (
+    CallArguments,
+    CallBegin,
+    ContentText,
+    Piece,
+    ReasoningText,
+    join_pieces,
+)
 from tgis.router.events import Output
 from tgis.router.sequence import StopReason
 
@@ -36,14 +43,14 @@ def read_answer(result: Result, form: AnswerForm | None) -> WholeAnswer:
     """Return the answer of a whole generation. Without a form, its text is all content."""
     assert result.last is not None, "a generation ends with an output"
     if form is None:
-        return WholeAnswer(AnswerMessage("".join(result.text)), finish_reason(result.last), 0)
+        return WholeAnswer(AnswerMessage(result.text), finish_reason(result.last), 0)
     reader = AnswerReader(form)
     message = reader.message(result)
     return WholeAnswer(message, reader.finish_reason(result.last), reader.num_reasoning)
 
 
 class AnswerReader:
-    """Reader of one choice's text, which comes token by token."""
+    """Reader of one choice's text, which comes with its tokens."""
 
     def __init__(self, form: AnswerForm) -> None:
         reasoning = form.reasoning
@@ -59,9 +66,11 @@ class AnswerReader:
 
     def read(self, output: Output) -> list[Piece]:
         """Return the pieces that are certain once this output has come; the rest if it is final."""
-        token_id = None if output.token is None else output.token.token_id
-        pieces = self._push(output.text, token_id, output.num_generated)
-        return pieces if output.reason is StopReason.NOT_FINISHED else pieces + self._flush()
+        token_ids = [token.token_id for token in output.tokens]
+        pieces = self._push(output.texts, token_ids, output.num_generated)
+        if output.reason is not StopReason.NOT_FINISHED:
+            pieces += self._parser.flush()
+        return self._shown(pieces)
 
     def delta(self, piece: Piece) -> Delta:
         """Return the delta of the next piece."""
@@ -102,26 +111,32 @@ class AnswerReader:
         has_chosen = reason == "stop" and self.num_calls > 0 and not self._form.is_named
         return "tool_calls" if has_chosen else reason
 
-    def _read_all(self, result: Result) -> Iterator[Piece]:
-        for number, (text, token_id) in enumerate(zip_longest(result.text, result.token_ids), 1):
-            yield from self._push(text or "", token_id, number)
-        yield from self._flush()
+    def _read_all(self, result: Result) -> list[Piece]:
+        pieces = self._push(result.texts, result.token_ids, len(result.token_ids))
+        return self._shown(pieces + self._parser.flush())
 
-    def _push(self, text: str, token_id: int | None, num_generated: int) -> list[Piece]:
-        was_reasoning = self._parser.is_reasoning
-        pieces = self._parser.push(text)
-        if self._counts and (was_reasoning or self._parser.is_reasoning):
-            self.num_reasoning = num_generated
-            self._counts = self._end_id is None or token_id != self._end_id  # its text may come with the next
-        return self._shown(pieces)
-
-    def _flush(self) -> list[Piece]:
-        return self._shown(self._parser.flush())
+    def _push(self, texts: Sequence[str], token_ids: Sequence[int], num_generated: int) -> list[Piece]:
+        """Return the pieces that are certain with the texts of tokens, the last of which has a number. One
+        text more may follow theirs."""
+        parser = self._parser
+        if not self._counts:
+            return parser.push("".join(texts))
+        pieces: list[Piece] = []
+        number = num_generated - len(token_ids)
+        for text, token_id in zip_longest(texts, token_ids):
+            was_reasoning = parser.is_reasoning
+            pieces += parser.push(text)
+            number += token_id is not None
+            if self._counts and (was_reasoning or parser.is_reasoning):
+                self.num_reasoning = number
+                # The text of the end may come with the next token.
+                self._counts = self._end_id is None or token_id != self._end_id
+        return pieces
 
     def _shown(self, pieces: list[Piece]) -> list[Piece]:
-        if self._form.shows_reasoning:
-            return pieces
-        return [piece for piece in pieces if not isinstance(piece, ReasoningText)]
+        if not self._form.shows_reasoning:
+            pieces = [piece for piece in pieces if not isinstance(piece, ReasoningText)]
+        return join_pieces(pieces) if len(pieces) > 1 else pieces
 
     def _call_delta(self, function: FunctionDelta, **begin: str) -> Delta:
         return Delta(tool_calls=[CallDelta(self.num_calls - 1, function, **begin)])

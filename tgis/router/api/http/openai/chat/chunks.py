@@ -67,7 +67,8 @@ class ChatChunkWriter:
         if self._readers is not None:
             return self._write_pieces(index, output, self._readers[index])
         before, after = self._frames[index]
-        return before + _encode(output.text) + after if output.text else b""
+        text = output.text
+        return before + _encode(text) + after if text else b""
 
     def end(self) -> bytes:
         """Return the usage of the whole call, if that was asked for."""
@@ -91,10 +92,10 @@ class ChatChunkWriter:
         return b"".join(chunks)
 
     def _write_in_full(self, index: int, output: Output) -> bytes:
-        """Return chunks of any kind. The first of them has the token's details."""
+        """Return chunks of any kind. The first of them has the details of all tokens."""
         body, reader = self._body, None if self._readers is None else self._readers[index]
         choices = [ChunkChoice(index, delta) for delta in _deltas(output, reader)]
-        tokens = [] if output.token is None else [output.token]
+        tokens = output.tokens
         if not choices and tokens and (body.logprobs or body.return_token_ids):
             choices = [ChunkChoice(index, Delta(content="") if reader is None else Delta())]
         reason = finish_reason(output) if reader is None else reader.finish_reason(output)
@@ -136,4 +137,5 @@ class ChatChunkWriter:
 def _deltas(output: Output, reader: AnswerReader | None) -> list[Delta]:
     if reader is not None:
         return [reader.delta(piece) for piece in reader.read(output)]
-    return [Delta(content=output.text)] if output.text else []
+    text = output.text
+    return [Delta(content=text)] if text else []

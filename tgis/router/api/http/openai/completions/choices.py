@@ -111,7 +111,7 @@ async def _choice(job: CompletionJob, index: int, prompt: PromptPart, result: Re
         logprobs = job.encoder.join(prompt.logprobs + await job.encoder.completion(tokens, writer))
     return CompletionChoice(
         index,
-        prompt.echo + ("" if job.is_scored_only else "".join(result.text)),
+        prompt.echo + ("" if job.is_scored_only else result.text),
         logprobs,
         "length" if job.is_scored_only else finish_reason(last),
         None if job.is_scored_only else stop_reason(last, body.stop_token_ids),

@@ -60,9 +60,9 @@ class ChunkWriter:
         if self._waits[index]:
             self._held[index].append(output)
         elif self._is_plain and output.reason is _NOT_FINISHED:
-            if output.text:
+            if text := output.text:
                 before, after = self._frames[index]
-                yield before + _encode(output.text) + after
+                yield before + _encode(text) + after
         else:
             yield from self._write(index, output)
 
@@ -100,13 +100,13 @@ class ChunkWriter:
                 yield self._chunk(CompletionChoice(index, "", finish_reason="length"))
             return
         self._num_generated[index], self._num_cached[index] = output.num_generated, output.num_cached
-        tokens = [] if output.token is None else [output.token]
+        text, tokens = output.text, output.tokens
         logprobs = self._token_logprobs(index, tokens)
-        if not output.text and reason is None and logprobs is None and not job.body.return_token_ids:
+        if not text and reason is None and logprobs is None and not job.body.return_token_ids:
             return
         choice = CompletionChoice(
             index,
-            output.text,
+            text,
             logprobs,
             reason,
             stop_reason(output, job.body.stop_token_ids),
@@ -114,7 +114,7 @@ class ChunkWriter:
         )
         yield self._chunk(choice)
 
-    def _token_logprobs(self, index: int, tokens: list[TokenDetail]) -> CompletionLogprobs | None:
+    def _token_logprobs(self, index: int, tokens: Sequence[TokenDetail]) -> CompletionLogprobs | None:
         writer = self._writers.get(index)
         return None if writer is None or not tokens else writer.write(tokens)
 

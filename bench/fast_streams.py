@@ -1,0 +1,135 @@
+"""`python -m bench.fast_streams`: tokens per second of one router process whose shard answers at once, its
+CPU time per token and the tokens of a message, in turns with another checkout (`--before`) in one run."""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.contest import Spread
+from bench.door_clients import APIS, CHAT, COMPLETIONS, GRPC
+from bench.doors import MAX_LENGTH, SLACK, Bench, RandomTokens, running
+from bench.service import BenchError, exit_on_sigterm
+
+GOAL = 1.5
+AFTER, BEFORE = "this tree", "before"
+PROMPT_TOKENS = 24  # at most
+
+
+@dataclass(frozen=True)
+class FastSample:
+    """A run of some streams to their ends, from the warm-up on."""
+
+    tree: str
+    api: str
+    streams: int
+    round: int
+    token_us: float
+    """CPU time of the router."""
+    rate: float
+    """Tokens per second."""
+    message_tokens: float
+    """Tokens per message, or per event where an event has one token by contract."""
+
+
+class Contender:
+    def __init__(self, name: str, bench: Bench, tokens: RandomTokens) -> None:
+        self.name, self._bench, self._tokens = name, bench, tokens
+
+    def measure(self, api: str, num_streams: int, new_tokens: int, number: int) -> FastSample:
+        """Raises BenchError."""
+        tokens = self._tokens
+        tokens.watch(num_streams, 0)
+        num_messages = self._bench.stream(api, num_streams, new_tokens)
+        times = tokens.look().since(tokens.begin)
+        return FastSample(
+            self.name,
+            api,
+            num_streams,
+            number,
+            1e6 * sum(times.cpu_s) / tokens.num_left,
+            tokens.num_left / times.wall_s,
+            num_streams * new_tokens / num_messages,
+        )
+
+
+def run(contenders: Sequence[Contender], options: argparse.Namespace) -> list[FastSample]:
+    """Whoever begins a round ends the next. Raises BenchError."""
+    samples = []
+    for num_streams in options.streams:
+        for api in options.apis:
+            for contender in contenders:
+                contender.measure(api, num_streams, SLACK, 0)
+            for number in range(options.rounds):
+                turn = number % len(contenders)
+                for contender in (*contenders[turn:], *contenders[:turn]):
+                    samples.append(contender.measure(api, num_streams, options.new_tokens, number))
+                    print(samples[-1], file=sys.stderr, flush=True)
+    return samples
+
+
+def format_samples(samples: Sequence[FastSample]) -> str:
+    """Return a Markdown table of medians. Ratios to the other checkout are of each round."""
+    lines = [
+        "| streams | API | tree | tokens/s | CPU time a token, us | tokens a message | tokens/s x before |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for key in dict.fromkeys((each.streams, each.api, each.tree) for each in samples):
+        chosen = [each for each in samples if (each.streams, each.api, each.tree) == key]
+        rate, cpu, size = (
+            Spread.of(values)
+            for values in zip(
+                *((each.rate, each.token_us, each.message_tokens) for each in chosen), strict=True
+            )
+        )
+        streams, api, tree = key
+        told = f"{rate.median:.0f} | {cpu.median:.1f} | {size.median:.1f} | {_ratio(samples, chosen)}"
+        lines.append(f"| {streams} | {api} | {tree} | {told} |")
+    return "\n".join(lines)
+
+
+def _ratio(samples: Sequence[FastSample], chosen: Sequence[FastSample]) -> str:
+    before = {(each.streams, each.api, each.round): each.rate for each in samples if each.tree == BEFORE}
+    if chosen[0].tree == BEFORE or not before:
+        return ""
+    ratio = Spread.of([each.rate / before[each.streams, each.api, each.round] for each in chosen])
+    return f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+
+
+def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.fast_streams", description=__doc__)
+    parser.add_argument("--before", type=Path, help="another checkout to compare with")
+    parser.add_argument("--rounds", type=int, default=3, help="of every figure (default %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=600, help="of each stream (default %(default)s)")
+    parser.add_argument("--streams", type=int, nargs="+", default=[64, 256], help="(default 64 256)")
+    parser.add_argument("--apis", nargs="+", choices=APIS, default=[GRPC, COMPLETIONS, CHAT])
+    options = parser.parse_args(arguments)
+    if not SLACK < options.new_tokens <= MAX_LENGTH - PROMPT_TOKENS:
+        parser.error(f"--new-tokens must be more than {SLACK} and at most {MAX_LENGTH - PROMPT_TOKENS}")
+    return options
+
+
+def main() -> None:
+    options = parse_options(sys.argv[1:])
+    exit_on_sigterm()
+    trees: Mapping[str, Path | None] = {AFTER: None}
+    if options.before is not None:
+        trees = {BEFORE: options.before, AFTER: None}
+    try:
+        with ExitStack() as stack:
+            contenders = []
+            for name, tree in trees.items():
+                directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fast-streams-")))
+                tokens = RandomTokens(is_fast=True)
+                bench = running(directory, max(options.streams), options.apis, tokens, tree)
+                contenders.append(Contender(name, stack.enter_context(bench), tokens))
+            print(format_samples(run(contenders, options)))
+    except BenchError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""What an engine process of its own adds to the latency of one client: calls of one token, with a shard that
+answers at once, and the time between the tokens of a stream, with one that is as slow as a model."""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench import timed_clients, worker
+from bench.contest import Spread
+from bench.door_clients import GRPC
+from bench.doors import RandomTokens, running
+from bench.timed_clients import ask_streams, ask_unary
+
+ONE, SPLIT = "one process", "engine + 1 worker"
+NUM_WORKERS = {ONE: 0, SPLIT: 1}
+NUM_CALLS, NEW_TOKENS = 50, 100  # of a round
+GOAL_MS = 0.5
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Median of a round, in milliseconds."""
+
+    router: str
+    round: int
+    call_ms: float
+    token_ms: float
+
+
+def measure(options: argparse.Namespace) -> str:
+    """Raises BenchError."""
+    with ExitStack() as stack:
+        routers = {name: _start(stack, num_workers) for name, num_workers in NUM_WORKERS.items()}
+        for name, router in routers.items():
+            router.measure(name, 0)
+        latencies = []
+        for number in range(options.rounds):
+            names = [ONE, SPLIT] if number % 2 == 0 else [SPLIT, ONE]
+            latencies += [routers[name].measure(name, number) for name in names]
+            print(*latencies[-2:], file=sys.stderr, flush=True)
+    return format_latencies(latencies)
+
+
+class _Router:
+    def __init__(self, tokens: RandomTokens, clients: worker.Worker) -> None:
+        self._tokens, self._clients = tokens, clients
+
+    def measure(self, name: str, number: int) -> Latency:
+        """Raises BenchError."""
+        self._tokens.is_fast = True
+        call_s = statistics.median(ask_unary(self._clients, NUM_CALLS))
+        self._tokens.is_fast = False
+        [stream] = ask_streams(self._clients, 1, NEW_TOKENS)
+        return Latency(name, number, 1e3 * call_s, 1e3 * statistics.median(stream.pauses_s))
+
+
+def _start(stack: ExitStack, num_workers: int) -> _Router:
+    directory, tokens = stack.enter_context(tempfile.TemporaryDirectory(prefix="latency-")), RandomTokens()
+    tokens.watch(0, 0)  # no step waits for further streams
+    bench = stack.enter_context(running(Path(directory), 8, [GRPC], tokens, None, num_workers))
+    target = bench.router.grpc_target
+    return _Router(tokens, stack.enter_context(worker.start(timed_clients.MODULE, target)))
+
+
+def format_latencies(latencies: Sequence[Latency]) -> str:
+    """Return a Markdown table of medians. What the split adds is that of each round."""
+    calls = {name: [each.call_ms for each in latencies if each.router == name] for name in NUM_WORKERS}
+    tokens = {name: [each.token_ms for each in latencies if each.router == name] for name in NUM_WORKERS}
+    lines = ["| ms | one process | engine + 1 worker | added | target |", "|---|---|---|---|---|"]
+    for title, values in (("call of one token", calls), ("between tokens of a stream", tokens)):
+        added = [split - one for one, split in zip(values[ONE], values[SPLIT], strict=True)]
+        told = " | ".join(_tell(each) for each in (values[ONE], values[SPLIT], added))
+        lines.append(f"| {title} | {told} | <= {GOAL_MS} |")
+    return "\n".join(lines)
+
+
+def _tell(values: Sequence[float]) -> str:
+    spread = Spread.of(values)
+    return f"{spread.median:.2f} ({spread.low:.2f} to {spread.high:.2f})"

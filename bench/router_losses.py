@@ -1,0 +1,95 @@
+"""What streams of router workers see when the engine process is killed."""
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from bench import timed_clients, worker
+from bench.contest import Spread
+from bench.router_group import RouterService
+from bench.service import BenchError
+from bench.timed_clients import TimedStream, ask_streams
+from tests.support.router.fake_shard import FakeShard, ShardServer
+from tests.support.router.router_process import router_command
+from tests.support.tokenizers.trained import write_byte_level
+from tgis.pb import shard_pb2 as pb
+
+NUM_WORKERS, NUM_STREAMS, NUM_KILLS = 3, 64, 3
+NEW_TOKENS, KILL_AFTER_S, STEP_S = 160, 1.5, 0.02
+VOCAB_SIZE, BLOCK_SIZE, MAX_LENGTH = 400, 16, 512
+PAUSE_GOAL_S = 3.0
+
+
+class Streams:
+    """Router workers before a fake shard whose tokens follow from all tokens before them."""
+
+    def __init__(self, router: RouterService, clients: worker.Worker) -> None:
+        self._router, self._clients = router, clients
+
+    def stream(self) -> list[TimedStream]:
+        """Raises BenchError."""
+        return ask_streams(self._clients, NUM_STREAMS, NEW_TOKENS)
+
+    def stream_with_loss(self) -> list[TimedStream]:
+        """Kill the engine process under the streams. Raises BenchError."""
+        engine = self._router.engine
+        assert engine is not None, "the engine runs in a process of its own"
+        killer = threading.Timer(KILL_AFTER_S, os.kill, (engine, signal.SIGKILL))
+        killer.start()
+        try:
+            return self.stream()
+        finally:
+            killer.cancel()
+            killer.join()
+            if self._router.engine == engine:
+                raise BenchError("the streams ended before the engine process was killed")
+
+
+@contextmanager
+def running(directory: Path) -> Iterator[Streams]:
+    write_byte_level(directory, VOCAB_SIZE)
+    uds_path, num_blocks = str(directory / "shard"), NUM_STREAMS * MAX_LENGTH // BLOCK_SIZE
+    info = pb.InfoResponse(num_blocks=num_blocks, block_size=BLOCK_SIZE, vocab_size=VOCAB_SIZE)
+    shard = FakeShard(info=info)
+    shard.step_s = STEP_S
+    with ExitStack() as stack:
+        stack.callback(ShardServer(shard, uds_path).stop)
+        flags = ["--max-batch-size", str(NUM_STREAMS), "--max-concurrent-requests", str(NUM_STREAMS)]
+        flags += ["--max-sequence-length", str(MAX_LENGTH), "--shard-uds-path", uds_path]
+        router = RouterService(router_command(directory, *flags), NUM_WORKERS)
+        stack.callback(router.end)
+        router.wait_until_serving()
+        clients = stack.enter_context(worker.start(timed_clients.MODULE, router.grpc_target))
+        yield Streams(router, clients)
+
+
+def measure(options: argparse.Namespace) -> str:
+    """Raises BenchError. Each loss is that of new processes, because the launcher delays further starts."""
+    whole, lost = list[list[str]](), list[list[TimedStream]]()
+    for _ in range(NUM_KILLS):
+        with tempfile.TemporaryDirectory(prefix="router-losses-") as directory:
+            with running(Path(directory)) as streams:
+                whole.append([stream.text for stream in streams.stream()])
+                lost.append(streams.stream_with_loss())
+                print(_pauses(lost[-1]), file=sys.stderr, flush=True)
+    return format_losses(whole, lost)
+
+
+def _pauses(streams: Sequence[TimedStream]) -> Spread:
+    return Spread.of([max(stream.pauses_s) for stream in streams])
+
+
+def format_losses(whole: Sequence[Sequence[str]], lost: Sequence[Sequence[TimedStream]]) -> str:
+    """Return a Markdown table of the kills, given the texts without a kill."""
+    lines = ["| kill | streams | longest pause, s | median, s | texts that differ |", "|---|---|---|---|---|"]
+    for number, (texts, streams) in enumerate(zip(whole, lost, strict=True), 1):
+        pauses = _pauses(streams)
+        num_wrong = sum(stream.text != text for stream, text in zip(streams, texts, strict=True))
+        lines.append(f"| {number} | {len(streams)} | {pauses.high:.2f} | {pauses.median:.2f} | {num_wrong} |")
+    return "\n".join([*lines, "", f"Targets: longest pause <= {PAUSE_GOAL_S:g} s, no text differs."])

@@ -1,0 +1,67 @@
+"""The processes of a router that has several workers, and the clients' connections to each of them."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import grpc
+
+from integration_tests.support.service import Client
+from tests.support.processes import Service, children_of
+from tgis.pb import generation_pb2 as pb
+from tgis.pb.generation_pb2_grpc import GenerationServiceStub
+
+ESTABLISHED = "01"
+OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
+
+
+def router_pids(service: Service) -> tuple[int, list[int]]:
+    """Process ids of the engine process and of the workers, in the order of their numbers."""
+    children = children_of(service.process.pid)
+    [engine] = children["engine"]
+    return engine, sorted(children["router"], key=lambda pid: number_of_worker(pid) or 0)
+
+
+def number_of_worker(pid: int) -> int | None:
+    """None where the process has just ended."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        return int(words[words.index("--worker") + 1])
+    except (OSError, ValueError):
+        return None
+
+
+def count_connections(pid: int, port: int) -> int:
+    """Number of clients' connections to a port that a process has accepted."""
+    own = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            own.add(os.readlink(entry))
+    tables = (Path("/proc/net") / name for name in ("tcp", "tcp6"))
+    rows = [line.split() for table in tables for line in table.read_text().splitlines()[1:]]
+    ours = [row for row in rows if row[1].endswith(f":{port:04X}") and row[3] == ESTABLISHED]
+    return sum(f"socket:[{row[9]}]" in own for row in ours)
+
+
+@contextlib.contextmanager
+def connections_to_all(service: Service, least: int = 1) -> Iterator[list[Client]]:
+    """Clients with a connection each, at least so many to every worker."""
+    _, workers = router_pids(service)
+    with ExitStack() as stack:
+        clients: list[Client] = []
+        while any(count_connections(worker, service.grpc_port) < least for worker in workers):
+            assert len(clients) < 64, "connections do not spread"
+            clients.append(connect(service))
+            stack.enter_context(clients[-1].channel)
+        yield clients
+
+
+def connect(service: Service) -> Client:
+    """A client with a connection of its own, which is there."""
+    client = Client(service)
+    client.channel = grpc.insecure_channel(f"127.0.0.1:{service.grpc_port}", OWN_CONNECTION)
+    client.stub = GenerationServiceStub(client.channel)
+    client.stub.ModelInfo(pb.ModelInfoRequest(), timeout=20)
+    return client

@@ -1,0 +1,37 @@
+"""A rehearsal of `python -m bench.fast_streams` with few streams, and its table from known figures."""
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from bench import doors, fast_streams
+from bench.door_clients import CHAT, GRPC
+from bench.fast_streams import AFTER, BEFORE, Contender, FastSample, format_samples
+
+
+def test_whole_streams_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "GATHER_S", 0.02)
+    monkeypatch.setattr(fast_streams, "SLACK", 20)
+    tokens, apis = doors.RandomTokens(is_fast=True), [GRPC, CHAT]
+    with doors.running(tmp_path, 4, apis, tokens) as bench:
+        options = Namespace(streams=[3], apis=apis, rounds=1, new_tokens=90)
+        samples = fast_streams.run([Contender(AFTER, bench, tokens)], options)
+    assert [(each.tree, each.api, each.streams) for each in samples] == [(AFTER, api, 3) for api in apis]
+    for each in samples:
+        assert 0 < each.token_us < 20_000
+        assert each.rate > 0
+        assert each.message_tokens > 0.5
+
+
+def test_ratios_are_of_rounds() -> None:
+    rates = {BEFORE: (100.0, 400.0, 200.0), AFTER: (200.0, 400.0, 600.0)}
+    samples = [
+        FastSample(tree, GRPC, 64, number, 10.0, rate, 2.0)
+        for tree, values in rates.items()
+        for number, rate in enumerate(values)
+    ]
+    assert format_samples(samples).splitlines()[2:] == [
+        "| 64 | grpc | before | 200 | 10.0 | 2.0 |  |",
+        "| 64 | grpc | this tree | 400 | 10.0 | 2.0 | 2.00 (1.00 to 3.00) |",
+    ]

@@ -1,0 +1,19 @@
+"""What gRPC is told of a port that several router workers share, and of the age of its connections."""
+
+import pytest
+
+from tgis.config.processes import RouterConfig
+from tgis.router.api.grpc.server_options import grpc_options
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "asked", "age_ms"),
+    [(1, None, None), (1, 2.5, 2500), (2, None, 600_000), (2, 2.5, 2500)],
+)
+def test_connections_to_several_workers_have_an_age(
+    num_workers: int, asked: float | None, age_ms: int | None
+) -> None:
+    config = RouterConfig(tokenizer_path="", router_workers=num_workers, max_connection_age=asked)
+    options = dict(grpc_options(config))
+    assert options.get("grpc.max_connection_age_ms") == age_ms
+    assert options["grpc.so_reuseport"] == (num_workers > 1)

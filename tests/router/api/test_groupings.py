@@ -1,0 +1,255 @@
+"""Every door says the same of a generation, however its tokens are grouped when they arrive."""
+
+import json
+import random
+from collections.abc import Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.router.chat_door import HELLO
+from tests.support.router.groupings import Split, all_at_once, at_random, group_events, one_by_one
+from tests.support.router.grpc_door import open_door
+from tests.support.router.http_door import HttpDoor
+from tests.support.router.inputs_door import call, inputs_door
+from tests.support.router.messages import single, stopping
+from tests.support.router.scripted_chats import WEATHER, scripted_chats
+from tgis.pb import generation_pb2 as pb
+from tgis.router.chat.formats.hermes import HERMES
+from tgis.router.chat.formats.registry import ChatFormats
+from tgis.router.chat.formats.think import THINK
+
+TEXTS = ("a", "Once upon a time", "naïve café 東京 🙂")
+LENGTH = 40
+STOPS: tuple[list[str], ...] = ([], ["e"], [" a", "the ", "xyz"])
+
+
+def splits(seed: int) -> list[Split]:
+    return [all_at_once, *(at_random(random.Random(10 * seed + number)) for number in range(4))]
+
+
+@pytest.mark.parametrize("with_details", [True, False])
+async def test_fmaas(with_details: bool, tmp_path: Path) -> None:
+    sizes = set[int]()
+    async with open_door(tmp_path) as door:
+        for seed, text in enumerate(TEXTS):
+            for stops in STOPS:
+                limits = stopping(LENGTH, stop_sequences=stops, include_stop_sequence=seed % 2 == 0)
+                response = pb.ResponseOptions()
+                if with_details:
+                    response = pb.ResponseOptions(
+                        generated_tokens=True,
+                        input_tokens=True,
+                        token_logprobs=True,
+                        token_ranks=True,
+                        top_n_tokens=2,
+                    )
+                request = single(text, stopping=limits, response=response)
+                group_events(door.handle, one_by_one)
+                header, *alone = [part async for part in door.stub.GenerateStream(request)]
+                for split in splits(seed):
+                    group_events(door.handle, split)
+                    first, *parts = [part async for part in door.stub.GenerateStream(request)]
+                    assert first == header
+                    assert joined_parts(parts) == joined_parts(alone)
+                    check_counts(parts, with_details)
+                    sizes |= {len(part.tokens) for part in parts}
+    assert not with_details or sizes >= {1, 2, 3}
+
+
+def joined_parts(parts: Sequence[pb.GenerationResponse]) -> pb.GenerationResponse:
+    """Join messages as a client does: texts and lists are appended, and later values replace earlier ones."""
+    joined = pb.GenerationResponse()
+    for part in parts:
+        text = joined.text + part.text
+        joined.MergeFrom(part)
+        joined.text = text
+    return joined
+
+
+def check_counts(parts: Sequence[pb.GenerationResponse], with_details: bool) -> None:
+    """Check that each message counts the tokens up to its own last one, and that none says nothing."""
+    num_tokens = 0
+    for part in parts:
+        num_tokens += len(part.tokens)
+        if with_details and not part.input_tokens:
+            assert part.generated_token_count == num_tokens
+    *others, _ = parts
+    assert all(part.tokens or part.input_tokens or part.text for part in others)
+    counts = [part.generated_token_count for part in parts if part.generated_token_count]
+    assert counts == sorted(set(counts))
+
+
+def chunks_of(body: bytes) -> list[Any]:
+    *frames, done, end = body.split(b"\n\n")
+    assert (done, end) == (b"data: [DONE]", b"")
+    return [json.loads(frame.removeprefix(b"data: ")) for frame in frames]
+
+
+def join(told: Any, more: Any) -> Any:
+    """Join what chunks say: texts and lists are appended, objects are joined by field."""
+    if told is None or more is None:
+        return more if told is None else told
+    if isinstance(told, dict):
+        return {name: join(told.get(name), more.get(name)) for name in told | more}
+    return told + more if isinstance(told, str | list) else more
+
+
+def joined_choices(chunks: list[Any]) -> tuple[dict[int, Any], Any]:
+    """Return the choices by index and the usage of the whole call."""
+    choices: dict[int, Any] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            index = choice.pop("index")
+            told = dict(choice)
+            if calls := told.get("delta", {}).get("tool_calls"):
+                told["delta"]["tool_calls"] = {each["index"]: each["function"] for each in calls}
+            choices[index] = join(choices.get(index), told)
+    assert not chunks[-1]["choices"]
+    return choices, chunks[-1]["usage"]
+
+
+def check_usage(chunks: list[Any]) -> None:
+    """Check that each chunk counts the tokens up to its own last one."""
+    numbers = dict[int, int]()
+    for chunk in chunks[:-1]:
+        for choice in chunk["choices"]:
+            index = choice["index"]
+            numbers[index] = numbers.get(index, 0) + len(choice.get("token_ids") or ())
+            assert chunk["usage"]["completion_tokens"] == numbers[index]
+
+
+async def stream(door: HttpDoor, path: str, body: Any) -> bytes:
+    reply = await call(door, path, body)
+    assert reply.status == 200, reply.text
+    return reply.body
+
+
+COUNTS = {"include_usage": True, "continuous_usage_stats": True}
+OPENAI = {"model": "alias", "max_tokens": LENGTH, "stream": True, "temperature": 0}
+DETAILS = {"return_token_ids": True, "stream_options": COUNTS}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"stream_options": COUNTS},
+        DETAILS | {"logprobs": 2, "echo": True},
+        DETAILS | {"logprobs": 0, "n": 3, "temperature": 1, "seed": 5},
+        {"n": 2, "temperature": 1, "seed": 5},
+        {"stop": ["e", " a"]},
+        DETAILS | {"logprobs": 1, "stop": ["e"], "include_stop_str_in_output": True},
+    ],
+)
+async def test_completions(fields: dict[str, Any], tmp_path: Path) -> None:
+    async with inputs_door(tmp_path, "openai") as door:
+        for seed, text in enumerate(TEXTS):
+            body = OPENAI | {"stream_options": {"include_usage": True}} | fields | {"prompt": text}
+            await check_chunks(door, "/v1/completions", body, seed)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        DETAILS | {"logprobs": True, "top_logprobs": 2},
+        DETAILS | {"logprobs": True, "n": 3, "temperature": 1, "seed": 5},
+        {"stop": ["e", " a"], "n": 2},
+    ],
+)
+async def test_chats(fields: dict[str, Any], tmp_path: Path) -> None:
+    async with inputs_door(tmp_path, "openai") as door:
+        body = OPENAI | {"stream_options": {"include_usage": True}} | fields | {"messages": HELLO}
+        await check_chunks(door, "/v1/chat/completions", body, 1)
+
+
+async def check_chunks(door: HttpDoor, path: str, body: dict[str, Any], seed: int) -> None:
+    group_events(door.handle, one_by_one)
+    await stream(door, path, body)  # later ones find its input in the prefix cache
+    alone = chunks_of(await stream(door, path, body))
+    num_most = len(alone)
+    for split in splits(seed):
+        group_events(door.handle, split)
+        chunks = chunks_of(await stream(door, path, body))
+        assert len(chunks) <= num_most
+        if body.get("return_token_ids"):
+            check_usage(chunks)
+        assert joined_choices(chunks) == joined_choices(deepcopy(alone))
+
+
+ANSWERS = (
+    "<think>\nto be</think>\n\nnot to be",
+    "<think></think>",
+    "<think>to be",
+    "hm",
+    'so <tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>',
+    "<think>a</think>" + 2 * '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>',
+)
+
+
+@pytest.mark.parametrize("marks", [("<think>", "</think>"), ()])
+async def test_reasoning_and_calls(marks: tuple[str, ...], tmp_path: Path) -> None:
+    """Also the number of tokens up to the end of the reasoning, whose marks may be several tokens."""
+    async with scripted_chats(tmp_path, ChatFormats(HERMES, THINK), marks=marks) as chats:
+        for seed, text in enumerate(ANSWERS):
+            chats.script(text)
+            body = OPENAI | {"messages": HELLO, "tools": [WEATHER], "max_tokens": 400}
+            body |= {"stream_options": {"include_usage": True}, "logprobs": seed % 2 == 0}
+            await check_chunks(chats.door, "/v1/chat/completions", body, seed)
+            body |= {"stream": False, "stream_options": None}
+            whole = [await whole_answer(chats.door, body, split) for split in (all_at_once, one_by_one)]
+            assert whole[0] == whole[1]
+
+
+async def whole_answer(door: HttpDoor, body: dict[str, Any], split: Split) -> tuple[Any, Any]:
+    group_events(door.handle, split)
+    answer = json.loads(await stream(door, "/v1/chat/completions", body))
+    for one in answer["choices"][0]["message"].get("tool_calls", ()):
+        one.pop("id")
+    return answer["choices"], answer["usage"]
+
+
+PARAMETERS: tuple[dict[str, Any], ...] = (
+    {},
+    {"details": True, "decoder_input_details": False},
+    {"do_sample": True, "seed": 7, "details": True},
+    {"stop": ["e", " a"], "details": True},
+)
+
+
+@pytest.mark.parametrize("parameters", PARAMETERS)
+async def test_tgi(parameters: dict[str, Any], tmp_path: Path) -> None:
+    """An event has one token whatever the grouping, so that the bytes are the same."""
+    async with inputs_door(tmp_path, "tgi") as door:
+        for seed, text in enumerate(TEXTS):
+            body = {"inputs": text, "parameters": {"max_new_tokens": LENGTH, "top_n_tokens": 2} | parameters}
+            await check_bytes(door, "/generate_stream", body, seed)
+
+
+@pytest.mark.parametrize("formatter", ["jsonlines", "tgi"])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {},
+        {"details": True},
+        {"do_sample": True, "seed": 7},
+        {"stop_sequences": ["e", " a"], "details": True},
+        {"stop_sequences": ["e"], "include_stop_str_in_output": True},
+    ],
+)
+async def test_lmi(formatter: str, parameters: dict[str, Any], tmp_path: Path) -> None:
+    async with inputs_door(tmp_path, "lmi", lmi_output_formatter=formatter) as door:
+        for seed, text in enumerate(TEXTS):
+            body = {"inputs": text, "parameters": {"max_new_tokens": LENGTH} | parameters, "stream": True}
+            await check_bytes(door, "/invocations", body, seed)
+
+
+async def check_bytes(door: HttpDoor, path: str, body: dict[str, Any], seed: int) -> None:
+    group_events(door.handle, one_by_one)
+    alone = await stream(door, path, body)
+    for split in splits(seed):
+        group_events(door.handle, split)
+        assert await stream(door, path, body) == alone

@@ -1,0 +1,73 @@
+"""A gRPC channel over several connections, so that the calls of one client reach several router workers."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
+from typing import Any
+
+import grpc
+
+NUM_CONNECTIONS = 6
+"""That all of them reach the same of three workers happens once in 243 times."""
+CONNECT_S = 20.0
+OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
+
+
+def spread_channel(target: str) -> grpc.Channel:
+    """Open a channel whose connections are all there, so that later looks at the router count them alike."""
+    channels = [grpc.insecure_channel(target, OWN_CONNECTION) for _ in range(NUM_CONNECTIONS)]
+    for channel in channels:
+        grpc.channel_ready_future(channel).result(CONNECT_S)
+    return SpreadChannel(channels)
+
+
+class SpreadChannel(grpc.Channel):
+    """Takes the next connection for each call."""
+
+    def __init__(self, channels: Sequence[grpc.Channel]) -> None:
+        self._channels = channels
+
+    def unary_unary(self, *args: Any, **options: Any) -> Any:
+        return _Spread([channel.unary_unary(*args, **options) for channel in self._channels])
+
+    def unary_stream(self, *args: Any, **options: Any) -> Any:
+        return _Spread([channel.unary_stream(*args, **options) for channel in self._channels])
+
+    def stream_unary(self, *args: Any, **options: Any) -> Any:
+        return _Spread([channel.stream_unary(*args, **options) for channel in self._channels])
+
+    def stream_stream(self, *args: Any, **options: Any) -> Any:
+        return _Spread([channel.stream_stream(*args, **options) for channel in self._channels])
+
+    def subscribe(
+        self, callback: Callable[[grpc.ChannelConnectivity], None], try_to_connect: bool = False
+    ) -> None:
+        self._channels[0].subscribe(callback, try_to_connect)
+
+    def unsubscribe(self, callback: Callable[[grpc.ChannelConnectivity], None]) -> None:
+        self._channels[0].unsubscribe(callback)
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.close()
+
+    def __enter__(self) -> "SpreadChannel":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class _Spread:
+    """Implements the callables of gRPC's stubs."""
+
+    def __init__(self, calls: Sequence[Any]) -> None:
+        self._next: Iterator[Any] = cycle(calls)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return next(self._next)(*args, **options)
+
+    def future(self, *args: Any, **options: Any) -> Any:
+        return next(self._next).future(*args, **options)
+
+    def with_call(self, *args: Any, **options: Any) -> Any:
+        return next(self._next).with_call(*args, **options)

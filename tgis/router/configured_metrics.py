@@ -1,0 +1,31 @@
+"""Makes the metrics that a router's configuration asks for, equal in all of its processes."""
+
+from pathlib import Path
+
+from tgis.config.processes import RouterConfig
+from tgis.router.api.http.openai.models import served_names
+from tgis.router.metrics.metric_file import SUFFIX, MetricFile
+from tgis.router.metrics.metrics import ENGINE, ROUTER, MetricLimits, Metrics
+from tgis.router.requests.doors import FMAAS, OPENAI
+
+
+def open_metrics(config: RouterConfig, process: str = ROUTER) -> Metrics:
+    """Return the metrics of a router's process, which is ROUTER or ENGINE. If the router keeps them in files,
+    they continue with the numbers of the process before it. Raises StartupError."""
+    assert config.max_sequence_length is not None, "the launcher says how long a sequence may be"
+    room = config.max_sequence_length - 1
+    usual = OPENAI.max_new_tokens if config.http_api else FMAAS.max_new_tokens
+    most = min(config.max_new_tokens or usual or room, room)
+    limits = MetricLimits(config.max_sequence_length, most, config.max_batch_size)
+    model = served_names(config.served_model_name, config.tokenizer_path)[0] if config.metrics_alias else None
+    metrics = Metrics(limits, model, _open_file(config, process))
+    metrics.begin_process(process)
+    return metrics
+
+
+def _open_file(config: RouterConfig, process: str) -> MetricFile | None:
+    """Open the file of the process's slot, if the router keeps its metrics in files. Raises StartupError."""
+    if config.metrics_dir is None:
+        return None
+    slot = ENGINE if process == ENGINE else f"worker-{config.worker}"
+    return MetricFile(Path(config.metrics_dir) / f"{slot}{SUFFIX}")

@@ -1,0 +1,137 @@
+"""Claims of calls to the engine: concurrency, adapters and sequences, from acquisition to release."""
+
+from collections import defaultdict
+from collections.abc import Hashable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from tgis.pb import shard_pb2
+from tgis.router.adapters.registry import AdapterRegistry
+from tgis.router.engine.concurrency import ConcurrencyLimit
+from tgis.router.engine.engine import Engine, lost_adapter
+from tgis.router.engine.event_queue import EventReceiver
+from tgis.router.engine.handle import EngineInfo, Lease, LimitedWork, Resume, SequenceSpec, TextSink
+from tgis.router.engine.live_request import LiveRequest
+from tgis.router.sequence import AdapterInfo, CallAdapters, Sequence, Siblings
+
+
+def is_encoder_decoder(info: shard_pb2.InfoResponse) -> bool:
+    return info.model_kind == shard_pb2.InfoResponse.MODEL_KIND_ENCODER_DECODER
+
+
+@dataclass(eq=False)
+class Claim:
+    resources: ExitStack
+    adapters: CallAdapters = field(default_factory=CallAdapters)
+    live: list[LiveRequest] = field(default_factory=list)
+    siblings: defaultdict[Hashable, Siblings] = field(default_factory=lambda: defaultdict(Siblings))
+    """By input and salt."""
+
+
+class Claims:
+    """Takes and releases claims. Sequences may be opened once `attach` has been called."""
+
+    def __init__(
+        self, concurrency: Mapping[LimitedWork, ConcurrencyLimit], adapters: AdapterRegistry
+    ) -> None:
+        self._concurrency, self._adapters = concurrency, adapters
+        self._engine: Engine | None = None
+
+    def attach(self, engine: Engine, info: shard_pb2.InfoResponse) -> None:
+        self._engine = engine
+        self._pad_token_id, self._start_token_id = info.pad_token_id, info.decoder_start_token_id
+        self._info = EngineInfo(
+            is_encoder_decoder(info),
+            info.vocab_size,
+            frozenset(info.eos_token_ids),
+            tuple(info.preloaded_adapter_ids),
+        )
+
+    def info(self) -> EngineInfo:
+        return self._info
+
+    def acquire(self, count: int, work: LimitedWork, is_again: bool = False) -> Claim:
+        """Take concurrency for a call, whatever the limit if it `is_again`: the call has had it of an engine
+        process that was lost. Raises OverloadedError."""
+        limit = self._concurrency[work]
+        with ExitStack() as resources:
+            resources.enter_context(limit.acquire(count, is_again))
+            return Claim(resources.pop_all())
+
+    async def lease(
+        self, claim: Claim, prefix_id: str | None, adapter_id: str | None, request_id: str
+    ) -> Lease:
+        """Load the adapters that the ids name. Raises RouterError."""
+        lease = claim.resources.enter_context(self._adapters.lease(prefix_id, adapter_id, request_id))
+        adapters = claim.adapters = await lease.take()
+        return Lease(
+            _digest(adapters.soft_prompt),
+            _digest(adapters.lora),
+            adapters.num_decoder_tokens,
+            adapters.num_encoder_tokens,
+        )
+
+    async def lease_again(
+        self, claim: Claim, prefix_id: str | None, adapter_id: str | None, adapters: CallAdapters
+    ) -> None:
+        """Load the adapters that a call has had of an engine process that was lost, even if its ids name
+        others now. Raises RouterError and AdapterCallError."""
+        lease = claim.resources.enter_context(self._adapters.lease(prefix_id, adapter_id, ""))
+        claim.adapters = await lease.take_again(adapters)
+
+    def open(
+        self,
+        claim: Claim,
+        spec: SequenceSpec,
+        sink: TextSink | None,
+        resume: Resume | None,
+        events: EventReceiver,
+    ) -> LiveRequest:
+        """Begin to generate. Events may be delivered before this returns."""
+        assert self._engine is not None, "nothing is opened before the engine has started"
+        live = LiveRequest(self._sequence(spec, claim), sink, events)
+        if resume is not None:
+            live.resume(resume)
+        claim.live.append(live)
+        if (_digest(claim.adapters.soft_prompt), _digest(claim.adapters.lora)) == spec.lease[:2]:
+            self._engine.open(live)
+        else:  # an id names another adapter since the generation began, or it could not be loaded again
+            events.deliver(lost_adapter(spec.request_id))
+        return live
+
+    def cancel(self, live: LiveRequest) -> None:
+        """End a generation without a final event, if it has not ended."""
+        assert self._engine is not None
+        self._engine.cancel(live)
+
+    def release(self, claim: Claim) -> None:
+        for live in claim.live:
+            self.cancel(live)
+        claim.resources.close()
+
+    def _sequence(self, spec: SequenceSpec, claim: Claim) -> Sequence:
+        """Return a new sequence, with padding in the places of virtual tokens."""
+        adapters = claim.adapters
+        token_ids = [self._pad_token_id] * adapters.num_decoder_tokens
+        encoder_token_ids: tuple[int, ...] = ()
+        if self._info.is_encoder_decoder:
+            token_ids.append(self._start_token_id)
+            encoder_token_ids = (self._pad_token_id,) * adapters.num_encoder_tokens + spec.input_ids
+        else:
+            token_ids += spec.input_ids
+        return Sequence(
+            token_ids,
+            spec.stopping,
+            spec.sampling,
+            spec.details,
+            spec.grammar,
+            spec.request_id,
+            adapters,
+            encoder_token_ids,
+            spec.cache_salt,
+            claim.siblings[spec.input_ids, spec.cache_salt],
+        )
+
+
+def _digest(info: AdapterInfo | None) -> str:
+    return "" if info is None else info.digest

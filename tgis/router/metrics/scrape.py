@@ -1,0 +1,58 @@
+"""Text of a scrape: the series of this process, or those of all processes of a router."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeAlias
+
+from tgis.router.metrics.gauges import GaugeValues
+from tgis.router.metrics.metric_file import read_records
+from tgis.router.metrics.metrics import Metrics
+from tgis.router.metrics.storage import SummedStorage
+
+GATHER_S = 1.0  # time limit for the other processes' gauges
+PUBLISH_INTERVAL_S = 1.0
+
+Render: TypeAlias = Callable[[], Awaitable[bytes]]
+Gather: TypeAlias = Callable[[], Awaitable[list[GaugeValues]]]
+"""Returns the gauges of all other processes of the router that answer."""
+
+
+def render_process(metrics: Metrics) -> Render:
+    """Return a function that renders the series of this process alone."""
+
+    async def render() -> bytes:
+        return metrics.render()
+
+    return render
+
+
+def render_all(metrics: Metrics, directory: Path, gather: Gather) -> Render:
+    """Return a function that renders the sums of all processes whose files are in the directory. Gauges that
+    are not there in time are left out."""
+
+    async def render() -> bytes:
+        others = await _within(GATHER_S, gather)
+        metrics.publish()
+        gauges = [metrics.gauge_values(), *others]
+        return await asyncio.to_thread(render_sums, metrics, directory, gauges)
+
+    return render
+
+
+def render_sums(metrics: Metrics, directory: Path, gauges: list[GaugeValues]) -> bytes:
+    return metrics.across(SummedStorage(read_records(directory)), gauges).render()
+
+
+async def keep_published(metrics: Metrics) -> None:
+    """Publish the counts again and again, until cancelled, if other processes see them."""
+    while metrics.storage.is_shared:
+        metrics.publish()
+        await asyncio.sleep(PUBLISH_INTERVAL_S)
+
+
+async def _within(limit_s: float, gather: Gather) -> list[GaugeValues]:
+    try:
+        return await asyncio.wait_for(gather(), limit_s)
+    except TimeoutError:
+        return []

@@ -1,0 +1,98 @@
+"""Places where series keep their numbers: the memory of one process, or files that all processes of a router
+read (`metric_file`)."""
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
+
+Labels: TypeAlias = tuple[str, ...]
+Cells: TypeAlias = "memoryview[float]"
+"""Doubles. A memoryview is the fastest of Python's arrays to update in place."""
+
+
+class SeriesKey(NamedTuple):
+    """Identity of a family's records. Only records with equal keys may be added to each other."""
+
+    name: str
+    layout: str
+    """Meaning of the cells, such as the kind and the buckets."""
+    num_cells: int
+
+
+Records: TypeAlias = Mapping[SeriesKey, Mapping[Labels, Cells]]
+
+
+class Storage(Protocol):
+    is_shared: bool
+    """True if other processes read the cells."""
+    is_reopened: bool
+    """True if an earlier process used the storage."""
+
+    def allocate(self, key: SeriesKey, labels: Labels) -> Cells:
+        """Return the cells of a series, which begin with 0 unless an earlier process has left them."""
+
+    def labels(self, key: SeriesKey) -> Sequence[Labels]:
+        """Return the label values of all series of a family that have cells."""
+
+    def parts(self, key: SeriesKey, labels: Labels) -> Sequence[Cells]:
+        """Return the cells of a series of each process that has them."""
+
+    def close(self) -> None:
+        """End the use of files. Cells may still be used."""
+
+
+class MemoryStorage:
+    """Implements Storage for the series of one process, which end with it."""
+
+    is_shared = is_reopened = False
+
+    def __init__(self) -> None:
+        self._records: dict[SeriesKey, dict[Labels, Cells]] = {}
+
+    def allocate(self, key: SeriesKey, labels: Labels) -> Cells:
+        of_key = self._records.setdefault(key, {})
+        if labels not in of_key:
+            of_key[labels] = empty_cells(key.num_cells)
+        return of_key[labels]
+
+    def labels(self, key: SeriesKey) -> Sequence[Labels]:
+        return list(self._records.get(key, ()))
+
+    def parts(self, key: SeriesKey, labels: Labels) -> Sequence[Cells]:
+        cells = self._records.get(key, {}).get(labels)
+        return () if cells is None else (cells,)
+
+    def close(self) -> None:
+        pass
+
+
+class SummedStorage:
+    """Implements Storage with the sums of several processes' records. Updates reach no process."""
+
+    is_shared = is_reopened = False
+
+    def __init__(self, processes: Iterable[Records]) -> None:
+        self._parts: dict[SeriesKey, dict[Labels, list[Cells]]] = {}
+        for records in processes:
+            for key, of_key in records.items():
+                for labels, cells in of_key.items():
+                    self._parts.setdefault(key, {}).setdefault(labels, []).append(cells)
+
+    def allocate(self, key: SeriesKey, labels: Labels) -> Cells:
+        parts = self.parts(key, labels)
+        if not parts:
+            return empty_cells(key.num_cells)
+        return memoryview(array("d", map(sum, zip(*parts, strict=True))))
+
+    def labels(self, key: SeriesKey) -> Sequence[Labels]:
+        return list(self._parts.get(key, ()))
+
+    def parts(self, key: SeriesKey, labels: Labels) -> Sequence[Cells]:
+        return self._parts.get(key, {}).get(labels, ())
+
+    def close(self) -> None:
+        pass
+
+
+def empty_cells(num_cells: int) -> Cells:
+    return memoryview(array("d", bytes(8 * num_cells)))

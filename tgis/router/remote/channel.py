@@ -1,0 +1,75 @@
+"""One end of the connection between a router worker and the engine process: messages on a Unix socket, each
+after its length. What is sent in one turn of the event loop goes out together."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, cast
+
+from tgis.net.framing import FrameError, FrameReader, frame_body
+from tgis.router.remote.messages import DecodeError, encode
+
+logger = logging.getLogger(__name__)
+
+# A process that hangs reads nothing. It is killed before its peer holds more than this for it.
+MAX_UNSENT_BYTES = 256 << 20
+
+M = TypeVar("M")
+
+
+class Channel(asyncio.Protocol, Generic[M]):
+    def __init__(
+        self, decode: Callable[[bytes], M], on_message: Callable[[M], None], on_loss: Callable[[], None]
+    ) -> None:
+        """`on_message` is called for each message in order, and `on_loss` once at the end of the connection,
+        unless this side closed it."""
+        self._decode, self._on_message, self._on_loss = decode, on_message, on_loss
+        self._frames = FrameReader()
+        self._unsent: list[bytes] = []
+        self._transport: asyncio.Transport | None = None
+        self._loop = asyncio.get_running_loop()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports do not derive from asyncio's
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for body in self._frames.push(data):
+                self._on_message(self._decode(body))
+        except (DecodeError, FrameError):
+            logger.exception("a message between the engine and a router worker cannot be read")
+            self._end()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._transport is not None:
+            self._transport = None
+            self._on_loss()
+
+    def send(self, message: Any) -> None:
+        """Send a message, unless the connection is closed."""
+        if self._transport is None:
+            return
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
+        self._unsent.append(frame_body(encode(message)))
+
+    def close(self) -> None:
+        """Close the connection after what has been sent."""
+        self._flush()
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close()
+
+    def _flush(self) -> None:
+        unsent, self._unsent = b"".join(self._unsent), []
+        if self._transport is None or not unsent:
+            return
+        self._transport.write(unsent)
+        if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            logger.error("the connection between the engine and a router worker is cut: it is not read")
+            self._end()
+
+    def _end(self) -> None:
+        assert self._transport is not None
+        self._transport.abort()

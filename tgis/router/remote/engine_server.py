@@ -1,0 +1,155 @@
+"""The engine process's Unix socket, at which router workers come and go."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from typing import Any
+
+from tgis.router.engine.claims import Claims
+from tgis.router.metrics.metrics import Metrics
+from tgis.router.remote import messages as wire
+from tgis.router.remote.channel import Channel
+from tgis.router.remote.gauges import GaugeGatherer
+from tgis.router.remote.worker_session import WorkerSession
+
+logger = logging.getLogger(__name__)
+
+# Time for the workers of an earlier engine process to say which adapters they use, before the shards unload
+# the others. They look for a new process every RETRY_INTERVAL_S.
+GREETINGS_S = 2.0
+
+
+class EngineServer:
+    def __init__(self, path: str, claims: Claims, metrics: Metrics, num_workers: int) -> None:
+        self._gauges = GaugeGatherer(metrics)
+        self._path, self._claims, self._num_workers = path, claims, num_workers
+        self._connections: set[_WorkerConnection] = set()
+        self._greeted = asyncio.Event()
+        self._is_started = self._is_ready = False
+        self._server: asyncio.Server | None = None
+
+    async def listen(self) -> None:
+        """Accept workers from now on."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(
+            lambda: _WorkerConnection(self).channel, sock=_bind(self._path)
+        )
+
+    async def hear_workers(self) -> None:
+        """Wait until all workers have said what they hold, but not long."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._greeted.wait(), GREETINGS_S)
+
+    def start(self) -> None:
+        """Answer the workers from now on, because the engine has started."""
+        self._is_started = True
+        for connection in list(self._connections):
+            connection.start()
+
+    def set_ready(self, is_ready: bool) -> None:
+        """Tell the workers whether the shards are there."""
+        self._is_ready = is_ready
+        if self._is_started:
+            for connection in self._connections:
+                connection.send_state()
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self._connections):
+            connection.channel.close()
+            connection.end()
+
+    @property
+    def claims(self) -> Claims:
+        return self._claims
+
+    @property
+    def is_started(self) -> bool:
+        return self._is_started
+
+    def state(self) -> wire.State:
+        return wire.State(self._claims.info(), self._is_ready)
+
+    def gather_gauges(self, message: wire.AskGauges, asker: "_WorkerConnection") -> None:
+        """Answer a worker with the gauges of all processes but its own."""
+        others = [each.channel.send for each in self._connections if each is not asker]
+        self._gauges.gather(message, asker.channel.send, others)
+
+    def take_gauges(self, message: wire.OwnGauges) -> None:
+        self._gauges.take(message)
+
+    def add(self, connection: "_WorkerConnection") -> None:
+        self._connections.add(connection)
+        if len(self._connections) >= self._num_workers:
+            self._greeted.set()
+
+    def remove(self, connection: "_WorkerConnection") -> None:
+        self._connections.discard(connection)
+
+
+class _WorkerConnection:
+    """Connection of one worker, whose messages after the first wait until the engine has started."""
+
+    def __init__(self, server: EngineServer) -> None:
+        self._server = server
+        self.channel: Channel[wire.WorkerMessage] = Channel(wire.decode_worker_message, self._take, self.end)
+        self._session: WorkerSession | None = None
+        self._waiting: list[Any] = []
+        self._worker = -1
+
+    def start(self) -> None:
+        assert self._session is not None, "a connection is added with its first message"
+        self.send_state()
+        waiting, self._waiting = self._waiting, []
+        for message in waiting:
+            self._session.take(message)
+
+    def send_state(self) -> None:
+        self.channel.send(self._server.state())
+
+    def end(self) -> None:
+        """Give back what the worker holds, because its connection has ended."""
+        if self._session is not None:
+            logger.info("router worker %d has disconnected", self._worker)
+            self._session.close()
+            self._session = None
+        self._server.remove(self)
+
+    def _take(self, message: wire.WorkerMessage) -> None:
+        match message:
+            case wire.Hello():
+                self._greet(message)
+            case wire.AskGauges():
+                self._server.gather_gauges(message, self)
+            case wire.OwnGauges():
+                self._server.take_gauges(message)
+            case _ if self._server.is_started:
+                assert self._session is not None, "the first message of a worker is its greeting"
+                self._session.take(message)
+            case _:
+                self._waiting.append(message)
+
+    def _greet(self, message: wire.Hello) -> None:
+        self._worker, self._session = message.worker, WorkerSession(self._server.claims, self.channel.send)
+        logger.info("router worker %d has connected and holds %d calls", self._worker, len(message.tickets))
+        self._session.greet(message)
+        self._server.add(self)
+        if self._server.is_started:
+            self.start()
+
+
+def _bind(path: str) -> socket.socket:
+    """Return a Unix socket, to which only this user may connect. Nobody can before it listens."""
+    bound = socket.socket(socket.AF_UNIX)
+    try:
+        bound.bind(path)
+        os.chmod(path, 0o600)
+    except BaseException:
+        bound.close()
+        raise
+    return bound

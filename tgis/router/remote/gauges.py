@@ -1,0 +1,100 @@
+"""Gathers the gauges of a router's processes for a scrape, by way of the engine process."""
+
+import asyncio
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+from tgis.router.metrics.gauges import GaugeValues
+from tgis.router.metrics.metrics import Metrics
+from tgis.router.remote import messages as wire
+
+# Time limit for workers, less than that of the scrape, so that one that hangs takes only its own values away.
+ANSWER_S = 0.5
+
+Send = Callable[[Any], None]
+
+
+def tell_gauges(metrics: Metrics, message: wire.TellGauges) -> wire.OwnGauges:
+    """Return this process's gauges. Its counts are published too, because the scrape reads them next."""
+    metrics.publish()
+    return wire.OwnGauges(message.number, metrics.gauge_values())
+
+
+class Questions:
+    """Questions that have been sent, each with the answers to it."""
+
+    def __init__(self) -> None:
+        self._numbers = count()
+        self._answers: dict[int, tuple[int, list[Any], asyncio.Event]] = {}
+
+    @contextmanager
+    def ask(self, num_answers: int) -> Iterator[tuple[int, list[Any], asyncio.Event]]:
+        """Yield the number of a question, its answers as they come, and the event of all being there."""
+        number, answers, complete = next(self._numbers), list[Any](), asyncio.Event()
+        self._answers[number] = num_answers, answers, complete
+        try:
+            yield number, answers, complete
+        finally:
+            del self._answers[number]
+
+    def answer(self, number: int, answer: Any) -> None:
+        """Take an answer, unless nobody waits for it any more."""
+        if number not in self._answers:
+            return
+        num_answers, answers, complete = self._answers[number]
+        answers.append(answer)
+        if len(answers) >= num_answers:
+            complete.set()
+
+
+class GaugeGatherer:
+    """The engine's part: asks workers."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics, self._questions = metrics, Questions()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def gather(self, message: wire.AskGauges, reply: Send, workers: Collection[Send]) -> None:
+        """Answer a worker soon, with the gauges of this process and of the other workers."""
+        task = asyncio.create_task(self._gather(message.number, reply, workers), name="gauges")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def take(self, message: wire.OwnGauges) -> None:
+        self._questions.answer(message.number, message.values)
+
+    async def _gather(self, asked: int, reply: Send, workers: Collection[Send]) -> None:
+        self._metrics.publish()
+        with self._questions.ask(len(workers)) as (number, answers, complete):
+            for send in workers:
+                send(wire.TellGauges(number))
+            if workers:
+                await _wait(complete, ANSWER_S)
+            reply(wire.OtherGauges(asked, [self._metrics.gauge_values(), *answers]))
+
+
+class GaugeAsker:
+    """A worker's part: asks the engine."""
+
+    def __init__(self) -> None:
+        self._questions = Questions()
+
+    async def ask(self, send: Send) -> list[GaugeValues]:
+        """Return the gauges of all other processes that answer in time."""
+        with self._questions.ask(1) as (number, answers, complete):
+            send(wire.AskGauges(number))
+            await _wait(complete, 2 * ANSWER_S)
+            return answers[0] if answers else []
+
+    def take(self, message: wire.OtherGauges) -> None:
+        self._questions.answer(message.number, message.values)
+
+
+async def _wait(complete: asyncio.Event, limit_s: float) -> None:
+    waiting = asyncio.create_task(complete.wait())
+    try:
+        await asyncio.wait((waiting,), timeout=limit_s)
+    finally:
+        waiting.cancel()

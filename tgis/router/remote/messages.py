@@ -1,0 +1,211 @@
+"""Messages between a router worker (the door) and the engine process, which are of one release. Tickets and
+sequences have the worker's numbers, so that it can give back what it asked for before an answer is there.
+
+A step's tokens of all sequences of a worker cross in one message of columns, because they are on the path of
+every token."""
+
+import msgspec
+
+from tgis.router.engine.handle import (
+    EngineInfo,
+    Lease,
+    LimitedWork,
+    RequestTimes,
+    Resume,
+    SequenceId,
+    SequenceSpec,
+    Ticket,
+)
+from tgis.router.errors import (
+    Code,
+    GenerationError,
+    NotFoundError,
+    OverloadedError,
+    RequestError,
+    RouterError,
+    UnavailableError,
+)
+from tgis.router.events import Ended, Failed, TimedOut
+from tgis.router.metrics.gauges import GaugeValues
+from tgis.router.sequence import CallAdapters, TokenDetail
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class AdapterIds(msgspec.Struct, frozen=True, array_like=True):
+    """Ids by which a call names its adapters; None is an absent field."""
+
+    prefix_id: str | None = None
+    adapter_id: str | None = None
+    request_id: str = ""
+
+
+class HeldTicket(msgspec.Struct, frozen=True, array_like=True):
+    """Ticket that a worker keeps when the engine is lost."""
+
+    ticket: Ticket
+    work: LimitedWork
+    count: int
+    ids: AdapterIds
+    adapters: CallAdapters
+
+
+# A worker's messages.
+
+
+class Hello(_Message, frozen=True):
+    """First message of a connection."""
+
+    worker: int
+    tickets: list[HeldTicket]
+
+
+class Acquire(_Message, frozen=True):
+    ticket: Ticket
+    work: LimitedWork
+    count: int
+
+
+class TakeLease(_Message, frozen=True):
+    ticket: Ticket
+    ids: AdapterIds
+
+
+class Open(_Message, frozen=True):
+    ticket: Ticket
+    sequence_id: SequenceId
+    spec: SequenceSpec
+    resume: Resume | None
+
+
+class Cancel(_Message, frozen=True):
+    sequence_id: SequenceId
+
+
+class Release(_Message, frozen=True):
+    ticket: Ticket
+
+
+class AskGauges(_Message, frozen=True):
+    """Question for the gauges of all other processes."""
+
+    number: int
+
+
+class OwnGauges(_Message, frozen=True):
+    """Answer to TellGauges."""
+
+    number: int
+    values: GaugeValues
+
+
+# The engine's messages.
+
+
+class State(_Message, frozen=True):
+    """Sent first, and again whenever the shards are lost or return."""
+
+    info: EngineInfo
+    is_ready: bool
+
+
+class Acquired(_Message, frozen=True):
+    ticket: Ticket
+
+
+class Leased(_Message, frozen=True):
+    ticket: Ticket
+    lease: Lease
+    adapters: CallAdapters
+
+
+class Refused(_Message, frozen=True):
+    """Answer to Acquire or TakeLease."""
+
+    ticket: Ticket
+    kind: str
+    text: str
+    parameter: str = ""
+    code: Code = Code.INTERNAL
+
+
+class Begun(_Message, frozen=True):
+    """Times of a sequence, before its first token."""
+
+    sequence_id: SequenceId
+    times: RequestTimes
+
+
+class Inputs(_Message, frozen=True):
+    sequence_id: SequenceId
+    tokens: list[TokenDetail]
+
+
+class Tokens(_Message, frozen=True):
+    """Tokens that are not the last of their sequences, in order, in columns of equal length. Columns of
+    details are empty if no token has any."""
+
+    sequence_ids: list[SequenceId]
+    token_ids: list[int]
+    logprobs: list[float]
+    ranks: list[int]
+    top_tokens: list[tuple[tuple[int, float], ...]]
+
+
+class Finished(_Message, frozen=True):
+    """Final event of a sequence."""
+
+    sequence_id: SequenceId
+    ended: Ended | None = None
+    failed: Failed | None = None
+    timed_out: TimedOut | None = None
+
+
+class TellGauges(_Message, frozen=True):
+    """Question for the gauges of the worker that gets it."""
+
+    number: int
+
+
+class OtherGauges(_Message, frozen=True):
+    """Answer to AskGauges."""
+
+    number: int
+    values: list[GaugeValues]
+
+
+WorkerMessage = Hello | Acquire | TakeLease | Open | Cancel | Release | AskGauges | OwnGauges
+EngineMessage = (
+    State | Acquired | Leased | Refused | Begun | Inputs | Tokens | Finished | TellGauges | OtherGauges
+)
+
+_ERRORS: dict[str, type[RouterError]] = {
+    "request": RequestError,
+    "not_found": NotFoundError,
+    "overloaded": OverloadedError,
+    "unavailable": UnavailableError,
+}
+
+
+def refused(ticket: Ticket, error: RouterError) -> Refused:
+    parameter = error.parameter if isinstance(error, RequestError) else ""
+    kind = next((kind for kind, of_kind in reversed(_ERRORS.items()) if isinstance(error, of_kind)), "")
+    return Refused(ticket, kind, str(error), parameter, error.code)
+
+
+def error_of(refusal: Refused) -> RouterError:
+    of_kind = _ERRORS.get(refusal.kind)
+    if of_kind is None:
+        return GenerationError(refusal.text, refusal.code)
+    if issubclass(of_kind, RequestError):
+        return of_kind(refusal.text, refusal.parameter)
+    return of_kind(refusal.text)
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+encode = _ENCODER.encode
+decode_worker_message = msgspec.msgpack.Decoder(WorkerMessage).decode
+decode_engine_message = msgspec.msgpack.Decoder(EngineMessage).decode
+DecodeError = msgspec.DecodeError

@@ -1,0 +1,264 @@
+"""The worker's half of a handle whose engine is in another process. It keeps what is needed to continue every
+call with the next engine process: what the call holds, what it waits for, and the tokens that it has."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from tgis.router.engine.event_queue import EventQueue, WakeUps
+from tgis.router.engine.handle import (
+    EngineInfo,
+    Lease,
+    LimitedWork,
+    RequestTimes,
+    Resume,
+    SequenceId,
+    SequenceSpec,
+    TextSink,
+    Ticket,
+)
+from tgis.router.errors import UnavailableError
+from tgis.router.events import Ended, Event, Failed, InputTokens
+from tgis.router.remote import messages as wire
+from tgis.router.sequence import CallAdapters, StopReason, TokenDetail
+
+_NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
+NO_LEASE = Lease()
+
+
+@dataclass(eq=False)
+class _Held:
+    """Resources of a ticket."""
+
+    work: LimitedWork
+    count: int
+    ids: wire.AdapterIds = field(default_factory=wire.AdapterIds)
+    adapters: CallAdapters = field(default_factory=CallAdapters)
+    sequences: list[SequenceId] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _OpenSequence:
+    """Sequence without a final event, and what is known of it."""
+
+    sequence_id: SequenceId
+    ticket: Ticket
+    spec: SequenceSpec
+    sink: TextSink | None
+    generated: list[int]
+    has_inputs: bool
+    times: RequestTimes
+    events: EventQueue
+
+    def resume(self) -> wire.Open:
+        resume = Resume(tuple(self.generated), self.has_inputs, self.times)
+        return wire.Open(self.ticket, self.sequence_id, self.spec, resume)
+
+
+class RemoteHandle:
+    """Implements EngineHandle. `info` may be called once `attach` has been called."""
+
+    def __init__(self) -> None:
+        self._send: Callable[[Any], None] = lambda message: None
+        self._is_attached = False
+        self._lost: Failed | None = None
+        """Final event of all sequences while the engine is given up."""
+        self._numbers, self._wake_ups = count(), WakeUps()
+        self._held: dict[Ticket, _Held] = {}
+        self._asked: dict[Ticket, tuple[Any, asyncio.Future[Any]]] = {}
+        """Questions without an answer, at most one per ticket."""
+        self._open: dict[SequenceId, _OpenSequence] = {}
+        self._events: dict[SequenceId, EventQueue] = {}
+        self._info: EngineInfo | None = None
+        self._take: dict[type, Callable[[Any], None]] = {
+            wire.Tokens: self._take_tokens,
+            wire.Finished: self._take_final,
+            wire.Begun: self._take_times,
+            wire.Inputs: self._take_inputs,
+            wire.Acquired: self._take_answer,
+            wire.Leased: self._take_answer,
+            wire.Refused: self._take_answer,
+        }
+
+    @property
+    def num_live(self) -> int:
+        """Number of opened sequences without a final event."""
+        return len(self._open)
+
+    def info(self) -> EngineInfo:
+        assert self._info is not None, "nothing is asked before the engine has started"
+        return self._info
+
+    async def acquire(self, count: int, work: LimitedWork = LimitedWork.GENERATION) -> Ticket:
+        ticket = Ticket(next(self._numbers))
+        try:
+            await self._ask(ticket, wire.Acquire(ticket, work, count))
+        except BaseException:  # the engine may have the ticket already, or else ignores the message
+            self._send(wire.Release(ticket))
+            raise
+        self._held[ticket] = _Held(work, count)
+        return ticket
+
+    async def lease(
+        self, ticket: Ticket, prefix_id: str | None, adapter_id: str | None, request_id: str
+    ) -> Lease:
+        if prefix_id is None and not adapter_id:
+            return NO_LEASE
+        held, ids = self._held[ticket], wire.AdapterIds(prefix_id, adapter_id, request_id)
+        answer = await self._ask(ticket, wire.TakeLease(ticket, ids))
+        assert isinstance(answer, wire.Leased)
+        held.ids, held.adapters = ids, answer.adapters
+        return answer.lease
+
+    def open(
+        self, ticket: Ticket, spec: SequenceSpec, sink: TextSink | None, resume: Resume | None = None
+    ) -> SequenceId:
+        sequence_id = SequenceId(next(self._numbers))
+        generated, has_inputs, times = resume or ((), False, None)
+        opened = _OpenSequence(
+            sequence_id,
+            ticket,
+            spec,
+            sink,
+            [*generated],
+            has_inputs,
+            times or RequestTimes(time.monotonic()),
+            EventQueue(self._wake_ups.wake),
+        )
+        self._held[ticket].sequences.append(sequence_id)
+        self._open[sequence_id], self._events[sequence_id] = opened, opened.events
+        if self._lost is not None:
+            self._end(opened, self._lost)
+        elif self._is_attached:
+            self._send(wire.Open(ticket, sequence_id, spec, resume))
+        return sequence_id
+
+    def events(self, sequence_id: SequenceId) -> AsyncIterator[list[Event]]:
+        return self._events[sequence_id]
+
+    def cancel(self, sequence_id: SequenceId) -> None:
+        self._events.pop(sequence_id, None)
+        if self._open.pop(sequence_id, None) is not None:
+            self._send(wire.Cancel(sequence_id))
+
+    def release(self, ticket: Ticket) -> None:
+        held = self._held.pop(ticket, None)
+        if held is not None:
+            self._send(wire.Release(ticket))
+            for sequence_id in held.sequences:
+                self._open.pop(sequence_id, None)
+                self._events.pop(sequence_id, None)
+
+    def greet(self, worker: int, send: Callable[[Any], None]) -> None:
+        """Use a new connection, whose first message says what this worker holds. Questions and sequences wait
+        for `attach`."""
+        self._send, self._is_attached = send, False
+        tickets = [
+            wire.HeldTicket(ticket, held.work, held.count, held.ids, held.adapters)
+            for ticket, held in self._held.items()
+        ]
+        send(wire.Hello(worker, tickets))
+
+    def attach(self, info: EngineInfo) -> None:
+        """Ask again what has no answer, and continue all sequences, because the engine has started."""
+        self._info, self._is_attached, self._lost = info, True, None
+        for message, _ in self._asked.values():
+            self._send(message)
+        for opened in self._open.values():
+            self._send(opened.resume())
+
+    def detach(self) -> None:
+        """Send nothing until the next connection."""
+        self._send, self._is_attached = lambda message: None, False
+
+    def give_up(self, lost: Failed) -> None:
+        """End all sequences and questions with this event, and those that come until `attach` is called."""
+        self._lost = lost
+        for opened in list(self._open.values()):
+            self._end(opened, lost)
+        for _, answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(UnavailableError(lost.message))
+
+    def take(self, message: Any) -> None:
+        """Take in a message of the engine, except for its state."""
+        self._take[type(message)](message)
+
+    async def _ask(self, ticket: Ticket, message: Any) -> Any:
+        """Return the answer. Raises RouterError."""
+        if self._lost is not None:
+            raise UnavailableError(self._lost.message)
+        answer = asyncio.get_running_loop().create_future()
+        self._asked[ticket] = message, answer
+        if self._is_attached:
+            self._send(message)
+        try:
+            return await answer
+        finally:
+            del self._asked[ticket]
+
+    def _take_answer(self, message: wire.Acquired | wire.Leased | wire.Refused) -> None:
+        _, answer = self._asked.get(message.ticket, (None, None))
+        if answer is None or answer.done():
+            return
+        if isinstance(message, wire.Refused):
+            answer.set_exception(wire.error_of(message))
+        else:
+            answer.set_result(message)
+
+    def _take_times(self, message: wire.Begun) -> None:
+        if (opened := self._open.get(message.sequence_id)) is not None:
+            opened.times = message.times
+
+    def _take_inputs(self, message: wire.Inputs) -> None:
+        if (opened := self._open.get(message.sequence_id)) is not None:
+            opened.has_inputs = True
+            opened.events.deliver(InputTokens(tuple(message.tokens)))
+
+    def _take_tokens(self, message: wire.Tokens) -> None:
+        """Push a step's tokens, and end the sequences in which they complete a stop sequence. Tokens of
+        sequences that have ended here are on their way until the engine knows."""
+        for sequence_id, token in _tokens(message):
+            opened = self._open.get(sequence_id)
+            if opened is None:
+                continue
+            opened.generated.append(token.token_id)
+            if opened.sink is not None and opened.sink.push(token.token_id, _NOT_FINISHED):
+                self._stop(opened, token)
+            else:
+                opened.events.deliver(token)
+
+    def _stop(self, opened: _OpenSequence, token: TokenDetail) -> None:
+        times, reason = opened.times, StopReason.STOP_SEQUENCE
+        timings = times.timings(time.monotonic())
+        self._end(opened, Ended(token, len(opened.generated), reason, timings, times.num_cached))
+        self._send(wire.Cancel(opened.sequence_id))
+
+    def _take_final(self, message: wire.Finished) -> None:
+        opened = self._open.get(message.sequence_id)
+        if opened is None:
+            return
+        ended = message.ended
+        if ended is not None and ended.token is not None and opened.sink is not None:
+            opened.sink.push(ended.token.token_id, ended.reason)
+        final = ended or message.failed or message.timed_out
+        assert final is not None
+        self._end(opened, final)
+
+    def _end(self, opened: _OpenSequence, final: Event) -> None:
+        del self._open[opened.sequence_id]
+        opened.events.deliver(final)
+
+
+def _tokens(message: wire.Tokens) -> Iterable[tuple[SequenceId, TokenDetail]]:
+    if not message.logprobs:
+        return zip(message.sequence_ids, map(TokenDetail, message.token_ids), strict=True)
+    return _described(message)
+
+
+def _described(message: wire.Tokens) -> Iterator[tuple[SequenceId, TokenDetail]]:
+    details = zip(message.token_ids, message.logprobs, message.ranks, message.top_tokens, strict=True)
+    return zip(message.sequence_ids, map(TokenDetail._make, details), strict=True)

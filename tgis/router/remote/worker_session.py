@@ -1,0 +1,201 @@
+"""The engine's half of one router worker's handle: does what the worker's messages say, and sends back what
+comes of it. All that a worker holds is given back when its connection ends."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tgis.router.engine.claims import Claim, Claims
+from tgis.router.engine.handle import SequenceId, Ticket
+from tgis.router.engine.live_request import LiveRequest
+from tgis.router.errors import RouterError
+from tgis.router.events import Ended, Event, Failed, InputTokens, TimedOut
+from tgis.router.remote import messages as wire
+from tgis.router.sequence import TokenDetail
+from tgis.router.shards.client import AdapterCallError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Held:
+    """Ticket of the worker."""
+
+    claim: Claim
+    leasing: asyncio.Task[None] | None = None
+    """Task that takes its adapters."""
+    sequences: set[SequenceId] = field(default_factory=set)
+
+
+class _Receiver:
+    """Receiver of one sequence's events."""
+
+    __slots__ = ("_has_begun", "_session", "live", "sequence_id")
+
+    def __init__(self, session: "WorkerSession", sequence_id: SequenceId) -> None:
+        self._session, self.sequence_id, self._has_begun = session, sequence_id, False
+        self.live: LiveRequest | None = None
+
+    def deliver(self, event: Event) -> None:
+        session = self._session
+        if isinstance(event, TokenDetail):
+            if not self._has_begun:
+                assert self.live is not None, "a token comes after its sequence has been opened"
+                self._has_begun = True
+                session.send_soon(wire.Begun(self.sequence_id, self.live.times))
+            session.send_token(self.sequence_id, event)
+        elif isinstance(event, InputTokens):
+            session.send_soon(wire.Inputs(self.sequence_id, list(event.tokens)))
+        else:
+            session.finish(_final(self.sequence_id, event))
+
+
+class WorkerSession:
+    def __init__(self, claims: Claims, send: Callable[[Any], None]) -> None:
+        self._claims, self._send = claims, send
+        self._held: dict[Ticket, _Held] = {}
+        self._live: dict[SequenceId, LiveRequest | None] = {}
+        """Sequences that may still have events. None stands for one that waits for its adapters."""
+        self._first: list[Any] = []
+        self._tokens: list[tuple[SequenceId, TokenDetail]] = []
+        self._last: list[Any] = []
+        self._is_due = False
+        self._take: dict[type, Callable[[Any], None]] = {
+            wire.Acquire: self._acquire,
+            wire.TakeLease: self._lease,
+            wire.Open: self._open,
+            wire.Cancel: self._cancel,
+            wire.Release: self._release,
+        }
+
+    def greet(self, message: wire.Hello) -> None:
+        """Take again what the worker has had of an engine process before, adapters among them, whatever the
+        limits."""
+        for again in message.tickets:
+            held = self._held[again.ticket] = _Held(self._claims.acquire(again.count, again.work, True))
+            if again.adapters.present:
+                held.leasing = asyncio.create_task(self._lease_again(held.claim, again), name="lease")
+
+    def take(self, message: Any) -> None:
+        """Take in a message of the worker, except for its first."""
+        self._take[type(message)](message)
+
+    def close(self) -> None:
+        """Give back all that the worker holds, because it is gone."""
+        for ticket in list(self._held):
+            self._release(wire.Release(ticket))
+
+    def send_soon(self, message: Any) -> None:
+        """Send a message before the tokens of this turn of the event loop."""
+        self._first.append(message)
+        self._flush_soon()
+
+    def send_token(self, sequence_id: SequenceId, token: TokenDetail) -> None:
+        self._tokens.append((sequence_id, token))
+        if not self._is_due:
+            self._flush_soon()
+
+    def finish(self, message: wire.Finished) -> None:
+        """Send a final event after the tokens of this turn of the event loop."""
+        self._live.pop(message.sequence_id, None)
+        self._last.append(message)
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_due = False
+        for message in self._first:
+            self._send(message)
+        if self._tokens:
+            self._send(_columns(self._tokens))
+        for message in self._last:
+            self._send(message)
+        self._first, self._tokens, self._last = [], [], []
+
+    def _acquire(self, message: wire.Acquire) -> None:
+        try:
+            claim = self._claims.acquire(message.count, message.work)
+        except RouterError as error:
+            self._send(wire.refused(message.ticket, error))
+        else:
+            self._held[message.ticket] = _Held(claim)
+            self._send(wire.Acquired(message.ticket))
+
+    def _lease(self, message: wire.TakeLease) -> None:
+        if (held := self._held.get(message.ticket)) is not None:
+            held.leasing = asyncio.create_task(self._take_lease(held.claim, message), name="lease")
+
+    async def _take_lease(self, claim: Claim, message: wire.TakeLease) -> None:
+        ids = message.ids
+        try:
+            lease = await self._claims.lease(claim, ids.prefix_id, ids.adapter_id, ids.request_id)
+        except RouterError as error:
+            self._send(wire.refused(message.ticket, error))
+        else:
+            self._send(wire.Leased(message.ticket, lease, claim.adapters))
+
+    async def _lease_again(self, claim: Claim, again: wire.HeldTicket) -> None:
+        """Take adapters again. Without them the ticket's sequences fail when they are opened."""
+        ids = again.ids
+        try:
+            await self._claims.lease_again(claim, ids.prefix_id, ids.adapter_id, again.adapters)
+        except (RouterError, AdapterCallError) as error:
+            logger.error("the adapters of request %s could not be loaded again: %s", ids.request_id, error)
+
+    def _open(self, message: wire.Open) -> None:
+        held = self._held.get(message.ticket)
+        if held is None:
+            return
+        held.sequences.add(message.sequence_id)
+        self._live[message.sequence_id] = None
+        if held.leasing is None or held.leasing.done():
+            self._begin(held.claim, message)
+        else:
+            held.leasing.add_done_callback(lambda _: self._begin(held.claim, message))
+
+    def _begin(self, claim: Claim, message: wire.Open) -> None:
+        sequence_id = message.sequence_id
+        if sequence_id not in self._live:  # it was cancelled while its adapters were loaded
+            return
+        receiver = _Receiver(self, sequence_id)
+        live = receiver.live = self._claims.open(claim, message.spec, None, message.resume, receiver)
+        if sequence_id in self._live:  # else it has ended already
+            self._live[sequence_id] = live
+
+    def _cancel(self, message: wire.Cancel) -> None:
+        if (live := self._live.pop(message.sequence_id, None)) is not None:
+            self._claims.cancel(live)
+
+    def _release(self, message: wire.Release) -> None:
+        held = self._held.pop(message.ticket, None)
+        if held is None:
+            return
+        for sequence_id in held.sequences:
+            self._live.pop(sequence_id, None)
+        if held.leasing is None or held.leasing.done():
+            self._claims.release(held.claim)
+        else:  # what it takes until then is given back too
+            held.leasing.cancel()
+            held.leasing.add_done_callback(lambda _: self._claims.release(held.claim))
+
+
+def _final(sequence_id: SequenceId, event: Ended | Failed | TimedOut) -> wire.Finished:
+    if isinstance(event, Ended):
+        return wire.Finished(sequence_id, ended=event)
+    if isinstance(event, Failed):
+        return wire.Finished(sequence_id, failed=event)
+    return wire.Finished(sequence_id, timed_out=event)
+
+
+def _columns(tokens: list[tuple[SequenceId, TokenDetail]]) -> wire.Tokens:
+    sequence_ids, details = zip(*tokens, strict=True)
+    token_ids, logprobs, ranks, top_tokens = zip(*details, strict=True)
+    if any(logprobs) or any(ranks) or any(top_tokens):
+        return wire.Tokens([*sequence_ids], [*token_ids], [*logprobs], [*ranks], [*top_tokens])
+    return wire.Tokens([*sequence_ids], [*token_ids], [], [], [])
