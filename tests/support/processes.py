@@ -81,9 +81,9 @@ class Service:
         return f"http://127.0.0.1:{self.http_port}"
 
     def channel(self) -> Channel:
-        """A channel whose calls reach all router workers."""
-        target = f"127.0.0.1:{self.grpc_port}"
-        return insecure_channel(target) if self.num_routers == 1 else spread_channel(target)
+        """A channel whose calls reach all router workers, where suites run again with several."""
+        target, is_again = f"127.0.0.1:{self.grpc_port}", "ROUTER_WORKERS" in os.environ
+        return spread_channel(target) if is_again else insecure_channel(target)
 
     def end(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = 30) -> int:
         """Exit code, of a process that may have ended before; a router must have given back all it took."""

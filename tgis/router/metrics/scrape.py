@@ -53,6 +53,7 @@ async def keep_published(metrics: Metrics) -> None:
 
 async def _within(limit_s: float, gather: Gather) -> list[GaugeValues]:
     try:
-        return await asyncio.wait_for(gather(), limit_s)
+        async with asyncio.timeout(limit_s):
+            return await gather()
     except TimeoutError:
         return []

@@ -42,7 +42,10 @@ class EngineServer:
     async def hear_workers(self) -> None:
         """Wait until all workers have said what they hold, but not long."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._greeted.wait(), GREETINGS_S)
+            async with asyncio.timeout(
+                GREETINGS_S
+            ):  # wait_for may swallow the cancellation that ends the process
+                await self._greeted.wait()
 
     def start(self) -> None:
         """Answer the workers from now on, because the engine has started."""
