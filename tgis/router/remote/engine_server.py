@@ -42,9 +42,8 @@ class EngineServer:
     async def hear_workers(self) -> None:
         """Wait until all workers have said what they hold, but not long."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(
-                GREETINGS_S
-            ):  # wait_for may swallow the cancellation that ends the process
+            # Not `wait_for`, which may swallow the cancellation that ends the process.
+            async with asyncio.timeout(GREETINGS_S):
                 await self._greeted.wait()
 
     def start(self) -> None:
