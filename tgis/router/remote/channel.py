@@ -36,6 +36,8 @@ class Channel(asyncio.Protocol, Generic[M]):
     def data_received(self, data: bytes) -> None:
         try:
             for body in self._frames.push(data):
+                if self._transport is None:  # an earlier message has closed it
+                    return
                 self._on_message(self._decode(body))
         except (DecodeError, FrameError):
             logger.exception("a message between the engine and a router worker cannot be read")

@@ -74,6 +74,10 @@ class EngineServer:
     def is_started(self) -> bool:
         return self._is_started
 
+    @property
+    def is_closed(self) -> bool:
+        return self._server is None or not self._server.is_serving()
+
     def state(self) -> wire.State:
         return wire.State(self._claims.info(), self._is_ready)
 
@@ -137,6 +141,9 @@ class _WorkerConnection:
                 self._waiting.append(message)
 
     def _greet(self, message: wire.Hello) -> None:
+        if self._server.is_closed:  # since this worker has connected
+            self.channel.close()
+            return
         self._worker, self._session = message.worker, WorkerSession(self._server.claims, self.channel.send)
         logger.info("router worker %d has connected and holds %d calls", self._worker, len(message.tickets))
         self._session.greet(message)

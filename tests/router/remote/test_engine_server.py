@@ -1,0 +1,95 @@
+"""Connections to an engine process, from a worker's side of the socket."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tgis.config.processes import RouterConfig
+from tgis.net.framing import frame_body
+from tgis.router.configured_metrics import open_metrics
+from tgis.router.engine.local_engine import LocalEngine
+from tgis.router.remote import channel
+from tgis.router.remote import messages as wire
+from tgis.router.remote.engine_server import EngineServer
+
+HELLO = wire.Hello(0, [])
+
+
+@dataclass
+class Socket:
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    def send(self, message: object) -> None:
+        self.writer.write(frame_body(wire.encode(message)))
+
+    async def is_closed(self) -> bool:
+        """Wait for the end of the connection, and return whether nothing else came."""
+        async with asyncio.timeout(5):
+            try:
+                return await self.reader.read(1) == b""
+            except ConnectionResetError:
+                return True
+
+
+@dataclass
+class Scene:
+    path: str
+    server: EngineServer
+    sockets: list[Socket] = field(default_factory=list)
+
+    async def connect(self) -> Socket:
+        self.sockets.append(Socket(*await asyncio.open_unix_connection(self.path)))
+        return self.sockets[-1]
+
+
+@pytest.fixture
+async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
+    path = str(tmp_path / "engine")
+    config = RouterConfig(tokenizer_path="", shard_uds_path=str(tmp_path / "shard"))
+    metrics = open_metrics(config)
+    engine = LocalEngine(config, metrics, lambda is_ready: None)
+    server = EngineServer(path, engine.claims, metrics, num_workers=1)
+    await server.listen()
+    scene = Scene(path, server)
+    yield scene
+    for each in scene.sockets:
+        each.writer.close()
+    server.close()
+
+
+@pytest.mark.parametrize("num_turns", range(6))
+async def test_a_worker_that_greets_a_closed_server_is_cut(scene: Scene, num_turns: int) -> None:
+    """Wherever its connection stands when the server closes, its end must be seen by the worker."""
+    worker = await scene.connect()
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    scene.server.close()
+    worker.send(HELLO)
+    worker.send(wire.Release(wire.Ticket(0)))
+    assert await worker.is_closed()
+
+
+async def test_a_message_that_cannot_be_read_ends_its_connection_alone(scene: Scene) -> None:
+    broken, sound = await scene.connect(), await scene.connect()
+    for each in broken, sound:
+        each.send(HELLO)
+    broken.writer.write(frame_body(b"\xc1"))
+    assert await broken.is_closed()
+    assert not sound.reader.at_eof()
+
+
+async def test_a_worker_that_reads_nothing_is_cut(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "MAX_UNSENT_BYTES", 1 << 20)
+    worker = await scene.connect()
+    worker.send(HELLO)
+    await scene.server.hear_workers()
+    [connection] = scene.server._connections
+    message = wire.Refused(wire.Ticket(0), "", "x" * (1 << 16))
+    for _ in range(64):
+        connection.channel.send(message)
+        await asyncio.sleep(0)
+    assert not scene.server._connections
