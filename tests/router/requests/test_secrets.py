@@ -100,7 +100,7 @@ def test_nothing_is_shown_to_others(
     wait_until(lambda: len(collector[0].spans) >= 5)
     for _ in range(3):
         ask(setup, good)
-    assert setup.service.process.wait(20) == 1
+    setup.service.wait_for_line("InjectedError")
     stop_router(setup)
     printed = setup.service.output
     assert all(
