@@ -1,7 +1,8 @@
-"""An engine process and three router workers that share the ports, in place of a router of one process. Run
-like `python -m tgis`."""
+"""An engine process and router workers that share the ports, in place of a router of one process. Run like
+`python -m tgis`, with the number of workers in a variable."""
 
 import asyncio
+import os
 import re
 import signal
 import sys
@@ -18,7 +19,9 @@ from tgis.launcher.shared_ports import SharedPorts
 from tgis.process.child import GIVE_UP, Child
 from tgis.router import app
 
-NUM_WORKERS = 3
+MODULE = "tests.support.router.split_router"
+WORKERS = "SPLIT_ROUTER_WORKERS"
+NUM_WORKERS = int(os.environ.get(WORKERS, 3))
 NAME = re.compile(r"^(engine process|router worker \d): ")
 """Before the reason that a process gives for its end."""
 
