@@ -17,14 +17,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.service import free_ports
 from integration_tests.support.live_streams import read
-from integration_tests.support.router_workers import (
-    connect,
-    connections_to_all,
-    count_connections,
-    router_pids,
-)
+from integration_tests.support.router_workers import connect, connections_to_all, router_pids
 from integration_tests.support.service import Client, launch, serve
 from tests.support.accounts import differences
+from tests.support.connections import OWN_CONNECTION, count_connections
 from tests.support.processes import Service, children_of
 from tests.support.shard.checkpoints import write_llama
 from tests.support.tls_files import issue
@@ -230,11 +226,10 @@ def test_certificates_and_tokens_are_reloaded_in_all_workers(directory: Path, tm
 def check_connections(service: Service, authority: trustme.CA, token: str, other_token: str) -> None:
     """Connections to all workers trust the authority and are let in with one token and not with the other."""
     credentials = grpc.ssl_channel_credentials(authority.cert_pem.bytes())
-    own = [("grpc.use_local_subchannel_pool", 1)]
     _, workers = router_pids(service)
     with contextlib.ExitStack() as stack:
         for _ in range(64):
-            channel = grpc.secure_channel(f"localhost:{service.grpc_port}", credentials, own)
+            channel = grpc.secure_channel(f"localhost:{service.grpc_port}", credentials, OWN_CONNECTION)
             stub = GenerationServiceStub(stack.enter_context(channel))
             ask = pb.ModelInfoRequest()
             stub.ModelInfo(ask, metadata=[("authorization", f"Bearer {token}")], timeout=20)
