@@ -104,8 +104,9 @@ def test_latency_is_compared_in_rounds() -> None:
 
 
 def test_texts_that_differ_and_pauses_are_counted() -> None:
-    lost = [TimedStream("ab", [1.0, 1.5, 3.5]), TimedStream("cd", [1.0, 1.25, 1.5])]
-    assert cells(format_losses([["ab", "xd"]], [lost])) == [["1", "2", "2.00", "1.12", "1"]]
+    lost = [TimedStream(text, [1.0, 1.5, 3.5]) for text in ("ab", "cd")]
+    lost.append(TimedStream("ef", [1.0, 1.25, 1.5]))
+    assert cells(format_losses([["ab", "cd", "xf"]], [lost])) == [["1", "3", "2.00", "2.00", "1"]]
 
 
 def test_a_share_is_that_of_the_busiest_worker() -> None:
