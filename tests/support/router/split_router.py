@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import tempfile
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -28,13 +29,15 @@ NAME = re.compile(r"^(engine process|router worker \d): ")
 
 def run(config: RouterConfig) -> None:
     """Do what `app.run` does, in several processes, each of which is started again when it dies."""
-    with tempfile.TemporaryDirectory(prefix="split-") as directory:
+    with ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="split-"))
         split = {"engine_path": f"{directory}/engine", "metrics_dir": directory}
-        ports = SharedPorts(replace(config, router_workers=NUM_WORKERS, **split))
-        try:
-            asyncio.run(_run(ports.config))
-        finally:
-            ports.close()
+        config = replace(config, router_workers=NUM_WORKERS, **split)
+        if NUM_WORKERS > 1:  # a single one does not share its ports
+            ports = SharedPorts(config)
+            stack.callback(ports.close)
+            config = ports.config
+        asyncio.run(_run(config))
 
 
 async def _run(config: RouterConfig) -> None:
