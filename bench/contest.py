@@ -5,7 +5,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from bench.limits import Rates
 from bench.probe import Probe, highest
@@ -13,6 +13,7 @@ from bench.service import BenchError
 from bench.worker import Worker
 
 Kind = Literal["decode", "prefill"]
+Entry = TypeVar("Entry")
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ Match = tuple[Case, Sequence[Contender]]
 def play(
     matches: Sequence[Match], probe: Probe, rounds: int, note: Callable[[Sample], None] | None = None
 ) -> list[Sample]:
-    """Whoever begins a round ends the next, so that nobody always follows the same other one."""
+    """Measure every match in each round, the contenders in turns."""
     samples = []
     for case, contenders in matches:
         for contender in contenders:
@@ -89,8 +90,7 @@ def play(
     before = probe()
     for number in range(rounds):
         for index, (case, contenders) in enumerate(matches):
-            turn = number % len(contenders)
-            for contender in [*contenders[turn:], *contenders[:turn]]:
+            for contender in turns(contenders, number):
                 first_s, whole_s = _measure(case, contender, seed=1 + number * len(matches) + index)
                 after = probe()
                 rate = _rate(case, first_s, whole_s)
@@ -99,6 +99,13 @@ def play(
                 before = after
                 (note or _print)(samples[-1])
     return samples
+
+
+def turns(contenders: Sequence[Entry], number: int) -> list[Entry]:
+    """Return the contenders in the order of a round. Whoever begins a round ends the next, so that nobody
+    always follows the same other one."""
+    turn = number % len(contenders)
+    return [*contenders[turn:], *contenders[:turn]]
 
 
 def _warm(contender: Contender, case: Case) -> None:
@@ -142,6 +149,9 @@ class Spread:
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
         return cls(statistics.median(values), min(values), max(values), len(values))
+
+    def __format__(self, form: str) -> str:
+        return f"{self.median:{form}} ({self.low:{form}} to {self.high:{form}})"
 
 
 def select(samples: Sequence[Sample], contender: str, case: str) -> list[Sample]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench import door_clients, worker
-from bench.contest import Spread
+from bench.contest import Spread, turns
 from bench.door_clients import APIS, GRPC
 from bench.router_group import RouterService
 from bench.service import BenchError, exit_on_sigterm
@@ -75,16 +75,14 @@ class RandomTokens:
 
     def __init__(self, is_fast: bool = False) -> None:
         self.is_fast = is_fast
-        """True if a step with all streams takes no time."""
+        """True if a step takes no time once all streams have been there."""
         self.pids: list[int] = []
         """Processes whose CPU time is taken."""
-        self.num_left = 0
-        """Number of tokens after the warm-up, up to the ends of all streams."""
         self._random = np.random.default_rng(0)
         self._rows: dict[int, Row] = {}
         self._num_streams = self._num_steps = 0
-        self._num_full = 0
-        self.begin = self._end = Look((), 0.0)
+        self._num_full = self._num_left = 0
+        self._begin = self._end = Look((), 0.0)
         """Times at the end of the warm-up, and after the steps."""
 
     def watch(self, num_streams: int, num_steps: int) -> None:
@@ -94,7 +92,14 @@ class RandomTokens:
         """Return the times that the steps took. Raises BenchError if there were too few."""
         if self._num_full <= WARM_STEPS + self._num_steps:
             raise BenchError(f"all streams had {self._num_full} steps together, too few")
-        return self._end.since(self.begin)
+        return self._end.since(self._begin)
+
+    def rest(self) -> tuple[Look, int]:
+        """Return the times since the end of the warm-up, and the number of tokens that were left then. All
+        streams have ended. Raises BenchError if they had too few steps together."""
+        if self._num_full <= WARM_STEPS:
+            raise BenchError(f"all streams had {self._num_full} steps together, too few")
+        return self._look().since(self._begin), self._num_left
 
     def execute(self, request: pb.StepRequest) -> pb.StepResponse:
         for number in integers(request.closed_rows):
@@ -117,20 +122,22 @@ class RandomTokens:
         return end == row.length < row.limit
 
     def _pace(self, num_rows: int) -> None:
-        """Wait as long as a step takes; while streams are missing, until they can be there."""
-        if num_rows < self._num_streams:
-            time.sleep(GATHER_S if self._num_full == 0 else STEP_S)
-            return
-        if not self.is_fast:
+        """Wait as long as a step takes; until all streams have been there, until they can be."""
+        is_full = num_rows >= self._num_streams
+        if not is_full and self._num_full == 0:
+            time.sleep(GATHER_S)
+        elif not self.is_fast:
             time.sleep(STEP_S)
+        if not is_full:
+            return
         if self._num_full == WARM_STEPS:
-            self.begin = self.look()
-            self.num_left = sum(row.limit - row.length for row in self._rows.values())
+            self._begin = self._look()
+            self._num_left = sum(row.limit - row.length for row in self._rows.values())
         if self._num_full == WARM_STEPS + self._num_steps:
-            self._end = self.look()
+            self._end = self._look()
         self._num_full += 1
 
-    def look(self) -> Look:
+    def _look(self) -> Look:
         return Look(tuple(map(cpu_seconds, self.pids)), time.perf_counter())
 
 
@@ -199,21 +206,20 @@ def running(
             limits += ["--http-api", "tgi,lmi,openai", "--max-http-connections", str(2 * most_streams)]
         router = RouterService(router_command(directory, *limits), num_workers, tree)
         stack.callback(router.end)
-        router.wait_until_serving()
+        router.service.wait_until_serving()
         tokens.pids = [*router.routers, *([router.engine] if router.engine else [])]
         clients = worker.start(door_clients.MODULE, router.grpc_target, router.http_target)
         yield Bench(router, tokens, stack.enter_context(clients))
 
 
 def run(bench: Bench, options: argparse.Namespace) -> list[Sample]:
-    """Whoever begins a round ends the next. Raises BenchError."""
+    """Raises BenchError."""
     samples = []
     for num_streams in options.streams:
         for api in options.apis:
             bench.measure(api, num_streams, WARM_STEPS)
         for number in range(options.rounds):
-            turn = number % len(options.apis)
-            for api in (*options.apis[turn:], *options.apis[:turn]):
+            for api in turns(options.apis, number):
                 samples.append(bench.measure(api, num_streams, options.steps))
                 print(
                     f"{api}, {num_streams} streams: {samples[-1].token_us:.1f} us",
@@ -228,13 +234,12 @@ def format_samples(samples: Sequence[Sample]) -> str:
     lines = ["| streams | API | router's CPU time a token, us | x gRPC | goal |", "|---|---|---|---|---|"]
     for num_streams, api in dict.fromkeys((each.streams, each.api) for each in samples):
         times = _times(samples, num_streams, api)
-        told = f"{times.median:.1f} ({times.low:.1f} to {times.high:.1f})"
         base = [each for each in samples if each.streams == num_streams and each.api == GRPC]
         ratio, goal = "", ""
         if api != GRPC and base:
             ratio = f"{times.median / _times(samples, num_streams, GRPC).median:.2f}"
             goal = f"<= {GOAL}"
-        lines.append(f"| {num_streams} | {api} | {told} | {ratio} | {goal} |")
+        lines.append(f"| {num_streams} | {api} | {times:.1f} | {ratio} | {goal} |")
     return "\n".join(lines)
 
 

@@ -3,13 +3,15 @@ the time in which the service computes prompts as long as what they have; and wh
 an undisturbed run."""
 
 import asyncio
+import os
+import signal
 import statistics
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ import psutil
 from bench.load import CHANNEL_OPTIONS, Job, make_prompts
 from bench.rates import service_flags
 from bench.service import BenchError, launch
+from tests.support.processes import children_of
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
@@ -47,29 +50,29 @@ class Round:
 def run(options: Namespace, model: Path) -> dict[str, Any]:
     """Raises BenchError."""
     flags = [*service_flags(options), "--router-workers", str(WORKERS)]
-    with launch(model, options.cache / "engine_loss.log", flags) as (target, command):
-        rounds = asyncio.run(_measure(target, command, options.rounds))
+    with launch(model, options.cache / "engine_loss.log", flags) as (target, _):
+        rounds = asyncio.run(_measure(target, options.rounds))
     pauses = [each.pause_s for each in rounds]
     computing = statistics.median(each.computing_s for each in rounds)
     detail = f"computing as many tokens anew takes {computing:.2f} s; no text differs"
     return {"figures": {"engine loss": {"values": pauses, "detail": detail}}, "rounds": rounds}
 
 
-async def _measure(target: str, command: Sequence[str], rounds: int) -> list[Round]:
+async def _measure(target: str, rounds: int) -> list[Round]:
     channels = [grpc.aio.insecure_channel(target, CHANNEL_OPTIONS) for _ in range(STREAMS)]
     try:
         stubs = [GenerationServiceStub(channel) for channel in channels]
-        return [await _measure_round(stubs, command) for _ in range(rounds)]
+        return [await _measure_round(stubs) for _ in range(rounds)]
     finally:
         await asyncio.gather(*(channel.close() for channel in channels))
 
 
-async def _measure_round(stubs: "Sequence[GenerationServiceAsyncStub]", command: Sequence[str]) -> Round:
+async def _measure_round(stubs: "Sequence[GenerationServiceAsyncStub]") -> Round:
     """Each run has prompts of its own, which no cache knows, but for the one that is compared."""
     prompts, seed = _prompts(PROMPT_TOKENS), time.time_ns()
     undisturbed = [Stream() for _ in stubs]
     await _run_streams(stubs, prompts, undisturbed, PROMPT_TOKENS, NEW_TOKENS, seed)
-    streams, loss = [Stream() for _ in stubs], _Loss(command)
+    streams, loss = [Stream() for _ in stubs], _Loss()
     await _run_streams(stubs, prompts, streams, PROMPT_TOKENS, NEW_TOKENS, seed, loss)
     if any(one.text != other.text for one, other in zip(streams, undisturbed, strict=True)):
         raise BenchError("a text differs from that of an undisturbed run")
@@ -120,22 +123,14 @@ async def _run_streams(
 
 @dataclass
 class _Loss:
-    """Loss of the engine process of the launcher that was started with this command."""
+    """Loss of the engine process of the only service that this process has launched."""
 
-    command: Sequence[str]
     at: float = 0.0
 
     def cause(self) -> None:
-        find_engine(self.command).kill()
+        [engine] = chain(*(children_of(child.pid).get("engine", []) for child in psutil.Process().children()))
+        os.kill(engine, signal.SIGKILL)
         self.at = time.perf_counter()
-
-
-def find_engine(command: Sequence[str]) -> psutil.Process:
-    """Return the engine process of the launcher that was started with this command. Raises BenchError."""
-    for process in psutil.Process().children(recursive=True):
-        if process.is_running() and process.cmdline()[1:4] == [*command[1:3], "engine"]:
-            return process
-    raise BenchError("the service has no engine process")
 
 
 def _longest_pause(streams: Sequence[Stream], killed_at: float) -> float:

@@ -2,6 +2,7 @@
 CPU time per token and the tokens of a message, in turns with another checkout (`--before`) in one run."""
 
 import argparse
+import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -9,9 +10,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.contest import Spread
+from bench.contest import Spread, turns
 from bench.door_clients import APIS, CHAT, COMPLETIONS, GRPC
 from bench.doors import MAX_LENGTH, SLACK, Bench, RandomTokens, running
+from bench.report import format_table
 from bench.service import BenchError, exit_on_sigterm
 
 GOAL = 1.5
@@ -41,31 +43,29 @@ class Contender:
 
     def measure(self, api: str, num_streams: int, new_tokens: int, number: int) -> FastSample:
         """Raises BenchError."""
-        tokens = self._tokens
-        tokens.watch(num_streams, 0)
+        self._tokens.watch(num_streams, 0)
         num_messages = self._bench.stream(api, num_streams, new_tokens)
-        times = tokens.look().since(tokens.begin)
+        times, num_tokens = self._tokens.rest()
         return FastSample(
             self.name,
             api,
             num_streams,
             number,
-            1e6 * sum(times.cpu_s) / tokens.num_left,
-            tokens.num_left / times.wall_s,
+            1e6 * sum(times.cpu_s) / num_tokens,
+            num_tokens / times.wall_s,
             num_streams * new_tokens / num_messages,
         )
 
 
 def run(contenders: Sequence[Contender], options: argparse.Namespace) -> list[FastSample]:
-    """Whoever begins a round ends the next. Raises BenchError."""
+    """Raises BenchError."""
     samples = []
     for num_streams in options.streams:
         for api in options.apis:
             for contender in contenders:
                 contender.measure(api, num_streams, SLACK, 0)
             for number in range(options.rounds):
-                turn = number % len(contenders)
-                for contender in (*contenders[turn:], *contenders[:turn]):
+                for contender in turns(contenders, number):
                     samples.append(contender.measure(api, num_streams, options.new_tokens, number))
                     print(samples[-1], file=sys.stderr, flush=True)
     return samples
@@ -73,30 +73,29 @@ def run(contenders: Sequence[Contender], options: argparse.Namespace) -> list[Fa
 
 def format_samples(samples: Sequence[FastSample]) -> str:
     """Return a Markdown table of medians. Ratios to the other checkout are of each round."""
-    lines = [
-        "| streams | API | tree | tokens/s | CPU time a token, us | tokens a message | tokens/s x before |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for key in dict.fromkeys((each.streams, each.api, each.tree) for each in samples):
-        chosen = [each for each in samples if (each.streams, each.api, each.tree) == key]
+    head = (
+        *("streams", "API", "tree", "tokens/s", "CPU time a token, us", "tokens a message"),
+        "tokens/s x before",
+    )
+    rows = []
+    for streams, api, tree in dict.fromkeys((each.streams, each.api, each.tree) for each in samples):
+        chosen = [each for each in samples if (each.streams, each.api, each.tree) == (streams, api, tree)]
         rate, cpu, size = (
-            Spread.of(values)
+            statistics.median(values)
             for values in zip(
                 *((each.rate, each.token_us, each.message_tokens) for each in chosen), strict=True
             )
         )
-        streams, api, tree = key
-        told = f"{rate.median:.0f} | {cpu.median:.1f} | {size.median:.1f} | {_ratio(samples, chosen)}"
-        lines.append(f"| {streams} | {api} | {tree} | {told} |")
-    return "\n".join(lines)
+        told = (f"{rate:.0f}", f"{cpu:.1f}", f"{size:.1f}", _ratio(samples, chosen))
+        rows.append([str(streams), api, tree, *told])
+    return format_table(head, rows)
 
 
 def _ratio(samples: Sequence[FastSample], chosen: Sequence[FastSample]) -> str:
     before = {(each.streams, each.api, each.round): each.rate for each in samples if each.tree == BEFORE}
     if chosen[0].tree == BEFORE or not before:
         return ""
-    ratio = Spread.of([each.rate / before[each.streams, each.api, each.round] for each in chosen])
-    return f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+    return f"{Spread.of([each.rate / before[each.streams, each.api, each.round] for each in chosen]):.2f}"
 
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import timed_clients, worker
-from bench.contest import Spread
+from bench.contest import Spread, turns
 from bench.door_clients import GRPC
 from bench.doors import RandomTokens, running
+from bench.report import format_table
 from bench.timed_clients import ask_streams, ask_unary
 
 ONE, SPLIT = "one process", "engine + 1 worker"
@@ -40,8 +41,7 @@ def measure(options: argparse.Namespace) -> str:
             router.measure(name, 0)
         latencies = []
         for number in range(options.rounds):
-            names = [ONE, SPLIT] if number % 2 == 0 else [SPLIT, ONE]
-            latencies += [routers[name].measure(name, number) for name in names]
+            latencies += [routers[name].measure(name, number) for name in turns(list(routers), number)]
             print(*latencies[-2:], file=sys.stderr, flush=True)
     return format_latencies(latencies)
 
@@ -71,14 +71,9 @@ def format_latencies(latencies: Sequence[Latency]) -> str:
     """Return a Markdown table of medians. What the split adds is that of each round."""
     calls = {name: [each.call_ms for each in latencies if each.router == name] for name in NUM_WORKERS}
     tokens = {name: [each.token_ms for each in latencies if each.router == name] for name in NUM_WORKERS}
-    lines = ["| ms | one process | engine + 1 worker | added | target |", "|---|---|---|---|---|"]
+    rows = []
     for title, values in (("call of one token", calls), ("between tokens of a stream", tokens)):
         added = [split - one for one, split in zip(values[ONE], values[SPLIT], strict=True)]
-        told = " | ".join(_tell(each) for each in (values[ONE], values[SPLIT], added))
-        lines.append(f"| {title} | {told} | <= {GOAL_MS} |")
-    return "\n".join(lines)
-
-
-def _tell(values: Sequence[float]) -> str:
-    spread = Spread.of(values)
-    return f"{spread.median:.2f} ({spread.low:.2f} to {spread.high:.2f})"
+        told = (f"{Spread.of(each):.2f}" for each in (values[ONE], values[SPLIT], added))
+        rows.append([title, *told, f"<= {GOAL_MS}"])
+    return format_table(["ms", ONE, SPLIT, "added", "target"], rows)

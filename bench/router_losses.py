@@ -12,6 +12,7 @@ from pathlib import Path
 
 from bench import timed_clients, worker
 from bench.contest import Spread
+from bench.report import format_table
 from bench.router_group import RouterService
 from bench.service import BenchError
 from bench.timed_clients import TimedStream, ask_streams
@@ -64,7 +65,7 @@ def running(directory: Path) -> Iterator[Streams]:
         flags += ["--max-sequence-length", str(MAX_LENGTH), "--shard-uds-path", uds_path]
         router = RouterService(router_command(directory, *flags), NUM_WORKERS)
         stack.callback(router.end)
-        router.wait_until_serving()
+        router.service.wait_until_serving()
         clients = stack.enter_context(worker.start(timed_clients.MODULE, router.grpc_target))
         yield Streams(router, clients)
 
@@ -87,9 +88,11 @@ def _pauses(streams: Sequence[TimedStream]) -> Spread:
 
 def format_losses(whole: Sequence[Sequence[str]], lost: Sequence[Sequence[TimedStream]]) -> str:
     """Return a Markdown table of the kills, given the texts without a kill."""
-    lines = ["| kill | streams | longest pause, s | median, s | texts that differ |", "|---|---|---|---|---|"]
+    rows = []
     for number, (texts, streams) in enumerate(zip(whole, lost, strict=True), 1):
         pauses = _pauses(streams)
         num_wrong = sum(stream.text != text for stream, text in zip(streams, texts, strict=True))
-        lines.append(f"| {number} | {len(streams)} | {pauses.high:.2f} | {pauses.median:.2f} | {num_wrong} |")
-    return "\n".join([*lines, "", f"Targets: longest pause <= {PAUSE_GOAL_S:g} s, no text differs."])
+        told = (f"{pauses.high:.2f}", f"{pauses.median:.2f}", str(num_wrong))
+        rows.append([str(number), str(len(streams)), *told])
+    table = format_table(["kill", "streams", "longest pause, s", "median, s", "texts that differ"], rows)
+    return f"{table}\n\nTargets: longest pause <= {PAUSE_GOAL_S:g} s, no text differs."

@@ -2,6 +2,7 @@
 second of as many processes that do nothing but gRPC. Needs cores for all of them and for their clients."""
 
 import argparse
+import statistics
 import sys
 import tempfile
 import time
@@ -15,6 +16,7 @@ from bench import door_clients, raw_grpc, worker
 from bench.contest import Spread
 from bench.door_clients import GRPC
 from bench.doors import TIME_LIMIT_S, RandomTokens, running
+from bench.report import format_table
 from bench.service import free_ports
 from tests.support.processes import Service
 from tgis.process.control_groups import count_cores
@@ -64,7 +66,8 @@ def _start_router(stack: ExitStack, num_workers: int, num_clients: int) -> Measu
     def take() -> float:
         tokens.watch(NUM_STREAMS, 0)
         stream()
-        return tokens.num_left / tokens.look().since(tokens.begin).wall_s
+        times, num_tokens = tokens.rest()
+        return num_tokens / times.wall_s
 
     return take
 
@@ -100,14 +103,14 @@ def _start_clients(stack: ExitStack, target: str, count: int) -> Callable[[], No
 
 def format_rates(rates: Sequence[Rate]) -> str:
     """Return a Markdown table of medians. A share is that of as many times one worker's, in each round."""
-    lines = ["| | workers | tokens or messages/s | of N x one worker's | target |", "|---|---|---|---|---|"]
+    rows = []
     one = {(each.name, each.round): each.rate for each in rates if each.num_workers == 1}
     for name, num_workers in dict.fromkeys((each.name, each.num_workers) for each in rates):
         chosen = [each for each in rates if (each.name, each.num_workers) == (name, num_workers)]
-        rate, share, goal = Spread.of([each.rate for each in chosen]), "", ""
+        rate, share, goal = statistics.median(each.rate for each in chosen), "", ""
         if num_workers > 1:
-            spread = Spread.of([each.rate / num_workers / one[name, each.round] for each in chosen])
-            share = f"{spread.median:.2f} ({spread.low:.2f} to {spread.high:.2f})"
+            shares = [each.rate / num_workers / one[name, each.round] for each in chosen]
+            share = f"{Spread.of(shares):.2f}"
             goal = f">= {GOAL}" if name == "router" else ""
-        lines.append(f"| {name} | {num_workers} | {rate.median:.0f} | {share} | {goal} |")
-    return "\n".join(lines)
+        rows.append([name, str(num_workers), f"{rate:.0f}", share, goal])
+    return format_table(["", "workers", "tokens or messages/s", "of N x one worker's", "target"], rows)

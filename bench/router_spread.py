@@ -2,18 +2,18 @@
 
 import argparse
 import socket
-import statistics
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import psutil
-
 from bench import doors
+from bench.contest import Spread
 from bench.door_clients import GRPC
+from bench.report import format_table
 from bench.service import BenchError
+from tests.support.connections import count_connections
 
 NUM_WORKERS, NUM_CONNECTIONS, NUM_STREAMS, NUM_TRIALS = 3, (1, 4, 64), 64, 20
 ACCEPT_TIMEOUT_S, POLL_S = 10.0, 0.02
@@ -42,25 +42,19 @@ def _connect(port: int, pids: Sequence[int], count: int) -> list[int]:
 def _wait_for(port: int, pids: Sequence[int], count: int) -> list[int]:
     deadline = time.monotonic() + ACCEPT_TIMEOUT_S
     while time.monotonic() < deadline:
-        accepted = [_count_connections(pid, port) for pid in pids]
+        accepted = [count_connections(pid, port) for pid in pids]
         if sum(accepted) == count:
             return accepted
         time.sleep(POLL_S)
     raise BenchError(f"the workers accepted {accepted} of {count} connections")
 
 
-def _count_connections(pid: int, port: int) -> int:
-    connections = psutil.Process(pid).net_connections("tcp")
-    return sum(each.laddr.port == port and each.status == psutil.CONN_ESTABLISHED for each in connections)
-
-
 def format_spread(trials: dict[int, list[list[int]]]) -> str:
     """Return a Markdown table for streams that are dealt evenly to the connections."""
     streams = f"{NUM_STREAMS} streams over {NUM_WORKERS} workers"
-    lines = [f"| connections | {streams}, a trial | busiest, x the even share |", "|---|---|---|"]
+    rows = []
     for count, found in trials.items():
         shares = [max(accepted) * len(accepted) / count for accepted in found]
         example = ", ".join(f"{each * NUM_STREAMS / count:g}" for each in sorted(found[0]))
-        told = f"{statistics.median(shares):.2f} ({min(shares):.2f} to {max(shares):.2f})"
-        lines.append(f"| {count} | {example} | {told} |")
-    return "\n".join(lines)
+        rows.append([str(count), example, f"{Spread.of(shares):.2f}"])
+    return format_table(["connections", f"{streams}, a trial", "busiest, x the even share"], rows)

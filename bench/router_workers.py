@@ -3,7 +3,6 @@ CPU time per streamed token, latency, the engine process's step, how connections
 the engine process is killed. Shards are fakes, so that nothing else takes the time."""
 
 import argparse
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -12,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import router_latency, router_losses, router_rates, router_spread, router_step
-from bench.contest import Spread
+from bench.contest import Spread, turns
 from bench.door_clients import GRPC
 from bench.doors import WARM_STEPS, Bench, running
+from bench.report import format_table
 from bench.service import BenchError, exit_on_sigterm
+from tgis.process.control_groups import count_cores
 
 BEFORE, ONE = "one process, before", "one process"
 NUM_WORKERS = {BEFORE: 0, ONE: 0, "engine + 1 worker": 1, "engine + 3 workers": 3}
@@ -49,7 +50,7 @@ def measure_costs(options: argparse.Namespace) -> str:
             for bench in benches.values():
                 bench.watch(GRPC, num_streams, WARM_STEPS)
             for number in range(options.rounds):
-                for name in _turns(list(benches), number):
+                for name in turns(list(benches), number):
                     costs.append(_measure_cost(benches[name], name, num_streams, options.steps, number))
                     print(costs[-1], file=sys.stderr, flush=True)
     return format_costs(costs)
@@ -65,12 +66,6 @@ def _start_all(stack: ExitStack, options: argparse.Namespace) -> Iterator[tuple[
         yield name, stack.enter_context(running(directory, most, [GRPC], None, tree, num_workers))
 
 
-def _turns(names: Sequence[str], number: int) -> list[str]:
-    """Whoever begins a round ends the next."""
-    turn = number % len(names)
-    return [*names[turn:], *names[:turn]]
-
-
 def _measure_cost(bench: Bench, name: str, num_streams: int, num_steps: int, number: int) -> Cost:
     times = bench.watch(GRPC, num_streams, num_steps).cpu_s
     num_doors = NUM_WORKERS[name] or 1
@@ -82,34 +77,34 @@ def _measure_cost(bench: Bench, name: str, num_streams: int, num_steps: int, num
 
 def format_costs(costs: Sequence[Cost]) -> str:
     """Return a Markdown table of medians. Ratios are those of each round, to the first of the routers."""
-    lines = [
-        f"| streams | router | workers, us a token | engine process | sum | x {costs[0].router} |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     base = {(each.streams, each.round): each.sum_us for each in costs if each.router == costs[0].router}
     for streams, name in dict.fromkeys((each.streams, each.router) for each in costs):
         chosen = [each for each in costs if (each.streams, each.router) == (streams, name)]
-        told = [tell([each.doors_us for each in chosen], ".1f")]
-        told.append(tell([each.engine_us for each in chosen], ".1f") if NUM_WORKERS[name] else "")
-        told.append(tell([each.sum_us for each in chosen], ".1f"))
-        ratios = [each.sum_us / base[streams, each.round] for each in chosen]
-        told.append("" if name == costs[0].router else tell(ratios, ".2f"))
-        lines.append(f"| {streams} | {name} | {' | '.join(told)} |")
+        doors, engine, whole, ratio = (
+            Spread.of(values)
+            for values in (
+                [each.doors_us for each in chosen],
+                [each.engine_us for each in chosen],
+                [each.sum_us for each in chosen],
+                [each.sum_us / base[streams, each.round] for each in chosen],
+            )
+        )
+        told = [f"{doors:.1f}", f"{engine:.1f}" if NUM_WORKERS[name] else "", f"{whole:.1f}"]
+        told.append("" if name == costs[0].router else f"{ratio:.2f}")
+        rows.append([str(streams), name, *told])
+    head = ["streams", "router", "workers, us a token", "engine process", "sum", f"x {costs[0].router}"]
     goals = f"workers <= {WORKER_GOAL_US} us, engine process <= {ENGINE_GOAL_US} us, sum <= {SUM_GOAL} x"
-    return "\n".join([*lines, "", f"Targets: {goals}."])
-
-
-def tell(values: Sequence[float], form: str) -> str:
-    spread = Spread.of(values)
-    return f"{spread.median:{form}} ({spread.low:{form}} to {spread.high:{form}})"
+    return f"{format_table(head, rows)}\n\nTargets: {goals}."
 
 
 def measure_steps(options: argparse.Namespace) -> str:
     rounds = router_step.time_engine(options.rounds, STEP_VOCAB_SIZE)
-    lines = ["| sequences | engine process's step, ms | target |", "|---|---|---|"]
-    for size, goal in STEP_GOALS_MS.items():
-        lines.append(f"| {size} | {tell([1e3 * each[size] for each in rounds], '.2f')} | <= {goal} |")
-    return "\n".join(lines)
+    rows = [
+        [str(size), f"{Spread.of([1e3 * each[size] for each in rounds]):.2f}", f"<= {goal}"]
+        for size, goal in STEP_GOALS_MS.items()
+    ]
+    return format_table(["sequences", "engine process's step, ms", "target"], rows)
 
 
 SECTIONS: dict[str, tuple[str, Callable[[argparse.Namespace], str]]] = {
@@ -135,7 +130,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
 def main() -> None:
     options = parse_options(sys.argv[1:])
     exit_on_sigterm()
-    print(f"{os.cpu_count()} cores")
+    print(f"{count_cores()} cores")
     for name in options.only:
         title, measure = SECTIONS[name]
         try:

@@ -400,6 +400,7 @@ def check_shape(params: pb.Parameters, parts: list[pb.GenerationResponse]) -> pb
     for part in rest:
         assert part.input_token_count == 0
         whole.tokens.extend(part.tokens)
+        assert part.generated_token_count == len(whole.tokens) or not params.response.generated_tokens
     assert last.seed == (header.seed if last.generated_token_count else 0)
     whole.text = "".join(part.text for part in rest)
     if last.generated_token_count:

@@ -22,6 +22,7 @@ from integration_tests.support.oracle import Oracle, UncertainError
 from integration_tests.support.served_models import FLAGS, WRITERS
 from integration_tests.support.service import launch
 from tests.support.processes import Service
+from tests.support.streams import join_stream
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
@@ -153,11 +154,7 @@ class Asked:
         """One per input; a stream is put together again."""
         if self.ask.rpc == "Generate":
             return list(self.answer.messages[0].responses)
-        whole, texts = pb.GenerationResponse(), []
-        for part in self.answer.messages:
-            whole.MergeFrom(part)
-            texts.append(part.text)
-        whole.text = "".join(texts)
+        whole = join_stream(self.answer.messages)
         whole.input_token_count = self.answer.messages[0].input_token_count  # later ones count virtual tokens
         return [whole]
 

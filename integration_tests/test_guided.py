@@ -17,6 +17,7 @@ import pytest
 
 from integration_tests.support.greedy_answers import Expected, Model, check, request
 from integration_tests.support.service import Client, serve
+from tests.support.streams import join_stream
 from tgis.pb import generation_pb2 as pb
 
 Decoding = pb.DecodingParameters
@@ -97,14 +98,8 @@ def unary(client: Client, prompt: str, params: pb.Parameters) -> pb.GenerationRe
 
 
 def streamed(client: Client, prompt: str, params: pb.Parameters) -> pb.GenerationResponse:
-    whole = pb.GenerationResponse()
-    for part in client.stub.GenerateStream(
-        pb.SingleGenerationRequest(request=pb.GenerationRequest(text=prompt), params=params)
-    ):
-        text = whole.text + part.text
-        whole.MergeFrom(part)
-        whole.text = text
-    return whole
+    message = pb.SingleGenerationRequest(request=pb.GenerationRequest(text=prompt), params=params)
+    return join_stream(client.stub.GenerateStream(message))
 
 
 def answer(response: pb.GenerationResponse) -> tuple[str, int, list[str]]:

@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf.json_format import ParseDict
 
 from integration_tests.support.greedy_answers import MAX_SEQUENCE_LENGTH as MODEL_LENGTH
 from integration_tests.support.greedy_answers import Model
 from integration_tests.support.service import Client, serve
 from tests.support import npm_packages
 from tests.support.router.router_process import Setup, start_router, stop_router
+from tests.support.streams import join_stream
+from tgis.pb import generation_pb2 as pb
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "integration_tests" / "node"
@@ -243,19 +246,14 @@ def test_hundreds_of_streams_on_one_channel(node: Node, service: Client) -> None
     calls = [{"name": "crowd", "method": "GenerateStream", "request": request, "copies": 400}]
     crowd = node.run(calls)["crowd"]
     assert [answer.code for answer in crowd] == ["OK"] * 400
-    assert {_joined(answer.messages) for answer in crowd} == {_joined(alone.messages)}
+    assert {_joined(answer) for answer in crowd} == {_joined(alone)}
     assert node.connected
     wait_until(lambda: metric(service.service.http, "tgi_requests_running") == 0)
 
 
-def _joined(messages: list[dict[str, Any]]) -> str:
-    """Return a stream's messages as one: how many tokens share a message depends on the load."""
-    whole: dict[str, Any] = {"text": "", "tokens": []}
-    for message in messages:
-        text, infos = whole["text"] + message["text"], whole["tokens"] + message["tokens"]
-        whole |= {name: value for name, value in message.items() if value}
-        whole |= {"text": text, "tokens": infos}
-    return json.dumps(whole, sort_keys=True)
+def _joined(answer: Seen) -> bytes:
+    whole = join_stream(ParseDict(message, pb.GenerationResponse()) for message in answer.messages)
+    return whole.SerializeToString(deterministic=True)
 
 
 def test_cancelling_a_stream_ends_its_work(slow: Node, router: Setup) -> None:

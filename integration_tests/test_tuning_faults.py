@@ -29,6 +29,7 @@ from integration_tests.support.tuned_files import (
 )
 from tests.support.processes import children_of
 from tests.support.prompt_files import Payload
+from tests.support.streams import join_stream
 from tgis.pb import generation_pb2 as pb
 
 LONG = 150  # tokens, so that a stream lasts
@@ -65,17 +66,7 @@ def start(tuned: Tuned, threads: ThreadPoolExecutor, *asks: Ask) -> list[Stream]
 
 def check(streams: list[Stream], undisturbed: list[Messages]) -> None:
     for stream, expected in zip(streams, undisturbed, strict=True):
-        assert not [*differences(_joined(expected), _joined(stream.result(120)))]
-
-
-def _joined(messages: Messages) -> pb.GenerationResponse:
-    """Return a stream's messages as one: how many tokens share a message depends on the load."""
-    whole = pb.GenerationResponse()
-    for message in messages:
-        text = whole.text + message.text
-        whole.MergeFrom(message)
-        whole.text = text
-    return whole
+        assert not [*differences(join_stream(expected), join_stream(stream.result(120)))]
 
 
 def are_running(streams: list[Stream]) -> bool:

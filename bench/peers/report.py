@@ -56,4 +56,4 @@ def format_peers(result: dict[str, Any]) -> str:
 
 def _cell(samples: Sequence[Sample], name: str, case: str) -> str:
     spread = rates_of(samples, name, case)
-    return "–" if spread is None else f"{spread.median:.0f} ({spread.low:.0f} to {spread.high:.0f})"
+    return "–" if spread is None else f"{spread:.0f}"

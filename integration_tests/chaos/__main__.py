@@ -6,7 +6,8 @@ import contextlib
 import sys
 import tempfile
 import time
-from collections import Counter, deque
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 
@@ -17,14 +18,14 @@ from integration_tests.chaos.faults import FATAL, OTHERS, Fault
 from integration_tests.chaos.http_traffic import HttpCase, http_asker, make_http_cases
 from integration_tests.chaos.memory import Watch
 from integration_tests.chaos.report import Report, read_resumed
-from integration_tests.chaos.router_faults import ROUTER_FAULTS
-from integration_tests.chaos.target import MAX_RESTARTS, STEADY, WINDOW_S, Target
+from integration_tests.chaos.router_faults import ROUTER_FAULTS, is_possible
+from integration_tests.chaos.target import SHARDS, STEADY, Target
 from integration_tests.chaos.traffic import Answer, Case, Party, Traffic, grpc_asker, make_cases
 from tests.support.accounts import take_baseline
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
-NUM_CASES, NUM_WORKERS = 24, 5
-NUM_HTTP_CASES, NUM_HTTP_WORKERS = 16, 3
+NUM_CASES, NUM_CLIENTS = 24, 5
+NUM_HTTP_CASES, NUM_HTTP_CLIENTS = 16, 3
 # Of processes that start when they are needed: two that compile constraints, and the second of those that
 # render chats.
 PIPES = 6
@@ -62,10 +63,10 @@ def _run(target: Target, seconds: float, seed: int) -> Report:
     baseline["tgi_open_descriptors"] += PIPES * target.num_workers
     watch = Watch(target.processes)
     parties = [
-        Party(answers, NUM_WORKERS, grpc_asker(target.connect)),
-        Party(http_answers, NUM_HTTP_WORKERS, http_asker(target.connect_http)),
+        Party(answers, NUM_CLIENTS, grpc_asker(target.connect)),
+        Party(http_answers, NUM_HTTP_CLIENTS, http_asker(target.connect_http)),
     ]
-    traffic = Traffic(parties, seed, target.is_losing_worker)
+    traffic = Traffic(parties, seed, target.breaks)
     faults: Counter[str] = Counter()
     trouble = ""
     try:
@@ -95,12 +96,12 @@ def _http_answers_without_faults(target: Target, cases: list[HttpCase]) -> dict[
 
 def _do_faults(target: Target, random: Random, cases: list[Case], end: float, begun: Counter[str]) -> None:
     """One after the other, each on a service that is ready."""
-    restarts: deque[float] = deque()
+    fatal = _deal(random, FATAL)
+    others = _deal(random, *([ROUTER_FAULTS] * (target.num_workers > 1)), OTHERS + ATTACKS)
     while time.monotonic() < end:
-        _note_restarts(target, restarts)
-        may_kill = len(restarts) < MAX_RESTARTS and random.random() < 0.3
-        others = OTHERS + ATTACKS + (ROUTER_FAULTS * 2 if target.num_workers > 1 else ())
-        fault: Fault = random.choice(FATAL if may_kill else others)
+        target.note_shard_losses()
+        may_kill = target.losses.may_happen(SHARDS) and random.random() < 0.3
+        fault = next(fatal) if may_kill else next(fault for fault in others if is_possible(fault, target))
         print(
             f"{max(0.0, end - time.monotonic()):5.0f} s left: {fault.__name__}", file=sys.stderr, flush=True
         )
@@ -110,14 +111,11 @@ def _do_faults(target: Target, random: Random, cases: list[Case], end: float, be
         time.sleep(PAUSE_S * random.random())
 
 
-def _note_restarts(target: Target, restarts: deque[float]) -> None:
-    """Those of the last minutes, in which failpoints have their part."""
-    now = time.monotonic()
-    total = target.num_losses
-    target.num_restarts_seen, fresh = total, total - target.num_restarts_seen
-    restarts.extend([now] * fresh)
-    while restarts and now - restarts[0] > WINDOW_S:
-        restarts.popleft()
+def _deal(random: Random, *groups: Sequence[Fault]) -> Iterator[Fault]:
+    """Yield the faults again and again, one group after the other, each time in another order."""
+    while True:
+        for group in groups:
+            yield from random.sample(group, len(group))
 
 
 if __name__ == "__main__":

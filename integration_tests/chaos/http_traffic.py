@@ -20,11 +20,15 @@ TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 Connect = Callable[[], http.client.HTTPConnection]
 
 
+class StreamError(Exception):
+    """An event that says that the text failed."""
+
+
 @dataclass(frozen=True)
 class Reader:
     whole: Callable[[Any], Answer]
     stream: Callable[[Iterable[bytes]], Answer]
-    """Takes the lines of a stream. Raises ValueError if it breaks off."""
+    """Takes the lines of a stream. Raises StreamError, or ValueError if it breaks off."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +43,12 @@ class HttpCase:
     def ask(self, connection: http.client.HTTPConnection) -> tuple[Answer, float]:
         """Raises Failure."""
         began_at = time.monotonic()
+
+        def fail(error: Exception, is_overload: bool = False, is_break: bool = False) -> Failure:
+            connection.close()
+            seconds = time.monotonic() - began_at
+            return Failure(f"{self.path} after {seconds:.1f} s: {error!r}", is_overload, is_break)
+
         try:
             connection.request("POST", self.path, self.body, {"content-type": "application/json"})
             with connection.getresponse() as response:
@@ -49,13 +59,13 @@ class HttpCase:
                     return self.reader.whole(json.load(response)), 0.0
                 lines = Lines(response)
                 return self.reader.stream(lines), lines.longest_s
-        except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
-            connection.close()
-            seconds = time.monotonic() - began_at
+        except (TimeoutError, KeyError) as error:
+            raise fail(error) from error
+        except StreamError as error:
+            raise fail(error, is_overload=str(error).endswith(OVERLOAD_IN_A_STREAM)) from error
+        except (OSError, http.client.HTTPException, ValueError) as error:
             # A stream that breaks off may look to its reader like one that ends too early.
-            is_break = not isinstance(error, TimeoutError | KeyError)
-            is_overload = str(error).endswith(OVERLOAD_IN_A_STREAM)
-            raise Failure(f"{self.path} after {seconds:.1f} s: {error!r}", is_overload, is_break) from error
+            raise fail(error, is_break=True) from error
 
 
 class Lines:
@@ -97,7 +107,7 @@ def _read_choices(lines: Iterable[bytes]) -> Answer:
 def _parse(line: bytes) -> Any:
     event = json.loads(line.removeprefix(b"data: "))
     if "error" in event:
-        raise ValueError(f"an error in the stream: {event['error']}")
+        raise StreamError(f"an error in the stream: {event['error']}")
     return event
 
 
@@ -112,7 +122,7 @@ def _read_tokens(lines: Iterable[bytes]) -> Answer:
     if not events or events[-1].get("generated_text") is None:
         raise ValueError("a stream ended without its last event")
     if events[-1]["details"]["finish_reason"] == "error":
-        raise ValueError(f"an error in the stream: {events[-1]['token']}")
+        raise StreamError(f"an error in the stream: {events[-1]['token']}")
     return _read_text(events[-1])
 
 

@@ -43,7 +43,7 @@ class Report:
             f"chaos with seed {self.seed}, {self.seconds:.0f} s of faults",
             f"requests: {counts}, {len(tally.lost)} lost, {len(tally.wrong)} answered wrongly",
             f"faults: {self.faults.total()} ({faults})",
-            f"shards: lost {self.restarts} times, {self.resumed} requests resumed",
+            f"shards: lost {self.restarts} times; {self.resumed} requests resumed",
             f"longest pause of a request: {tally.longest_pause_s:.1f} s",
             f"left behind: {left or 'nothing'}; exit code {self.exit_code}",
             f"memory, MB a minute in the later half: {slopes}",
@@ -56,6 +56,7 @@ class Report:
 
 
 def read_resumed(lines: Iterable[str]) -> int:
-    """Requests that went on after the loss of the shards, by what the router prints."""
+    """Return how often a request went on after a loss of the shards or of the engine process, by what the
+    router prints."""
     found = (re.search(r"(\d+) requests will resume", line) for line in lines)
     return sum(int(each[1]) for each in found if each)

@@ -4,17 +4,16 @@ carried, and nothing else; with an engine process nothing."""
 import os
 import signal
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable
 from random import Random
 
-from integration_tests.chaos.target import MAX_RESTARTS, WINDOW_S, Target
+from integration_tests.chaos.target import ENGINE, Target
 from integration_tests.chaos.traffic import Case
+from tests.support.connections import count_connections, find_waiting
 
-ENGINE = "engine"
 RESTART_S = 60.0
 NOTICE_S = 1.0  # until all clients of a worker that is gone have noticed
-_losses: defaultdict[str, deque[float]] = defaultdict(deque)
+POLL_S = 0.01  # so that few connections to a worker that hangs go unseen
 
 
 def kill_router_worker(target: Target, random: Random, cases: list[Case]) -> None:
@@ -26,30 +25,61 @@ def hang_router_worker(target: Target, random: Random, cases: list[Case]) -> Non
 
 
 def kill_engine_process(target: Target, random: Random, cases: list[Case]) -> None:
-    _lose(target, ENGINE, signal.SIGKILL)
+    _lose(target, ENGINE, signal.SIGKILL, lambda: None)
 
 
 def hang_engine_process(target: Target, random: Random, cases: list[Case]) -> None:
-    _lose(target, ENGINE, signal.SIGSTOP)
+    _lose(target, ENGINE, signal.SIGSTOP, lambda: None)
+
+
+ENGINE_FAULTS = (kill_engine_process, hang_engine_process)
+ROUTER_FAULTS = (kill_router_worker, hang_router_worker, *ENGINE_FAULTS)
+
+
+def is_possible(fault: Callable[[Target, Random, list[Case]], None], target: Target) -> bool:
+    """Return whether the fault can be caused without the launcher giving up."""
+    if fault not in ROUTER_FAULTS:
+        return True
+    names = [ENGINE] if fault in ENGINE_FAULTS else target.worker_names
+    return any(target.losses.may_happen(name) for name in names)
 
 
 def _lose_worker(target: Target, random: Random, number: signal.Signals) -> None:
-    target.is_losing_worker.set()
+    """Lose a worker, with which as many connections may break as it has, or would have accepted."""
+    name = random.choice([name for name in target.worker_names if target.losses.may_happen(name)])
+    ports, waiting = (target.service.grpc_port, target.api_port), set[str]()
+    victim = target.router_pids()[name]
+    os.kill(victim, signal.SIGSTOP)  # from now on it accepts none
+
+    def allow_waiting() -> None:
+        """Allow breaks of connections that wait, perhaps for the worker."""
+        fresh = find_waiting(*ports) - waiting
+        target.breaks.allow(len(fresh))
+        waiting.update(fresh)
+
+    target.breaks.allow(count_connections(victim, *ports))
+    allow_waiting()
     try:
-        _lose(target, f"worker {random.randrange(target.num_workers)}", number)
+        _lose(target, name, number, allow_waiting)
         time.sleep(NOTICE_S)
     finally:
-        target.is_losing_worker.clear()
+        target.breaks.forbid()
 
 
-def _lose(target: Target, name: str, number: signal.Signals) -> None:
-    """Send a signal to a process, unless that was done too often, and wait until another serves in its place.
-    Nothing is asked of the service meanwhile: a worker that hangs would answer late."""
-    if not _may_be_lost(name):
-        return
+def _lose(target: Target, name: str, number: signal.Signals, watch: Callable[[], None]) -> None:
+    """Send a signal to a process, and wait until another serves in its place. `watch` is called until the
+    process is gone. Nothing is asked of the service meanwhile: a worker that hangs would answer late."""
+    target.losses.note(name)
     victim, num_lines = target.router_pids()[name], len(target.service.lines)
     os.kill(victim, number)
-    _wait_until(lambda: target.router_pids().get(name, victim) != victim, f"{name} that got {number.name}")
+
+    def is_replaced() -> bool:
+        pid = target.router_pids().get(name)
+        if pid == victim:
+            watch()
+        return pid not in (None, victim)
+
+    _wait_until(is_replaced, f"{name} that got {number.name}")
     says = "the engine serves" if name == ENGINE else "serving gRPC"
     prefix = "Engine: " if name == ENGINE else f"Router {name.split()[1]}: "
 
@@ -60,22 +90,8 @@ def _lose(target: Target, name: str, number: signal.Signals) -> None:
     _wait_until(serves, f"the next {name}")
 
 
-def _may_be_lost(name: str) -> bool:
-    """Note a loss, unless the launcher might give up after it."""
-    recent, now = _losses[name], time.monotonic()
-    while recent and now - recent[0] > WINDOW_S:
-        recent.popleft()
-    if len(recent) >= MAX_RESTARTS:
-        return False
-    recent.append(now)
-    return True
-
-
 def _wait_until(condition: Callable[[], bool], awaited: str) -> None:
     deadline = time.monotonic() + RESTART_S
     while not condition():
         assert time.monotonic() < deadline, f"waited in vain for {awaited}"
-        time.sleep(0.05)
-
-
-ROUTER_FAULTS = (kill_router_worker, hang_router_worker, kill_engine_process, hang_engine_process)
+        time.sleep(POLL_S)

@@ -4,7 +4,6 @@ prompts, and failpoints that end some of its starts from within."""
 import http.client
 import socket
 import ssl
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -16,6 +15,7 @@ import trustme
 
 from bench.service import free_ports
 from integration_tests.chaos.http_traffic import TEMPLATE
+from integration_tests.chaos.losses import Breaks, Losses
 from integration_tests.chaos.tls_proxy import TlsProxy
 from integration_tests.chaos.traffic import TIMEOUT_S
 from integration_tests.support.greedy_answers import MAX_SEQUENCE_LENGTH, VOCAB_SIZE
@@ -23,15 +23,15 @@ from integration_tests.support.router_workers import number_of_worker
 from integration_tests.support.service import launch
 from integration_tests.support.tuned_files import WIDTH
 from tests.support.accounts import differences, scrape
+from tests.support.connections import OWN_CONNECTION
 from tests.support.processes import children_of
 from tests.support.prompt_files import random_prompt, save_prompt
 from tests.support.shard.checkpoints import write_llama
 from tests.support.tokenizers.trained import write_byte_level
 
 MAX_REQUESTS = 32
-# The launcher gives up after six restarts of the shards, or of a router process, in five minutes.
-WINDOW_S, MAX_RESTARTS = 310.0, 4
 SLOW_READER_S = 4.0
+SHARDS, ENGINE = "shards", "engine"  # names of losses
 STEADY, CHANGING = "steady", "changing"  # prompts: one that stays as it is, one that does not
 # One of a group's starts each, wherever chance has led to by then.
 FAILPOINTS = (
@@ -50,8 +50,7 @@ class Target:
 
     def __init__(self, directory: Path, num_workers: int = 1) -> None:
         self.num_workers = num_workers
-        self.is_losing_worker = threading.Event()
-        """Set while connections to a router worker break."""
+        self.losses, self.breaks = Losses(), Breaks()
         self.model, self.store, self._tls = (directory / name for name in ("model", "store", "tls"))
         write_llama(self.model, vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_SEQUENCE_LENGTH)
         write_byte_level(self.model, 400)
@@ -69,7 +68,7 @@ class Target:
         [self.api_port] = free_ports(1)
         self.service = launch(self.model, *self._flags()).wait_until_serving()
         self.pid = self.service.process.pid
-        self.num_restarts_seen = 0
+        self._num_losses_noted = 0
         self._http_context = self.tls_context("http/1.1")  # once, for files that other threads may write
         self.proxy = TlsProxy(self.address, self.tls_context())
 
@@ -94,8 +93,7 @@ class Target:
     def connect(self) -> grpc.Channel:
         """A channel of its own, over a connection of its own."""
         credentials = grpc.ssl_channel_credentials(self._authority.cert_pem.bytes(), self._key, self._chain)
-        options = [("grpc.use_local_subchannel_pool", 1)]
-        return grpc.secure_channel(f"localhost:{self.service.grpc_port}", credentials, options)
+        return grpc.secure_channel(f"localhost:{self.service.grpc_port}", credentials, OWN_CONNECTION)
 
     def connect_http(self) -> http.client.HTTPSConnection:
         """To the port of the APIs over HTTP."""
@@ -157,6 +155,16 @@ class Target:
         """Of the shards, as the router has noticed them."""
         return int(self.metrics().get("tgi_shard_restarts_total", 0))
 
+    def note_shard_losses(self) -> None:
+        """Note the losses of shards since the last time, in which failpoints have their part."""
+        total = self.num_losses
+        self.losses.note(SHARDS, total - self._num_losses_noted)
+        self._num_losses_noted = total
+
+    @property
+    def worker_names(self) -> list[str]:
+        return [f"worker {number}" for number in range(self.num_workers)]
+
     def router_pids(self) -> dict[str, int]:
         """Of the processes of the router that are there, by their names."""
         children = children_of(self.pid)
@@ -164,7 +172,7 @@ class Target:
             return dict(zip(["router"], children.get("router", []), strict=False))
         numbers = {pid: number_of_worker(pid) for pid in children.get("router", [])}
         workers = {f"worker {number}": pid for pid, number in numbers.items() if number is not None}
-        return dict(zip(["engine"], children.get("engine", []), strict=False)) | workers
+        return dict(zip([ENGINE], children.get("engine", []), strict=False)) | workers
 
     def shard_pids(self) -> list[int]:
         return sorted(children_of(self.pid).get("serve", []))

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from integration_tests.chaos.losses import Breaks
 from integration_tests.support.greedy_answers import WORDS
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
@@ -90,7 +91,7 @@ def _make_case(random: Random, prefix_id: str | None) -> Case:
 
 @dataclass
 class Tally:
-    """What became of the calls; of all workers."""
+    """What became of the calls of all clients."""
 
     sent: int = 0
     answered: int = 0
@@ -149,12 +150,12 @@ class Party:
 
 
 class Traffic:
-    """Workers that ask the cases in random order, over connections of their own, until they are told to
+    """Clients that ask the cases in random order, over connections of their own, until they are told to
     end."""
 
-    def __init__(self, parties: Sequence[Party], seed: int, may_break: threading.Event) -> None:
-        """While `may_break` is set, connections to a router worker break; at other times none may."""
-        self.tally, self._may_break = Tally(), may_break
+    def __init__(self, parties: Sequence[Party], seed: int, breaks: Breaks) -> None:
+        """A call whose connection breaks is lost, unless `breaks` allows that."""
+        self.tally, self._breaks = Tally(), breaks
         self._lock, self._ending = threading.Lock(), threading.Event()
         clients = [party for party in parties for _ in range(party.size)]
         self._threads = [
@@ -179,27 +180,30 @@ class Traffic:
                     if self._ending.is_set():
                         return
                     case = random.choice(cases)
-                    self._call(ask, case, party.answers[case])
+                    if not self._call(ask, case, party.answers[case]):
+                        break
 
-    def _call(self, ask: Ask, case: Any, expected: Answer) -> None:
+    def _call(self, ask: Ask, case: Any, expected: Answer) -> bool:
+        """Return False if the connection is broken. It is not used again, so that it counts as one break."""
         with self._lock:
             self.tally.sent += 1
         try:
             answer, pause_s = ask(case)
         except Failure as failure:
             self._note_failure(failure)
-            return
+            return not failure.is_break
         with self._lock:
             self.tally.longest_pause_s = max(self.tally.longest_pause_s, pause_s)
             self.tally.answered += 1
             if answer != expected:
                 self.tally.wrong.append(f"{answer!r} instead of {expected!r}")
+        return True
 
     def _note_failure(self, failure: Failure) -> None:
         with self._lock:
             if failure.is_overload:
                 self.tally.refused += 1
-            elif failure.is_break and self._may_break.is_set():
+            elif failure.is_break and self._breaks.take():
                 self.tally.broken += 1
             else:
                 self.tally.lost.append(str(failure))

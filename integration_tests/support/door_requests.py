@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from integration_tests.clients.expectations import Served
 from integration_tests.support.service import Client
+from tests.support.streams import join_stream
 from tgis.pb import generation_pb2 as pb
 
 Fields = Mapping[str, Any]
@@ -48,12 +49,7 @@ class Doors:
     def generate_stream(self, prompt: str | list[int], fields: Fields) -> Answer:
         text, params, metadata = self._for_grpc(prompt, fields)
         message = pb.SingleGenerationRequest(request=pb.GenerationRequest(text=text), params=params)
-        whole = pb.GenerationResponse()
-        for part in self._client.stub.GenerateStream(message, metadata=metadata):
-            so_far = whole.text + part.text
-            whole.MergeFrom(part)
-            whole.text = so_far
-        return _answer(whole)
+        return _answer(join_stream(self._client.stub.GenerateStream(message, metadata=metadata)))
 
     def _for_grpc(
         self, prompt: str | list[int], fields: Fields

@@ -6,6 +6,7 @@ import pytest
 
 from integration_tests.support.greedy_answers import Expected, request
 from integration_tests.support.service import Client
+from tests.support.streams import join_stream
 from tgis.pb import generation_pb2 as pb
 
 Keys = tuple[tuple[str, str], ...]
@@ -39,17 +40,11 @@ def unary(client: Client, expected: Expected, metadata: Keys = (), **params: obj
 def streamed(
     client: Client, expected: Expected, metadata: Keys = (), **params: object
 ) -> pb.GenerationResponse:
-    """The messages of a stream put together again."""
     message = pb.SingleGenerationRequest(
         request=pb.GenerationRequest(text=expected.prompt),
         params=pb.Parameters(**request(expected, **params)),
     )
-    whole = pb.GenerationResponse()
-    for part in client.stub.GenerateStream(message, metadata=metadata):
-        text = whole.text + part.text
-        whole.MergeFrom(part)
-        whole.text = text
-    return whole
+    return join_stream(client.stub.GenerateStream(message, metadata=metadata))
 
 
 def sampled_with(i: int) -> dict[str, object]:

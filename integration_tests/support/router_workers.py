@@ -1,7 +1,6 @@
 """The processes of a router that has several workers, and the clients' connections to each of them."""
 
 import contextlib
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,12 +8,10 @@ from pathlib import Path
 import grpc
 
 from integration_tests.support.service import Client
+from tests.support.connections import OWN_CONNECTION, count_connections
 from tests.support.processes import Service, children_of
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
-
-ESTABLISHED = "01"
-OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 
 
 def router_pids(service: Service) -> tuple[int, list[int]]:
@@ -31,18 +28,6 @@ def number_of_worker(pid: int) -> int | None:
         return int(words[words.index("--worker") + 1])
     except (OSError, ValueError):
         return None
-
-
-def count_connections(pid: int, port: int) -> int:
-    """Number of clients' connections to a port that a process has accepted."""
-    own = set()
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            own.add(os.readlink(entry))
-    tables = (Path("/proc/net") / name for name in ("tcp", "tcp6"))
-    rows = [line.split() for table in tables for line in table.read_text().splitlines()[1:]]
-    ours = [row for row in rows if row[1].endswith(f":{port:04X}") and row[3] == ESTABLISHED]
-    return sum(f"socket:[{row[9]}]" in own for row in ours)
 
 
 @contextlib.contextmanager

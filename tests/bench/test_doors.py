@@ -9,6 +9,8 @@ from bench import doors
 from bench.door_clients import APIS
 from bench.doors import Sample, format_samples
 from bench.service import BenchError
+from tests.support.router.model_of_shard import column
+from tgis.pb import shard_pb2 as pb
 
 
 def test_all_streams_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,8 +29,30 @@ def test_all_streams_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_run_of_too_few_steps_is_no_figure() -> None:
     tokens = doors.RandomTokens()
     tokens.watch(3, 60)
-    with pytest.raises(BenchError, match="too few"):
-        tokens.result()
+    for result in (tokens.result, tokens.rest):
+        with pytest.raises(BenchError, match="too few"):
+            result()
+
+
+def test_the_rest_is_all_after_the_warm_up() -> None:
+    """Of two streams of which one begins three steps later, and so ends later."""
+    tokens = doors.RandomTokens(is_fast=True)
+    tokens.watch(2, 0)
+    late, num_new, limit = 3, doors.WARM_STEPS + 20, 4 + doors.WARM_STEPS + 20
+    lengths = {0: 4, 1: 4}
+    for step in range(late + num_new):
+        opened = [row for row in (0, 1) if step == row * late]
+        rows = [row for row in (0, 1) if step >= row * late and lengths[row] < limit]
+        request = pb.StepRequest(rows=column(rows), ends=column([lengths[row] for row in rows]))
+        for row in opened:
+            request.opened_rows.add(row=row, token_ids=column([0] * 4), prompt_len=4, max_new_tokens=num_new)
+        tokens.execute(request)
+        for row in rows:
+            lengths[row] += 1
+    times, num_tokens = tokens.rest()
+    assert num_tokens == 2 * num_new - late - 2 * doors.WARM_STEPS
+    assert times.cpu_s == ()
+    assert times.wall_s > 0
 
 
 def test_times_and_ratios() -> None:

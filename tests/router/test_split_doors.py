@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.router import split_router
 from tests.support.suites import run_suite
 
 HERE = Path(__file__).parent
@@ -12,7 +13,7 @@ SUITES = [
     for path in sorted(HERE.rglob("test_*.py"))
     if "tests.support.router.router_process" in path.read_text() and path != Path(__file__)
 ]
-SPLIT = {"TGIS_TESTS_ROUTER": "tests.support.router.split_router"}
+SPLIT = {"TGIS_TESTS_ROUTER": split_router.MODULE}
 
 
 def test_the_suites_are_found() -> None:

@@ -32,7 +32,9 @@ class Service:
         num_routers: int | None = None,
     ) -> None:
         """It serves once `num_routers` processes of it have said so; None: as many as its options say."""
-        self.num_routers = num_routers or num_workers(command, {**os.environ, **(env or {})})
+        # The default depends on the machine's cores, and tests must not.
+        environment = {"ROUTER_WORKERS": "1", **os.environ, **(env or {})}
+        self.num_routers = num_routers or num_workers(command, environment)
         self._num_awaited = self.num_routers
         self.lines: list[str] = []
         self.grpc_port = self.http_port = 0
@@ -43,7 +45,7 @@ class Service:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={**os.environ, **(env or {})},
+            env=environment,
         )
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -102,10 +104,10 @@ class Service:
 
 
 def num_workers(command: Sequence[str], env: Mapping[str, str]) -> int:
-    """Number of router workers that a launcher is told to start; 1 for other commands."""
+    """Return the number of router workers that a launcher is told to start; 1 for other commands."""
     if "--router-workers" in command:
         return int(command[command.index("--router-workers") + 1])
-    return int(env.get("ROUTER_WORKERS", 1)) if "launcher" in command else 1
+    return int(env["ROUTER_WORKERS"]) if "launcher" in command else 1
 
 
 def children_of(pid: int) -> dict[str, list[int]]:

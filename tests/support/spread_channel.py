@@ -6,10 +6,11 @@ from typing import Any
 
 import grpc
 
+from tests.support.connections import OWN_CONNECTION
+
 NUM_CONNECTIONS = 6
 """That all of them reach the same of three workers happens once in 243 times."""
 CONNECT_S = 20.0
-OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 
 
 def spread_channel(target: str) -> grpc.Channel:

@@ -131,8 +131,8 @@ class ModelOptions:
     )
     cpu_amx: str = option(
         "Use of AMX on CPUs, for --cpu-arithmetic bfloat16 and for products of int8 codes: auto uses it "
-        "where the processor has it and its results prove right when a shard starts. Its speed has not "
-        "been measured.",
+        "where the processor has it and its results prove right when a shard starts. Its speed beside "
+        "AVX-512's has not been measured.",
         "auto",
         choices=("auto", "off"),
         group=Group.MEMORY,

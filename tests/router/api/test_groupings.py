@@ -16,6 +16,7 @@ from tests.support.router.http_door import HttpDoor
 from tests.support.router.inputs_door import call, inputs_door
 from tests.support.router.messages import single, stopping
 from tests.support.router.scripted_chats import WEATHER, scripted_chats
+from tests.support.streams import join_stream
 from tgis.pb import generation_pb2 as pb
 from tgis.router.chat.formats.hermes import HERMES
 from tgis.router.chat.formats.registry import ChatFormats
@@ -53,20 +54,10 @@ async def test_fmaas(with_details: bool, tmp_path: Path) -> None:
                     group_events(door.handle, split)
                     first, *parts = [part async for part in door.stub.GenerateStream(request)]
                     assert first == header
-                    assert joined_parts(parts) == joined_parts(alone)
+                    assert join_stream(parts) == join_stream(alone)
                     check_counts(parts, with_details)
                     sizes |= {len(part.tokens) for part in parts}
     assert not with_details or sizes >= {1, 2, 3}
-
-
-def joined_parts(parts: Sequence[pb.GenerationResponse]) -> pb.GenerationResponse:
-    """Join messages as a client does: texts and lists are appended, and later values replace earlier ones."""
-    joined = pb.GenerationResponse()
-    for part in parts:
-        text = joined.text + part.text
-        joined.MergeFrom(part)
-        joined.text = text
-    return joined
 
 
 def check_counts(parts: Sequence[pb.GenerationResponse], with_details: bool) -> None:

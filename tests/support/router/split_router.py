@@ -1,11 +1,13 @@
-"""An engine process and three router workers that share the ports, in place of a router of one process. Run
-like `python -m tgis`."""
+"""An engine process and router workers that share the ports, in place of a router of one process. Run like
+`python -m tgis`, with the number of workers in a variable."""
 
 import asyncio
+import os
 import re
 import signal
 import sys
 import tempfile
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -18,20 +20,24 @@ from tgis.launcher.shared_ports import SharedPorts
 from tgis.process.child import GIVE_UP, Child
 from tgis.router import app
 
-NUM_WORKERS = 3
+MODULE = "tests.support.router.split_router"
+WORKERS = "SPLIT_ROUTER_WORKERS"
+NUM_WORKERS = int(os.environ.get(WORKERS, 3))
 NAME = re.compile(r"^(engine process|router worker \d): ")
 """Before the reason that a process gives for its end."""
 
 
 def run(config: RouterConfig) -> None:
     """Do what `app.run` does, in several processes, each of which is started again when it dies."""
-    with tempfile.TemporaryDirectory(prefix="split-") as directory:
+    with ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="split-"))
         split = {"engine_path": f"{directory}/engine", "metrics_dir": directory}
-        ports = SharedPorts(replace(config, router_workers=NUM_WORKERS, **split))
-        try:
-            asyncio.run(_run(ports.config))
-        finally:
-            ports.close()
+        config = replace(config, router_workers=NUM_WORKERS, **split)
+        if NUM_WORKERS > 1:  # a single one does not share its ports
+            ports = SharedPorts(config)
+            stack.callback(ports.close)
+            config = ports.config
+        asyncio.run(_run(config))
 
 
 async def _run(config: RouterConfig) -> None:

@@ -1,7 +1,6 @@
 """Clients made from the contract and from its older shapes, which know nothing of each other: every method
 answers each of them as it answers ours."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import grpc
@@ -11,6 +10,7 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.message_factory import GetMessageClass
 
 from tests.support.router.router_process import Setup
+from tests.support.streams import join_stream
 from tgis.pb import generation_pb2 as pb
 
 PARAMS = {
@@ -35,19 +35,9 @@ def answer(channel: grpc.Channel, file: FileDescriptor, name: str) -> bytes:
     make = channel.unary_stream if method.server_streaming else channel.unary_unary
     call = make(path, request_serializer=asked.SerializeToString, response_deserializer=answered.FromString)
     found = call(ParseDict(REQUESTS[name], asked()), timeout=20)
-    whole = joined(found) if method.server_streaming else found
+    whole = join_stream(found) if method.server_streaming else found
     data: bytes = whole.SerializeToString(deterministic=True)
     return data
-
-
-def joined(messages: Iterable[Any]) -> Any:
-    """A stream's messages as one: how many there are depends on how fast they are read."""
-    whole, *rest = messages
-    for message in rest:
-        text = whole.text + message.text
-        whole.MergeFrom(message)
-        whole.text = text
-    return whole
 
 
 @pytest.mark.parametrize("name", REQUESTS)
