@@ -277,7 +277,8 @@ class _Router:
     async def _watch_certificates(self) -> None:
         if (certificates := self._certificates) is not None:
             self._metrics.tls_seconds_left.follow(lambda: certificates.seconds_left)
-            self._metrics.tls_refusals.follow(lambda: certificates.num_refusals)
+            if self._config.worker == 0:  # all workers read the same files, and a change counts once
+                self._metrics.tls_refusals.follow(lambda: certificates.num_refusals)
             await certificates.watch()
 
     async def _stop(self, timeout_s: float) -> None:
