@@ -24,8 +24,9 @@ With several router workers, `/metrics` of any of them shows the whole router:
 - Counts of the prefix cache, preemptions, drafts, resources, inputs without room and TLS files are written to the file
   after each step and each second. What a process counts after that is lost if it is killed.
 - Gauges come from the processes that are alive, and add up. `tgi_ready` and `tgi_tls_certificate_seconds_left` are the
-  smallest of all. A process that does not answer within a second is left out, and so it does not count in
-  `tgi_router_workers`. Without an engine process, its gauges are 0.
+  smallest of all. A worker that does not answer within half a second is left out, and so it does not count in
+  `tgi_router_workers`. They come by way of the engine process: while that is lost, or does not answer within a second,
+  its gauges are 0, and the others are those of the worker that was asked.
 - `tgi_process_restarts` counts the processes that were started again.
 
 With one router worker, the only process shows its own numbers, from memory.

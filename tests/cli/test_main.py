@@ -172,6 +172,11 @@ def test_help_and_version_have_the_short_flags_of_the_original(program: click.Co
         assert result.stdout.endswith(f", version {version('tgis-next')}\n")
 
 
+def test_an_engine_process_needs_its_socket() -> None:
+    result = CliRunner().invoke(cli.main, ["engine", "--tokenizer-path", "/x"])
+    assert (result.exit_code, result.stderr) == (2, "error: Missing option '--engine-path'.\n")
+
+
 def test_commands_below_a_group_have_the_short_flag_for_help() -> None:
     for name in ("serve", "launcher", "health-probe", "download-weights"):
         result = CliRunner().invoke(cli.main, [name, "-h"])

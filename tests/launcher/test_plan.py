@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tgis.config.option import Secret
 from tgis.config.processes import LauncherConfig
 from tgis.hub import model_files
 from tgis.hub.cache import CacheConflictError
 from tgis.hub.startup_adapters import AdapterOptionsError
-from tgis.launcher.child_configs import line_fields, served_name
+from tgis.launcher.child_configs import ChildConfigs, line_fields, served_name
 from tgis.launcher.plan import LaunchError, choose_router_workers, count_shards, make_plan
+from tgis.launcher.run_files import RunFiles
 
 
 @pytest.fixture
@@ -196,6 +198,23 @@ def test_only_the_node_of_the_router_has_workers(config: LauncherConfig) -> None
     assert make_plan(asked).router_workers == 3
     assert make_plan(replace(asked, nnodes=2, node_rank=1)).router_workers == 0
     assert make_plan(replace(asked, headless=True)).router_workers == 0
+
+
+def test_routers_that_start_again_find_the_tokens_as_they_were(config: LauncherConfig) -> None:
+    """A disk that has no room any more must not prevent a start, nor may another router read half a file."""
+    config = replace(config, auth_tokens=Secret("one\ntwo"))
+    plan = make_plan(config)
+    files = RunFiles(plan, None, None)
+    try:
+        configs = ChildConfigs(config, plan, files)
+        path = configs.router(files.path / "addresses").auth_tokens_path
+        assert path is not None
+        assert Path(path).read_text() == "one\ntwo\n"
+        Path(path).write_text("as it was")
+        assert configs.router(files.path / "addresses", 1).auth_tokens_path == path
+        assert Path(path).read_text() == "as it was"
+    finally:
+        files.remove()
 
 
 def test_inputs_leave_room_for_a_token(config: LauncherConfig) -> None:

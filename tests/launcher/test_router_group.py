@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tgis.launcher import router_group
+from tgis.launcher import shard_group
 from tgis.launcher.router_group import RouterGroup
 from tgis.process import heartbeat
 from tgis.process.child import GIVE_UP, Child, End
@@ -64,7 +64,7 @@ def _program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tgis" / "__main__.py").write_text(PROGRAM)
     (tmp_path / "events").touch()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(router_group, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(shard_group, "FIRST_BACKOFF_S", 0.01)
     monkeypatch.setattr(heartbeat, "PERIOD_S", 0.2)
     monkeypatch.setattr(heartbeat, "MAX_MISSED", 5)
 
@@ -218,7 +218,8 @@ async def test_a_signal_at_any_time_of_a_start(
     num_turns: int, num_crashes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before there is a process, while it is being started, and between two."""
-    monkeypatch.setattr(router_group, "FIRST_BACKOFF_S", 5.0)
+    for name in ("FIRST_BACKOFF_S", "MAX_BACKOFF_S"):
+        monkeypatch.setattr(shard_group, name, 60.0)
     async with running(a="crash " * 4) as group:
         await until(lambda: happened().count(("a", "crash")) == num_crashes)
         for _ in range(num_turns):

@@ -1,5 +1,5 @@
-"""A child that prints without end, and a parent to whom nobody listens: neither waits for the other. And a
-child that cannot be started."""
+"""A child that prints without end, and a parent to whom nobody listens: neither waits for the other. A child
+that cannot be started, and children of a process in which gRPC has threads."""
 
 import json
 import os
@@ -39,6 +39,44 @@ async def run():
     Path(sys.argv[1]).write_text(f"{end.result().text}|{beats}|{peak.split()[1]}")
 
 asyncio.run(run())
+"""
+# Starts children while calls are made from its own channels to its own server.
+GRPC_PARENT = """
+import asyncio, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+from tgis.process.child import Child
+
+class Echo(grpc.GenericRpcHandler):
+    def service(self, details):
+        return grpc.unary_unary_rpc_method_handler(lambda request, context: request)
+
+server = grpc.server(ThreadPoolExecutor(2), [Echo()])
+port = server.add_insecure_port("127.0.0.1:0")
+server.start()
+OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
+failures, is_over = [], threading.Event()
+
+def call():
+    while not is_over.is_set():
+        try:
+            with grpc.insecure_channel(f"127.0.0.1:{port}", OWN_CONNECTION) as channel:
+                for _ in range(20):
+                    channel.unary_unary("/echo/echo")(b"x")
+        except grpc.RpcError as error:
+            failures.append(error.details())
+
+async def run():
+    child = Child("child", [])
+    await child.start()
+    return (await child.wait()).text
+
+caller = threading.Thread(target=call)
+caller.start()
+print({asyncio.run(run()) for _ in range(60)}, failures)
+is_over.set()
+caller.join()
 """
 
 
@@ -87,6 +125,16 @@ def test_nobody_reads_it(parent: list[str], tmp_path: Path, fields: dict[str, st
     os.close(writer)
     assert run.wait(60) == 0
     check(tmp_path / "result")
+
+
+def test_threads_of_grpc_harm_no_child_and_no_child_harms_them(tmp_path: Path) -> None:
+    (tmp_path / "tgis").mkdir()
+    (tmp_path / "tgis" / "__init__.py").touch()
+    (tmp_path / "tgis" / "__main__.py").touch()
+    import_ours = f"import sys; sys.path.insert(0, {str(Path.cwd())!r})"
+    command = [sys.executable, "-c", import_ours + GRPC_PARENT]
+    run = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=False)
+    assert run.stdout == "{'child exited with code 0'} []\n"
 
 
 async def test_a_start_that_fails_leaves_no_descriptor_open() -> None:

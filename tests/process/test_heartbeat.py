@@ -68,3 +68,17 @@ async def test_silence_counts_once_there_was_a_sign() -> None:
     os.write(writer, b".")
     assert await started
     os.close(writer)
+
+
+async def test_that_it_serves_is_known_with_the_heartbeat_that_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And not a period later: a process that refuses its work meanwhile has served."""
+    monkeypatch.setattr(heartbeat, "PERIOD_S", 60.0)
+    reader, writer = os.pipe()
+    serving = asyncio.Event()
+    watch = asyncio.create_task(wait_until_hung(reader, asyncio.Event(), serving))
+    os.write(writer, b"+")
+    await asyncio.wait_for(serving.wait(), 20)
+    watch.cancel()
+    os.close(writer)

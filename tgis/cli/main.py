@@ -60,6 +60,8 @@ def _run_router(config: RouterConfig) -> None:
 
 
 def _run_engine(config: RouterConfig) -> None:
+    if config.engine_path is None:
+        raise click.UsageError("Missing option '--engine-path'.")
     _begin(config)
     from tgis.router import engine_app
 

@@ -116,8 +116,8 @@ class ServingOptions:
         group=Group.ADAPTERS,
     )
     tokenization_workers: int | None = option(
-        "Threads that tokenize; calls with more than 32 KiB of text are tokenized in a process of their own. "
-        "Unset: 1 to 8, by the number of cores. Each router worker has its own.",
+        "Threads of each router worker that tokenize; calls with more than 32 KiB of text are tokenized in a "
+        "process of their own. Unset: 1 to 8, by the worker's share of the cores.",
         None,
         minimum=1,
         refusal="tokenization_workers must be > 0",

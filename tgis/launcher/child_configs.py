@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -73,7 +74,7 @@ class ChildConfigs:
             "served_model_name": self.launcher.served_model_name
             or served_name(self.launcher.model_name, self._plan.model_path),
             "compute_type": self._compute_type(),
-            "auth_tokens_path": self._auth_tokens_path(),
+            "auth_tokens_path": self._auth_tokens_path,
             "adapter_roots": self._adapter_roots(),
             "shard_addresses": str(addresses) if self.uses_tcp else None,
             "router_workers": self._plan.router_workers,
@@ -118,7 +119,9 @@ class ChildConfigs:
         is_cuda = config.device != "cpu" and has_gpus(config.cuda_visible_devices)
         return config.compute_type or ("gpu" if is_cuda else "cpu")
 
+    @cached_property
     def _auth_tokens_path(self) -> str | None:
+        """File of the bearer tokens, which is written once: routers start again while others read it."""
         tokens = self.launcher.auth_tokens
         if tokens is None:
             return self.launcher.auth_tokens_path

@@ -1,15 +1,15 @@
 """Runs an engine process and the router workers that use it; each that dies or hangs is restarted alone."""
 
 import asyncio
+import contextlib
 import logging
 import signal
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tgis.launcher.local_node import run_all
 from tgis.launcher.plan import LaunchError
-from tgis.launcher.shard_group import CRASH_WINDOW_S, FIRST_BACKOFF_S, MAX_BACKOFF_S, MAX_CRASHES
+from tgis.launcher.shard_group import MAX_CRASHES, add_crash, backoff_s
 from tgis.process.child import GIVE_UP, Child, End
 
 logger = logging.getLogger(__name__)
@@ -117,15 +117,13 @@ class _KeptProcess:
         """Log the end of the process. Raises LaunchError if it must not be started again."""
         if end.is_refusal and not self._has_served:
             raise LaunchError(end.text)
-        now = time.monotonic()
-        self._crashes = [at for at in self._crashes if now - at < CRASH_WINDOW_S] + [now]
+        self._crashes = add_crash(self._crashes)
         if len(self._crashes) > MAX_CRASHES:
             raise LaunchError(f"{end.text}; giving up after {MAX_CRASHES} restarts of this process")
         logger.error("%s; starting it again", end.text)
 
     async def _back_off(self) -> None:
-        """Wait before the next start, after each crash longer, unless the process is told to end."""
-        if len(self._crashes) > 1:
-            delay_s = min(FIRST_BACKOFF_S * 2 ** (len(self._crashes) - 2), MAX_BACKOFF_S)
-            await asyncio.wait((ending := asyncio.create_task(self._ending.wait()),), timeout=delay_s)
-            ending.cancel()
+        """Wait before the next start, unless the process is told to end."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(backoff_s(len(self._crashes))):
+                await self._ending.wait()

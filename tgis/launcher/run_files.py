@@ -50,8 +50,6 @@ class RunFiles:
     async def prepare(self) -> None:
         """Check the paths of the sockets, and convert the tokenizer if needed. Raises LaunchError."""
         self._check_sockets()
-        if self._plan.router_workers > 1:
-            self.metrics_dir.mkdir()
         if not self._plan.has_fast_tokenizer:
             await self._convert_tokenizer()
 

@@ -40,6 +40,17 @@ def port_rendezvous(host: str, epoch: int) -> Iterator[tuple[str, int]]:
         yield str(TcpAddress(host, listener.getsockname()[1])), listener.fileno()
 
 
+def add_crash(crashes: Sequence[float]) -> list[float]:
+    """Return the times of the crashes that are within the window, and of one now."""
+    now = time.monotonic()
+    return [*(at for at in crashes if now - at < CRASH_WINDOW_S), now]
+
+
+def backoff_s(num_crashes: int) -> float:
+    """Return the time to wait before the next start: none after the first crash, and longer after each."""
+    return min(FIRST_BACKOFF_S * 2 ** (num_crashes - 2), MAX_BACKOFF_S) if num_crashes > 1 else 0.0
+
+
 class ShardGroup:
     def __init__(
         self,
@@ -59,9 +70,9 @@ class ShardGroup:
         await self._start_first_in_time()
         crashes: list[float] = []
         while True:
-            end, now = await first_end(node.wait() for node in self._nodes), time.monotonic()
+            end = await first_end(node.wait() for node in self._nodes)
             self.is_serving = False
-            crashes = [at for at in crashes if now - at < CRASH_WINDOW_S] + [now]
+            crashes = add_crash(crashes)
             if len(crashes) > MAX_CRASHES:
                 await self.kill()
                 raise LaunchError(f"{end.text}; giving up after {MAX_CRASHES} restarts of the shards")
@@ -108,11 +119,10 @@ class ShardGroup:
             await self._stop(end.text, num_crashes)
 
     async def _stop(self, reason: str, num_crashes: int = 1) -> None:
-        """Kill all shards before another start. Wait longer after each crash."""
+        """Kill all shards before another start, and wait."""
         logger.error("%s; starting the shards again", reason)
         await self.kill()
-        if num_crashes > 1:
-            await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** (num_crashes - 2), MAX_BACKOFF_S))
+        await asyncio.sleep(backoff_s(num_crashes))
 
     @property
     def _num_losses(self) -> int:

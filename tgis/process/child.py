@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import ctypes
-import functools
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ READ_BYTES = 1 << 16
 MAX_LINE_BYTES, MAX_JSON_BYTES = READ_BYTES, 1 << 20
 PR_SET_PDEATHSIG = 1
 GIVE_UP = signal.SIGUSR1  # tells a router that its shards will not be restarted
+PARENT = "TGIS_PARENT"  # variable that tells a child its parent's process id
 
 _libc = ctypes.CDLL(None)
 
@@ -89,8 +89,9 @@ class Child:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**self._env, **os.environ, **self._own_env},
-            preexec_fn=functools.partial(die_with, os.getpid()),
+            # The child itself asks to die with its parent. A function before its program would need a fork,
+            # which aborts some children and cuts connections where gRPC has threads.
+            env={**self._env, **os.environ, **self._own_env, PARENT: str(os.getpid())},
             process_group=0,  # a terminal's Ctrl-C must reach the parent only
         )
         self._end = asyncio.create_task(self._run_to_end(self._process), name=self.name)
@@ -142,6 +143,12 @@ class Child:
             return f"{self.name}: {self._error}" if self._error else f"{self.name} exited with code {code}"
         hint = "; was it out of memory?" if -code == signal.SIGKILL else ""
         return f"{self.name} was killed by {signal.Signals(-code).name}{hint}"
+
+
+def die_with_parent() -> None:
+    """Die with the parent if a `Child` has started this process, and keep that from its own children."""
+    if (parent := os.environ.pop(PARENT, None)) is not None:
+        die_with(int(parent))
 
 
 def die_with(parent: int) -> None:

@@ -102,9 +102,9 @@ async def wait_until_hung(fd: int, first_heartbeat: asyncio.Event, serving: asyn
     try:
         await first_heartbeat.wait()
         while _HUNG not in signs and missed < MAX_MISSED:
-            await asyncio.sleep(PERIOD_S)
             if _SERVING in signs:
                 serving.set()
+            await asyncio.sleep(PERIOD_S)
             signs = _read(fd)
             missed = 0 if signs else missed + 1
     finally:

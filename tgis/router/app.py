@@ -107,7 +107,9 @@ class _Router:
         self._pacing, self._memory = RefusalPacing(), MemoryRelease()
         self._draining, self._aborting = asyncio.Event(), asyncio.Event()
         self._has_given_up = self.is_serving = False
-        self._tokenizer = Tokenizer(Path(config.tokenizer_path), config.tokenization_workers)
+        self._tokenizer = Tokenizer(
+            Path(config.tokenizer_path), config.tokenization_workers, config.router_workers
+        )
         self._vocabulary = cache(partial(Vocabulary, self._tokenizer, config.output_special_tokens))
         # An unsupported kind of tokenizer is refused before the shards have loaded.
         self._vocabulary(True, frozenset())
@@ -277,7 +279,8 @@ class _Router:
     async def _watch_certificates(self) -> None:
         if (certificates := self._certificates) is not None:
             self._metrics.tls_seconds_left.follow(lambda: certificates.seconds_left)
-            self._metrics.tls_refusals.follow(lambda: certificates.num_refusals)
+            if self._config.worker == 0:  # all workers read the same files, and a change counts once
+                self._metrics.tls_refusals.follow(lambda: certificates.num_refusals)
             await certificates.watch()
 
     async def _stop(self, timeout_s: float) -> None:

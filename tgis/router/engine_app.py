@@ -57,6 +57,7 @@ class _EngineProcess:
             for task in background:
                 task.cancel()
             await self._engine.close()
+            self._metrics.close()
 
     async def _serve(self) -> None:
         await self._server.listen()

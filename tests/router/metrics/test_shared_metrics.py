@@ -1,6 +1,7 @@
 """One scrape of several processes, some killed and some started again, against lists of what they did."""
 
 import asyncio
+import gc
 import json
 import os
 import random
@@ -259,6 +260,25 @@ def test_a_file_shows_what_memory_shows(tmp_path: Path) -> None:
         assert text == alone.render() == asyncio.run(render_process(alone)())
         assert b"tgi_router_workers 1.0" in text
         assert b'tgi_process_restarts_total{process="router"} 0.0' in text
+
+
+def test_nothing_of_a_scrape_waits_for_the_garbage_collector(tmp_path: Path) -> None:
+    """Which comes seldom to a router, while each scrape maps the files of all processes."""
+    file = MetricFile(tmp_path / f"a{SUFFIX}")
+    Metrics(LIMITS, MODEL, file).request_duration.observe(1.0)
+
+    def mappings() -> list[str]:
+        return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+
+    scraped = Metrics(LIMITS, MODEL)
+    before = mappings()
+    gc.disable()
+    try:
+        for _ in range(3):
+            render_sums(scraped, tmp_path, [])
+        assert mappings() == before
+    finally:
+        gc.enable()
 
 
 async def nobody() -> list[GaugeValues]:

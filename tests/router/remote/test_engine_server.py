@@ -11,7 +11,8 @@ from tgis.config.processes import RouterConfig
 from tgis.net.framing import frame_body
 from tgis.router.configured_metrics import open_metrics
 from tgis.router.engine.local_engine import LocalEngine
-from tgis.router.remote import channel
+from tgis.router.metrics.gauges import GaugeValues
+from tgis.router.remote import channel, gauges
 from tgis.router.remote import messages as wire
 from tgis.router.remote.engine_server import EngineServer
 
@@ -25,6 +26,12 @@ class Socket:
 
     def send(self, message: object) -> None:
         self.writer.write(frame_body(wire.encode(message)))
+
+    async def receive(self) -> object:
+        """The next message of the engine."""
+        async with asyncio.timeout(20):
+            length = int.from_bytes(await self.reader.readexactly(4), "little")
+            return wire.decode_engine_message(await self.reader.readexactly(length))
 
     async def is_closed(self) -> bool:
         """Wait for the end of the connection, and return whether nothing else came."""
@@ -93,3 +100,40 @@ async def test_a_worker_that_reads_nothing_is_cut(scene: Scene, monkeypatch: pyt
         connection.channel.send(message)
         await asyncio.sleep(0)
     assert not scene.server._connections
+
+
+@pytest.mark.parametrize("answering", [[], [1], [1, 2], [2, 3, 1]])
+async def test_gauges_of_the_workers_that_answer(scene: Scene, answering: list[int]) -> None:
+    """An asker gets the engine's and those of the other workers, but not its own. One that hangs or has gone
+    takes only its own values away."""
+    asker, *others = [await scene.connect() for _ in range(4)]
+    for each in asker, *others:
+        each.send(HELLO)
+    while len(scene.server._connections) < 4:  # noqa: ASYNC110 - the server tells nobody
+        await asyncio.sleep(0)
+    asker.send(wire.AskGauges(7))
+    questions = [await each.receive() for each in others]
+    if not answering:
+        others[0].writer.close()
+    for number in answering:
+        question = questions[number - 1]
+        assert isinstance(question, wire.TellGauges)
+        values = GaugeValues({"tgi_tasks": [((), float(number))]})
+        others[number - 1].send(wire.OwnGauges(question.number, values))
+    answer = await asker.receive()
+    assert isinstance(answer, wire.OtherGauges)
+    assert answer.number == 7
+    engine, *workers = answer.values
+    assert "tgi_permits_limit" in engine.by_name
+    assert [values.by_name["tgi_tasks"][0][1] for values in workers] == answering
+
+
+async def test_gauges_without_other_workers(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine waits for nobody."""
+    monkeypatch.setattr(gauges, "ANSWER_S", 3600.0)
+    asker = await scene.connect()
+    asker.send(HELLO)
+    asker.send(wire.AskGauges(1))
+    answer = await asker.receive()
+    assert isinstance(answer, wire.OtherGauges)
+    assert len(answer.values) == 1

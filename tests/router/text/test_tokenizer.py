@@ -15,9 +15,17 @@ from tests.support.tokenizers.trained import write_byte_fallback, write_byte_lev
 from tgis.pb import generation_pb2 as pb
 from tgis.router.errors import RequestError, StartupError
 from tgis.router.text.tokenization import TokenIds, TokenizeOptions, byte_offsets, tokenize_job
-from tgis.router.text.tokenizer import LONG_TEXT_BYTES, Tokenizer
+from tgis.router.text.tokenizer import LONG_TEXT_BYTES, Tokenizer, default_workers
 
 TEXT = "The fox, naïve 東京 🙂\r\n e\u0301 👩\u200d👩\u200d👧 fox"
+
+
+@pytest.mark.parametrize(
+    ("cores", "num_sharing", "expected"),
+    [(1, 1, 1), (2, 1, 1), (4, 1, 3), (64, 1, 8), (2, 3, 1), (8, 2, 3), (16, 4, 3), (64, 8, 7), (256, 8, 8)],
+)
+def test_threads_of_router_workers_share_the_cores(cores: int, num_sharing: int, expected: int) -> None:
+    assert default_workers(cores, num_sharing) == expected
 
 
 @pytest.mark.parametrize("bos", [True, False])

@@ -157,8 +157,8 @@ class EngineHost(Protocol):
         """Serve until cancelled; after `start`. The engine survives the loss of the shards."""
 
     async def gauges(self) -> list[GaugeValues]:
-        """Return the gauges of all other processes of this router, without those that do not answer within
-        a second. Never raises for their sake."""
+        """Return the gauges of all other processes of this router. May wait for one that is lost; the caller
+        limits the time."""
 
     def give_up(self) -> None:
         """End all requests and refuse new ones, because the shards are lost."""

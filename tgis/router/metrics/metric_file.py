@@ -12,13 +12,13 @@ import logging
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from zlib import crc32
 
 from tgis.router.errors import StartupError
-from tgis.router.metrics.storage import Cells, Labels, Records, SeriesKey, empty_cells
+from tgis.router.metrics.storage import Cells, Labels, MemoryStorage, Records, SeriesKey
 
 logger = logging.getLogger(__name__)
 
@@ -33,16 +33,15 @@ Found = tuple[SeriesKey, Labels, int]
 """A record's key, its label values, and the offset of its cells."""
 
 
-class MetricFile:
-    """Implements Storage in the file of a process slot. The next process of the slot continues with its
-    values."""
+class MetricFile(MemoryStorage):
+    """Storage in the file of a process slot. The next process of the slot continues with its values."""
 
     is_shared = True
 
     def __init__(self, path: Path) -> None:
         """Open the file, or make it. Raises StartupError, also if another process writes it."""
+        super().__init__()
         self._path, self.is_reopened = path, path.exists()
-        self._records: dict[SeriesKey, dict[Labels, Cells]] = {}
         self._has_room = True
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -54,24 +53,6 @@ class MetricFile:
         self._length = memoryview(self._map)[8 : HEADER.size].cast("Q")
         self._end = HEADER.size
         self._continue()
-
-    def allocate(self, key: SeriesKey, labels: Labels) -> Cells:
-        """Return the cells of a series. Where the disk is full, nobody but this process sees them."""
-        of_key = self._records.setdefault(key, {})
-        if labels not in of_key:
-            try:
-                of_key[labels] = self._append(key, labels)
-            except OSError as error:
-                of_key[labels] = empty_cells(key.num_cells)
-                self._warn_of_room(error)
-        return of_key[labels]
-
-    def labels(self, key: SeriesKey) -> Sequence[Labels]:
-        return list(self._records.get(key, ()))
-
-    def parts(self, key: SeriesKey, labels: Labels) -> Sequence[Cells]:
-        cells = self._records.get(key, {}).get(labels)
-        return () if cells is None else (cells,)
 
     def close(self) -> None:
         """Let another process write the file."""
@@ -116,6 +97,14 @@ class MetricFile:
         if self._end != self._length[0]:
             logger.warning("%s is damaged; its last records are lost", self._path)
             self._length[0] = self._end
+
+    def _make_cells(self, key: SeriesKey, labels: Labels) -> Cells:
+        """Append the cells of a new series. Where the disk is full, nobody but this process sees them."""
+        try:
+            return self._append(key, labels)
+        except OSError as error:
+            self._warn_of_room(error)
+            return super()._make_cells(key, labels)
 
     def _append(self, key: SeriesKey, labels: Labels) -> Cells:
         """Write a record of zeros. Raises OSError if the disk is full."""

@@ -52,7 +52,7 @@ class MemoryStorage:
     def allocate(self, key: SeriesKey, labels: Labels) -> Cells:
         of_key = self._records.setdefault(key, {})
         if labels not in of_key:
-            of_key[labels] = empty_cells(key.num_cells)
+            of_key[labels] = self._make_cells(key, labels)
         return of_key[labels]
 
     def labels(self, key: SeriesKey) -> Sequence[Labels]:
@@ -64,6 +64,9 @@ class MemoryStorage:
 
     def close(self) -> None:
         pass
+
+    def _make_cells(self, key: SeriesKey, labels: Labels) -> Cells:
+        return empty_cells(key.num_cells)
 
 
 class SummedStorage:

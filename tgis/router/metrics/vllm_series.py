@@ -141,7 +141,8 @@ class HistogramView:
 
 
 class VllmSeries:
-    """All series of vLLM. What no series of TGIS holds is observed here."""
+    """All series of vLLM. What no series of TGIS holds is observed here. No view refers to this object or to
+    all metrics, so that those of one scrape, and the files that they have mapped, are free when it ends."""
 
     def __init__(
         self, model_name: str, max_sequence_length: int, metrics: AliasedMetrics, storage: Storage
@@ -202,12 +203,13 @@ class VllmSeries:
         self._count("prompt_tokens", self._prompt_tokens.help, _total(self._prompt_tokens))
         tokens = metrics.first_token_duration, metrics.inter_token_duration
         self._count("generation_tokens", "Generated tokens", lambda: sum(each.count for each in tokens))
+        labels, success, failure = self._labels, metrics.request_success, metrics.request_failure
         self._add(
             CounterView(
                 "vllm:request_success",
                 "Texts that ended (stop, length), were cancelled (abort) or failed (error)",
                 (*OF_MODEL, "finished_reason"),
-                lambda: {(*self._labels, reason): n for reason, n in _finished(metrics).items()},
+                lambda: {(*labels, reason): n for reason, n in _finished(success, failure).items()},
             )
         )
 
@@ -291,7 +293,8 @@ class VllmSeries:
         return gauge
 
     def _count(self, name: str, help: str, read: Callable[[], float]) -> None:
-        self._add(CounterView(f"vllm:{name}", help, OF_MODEL, lambda: {self._labels: read()}))
+        labels = self._labels
+        self._add(CounterView(f"vllm:{name}", help, OF_MODEL, lambda: {labels: read()}))
 
     def _view(self, name: str, help: str, source: Histogram, bounds: Sequence[float]) -> None:
         self._add(HistogramView(f"vllm:{name}", help, source, bounds, self._labels))
@@ -334,12 +337,12 @@ def _total(counter: Counter) -> Callable[[], float]:
     return lambda: counter.values()[()]
 
 
-def _finished(metrics: AliasedMetrics) -> Mapping[str, float]:
+def _finished(success: Counter, failure: Counter) -> Mapping[str, float]:
     """Return the number of finished requests by vLLM's words."""
     numbers = Tally[str](dict.fromkeys((*FINISHED.values(), *FAILED.values()), 0))
-    for (reason, _), number in metrics.request_success.values().items():
+    for (reason, _), number in success.values().items():
         numbers[FINISHED[StopReason[reason]]] += int(number)
-    for (kind,), number in metrics.request_failure.values().items():
+    for (kind,), number in failure.values().items():
         if kind in FAILED:
             numbers[FAILED[kind]] += int(number)
     return numbers

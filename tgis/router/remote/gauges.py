@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any
 
@@ -34,6 +34,8 @@ class Questions:
         """Yield the number of a question, its answers as they come, and the event of all being there."""
         number, answers, complete = next(self._numbers), list[Any](), asyncio.Event()
         self._answers[number] = num_answers, answers, complete
+        if not num_answers:
+            complete.set()
         try:
             yield number, answers, complete
         finally:
@@ -70,8 +72,9 @@ class GaugeGatherer:
         with self._questions.ask(len(workers)) as (number, answers, complete):
             for send in workers:
                 send(wire.TellGauges(number))
-            if workers:
-                await _wait(complete, ANSWER_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ANSWER_S):
+                    await complete.wait()
             reply(wire.OtherGauges(asked, [self._metrics.gauge_values(), *answers]))
 
 
@@ -82,19 +85,12 @@ class GaugeAsker:
         self._questions = Questions()
 
     async def ask(self, send: Send) -> list[GaugeValues]:
-        """Return the gauges of all other processes that answer in time."""
+        """Wait, however long, for the gauges of all other processes that answer, and return them."""
         with self._questions.ask(1) as (number, answers, complete):
             send(wire.AskGauges(number))
-            await _wait(complete, 2 * ANSWER_S)
-            return answers[0] if answers else []
+            await complete.wait()
+            gauges: list[GaugeValues] = answers[0]
+            return gauges
 
     def take(self, message: wire.OtherGauges) -> None:
         self._questions.answer(message.number, message.values)
-
-
-async def _wait(complete: asyncio.Event, limit_s: float) -> None:
-    waiting = asyncio.create_task(complete.wait())
-    try:
-        await asyncio.wait((waiting,), timeout=limit_s)
-    finally:
-        waiting.cancel()

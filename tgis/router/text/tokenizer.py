@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tgis.hub import model_files
+from tgis.process.control_groups import count_cores
 from tgis.router.text.token_bound import max_bytes_per_token
 from tgis.router.text.tokenization import (
     TokenIds,
@@ -30,11 +30,17 @@ BYTES_PER_TEXT = 64  # least cost of a text, as the bytes of text that would cos
 T = TypeVar("T")
 
 
+def default_workers(cores: int, num_sharing: int) -> int:
+    """Return the number of threads of each process: one core is left to the other work of all of them."""
+    return min(max((cores - 1) // num_sharing, 1), MAX_WORKERS)
+
+
 class Tokenizer:
     """A `tokenizer.json` and its settings, with threads and a process. It is safe to use from any task."""
 
-    def __init__(self, directory: Path, num_workers: int | None = None) -> None:
-        """Load the tokenizer. Raises StartupError if the directory has no tokenizer that can be read."""
+    def __init__(self, directory: Path, num_workers: int | None = None, num_sharing: int = 1) -> None:
+        """Load the tokenizer; by default `num_sharing` processes divide the cores. Raises StartupError if the
+        directory has no tokenizer that can be read."""
         self.fast = load_tokenizer(directory)
         self.max_bytes_per_token = max_bytes_per_token(self.fast)
         """Upper bound from `token_bound`, or None if a text must be tokenized to show that it is too long."""
@@ -42,8 +48,7 @@ class Tokenizer:
         self._settings = model_files.read_json(directory, "special_tokens_map.json") | settings
         self.ids_before_text = ids_before_text(self.fast) or self._bos_of_settings()
         """Ids of the tokens that begin every text and survive truncation."""
-        default = min(max(len(os.sched_getaffinity(0)) - 1, 1), MAX_WORKERS)
-        self.num_workers = num_workers or default
+        self.num_workers = num_workers or default_workers(count_cores(), num_sharing)
         self._threads = ThreadPoolExecutor(self.num_workers, thread_name_prefix="tokenizer")
         self._process = TokenizerProcess(directory)
 
