@@ -124,7 +124,8 @@ class ModelOptions:
         "Arithmetic of matrix products and attention on CPUs, in the service's own engine. bfloat16 rounds "
         "what they multiply to bfloat16 and adds in float32: about twice as fast for several tokens at once "
         "on AMD's processors with AVX512_BF16 and Intel's with AMX, slower on others. Keys and values are "
-        "then kept as bfloat16. Products of codes stay as they are, and so does attention to keys and values of 8 bits.",
+        "then kept as bfloat16. Products of codes stay as they are, and so does attention to keys and values "
+        "of 8 bits.",
         "float32",
         choices=ARITHMETICS,
         group=Group.MEMORY,
