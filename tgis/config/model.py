@@ -123,16 +123,16 @@ class ModelOptions:
     cpu_arithmetic: str = option(
         "Arithmetic of matrix products and attention on CPUs, in the service's own engine. bfloat16 rounds "
         "what they multiply to bfloat16 and adds in float32: about twice as fast for several tokens at once "
-        "on processors with AVX512_BF16, slower on others. Keys and values are then kept as bfloat16. "
-        "Products of codes stay as they are, and so does attention to keys and values of 8 bits.",
+        "on AMD's processors with AVX512_BF16 and Intel's with AMX, slower on others. Keys and values are "
+        "then kept as bfloat16. Products of codes stay as they are, and so does attention to keys and values "
+        "of 8 bits.",
         "float32",
         choices=ARITHMETICS,
         group=Group.MEMORY,
     )
     cpu_amx: str = option(
         "Use of AMX on CPUs, for --cpu-arithmetic bfloat16 and for products of int8 codes: auto uses it "
-        "where the processor has it and its results prove right when a shard starts. Its speed beside "
-        "AVX-512's has not been measured.",
+        "where the processor has it and its results prove right when a shard starts.",
         "auto",
         choices=("auto", "off"),
         group=Group.MEMORY,

@@ -112,6 +112,13 @@ def test_what_is_not_finite_stays_in_its_row(pack: Packer) -> None:
     check_not_finite(pack(stored(torch.randn(40, 21))), torch.randn(9, 21))
 
 
+def test_rows_with_gaps_are_refused(pack: Packer) -> None:
+    """Their numbers would be taken from between the rows."""
+    product = pack(stored(torch.randn(40, 21)))
+    with pytest.raises(AssertionError):
+        product(torch.randn(9, 42)[:, ::2])
+
+
 def test_what_is_chosen_here(caplog: pytest.LogCaptureFixture) -> None:
     choice = self_check.choose_packer()
     assert choice.replaced == ()

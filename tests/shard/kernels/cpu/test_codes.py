@@ -229,6 +229,7 @@ def test_what_has_no_products() -> None:
         CodeLayout(torch.float8_e4m3fn, 8, None),
         CodeLayout(torch.int8, 8, 128, rounds_activations=True),
         CodeLayout(torch.uint8, 4, 8, True),
+        CodeLayout(torch.uint8, 4, 64),
         CodeLayout(torch.uint8, 4, 131, True),
     ):
         assert code_product.find_packer(layout, rounds_activations=False) is None

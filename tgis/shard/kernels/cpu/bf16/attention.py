@@ -49,7 +49,8 @@ class BfloatAttention:
 
 
 def choose_attention(multiplies_pairs: bool) -> BfloatAttention:
-    """Return the fastest attention that is right here. `multiplies_pairs` tells if products of pairs are."""
+    """Return the attention that multiplies pairs if that is right here. `multiplies_pairs` tells if products
+    of pairs are."""
     if PAIRS is None or not multiplies_pairs:
         return BfloatAttention(ROUNDED)
     if not is_near(PAIRS):

@@ -13,6 +13,7 @@ from tgis.shard.kernels.cpu.bf16 import kernels
 from tgis.shard.kernels.cpu.bf16.tile_product import TileProduct
 from tgis.shard.kernels.cpu.gemm import pairs
 from tgis.shard.kernels.cpu.gemm import product as gemm
+from tgis.shard.kernels.cpu.gemm.launch import check_rows
 from tgis.shard.kernels.cpu.gemm.product import PackedProduct
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, empty
 
@@ -28,6 +29,7 @@ class RoundedProduct:
     product: PackedProduct
 
     def __call__(self, x: Tensor) -> Tensor:
+        check_rows(x, self.product.in_features)
         num_rows, size = x.shape
         rounded, rows_per_unit = empty(num_rows, size), max(1, _UNIT // size)
         run = kernels.round_rows if num_rows <= rows_per_unit else kernels.round_rows.parallel

@@ -81,6 +81,8 @@ def find_packer(layout: CodeLayout, rounds_activations: bool) -> Callable[[Store
     are to do so and can: not for codes that are indices of a table, nor without VNNI."""
     if layout.rounds_activations or layout.dtype not in _INTEGERS:
         return None
+    if layout.dtype == torch.uint8 and not (layout.has_zeros or layout.table):
+        return None  # kernels take such codes for numbers around 0, and without zeros they are not
     if layout.table and LANES != 16:  # only AVX-512 looks numbers up in a table of 16
         return None
     is_small = layout.bits <= 4 or (layout.bits == 8 and not layout.table)
