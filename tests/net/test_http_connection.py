@@ -56,6 +56,7 @@ class App:
             LimitedRoute("/late", self.wait, SLOW),
             LimitedRoute("/flood", self.flood, API),
             LimitedRoute("/parts", self.parts, API),
+            LimitedRoute("/early", self.early, SLOW, methods=["POST"]),
         ]
         self.starlette = Starlette(routes=routes)
 
@@ -77,6 +78,9 @@ class App:
                 yield b"part"
 
         return StreamingResponse(parts())
+
+    async def early(self, request: Request) -> Response:
+        return Response(b"early")
 
     async def flood(self, request: Request) -> Response:
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -106,10 +110,10 @@ class _Answering(Response):
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[tuple[App, Connect]]:
+async def serving(max_age_s: float | None = None) -> AsyncIterator[tuple[App, Connect]]:
     app = App()
     writers = []
-    async with serve_http(app.starlette, CONFIG, None) as port:
+    async with serve_http(app.starlette, CONFIG, None, max_age_s=max_age_s) as port:
 
         async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -130,11 +134,16 @@ def request(path: str, body: bytes = b"", method: str = "POST", headers: str = "
 
 
 async def answer_of(reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)).lower()
+    head = await head_of(reader)
     if b"transfer-encoding: chunked" in head:
         return int(head.split()[1]), await reader.readuntil(b"0\r\n\r\n")
     size = int(head.split(b"content-length: ")[1].split(b"\r\n")[0])
     return int(head.split()[1]), await reader.readexactly(size)
+
+
+async def head_of(reader: asyncio.StreamReader) -> bytes:
+    """The head of an answer in lower case; the next thing to read is its body."""
+    return (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)).lower()
 
 
 async def end_of(reader: asyncio.StreamReader) -> bytes | None:
@@ -363,3 +372,50 @@ async def test_what_is_written_together_is_sent_together() -> None:
         assert (await answer_of(reader))[1].count(b"part") == 20
         info = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         assert struct.unpack_from("I", info, DATA_SEGMENTS)[0] <= 3
+
+
+OLD_S, YOUNG_S = 0.0, 3600.0
+CLOSE = b"connection: close\r\n"
+
+
+async def test_an_old_connection_ends_with_its_next_answer() -> None:
+    """A whole stream too, and the client is told before."""
+    async with serving(OLD_S) as (_, connect):
+        for path, end in (("/plain", b""), ("/parts", b"0\r\n\r\n")):
+            reader, writer = await connect()
+            writer.write(request(path, method="GET"))
+            assert CLOSE in await head_of(reader)
+            rest = await end_of(reader)
+            assert rest is not None
+            assert rest.endswith(end)
+
+
+async def test_an_old_connection_answers_no_request_after_its_last_answer() -> None:
+    async with serving(OLD_S) as (_, connect):
+        reader, writer = await connect()
+        writer.write(request("/wait", method="GET") + request("/plain", b"two"))
+        assert CLOSE in await head_of(reader)
+        assert await end_of(reader) == b"late"
+
+
+@pytest.mark.parametrize("age_s", [YOUNG_S, None])
+async def test_a_young_connection_goes_on(age_s: float | None) -> None:
+    async with serving(age_s) as (_, connect):
+        reader, writer = await connect()
+        for _ in range(3):
+            writer.write(request("/plain", b"x"))
+            assert CLOSE not in await head_of(reader)
+            assert await reader.readexactly(1) == b"x"
+
+
+async def test_an_answer_before_the_end_of_its_request_does_not_end_an_old_connection() -> None:
+    """A connection that closes with bytes unread is reset, and its client might not read the answer."""
+    async with serving(OLD_S) as (_, connect):
+        reader, writer = await connect()
+        whole = request("/early", bytes(9))
+        writer.write(whole[:-5])
+        assert CLOSE not in await head_of(reader)
+        assert await reader.readexactly(5) == b"early"
+        writer.write(whole[-5:] + request("/plain", b"x"))
+        assert CLOSE in await head_of(reader)
+        assert await end_of(reader) == b"x"
