@@ -57,6 +57,7 @@ class App:
             LimitedRoute("/flood", self.flood, API),
             LimitedRoute("/parts", self.parts, API),
             LimitedRoute("/early", self.early, SLOW, methods=["POST"]),
+            LimitedRoute("/begin", self.begin, SLOW, methods=["POST"]),
         ]
         self.starlette = Starlette(routes=routes)
 
@@ -81,6 +82,16 @@ class App:
 
     async def early(self, request: Request) -> Response:
         return Response(b"early")
+
+    async def begin(self, request: Request) -> Response:
+        """Begin the answer before the end of the request."""
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"begin", "more_body": True})
+            await send({"type": "http.response.body", "body": await request.body()})
+
+        return _Answering(answer)
 
     async def flood(self, request: Request) -> Response:
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -408,14 +419,18 @@ async def test_a_young_connection_goes_on(age_s: float | None) -> None:
             assert await reader.readexactly(1) == b"x"
 
 
-async def test_an_answer_before_the_end_of_its_request_does_not_end_an_old_connection() -> None:
+@pytest.mark.parametrize(("path", "begin"), [("/early", b"early"), ("/begin", b"5\r\nbegin\r\n")])
+async def test_an_answer_that_begins_before_its_request_ends_is_not_the_last(path: str, begin: bytes) -> None:
     """A connection that closes with bytes unread is reset, and its client might not read the answer."""
     async with serving(OLD_S) as (_, connect):
         reader, writer = await connect()
-        whole = request("/early", bytes(9))
-        writer.write(whole[:-5])
+        whole = request(path, b"body")
+        writer.write(whole[:-2])
         assert CLOSE not in await head_of(reader)
-        assert await reader.readexactly(5) == b"early"
-        writer.write(whole[-5:] + request("/plain", b"x"))
+        assert await reader.readexactly(len(begin)) == begin
+        writer.write(whole[-2:])
+        if path == "/begin":
+            assert await reader.readuntil(b"0\r\n\r\n") == b"4\r\nbody\r\n0\r\n\r\n"
+        writer.write(request("/plain", b"x"))
         assert CLOSE in await head_of(reader)
         assert await end_of(reader) == b"x"
