@@ -79,7 +79,7 @@ class RandomTokens:
         self.pids: list[int] = []
         """Processes whose CPU time is taken."""
         self.num_left = 0
-        """Number of tokens after the warm-up, up to the ends of all streams."""
+        """Number of tokens after the warm-up, up to the ends of all streams; 0 if it has not ended."""
         self._random = np.random.default_rng(0)
         self._rows: dict[int, Row] = {}
         self._num_streams = self._num_steps = 0
@@ -89,6 +89,7 @@ class RandomTokens:
 
     def watch(self, num_streams: int, num_steps: int) -> None:
         self._num_streams, self._num_steps, self._num_full = num_streams, num_steps, 0
+        self.num_left = 0
 
     def result(self) -> Look:
         """Return the times that the steps took. Raises BenchError if there were too few."""

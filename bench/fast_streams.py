@@ -39,12 +39,19 @@ class Contender:
     def __init__(self, name: str, bench: Bench, tokens: RandomTokens) -> None:
         self.name, self._bench, self._tokens = name, bench, tokens
 
+    def warm_up(self, api: str, num_streams: int) -> None:
+        """Raises BenchError."""
+        self._tokens.watch(num_streams, 0)
+        self._bench.stream(api, num_streams, SLACK)
+
     def measure(self, api: str, num_streams: int, new_tokens: int, number: int) -> FastSample:
         """Raises BenchError."""
         tokens = self._tokens
         tokens.watch(num_streams, 0)
         num_messages = self._bench.stream(api, num_streams, new_tokens)
         times = tokens.look().since(tokens.begin)
+        if not tokens.num_left:
+            raise BenchError(f"{api}: {num_streams} streams had too few steps together")
         return FastSample(
             self.name,
             api,
@@ -62,7 +69,7 @@ def run(contenders: Sequence[Contender], options: argparse.Namespace) -> list[Fa
     for num_streams in options.streams:
         for api in options.apis:
             for contender in contenders:
-                contender.measure(api, num_streams, SLACK, 0)
+                contender.warm_up(api, num_streams)
             for number in range(options.rounds):
                 turn = number % len(contenders)
                 for contender in (*contenders[turn:], *contenders[:turn]):
