@@ -5,6 +5,7 @@ import random
 from collections.abc import Sequence
 from contextlib import suppress
 from copy import deepcopy
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from tests.support.router.groupings import (
 from tests.support.router.grpc_door import open_door
 from tests.support.router.http_door import HttpDoor
 from tests.support.router.inputs_door import call, inputs_door
-from tests.support.router.messages import single, stopping
+from tests.support.router.messages import batch, single, stopping
 from tests.support.router.scripted_chats import WEATHER, scripted_chats
 from tgis.pb import generation_pb2 as pb
+from tgis.router.api.service import MOST_TOLD
 from tgis.router.chat.formats.hermes import HERMES
 from tgis.router.chat.formats.registry import ChatFormats
 from tgis.router.chat.formats.think import THINK
@@ -33,7 +35,7 @@ from tgis.router.errors import Code
 from tgis.router.events import Failed, Failure, TimedOut
 
 TEXTS = ("a", "Once upon a time", "naïve café 東京 🙂")
-LENGTH = 40
+LENGTH, NUM_LONG = 40, 190
 STOPS: tuple[list[str], ...] = ([], ["e"], [" a", "the ", "xyz"])
 
 
@@ -68,6 +70,22 @@ async def test_fmaas(with_details: bool, tmp_path: Path) -> None:
                     check_counts(parts, with_details)
                     sizes |= {len(part.tokens) for part in parts}
     assert not with_details or sizes >= {1, 2, 3}
+
+
+@pytest.mark.parametrize(("num_top", "most"), [(5, MOST_TOLD // 6), (0, NUM_LONG)])
+async def test_no_message_is_long(num_top: int, most: int, tmp_path: Path) -> None:
+    """However late a client reads. A unary answer is whole."""
+    async with open_door(tmp_path) as door:
+        group_events(door.handle, all_at_once)
+        details = pb.ResponseOptions(generated_tokens=True, token_logprobs=True, top_n_tokens=num_top)
+        params = {"stopping": stopping(NUM_LONG, min_new_tokens=NUM_LONG), "response": details}
+        parts = [part async for part in door.stub.GenerateStream(single("girl", **params))]
+        [whole] = (await door.stub.Generate(batch("girl", **params))).responses
+    sizes = [len(part.tokens) for part in parts[1:]]
+    assert sizes == [*[most] * (NUM_LONG // most), *([NUM_LONG % most] if NUM_LONG % most else [])]
+    assert [part.generated_token_count for part in parts[1:]] == list(accumulate(sizes))
+    joined = joined_parts(parts)
+    assert (joined.text, joined.tokens) == (whole.text, whole.tokens)
 
 
 def joined_parts(parts: Sequence[pb.GenerationResponse]) -> pb.GenerationResponse:
