@@ -87,6 +87,7 @@ class RandomTokens:
 
     def watch(self, num_streams: int, num_steps: int) -> None:
         self._num_streams, self._num_steps, self._num_full = num_streams, num_steps, 0
+        self.num_left = 0
 
     def result(self) -> Look:
         """Return the times that the steps took. Raises BenchError if there were too few."""

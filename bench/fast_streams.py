@@ -41,6 +41,11 @@ class Contender:
     def __init__(self, name: str, bench: Bench, tokens: RandomTokens) -> None:
         self.name, self._bench, self._tokens = name, bench, tokens
 
+    def warm_up(self, api: str, num_streams: int) -> None:
+        """Raises BenchError."""
+        self._tokens.watch(num_streams, 0)
+        self._bench.stream(api, num_streams, SLACK)
+
     def measure(self, api: str, num_streams: int, new_tokens: int, number: int) -> FastSample:
         """Raises BenchError."""
         self._tokens.watch(num_streams, 0)
@@ -63,7 +68,7 @@ def run(contenders: Sequence[Contender], options: argparse.Namespace) -> list[Fa
     for num_streams in options.streams:
         for api in options.apis:
             for contender in contenders:
-                contender.measure(api, num_streams, SLACK, 0)
+                contender.warm_up(api, num_streams)
             for number in range(options.rounds):
                 for contender in turns(contenders, number):
                     samples.append(contender.measure(api, num_streams, options.new_tokens, number))

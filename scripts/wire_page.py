@@ -35,7 +35,8 @@ STREAM = """\
 1. A header at once: `input_token_count`, the seed, and the input's text if it was requested.
 2. If `input_tokens` were requested, a message with only those and their count.
 3. Messages with text, tokens or both; `generated_token_count` grows. One without text is sent only if tokens were
-   requested. A message has one token, or several if they came while the client or the service was behind.
+   requested. A message has one token, or several if they came while the client or the service was behind: at most
+   256, likely others (`top_n_tokens`) among them.
 4. The last one has `stop_reason`, the seed again, and `stop_sequence` if that was the reason.
 
 A unary answer has all of this in one message for each input, in the order of the inputs.

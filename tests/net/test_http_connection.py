@@ -56,6 +56,8 @@ class App:
             LimitedRoute("/late", self.wait, SLOW),
             LimitedRoute("/flood", self.flood, API),
             LimitedRoute("/parts", self.parts, API),
+            LimitedRoute("/early", self.early, SLOW, methods=["POST"]),
+            LimitedRoute("/begin", self.begin, SLOW, methods=["POST"]),
         ]
         self.starlette = Starlette(routes=routes)
 
@@ -77,6 +79,19 @@ class App:
                 yield b"part"
 
         return StreamingResponse(parts())
+
+    async def early(self, request: Request) -> Response:
+        return Response(b"early")
+
+    async def begin(self, request: Request) -> Response:
+        """Begin the answer before the end of the request."""
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"begin", "more_body": True})
+            await send({"type": "http.response.body", "body": await request.body()})
+
+        return _Answering(answer)
 
     async def flood(self, request: Request) -> Response:
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -106,10 +121,10 @@ class _Answering(Response):
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[tuple[App, Connect]]:
+async def serving(max_age_s: float | None = None) -> AsyncIterator[tuple[App, Connect]]:
     app = App()
     writers = []
-    async with serve_http(app.starlette, CONFIG, None) as port:
+    async with serve_http(app.starlette, CONFIG, None, max_age_s=max_age_s) as port:
 
         async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -130,11 +145,16 @@ def request(path: str, body: bytes = b"", method: str = "POST", headers: str = "
 
 
 async def answer_of(reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)).lower()
+    head = await head_of(reader)
     if b"transfer-encoding: chunked" in head:
         return int(head.split()[1]), await reader.readuntil(b"0\r\n\r\n")
     size = int(head.split(b"content-length: ")[1].split(b"\r\n")[0])
     return int(head.split()[1]), await reader.readexactly(size)
+
+
+async def head_of(reader: asyncio.StreamReader) -> bytes:
+    """The head of an answer in lower case; the next thing to read is its body."""
+    return (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)).lower()
 
 
 async def end_of(reader: asyncio.StreamReader) -> bytes | None:
@@ -363,3 +383,54 @@ async def test_what_is_written_together_is_sent_together() -> None:
         assert (await answer_of(reader))[1].count(b"part") == 20
         info = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         assert struct.unpack_from("I", info, DATA_SEGMENTS)[0] <= 3
+
+
+OLD_S, YOUNG_S = 0.0, 3600.0
+CLOSE = b"connection: close\r\n"
+
+
+async def test_an_old_connection_ends_with_its_next_answer() -> None:
+    """A whole stream too, and the client is told before."""
+    async with serving(OLD_S) as (_, connect):
+        for path, end in (("/plain", b""), ("/parts", b"0\r\n\r\n")):
+            reader, writer = await connect()
+            writer.write(request(path, method="GET"))
+            assert CLOSE in await head_of(reader)
+            rest = await end_of(reader)
+            assert rest is not None
+            assert rest.endswith(end)
+
+
+async def test_an_old_connection_answers_no_request_after_its_last_answer() -> None:
+    async with serving(OLD_S) as (_, connect):
+        reader, writer = await connect()
+        writer.write(request("/wait", method="GET") + request("/plain", b"two"))
+        assert CLOSE in await head_of(reader)
+        assert await end_of(reader) == b"late"
+
+
+@pytest.mark.parametrize("age_s", [YOUNG_S, None])
+async def test_a_young_connection_goes_on(age_s: float | None) -> None:
+    async with serving(age_s) as (_, connect):
+        reader, writer = await connect()
+        for _ in range(3):
+            writer.write(request("/plain", b"x"))
+            assert CLOSE not in await head_of(reader)
+            assert await reader.readexactly(1) == b"x"
+
+
+@pytest.mark.parametrize(("path", "begin"), [("/early", b"early"), ("/begin", b"5\r\nbegin\r\n")])
+async def test_an_answer_that_begins_before_its_request_ends_is_not_the_last(path: str, begin: bytes) -> None:
+    """A connection that closes with bytes unread is reset, and its client might not read the answer."""
+    async with serving(OLD_S) as (_, connect):
+        reader, writer = await connect()
+        whole = request(path, b"body")
+        writer.write(whole[:-2])
+        assert CLOSE not in await head_of(reader)
+        assert await reader.readexactly(len(begin)) == begin
+        writer.write(whole[-2:])
+        if path == "/begin":
+            assert await reader.readuntil(b"0\r\n\r\n") == b"4\r\nbody\r\n0\r\n\r\n"
+        writer.write(request("/plain", b"x"))
+        assert CLOSE in await head_of(reader)
+        assert await end_of(reader) == b"x"

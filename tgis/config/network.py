@@ -71,9 +71,9 @@ class PortOptions:
         "Bytes of a call's metadata, plus 32 for each entry.", 32 << 10, minimum=1, group=Group.LIMITS
     )
     max_connection_age: float | None = option(
-        "Seconds after which a gRPC connection is asked to reconnect, give or take a tenth; its streams "
-        "finish first. Unset: 600 with several router workers, which spreads connections anew; never with "
-        "one.",
+        "Seconds after which a connection is asked to reconnect: over gRPC give or take a tenth, over HTTP "
+        "with its next answer. Its streams finish first. Unset: 600 with several router workers, which "
+        "spreads connections anew; never with one.",
         None,
         minimum=0.1,
     )

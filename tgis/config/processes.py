@@ -10,6 +10,7 @@ from tgis.config.option import Group, Secret, in_group, option
 from tgis.config.serving import SERVICE_NAME, SHORT_SEQUENCE, BatchOptions, ServingOptions
 
 UDS_PATH = "/tmp/text-generation"  # default for processes that are started by hand
+SHARED_AGE_S = 600.0  # age of connections to one of several workers
 NO_SHARDS = "`num_shard` / NUM_GPUS cannot be < 1"
 
 
@@ -236,6 +237,13 @@ class RouterConfig(ProcessOptions, HeartbeatOptions, LinkOptions, BatchOptions, 
     def shares_ports(self) -> bool:
         """True if other workers of the same router listen on the same public ports."""
         return self.router_workers > 1
+
+    @property
+    def connection_age(self) -> float | None:
+        """Seconds after which clients' connections end. A connection stays with the worker that accepted it,
+        so with several workers connections are spread anew from time to time. None: never."""
+        default = SHARED_AGE_S if self.shares_ports else None
+        return default if self.max_connection_age is None else self.max_connection_age
 
 
 @in_group(Group.MODEL)

@@ -1,6 +1,7 @@
 """A connection to an HTTP port, with limits of time, of size and of the number of connections."""
 
 import asyncio
+import math
 from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from tgis.net.http_routes import PROBE_LIMITS, LimitedApp, RouteLimits, find_route
+from tgis.net.http_routes import PROBE_LIMITS, LimitedApp, RouteLimits, find_route, has_path
 from tgis.net.joined_writes import JoinedWrites
 from tgis.net.ports import watch_peer
 from tgis.net.slow_readers import Flow, SlowReadError
@@ -46,6 +47,8 @@ class ServerConfig(uvicorn.Config):
     """Limits of connections that have no whole request yet."""
     slow_reader_s = 60.0
     keepalive_s = 60.0
+    max_age_s: float | None = None
+    """Age after which a connection ends with its next answer; None: never."""
 
     def __init__(self, app: Starlette) -> None:
         self.routes: Iterable[BaseRoute] = app.routes
@@ -94,6 +97,8 @@ class HttpConnection(HttpToolsProtocol):
     _has_been_refused = False
     _group: "dict[HttpConnection, None] | None" = None
     _certificate_name = ""
+    _old_at = math.inf
+    """Time from which on it ends with its next answer."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         watch_peer(transport, self.config.keepalive_s)
@@ -101,6 +106,8 @@ class HttpConnection(HttpToolsProtocol):
         self.flow = Flow(self.transport)
         self._certificate_name = client_name(transport.get_extra_info("ssl_object"))
         self._began_at = self.loop.time()
+        if self.config.max_age_s is not None:
+            self._old_at = self._began_at + self.config.max_age_s
         self._enter(self.config.fresh)
         self._reschedule()
 
@@ -191,7 +198,7 @@ class HttpConnection(HttpToolsProtocol):
         num_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if num_bytes > MAX_HEADER_BYTES:
             raise _Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
-        if not _has_path(self.url):
+        if not has_path(self.url):
             raise _Refusal(HTTPStatus.BAD_REQUEST)
         super().on_headers_complete()
 
@@ -209,6 +216,10 @@ class HttpConnection(HttpToolsProtocol):
             self._complete_message()
 
     def _complete_message(self) -> None:
+        # An answer that has begun cannot say that it is the last one, and one that comes before its request's
+        # end may be lost if the connection closes.
+        if self.loop.time() >= self._old_at and not self.cycle.response_started:
+            self.cycle.keep_alive = False
         super().on_message_complete()
         self._is_whole, self._num_received, self._num_body = True, 0, 0
         if self._running is None:  # its answer came before its end
@@ -387,12 +398,3 @@ def _has_room(group: dict[HttpConnection, None], limits: RouteLimits, now: float
             connection.give_way()
             return True
     return False
-
-
-def _has_path(url: bytes) -> bool:
-    if not url.isascii():
-        return False
-    try:
-        return httptools.parse_url(url).path is not None
-    except httptools.HttpParserInvalidURLError:
-        return False

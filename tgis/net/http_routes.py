@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import httptools
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -65,3 +66,13 @@ def find_route(routes: Iterable[BaseRoute], scope: Any) -> LimitedRoute | Limite
         if match is Match.FULL:
             return None
     return None
+
+
+def has_path(url: bytes) -> bool:
+    """Return whether the target of a request can be told apart by its path."""
+    if not url.isascii():
+        return False
+    try:
+        return httptools.parse_url(url).path is not None
+    except httptools.HttpParserInvalidURLError:
+        return False

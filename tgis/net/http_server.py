@@ -30,12 +30,14 @@ async def serve_http(
     certificates: Certificates | None,
     fresh: RouteLimits | None = None,
     is_shared: bool = False,
+    max_age_s: float | None = None,
 ) -> AsyncIterator[int]:
     """Serve `app` within the context on the HTTP port, with TLS if `http_tls`, and yield the port. `fresh`
-    are limits of connections without a request. Other processes may share the port. Raises PortError."""
+    are limits of connections without a request, `max_age_s` is the age of those that answer their last one.
+    Other processes may share the port. Raises PortError."""
     listener = listen(options.bind, options.port, is_shared)
     context = certificates.renewing_context() if certificates is not None and options.http_tls else None
-    async with serve_listener(app, listener, options, context, fresh) as port:
+    async with serve_listener(app, listener, options, context, fresh, max_age_s) as port:
         yield port
 
 
@@ -46,10 +48,12 @@ async def serve_listener(
     options: PortOptions,
     context: ssl.SSLContext | None,
     fresh: RouteLimits | None = None,
+    max_age_s: float | None = None,
 ) -> AsyncIterator[int]:
     """Serve `app` within the context on a listening socket, and yield its port."""
     config = ServerConfig(app)
     config.slow_reader_s, config.keepalive_s = options.slow_reader_timeout, options.keepalive_time
+    config.max_age_s = max_age_s
     if fresh is not None:
         config.fresh = fresh
     config.load()

@@ -112,7 +112,7 @@ async def test_who_reads_late_over_http_too(n: int, tmp_path: Path) -> None:
     for index in range(n):
         sizes = [choice.get("token_ids") or [] for choice in choices if choice["index"] == index]
         assert [token_id for some in sizes for token_id in some] == ids
-        assert max(map(len, sizes)) > 100
+        assert max(map(len, sizes)) > 10
         told = [choice["logprobs"]["content"] for choice in choices if choice.get("logprobs")]
         assert sum(map(len, told)) == n * NUM_LONG
 

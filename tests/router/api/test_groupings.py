@@ -3,27 +3,40 @@
 import json
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import deepcopy
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from tests.support.router.chat_door import HELLO
-from tests.support.router.groupings import Split, all_at_once, at_random, group_events, one_by_one
+from tests.support.router.groupings import (
+    Split,
+    all_at_once,
+    at_random,
+    ending_with,
+    group_events,
+    one_by_one,
+)
 from tests.support.router.grpc_door import open_door
 from tests.support.router.http_door import HttpDoor
 from tests.support.router.inputs_door import call, inputs_door
-from tests.support.router.messages import single, stopping
+from tests.support.router.messages import batch, single, stopping
 from tests.support.router.scripted_chats import WEATHER, scripted_chats
 from tests.support.streams import join_stream
 from tgis.pb import generation_pb2 as pb
+from tgis.router.api.service import MOST_TOLD
 from tgis.router.chat.formats.hermes import HERMES
 from tgis.router.chat.formats.registry import ChatFormats
 from tgis.router.chat.formats.think import THINK
+from tgis.router.errors import Code
+from tgis.router.events import Failed, Failure, TimedOut
 
 TEXTS = ("a", "Once upon a time", "naïve café 東京 🙂")
-LENGTH = 40
+LENGTH, NUM_LONG = 40, 190
 STOPS: tuple[list[str], ...] = ([], ["e"], [" a", "the ", "xyz"])
 
 
@@ -58,6 +71,22 @@ async def test_fmaas(with_details: bool, tmp_path: Path) -> None:
                     check_counts(parts, with_details)
                     sizes |= {len(part.tokens) for part in parts}
     assert not with_details or sizes >= {1, 2, 3}
+
+
+@pytest.mark.parametrize(("num_top", "most"), [(5, MOST_TOLD // 6), (0, NUM_LONG)])
+async def test_no_message_is_long(num_top: int, most: int, tmp_path: Path) -> None:
+    """However late a client reads. A unary answer is whole."""
+    async with open_door(tmp_path) as door:
+        group_events(door.handle, all_at_once)
+        details = pb.ResponseOptions(generated_tokens=True, token_logprobs=True, top_n_tokens=num_top)
+        params = {"stopping": stopping(NUM_LONG, min_new_tokens=NUM_LONG), "response": details}
+        parts = [part async for part in door.stub.GenerateStream(single("girl", **params))]
+        [whole] = (await door.stub.Generate(batch("girl", **params))).responses
+    sizes = [len(part.tokens) for part in parts[1:]]
+    assert sizes == [*[most] * (NUM_LONG // most), *([NUM_LONG % most] if NUM_LONG % most else [])]
+    assert [part.generated_token_count for part in parts[1:]] == list(accumulate(sizes))
+    joined = join_stream(parts)
+    assert (joined.text, joined.tokens) == (whole.text, whole.tokens)
 
 
 def check_counts(parts: Sequence[pb.GenerationResponse], with_details: bool) -> None:
@@ -244,3 +273,67 @@ async def check_bytes(door: HttpDoor, path: str, body: dict[str, Any], seed: int
     for split in splits(seed):
         group_events(door.handle, split)
         assert await stream(door, path, body) == alone
+
+
+FAILURES: tuple[tuple[Failure, str], ...] = (
+    (Failed(Code.UNAVAILABLE, "lost"), "generate"),
+    (TimedOut(1.5, False), "token_timeout"),
+)
+NUM_BEFORE = 5
+SPLITS = (one_by_one, all_at_once)
+
+
+@pytest.mark.parametrize(("failure", "label"), FAILURES)
+async def test_a_failure_of_fmaas(failure: Failure, label: str, tmp_path: Path) -> None:
+    """What came together with a failure is told before it, and the failure is counted once."""
+    details = pb.ResponseOptions(generated_tokens=True)
+    request = single(TEXTS[1], stopping=stopping(LENGTH, min_new_tokens=LENGTH), response=details)
+    async with open_door(tmp_path) as door:
+        told = []
+        for split in SPLITS:
+            group_events(door.handle, ending_with(failure, NUM_BEFORE, split))
+            text, num_tokens, call = "", 0, door.stub.GenerateStream(request)
+            with suppress(grpc.aio.AioRpcError):
+                async for part in call:
+                    text += part.text
+                    num_tokens += len(part.tokens)
+            told.append((text, num_tokens, await call.code(), await call.details()))
+        assert told[0] == told[1]
+        assert told[0][1] == NUM_BEFORE
+        assert door.scene.metrics.request_failure.values() == {(label,): len(SPLITS)}
+
+
+STREAMS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("openai", "/v1/completions", OPENAI | {"prompt": TEXTS[1], "min_tokens": LENGTH}),
+    ("openai", "/v1/chat/completions", OPENAI | {"messages": HELLO, "min_tokens": LENGTH}),
+    ("tgi", "/generate_stream", {"inputs": TEXTS[1]}),
+    ("lmi", "/invocations", {"inputs": TEXTS[1], "stream": True, "parameters": {"details": True}}),
+)
+
+
+@pytest.mark.parametrize(("failure", "label"), FAILURES)
+@pytest.mark.parametrize(("api", "path", "body"), STREAMS, ids=[path for _, path, _ in STREAMS])
+async def test_a_failure_over_http(
+    api: str, path: str, body: dict[str, Any], failure: Failure, label: str, tmp_path: Path
+) -> None:
+    async with inputs_door(tmp_path, api) as door:
+        told = []
+        for split in SPLITS:
+            group_events(door.handle, ending_with(failure, NUM_BEFORE, split))
+            told.append(await stream(door, path, body))
+        if api == "openai":
+            assert failed_chunks(told[0]) == failed_chunks(told[1])
+        else:
+            assert told[0] == told[1]
+            assert told[0].count(b'"token":') == NUM_BEFORE + (api == "lmi")
+        assert door.scene.metrics.request_failure.values() == {(label,): len(SPLITS)}
+
+
+def failed_chunks(body: bytes) -> tuple[dict[int, Any], Any]:
+    *chunks, last = chunks_of(body)
+    choices: dict[int, Any] = {}
+    for chunk in chunks:
+        [choice] = chunk["choices"]
+        choices[choice["index"]] = join(choices.get(choice["index"]), choice)
+    assert choices
+    return choices, last["error"]

@@ -1,5 +1,6 @@
 """The service behind a second door, whose calls are JSON and not protobuf, in front of either engine."""
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
@@ -14,6 +15,7 @@ from tests.support.router.engine_pair import Scene, open_scene
 from tests.support.router.fake_shard import EOS, VOCAB_SIZE
 from tests.support.router.grpc_door import LIMITS
 from tests.support.router.model_of_shard import next_token
+from tests.support.router.tgi_door import until
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.logs import FIELDS
 from tgis.router.api.service import GenerationService
@@ -136,6 +138,30 @@ async def test_another_door_streams_to_a_stop_sequence(door: JsonDoor) -> None:
     *others, last = [reason for _, _, reason in parts]
     assert last == StopReason.STOP_SEQUENCE.name
     assert set(others) <= {StopReason.NOT_FINISHED.name}
+
+
+async def test_a_long_answer_that_is_read_late_leaves_turns_to_others(tmp_path: Path) -> None:
+    asked = {"texts": [PROMPT], "max_new_tokens": 150, "ignore_eos": True}
+    call = read(json.dumps(asked | {"generated_tokens": True, "top_n_tokens": 5}), "stream")
+    turn, turns = 0, list[int]()
+
+    async def count() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async with open_scene(tmp_path, False) as scene, asyncio.timeout(20):
+        door = JsonDoor(scene, tmp_path)
+        async with door.service.stream(call) as ((_, outputs),):
+            await anext(outputs)
+            await until(lambda: "request" not in scene.left())
+            counting = asyncio.create_task(count())
+            turns = [turn async for _ in outputs]
+            counting.cancel()
+        door.tokenizer.close()
+    assert len(turns) > 3
+    assert turns == sorted(set(turns))
 
 
 async def test_n_texts_are_those_of_calls_with_the_seeds_that_follow(door: JsonDoor) -> None:

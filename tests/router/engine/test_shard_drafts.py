@@ -15,7 +15,7 @@ from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import shard_pb2 as pb
 from tgis.router.adapters.residency import AdapterResidency
 from tgis.router.engine.engine import Engine
-from tgis.router.engine.event_queue import EventQueue
+from tgis.router.engine.event_queue import EventQueue, WakeUps
 from tgis.router.engine.live_request import LiveRequest
 from tgis.router.events import Ended
 from tgis.router.metrics.metrics import MetricLimits, Metrics
@@ -129,7 +129,7 @@ class Outcome:
     async def _generate(self, prompt: list[int]) -> list[Shown]:
         sequence = Sequence(list(prompt), Stopping(MAX_NEW, eos_token_ids=frozenset({EOS})))
         text = TextStream(self.vocabulary, self.stops)
-        events, shown = EventQueue(), []
+        events, shown = EventQueue(WakeUps().wake), []
         self.engine.open(LiveRequest(sequence, text, events))
         async for event in each_of(events):
             assert isinstance(event, TokenDetail | Ended)

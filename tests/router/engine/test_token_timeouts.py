@@ -20,7 +20,7 @@ from tests.support.router.http_door import open_http_door
 from tests.support.router.messages import batch, single, stopping
 from tests.support.router.model_of_shard import truth
 from tgis.router.engine import token_timeouts
-from tgis.router.engine.event_queue import EventQueue
+from tgis.router.engine.event_queue import EventQueue, WakeUps
 from tgis.router.engine.handle import SequenceId, SequenceSpec
 from tgis.router.engine.live_request import LiveRequest
 from tgis.router.engine.token_timeouts import TokenTimeouts
@@ -94,7 +94,7 @@ def test_texts_are_late_when_the_rule_says(
         happenings, began = draw_happenings(random.Random(seed)), loop.now
         late = list[tuple[float, bool]]()
         timeouts = TokenTimeouts(*limits, lambda _, event: late.append((loop.now - began, event.is_first)))
-        live = LiveRequest(Sequence([1], Stopping(9)), None, EventQueue(), accepted_at=began)
+        live = LiveRequest(Sequence([1], Stopping(9)), None, EventQueue(WakeUps().wake), accepted_at=began)
         timeouts.watch(live)
         for at, kind in happenings:
             await asyncio.sleep(began + at - loop.now)

@@ -30,6 +30,11 @@ def at_random(r: random.Random) -> Split:
     return split
 
 
+def ending_with(final: Event, number: int, split: Split) -> Split:
+    """Split events whose first ones alone arrive, with another final event."""
+    return lambda events: split([*events[:number], final])
+
+
 def group_events(handle: RecordingHandle, split: Split) -> None:
     """Have every later sequence's events arrive in the groups that `split` makes of all of them."""
     engine = handle._handle

@@ -15,11 +15,15 @@ from tgis.router.requests.accounting import Accounting, CallAccount, Record
 from tgis.router.requests.call import GenerationCall, Metadata
 from tgis.router.requests.doors import FMAAS, Door
 from tgis.router.requests.validation import CallParameters, Validator
-from tgis.router.sequence import TokenDetail
+from tgis.router.sequence import Details, TokenDetail
 from tgis.router.text.detokenizer import Vocabulary
 from tgis.router.text.stop_sequences import TextStream
 from tgis.router.text.tokenization import TokenizeJob
 from tgis.router.text.tokenizer import Tokenizer
+
+MOST_TOLD = 256
+"""Tokens that an output tells at most besides a final one, likely others in their places among them. So a
+client that reads late gets no message that is too long for it, and other calls have turns between them."""
 
 
 class ModelInfo(NamedTuple):
@@ -195,17 +199,22 @@ class GenerationService:
                 yield outputs
 
     async def _generate(self, admitted: _Admitted, index: int, record: Record) -> Outputs:
-        engine = self._engine
+        engine, spec = self._engine, admitted.specs[index]
         text = TextStream(admitted.vocabulary, admitted.params.stops)
-        sequence_id = engine.open(admitted.ticket, admitted.specs[index], text)
-        num_generated = 0
+        sequence_id = engine.open(admitted.ticket, spec, text)
+        num_generated, most = 0, _most_tokens(spec.details)
         try:
             async for events in engine.events(sequence_id):
                 tokens = tuple([event for event in events if isinstance(event, TokenDetail)])
-                num_generated += len(tokens)
                 first, last = events[0], events[-1]
                 if isinstance(first, InputTokens):
                     yield record(first)
+                while len(tokens) > most:
+                    part, tokens = tokens[:most], tokens[most:]
+                    num_generated += most
+                    yield record(Output(text.take(most), part, num_generated))
+                    await asyncio.sleep(0)
+                num_generated += len(tokens)
                 if isinstance(last, Ended):
                     yield record(_last_output(tokens, last, text))
                     continue
@@ -236,6 +245,11 @@ class GenerationService:
             async for output in outputs:
                 result.add(output)
         return result
+
+
+def _most_tokens(details: Details) -> int:
+    """Return the number of tokens that an output may have."""
+    return max(MOST_TOLD // (1 + details.top_n), 1) if details.generated_tokens else MOST_TOLD
 
 
 def _last_output(tokens: tuple[TokenDetail, ...], end: Ended, text: TextStream) -> Output:

@@ -40,10 +40,6 @@ class WakeUps:
                 self.wake(arrival)
 
 
-def wake_at_once(arrival: Arrival) -> None:
-    arrival.set_result(None)
-
-
 class EventReceiver(Protocol):
     def deliver(self, event: Event) -> None: ...
 
@@ -54,7 +50,7 @@ class EventQueue:
 
     __slots__ = ("_arrival", "_arrived", "_is_read", "_wake")
 
-    def __init__(self, wake: Callable[[Arrival], None] = wake_at_once) -> None:
+    def __init__(self, wake: Callable[[Arrival], None]) -> None:
         """`wake` sets the result of the future that the reader awaits, at once or soon."""
         self._wake = wake
         self._arrived: list[Event] = []

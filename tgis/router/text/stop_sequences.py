@@ -129,7 +129,7 @@ class TextStream:
         buffer = ClusterBuffer if vocabulary.streams_clusters else PieceBuffer
         self._buffer: TextBuffer = buffer(_hold_back(stops))
         self._num_tokens = 0
-        self._texts: deque[str] = deque()
+        self._texts: list[str] = []
         self.stop_sequence = ""
         """Stop sequence that ends the generation with the last token; empty if none does."""
 
@@ -159,8 +159,8 @@ class TextStream:
 
     def take(self, count: int) -> tuple[str, ...]:
         """Return the texts that may be shown with each of the next tokens, which have been pushed."""
-        next_text = self._texts.popleft
-        return tuple([next_text() for _ in range(count)])
+        taken, self._texts = self._texts[:count], self._texts[count:]
+        return tuple(taken)
 
     def flush(self) -> str:
         """Return the text that is held back, for a generation that ends between tokens."""

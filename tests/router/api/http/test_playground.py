@@ -6,8 +6,6 @@ import http.client
 import json
 import re
 from base64 import b64encode
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from hashlib import sha256
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,32 +14,15 @@ from typing import Any, NamedTuple
 import pytest
 
 import tgis.router.api.http.playground.page as playground
+from tests.support.router.http_ports import API, HTTP, open_ports
 from tgis.config.checks import Setting, SettingsError, check
-from tgis.config.processes import RouterConfig
-from tgis.router.api.http.http_api import HttpApi
-from tgis.router.api.http.openai.errors import OPENAI_ERRORS
-from tgis.router.api.http.ports import HttpPorts
-from tgis.router.metrics.metrics import MetricLimits, Metrics
-from tgis.router.metrics.scrape import render_process
-from tgis.router.requests.doors import OPENAI
 
-HTTP, API = "http", "api"
 # What makes text into elements, code or requests to elsewhere, or keeps it.
 FORBIDDEN = re.compile(
     r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|createContextualFragment|DOMParser|setHTML|srcdoc"
     r"|\beval\b|\bFunction\(|setTimeout\(\s*[\"'`]|\bimport\b|javascript:|https?://|//cdn"
     r"|localStorage|sessionStorage|indexedDB|\.cookie|\bcaches\b"
 )
-
-
-@asynccontextmanager
-async def open_ports(api: str | None = "openai", **options: Any) -> AsyncIterator[dict[str, int]]:
-    """Yield the ports of HTTP, and of the API if it has its own."""
-    config = RouterConfig(tokenizer_path="", bind="127.0.0.1", port=0, http_api=api, **options)
-    metrics, apis = Metrics(MetricLimits(9, 9, 9)), [HttpApi(OPENAI, (), OPENAI_ERRORS, prefix="/v1/")]
-    ports = HttpPorts(config, lambda: True, metrics, apis, None, render_process(metrics))
-    async with ports.serve() as port, ports.serve_api() as api_port:
-        yield {HTTP: port} if api_port is None else {HTTP: port, API: api_port}
 
 
 class Answer(NamedTuple):

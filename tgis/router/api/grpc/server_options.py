@@ -15,7 +15,6 @@ MAX_PENDING = 10  # times the streams of a connection
 HANDSHAKE_S = 10
 # least time between two pings without a call; clients that watch their connections ping every 30 s
 MIN_PING_S = 10
-SHARED_AGE_S = 600.0  # age of connections to one of several workers
 
 
 def grpc_options(config: RouterConfig) -> list[tuple[str, int]]:
@@ -40,13 +39,6 @@ def grpc_options(config: RouterConfig) -> list[tuple[str, int]]:
         ("grpc.keepalive_timeout_ms", answer_ms),
         ("grpc.http2.ping_timeout_ms", answer_ms),  # otherwise gRPC uses a minute
     ]
-    if (age_s := _connection_age(config)) is not None:  # gRPC's own grace is infinite: streams finish
+    if (age_s := config.connection_age) is not None:  # gRPC's own grace is infinite: streams finish
         options.append(("grpc.max_connection_age_ms", int(1000 * age_s)))
     return options
-
-
-def _connection_age(config: RouterConfig) -> float | None:
-    """Return the age of a connection in seconds. A connection stays with the worker that accepted it, so with
-    several workers connections are spread anew from time to time."""
-    default = SHARED_AGE_S if config.shares_ports else None
-    return default if config.max_connection_age is None else config.max_connection_age

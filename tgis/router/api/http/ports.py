@@ -60,7 +60,9 @@ class HttpPorts:
         if config.http_api_port is not None:
             self._reserved = reserve(config.bind, config.http_api_port, config.shares_ports)
         fresh = self._fresh if config.http_api_port is None else PROBE_LIMITS
-        return serve_http(self._app, config, self._certificates, fresh, config.shares_ports)
+        return serve_http(
+            self._app, config, self._certificates, fresh, config.shares_ports, config.connection_age
+        )
 
     @asynccontextmanager
     async def serve_api(self) -> AsyncIterator[int | None]:
@@ -76,7 +78,9 @@ class HttpPorts:
         self._reserved.listen(socket.SOMAXCONN)
         context = certificates.client_port_context() if certificates is not None else None
         app = starlette_of([playground_route(config, True), *self._own_routes()])
-        async with serve_listener(app, self._reserved, config, context, self._fresh) as port:
+        async with serve_listener(
+            app, self._reserved, config, context, self._fresh, config.connection_age
+        ) as port:
             yield port
 
     def _own_routes(self) -> list[Route | LimitedApp]:

@@ -1,6 +1,7 @@
 """Pieces of an answer, in the order in which a model writes them."""
 
 from collections.abc import Iterable
+from itertools import groupby
 from typing import NamedTuple
 
 
@@ -30,10 +31,9 @@ Piece = ReasoningText | ContentText | CallBegin | CallArguments
 def join_pieces(pieces: Iterable[Piece]) -> list[Piece]:
     """Join the texts of neighbours of one kind. Begins of calls stay as they are."""
     joined: list[Piece] = []
-    for piece in pieces:
-        last = joined[-1] if joined else None
-        if last is None or isinstance(piece, CallBegin) or type(last) is not type(piece):
-            joined.append(piece)
+    for kind, neighbours in groupby(pieces, type):
+        if kind is CallBegin:
+            joined += neighbours
         else:
-            joined[-1] = piece._replace(text=last.text + piece.text)
+            joined.append(kind("".join([piece[0] for piece in neighbours])))
     return joined
