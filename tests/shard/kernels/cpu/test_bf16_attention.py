@@ -15,6 +15,8 @@ from tgis.shard.kernels.cpu.attention.attention import CacheKernels, CpuAttentio
 from tgis.shard.kernels.cpu.attention.kernels import ATTEND, WRITE
 from tgis.shard.kernels.cpu.bf16 import attention
 from tgis.shard.kernels.cpu.bf16.attention import PAIRS, ROUNDED, BfloatAttention, choose_attention
+from tgis.shard.kernels.cpu.gemm import pairs
+from tgis.shard.kernels.cpu.jit import llvm
 
 BF16 = torch.bfloat16
 KERNELS = {"rounded": ROUNDED, **({"pairs": PAIRS} if PAIRS else {})}
@@ -202,8 +204,15 @@ def test_rounds_as_torch_does(kernels: CacheKernels) -> None:
 
 
 @pytest.mark.skipif(PAIRS is None, reason="the processor does not multiply pairs")
-def test_what_is_chosen_here(caplog: pytest.LogCaptureFixture) -> None:
-    assert choose_attention(multiplies_pairs=True) == BfloatAttention(PAIRS)
+@pytest.mark.parametrize(("has_amx", "chosen"), [(False, PAIRS), (True, ROUNDED)])
+def test_pairs_are_multiplied_where_that_is_fast(
+    has_amx: bool,
+    chosen: CacheKernels,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(llvm, "has_feature", lambda name: has_amx if name == "amx-bf16" else True)
+    assert choose_attention(multiplies_pairs=True) == BfloatAttention(chosen)
     assert choose_attention(multiplies_pairs=False) == BfloatAttention(ROUNDED)
     assert caplog.messages == []
     assert attention.is_near(ROUNDED)
@@ -215,6 +224,7 @@ def test_a_wrong_kernel_is_replaced(
     """A kernel that takes pairs of keys for single ones stands for a wrong instruction."""
     wrong = CacheKernels(ATTEND[BF16], PAIRS.write if PAIRS else WRITE[torch.float16])
     monkeypatch.setattr(attention, "PAIRS", wrong)
+    monkeypatch.setattr(pairs, "are_fast", lambda: True)
     with caplog.at_level(logging.WARNING):
         assert choose_attention(multiplies_pairs=True) == BfloatAttention(ROUNDED, ("attend_pairs",))
     [line] = caplog.messages

@@ -49,9 +49,9 @@ class BfloatAttention:
 
 
 def choose_attention(multiplies_pairs: bool) -> BfloatAttention:
-    """Return the attention that multiplies pairs if that is right here. `multiplies_pairs` tells if products
-    of pairs are."""
-    if PAIRS is None or not multiplies_pairs:
+    """Return the attention that multiplies pairs if that is fast and right here. `multiplies_pairs` tells if
+    products of pairs are right."""
+    if PAIRS is None or not multiplies_pairs or not pairs.are_fast():
         return BfloatAttention(ROUNDED)
     if not is_near(PAIRS):
         warn_of_rounding(REPLACED)

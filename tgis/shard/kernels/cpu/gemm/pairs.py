@@ -24,6 +24,12 @@ def is_supported() -> bool:
     return llvm.has_feature("avx512bf16")
 
 
+def are_fast() -> bool:
+    """Return True if multiplying pairs is faster than rounding and float32's multiply-adds. Processors with
+    AMX run the instruction at half the rate of AMD's."""
+    return is_supported() and not llvm.has_feature("amx-bf16")
+
+
 def vector_type(lanes: int) -> Any:
     return ir.VectorType(BFLOAT, COLUMNS * lanes)
 
