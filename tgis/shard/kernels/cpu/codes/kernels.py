@@ -168,7 +168,7 @@ def _multiply(args: Any, bits: int, stride: int, element: Any) -> None:
     copied_group = -1
     unit = next_unit(args)
     while unit < groups * group_units:
-        next_one = next_unit(args)
+        next_one = unit + threads  # if all threads are equally fast
         group, begin = unit // group_units, unit % group_units * unit_panels
         first = group * m // groups
         rows = (group + 1) * m // groups - first
@@ -180,7 +180,7 @@ def _multiply(args: Any, bits: int, stride: int, element: Any) -> None:
             following = panel + 1 if panel + 1 < end else next_one % group_units * unit_panels
             _multiply_panel(w, rows_of_x, rows, panel, following, sums, wide, element)
             _copy_sums(sums, rows, y + 4 * first * w.out_features, w.out_features, panel)
-        unit = next_one
+        unit = next_unit(args)
     keep_alive(scratch)
 
 

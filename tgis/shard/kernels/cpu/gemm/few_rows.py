@@ -61,9 +61,9 @@ def multiply_few_rows(args: Any, w: Any, kind: Any) -> None:
         x = TileRows(np.int64(rows_of_x.ctypes.data), w.num_rows * STRIDE)
         copy_rows(w, 0, w.num_rows, x, kind)
     while unit < num_units:
-        following = next_unit(args)
+        following = unit + w.num_threads  # if all threads are equally fast
         begin, end = unit * unit_panels, min((unit + 1) * unit_panels, num_panels)
         _multiply_panels(w, x, begin, end, following % num_units * unit_panels, sums, kind)
-        unit = following
+        unit = next_unit(args)
     keep_alive(rows_of_x)
     keep_alive(scratch)

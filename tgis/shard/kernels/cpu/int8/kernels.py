@@ -131,9 +131,9 @@ def _await_quantized(args: Any, num_parts: int, w: Any) -> None:
 @ordered
 def _multiply(args: Any, fewest: int | None) -> None:
     """Compute a product. The first units quantize rows, the rest multiply rows with runs of panels."""
-    a = carray(args, 12)
+    a = carray(args, 13)
     w = _Product(a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8])
-    rows_per_part, rows_per_chunk, panels_per_run = a[9], a[10], a[11]
+    rows_per_part, rows_per_chunk, panels_per_run, threads = a[9], a[10], a[11], a[12]
     num_parts = -(-w.num_rows // rows_per_part)
     num_panels = -(-w.out_features // COLUMNS)
     num_runs = -(-num_panels // panels_per_run)
@@ -147,11 +147,11 @@ def _multiply(args: Any, fewest: int | None) -> None:
     _await_quantized(args, num_parts, w)
     unit -= num_parts
     while unit < num_runs * -(-w.num_rows // rows_per_chunk):
-        next_one = (next_unit(args) & _UNITS) - num_parts
+        next_one = unit + threads  # if all threads are equally fast
         first, begin = unit // num_runs * rows_per_chunk, unit % num_runs * panels_per_run
         rows, end = min(rows_per_chunk, w.num_rows - first), min(begin + panels_per_run, num_panels)
         _multiply_panels(w, first, rows, begin, end, next_one % num_runs * panels_per_run, fewest)
-        unit = next_one
+        unit = (next_unit(args) & _UNITS) - num_parts
 
 
 def _multiply_int8(args: Any) -> None:

@@ -39,9 +39,10 @@ class Int8Product:
         rows_per_part = max(1, _PART // self.in_features)
         rows_per_chunk = max(48, _CHUNK // row_bytes // 48 * 48)  # a multiple of every tile height
         num_panels = -(-self.out_features // kernels.COLUMNS) * -(-num_rows // rows_per_chunk)
-        panels_per_run = max(1, min(_RUN, num_panels // (8 * torch.get_num_threads())))
+        num_threads = torch.get_num_threads()
+        panels_per_run = max(1, min(_RUN, num_panels // (8 * num_threads)))
         run = choose_run(self.kernel, num_rows * self.in_features * self.out_features, _MIN_PARALLEL)
-        run(*sizes, *addresses, row_bytes, rows_per_part, rows_per_chunk, panels_per_run)
+        run(*sizes, *addresses, row_bytes, rows_per_part, rows_per_chunk, panels_per_run, num_threads)
         return y
 
 
