@@ -1,7 +1,8 @@
 """Streams of the public service as a client reads them."""
 
+import json
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tgis.pb import generation_pb2 as pb
 
@@ -19,3 +20,34 @@ def join_stream(messages: Iterable[Response]) -> Response:
         whole.MergeFrom(message)
         whole.text = text
     return whole
+
+
+def read_chunks(body: bytes) -> list[Any]:
+    """Return the events of a stream of completions or chats, without the one that ends it."""
+    *frames, done, end = body.split(b"\n\n")
+    assert (done, end) == (b"data: [DONE]", b"")
+    return [json.loads(frame.removeprefix(b"data: ")) for frame in frames]
+
+
+def join_choices(chunks: list[Any]) -> tuple[dict[int, Any], Any]:
+    """Return the choices by index and the usage of the whole call."""
+    choices: dict[int, Any] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            told = {**choice}
+            index = told.pop("index")
+            if calls := told.get("delta", {}).get("tool_calls"):
+                by_index = {each["index"]: each["function"] for each in calls}
+                told["delta"] = {**told["delta"], "tool_calls": by_index}
+            choices[index] = join_parts(choices.get(index), told)
+    assert not chunks[-1]["choices"]
+    return choices, chunks[-1]["usage"]
+
+
+def join_parts(told: Any, more: Any) -> Any:
+    """Join what two chunks say: texts and lists are appended, objects are joined by field."""
+    if told is None or more is None:
+        return more if told is None else told
+    if isinstance(told, dict):
+        return {name: join_parts(told.get(name), more.get(name)) for name in told | more}
+    return told + more if isinstance(told, str | list) else more

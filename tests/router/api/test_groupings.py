@@ -26,7 +26,7 @@ from tests.support.router.http_door import HttpDoor
 from tests.support.router.inputs_door import call, inputs_door
 from tests.support.router.messages import batch, single, stopping
 from tests.support.router.scripted_chats import WEATHER, scripted_chats
-from tests.support.streams import join_stream
+from tests.support.streams import join_choices, join_parts, join_stream, read_chunks
 from tgis.pb import generation_pb2 as pb
 from tgis.router.api.service import MOST_TOLD
 from tgis.router.chat.formats.hermes import HERMES
@@ -102,35 +102,6 @@ def check_counts(parts: Sequence[pb.GenerationResponse], with_details: bool) -> 
     assert counts == sorted(set(counts))
 
 
-def chunks_of(body: bytes) -> list[Any]:
-    *frames, done, end = body.split(b"\n\n")
-    assert (done, end) == (b"data: [DONE]", b"")
-    return [json.loads(frame.removeprefix(b"data: ")) for frame in frames]
-
-
-def join(told: Any, more: Any) -> Any:
-    """Join what chunks say: texts and lists are appended, objects are joined by field."""
-    if told is None or more is None:
-        return more if told is None else told
-    if isinstance(told, dict):
-        return {name: join(told.get(name), more.get(name)) for name in told | more}
-    return told + more if isinstance(told, str | list) else more
-
-
-def joined_choices(chunks: list[Any]) -> tuple[dict[int, Any], Any]:
-    """Return the choices by index and the usage of the whole call."""
-    choices: dict[int, Any] = {}
-    for chunk in chunks:
-        for choice in chunk["choices"]:
-            index = choice.pop("index")
-            told = dict(choice)
-            if calls := told.get("delta", {}).get("tool_calls"):
-                told["delta"]["tool_calls"] = {each["index"]: each["function"] for each in calls}
-            choices[index] = join(choices.get(index), told)
-    assert not chunks[-1]["choices"]
-    return choices, chunks[-1]["usage"]
-
-
 def check_usage(chunks: list[Any]) -> None:
     """Check that each chunk counts the tokens up to its own last one."""
     numbers = dict[int, int]()
@@ -189,15 +160,15 @@ async def test_chats(fields: dict[str, Any], tmp_path: Path) -> None:
 async def check_chunks(door: HttpDoor, path: str, body: dict[str, Any], seed: int) -> None:
     group_events(door.handle, one_by_one)
     await stream(door, path, body)  # later ones find its input in the prefix cache
-    alone = chunks_of(await stream(door, path, body))
+    alone = read_chunks(await stream(door, path, body))
     num_most = len(alone)
     for split in splits(seed):
         group_events(door.handle, split)
-        chunks = chunks_of(await stream(door, path, body))
+        chunks = read_chunks(await stream(door, path, body))
         assert len(chunks) <= num_most
         if body.get("return_token_ids"):
             check_usage(chunks)
-        assert joined_choices(chunks) == joined_choices(deepcopy(alone))
+        assert join_choices(chunks) == join_choices(deepcopy(alone))
 
 
 ANSWERS = (
@@ -330,10 +301,10 @@ async def test_a_failure_over_http(
 
 
 def failed_chunks(body: bytes) -> tuple[dict[int, Any], Any]:
-    *chunks, last = chunks_of(body)
+    *chunks, last = read_chunks(body)
     choices: dict[int, Any] = {}
     for chunk in chunks:
         [choice] = chunk["choices"]
-        choices[choice["index"]] = join(choices.get(choice["index"]), choice)
+        choices[choice["index"]] = join_parts(choices.get(choice["index"]), choice)
     assert choices
     return choices, last["error"]

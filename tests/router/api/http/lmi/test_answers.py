@@ -12,6 +12,7 @@ from tests.support.router.inputs_door import PROMPT, follow, ids_of, inputs, log
 from tests.support.router.lmi_door import ask, lmi_door
 from tests.support.router.model_of_contents import Library, adapter
 from tests.support.router.model_of_shard import truth
+from tests.support.streams import join_choices, read_chunks
 
 STORY = " the lazy dog."
 SCRIPTED = {"max_new_tokens": 50, "details": True}
@@ -256,13 +257,9 @@ async def test_openai_s_bodies_get_openai_s_answers(tmp_path: Path) -> None:
             assert own.status == other.status == 200
             assert other.json["choices"] == own.json["choices"]
             streamed = fields | {"stream": True, "stream_options": {"include_usage": True}}
-            *events, end = (await ask(door, streamed, path)).body.removesuffix(b"\n\n").split(b"\n\n")
-            assert end == b"data: [DONE]"
-            chunks = [json.loads(event.removeprefix(b"data: ")) for event in events]
+            chunks = read_chunks((await ask(door, streamed, path)).body)
             lines = (await ask(door, streamed)).lines
-            assert [(line["choices"], line.get("usage")) for line in lines] == [
-                (chunk["choices"], chunk.get("usage")) for chunk in chunks
-            ]
+            assert join_choices(lines) == join_choices(chunks)
             assert lines[-1]["usage"]["completion_tokens"] == 4
             own, other = await ask(door, fields | {"n": -1}, path), await ask(door, fields | {"n": -1})
             assert (other.status, other.json) == (own.status, own.json)
