@@ -50,8 +50,9 @@ async def test_a_unary_call_and_a_stream_end_with_their_times_and_tokens(door: D
         assert found["tgis-generated-tokens"] == str(num_generated)
         assert 0 <= int(found["tgis-cached-tokens"]) <= num_inputs
         queue, first, total = (float(found[f"tgis-{name}-ms"]) for name in ("queue", "first-token", "total"))
-        assert 0 <= queue <= first - 20 <= total - 60
-        assert total < 10_000
+        assert 0 <= queue <= first <= total < 10_000
+        assert first >= 20, "a step takes as long"
+        assert total >= 80
 
 
 @on_the_doors_loop

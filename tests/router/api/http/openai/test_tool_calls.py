@@ -66,10 +66,13 @@ async def test_calls_are_read_from_the_text(are_marks: bool, tmp_path: Path) -> 
             assert answer.usage.completion_tokens == len(ids)
             assert answer.usage.completion_tokens_details is None
 
+            shard = chats.door.scene.shard
+            shard.step_s = 0.005  # so that a reader that is late for a moment still gets many chunks
             message, reason, chunks = await stream(chats, **fields)
+            shard.step_s = 0.001
             assert (message["content"], reason) == (before.strip(), "tool_calls")
             assert [tuple(call[1:]) for call in message["calls"]] == [("weather", BONN), ("clock", UTC)]
-            assert len(chunks) > 10, "arguments come as they are written"
+            assert len(chunks) > 6, "arguments come as they are written"
         for text in (
             "almost <tool_call>\n{",
             '<tool_call>\n{"name": "whether", "arguments": {}}\n</tool_call>',
