@@ -108,4 +108,7 @@ def test_code_for_the_processor(built: Path, name: str, product: str) -> None:
     assert set(stores) == {0, 1, 2, 3}
     calls = stores.count(2)
     assert sorted(stores) == sorted([0, 1, 0, 1, 2, 3] * calls)
-    assert [words[0] for words in code].count("tilezero") == 6 * calls
+    # Products of one and of two tiles of rows may share the code that clears a tile.
+    cleared = [int(re.findall(r"%tmm(\d)", words[1])[0]) for words in code if words[0] == "tilezero"]
+    assert set(cleared) == {0, 1, 2, 3}
+    assert len(cleared) <= 6 * calls

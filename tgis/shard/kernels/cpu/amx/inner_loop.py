@@ -62,15 +62,18 @@ def release(b: Any, memory: Any) -> None:
 
 def _make_product(num_halves: int) -> Any:
     """Build a function for kernels that adds the product of rows of x, in `num_halves` tiles, and `count`
-    times as many rows of a panel as are configured, to the sums, [rows, PANEL] of 4 bytes.
+    times as many rows of a panel as are configured, to the sums, [rows, PANEL] of 4 bytes, and stores them
+    in rows of `out` that are `out_stride` bytes apart.
 
-    If `is_first`, the product overwrites the sums. All are addresses; `stride` is of rows of x."""
+    If `is_first`, the sums begin at 0. All are addresses; `stride` is of rows of x."""
 
     @llvm_function()
     def multiply(
         b: Any,
         memory: Any,
         sums: Any,
+        out: Any,
+        out_stride: Any,
         x: Any,
         stride: Any,
         panel: Any,
@@ -81,14 +84,14 @@ def _make_product(num_halves: int) -> Any:
         tiles = _instructions(b, memory)
         add = tiles.add_pairs if element == _PAIRS else tiles.add_quads
         cells = [(half, v, _SUMS + 2 * half + v) for half in range(num_halves) for v in range(2)]
-        places = [b.add(sums, I64(half * TILE_ROWS * PANEL_ROW + v * ROW_BYTES)) for half, v, _ in cells]
         rows = [b.add(x, b.mul(stride, I64(half * TILE_ROWS))) for half in range(num_halves)]
         with b.if_else(b.icmp_signed("!=", is_first, I64(0))) as (first, later):
             with first:
                 for *_, tile in cells:
                     tiles.clear(tile)
             with later:
-                for (*_, tile), place in zip(cells, places, strict=True):
+                for half, v, tile in cells:
+                    place = b.add(sums, I64(half * TILE_ROWS * PANEL_ROW + v * ROW_BYTES))
                     tiles.load(tile, place, I64(PANEL_ROW))
 
         def add_tiles(k: Any, _: list[Any]) -> list[Any]:
@@ -102,8 +105,9 @@ def _make_product(num_halves: int) -> Any:
             return []
 
         llvm.loop(b, count, [], add_tiles)
-        for (*_, tile), place in zip(cells, places, strict=True):
-            tiles.store(tile, place, I64(PANEL_ROW))
+        for half, v, tile in cells:
+            below = b.mul(out_stride, I64(half * TILE_ROWS))
+            tiles.store(tile, b.add(out, b.add(below, I64(v * ROW_BYTES))), out_stride)
 
     return multiply
 
@@ -115,6 +119,8 @@ _multiply_one, _multiply_two = _make_product(1), _make_product(2)
 def multiply(
     memory: int,
     sums: int,
+    out: int,
+    out_stride: int,
     x: int,
     stride: int,
     rows: int,
@@ -125,9 +131,9 @@ def multiply(
 ) -> None:
     """Do what `_make_product` says, for any number of rows that is configured."""
     if rows > TILE_ROWS:
-        _multiply_two(memory, sums, x, stride, panel, count, is_first, element)
+        _multiply_two(memory, sums, out, out_stride, x, stride, panel, count, is_first, element)
     else:
-        _multiply_one(memory, sums, x, stride, panel, count, is_first, element)
+        _multiply_one(memory, sums, out, out_stride, x, stride, panel, count, is_first, element)
 
 
 @ordered

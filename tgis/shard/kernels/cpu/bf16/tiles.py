@@ -27,7 +27,7 @@ from tgis.shard.kernels.cpu.jit.scalar_math import stored
 COLUMNS = 32  # columns of x in a row of a tile
 
 _F32, _BF16 = np.float32(0), np.uint16(0)
-_BLOCK = 16  # tiles of x's columns at a time: a panel's fill two thirds of a first-level cache
+_BLOCK = 8  # tiles of x's columns at a time: a panel's and those of x fill two thirds of a first-level cache
 _MAX_ROWS, _MAX_PANELS = 128, 8  # of a unit
 _LINE = 64  # bytes of a cache line
 
@@ -54,9 +54,18 @@ def _round_pairs(args: Any) -> None:
 
 @ordered
 def _multiply_panel(
-    memory: int, sums: int, x: int, steps: int, rows: int, configured: int, panel: int
+    memory: int,
+    sums: int,
+    out: int,
+    out_stride: int,
+    x: int,
+    steps: int,
+    rows: int,
+    configured: int,
+    panel: int,
 ) -> int:
-    """Compute the sums of rows of x and a panel of `steps` tiles. Return the rows that are configured."""
+    """Compute the sums of rows of x and a panel of `steps` tiles, and store them in rows of out. Return the
+    rows that are configured."""
     stride = steps * ROW_BYTES
     for begin in range(0, steps, _BLOCK):
         weights, count = panel + begin * DEPTH * PANEL_ROW, min(_BLOCK, steps - begin)
@@ -67,7 +76,9 @@ def _multiply_panel(
                 configure(memory)
                 configured = height
             source, to = x + row * stride + begin * ROW_BYTES, sums + row * PANEL_ROW
-            multiply(memory, to, source, stride, height, weights, count, begin == 0, PAIRS)
+            is_last = begin + count == steps
+            place, apart = (out + row * out_stride, out_stride) if is_last else (to, PANEL_ROW)
+            multiply(memory, to, place, apart, source, stride, height, weights, count, begin == 0, PAIRS)
     return configured
 
 
@@ -87,9 +98,11 @@ def _multiply_tiles(args: Any) -> None:
         rows = min(_MAX_ROWS, m - first)
         for p in range(begin, min(begin + unit_panels, num_panels)):
             panel, source = weights + p * steps * DEPTH * PANEL_ROW, x + first * steps * ROW_BYTES
-            configured = _multiply_panel(memory, sums, source, steps, rows, configured, panel)
-            columns = min(PANEL, n - p * PANEL)
-            copy_sums(sums, rows, columns, y + 4 * (first * n + p * PANEL), 4 * n, _F32)
+            columns, out, stride = min(PANEL, n - p * PANEL), y + 4 * (first * n + p * PANEL), 4 * n
+            to, apart = (out, stride) if columns == PANEL else (sums, PANEL_ROW)
+            configured = _multiply_panel(memory, sums, to, apart, source, steps, rows, configured, panel)
+            if columns < PANEL:
+                copy_sums(sums, rows, columns, out, stride, _F32)
         unit = next_unit(args)
     if configured > 0:
         release(memory)

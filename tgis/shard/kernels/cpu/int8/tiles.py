@@ -76,12 +76,12 @@ def _multiply_group(
     configuration is another one."""
     count, rest = num_quads // DEPTH, num_quads % DEPTH
     if count > 0:
-        multiply(memory, sums, x, stride, rows, panel, count, True, QUADS)
+        multiply(memory, sums, sums, PANEL_ROW, x, stride, rows, panel, count, True, QUADS)
     if rest > 0:
         write_shapes(memory, rows, rest)
         configure(memory)
         x, panel = x + count * ROW_BYTES, panel + count * DEPTH * PANEL_ROW
-        multiply(memory, sums, x, stride, rows, panel, 1, count == 0, QUADS)
+        multiply(memory, sums, sums, PANEL_ROW, x, stride, rows, panel, 1, count == 0, QUADS)
 
 
 @ordered
