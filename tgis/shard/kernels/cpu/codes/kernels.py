@@ -7,6 +7,7 @@ import numpy as np
 from numba import carray
 
 from tgis.shard.kernels.cpu.codes.inner_loop import (
+    HAS_VNNI,
     ROUNDED_STRIDE,
     ROWS,
     STRIDE,
@@ -203,9 +204,10 @@ def _multiply_8_bits_rounded(args: Any) -> None:
 MULTIPLY = {
     Kind(4, False): Kernel(_multiply_4_bits),
     Kind(8, False): Kernel(_multiply_8_bits),
-    Kind(4, True): Kernel(_multiply_4_bits_rounded),
-    Kind(8, True): Kernel(_multiply_8_bits_rounded),
 }
+if HAS_VNNI:
+    MULTIPLY[Kind(4, True)] = Kernel(_multiply_4_bits_rounded)
+    MULTIPLY[Kind(8, True)] = Kernel(_multiply_8_bits_rounded)
 
 
 @ordered
