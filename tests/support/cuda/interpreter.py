@@ -64,7 +64,8 @@ def _removed() -> Iterator[None]:
 def _correct() -> None:
     """Correct faults of the interpreter of Triton 3.6 and 3.7.
 
-    Products of bfloat16 are those of its bits. bfloat16 is not rounded to the nearest, as GPUs do. NumPy 2.4
+    Products of bfloat16 are those of its bits. A row of a float32 product has other bits in another place on
+    some processors, so products are float64 before they are rounded. bfloat16 is not rounded to the nearest, as GPUs do. NumPy 2.4
     makes no index of an array with one element. Triton's own functions, such as max, which were imported to
     be compiled, cannot be called; they see the language through tl.core, so a launch must replace that too.
     Numbers beyond the range are infinite, as on GPUs, and no warning. Types are looked up at every operation,
@@ -80,8 +81,12 @@ def _correct() -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
 
-    def create_wide_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return create_dot(self, _widen(a), _widen(b), *rest)
+    def create_wide_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        a, b = _widen(a), _widen(b)
+        if d.dtype.scalar != tl.float32:
+            return create_dot(self, a, b, d, *rest)
+        product = np.matmul(a.data, b.data, dtype=np.float64).astype(np.float32)
+        return interpreter.TensorHandle(product + d.data, tl.float32)
 
     def convert_float(x: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
         if (source, target) == (tl.bfloat16, tl.float32):

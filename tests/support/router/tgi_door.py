@@ -40,6 +40,6 @@ def joined(tokens: list[Any]) -> str:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):  # a limit for faults, not for slow machines
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
