@@ -54,6 +54,7 @@ PRECISIONS = (
     Precision("bfloat16", torch.bfloat16),
     Precision("bfloat16 arithmetic", torch.float16, arithmetic="bfloat16"),
     *(Precision(name, torch.float16, name) for name in SCHEMES),
+    Precision("int8, bfloat16 arithmetic", torch.float16, "int8", arithmetic="bfloat16"),
     Precision("int4, --activations int8", torch.float16, "int4", rounds_activations=True),
     *(Precision(f"{name} cache", torch.float16, cache_type=name) for name in FLOAT8),
 )

@@ -44,10 +44,11 @@ def measure(options: Namespace, model: Path) -> Found:
     with contextlib.ExitStack() as stack:
         probe = stack.enter_context(probing())
         ours = stack.enter_context(serving(options, model, OURS, []))
-        unmeasured = find_unmeasured(probe())
+        machine = probe()
+        unmeasured = find_unmeasured(machine)
         rivals: dict[str, Asked] = {}
         for name, sections, start in _list_starts(options, model):
-            if name == BFLOAT16 and "bfloat16" in unmeasured:  # emulated, it says nothing of other processors
+            if is_emulated(name, machine):
                 continue
             try:
                 rivals[name] = stack.enter_context(start())
@@ -58,6 +59,11 @@ def measure(options: Namespace, model: Path) -> Found:
         samples = play(make_matches(options, ours, rivals), probe, options.rounds)
     figures = find_figures(samples, SHAPES[options.shape], options)
     return Found(figures, samples, unmeasured | failures)
+
+
+def is_emulated(contender: str, machine: Rates) -> bool:
+    """Return True if the contender's figures on this machine say nothing of other processors."""
+    return contender == BFLOAT16 and machine.bfloat16 is None
 
 
 def find_unmeasured(rates: Rates) -> dict[str, str]:

@@ -66,7 +66,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         probe = stack.enter_context(probing())
         contenders = [stack.enter_context(rates.serving(options, model, OURS, []))]
+        machine = probe()
         for variant in find_variants(options):
+            if rates.is_emulated(variant.name, machine):
+                failures[variant.name] = rates.find_unmeasured(machine)[variant.section]
+                continue
             serving = rates.serving(options, model, variant.name, variant.flags)
             contenders.append(stack.enter_context(serving))
         if VLLM_SERVER in options.only:

@@ -39,7 +39,7 @@ def format_peers(result: dict[str, Any]) -> str:
     ]
     pursued = {target.key for target in TARGETS}
     told = [figure for figure in result["figures"] if figure.key in pursued]
-    missing = {key: reason for key in pursued if (reason := result["failures"].get(key.partition(" ")[0]))}
+    missing = {key: reason for key in pursued if (reason := _find_reason(result["failures"], key))}
     about = (
         f"Shape {result['shape']}, tokens/s, medians of {result['rounds']} in turns (least to greatest). "
         f"The machine {describe_looks(samples)}."
@@ -52,6 +52,12 @@ def format_peers(result: dict[str, Any]) -> str:
         *(f"{name} was left out: {reason}" for name, reason in result["failures"].items()),
     ]
     return "\n\n".join(parts)
+
+
+def _find_reason(failures: dict[str, str], key: str) -> str | None:
+    """Return why the peer of a target, or what it is compared with, was not measured."""
+    peer = key.partition(" ")[0]
+    return failures.get(peer) or failures.get(RIVALS.get(peer, ""))
 
 
 def _cell(samples: Sequence[Sample], name: str, case: str) -> str:

@@ -75,6 +75,8 @@ def test_without_the_instructions_there_is_no_share() -> None:
         "bfloat16": "unmeasured: the processor has no AVX512_BF16",
         "int8": "unmeasured: the processor has no AVX512_VNNI",
     }
+    assert [name for name in names if rates.is_emulated(name, machine)] == ["ours bfloat16"]
+    assert not any(rates.is_emulated(name, MACHINE) for name in names)
 
 
 def test_the_better_look_is_of_every_kind() -> None:

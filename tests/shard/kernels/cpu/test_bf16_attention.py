@@ -231,6 +231,22 @@ def test_a_wrong_kernel_is_replaced(
     assert line.startswith("CPU kernel attend_pairs is replaced by rounding and float32 arithmetic")
 
 
+@pytest.mark.parametrize("factor", ["q", "k", "v"])
+def test_two_bits_fewer_are_noticed(factor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attention whose queries, keys or values had 6 bits after the point would differ that much."""
+    attend = attention._attend_plainly
+
+    def attend_to_fewer_bits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        factors = {"q": q * scale, "k": k, "v": v}
+        cut = factors[factor].view(torch.int32) & ~((1 << (23 - 6)) - 1)
+        factors[factor] = cut.view(torch.float32)
+        return attend(*factors.values(), 1.0)
+
+    assert attention.is_near(ROUNDED)
+    monkeypatch.setattr(attention, "_attend_plainly", attend_to_fewer_bits)
+    assert not attention.is_near(ROUNDED)
+
+
 def test_a_cache_of_another_type_is_attended_to_in_float32() -> None:
     scene = Scene(Shape(dtype=torch.float16), [40])
     found = []
