@@ -65,11 +65,11 @@ def _correct() -> None:
     """Correct faults of the interpreter of Triton 3.6 and 3.7.
 
     Products of bfloat16 are those of its bits. A row of a float32 product has other bits in another place on
-    some processors, so products are float64 before they are rounded. bfloat16 is not rounded to the nearest, as GPUs do. NumPy 2.4
-    makes no index of an array with one element. Triton's own functions, such as max, which were imported to
-    be compiled, cannot be called; they see the language through tl.core, so a launch must replace that too.
-    Numbers beyond the range are infinite, as on GPUs, and no warning. Types are looked up at every operation,
-    in a table that is made for each look-up."""
+    some processors, so products are float64 before they are rounded. bfloat16 is not rounded to the nearest,
+    as GPUs do. NumPy 2.4 makes no index of an array with one element. Triton's own functions, such as max,
+    which were imported to be compiled, cannot be called; they see the language through tl.core, so a launch
+    must replace that too. Numbers beyond the range are infinite, as on GPUs, and no warning. Types are looked
+    up at every operation, in a table that is made for each look-up."""
     patch, create_dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
     convert, find_type = interpreter._convert_float, cache(interpreter._get_np_dtype)
     patch_lang, whole_language = (
