@@ -41,6 +41,15 @@ class Socket:
             except ConnectionResetError:
                 return True
 
+    async def is_cut(self) -> bool:
+        """Read all that there is, and return whether it ends in the middle of a message."""
+        async with asyncio.timeout(20):
+            try:
+                while True:
+                    await self.receive()
+            except (asyncio.IncompleteReadError, ConnectionResetError):
+                return True
+
 
 @dataclass
 class Scene:
@@ -91,15 +100,24 @@ async def test_a_message_that_cannot_be_read_ends_its_connection_alone(scene: Sc
 
 async def test_a_worker_that_reads_nothing_is_cut(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "MAX_UNSENT_BYTES", 1 << 20)
-    worker = await scene.connect()
-    worker.send(HELLO)
-    await scene.server.hear_workers()
-    [connection] = scene.server._connections
-    message = wire.Refused(wire.Ticket(0), "", "x" * (1 << 16))
-    for _ in range(64):
-        connection.channel.send(message)
+    monkeypatch.setattr(channel, "UNREAD_LIMIT_S", 0.2)
+    hung, slow = await scene.connect(), await scene.connect()
+    for each in hung, slow:
+        each.send(HELLO)
+    while len(scene.server._connections) < 2:  # noqa: ASYNC110 - the server tells nobody
         await asyncio.sleep(0)
-    assert not scene.server._connections
+    message = wire.Refused(wire.Ticket(0), "", "x" * (1 << 16))
+    for connection in scene.server._connections:
+        for _ in range(640):
+            connection.channel.send(message)
+    async with asyncio.timeout(20):
+        while len(scene.server._connections) == 2:
+            for _ in range(2):
+                assert await slow.receive() == message
+            await asyncio.sleep(0.01)
+    assert await hung.is_cut()
+    for _ in range(8):
+        assert await slow.receive() == message
 
 
 @pytest.mark.parametrize("answering", [[], [1], [1, 2], [2, 3, 1]])

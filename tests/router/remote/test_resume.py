@@ -3,8 +3,11 @@ plain: an undisturbed generation's tokens follow from its prompt, its seed and i
 
 import asyncio
 import random
+import time
+from collections import defaultdict
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,10 +17,12 @@ from tests.support.router.fake_shard import VOCAB_SIZE
 from tests.support.router.model_of_contents import Item, Library, adapter
 from tests.support.router.model_of_shard import EOS, join_digests, truth
 from tgis.config.processes import RouterConfig
-from tgis.router.engine.handle import EngineHandle, SequenceSpec
-from tgis.router.errors import OverloadedError, UnavailableError
+from tgis.router.engine.claims import Claims
+from tgis.router.engine.handle import EngineHandle, Lease, SequenceSpec
+from tgis.router.errors import Code, GenerationError, OverloadedError, UnavailableError
 from tgis.router.events import Ended, Event, Failed, InputTokens, TimedOut
-from tgis.router.remote import remote_engine
+from tgis.router.remote import channel, remote_engine
+from tgis.router.remote.remote_handle import NO_LEASE
 from tgis.router.sequence import Details, Stopping, StopReason, TokenDetail
 
 NUM_WORKERS, NUM_REQUESTS = 3, 24
@@ -111,17 +116,30 @@ def make_case(r: random.Random) -> Case:
     )
 
 
-async def generate(handle: EngineHandle, case: Case, start_s: float) -> list[Event]:
+def make_spec(
+    case: Case, lease: Lease = NO_LEASE, *, deadline: float | None = None, request_id: str = "an-id"
+) -> SequenceSpec:
+    return SequenceSpec(
+        case.prompt,
+        Stopping(case.length, eos_token_ids=frozenset({EOS}), deadline=deadline),
+        details=Details(input_tokens=case.has_inputs, generated_tokens=True, ranks=True),
+        lease=lease,
+        request_id=request_id,
+    )
+
+
+async def generate(
+    handle: EngineHandle,
+    case: Case,
+    start_s: float = 0.0,
+    *,
+    request_id: str = "an-id",
+) -> list[Event]:
     await asyncio.sleep(start_s)
     ticket = await handle.acquire(1)
     try:
-        lease = await handle.lease(ticket, case.prefix_id, case.adapter_id, "an-id")
-        spec = SequenceSpec(
-            case.prompt,
-            Stopping(case.length, eos_token_ids=frozenset({EOS})),
-            details=Details(input_tokens=case.has_inputs, generated_tokens=True, ranks=True),
-            lease=lease,
-        )
+        lease = await handle.lease(ticket, case.prefix_id, case.adapter_id, request_id)
+        spec = make_spec(case, lease, request_id=request_id)
         sequence_id = handle.open(ticket, spec, StopAt(case.stop_at))
         return [event async for events in handle.events(sequence_id) for event in events]
     finally:
@@ -143,34 +161,88 @@ def assert_undisturbed(case: Case, events: list[Event]) -> None:
     assert last.timings.first_token_s is not None
 
 
-async def disturb(scene: Scene, r: random.Random, num_faults: int) -> None:
-    """Lose the engine, the shards, or both, one after the other."""
-    for _ in range(num_faults):
-        await asyncio.sleep(r.choice([0.0, 0.01, 0.05, 0.1]))
-        is_engine, is_shard = r.choice([(True, False), (True, False), (False, True), (True, True)])
+@dataclass
+class Crowd:
+    """Requests of all workers. Those of a lost worker and those that are cancelled end without an answer."""
+
+    scene: Scene
+    r: random.Random
+    asking: dict[WorkerProcess, set[asyncio.Task[list[Event]]]] = field(
+        default_factory=lambda: defaultdict(set)
+    )
+
+    def ask(self, case: Case) -> asyncio.Task[list[Event]]:
+        return asyncio.create_task(self._ask(case, self.r.uniform(0, 0.4)))
+
+    async def _ask(self, case: Case, start_s: float) -> list[Event]:
+        await asyncio.sleep(start_s)
+        worker, task = self.r.choice(self.scene.workers), asyncio.current_task()
+        assert task is not None
+        self.asking[worker].add(task)
+        return await generate(worker.remote.handle, case)
+
+    async def lose_worker(self) -> None:
+        lost = self.r.choice(self.scene.workers)
+        self.scene.workers.remove(lost)
+        await lost.kill()
+        for task in self.asking.pop(lost, ()):
+            task.cancel()
+        await self.scene.start_worker()
+
+    def cut_connection(self) -> None:
+        """Break the connection between a worker and the engine process, which both live on."""
+        channel = self.r.choice(self.scene.workers).remote._channel
+        if channel is not None and channel._transport is not None:
+            channel._transport.abort()
+
+    async def lose(self, *, is_engine: bool, is_shard: bool) -> None:
+        shards, engine = self.scene.shards, self.scene.engine
         if is_shard:
-            await asyncio.to_thread(scene.shards.stop)
+            await asyncio.to_thread(shards.stop)
         if is_engine:
-            await scene.engine.kill()
-        await asyncio.sleep(r.choice([0.0, 0.02]))
+            await engine.kill()
+        await asyncio.sleep(self.r.choice([0.0, 0.02]))
         if is_shard:
-            scene.shards.start()
+            shards.start()
         if is_engine:
-            await scene.engine.start()
+            await engine.start()
+
+    async def disturb(self, num_faults: int) -> None:
+        faults = [
+            *[partial(self.lose, is_engine=True, is_shard=False)] * 2,
+            partial(self.lose, is_engine=False, is_shard=True),
+            partial(self.lose, is_engine=True, is_shard=True),
+            self.lose_worker,
+            self.cut_connection,
+        ]
+        for _ in range(num_faults):
+            await asyncio.sleep(self.r.choice([0.0, 0.01, 0.05, 0.1]))
+            if (losing := self.r.choice(faults)()) is not None:
+                await losing
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(6))
 async def test_no_loss_ends_or_changes_a_request(scene: Scene, seed: int) -> None:
     r = random.Random(seed)
-    cases = [make_case(r) for _ in range(NUM_REQUESTS)]
-    async with asyncio.TaskGroup() as group:
-        tasks = [
-            group.create_task(generate(r.choice(scene.workers).remote.handle, case, r.uniform(0, 0.4)))
-            for case in cases
-        ]
-        group.create_task(disturb(scene, r, 5))
-    for case, task in zip(cases, tasks, strict=True):
-        assert_undisturbed(case, task.result())
+    scene.shards.shard.step_s = r.choice([0.0, 0.003])
+    crowd, cases = Crowd(scene, r), [make_case(r) for _ in range(NUM_REQUESTS)]
+    tasks, cancelled = ([crowd.ask(case) for case in part] for part in (cases, cases[::3]))
+    disturbing = asyncio.create_task(crowd.disturb(6))
+    for task in cancelled:
+        await asyncio.sleep(r.uniform(0, 0.1))
+        task.cancel()
+    await disturbing
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.gather(*cancelled, return_exceptions=True)
+    answered = [(case, each) for case, each in zip(cases, ended, strict=True) if not is_cancelled(each)]
+    for case, events in answered:
+        assert not isinstance(events, BaseException), events
+        assert_undisturbed(case, events)
+    assert len(answered) >= NUM_REQUESTS / 3
+
+
+def is_cancelled(answer: object) -> bool:
+    return isinstance(answer, asyncio.CancelledError)
 
 
 async def test_a_lost_worker_takes_its_own_requests_only(scene: Scene) -> None:
@@ -179,10 +251,8 @@ async def test_a_lost_worker_takes_its_own_requests_only(scene: Scene) -> None:
     scene.shards.shard.step_s = 0.01
     cases = [make_case(r) for _ in range(NUM_REQUESTS)]
     handles = [r.choice(others).remote.handle for _ in cases]
-    tasks = [
-        asyncio.create_task(generate(handle, case, 0.0)) for handle, case in zip(handles, cases, strict=True)
-    ]
-    its = [asyncio.create_task(generate(lost.remote.handle, case, 0.0)) for case in cases[:6]]
+    tasks = [asyncio.create_task(generate(handle, case)) for handle, case in zip(handles, cases, strict=True)]
+    its = [asyncio.create_task(generate(lost.remote.handle, case)) for case in cases[:6]]
     await asyncio.sleep(0.1)
     await lost.kill()
     for task in its:
@@ -190,7 +260,7 @@ async def test_a_lost_worker_takes_its_own_requests_only(scene: Scene) -> None:
     await asyncio.gather(*its, return_exceptions=True)
     scene.workers.remove(lost)
     again = await scene.start_worker()
-    tasks.append(asyncio.create_task(generate(again.remote.handle, cases[0], 0.0)))
+    tasks.append(asyncio.create_task(generate(again.remote.handle, cases[0])))
     for case, task in zip([*cases, cases[0]], tasks, strict=True):
         assert_undisturbed(case, await task)
 
@@ -203,7 +273,7 @@ async def test_adapters_in_use_are_kept_though_their_ids_name_others(
     monkeypatch.setattr(remote_engine, "RETRY_INTERVAL_S", 0.5)
     scene.shards.shard.step_s = 0.01
     case = Case((5, 6, 7), 60, "prompt-1", "adapter-1", has_inputs=False, stop_at=None)
-    task = asyncio.create_task(generate(scene.workers[0].remote.handle, case, 0.0))
+    task = asyncio.create_task(generate(scene.workers[0].remote.handle, case))
     await asyncio.sleep(0.2)
     num_loads = scene.library.loads.copy()
     scene.library.put(Item("p2", num_decoder_tokens=1), "prompt-1")
@@ -235,7 +305,7 @@ async def test_an_engine_that_stays_away_ends_requests(scene: Scene) -> None:
     worker._recovery_timeout = 0.2
     scene.shards.shard.step_s = 0.01
     case = Case((5, 6, 7), 90, None, None, has_inputs=False, stop_at=None)
-    task = asyncio.create_task(generate(worker.handle, case, 0.0))
+    task = asyncio.create_task(generate(worker.handle, case))
     await asyncio.sleep(0.1)
     await scene.engine.kill()
     *_, last = await task
@@ -246,7 +316,125 @@ async def test_an_engine_that_stays_away_ends_requests(scene: Scene) -> None:
     async with asyncio.timeout(10):
         while True:
             try:
-                assert_undisturbed(case, await generate(worker.handle, case, 0.0))
+                assert_undisturbed(case, await generate(worker.handle, case))
                 break
             except UnavailableError:
                 await asyncio.sleep(0.01)
+
+
+LONG = Case((5, 6, 7), 90, None, None, has_inputs=False, stop_at=None)
+
+
+async def test_a_worker_that_gives_up_on_an_engine_without_shards_holds_nothing_twice(scene: Scene) -> None:
+    worker = scene.workers[0].remote
+    worker._recovery_timeout = 0.2
+    ticket = await worker.handle.acquire(3)
+    await asyncio.to_thread(scene.shards.stop)
+    await scene.engine.kill()
+    await scene.engine.start()  # the worker is connected, and waits with it
+    await asyncio.sleep(0.4)
+    scene.shards.start()
+    async with asyncio.timeout(10):
+        await worker._attached.wait()
+    [(created, released)] = scene.engine.left().values()
+    assert created - released == 3
+    worker.handle.release(ticket)
+
+
+@pytest.mark.parametrize("is_opened_before", [True, False])
+async def test_time_limits_hold_without_an_engine(scene: Scene, is_opened_before: bool) -> None:
+    handle, metrics = scene.workers[0].remote.handle, scene.workers[0].remote._metrics
+    scene.shards.shard.step_s = 0.01
+    ticket, start = await handle.acquire(1), time.monotonic()
+    if not is_opened_before:
+        await scene.engine.kill()
+    sequence_id = handle.open(ticket, make_spec(LONG, deadline=start + 0.5), None)
+    if is_opened_before:
+        await asyncio.sleep(0.3)
+        await scene.engine.kill()
+    *others, last = [event async for events in handle.events(sequence_id) for event in events]
+    assert 0.49 <= time.monotonic() - start < 2, "timers have a resolution of 1 ms"
+    handle.release(ticket)
+    assert isinstance(last, Ended)
+    assert last.reason is StopReason.TIME_LIMIT
+    assert last.num_generated == len(others)
+    assert bool(others) == is_opened_before
+    timeouts = metrics.request_failure.values().get(("timeout",), 0)
+    assert timeouts == (not is_opened_before)
+    await scene.engine.start()
+
+
+async def test_what_resumes_may_be_more_than_a_connection_holds(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = scene.workers[0].remote.handle
+    scene.shards.shard.step_s = 0.02
+    text = "x" * 40_000  # stands for a long prompt
+    tasks = [asyncio.create_task(generate(handle, LONG, request_id=text)) for _ in range(40)]
+    await asyncio.sleep(0.3)
+    monkeypatch.setattr(channel, "MAX_UNSENT_BYTES", 1 << 18)
+    await scene.engine.kill()
+    scene.shards.shard.step_s = 0.0
+    await scene.engine.start()
+    async with asyncio.timeout(30):
+        for task in tasks:
+            assert_undisturbed(LONG, await task)
+
+
+async def test_durations_are_those_of_an_undisturbed_engine(scene: Scene) -> None:
+    """The time between two tokens begins with the first of them, and a request waits in the queue once."""
+    handle, shard = scene.workers[0].remote.handle, scene.shards.shard
+    shard.step_s = 0.01
+    streaming = asyncio.create_task(generate(handle, LONG))
+    await asyncio.sleep(0.6)
+    shard.step_s = 1.0
+    starting = asyncio.create_task(generate(handle, replace(LONG, length=3)))
+    await asyncio.sleep(0.3)
+    before, lost_at = scene.engine.metrics, time.monotonic()
+    await scene.engine.kill()
+    shard.step_s = 0.0
+    await scene.engine.start()
+    for task in streaming, starting:
+        await task
+    took_s = time.monotonic() - lost_at
+    assert before is not None
+    after = scene.engine.metrics
+    assert after is not None
+    assert before.request_queue_duration.count + after.request_queue_duration.count == 2
+    assert after.inter_token_duration.read([])[1] < took_s + 1.4, (
+        "of two requests, one had a step of 1 s before"
+    )
+
+
+async def test_a_question_that_cannot_be_sent_fails_alone(scene: Scene) -> None:
+    handle = scene.workers[0].remote.handle
+    ticket = await handle.acquire(1)
+    with pytest.raises(UnicodeEncodeError):
+        await handle.lease(ticket, "\ud800", None, "an-id")
+    handle.release(ticket)
+    await scene.engine.kill()
+    await scene.engine.start()
+    assert_undisturbed(LONG, await generate(handle, LONG))
+
+
+@pytest.mark.parametrize("method", ["open", "lease"])
+async def test_a_request_with_an_unforeseen_error_fails_alone(
+    scene: Scene, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = scene.workers[0].remote.handle
+    scene.shards.shard.step_s = 0.01
+    case = replace(LONG, adapter_id="adapter-1")
+    other = asyncio.create_task(generate(handle, case))
+    await asyncio.sleep(0.2)
+    monkeypatch.setattr(Claims, method, raise_unforeseen)
+    text = "Request failed during generation: internal error, request the-one"
+    if method == "open":
+        assert await generate(handle, case, request_id="the-one") == [Failed(Code.INTERNAL, text)]
+    else:
+        with pytest.raises(GenerationError, match=text):
+            await generate(handle, case, request_id="the-one")
+    assert_undisturbed(case, await other)
+
+
+def raise_unforeseen(*args: object) -> None:
+    raise ZeroDivisionError

@@ -22,7 +22,7 @@ class ConcurrencyLimit:
     def acquire(self, count: int, is_again: bool = False) -> Iterator[None]:
         """Keep `count` places while the context is open, whatever the limit if they are taken again for a
         call that was admitted before. Raises OverloadedError."""
-        if count > self.num_free and not is_again:
+        if count > max(self.num_free, 0) and not is_again:
             raise OverloadedError(OVERLOADED)
         self.num_free -= count
         self.resource_count.created += count

@@ -151,6 +151,7 @@ class Engine:
             live.started_at = time.monotonic()
             live.num_cached = live.sequence.num_computed_inputs
             self._metrics.request_queue_duration.observe(live.started_at - live.accepted_at)
+            live.events.begin(live.times)
 
     def _apply(self, answer: Answer) -> None:
         self._step_metrics.answer(answer)

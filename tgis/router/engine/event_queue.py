@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from tgis.router.engine.handle import RequestTimes
 from tgis.router.events import Ended, Event, Failed, TimedOut
 
 MOST_READERS = 64
@@ -41,6 +42,9 @@ class WakeUps:
 
 
 class EventReceiver(Protocol):
+    def begin(self, times: RequestTimes) -> None:
+        """Take in the times of a generation whose first step is sent; once, unless it had begun before."""
+
     def deliver(self, event: Event) -> None: ...
 
 
@@ -58,6 +62,9 @@ class EventQueue:
         """Future of a reader that has to be woken."""
         self._is_read = False
         """True if the final event has been read."""
+
+    def begin(self, times: RequestTimes) -> None:
+        """Do nothing: the final event has the times."""
 
     def deliver(self, event: Event) -> None:
         self._arrived.append(event)

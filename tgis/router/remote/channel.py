@@ -11,8 +11,10 @@ from tgis.router.remote.messages import DecodeError, encode
 
 logger = logging.getLogger(__name__)
 
-# A process that hangs reads nothing. It is killed before its peer holds more than this for it.
-MAX_UNSENT_BYTES = 256 << 20
+# A process that reads nothing for so long, while so much waits for it, hangs. The amount alone says nothing:
+# the requests that a worker resumes with a new engine process are sent all at once.
+MAX_UNSENT_BYTES = 64 << 20
+UNREAD_LIMIT_S = 10.0
 
 M = TypeVar("M")
 
@@ -26,6 +28,8 @@ class Channel(asyncio.Protocol, Generic[M]):
         self._decode, self._on_message, self._on_loss = decode, on_message, on_loss
         self._frames = FrameReader()
         self._unsent: list[bytes] = []
+        self._num_written = 0
+        self._reading_check: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
 
@@ -44,6 +48,8 @@ class Channel(asyncio.Protocol, Generic[M]):
             self._end()
 
     def connection_lost(self, error: Exception | None) -> None:
+        if self._reading_check is not None:
+            self._reading_check.cancel()
         if self._transport is not None:
             self._transport = None
             self._on_loss()
@@ -68,9 +74,21 @@ class Channel(asyncio.Protocol, Generic[M]):
         if self._transport is None or not unsent:
             return
         self._transport.write(unsent)
-        if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+        self._num_written += len(unsent)
+        if self._reading_check is None:
+            self._check_reading(num_read_before=-1)
+
+    def _check_reading(self, num_read_before: int) -> None:
+        """Cut the connection if much waits for the peer, and it has read nothing since the check before."""
+        self._reading_check = None
+        if self._transport is None or (waiting := self._transport.get_write_buffer_size()) < MAX_UNSENT_BYTES:
+            return
+        num_read = self._num_written - waiting
+        if num_read == num_read_before:
             logger.error("the connection between the engine and a router worker is cut: it is not read")
             self._end()
+        else:
+            self._reading_check = self._loop.call_later(UNREAD_LIMIT_S, self._check_reading, num_read)
 
     def _end(self) -> None:
         assert self._transport is not None

@@ -132,7 +132,7 @@ class Refused(_Message, frozen=True):
 
 
 class Begun(_Message, frozen=True):
-    """Times of a sequence, before its first token."""
+    """Times of a sequence, once its first step is sent, and again before its first token."""
 
     sequence_id: SequenceId
     times: RequestTimes

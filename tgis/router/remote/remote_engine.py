@@ -33,7 +33,7 @@ class RemoteEngine:
         self._recovery_timeout = config.recovery_timeout
         self._on_ready = on_ready
         self._is_running = self._is_ready = False
-        self._handle = RemoteHandle()
+        self._handle = RemoteHandle(metrics)
         self.handle: EngineHandle = self._handle
         self._channel: Channel[wire.EngineMessage] | None = None
         self._metrics, self._gauges = metrics, GaugeAsker()
@@ -87,6 +87,7 @@ class RemoteEngine:
                 await self._connect()
         except TimeoutError:
             logger.error("the engine process did not come back within %s s", self._recovery_timeout)
+            await self.close()  # one that is there, but waits for shards, would keep what this worker holds
             self._handle.give_up(ENGINE_LOST)
             await self._connect()
 

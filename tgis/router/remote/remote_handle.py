@@ -22,6 +22,7 @@ from tgis.router.engine.handle import (
 )
 from tgis.router.errors import UnavailableError
 from tgis.router.events import Ended, Event, Failed, InputTokens
+from tgis.router.metrics.metrics import Metrics
 from tgis.router.remote import messages as wire
 from tgis.router.sequence import CallAdapters, StopReason, TokenDetail
 
@@ -51,17 +52,23 @@ class _OpenSequence:
     generated: list[int]
     has_inputs: bool
     times: RequestTimes
+    """Times that the engine has told, the last of them with the first token."""
     events: EventQueue
+    last_token_at: float
+    expiry: asyncio.TimerHandle | None = None
+    """Timer of its deadline, which is the engine's while there is one."""
 
     def resume(self) -> wire.Open:
-        resume = Resume(tuple(self.generated), self.has_inputs, self.times)
+        times = self.times._replace(last_token_at=self.last_token_at)
+        resume = Resume(tuple(self.generated), self.has_inputs, times)
         return wire.Open(self.ticket, self.sequence_id, self.spec, resume)
 
 
 class RemoteHandle:
     """Implements EngineHandle. `info` may be called once `attach` has been called."""
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: Metrics) -> None:
+        self._timeouts = metrics.request_failure
         self._send: Callable[[Any], None] = lambda message: None
         self._is_attached = False
         self._lost: Failed | None = None
@@ -117,7 +124,8 @@ class RemoteHandle:
         self, ticket: Ticket, spec: SequenceSpec, sink: TextSink | None, resume: Resume | None = None
     ) -> SequenceId:
         sequence_id = SequenceId(next(self._numbers))
-        generated, has_inputs, times = resume or ((), False, None)
+        generated, has_inputs, known = resume or ((), False, None)
+        times = known or RequestTimes(time.monotonic())
         opened = _OpenSequence(
             sequence_id,
             ticket,
@@ -125,8 +133,9 @@ class RemoteHandle:
             sink,
             [*generated],
             has_inputs,
-            times or RequestTimes(time.monotonic()),
+            times,
             EventQueue(self._wake_ups.wake),
+            times.last_token_at,
         )
         self._held[ticket].sequences.append(sequence_id)
         self._open[sequence_id], self._events[sequence_id] = opened, opened.events
@@ -134,6 +143,8 @@ class RemoteHandle:
             self._end(opened, self._lost)
         elif self._is_attached:
             self._send(wire.Open(ticket, sequence_id, spec, resume))
+        else:
+            self._watch_deadline(opened)
         return sequence_id
 
     def events(self, sequence_id: SequenceId) -> AsyncIterator[list[Event]]:
@@ -168,11 +179,15 @@ class RemoteHandle:
         for message, _ in self._asked.values():
             self._send(message)
         for opened in self._open.values():
+            if opened.expiry is not None:
+                opened.expiry.cancel()
             self._send(opened.resume())
 
     def detach(self) -> None:
         """Send nothing until the next connection."""
         self._send, self._is_attached = lambda message: None, False
+        for opened in self._open.values():
+            self._watch_deadline(opened)
 
     def give_up(self, lost: Failed) -> None:
         """End all sequences and questions with this event, and those that come until `attach` is called."""
@@ -193,9 +208,9 @@ class RemoteHandle:
             raise UnavailableError(self._lost.message)
         answer = asyncio.get_running_loop().create_future()
         self._asked[ticket] = message, answer
-        if self._is_attached:
-            self._send(message)
         try:
+            if self._is_attached:
+                self._send(message)
             return await answer
         finally:
             del self._asked[ticket]
@@ -221,11 +236,13 @@ class RemoteHandle:
     def _take_tokens(self, message: wire.Tokens) -> None:
         """Push a step's tokens, and end the sequences in which they complete a stop sequence. Tokens of
         sequences that have ended here are on their way until the engine knows."""
+        now = time.monotonic()
         for sequence_id, token in _tokens(message):
             opened = self._open.get(sequence_id)
             if opened is None:
                 continue
             opened.generated.append(token.token_id)
+            opened.last_token_at = now
             if opened.sink is not None and opened.sink.push(token.token_id, _NOT_FINISHED):
                 self._stop(opened, token)
             else:
@@ -247,6 +264,22 @@ class RemoteHandle:
         final = ended or message.failed or message.timed_out
         assert final is not None
         self._end(opened, final)
+
+    def _watch_deadline(self, opened: _OpenSequence) -> None:
+        """End a sequence at its deadline, unless there is an engine by then."""
+        deadline = opened.spec.stopping.deadline
+        if deadline is not None:
+            delay = max(deadline - time.monotonic(), 0.0)
+            opened.expiry = asyncio.get_running_loop().call_later(delay, self._expire, opened)
+
+    def _expire(self, opened: _OpenSequence) -> None:
+        if self._is_attached or opened.sequence_id not in self._open:
+            return
+        times, num_generated = opened.times, len(opened.generated)
+        if times.started_at is None:
+            self._timeouts.add("timeout")
+        timings = times.timings(time.monotonic())
+        self._end(opened, Ended(None, num_generated, StopReason.TIME_LIMIT, timings, times.num_cached))
 
     def _end(self, opened: _OpenSequence, final: Event) -> None:
         del self._open[opened.sequence_id]

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tgis.router.engine.claims import Claim, Claims
-from tgis.router.engine.handle import SequenceId, Ticket
+from tgis.router.engine.handle import RequestTimes, SequenceId, Ticket
 from tgis.router.engine.live_request import LiveRequest
-from tgis.router.errors import RouterError
+from tgis.router.errors import Code, GenerationError, RouterError, internal_error
 from tgis.router.events import Ended, Event, Failed, InputTokens, TimedOut
 from tgis.router.remote import messages as wire
 from tgis.router.sequence import TokenDetail
@@ -38,13 +38,16 @@ class _Receiver:
         self._session, self.sequence_id, self._has_begun = session, sequence_id, False
         self.live: LiveRequest | None = None
 
+    def begin(self, times: RequestTimes) -> None:
+        self._session.send_soon(wire.Begun(self.sequence_id, times))
+
     def deliver(self, event: Event) -> None:
         session = self._session
         if isinstance(event, TokenDetail):
             if not self._has_begun:
                 assert self.live is not None, "a token comes after its sequence has been opened"
                 self._has_begun = True
-                session.send_soon(wire.Begun(self.sequence_id, self.live.times))
+                self.begin(self.live.times)
             session.send_token(self.sequence_id, event)
         elif isinstance(event, InputTokens):
             session.send_soon(wire.Inputs(self.sequence_id, list(event.tokens)))
@@ -137,6 +140,9 @@ class WorkerSession:
             lease = await self._claims.lease(claim, ids.prefix_id, ids.adapter_id, ids.request_id)
         except RouterError as error:
             self._send(wire.refused(message.ticket, error))
+        except Exception:
+            failed = _unforeseen(ids.request_id)
+            self._send(wire.refused(message.ticket, GenerationError(failed.message, failed.code)))
         else:
             self._send(wire.Leased(message.ticket, lease, claim.adapters))
 
@@ -164,7 +170,11 @@ class WorkerSession:
         if sequence_id not in self._live:  # it was cancelled while its adapters were loaded
             return
         receiver = _Receiver(self, sequence_id)
-        live = receiver.live = self._claims.open(claim, message.spec, None, message.resume, receiver)
+        try:
+            live = receiver.live = self._claims.open(claim, message.spec, None, message.resume, receiver)
+        except Exception:  # alone, because the worker would send it again with all others after a reconnect
+            self.finish(wire.Finished(sequence_id, failed=_unforeseen(message.spec.request_id)))
+            return
         if sequence_id in self._live:  # else it has ended already
             self._live[sequence_id] = live
 
@@ -183,6 +193,12 @@ class WorkerSession:
         else:  # what it takes until then is given back too
             held.leasing.cancel()
             held.leasing.add_done_callback(lambda _: self._claims.release(held.claim))
+
+
+def _unforeseen(request_id: str) -> Failed:
+    """Log the exception that is being handled, and return the event of the request that has caused it."""
+    logger.exception("request %s failed", request_id)
+    return Failed(Code.INTERNAL, internal_error(request_id))
 
 
 def _final(sequence_id: SequenceId, event: Ended | Failed | TimedOut) -> wire.Finished:
