@@ -1,5 +1,6 @@
-"""A service with `--cpu-arithmetic bfloat16`: near transformers in float32, and the same to the last bit
-alone and in a crowd, in chunks, from the cache, unary and streamed."""
+"""A service that computes otherwise than in float32 is the same to the last bit alone and in a crowd, in
+chunks, from the cache, unary and streamed; with `--cpu-arithmetic bfloat16` it is near transformers in
+float32."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,13 +18,25 @@ LENGTH = ["--dtype", "float32", "--max-sequence-length", str(MAX_SEQUENCE_LENGTH
 TIGHT = ["--block-size", "8", "--kv-cache-tokens", "320", "--max-step-tokens", "24", "--max-batch-size", "12"]
 TOLERANCE = 0.02  # of log-probabilities on average
 NUM_SAMPLED = 9
+BFLOAT16 = ("--cpu-arithmetic", "bfloat16")
+WAYS = {
+    "bfloat16": BFLOAT16,
+    "int8": ("--quantize", "int8"),
+    "int8 and bfloat16": ("--quantize", "int8", *BFLOAT16),
+    "int4": ("--quantize", "int4"),
+    "int4 and int8 activations": ("--quantize", "int4", "--activations", "int8"),
+    "nf4": ("--quantize", "bitsandbytes-nf4"),
+    "8 bits, weights only": ("--quantize", "bitsandbytes"),
+    "fp8 cache": ("--kv-cache-dtype", "fp8_e4m3"),
+}
 
 
-@pytest.fixture(scope="module")
-def client(model: Model) -> Iterator[Client]:
-    yield from serve(model.directory, "--cpu-arithmetic", "bfloat16", *LENGTH, *TIGHT)
+@pytest.fixture(scope="module", params=WAYS.values(), ids=WAYS)
+def client(request: pytest.FixtureRequest, model: Model) -> Iterator[Client]:
+    yield from serve(model.directory, *request.param, *LENGTH, *TIGHT)
 
 
+@pytest.mark.parametrize("client", [BFLOAT16], ids=["bfloat16"], indirect=True)
 def test_input_logprobs_are_near_float32(client: Client, model: Model) -> None:
     differences = []
     for expected in model.expected:

@@ -84,9 +84,15 @@ def test_experts_are_quantized_and_who_chooses_them_is_not(tmp_path: Path) -> No
     assert 0 < difference.mean() < TOLERANCE
 
 
-def test_an_engine_answers_the_same_alone_and_in_company(model_path: Path) -> None:
-    runner = load(configure(model_path, quantize="int8", cpu_threads=2))
-    assert (runner.info.weight_dtype, runner.info.cache_dtype) == ("int8", "float32")
+@pytest.mark.parametrize(
+    ("name", "activations"),
+    [("int8", None), ("bitsandbytes", None), ("bitsandbytes-nf4", None), ("int4", None), ("int4", "int8")],
+)
+def test_an_engine_answers_the_same_alone_and_in_company(
+    name: str, activations: str | None, model_path: Path
+) -> None:
+    runner = load(configure(model_path, quantize=name, activations=activations, cpu_threads=2))
+    assert (runner.info.weight_dtype, runner.info.cache_dtype) == (name, "float32")
     check_company(runner)
 
 
