@@ -17,7 +17,7 @@ from tests.support.shard.products import check_replay
 from tgis.shard.checkpoint.codes import CodeLayout, Codes
 from tgis.shard.checkpoint.tensors import ALL, WeightsError
 from tgis.shard.kernels.cpu.codes import product as code_product
-from tgis.shard.kernels.cpu.codes.inner_loop import HAS_VNNI
+from tgis.shard.kernels.cpu.codes.integer_sums import CAN_ROUND
 from tgis.shard.kernels.cpu.codes.product import CodeProduct
 from tgis.shard.kernels.cpu.jit.llvm import has_feature
 
@@ -143,7 +143,7 @@ def round_groups(x: Tensor, codes: Codes) -> Tensor:
     return rounded
 
 
-@pytest.mark.skipif(not HAS_VNNI, reason="the processor has no VNNI")
+@pytest.mark.skipif(not CAN_ROUND, reason="the processor has no VNNI")
 @pytest.mark.parametrize("name", [name for name in INTEGERS if "cut" not in name and "sizes" not in name])
 def test_rounded_activations(name: str) -> None:
     codes, x = draw(CASES[name], 70), torch.randn(13, CASES[name].num_columns)

@@ -13,10 +13,10 @@ from tgis.shard.kernels.cpu.jit.llvm import FLOAT, I8, I32, I64
 _WORDS, _FLOATS, _BYTES = (ir.VectorType(element, LANES) for element in (I32, FLOAT, I8))
 
 
-def load_words(b: Any, unit: Any, bits: int) -> list[list[Any]]:
+def load_words(b: Any, unit: Any, bits: int, num_vectors: int = VECTORS) -> list[list[Any]]:
     """Emit the loads of a unit of words from an address: for each vector of columns, its words."""
     words = range(bits * UNIT // 32)
-    offsets = [[4 * (i * COLUMNS + v * LANES) for i in words] for v in range(VECTORS)]
+    offsets = [[4 * (i * COLUMNS + v * LANES) for i in words] for v in range(num_vectors)]
     return [[_load(b, _WORDS, unit, offset) for offset in each] for each in offsets]
 
 

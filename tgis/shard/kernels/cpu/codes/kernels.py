@@ -7,18 +7,19 @@ import numpy as np
 from numba import carray
 
 from tgis.shard.kernels.cpu.codes.inner_loop import (
-    HAS_VNNI,
+    ROUNDED_ROWS,
     ROUNDED_STRIDE,
     ROWS,
     STRIDE,
     add_columns,
     multiply_tile,
 )
+from tgis.shard.kernels.cpu.codes.integer_sums import CAN_ROUND
 from tgis.shard.kernels.cpu.codes.layout import COLUMNS, PIECE, SCALES, UNIT, UNIT_BIT, Kind
 from tgis.shard.kernels.cpu.codes.many_rows import LINE, WIDE_UNIT, multiply_wide_tile, widen
 from tgis.shard.kernels.cpu.codes.many_rows import ROWS as WIDE_ROWS
 from tgis.shard.kernels.cpu.gemm.inner_loop import copy
-from tgis.shard.kernels.cpu.int8.kernels import quantize_group
+from tgis.shard.kernels.cpu.int8.quantize import make_quantizer
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, keep_alive, next_unit, ordered, pointer
 
 _MAX_PANELS = 8  # of a unit
@@ -27,6 +28,8 @@ _PAGE = 4096  # alignment of scratch memory: speed depends on it
 _CHUNK = 5 << 17  # bytes of a copy of x, which stays in a core's cache
 _F32, _I32, _U8, _I8 = np.float32(0), np.int32(0), np.uint8(0), np.int8(0)
 _U16, _I16 = np.uint16(0), np.int16(0)
+
+_quantize_group = make_quantizer(1)
 
 
 class _Matrix(NamedTuple):
@@ -91,7 +94,7 @@ def _copy_rows(w: Any, x: int, width: int, rows: int, to: int) -> None:
             if w.row_bytes == ROUNDED_STRIDE:
                 size = _count_units(w, piece) * UNIT
                 _copy_row(w, row, piece, unrounded.ctypes.data)
-                quantize_group(unrounded.ctypes.data, size, size, at)
+                _quantize_group(unrounded.ctypes.data, size, size, at)
             else:
                 _copy_row(w, row, piece, at)
     keep_alive(unrounded)
@@ -113,7 +116,7 @@ def _multiply_panel(
         units, of = _count_units(w, piece), x + piece * rows * w.row_bytes
         next_one = at + units * w.unit_bytes + SCALES
         ahead = next_one if piece + 1 < pieces else w.panels + following * _panel_bytes(w)
-        if rows > ROWS:
+        if rows > (ROUNDED_ROWS if w.row_bytes == ROUNDED_STRIDE else ROWS):
             _multiply_piece(w, of, rows, panel, piece, at, ahead, sums, wide, element)
         else:
             zeros = _find_zeros(w, panel, piece)
@@ -125,7 +128,7 @@ def _multiply_panel(
 def _multiply_piece(
     w: Any, x: int, rows: int, panel: int, piece: int, at: int, ahead: int, sums: int, wide: int, element: Any
 ) -> None:
-    """Add the product of more than ROWS rows and the piece at an address to sums."""
+    """Add the product of more rows than a tile has and the piece at an address to sums."""
     units, zeros, codes = _count_units(w, piece), _find_zeros(w, panel, piece), at
     wide_unit = WIDE_UNIT if w.row_bytes == ROUNDED_STRIDE else 4 * WIDE_UNIT
     if w.unit_bytes < wide_unit:
@@ -205,7 +208,7 @@ MULTIPLY = {
     Kind(4, False): Kernel(_multiply_4_bits),
     Kind(8, False): Kernel(_multiply_8_bits),
 }
-if HAS_VNNI:
+if CAN_ROUND:
     MULTIPLY[Kind(4, True)] = Kernel(_multiply_4_bits_rounded)
     MULTIPLY[Kind(8, True)] = Kernel(_multiply_8_bits_rounded)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from tgis.shard.checkpoint.codes import CodeLayout, Codes
 from tgis.shard.checkpoint.tensors import Stored, WeightsError
 from tgis.shard.kernels.cpu.codes import kernels
-from tgis.shard.kernels.cpu.codes.inner_loop import HAS_VNNI
+from tgis.shard.kernels.cpu.codes.integer_sums import CAN_ROUND
 from tgis.shard.kernels.cpu.codes.layout import COLUMNS, PIECE, SCALES, UNIT, UNIT_BIT, Kind
 from tgis.shard.kernels.cpu.gemm.launch import check_rows, choose_run
 from tgis.shard.kernels.cpu.gemm.panels import LANES, arena
@@ -78,7 +78,7 @@ class CodeProduct:
 
 def find_packer(layout: CodeLayout, rounds_activations: bool) -> Callable[[Stored], CodeProduct] | None:
     """Return `pack` if there are products for codes of this layout. They round activations to 8 bits if they
-    are to do so and can: not for codes that are indices of a table, nor without VNNI."""
+    are to do so and can: not for codes that are indices of a table, nor if the processor lacks the instructions."""
     if layout.rounds_activations or layout.dtype not in _INTEGERS:
         return None
     if layout.dtype == torch.uint8 and not (layout.has_zeros or layout.table):
@@ -88,7 +88,7 @@ def find_packer(layout: CodeLayout, rounds_activations: bool) -> Callable[[Store
     is_small = layout.bits <= 4 or (layout.bits == 8 and not layout.table)
     if not (is_small and _find_columns(layout.group)):
         return None
-    return partial(pack, rounds_activations=rounds_activations and HAS_VNNI and not layout.table)
+    return partial(pack, rounds_activations=rounds_activations and CAN_ROUND and not layout.table)
 
 
 def _find_columns(group: int | None) -> int:
