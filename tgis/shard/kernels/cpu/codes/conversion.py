@@ -1,16 +1,43 @@
 """Builders of the LLVM code that loads the codes of a unit and converts them to the float32 numbers that they
 stand for. All conversions are exact, so sums have the same bits whichever instructions convert the codes."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
 
-from tgis.shard.kernels.cpu.codes.layout import COLUMNS, UNIT, VECTORS
+from tgis.shard.kernels.cpu.codes.layout import COLUMNS, UNIT, VECTORS, Kind
 from tgis.shard.kernels.cpu.gemm.panels import LANES
 from tgis.shard.kernels.cpu.jit import llvm
-from tgis.shard.kernels.cpu.jit.llvm import FLOAT, I8, I32, I64
+from tgis.shard.kernels.cpu.jit.llvm import FLOAT, I8, I16, I32, I64
 
 _WORDS, _FLOATS, _BYTES = (ir.VectorType(element, LANES) for element in (I32, FLOAT, I8))
+_ROW, _PAIRS = ir.VectorType(I8, COLUMNS), ir.VectorType(I16, COLUMNS // 2)
+
+
+def load_table(b: Any, kind: Kind, address: Any) -> list[Any]:
+    """Emit the loads of the numbers that codes of 4 bits stand for, as `load_unit` takes them: with AVX2 the
+    vectors of their first, second, third and fourth bytes, without those that are zero in all numbers."""
+    if not kind.has_halves:
+        return [llvm.load_vector(b, address, LANES)]
+    planes = [_load_half(b, address, 16 * i) for i in range(0 if kind.has_any_numbers else 2, 4)]
+    return [llvm.shuffle(b, plane, plane, [*range(16)] * 2) for plane in planes]
+
+
+def _load_half(b: Any, address: Any, offset: int) -> Any:
+    return b.load(llvm.pointer_to(b, ir.VectorType(I8, 16), address, I64(offset)), align=16)
+
+
+def load_unit(b: Any, kind: Kind, unit: Any, table: list[Any]) -> Callable[[int], list[Any]]:
+    """Emit the loads of a unit whose activations are not rounded. Return what emits the numbers of one of its
+    rows."""
+    if kind.bits == 8:
+        return partial(_convert_bytes, b, unit)
+    if kind.has_halves:
+        return partial(_convert_halves, b, unit, table)
+    words = [word for [word] in load_words(b, unit, kind.bits)]
+    return lambda k: _convert_words(b, words, k, table[0])
 
 
 def load_words(b: Any, unit: Any, bits: int, num_vectors: int = VECTORS) -> list[list[Any]]:
@@ -20,7 +47,7 @@ def load_words(b: Any, unit: Any, bits: int, num_vectors: int = VECTORS) -> list
     return [[_load(b, _WORDS, unit, offset) for offset in each] for each in offsets]
 
 
-def convert_words(b: Any, words: list[Any], k: int, table: Any) -> list[Any]:
+def _convert_words(b: Any, words: list[Any], k: int, table: Any) -> list[Any]:
     """Emit the numbers that codes k of words, of 4 bits, stand for."""
     indices = [b.lshr(word, llvm.constant(8 * (k % 4) + 4 * (k // 4), LANES, I32)) for word in words]
     if LANES == 16:  # the instruction ignores the upper bits of indices
@@ -29,7 +56,34 @@ def convert_words(b: Any, words: list[Any], k: int, table: Any) -> list[Any]:
     return [b.fadd(each, llvm.constant(-8.0, LANES)) for each in integers]
 
 
-def convert_bytes(b: Any, unit: Any, k: int) -> list[Any]:
+def _convert_halves(b: Any, unit: Any, table: list[Any], k: int) -> list[Any]:
+    """Emit the numbers of codes k of bytes that hold two codes each: look-ups of each byte of the numbers,
+    then what interleaves the bytes."""
+    row = b.load(llvm.pointer_to(b, _WORDS, unit, I64(COLUMNS * (k // 2))), align=COLUMNS)
+    codes = b.lshr(row, llvm.constant(4, LANES, I32)) if k % 2 else row
+    indices = b.bitcast(b.and_(codes, llvm.constant(0x0F0F0F0F, LANES, I32)), _ROW)
+    found = [llvm.call(b, "llvm.x86.avx2.pshuf.b", _ROW, plane, indices) for plane in table]
+    halves = [_interleave(b, *found[-2:], high) for high in range(2)]
+    if len(table) == 4:
+        lower = [_interleave(b, *found[:2], high) for high in range(2)]
+        pairs = [[b.bitcast(each, _PAIRS) for each in both] for both in zip(lower, halves, strict=True)]
+        numbers = [_interleave(b, *both, high) for both in pairs for high in range(2)]
+    else:
+        words = [b.bitcast(half, _WORDS) for half in halves]
+        left, mask = llvm.constant(16, LANES, I32), llvm.constant(-0x10000, LANES, I32)
+        numbers = [number for word in words for number in (b.shl(word, left), b.and_(word, mask))]
+    return [b.bitcast(number, _FLOATS) for number in numbers]
+
+
+def _interleave(b: Any, first: Any, second: Any, high: int) -> Any:
+    """Emit the elements of the lower (0) or the upper (1) parts of both halves of vectors, in turns."""
+    size = first.type.count
+    begins = (high * size // 4, size // 2 + high * size // 4)
+    lanes = [lane for begin in begins for i in range(begin, begin + size // 4) for lane in (i, size + i)]
+    return llvm.shuffle(b, first, second, lanes)
+
+
+def _convert_bytes(b: Any, unit: Any, k: int) -> list[Any]:
     """Emit the integers of 8 bits in row k of a unit of bytes."""
     places = [COLUMNS * k + LANES * v for v in range(VECTORS)]
     # A load that widens bytes takes one instruction less than cutting them out of words.

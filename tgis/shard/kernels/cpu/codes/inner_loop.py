@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from llvmlite import ir
 
-from tgis.shard.kernels.cpu.codes.conversion import convert_bytes, convert_words, load_words
+from tgis.shard.kernels.cpu.codes.conversion import load_table, load_unit
 from tgis.shard.kernels.cpu.codes.integer_sums import BLOCK, add_units, is_centred
 from tgis.shard.kernels.cpu.codes.layout import KINDS, PIECE, UNIT, UNIT_BIT, VECTORS, Kind
 from tgis.shard.kernels.cpu.gemm.panels import LANES
@@ -70,7 +70,7 @@ class _FloatSums:
     """Sums of float32 products."""
 
     def __init__(self, b: Any, kind: Kind, table: Any, rows: list[Any]):
-        self._kind, self._table = kind, llvm.load_vector(b, table, LANES)
+        self._kind, self._table = kind, load_table(b, kind, table)
         self._rows, self._x = rows, _repeat(b, rows[0])
         self.scales = list[Any]()
         self.initial = [llvm.constant(0.0, LANES)] * (len(rows) * VECTORS)
@@ -93,15 +93,6 @@ class _FloatSums:
 
     def finish(self, b: Any, sums: list[Any], zeros: Any) -> list[Any]:
         return subtract_products(b, sums, self._rows, zeros)
-
-
-def load_unit(b: Any, kind: Kind, unit: Any, table: Any) -> Callable[[int], list[Any]]:
-    """Emit the loads of a unit whose activations are not rounded. Return what emits the numbers of one of its
-    rows. table: the numbers that codes of 4 bits stand for."""
-    if not kind.has_words:
-        return partial(convert_bytes, b, unit)
-    words = [word for [word] in load_words(b, unit, kind.bits)]
-    return lambda k: convert_words(b, words, k, table)
 
 
 def subtract_products(b: Any, sums: list[Any], x: list[Any], zeros: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from tgis.shard.kernels.cpu.codes.inner_loop import (
     multiply_tile,
 )
 from tgis.shard.kernels.cpu.codes.integer_sums import CAN_ROUND
-from tgis.shard.kernels.cpu.codes.layout import COLUMNS, PIECE, SCALES, UNIT, UNIT_BIT, Kind
+from tgis.shard.kernels.cpu.codes.layout import COLUMNS, HAS_AVX2, PIECE, SCALES, UNIT, UNIT_BIT, Kind
 from tgis.shard.kernels.cpu.codes.many_rows import LINE, WIDE_UNIT, multiply_wide_tile, widen
 from tgis.shard.kernels.cpu.codes.many_rows import ROWS as WIDE_ROWS
 from tgis.shard.kernels.cpu.gemm.inner_loop import copy
@@ -27,7 +27,7 @@ _WIDE_PIECE = 4 * PIECE * COLUMNS  # bytes of a piece whose codes are widened to
 _PAGE = 4096  # alignment of scratch memory: speed depends on it
 _CHUNK = 5 << 17  # bytes of a copy of x, which stays in a core's cache
 _F32, _I32, _U8, _I8 = np.float32(0), np.int32(0), np.uint8(0), np.int8(0)
-_U16, _I16 = np.uint16(0), np.int16(0)
+_U16, _I16, _U32 = np.uint16(0), np.int16(0), np.uint32(0)
 
 _quantize_group = make_quantizer(1)
 
@@ -192,6 +192,10 @@ def _multiply_4_bits(args: Any) -> None:
     _multiply(args, 4, STRIDE, _U8)
 
 
+def _multiply_4_bits_of_any_numbers(args: Any) -> None:
+    _multiply(args, 4, STRIDE, _U32)
+
+
 def _multiply_8_bits(args: Any) -> None:
     _multiply(args, 8, STRIDE, _I8)
 
@@ -208,6 +212,8 @@ MULTIPLY = {
     Kind(4, False): Kernel(_multiply_4_bits),
     Kind(8, False): Kernel(_multiply_8_bits),
 }
+if HAS_AVX2:
+    MULTIPLY[Kind(4, False, has_any_numbers=True)] = Kernel(_multiply_4_bits_of_any_numbers)
 if CAN_ROUND:
     MULTIPLY[Kind(4, True)] = Kernel(_multiply_4_bits_rounded)
     MULTIPLY[Kind(8, True)] = Kernel(_multiply_8_bits_rounded)
@@ -239,12 +245,22 @@ def _pack_bytes(codes: int, units: int, to: int) -> None:
         stored[i, 0] = values[i]
 
 
+@ordered
+def _pack_halves(codes: int, units: int, to: int) -> None:
+    """Pack codes of a column of a piece as bytes of two codes each, from an address on."""
+    values = carray(pointer(codes, _U8), (units * UNIT // 2, 2))
+    stored = carray(pointer(to, _U8), (units * UNIT // 2, COLUMNS))
+    for i in range(units * UNIT // 2):
+        stored[i, 0] = values[i, 0] & 15 | (values[i, 1] & 15) << 4
+
+
 def _pack_codes(args: Any) -> None:
     """Pack rows of codes, uint8 [rows, all units of pieces], and scales, float32 [rows, pieces], as columns
-    of panels from column `first` on."""
-    a = carray(args, 11)
+    of panels from column `first` on. `places`: of columns, int32 [COLUMNS], if bytes hold two codes, else
+    0."""
+    a = carray(args, 12)
     num_rows, first, codes, scales, panels, bits, has_words = a[1], a[2], a[3], a[4], a[5], a[6], a[7]
-    units, last_units, pieces = a[8], a[9], a[10]
+    places, units, last_units, pieces = a[8], a[9], a[10], a[11]
     width = (pieces - 1) * units + last_units
     panel_bytes = width * UNIT_BIT * bits + pieces * SCALES
     row = next_unit(args)
@@ -254,7 +270,9 @@ def _pack_codes(args: Any) -> None:
             count = units if piece + 1 < pieces else last_units
             source = codes + (row * width + piece * units) * UNIT
             to = panel + piece * (units * UNIT_BIT * bits + SCALES)
-            if has_words:
+            if places:
+                _pack_halves(source, count, to + carray(pointer(places, _I32), (COLUMNS,))[column])
+            elif has_words:
                 _pack_words(source, count, to + 4 * column, bits)
             else:
                 _pack_bytes(source, count, to + column)

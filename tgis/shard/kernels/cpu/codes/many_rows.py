@@ -8,7 +8,7 @@ order, and sums of integers are exact in any order."""
 from functools import partial
 from typing import Any
 
-from tgis.shard.kernels.cpu.codes.conversion import load_words
+from tgis.shard.kernels.cpu.codes.conversion import load_table, load_unit, load_words
 from tgis.shard.kernels.cpu.codes.inner_loop import (
     ROUNDED_STRIDE,
     STRIDE,
@@ -16,7 +16,6 @@ from tgis.shard.kernels.cpu.codes.inner_loop import (
     Strip,
     Tile,
     add_scaled,
-    load_unit,
     loop_units,
     multiply_strips,
     subtract_products,
@@ -42,7 +41,7 @@ def widen(b: Any, to: Any, piece: Any, units: Any, table: Any, element: Any) -> 
     """Write the codes of a piece's units as the numbers that they stand for, [UNIT, COLUMNS] of float32 for
     each unit, or where activations are rounded as bytes in the layout of units of 8 bits."""
     kind = KINDS[element]
-    numbers = llvm.load_vector(b, table, LANES)
+    numbers = load_table(b, kind, table)
     step, wide = WIDE_UNIT // 8 * kind.bits, WIDE_UNIT if kind.rounds_activations else 4 * WIDE_UNIT
 
     def widen_unit(u: Any, _: list[Any]) -> list[Any]:
