@@ -1,9 +1,9 @@
 """Builders of the LLVM code that loads the codes of a unit and converts them to the float32 numbers that they
 stand for. All conversions are exact, so sums have the same bits whichever instructions convert the codes."""
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from collections.abc import Iterator
+from itertools import product
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 
@@ -17,8 +17,8 @@ _ROW, _PAIRS = ir.VectorType(I8, COLUMNS), ir.VectorType(I16, COLUMNS // 2)
 
 
 def load_table(b: Any, kind: Kind, address: Any) -> list[Any]:
-    """Emit the loads of the numbers that codes of 4 bits stand for, as `load_unit` takes them: with AVX2 the
-    vectors of their first, second, third and fourth bytes, without those that are zero in all numbers."""
+    """Emit the loads of the numbers that codes of 4 bits stand for, as `emit_numbers` takes them: with AVX2
+    the vectors of their first, second, third and fourth bytes, without those that are zero in all numbers."""
     if not kind.has_halves:
         return [llvm.load_vector(b, address, LANES)]
     planes = [_load_half(b, address, 16 * i) for i in range(0 if kind.has_any_numbers else 2, 4)]
@@ -29,15 +29,26 @@ def _load_half(b: Any, address: Any, offset: int) -> Any:
     return b.load(llvm.pointer_to(b, ir.VectorType(I8, 16), address, I64(offset)), align=16)
 
 
-def load_unit(b: Any, kind: Kind, unit: Any, table: list[Any]) -> Callable[[int], list[Any]]:
-    """Emit the loads of a unit whose activations are not rounded. Return what emits the numbers of one of its
-    rows."""
-    if kind.bits == 8:
-        return partial(_convert_bytes, b, unit)
+class Numbers(NamedTuple):
+    """Numbers that codes stand for, of a row of a unit and adjacent vectors of columns."""
+
+    k: int
+    first: int
+    vectors: list[Any]
+
+
+def emit_numbers(
+    b: Any, kind: Kind, unit: Any, table: list[Any], num_vectors: int = VECTORS
+) -> Iterator[Numbers]:
+    """Emit the loads and conversions of a unit whose activations are not rounded, part by part in the order
+    of rows, so that few numbers wait in registers."""
     if kind.has_halves:
-        return partial(_convert_halves, b, unit, table)
-    words = [word for [word] in load_words(b, unit, kind.bits)]
-    return lambda k: _convert_words(b, words, k, table[0])
+        yield from _convert_halves(b, unit, table, num_vectors)
+    elif kind.bits == 8:
+        yield from (Numbers(k, 0, _convert_bytes(b, unit, k, num_vectors)) for k in range(UNIT))
+    else:
+        words = [word for [word] in load_words(b, unit, kind.bits, num_vectors)]
+        yield from (Numbers(k, 0, _convert_words(b, words, k, table[0])) for k in range(UNIT))
 
 
 def load_words(b: Any, unit: Any, bits: int, num_vectors: int = VECTORS) -> list[list[Any]]:
@@ -56,22 +67,30 @@ def _convert_words(b: Any, words: list[Any], k: int, table: Any) -> list[Any]:
     return [b.fadd(each, llvm.constant(-8.0, LANES)) for each in integers]
 
 
-def _convert_halves(b: Any, unit: Any, table: list[Any], k: int) -> list[Any]:
-    """Emit the numbers of codes k of bytes that hold two codes each: look-ups of each byte of the numbers,
-    then what interleaves the bytes."""
-    row = b.load(llvm.pointer_to(b, _WORDS, unit, I64(COLUMNS * (k // 2))), align=COLUMNS)
-    codes = b.lshr(row, llvm.constant(4, LANES, I32)) if k % 2 else row
-    indices = b.bitcast(b.and_(codes, llvm.constant(0x0F0F0F0F, LANES, I32)), _ROW)
-    found = [llvm.call(b, "llvm.x86.avx2.pshuf.b", _ROW, plane, indices) for plane in table]
-    halves = [_interleave(b, *found[-2:], high) for high in range(2)]
-    if len(table) == 4:
-        lower = [_interleave(b, *found[:2], high) for high in range(2)]
-        pairs = [[b.bitcast(each, _PAIRS) for each in both] for both in zip(lower, halves, strict=True)]
-        numbers = [_interleave(b, *both, high) for both in pairs for high in range(2)]
+def _convert_halves(b: Any, unit: Any, table: list[Any], num_vectors: int) -> Iterator[Numbers]:
+    """Emit the numbers of bytes that hold two codes each: look-ups of each byte of the numbers, then what
+    interleaves the bytes. A look-up finds bytes of two rows of half a panel's columns."""
+    for k, first in product(range(0, UNIT, 2), range(0, num_vectors, 2)):
+        place = I64(UNIT * COLUMNS // 8 * first + COLUMNS * (k // 4))
+        row = b.load(llvm.pointer_to(b, _WORDS, unit, place), align=COLUMNS)
+        codes = b.lshr(row, llvm.constant(4, LANES, I32)) if k % 4 else row
+        indices = b.bitcast(b.and_(codes, llvm.constant(0x0F0F0F0F, LANES, I32)), _ROW)
+        found = [llvm.call(b, "llvm.x86.avx2.pshuf.b", _ROW, plane, indices) for plane in table]
+        for high in range(2):
+            yield Numbers(k + high, first, _join_bytes(b, found, high))
+
+
+def _join_bytes(b: Any, planes: list[Any], high: int) -> list[Any]:
+    """Emit two vectors of numbers from the vectors of their bytes, of which those that are zero are left
+    out."""
+    upper = _interleave(b, *planes[-2:], high)
+    if len(planes) == 4:
+        pair = [b.bitcast(each, _PAIRS) for each in (_interleave(b, *planes[:2], high), upper)]
+        numbers = [_interleave(b, *pair, part) for part in range(2)]
     else:
-        words = [b.bitcast(half, _WORDS) for half in halves]
-        left, mask = llvm.constant(16, LANES, I32), llvm.constant(-0x10000, LANES, I32)
-        numbers = [number for word in words for number in (b.shl(word, left), b.and_(word, mask))]
+        words = b.bitcast(upper, _WORDS)
+        lower = llvm.constant(16, LANES, I32)
+        numbers = [b.shl(words, lower), b.and_(words, llvm.constant(-0x10000, LANES, I32))]
     return [b.bitcast(number, _FLOATS) for number in numbers]
 
 
@@ -83,9 +102,9 @@ def _interleave(b: Any, first: Any, second: Any, high: int) -> Any:
     return llvm.shuffle(b, first, second, lanes)
 
 
-def _convert_bytes(b: Any, unit: Any, k: int) -> list[Any]:
+def _convert_bytes(b: Any, unit: Any, k: int, num_vectors: int) -> list[Any]:
     """Emit the integers of 8 bits in row k of a unit of bytes."""
-    places = [COLUMNS * k + LANES * v for v in range(VECTORS)]
+    places = [COLUMNS * k + LANES * v for v in range(num_vectors)]
     # A load that widens bytes takes one instruction less than cutting them out of words.
     return [b.sitofp(b.sext(_load(b, _BYTES, unit, place), _WORDS), _FLOATS) for place in places]
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from llvmlite import ir
 
-from tgis.shard.kernels.cpu.codes.conversion import load_table, load_unit
+from tgis.shard.kernels.cpu.codes.conversion import emit_numbers, load_table
 from tgis.shard.kernels.cpu.codes.integer_sums import BLOCK, add_units, is_centred
 from tgis.shard.kernels.cpu.codes.layout import KINDS, PIECE, UNIT, UNIT_BIT, VECTORS, Kind
 from tgis.shard.kernels.cpu.gemm.panels import LANES
@@ -21,16 +21,13 @@ from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import FLOAT, FUSED, I8, I32, I64
 
 # Most rows of a tile: its sums, the words and numbers of a unit and the table fill the processor's registers.
-# `many_rows.py` multiplies more.
-ROWS = 5 if LANES == 16 else 2
-ROUNDED_ROWS = 5 if LANES == 16 else 6
+ROWS = 5
 # Bytes between rows of a piece of x: its columns, then their sum. No power of two, so that rows do not evict
 # each other from the cache.
 STRIDE = 4 * (PIECE + 16)
 # Bytes between rows of a piece of rounded activations: a header, as int8 products have it, then its columns.
 ROUNDED_STRIDE = HEADER + PIECE
 _LINE = 64  # bytes of a cache line
-_TALLEST_WHOLE = 2  # rows of the tallest tile of a whole panel if rounded sums have 16 registers
 
 _FLOATS = ir.VectorType(FLOAT, LANES)
 
@@ -41,15 +38,15 @@ def load_zeros(b: Any, zeros: Any, v: int) -> Any:
     return b.sitofp(b.load(llvm.pointer_to(b, kind, zeros, I64(LANES * v)), align=1), _FLOATS)
 
 
-def _repeat(b: Any, x: Any) -> list[Any]:
+def _repeat(b: Any, x: Any, count: int) -> list[Any]:
     """Emit copies of an address, one for each vector of columns, that LLVM does not know to be equal.
 
     LLVM broadcasts a number of x that several products share to a register, which takes a vector instruction.
     AVX-512's products that load the number themselves broadcast it at no cost."""
     if LANES != 16:
-        return [x] * VECTORS
+        return [x] * count
     copy = ir.InlineAsm(ir.FunctionType(I64, [I64]), "", "=r,0", side_effect=True)
-    return [b.call(copy, [x]) for _ in range(VECTORS)]
+    return [b.call(copy, [x]) for _ in range(count)]
 
 
 class Tile(Protocol):
@@ -69,27 +66,27 @@ class Tile(Protocol):
 class _FloatSums:
     """Sums of float32 products."""
 
-    def __init__(self, b: Any, kind: Kind, table: Any, rows: list[Any]):
-        self._kind, self._table = kind, load_table(b, kind, table)
-        self._rows, self._x = rows, _repeat(b, rows[0])
+    def __init__(self, b: Any, kind: Kind, table: Any, rows: list[Any], num_vectors: int):
+        self._kind, self._table, self._num_vectors = kind, load_table(b, kind, table), num_vectors
+        self._rows, self._x = rows, _repeat(b, rows[0], num_vectors)
         self.scales = list[Any]()
-        self.initial = [llvm.constant(0.0, LANES)] * (len(rows) * VECTORS)
+        self.initial = [llvm.constant(0.0, LANES)] * (len(rows) * num_vectors)
 
     def add_units(self, b: Any, sums: list[Any], u: Any, units: list[Any]) -> list[Any]:
         [unit], offset = units, b.mul(u, I64(4 * UNIT))
-        columns, convert = (
-            [b.add(address, offset) for address in self._x],
-            load_unit(b, self._kind, unit, self._table),
-        )
-        for k in range(UNIT):
-            numbers = convert(k)
-            products = []
+        columns = [b.add(address, offset) for address in self._x]
+        changed = list(sums)
+        for k, first, numbers in emit_numbers(b, self._kind, unit, self._table, self._num_vectors):
             for row in range(len(self._rows)):
-                places = [b.add(column, I64(STRIDE * row + 4 * k)) for column in columns]
+                places = [b.add(column, I64(STRIDE * row + 4 * k)) for column in columns[: len(numbers)]]
                 factors = [llvm.load_broadcast(b, place, LANES) for place in places]
-                products += [b.fmul(*pair, **FUSED) for pair in zip(factors, numbers, strict=True)]
-            sums = [b.fadd(*pair, **FUSED) for pair in zip(sums, products, strict=True)]
-        return sums
+                begin = row * self._num_vectors + first
+                old = changed[begin : begin + len(numbers)]
+                products = [b.fmul(*pair, **FUSED) for pair in zip(factors, numbers, strict=True)]
+                changed[begin : begin + len(numbers)] = [
+                    b.fadd(*pair, **FUSED) for pair in zip(old, products, strict=True)
+                ]
+        return changed
 
     def finish(self, b: Any, sums: list[Any], zeros: Any) -> list[Any]:
         return subtract_products(b, sums, self._rows, zeros)
@@ -152,22 +149,23 @@ def multiply_tile(
     bytes. `table` is the address of the numbers that codes of 4 bits stand for; `zeros` that of COLUMNS int8,
     or 0. The code prefetches as many units from the address `ahead` on."""
     end, kind = b.append_basic_block("end"), KINDS[element]
-    stride, most = (ROUNDED_STRIDE, ROUNDED_ROWS) if kind.rounds_activations else (STRIDE, ROWS)
+    stride = ROUNDED_STRIDE if kind.rounds_activations else STRIDE
     scales = b.add(piece, b.mul(units, I64(UNIT_BIT * kind.bits)))
-    cases = b.switch(rows, end)
-    for num_rows in range(1, most + 1):
+    cases, width = b.switch(rows, end), 4 if kind.is_unsigned else 1
+    for num_rows in range(1, ROWS + 1):
         block = b.append_basic_block(f"rows{num_rows}")
         cases.add_case(I64(num_rows), block)
         b.position_at_end(block)
         begins = [b.add(x, I64(stride * r)) for r in range(num_rows)]
         tile = partial(_multiply_strip, b, kind, table, begins, units, is_first, ahead)
-        multiply_strips(b, _count_strips(kind, num_rows), Strip(out, piece, scales, zeros), tile)
+        multiply_strips(b, _count_strips(kind, num_rows), Strip(out, piece, scales, zeros), tile, width)
         b.branch(end)
     b.position_at_end(end)
 
 
 def _count_strips(kind: Kind, num_rows: int) -> int:
-    return 2 if LANES != 16 and kind.rounds_activations and num_rows > _TALLEST_WHOLE else 1
+    """Return the number of strips of a panel for a tile: without AVX-512 there are 16 registers."""
+    return 2 if LANES != 16 and num_rows > (1 if kind.has_any_numbers else 2) else 1
 
 
 class Strip(NamedTuple):
@@ -181,8 +179,11 @@ class Strip(NamedTuple):
     index: Any = I64(0)
 
 
-def multiply_strips(b: Any, count: int, panel: Strip, multiply: Callable[[Strip], None]) -> None:
-    """Emit `multiply` for each of the strips that a panel is cut into."""
+def multiply_strips(
+    b: Any, count: int, panel: Strip, multiply: Callable[[Strip], None], code_bytes: int
+) -> None:
+    """Emit `multiply` for each of the strips that a panel is cut into. Codes of adjacent columns are
+    `code_bytes` bytes apart."""
     if count == 1:
         multiply(panel)
         return
@@ -190,7 +191,8 @@ def multiply_strips(b: Any, count: int, panel: Strip, multiply: Callable[[Strip]
 
     def multiply_one(s: Any, _: list[Any]) -> list[Any]:
         vectors, own = b.mul(s, I64(4 * width)), b.add(panel.zeros, b.mul(s, I64(width)))
-        out, codes, scales = (b.add(address, vectors) for address in panel[:3])
+        out, scales = (b.add(address, vectors) for address in (panel.out, panel.scales))
+        codes = b.add(panel.codes, b.mul(s, I64(code_bytes * width)))
         zeros = b.select(b.icmp_signed("!=", panel.zeros, I64(0)), own, I64(0))
         multiply(Strip(out, codes, scales, zeros, VECTORS // count, s))
         return []
@@ -206,7 +208,7 @@ def _multiply_strip(
     if kind.rounds_activations:
         tile: Tile = RoundedSums(b, kind, kind.bits, rows, strip.num_vectors)
     else:
-        tile = _FloatSums(b, kind, table, rows)
+        tile = _FloatSums(b, kind, table, rows, strip.num_vectors)
     for line in range(0, 4 * LANES * strip.num_vectors, _LINE):
         llvm.prefetch(b, strip.scales, I64(line))
     part = step * strip.num_vectors // VECTORS

@@ -7,9 +7,10 @@ A unit of 8 bits whose activations are not rounded is UNIT rows of COLUMNS bytes
 byte; of 4 bits, one word whose bytes hold codes 0 to 3 in their lower and 4 to 7 in their upper halves. This
 is the order in which VNNI multiplies.
 
-With AVX2, a unit of 4 bits whose activations are not rounded is UNIT / 2 rows of COLUMNS bytes. Bytes of row
-i hold codes 2i in their lower and 2i + 1 in their upper halves, in an order of columns (`find_places`) in
-which instructions that interleave bytes leave the numbers."""
+With AVX2, a unit of 4 bits whose activations are not rounded is two strips of half the panel's columns, each
+of UNIT / 4 rows of COLUMNS bytes. Two bytes of row i hold codes 4i to 4i + 3 of a column: codes 4i and 4i + 2
+the lower and upper half of a byte, 4i + 1 and 4i + 3 those of the byte that is AFTER bytes behind. Columns
+are in the order (`find_places`) in which instructions that interleave bytes leave the numbers."""
 
 from typing import NamedTuple
 
@@ -58,13 +59,15 @@ UNIT = 8
 PIECE = 128
 SCALES = 4 * COLUMNS  # bytes of a piece's scales
 UNIT_BIT = UNIT * COLUMNS // 8  # bytes of a unit for each bit of a code
+AFTER = 8
 
 
 def find_places(kind: Kind) -> list[int]:
-    """Return the places of columns in a row of bytes that hold two codes each. Instructions interleave the
-    bytes of each half of a vector of 32."""
+    """Return the places of columns' first bytes in a unit whose bytes hold two codes each. Instructions
+    interleave the bytes of each half of a vector of 32."""
     if kind.has_any_numbers:
-        within = [[4 * v + i for i in range(4)] for v in range(VECTORS)]
+        within = [[4 * v + i for i in range(4)] for v in range(2)]
     else:
-        within = [[8 * (v // 2) + 2 * i + v % 2 for i in range(4)] for v in range(VECTORS)]
-    return [16 * half + place for places in within for half in range(2) for place in places]
+        within = [[2 * i + v for i in range(4)] for v in range(2)]
+    half = [16 * half + place for places in within for half in range(2) for place in places]
+    return half + [UNIT * COLUMNS // 4 + place for place in half]

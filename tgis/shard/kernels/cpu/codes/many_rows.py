@@ -8,7 +8,7 @@ order, and sums of integers are exact in any order."""
 from functools import partial
 from typing import Any
 
-from tgis.shard.kernels.cpu.codes.conversion import load_table, load_unit, load_words
+from tgis.shard.kernels.cpu.codes.conversion import emit_numbers, load_table, load_words
 from tgis.shard.kernels.cpu.codes.inner_loop import (
     ROUNDED_STRIDE,
     STRIDE,
@@ -21,7 +21,7 @@ from tgis.shard.kernels.cpu.codes.inner_loop import (
     subtract_products,
 )
 from tgis.shard.kernels.cpu.codes.integer_sums import take_bytes
-from tgis.shard.kernels.cpu.codes.layout import COLUMNS, KINDS, UNIT, Kind
+from tgis.shard.kernels.cpu.codes.layout import COLUMNS, KINDS, UNIT, VECTORS, Kind
 from tgis.shard.kernels.cpu.gemm.panels import LANES
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
@@ -41,19 +41,22 @@ def widen(b: Any, to: Any, piece: Any, units: Any, table: Any, element: Any) -> 
     """Write the codes of a piece's units as the numbers that they stand for, [UNIT, COLUMNS] of float32 for
     each unit, or where activations are rounded as bytes in the layout of units of 8 bits."""
     kind = KINDS[element]
-    numbers = load_table(b, kind, table)
+    table_vectors = load_table(b, kind, table)
     step, wide = WIDE_UNIT // 8 * kind.bits, WIDE_UNIT if kind.rounds_activations else 4 * WIDE_UNIT
 
     def widen_unit(u: Any, _: list[Any]) -> list[Any]:
         unit, target = b.add(piece, b.mul(u, I64(step))), b.add(to, b.mul(u, I64(wide)))
         if kind.rounds_activations:
             quads = [take_bytes(b, words, 4) for words in load_words(b, unit, 4)]
-            vectors = [each[i] for i in range(2) for each in quads]
+            vectors = [(LANES * j, each[i]) for i in range(2) for j, each in enumerate(quads, i * VECTORS)]
         else:
-            convert = load_unit(b, kind, unit, numbers)
-            vectors = [vector for k in range(UNIT) for vector in convert(k)]
-        for i, vector in enumerate(vectors):
-            b.store(vector, llvm.pointer_to(b, vector.type, target, I64(4 * LANES * i)), align=4 * LANES)
+            vectors = [
+                (COLUMNS * k + LANES * v, vector)
+                for k, first, numbers in emit_numbers(b, kind, unit, table_vectors)
+                for v, vector in enumerate(numbers, first)
+            ]
+        for place, vector in vectors:
+            b.store(vector, llvm.pointer_to(b, vector.type, target, I64(4 * place)), align=4 * LANES)
         return []
 
     llvm.loop(b, units, [], widen_unit)
@@ -105,7 +108,7 @@ def multiply_wide_tile(
         b.position_at_end(block)
         begins = [b.add(x, I64(stride * r)) for r in range(num_rows)]
         tile = partial(_multiply_strip, b, kind, begins, units, is_first, ahead, lines)
-        multiply_strips(b, _STRIPS, Strip(out, codes, scales, zeros), tile)
+        multiply_strips(b, _STRIPS, Strip(out, codes, scales, zeros), tile, 4)
         b.branch(end)
     b.position_at_end(end)
 
