@@ -1,5 +1,6 @@
 """Products that are compiled for other processors than this one, in child processes that keep no code: LLVM
-ends the process where it has no instruction for what a kernel calls. Code for AVX2 is run too where it can."""
+ends the process where it has no instruction for what a kernel calls. Code for AVX2 is run too where it
+can."""
 
 import os
 import subprocess
@@ -33,9 +34,11 @@ inner_loop.ROWS = many_rows.ROWS = many_rows.TALL = 1
 BUILD = """
 import sys
 from tgis.shard.kernels.cpu.codes import kernels as codes
+from tgis.shard.kernels.cpu.codes.layout import Kind
 from tgis.shard.kernels.cpu.gemm import kernels as gemm
 from tgis.shard.kernels.cpu.int8 import inner_loop, kernels as int8
 found = {"codes": [*codes.MULTIPLY.values(), codes.pack_codes], "gemm": [*gemm.MULTIPLY.values()]}
+found["rounded"] = [codes.MULTIPLY[Kind(4, True)]] if codes.CAN_ROUND else []
 found["int8"] = [int8.multiply_int8, int8.pack_codes]
 for module in sys.argv[1:]:
     for kernel in found[module]:
@@ -57,8 +60,8 @@ def run(processor: str, program: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_codes_compile_for_avx2() -> None:
-    assert run("haswell", ONE_ROW + BUILD, "codes").split() == ["_multiply_avx2", "8", "True"]
+def test_rounded_activations_compile_for_avx2() -> None:
+    assert run("haswell", ONE_ROW + BUILD, "rounded").split() == ["_multiply_avx2", "8", "True"]
 
 
 @pytest.mark.slow

@@ -83,14 +83,15 @@ def _convert_halves(b: Any, unit: Any, table: list[Any], num_vectors: int) -> It
 def _join_bytes(b: Any, planes: list[Any], high: int) -> list[Any]:
     """Emit two vectors of numbers from the vectors of their bytes, of which those that are zero are left
     out."""
-    upper = _interleave(b, *planes[-2:], high)
+    upper = _interleave(b, planes[-2], planes[-1], high)
     if len(planes) == 4:
-        pair = [b.bitcast(each, _PAIRS) for each in (_interleave(b, *planes[:2], high), upper)]
-        numbers = [_interleave(b, *pair, part) for part in range(2)]
+        lower = _interleave(b, planes[0], planes[1], high)
+        first, second = (b.bitcast(each, _PAIRS) for each in (lower, upper))
+        numbers = [_interleave(b, first, second, part) for part in range(2)]
     else:
         words = b.bitcast(upper, _WORDS)
-        lower = llvm.constant(16, LANES, I32)
-        numbers = [b.shl(words, lower), b.and_(words, llvm.constant(-0x10000, LANES, I32))]
+        width = llvm.constant(16, LANES, I32)
+        numbers = [b.shl(words, width), b.and_(words, llvm.constant(-0x10000, LANES, I32))]
     return [b.bitcast(number, _FLOATS) for number in numbers]
 
 
