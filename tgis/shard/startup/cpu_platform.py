@@ -11,7 +11,7 @@ from tgis.shard.kernels.cpu.amx import permission
 from tgis.shard.kernels.cpu.attention.attention import CpuAttention
 from tgis.shard.kernels.cpu.bf16 import self_check
 from tgis.shard.kernels.cpu.bf16.attention import choose_attention
-from tgis.shard.kernels.cpu.codes.inner_loop import HAS_VNNI
+from tgis.shard.kernels.cpu.codes.integer_sums import CAN_ROUND
 from tgis.shard.kernels.cpu.int8 import self_check as int8_check
 from tgis.shard.kernels.cpu.jit.cache import add_run_directory
 from tgis.shard.kernels.cpu.jit.compiler import compile_progress, is_compiling
@@ -66,8 +66,8 @@ def on_cpu(
 
 
 def _can_round() -> bool:
-    if HAS_VNNI:
+    if CAN_ROUND:
         logger.info("products with integer codes of 4 or 8 bits round activations to 8 bits")
     else:
-        logger.warning("--activations int8 has no effect: the processor has no VNNI")
-    return HAS_VNNI
+        logger.warning("--activations int8 has no effect: the processor has neither AVX2 nor VNNI")
+    return CAN_ROUND

@@ -17,7 +17,7 @@ from tests.support.shard.products import check_replay
 from tgis.shard.checkpoint.codes import CodeLayout, Codes
 from tgis.shard.checkpoint.tensors import ALL, WeightsError
 from tgis.shard.kernels.cpu.codes import product as code_product
-from tgis.shard.kernels.cpu.codes.inner_loop import HAS_VNNI
+from tgis.shard.kernels.cpu.codes.integer_sums import CAN_ROUND
 from tgis.shard.kernels.cpu.codes.product import CodeProduct
 from tgis.shard.kernels.cpu.jit.llvm import has_feature
 
@@ -143,7 +143,7 @@ def round_groups(x: Tensor, codes: Codes) -> Tensor:
     return rounded
 
 
-@pytest.mark.skipif(not HAS_VNNI, reason="the processor has no VNNI")
+@pytest.mark.skipif(not CAN_ROUND, reason="the processor has neither AVX2 nor VNNI")
 @pytest.mark.parametrize("name", [name for name in INTEGERS if "cut" not in name and "sizes" not in name])
 def test_rounded_activations(name: str) -> None:
     codes, x = draw(CASES[name], 70), torch.randn(13, CASES[name].num_columns)
@@ -155,6 +155,28 @@ def test_rounded_activations(name: str) -> None:
     magnitudes = round_groups(x, codes).abs() @ ((numbers - zeros).abs() * scales).T
     bound = (4 + -(-x.shape[1] // 16)) * STEP * magnitudes
     assert ((product(x).double() - expected).abs() <= bound).all()
+
+
+@pytest.mark.skipif(not CAN_ROUND, reason="the processor has neither AVX2 nor VNNI")
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("zero", [None, "least", "largest"])
+@pytest.mark.parametrize("code", ["least", "largest", "both"])
+def test_the_largest_integers_do_not_saturate(bits: int, zero: str | None, code: str) -> None:
+    """Activations of one magnitude become 127 and -127, so that sums in 16 bits are the largest there are."""
+    largest, width = (1 << bits) - 1, 300
+    numbers = {"least": torch.zeros(width), "largest": torch.full((width,), largest)}
+    numbers["both"] = torch.where(torch.arange(width) // 2 % 2 == 0, 0, largest)
+    layout = CodeLayout(torch.uint8, bits, 128, True)
+    values = numbers[code].to(torch.uint8).expand(40, width).contiguous()
+    centre = float(1 << (bits - 1))
+    zeros = torch.full((40, 3), {None: centre, "least": 0.0, "largest": float(largest)}[zero])
+    codes = Codes(layout, values, torch.ones(40, 3), zeros)
+    signs = torch.stack([torch.ones(width), -torch.ones(width), torch.tensor([1.0, -1.0]).repeat(width // 2)])
+    signs = torch.cat([signs, torch.where(numbers["both"] == 0, -1.0, 1.0).expand(20, width)])
+    expected = 127 * signs.double() @ (values.double() - zeros[0, 0]).T
+    for count in (1, 3, 23):
+        found = pack(codes, rounds_activations=True)(127 * signs[:count])
+        assert torch.equal(found.double(), expected[:count]), f"{count} rows"
 
 
 @pytest.mark.parametrize("rounds_activations", [False, True])
@@ -234,7 +256,7 @@ def test_what_has_no_products() -> None:
     ):
         assert code_product.find_packer(layout, rounds_activations=False) is None
     table = code_product.find_packer(CASES["a table"].layout, rounds_activations=True)
-    if table is not None:  # without AVX-512 there is none
+    if table is not None:  # without AVX2 there is none
         assert not table(CodesInMemory(draw(CASES["a table"], 3))).kind.rounds_activations  # type: ignore[attr-defined]
 
 

@@ -21,7 +21,7 @@ from tests.support.shard.ranks import Ranks
 from tests.support.shard.stepping import Stepper
 from tgis.shard.checkpoint.tensors import TensorInMemory
 from tgis.shard.collectives import ProcessGroup
-from tgis.shard.kernels.cpu.codes.inner_loop import HAS_VNNI
+from tgis.shard.kernels.cpu.codes.integer_sums import CAN_ROUND
 from tgis.shard.kernels.cpu.ops import CpuKernels
 from tgis.shard.kernels.portable.ops import TorchKernels
 from tgis.shard.models import registry
@@ -147,7 +147,7 @@ def test_memory_is_that_of_what_is_kept(kind: str | None, model_path: Path, tmp_
             assert counted == (int(kept) if per_weight else num_elements * dtype.itemsize)
 
 
-@pytest.mark.skipif(not HAS_VNNI, reason="the processor has no VNNI")
+@pytest.mark.skipif(not CAN_ROUND, reason="the processor has neither AVX2 nor VNNI")
 def test_activations_are_rounded_when_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_model(tmp_path, transformers.LlamaConfig(**SMALL))
     with caplog.at_level(logging.INFO):

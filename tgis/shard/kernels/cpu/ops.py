@@ -33,8 +33,8 @@ class CpuKernels(Unfused):
     device = CPU
 
     def __init__(self, rounds_activations: bool = False, int8_kernel: Kernel | None = None):
-        """Choose whether products with integer codes, which need VNNI for that, and with the head round what
-        they multiply to 8 bits, and the kernel of products with int8 codes."""
+        """Choose whether products with integer codes, if the processor has instructions for that, and with
+        the head round what they multiply to 8 bits, and the kernel of products with int8 codes."""
         self._rounds_activations = rounds_activations
         self._pack_int8 = partial(int8.pack, kernel=int8_kernel)
 

@@ -1,26 +1,64 @@
 """Builders of the LLVM code that loads the codes of a unit and converts them to the float32 numbers that they
 stand for. All conversions are exact, so sums have the same bits whichever instructions convert the codes."""
 
-from typing import Any
+from collections.abc import Iterator
+from itertools import product
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 
-from tgis.shard.kernels.cpu.codes.layout import COLUMNS, UNIT, VECTORS
+from tgis.shard.kernels.cpu.codes.layout import COLUMNS, UNIT, VECTORS, Kind
 from tgis.shard.kernels.cpu.gemm.panels import LANES
 from tgis.shard.kernels.cpu.jit import llvm
-from tgis.shard.kernels.cpu.jit.llvm import FLOAT, I8, I32, I64
+from tgis.shard.kernels.cpu.jit.llvm import FLOAT, I8, I16, I32, I64
 
 _WORDS, _FLOATS, _BYTES = (ir.VectorType(element, LANES) for element in (I32, FLOAT, I8))
+_ROW, _PAIRS = ir.VectorType(I8, COLUMNS), ir.VectorType(I16, COLUMNS // 2)
 
 
-def load_words(b: Any, unit: Any, bits: int) -> list[list[Any]]:
+def load_table(b: Any, kind: Kind, address: Any) -> list[Any]:
+    """Emit the loads of the numbers that codes of 4 bits stand for, as `emit_numbers` takes them: with AVX2
+    the vectors of their first, second, third and fourth bytes, without those that are zero in all numbers."""
+    if not kind.has_halves:
+        return [llvm.load_vector(b, address, LANES)]
+    planes = [_load_half(b, address, 16 * i) for i in range(0 if kind.has_any_numbers else 2, 4)]
+    return [llvm.shuffle(b, plane, plane, [*range(16)] * 2) for plane in planes]
+
+
+def _load_half(b: Any, address: Any, offset: int) -> Any:
+    return b.load(llvm.pointer_to(b, ir.VectorType(I8, 16), address, I64(offset)), align=16)
+
+
+class Numbers(NamedTuple):
+    """Numbers that codes stand for, of a row of a unit and adjacent vectors of columns."""
+
+    k: int
+    first: int
+    vectors: list[Any]
+
+
+def emit_numbers(
+    b: Any, kind: Kind, unit: Any, table: list[Any], num_vectors: int = VECTORS
+) -> Iterator[Numbers]:
+    """Emit the loads and conversions of a unit whose activations are not rounded, part by part in the order
+    of rows, so that few numbers wait in registers."""
+    if kind.has_halves:
+        yield from _convert_halves(b, unit, table, num_vectors)
+    elif kind.bits == 8:
+        yield from (Numbers(k, 0, _convert_bytes(b, unit, k, num_vectors)) for k in range(UNIT))
+    else:
+        words = [word for [word] in load_words(b, unit, kind.bits, num_vectors)]
+        yield from (Numbers(k, 0, _convert_words(b, words, k, table[0])) for k in range(UNIT))
+
+
+def load_words(b: Any, unit: Any, bits: int, num_vectors: int = VECTORS) -> list[list[Any]]:
     """Emit the loads of a unit of words from an address: for each vector of columns, its words."""
     words = range(bits * UNIT // 32)
-    offsets = [[4 * (i * COLUMNS + v * LANES) for i in words] for v in range(VECTORS)]
+    offsets = [[4 * (i * COLUMNS + v * LANES) for i in words] for v in range(num_vectors)]
     return [[_load(b, _WORDS, unit, offset) for offset in each] for each in offsets]
 
 
-def convert_words(b: Any, words: list[Any], k: int, table: Any) -> list[Any]:
+def _convert_words(b: Any, words: list[Any], k: int, table: Any) -> list[Any]:
     """Emit the numbers that codes k of words, of 4 bits, stand for."""
     indices = [b.lshr(word, llvm.constant(8 * (k % 4) + 4 * (k // 4), LANES, I32)) for word in words]
     if LANES == 16:  # the instruction ignores the upper bits of indices
@@ -29,9 +67,45 @@ def convert_words(b: Any, words: list[Any], k: int, table: Any) -> list[Any]:
     return [b.fadd(each, llvm.constant(-8.0, LANES)) for each in integers]
 
 
-def convert_bytes(b: Any, unit: Any, k: int) -> list[Any]:
+def _convert_halves(b: Any, unit: Any, table: list[Any], num_vectors: int) -> Iterator[Numbers]:
+    """Emit the numbers of bytes that hold two codes each: look-ups of each byte of the numbers, then what
+    interleaves the bytes. A look-up finds bytes of two rows of half a panel's columns."""
+    for k, first in product(range(0, UNIT, 2), range(0, num_vectors, 2)):
+        place = I64(UNIT * COLUMNS // 8 * first + COLUMNS * (k // 4))
+        row = b.load(llvm.pointer_to(b, _WORDS, unit, place), align=COLUMNS)
+        codes = b.lshr(row, llvm.constant(4, LANES, I32)) if k % 4 else row
+        indices = b.bitcast(b.and_(codes, llvm.constant(0x0F0F0F0F, LANES, I32)), _ROW)
+        found = [llvm.call(b, "llvm.x86.avx2.pshuf.b", _ROW, plane, indices) for plane in table]
+        for high in range(2):
+            yield Numbers(k + high, first, _join_bytes(b, found, high))
+
+
+def _join_bytes(b: Any, planes: list[Any], high: int) -> list[Any]:
+    """Emit two vectors of numbers from the vectors of their bytes, of which those that are zero are left
+    out."""
+    upper = _interleave(b, planes[-2], planes[-1], high)
+    if len(planes) == 4:
+        lower = _interleave(b, planes[0], planes[1], high)
+        first, second = (b.bitcast(each, _PAIRS) for each in (lower, upper))
+        numbers = [_interleave(b, first, second, part) for part in range(2)]
+    else:
+        words = b.bitcast(upper, _WORDS)
+        width = llvm.constant(16, LANES, I32)
+        numbers = [b.shl(words, width), b.and_(words, llvm.constant(-0x10000, LANES, I32))]
+    return [b.bitcast(number, _FLOATS) for number in numbers]
+
+
+def _interleave(b: Any, first: Any, second: Any, high: int) -> Any:
+    """Emit the elements of the lower (0) or the upper (1) parts of both halves of vectors, in turns."""
+    size = first.type.count
+    begins = (high * size // 4, size // 2 + high * size // 4)
+    lanes = [lane for begin in begins for i in range(begin, begin + size // 4) for lane in (i, size + i)]
+    return llvm.shuffle(b, first, second, lanes)
+
+
+def _convert_bytes(b: Any, unit: Any, k: int, num_vectors: int) -> list[Any]:
     """Emit the integers of 8 bits in row k of a unit of bytes."""
-    places = [COLUMNS * k + LANES * v for v in range(VECTORS)]
+    places = [COLUMNS * k + LANES * v for v in range(num_vectors)]
     # A load that widens bytes takes one instruction less than cutting them out of words.
     return [b.sitofp(b.sext(_load(b, _BYTES, unit, place), _WORDS), _FLOATS) for place in places]
 

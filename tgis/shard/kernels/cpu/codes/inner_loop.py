@@ -7,30 +7,29 @@ sums, times their scales, are one chain. An element's bits therefore depend only
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from llvmlite import ir
 
-from tgis.shard.kernels.cpu.codes.conversion import convert_bytes, convert_words, load_words
-from tgis.shard.kernels.cpu.codes.layout import KINDS, PIECE, SCALES, UNIT, UNIT_BIT, VECTORS, Kind
+from tgis.shard.kernels.cpu.codes.conversion import emit_numbers, load_table
+from tgis.shard.kernels.cpu.codes.integer_sums import BLOCK, add_units, is_centred
+from tgis.shard.kernels.cpu.codes.layout import KINDS, PIECE, UNIT, UNIT_BIT, VECTORS, Kind
 from tgis.shard.kernels.cpu.gemm.panels import LANES
-from tgis.shard.kernels.cpu.int8.inner_loop import AVX512_VNNI, AVX_VNNI, HEADER, INSTRUCTION_SET
+from tgis.shard.kernels.cpu.int8.inner_loop import HEADER
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import FLOAT, FUSED, I8, I32, I64
 
 # Most rows of a tile: its sums, the words and numbers of a unit and the table fill the processor's registers.
-# `many_rows.py` multiplies more.
-ROWS = 5 if LANES == 16 else 2
+ROWS = 5
 # Bytes between rows of a piece of x: its columns, then their sum. No power of two, so that rows do not evict
 # each other from the cache.
 STRIDE = 4 * (PIECE + 16)
 # Bytes between rows of a piece of rounded activations: a header, as int8 products have it, then its columns.
 ROUNDED_STRIDE = HEADER + PIECE
 _LINE = 64  # bytes of a cache line
-HAS_VNNI = INSTRUCTION_SET in (AVX512_VNNI, AVX_VNNI) and INSTRUCTION_SET.lanes == LANES
 
-_WORDS, _FLOATS = ir.VectorType(I32, LANES), ir.VectorType(FLOAT, LANES)
+_FLOATS = ir.VectorType(FLOAT, LANES)
 
 
 def load_zeros(b: Any, zeros: Any, v: int) -> Any:
@@ -39,115 +38,96 @@ def load_zeros(b: Any, zeros: Any, v: int) -> Any:
     return b.sitofp(b.load(llvm.pointer_to(b, kind, zeros, I64(LANES * v)), align=1), _FLOATS)
 
 
-def _repeat(b: Any, x: Any) -> list[Any]:
+def _repeat(b: Any, x: Any, count: int) -> list[Any]:
     """Emit copies of an address, one for each vector of columns, that LLVM does not know to be equal.
 
     LLVM broadcasts a number of x that several products share to a register, which takes a vector instruction.
     AVX-512's products that load the number themselves broadcast it at no cost."""
     if LANES != 16:
-        return [x] * VECTORS
+        return [x] * count
     copy = ir.InlineAsm(ir.FunctionType(I64, [I64]), "", "=r,0", side_effect=True)
-    return [b.call(copy, [x]) for _ in range(VECTORS)]
+    return [b.call(copy, [x]) for _ in range(count)]
+
+
+class Tile(Protocol):
+    """Builder of the sums of some rows of x and a strip of a panel."""
+
+    initial: list[Any]
+    scales: list[Any]
+    """Addresses of the scales of rows, if these have scales."""
+
+    def add_units(self, b: Any, sums: list[Any], u: Any, units: list[Any]) -> list[Any]:
+        """Emit the addition of the products of unit u and those after it, at the addresses `units`."""
+
+    def finish(self, b: Any, sums: list[Any], zeros: Any) -> list[Any]:
+        """Emit sums - `zeros`, at an address that may be 0, * the sums of the rows, as float32."""
 
 
 class _FloatSums:
     """Sums of float32 products."""
 
-    initial, stride = llvm.constant(0.0, LANES), STRIDE
+    def __init__(self, b: Any, kind: Kind, table: Any, rows: list[Any], num_vectors: int):
+        self._kind, self._table, self._num_vectors = kind, load_table(b, kind, table), num_vectors
+        self._rows, self._x = rows, _repeat(b, rows[0], num_vectors)
+        self.scales = list[Any]()
+        self.initial = [llvm.constant(0.0, LANES)] * (len(rows) * num_vectors)
 
-    def __init__(self, b: Any, kind: Kind, table: Any, x: Any):
-        self._kind, self._table, self._x = kind, llvm.load_vector(b, table, LANES), _repeat(b, x)
-
-    def add_unit(self, b: Any, sums: list[Any], x: list[Any], u: Any, unit: Any) -> list[Any]:
-        """Emit the addition of the products of unit u. x: addresses of rows."""
-        offset = b.mul(u, I64(4 * UNIT))
-        columns, convert = (
-            [b.add(address, offset) for address in self._x],
-            load_unit(b, self._kind, unit, self._table),
-        )
-        for k in range(UNIT):
-            numbers = convert(k)
-            products = []
-            for row in range(len(x)):
-                places = [b.add(column, I64(STRIDE * row + 4 * k)) for column in columns]
+    def add_units(self, b: Any, sums: list[Any], u: Any, units: list[Any]) -> list[Any]:
+        [unit], offset = units, b.mul(u, I64(4 * UNIT))
+        columns = [b.add(address, offset) for address in self._x]
+        changed = list(sums)
+        for k, first, numbers in emit_numbers(b, self._kind, unit, self._table, self._num_vectors):
+            for row in range(len(self._rows)):
+                places = [b.add(column, I64(STRIDE * row + 4 * k)) for column in columns[: len(numbers)]]
                 factors = [llvm.load_broadcast(b, place, LANES) for place in places]
-                products += [b.fmul(*pair, **FUSED) for pair in zip(factors, numbers, strict=True)]
-            sums = [b.fadd(*pair, **FUSED) for pair in zip(sums, products, strict=True)]
-        return sums
+                begin = row * self._num_vectors + first
+                old = changed[begin : begin + len(numbers)]
+                products = [b.fmul(*pair, **FUSED) for pair in zip(factors, numbers, strict=True)]
+                changed[begin : begin + len(numbers)] = [
+                    b.fadd(*pair, **FUSED) for pair in zip(old, products, strict=True)
+                ]
+        return changed
 
-    def subtract_zeros(self, b: Any, sums: list[Any], x: list[Any], zeros: Any) -> list[Any]:
-        return subtract_products(b, sums, x, zeros)
-
-
-def load_unit(b: Any, kind: Kind, unit: Any, table: Any) -> Callable[[int], list[Any]]:
-    """Emit the loads of a unit whose activations are not rounded. Return what emits the numbers of one of its
-    rows. table: the numbers that codes of 4 bits stand for."""
-    if not kind.has_words:
-        return partial(convert_bytes, b, unit)
-    words = [word for [word] in load_words(b, unit, kind.bits)]
-    return lambda k: convert_words(b, words, k, table)
+    def finish(self, b: Any, sums: list[Any], zeros: Any) -> list[Any]:
+        return subtract_products(b, sums, self._rows, zeros)
 
 
 def subtract_products(b: Any, sums: list[Any], x: list[Any], zeros: Any) -> list[Any]:
     """Emit sums - zeros * the sums of the rows of x, float32, unless `zeros`, the address of int8, is 0."""
-    before, changed = b.block, []
+    before, changed, num_vectors = b.block, [], len(sums) // len(x)
     with b.if_then(b.icmp_signed("!=", zeros, I64(0))):
-        loaded = [load_zeros(b, zeros, v) for v in range(VECTORS)]
+        loaded = [load_zeros(b, zeros, v) for v in range(num_vectors)]
         for i, total in enumerate(sums):
-            of_row = llvm.load_broadcast(b, b.add(x[i // VECTORS], I64(4 * PIECE)), LANES)
-            changed.append(b.fsub(total, b.fmul(loaded[i % VECTORS], of_row, **FUSED), **FUSED))
+            of_row = llvm.load_broadcast(b, b.add(x[i // num_vectors], I64(4 * PIECE)), LANES)
+            changed.append(b.fsub(total, b.fmul(loaded[i % num_vectors], of_row, **FUSED), **FUSED))
         inside = b.block
     return [llvm.choose(b, before, old, inside, new) for old, new in zip(sums, changed, strict=True)]
 
 
-class _RoundedSums:
-    """Sums of integers by VNNI. Codes are unsigned bytes."""
+class RoundedSums:
+    """Sums of integers, which begin with what they are too large by because codes are unsigned."""
 
-    initial, stride = llvm.constant(0, LANES, I32), ROUNDED_STRIDE
+    def __init__(self, b: Any, kind: Kind, stored_bits: int, rows: list[Any], num_vectors: int):
+        """Load the sums of rows of x at addresses. Codes take up `stored_bits` bits."""
+        self._kind, self._stored_bits, self._num_vectors = kind, stored_bits, num_vectors
+        self.rows = self.scales = rows
+        # Headers have rows' sums times -128. Codes are more than integers by half their range.
+        self._of_rows = [b.load(llvm.pointer_to(b, I32, row, I64(4)), align=4) for row in rows]
+        excess = [I32(0) if is_centred(kind) else b.ashr(each, I32(8 - kind.bits)) for each in self._of_rows]
+        self.initial = [llvm.broadcast(b, each, LANES) for each in excess for _ in range(num_vectors)]
 
-    def __init__(self, b: Any, kind: Kind, table: Any, x: Any):
-        self._bits, self._zero = kind.bits, llvm.constant(float(1 << (kind.bits - 1)), LANES)
+    def add_units(self, b: Any, sums: list[Any], u: Any, units: list[Any]) -> list[Any]:
+        return add_units(b, sums, self.rows, u, units, self._stored_bits, self._kind)
 
-    def add_unit(self, b: Any, sums: list[Any], x: list[Any], u: Any, unit: Any) -> list[Any]:
-        weights = [take_bytes(b, words, self._bits) for words in load_words(b, unit, self._bits)]
-        for i in range(2):
-            quads = load_quads(b, x, u, i)
-            cells = [(quad, each[i]) for quad in quads for each in weights]
-            sums = [multiply_quads(b, total, *cell) for total, cell in zip(sums, cells, strict=True)]
-        return sums
-
-    def subtract_zeros(self, b: Any, sums: list[Any], x: list[Any], zeros: Any) -> list[Any]:
-        """Emit sums - zeros * the sums of the rows, as float32, which is exact. The header has the row's sum
-        times -128."""
-        before = b.block
+    def finish(self, b: Any, sums: list[Any], zeros: Any) -> list[Any]:
+        exact, before = [b.sitofp(total, _FLOATS) for total in sums], b.block
         with b.if_then(b.icmp_signed("!=", zeros, I64(0))):
-            changed = [b.fadd(self._zero, load_zeros(b, zeros, v)) for v in range(VECTORS)]
+            loaded = [load_zeros(b, zeros, v) for v in range(self._num_vectors)]
+            factors = [b.fmul(each, llvm.constant(1 / 128, LANES)) for each in loaded]
+            of_rows = [b.sitofp(llvm.broadcast(b, each, LANES), _FLOATS) for each in self._of_rows]
+            changed = llvm.add_products(b, exact, of_rows, factors)
             inside = b.block
-        found = [llvm.choose(b, before, self._zero, inside, each) for each in changed]
-        factors = [b.fmul(each, llvm.constant(1 / 128, LANES)) for each in found]
-        places = [llvm.pointer_to(b, I32, row, I64(4)) for row in x]
-        of_rows = [b.sitofp(llvm.broadcast(b, b.load(place, align=4), LANES), _FLOATS) for place in places]
-        exact = [b.sitofp(total, _FLOATS) for total in sums]
-        return llvm.add_products(b, exact, of_rows, factors)
-
-
-def take_bytes(b: Any, words: list[Any], bits: int) -> list[Any]:
-    """Emit codes 0 to 3, and 4 to 7, of words."""
-    if bits == 8:
-        return words
-    mask = llvm.constant(0x0F0F0F0F, LANES, I32)
-    return [b.and_(words[0], mask), b.and_(b.lshr(words[0], llvm.constant(4, LANES, I32)), mask)]
-
-
-def load_quads(b: Any, rows: list[Any], u: Any, i: int) -> list[Any]:
-    """Emit the loads of activations 4i to 4i + 3 of unit u of rows of x, for all lanes."""
-    offset = b.add(b.mul(u, I64(UNIT)), I64(HEADER + 4 * i))
-    places = [llvm.pointer_to(b, I32, row, offset) for row in rows]
-    return [llvm.broadcast(b, b.load(place, align=1), LANES) for place in places]
-
-
-def multiply_quads(b: Any, total: Any, x: Any, weights: Any) -> Any:
-    return llvm.call(b, f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", _WORDS, total, weights, x)
+        return [llvm.choose(b, before, old, inside, new) for old, new in zip(exact, changed, strict=True)]
 
 
 @llvm_function()
@@ -169,41 +149,106 @@ def multiply_tile(
     bytes. `table` is the address of the numbers that codes of 4 bits stand for; `zeros` that of COLUMNS int8,
     or 0. The code prefetches as many units from the address `ahead` on."""
     end, kind = b.append_basic_block("end"), KINDS[element]
-    cases, step = b.switch(rows, end), UNIT_BIT * kind.bits
+    stride = ROUNDED_STRIDE if kind.rounds_activations else STRIDE
+    scales = b.add(piece, b.mul(units, I64(UNIT_BIT * kind.bits)))
+    cases, width = b.switch(rows, end), 4 if kind.is_unsigned else 1
     for num_rows in range(1, ROWS + 1):
         block = b.append_basic_block(f"rows{num_rows}")
         cases.add_case(I64(num_rows), block)
         b.position_at_end(block)
-        kept = (_RoundedSums if kind.rounds_activations else _FloatSums)(b, kind, table, x)
-        begins = [b.add(x, I64(kept.stride * r)) for r in range(num_rows)]
-        scales = b.add(piece, b.mul(units, I64(step)))
-        for line in range(0, SCALES, _LINE):
-            llvm.prefetch(b, scales, I64(line))
-
-        def add_unit(u: Any, sums: list[Any], kept: Any = kept, begins: Any = begins) -> list[Any]:
-            offset = b.mul(u, I64(step))
-            for line in range(0, step, _LINE):
-                llvm.prefetch(b, b.add(ahead, offset), I64(line))
-            added: list[Any] = kept.add_unit(b, sums, begins, u, b.add(piece, offset))
-            return added
-
-        sums = llvm.loop(b, units, [kept.initial] * (num_rows * VECTORS), add_unit)
-        sums = kept.subtract_zeros(b, sums, begins, zeros)
-        add_scaled(b, sums, begins if kind.rounds_activations else [], out, scales, is_first)
+        begins = [b.add(x, I64(stride * r)) for r in range(num_rows)]
+        tile = partial(_multiply_strip, b, kind, table, begins, units, is_first, ahead)
+        multiply_strips(b, _count_strips(kind, num_rows), Strip(out, piece, scales, zeros), tile, width)
         b.branch(end)
     b.position_at_end(end)
 
 
-def add_scaled(b: Any, sums: list[Any], headers: list[Any], out: Any, scales: Any, is_first: Any) -> None:
+def _count_strips(kind: Kind, num_rows: int) -> int:
+    """Return the number of strips of a panel for a tile: without AVX-512 there are 16 registers."""
+    return 2 if LANES != 16 and num_rows > (1 if kind.has_any_numbers else 2) else 1
+
+
+class Strip(NamedTuple):
+    """Adjacent vectors of a panel's columns, whose sums fit the processor's registers, at addresses."""
+
+    out: Any
+    codes: Any
+    scales: Any
+    zeros: Any
+    num_vectors: int = VECTORS
+    index: Any = I64(0)
+
+
+def multiply_strips(
+    b: Any, count: int, panel: Strip, multiply: Callable[[Strip], None], code_bytes: int
+) -> None:
+    """Emit `multiply` for each of the strips that a panel is cut into. Codes of adjacent columns are
+    `code_bytes` bytes apart."""
+    if count == 1:
+        multiply(panel)
+        return
+    width = LANES * VECTORS // count
+
+    def multiply_one(s: Any, _: list[Any]) -> list[Any]:
+        vectors, own = b.mul(s, I64(4 * width)), b.add(panel.zeros, b.mul(s, I64(width)))
+        out, scales = (b.add(address, vectors) for address in (panel.out, panel.scales))
+        codes = b.add(panel.codes, b.mul(s, I64(code_bytes * width)))
+        zeros = b.select(b.icmp_signed("!=", panel.zeros, I64(0)), own, I64(0))
+        multiply(Strip(out, codes, scales, zeros, VECTORS // count, s))
+        return []
+
+    llvm.loop(b, I64(count), [], multiply_one)
+
+
+def _multiply_strip(
+    b: Any, kind: Kind, table: Any, rows: list[Any], units: Any, is_first: Any, ahead: Any, strip: Strip
+) -> None:
+    """Emit the product of rows of x and a strip, and prefetches of its part of the memory at `ahead`."""
+    step = UNIT_BIT * kind.bits
+    if kind.rounds_activations:
+        tile: Tile = RoundedSums(b, kind, kind.bits, rows, strip.num_vectors)
+    else:
+        tile = _FloatSums(b, kind, table, rows, strip.num_vectors)
+    for line in range(0, 4 * LANES * strip.num_vectors, _LINE):
+        llvm.prefetch(b, strip.scales, I64(line))
+    part = step * strip.num_vectors // VECTORS
+    begin = b.add(ahead, b.mul(strip.index, I64(part)))
+
+    def add_units(u: Any, count: int, sums: list[Any]) -> list[Any]:
+        offsets = [b.mul(b.add(u, I64(i)), I64(step)) for i in range(count)]
+        for offset in offsets:
+            for line in range(0, part, _LINE):
+                llvm.prefetch(b, b.add(begin, offset), I64(line))
+        return tile.add_units(b, sums, u, [b.add(strip.codes, offset) for offset in offsets])
+
+    sums = loop_units(b, kind, units, tile.initial, add_units)
+    add_scaled(b, tile.finish(b, sums, strip.zeros), tile.scales, strip, is_first)
+
+
+def loop_units(
+    b: Any, kind: Kind, units: Any, sums: list[Any], build: Callable[[Any, int, list[Any]], list[Any]]
+) -> list[Any]:
+    """Emit the addition to sums of units, one by one or as many as `add_units` adds up best. `build` gets the
+    number of the first one and their count."""
+    if BLOCK == 1 or not kind.rounds_activations:
+        return llvm.loop(b, units, sums, lambda u, sums: build(u, 1, sums))
+    whole = b.and_(units, I64(-BLOCK))
+    sums = llvm.loop_range(b, I64(0), whole, BLOCK, sums, lambda u, sums: build(u, BLOCK, sums))
+    return llvm.loop_range(b, whole, units, 1, sums, lambda u, sums: build(u, 1, sums))
+
+
+def add_scaled(b: Any, sums: list[Any], headers: list[Any], strip: Strip, is_first: Any) -> None:
     """Emit out += sums * scales, or out = if it is the first piece. headers: addresses of the scales of rows,
     if these have scales."""
-    loaded = [llvm.load_vector(b, b.add(scales, I64(4 * LANES * v)), LANES) for v in range(VECTORS)]
+    num_vectors = strip.num_vectors
+    loaded = [llvm.load_vector(b, b.add(strip.scales, I64(4 * LANES * v)), LANES) for v in range(num_vectors)]
     is_cleared, zero = b.icmp_signed("!=", is_first, I64(0)), llvm.constant(0.0, LANES)
     of_rows = [llvm.load_broadcast(b, header, LANES) for header in headers]
     for i, total in enumerate(sums):
-        place, scale = b.add(out, I64(4 * LANES * i)), loaded[i % VECTORS]
+        r, v = divmod(i, num_vectors)
+        place, scale = b.add(strip.out, I64(4 * LANES * (r * VECTORS + v))), loaded[v]
         if of_rows:
-            scale = b.fmul(of_rows[i // VECTORS], scale)
+            scale = b.fmul(of_rows[r], scale)
         before = b.select(is_cleared, zero, llvm.load_vector(b, place, LANES))
         llvm.store_vector(b, b.fadd(before, b.fmul(total, scale, **FUSED), **FUSED), place)
 

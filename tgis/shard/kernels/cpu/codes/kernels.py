@@ -7,18 +7,19 @@ import numpy as np
 from numba import carray
 
 from tgis.shard.kernels.cpu.codes.inner_loop import (
-    HAS_VNNI,
     ROUNDED_STRIDE,
     ROWS,
     STRIDE,
     add_columns,
     multiply_tile,
 )
-from tgis.shard.kernels.cpu.codes.layout import COLUMNS, PIECE, SCALES, UNIT, UNIT_BIT, Kind
+from tgis.shard.kernels.cpu.codes.integer_sums import CAN_ROUND
+from tgis.shard.kernels.cpu.codes.layout import AFTER, COLUMNS, HAS_AVX2, PIECE, SCALES, UNIT, UNIT_BIT, Kind
 from tgis.shard.kernels.cpu.codes.many_rows import LINE, WIDE_UNIT, multiply_wide_tile, widen
 from tgis.shard.kernels.cpu.codes.many_rows import ROWS as WIDE_ROWS
 from tgis.shard.kernels.cpu.gemm.inner_loop import copy
-from tgis.shard.kernels.cpu.int8.kernels import quantize_group
+from tgis.shard.kernels.cpu.gemm.panels import LANES
+from tgis.shard.kernels.cpu.int8.quantize import make_quantizer
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, keep_alive, next_unit, ordered, pointer
 
 _MAX_PANELS = 8  # of a unit
@@ -26,7 +27,9 @@ _WIDE_PIECE = 4 * PIECE * COLUMNS  # bytes of a piece whose codes are widened to
 _PAGE = 4096  # alignment of scratch memory: speed depends on it
 _CHUNK = 5 << 17  # bytes of a copy of x, which stays in a core's cache
 _F32, _I32, _U8, _I8 = np.float32(0), np.int32(0), np.uint8(0), np.int8(0)
-_U16, _I16 = np.uint16(0), np.int16(0)
+_U16, _I16, _U32 = np.uint16(0), np.int16(0), np.uint32(0)
+
+_quantize_group = make_quantizer(1)
 
 
 class _Matrix(NamedTuple):
@@ -42,6 +45,7 @@ class _Matrix(NamedTuple):
     order: int  # int32: columns of x in the order of the codes, or 0; -1 is a column of zeros
     unit_bytes: int
     row_bytes: int  # of a piece of x
+    max_unwidened: int  # most rows whose tiles each convert codes
 
 
 @ordered
@@ -91,7 +95,7 @@ def _copy_rows(w: Any, x: int, width: int, rows: int, to: int) -> None:
             if w.row_bytes == ROUNDED_STRIDE:
                 size = _count_units(w, piece) * UNIT
                 _copy_row(w, row, piece, unrounded.ctypes.data)
-                quantize_group(unrounded.ctypes.data, size, size, at)
+                _quantize_group(unrounded.ctypes.data, size, size, at)
             else:
                 _copy_row(w, row, piece, at)
     keep_alive(unrounded)
@@ -113,19 +117,31 @@ def _multiply_panel(
         units, of = _count_units(w, piece), x + piece * rows * w.row_bytes
         next_one = at + units * w.unit_bytes + SCALES
         ahead = next_one if piece + 1 < pieces else w.panels + following * _panel_bytes(w)
-        if rows > ROWS:
+        if rows > w.max_unwidened:
             _multiply_piece(w, of, rows, panel, piece, at, ahead, sums, wide, element)
         else:
-            zeros = _find_zeros(w, panel, piece)
-            multiply_tile(rows, sums, of, at, w.table, zeros, units, piece == 0, ahead, element)
+            _multiply_codes(w, of, rows, panel, piece, at, ahead, sums, element)
         at = next_one
+
+
+@ordered
+def _multiply_codes(
+    w: Any, x: int, rows: int, panel: int, piece: int, at: int, ahead: int, sums: int, element: Any
+) -> None:
+    """Add the product of rows and the piece at an address to sums, with codes that each tile converts."""
+    units, zeros, num_tiles = _count_units(w, piece), _find_zeros(w, panel, piece), -(-rows // ROWS)
+    for tile in range(num_tiles):
+        first = tile * rows // num_tiles
+        tall = (tile + 1) * rows // num_tiles - first
+        to, of = sums + 4 * COLUMNS * first, x + first * w.row_bytes
+        multiply_tile(tall, to, of, at, w.table, zeros, units, piece == 0, ahead, element)
 
 
 @ordered
 def _multiply_piece(
     w: Any, x: int, rows: int, panel: int, piece: int, at: int, ahead: int, sums: int, wide: int, element: Any
 ) -> None:
-    """Add the product of more than ROWS rows and the piece at an address to sums."""
+    """Add the product of rows and the piece at an address to sums, with codes that are widened once."""
     units, zeros, codes = _count_units(w, piece), _find_zeros(w, panel, piece), at
     wide_unit = WIDE_UNIT if w.row_bytes == ROUNDED_STRIDE else 4 * WIDE_UNIT
     if w.unit_bytes < wide_unit:
@@ -155,7 +171,10 @@ def _multiply(args: Any, bits: int, stride: int, element: Any) -> None:
     for its next units."""
     a = carray(args, 14)
     m, width, threads, x, y = a[1], a[2], a[3], a[4], a[5]
-    w = _Matrix(a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], UNIT_BIT * bits, stride)
+    # AVX2 converts codes of 4 bits for two tiles, and of 8 bits for four, as fast as it stores widened codes.
+    max_unwidened = ROWS if LANES == 16 else ROWS * bits // 2
+    sizes, addresses = (a[6], a[7], a[8], a[9]), (a[10], a[11], a[12], a[13])
+    w = _Matrix(*sizes, *addresses, UNIT_BIT * bits, stride, max_unwidened)
     row_bytes, num_panels = _count_pieces(w) * stride, -(-w.out_features // COLUMNS)
     max_rows = max(1, _CHUNK // (row_bytes * WIDE_ROWS)) * WIDE_ROWS
     groups = -(-m // max_rows)
@@ -189,6 +208,10 @@ def _multiply_4_bits(args: Any) -> None:
     _multiply(args, 4, STRIDE, _U8)
 
 
+def _multiply_4_bits_of_any_numbers(args: Any) -> None:
+    _multiply(args, 4, STRIDE, _U32)
+
+
 def _multiply_8_bits(args: Any) -> None:
     _multiply(args, 8, STRIDE, _I8)
 
@@ -205,7 +228,9 @@ MULTIPLY = {
     Kind(4, False): Kernel(_multiply_4_bits),
     Kind(8, False): Kernel(_multiply_8_bits),
 }
-if HAS_VNNI:
+if HAS_AVX2:
+    MULTIPLY[Kind(4, False, has_any_numbers=True)] = Kernel(_multiply_4_bits_of_any_numbers)
+if CAN_ROUND:
     MULTIPLY[Kind(4, True)] = Kernel(_multiply_4_bits_rounded)
     MULTIPLY[Kind(8, True)] = Kernel(_multiply_8_bits_rounded)
 
@@ -236,12 +261,25 @@ def _pack_bytes(codes: int, units: int, to: int) -> None:
         stored[i, 0] = values[i]
 
 
+@ordered
+def _pack_halves(codes: int, units: int, to: int) -> None:
+    """Pack codes of a column of a piece as bytes of two codes each, from an address on."""
+    values = carray(pointer(codes, _U8), (units, 2, 4))
+    stored = carray(pointer(to, _U8), (units, UNIT * COLUMNS // 2))
+    for u in range(units):
+        for i in range(2):
+            for k in range(2):
+                both = values[u, i, k] & 15 | (values[u, i, k + 2] & 15) << 4
+                stored[u, COLUMNS * i + AFTER * k] = both
+
+
 def _pack_codes(args: Any) -> None:
     """Pack rows of codes, uint8 [rows, all units of pieces], and scales, float32 [rows, pieces], as columns
-    of panels from column `first` on."""
-    a = carray(args, 11)
+    of panels from column `first` on. `places`: of columns, int32 [COLUMNS], if bytes hold two codes, else
+    0."""
+    a = carray(args, 12)
     num_rows, first, codes, scales, panels, bits, has_words = a[1], a[2], a[3], a[4], a[5], a[6], a[7]
-    units, last_units, pieces = a[8], a[9], a[10]
+    places, units, last_units, pieces = a[8], a[9], a[10], a[11]
     width = (pieces - 1) * units + last_units
     panel_bytes = width * UNIT_BIT * bits + pieces * SCALES
     row = next_unit(args)
@@ -251,7 +289,9 @@ def _pack_codes(args: Any) -> None:
             count = units if piece + 1 < pieces else last_units
             source = codes + (row * width + piece * units) * UNIT
             to = panel + piece * (units * UNIT_BIT * bits + SCALES)
-            if has_words:
+            if places:
+                _pack_halves(source, count, to + carray(pointer(places, _I32), (COLUMNS,))[column])
+            elif has_words:
                 _pack_words(source, count, to + 4 * column, bits)
             else:
                 _pack_bytes(source, count, to + column)

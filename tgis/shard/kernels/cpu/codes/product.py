@@ -11,10 +11,20 @@ from torch import Tensor
 from tgis.shard.checkpoint.codes import CodeLayout, Codes
 from tgis.shard.checkpoint.tensors import Stored, WeightsError
 from tgis.shard.kernels.cpu.codes import kernels
-from tgis.shard.kernels.cpu.codes.inner_loop import HAS_VNNI
-from tgis.shard.kernels.cpu.codes.layout import COLUMNS, PIECE, SCALES, UNIT, UNIT_BIT, Kind
+from tgis.shard.kernels.cpu.codes.integer_sums import CAN_ROUND
+from tgis.shard.kernels.cpu.codes.layout import (
+    COLUMNS,
+    HAS_AVX2,
+    HAS_TABLES,
+    PIECE,
+    SCALES,
+    UNIT,
+    UNIT_BIT,
+    Kind,
+    find_places,
+)
 from tgis.shard.kernels.cpu.gemm.launch import check_rows, choose_run
-from tgis.shard.kernels.cpu.gemm.panels import LANES, arena
+from tgis.shard.kernels.cpu.gemm.panels import arena
 from tgis.shard.kernels.cpu.jit.compiler import empty
 
 _ROWS = 1 << 18  # approximate number of codes that are read and packed at a time
@@ -58,7 +68,7 @@ class CodeProduct:
     out_features: int
     panels: Tensor  # uint8, as `layout.py` describes
     zeros: Tensor | None  # int8 [num_panels, num_pieces, COLUMNS]
-    table: Tensor  # float32 [16]
+    table: Tensor  # float32 [16]; with AVX2, the first, second, third and fourth bytes of numbers
     order: Tensor | None  # int32 [pieces.in_features]: columns of x; -1 is a column of zeros
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -78,17 +88,17 @@ class CodeProduct:
 
 def find_packer(layout: CodeLayout, rounds_activations: bool) -> Callable[[Stored], CodeProduct] | None:
     """Return `pack` if there are products for codes of this layout. They round activations to 8 bits if they
-    are to do so and can: not for codes that are indices of a table, nor without VNNI."""
+    are to do so and can: not for codes that are indices of a table, nor without the instructions."""
     if layout.rounds_activations or layout.dtype not in _INTEGERS:
         return None
     if layout.dtype == torch.uint8 and not (layout.has_zeros or layout.table):
         return None  # kernels take such codes for numbers around 0, and without zeros they are not
-    if layout.table and LANES != 16:  # only AVX-512 looks numbers up in a table of 16
+    if layout.table and not HAS_TABLES:
         return None
     is_small = layout.bits <= 4 or (layout.bits == 8 and not layout.table)
     if not (is_small and _find_columns(layout.group)):
         return None
-    return partial(pack, rounds_activations=rounds_activations and HAS_VNNI and not layout.table)
+    return partial(pack, rounds_activations=rounds_activations and CAN_ROUND and not layout.table)
 
 
 def _find_columns(group: int | None) -> int:
@@ -104,7 +114,7 @@ def pack(weight: Stored, rounds_activations: bool = False) -> CodeProduct:
     out_features, in_features = weight.shape
     layout = weight.layout()
     assert layout is not None
-    kind, num_panels = Kind(8 if layout.bits == 8 else 4, rounds_activations), -(-out_features // COLUMNS)
+    kind, num_panels = _find_kind(layout, rounds_activations), -(-out_features // COLUMNS)
     order = None
     if layout.is_reordered:
         group_of = weight.codes(slice(0, 0)).group_of
@@ -116,6 +126,7 @@ def pack(weight: Stored, rounds_activations: bool = False) -> CodeProduct:
     panels = arena.allocate(num_panels * pieces.count_panel_bytes(kind.bits))
     zeros = torch.zeros(num_panels, pieces.count, COLUMNS, dtype=torch.int8) if layout.has_zeros else None
     num_rows = max(1, _ROWS // in_features)
+    places = torch.tensor(find_places(kind), dtype=torch.int32) if kind.has_halves else None
     for first in range(0, out_features, num_rows):
         codes = weight.codes(slice(first, first + num_rows))
         values, scales, own_zeros = _arrange(codes, kind, pieces, order)
@@ -123,12 +134,16 @@ def pack(weight: Stored, rounds_activations: bool = False) -> CodeProduct:
             _put_zeros(zeros, own_zeros - centre, first, weight.label)
         kernels.pack_codes.parallel(
             *(len(values), first, values.data_ptr(), scales.data_ptr(), panels.data_ptr()),
-            *(kind.bits, kind.has_words, pieces.units, pieces.last_units, pieces.count),
+            *(kind.bits, kind.is_unsigned, _address(places), pieces.units, pieces.last_units, pieces.count),
         )
     zeros = zeros if zeros is not None and zeros.any() else None
     ordered = None if order is None else order.int()
-    table = _make_table(layout)
+    table = _make_table(layout, kind)
     return CodeProduct(kind, pieces, in_features, out_features, panels, zeros, table, ordered)
+
+
+def _find_kind(layout: CodeLayout, rounds_activations: bool) -> Kind:
+    return Kind(8 if layout.bits == 8 else 4, rounds_activations, HAS_AVX2 and bool(layout.table))
 
 
 def _find_order(group_of: Tensor) -> tuple[Tensor, _Pieces]:
@@ -170,7 +185,7 @@ def _find_offset(layout: CodeLayout, kind: Kind) -> int:
     if layout.table:
         return 0
     centre = 0 if layout.dtype == torch.int8 else 1 << (layout.bits - 1)
-    half = 1 << (kind.bits - 1) if kind.has_words else 0
+    half = 1 << (kind.bits - 1) if kind.is_unsigned else 0
     return (half - centre) % 256
 
 
@@ -182,8 +197,9 @@ def _put_zeros(zeros: Tensor, found: Tensor, first: int, label: str) -> None:
     zeros[rows // COLUMNS, :, rows % COLUMNS] = found.to(torch.int8)
 
 
-def _make_table(layout: CodeLayout) -> Tensor:
-    return torch.tensor(layout.table or range(-8, 8), dtype=torch.float32)
+def _make_table(layout: CodeLayout, kind: Kind) -> Tensor:
+    table = torch.tensor(layout.table or range(-8, 8), dtype=torch.float32)
+    return table.view(torch.uint8).view(16, 4).T.contiguous() if kind.has_halves else table
 
 
 def _address(x: Tensor | None) -> int:

@@ -165,11 +165,11 @@ def loop_range(
     b.cbranch(b.icmp_signed("<", k, end), body, done)
     b.position_at_end(body)
     changed = build(k, values)
-    following = b.add(k, I64(step))
+    following, inside = b.add(k, I64(step)), b.block
     b.branch(test)
     for phi, first, next_ in zip([k, *values], [begin, *initial], [following, *changed], strict=True):
         phi.add_incoming(first, before)
-        phi.add_incoming(next_, body)
+        phi.add_incoming(next_, inside)
     b.position_at_end(done)
     return values
 

@@ -1,0 +1,81 @@
+"""Products that are compiled for other processors than this one, in child processes that keep no code: LLVM
+ends the process where it has no instruction for what a kernel calls. Code for AVX2 is run too where it
+can."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tgis.shard.kernels.cpu.jit.llvm import has_feature
+
+V2 = "+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+cx16"
+V3 = f"{V2},+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe"
+V4 = f"{V3},+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512cd"
+# Features by LLVM's name of a processor, and what multiplies integers there and how many lanes vectors have.
+PROCESSORS = {
+    "nehalem": (V2, "_multiply_generic 8"),
+    "haswell": (V3, "_multiply_avx2 8"),
+    "alderlake": (f"{V3},+avxvnni", "_multiply_vnni 8"),
+    "skylake-avx512": (V4, "_multiply_avx2 16"),
+    "icelake-server": (f"{V4},+avx512vnni", "_multiply_vnni 16"),
+}
+KEEP_NOTHING = """
+from tgis.shard.kernels.cpu.jit import cache
+cache._bases = []
+"""
+# Tiles of one row alone take a fraction of the time to compile, and the same instructions.
+ONE_ROW = """
+from tgis.shard.kernels.cpu.codes import inner_loop, many_rows
+inner_loop.ROWS = many_rows.ROWS = many_rows.TALL = 1
+"""
+BUILD = """
+import sys
+from tgis.shard.kernels.cpu.codes import kernels as codes
+from tgis.shard.kernels.cpu.codes.layout import Kind
+from tgis.shard.kernels.cpu.gemm import kernels as gemm
+from tgis.shard.kernels.cpu.int8 import inner_loop, kernels as int8
+found = {"codes": [*codes.MULTIPLY.values(), codes.pack_codes], "gemm": [*gemm.MULTIPLY.values()]}
+found["rounded"] = [codes.MULTIPLY[Kind(4, True)]] if codes.CAN_ROUND else []
+found["int8"] = [int8.multiply_int8, int8.pack_codes]
+for module in sys.argv[1:]:
+    for kernel in found[module]:
+        assert kernel.address
+print(inner_loop.INSTRUCTION_SET.multiply.__name__, codes.LANES, codes.CAN_ROUND)
+"""
+RUN = """
+import sys, pytest
+sys.exit(pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow", *sys.argv[1:]]))
+"""
+
+
+def run(processor: str, program: str, *arguments: str) -> str:
+    features, _ = PROCESSORS[processor]
+    env = os.environ | {"NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": features}
+    command = [sys.executable, "-c", KEEP_NOTHING + program, *arguments]
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_rounded_activations_compile_for_avx2() -> None:
+    assert run("haswell", ONE_ROW + BUILD, "rounded").split() == ["_multiply_avx2", "8", "True"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_products_compile(processor: str) -> None:
+    found = run(processor, BUILD, "codes", "int8", "gemm").split()
+    chosen = PROCESSORS[processor][1].split()
+    can_round = processor in ("haswell", "alderlake", "icelake-server")
+    assert found == [*chosen, str(can_round)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["test_codes.py", "test_int8.py"])
+def test_values_with_avx2(name: str) -> None:
+    if not (has_feature("avx2") and has_feature("fma")):
+        pytest.skip("this processor has no AVX2")
+    assert " passed" in run("haswell", RUN, str(Path(__file__).with_name(name)))
