@@ -12,11 +12,11 @@ import pytest
 from tgis.shard.kernels.cpu.jit.llvm import has_feature
 
 V2 = "+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+cx16"
-V3 = f"{V2},+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe"
+V3 = f"{V2},+avx,+f16c,+avx2,+fma,+bmi,+bmi2,+lzcnt,+movbe"
 V4 = f"{V3},+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512cd"
 # Features by LLVM's name of a processor, and what multiplies integers there and how many lanes vectors have.
 PROCESSORS = {
-    "nehalem": (V2, "_multiply_generic 8"),
+    "ivybridge": (f"{V2},+avx,+f16c", "_multiply_generic 8"),
     "haswell": (V3, "_multiply_avx2 8"),
     "alderlake": (f"{V3},+avxvnni", "_multiply_vnni 8"),
     "skylake-avx512": (V4, "_multiply_avx2 16"),
