@@ -125,14 +125,15 @@ class Histogram:
         assert not self._cells, "earlier observations were not counted by them"
         self._cuts = tuple(sorted({*self._cuts, *bounds}))
 
-    def observe(self, value: float, *labels: str) -> None:
-        """Count a value in the series with these label values, in the order of declaration."""
+    def observe(self, value: float, *labels: str, times: int = 1) -> None:
+        """Count a value, which occurs so many times, in the series with these label values, in the order of
+        declaration."""
         try:
             cells = self._cells[labels]
         except KeyError:
             cells = self._start(labels)
-        cells[bisect_left(self._cuts, value)] += 1.0
-        cells[-1] += value
+        cells[bisect_left(self._cuts, value)] += times
+        cells[-1] += times * value
 
     @property
     def count(self) -> int:
