@@ -56,6 +56,8 @@ class Counter:
         self._key = SeriesKey(name, self.kind, 1)
         self._cells: dict[Labels, Cells] = {}
         self._followed: dict[Labels, _Followed] = {}
+        self.is_followed = False
+        """True if any of the counts is kept elsewhere."""
         for labels in self._storage.labels(self._key) if label_names else ((),):
             self._start(labels)
 
@@ -73,6 +75,7 @@ class Counter:
         cells = self._cells.get(labels) or self._start(labels)
         begin = self._followed[labels].begin if labels in self._followed else cells[0]
         self._followed[labels] = _Followed(cells, begin, read)
+        self.is_followed = True
 
     def publish(self) -> None:
         """Write the counts that are kept elsewhere to their cells."""

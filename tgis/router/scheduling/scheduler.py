@@ -187,12 +187,12 @@ class Scheduler:
                 if drafts.token_ids and sequence.num_unanswered:
                     continue  # they follow its last token
                 most_tokens += drafts.most
-            new_blocks: AnySequence[int] | None = ()
+            new_blocks: AnySequence[int] = ()
             if most_tokens > len(sequence.block_table) * block_size:
-                new_blocks = self._find_blocks(sequence, most_tokens)
-                if new_blocks is None:
+                if (found := self._find_blocks(sequence, most_tokens)) is None:
                     continue
-                sequence.block_table += new_blocks
+                new_blocks = found
+                sequence.block_table += found
             yield self._plan(sequence, num_tokens, new_blocks, drafts=drafts)
 
     def _propose(self, sequence: Sequence, proposer: Proposer) -> Drafts:

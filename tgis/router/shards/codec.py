@@ -192,8 +192,8 @@ def _sampled(step: Step, response: pb.StepResponse) -> list[SampledToken]:
     if not response.logprobs and not response.ranks and not response.top_tokens.counts:
         tokens = [*map(TokenDetail, token_ids)]
     else:
-        columns = zip(sequences, token_ids, *_detail_columns(response, len(sequences)), strict=True)
-        tokens = [_token(sequence, *values) for sequence, *values in columns]
+        columns = zip(token_ids, *_detail_columns(response, len(sequences)), strict=True)
+        tokens = [_token(sequence, *values) for sequence, values in zip(sequences, columns, strict=True)]
     if not len(sequences) == len(tokens) == len(response.ended):
         raise ValueError("the columns of the response have different lengths")
     return [*map(SampledToken, sequences, tokens, map(bool, response.ended))]
