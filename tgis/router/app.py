@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import uvloop
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -27,7 +28,6 @@ from tgis.process.memory_release import MemoryRelease
 from tgis.router.api.bearer_tokens import BearerTokens
 from tgis.router.api.grpc.auth_interceptor import AuthInterceptor, warn_if_unprotected
 from tgis.router.api.grpc.error_interceptor import ErrorInterceptor
-from tgis.router.api.grpc.event_loop import GrpcEventLoop
 from tgis.router.api.grpc.health import NAME as HEALTH
 from tgis.router.api.grpc.health import Health
 from tgis.router.api.grpc.refusal_pacing import RefusalPacing
@@ -88,8 +88,7 @@ def run(config: RouterConfig, open_engine: OpenEngine | None = None) -> None:
         finally:
             beating.cancel()
 
-    with asyncio.Runner(loop_factory=GrpcEventLoop) as runner:
-        runner.run(serve())
+    uvloop.run(serve())
 
 
 class _Router:
