@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -202,7 +203,11 @@ class RemoteDoors:
                 if not num_left:
                     ended.set()
 
-        sessions = [WorkerSession(claims, send) for _ in range(NUM_WORKERS)]
+        def send_now(messages: Iterable[Any]) -> None:
+            for message in messages:
+                send(message)
+
+        sessions = [WorkerSession(claims, send, send_now) for _ in range(NUM_WORKERS)]
         for index in range(size):
             session, ticket = sessions[index % NUM_WORKERS], Ticket(index)
             session.take(wire.Acquire(ticket, LimitedWork.GENERATION, 1))

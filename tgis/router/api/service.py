@@ -205,6 +205,10 @@ class GenerationService:
         num_generated, most = 0, _most_tokens(spec.details)
         try:
             async for events in engine.events(sequence_id):
+                if len(events) == 1 and isinstance(token := events[0], TokenDetail):  # as most lists
+                    num_generated += 1
+                    yield record(Output(text.take(1), (token,), num_generated))
+                    continue
                 tokens = tuple([event for event in events if isinstance(event, TokenDetail)])
                 first, last = events[0], events[-1]
                 if isinstance(first, InputTokens):

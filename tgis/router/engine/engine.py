@@ -4,7 +4,7 @@ events. Every accepted sequence ends in exactly one final event, unless it is ca
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from tgis import failpoints
 from tgis.router.adapters.residency import AdapterResidency
@@ -20,7 +20,7 @@ from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.proposers.interface import Proposer
 from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.scheduling.token_budget import TokenBudget
-from tgis.router.sequence import AdapterKind, Sequence, StopReason
+from tgis.router.sequence import AdapterKind, Sequence, StopReason, TokenDetail
 from tgis.router.shards.client import LOST, ShardsLostError
 from tgis.router.shards.codec import Answer, InputDetails, RowFailure, SampledToken
 
@@ -163,11 +163,7 @@ class Engine:
         self._budget.observe(answer.num_tokens, answer.forward_s)
         for details in answer.input_details:
             self._take_input_details(details)
-        now = time.monotonic()
-        for sampled in answer.sampled:
-            live = self._live.get(sampled.sequence)
-            if live is not None:  # else it ended while the step was in flight
-                self._take_token(live, sampled, now)
+        self._take_tokens(answer.sampled)
         self._step_metrics.apply(answer.step)
 
     def _take_input_details(self, details: InputDetails) -> None:
@@ -183,24 +179,36 @@ class Engine:
             live.events.deliver(InputTokens(tuple(live.inputs)))
             live.inputs.clear()
 
-    def _take_token(self, live: LiveRequest, sampled: SampledToken, now: float) -> None:
-        sequence = sampled.sequence
-        if live.awaits_first:
-            self._take_first(live, now)
-        else:
-            self._metrics.inter_token_duration.observe(now - live.last_token_at)
-        live.last_token_at = now
-        token = sampled.token
-        self.scheduler.append_token(sequence, token.token_id)
-        reason = live.reason_of_last(now)
-        if live.sink is not None and live.sink.push(token.token_id, reason):
+    def _take_tokens(self, sampled: Iterable[SampledToken]) -> None:
+        now, lives = time.monotonic(), self._live
+        times_before: dict[float, int] = {}  # a step's tokens mostly follow tokens of one other step
+        for sequence, token, ended in sampled:
+            live = lives.get(sequence)
+            if live is None:  # it ended while the step was in flight
+                continue
+            if live.awaits_first:
+                self._take_first(live, now)
+            else:
+                before = live.last_token_at
+                times_before[before] = times_before.get(before, 0) + 1
+            live.last_token_at = now
+            self.scheduler.append_token(sequence, token.token_id)
+            self._deliver(live, token, ended, now)
+        for before, num_tokens in times_before.items():
+            self._metrics.inter_token_duration.observe(now - before, times=num_tokens)
+
+    def _deliver(self, live: LiveRequest, token: TokenDetail, ended: bool, now: float) -> None:
+        sequence, token_id = live.sequence, token.token_id
+        num_generated = len(sequence.token_ids) - sequence.prompt_len
+        reason = sequence.stopping.reason_at(num_generated, token_id, now)
+        if live.sink is not None and live.sink.push(token_id, reason):
             reason = StopReason.STOP_SEQUENCE
         if reason is not _NOT_FINISHED:
-            live.deliver_end(token, sequence.num_generated, reason, now)
+            live.deliver_end(token, num_generated, reason, now)
             self._release(live)
             return
         live.events.deliver(token)
-        if sampled.ended:
+        if ended:
             self._fail(live, _internal_error(sequence.request_id, "the shards ended the sequence too early"))
 
     def _take_first(self, live: LiveRequest, now: float) -> None:

@@ -13,6 +13,7 @@ MOST_READERS = 64
 one, an answer of the shards that has arrived meanwhile comes before them, and they get its tokens too."""
 
 Arrival = asyncio.Future[None]
+_FINAL = (Ended, Failed, TimedOut)  # built once, because every token needs it
 
 
 class WakeUps:
@@ -85,5 +86,5 @@ class EventQueue:
             self._arrival = arrival = asyncio.get_running_loop().create_future()
             await arrival
         events, self._arrived = self._arrived, []
-        self._is_read = isinstance(events[-1], Ended | Failed | TimedOut)
+        self._is_read = isinstance(events[-1], _FINAL)
         return events

@@ -56,6 +56,8 @@ class Counter:
         self._key = SeriesKey(name, self.kind, 1)
         self._cells: dict[Labels, Cells] = {}
         self._followed: dict[Labels, _Followed] = {}
+        self.is_followed = False
+        """True if any of the counts is kept elsewhere."""
         for labels in self._storage.labels(self._key) if label_names else ((),):
             self._start(labels)
 
@@ -73,6 +75,7 @@ class Counter:
         cells = self._cells.get(labels) or self._start(labels)
         begin = self._followed[labels].begin if labels in self._followed else cells[0]
         self._followed[labels] = _Followed(cells, begin, read)
+        self.is_followed = True
 
     def publish(self) -> None:
         """Write the counts that are kept elsewhere to their cells."""
@@ -125,14 +128,15 @@ class Histogram:
         assert not self._cells, "earlier observations were not counted by them"
         self._cuts = tuple(sorted({*self._cuts, *bounds}))
 
-    def observe(self, value: float, *labels: str) -> None:
-        """Count a value in the series with these label values, in the order of declaration."""
+    def observe(self, value: float, *labels: str, times: int = 1) -> None:
+        """Count a value, which occurs so many times, in the series with these label values, in the order of
+        declaration."""
         try:
             cells = self._cells[labels]
         except KeyError:
             cells = self._start(labels)
-        cells[bisect_left(self._cuts, value)] += 1.0
-        cells[-1] += value
+        cells[bisect_left(self._cuts, value)] += times
+        cells[-1] += times * value
 
     @property
     def count(self) -> int:

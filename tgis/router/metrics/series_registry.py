@@ -36,7 +36,8 @@ class SeriesRegistry:
         process."""
         if self.storage.is_shared:
             for counter in self._counters:
-                counter.publish()
+                if counter.is_followed:  # a few are, and each step publishes
+                    counter.publish()
 
     def gauge_values(self) -> GaugeValues:
         """Return the values of the gauges that this process knows."""

@@ -3,7 +3,7 @@ after its length. What is sent in one turn of the event loop goes out together."
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar, cast
 
 from tgis.net.framing import FrameError, FrameReader, frame_body
@@ -61,6 +61,12 @@ class Channel(asyncio.Protocol, Generic[M]):
         if not self._unsent:
             self._loop.call_soon(self._flush)
         self._unsent.append(frame_body(encode(message)))
+
+    def send_now(self, messages: Iterable[Any]) -> None:
+        """Send messages at once, after what waits for the end of the turn."""
+        if self._transport is not None:
+            self._unsent += [frame_body(encode(message)) for message in messages]
+            self._flush()
 
     def close(self) -> None:
         """Close the connection after what has been sent."""

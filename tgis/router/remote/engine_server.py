@@ -144,7 +144,8 @@ class _WorkerConnection:
         if self._server.is_closed:  # since this worker has connected
             self.channel.close()
             return
-        self._worker, self._session = message.worker, WorkerSession(self._server.claims, self.channel.send)
+        self._worker = message.worker
+        self._session = WorkerSession(self._server.claims, self.channel.send, self.channel.send_now)
         logger.info("router worker %d has connected and holds %d calls", self._worker, len(message.tickets))
         self._session.greet(message)
         self._server.add(self)

@@ -3,7 +3,7 @@ comes of it. All that a worker holds is given back when its connection ends."""
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,13 +56,17 @@ class _Receiver:
 
 
 class WorkerSession:
-    def __init__(self, claims: Claims, send: Callable[[Any], None]) -> None:
-        self._claims, self._send = claims, send
+    def __init__(
+        self, claims: Claims, send: Callable[[Any], None], send_now: Callable[[Iterable[Any]], None]
+    ) -> None:
+        """`send_now` is for the messages of a whole turn of the event loop, which wait for nothing more."""
+        self._claims, self._send, self._send_now = claims, send, send_now
         self._held: dict[Ticket, _Held] = {}
         self._live: dict[SequenceId, LiveRequest | None] = {}
         """Sequences that may still have events. None stands for one that waits for its adapters."""
         self._first: list[Any] = []
-        self._tokens: list[tuple[SequenceId, TokenDetail]] = []
+        self._sequence_ids: list[SequenceId] = []
+        self._tokens: list[TokenDetail] = []
         self._last: list[Any] = []
         self._is_due = False
         self._take: dict[type, Callable[[Any], None]] = {
@@ -96,7 +100,8 @@ class WorkerSession:
         self._flush_soon()
 
     def send_token(self, sequence_id: SequenceId, token: TokenDetail) -> None:
-        self._tokens.append((sequence_id, token))
+        self._sequence_ids.append(sequence_id)
+        self._tokens.append(token)
         if not self._is_due:
             self._flush_soon()
 
@@ -113,13 +118,10 @@ class WorkerSession:
 
     def _flush(self) -> None:
         self._is_due = False
-        for message in self._first:
-            self._send(message)
-        if self._tokens:
-            self._send(_columns(self._tokens))
-        for message in self._last:
-            self._send(message)
-        self._first, self._tokens, self._last = [], [], []
+        tokens = [_columns(self._sequence_ids, self._tokens)] if self._tokens else []
+        messages = [*self._first, *tokens, *self._last]
+        self._first, self._sequence_ids, self._tokens, self._last = [], [], [], []
+        self._send_now(messages)
 
     def _acquire(self, message: wire.Acquire) -> None:
         try:
@@ -209,9 +211,8 @@ def _final(sequence_id: SequenceId, event: Ended | Failed | TimedOut) -> wire.Fi
     return wire.Finished(sequence_id, timed_out=event)
 
 
-def _columns(tokens: list[tuple[SequenceId, TokenDetail]]) -> wire.Tokens:
-    sequence_ids, details = zip(*tokens, strict=True)
-    token_ids, logprobs, ranks, top_tokens = zip(*details, strict=True)
+def _columns(sequence_ids: list[SequenceId], tokens: list[TokenDetail]) -> wire.Tokens:
+    token_ids, logprobs, ranks, top_tokens = zip(*tokens, strict=True)
     if any(logprobs) or any(ranks) or any(top_tokens):
-        return wire.Tokens([*sequence_ids], [*token_ids], [*logprobs], [*ranks], [*top_tokens])
-    return wire.Tokens([*sequence_ids], [*token_ids], [], [], [])
+        return wire.Tokens(sequence_ids, [*token_ids], [*logprobs], [*ranks], [*top_tokens])
+    return wire.Tokens(sequence_ids, [*token_ids], [], [], [])

@@ -30,6 +30,7 @@ from tgis.router.sequence import StopReason
 
 logger = logging.getLogger(__name__)
 
+_NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
 COUNTED_PARAMETERS = (
     "logit_bias",
     "min_p",
@@ -151,14 +152,15 @@ class CallAccount:
     ) -> InputTokens | Output:
         """Account for what comes next of an input, and return it. Raises GenerationError or TimedOutError for
         a failure."""
-        if isinstance(event, Failed):
+        if isinstance(event, Output):
+            if event.reason is not _NOT_FINISHED:
+                self._count(index, spec, event)
+                self._span.finish(spec, event)
+            log.add(event)
+        elif isinstance(event, Failed):
             raise GenerationError(event.message, event.code)
-        if isinstance(event, TimedOut):
+        elif isinstance(event, TimedOut):
             raise TimedOutError(event.limit_s, event.is_first)
-        if isinstance(event, Output) and event.reason is not StopReason.NOT_FINISHED:
-            self._count(index, spec, event)
-            self._span.finish(spec, event)
-        log.add(event)
         return event
 
     def _count(self, index: int, spec: SequenceSpec, last: Output) -> None:

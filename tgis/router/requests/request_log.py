@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ID_CHARS = 128
 MAX_ERROR_CHARS = 500
+_NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
 NO_ID, UNREADABLE_ID = "<none>", "<non-ascii>"
 LEVELS = {
     StopReason.CANCELLED: logging.WARNING,
@@ -99,7 +100,7 @@ class InputLog:
         self.num_bytes += len(text.encode())
         if len(self.text) < self.call_log.text_chars:
             self.text += text
-        if event.reason is not StopReason.NOT_FINISHED:
+        if event.reason is not _NOT_FINISHED:
             self._end(event.reason, event)
 
     def __enter__(self) -> "InputLog":

@@ -13,12 +13,13 @@ class CrashSuspects:
     """Crash suspects in the order of their trials. The newest comes first, because it is the likeliest."""
 
     def __init__(self) -> None:
-        self._suspects: deque[Sequence] = deque()
+        self.queue: deque[Sequence] = deque()
+        """Suspects that are left."""
 
     @property
     def next(self) -> Sequence | None:
         """Suspect that the next step computes alone, if there is one."""
-        return self._suspects[0] if self._suspects else None
+        return self.queue[0] if self.queue else None
 
     def record_crash(self, sequences: AnySequence[Sequence]) -> Sequence | None:
         """Note that the shards died of a step of these, oldest first. Return the culprit if it is known."""
@@ -26,14 +27,14 @@ class CrashSuspects:
             [alone] = sequences
             alone.num_fatal_steps += 1
             if alone.num_fatal_steps == MAX_FATAL_STEPS:
-                self._suspects.clear()
+                self.queue.clear()
                 return alone
-        earlier = [suspect for suspect in self._suspects if suspect not in sequences]
-        self._suspects = deque([*reversed(sequences), *earlier])
+        earlier = [suspect for suspect in self.queue if suspect not in sequences]
+        self.queue = deque([*reversed(sequences), *earlier])
         return None
 
     def clear(self, sequence: Sequence) -> None:
         """Clear a sequence that has got its next token or has ended."""
         sequence.num_fatal_steps = 0
-        if self._suspects and sequence in self._suspects:
-            self._suspects.remove(sequence)
+        if self.queue and sequence in self.queue:
+            self.queue.remove(sequence)

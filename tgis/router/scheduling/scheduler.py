@@ -4,6 +4,7 @@ answered."""
 
 from collections import deque
 from collections.abc import Iterator
+from collections.abc import Sequence as AnySequence
 
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.crash_suspects import CrashSuspects
@@ -82,7 +83,8 @@ class Scheduler:
             return None if self._in_flight else self._try_alone(suspect, max_prompt_tokens)
         num_preemptions = self.num_preemptions
         decodes = list(self._continue_decoding(max_prompt_tokens // 2))
-        max_prompt_tokens -= sum(item.drafts.most for item in decodes)
+        if self._proposer is not None:
+            max_prompt_tokens -= sum(item.drafts.most for item in decodes)
         prompts = list(self._continue_prompts(max_prompt_tokens))
         newcomers: list[WorkItem] = []
         if self.num_preemptions == num_preemptions:  # else blocks are short: no newcomers
@@ -96,18 +98,18 @@ class Scheduler:
         assert next(iter(self._in_flight), None) is step, "steps are answered in order"
         self._in_flight.popleft()
         self.num_drafts += num_proposed
-        for work in step.work:
-            sequence = work.sequence
-            if work.drafts.most:
+        pool, block_size, last_steps = self.pool, self.pool.block_size, self._last_step
+        for sequence, _, _, end, _, opens, _, drafts in step.work:
+            if drafts is not NO_DRAFTS and drafts.most:
                 sequence.is_speculating = False
-            if self._last_step.get(sequence) is step:
-                del self._last_step[sequence]
+            if last_steps.get(sequence) is step:
+                del last_steps[sequence]
             if sequence.row is not None:  # a preempted one is not admitted again before its last answer
-                sequence.num_computed = work.end
-                if work.end // self.pool.block_size > sequence.num_published:
-                    publish_computed(self.pool, sequence)
-                if work.opens:
-                    publish_encoded(self.pool, sequence)
+                sequence.num_computed = end
+                if end // block_size > sequence.num_published:
+                    publish_computed(pool, sequence)
+                if opens:
+                    publish_encoded(pool, sequence)
         for blocks in step.blocks_to_release:
             self._num_blocks_owed -= len(blocks)
             self.pool.release(blocks)
@@ -120,7 +122,8 @@ class Scheduler:
             self.num_accepted_drafts += 1
             accept_draft(self.pool, sequence)
         sequence.token_ids.append(token_id)
-        self._crash_suspects.clear(sequence)
+        if sequence.num_fatal_steps or self._crash_suspects.queue:
+            self._crash_suspects.clear(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence in any state. Its unanswered tokens are ignored."""
@@ -171,22 +174,26 @@ class Scheduler:
         proposer = self._proposer
         if proposer is not None and not proposer.begin(len(self.running), max_drafts):
             proposer = None
-        for sequence in list(self.running):
-            num_tokens = sequence.num_tokens
+        running, block_size = self.running, self.pool.block_size
+        for sequence in list(running):
+            num_tokens = len(sequence.token_ids) + sequence.num_unanswered
             if num_tokens - sequence.num_scheduled != 1 or num_tokens >= sequence.max_tokens:
                 continue
-            if sequence not in self.running:
-                continue
-            if sequence.is_speculating:
+            if sequence not in running or sequence.is_speculating:
                 continue  # how many tokens it has is known once its drafts are answered
-            drafts = NO_DRAFTS if proposer is None else self._propose(sequence, proposer)
-            if drafts.token_ids and sequence.num_unanswered:
-                continue  # they follow its last token
-            num_missing = self.pool.blocks_for(num_tokens + drafts.most) - len(sequence.block_table)
-            new_blocks = self._find_blocks(sequence, num_missing)
-            if new_blocks is not None:
-                sequence.block_table += new_blocks
-                yield self._plan(sequence, num_tokens, new_blocks, drafts=drafts)
+            drafts, most_tokens = NO_DRAFTS, num_tokens
+            if proposer is not None:
+                drafts = self._propose(sequence, proposer)
+                if drafts.token_ids and sequence.num_unanswered:
+                    continue  # they follow its last token
+                most_tokens += drafts.most
+            new_blocks: AnySequence[int] = ()
+            if most_tokens > len(sequence.block_table) * block_size:
+                if (found := self._find_blocks(sequence, most_tokens)) is None:
+                    continue
+                new_blocks = found
+                sequence.block_table += found
+            yield self._plan(sequence, num_tokens, new_blocks, drafts=drafts)
 
     def _propose(self, sequence: Sequence, proposer: Proposer) -> Drafts:
         num_running = len(self.running)
@@ -195,7 +202,9 @@ class Scheduler:
     def _continue_prompts(self, budget: int) -> Iterator[WorkItem]:
         """Continue prompts that are computed in part. They took their blocks at admission."""
         for sequence in self.running:
-            if budget > 0 and sequence.num_pending > 1:
+            if budget <= 0:
+                return
+            if sequence.num_pending > 1:
                 end = min(sequence.num_tokens, sequence.num_scheduled + budget)
                 budget -= end - sequence.num_scheduled
                 yield self._plan(sequence, end, [])
@@ -231,7 +240,7 @@ class Scheduler:
         self.running[sequence] = None
         most = max(budget - cached.num_to_encode, 1)
         end = min(sequence.num_tokens, sequence.num_scheduled + most)
-        return self._plan(sequence, end, sequence.block_table, opens=True)
+        return self._plan(sequence, end, list(sequence.block_table), opens=True)
 
     def _take_blocks_and_row(self, sequence: Sequence, cached: Cached) -> bool:
         # The last token is never computed.
@@ -249,24 +258,25 @@ class Scheduler:
         self,
         sequence: Sequence,
         end: int,
-        new_blocks: list[int],
+        new_blocks: AnySequence[int],
         opens: bool = False,
         drafts: Drafts = NO_DRAFTS,
     ) -> WorkItem:
         assert sequence.row is not None
-        start, samples = sequence.num_scheduled, end == sequence.num_tokens
+        start, samples = sequence.num_scheduled, end == len(sequence.token_ids) + sequence.num_unanswered
         sequence.num_scheduled = end
         sequence.num_unanswered += samples
-        sequence.is_speculating = drafts.most > 0
-        return WorkItem(sequence, sequence.row, start, end, samples, opens, list(new_blocks), drafts)
+        sequence.is_speculating = drafts is not NO_DRAFTS and drafts.most > 0
+        return WorkItem(sequence, sequence.row, start, end, samples, opens, new_blocks, drafts)
 
     def _send(self, decodes: list[WorkItem], prompts: list[WorkItem], newcomers: list[WorkItem]) -> Step:
+        may_draft = self._proposer is not None
         step = Step(
             self._num_steps,
             [*decodes, *prompts, *newcomers],
             num_decodes=len(decodes),
-            num_drafts=sum(len(item.drafts.token_ids) for item in decodes),
-            max_proposed=sum(item.drafts.max_proposed for item in decodes),
+            num_drafts=sum(len(item.drafts.token_ids) for item in decodes) if may_draft else 0,
+            max_proposed=sum(item.drafts.max_proposed for item in decodes) if may_draft else 0,
             num_encoder_tokens=sum(item.sequence.num_to_encode for item in newcomers),
             joins=0 < len(newcomers) < len(self.running),
             closed_rows=self.rows.take_closed(),
@@ -274,14 +284,13 @@ class Scheduler:
         self._num_steps += 1
         self.num_drafts += step.num_drafts
         self._in_flight.append(step)
-        for item in step.work:
-            self._last_step[item.sequence] = step
+        self._last_step.update(dict.fromkeys([item.sequence for item in step.work], step))
         return step
 
-    def _find_blocks(self, sequence: Sequence, num_blocks: int) -> list[int] | None:
-        """Return free blocks, preempting the youngest if need be; None if this step cannot have enough."""
-        if num_blocks <= 0:
-            return []
+    def _find_blocks(self, sequence: Sequence, num_tokens: int) -> list[int] | None:
+        """Return free blocks for what exceeds the sequence's own, preempting the youngest if need be; None if
+        this step cannot have enough."""
+        num_blocks = self.pool.blocks_for(num_tokens) - len(sequence.block_table)
         while (blocks := self.pool.allocate([], num_blocks)) is None:
             if self._num_blocks_owed >= num_blocks - self.pool.num_free:
                 return None  # answers in flight will free them

@@ -33,7 +33,7 @@ class WorkItem(NamedTuple):
     samples: bool
     opens: bool
     """True if this step opens the row in the shards."""
-    new_blocks: list[int]
+    new_blocks: AnySequence[int]
     drafts: Drafts = NO_DRAFTS
     """Drafts from `end` on. The step computes them too, and those that are right become tokens."""
 

@@ -4,7 +4,7 @@ that a step of hundreds of sequences costs microseconds."""
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -63,17 +63,18 @@ class Answer:
 
 def encode_step(step: Step, timeout_s: float = 0.0) -> pb.StepRequest:
     """Encode a step. A shard that takes longer than `timeout_s` counts as hanging; 0 means no limit."""
-    work = step.work
-    drafts = [item.drafts for item in work] if step.num_drafts or step.max_proposed else []
+    _, rows, starts, ends, _, _, new_blocks, drafts = zip(*step.work, strict=True)
+    if not step.num_drafts and not step.max_proposed:
+        drafts = ()
     return pb.StepRequest(
         step_id=step.step_id,
         closed_rows=_pack(step.closed_rows),
-        opened_rows=[_encode_row(item) for item in work if item.opens],
-        rows=_pack([item.row for item in work]),
-        starts=_pack([item.start for item in work]),
-        ends=_pack([item.end for item in work]),
-        num_new_blocks=_pack([len(item.new_blocks) for item in work]),
-        new_blocks=_pack([block for item in work for block in item.new_blocks]),
+        opened_rows=[_encode_row(item) for item in step.work[step.num_decodes :] if item.opens],
+        rows=_pack(rows),
+        starts=_pack(starts),
+        ends=_pack(ends),
+        num_new_blocks=_pack([*map(len, new_blocks)]),
+        new_blocks=_pack([*chain.from_iterable(new_blocks)]),
         num_drafts=_pack([len(each.token_ids) for each in drafts]) if step.num_drafts else b"",
         draft_ids=_pack([token_id for each in drafts for token_id in each.token_ids]),
         max_drafts=_pack([each.max_proposed for each in drafts]) if step.max_proposed else b"",
@@ -86,11 +87,17 @@ def decode_answer(step: Step, response: pb.StepResponse) -> Answer:
     Raises KeyError and ValueError if it cannot be an answer to the step."""
     if response.step_id != step.step_id:
         raise ValueError("the response answers another step")
-    sequences = {item.row: item.sequence for item in step.work}
     proposed = _read_proposed(step, response)
+    if step.num_drafts or proposed or response.num_tokens:
+        sampled = list(_drafted(step, response, proposed))
+    else:
+        sampled = _sampled(step, response)
+    sequences: dict[int, Sequence] = {}
+    if response.input_details or response.errors:
+        sequences = {item.row: item.sequence for item in step.work}
     return Answer(
         step,
-        list(_sampled(step, sequences, response, proposed)),
+        sampled,
         [_input_details(sequences[details.row], details) for details in response.input_details],
         [
             RowFailure(sequences[error.row], error.message, error.cause == pb.RowError.CAUSE_GRAMMAR)
@@ -175,9 +182,26 @@ def _read_proposed(step: Step, response: pb.StepResponse) -> dict[int, int]:
     return proposed
 
 
-def _sampled(
-    step: Step, sequences: dict[int, Sequence], response: pb.StepResponse, proposed: dict[int, int]
-) -> Iterator[SampledToken]:
+def _sampled(step: Step, response: pb.StepResponse) -> list[SampledToken]:
+    """Return the tokens of a step without drafts, at most one of each row that samples."""
+    sampling = {row: sequence for sequence, row, _, _, samples, *_ in step.work if samples}
+    sequences = [*map(sampling.pop, _integers(response.rows))]
+    token_ids = _integers(response.token_ids)
+    if token_ids and min(token_ids) < 0:
+        raise ValueError("the response has a token that cannot have been sampled")
+    if not response.logprobs and not response.ranks and not response.top_tokens.counts:
+        tokens = [*map(TokenDetail, token_ids)]
+    else:
+        columns = zip(token_ids, *_detail_columns(response, len(sequences)), strict=True)
+        tokens = [_token(sequence, *values) for sequence, values in zip(sequences, columns, strict=True)]
+    if not len(sequences) == len(tokens) == len(response.ended):
+        raise ValueError("the columns of the response have different lengths")
+    return [*map(SampledToken, sequences, tokens, map(bool, response.ended))]
+
+
+def _drafted(step: Step, response: pb.StepResponse, proposed: dict[int, int]) -> Iterator[SampledToken]:
+    """Yield the tokens of a step with drafts. A row has a further one for each accepted draft."""
+    sequences = {item.row: item.sequence for item in step.work}
     most = {
         item.row: item.samples + len(item.drafts.token_ids) + proposed.get(item.row, 0) for item in step.work
     }
@@ -189,12 +213,13 @@ def _sampled(
         most[row] -= 1
         if token_id < 0 or most[row] < 0:
             raise ValueError("the response has a token that its row cannot have sampled")
-        details = sequence.details
-        if details.generated_tokens:
-            token = _detail(details, token_id, logprob, rank, top)
-        else:
-            token = TokenDetail(token_id)
-        yield SampledToken(sequence, token, bool(ended))
+        yield SampledToken(sequence, _token(sequence, token_id, logprob, rank, top), bool(ended))
+
+
+def _token(sequence: Sequence, token_id: int, logprob: float, rank: int, top: TopTokens) -> TokenDetail:
+    if not sequence.details.generated_tokens:
+        return TokenDetail(token_id)
+    return _detail(sequence.details, token_id, logprob, rank, top)
 
 
 def _tokens_rows(response: pb.StepResponse, num_tokens: int) -> tuple[list[int], Iterable[int]]:

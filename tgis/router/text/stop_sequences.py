@@ -159,7 +159,11 @@ class TextStream:
 
     def take(self, count: int) -> tuple[str, ...]:
         """Return the texts that may be shown with each of the next tokens, which have been pushed."""
-        taken, self._texts = self._texts[:count], self._texts[count:]
+        texts = self._texts
+        if count == len(texts):  # a door has mostly caught up
+            self._texts = []
+            return tuple(texts)
+        taken, self._texts = texts[:count], texts[count:]
         return tuple(taken)
 
     def flush(self) -> str:

@@ -147,7 +147,7 @@ def _with_size(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Receive
 
 
 def _unless_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
-    """Return a serializer that leaves bytes alone: answers that were serialized off the event loop."""
+    """Return a serializer that leaves bytes alone: answers that methods have serialized themselves."""
 
     def write(response: Any) -> bytes:
         return response if isinstance(response, bytes) else serialize(response)

@@ -149,6 +149,9 @@ class ResponseWriter:
 
     def __init__(self, text_of: Callable[[int], str]) -> None:
         self._text_of = text_of
+        # Used again and again, because making a message costs more than all the rest of writing it.
+        self._plain = pb.GenerationResponse()
+        self._serialize_plain = self._plain.SerializeToString
 
     def batch(
         self, request: pb.BatchedGenerationRequest, results: list[Result], is_encoder_decoder: bool
@@ -183,8 +186,11 @@ class ResponseWriter:
             text=request.request.text if request.params.response.input_text else "",
         )
 
-    def message(self, event: InputTokens | Output, spec: SequenceSpec) -> pb.GenerationResponse | None:
-        """Return the output's message; None for tokens without text if tokens were not asked for."""
+    def message(
+        self, event: InputTokens | Output, spec: SequenceSpec
+    ) -> pb.GenerationResponse | bytes | None:
+        """Return the output's message, serialized if it has text alone, as most have; None for tokens without
+        text if tokens were not asked for."""
         details = spec.details
         if isinstance(event, InputTokens):
             infos = self._token_infos(event.tokens, details)
@@ -193,7 +199,8 @@ class ResponseWriter:
         if not is_last and not details.generated_tokens:
             if not text:
                 return None
-            return pb.GenerationResponse(generated_token_count=event.num_generated, text=text)
+            self._plain.generated_token_count, self._plain.text = event.num_generated, text
+            return self._serialize_plain()
         return pb.GenerationResponse(
             generated_token_count=event.num_generated,
             text=text,

@@ -32,9 +32,9 @@ class GenerationServicer(GenerationServiceServicer):
         context.set_trailing_metadata(trailing_metadata(map(_end, results)))
         return self._writer_for(metadata).batch(request, results, self._service.is_encoder_decoder)
 
-    async def GenerateStream(
+    async def GenerateStream(  # type: ignore[override]
         self, request: pb.SingleGenerationRequest, context: Context
-    ) -> AsyncGenerator[pb.GenerationResponse, None]:
+    ) -> AsyncGenerator[pb.GenerationResponse | bytes, None]:
         metadata = _metadata(context)
         writer = self._writer_for(metadata)
         call = read_single(request, metadata, context.peer(), tenant_of(context))
