@@ -55,7 +55,10 @@ PRECISIONS = (
     Precision("bfloat16 arithmetic", torch.float16, arithmetic="bfloat16"),
     *(Precision(name, torch.float16, name) for name in SCHEMES),
     Precision("int8, bfloat16 arithmetic", torch.float16, "int8", arithmetic="bfloat16"),
-    Precision("int4, --activations int8", torch.float16, "int4", rounds_activations=True),
+    *(
+        Precision(f"{name}, --activations int8", torch.float16, name, rounds_activations=True)
+        for name in ("bitsandbytes", "int4")
+    ),
     *(Precision(f"{name} cache", torch.float16, cache_type=name) for name in FLOAT8),
 )
 

@@ -62,13 +62,13 @@ def name_kept_type(config: ShardConfig, settings: Mapping[str, Any], on: Platfor
     if find_scheme(config.quantize).layout is not None:
         logger.warning(
             "--quantize %s rounds the weights, which are then kept as %s: memory and speed are those of "
-            "--dtype %s, because this version has no products for their codes",
+            "--dtype %s, because there are no products for their codes here",
             *(config.quantize, dtype_name, dtype_name),
         )
     else:
         logger.info(
             "the weights of this quantized checkpoint are kept as %s: memory and speed are those of --dtype "
-            "%s, because this version has no products for their codes",
+            "%s, because there are no products for their codes here",
             *(dtype_name, dtype_name),
         )
     return dtype_name

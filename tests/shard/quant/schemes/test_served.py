@@ -95,7 +95,7 @@ def test_operators_are_told_what_is_kept(
     assert any(f" with {kept} weights" in message for message in caplog.messages)
     text = (
         f"--quantize {name} rounds the weights, which are then kept as float16: memory and speed are those "
-        "of --dtype float16, because this version has no products for their codes"
+        "of --dtype float16, because there are no products for their codes here"
     )
     assert (text in caplog.messages) == (name == "fp8")
     told = f"the weights of linear layers are kept as codes of {8 if name == 'int8' else 4} bits"
