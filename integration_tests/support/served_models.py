@@ -56,8 +56,9 @@ def write_fallback(directory: Path) -> Served:
 
 
 def write_special(directory: Path) -> Served:
-    """Three ends of sequence, one of them beyond the vocabulary; a special token that ends nothing; and most
-    tokens have the score 0, always. As with Llama 3, only the tokenizer tells that texts begin with <s>."""
+    """Three ends of sequence, one of them beyond the vocabulary, each from another file; a special token that
+    ends nothing; and most tokens have the score 0, always. As with Llama 3, only the tokenizer tells that texts
+    begin with <s>."""
     tokenizer = write_byte_level(directory, vocab_size=390)
     tokenizer.add_special_tokens(["<|end|>", "<|user|>"])
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -67,7 +68,8 @@ def write_special(directory: Path) -> Served:
     eos_ids = (end, 1, 4000)
     silent = [i for i in range(VOCAB_SIZE) if i % 24 and i not in (1, end, user)]
     louder = {end: 1.2, 1: 1.6, user: 1.8}
-    _write(directory, eos_token_id=list(eos_ids), louder=louder, silent=silent)
+    _write(directory, eos_token_id=4000, louder=louder, silent=silent)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [4000, end]}))
     flags = ["--output-special-tokens", "--default-include-stop-seqs", "false"]
     return Served(directory, tokenizer, eos_ids, flags, False, True)
 

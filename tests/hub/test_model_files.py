@@ -29,12 +29,30 @@ def test_sequence_length_is_the_first_key_that_is_there() -> None:
     assert model_files.max_sequence_length({}) == 2048
 
 
-def test_end_of_sequence_ids(tmp_path: Path) -> None:
+def test_end_of_sequence_ids_are_those_of_all_files(tmp_path: Path) -> None:
     assert model_files.eos_token_ids(tmp_path) == []
-    write(tmp_path / "generation_config.json", {"eos_token_id": [5, 6]})
-    assert model_files.eos_token_ids(tmp_path) == [5, 6]
+    write(tmp_path / "generation_config.json", {"eos_token_id": [2, 28, 504]})
+    assert model_files.eos_token_ids(tmp_path) == [2, 28, 504]
     write(tmp_path / "config.json", {"eos_token_id": 0})
-    assert model_files.eos_token_ids(tmp_path) == [0]
+    assert model_files.eos_token_ids(tmp_path) == [0, 2, 28, 504]
+    write(tmp_path / "config.json", {"eos_token_id": 28, "text_config": {"eos_token_id": [7, 2]}})
+    assert model_files.eos_token_ids(tmp_path) == [28, 7, 2, 504]
+    write(tmp_path / "config.json", {"eos_token_id": None, "text_config": {"eos_token_id": []}})
+    assert model_files.eos_token_ids(tmp_path) == [2, 28, 504]
+
+
+@pytest.mark.parametrize("odd", ["2", 2.0, True, [None], [[2]], {"id": 2}, 2**31, [3, "4"]])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_end_of_sequence_ids_are_integers(tmp_path: Path, name: str, odd: object) -> None:
+    write(tmp_path / name, {"eos_token_id": odd})
+    with pytest.raises(model_files.ModelNotFoundError, match=rf"{name}: eos_token_id .* is no token id"):
+        model_files.eos_token_ids(tmp_path)
+
+
+def test_negative_ids_end_nothing(tmp_path: Path) -> None:
+    """Configurations of models without an end have -1."""
+    write(tmp_path / "config.json", {"eos_token_id": -1})
+    assert model_files.eos_token_ids(tmp_path) == []
 
 
 def test_the_pad_token(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ LENGTH_KEYS = (
     "seq_len",
 )
 DEFAULT_LENGTH = 2048
+MAX_TOKEN_ID = 2**31 - 1
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.onnx")
 # Names or patterns of files that may hold a tokenizer if there is no tokenizer.json.
 TOKENIZER_FILES = ("*.model", "*.tiktoken", "vocab.json", "vocab.txt", "tekken.json")
@@ -118,12 +119,24 @@ def stored_dtype(config: Mapping[str, Any]) -> str:
 
 
 def eos_token_ids(directory: Path) -> list[int]:
-    """Return the EOS token ids of config.json, else of generation_config.json, else an empty list."""
+    """Return the ids that end a text by config.json, its text_config or generation_config.json, each once.
+    Raises ModelNotFoundError for what is no id."""
+    ids: dict[int, None] = {}
     for name in ("config.json", "generation_config.json"):
-        ids = read_json(directory, name).get("eos_token_id")
-        if ids is not None:
-            return ids if isinstance(ids, list) else [ids]
-    return []
+        content = read_json(directory, name)
+        for place in (content, content.get("text_config")):
+            if isinstance(place, dict):
+                ids |= dict.fromkeys(_read_ids(directory / name, place.get("eos_token_id")))
+    return list(ids)
+
+
+def _read_ids(path: Path, value: object) -> Iterator[int]:
+    """Yield the ids in a value of a configuration, of which negative ones mean none."""
+    for each in value if isinstance(value, list) else [] if value is None else [value]:
+        if type(each) is not int or each > MAX_TOKEN_ID:
+            raise ModelNotFoundError(f"{path}: eos_token_id {value!r} is no token id or list of token ids")
+        if each >= 0:
+            yield each
 
 
 def pad_token_id(directory: Path, tokenizer: Path, vocab_size: int) -> int:

@@ -168,7 +168,7 @@ def test_special_tokens_may_be_named_in_a_file_of_their_own(tmp_path: Path) -> N
         '{"bos_token": {"content": "<s>"}, "eos_token": "</s>"}'
     )
     tokenizer = Tokenizer(tmp_path, 1)
-    assert (tokenizer.ids_before_text, tokenizer.eos_token_id) == ([0], 1)
+    assert (tokenizer.ids_before_text, tokenizer.eos_token_ids) == ([0], {1})
 
 
 async def test_a_text_that_is_no_unicode_is_a_request_error(tmp_path: Path) -> None:

@@ -150,9 +150,8 @@ class Validator:
 
     def check(self, call: GenerationCall) -> CallParameters:
         """Check a call's parameters, as `check_parameters` does."""
-        default = self._tokenizer.eos_token_id
         info = self._info()
-        eos = info.eos_token_ids or frozenset(() if default is None else (default,))
+        eos = info.eos_token_ids | self._tokenizer.eos_token_ids
         return check_parameters(call.parameters, call.door, self.limits, eos, info.vocab_size)
 
     async def compile(self, call: GenerationCall, params: CallParameters) -> Grammar | None:

@@ -63,8 +63,10 @@ class Tokenizer:
         return decoder
 
     @cached_property
-    def eos_token_id(self) -> int | None:
-        return self._special_id("eos_token")
+    def eos_token_ids(self) -> frozenset[int]:
+        """The id of the token with which the tokenizer's settings end a text, if they name one."""
+        token_id = self._special_id("eos_token")
+        return frozenset(() if token_id is None else (token_id,))
 
     @cached_property
     def _added_ids(self) -> dict[str, int]:
