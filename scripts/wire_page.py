@@ -89,7 +89,7 @@ NOTES = {
     "LengthPenalty.decay_factor": "1 to 10",
     "DecodingParameters.format": "JSON: any object",
     "DecodingParameters.json_schema": "with `--max-guided-bytes`, as the next three",
-    "DecodingParameters.regex": "Rust's syntax, for the whole output",
+    "DecodingParameters.regex": r"Rust's syntax, for the whole output; `\d` is a digit of ASCII",
     "DecodingParameters.grammar": "Lark or GBNF",
     "StringChoices.choices": f"2 to {MAX_CHOICES:,}",
     "BatchedTokenizeRequest.prefix_id": "ignored, and so is the next",

@@ -5,24 +5,21 @@ import re
 from collections.abc import Callable
 
 from llguidance import regex_to_lark
-from llguidance.gbnf_to_lark import any_to_lark
+
+from tgis.router.grammar.errors import TOO_DEEP, InvalidGrammarError
+from tgis.router.grammar.gbnf import gbnf_to_lark, is_gbnf
 
 MAX_CAUSE = 200
 # White space as people indent. Without a limit, a model that does not know what comes next would write it for
 # ever.
 WHITESPACE = r"\r?\n[ \t]{0,40}|[ \t]{1,8}"
+# `\d` and `\D` of regexes mean ASCII's digits; `\w` and `\s` mean Unicode's words and spaces. In patterns of
+# JSON schemas, `\w` is ASCII's too, as ECMA 262 has it.
+ASCII = "d"
+# Strings, comments and regexes of a Lark text.
+_LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*"|(?://|\#)[^\n]*|/(?P<regex>(?:[^/\\\n]|\\.)+)/')
 # Text that the grammar forces may still be split into tokens in any way.
 HEADER = '%llguidance {"no_forcing": true}\n'
-TOO_DEEP = "it is nested too deeply"
-
-
-class InvalidGrammarError(Exception):
-    """Fault of a grammar. The text is one line that says what is wrong."""
-
-    def __init__(self, text: str, field: str = "") -> None:
-        """Name the field of the request that is to blame, if it is not the one that states the constraint."""
-        super().__init__(text)
-        self.field = field
 
 
 def convert(kind: str, text: str) -> str:
@@ -70,7 +67,7 @@ def _from_json_schema(text: str) -> str:
 def _from_regex(text: str) -> str:
     if (len(text) - len(text.rstrip("\\"))) % 2:
         raise InvalidGrammarError("it ends with a lone backslash")
-    return f"{HEADER}start: /{regex_to_lark(text)}/"
+    return f"{HEADER}start: /{regex_to_lark(text, use_ascii=ASCII)}/"
 
 
 def _from_choices(text: str) -> str:
@@ -80,12 +77,14 @@ def _from_choices(text: str) -> str:
 
 def _from_grammar(text: str) -> str:
     """Return the grammar of a Lark or GBNF text. The header comes last, to keep line numbers in errors."""
-    try:
-        return f"{any_to_lark(text)}\n{HEADER}"
-    except RecursionError:
-        raise
-    except Exception as error:  # the converter raises its own class and bare Exception alike
-        raise InvalidGrammarError(cause_of(str(error))) from error
+    lark = gbnf_to_lark(text) if is_gbnf(text) else _LITERAL.sub(_with_ascii_digits, text)
+    return f"{lark}\n{HEADER}"
+
+
+def _with_ascii_digits(found: re.Match[str]) -> str:
+    """Return a literal of a Lark text; in a regex, `\\d` means ASCII's digits."""
+    regex = found["regex"]
+    return found[0] if regex is None else f"/{regex_to_lark(regex, use_ascii=ASCII)}/"
 
 
 _CONVERT: dict[str, Callable[[str], str]] = {

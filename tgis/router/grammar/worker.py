@@ -15,7 +15,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from tgis.router.grammar.answer_grammar import write_answer_grammar
 from tgis.router.grammar.answer_rules import FREE, AnswerRules
-from tgis.router.grammar.conversion import HEADER, InvalidGrammarError, cause_of, convert, read_schema
+from tgis.router.grammar.conversion import HEADER, cause_of, convert, read_schema
+from tgis.router.grammar.errors import InvalidGrammarError
 
 CPU_LIMIT_S = 0.1  # a schema of 300 properties takes 20 ms
 CPU_LIMIT_FOR_FUNCTION_S = 0.002  # requests have at most 128 of them
