@@ -57,8 +57,8 @@ def write_fallback(directory: Path) -> Served:
 
 def write_special(directory: Path) -> Served:
     """Three ends of sequence, one of them beyond the vocabulary, each from another file; a special token that
-    ends nothing; and most tokens have the score 0, always. As with Llama 3, only the tokenizer tells that texts
-    begin with <s>."""
+    ends nothing; and most tokens have the score 0, always. As with Llama 3, only the tokenizer's settings say
+    that texts begin with <s>."""
     tokenizer = write_byte_level(directory, vocab_size=390)
     tokenizer.add_special_tokens(["<|end|>", "<|user|>"])
     tokenizer.save(str(directory / "tokenizer.json"))
