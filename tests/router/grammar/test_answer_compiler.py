@@ -54,7 +54,7 @@ REFUSED = [
     (guided(OBJECT, IMPOSSIBLE), "tools[1].function.parameters is not valid: "),
     (guided(OBJECT, OBJECT, {"type": "strange"}), "tools[2].function.parameters is not valid: Invalid type"),
     (guided(OBJECT, {"not": {"type": "string"}}), "tools[1].function.parameters is not valid: "),
-    (guided(OBJECT, {"$ref": "http://127.0.0.1:9/x"}, is_strict=False), "tools[1].function.parameters is "),
+    (guided(OBJECT, {"$ref": "http://127.0.0.1:9/x"}), "tools[1].function.parameters is not valid: "),
     (guided(OBJECT, {"enum": ["x" * MAX_BYTES]}), f"tools must not be more than {MAX_BYTES} UTF8 bytes"),
     (guided(OBJECT, field="regex", text="(a"), "regex is not valid: unclosed group"),
     (guided(OBJECT, field="regex", text="a" * MAX_BYTES), "tools must not be more than"),
@@ -89,6 +89,35 @@ async def test_schemas_that_are_not_strict_may_have_what_is_not_supported(gramma
     assert not takes(grammar, "hm</think>" + call % "1", "added")
     with pytest.raises(RequestError):
         await text_of(grammars, guided(schema))
+
+
+HOPELESS = {**OBJECT, "patternProperties": {"^a": {"type": "string"}, "b$": {"type": "integer"}}}
+
+
+async def test_a_schema_that_no_grammar_keeps_does_not_disable_other_tools(grammars: GrammarCompiler) -> None:
+    """If it is not strict; its own arguments are then any object."""
+    other = {**OBJECT, "properties": {"n": {"type": "integer"}}, "additionalProperties": False}
+    grammar = await text_of(grammars, guided(HOPELESS, other, is_strict=False))
+    call = '</think><call>\n{"name": "f%d", "arguments": %s}\n</call>'
+    assert takes(grammar, call % (0, '{"ab": [1]}'), "added")
+    assert not takes(grammar, call % (0, "[1]"), "added")
+    assert takes(grammar, call % (1, '{"n": 1}'), "added")
+    assert not takes(grammar, call % (1, '{"n": "x"}'), "added")
+    with pytest.raises(RequestError, match=r"tools\[0\]\.function\.parameters is not valid: .* not disjoint"):
+        await text_of(grammars, guided(HOPELESS, other))
+
+
+async def test_formats_that_are_not_enforced_are_logged_once(
+    grammars: GrammarCompiler, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    schema = {**OBJECT, "properties": {"secret word": {"type": "string", "format": "secret format"}}}
+    for _ in range(2):
+        await text_of(grammars, guided(schema))
+        await text_of(grammars, guided(OBJECT))
+    assert [record.getMessage() for record in caplog.records] == [
+        "a JSON schema has formats that are not enforced: any string is allowed for them"
+    ]
 
 
 async def test_rules_are_part_of_what_is_remembered(grammars: GrammarCompiler) -> None:

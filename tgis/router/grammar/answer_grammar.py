@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Iterator
 
 from tgis.router.grammar.answer_rules import AnswerRules, CallRule, CallRules, Mark, ReasoningRule
-from tgis.router.grammar.conversion import HEADER, read_schema
+from tgis.router.grammar.conversion import HEADER
+from tgis.router.grammar.json_schema.reading import read_schema
 
 ANYTHING = "(?s:.*)"
 BLANKS = r"[ \t\r\n]{0,8}"

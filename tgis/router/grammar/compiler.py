@@ -4,6 +4,7 @@ can be killed, so that no text can block the router or reach a shard that it wou
 import asyncio
 import hashlib
 import json
+import logging
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
@@ -14,6 +15,8 @@ from tgis.process.worker_pool import PoolBusyError, Reply, WorkerPool
 from tgis.router.errors import OVERLOADED, OverloadedError, QuotingError, RequestError
 from tgis.router.grammar.answer_rules import FREE, AnswerRules
 from tgis.router.sequence import Grammar
+
+logger = logging.getLogger(__name__)
 
 MAX_CHOICES = 4096
 WORKER = "tgis.router.grammar.worker"
@@ -142,5 +145,7 @@ def _read_answer(reply: Reply, field: str) -> Grammar | str:
         return f"{field} is too complex"
     if "error" in reply.value:
         return f"{reply.value['field'] or field} is not valid: {reply.value['error']}"
+    if reply.value["has_unknown_formats"]:
+        logger.info("a JSON schema has formats that are not enforced: any string is allowed for them")
     text = reply.value["grammar"]
     return Grammar(text, hashlib.sha256(text.encode()).hexdigest(), field)

@@ -8,11 +8,9 @@ from llguidance import regex_to_lark
 
 from tgis.router.grammar.errors import TOO_DEEP, InvalidGrammarError
 from tgis.router.grammar.gbnf import gbnf_to_lark, is_gbnf
+from tgis.router.grammar.json_schema.reading import read_schema
 
 MAX_CAUSE = 200
-# White space as people indent. Without a limit, a model that does not know what comes next would write it for
-# ever.
-WHITESPACE = r"\r?\n[ \t]{0,40}|[ \t]{1,8}"
 # `\d` and `\D` of regexes mean ASCII's digits; `\w` and `\s` mean Unicode's words and spaces. In patterns of
 # JSON schemas, `\w` is ASCII's too, as ECMA 262 has it.
 ASCII = "d"
@@ -26,26 +24,6 @@ def convert(kind: str, text: str) -> str:
     """Return a constraint as a grammar. Raises InvalidGrammarError."""
     try:
         return _CONVERT[kind](text)
-    except RecursionError as error:
-        raise InvalidGrammarError(TOO_DEEP) from error
-
-
-def read_schema(text: str, is_strict: bool = True) -> str:
-    """Return a JSON schema in one line, with `WHITESPACE` unless the schema defines its own. What the library
-    does not support of it is refused only if it `is_strict`. Raises InvalidGrammarError."""
-    try:
-        schema = json.loads(text)
-        if schema is True:
-            schema = {}
-        if isinstance(schema, dict):
-            guidance = schema.setdefault("x-guidance", {"whitespace_pattern": WHITESPACE})
-            if isinstance(guidance, dict) and not is_strict:
-                guidance["lenient"] = True
-        return json.dumps(schema, allow_nan=False)
-    except json.JSONDecodeError as error:
-        raise InvalidGrammarError(f"{error.msg} at line {error.lineno}, column {error.colno}") from error
-    except ValueError as error:
-        raise InvalidGrammarError("a number is out of range") from error
     except RecursionError as error:
         raise InvalidGrammarError(TOO_DEEP) from error
 

@@ -8,21 +8,25 @@ import resource
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import BinaryIO
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from tgis.router.grammar.answer_grammar import write_answer_grammar
-from tgis.router.grammar.answer_rules import FREE, AnswerRules
-from tgis.router.grammar.conversion import HEADER, cause_of, convert, read_schema
+from tgis.router.grammar.answer_rules import FREE, AnswerRules, CallRule
+from tgis.router.grammar.conversion import HEADER, cause_of, convert
 from tgis.router.grammar.errors import InvalidGrammarError
+from tgis.router.grammar.json_schema.reading import has_unknown_formats, read_schema
 
 CPU_LIMIT_S = 0.1  # a schema of 300 properties takes 20 ms
 CPU_LIMIT_FOR_FUNCTION_S = 0.002  # requests have at most 128 of them
 TRIAL_BYTES = 64
 MAX_MARKS = 16
 FIRST_MARK = 257
+ANY_OBJECT = '{"type": "object"}'
 MEMORY_BYTES = 1 << 30
 # A shard compiles with a stack sixteen times as deep, so what fits here fits there.
 STACK_BYTES = 4 << 20
@@ -79,8 +83,10 @@ class Compiler:
         try:
             return self._compile_answer(rules, grammar)
         except InvalidGrammarError:
-            self._blame_schema(rules)
-            raise
+            loosened = self._loosen(rules)
+            if loosened == rules:
+                raise
+            return self._compile_answer(loosened, grammar)
 
     def _compile_text(self, kind: str, text: str) -> str:
         grammar = convert(kind, text)
@@ -96,13 +102,22 @@ class Compiler:
         _try(trial, self._bytes_and_marks)
         return write_answer_grammar(rules, text_grammar, lambda token_id: token_id)
 
-    def _blame_schema(self, rules: AnswerRules) -> None:
-        """Raise InvalidGrammarError with the field of the first schema that is wrong on its own."""
-        for function in rules.calls.functions if rules.calls else ():
-            try:
-                _try(f"{HEADER}start: %json {read_schema(function.schema, function.is_strict)}", self._bytes)
-            except InvalidGrammarError as error:
+    def _loosen(self, rules: AnswerRules) -> AnswerRules:
+        """Return the rules with any object for schemas that are not strict and cannot be kept. Raises
+        InvalidGrammarError with the field of the first one that is strict."""
+        if rules.calls is None:
+            return rules
+        functions = tuple(map(self._keep_or_loosen, rules.calls.functions))
+        return replace(rules, calls=replace(rules.calls, functions=functions))
+
+    def _keep_or_loosen(self, function: CallRule) -> CallRule:
+        try:
+            _try(f"{HEADER}start: %json {read_schema(function.schema, function.is_strict)}", self._bytes)
+        except InvalidGrammarError as error:
+            if function.is_strict:
                 raise InvalidGrammarError(str(error), function.field) from error
+            return function._replace(schema=ANY_OBJECT)
+        return function
 
 
 def _try(grammar: str, tokenizer: LLTokenizer) -> None:
@@ -129,6 +144,13 @@ def _try(grammar: str, tokenizer: LLTokenizer) -> None:
         matcher.consume_token(r.choice(allowed))
 
 
+def _list_schemas(kind: str, text: str, rules: AnswerRules | None) -> Iterator[str]:
+    if kind == "json_schema":
+        yield text
+    for function in rules.calls.functions if rules and rules.calls else ():
+        yield function.schema
+
+
 def _cpu_limit_s(rules: AnswerRules | None) -> float:
     if rules is None:
         return CPU_LIMIT_S
@@ -145,7 +167,10 @@ def _answer_all(requests: BinaryIO, answers: BinaryIO) -> None:
         # The default action of its signal ends the process, whatever code is running.
         signal.setitimer(signal.ITIMER_PROF, _cpu_limit_s(rules))
         try:
-            answer = {"grammar": compiler.compile(kind, text, rules)}
+            answer = {
+                "grammar": compiler.compile(kind, text, rules),
+                "has_unknown_formats": any(map(has_unknown_formats, _list_schemas(kind, text, rules))),
+            }
         except InvalidGrammarError as error:
             answer = {"error": str(error), "field": error.field}
         signal.setitimer(signal.ITIMER_PROF, 0)

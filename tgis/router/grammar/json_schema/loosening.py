@@ -1,0 +1,133 @@
+"""Takes out of a JSON schema that is not strict what no grammar can be made of, and nothing else."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from tgis.router.grammar.errors import InvalidGrammarError
+from tgis.router.grammar.json_schema.numbers import make_exact
+from tgis.router.grammar.json_schema.subschemas import Schema, list_subschemas
+
+TYPES = frozenset("array boolean integer null number object string".split())
+
+
+def loosen(schema: Any, is_regex: Callable[[str], bool]) -> Any:
+    """Return a schema without keywords of wrong values, regexes that are not `is_regex`, and references that
+    lead nowhere. It may be changed in place."""
+    if not isinstance(schema, dict | bool):
+        return {}
+    for part in list_subschemas(schema):
+        _drop_wrong_values(part)
+        _drop_regexes(part, is_regex)
+        _drop_numbers(part)
+        if not _is_found(schema, part.get("$ref")):
+            del part["$ref"]
+    return schema
+
+
+def _drop_wrong_values(schema: Schema) -> None:
+    if isinstance(types := schema.get("type"), list):
+        schema["type"] = [each for each in types if each in TYPES]
+    for key, is_right in _IS_RIGHT.items():
+        if key in schema and not is_right(schema[key]):
+            del schema[key]
+    for key in ("properties", "patternProperties", "$defs", "definitions"):
+        for name, value in schema.get(key, {}).items():
+            schema[key][name] = value if _is_schema(value) else True
+
+
+def _drop_regexes(schema: Schema, is_regex: Callable[[str], bool]) -> None:
+    if "pattern" in schema and not is_regex(schema["pattern"]):
+        del schema["pattern"]
+    patterns = schema.get("patternProperties", {})
+    if not all(map(is_regex, patterns)):
+        # What the names must match is unknown, and so is what others must.
+        del schema["patternProperties"]
+        schema.pop("additionalProperties", None)
+
+
+def _drop_numbers(schema: Schema) -> None:
+    """Remove values and bounds that cannot be kept."""
+    for keys in (("const",), ("enum",), ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        kept = {key: schema[key] for key in (*keys, "type") if key in schema}
+        try:
+            make_exact(dict(kept))
+        except InvalidGrammarError:
+            for key in keys:
+                schema.pop(key, None)
+
+
+def _is_found(root: Any, reference: object) -> bool:
+    """Return True for a pointer into the schema itself, and if there is no reference."""
+    if reference is None:
+        return True
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        return False
+    found = root
+    for part in reference.split("/")[1:]:
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        elif isinstance(found, dict) and name in found:
+            found = found[name]
+        else:
+            return False
+    return _is_schema(found)
+
+
+def _is_schema(value: object) -> bool:
+    return isinstance(value, dict | bool)
+
+
+def _are_schemas(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_schema, value))
+
+
+def _is_map(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_type(value: object) -> bool:
+    return value in TYPES if isinstance(value, str) else isinstance(value, list) and bool(value)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _are_values(value: object) -> bool:
+    return isinstance(value, list) and bool(value)
+
+
+_IS_RIGHT: Mapping[str, Callable[[object], bool]] = {
+    "type": _is_type,
+    "required": _are_texts,
+    "enum": _are_values,
+    "pattern": _is_text,
+    "format": _is_text,
+    "multipleOf": _is_positive,
+    "items": lambda value: _is_schema(value) or _are_schemas(value),
+    **dict.fromkeys(("properties", "patternProperties", "$defs", "definitions"), _is_map),
+    **dict.fromkeys(("additionalProperties", "additionalItems"), _is_schema),
+    **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems"), _are_schemas),
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _is_number),
+    **dict.fromkeys(
+        ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), _is_count
+    ),
+}
