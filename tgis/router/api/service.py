@@ -17,7 +17,7 @@ from tgis.router.requests.doors import FMAAS, Door
 from tgis.router.requests.validation import CallParameters, Validator
 from tgis.router.sequence import Details, TokenDetail
 from tgis.router.text.detokenizer import Vocabulary
-from tgis.router.text.stop_sequences import TextStream
+from tgis.router.text.stop_sequences import StopScope, TextStream
 from tgis.router.text.tokenization import TokenizeJob
 from tgis.router.text.tokenizer import Tokenizer
 
@@ -76,6 +76,7 @@ class _Admitted(NamedTuple):
     params: CallParameters
     specs: list[SequenceSpec]
     vocabulary: Vocabulary
+    make_scope: Callable[[], StopScope] | None
 
 
 class GenerationService:
@@ -184,7 +185,7 @@ class GenerationService:
             lease = await engine.lease(ticket, call.prefix_id, call.adapter_id, account.request_id)
             specs = await validator.specs(call, params, grammar, lease, account.request_id)
             account.accept(params, specs)
-            yield _Admitted(account, ticket, params, specs, self.vocabulary_of(call))
+            yield _Admitted(account, ticket, params, specs, self.vocabulary_of(call), call.make_stop_scope)
         finally:
             engine.release(ticket)
             self._num_admitted -= 1
@@ -200,7 +201,7 @@ class GenerationService:
 
     async def _generate(self, admitted: _Admitted, index: int, record: Record) -> Outputs:
         engine, spec = self._engine, admitted.specs[index]
-        text = TextStream(admitted.vocabulary, admitted.params.stops)
+        text = TextStream(admitted.vocabulary, admitted.params.stops, admitted.make_scope)
         sequence_id = engine.open(admitted.ticket, spec, text)
         num_generated, most = 0, _most_tokens(spec.details)
         try:

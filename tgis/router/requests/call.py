@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from tgis.router.grammar.compiler import Guided
 from tgis.router.requests.doors import FMAAS, Door
+from tgis.router.text.stop_sequences import StopScope
 
 MISSING_REQUEST = "missing request"
 """Refusal of a message that lacks the input that it must have; then the only text is empty."""
@@ -84,3 +85,5 @@ class GenerationCall:
     door: Door = FMAAS
     shown_special_ids: frozenset[int] = frozenset()
     """Special tokens that the texts show, although others are left out."""
+    make_stop_scope: Callable[[], StopScope] | None = None
+    """Makes the scope of the stop sequences of one text; None if they end it wherever they are."""

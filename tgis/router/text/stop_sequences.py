@@ -1,6 +1,7 @@
 """Text of a generation: whether a stop sequence ends it, and which part of it may be shown meanwhile."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -118,12 +119,25 @@ class PieceBuffer:
         return text
 
 
+class StopScope(Protocol):
+    """Divides a text into spans, with True for those in which stop sequences are looked for. Text that is in
+    no span yet is not shown."""
+
+    def push(self, text: str) -> list[tuple[str, bool]]: ...
+
+    def flush(self) -> list[tuple[str, bool]]: ...
+
+
 class TextStream:
     """Text of one generation from its tokens: the sink of a door, which takes the text that each token shows.
     What the engine pushes ahead of the door is kept until then."""
 
-    def __init__(self, vocabulary: Vocabulary, stops: StopSequences) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, stops: StopSequences, make_scope: Callable[[], StopScope] | None = None
+    ) -> None:
+        """Create the text. Without a scope, stop sequences are looked for in all of it."""
         self._stops = stops
+        self._scope = make_scope() if make_scope is not None and stops.texts else None
         self._detokenizer = vocabulary.detokenizer()
         self._matcher = StopMatcher(stops.texts) if stops.texts else None
         buffer = ClusterBuffer if vocabulary.streams_clusters else PieceBuffer
@@ -140,22 +154,37 @@ class TextStream:
         # The token that ends a sequence is not part of the text, even if special tokens are.
         text = "" if reason is StopReason.EOS_TOKEN else self._detokenizer.push(token_id)
         if reason is not _NOT_FINISHED:
-            text = self._buffer.flush() + text + self._detokenizer.flush()
+            text = self._buffer.flush() + self._flush_scope() + text + self._detokenizer.flush()
             self._texts.append(text)
             return False
         if not text:
             self._texts.append("")
             return False
-        if self._matcher is not None:
+        if self._scope is None:
+            self._texts.append(self._show(text, is_searched=True))
+        else:
+            self._texts.append(self._show_spans(self._scope.push(text)))
+        return bool(self.stop_sequence)
+
+    def _show_spans(self, spans: list[tuple[str, bool]]) -> str:
+        """Return the text that may be shown once these spans have come, up to a stop sequence in them."""
+        shown = ""
+        for text, is_searched in spans:
+            shown += self._show(text, is_searched)
+            if self.stop_sequence:
+                break
+        return shown
+
+    def _show(self, text: str, is_searched: bool) -> str:
+        """Return the text that may be shown once `text` has come, up to a stop sequence in it."""
+        if is_searched and self._matcher is not None:
             if self._num_tokens >= self._stops.min_new_tokens:
                 stop, num_after = self._matcher.find(text)
                 if stop:
-                    self._texts.append(self._cut(text, stop, num_after))
                     self.stop_sequence = stop
-                    return True
+                    return self._cut(text, stop, num_after)
             self._matcher.add(text)
-        self._texts.append(self._buffer.push(text))
-        return False
+        return self._buffer.push(text)
 
     def take(self, count: int) -> tuple[str, ...]:
         """Return the texts that may be shown with each of the next tokens, which have been pushed."""
@@ -168,7 +197,10 @@ class TextStream:
 
     def flush(self) -> str:
         """Return the text that is held back, for a generation that ends between tokens."""
-        return self._buffer.flush() + self._detokenizer.flush()
+        return self._buffer.flush() + self._flush_scope() + self._detokenizer.flush()
+
+    def _flush_scope(self) -> str:
+        return "" if self._scope is None else "".join(text for text, _ in self._scope.flush())
 
     def _cut(self, text: str, stop: str, num_after: int) -> str:
         unshown = self._buffer.flush() + text

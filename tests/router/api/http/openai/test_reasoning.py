@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.router.chat_door import HELLO, post
+from tests.support.router.fake_shard import EOS
 from tests.support.router.http_door import MODEL
 from tests.support.router.scripted_chats import WEATHER, ScriptedChats, scripted_chats
 from tgis.router.chat.formats.hermes import HERMES
@@ -140,3 +141,46 @@ async def test_budgets_need_marks_that_are_tokens(tmp_path: Path) -> None:
             status, answer = await post(chats.door, "/v1/chat/completions", body)
             assert (status, answer["error"]["param"]) == (400, "max_reasoning_tokens")
             assert told in answer["error"]["message"]
+
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "to be"}}\n</tool_call>'
+STOPS: list[tuple[str, str, list[str], str | None, str, str | None]] = [
+    # Text of the model, what the prompt opens, stop strings, reasoning, content, and the string that ends it.
+    ("<think>to be</think>or not to be", "", ["be"], "to be", "or not to ", "be"),
+    ("to be</think>or not to be", "<think>", ["be"], "to be", "or not to ", "be"),
+    ("<think>to be</think>\n\nor not", "", ["\n\n", "to be"], "to be", "or not", None),
+    ("<think>to be</think>or not", "", ["</think>", "<think>", "beor", "k>or"], "to be", "or not", None),
+    ("<think>to be", "", ["be"], "to be", "", None),
+    ("to be or not", "", ["be", "th"], None, "to ", "be"),
+    ("<the other", "", ["<", "other"], None, "", "<"),
+    ("<thin other", "", ["thi"], None, "<", "thi"),
+    (" <think>so</think>be", "", [" "], "so", "be", None),
+    (f"<think>to be</think>or{CALL}", "", ["be"], "to be", "or", None),
+    (f"<think>to be</think>or not{CALL}", "", [" not", "be"], "to be", "or", " not"),
+    (CALL, "<think>\n\n</think>\n\n", ["be", "{", "tool_call"], None, "", None),
+]
+
+
+@pytest.mark.parametrize("marks", [(), MARKS], ids=["texts", "tokens"])
+async def test_stop_strings_end_the_content_only(marks: tuple[str, ...], tmp_path: Path) -> None:
+    """Not reasoning, marks and calls; nor does a string that begins in them and ends in the content."""
+    async with scripted_chats(tmp_path, ChatFormats(HERMES, THINK), marks=marks) as chats:
+        for text, opening, stops, thought, content, ending in STOPS:
+            ids, has_call = chats.script(text), CALL in text and ending is None
+            chats.door.scene.shard.model.script = [
+                *ids,
+                EOS,
+                EOS,
+            ]  # a stop string is seen after further steps
+            fields = {"tools": [WEATHER], "stop": stops, "chat_template_kwargs": {"opening": opening}}
+            status, whole = await post(chats.door, "/v1/chat/completions", {"messages": HELLO} | fields)
+            assert status == 200, whole
+            [choice] = whole["choices"]
+            message = choice["message"]
+            assert message["reasoning_content"] == thought, text
+            assert (message["content"] or "") == content, text
+            assert bool(message.get("tool_calls")) == has_call, text
+            assert choice["stop_reason"] == ending, text
+            assert (whole["usage"]["completion_tokens"] < len(ids)) == (ending is not None), text
+            if not has_call:  # whose id is random
+                assert (await ask(chats, **fields))[0] == message

@@ -7,6 +7,7 @@ from tgis.router.api.http.openai.chat.call_rules import FindMark, make_call_rule
 from tgis.router.api.http.openai.chat.tools import ToolUse
 from tgis.router.api.http.openai.chat.types import ChatRequest
 from tgis.router.api.http.openai.errors import ApiError
+from tgis.router.chat.answers.content_scope import ContentScope
 from tgis.router.chat.formats.registry import ChatFormats
 from tgis.router.chat.formats.types import ReasoningFormat, ToolFormat
 from tgis.router.grammar.answer_rules import AnswerRules, CallRules, ReasoningRule
@@ -50,6 +51,19 @@ class AnswerForm:
         if self.reasoning is not None:
             marks += [mark for mark in (self.reasoning.rule.begin, self.reasoning.rule.end) if mark]
         return frozenset(mark.token_id for mark in marks if mark.token_id is not None)
+
+    @property
+    def has_begun_reasoning(self) -> bool:
+        return self.reasoning is not None and self.reasoning.has_begun
+
+    @property
+    def reasoning_format(self) -> ReasoningFormat | None:
+        """Format of the reasoning that the prompt leaves room for."""
+        return None if self.reasoning is None else self.reasoning.format
+
+    def stop_scope(self) -> ContentScope:
+        """Return the scope of the stop sequences of one answer."""
+        return ContentScope(self.reasoning_format, self.has_begun_reasoning, self.tools, self.names)
 
     def rules(self, is_constrained: bool) -> AnswerRules | None:
         """Return the rules of a grammar; None if answers are free. `is_constrained` says that there is a

@@ -54,10 +54,8 @@ class AnswerReader:
 
     def __init__(self, form: AnswerForm) -> None:
         reasoning = form.reasoning
-        has_begun = reasoning is not None and reasoning.has_begun
-        reasoning_format = None if reasoning is None else reasoning.format
         self._form = form
-        self._parser = AnswerParser(reasoning_format, has_begun, form.tools, form.names)
+        self._parser = AnswerParser(form.reasoning_format, form.has_begun_reasoning, form.tools, form.names)
         self._end_id = None if reasoning is None else reasoning.rule.end.token_id
         self._counts = reasoning is not None
         self.num_reasoning = 0

@@ -97,6 +97,7 @@ class ChatCompletions:
             tenant=http.tenant,
             door=OPENAI,
             shown_special_ids=marks & self._api.tokenizer.special_ids,
+            make_stop_scope=None if form is None else form.stop_scope,
         )
 
     async def _generate(self, job: ChatJob) -> Response:
