@@ -9,7 +9,7 @@ import pytest
 from tests.support.chats import Reference, template_text
 from tests.support.router.chat_door import HELLO, post
 from tests.support.router.http_door import MODEL
-from tests.support.router.scripted_chats import CLOCK, WEATHER, ScriptedChats, scripted_chats
+from tests.support.router.scripted_chats import CLOCK, TEMPLATE, WEATHER, ScriptedChats, scripted_chats
 from tgis.router.chat.formats.hermes import HERMES
 from tgis.router.chat.formats.registry import ChatFormats
 from tgis.router.chat.renderer import Chat
@@ -160,18 +160,58 @@ async def test_refusals_name_the_field(tmp_path: Path) -> None:
         for fields, param in REFUSALS:
             status, answer = await post(chats.door, "/v1/chat/completions", {"messages": HELLO} | fields)
             assert (status, answer["error"]["param"]) == (400, param), (fields, answer)
-    async with scripted_chats(tmp_path / "unknown", ChatFormats()) as chats:
-        body = {"messages": HELLO, "tools": [WEATHER]}
-        status, answer = await post(chats.door, "/v1/chat/completions", body)
-        assert (status, answer["error"]["param"]) == (400, "tools")
-        assert "--tool-call-parser" in answer["error"]["message"]
+    for formats, template in OBLIVIOUS.values():
+        async with scripted_chats(tmp_path / "oblivious", formats, template) as chats:
+            body = {"messages": HELLO, "tools": [WEATHER]}
+            for fields in ({}, {"tool_choice": "auto"}):
+                status, answer = await post(chats.door, "/v1/chat/completions", body | fields)
+                assert (status, answer["error"]["param"]) == (400, "tools")
+                assert "--tool-call-parser" in answer["error"]["message"]
+                assert "--chat-template" in answer["error"]["message"]
+
+
+BLIND = "{{ messages[0].content }}{% if add_generation_prompt %}:{% endif %}"
+OBLIVIOUS = {
+    "no known form": (ChatFormats(), TEMPLATE),
+    "tools are not shown": (HERMES_CHATS, BLIND),
+    "neither": (ChatFormats(), BLIND),
+}
+
+
+@pytest.mark.parametrize("case", OBLIVIOUS)
+async def test_any_model_can_be_made_to_call(case: str, tmp_path: Path) -> None:
+    """By the grammar alone, whatever its template shows; as a list if its own form is not known."""
+    formats, template = OBLIVIOUS[case]
+    one = f'[{{"name": "weather", "parameters": {BONN}}}]'
+    two = f'[{{"name": "weather", "parameters": {BONN}}}, {{"name": "clock", "parameters": {UTC}}}]'
+    if formats.tools is HERMES:
+        one, two = TWO_CALLS.split("\n<tool_call>")[0], TWO_CALLS
+    named = {"type": "function", "function": {"name": "weather"}}
+    async with scripted_chats(tmp_path, formats, template) as chats:
+        for choice, script, names, finish in (
+            ("required", two, ["weather", "clock"], "tool_calls"),
+            ("required", one, ["weather"], "tool_calls"),
+            (named, one, ["weather"], "stop"),
+        ):
+            chats.script(script)
+            fields: Any = {"messages": HELLO, "tools": [WEATHER, CLOCK], "tool_choice": choice}
+            answer = await chats.client.chat.completions.create(model=MODEL, **fields)
+            [whole] = answer.choices
+            calls = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls or ()]
+            assert calls == list(zip(names, (BONN, UTC), strict=False))
+            assert (whole.finish_reason, whole.message.content) == (finish, None)
+            assert chats.takes(script)
+            assert chats.takes(one)
+            assert chats.takes(two) == (choice == "required")
+            assert not any(map(chats.takes, ("hello", "[]", one[:-1], one.replace('"Bonn"', "1"))))
+            message, reason, _ = await stream(chats, **fields)
+            assert [(name, arguments) for _, name, arguments in message["calls"]] == calls
+            assert (message["content"], reason) == ("", finish)
         chats.script("hello")
-        status, answer = await post(chats.door, "/v1/chat/completions", body | {"tool_choice": "none"})
-        assert status == 200
-    async with scripted_chats(tmp_path / "blind", HERMES_CHATS, "{{ messages[0].content }}") as chats:
-        status, answer = await post(chats.door, "/v1/chat/completions", body)
-        assert (status, answer["error"]["param"]) == (400, "tools")
-        assert "template" in answer["error"]["message"]
+        fields["tool_choice"] = "none"
+        answer = await chats.client.chat.completions.create(model=MODEL, **fields)
+        assert answer.choices[0].message.content == "hello"
+        assert chats.door.handle.specs[-1].grammar is None
 
 
 async def test_a_cut_call_is_told_as_it_is(tmp_path: Path) -> None:

@@ -8,12 +8,16 @@ from tgis.router.api.http.openai.chat.tools import ToolUse
 from tgis.router.api.http.openai.chat.types import ChatRequest
 from tgis.router.api.http.openai.errors import ApiError
 from tgis.router.chat.answers.content_scope import ContentScope
+from tgis.router.chat.formats.json_list import JSON_LIST
 from tgis.router.chat.formats.registry import ChatFormats
 from tgis.router.chat.formats.types import ReasoningFormat, ToolFormat
 from tgis.router.grammar.answer_rules import AnswerRules, CallRules, ReasoningRule
 from tgis.router.grammar.compiler import Guided
 
-UNKNOWN_TOOLS = "tools: the service does not know how the model calls them; its --tool-call-parser can say it"
+NO_AUTO_TOOLS = (
+    'tools: tool_choice "auto" needs a chat template that shows them to the model (--chat-template) and a known '
+    'form of the model\'s calls (--tool-call-parser); "required" and a named function need neither'
+)
 UNKNOWN_REASONING = (
     "max_reasoning_tokens: the service does not know how the model reasons; its --reasoning-parser can say it"
 )
@@ -76,13 +80,17 @@ class AnswerForm:
 
 
 def read_answer_form(
-    formats: ChatFormats, use: ToolUse | None, prompt: str, body: ChatRequest, find_mark: FindMark
+    formats: ChatFormats,
+    use: ToolUse | None,
+    prompt: str,
+    body: ChatRequest,
+    find_mark: FindMark,
+    shows_tools: bool = True,
 ) -> AnswerForm | None:
-    """Return the form of the answers to a prompt; None if they are plain texts. Raises ApiError."""
+    """Return the form of the answers to a prompt, which `shows_tools` or not; None if they are plain texts.
+    Raises ApiError."""
     max_reasoning_tokens = body.max_reasoning_tokens
-    tools = None if use is None else formats.tools
-    if use is not None and tools is None:
-        raise ApiError(400, UNKNOWN_TOOLS, "tools")
+    tools = None if use is None else _choose_tools(formats.tools, use, shows_tools)
     if formats.reasoning is None and max_reasoning_tokens is not None:
         raise ApiError(400, UNKNOWN_REASONING, "max_reasoning_tokens")
     if formats.reasoning is None and use is None:
@@ -96,6 +104,13 @@ def read_answer_form(
         use is not None and use.is_named,
         None if tools is None or use is None else make_call_rules(tools, use, find_mark),
     )
+
+
+def _choose_tools(known: ToolFormat | None, use: ToolUse, shows_tools: bool) -> ToolFormat:
+    """Return the format of calls. Raises ApiError if the model cannot know that it may call."""
+    if not use.is_required and (known is None or not shows_tools):
+        raise ApiError(400, NO_AUTO_TOOLS, "tools")
+    return known or JSON_LIST
 
 
 def constrain(guided: Guided | None, form: AnswerForm | None) -> Guided | None:

@@ -14,7 +14,7 @@ from tgis.router.api.http.event_stream import EventStream, merge
 from tgis.router.api.http.openai.chat.answer_form import AnswerForm, constrain, read_answer_form
 from tgis.router.api.http.openai.chat.answers import WholeAnswer, read_answer
 from tgis.router.api.http.openai.chat.chunks import ChatChunkWriter
-from tgis.router.api.http.openai.chat.messages import render_chat
+from tgis.router.api.http.openai.chat.messages import TOOLS, render_chat
 from tgis.router.api.http.openai.chat.tools import read_tool_use
 from tgis.router.api.http.openai.chat.types import ChatChoice, ChatCompletion, ChatRequest
 from tgis.router.api.http.openai.dates import unix_time
@@ -74,7 +74,8 @@ class ChatCompletions:
         guided = read_guided(body)
         use = read_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
         prompt = await render_chat(body.messages, body, api.renderer, http.owner)
-        form = read_answer_form(api.formats, use, prompt, body, api.find_mark)
+        shows_tools = api.renderer.reads(TOOLS)
+        form = read_answer_form(api.formats, use, prompt, body, api.find_mark, shows_tools)
         call = self._call(body, http, prompt, _parameters(body, constrain(guided, form)), form)
         return ChatJob(body, call, form, f"chatcmpl-{http.id}")
 

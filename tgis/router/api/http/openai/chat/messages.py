@@ -10,7 +10,7 @@ from tgis.router.api.http.openai.errors import ApiError
 from tgis.router.chat.renderer import Chat, ChatRenderer
 from tgis.router.errors import RequestError
 
-EFFORT = "reasoning_effort"
+EFFORT, TOOLS = "reasoning_effort", "tools"  # variables of templates
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning")
@@ -53,9 +53,7 @@ async def render_chat(messages: list[Message], fields: ChatFields, renderer: Cha
 
 def _template_tools(tools: list[Tool] | None, renderer: ChatRenderer) -> list[dict[str, Any]] | None:
     shown = show_tools(tools)
-    if shown is not None and not renderer.reads("tools"):
-        raise ApiError(400, "tools: the chat template does not show them to the model", "tools")
-    return shown
+    return shown if renderer.reads(TOOLS) else None
 
 
 def _variables(fields: ChatFields, renderer: ChatRenderer) -> dict[str, Any] | None:
