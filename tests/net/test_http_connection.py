@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tgis.config.processes import RouterConfig
-from tgis.net import http_connection, http_routes
+from tgis.net import connection_groups, http_connection, http_routes
 from tgis.net.http_connection import MAX_HEADER_BYTES
 from tgis.net.http_routes import LimitedRoute, RouteLimits
 from tgis.net.http_server import serve_http
@@ -235,7 +235,7 @@ async def test_requests_that_arrive_slowly_give_way(monkeypatch: pytest.MonkeyPa
         reader, writer = await connect()
         writer.write(request("/upload", b"x"))
         assert await answer_of(reader) == (503, b"full")
-        monkeypatch.setattr(http_connection, "PATIENCE_S", 0.0)
+        monkeypatch.setattr(connection_groups, "PATIENCE_S", 0.0)
         running, writer = await connect()
         writer.write(request("/late", method="GET"))
         assert await answer_of(halves[0][0]) == (408, b"Request Timeout")

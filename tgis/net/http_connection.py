@@ -13,35 +13,25 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from tgis.net.answer import Answer
+from tgis.net.connection_groups import ConnectionGroups, Group, add_member, has_room
 from tgis.net.http_routes import PROBE_LIMITS, LimitedApp, RouteLimits, find_route, has_path
 from tgis.net.joined_writes import JoinedWrites
+from tgis.net.pending_input import PendingInput
 from tgis.net.ports import watch_peer
 from tgis.net.slow_readers import Flow, SlowReadError
 from tgis.net.tls import client_name
 
 MAX_HEADER_BYTES = 16 << 10
 MAX_FRAMING = 8  # bytes of a chunked body's framing for each of its own bytes
+MAX_QUEUED = 4  # requests of a connection that wait for the one that is answered
+MAX_PIECES = 8  # parsed in one turn of the loop
+MAX_LENGTH_DIGITS = 19
 LINGER_S = 1.0  # time for a refused client to read why, before the connection closes
-MAX_BURST = 128  # connections that may come together beyond a limit
-PATIENCE_S = 1.0  # time that a request may take to arrive before another one can get its place
-BURST_S = 0.05  # time for connections that come together to send their requests
-
-
-class Answer:
-    """The answer to a request, as its connection sees it; `scope["state"]["answer"]`."""
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
-        self.headers = cycle.default_headers = list(cycle.default_headers)
-        """Headers that are sent whatever the answer is."""
-
-    @property
-    def has_begun(self) -> bool:
-        return self._cycle.response_started
 
 
 class ServerConfig(uvicorn.Config):
-    """Configuration of a port's connections, and their groups, each in the order in which they came."""
+    """Configuration of a port's connections, and their groups."""
 
     fresh = PROBE_LIMITS
     """Limits of connections that have no whole request yet."""
@@ -52,7 +42,7 @@ class ServerConfig(uvicorn.Config):
 
     def __init__(self, app: Starlette) -> None:
         self.routes: Iterable[BaseRoute] = app.routes
-        self.groups: dict[tuple[int, bool], dict[HttpConnection, None]] = {}
+        self.groups = ConnectionGroups()
         super().__init__(
             app,
             http=HttpConnection,
@@ -91,11 +81,16 @@ class HttpConnection(HttpToolsProtocol):
     """Whether the last request that began to arrive has arrived."""
     _num_received = _num_body = 0
     """Bytes since the last whole request, and those of them that are of its body."""
+    _num_body_left = 0
+    """Bytes of a body that has a length, of which the parser has not had these."""
     _num_unparsed = 0
     """Bytes of a body that the parser leaves to others."""
+    _will_parse = False
+    """True if the rest of the input will be parsed in another turn of the loop."""
+    _input: PendingInput
     _running: _Running | None = None
     _has_been_refused = False
-    _group: "dict[HttpConnection, None] | None" = None
+    _group: Group | None = None
     _certificate_name = ""
     _old_at = math.inf
     """Time from which on it ends with its next answer."""
@@ -103,7 +98,8 @@ class HttpConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         watch_peer(transport, self.config.keepalive_s)
         super().connection_made(JoinedWrites(transport, self.loop))
-        self.flow = Flow(self.transport)
+        self.flow = Flow(self.transport, self._parse_soon)
+        self._input = PendingInput()
         self._certificate_name = client_name(transport.get_extra_info("ssl_object"))
         self._began_at = self.loop.time()
         if self.config.max_age_s is not None:
@@ -112,7 +108,7 @@ class HttpConnection(HttpToolsProtocol):
         self._reschedule()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._leave()
+        self.leave_group()
         self._began_at = None
         self._reschedule()
         self._stop_slow_timer()
@@ -122,6 +118,7 @@ class HttpConnection(HttpToolsProtocol):
         self._end_running()
 
     def eof_received(self) -> None:
+        self._input.clear()
         self.transport.flush()
         self._end_running()
         self._start_slow_timer()
@@ -130,45 +127,72 @@ class HttpConnection(HttpToolsProtocol):
         if self._has_been_refused:
             return
         self._unset_keepalive_if_required()
-        if self._began_at is None:
-            self._began_at = self.loop.time()
-        self._num_received += len(data)
+        self._input.add(data)
+        self._parse()
+
+    def _parse_soon(self) -> None:
+        """Go on to parse once other connections have had their turn."""
+        if self._input and not self._will_parse:
+            self._will_parse = True
+            self.loop.call_soon(self._parse)
+
+    def _parse(self) -> None:
+        """Parse what has come, but for requests that must wait for those before them."""
+        self._will_parse = False
         try:
-            self._take_unparsed(data) if self._num_unparsed else self._parse(data)
+            for _ in range(MAX_PIECES):
+                if not self._can_parse():
+                    break
+                self._parse_piece()
+            else:
+                self._parse_soon()
         except _Refusal as refusal:
             self._refuse(refusal.status)
+        self.flow.hold_reading(bool(self._input))
         self._reschedule()
 
-    def _parse(self, data: bytes) -> None:
-        """Parse what has come. Raises _Refusal."""
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._take_unparsed(data[upgrade.args[0] :])
-        except httptools.HttpParserCallbackError as error:
-            if isinstance(error.__context__, _Refusal):
-                raise error.__context__ from None
-            raise
-        except httptools.HttpParserError:
-            raise _Refusal(HTTPStatus.BAD_REQUEST) from None
+    def _can_parse(self) -> bool:
+        return bool(self._input) and not self.transport.is_closing() and len(self.pipeline) < MAX_QUEUED
+
+    def _parse_piece(self) -> None:
+        """Parse the next piece of the input. Raises _Refusal."""
+        if self._began_at is None:
+            self._began_at = self.loop.time()
+        piece = self._input.take(self._num_unparsed or self._num_body_left)
+        self._num_received += len(piece)
+        if self._num_unparsed:
+            self._take_unparsed(piece)
+            return
+        self._num_body_left -= min(len(piece), self._num_body_left)
+        self._feed(piece)
         if self._num_received - self._num_body > MAX_HEADER_BYTES + MAX_FRAMING * self._num_body:
             raise _Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
 
-    def _take_unparsed(self, data: bytes) -> None:
-        """Take the body of a request that asks for another protocol, which no server needs to speak. The
-        parser leaves it to others. Raises _Refusal."""
-        body = data[: self._num_unparsed]
+    def _feed(self, piece: bytes) -> None:
+        """Give a piece to the parser. Raises _Refusal."""
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._input.give_back(len(piece) - upgrade.args[0])
+        except httptools.HttpParserCallbackError as error:
+            if isinstance(error.__context__, _Refusal):
+                raise error.__context__ from None
+            raise _Refusal(HTTPStatus.BAD_REQUEST) from None
+        except httptools.HttpParserError:
+            raise _Refusal(HTTPStatus.BAD_REQUEST) from None
+
+    def _take_unparsed(self, body: bytes) -> None:
+        """Take a part of the body of a request that asks for another protocol, which the parser leaves to
+        others. No server needs to speak that protocol."""
         self._num_unparsed -= len(body)
-        if body:
-            self.on_body(body)
-            if not self._num_unparsed:
-                self._complete_message()
-        if rest := data[len(body) :]:
-            self._parse(rest)
+        self.on_body(body)
+        if not self._num_unparsed:
+            self._complete_message()
 
     def _refuse(self, status: HTTPStatus) -> None:
         """Answer that the request cannot be read, and close. The rest of it is dropped."""
         self._has_been_refused = True
+        self._input.clear()
         if self.pipeline or (self._running is not None and self._running.cycle.response_started):
             self.transport.abort()
             return
@@ -181,6 +205,8 @@ class HttpConnection(HttpToolsProtocol):
     def _linger(self) -> None:
         """Close soon. A connection that closes with bytes unread is reset, and its client reads no answer."""
         self._began_at, self._has_been_refused = None, True
+        self._input.clear()
+        self.flow.hold_reading(has_backlog=False)
         self._unset_keepalive_if_required()
         self.timeout_keep_alive_task = self.loop.call_later(LINGER_S, self.timeout_keep_alive_handler)
 
@@ -188,11 +214,14 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._is_whole = False
+        self._is_whole, self._num_body_left = False, 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if "method" not in self.scope:  # otherwise it is a trailer, which nobody reads
-            super().on_header(name, value)
+        if "method" in self.scope:
+            return  # it is a trailer, which nobody reads
+        super().on_header(name, value)
+        if self.headers[-1][0] == b"content-length":
+            self._num_body_left = _read_length(value)
 
     def on_headers_complete(self) -> None:
         num_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -208,10 +237,9 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
-            given = dict(self.headers)
-            if b"transfer-encoding" in given:
+            if b"transfer-encoding" in dict(self.headers):
                 raise _Refusal(HTTPStatus.BAD_REQUEST)
-            self._num_unparsed = int(given.get(b"content-length", 0))
+            self._num_unparsed = self._num_body_left
         if not self._num_unparsed:
             self._complete_message()
 
@@ -221,7 +249,7 @@ class HttpConnection(HttpToolsProtocol):
         if self.loop.time() >= self._old_at and not self.cycle.response_started:
             self.cycle.keep_alive = False
         super().on_message_complete()
-        self._is_whole, self._num_received, self._num_body = True, 0, 0
+        self._is_whole, self._num_received, self._num_body, self._num_body_left = True, 0, 0, 0
         if self._running is None:  # its answer came before its end
             self._become_idle()
 
@@ -232,8 +260,8 @@ class HttpConnection(HttpToolsProtocol):
         limits = PROBE_LIMITS if route is None else route.limits
         if isinstance(route, LimitedApp):
             app = route.handle  # without Starlette's layers, which each part of a stream would pass
-        group = self._group_of(limits)
-        if limits.refuse is not None and not _has_room(group, limits, self.loop.time()):
+        group = self.config.groups.find(limits)
+        if limits.refuse is not None and not has_room(group, limits, self.loop.time()):
             app, limits = limits.refuse, self.config.fresh
         self._enter(limits)
         state: dict[str, Any] = cycle.scope["state"]
@@ -271,6 +299,7 @@ class HttpConnection(HttpToolsProtocol):
         if self.transport.is_closing():
             self._start_slow_timer()
         super().on_response_complete()  # starts the next request if it has arrived
+        self._parse_soon()
         if self._running is not None or (running is not None and not running.cycle.more_body):
             self._began_at = self.loop.time()
         elif self.expect_100_continue:
@@ -293,35 +322,27 @@ class HttpConnection(HttpToolsProtocol):
 
     # Groups of connections.
 
-    def _group_of(self, limits: RouteLimits, is_idle: bool = False) -> "dict[HttpConnection, None]":
-        is_apart = is_idle and limits.refuse is not None
-        return self.config.groups.setdefault((id(limits), is_apart), {})
-
     def _enter(self, limits: RouteLimits, is_idle: bool = False) -> None:
-        """Count the connection by other limits, and end the oldest one of too many."""
-        group, self._limits = self._group_of(limits, is_idle), limits
-        if group is self._group:
-            return
-        self._leave()
-        self._group = group
-        group[self] = None
-        if len(group) == limits.max_connections + 1:
-            self.loop.call_later(BURST_S, _trim_soon, self.loop, group, limits)
-        elif len(group) > limits.max_connections + MAX_BURST:
-            _trim(group, limits)
+        """Count the connection by other limits."""
+        group, self._limits = self.config.groups.find(limits, is_idle), limits
+        if group is not self._group:
+            self.leave_group()
+            self._group = group
+            add_member(group, self, limits, self.loop)
 
-    def _leave(self) -> None:
+    def leave_group(self) -> None:
         if self._group is not None:
             self._group.pop(self, None)
             self._group = None
 
+    def end(self, is_graceful: bool) -> None:
+        self.timeout_keep_alive_handler() if is_graceful else self.transport.abort()
+
     def arrives_since(self) -> float | None:
-        """Return when the request that arrives began to; None if there is none."""
         running = self._running
         return self._began_at if running is None or running.cycle.more_body else None
 
     def give_way(self) -> None:
-        """Refuse the request that arrives, so that another one gets its place."""
         self._enter(self.config.fresh)
         self._refuse(HTTPStatus.REQUEST_TIMEOUT)
         self._reschedule()
@@ -370,31 +391,8 @@ class HttpConnection(HttpToolsProtocol):
             self.flow.give_up()
 
 
-def _trim_soon(
-    loop: asyncio.AbstractEventLoop, group: dict[HttpConnection, None], limits: RouteLimits
-) -> None:
-    """Trim once the loop has read what has come meanwhile, however busy it was."""
-    loop.call_soon(loop.call_soon, _trim, group, limits)
-
-
-def _trim(group: dict[HttpConnection, None], limits: RouteLimits) -> None:
-    """End the oldest connections of too many."""
-    while len(group) > limits.max_connections:
-        oldest = next(iter(group))
-        oldest._leave()
-        if limits.refuse is None:
-            oldest.transport.abort()
-        else:
-            oldest.timeout_keep_alive_handler()
-
-
-def _has_room(group: dict[HttpConnection, None], limits: RouteLimits, now: float) -> bool:
-    """Return whether there is room for a request, if need be by ending the oldest one that arrives slowly."""
-    if len(group) < limits.max_connections:
-        return True
-    for connection in group:
-        since = connection.arrives_since()
-        if since is not None and now - since > PATIENCE_S:
-            connection.give_way()
-            return True
-    return False
+def _read_length(value: bytes) -> int:
+    """Return the number of bytes that a header gives. Raises _Refusal if it is no number."""
+    if not value.isdigit() or len(value) > MAX_LENGTH_DIGITS:
+        raise _Refusal(HTTPStatus.BAD_REQUEST)
+    return int(value)

@@ -1,4 +1,7 @@
-"""Ends what is sent to clients that do not read it."""
+"""Flow control of a connection: pauses its reading, and ends what is sent to clients that do not read."""
+
+import asyncio
+from collections.abc import Callable
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
@@ -8,9 +11,38 @@ class SlowReadError(Exception):
 
 
 class Flow(FlowControl):
-    """Flow control of a connection, whose writers fail once its client is given up."""
+    """Flow control of a connection, whose writers fail once its client is given up.
+
+    Reading pauses while the app asks for it, and while there is input that is not parsed yet."""
 
     is_slow = False
+
+    def __init__(self, transport: asyncio.Transport, on_resume: Callable[[], None]) -> None:
+        """`on_resume` is called when the app lets reading go on."""
+        super().__init__(transport)
+        self._on_resume = on_resume
+        self._has_backlog = self._is_paused = False
+
+    def pause_reading(self) -> None:
+        self.read_paused = True
+        self._update()
+
+    def resume_reading(self) -> None:
+        if self.read_paused:
+            self.read_paused = False
+            self._update()
+            self._on_resume()
+
+    def hold_reading(self, has_backlog: bool) -> None:
+        """Pause reading while there is input that is not parsed yet."""
+        self._has_backlog = has_backlog
+        self._update()
+
+    def _update(self) -> None:
+        is_paused = self.read_paused or self._has_backlog
+        if is_paused != self._is_paused:
+            self._is_paused = is_paused
+            self._transport.pause_reading() if is_paused else self._transport.resume_reading()
 
     def give_up(self) -> None:
         self.is_slow = True

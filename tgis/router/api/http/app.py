@@ -14,7 +14,7 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tgis.config.processes import RouterConfig
-from tgis.net.http_connection import Answer
+from tgis.net.answer import Answer
 from tgis.net.http_routes import PROBE_LIMITS, LimitedApp, RouteLimits
 from tgis.net.slow_readers import SlowReadError
 from tgis.router.api.bearer_tokens import REFUSAL, BearerTokens

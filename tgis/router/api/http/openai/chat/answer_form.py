@@ -15,8 +15,8 @@ from tgis.router.grammar.answer_rules import AnswerRules, CallRules, ReasoningRu
 from tgis.router.grammar.compiler import Guided
 
 NO_AUTO_TOOLS = (
-    'tools: tool_choice "auto" needs a chat template that shows them to the model (--chat-template) and a known '
-    'form of the model\'s calls (--tool-call-parser); "required" and a named function need neither'
+    'tools: tool_choice "auto" needs a chat template that shows them to the model (--chat-template) and a '
+    'known form of the model\'s calls (--tool-call-parser); "required" and a named function need neither'
 )
 UNKNOWN_REASONING = (
     "max_reasoning_tokens: the service does not know how the model reasons; its --reasoning-parser can say it"
