@@ -40,7 +40,7 @@ from tgis.router.api.http.openai.models import Models, served_names
 from tgis.router.api.http.openai.routes import openai_api
 from tgis.router.api.http.openai.service_parts import OpenAiApi
 from tgis.router.api.http.ports import HttpPorts
-from tgis.router.api.http.tgi.routes import tgi_api
+from tgis.router.api.http.tgi.routes import MODEL_PLACEHOLDERS, tgi_api
 from tgis.router.api.service import GenerationService
 from tgis.router.chat.formats.registry import choose_formats
 from tgis.router.chat.renderer import ChatRenderer
@@ -161,6 +161,7 @@ class _Router:
                 names,
                 config.max_sequence_length,
                 adapter_ids=lambda: engine.info().preloaded_adapter_ids,
+                placeholders=MODEL_PLACEHOLDERS if TGI.name in config.served_apis else (),
             ),
             self._vocabulary(True, frozenset()),
             self._limits,
@@ -307,11 +308,10 @@ def _adapter_roots(config: RouterConfig) -> tuple[str, ...] | None:
 
 
 def _served_names(config: RouterConfig) -> tuple[str, ...]:
-    """Return the names of the model, of which `tgi` is one for TGI's clients. Raises StartupError."""
+    """Return the names of the model. Raises StartupError."""
     if not config.served_apis:
         return ("model",)
-    names = served_names(config.served_model_name, config.tokenizer_path)
-    return (*names, TGI.name) if TGI.name in config.served_apis and TGI.name not in names else names
+    return served_names(config.served_model_name, config.tokenizer_path)
 
 
 def _log_ports(config: RouterConfig, grpc_port: int, http_port: int, api_port: int | None) -> None:

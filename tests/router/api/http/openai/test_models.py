@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 
-from tests.support.router.chat_door import chat_door
+from tests.support.router.chat_door import HELLO, chat_door
 from tests.support.router.http_door import MODEL
 from tgis.router.api.http.openai.models import Models, served_names
 from tgis.router.errors import StartupError
@@ -38,3 +39,28 @@ def test_served_names() -> None:
     for wrong in ("a b", "é", "x" * 257, "a\n"):
         with pytest.raises(StartupError):
             served_names(f"ok,{wrong}z", "x")
+
+
+PLACEHOLDERS = ("dummy", "text-generation-inference", "tgi", "default")
+
+
+async def test_placeholders_of_tgi_clients_are_the_model(tmp_path: Path) -> None:
+    fields: Any = {"max_tokens": 1}
+    async with chat_door(tmp_path / "tgi", http_api="tgi") as (_, client):
+        for name in PLACEHOLDERS:
+            assert (await client.completions.create(model=name, prompt="a", **fields)).model == MODEL
+            chat = await client.chat.completions.create(model=name, messages=HELLO, **fields)
+            assert chat.model == MODEL
+        assert [model.id async for model in client.models.list()] == [MODEL, "alias"]
+    async with chat_door(tmp_path / "openai") as (_, client):
+        with pytest.raises(openai.NotFoundError):
+            await client.completions.create(model="dummy", prompt="a", **fields)
+
+
+def test_adapters_and_models_may_have_the_names_of_placeholders() -> None:
+    models = Models(("a", "tgi"), adapter_ids=lambda: ("default",), placeholders=PLACEHOLDERS)
+    models.adapters["dummy"] = "some/adapter"
+    assert models.choose("tgi") == ("tgi", None)
+    assert models.choose("default") == ("default", "default")
+    assert models.choose("dummy") == ("dummy", "some/adapter")
+    assert models.choose("text-generation-inference") == ("a", None)

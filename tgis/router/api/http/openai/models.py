@@ -2,7 +2,7 @@
 adapters' ids."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,10 +67,13 @@ class Models:
         max_model_len: int | None = None,
         created: int | None = None,
         adapter_ids: Callable[[], tuple[str, ...]] = tuple,
+        placeholders: Collection[str] = (),
     ) -> None:
         """Take the served names; answers to requests that name no model have the first. `adapter_ids` returns
-        the ids of adapters that are kept loaded."""
+        the ids of adapters that are kept loaded. `placeholders` are names that clients send where none is
+        given; an adapter may have one of them."""
         self.names = names
+        self._placeholders = placeholders
         self._max_model_len, self._adapter_ids = max_model_len, adapter_ids
         self.adapters: dict[str, str] = {}
         """Ids of the adapters that got names while the service runs, by name."""
@@ -82,9 +85,14 @@ class Models:
 
     def choose(self, name: str | None) -> ModelChoice:
         """Return what a request's `model` names: the served model, else the adapter of that name or id."""
-        if not name:
+        if name in self.names:
+            return ModelChoice(name)
+        if not name or (name in self._placeholders and not self._is_adapter(name)):
             return ModelChoice(self.names[0])
-        return ModelChoice(name, None if name in self.names else self.adapters.get(name, name))
+        return ModelChoice(name, self.adapters.get(name, name))
+
+    def _is_adapter(self, name: str) -> bool:
+        return name in self.adapters or name in self.preloaded_ids
 
     def cards(self) -> list[ModelCard]:
         first = self.names[0]
