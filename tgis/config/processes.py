@@ -232,6 +232,12 @@ class RouterConfig(ProcessOptions, HeartbeatOptions, LinkOptions, BatchOptions, 
         env=False,
         group=Group.LOGS,
     )
+    http_url_path: str | None = option(
+        "File that the URL of the HTTP port is written to, for `tgis top` on this machine; unset: none.",
+        None,
+        env=False,
+        group=Group.NETWORK,
+    )
 
     @property
     def shares_ports(self) -> bool:

@@ -81,6 +81,7 @@ class ChildConfigs:
             "worker": worker,
             "engine_path": str(self._files.engine_path) if is_split else None,
             "metrics_dir": str(self._files.metrics_dir) if is_split else None,
+            "http_url_path": str(self._files.http_url_path),
         }
         return self._derive(RouterConfig, own)
 

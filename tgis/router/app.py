@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection
 
 from tgis.config.processes import RouterConfig
 from tgis.config.serving import SERVICE_NAME
+from tgis.net.addresses import http_url, local_host
 from tgis.net.ports import PortError, reserve
 from tgis.net.tls import Certificates, port_certificates
 from tgis.pb.generation_pb2_grpc import add_GenerationServiceServicer_to_server
@@ -200,6 +201,7 @@ class _Router:
         host, grpc_port, *_ = reserved.getsockname()
         warn_if_unprotected(config, host)
         async with self._http.serve() as http_port, AsyncExitStack() as stack:
+            _write_url(config, http_port)
             try:
                 if not await self._unless_draining(self._engine.start()):
                     return
@@ -318,6 +320,12 @@ def _log_ports(config: RouterConfig, grpc_port: int, http_port: int, api_port: i
     named = [("gRPC", grpc_port), ("HTTP", http_port), (f"{', '.join(config.served_apis)} API", api_port)]
     places = ", ".join(f"{name} on {config.bind}:{port}" for name, port in named if port is not None)
     logger.info("serving %s", places)
+
+
+def _write_url(config: RouterConfig, http_port: int) -> None:
+    if config.http_url_path is not None:
+        url = http_url(local_host(config.bind), http_port, config.http_tls)
+        Path(config.http_url_path).write_text(url + "\n")
 
 
 def _limits(config: RouterConfig) -> RequestLimits:
