@@ -153,6 +153,7 @@ def test_every_option_is_declared_once() -> None:
         "engine_path",
         "worker",
         "metrics_dir",
+        "http_url_path",
         "heartbeat_fd",
     }
 

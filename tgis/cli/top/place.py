@@ -33,7 +33,7 @@ class Place(Trust):
 
     @property
     def hint(self) -> str:
-        """What a failure says if it may be another service that is meant."""
+        """Advice to add to a failure, because another service may be meant; empty if one was named."""
         return HINT if self.target is None else ""
 
     @property
