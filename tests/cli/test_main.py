@@ -154,6 +154,7 @@ def test_every_option_is_declared_once() -> None:
         "worker",
         "metrics_dir",
         "http_url_path",
+        "model_sampling_path",
         "heartbeat_fd",
     }
 

@@ -81,6 +81,7 @@ class ChildConfigs:
             "worker": worker,
             "engine_path": str(self._files.engine_path) if is_split else None,
             "metrics_dir": str(self._files.metrics_dir) if is_split else None,
+            "model_sampling_path": str(self._plan.model_path / "generation_config.json"),
             "http_url_path": str(self._files.http_url_path),
         }
         return self._derive(RouterConfig, own)
