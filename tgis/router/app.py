@@ -330,9 +330,13 @@ def _model_sampling(config: RouterConfig) -> dict[str, float]:
 
 
 def _write_url(config: RouterConfig, http_port: int) -> None:
-    if config.http_url_path is not None:
-        url = http_url(local_host(config.bind), http_port, config.http_tls)
+    if config.http_url_path is None:
+        return
+    url = http_url(local_host(config.bind), http_port, config.http_tls)
+    try:
         Path(config.http_url_path).write_text(url + "\n")
+    except OSError as error:  # a disk may be full, which is no reason not to serve
+        logger.warning("`tgis top` needs --target here: %s: %s", config.http_url_path, error.strerror)
 
 
 def _limits(config: RouterConfig) -> RequestLimits:

@@ -56,7 +56,8 @@ def keep_beside_source() -> None:
     """Keep code beside the source only, whoever owns it."""
     _bases[:] = [_BESIDE_SOURCE]
     can_be_written.cache_clear()
-    _owners.add(_BESIDE_SOURCE.stat().st_uid)
+    if _BESIDE_SOURCE.exists():
+        _owners.add(_BESIDE_SOURCE.stat().st_uid)
 
 
 def add_run_directory(directory: Path) -> None:
