@@ -98,10 +98,8 @@ def _get(source: Source) -> str:
 
 def _connection(source: Source) -> HTTPConnection:
     """Return a connection that is not open yet. Raises ScrapeError if the target or --ca-cert is unusable."""
-    url, trust = (
-        urlsplit(source.target if "://" in source.target else f"http://{source.target}"),
-        source.trust,
-    )
+    trust = source.trust
+    url = urlsplit(source.target if "://" in source.target else f"http://{source.target}")
     if url.scheme not in ("http", "https") or not url.netloc:
         raise ScrapeError("neither host and port nor an http or https URL")
     try:

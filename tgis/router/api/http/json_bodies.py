@@ -12,10 +12,8 @@ T = TypeVar("T")
 _encode = msgspec.json.Encoder().encode
 # The ends of lines, to `str.splitlines`, that JSON need not escape. In JSON they are in strings only.
 _NEXT_LINE, _LINE_SEPARATOR, _PARAGRAPH_SEPARATOR = "\x85".encode(), "\u2028".encode(), "\u2029".encode()
-_LATIN, _PUNCTUATION = (
-    _NEXT_LINE[0],
-    _LINE_SEPARATOR[0],
-)  # searched for first, because one byte is found faster
+# Their first bytes, which are searched for before, because that is faster.
+_LATIN, _PUNCTUATION = _NEXT_LINE[0], _LINE_SEPARATOR[0]
 
 
 def encode_json(value: Any) -> bytes:

@@ -48,8 +48,9 @@ def use_cache_home(home: str | None) -> None:
     demands."""
     if home is None or not os.path.isabs(home):
         return
-    index = _bases.index(_BESIDE_SOURCE) + 1
-    _bases[index : index + len(_user_directories)] = _user_directories[:] = [Path(home) / _NAME]
+    own, first = [Path(home) / _NAME], _bases.index(_BESIDE_SOURCE) + 1
+    _bases[first : first + len(_user_directories)] = own
+    _user_directories[:] = own
 
 
 def keep_beside_source() -> None:
