@@ -20,6 +20,7 @@ from integration_tests.support.door_requests import Answer, Doors, Fields
 from integration_tests.support.inputs_requests import UNTOLD, InputsDoors
 from integration_tests.support.service import Client
 from tests.support.http_exchange import exchange
+from tgis.process.run_directory import running_urls
 
 # Small enough that prompts are cut, that a crowd does not fit into the cache, and that prefixes are shared.
 TIGHT = ["--block-size", "8", "--kv-cache-tokens", "640", "--max-step-tokens", "48", "--max-batch-size", "12"]
@@ -132,6 +133,10 @@ def sampled(served: Served) -> list[Ask]:
         is_text = "truncate_prompt_tokens" in more or i % 2 == 0
         asks.append(Ask(asked.prompt if is_text else asked.ids, asked.prompt, fields))
     return asks
+
+
+def test_top_finds_the_service(served: Served) -> None:
+    assert served.root in running_urls()
 
 
 def test_all_doors_give_the_same_tokens(served: Served, doors: Doors, inputs_doors: InputsDoors) -> None:

@@ -27,6 +27,7 @@ from tests.support.tls_files import issue
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
+from tgis.process.run_directory import running_urls
 
 NUM_WORKERS = 2
 TEXTS = ("girl", "once upon a time", "quick brown fox", "café 東京")
@@ -142,6 +143,7 @@ def test_every_worker_says_that_it_is_healthy(service: Service) -> None:
             stub = health_pb2_grpc.HealthStub(client.channel)
             answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    assert service.http in running_urls(), "`tgis top` finds it"
     for path in ["/health", "/live"] * 8:  # a connection each
         with urllib.request.urlopen(service.http + path, timeout=20) as response:
             assert response.status == 200

@@ -2,6 +2,7 @@
 
 from inspect import getdoc
 
+from tgis.hub.gguf import COMMAND
 from tgis.shard.models import registry
 from tgis.shard.models.unread_tensors import IGNORED
 
@@ -15,7 +16,7 @@ compute, the model runs through transformers' code with a warning, or is refused
 COLUMNS = ("family", "what it is", "`model_type`", "kind", "quantized")
 # Families of which the tests serve checkpoints of each format, and of all others one of a format of their own.
 EACH_FORMAT = ("llama", "mixtral", "granitemoe", "gpt2", "falcon", "t5")
-OTHERS = """\
+OTHERS = f"""\
 All of them can be sharded (`--num-shard`) and quantized (`--quantize`), and take soft prompts and adapters. The
 tests compare tiny models of every family with transformers in float32, on one shard, and Llamas on two; accuracy and
 speed were measured with Llama's shapes only.
@@ -35,10 +36,18 @@ the tests compare with transformers: checkpoints of each format, or of one.
 | `fp8`, `fbgemm_fp8` | a scale for each matrix, row or block |
 | `bitsandbytes` | `nf4` and `fp4`, also nested, and 8 bits |
 
-Weights are held in the precision of `--dtype`, so memory and speed are those of the checkpoint that was quantized. Bits and
-groups of a module follow from the shapes of its tensors, so that modules may differ. All other formats are refused by name:
-among them EXL2, GGUF, AQLM, QuIP, HQQ, VPTQ, BitNet, Quanto, torchao, HIGGS, SpQR, QQQ, NVFP4, MXFP4, Marlin 2:4, sparse ones,
+On CPUs, weights of 8 bits and fewer are kept as codes and scales, those of `fp8` as `--dtype`; GPUs keep all of them as
+`--dtype` ([how each format is kept and multiplied](quantized-checkpoints.md#serving)). Bits and groups of a module follow
+from the shapes of its tensors, so that modules may differ. All other formats are refused by name: among them EXL2, AQLM,
+QuIP, HQQ, VPTQ, BitNet, Quanto, torchao, HIGGS, SpQR, QQQ, NVFP4, MXFP4, Marlin 2:4, sparse ones,
 the `gemv_fast` and `llm-awq` forms of AWQ, and weights that EETQ saved.
+
+GGUF files are not served yet. transformers converts one, DIR/NAME.gguf, to a model that is, in the new directory OUT, whose
+weights take 4 bytes each:
+
+```shell
+{COMMAND} DIR NAME.gguf OUT
+```
 
 ## Sharding
 

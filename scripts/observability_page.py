@@ -56,15 +56,16 @@ With `--json-output` every line of the launcher and its child processes is one J
 ## In a terminal
 
 ```shell
-tgis top                                              # localhost:3000, until Ctrl-C
-kubectl port-forward deploy/inference-server 3000 & tgis top
+tgis top                                              # the service on this machine, until Ctrl-C
+kubectl port-forward deploy/inference-server 3000 & tgis top --port 3000
 tgis top --target https://localhost:3000 --ca-cert ca.pem --server-name inference-server
 tgis top --once --interval 5                          # one frame of plain text; exit status 1 without a service
 ```
 
 ![tgis top](pictures/top.png)
 
-It reads only `/metrics`. Rates, means and quantiles are those of the last `--window` seconds (10), between two scrapes.
+Without `--target` and `--port` (or the variable `PORT`), it watches the service that this user has launched on this
+machine, whatever its port, else port 3000. It reads only `/metrics`. Rates, means and quantiles are those of the last `--window` seconds (10), between two scrapes.
 Quantiles are interpolated as by Prometheus' `histogram_quantile`, evenly within a bucket; each bucket ends at 1.5 times
 the end of the one before. `generated` counts tokens as they are generated, also of unfinished inputs; `of prompts`
 counts the computed ones, not those found in the cache. `steps` shows the time of a step, the shards' part of it, and

@@ -87,6 +87,17 @@ def text_has_a_grammar(served: Served) -> None:
             assert re.fullmatch(PATTERN, text), text
 
 
+def text_of_several_lines_streams(served: Served) -> None:
+    """The client splits at every end of a line that Python knows."""
+    lines = "one\x85two\u2028three\u2029four"
+    client, grammar = connect(served), {"type": "regex", "value": lines}
+    parts = client.text_generation(
+        "a girl", grammar=grammar, max_new_tokens=200, stream=True, details=True, return_full_text=False
+    )
+    *_, last = parts
+    assert last.generated_text == lines
+
+
 def a_stop_text_ends_the_text(served: Served) -> None:
     asked = next(asked for asked in served.completions if len(asked.text) > 12)
     stop = asked.text[4:6]
@@ -130,6 +141,7 @@ CHECKS: list[Check] = [
     text_streams,
     text_streams_async,
     text_has_a_grammar,
+    text_of_several_lines_streams,
     a_stop_text_ends_the_text,
     an_adapter_changes_the_text,
     tgi_errors_are_raised,

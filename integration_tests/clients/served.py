@@ -22,6 +22,7 @@ from tests.support.tokenizers.trained import write_byte_level
 VOCAB_SIZE, MAX_SEQUENCE_LENGTH, EOS_ID = 400, 2048, 1
 MODEL, OTHER_NAME, ADAPTER = "tiny", "tiny-by-another-name", "tuned"
 API_KEY = "a-key-of-this-test"
+SAMPLING = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}  # that the model's makers chose
 WORDS = "girl bread fox dog time once upon little quick brown lazy café def return argument".split(" ")
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 # In the manner of published ones: the beginning of text, tools, roles, calls, and where the answer begins.
@@ -56,6 +57,8 @@ def write_served_model(directory: Path) -> Oracle:
     tensors["lm_head.weight"][torch.tensor(pieces)] = 0
     tensors["lm_head.weight"][1] *= 2  # the end of sequence, so that some answers end
     save_file(tensors, path, {"format": "pt"})
+    path = directory / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "do_sample": True, **SAMPLING}))
     path = directory / "tokenizer_config.json"
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE}
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))

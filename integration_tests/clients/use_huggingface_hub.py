@@ -18,6 +18,9 @@ SCHEMA = {
 }
 
 
+LINES = "one\x85two\u2028three\u2029four"
+
+
 def connect(served: Served) -> InferenceClient:
     return InferenceClient(base_url=served.base_url, api_key=served.api_key, timeout=60)
 
@@ -41,6 +44,32 @@ def a_chat_streams(served: Served) -> None:
         assert (
             "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == chat.answer.text
         )
+
+
+def a_chat_needs_no_model(served: Served) -> None:
+    """The client then names a model that no one has."""
+    client, chat = connect(served), served.chats[0]
+    fields: Any = {"max_tokens": chat.answer.max_tokens, "temperature": 0}
+    answer = client.chat_completion(chat.messages, **fields)
+    assert answer.choices[0].message.content == chat.answer.text
+    assert answer.model == served.model
+    parts = client.chat_completion(chat.messages, **fields, stream=True)
+    assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == chat.answer.text
+
+
+def a_chat_of_several_lines_streams(served: Served) -> None:
+    """The client splits at every end of a line that Python knows."""
+    client, regex = connect(served), {"structured_outputs": {"regex": LINES}}
+    fields: Any = {"messages": served.chats[0].messages, "stream": True, "extra_body": regex}
+    parts = client.chat_completion(**fields)
+    assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == LINES
+
+    async def ask() -> str:
+        client = AsyncInferenceClient(base_url=served.base_url, api_key=served.api_key, timeout=60)
+        parts = await client.chat_completion(**fields)
+        return "".join([part.choices[0].delta.content or "" async for part in parts if part.choices])
+
+    assert asyncio.run(ask()) == LINES
 
 
 def a_chat_streams_async(served: Served) -> None:
@@ -96,6 +125,8 @@ CHECKS: list[Check] = [
     a_chat_is_completed,
     a_chat_streams,
     a_chat_streams_async,
+    a_chat_needs_no_model,
+    a_chat_of_several_lines_streams,
     logprobs_are_given,
     answers_have_a_schema,
     errors_have_their_text,

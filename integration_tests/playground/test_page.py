@@ -17,6 +17,7 @@ pytestmark = pytest.mark.browser
 
 STEP_S = 0.01  # so that an answer is seen before it is whole
 VARIABLES = "Variables of the chat template, as a JSON object"
+MARKDOWN = "Show answers as Markdown"
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
 
 
@@ -52,6 +53,7 @@ def test_models_are_those_that_are_served(page: Playground, served: Served) -> N
 
 
 def test_chat_is_streamed_and_goes_on(page: Playground, served: Served) -> None:
+    page.page.get_by_label(MARKDOWN).uncheck()
     page.fill("Temperature", "0")
     page.fill("Most tokens", "40")
     bodies: list[dict[str, Any]] = []
@@ -75,6 +77,7 @@ def test_chat_is_streamed_and_goes_on(page: Playground, served: Served) -> None:
 
 def test_answers_are_those_of_the_service(page: Playground, served: Served) -> None:
     chat = next(chat for chat in served.chats if len(chat.messages) == 1)
+    page.page.get_by_label(MARKDOWN).uncheck()
     page.fill("Temperature", "0")
     page.fill(VARIABLES, "")
     page.fill("Most tokens", str(chat.answer.max_tokens))
@@ -86,6 +89,137 @@ def test_answers_are_those_of_the_service(page: Playground, served: Served) -> N
     assert f"answer: {len(expected.output_ids)} tokens" in stats
     assert f"end: {expected.finish_reason}" in stats
     assert re.search(r"first token: \d+\.\d\d s · [\d.]+ tokens/s", stats)
+
+
+def test_sampling_is_the_models_own(page: Playground) -> None:
+    values = {
+        label: page.page.get_by_label(label).input_value() for label in ("Temperature", "Top p", "Top k")
+    }
+    assert values == {"Temperature": "0.6", "Top p": "0.95", "Top k": "20"}
+    page.fill("Temperature", "")
+    page.press("Reload models")
+    page.page.get_by_text("Ready.").wait_for()
+    page.fill("Most tokens", "2")
+    with page.page.expect_request("**/v1/chat/completions") as sent:
+        page.ask_whole("hello")
+    body = sent.value.post_data_json
+    assert (body.get("temperature"), body["top_p"], body["top_k"]) == (None, 0.95, 20)
+
+
+def test_messages_wait_for_the_running_answer(page: Playground) -> None:
+    bodies: list[dict[str, Any]] = []
+    page.page.on("request", lambda request: bodies.append(request.post_data_json or {}))
+    page.fill("Most tokens", "40")
+    page.ask("first").locator(".content .text").wait_for()
+    page.page.get_by_label("Message", exact=True).press_sequentially("second")
+    page.page.keyboard.press("Enter")
+    page.fill("Message", "third")
+    page.press("Send after this answer")
+    page.fill("Message", "a draft")
+    assert page.page.locator("article.waiting").count() == 2
+    page.page.locator('article.assistant[aria-busy="false"]').nth(2).wait_for()
+    assert page.page.locator("article.waiting").count() == 0
+    asked = [message["content"] for message in bodies[-1]["messages"] if message["role"] == "user"]
+    assert asked == ["first", "second", "third"]
+    titles = page.page.locator("article h2").all_inner_texts()
+    assert titles == ["You", "Model"] * 3
+    assert page.page.get_by_label("Message", exact=True).input_value() == "a draft"
+
+
+def test_messages_that_wait_come_back_if_the_answer_is_stopped(page: Playground) -> None:
+    page.ask("first").locator(".content .text").wait_for()
+    for text in ("second", "third"):
+        page.fill("Message", text)
+        page.page.keyboard.press("Enter")
+    page.fill("Message", "a draft")
+    page.press("Stop")
+    page.page.get_by_text("Stopped.").wait_for()
+    assert page.page.locator("article").count() == 2
+    assert page.page.get_by_label("Message", exact=True).input_value() == "second\nthird\na draft"
+
+
+TEXT = """\
+# Title
+
+Some *text* with **weight**, `code <b>`, a [page](https://example.org/a?b=1 "t") &amp; more.
+
+1. one
+2. two
+   - [x] done
+
+> quoted
+
+| a | b |
+|---|--:|
+| 1 | 2 |
+
+```python
+print("<script>")
+```
+
+<b onclick="alert(3)">bold</b> <img src=x onerror=alert(1)>
+
+<script>alert(2)</script>
+
+[a](javascript:alert(4)) [b](data:text/html,x) [c](/relative) ![d](https://example.org/d.png)
+[late]
+
+[late]: https://example.org/late
+"""
+
+
+def answer_with(page: Playground, text: str, step: int = 7) -> Any:
+    """Answer the next request with this text, in pieces, and return the article of the answer."""
+    deltas = [{"content": text[at : at + step]} for at in range(0, len(text), step)]
+    chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    page.page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(body=body, content_type="text/event-stream"),
+        times=1,
+    )
+    return page.ask_whole(HOSTILE)
+
+
+def test_answers_are_shown_as_markdown(page: Playground) -> None:
+    """In elements that are made one by one: no text becomes an element, and no image is loaded."""
+    answer = answer_with(page, TEXT)
+    shown = answer.locator(".content")
+    assert shown.get_by_role("heading", name="Title").count() == 1
+    assert (shown.locator("em").inner_text(), shown.locator("strong").inner_text()) == ("text", "weight")
+    assert shown.locator("p code").inner_text() == "code <b>"
+    assert "& more" in shown.locator("p").first.inner_text()
+    assert shown.locator("ol > li").count() == 2
+    assert shown.locator("ul > li").inner_text() == "☑ done"
+    assert shown.locator("blockquote").inner_text().strip() == "quoted"
+    assert shown.locator("td").all_inner_texts() == ["1", "2"]
+    assert shown.locator("td").nth(1).evaluate("cell => getComputedStyle(cell).textAlign") == "right"
+    assert shown.locator("pre").inner_text().strip() == 'print("<script>")'
+    links = shown.locator("a").evaluate_all(
+        "links => links.map(link => [link.textContent, link.href, link.rel])"
+    )
+    assert [link[:2] for link in links] == [
+        ["page", "https://example.org/a?b=1"],
+        ["image: d", "https://example.org/d.png"],
+        ["late", "https://example.org/late"],
+    ]
+    assert {link[2] for link in links} == {"noopener noreferrer"}
+    text = shown.inner_text()
+    for source in ('<b onclick="alert(3)">bold</b>', "<script>alert(2)</script>", "[a](javascript:alert(4))"):
+        assert source in text
+    assert page.page.locator("article img, article script, article b, article [onclick]").count() == 0
+    assert page.page.locator("article.user .text").inner_text() == HOSTILE
+    page.page.get_by_label(MARKDOWN).uncheck()
+    assert shown.locator(".text").text_content() == TEXT
+    with page.page.expect_request("**/v1/chat/completions") as sent:
+        page.fill("Most tokens", "2")
+        page.ask_whole("and now?")
+    assert sent.value.post_data_json["messages"][1]["content"] == TEXT
+
+
+def test_a_text_that_is_nested_too_deeply_is_shown(page: Playground) -> None:
+    text = "> " * 30_000 + "x"
+    assert answer_with(page, text, 10_000).locator(".content .text").text_content().endswith("x")
 
 
 def test_stop_ends_the_request(page: Playground, served: Served) -> None:
@@ -180,7 +314,7 @@ def test_calls_are_shown_and_their_results_sent(page: Playground) -> None:
     assert json.loads(arguments) == {"city": HOSTILE}
     hidden = "box => box.scrollHeight - box.scrollTop - box.clientHeight"
     assert page.page.get_by_role("log").evaluate(hidden) < 2  # the end is in sight
-    num_calls = answer.locator(".calls details").count()
+    num_calls = answer.locator(".calls textarea:enabled").count()  # the last one may be cut
     call.get_by_label("Result").fill("dry")
     page.page.get_by_label("Calls of tools").select_option("none")
     page.fill("Most tokens", "3")
@@ -298,6 +432,14 @@ def test_nothing_hinders_readers(window: str, served: Served, browser: Any, axe:
         answer.locator(".tokens .token").nth(2).focus()
         assert page.page.get_by_role("tooltip").is_visible()
         assert find_hindrances(page, axe) == []
+        answer_with(page, f"{TEXT}\n```\n{'wide ' * 60}\n```\n| {'wide | ' * 40}\n{'|-' * 40}|\n")
+        page.fill(VARIABLES, "")
+        page.fill("Most tokens", "200")
+        page.ask("again")
+        page.fill("Message", "waits")
+        page.page.keyboard.press("Enter")
+        assert find_hindrances(page, axe) == []
+        page.page.locator("article.waiting").wait_for(state="detached")
         assert page.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
         page.check()
 

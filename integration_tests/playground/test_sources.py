@@ -14,6 +14,13 @@ LIBRARIES = ["--target", "es2022", "--lib", "es2022,dom,dom.iterable"]
 OPTIONS = ["--noEmit", "--allowJs", "--checkJs", "--strict", *LIBRARIES]
 
 
+def test_the_library_is_the_published_one() -> None:
+    packages = npm_packages.install(Path(__file__).parent, "playground")
+    folder, published = Path(playground.__file__).parent, packages / "node_modules" / "marked"
+    assert (folder / playground.LIBRARY).read_bytes() == (published / "lib" / "marked.umd.js").read_bytes()
+    assert (folder / "marked-license.md").read_bytes() == (published / "LICENSE").read_bytes()
+
+
 def test_types_of_the_scripts() -> None:
     packages = npm_packages.install(Path(__file__).parent, "playground")
     folder = Path(playground.__file__).parent

@@ -153,6 +153,8 @@ def test_every_option_is_declared_once() -> None:
         "engine_path",
         "worker",
         "metrics_dir",
+        "http_url_path",
+        "model_sampling_path",
         "heartbeat_fd",
     }
 

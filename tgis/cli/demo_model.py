@@ -52,7 +52,13 @@ class DemoModelError(OperatorError):
     """Error when the model cannot be written; the text is one line with the reason."""
 
 
-def write_demo_model(directory: Path, num_steps: int = NUM_STEPS, *, compile_kernels: bool = False) -> None:
+def write_demo_model(
+    directory: Path,
+    num_steps: int = NUM_STEPS,
+    *,
+    compile_kernels: bool = False,
+    cache_home: str | None = None,
+) -> None:
     """Train the model and write it in Hugging Face layout; `directory` is complete or absent.
 
     Raises DemoModelError before training if the directory cannot be written."""
@@ -61,7 +67,7 @@ def write_demo_model(directory: Path, num_steps: int = NUM_STEPS, *, compile_ker
         tokenizer = train_tokenizer(documents)
         model = make_model(tokenizer)
         _save(model, tokenizer, fresh)
-        with _compiling(fresh) if compile_kernels else nullcontext():
+        with _compiling(fresh, cache_home) if compile_kernels else nullcontext():
             train(model, documents, tokenizer, num_steps)
         _save(model, tokenizer, fresh)
     logger.info("wrote %s; try the prompt: %s", directory, PROMPT)
@@ -86,9 +92,11 @@ def _appearing(directory: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _compiling(directory: Path) -> Iterator[None]:
+def _compiling(directory: Path, cache_home: str | None) -> Iterator[None]:
     """Compile the kernels that serve the model, in another process beside the block."""
-    process = multiprocessing.get_context("spawn").Process(target=_compile_kernels, args=(directory,))
+    process = multiprocessing.get_context("spawn").Process(
+        target=_compile_kernels, args=(directory, cache_home)
+    )
     process.start()
     try:
         yield
@@ -100,11 +108,12 @@ def _compiling(directory: Path) -> Iterator[None]:
         process.join()
 
 
-def _compile_kernels(directory: Path) -> None:
+def _compile_kernels(directory: Path, cache_home: str | None) -> None:
     from tgis.shard.startup.load import load
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training process ends this one
-    load(ShardConfig(model_path=str(directory), max_batch_size=1, kv_cache_tokens=MAX_LENGTH))
+    path, most = str(directory), MAX_LENGTH
+    load(ShardConfig(model_path=path, max_batch_size=1, kv_cache_tokens=most, cache_home=cache_home))
 
 
 def make_model(tokenizer: Tokenizer) -> LlamaForCausalLM:

@@ -6,10 +6,10 @@ import http.client
 import signal
 import ssl
 import sys
-from ipaddress import ip_address
 
 from tgis.cli.command import command
 from tgis.config.network import ProbeConfig
+from tgis.net.addresses import http_url, local_host
 
 MOST_BYTES = 200  # bytes read of an answer, which may come from another program
 
@@ -18,9 +18,8 @@ def ask(config: ProbeConfig) -> tuple[bool, str]:
     """Return True if the service answered with status 200, and a line with the URL and the answer.
 
     A signal limits it to the configured time, so only the main thread may call it."""
-    path, host = "/live" if config.live else "/health", _host(config.bind)
-    shown = f"[{host}]" if ":" in host else host
-    asked = f"{'https' if config.http_tls else 'http'}://{shown}:{config.port}{path}"
+    path, host = "/live" if config.live else "/health", local_host(config.bind)
+    asked = http_url(host, config.port, config.http_tls) + path
     signal.signal(signal.SIGALRM, _give_up)
     signal.setitimer(signal.ITIMER_REAL, config.timeout)
     try:
@@ -36,17 +35,6 @@ def ask(config: ProbeConfig) -> tuple[bool, str]:
 
 def _give_up(*_: object) -> None:
     raise TimeoutError  # a socket's timeout would apply to each read, not to the whole answer
-
-
-def _host(bind: str) -> str:
-    """Return an address to connect to for a service that listens on `bind`."""
-    try:
-        address = ip_address(bind)
-    except ValueError:
-        return bind  # a host name
-    if address.is_unspecified:
-        return "127.0.0.1" if address.version == 4 else "::1"
-    return bind
 
 
 def _connection(config: ProbeConfig, host: str) -> http.client.HTTPConnection:

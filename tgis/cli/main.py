@@ -181,14 +181,15 @@ def main() -> None:
 
 @click.command("demo-model", cls=FileCommand)
 @click.argument("directory", type=click.Path(path_type=Path))
-def demo_model(directory: Path) -> None:
+@click.option("--cache-home", envvar="XDG_CACHE_HOME", help="As the launcher's, for the kernels.")
+def demo_model(directory: Path, cache_home: str | None) -> None:
     """Write a small model to DIRECTORY, trained on the spot on the documentation that Python carries with it;
     compile the kernels that serve it."""
     # Threads that spin while they wait would take the cores from the compiler beside them.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from tgis.cli import demo_model as demo
 
-    demo.write_demo_model(directory, compile_kernels=True)
+    demo.write_demo_model(directory, compile_kernels=True, cache_home=cache_home)
 
 
 for entry in (_serve, health_probe, *models.COMMANDS, *prompts.COMMANDS):

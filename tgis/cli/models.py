@@ -9,6 +9,7 @@ import click
 from tgis.cli.command import FileCommand
 from tgis.errors import OperatorError
 from tgis.hub import cache
+from tgis.hub.gguf import refuse_gguf, refuse_gguf_on_hub
 
 if TYPE_CHECKING:
     from tgis.hub.download import Repository
@@ -43,6 +44,8 @@ def download_weights(
     """Download MODEL_NAME from the hub to its cache; what is there already is not downloaded again."""
     from tgis.hub import download
 
+    if Path(model_name).is_file():
+        refuse_gguf(Path(model_name))
     extensions = download.choose_extensions(extension)
     converts = auto_convert and ".safetensors" in extensions
     if Path(model_name).is_dir():
@@ -50,6 +53,8 @@ def download_weights(
         directory, on_hub = Path(model_name), [".safetensors"]
     else:
         repository = download.Repository(model_name, revision, token, cache_root())
+        if ".gguf" not in extensions:
+            refuse_gguf_on_hub(model_name, repository.select([""]))
         directory, on_hub = repository.directory, repository.select(extensions)
         _fetch(repository, on_hub + repository.select_tokenizer() * auto_convert)
         if converts and ".bin" not in extensions and not _has_safetensors(directory):
@@ -126,6 +131,7 @@ def convert_to_onnx(
     """Write MODEL_NAME, a directory or in the hub cache, as ONNX to the directory TARGET_MODEL_NAME. Needs
     optimum-onnx, which works in another environment only: without it, the error says how to make one."""
     directory = cache.find_model_files(model_name, revision, cache_root())
+    refuse_gguf(directory)
     from tgis.convert import onnx
 
     onnx.check_extra()
@@ -179,6 +185,7 @@ def quantize(
         raise click.BadParameter("0 is neither -1 nor a number of columns.", param_hint="--groupsize")
     root = cache_root()
     directory = cache.find_model_files(model_name, revision, root)
+    refuse_gguf(directory)
     from tgis.process.control_groups import count_cores
     from tgis.shard.quantize import run
     from tgis.shard.quantize.settings import QuantizeSettings

@@ -46,6 +46,13 @@ FRAMEWORKS = (*ENGINES, *ENGINES_NOT_SERVED)
 @in_group(Group.MODEL)
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
+    cache_home: str | None = option(
+        "Directory of this user's caches; compiled kernels are kept in tgis below it if the installed "
+        "package is read-only or another user's; unset: .cache in the home directory.",
+        None,
+        env="XDG_CACHE_HOME",
+        group=Group.LIFECYCLE,
+    )
     dtype: str | None = option(
         "Type the weights are held in; unset: the checkpoint's own, but bfloat16 for float32 on GPUs.",
         None,

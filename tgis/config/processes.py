@@ -232,6 +232,18 @@ class RouterConfig(ProcessOptions, HeartbeatOptions, LinkOptions, BatchOptions, 
         env=False,
         group=Group.LOGS,
     )
+    model_sampling_path: str | None = option(
+        "The model's generation_config.json, whose sampling OpenAI's API shows; unset: none.",
+        None,
+        env=False,
+        group=Group.MODEL,
+    )
+    http_url_path: str | None = option(
+        "File that the URL of the HTTP port is written to, for `tgis top` on this machine; unset: none.",
+        None,
+        env=False,
+        group=Group.NETWORK,
+    )
 
     @property
     def shares_ports(self) -> bool:

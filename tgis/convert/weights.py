@@ -19,6 +19,7 @@ from torch import Tensor
 from tgis.convert.atomic_write import ConversionError, move_files, staging_directory
 from tgis.errors import first_line
 from tgis.hub import model_files
+from tgis.hub.gguf import refuse_gguf
 from tgis.tensor_files.errors import DAMAGED, INCOMPLETE, TensorFileError
 from tgis.tensor_files.mapped_safetensors import separate_memory
 from tgis.tensor_files.safe_pickle import can_map, open_pickle
@@ -47,11 +48,12 @@ class Converted:
 
 def convert_to_safetensors(directory: Path) -> str:
     """Write a .safetensors file beside every .bin file of weights; if one cannot be converted, write none.
-    Return a message, also if there was nothing to do. Raises ConversionError."""
+    Return a message, also if there was nothing to do. Raises ConversionError and ModelNotFoundError."""
     indexes, files = sorted(directory.glob("*" + INDEX_END)), find_pickles(directory)
     if len(indexes) > 1:
         return f"Found more than one .bin.index.json file: {[index.name for index in indexes]}"
     if not files:
+        refuse_gguf(directory)
         return "No pytorch .bin files found to convert"
     if any(directory.glob("*.safetensors")):
         return "Existing .safetensors weights found, remove them first to reconvert"

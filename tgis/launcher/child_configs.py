@@ -22,7 +22,7 @@ C = TypeVar("C", RouterConfig, ShardConfig)
 
 LINK_OPTIONS = {f.name for f in fields(LinkOptions)}
 # Options of a shard that may differ between nodes.
-NODE_OPTIONS = LINK_OPTIONS | {"cpu_threads", "failpoints", "json_output", "log_level"}
+NODE_OPTIONS = LINK_OPTIONS | {"cache_home", "cpu_threads", "failpoints", "json_output", "log_level"}
 # Paths may differ too, but a path must be set on all nodes or on none.
 PATHS = ("adapter_cache", "lora_adapters", "prefix_store_path")
 
@@ -81,6 +81,8 @@ class ChildConfigs:
             "worker": worker,
             "engine_path": str(self._files.engine_path) if is_split else None,
             "metrics_dir": str(self._files.metrics_dir) if is_split else None,
+            "model_sampling_path": str(self._plan.model_path / "generation_config.json"),
+            "http_url_path": str(self._files.http_url_path),
         }
         return self._derive(RouterConfig, own)
 

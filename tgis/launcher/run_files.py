@@ -12,7 +12,7 @@ from tgis.launcher.plan import TOKENIZER, LaunchError, Plan
 from tgis.logs import Scalar
 from tgis.net.framing import steps_path
 from tgis.process.child import Child
-from tgis.process.run_directory import RunDirectory
+from tgis.process.run_directory import HTTP_URL, RunDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,11 @@ class RunFiles:
     def metrics_dir(self) -> Path:
         """Directory of the metrics of all router processes, if there are several."""
         return self.path / "metrics"
+
+    @property
+    def http_url_path(self) -> Path:
+        """File that the router writes the URL of its HTTP port to."""
+        return self.path / HTTP_URL
 
     def write(self, name: str, text: str) -> Path:
         """Write a file that only this user can read, and return its path."""

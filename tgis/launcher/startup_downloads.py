@@ -76,7 +76,7 @@ def _lacks(name: str, path: Path) -> bool:
 
 
 def _is_hub_id(name: str) -> bool:
-    return HUB_ID.fullmatch(name) is not None and not os.path.isdir(name)
+    return HUB_ID.fullmatch(name) is not None and not os.path.exists(name)
 
 
 async def _download(config: LauncherConfig, arguments: list[str], cache: Path) -> None:

@@ -3,6 +3,7 @@
 import re
 import socket
 from dataclasses import dataclass
+from ipaddress import ip_address
 
 from tgis.errors import OperatorError
 
@@ -45,6 +46,22 @@ def parse_all(text: str) -> list[TcpAddress]:
     if len(set(addresses)) < len(addresses):
         raise AddressError(f"{text!r} has an address twice")
     return addresses
+
+
+def local_host(bind: str) -> str:
+    """Return an address to connect to, on the same machine, for a service that listens on `bind`."""
+    try:
+        address = ip_address(bind)
+    except ValueError:
+        return bind  # a host name
+    if address.is_unspecified:
+        return "127.0.0.1" if address.version == 4 else "::1"
+    return bind
+
+
+def http_url(host: str, port: int, is_tls: bool) -> str:
+    shown = f"[{host}]" if ":" in host else host
+    return f"{'https' if is_tls else 'http'}://{shown}:{port}"
 
 
 def configure_socket(connection: socket.socket) -> None:

@@ -12,6 +12,7 @@ from tgis.errors import OperatorError
 
 PREFIX = "text-generation-"
 LOCK = "lock"
+HTTP_URL = "http-url"  # file in the directory of a service, with the URL of its HTTP port
 MIN_AGE_S = 60.0  # a younger directory may not be locked yet
 
 
@@ -35,6 +36,24 @@ class RunDirectory:
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
+
+
+def running_urls(parent: Path | None = None) -> list[str]:
+    """Return the URLs of the HTTP ports of this user's services that run on this machine, in order."""
+    urls = set()
+    for path in (parent or Path(tempfile.gettempdir())).glob(f"{PREFIX}*/{HTTP_URL}"):
+        with contextlib.suppress(OSError, ValueError):  # it ends at this moment
+            if path.parent.lstat().st_uid == os.getuid() and not _is_unlocked(path.parent):
+                urls.add(path.read_text().strip())
+    return sorted(filter(None, urls))
+
+
+def _is_unlocked(path: Path) -> bool:
+    """Return True if no process holds the lock. Raises OSError if this is no run directory."""
+    try:
+        return _is_abandoned(path)
+    except BlockingIOError:
+        return False
 
 
 def _remove_abandoned(parent: Path) -> None:

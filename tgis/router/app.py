@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection
 
 from tgis.config.processes import RouterConfig
 from tgis.config.serving import SERVICE_NAME
+from tgis.net.addresses import http_url, local_host
 from tgis.net.ports import PortError, reserve
 from tgis.net.tls import Certificates, port_certificates
 from tgis.pb.generation_pb2_grpc import add_GenerationServiceServicer_to_server
@@ -36,11 +37,12 @@ from tgis.router.api.grpc.servicer import GenerationServicer
 from tgis.router.api.grpc.slow_clients import SlowClients
 from tgis.router.api.http.http_api import HttpApi
 from tgis.router.api.http.lmi.routes import lmi_api
+from tgis.router.api.http.openai.fields.model_sampling import read_model_sampling
 from tgis.router.api.http.openai.models import Models, served_names
 from tgis.router.api.http.openai.routes import openai_api
 from tgis.router.api.http.openai.service_parts import OpenAiApi
 from tgis.router.api.http.ports import HttpPorts
-from tgis.router.api.http.tgi.routes import tgi_api
+from tgis.router.api.http.tgi.routes import MODEL_PLACEHOLDERS, tgi_api
 from tgis.router.api.service import GenerationService
 from tgis.router.chat.formats.registry import choose_formats
 from tgis.router.chat.renderer import ChatRenderer
@@ -161,6 +163,8 @@ class _Router:
                 names,
                 config.max_sequence_length,
                 adapter_ids=lambda: engine.info().preloaded_adapter_ids,
+                placeholders=MODEL_PLACEHOLDERS if TGI.name in config.served_apis else (),
+                sampling=_model_sampling(config),
             ),
             self._vocabulary(True, frozenset()),
             self._limits,
@@ -199,6 +203,7 @@ class _Router:
         host, grpc_port, *_ = reserved.getsockname()
         warn_if_unprotected(config, host)
         async with self._http.serve() as http_port, AsyncExitStack() as stack:
+            _write_url(config, http_port)
             try:
                 if not await self._unless_draining(self._engine.start()):
                     return
@@ -307,17 +312,31 @@ def _adapter_roots(config: RouterConfig) -> tuple[str, ...] | None:
 
 
 def _served_names(config: RouterConfig) -> tuple[str, ...]:
-    """Return the names of the model, of which `tgi` is one for TGI's clients. Raises StartupError."""
+    """Return the names of the model. Raises StartupError."""
     if not config.served_apis:
         return ("model",)
-    names = served_names(config.served_model_name, config.tokenizer_path)
-    return (*names, TGI.name) if TGI.name in config.served_apis and TGI.name not in names else names
+    return served_names(config.served_model_name, config.tokenizer_path)
 
 
 def _log_ports(config: RouterConfig, grpc_port: int, http_port: int, api_port: int | None) -> None:
     named = [("gRPC", grpc_port), ("HTTP", http_port), (f"{', '.join(config.served_apis)} API", api_port)]
     places = ", ".join(f"{name} on {config.bind}:{port}" for name, port in named if port is not None)
     logger.info("serving %s", places)
+
+
+def _model_sampling(config: RouterConfig) -> dict[str, float]:
+    path = config.model_sampling_path
+    return read_model_sampling(Path(path)) if path and config.http_api else {}
+
+
+def _write_url(config: RouterConfig, http_port: int) -> None:
+    if config.http_url_path is None:
+        return
+    url = http_url(local_host(config.bind), http_port, config.http_tls)
+    try:
+        Path(config.http_url_path).write_text(url + "\n")
+    except OSError as error:  # a disk may be full, which is no reason not to serve
+        logger.warning("`tgis top` needs --target here: %s: %s", config.http_url_path, error.strerror)
 
 
 def _limits(config: RouterConfig) -> RequestLimits:

@@ -20,7 +20,7 @@ import pytest
 import trustme
 
 from tests.support.router.router_process import Setup, start_router, stop_router
-from tgis.cli.top.scrape import ScrapeError, Source, scrape
+from tgis.cli.top.scrape import ScrapeError, Source, Trust, scrape
 from tgis.pb import generation_pb2 as pb
 
 COMMAND = [sys.executable, "-m", "tgis", "top"]
@@ -117,14 +117,14 @@ def test_once_without_a_service_is_one_line() -> None:
 )
 def test_what_is_no_target_is_told(target: str, reason: str) -> None:
     with pytest.raises(ScrapeError, match=reason):
-        scrape(Source(target=target))
+        scrape(Source(target, Trust()))
 
 
 def test_authorities_that_cannot_be_read_are_told(tmp_path: Path) -> None:
     for name, reason in (("none", "No such file"), ("empty", "cannot be read")):
         (tmp_path / "empty").write_text("")
         with pytest.raises(ScrapeError, match=reason):
-            scrape(Source(ca_cert=str(tmp_path / name)))
+            scrape(Source("localhost:1", Trust(ca_cert=str(tmp_path / name))))
 
 
 ANSWERS = {
@@ -147,7 +147,7 @@ def test_whoever_answers_otherwise_is_told_in_one_line(kind: str) -> None:
         thread = threading.Thread(target=answer_once, args=(listener, answer))
         thread.start()
         with pytest.raises(ScrapeError) as caught:
-            scrape(Source(target=f"127.0.0.1:{port}"))
+            scrape(Source(f"127.0.0.1:{port}", Trust()))
         thread.join()
     assert str(caught.value).startswith(reason)
 

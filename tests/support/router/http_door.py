@@ -23,7 +23,7 @@ from tgis.router.api.http.lmi.routes import lmi_api
 from tgis.router.api.http.openai.models import Models
 from tgis.router.api.http.openai.routes import openai_api
 from tgis.router.api.http.openai.service_parts import OpenAiApi
-from tgis.router.api.http.tgi.routes import tgi_api
+from tgis.router.api.http.tgi.routes import MODEL_PLACEHOLDERS, tgi_api
 from tgis.router.api.service import GenerationService
 from tgis.router.chat.formats.registry import ChatFormats
 from tgis.router.grammar.compiler import GrammarCompiler
@@ -81,7 +81,11 @@ async def open_http_door(
             vocabularies,
             Accounting(scene.metrics, tracing or Tracing(), 0),
         )
-        models = Models((MODEL, "alias"), adapter_ids=lambda: handle.info().preloaded_adapter_ids)
+        models = Models(
+            (MODEL, "alias"),
+            adapter_ids=lambda: handle.info().preloaded_adapter_ids,
+            placeholders=MODEL_PLACEHOLDERS if http_api == "tgi" else (),
+        )
         formats = formats or ChatFormats()
         api = OpenAiApi(
             service, renderer, models, vocabulary, limits, tokenizer, formats, adapter_roots=adapter_roots

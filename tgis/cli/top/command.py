@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 
 from tgis.cli.command import command as build_command
-from tgis.cli.top.scrape import Source
+from tgis.cli.top.place import Place
 from tgis.config.option import option
 
 
@@ -16,17 +16,17 @@ class View:
     once: bool = option("Print one frame, from two scrapes, and exit.", False, env=False)
 
 
-def top(source: Source, view: View) -> None:
+def top(place: Place, view: View) -> None:
     """Show frames if stdout is a terminal, else print them. Raises ScrapeError if --once finds no service."""
     # Loads rich, which would slow down the start of every other command.
     from tgis.cli.top import screen
 
     if view.once:
-        screen.print_once(source, view.interval, view.window)
+        screen.print_once(place, view.interval, view.window)
         return
     with contextlib.suppress(KeyboardInterrupt):
         show = screen.show_frames if sys.stdout.isatty() else screen.print_frames
-        show(source, view.interval, view.window)
+        show(place, view.interval, view.window)
 
 
-command = build_command("top", top, "Watch a running service; reads only its /metrics.", Source, View)
+command = build_command("top", top, "Watch a running service; reads only its /metrics.", Place, View)

@@ -24,13 +24,19 @@ class ScrapeError(OperatorError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
-    target: str = option("Host and port of the service's HTTP port, or its URL.", "localhost:3000", env=False)
+class Trust:
     tls: bool = option("Use TLS; without --ca-cert the system's authorities are trusted.", False, env=False)
     ca_cert: str | None = option("PEM file of the authorities to trust; implies --tls.", None, env=False)
     server_name: str | None = option(
         "Name that the certificate bears, where it is not the target's; implies --tls.", None, env=False
     )
+
+
+@dataclass(frozen=True)
+class Source:
+    target: str
+    """Host and port, or a URL."""
+    trust: Trust
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,22 +98,23 @@ def _get(source: Source) -> str:
 
 def _connection(source: Source) -> HTTPConnection:
     """Return a connection that is not open yet. Raises ScrapeError if the target or --ca-cert is unusable."""
+    trust = source.trust
     url = urlsplit(source.target if "://" in source.target else f"http://{source.target}")
     if url.scheme not in ("http", "https") or not url.netloc:
         raise ScrapeError("neither host and port nor an http or https URL")
     try:
-        if url.scheme == "http" and not (source.tls or source.ca_cert or source.server_name):
+        if url.scheme == "http" and not (trust.tls or trust.ca_cert or trust.server_name):
             return HTTPConnection(url.netloc, timeout=TIMEOUT_S)
-        return _Tls(url.netloc, _context(source), source.server_name)
+        return _Tls(url.netloc, _context(trust), trust.server_name)
     except HTTPException as error:
         raise ScrapeError("its port is not a number") from error
 
 
-def _context(source: Source) -> ssl.SSLContext:
+def _context(trust: Trust) -> ssl.SSLContext:
     try:
-        return ssl.create_default_context(cafile=source.ca_cert)
+        return ssl.create_default_context(cafile=trust.ca_cert)
     except OSError as error:
-        raise ScrapeError(f"{source.ca_cert} cannot be read: {error.strerror or error}") from error
+        raise ScrapeError(f"{trust.ca_cert} cannot be read: {error.strerror or error}") from error
 
 
 class _Tls(HTTPSConnection):

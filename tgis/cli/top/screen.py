@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from tgis.cli.top.place import Place, locate
 from tgis.cli.top.rates import History, Window
-from tgis.cli.top.scrape import Scrape, ScrapeError, Source, scrape
+from tgis.cli.top.scrape import Scrape, ScrapeError, scrape
 
 NAME_WIDTH, CELL_WIDTH = 12, 11  # widths of columns, in characters
 BAR_WIDTH = 20
@@ -26,34 +27,36 @@ FORWARD, ROUTER = "tgi_batch_inference_forward_duration", "tgi_batch_inference_t
 FIRST_TOKENS, NEXT_TOKENS = (f"{LATENCIES[name]}_count" for name in ("first token", "next token"))
 
 
-def print_once(source: Source, interval: float, window_s: float) -> None:
+def print_once(place: Place, interval: float, window_s: float) -> None:
     """Print one frame, from two scrapes. Raises ScrapeError that names the target."""
-    history = History(window_s)
+    history, shown = History(window_s), place.shown
     try:
+        source = locate(place)
+        shown = source.target
         history.push(scrape(source))
         time.sleep(interval)
         last = scrape(source)
     except ScrapeError as error:
-        raise ScrapeError(f"{source.target}: {error}") from error
+        raise ScrapeError("; ".join(filter(None, (f"{shown}: {error}", place.hint)))) from error
     _print(draw(source.target, history.push(last) or Window(last, last)))
 
 
-def print_frames(source: Source, interval: float, window_s: float) -> None:
+def print_frames(place: Place, interval: float, window_s: float) -> None:
     """Print every frame, and a failure only if it differs from the previous one."""
     previous = ""
-    for frame, failure in _frames(source, interval, window_s):
+    for frame, failure in _frames(place, interval, window_s):
         if not failure:
             _print(frame, end="\n\n")
         elif failure != previous:
-            _print(Text(f"{source.target}: {failure}; trying again"))
+            _print(Text(failure))
         previous = failure
 
 
-def show_frames(source: Source, interval: float, window_s: float) -> None:
+def show_frames(place: Place, interval: float, window_s: float) -> None:
     """Show frames on the alternate screen, which is left however this ends, also on SIGTERM."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with Live(screen=True, auto_refresh=False) as live:
-        for frame, _ in _frames(source, interval, window_s):
+        for frame, _ in _frames(place, interval, window_s):
             live.update(frame, refresh=True)
 
 
@@ -61,17 +64,22 @@ def _print(frame: Text, end: str = "\n") -> None:
     Console().print(frame, end=end, soft_wrap=True)  # lines have the same length whatever the width
 
 
-def _frames(source: Source, interval: float, window_s: float) -> Iterator[tuple[Text, str]]:
-    """Yield the frame to show and the scrape's failure (empty if none), once per interval without end."""
-    history = History(window_s)
+def _frames(place: Place, interval: float, window_s: float) -> Iterator[tuple[Text, str]]:
+    """Yield the frame to show and a line about the failure (empty if none), once per interval without end."""
+    history, source = History(window_s), None
     due = time.monotonic()
     while True:
+        shown = place.shown
         try:
+            source = source or locate(place)
+            shown = source.target
             now = scrape(source)
-            yield draw(source.target, history.push(now) or Window(now, now)), ""
+            yield draw(shown, history.push(now) or Window(now, now)), ""
         except ScrapeError as error:
             history.forget()
-            yield draw_failure(source.target, str(error)), str(error)
+            source = None  # a service that is started meanwhile may have another port
+            lines = [f"{error}; trying again", *filter(None, (place.hint,))]
+            yield draw_failure(shown, lines), f"{shown}: {'; '.join(lines)}"
         # A scrape that took longer than the interval delays the next ones; missed intervals are skipped.
         now_s = time.monotonic()
         due = max(due + interval, now_s)
@@ -95,11 +103,9 @@ def draw(title: str, window: Window) -> Text:
     return _join(lines)
 
 
-def draw_failure(title: str, reason: str) -> Text:
-    state = ("no answer", "bold red")
-    return _join(
-        [_line("tgis top", f"{title}  ", state, f"  {_clock()}"), _line("", f"{reason}; trying again")]
-    )
+def draw_failure(title: str, reasons: Sequence[str]) -> Text:
+    head = _line("tgis top", f"{title}  ", ("no answer", "bold red"), f"  {_clock()}")
+    return _join([head, *(_line("", reason) for reason in reasons)])
 
 
 def _head(title: str, scrape: Scrape, window: Window) -> Text:

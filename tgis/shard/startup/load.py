@@ -20,6 +20,7 @@ from tgis.shard.adapters.loading import AdapterLimits, adapter_limits, open_adap
 from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.checkpoint.tensors import DTYPES
 from tgis.shard.collectives import CPU, LOOPBACK, ProcessGroup, ProcessGroupError, RendezvousPoint
+from tgis.shard.kernels.cpu.jit.cache import use_cache_home
 from tgis.shard.memory.host_limits import release_memory
 from tgis.shard.memory.kv_cache import bytes_per_block
 from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
@@ -280,6 +281,7 @@ def _choose_platform(config: ShardConfig, choice: Choice, has_codes: bool) -> Pl
                 logger.warning("--%s has no effect: a CPU computes", name.replace("_", "-"))
     if device.type != "cpu" and config.rank == 0 and config.cpu_arithmetic != "float32":
         logger.warning("--cpu-arithmetic has no effect: a GPU computes")
+    use_cache_home(config.cache_home)
     kernel_cache = None if config.kernel_cache is None else Path(config.kernel_cache)
     asked = None if config.dtype is None else DTYPES[config.dtype]
     rounds = config.activations is not None and device.type == "cpu" and has_codes

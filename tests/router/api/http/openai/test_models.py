@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 
-from tests.support.router.chat_door import chat_door
+from tests.support.router.chat_door import HELLO, chat_door
 from tests.support.router.http_door import MODEL
+from tgis.router.api.http.openai.fields.model_sampling import read_model_sampling
 from tgis.router.api.http.openai.models import Models, served_names
 from tgis.router.errors import StartupError
 
@@ -38,3 +40,51 @@ def test_served_names() -> None:
     for wrong in ("a b", "é", "x" * 257, "a\n"):
         with pytest.raises(StartupError):
             served_names(f"ok,{wrong}z", "x")
+
+
+PLACEHOLDERS = ("dummy", "text-generation-inference", "tgi", "default")
+
+
+async def test_placeholders_of_tgi_clients_are_the_model(tmp_path: Path) -> None:
+    fields: Any = {"max_tokens": 1}
+    async with chat_door(tmp_path / "tgi", http_api="tgi") as (_, client):
+        for name in PLACEHOLDERS:
+            assert (await client.completions.create(model=name, prompt="a", **fields)).model == MODEL
+            chat = await client.chat.completions.create(model=name, messages=HELLO, **fields)
+            assert chat.model == MODEL
+        assert [model.id async for model in client.models.list()] == [MODEL, "alias"]
+    async with chat_door(tmp_path / "openai") as (_, client):
+        with pytest.raises(openai.NotFoundError):
+            await client.completions.create(model="dummy", prompt="a", **fields)
+
+
+def test_adapters_and_models_may_have_the_names_of_placeholders() -> None:
+    models = Models(("a", "tgi"), adapter_ids=lambda: ("default",), placeholders=PLACEHOLDERS)
+    models.adapters["dummy"] = "some/adapter"
+    assert models.choose("tgi") == ("tgi", None)
+    assert models.choose("default") == ("default", "default")
+    assert models.choose("dummy") == ("dummy", "some/adapter")
+    assert models.choose("text-generation-inference") == ("a", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ('{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.95}', (0.6, 0.95, 20)),
+        ('{"temperature": "hot", "top_p": true, "top_k": 5.5, "min_p": 7, "repetition_penalty": 0}', ()),
+        ('{"do_sample": false, "temperature": 0.6}', (0,)),
+        ("{", ()),
+        (None, ()),
+    ],
+)
+async def test_the_models_own_sampling(tmp_path: Path, text: str | None, shown: tuple[float, ...]) -> None:
+    path = tmp_path / "generation_config.json"
+    if text is not None:
+        path.write_text(text)
+    models = Models(("a",), adapter_ids=lambda: ("x",), sampling=read_model_sampling(path))
+    answer = json.loads(bytes((await models.list(None)).body))  # type: ignore[arg-type]
+    own, adapter = answer["data"]
+    assert own.get("default_sampling", {}) == dict(
+        zip(("temperature", "top_p", "top_k"), shown, strict=False)
+    )
+    assert "default_sampling" not in adapter

@@ -1,8 +1,10 @@
 """Compiled code is found again where it may be kept, and not being able to keep it is no error."""
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from tgis.shard.kernels.cpu.jit import cache, compiler
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, next_unit, pointer
 
 NOWHERE = Path("/proc/nowhere")
+USER_ID = 1000660000  # of a user whom nobody knows
 _I64 = np.int64(0)
 
 
@@ -122,6 +125,80 @@ def test_the_run_keeps_code_where_there_is_room(tmp_path: Path, monkeypatch: pyt
     assert cache._bases == [tmp_path / "kernels"]
 
 
+def test_the_directory_of_a_users_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "_user_directories", [Path("/home/caches")])
+    monkeypatch.setattr(cache, "_bases", [cache._BESIDE_SOURCE, Path("/home/caches"), tmp_path / "run"])
+    for unused in (None, "", "relative"):
+        cache.use_cache_home(unused)
+        assert cache.user_directories() == [Path("/home/caches")]
+    cache.use_cache_home(str(tmp_path))
+    assert cache.user_directories() == [tmp_path / "tgis"]
+    assert cache._bases == [cache._BESIDE_SOURCE, tmp_path / "tgis", tmp_path / "run"]
+
+
+def test_no_code_is_kept_where_others_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache.can_be_written(tmp_path)
+    cache.can_be_written.cache_clear()
+    tmp_path.chmod(0o777)
+    assert not cache.can_be_written(tmp_path)
+    tmp_path.chmod(0o700)
+    cache.can_be_written.cache_clear()
+    monkeypatch.setattr(cache, "_owners", {os.geteuid() + 1})  # as if this user were another
+    assert not cache.can_be_written(tmp_path)
+    assert not check(monkeypatch, tmp_path)
+    monkeypatch.setattr(cache, "_BESIDE_SOURCE", tmp_path)
+    cache.keep_beside_source()
+    assert cache.can_be_written(tmp_path)
+
+
+COMPILE = """
+import sys
+from pathlib import Path
+from tgis.shard.kernels.cpu.jit import cache as code_cache
+code_cache.use_cache_home(sys.argv[1] or None)
+from tgis.shard.kernels.cpu.pointwise.elementwise import change
+assert change.address
+print(change._compiled.cache_hits, *code_cache._BESIDE_SOURCE.glob("kernels-*/**/*.nbc"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_packaged", [False, True])
+def test_a_read_only_installation_of_another_user(is_packaged: bool) -> None:
+    """Kernels are kept in the caches of the user who runs it; those that came with it are not compiled."""
+    with tempfile.TemporaryDirectory() as directory:
+        installed, home = Path(directory) / "installed", Path(directory) / "caches"
+        shutil.copytree(
+            Path(cache.__file__).parents[4], installed / "tgis", ignore=shutil.ignore_patterns("__pycache__")
+        )
+        home.mkdir()
+        Path(directory).chmod(0o755)
+
+        def run(*drop: str) -> list[str]:
+            env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(installed), *filter(None, sys.path)])}
+            command = [*drop, sys.executable, "-B", "-c", COMPILE, str(home)]
+            done = subprocess.run(
+                command, env=env, cwd=directory, capture_output=True, text=True, timeout=120
+            )
+            assert done.returncode == 0, done.stderr
+            return done.stdout.split()
+
+        if is_packaged:
+            hits, *beside = run()
+            assert (hits, len(beside)) == ("0", 1)
+        subprocess.run(["chmod", "-R", "a-w", installed], check=True)
+        drop = []
+        if os.geteuid() == 0:
+            os.chown(home, USER_ID, -1)
+            drop = ["setpriv", f"--reuid={USER_ID}", "--clear-groups"]
+        try:
+            assert run(*drop)[0] == str(int(is_packaged))
+            assert len(files(home / "tgis")) == 1
+            assert run(*drop)[0] == "1"
+        finally:
+            subprocess.run(["chmod", "-R", "u+w", installed], check=True)
+
+
 def test_a_user_without_a_home() -> None:
     """Whom no list of users knows."""
     command = [
@@ -131,6 +208,6 @@ def test_a_user_without_a_home() -> None:
     ]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     env.pop("HOME", None)
-    drop = ["setpriv", "--reuid=1000660000", "--clear-groups"] if os.geteuid() == 0 else []
+    drop = ["setpriv", f"--reuid={USER_ID}", "--clear-groups"] if os.geteuid() == 0 else []
     done = subprocess.run([*drop, *command], env=env, capture_output=True, text=True, timeout=60)
     assert done.stdout == ("1\n" if drop else "2\n"), done.stderr

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
 from starlette.responses import Response
 
+from tgis.router.api.http.json_bodies import encode_json
 from tgis.router.api.http.lmi.forms import Form, Generated, LmiDetails
 from tgis.router.api.http.lmi.parameters import LmiParameters
 from tgis.router.api.http.lmi.tokens import AnswerTokens, form_inputs, form_token
@@ -15,8 +15,6 @@ from tgis.router.api.http.tgi.token_texts import ShownToken, TokenForms
 from tgis.router.api.service import Result
 from tgis.router.events import Output
 from tgis.router.sequence import StopReason, TokenDetail
-
-_encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class AnswerWriter:
 
     def _encode_top(self, part: Sequence[TokenDetail]) -> bytes:
         is_tgi = self.form.is_tgi
-        return _encode([[form_token(each, is_tgi) for each in self.names.top(token)] for token in part])
+        return encode_json([[form_token(each, is_tgi) for each in self.names.top(token)] for token in part])
 
     def _text(self, text: str, result: Result) -> str:
         return (text if self.fields.return_full_text else "") + result.text
@@ -84,7 +82,7 @@ class _TokenWriter:
         self._tokens, self._num_written = AnswerTokens(answer.names, waits=True), 0
 
     def write(self, part: Sequence[TokenDetail]) -> bytes:
-        return _encode(
+        return encode_json(
             [form_token(shown.token, self._is_tgi) for detail in part for shown in self._push(detail)]
         )
 
@@ -104,7 +102,7 @@ class _InputWriter:
     def write(self, part: Sequence[TokenDetail]) -> bytes:
         is_first, self._is_first = self._is_first, False
         answer = self._answer
-        return _encode(form_inputs(answer.names.prefill(part, is_first), answer.form.is_tgi))
+        return encode_json(form_inputs(answer.names.prefill(part, is_first), answer.form.is_tgi))
 
 
 def _last(result: Result) -> Output:

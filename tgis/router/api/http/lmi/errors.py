@@ -7,6 +7,7 @@ import msgspec
 from starlette.responses import Response
 
 from tgis.router.api.http.errors import ErrorResponse, HttpError, describe_error
+from tgis.router.api.http.json_bodies import encode_json
 from tgis.router.errors import OverloadedError, RequestError, TimedOutError
 from tgis.router.requests.doors import LMI
 
@@ -51,10 +52,10 @@ class LmiErrors:
     def respond(self, error: Exception) -> Response:
         body = self.describe(error)
         parameter = error.parameter if isinstance(error, RequestError) else ""
-        return ErrorResponse(error, body.code, msgspec.json.encode(body), "application/json", parameter)
+        return ErrorResponse(error, body.code, encode_json(body), "application/json", parameter)
 
     def last_events(self, error: Exception) -> bytes:
-        return msgspec.json.encode(self.describe(error)) + b"\n"
+        return encode_json(self.describe(error)) + b"\n"
 
     def text(self, error: Exception) -> str:
         return describe_error(error, LMI)[1]

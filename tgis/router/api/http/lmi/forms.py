@@ -8,6 +8,7 @@ from msgspec import UNSET, UnsetType
 
 from tgis.config.serving import JSON_FORM, JSON_LINES_FORM, SSE_FORM, TGI_FORM
 from tgis.router.api.http.event_stream import JSON_LINES, SERVER_SENT_EVENTS
+from tgis.router.api.http.json_bodies import encode_json
 from tgis.router.api.http.lmi.tokens import FormedToken, LmiToken
 from tgis.router.api.http.openai.long_answers import JSON
 from tgis.router.api.http.tgi.answers import shown_seed
@@ -15,8 +16,6 @@ from tgis.router.api.http.tgi.types import Token
 from tgis.router.engine.handle import SequenceSpec
 
 ERROR, NO_TOKEN = "error", -1
-
-_encode = msgspec.json.Encoder().encode
 
 
 class LmiDetails(msgspec.Struct, kw_only=True):
@@ -63,7 +62,7 @@ class Form:
         return LmiToken(NO_TOKEN, "", -1, True, message)
 
     def encode_line(self, line: Line) -> bytes:
-        encoded = _encode(line)
+        encoded = encode_json(line)
         return b"data: %b\n\n" % encoded if self.media_type == SERVER_SENT_EVENTS else encoded + b"\n"
 
     def seed(self, spec: SequenceSpec) -> int | UnsetType | None:

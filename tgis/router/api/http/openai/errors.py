@@ -4,6 +4,7 @@ import msgspec
 from starlette.responses import Response
 
 from tgis.router.api.http.errors import ErrorResponse, HttpError, describe_error
+from tgis.router.api.http.json_bodies import encode_json
 from tgis.router.api.http.openai.events import DONE, encode_event
 from tgis.router.requests.doors import OPENAI
 
@@ -54,7 +55,7 @@ class OpenAiErrors:
 
     def respond(self, error: Exception) -> Response:
         status, details = describe(error)
-        body = msgspec.json.encode(ErrorBody(details))
+        body = encode_json(ErrorBody(details))
         return ErrorResponse(error, status, body, "application/json", details.param or "")
 
     def last_events(self, error: Exception) -> bytes:

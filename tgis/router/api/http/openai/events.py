@@ -2,12 +2,10 @@
 
 from typing import Any
 
-import msgspec
+from tgis.router.api.http.json_bodies import encode_json
 
 DONE = b"data: [DONE]\n\n"
 
-_encode = msgspec.json.Encoder().encode
-
 
 def encode_event(value: Any) -> bytes:
-    return b"data: %b\n\n" % _encode(value)
+    return b"data: %b\n\n" % encode_json(value)

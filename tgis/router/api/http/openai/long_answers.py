@@ -9,6 +9,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tgis.router.api.http.event_stream import BEGIN, BODY
+from tgis.router.api.http.json_bodies import encode_json
 from tgis.router.api.http.openai.logprobs import (
     ChatLogprobs,
     CompletionLogprobs,
@@ -28,8 +29,6 @@ T = TypeVar("T")
 EncodedFields = tuple[bytes, ...]
 Slice = Sequence[TokenDetail]
 
-_encode = msgspec.json.Encoder().encode
-
 
 class SlicedEncoder:
     """Encoder of one answer's lists of tokens. All answers share `turn`: in each of the event loop's turns,
@@ -41,14 +40,14 @@ class SlicedEncoder:
 
     async def prompt(self, tokens: Slice, names: TokenNames, num_top: int) -> PromptLogprobs:
         def encode(part: Slice, is_first: bool) -> bytes:
-            return _encode(prompt_logprobs(part, names, num_top, is_first))
+            return encode_json(prompt_logprobs(part, names, num_top, is_first))
 
         logprobs: PromptLogprobs = self._mark(await self._slices(tokens, encode))
         return logprobs
 
     async def chat(self, tokens: Slice, names: TokenNames, num_top: int) -> ChatLogprobs:
         def encode(part: Slice, _: bool) -> bytes:
-            return _encode(chat_logprobs(part, names, num_top).content)
+            return encode_json(chat_logprobs(part, names, num_top).content)
 
         return ChatLogprobs(self._mark(await self._slices(tokens, encode)))
 
@@ -70,7 +69,7 @@ class SlicedEncoder:
 
     def answer(self, answer: object) -> Response:
         """Return the response of an answer with lists that this encoder has encoded."""
-        text = _encode(answer)
+        text = encode_json(answer)
         num_bytes = sum(map(len, self._splice(text)))
         if num_bytes <= PART_BYTES:
             return Response(b"".join(self._splice(text)), media_type=JSON)
@@ -137,4 +136,4 @@ def _as_one(lists: Iterable[bytes]) -> Iterator[memoryview]:
 
 
 def _encode_fields(logprobs: CompletionLogprobs) -> EncodedFields:
-    return tuple(map(_encode, msgspec.structs.astuple(logprobs)))
+    return tuple(map(encode_json, msgspec.structs.astuple(logprobs)))

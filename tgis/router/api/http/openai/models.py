@@ -2,11 +2,13 @@
 adapters' ids."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -28,6 +30,8 @@ class ModelCard(msgspec.Struct):
     parent: str | None = None
     """Name of the model that an adapter changes."""
     max_model_len: int | None = None
+    default_sampling: dict[str, float] | UnsetType = UNSET
+    """Sampling of the model's generation_config.json, which requests may ask for."""
 
 
 class ModelList(msgspec.Struct):
@@ -67,10 +71,15 @@ class Models:
         max_model_len: int | None = None,
         created: int | None = None,
         adapter_ids: Callable[[], tuple[str, ...]] = tuple,
+        placeholders: Collection[str] = (),
+        sampling: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """Take the served names; answers to requests that name no model have the first. `adapter_ids` returns
-        the ids of adapters that are kept loaded."""
+        the ids of adapters that are kept loaded. `placeholders` are names that clients send where none is
+        given; an adapter may have one of them. `sampling` is the model's own."""
         self.names = names
+        self._placeholders = placeholders
+        self._sampling = dict(sampling) or UNSET
         self._max_model_len, self._adapter_ids = max_model_len, adapter_ids
         self.adapters: dict[str, str] = {}
         """Ids of the adapters that got names while the service runs, by name."""
@@ -82,13 +91,20 @@ class Models:
 
     def choose(self, name: str | None) -> ModelChoice:
         """Return what a request's `model` names: the served model, else the adapter of that name or id."""
-        if not name:
+        if name in self.names:
+            return ModelChoice(name)
+        if not name or (name in self._placeholders and not self._is_adapter(name)):
             return ModelChoice(self.names[0])
-        return ModelChoice(name, None if name in self.names else self.adapters.get(name, name))
+        return ModelChoice(name, self.adapters.get(name, name))
+
+    def _is_adapter(self, name: str) -> bool:
+        return name in self.adapters or name in self.preloaded_ids
 
     def cards(self) -> list[ModelCard]:
         first = self.names[0]
         own = [self._card(name, root=first) for name in self.names]
+        for card in own:
+            card.default_sampling = self._sampling
         adapters = {name: name for name in self.preloaded_ids} | self.adapters
         return own + [self._card(name, root=root, parent=first) for name, root in adapters.items()]
 

@@ -14,6 +14,7 @@
  * @typedef {{ prompt_tokens: number, completion_tokens: number,
  *   prompt_tokens_details?: { cached_tokens: number },
  *   completion_tokens_details?: { reasoning_tokens: number } }} Usage
+ * @typedef {{ id: string, default_sampling?: Record<string, number> }} Model
  * @typedef {{ choices: Choice[], usage?: Usage | null, error?: { message: string } }} Chunk
  */
 
@@ -81,8 +82,8 @@ function messageOf(text) {
 /** @param {string} token */
 async function listModels(token) {
   const response = await call("v1/models", token);
-  const list = /** @type {{ data: { id: string }[] }} */ (await response.json());
-  return list.data.map((model) => model.id);
+  const list = /** @type {{ data: Model[] }} */ (await response.json());
+  return list.data;
 }
 
 /**

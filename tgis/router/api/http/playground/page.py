@@ -14,8 +14,10 @@ from tgis.router.api.http.errors import HttpError
 from tgis.router.api.http.openai.errors import OPENAI_ERRORS
 
 PATH = "/playground"
-SCRIPTS = ("api.js", "transcript.js", "tokens.js", "settings.js", "meter.js", "main.js")
-"""Files of the page's script, in the order in which they run."""
+LIBRARY = "marked.js"
+"""File of the npm package `marked`, as it is published, which reads Markdown (MIT, marked-license.md)."""
+SCRIPTS = ("api.js", "transcript.js", "markdown.js", "tokens.js", "settings.js", "meter.js", "main.js")
+"""Files of the page's own script, in the order in which they run."""
 NOT_SERVED = "the playground is not served; --http-api openai and --playground serve it"
 ELSEWHERE = "the playground has the port of its API, which --http-api-port says"
 
@@ -34,11 +36,12 @@ def playground_route(config: RouterConfig, has_api: bool) -> LimitedRoute:
 
 
 def _page() -> Response:
-    """Return the answer, whose policy allows the page's own style and script only."""
-    style, script = _read("page.css"), "\n".join(map(_read, SCRIPTS))
-    html = _read("page.html").replace("/* STYLE */", style).replace("/* SCRIPT */", script)
+    """Return the answer, whose policy allows the page's own style and scripts only."""
+    style, library, script = _read("page.css"), _read(LIBRARY), "\n".join(map(_read, SCRIPTS))
+    html = _read("page.html").replace("/* STYLE */", style).replace("/* LIBRARY */", library)
+    html = html.replace("/* SCRIPT */", script)
     headers = {
-        "content-security-policy": _policy(style, script),
+        "content-security-policy": _policy(style, library, script),
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
         "cross-origin-opener-policy": "same-origin",
@@ -52,11 +55,11 @@ def _read(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _policy(style: str, script: str) -> str:
+def _policy(style: str, *scripts: str) -> str:
     rules = (
         "default-src 'none'",
         f"style-src {_hash(style)}",
-        f"script-src {_hash(script)}",
+        f"script-src {' '.join(map(_hash, scripts))}",
         "connect-src 'self'",
         "base-uri 'none'",
         "form-action 'none'",

@@ -66,3 +66,18 @@ function readJson(id) {
 function labelOf(field) {
   return document.querySelector(`label[for="${field.id}"]`)?.textContent ?? "";
 }
+
+/** Fill empty fields with the sampling that the model's makers chose, once. @param {Model[]} models */
+function showSampling(models) {
+  const sampling = models.find((model) => model.default_sampling)?.default_sampling ?? {};
+  const inputs = /** @type {NodeListOf<HTMLInputElement>} */ (document.querySelectorAll("[data-field]"));
+  const filled = [...inputs].filter((input) => (input.dataset.field ?? "") in sampling);
+  const hint = byId("sampling-hint");
+  if (!filled.length || !hint.hidden) return;
+  for (const input of filled) input.value ||= String(sampling[input.dataset.field ?? ""]);
+  hint.hidden = false;
+}
+
+function showsMarkdown() {
+  return /** @type {HTMLInputElement} */ (byId("markdown")).checked;
+}

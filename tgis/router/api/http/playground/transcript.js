@@ -74,7 +74,9 @@ function isJson(text) {
 
 /** A model's answer while it comes, and what the next request has to repeat of it. */
 class AnswerView {
-  constructor() {
+  /** @param {boolean} hasForm true if the answer follows a schema and is no Markdown */
+  constructor(hasForm) {
+    this.hasForm = hasForm;
     this.article = addArticle("assistant", "Model");
     this.article.setAttribute("aria-busy", "true");
     /** Parts in the order in which they are read, whatever comes first. */
@@ -85,7 +87,7 @@ class AnswerView {
       tokens: make("div"),
     };
     this.article.append(...Object.values(this.parts));
-    /** @type {Map<string, Text>} */
+    /** @type {Map<string, TextView>} */
     this.texts = new Map();
     /** @type {Map<number, { call: ToolCall, shown: Text, result: HTMLTextAreaElement }>} */
     this.calls = new Map();
@@ -106,8 +108,8 @@ class AnswerView {
    */
   addDelta(delta, details) {
     const { reasoning_content: reasoning, content, tool_calls: calls } = delta;
-    if (reasoning) this.textNode("reasoning").appendData(reasoning);
-    if (content) this.textNode("content").appendData(content);
+    if (reasoning) this.textView("reasoning").append(reasoning);
+    if (content) this.textView("content").append(content);
     for (const call of calls ?? []) this.addCall(call);
     for (const detail of details) this.tokenStrip().add(detail);
   }
@@ -116,16 +118,18 @@ class AnswerView {
    * Return the text that deltas of a kind are added to.
    * @param {"reasoning" | "content"} kind
    */
-  textNode(kind) {
+  textView(kind) {
     const known = this.texts.get(kind);
     if (known) return known;
-    const text = document.createTextNode("");
     const box = kind === "content" ? this.parts.content : addFold(this.parts.reasoning, "Reasoning", false);
-    const paragraph = make("p", "text");
-    paragraph.append(text);
-    box.append(paragraph);
-    this.texts.set(kind, text);
-    return text;
+    const view = new TextView(box, this.hasForm || !showsMarkdown());
+    this.texts.set(kind, view);
+    return view;
+  }
+
+  /** Draw the texts as the reader wants them now. */
+  redraw() {
+    for (const view of this.texts.values()) view.show(this.hasForm || !showsMarkdown());
   }
 
   /** @param {CallDelta} delta */
@@ -162,6 +166,7 @@ class AnswerView {
   end(stats) {
     this.article.setAttribute("aria-busy", "false");
     for (const { call, result } of this.calls.values()) result.disabled = !isJson(call.function.arguments);
+    follow(() => this.redraw());
     follow(() => this.article.append(make("p", "stats", stats)));
   }
 

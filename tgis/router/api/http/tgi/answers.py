@@ -4,10 +4,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
+from tgis.router.api.http.json_bodies import encode_json
 from tgis.router.api.http.openai.long_answers import SlicedEncoder
 from tgis.router.api.http.tgi.token_texts import ShownToken, TokenForms, TokenTexts
 from tgis.router.api.http.tgi.types import (
@@ -31,8 +31,6 @@ REASONS: dict[StopReason, FinishReason] = {
     StopReason.STOP_SEQUENCE: "stop_sequence",
 }
 """Reasons other than the length."""
-
-_encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True)
@@ -138,10 +136,10 @@ class _TokensWriter:
             self._num_left -= 1
             shown = self._texts.push(detail) if self._num_left else self._finish(detail)
             tokens += [each.token for each in shown]
-        return _encode(tokens)
+        return encode_json(tokens)
 
     def write_top(self, part: Sequence[TokenDetail]) -> bytes:
-        return _encode([self._forms.top(detail) for detail in part])
+        return encode_json([self._forms.top(detail) for detail in part])
 
     def _finish(self, detail: TokenDetail) -> list[ShownToken]:
         is_end = _last(self._result).reason is StopReason.EOS_TOKEN
@@ -154,7 +152,7 @@ class _PrefillWriter:
 
     def write(self, part: Sequence[TokenDetail]) -> bytes:
         is_first, self._is_first = self._is_first, False
-        return _encode(self._forms.prefill(part, is_first))
+        return encode_json(self._forms.prefill(part, is_first))
 
 
 def _measured(result: Result, total_s: float) -> dict[str, str]:

@@ -4,6 +4,7 @@ import msgspec
 from starlette.responses import Response
 
 from tgis.router.api.http.errors import ErrorResponse, HttpError, describe_error
+from tgis.router.api.http.json_bodies import encode_json
 from tgis.router.errors import NotFoundError, PayloadTooLargeError, RequestError
 from tgis.router.requests.doors import TGI
 
@@ -46,10 +47,10 @@ class TgiErrors:
             return ErrorResponse(error, status, b"", None)
         if isinstance(error, BodyError | PayloadTooLargeError):
             return ErrorResponse(error, status, body.error.encode(), "text/plain; charset=utf-8")
-        return ErrorResponse(error, status, msgspec.json.encode(body), "application/json")
+        return ErrorResponse(error, status, encode_json(body), "application/json")
 
     def last_events(self, error: Exception) -> bytes:
-        return b"data: %b\n\n" % msgspec.json.encode(_describe(error)[1])
+        return b"data: %b\n\n" % encode_json(_describe(error)[1])
 
 
 TGI_ERRORS = TgiErrors()

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Iterator
 
-import msgspec
 from msgspec import UNSET
 
+from tgis.router.api.http.json_bodies import encode_json
 from tgis.router.api.http.tgi.answers import GenerateJob, finish_reason, shown_seed
 from tgis.router.api.http.tgi.token_texts import ShownToken, TokenTexts
 from tgis.router.api.http.tgi.types import StreamDetails, StreamEvent
@@ -12,7 +12,6 @@ from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import Output
 from tgis.router.sequence import StopReason, TokenDetail
 
-_encode = msgspec.json.Encoder().encode
 _NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
 
 
@@ -50,4 +49,4 @@ class EventWriter:
 
 
 def _frame(event: StreamEvent) -> bytes:
-    return b"data: %b\n\n" % _encode(event)
+    return b"data: %b\n\n" % encode_json(event)

@@ -36,6 +36,8 @@ ERRORS = ErrorTexts(
     mixed=("422",),
     empty=("401",),
 )
+MODEL_PLACEHOLDERS = ("dummy", "text-generation-inference", "tgi", "default")
+"""Names that clients of TGI's API send as `model` where their caller names none, in chats too."""
 OPERATIONS = (
     Operation("/generate", "Continue a text", (GenerateAnswer,), (GenerateRequest,)),
     Operation("/generate_stream", "Continue a text in events", (), (GenerateRequest,), True),

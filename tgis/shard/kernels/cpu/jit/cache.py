@@ -1,13 +1,16 @@
-"""Directory of compiled code: beside the source, else in the user's cache directory, else in the run's own
-directory, where restarted shards find it, else none. Code beside the source is read in any case."""
+"""Directory of compiled code: beside the source if that is this user's, else in the user's cache directory,
+else in the run's own directory, where restarted shards find it, else none. Code beside the source is read in
+any case."""
 
 import ast
+import errno
 import functools
 import hashlib
 import importlib.util
 import logging
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,15 +23,42 @@ _PACKAGE = __name__.split(".")[0]
 _BESIDE_SOURCE = Path(__file__).parent / "__pycache__"
 
 
+_NAME = "tgis"  # of the directory in that of the user's caches
+
+
 def user_directories() -> list[Path]:
+    """Return the directory for code of this user; none if there is no place for it."""
+    return list(_user_directories)
+
+
+def _usual_directories() -> list[Path]:
     try:
-        return [Path.home() / ".cache" / "tgis"]
+        return [Path.home() / ".cache" / _NAME]
     except RuntimeError:  # HOME is not set and the user has no passwd entry
         return []
 
 
-_bases = [_BESIDE_SOURCE, *user_directories()]
+_user_directories = _usual_directories()
+_bases = [_BESIDE_SOURCE, *_user_directories]
 _run_directories: set[Path] = set()
+
+
+def use_cache_home(home: str | None) -> None:
+    """Keep the user's code in this directory of caches. A relative path has no effect, as XDG's specification
+    demands."""
+    if home is None or not os.path.isabs(home):
+        return
+    own, first = [Path(home) / _NAME], _bases.index(_BESIDE_SOURCE) + 1
+    _bases[first : first + len(_user_directories)] = own
+    _user_directories[:] = own
+
+
+def keep_beside_source() -> None:
+    """Keep code beside the source only, whoever owns it."""
+    _bases[:] = [_BESIDE_SOURCE]
+    can_be_written.cache_clear()
+    if _BESIDE_SOURCE.exists():
+        _owners.add(_BESIDE_SOURCE.stat().st_uid)
 
 
 def add_run_directory(directory: Path) -> None:
@@ -77,10 +107,19 @@ def packaged_files() -> list[Path]:
     return sorted(_BESIDE_SOURCE.glob("kernels-*/**/*.nbc"))
 
 
+_owners = {os.geteuid()}
+
+
 @functools.cache
 def can_be_written(base: Path) -> bool:
+    """Return True if this user owns the directory and can write to it."""
     try:
         base.mkdir(parents=True, exist_ok=True)
+        found = base.stat()
+        if found.st_uid not in _owners:
+            raise PermissionError(errno.EPERM, "it belongs to another user")
+        if found.st_mode & stat.S_IWOTH:  # what is kept is executed
+            raise PermissionError(errno.EPERM, "everybody may write there")
         with tempfile.TemporaryFile(dir=base):
             return True
     except OSError as error:
@@ -95,10 +134,18 @@ def _copy(packaged: Path, kept: Path) -> None:
         return
     try:
         with tempfile.TemporaryDirectory(dir=kept.parent, ignore_cleanup_errors=True) as unfinished:
-            os.rename(shutil.copytree(packaged, Path(unfinished) / "copy"), kept)
+            os.rename(_copy_writable(packaged, Path(unfinished) / "copy"), kept)
     except OSError as error:
         if not kept.exists():
             logger.info("%s was not copied to %s: %s", packaged, kept, error)
+
+
+def _copy_writable(source: Path, target: Path) -> Path:
+    """Copy a directory, which may be read-only, to one that can be renamed and written to."""
+    shutil.copytree(source, target)
+    for path in (target, *target.rglob("*")):
+        path.chmod(path.stat().st_mode | stat.S_IWUSR)
+    return target
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from tgis import shard
-from tgis.shard.kernels.cpu.jit.cache import packaged_files
+from tgis.shard.kernels.cpu.jit.cache import keep_beside_source, packaged_files
 from tgis.shard.kernels.cpu.jit.compiler import Kernel
 
 # Modules that need triton, which is not installed beside torch's build for CPUs.
@@ -19,6 +19,7 @@ _OF_GPUS = tuple(f"{shard.__name__}.{name}" for name in ("kernels.cuda.", "runne
 
 
 def main() -> None:
+    keep_beside_source()
     kernels, num_workers = _all_kernels(), len(os.sched_getaffinity(0))
     # Kernels of one name are variants of one function and share one index file of compiled code, so one
     # process compiles them all.

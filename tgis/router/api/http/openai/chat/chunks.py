@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from tgis.router.api.http.json_bodies import encode_json
 from tgis.router.api.http.openai.chat.answer_form import AnswerForm
 from tgis.router.api.http.openai.chat.answers import AnswerReader
 from tgis.router.api.http.openai.chat.types import ChatChunk, ChatRequest, ChunkChoice, Delta
@@ -17,7 +18,6 @@ from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import InputTokens, Output
 from tgis.router.sequence import StopReason
 
-_encode = msgspec.json.Encoder().encode
 _NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
 _MARK = "\N{NULL}"
 
@@ -68,7 +68,7 @@ class ChatChunkWriter:
             return self._write_pieces(index, output, self._readers[index])
         before, after = self._frames[index]
         text = output.text
-        return before + _encode(text) + after if text else b""
+        return before + encode_json(text) + after if text else b""
 
     def end(self) -> bytes:
         """Return the usage of the whole call, if that was asked for."""
@@ -83,10 +83,10 @@ class ChatChunkWriter:
             match piece:
                 case ContentText(text):
                     before, after = self._frames[index]
-                    chunks.append(before + _encode(text) + after)
+                    chunks.append(before + encode_json(text) + after)
                 case ReasoningText(text):
                     before, after = self._reasoning_frames[index]
-                    chunks.append(before + _encode(text) + after)
+                    chunks.append(before + encode_json(text) + after)
                 case _:
                     chunks.append(self._chunk(ChunkChoice(index, reader.delta(piece))))
         return b"".join(chunks)
@@ -114,7 +114,7 @@ class ChatChunkWriter:
 
     def _frame(self, index: int, delta: Delta) -> tuple[bytes, bytes]:
         """Return what is before and after the text in chunks of nothing else. The delta's text is _MARK."""
-        before, _, after = self._chunk(ChunkChoice(index, delta)).rpartition(_encode(_MARK))
+        before, _, after = self._chunk(ChunkChoice(index, delta)).rpartition(encode_json(_MARK))
         return before, after
 
     def _chunk(self, choice: ChunkChoice) -> bytes:

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 import msgspec
 
+from tgis.router.api.http.json_bodies import encode_json
 from tgis.router.api.http.openai.completions.choices import CompletionJob, PromptPart, describe_prompt
 from tgis.router.api.http.openai.completions.types import Completion, CompletionChoice
 from tgis.router.api.http.openai.events import encode_event
@@ -13,7 +14,6 @@ from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import Output
 from tgis.router.sequence import StopReason, TokenDetail
 
-_encode = msgspec.json.Encoder().encode
 _NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
 
 
@@ -37,7 +37,7 @@ class ChunkWriter:
     def _frame(self, index: int) -> tuple[bytes, bytes]:
         """Return what is before and after the text in chunks of nothing else."""
         mark = "\N{NULL}"
-        before, _, after = self._chunk(CompletionChoice(index, mark)).rpartition(_encode(mark))
+        before, _, after = self._chunk(CompletionChoice(index, mark)).rpartition(encode_json(mark))
         return before, after
 
     async def begin(self) -> AsyncIterator[bytes]:
@@ -62,7 +62,7 @@ class ChunkWriter:
         elif self._is_plain and output.reason is _NOT_FINISHED:
             if text := output.text:
                 before, after = self._frames[index]
-                yield before + _encode(text) + after
+                yield before + encode_json(text) + after
         else:
             yield from self._write(index, output)
 
