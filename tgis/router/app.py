@@ -160,7 +160,9 @@ class _Router:
             Models(
                 names,
                 config.max_sequence_length,
+                created=int(Path(config.tokenizer_path).stat().st_mtime),
                 adapter_ids=lambda: engine.info().preloaded_adapter_ids,
+                given=engine if config.runtime_adapters else None,
             ),
             self._vocabulary(True, frozenset()),
             self._limits,

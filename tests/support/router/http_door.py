@@ -81,7 +81,11 @@ async def open_http_door(
             vocabularies,
             Accounting(scene.metrics, tracing or Tracing(), 0),
         )
-        models = Models((MODEL, "alias"), adapter_ids=lambda: handle.info().preloaded_adapter_ids)
+        models = Models(
+            (MODEL, "alias"),
+            adapter_ids=lambda: handle.info().preloaded_adapter_ids,
+            given=None if adapter_roots is None else scene.handle,
+        )
         formats = formats or ChatFormats()
         api = OpenAiApi(
             service, renderer, models, vocabulary, limits, tokenizer, formats, adapter_roots=adapter_roots

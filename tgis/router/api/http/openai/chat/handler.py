@@ -27,6 +27,7 @@ from tgis.router.api.http.openai.fields.sampling_fields import check_stream_opti
 from tgis.router.api.http.openai.fields.structured_outputs import constraint_names, read_guided
 from tgis.router.api.http.openai.logprobs import TokenNames
 from tgis.router.api.http.openai.long_answers import SlicedEncoder
+from tgis.router.api.http.openai.models import ModelChoice
 from tgis.router.api.http.openai.service_parts import OpenAiApi
 from tgis.router.api.http.openai.usage import make_usage, stop_reason
 from tgis.router.api.service import Result
@@ -75,13 +76,19 @@ class ChatCompletions:
         use = read_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
         prompt = await render_chat(body.messages, body, api.renderer, http.owner)
         form = read_answer_form(api.formats, use, prompt, body, api.find_mark)
-        call = self._call(body, http, prompt, _parameters(body, constrain(guided, form)), form)
+        choice = await api.models.choose(body.model)
+        call = self._call(body, http, choice, prompt, _parameters(body, constrain(guided, form)), form)
         return ChatJob(body, call, form, f"chatcmpl-{http.id}")
 
     def _call(
-        self, body: ChatRequest, http: HttpCall, prompt: str, parameters: Parameters, form: AnswerForm | None
+        self,
+        body: ChatRequest,
+        http: HttpCall,
+        choice: ModelChoice,
+        prompt: str,
+        parameters: Parameters,
+        form: AnswerForm | None,
     ) -> GenerationCall:
-        choice = self._api.models.choose(body.model)
         marks = form.mark_ids if form is not None else frozenset()
         return GenerationCall(
             "ChatCompletion",
