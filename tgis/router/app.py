@@ -120,7 +120,13 @@ class _Router:
         self._template = self._load_template()
         self._renderer = ChatRenderer(self._template, metrics=self._metrics)
         self._http = HttpPorts(
-            config, self._is_ready, self._metrics, self._apis(), self._certificates, self._scrape()
+            config,
+            self._is_ready,
+            self._metrics,
+            self._apis(),
+            self._certificates,
+            self._scrape(),
+            self._memory,
         )
 
     def _is_ready(self) -> bool:

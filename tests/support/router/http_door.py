@@ -17,6 +17,7 @@ from tests.support.tokenizers.trained import write_byte_level
 from tgis.config.processes import RouterConfig
 from tgis.net.http_server import serve_listener
 from tgis.pb import shard_pb2
+from tgis.process.memory_release import MemoryRelease
 from tgis.router.api.http.answer_accounts import AnswerAccounts
 from tgis.router.api.http.app import ApiGate, Phase, api_route, starlette_of
 from tgis.router.api.http.lmi.routes import lmi_api
@@ -101,7 +102,7 @@ async def open_http_door(
         others = [lmi_api(*served), tgi_api(*served)]
         apis = [each for each in others if each.door.name in config.served_apis]
         apis.append(openai_api(api, apis))
-        gate = ApiGate(apis, config, scene.metrics.request_failure)
+        gate = ApiGate(apis, config, scene.metrics.request_failure, MemoryRelease())
         gate.phase = Phase.OPEN
         app = AnswerAccounts(gate, apis, scene.metrics)
         probes = [route for each in apis for route in each.probes]

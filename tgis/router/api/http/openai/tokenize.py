@@ -78,7 +78,7 @@ class TokenRoutes:
             raise ApiError(400, "one of prompt and messages must be given", "prompt")
         adds, text = body.add_special_tokens, body.prompt
         if body.messages is not None:
-            text = await render_chat(body.messages, body, self._api.renderer, request.state.call.owner)
+            text = await render_chat(body.messages, body, self._api.renderer, request.state.call)
         assert text is not None, "a prompt or messages are there"
         adds_special_tokens = body.messages is None if adds is None else adds
         most = self._api.limits.max_sequence_length

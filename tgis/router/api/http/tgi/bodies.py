@@ -1,6 +1,6 @@
 """Reads bodies of requests. Those that cannot be read are refused in plain text, as TGI does."""
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 
 class _Keys(msgspec.Struct):
-    inputs: Any = msgspec.UNSET
-    messages: Any = msgspec.UNSET
-    prompt: Any = msgspec.UNSET
+    inputs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 _keys_decoder = msgspec.json.Decoder(_Keys)

@@ -74,7 +74,7 @@ class ChatCompletions:
         _check(body, api.service.is_encoder_decoder)
         guided = read_guided(body)
         use = read_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
-        prompt = await render_chat(body.messages, body, api.renderer, http.owner)
+        prompt = await render_chat(body.messages, body, api.renderer, http)
         form = read_answer_form(api.formats, use, prompt, body, api.find_mark)
         choice = await api.models.choose(body.model)
         call = self._call(body, http, choice, prompt, _parameters(body, constrain(guided, form)), form)
