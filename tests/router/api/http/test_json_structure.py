@@ -3,10 +3,13 @@
 import asyncio
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.http_exchange import exchange
+from tests.support.router.chat_door import chat_door
 from tgis.router.api.http import json_bodies, json_structure
 from tgis.router.api.http.json_bodies import BodyReader, Turns
 from tgis.router.api.http.json_structure import LIGHT, BodyLimits, Weight, check_structure
@@ -15,6 +18,14 @@ from tgis.router.errors import OverloadedError, RequestError
 LIMITS = BodyLimits(max_sequence_length=2048)
 MODEL_OF_LONG_TEXTS = BodyLimits(max_sequence_length=1 << 17)
 TEXTS = ("", "a", ",[]{}", '"', "\\", '\\"', "\\\\", '["a","b"]', "é\n", "\\u0022")
+
+
+HELLO = {"role": "user", "content": "a"}
+
+
+def calling(arguments: str) -> dict[str, Any]:
+    """A message that calls a tool."""
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
 
 
 def weigh(value: Any) -> Weight:
@@ -51,13 +62,13 @@ def refusal(body: bytes, limits: BodyLimits = LIMITS) -> str:
 def test_lists_and_values_are_those_that_a_parser_builds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_structure, "FREE_VALUES", 8)
     r, num_large = random.Random(0), 0
-    for _ in range(1_000):
+    for _ in range(500):
         value = {r.choice(TEXTS) + str(number): make(r) for number in range(r.randint(0, 6))}
         expected = weigh(value)
         found = check_structure(write(value, r), LIMITS)
         assert found in ((expected, LIGHT) if expected.num_values <= 8 else (expected,))
         num_large += expected.num_values > 8
-    assert num_large > 150
+    assert num_large > 70
 
 
 def test_a_field_has_its_own_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +76,7 @@ def test_a_field_has_its_own_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_structure, "FREE_VALUES", 8)
     monkeypatch.setattr(json_structure, "SHORT_LIST", 30)
     r = random.Random(1)
-    for _ in range(500):
+    for _ in range(200):
         others = {r.choice(TEXTS) + str(number): make(r) for number in range(4)}
         num = r.choice((5, 29, 30, 31, 32, 60))
         value = {**dict(list(others.items())[:2]), "stop": [r.choice(TEXTS)] * num, **others}
@@ -185,3 +196,44 @@ async def test_a_light_body_waits_for_no_turn() -> None:
     for each in waiting:
         each.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
+
+
+MANY = [[]] * (json_structure.MAX_LISTS + 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/completions", {"prompt": MANY}, 400),
+        ("/v1/chat/completions", {"messages": [HELLO], "chat_template_kwargs": {"x": MANY}}, 400),
+        ("/v1/chat/completions", {"messages": [HELLO, calling(json.dumps({"x": MANY}))]}, 400),
+        ("/v1/chat/completions", {"messages": [HELLO, *[calling(json.dumps({"x": MANY[:3000]}))] * 11]}, 400),
+        ("/tokenize", {"messages": [HELLO, calling(json.dumps(MANY))]}, 400),
+        ("/generate", {"inputs": "a", "parameters": {"grammar": {"type": "json", "value": MANY}}}, 400),
+        ("/invocations", {"inputs": "a", "parameters": {"x": MANY}}, 424),
+        ("/chat_tokenize", {"messages": [HELLO], "chat_template_kwargs": {"x": MANY}}, 400),
+    ],
+)
+async def test_every_api_refuses_many_lists(tmp_path: Path, path: str, body: Any, status: int) -> None:
+    apis = (
+        "lmi"
+        if path == "/invocations"
+        else "openai,tgi"
+        if path in ("/generate", "/chat_tokenize")
+        else "openai"
+    )
+    async with chat_door(tmp_path, http_api=apis) as (door, _):
+        reply = await asyncio.to_thread(exchange, door.url + path, body)
+        assert (reply.status, "more than 32768 lists and objects" in reply.text) == (status, True), reply.text
+
+
+async def test_a_heavy_chat_is_rendered_whole(tmp_path: Path) -> None:
+    """Beside it, others are served."""
+    messages = [{"role": "user", "content": f'"{number}"\n'} for number in range(2_000)]
+    async with chat_door(tmp_path) as (door, _):
+        body = {"messages": messages, "chat_template_kwargs": {"big": 2**70, "é": [None, 1.5, True]}}
+        reply = await asyncio.to_thread(exchange, f"{door.url}/tokenize", body)
+        assert reply.status == 200, reply.text
+        text = await asyncio.to_thread(exchange, f"{door.url}/detokenize", {"tokens": reply.json["tokens"]})
+        assert text.json["prompt"].count('"\n') == 2_000
+        assert '"1999"' in text.json["prompt"]

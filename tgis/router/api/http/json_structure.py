@@ -84,7 +84,7 @@ class _Structure(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """What building a body costs."""
+    """Cost of building a body."""
 
     num_lists: int = 0
     num_values: int = 0
