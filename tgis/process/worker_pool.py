@@ -195,7 +195,8 @@ class WorkerPool:
 
 def ask_once(module: str, request: object, timeout_s: float) -> Reply:
     """Return the reply of a worker that is started for this request, blocking meanwhile."""
+    line = msgspec.json.encode(request)
     worker = Worker(module, timeout_s)
-    answer = worker.ask(msgspec.json.encode(request))
+    answer = worker.ask(line)
     status = worker.end()
     return Reply(msgspec.json.decode(answer)) if answer else Reply(None, status)
