@@ -2,7 +2,7 @@
 what its calls ask of the engine."""
 
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -64,11 +64,12 @@ async def open_http_door(
     http_api: str = "openai",
     lmi_output_formatter: str | None = None,
     is_ready: Callable[[], bool] = lambda: True,
+    port_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> AsyncIterator[HttpDoor]:
     """Open a door; `renderer` is for chats, `tokens` a file of bearer tokens, `library` the
-    shard's adapters, and `adapter_roots` where clients may find them. `options` are further ones of
-    the router's engine."""
+    shard's adapters, and `adapter_roots` where clients may find them. `port_options` and `options` are
+    further ones of the port and of the router's engine."""
     write_tokenizer(directory, VOCAB_SIZE)
     room = limits.max_sequence_length
     async with open_scene(directory, False, info, library, room, **options) as scene:
@@ -97,6 +98,7 @@ async def open_http_door(
             http_api=http_api,
             auth_tokens_path=path,
             lmi_output_formatter=lmi_output_formatter,
+            **(port_options or {}),
         )
         served = (api, is_ready, config)
         others = [lmi_api(*served), tgi_api(*served)]

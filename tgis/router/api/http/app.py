@@ -25,6 +25,7 @@ from tgis.router.api.http.event_stream import BODY
 from tgis.router.api.http.http_api import HttpApi, find_api
 from tgis.router.api.http.json_bodies import BodyReader
 from tgis.router.api.http.json_structure import BodyLimits
+from tgis.router.api.http.origins import OriginRules
 from tgis.router.api.tenants import shown_name
 from tgis.router.errors import UnavailableError
 from tgis.router.metrics.metric_types import Counter
@@ -52,6 +53,7 @@ class ApiGate:
         self.phase = Phase.STARTING
         self.apis, self._failures, self._memory = apis, failures, memory
         self._tokens = BearerTokens(config.auth_tokens_path) if config.auth_tokens_path else None
+        self._origins = OriginRules(config)
         self._bodies = BodyReader(config.max_message_bytes, _body_limits(config))
         self._tasks: set[asyncio.Task[object]] = set()
         self._is_cut = False
@@ -97,6 +99,7 @@ class ApiGate:
             raise UnavailableError(self.phase.value)
         request.state.call = call = open_call(request, self._tenant(request), self._bodies)
         answer.headers += [(b"x-request-id", call.id.encode())]
+        self._origins.check(request.method, request.headers)
         route = await self._find(request)
         await route.handle(request.scope, request.receive, send)
 

@@ -11,6 +11,7 @@ from tgis.router.requests.call import Metadata
 from tgis.router.requests.span_protocols import SCHEME
 
 MAX_ID_CHARS = 128
+PLAIN_TEXT = "text/plain"
 NUM_BODY_BYTES = "num_body_bytes"
 """Key of a request's state, set once its body has come."""
 
@@ -54,9 +55,14 @@ def request_id(request: Request) -> str:
     return secrets.token_hex(16)
 
 
+def media_type(request: Request) -> str:
+    """Return what a request says that its body is, without parameters; empty if it says nothing."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
 async def read_body(request: Request) -> bytes:
-    """Return the body, which may be read more than once. Raises PayloadTooLargeError and, for JSON that is
-    nested deeply or has many values, RequestError and OverloadedError."""
+    """Return the body, which may be read more than once. Raises PayloadTooLargeError and, unless it says that
+    it is a plain text, RequestError and OverloadedError for JSON that is nested deeply or has many values."""
     if (read := getattr(request.state, "body", None)) is not None:
         return bytes(read)
     call: HttpCall = request.state.call
@@ -72,6 +78,7 @@ async def read_body(request: Request) -> bytes:
     setattr(request.state, NUM_BODY_BYTES, num_bytes)
     body = b"".join(parts)
     parts.clear()
-    await call.bodies.check(body, call.owner)
+    if media_type(request) != PLAIN_TEXT:  # which no API reads as JSON
+        await call.bodies.check(body, call.owner)
     request.state.body = body
     return body

@@ -13,7 +13,6 @@ from starlette.responses import PlainTextResponse, Response
 
 from tgis.config.adapter_ids import is_adapter_id
 from tgis.router.adapters.names import NAME, check_new_name
-from tgis.router.api.http.call_context import read_body
 from tgis.router.api.http.openai.errors import ApiError
 from tgis.router.api.http.openai.fields.sampling_fields import read_fields
 from tgis.router.api.http.openai.models import is_model_name
@@ -84,7 +83,7 @@ class AdapterRoutes:
     async def _read(self, decoder: msgspec.json.Decoder[T], request: Request) -> T:
         if self._api.adapter_roots is None:
             raise ApiError(404, OFF, code="not_found")
-        return read_fields(decoder, await read_body(request))
+        return await read_fields(decoder, request)
 
     def _check_name(self, name: str) -> None:
         """Raise ApiError if no adapter may ever get this name."""

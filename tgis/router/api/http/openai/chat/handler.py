@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tgis.router.api.http.call_context import HttpCall, read_body
+from tgis.router.api.http.call_context import HttpCall
 from tgis.router.api.http.event_stream import EventStream, merge
 from tgis.router.api.http.openai.chat.answer_form import AnswerForm, constrain, read_answer_form
 from tgis.router.api.http.openai.chat.answers import WholeAnswer, read_answer
@@ -58,7 +58,7 @@ class ChatCompletions:
 
     async def answer(self, request: Request) -> Response:
         """Answer a request. Raises ApiError and RouterError."""
-        body = read_fields(_decoder, await read_body(request))
+        body = await read_fields(_decoder, request)
         job = await self._read(body, request.state.call)
         with translated_refusals(body.model, _names(body)):
             if not body.stream:

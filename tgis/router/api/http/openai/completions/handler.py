@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tgis.router.api.http.call_context import HttpCall, read_body
+from tgis.router.api.http.call_context import HttpCall
 from tgis.router.api.http.event_stream import EventStream, merge
 from tgis.router.api.http.openai.completions.choices import CompletionJob, write_choices
 from tgis.router.api.http.openai.completions.chunks import ChunkWriter
@@ -37,7 +37,7 @@ class Completions:
 
     async def answer(self, request: Request) -> Response:
         """Answer a request. Raises ApiError and RouterError."""
-        body = read_fields(_decoder, await read_body(request))
+        body = await read_fields(_decoder, request)
         job = await self._read(body, request.state.call)
         with translated_refusals(body.model, {INPUT: "prompt"} | constraint_names(body)):
             if not body.stream:
