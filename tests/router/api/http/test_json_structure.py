@@ -156,34 +156,39 @@ def test_large_bodies_that_ask_for_something_are_read(body: dict[str, Any], limi
     check_structure(json.dumps(body).encode(), limits)
 
 
-async def test_owners_of_heavy_bodies_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_bodies, "S_PER_LIST", 1e-4)
+async def test_owners_of_heavy_bodies_take_turns() -> None:
     turns, served = Turns(), list[str]()
+    await turns.take("first", 1)
 
     async def wait(owner: str) -> None:
-        await turns.wait(owner, Weight(10, 10))
+        await turns.take(owner, 1)
         served.append(owner)
 
     waiting = [asyncio.create_task(wait(owner)) for owner in ["busy"] * 5 + ["other"] * 2]
-    waiting.append(asyncio.create_task(wait("gone")))
+    gone = [asyncio.create_task(wait("gone")) for _ in range(2)]
     await asyncio.sleep(0)
-    waiting.pop().cancel()
-    await asyncio.gather(*waiting)
-    assert served == ["busy", "other", "busy", "other", "busy", "busy", "busy"]
+    gone[0].cancel()
+    for _ in range(7):
+        turns.give()
+        await asyncio.sleep(0)
+    assert served == ["busy", "other", "gone", "busy", "other", "busy", "busy"]
+    turns.give()
+    waiting[-3].cancel()  # its turn has just come
+    await asyncio.gather(*waiting, *gone, return_exceptions=True)
+    async with asyncio.timeout(5):
+        await turns.take("next", 1)
 
 
-async def test_of_too_many_heavy_bodies_the_newest_of_the_busiest_is_refused(
+async def test_of_too_much_that_waits_the_newest_of_the_busiest_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(json_bodies, "MAX_WAITING", 3)
-    monkeypatch.setattr(json_bodies, "S_PER_LIST", 1e-4)
-    reader = BodyReader(1 << 20, LIMITS)
     body = json.dumps({"messages": [[]] * 2_000}).encode()
-    calls = [reader.check(body, owner) for owner in ("busy", "busy", "busy", "busy", "other")]
-    refused = await asyncio.gather(*calls, return_exceptions=True)
-    kinds = [type(each) for each in refused]
-    assert kinds.count(OverloadedError) >= 1
-    assert kinds[-1] is type(None)
+    monkeypatch.setattr(json_bodies, "MAX_WAITING_BYTES", 3 * len(body))
+    reader = BodyReader(1 << 20, LIMITS)
+    calls = [reader.check(body, owner) for owner in (*["busy"] * 5, "other")]
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    refused = [isinstance(each, OverloadedError) for each in results]
+    assert refused == [False, False, False, True, True, False]
 
 
 async def test_a_light_body_waits_for_no_turn() -> None:

@@ -12,7 +12,7 @@ from tgis.router.api.http.json_structure import BodyLimits, Weight, check_struct
 from tgis.router.errors import OVERLOADED, OverloadedError, RequestError
 
 LONG_BYTES = 256 << 10  # of a body whose structure another thread looks at
-MAX_WAITING = 1_024
+MAX_WAITING_BYTES = 256 << 20  # of bodies that wait for one kind of turn
 # Time between the turns of two heavy bodies, about twice what the first one keeps the event loop busy.
 S_PER_LIST, S_PER_VALUE = 10e-6, 1e-6
 
@@ -20,32 +20,37 @@ T = TypeVar("T")
 
 
 class Turns:
-    """Spaces out the building of heavy bodies, whose owners take turns, so that others are served between."""
+    """Lock that the owners of bodies get in turn."""
 
     def __init__(self) -> None:
-        self._queue: FairQueue[tuple[asyncio.Future[None], Weight]] = FairQueue(MAX_WAITING)
-        self._serving: asyncio.Task[None] | None = None
+        self._queue: FairQueue[asyncio.Future[None]] = FairQueue(MAX_WAITING_BYTES)
+        self._is_free = True
 
-    async def wait(self, owner: Hashable, weight: Weight) -> None:
-        """Wait until it is the turn of a body of this weight. Raises OverloadedError if too many wait."""
+    async def take(self, owner: Hashable, num_bytes: int) -> None:
+        """Wait until it is this body's turn, which lasts until `give`. Raises OverloadedError if too much
+        waits."""
+        if self._is_free:
+            self._is_free = False
+            return
         turn = asyncio.get_running_loop().create_future()
-        item = turn, weight
-        for refused, _ in self._queue.push(owner, item, 1):
+        for refused in self._queue.push(owner, turn, num_bytes):
             refused.set_exception(OverloadedError(OVERLOADED))
-        if self._serving is None or self._serving.done():
-            self._serving = asyncio.create_task(self._serve(), name="turns")
         try:
             await turn
         except asyncio.CancelledError:
-            self._queue.remove(owner, item)
+            self._queue.remove(owner, turn)
+            if not turn.cancelled() and turn.exception() is None:
+                self.give()  # it had just become this body's turn
             raise
 
-    async def _serve(self) -> None:
+    def give(self) -> None:
+        """End the turn, and begin the next one."""
         while self._queue:
-            turn, weight = self._queue.pop()
+            turn = self._queue.pop()
             if not turn.done():
                 turn.set_result(None)
-                await asyncio.sleep(S_PER_LIST * weight.num_lists + S_PER_VALUE * weight.num_values)
+                return
+        self._is_free = True
 
 
 class BodyReader:
@@ -53,7 +58,7 @@ class BodyReader:
 
     def __init__(self, max_bytes: int, limits: BodyLimits) -> None:
         self.max_bytes = max_bytes
-        self._limits, self._turns, self._look = limits, Turns(), asyncio.Lock()
+        self._limits, self._looks, self._turns = limits, Turns(), Turns()
 
     async def check(self, body: bytes, owner: Hashable) -> None:
         """Check a body before anything is built of it, and wait for its turn if that takes long. Raises
@@ -61,10 +66,19 @@ class BodyReader:
         if len(body) <= LONG_BYTES:
             weight = check_structure(body, self._limits)
         else:
-            async with self._look:  # the columns take several times as much memory as the body
-                weight = await asyncio.to_thread(check_structure, body, self._limits)
+            weight = await self._look(body, owner)
         if weight.is_heavy:
-            await self._turns.wait(owner, weight)
+            await self._turns.take(owner, len(body))
+            rest_s = S_PER_LIST * weight.num_lists + S_PER_VALUE * weight.num_values
+            asyncio.get_running_loop().call_later(rest_s, self._turns.give)
+
+    async def _look(self, body: bytes, owner: Hashable) -> Weight:
+        """Check a long body in a thread, one at a time, because that takes several times its memory."""
+        await self._looks.take(owner, len(body))
+        try:
+            return await asyncio.to_thread(check_structure, body, self._limits)
+        finally:
+            self._looks.give()
 
 
 def decode_body(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
