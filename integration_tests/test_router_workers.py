@@ -19,8 +19,10 @@ from bench.service import free_ports
 from integration_tests.support.live_streams import read
 from integration_tests.support.router_workers import connect, connections_to_all, router_pids
 from integration_tests.support.service import Client, launch, serve
+from integration_tests.support.tuned_files import write_adapter
 from tests.support.accounts import differences
 from tests.support.connections import OWN_CONNECTION, count_connections
+from tests.support.http_exchange import exchange
 from tests.support.processes import Service, children_of
 from tests.support.shard.checkpoints import write_llama
 from tests.support.tls_files import issue
@@ -53,8 +55,11 @@ def api_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def service(directory: Path, api_port: int) -> Iterator[Service]:
-    for client in serve(directory, *WORKERS, "--http-api", "openai", "--http-api-port", str(api_port)):
+def service(directory: Path, api_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    adapters = tmp_path_factory.mktemp("adapters")
+    write_adapter(adapters / "lora", directory, 1, ["q_proj"])
+    api = ("--http-api", "openai", "--http-api-port", str(api_port))
+    for client in serve(directory, *WORKERS, *api, "--adapter-cache", str(adapters), "--runtime-adapters"):
         client.channel.close()
         yield client.service
         assert "Traceback" not in client.service.output, client.service.output
@@ -131,6 +136,36 @@ def test_a_killed_worker_ends_its_own_streams(service: Service, answers: Answers
     with connections_to_all(service) as clients:
         assert [stream.result(60) for stream in begin_all(clients)] == expected(clients, answers)
     wait_until(lambda: not differences(service.http, {}), service)
+
+
+def test_a_name_of_an_adapter_is_every_workers_and_outlives_each(service: Service, api_port: int) -> None:
+    url = f"http://127.0.0.1:{api_port}/v1"
+
+    def statuses() -> set[int]:
+        """Of requests that name it, on connections of their own."""
+        body = {"model": "sql", "prompt": "girl", "max_tokens": 1}
+        return {exchange(f"{url}/completions", body).status for _ in range(16)}
+
+    load = {"lora_name": "sql", "lora_path": "lora"}
+    for turn in range(4):
+        assert exchange(f"{url}/load_lora_adapter", load).status == 200
+        assert statuses() == {200}
+        if turn == 1:
+            os.kill(router_pids(service)[0], signal.SIGKILL)
+            assert statuses() == {200}
+        if turn == 2:
+            num_served = len(served_lines(service))
+            os.kill(router_pids(service)[1][0], signal.SIGKILL)
+            wait_until(lambda: len(served_lines(service)) > num_served, service)  # noqa: B023
+            assert statuses() == {200}
+        assert exchange(f"{url}/unload_lora_adapter", {"lora_name": "sql"}).status == 200
+        assert statuses() == {404}
+    cards = {exchange(f"{url}/models").body for _ in range(16)}
+    assert len(cards) == 1, "what workers say of the models does not differ"
+
+
+def served_lines(service: Service) -> list[str]:
+    return [line for line in service.lines if "serving gRPC" in line]
 
 
 def last_line_of(service: Service, prefix: str) -> str:

@@ -46,8 +46,8 @@ class PortOptions:
         group=Group.LIMITS,
     )
     cors_allow_origin: str | None = option(
-        "Origins, separated by commas, whose pages may call these APIs from a browser; * means all; unset: "
-        "none.",
+        "Origins, separated by commas, whose pages may call these APIs from a browser and whose hosts may "
+        "be named on loopback without tokens; * means all; unset: none.",
         None,
         group=Group.TLS,
     )

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import signal
 import subprocess
 import sys
@@ -11,6 +10,8 @@ from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+import msgspec
 
 from tgis.process.fair_queue import FairQueue
 
@@ -112,7 +113,8 @@ class WorkerPool:
     async def ask(self, request: object, owner: Hashable) -> Reply:
         """Return the reply of a free worker. If the worker is killed, a second one is tried.
 
-        Raises PoolBusyError, and ValueError or RecursionError if the request cannot be written as JSON."""
+        Raises PoolBusyError, and ValueError, OverflowError or RecursionError if the request cannot be written
+        as JSON."""
         job = _Job(request)
         for refused in self._queue.push(owner, job, 1):
             refused.reply.set_exception(PoolBusyError())
@@ -154,7 +156,7 @@ class WorkerPool:
         self._tasks.discard(asyncio.current_task())
 
     def _ask(self, request: object) -> Reply:
-        line = json.dumps(request).encode()
+        line = msgspec.json.encode(request)  # faster than json, which would hold up the event loop's thread
         reply = Reply(None, -signal.SIGKILL)
         for _ in range(2):
             worker = self._take_worker()
@@ -170,7 +172,7 @@ class WorkerPool:
         if answer:
             with self._lock:
                 self._idle.append(worker)
-            return Reply(json.loads(answer))
+            return Reply(msgspec.json.decode(answer))
         with self._lock:
             self._workers.discard(worker)
         return Reply(None, worker.end())
@@ -193,7 +195,8 @@ class WorkerPool:
 
 def ask_once(module: str, request: object, timeout_s: float) -> Reply:
     """Return the reply of a worker that is started for this request, blocking meanwhile."""
+    line = msgspec.json.encode(request)
     worker = Worker(module, timeout_s)
-    answer = worker.ask(json.dumps(request).encode())
+    answer = worker.ask(line)
     status = worker.end()
-    return Reply(json.loads(answer)) if answer else Reply(None, status)
+    return Reply(msgspec.json.decode(answer)) if answer else Reply(None, status)

@@ -122,7 +122,13 @@ class _Router:
         self._template = self._load_template()
         self._renderer = ChatRenderer(self._template, metrics=self._metrics)
         self._http = HttpPorts(
-            config, self._is_ready, self._metrics, self._apis(), self._certificates, self._scrape()
+            config,
+            self._is_ready,
+            self._metrics,
+            self._apis(),
+            self._certificates,
+            self._scrape(),
+            self._memory,
         )
 
     def _is_ready(self) -> bool:
@@ -162,9 +168,11 @@ class _Router:
             Models(
                 names,
                 config.max_sequence_length,
+                created=int(Path(config.tokenizer_path).stat().st_mtime),
                 adapter_ids=lambda: engine.info().preloaded_adapter_ids,
                 placeholders=MODEL_PLACEHOLDERS if TGI.name in config.served_apis else (),
                 sampling=_model_sampling(config),
+                given=engine if config.runtime_adapters else None,
             ),
             self._vocabulary(True, frozenset()),
             self._limits,

@@ -132,6 +132,9 @@ def test_what_cannot_be_used_is_one_line(tmp_path: Path) -> None:
     write(tmp_path, tokenizer_config_json={"chat_template": "{% endif %}"})
     with pytest.raises(StartupError, match=r"^the model's chat template does not compile: .* in line 1$"):
         load_template(tmp_path, None)
+    write(tmp_path, tokenizer_config_json={"chat_template": "\ud800"})
+    with pytest.raises(StartupError, match=r"^the model's chat template is not valid Unicode$"):
+        load_template(tmp_path, None)
 
 
 def test_a_hostile_template_does_not_stop_the_start_for_long(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 what its calls ask of the engine."""
 
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -17,6 +17,7 @@ from tests.support.tokenizers.trained import write_byte_level
 from tgis.config.processes import RouterConfig
 from tgis.net.http_server import serve_listener
 from tgis.pb import shard_pb2
+from tgis.process.memory_release import MemoryRelease
 from tgis.router.api.http.answer_accounts import AnswerAccounts
 from tgis.router.api.http.app import ApiGate, Phase, api_route, starlette_of
 from tgis.router.api.http.lmi.routes import lmi_api
@@ -63,11 +64,12 @@ async def open_http_door(
     http_api: str = "openai",
     lmi_output_formatter: str | None = None,
     is_ready: Callable[[], bool] = lambda: True,
+    port_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> AsyncIterator[HttpDoor]:
     """Open a door; `renderer` is for chats, `tokens` a file of bearer tokens, `library` the
-    shard's adapters, and `adapter_roots` where clients may find them. `options` are further ones of
-    the router's engine."""
+    shard's adapters, and `adapter_roots` where clients may find them. `port_options` and `options` are
+    further ones of the port and of the router's engine."""
     write_tokenizer(directory, VOCAB_SIZE)
     room = limits.max_sequence_length
     async with open_scene(directory, False, info, library, room, **options) as scene:
@@ -85,6 +87,7 @@ async def open_http_door(
             (MODEL, "alias"),
             adapter_ids=lambda: handle.info().preloaded_adapter_ids,
             placeholders=MODEL_PLACEHOLDERS if http_api == "tgi" else (),
+            given=None if adapter_roots is None else scene.handle,
         )
         formats = formats or ChatFormats()
         api = OpenAiApi(
@@ -96,12 +99,13 @@ async def open_http_door(
             http_api=http_api,
             auth_tokens_path=path,
             lmi_output_formatter=lmi_output_formatter,
+            **(port_options or {}),
         )
         served = (api, is_ready, config)
         others = [lmi_api(*served), tgi_api(*served)]
         apis = [each for each in others if each.door.name in config.served_apis]
         apis.append(openai_api(api, apis))
-        gate = ApiGate(apis, config, scene.metrics.request_failure)
+        gate = ApiGate(apis, config, scene.metrics.request_failure, MemoryRelease())
         gate.phase = Phase.OPEN
         app = AnswerAccounts(gate, apis, scene.metrics)
         probes = [route for each in apis for route in each.probes]

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from tgis.config.processes import RouterConfig
+from tgis.process.memory_release import MemoryRelease
 from tgis.router.api.http.http_api import HttpApi
 from tgis.router.api.http.openai.errors import OPENAI_ERRORS
 from tgis.router.api.http.ports import HttpPorts
@@ -20,6 +21,6 @@ async def open_ports(api: str | None = "openai", **options: Any) -> AsyncIterato
     """Yield the ports of HTTP, and of the API if it has its own."""
     config = RouterConfig(tokenizer_path="", bind="127.0.0.1", port=0, http_api=api, **options)
     metrics, apis = Metrics(MetricLimits(9, 9, 9)), [HttpApi(OPENAI, (), OPENAI_ERRORS, prefix="/v1/")]
-    ports = HttpPorts(config, lambda: True, metrics, apis, None, render_process(metrics))
+    ports = HttpPorts(config, lambda: True, metrics, apis, None, render_process(metrics), MemoryRelease())
     async with ports.serve() as port, ports.serve_api() as api_port:
         yield {HTTP: port} if api_port is None else {HTTP: port, API: api_port}

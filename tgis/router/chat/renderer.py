@@ -63,7 +63,9 @@ class ChatRenderer:
         started_at = time.monotonic()
         try:
             reply = await self._pool.ask(self._request(self._template, chat), owner)
-        except (ValueError, RecursionError) as error:
+        except UnicodeEncodeError as error:
+            raise RequestError("the chat has a text that is not valid Unicode") from error
+        except (ValueError, OverflowError, RecursionError) as error:
             raise RequestError("the chat is nested too deeply, or has a number out of range") from error
         except PoolBusyError:
             raise OverloadedError(OVERLOADED) from None

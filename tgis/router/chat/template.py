@@ -141,7 +141,10 @@ def _title(file: str | None, name: str) -> str:
 
 def _check(text: str, title: str) -> dict[str, Any]:
     """Return the facts that the worker finds in a template. Raises StartupError if it does not compile."""
-    reply = ask_once(WORKER, {"check": text}, CHECK_TIMEOUT_S)
+    try:
+        reply = ask_once(WORKER, {"check": text}, CHECK_TIMEOUT_S)
+    except UnicodeEncodeError as error:
+        raise StartupError(f"{title} is not valid Unicode") from error
     if reply.is_dead:
         raise StartupError(f"{title} takes too long to compile, or too much memory")
     if "error" in reply.value:

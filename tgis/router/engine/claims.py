@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from tgis.pb import shard_pb2
+from tgis.router.adapters.names import AdapterNames
 from tgis.router.adapters.registry import AdapterRegistry
 from tgis.router.engine.concurrency import ConcurrencyLimit
 from tgis.router.engine.engine import Engine, lost_adapter
@@ -36,6 +37,7 @@ class Claims:
     ) -> None:
         self._concurrency, self._adapters = concurrency, adapters
         self._engine: Engine | None = None
+        self.names = AdapterNames()
 
     def attach(self, engine: Engine, info: shard_pb2.InfoResponse) -> None:
         self._engine = engine

@@ -1,7 +1,7 @@
 """Seam between the doors (the public ports) and the engine. Everything that crosses it is a plain value whose
 identity never matters, so that a door and the engine may be in different processes of one machine."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from enum import Enum
 from typing import NamedTuple, NewType, Protocol
 
@@ -100,7 +100,22 @@ class TextSink(Protocol):
         sequence ends the generation with this token, which is only asked of tokens without a reason."""
 
 
-class EngineHandle(Protocol):
+class GivenNames(Protocol):
+    """Names that clients give LoRA adapters while the service runs."""
+
+    async def adapter_names(self) -> Mapping[str, str]:
+        """Return the adapters' ids by name. Without an engine, wait until it is back or given up."""
+
+    async def give_name(self, name: str, adapter_id: str, is_replacing: bool) -> None:
+        """Give an adapter a name, which all doors know when this returns. Raises RequestError and, if the
+        engine stays away too long, UnavailableError."""
+
+    async def take_name(self, name: str) -> None:
+        """Take a name away, which no door knows any more when this returns. Raises NotFoundError and
+        UnavailableError."""
+
+
+class EngineHandle(GivenNames, Protocol):
     """Engine as doors see it."""
 
     def info(self) -> EngineInfo:

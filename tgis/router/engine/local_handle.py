@@ -1,6 +1,6 @@
 """Handle of an engine in the same process."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -47,6 +47,15 @@ class LocalHandle:
         self, ticket: Ticket, prefix_id: str | None, adapter_id: str | None, request_id: str
     ) -> Lease:
         return await self._claims.lease(self._held[ticket].claim, prefix_id, adapter_id, request_id)
+
+    async def adapter_names(self) -> Mapping[str, str]:
+        return self._claims.names.ids
+
+    async def give_name(self, name: str, adapter_id: str, is_replacing: bool) -> None:
+        self._claims.names.give(name, adapter_id, is_replacing)
+
+    async def take_name(self, name: str) -> None:
+        self._claims.names.take_away(name)
 
     def open(
         self, ticket: Ticket, spec: SequenceSpec, sink: TextSink | None, resume: Resume | None = None

@@ -12,6 +12,7 @@ from tgis.router.metrics.metrics import Metrics
 from tgis.router.remote import messages as wire
 from tgis.router.remote.channel import Channel
 from tgis.router.remote.gauges import GaugeGatherer
+from tgis.router.remote.names import SharedNames
 from tgis.router.remote.worker_session import WorkerSession
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ GREETINGS_S = 2.0
 
 class EngineServer:
     def __init__(self, path: str, claims: Claims, metrics: Metrics, num_workers: int) -> None:
-        self._gauges = GaugeGatherer(metrics)
+        self._gauges, self.names = GaugeGatherer(metrics), SharedNames(claims.names)
         self._path, self._claims, self._num_workers = path, claims, num_workers
         self._connections: set[_WorkerConnection] = set()
         self._greeted = asyncio.Event()
@@ -96,6 +97,7 @@ class EngineServer:
 
     def remove(self, connection: "_WorkerConnection") -> None:
         self._connections.discard(connection)
+        self.names.remove(connection.channel.send)
 
 
 class _WorkerConnection:
@@ -110,10 +112,11 @@ class _WorkerConnection:
 
     def start(self) -> None:
         assert self._session is not None, "a connection is added with its first message"
+        self._server.names.add(self.channel.send)
         self.send_state()
         waiting, self._waiting = self._waiting, []
         for message in waiting:
-            self._session.take(message)
+            self._take(message)
 
     def send_state(self) -> None:
         self.channel.send(self._server.state())
@@ -134,6 +137,10 @@ class _WorkerConnection:
                 self._server.gather_gauges(message, self)
             case wire.OwnGauges():
                 self._server.take_gauges(message)
+            case wire.NamesKnown():
+                self._server.names.note(self.channel.send, message.version)
+            case wire.ChangeName() if self._server.is_started:
+                self._server.names.change(message, self.channel.send)
             case _ if self._server.is_started:
                 assert self._session is not None, "the first message of a worker is its greeting"
                 self._session.take(message)
@@ -148,6 +155,7 @@ class _WorkerConnection:
         self._session = WorkerSession(self._server.claims, self.channel.send, self.channel.send_now)
         logger.info("router worker %d has connected and holds %d calls", self._worker, len(message.tickets))
         self._session.greet(message)
+        self._server.names.restore(message.names_version, message.names)
         self._server.add(self)
         if self._server.is_started:
             self.start()

@@ -60,6 +60,9 @@ class Hello(_Message, frozen=True):
 
     worker: int
     tickets: list[HeldTicket]
+    names_version: int = 0
+    """Version of the worker's copy of adapters' names; 0 if it has none."""
+    names: dict[str, str] = {}
 
 
 class Acquire(_Message, frozen=True):
@@ -86,6 +89,22 @@ class Cancel(_Message, frozen=True):
 
 class Release(_Message, frozen=True):
     ticket: Ticket
+
+
+class ChangeName(_Message, frozen=True):
+    ticket: Ticket
+    name: str
+    adapter_id: str | None
+    """None takes the name away."""
+    is_replacing: bool = False
+    is_again: bool = False
+    """True if an engine process that was lost may have made the change."""
+
+
+class NamesKnown(_Message, frozen=True):
+    """Answer to Names and NameChanged."""
+
+    version: int
 
 
 class AskGauges(_Message, frozen=True):
@@ -122,13 +141,32 @@ class Leased(_Message, frozen=True):
 
 
 class Refused(_Message, frozen=True):
-    """Answer to Acquire or TakeLease."""
+    """Answer to Acquire, TakeLease or ChangeName."""
 
     ticket: Ticket
     kind: str
     text: str
     parameter: str = ""
     code: Code = Code.INTERNAL
+
+
+class Names(_Message, frozen=True):
+    """All names of adapters, sent before the first State and after they were restored."""
+
+    version: int
+    ids: dict[str, str]
+
+
+class NameChanged(_Message, frozen=True):
+    version: int
+    name: str
+    adapter_id: str | None
+
+
+class Named(_Message, frozen=True):
+    """Answer to ChangeName, once all workers know the change."""
+
+    ticket: Ticket
 
 
 class Begun(_Message, frozen=True):
@@ -176,9 +214,23 @@ class OtherGauges(_Message, frozen=True):
     values: list[GaugeValues]
 
 
-WorkerMessage = Hello | Acquire | TakeLease | Open | Cancel | Release | AskGauges | OwnGauges
+WorkerMessage = (
+    Hello | Acquire | TakeLease | Open | Cancel | Release | ChangeName | NamesKnown | AskGauges | OwnGauges
+)
 EngineMessage = (
-    State | Acquired | Leased | Refused | Begun | Inputs | Tokens | Finished | TellGauges | OtherGauges
+    State
+    | Acquired
+    | Leased
+    | Refused
+    | Names
+    | NameChanged
+    | Named
+    | Begun
+    | Inputs
+    | Tokens
+    | Finished
+    | TellGauges
+    | OtherGauges
 )
 
 _ERRORS: dict[str, type[RouterError]] = {

@@ -3,10 +3,12 @@ call with the next engine process: what the call holds, what it waits for, and t
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
+
+import msgspec
 
 from tgis.router.engine.event_queue import EventQueue, WakeUps
 from tgis.router.engine.handle import (
@@ -24,6 +26,7 @@ from tgis.router.errors import UnavailableError
 from tgis.router.events import Ended, Event, Failed, InputTokens
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.remote import messages as wire
+from tgis.router.remote.names import NamesCopy
 from tgis.router.sequence import CallAdapters, StopReason, TokenDetail
 
 _NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
@@ -80,6 +83,8 @@ class RemoteHandle:
         self._open: dict[SequenceId, _OpenSequence] = {}
         self._events: dict[SequenceId, EventQueue] = {}
         self._info: EngineInfo | None = None
+        self._names, self._is_current = NamesCopy(), asyncio.Event()
+        """Copy of the adapters' names, and whether it is the engine's or there is none to wait for."""
         self._take: dict[type, Callable[[Any], None]] = {
             wire.Tokens: self._take_tokens,
             wire.Finished: self._take_final,
@@ -88,6 +93,9 @@ class RemoteHandle:
             wire.Acquired: self._take_answer,
             wire.Leased: self._take_answer,
             wire.Refused: self._take_answer,
+            wire.Named: self._take_answer,
+            wire.Names: self._take_names,
+            wire.NameChanged: self._take_names,
         }
 
     @property
@@ -119,6 +127,18 @@ class RemoteHandle:
         assert isinstance(answer, wire.Leased)
         held.ids, held.adapters = ids, answer.adapters
         return answer.lease
+
+    async def adapter_names(self) -> Mapping[str, str]:
+        await self._is_current.wait()
+        return self._names.names.ids
+
+    async def give_name(self, name: str, adapter_id: str, is_replacing: bool) -> None:
+        ticket = Ticket(next(self._numbers))
+        await self._ask(ticket, wire.ChangeName(ticket, name, adapter_id, is_replacing))
+
+    async def take_name(self, name: str) -> None:
+        ticket = Ticket(next(self._numbers))
+        await self._ask(ticket, wire.ChangeName(ticket, name, None))
 
     def open(
         self, ticket: Ticket, spec: SequenceSpec, sink: TextSink | None, resume: Resume | None = None
@@ -171,13 +191,16 @@ class RemoteHandle:
             wire.HeldTicket(ticket, held.work, held.count, held.ids, held.adapters)
             for ticket, held in self._held.items()
         ]
-        send(wire.Hello(worker, tickets))
+        names = self._names.names
+        send(wire.Hello(worker, tickets, names.version, names.ids))
 
     def attach(self, info: EngineInfo) -> None:
         """Ask again what has no answer, and continue all sequences, because the engine has started."""
         self._info, self._is_attached, self._lost = info, True, None
+        self._is_current.set()
         for message, _ in self._asked.values():
-            self._send(message)
+            is_change = isinstance(message, wire.ChangeName)
+            self._send(msgspec.structs.replace(message, is_again=True) if is_change else message)
         for opened in self._open.values():
             if opened.expiry is not None:
                 opened.expiry.cancel()
@@ -186,12 +209,14 @@ class RemoteHandle:
     def detach(self) -> None:
         """Send nothing until the next connection."""
         self._send, self._is_attached = lambda message: None, False
+        self._is_current.clear()
         for opened in self._open.values():
             self._watch_deadline(opened)
 
     def give_up(self, lost: Failed) -> None:
         """End all sequences and questions with this event, and those that come until `attach` is called."""
         self._lost = lost
+        self._is_current.set()
         for opened in list(self._open.values()):
             self._end(opened, lost)
         for _, answer in self._asked.values():
@@ -215,7 +240,10 @@ class RemoteHandle:
         finally:
             del self._asked[ticket]
 
-    def _take_answer(self, message: wire.Acquired | wire.Leased | wire.Refused) -> None:
+    def _take_names(self, message: wire.Names | wire.NameChanged) -> None:
+        self._send(self._names.take(message))
+
+    def _take_answer(self, message: wire.Acquired | wire.Leased | wire.Named | wire.Refused) -> None:
         _, answer = self._asked.get(message.ticket, (None, None))
         if answer is None or answer.done():
             return

@@ -19,6 +19,8 @@ from tgis.logs import FIELDS
 from tgis.router.api.http.answer_accounts import AnswerAccounts
 from tgis.router.api.http.call_context import open_call
 from tgis.router.api.http.http_api import HttpApi
+from tgis.router.api.http.json_bodies import BodyReader
+from tgis.router.api.http.json_structure import BodyLimits
 from tgis.router.api.http.openai.errors import OPENAI_ERRORS, ApiError
 from tgis.router.errors import GenerationError, RequestError
 from tgis.router.metrics.metrics import MetricLimits, Metrics
@@ -35,7 +37,7 @@ class Api:
         self.metrics = Metrics(MetricLimits(64, 32, 4))
 
     async def echo(self, request: Request) -> Response:
-        request.state.call = open_call(request, "team-7", 1 << 20)
+        request.state.call = open_call(request, "team-7", BodyReader(1 << 20, BodyLimits()))
         match (await request.body()).decode():
             case "bad":
                 return OPENAI_ERRORS.respond(ApiError(400, f"no {MARK}", "max_tokens", MARK))

@@ -29,7 +29,7 @@ from tests.support.router.router_process import (
 )
 from tests.support.tls_files import Files, issue
 from tgis.net.ports import reserve
-from tgis.router.api.http.call_context import check_depth
+from tgis.router.api.http.json_structure import BodyLimits, check_structure
 from tgis.router.errors import RequestError
 
 PATH = "/v1/completions"
@@ -225,10 +225,10 @@ def test_depth_is_that_of_the_json(depth: int, fill: bytes) -> None:
         body = b"[" + (fill * 100)[:-1] + b"]"
     expected = _depth(json.loads(body))
     if expected <= 64:
-        check_depth(body)
+        check_structure(body, BodyLimits())
     else:
         with pytest.raises(RequestError):
-            check_depth(body)
+            check_structure(body, BodyLimits())
 
 
 def _depth(value: Any) -> int:
@@ -240,16 +240,16 @@ def test_depth_takes_linear_time() -> None:
     for body in (b"[" * (1 << 20), b"[]," * (1 << 18), b'"' * (1 << 20), b'["\\"]' * (1 << 17)):
         began = time.process_time()
         with suppress(RequestError):
-            check_depth(body + b"[" * 65 + b"]")
+            check_structure(body + b"[" * 65 + b"]", BodyLimits())
         assert time.process_time() - began < 1
 
 
 def test_text_without_an_end_is_looked_at_once() -> None:
     """Else these two megabytes would take hours."""
     body = b'"\\' * (1 << 20) + b"[" * 65
-    check_depth(body)
+    check_structure(body, BodyLimits())
     with pytest.raises(RequestError):
-        check_depth(b"[" * 65 + body)
+        check_structure(b"[" * 65 + body, BodyLimits())
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

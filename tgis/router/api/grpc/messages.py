@@ -19,6 +19,8 @@ from tgis.router.sequence import Details, StopReason, TokenDetail
 _NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
 
 NO_METADATA = CallMetadata()
+MAX_ITEMS = 65_536  # of a list that are read; longer ones are beyond every limit, and reading them takes long
+TOO_MANY_REQUESTS = f"a batch must be at most {MAX_ITEMS} requests"
 ECHO_GAP = "\n\n"  # between an input and its answer; a text that continues the input needs none
 
 
@@ -28,7 +30,11 @@ def read_batch(
     connection: str = "",
     tenant: str = "",
 ) -> GenerationCall:
-    kind = "single" if len(request.requests) == 1 else "batch"
+    num_texts = len(request.requests)
+    kind = "single" if num_texts == 1 else "batch"
+    if num_texts > MAX_ITEMS:
+        refused, texts = metadata._replace(refusal=TOO_MANY_REQUESTS), [""] * num_texts
+        return _read_call(request, "Generate", kind, texts, refused, connection, tenant)
     texts = [item.text for item in request.requests]
     return _read_call(request, "Generate", kind, texts, metadata, connection, tenant)
 
@@ -95,7 +101,7 @@ def _read_parameters(params: pb.Parameters, more: Mapping[str, Any]) -> Paramete
         max_new_tokens=stopping.max_new_tokens,
         min_new_tokens=stopping.min_new_tokens,
         time_limit_ms=stopping.time_limit_millis,
-        stop_sequences=tuple(stopping.stop_sequences),
+        stop_sequences=tuple(stopping.stop_sequences[: MAX_ITEMS + 1]),
         include_stop_sequence=include if stopping.HasField("include_stop_sequence") else None,
         guided=read_guided(decoding),
         generated_tokens=response.generated_tokens,
@@ -115,7 +121,7 @@ def read_guided(decoding: pb.DecodingParameters) -> Guided | None:
         case "format":
             return Guided("format", JSON if decoding.format == pb.DecodingParameters.JSON else "")
         case "choice":
-            return Guided("choice", choices=tuple(decoding.choice.choices))
+            return Guided("choice", choices=tuple(decoding.choice.choices[: MAX_ITEMS + 1]))
         case field:
             return Guided(field, getattr(decoding, field))
 

@@ -17,11 +17,15 @@ from tgis.config.processes import RouterConfig
 from tgis.net.answer import Answer
 from tgis.net.http_routes import PROBE_LIMITS, LimitedApp, RouteLimits
 from tgis.net.slow_readers import SlowReadError
+from tgis.process.memory_release import MemoryRelease
 from tgis.router.api.bearer_tokens import REFUSAL, BearerTokens
-from tgis.router.api.http.call_context import open_call, read_body, request_id
+from tgis.router.api.http.call_context import NUM_BODY_BYTES, open_call, read_body, request_id
 from tgis.router.api.http.errors import OWN_FORM, ErrorForm, HttpError
 from tgis.router.api.http.event_stream import BODY
 from tgis.router.api.http.http_api import HttpApi, find_api
+from tgis.router.api.http.json_bodies import BodyReader
+from tgis.router.api.http.json_structure import BodyLimits
+from tgis.router.api.http.origins import OriginRules
 from tgis.router.api.tenants import shown_name
 from tgis.router.errors import UnavailableError
 from tgis.router.metrics.metric_types import Counter
@@ -43,11 +47,14 @@ class Phase(Enum):
 class ApiGate:
     """App of all routes of the APIs. It admits requests, and ends those that outlive a drain."""
 
-    def __init__(self, apis: Sequence[HttpApi], config: RouterConfig, failures: Counter) -> None:
+    def __init__(
+        self, apis: Sequence[HttpApi], config: RouterConfig, failures: Counter, memory: MemoryRelease
+    ) -> None:
         self.phase = Phase.STARTING
-        self.apis, self._failures = apis, failures
+        self.apis, self._failures, self._memory = apis, failures, memory
         self._tokens = BearerTokens(config.auth_tokens_path) if config.auth_tokens_path else None
-        self._max_bytes = config.max_message_bytes
+        self._origins = OriginRules(config)
+        self._bodies = BodyReader(config.max_message_bytes, _body_limits(config))
         self._tasks: set[asyncio.Task[object]] = set()
         self._is_cut = False
 
@@ -81,6 +88,7 @@ class ApiGate:
             await _fail(error, scope, receive, send)
         finally:
             self._tasks.discard(task)
+            self._memory.count(getattr(request.state, NUM_BODY_BYTES, 0))
 
     async def _serve(self, request: Request, send: Send) -> None:
         answer: Answer = request.state.answer
@@ -89,8 +97,9 @@ class ApiGate:
             if self.phase is Phase.DRAINING:
                 answer.headers += [(b"connection", b"close")]
             raise UnavailableError(self.phase.value)
-        request.state.call = call = open_call(request, self._tenant(request), self._max_bytes)
+        request.state.call = call = open_call(request, self._tenant(request), self._bodies)
         answer.headers += [(b"x-request-id", call.id.encode())]
+        self._origins.check(request.method, request.headers)
         route = await self._find(request)
         await route.handle(request.scope, request.receive, send)
 
@@ -129,6 +138,14 @@ class ApiGate:
             raise HttpError(404, "there is no such path in this API")
         request.state.answer.headers += [(b"allow", ", ".join(sorted(methods)).encode())]
         raise HttpError(405, f"the path is served for {', '.join(sorted(methods))} only")
+
+
+def _body_limits(config: RouterConfig) -> BodyLimits:
+    return BodyLimits(
+        config.max_sequence_length or BodyLimits.max_sequence_length,
+        config.max_client_batch_size or BodyLimits.max_inputs,
+        config.max_guided_bytes,
+    )
 
 
 async def _claim(

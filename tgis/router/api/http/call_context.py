@@ -1,22 +1,19 @@
 """Facts of a request that all APIs over HTTP share: who calls, under which id, and the body."""
 
-import re
 import secrets
 from dataclasses import dataclass
 
-import numpy as np
 from starlette.requests import Request
 
-from tgis.router.errors import PayloadTooLargeError, RequestError
+from tgis.router.api.http.json_bodies import BodyReader
+from tgis.router.errors import PayloadTooLargeError
 from tgis.router.requests.call import Metadata
 from tgis.router.requests.span_protocols import SCHEME
 
 MAX_ID_CHARS = 128
-MAX_DEPTH = 64
-
-# A string that does not end reaches to the end of the text, so that no part of it is looked at twice.
-_STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
-_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+PLAIN_TEXT = "text/plain"
+NUM_BODY_BYTES = "num_body_bytes"
+"""Key of a request's state, set once its body has come."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class HttpCall:
     """Headers, their names in lower case, and the scheme."""
     id: str
     """The client's `x-request-id` if it is printable ASCII and not too long, else a new id."""
-    max_body_bytes: int
+    bodies: BodyReader
 
     @property
     def owner(self) -> str:
@@ -39,7 +36,7 @@ class HttpCall:
         return self.tenant or self.connection.rpartition(":")[0]
 
 
-def open_call(request: Request, tenant: str, max_body_bytes: int) -> HttpCall:
+def open_call(request: Request, tenant: str, bodies: BodyReader) -> HttpCall:
     """Read who calls. The metadata name the scheme, and a new id instead of one that is not valid."""
     given = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers.raw)
     own_id = request_id(request)
@@ -47,7 +44,7 @@ def open_call(request: Request, tenant: str, max_body_bytes: int) -> HttpCall:
     metadata = (*(pair for pair in given if pair[0] != "x-request-id"), *own)
     client = request.client
     connection = f"{client.host}:{client.port}" if client else ""
-    return HttpCall(connection, tenant, metadata, own_id, max_body_bytes)
+    return HttpCall(connection, tenant, metadata, own_id, bodies)
 
 
 def request_id(request: Request) -> str:
@@ -58,12 +55,18 @@ def request_id(request: Request) -> str:
     return secrets.token_hex(16)
 
 
+def media_type(request: Request) -> str:
+    """Return what a request says that its body is, without parameters; empty if it says nothing."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
 async def read_body(request: Request) -> bytes:
-    """Return the body, which may be read more than once. Raises PayloadTooLargeError and, for deeply nested
-    JSON, RequestError."""
+    """Return the body, which may be read more than once. Raises PayloadTooLargeError and, unless it says that
+    it is a plain text, RequestError and OverloadedError for JSON that is nested deeply or has many values."""
     if (read := getattr(request.state, "body", None)) is not None:
         return bytes(read)
-    most = request.state.call.max_body_bytes
+    call: HttpCall = request.state.call
+    most = call.bodies.max_bytes
     if int(request.headers.get("content-length", 0)) > most:  # the parser has checked that it is a number
         raise PayloadTooLargeError(most)
     parts, num_bytes = [], 0
@@ -72,17 +75,10 @@ async def read_body(request: Request) -> bytes:
         if num_bytes > most:
             raise PayloadTooLargeError(most)
         parts.append(part)
+    setattr(request.state, NUM_BODY_BYTES, num_bytes)
     body = b"".join(parts)
-    check_depth(body)
+    parts.clear()
+    if media_type(request) != PLAIN_TEXT:  # which no API reads as JSON
+        await call.bodies.check(body, call.owner)
     request.state.body = body
     return body
-
-
-def check_depth(body: bytes, most: int = MAX_DEPTH) -> None:
-    """Raise RequestError if JSON is nested more than `most` levels deep. Parsers may use a stack."""
-    if body.count(b"[") + body.count(b"{") <= most:
-        return
-    brackets = np.frombuffer(_STRINGS.sub(b"", body).translate(None, _NOT_BRACKETS), np.uint8)
-    steps = np.where((brackets == ord("[")) | (brackets == ord("{")), 1, -1)
-    if steps.cumsum().max(initial=0) > most:
-        raise RequestError(f"the JSON is nested more than {most} levels deep")

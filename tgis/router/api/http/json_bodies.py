@@ -1,11 +1,20 @@
-"""Reads bodies of requests, which are JSON, and encodes answers."""
+"""Reads bodies of requests, which are JSON, and encodes answers. Bodies with many values wait for their turn."""
 
+import asyncio
 import re
+from collections.abc import Hashable
 from typing import Any, TypeVar
 
 import msgspec
 
-from tgis.router.errors import RequestError
+from tgis.process.fair_queue import FairQueue
+from tgis.router.api.http.json_structure import BodyLimits, Weight, check_structure
+from tgis.router.errors import OVERLOADED, OverloadedError, RequestError
+
+LONG_BYTES = 256 << 10  # of a body whose structure another thread looks at
+MAX_WAITING_BYTES = 256 << 20  # of bodies that wait for one kind of turn
+# Time between the turns of two heavy bodies, about twice what the first one keeps the event loop busy.
+S_PER_LIST, S_PER_VALUE = 10e-6, 1e-6
 
 T = TypeVar("T")
 
@@ -26,6 +35,68 @@ def encode_json(value: Any) -> bytes:
     if _PUNCTUATION in text:
         text = text.replace(_LINE_SEPARATOR, rb"\u2028").replace(_PARAGRAPH_SEPARATOR, rb"\u2029")
     return text
+
+
+class Turns:
+    """Lock that the owners of bodies get in turn."""
+
+    def __init__(self) -> None:
+        self._queue: FairQueue[asyncio.Future[None]] = FairQueue(MAX_WAITING_BYTES)
+        self._is_free = True
+
+    async def take(self, owner: Hashable, num_bytes: int) -> None:
+        """Wait until it is this body's turn, which lasts until `give`. Raises OverloadedError if too much
+        waits."""
+        if self._is_free:
+            self._is_free = False
+            return
+        turn = asyncio.get_running_loop().create_future()
+        for refused in self._queue.push(owner, turn, num_bytes):
+            refused.set_exception(OverloadedError(OVERLOADED))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            self._queue.remove(owner, turn)
+            if not turn.cancelled() and turn.exception() is None:
+                self.give()  # it had just become this body's turn
+            raise
+
+    def give(self) -> None:
+        """End the turn, and begin the next one."""
+        while self._queue:
+            turn = self._queue.pop()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._is_free = True
+
+
+class BodyReader:
+    """Reader of the bodies of a port."""
+
+    def __init__(self, max_bytes: int, limits: BodyLimits) -> None:
+        self.max_bytes = max_bytes
+        self._limits, self._looks, self._turns = limits, Turns(), Turns()
+
+    async def check(self, body: bytes, owner: Hashable) -> None:
+        """Check a body before anything is built of it, and wait for its turn if that takes long. Raises
+        RequestError and OverloadedError."""
+        if len(body) <= LONG_BYTES:
+            weight = check_structure(body, self._limits)
+        else:
+            weight = await self._look(body, owner)
+        if weight.is_heavy:
+            await self._turns.take(owner, len(body))
+            rest_s = S_PER_LIST * weight.num_lists + S_PER_VALUE * weight.num_values
+            asyncio.get_running_loop().call_later(rest_s, self._turns.give)
+
+    async def _look(self, body: bytes, owner: Hashable) -> Weight:
+        """Check a long body in a thread, one at a time, because that takes several times its memory."""
+        await self._looks.take(owner, len(body))
+        try:
+            return await asyncio.to_thread(check_structure, body, self._limits)
+        finally:
+            self._looks.give()
 
 
 def decode_body(decoder: msgspec.json.Decoder[T], body: bytes) -> T:

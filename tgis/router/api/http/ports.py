@@ -12,6 +12,7 @@ from tgis.net.http_routes import PROBE_LIMITS, LimitedApp, RouteLimits
 from tgis.net.http_server import serve_http, serve_listener
 from tgis.net.ports import reserve
 from tgis.net.tls import Certificates
+from tgis.process.memory_release import MemoryRelease
 from tgis.router.api.http.answer_accounts import AnswerAccounts
 from tgis.router.api.http.app import ApiGate, Phase, absent_api_routes, api_route, starlette_of
 from tgis.router.api.http.http_api import HttpApi
@@ -35,6 +36,7 @@ class HttpPorts:
         apis: Sequence[HttpApi],
         certificates: Certificates | None,
         render: Render,
+        memory: MemoryRelease,
     ) -> None:
         """Build the apps. `apis` are all that can be served, `render` returns the text of a scrape. Raises
         StartupError."""
@@ -42,7 +44,7 @@ class HttpPorts:
         self._served = [api for api in apis if api.door.name in config.served_apis]
         self._gate: ApiGate | None = None
         if self._served:
-            self._gate = ApiGate(self._served, config, metrics.request_failure)
+            self._gate = ApiGate(self._served, config, metrics.request_failure, memory)
             self._api = AnswerAccounts(self._gate, self._served, metrics)
         self._fresh = _fresh_limits(config) if self._gate else PROBE_LIMITS
         self._probes = [*(route for api in self._served for route in api.probes)]

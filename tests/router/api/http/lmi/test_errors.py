@@ -84,13 +84,16 @@ async def test_headers(door: HttpDoor) -> None:
         ({"X-Amzn-SageMaker-Custom-Attributes": "x" * 1025}, "at most 1024 printable characters of ASCII"),
         ({"X-Amzn-SageMaker-Custom-Attributes": "é"}, "at most 1024 printable characters of ASCII"),
         ({"x-synchronous": "false"}, "not supported; leave x-synchronous out"),
-        ({"content-type": "text/csv"}, "the content type must be application/json or text/plain"),
     ):
         answer = await ask(door, STREAM, **headers)
         assert "x-amzn-sagemaker-custom-attributes" not in answer.headers
         assert (answer.status, list(answer.json)) == (424, ["code", "error"])
         assert answer.json["error"].endswith(text)
     assert (await ask(door, STREAM, **{"x-synchronous": "true"})).status == 200
+    for kind in ("text/csv", "application/x-www-form-urlencoded"):
+        text = "the content type must be application/json or text/plain"
+        expected = {"code": 415, "type": "UnsupportedMediaTypeException", "message": text}
+        assert told(await ask(door, STREAM, **{"content-type": kind})) == (415, expected)
 
 
 async def test_tokens(tmp_path: Path) -> None:

@@ -28,9 +28,9 @@ async def test_loaded_adapters_are_listed() -> None:
     answer = json.loads(bytes((await models.list(None)).body))  # type: ignore[arg-type]
     told = [(each["id"], each["root"], each["parent"], each["max_model_len"]) for each in answer["data"]]
     assert told == [("a", "a", None, 77), ("b", "a", None, 77), ("x/y", "x/y", "a", 77)]
-    assert models.choose("x/y") == ("x/y", "x/y")
-    assert models.choose("b") == ("b", None)
-    assert models.choose(None) == ("a", None)
+    assert await models.choose("x/y") == ("x/y", "x/y")
+    assert await models.choose("b") == ("b", None)
+    assert await models.choose(None) == ("a", None)
 
 
 def test_served_names() -> None:

@@ -12,6 +12,8 @@ from tests.support.router.chat_door import HELLO, chat_door, post
 from tests.support.trace_collector import TRACE_ID, TRACEPARENT, Collector, values
 from tgis.logs import FIELDS
 from tgis.router.api.http.call_context import open_call
+from tgis.router.api.http.json_bodies import BodyReader
+from tgis.router.api.http.json_structure import BodyLimits
 from tgis.router.requests.doors import OPENAI
 from tgis.router.requests.span_protocols import span_protocol
 from tgis.router.requests.tracing import open_tracing
@@ -112,7 +114,7 @@ async def test_each_refusal_has_one_line_and_its_status_in_its_span(
 def test_a_span_has_the_scheme_of_the_connection(scheme: str) -> None:
     headers = [(b"x-request-id", b"\xff"), (b"traceparent", TRACEPARENT.encode())]
     request = Request({"type": "http", "scheme": scheme, "headers": headers, "client": ("::1", 5)})
-    call = open_call(request, "team-7", 1)
+    call = open_call(request, "team-7", BodyReader(1, BodyLimits()))
     assert span_protocol(OPENAI).start("Tokenize", call.metadata)["url.scheme"] == scheme
     assert [value for name, value in call.metadata if name == "x-request-id"] == [call.id]
     assert (call.connection, call.tenant, call.id.isascii()) == ("::1:5", "team-7", True)

@@ -8,7 +8,7 @@ from tgis.router.api.http.openai.openapi import OpenApiRoute
 from tgis.router.api.http.openai.routes import NOT_SERVED, openai_api
 from tgis.router.api.http.openai.service_parts import OpenAiApi
 
-STATUSES = {"200", "400", "401", "404", "413", "429", "500", "503"}
+STATUSES = {"200", "400", "401", "403", "404", "413", "415", "429", "500", "503"}
 
 
 def references(value: Any) -> set[str]:

@@ -11,7 +11,7 @@ from tgis.router.api.http.openai.completions.types import CompletionRequest
 from tgis.router.api.http.openai.errors import OPENAI_ERRORS, ApiError, describe
 from tgis.router.api.http.openai.fields.parameters import describe_parameters, to_parameters
 from tgis.router.api.http.openai.fields.refusals import INPUT, translated_refusals
-from tgis.router.api.http.openai.fields.sampling_fields import read_fields
+from tgis.router.api.http.openai.fields.sampling_fields import decode_fields
 from tgis.router.errors import (
     GenerationError,
     InputTooLongError,
@@ -29,7 +29,7 @@ NOTHING = Parameters(sample=True, include_stop_sequence=False, raw_details=True)
 
 
 def read(**fields: Any) -> CompletionRequest:
-    return read_fields(DECODER, json.dumps(fields).encode())
+    return decode_fields(DECODER, json.dumps(fields).encode())
 
 
 CASES: list[tuple[str, Any, str, Any]] = [

@@ -16,9 +16,11 @@ MAX_MODEL_CHARS = 256  # of a model that does not exist
 TYPES = {
     400: "BadRequestException",
     401: "UnauthorizedException",
+    403: "ForbiddenException",
     404: "ResourceNotFoundException",
     405: "MethodNotAllowedException",
     413: "PayloadTooLargeException",
+    415: "UnsupportedMediaTypeException",
     503: "ServiceUnavailableException",
 }
 """The API's types of errors of the server by status."""

@@ -9,7 +9,7 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tgis.router.api.http.call_context import HttpCall, read_body
+from tgis.router.api.http.call_context import HttpCall, media_type, read_body
 from tgis.router.api.http.errors import OWN_FORM, renamed_text
 from tgis.router.api.http.event_stream import EventStream
 from tgis.router.api.http.lmi.answers import AnswerWriter
@@ -95,7 +95,7 @@ class Invocations:
     async def _answer(self, request: Request, method: str) -> Response:
         """Answer a request. Raises ApiError, MissingModelError and RouterError."""
         check_headers(request)
-        body = read_request(request.headers.get("content-type", ""), await read_body(request))
+        body = read_request(media_type(request), await read_body(request))
         check_model(request, body, self._api.models.names)
         adapter = request.headers.get(ADAPTER)
         if body.inputs is None:

@@ -3,6 +3,8 @@
 import msgspec
 from starlette.requests import Request
 
+from tgis.router.api.http.call_context import PLAIN_TEXT
+from tgis.router.api.http.errors import HttpError
 from tgis.router.api.http.json_bodies import decode_body
 from tgis.router.api.http.lmi.errors import MissingModelError
 from tgis.router.api.http.lmi.parameters import LmiParameters
@@ -49,15 +51,15 @@ class LmiRequest(msgspec.Struct, kw_only=True):
 _decoder = msgspec.json.Decoder(LmiRequest)
 
 
-def read_request(content_type: str, body: bytes) -> LmiRequest:
-    """Return the request in a body of JSON or of a plain text. Raises RequestError."""
-    match content_type.partition(";")[0].strip().lower():
-        case "" | "application/json":
-            read = decode_body(_decoder, body)
-        case "text/plain":
-            read = LmiRequest(inputs=_decode_text(body))
-        case _:
-            raise RequestError("the content type must be application/json or text/plain")
+def read_request(kind: str, body: bytes) -> LmiRequest:
+    """Return the request in a body of this media type, JSON or a plain text. Raises RequestError and
+    HttpError."""
+    if kind == PLAIN_TEXT:
+        read = LmiRequest(inputs=_decode_text(body))
+    elif kind in ("", "application/json"):
+        read = decode_body(_decoder, body)
+    else:
+        raise HttpError(415, "the content type must be application/json or text/plain")
     if read.inputs is None and not (read.is_chat or read.is_completion):
         raise RequestError(NO_INPUTS, "inputs")
     if read.inputs is not None and not (read.texts and all(read.texts)):

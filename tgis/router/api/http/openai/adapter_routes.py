@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import msgspec
@@ -11,18 +12,18 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from tgis.config.adapter_ids import is_adapter_id
-from tgis.router.api.http.call_context import read_body
+from tgis.router.adapters.names import NAME, check_new_name
 from tgis.router.api.http.openai.errors import ApiError
 from tgis.router.api.http.openai.fields.sampling_fields import read_fields
 from tgis.router.api.http.openai.models import is_model_name
 from tgis.router.api.http.openai.service_parts import OpenAiApi
+from tgis.router.engine.handle import GivenNames
 from tgis.router.errors import NotFoundError, RequestError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_NAMES = 10_000  # names that clients may give; each takes some hundred bytes
 ELSEWHERE = (
     "lora_path is neither an adapter's id nor a folder below --adapter-cache or --prefix-store-path, where "
     "adapters are found"
@@ -55,46 +56,41 @@ class AdapterRoutes:
     async def load(self, request: Request) -> Response:
         body = await self._read(_load_decoder, request)
         name, adapter_id = body.lora_name, await self._adapter_id(body.lora_path)
-        self._check_name(name, bool(body.load_inplace))
-        try:
+        self._check_name(name)
+        with _translated(NAME):
+            check_new_name(await self._models.given_names(), name, bool(body.load_inplace))
+        with _translated("lora_path"):
             await self._api.service.load_adapter(adapter_id, request.state.call.id)
-        except RequestError as error:
-            status = 404 if isinstance(error, NotFoundError) else 400
-            raise ApiError(status, str(error), "lora_path") from None
-        self._check_name(name, bool(body.load_inplace))  # another call may have been faster
-        self._models.adapters[name] = adapter_id
+        with _translated(NAME):  # another call may have been faster
+            await self._given.give_name(name, adapter_id, bool(body.load_inplace))
         logger.info("the LoRA adapter %r is the model %r now", adapter_id, name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload(self, request: Request) -> Response:
         name = (await self._read(_unload_decoder, request)).lora_name
-        if name not in self._models.adapters:
-            reason = "was given at the start" if name in self._models.preloaded_ids else "cannot be found"
-            status = 400 if name in self._models.preloaded_ids else 404
-            raise ApiError(status, f"The LoRA adapter '{name[:256]}' {reason}.", "lora_name")
-        del self._models.adapters[name]
+        if name in self._models.preloaded_ids:
+            raise ApiError(400, f"The LoRA adapter '{name[:256]}' was given at the start.", NAME)
+        with _translated(NAME):
+            await self._given.take_name(name)
         logger.info("the model %r is gone", name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    @property
+    def _given(self) -> GivenNames:
+        assert self._models.given is not None, "the option allows names"
+        return self._models.given
 
     async def _read(self, decoder: msgspec.json.Decoder[T], request: Request) -> T:
         if self._api.adapter_roots is None:
             raise ApiError(404, OFF, code="not_found")
-        return read_fields(decoder, await read_body(request))
+        return await read_fields(decoder, request)
 
-    def _check_name(self, name: str, is_replacing: bool) -> None:
-        """Raise ApiError if an adapter may not get this name."""
-        models = self._models
-        refusal = ""
+    def _check_name(self, name: str) -> None:
+        """Raise ApiError if no adapter may ever get this name."""
         if not is_model_name(name):
-            refusal = "lora_name has 1 to 256 letters, digits and characters of _.:/@+-"
-        elif name in models.names or name in models.preloaded_ids:
-            refusal = f"'{name}' is a model that was given at the start."
-        elif name in models.adapters and not is_replacing:
-            refusal = f"The LoRA adapter '{name}' has already been loaded; load_inplace replaces it."
-        elif name not in models.adapters and len(models.adapters) >= MAX_NAMES:
-            refusal = f"{MAX_NAMES} adapters have names already; unload one."
-        if refusal:
-            raise ApiError(400, refusal, "lora_name")
+            raise ApiError(400, "lora_name has 1 to 256 letters, digits and characters of _.:/@+-", NAME)
+        if name in self._models.names or name in self._models.preloaded_ids:
+            raise ApiError(400, f"'{name}' is a model that was given at the start.", NAME)
 
     async def _adapter_id(self, path: str) -> str:
         """Return the id of the adapter at a path. Raises ApiError."""
@@ -106,6 +102,16 @@ class AdapterRoutes:
             text = f"the id '{adapter_id}' names another adapter, which is found before this one"
             raise ApiError(400, text, "lora_path")
         return adapter_id
+
+
+@contextmanager
+def _translated(field: str) -> Iterator[None]:
+    """Raise refusals as this API's, of a field."""
+    try:
+        yield
+    except RequestError as error:
+        status = 404 if isinstance(error, NotFoundError) else 400
+        raise ApiError(status, str(error), field) from None
 
 
 def _locate(path: str, roots: Sequence[str]) -> tuple[str | None, list[str]]:

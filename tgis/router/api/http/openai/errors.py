@@ -10,6 +10,7 @@ from tgis.router.requests.doors import OPENAI
 
 TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",

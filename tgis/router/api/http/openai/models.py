@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from tgis.router.api.http.openai.dates import unix_time
 from tgis.router.api.http.openai.errors import missing_model
+from tgis.router.engine.handle import GivenNames
 from tgis.router.errors import StartupError
 
 OWNER = "tgis"
@@ -71,49 +72,55 @@ class Models:
         max_model_len: int | None = None,
         created: int | None = None,
         adapter_ids: Callable[[], tuple[str, ...]] = tuple,
+        given: GivenNames | None = None,
         placeholders: Collection[str] = (),
         sampling: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """Take the served names; answers to requests that name no model have the first. `adapter_ids` returns
-        the ids of adapters that are kept loaded. `placeholders` are names that clients send where none is
-        given; an adapter may have one of them. `sampling` is the model's own."""
+        the ids of adapters that are kept loaded; `given` has further names, if clients may give any.
+        `placeholders` are names that clients send where none is given; an adapter may have one of them.
+        `sampling` is the model's own."""
         self.names = names
         self._placeholders = placeholders
         self._sampling = dict(sampling) or UNSET
         self._max_model_len, self._adapter_ids = max_model_len, adapter_ids
-        self.adapters: dict[str, str] = {}
-        """Ids of the adapters that got names while the service runs, by name."""
+        self.given = given
         self._created = unix_time() if created is None else created
 
     @property
     def preloaded_ids(self) -> tuple[str, ...]:
         return self._adapter_ids()
 
-    def choose(self, name: str | None) -> ModelChoice:
+    async def given_names(self) -> Mapping[str, str]:
+        """Return the ids of the adapters that clients have given names, by name."""
+        return {} if self.given is None else await self.given.adapter_names()
+
+    async def choose(self, name: str | None) -> ModelChoice:
         """Return what a request's `model` names: the served model, else the adapter of that name or id."""
         if name in self.names:
             return ModelChoice(name)
-        if not name or (name in self._placeholders and not self._is_adapter(name)):
+        if not name:
             return ModelChoice(self.names[0])
-        return ModelChoice(name, self.adapters.get(name, name))
+        given = await self.given_names()
+        is_adapter = name in given or name in self.preloaded_ids
+        if name in self._placeholders and not is_adapter:
+            return ModelChoice(self.names[0])
+        return ModelChoice(name, given.get(name, name))
 
-    def _is_adapter(self, name: str) -> bool:
-        return name in self.adapters or name in self.preloaded_ids
-
-    def cards(self) -> list[ModelCard]:
+    async def cards(self) -> list[ModelCard]:
         first = self.names[0]
         own = [self._card(name, root=first) for name in self.names]
         for card in own:
             card.default_sampling = self._sampling
-        adapters = {name: name for name in self.preloaded_ids} | self.adapters
+        adapters = {name: name for name in self.preloaded_ids} | dict(await self.given_names())
         return own + [self._card(name, root=root, parent=first) for name, root in adapters.items()]
 
     async def list(self, request: Request) -> Response:
-        return Response(msgspec.json.encode(ModelList(self.cards())), media_type="application/json")
+        return Response(msgspec.json.encode(ModelList(await self.cards())), media_type="application/json")
 
     async def retrieve(self, request: Request) -> Response:
         name = request.path_params["name"]
-        for card in self.cards():
+        for card in await self.cards():
             if card.id == name:
                 return Response(msgspec.json.encode(card), media_type="application/json")
         raise missing_model(name)

@@ -21,8 +21,10 @@ ERRORS = ErrorTexts(
     {
         "400": "The request is wrong.",
         "401": "A valid bearer token is required.",
+        "403": "A page of another origin has sent the request.",
         "404": "The model or the route does not exist.",
         "413": "The body is too large.",
+        "415": "The body is not declared as JSON.",
         "429": "No room now; try again.",
         "431": "The headers are too large.",
         "500": "The service failed.",

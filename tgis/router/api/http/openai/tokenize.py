@@ -7,7 +7,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tgis import __version__
-from tgis.router.api.http.call_context import read_body
 from tgis.router.api.http.openai.chat.messages import render_chat
 from tgis.router.api.http.openai.chat.types import Message, Tool
 from tgis.router.api.http.openai.errors import ApiError
@@ -57,13 +56,13 @@ class TokenRoutes:
         self._api = api
 
     async def tokenize(self, request: Request) -> Response:
-        body = read_fields(_tokenize_decoder, await read_body(request))
+        body = await read_fields(_tokenize_decoder, request)
         job = await self._tokenize_job(body, request)
         with translated_refusals(body.model, {INPUT: "prompt" if body.messages is None else "messages"}):
             return await self._run(job, request)
 
     async def detokenize(self, request: Request) -> Response:
-        body = read_fields(_detokenize_decoder, await read_body(request))
+        body = await read_fields(_detokenize_decoder, request)
         num_bytes = BYTES_PER_ID * len(body.tokens)
         job = TokenizeJob(join_tokens, (body.tokens,), 1, num_bytes, "Detokenize")
         with translated_refusals(body.model, {INPUT: "tokens"}):
@@ -78,7 +77,7 @@ class TokenRoutes:
             raise ApiError(400, "one of prompt and messages must be given", "prompt")
         adds, text = body.add_special_tokens, body.prompt
         if body.messages is not None:
-            text = await render_chat(body.messages, body, self._api.renderer, request.state.call.owner)
+            text = await render_chat(body.messages, body, self._api.renderer, request.state.call)
         assert text is not None, "a prompt or messages are there"
         adds_special_tokens = body.messages is None if adds is None else adds
         most = self._api.limits.max_sequence_length

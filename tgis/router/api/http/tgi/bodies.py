@@ -1,11 +1,11 @@
 """Reads bodies of requests. Those that cannot be read are refused in plain text, as TGI does."""
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
 
-from tgis.router.api.http.call_context import read_body
+from tgis.router.api.http.call_context import media_type, read_body
 from tgis.router.api.http.tgi.errors import BodyError
 from tgis.router.errors import RequestError
 
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 
 class _Keys(msgspec.Struct):
-    inputs: Any = msgspec.UNSET
-    messages: Any = msgspec.UNSET
-    prompt: Any = msgspec.UNSET
+    inputs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 _keys_decoder = msgspec.json.Decoder(_Keys)
@@ -27,7 +27,7 @@ _keys_decoder = msgspec.json.Decoder(_Keys)
 
 async def read_json(request: Request) -> bytes:
     """Return the body of a request that says that it is JSON. Raises BodyError, PayloadTooLargeError."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    kind = media_type(request)
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise BodyError(415, NO_JSON_TYPE)
     try:

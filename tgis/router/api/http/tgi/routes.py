@@ -23,6 +23,7 @@ ERRORS = ErrorTexts(
     {
         "400": "The body is not JSON.",
         "401": "A valid bearer token is required.",
+        "403": "A page of another origin has sent the request.",
         "404": "The adapter or the route does not exist.",
         "413": "The body is too large.",
         "415": "The body is not declared as JSON.",

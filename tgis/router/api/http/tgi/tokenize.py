@@ -32,7 +32,7 @@ class Tokenization:
     async def tokenize_chat(self, request: Request) -> Response:
         body = decode(_chat_decoder, await read_json(request))
         try:
-            text = await render_chat(body.messages, body, self._api.renderer, request.state.call.owner)
+            text = await render_chat(body.messages, body, self._api.renderer, request.state.call)
         except ApiError as error:
             raise TemplateError(f"Template error: {error}") from None
         job = TokenizeJob(list_chat_places, (text,), 1, _size(text), "ChatTokenize")

@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tgis.router.api.http.call_context import HttpCall, read_body
+from tgis.router.api.http.call_context import HttpCall
 from tgis.router.api.http.event_stream import EventStream, merge
 from tgis.router.api.http.openai.chat.answer_form import AnswerForm, constrain, read_answer_form
 from tgis.router.api.http.openai.chat.answers import WholeAnswer, read_answer
@@ -27,6 +27,7 @@ from tgis.router.api.http.openai.fields.sampling_fields import check_stream_opti
 from tgis.router.api.http.openai.fields.structured_outputs import constraint_names, read_guided
 from tgis.router.api.http.openai.logprobs import TokenNames
 from tgis.router.api.http.openai.long_answers import SlicedEncoder
+from tgis.router.api.http.openai.models import ModelChoice
 from tgis.router.api.http.openai.service_parts import OpenAiApi
 from tgis.router.api.http.openai.usage import make_usage, stop_reason
 from tgis.router.api.service import Result
@@ -57,7 +58,7 @@ class ChatCompletions:
 
     async def answer(self, request: Request) -> Response:
         """Answer a request. Raises ApiError and RouterError."""
-        body = read_fields(_decoder, await read_body(request))
+        body = await read_fields(_decoder, request)
         job = await self._read(body, request.state.call)
         with translated_refusals(body.model, _names(body)):
             if not body.stream:
@@ -73,16 +74,22 @@ class ChatCompletions:
         _check(body, api.service.is_encoder_decoder)
         guided = read_guided(body)
         use = read_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
-        prompt = await render_chat(body.messages, body, api.renderer, http.owner)
+        prompt = await render_chat(body.messages, body, api.renderer, http)
         shows_tools = api.renderer.reads(TOOLS)
         form = read_answer_form(api.formats, use, prompt, body, api.find_mark, shows_tools)
-        call = self._call(body, http, prompt, _parameters(body, constrain(guided, form)), form)
+        choice = await api.models.choose(body.model)
+        call = self._call(body, http, choice, prompt, _parameters(body, constrain(guided, form)), form)
         return ChatJob(body, call, form, f"chatcmpl-{http.id}")
 
     def _call(
-        self, body: ChatRequest, http: HttpCall, prompt: str, parameters: Parameters, form: AnswerForm | None
+        self,
+        body: ChatRequest,
+        http: HttpCall,
+        choice: ModelChoice,
+        prompt: str,
+        parameters: Parameters,
+        form: AnswerForm | None,
     ) -> GenerationCall:
-        choice = self._api.models.choose(body.model)
         marks = form.mark_ids if form is not None else frozenset()
         return GenerationCall(
             "ChatCompletion",

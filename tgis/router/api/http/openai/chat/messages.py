@@ -1,15 +1,18 @@
 """Turns a request's messages into the form that templates expect."""
 
+import asyncio
 from typing import Any, Protocol
 
 import msgspec
 
+from tgis.router.api.http.call_context import HttpCall
 from tgis.router.api.http.openai.chat.tools import show_tools
 from tgis.router.api.http.openai.chat.types import Message, Tool, ToolCall
 from tgis.router.api.http.openai.errors import ApiError
 from tgis.router.chat.renderer import Chat, ChatRenderer
 from tgis.router.errors import RequestError
 
+MESSAGES_PER_TURN = 256  # of the event loop
 EFFORT, TOOLS = "reasoning_effort", "tools"  # variables of templates
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -28,7 +31,9 @@ class ChatFields(Protocol):
     reasoning_effort: str | None
 
 
-async def render_chat(messages: list[Message], fields: ChatFields, renderer: ChatRenderer, owner: str) -> str:
+async def render_chat(
+    messages: list[Message], fields: ChatFields, renderer: ChatRenderer, http: HttpCall
+) -> str:
     """Return the prompt of a request. Raises ApiError and RouterError."""
     if not messages:
         raise ApiError(400, "messages must not be empty", "messages")
@@ -37,8 +42,9 @@ async def render_chat(messages: list[Message], fields: ChatFields, renderer: Cha
         text = "continue_final_message: the last message must be the assistant's"
         raise ApiError(400, text, "continue_final_message")
     begins = fields.add_generation_prompt
+    await _check_arguments(messages, http)
     chat = Chat(
-        [_template_message(message, index, renderer) for index, message in enumerate(messages)],
+        await _template_messages(messages, renderer),
         _template_tools(fields.tools, renderer),
         documents=fields.documents,
         add_generation_prompt=not continues if begins is None else begins,
@@ -46,9 +52,28 @@ async def render_chat(messages: list[Message], fields: ChatFields, renderer: Cha
         variables=_variables(fields, renderer),
     )
     try:
-        return await renderer.render(chat, owner)
+        return await renderer.render(chat, http.owner)
     except RequestError as error:
         raise ApiError(400, str(error), error.parameter or "messages") from None
+
+
+async def _check_arguments(messages: list[Message], http: HttpCall) -> None:
+    """Check the texts of arguments before anything is built of them, all at once. Raises ApiError."""
+    calls = [call for message in messages for call in message.tool_calls or ()]
+    texts = [call.function.arguments for call in calls if isinstance(call.function.arguments, str)]
+    try:
+        await http.bodies.check(f"[{','.join(texts)}]".encode(errors="replace"), http.owner)
+    except RequestError as error:
+        raise ApiError(400, f"the arguments of tool calls: {error}", "messages") from None
+
+
+async def _template_messages(messages: list[Message], renderer: ChatRenderer) -> list[dict[str, Any]]:
+    shown = []
+    for index, message in enumerate(messages):
+        if index % MESSAGES_PER_TURN == MESSAGES_PER_TURN - 1:
+            await asyncio.sleep(0)
+        shown.append(_template_message(message, index, renderer))
+    return shown
 
 
 def _template_tools(tools: list[Tool] | None, renderer: ChatRenderer) -> list[dict[str, Any]] | None:

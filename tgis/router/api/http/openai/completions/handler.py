@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tgis.router.api.http.call_context import HttpCall, read_body
+from tgis.router.api.http.call_context import HttpCall
 from tgis.router.api.http.event_stream import EventStream, merge
 from tgis.router.api.http.openai.completions.choices import CompletionJob, write_choices
 from tgis.router.api.http.openai.completions.chunks import ChunkWriter
@@ -37,8 +37,8 @@ class Completions:
 
     async def answer(self, request: Request) -> Response:
         """Answer a request. Raises ApiError and RouterError."""
-        body = read_fields(_decoder, await read_body(request))
-        job = self._read(body, request.state.call)
+        body = await read_fields(_decoder, request)
+        job = await self._read(body, request.state.call)
         with translated_refusals(body.model, {INPUT: "prompt"} | constraint_names(body)):
             if not body.stream:
                 return await self._generate(job)
@@ -46,13 +46,13 @@ class Completions:
             await anext(events)  # returns once the call is admitted: a refusal has a status of its own
             return EventStream(events)
 
-    def _read(self, body: CompletionRequest, http: HttpCall) -> CompletionJob:
+    async def _read(self, body: CompletionRequest, http: HttpCall) -> CompletionJob:
         """Read a request. Raises ApiError."""
         refuse_fields(body)
         limits = self._api.limits
         texts, are_ids = _read_prompts(body.prompt, limits.most_inputs)
         _check(body, limits, self._api.service.is_encoder_decoder)
-        choice = self._api.models.choose(body.model)
+        choice = await self._api.models.choose(body.model)
         call = GenerationCall(
             "Completion",
             "stream" if body.stream else "single" if len(texts) == 1 else "batch",

@@ -4,12 +4,17 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
+from starlette.requests import Request
 
+from tgis.router.api.http.call_context import media_type, read_body
 from tgis.router.api.http.json_bodies import decode_body
 from tgis.router.api.http.openai.errors import ApiError
+from tgis.router.api.http.origins import is_of_page
 from tgis.router.errors import RequestError
 
 MOST = 2**31 - 1
+FORM = "application/x-www-form-urlencoded"  # what curl and others say of any body unless told otherwise
+NO_JSON_TYPE = "the content type must be application/json"
 MAX_TOP_LOGPROBS = 20
 
 Count = Annotated[int, Meta(ge=0, le=MOST)]
@@ -79,7 +84,19 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     vllm_xargs: Any = None
 
 
-def read_fields(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+async def read_fields(decoder: msgspec.json.Decoder[T], request: Request) -> T:
+    """Return what is in a request's body. Raises ApiError and RouterError."""
+    kind = media_type(request)
+    if not (kind == "" or "json" in kind or (kind == FORM and not is_of_page(request.headers))):
+        raise ApiError(415, NO_JSON_TYPE)
+    try:
+        body = await read_body(request)
+    except RequestError as error:
+        raise ApiError(400, str(error), error.parameter or None) from None
+    return decode_fields(decoder, body)
+
+
+def decode_fields(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     """Return the request in a body. Raises ApiError, which names the field and quotes no value of it."""
     try:
         return decode_body(decoder, body)
