@@ -1,4 +1,4 @@
-"""Reads bodies of requests, which are JSON, and encodes answers. Bodies with many values wait for their turn."""
+"""Reads bodies of requests, which are JSON, and encodes answers. Bodies with many values take turns."""
 
 import asyncio
 import re
