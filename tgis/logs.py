@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from types import MappingProxyType, TracebackType
 from typing import Any, TextIO
 
+from tgis.log_limits import OMITTED, RecordLimits, format_traceback
+
 FIELDS = "fields"
 """Key of `extra` for a record's fields: `extra={FIELDS: {"request_id": "a1"}}`."""
 
@@ -34,7 +36,7 @@ class TextFormatter(logging.Formatter):
         fields = [f" {_key(name)}={_text_value(value)}" for name, value in _fields(record).items()]
         lines = [head + "".join(fields)]
         if record.exc_info:  # indented, because a traceback ends with a text that a user may have chosen
-            traceback = self.formatException(record.exc_info)
+            traceback = format_traceback(record.exc_info)
             lines += ["    " + printable(line) for line in traceback.splitlines()]
         return "\n".join(lines)
 
@@ -54,7 +56,7 @@ class JsonFormatter(logging.Formatter):
             "message": record.getMessage(),
         }
         if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
+            line["traceback"] = format_traceback(record.exc_info)
         for name, value in _fields(record).items():
             line[f"{name}_" if name in line else name] = value
         for name, value in self._process.items():
@@ -75,6 +77,7 @@ class _JsonHandler(logging.StreamHandler[TextIO]):
 def setup(level: str, json_output: bool, process: Mapping[str, Scalar] = MappingProxyType({})) -> None:
     """Replace the root logger's handlers. `process` has fields for every JSON object."""
     handler = _JsonHandler(sys.stderr) if json_output else logging.StreamHandler(sys.stderr)
+    handler.addFilter(RecordLimits())
     handler.setFormatter(JsonFormatter(process) if json_output else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the service logs the same events itself
@@ -116,7 +119,9 @@ def _fields(record: logging.LogRecord) -> dict[str, Scalar]:
     """Return the record's fields; values that JSON does not have become their text."""
     fields = getattr(record, FIELDS, None)
     if not isinstance(fields, dict):  # another library may use an attribute of this name
-        return {}
+        fields = {}
+    if (num_omitted := getattr(record, OMITTED, 0)) > 0:
+        fields = fields | {OMITTED: num_omitted}
     return {str(name): _scalar(value) for name, value in fields.items()}
 
 

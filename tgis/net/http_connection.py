@@ -1,6 +1,7 @@
 """A connection to an HTTP port, with limits of time, of size and of the number of connections."""
 
 import asyncio
+import logging
 import math
 from collections.abc import Iterable
 from http import HTTPStatus
@@ -13,6 +14,7 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from tgis.log_limits import KIND
 from tgis.net.answer import Answer
 from tgis.net.connection_groups import ConnectionGroups, Group, add_member, has_room
 from tgis.net.http_routes import PROBE_LIMITS, LimitedApp, RouteLimits, find_route, has_path
@@ -21,6 +23,8 @@ from tgis.net.pending_input import PendingInput
 from tgis.net.ports import watch_peer
 from tgis.net.slow_readers import Flow, SlowReadError
 from tgis.net.tls import client_name
+
+logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 16 << 10
 MAX_FRAMING = 8  # bytes of a chunked body's framing for each of its own bytes
@@ -141,7 +145,7 @@ class HttpConnection(HttpToolsProtocol):
         self._will_parse = False
         try:
             for _ in range(MAX_PIECES):
-                if not self._can_parse():
+                if not self._input or self.transport.is_closing() or len(self.pipeline) >= MAX_QUEUED:
                     break
                 self._parse_piece()
             else:
@@ -150,9 +154,6 @@ class HttpConnection(HttpToolsProtocol):
             self._refuse(refusal.status)
         self.flow.hold_reading(bool(self._input))
         self._reschedule()
-
-    def _can_parse(self) -> bool:
-        return bool(self._input) and not self.transport.is_closing() and len(self.pipeline) < MAX_QUEUED
 
     def _parse_piece(self) -> None:
         """Parse the next piece of the input. Raises _Refusal."""
@@ -177,13 +178,13 @@ class HttpConnection(HttpToolsProtocol):
         except httptools.HttpParserCallbackError as error:
             if isinstance(error.__context__, _Refusal):
                 raise error.__context__ from None
+            logger.error("a request cannot be read", exc_info=error, extra={KIND: "HTTP unreadable"})
             raise _Refusal(HTTPStatus.BAD_REQUEST) from None
         except httptools.HttpParserError:
             raise _Refusal(HTTPStatus.BAD_REQUEST) from None
 
     def _take_unparsed(self, body: bytes) -> None:
-        """Take a part of the body of a request that asks for another protocol, which the parser leaves to
-        others. No server needs to speak that protocol."""
+        """Take a part of the body of a request for another protocol, which the parser leaves to others."""
         self._num_unparsed -= len(body)
         self.on_body(body)
         if not self._num_unparsed:

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 
 from tgis.config.network import PortOptions
+from tgis.log_limits import KIND
 from tgis.router.api.bearer_tokens import REFUSAL, BearerTokens
 from tgis.router.api.grpc.call_status import Context, Status, end_call
 from tgis.router.api.tenants import token_tenant
@@ -61,7 +62,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             return await continuation(handler_call_details)
         self._failures.add("unauthenticated")
         method = handler_call_details.method[:MAX_METHOD_CHARS]
-        logger.warning("a call of %s was refused: %s", method, REFUSAL)
+        logger.warning("a call of %s was refused: %s", method, REFUSAL, extra={KIND: "gRPC unauthenticated"})
         return grpc.unary_unary_rpc_method_handler(_refuse)
 
     def _authenticate(self, details: grpc.HandlerCallDetails) -> str | None:

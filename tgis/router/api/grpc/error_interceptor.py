@@ -14,6 +14,7 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 
+from tgis.log_limits import KIND
 from tgis.process.memory_release import MemoryRelease
 from tgis.router.api.grpc.call_status import Context, Status, drop_tracebacks, end_call
 from tgis.router.api.grpc.refusal_pacing import RefusalPacing
@@ -122,7 +123,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             return self._messages_of(request)
         if request.message is None:
             self._failures.add("validation")
-            logger.error("a call failed with %s: %s", Code.INVALID_ARGUMENT.name, UNREADABLE)
+            about = {KIND: "gRPC unreadable"}
+            logger.error("a call failed with %s: %s", Code.INVALID_ARGUMENT.name, UNREADABLE, extra=about)
             raise RequestError(UNREADABLE)
         return request.message
 

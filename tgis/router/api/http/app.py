@@ -14,6 +14,7 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tgis.config.processes import RouterConfig
+from tgis.log_limits import KIND
 from tgis.net.answer import Answer
 from tgis.net.http_routes import PROBE_LIMITS, LimitedApp, RouteLimits
 from tgis.net.slow_readers import SlowReadError
@@ -112,7 +113,9 @@ class ApiGate:
         if tenant is None:
             self._failures.add("unauthenticated")
             path = request.scope["raw_path"][:MAX_PATH_CHARS].decode("latin-1")
-            logger.warning("a call of %s was refused: %s", path, REFUSAL)
+            logger.warning(
+                "a call of %s was refused: %s", path, REFUSAL, extra={KIND: "HTTP unauthenticated"}
+            )
             error = HttpError(401, REFUSAL)
             error.is_logged = True
             raise error

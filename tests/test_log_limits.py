@@ -1,0 +1,102 @@
+"""Lines of one kind once a second, tracebacks of one place once a minute, each with the number omitted."""
+
+import io
+import json
+import logging
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tgis.log_limits import KIND, MAX_FRAMES, MAX_PLACES, RecordLimits
+from tgis.logs import JsonFormatter, TextFormatter
+
+
+class Log:
+    def __init__(self, formatter: logging.Formatter) -> None:
+        self.now, self._stream = 1000.0, io.StringIO()
+        handler = logging.StreamHandler(self._stream)
+        handler.setFormatter(formatter)
+        handler.addFilter(RecordLimits(lambda: self.now))
+        self.logger = logging.getLogger("tests.log_limits")
+        self.logger.handlers, self.logger.propagate = [handler], False
+        self.logger.setLevel(logging.INFO)
+
+    def text(self) -> str:
+        text = self._stream.getvalue()
+        self._stream.seek(0)
+        self._stream.truncate()
+        return text
+
+    def fail(self, depth: int = 0) -> None:
+        try:
+            self._raise(depth)
+        except ValueError:
+            self.logger.exception("failed")
+
+    def _raise(self, depth: int) -> None:
+        if depth:
+            self._raise(depth - 1)
+        raise ValueError("secret")
+
+
+@pytest.fixture
+def log() -> Iterator[Log]:
+    log = Log(TextFormatter())
+    yield log
+    log.logger.handlers = []
+
+
+def test_one_line_a_second_of_each_kind(log: Log) -> None:
+    for _ in range(50):
+        log.logger.warning("refused", extra={KIND: "a"})
+        log.logger.warning("unread", extra={KIND: "b"})
+        log.logger.warning("other")
+    lines = log.text().splitlines()
+    assert [sum(word in line for line in lines) for word in ("refused", "unread", "other")] == [1, 1, 50]
+    log.now += 1
+    log.logger.warning("refused", extra={KIND: "a"})
+    assert log.text().endswith("refused omitted=49\n")
+    log.now += 1
+    log.logger.warning("refused", extra={KIND: "a"})
+    assert log.text().endswith("refused\n")
+
+
+def test_a_traceback_of_each_place_once_a_minute(log: Log) -> None:
+    for _ in range(5):
+        log.fail()
+    assert log.text().count("Traceback") == 1
+    log.now += 59
+    log.fail()
+    text = log.text()
+    assert "Traceback" not in text
+    assert "failed" in text
+    try:
+        sys.intern(5)  # type: ignore[arg-type]
+    except TypeError:
+        log.logger.exception("failed")
+    assert "Traceback" in log.text()
+    log.now += 1
+    log.fail()
+    assert "failed omitted=5\n    Traceback" in log.text()
+
+
+@pytest.mark.parametrize("depth", [0, 10, 500])
+def test_tracebacks_have_their_last_frames(log: Log, depth: int) -> None:
+    log.fail(depth)
+    text = log.text()
+    assert "ValueError: secret" in text
+    assert 2 <= text.count("  File ") <= MAX_FRAMES  # repeated frames are one
+    assert text.count("\n") < 2 * MAX_FRAMES + 4
+    formatted = Log(JsonFormatter())
+    formatted.fail(depth)
+    assert json.loads(formatted.text())["traceback"].count("\n") < 2 * MAX_FRAMES + 4
+
+
+def test_kinds_that_are_kept_are_bounded() -> None:
+    limits = RecordLimits()
+    for i in range(10 * MAX_PLACES):
+        record = logging.LogRecord("a", logging.INFO, "", 0, "", (), None)
+        setattr(record, KIND, f"kind {i}")
+        assert limits.filter(record)
+    assert len(limits._last) == MAX_PLACES
