@@ -144,10 +144,10 @@ def test_a_name_of_an_adapter_is_every_workers_and_outlives_each(service: Servic
     def statuses() -> set[int]:
         """Of requests that name it, on connections of their own."""
         body = {"model": "sql", "prompt": "girl", "max_tokens": 1}
-        return {exchange(f"{url}/completions", body).status for _ in range(16)}
+        return {exchange(f"{url}/completions", body).status for _ in range(12)}
 
     load = {"lora_name": "sql", "lora_path": "lora"}
-    for turn in range(4):
+    for turn in range(3):
         assert exchange(f"{url}/load_lora_adapter", load).status == 200
         assert statuses() == {200}
         if turn == 1:
@@ -160,7 +160,7 @@ def test_a_name_of_an_adapter_is_every_workers_and_outlives_each(service: Servic
             assert statuses() == {200}
         assert exchange(f"{url}/unload_lora_adapter", {"lora_name": "sql"}).status == 200
         assert statuses() == {404}
-    cards = {exchange(f"{url}/models").body for _ in range(16)}
+    cards = {exchange(f"{url}/models").body for _ in range(12)}
     assert len(cards) == 1, "what workers say of the models does not differ"
 
 

@@ -51,7 +51,6 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
         engine_path=str(tmp_path / "engine"),
         router_workers=NUM_WORKERS,
         max_sequence_length=200,
-        recovery_timeout=1,
     )
     shards = Shards(tmp_path, Library())
     scene = Scene(config, EngineProcess(config))
@@ -142,13 +141,15 @@ async def test_a_worker_that_ends_holds_up_no_change(scene: Scene) -> None:
 
 
 async def test_without_an_engine_names_wait_and_are_then_given_up(scene: Scene) -> None:
-    handle = scene.workers[0].remote.handle
+    remote = scene.workers[0].remote
+    handle, remote._recovery_timeout = remote.handle, 0.1
     await handle.give_name("sql", "id", False)
     await scene.engine.kill()
     with pytest.raises(UnavailableError):
         await handle.take_name("sql")
-    assert await scene.names() == [{"sql": "id"}]
+    assert await handle.adapter_names() == {"sql": "id"}
     await scene.engine.start()
+    assert await scene.names() == [{"sql": "id"}]
 
 
 async def test_a_late_worker_restores_names_only_if_nobody_else_had_any(
