@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 import logging
+import re
 import time
 from pathlib import Path
 
@@ -14,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 SCHEME = "bearer "
 REFUSAL = "a valid bearer token is required"
+SPACES = " \t"  # of headers and lines; other spaces are part of a token
+WORD = re.compile(rf"[^{SPACES}\r]+")
 CHECK_INTERVAL_S = 1.0  # least time between two checks of the file
 
 
@@ -29,7 +32,7 @@ class BearerTokens:
     def tenant_of_header(self, header: str) -> str | None:
         """Return what `tenant_of` returns for the token of an `authorization` header."""
         scheme, token = header[: len(SCHEME)], header[len(SCHEME) :]
-        return self.tenant_of(token.strip()) if scheme.lower() == SCHEME else None
+        return self.tenant_of(token.strip(SPACES)) if scheme.lower() == SCHEME else None
 
     def tenant_of(self, token: str) -> str | None:
         """Return the name of the tenant whose `token` it is, empty if it has none, or None if the token is
@@ -59,7 +62,7 @@ def _read(path: str) -> dict[bytes, str]:
     except (OSError, UnicodeDecodeError) as error:
         raise StartupError(f"the file of bearer tokens {path} cannot be read") from error
     tenants: dict[bytes, str] = {}
-    for number, words in enumerate(map(str.split, lines), 1):
+    for number, words in enumerate(map(WORD.findall, lines), 1):
         match words:
             case []:
                 continue

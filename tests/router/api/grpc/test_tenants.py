@@ -176,3 +176,17 @@ def test_what_the_forms_allow(tmp_path: Path) -> None:
     found = {token: tokens.tenant_of(token) for token in ("t1", "t2", "t3", "tenant")}
     assert found == {"t1": "a!~", "t2": long, "t3": "", "tenant": ""}
     assert {tokens.tenant_of(token) for token in ("t4", "a!~", long, "", "tenant a!~ t1")} == {None}
+
+
+def test_only_spaces_and_tabs_surround_a_token(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("\t t1 \t\r\nt2\N{NO-BREAK SPACE}\ntenant acme\N{NO-BREAK SPACE}t3\n", encoding="utf-8")
+    with pytest.raises(StartupError):
+        BearerTokens(str(path))
+    path.write_text("\t t1 \t\r\nt2\N{NO-BREAK SPACE}\n", encoding="utf-8")
+    tokens = BearerTokens(str(path))
+    for header in ("Bearer t1", "bearer  t1\t", "Bearer t2\N{NO-BREAK SPACE}"):
+        assert tokens.tenant_of_header(header) == "", header
+    spaces = ("\N{NO-BREAK SPACE}", "\x85", "\x0b", "\x0c", "\x1c", "\N{EN QUAD}", "\N{LINE SEPARATOR}")
+    for header in ("Bearer t2", *(f"Bearer t1{space}" for space in spaces), f"Bearer {spaces[0]}t1"):
+        assert tokens.tenant_of_header(header) is None, ascii(header)

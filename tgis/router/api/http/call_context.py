@@ -57,7 +57,7 @@ def request_id(request: Request) -> str:
 
 def media_type(request: Request) -> str:
     """Return what a request says that its body is, without parameters; empty if it says nothing."""
-    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    return request.headers.get("content-type", "").partition(";")[0].strip(" \t").lower()
 
 
 async def read_body(request: Request) -> bytes:
