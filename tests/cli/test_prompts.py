@@ -133,6 +133,7 @@ def edit(**changed: object) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
+        (edit(target_modules=r"((.|..)+)+\d{3}"), ": invalid adapter: target_modules of adapter_config.json"),
         (edit(use_dora=True), ": weight-decomposed LoRA (DoRA) is not supported"),
         (edit(peft_type="IA3"), ": adapter type IA3 is not currently supported"),
         (edit(r=3, rank_pattern={}), "expected rank 3"),
@@ -145,6 +146,26 @@ def test_a_bad_adapter(lora: Path, tmp_path: Path, change: Callable[[Path], obje
     line = refusal(copy)
     assert line.startswith(str(copy))
     assert text in line
+
+
+def test_links_out_of_the_directory(lora: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    linked, blobs = store / "linked", store / "blobs"
+    for directory in (linked, blobs):
+        directory.mkdir(parents=True)
+    for file in lora.iterdir():
+        (linked / file.name).symlink_to(file)
+    refused = f"{linked / 'adapter_config.json'} is a link to a file outside of"
+    assert refusal(linked).startswith(f"{refused} {linked}")
+    assert refusal(linked / "adapter_config.json").startswith(f"{refused} {linked}")
+    assert refusal(linked, "--store", str(store)).startswith(f"{refused} {store}")
+    assert lines(linked, "--store", str(lora.parent.parent)) == lines(lora)
+    for file in lora.iterdir():
+        (blobs / file.name).write_bytes(file.read_bytes())
+        (linked / file.name).unlink()
+        (linked / file.name).symlink_to(f"../blobs/{file.name}")
+    assert lines(linked, "--store", str(store)) == lines(lora)
+    assert refusal(lora, "--store", str(store)).startswith(f"{lora} is outside of {store}")
 
 
 def test_an_adapter_of_another_model(lora: Path, seq2seq: Path, tmp_path: Path) -> None:

@@ -221,6 +221,11 @@ CONFIGURATIONS: list[tuple[dict[str, object], str]] = [
     ({"rank_pattern": {"(": 2}}, "is not valid"),
     ({"rank_pattern": {r"((.|..)+)+\d{3}": 2}}, "is not valid"),
     ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern"),
+    ({"target_modules": r"((.|..)+)+\d{3}"}, "target_modules"),
+    ({"target_modules": "("}, "target_modules"),
+    ({"target_modules": 3}, "target_modules"),
+    ({"target_modules": ["q_proj", 3]}, "target_modules"),
+    ({"exclude_modules": r"((.|..)+)+\d{3}"}, "exclude_modules"),
     ({"target_parameters": "experts.down_proj"}, "target_parameters"),
     ({"target_parameters": [1]}, "target_parameters"),
 ]
@@ -230,10 +235,15 @@ CONFIGURATIONS: list[tuple[dict[str, object], str]] = [
 def test_configurations_that_are_refused(
     tmp_path: Path, config: dict[str, object], cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lora_files, "_PATTERN_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(lora_files, "_PATTERNS_TIMEOUT_S", 0.1)
     with pytest.raises(AdapterError, match=re.escape(cause)) as caught:
         read(save(tmp_path, **config))
     assert not isinstance(caught.value, UnsupportedTypeError)
+
+
+def test_modules_in_each_form(tmp_path: Path) -> None:
+    for modules in (None, [], ["q_proj"], "all-linear", r".*\.q_proj", r"none"):
+        read(save(tmp_path, target_modules=modules, exclude_modules=modules))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Defines the commands for soft prompts and LoRA adapters; torch is slow to load, so they load it late."""
 
+import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -47,7 +48,11 @@ class Target:
     required: "AdapterRequirements"
 
 
-def _check_prompt(path: Path, model: str | None, revision: str | None, **decisive: Any) -> None:
+def _check_prompt(
+    path: Path, model: str | None, revision: str | None, store: Path | None, **decisive: Any
+) -> None:
+    if path.exists():
+        _check_links(path, store)
     config = None
     if model is not None:
         directory = find_model(model, revision, cache_root())
@@ -65,6 +70,11 @@ check_prompt = FileCommand(
             ["--model"], help="Also check that it fits this model, a directory or in the hub cache."
         ),
         click.Option(["--revision"], help="Revision of the model in the hub cache."),
+        click.Option(
+            ["--store"],
+            type=click.Path(path_type=Path, exists=True, file_okay=False),
+            help="Directory that links in PATH must not leave, as in a store; PATH if not given.",
+        ),
         *(one for one in parameters(ShardConfig) if one.name in DECISIVE),
     ],
 )
@@ -180,6 +190,32 @@ def _path_in_errors(path: Path, what: str) -> Iterator[None]:
         raise PromptCheckError(f"{path}: {error}") from error
     except OSError as error:
         raise PromptCheckError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _check_links(path: Path, store: Path | None) -> None:
+    """Raise PromptCheckError for a link out of the store, which the service would not follow."""
+    from tgis.prompts.lora_files import CONFIG, WEIGHTS
+    from tgis.prompts.soft_prompt import DECODER, ENCODER
+
+    directory = path if path.is_dir() else path.parent
+    names = [CONFIG, *WEIGHTS]
+    if path.is_dir():
+        names += [DECODER, ENCODER]
+    elif path.name not in names:
+        names = []
+    root = store or directory
+    if not _is_inside(root, path if store else directory):
+        raise PromptCheckError(f"{path} is outside of {root}")
+    for file in map(directory.joinpath, names):
+        if file.exists() and not _is_inside(root, file):
+            raise PromptCheckError(
+                f"{file} is a link to a file outside of {root}; --store names the directory that links must "
+                "not leave"
+            )
+
+
+def _is_inside(root: Path, path: Path) -> bool:
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
 
 
 @contextmanager

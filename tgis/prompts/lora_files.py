@@ -4,7 +4,8 @@ the output in a way that we do not implement is refused, never ignored."""
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -42,13 +43,14 @@ _REFUSED = {
     "kasa_config": "KaSA (kasa_config)",
     "monteclora_config": "Monte Carlo LoRA (monteclora_config)",
 }
-# Patterns come from the adapter. No benign pattern takes as long.
-_PATTERN_TIMEOUT_S = 1.0
+# Patterns come from the adapter. Those of a setting take less than a tenth of it, if they are benign.
+_PATTERNS_TIMEOUT_S = 2.0
 MAX_PATTERNS = 4096  # of ranks, and of alphas; every module is matched against all of them
 MAX_HEADER_BYTES = 32 << 20
 MAX_TENSORS = 1 << 17  # many times as many as the largest model has
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
+_ALL_LINEAR = "all-linear"  # in place of a pattern of modules
 _ROOT = "base_model.model."
 _LINEAR = re.compile(r"(.+)\.(lora_[AB])(?:\.default)?\.weight")
 _TABLE = re.compile(r"(.+)\.(lora_embedding_[AB])(?:\.default)?")
@@ -65,27 +67,48 @@ class UnsupportedTypeError(AdapterError):
     """Error for an adapter that is not LoRA. The client gets this text without a prefix."""
 
 
+class PatternMatcher:
+    """Matches the patterns of one setting, in limited time for all together."""
+
+    def __init__(self, key: str) -> None:
+        self._key, self._left_s = key, _PATTERNS_TIMEOUT_S
+
+    def compile(self, pattern: str) -> "regex.Pattern[str]":
+        """Compile a pattern. Raises AdapterError for an invalid one."""
+        try:
+            return regex.compile(pattern)
+        except regex.error as error:
+            raise _invalid(self._key) from error
+
+    def matches(self, pattern: "regex.Pattern[str]", module: str) -> bool:
+        """Return whether the pattern matches. Raises AdapterError if the time is over."""
+        if self._left_s <= 0:
+            raise _invalid(self._key)
+        start = time.monotonic()
+        try:
+            return pattern.match(module, timeout=self._left_s, concurrent=True) is not None
+        except TimeoutError as error:
+            raise _invalid(self._key) from error
+        finally:
+            self._left_s -= time.monotonic() - start
+
+
 class Patterns(Generic[Value]):
     """Values of modules, by patterns of their names, and the default value of the others."""
 
     def __init__(self, key: str, values: Mapping[str, Value], default: Value) -> None:
         """Compile the patterns of `key`. Raises AdapterError for an invalid one, and for too many."""
-        self._key, self._values, self._default = key, values, default
+        self._matcher, self._values, self._default = PatternMatcher(key), values, default
         if len(values) > MAX_PATTERNS:
             raise _invalid(key)
-        try:
-            self._compiled = [(regex.compile(rf"(.*\.)?({pattern})$"), values[pattern]) for pattern in values]
-        except regex.error as error:
-            raise _invalid(key) from error
+        compile = self._matcher.compile
+        self._compiled = [(compile(rf"(.*\.)?({pattern})$"), value) for pattern, value in values.items()]
 
     def find(self, module: str) -> Value:
         """Return the first match's value, of `module` or its last dotted parts. Raises AdapterError."""
         for pattern, value in self._compiled:
-            try:
-                if pattern.match(module, timeout=_PATTERN_TIMEOUT_S, concurrent=True):
-                    return value
-            except TimeoutError as error:
-                raise _invalid(self._key) from error
+            if self._matcher.matches(pattern, module):
+                return value
         return self._values.get(module, self._default)
 
 
@@ -96,11 +119,21 @@ class LoraConfig:
     uses_square_root: bool
     target_parameters: tuple[str, ...]
     ties_head: bool
+    module_patterns: Mapping[str, str]  # by the setting
 
     def scale_of(self, key: str, rank: int) -> float:
         """Return the factor of the module's or parameter's low-rank product. Raises AdapterError."""
         alpha = self.alphas.find(key)
         return alpha / (math.sqrt(rank) if self.uses_square_root else rank)
+
+    def check_modules(self, modules: Iterable[str]) -> None:
+        """Raise AdapterError if PEFT could not match a setting's pattern against the modules. Which modules
+        an adapter has is known by its tensors."""
+        for key, text in self.module_patterns.items():
+            matcher = PatternMatcher(key)
+            pattern = matcher.compile(rf"({text})$")
+            for module in modules:
+                matcher.matches(pattern, module)
 
 
 def read_adapter_files(directory: Path, max_bytes: int) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -131,7 +164,9 @@ def read_adapter_files(directory: Path, max_bytes: int) -> tuple[dict[str, Tenso
     if config.ties_head and any(".lora_embedding_" in name for name in tensors):
         raise AdapterError("an adapter of embeddings that are tied (ensure_weight_tying) is not supported")
     tensors = _name_parameters(tensors, config) if config.target_parameters else tensors
-    return tensors, dict(_scales(tensors, config))
+    scales = dict(_scales(tensors, config))
+    config.check_modules(scales)
+    return tensors, scales
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -255,6 +290,7 @@ def parse_config(text: bytes) -> LoraConfig:
         uses_square_root=_flag(config, "use_rslora"),
         target_parameters=_names(config, "target_parameters"),
         ties_head=_flag(config, "ensure_weight_tying"),
+        module_patterns=dict(_module_patterns(config)),
     )
 
 
@@ -307,6 +343,14 @@ def _patterns(
         raise _invalid(key)
     checked = {pattern: check(key, value) for pattern, value in values.items()}
     return Patterns(key, checked, check(default_key, config.get(default_key, default)))
+
+
+def _module_patterns(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for key in ("target_modules", "exclude_modules"):
+        if not isinstance(config.get(key), str):
+            _names(config, key)
+        elif config[key] != _ALL_LINEAR:
+            yield key, config[key]
 
 
 def _names(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
