@@ -22,6 +22,7 @@ from tgis.shard.models.interface import ConfigurationError, UnsupportedModelErro
 Config = Mapping[str, Any]
 
 DEFAULT_THETA = 10000.0
+MAX_INTEGER = (1 << 31) - 1  # sizes and ids are 32 bits wide in kernels and messages
 
 
 def integer(config: Config, key: str, default: Any = None) -> int:
@@ -29,6 +30,8 @@ def integer(config: Config, key: str, default: Any = None) -> int:
     value = _value(config, key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigurationError(f"{key} {value!r} of the configuration is not a positive integer")
+    if value > MAX_INTEGER:
+        raise ConfigurationError(f"{key} {value} of the configuration is larger than {MAX_INTEGER}")
     return value
 
 
