@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from tgis.log_limits import KIND
 from tgis.logs import FIELDS
 from tgis.router.api.http.answer_accounts import AnswerAccounts
 from tgis.router.api.http.call_context import open_call
@@ -127,3 +128,14 @@ async def test_a_refusal_before_the_service_has_one_line(caplog: pytest.LogCaptu
     line = "POST /v1/echo is refused with 400"
     assert told == [(line, fields | {"parameter": "max_tokens"}), (line, fields)]
     assert MARK not in json.dumps(told)
+
+
+async def test_refusals_of_clients_without_a_token_are_of_one_kind(caplog: pytest.LogCaptureFixture) -> None:
+    api = Api()
+    with caplog.at_level(logging.INFO, LOGGER):
+        async with api.served() as port:
+            await ask(port, "/v1/echo", "bad")
+            await ask(port, "/v1/echo", "template")
+            await ask(port, "/v1/echo", "bad", authorization=f"Bearer {MARK}")
+    kinds = [getattr(record, KIND, None) for record in caplog.records]
+    assert kinds == ["HTTP refused 400", "HTTP refused 400", None]

@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.support.shard import packers
 from tests.support.shard.compressed import compress, draw_weight
 from tests.support.shard.quantized_modules import open_module
+from tgis.errors import OperatorError
 from tgis.shard.checkpoint.tensors import WeightsError
 
 Change = Callable[[dict[str, Tensor]], Any]
@@ -122,6 +123,14 @@ def test_one_line_says_what_is_wrong(name: str, text: str, tmp_path: Path) -> No
     message = str(refused.value)
     assert message.startswith(f"{tmp_path / 'model.safetensors'}: tensor m.{text}"), message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("size", [0, -2, -(10**12), 10**12])
+@pytest.mark.parametrize("name", ["gptq", "awq", "gemv", "marlin"])
+def test_sizes_of_groups_that_are_none(name: str, size: int, tmp_path: Path) -> None:
+    tensors, settings = make(name)
+    with pytest.raises(OperatorError, match=f"group_size {size} is neither -1 nor a positive integer"):
+        open_module(tmp_path, tensors, {**settings, "group_size": size})
 
 
 @pytest.mark.parametrize("bits", [2, 3, 8])

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tgis.log_limits import KIND
 from tgis.logs import FIELDS, Scalar
 from tgis.router.api.http.errors import REFUSED_PARAMETER
 from tgis.router.api.http.event_stream import STREAM_TYPES
@@ -60,9 +61,10 @@ class AnswerAccounts:
         route = next((one.path for one in api.routes if one.path_regex.match(path)), OTHER_ROUTE)
         self.metrics.http_api_requests.add(api.door.name, route, str(status))
         if status >= 400 and REFUSED_PARAMETER in state:
-            self._log(api.door, scope["method"], route, status, state)
+            self._log(api.door, scope, route, status, state)
 
-    def _log(self, door: Door, method: str, route: str, status: int, state: dict[str, object]) -> None:
+    def _log(self, door: Door, scope: Scope, route: str, status: int, state: dict[str, object]) -> None:
+        method = scope["method"]
         fields: dict[str, Scalar] = {"door": door.name, "method": route, "code": status}
         call = state.get("call")
         if request_id := getattr(call, "id", ""):
@@ -71,7 +73,10 @@ class AnswerAccounts:
             fields["tenant"] = tenant
         if parameter := state[REFUSED_PARAMETER]:
             fields["parameter"] = str(parameter)[:128]
-        logger.warning("%s %s is refused with %d", method, route, status, extra={FIELDS: fields})
+        about: dict[str, object] = {FIELDS: fields}
+        if not any(name == b"authorization" for name, _ in scope["headers"]):
+            about[KIND] = f"HTTP refused {status}"
+        logger.warning("%s %s is refused with %d", method, route, status, extra=about)
 
 
 def _is_stream(message: Message) -> bool:

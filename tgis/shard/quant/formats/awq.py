@@ -33,7 +33,7 @@ Parts = dict[str, FileTensor]
 
 class Awq:
     def __init__(self, settings: QuantizationSettings):
-        bits, self._size = settings.number("bits", "w_bit"), settings.number("group_size", "q_group_size")
+        bits, self._size = settings.number("bits", "w_bit"), settings.group_size("group_size", "q_group_size")
         if bits not in (None, BITS):
             settings.refuse(f"AWQ checkpoints of {bits} bits are not served, only of {BITS}")
         version, backend = settings.text("version", "gemm"), settings.text("backend", "autoawq")

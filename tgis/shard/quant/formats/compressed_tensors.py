@@ -50,7 +50,7 @@ class CompressedTensors:
         self._bits = [bits for bits in numbers if bits in BITS]
         # Nothing tells which group a module is in. The integers of all of them fit the widest.
         self._bits_of_bytes = widest if (widest := max(numbers, default=8)) in BITS else 8
-        self._sizes = [size for each in weights if (size := each.number("group_size") or 0) > 0]
+        self._sizes = [size for each in weights if (size := each.group_size("group_size") or 0) > 0]
         blocks = (_find_block(each) for each in weights)
         self._block = next((block for block in blocks if block), None)
         bits, columns = next(iter(self._bits), 4), next(iter(self._sizes), None)
@@ -150,7 +150,7 @@ def _list_groups(settings: QuantizationSettings) -> Iterator[QuantizationSetting
 def _find_block(weights: QuantizationSettings) -> Block | None:
     """Return the numbers of rows and columns that share a scale, if they are neither whole rows nor a matrix.
     Raises WeightsError."""
-    columns = weights.number("group_size") or 0
+    columns = weights.group_size("group_size") or 0
     return weights.pair("block_structure") or ((1, columns) if columns > 0 else None)
 
 

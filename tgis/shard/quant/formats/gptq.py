@@ -28,7 +28,7 @@ _OFFSETS = {"gptq": 1, "gptq_v2": 0}
 
 class Gptq:
     def __init__(self, settings: QuantizationSettings):
-        self._bits, self._size = settings.number("bits"), settings.number("group_size")
+        self._bits, self._size = settings.number("bits"), settings.group_size("group_size")
         if self._bits not in (None, *BITS):
             settings.refuse(f"bits {self._bits} are not 2, 3, 4 or 8")
         version = settings.text("checkpoint_format", "gptq")

@@ -31,7 +31,7 @@ WORDS_PER_CHUNK = ROWS * COLUMNS * BITS // 32
 
 class Marlin:
     def __init__(self, settings: QuantizationSettings):
-        bits, self._size = settings.number("bits"), settings.number("group_size")
+        bits, self._size = settings.number("bits"), settings.group_size("group_size")
         if bits not in (None, BITS):
             settings.refuse(f"Marlin checkpoints of {bits} bits are not served, only of {BITS}")
         self.layout = CodeLayout(torch.uint8, BITS, self._size if (self._size or 0) > 0 else None, True)

@@ -14,6 +14,7 @@ SERVED = (
 )
 # Files that AutoGPTQ and AutoAWQ write, with their methods.
 _OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+MAX_GROUP_SIZE = (1 << 31) - 1
 # Tensors of one element each that TGIS writes instead.
 _TENSORS = {"bits": "gptq_bits", "group_size": "gptq_groupsize"}
 
@@ -52,6 +53,13 @@ class QuantizationSettings(Mapping[str, Any]):
         if value is not None and type(value) is not int:
             self.refuse(f"{key} {value!r} is not an integer")
         return value
+
+    def group_size(self, *keys: str) -> int | None:
+        """Return the number of columns that share a scale, -1 for all."""
+        size = self.number(*keys)
+        if size is not None and size != -1 and not 0 < size <= MAX_GROUP_SIZE:
+            self.refuse(f"{keys[0]} {size} is neither -1 nor a positive integer of 31 bits")
+        return size
 
     def pair(self, key: str) -> tuple[int, int] | None:
         """Return two positive integers."""
