@@ -51,6 +51,9 @@ With `--json-output` every line of the launcher and its child processes is one J
   refused before the service has it, for its JSON or its token, has one line, `POST /v1/completions is refused with 400`,
   with `code` and the `parameter` that is wrong. Probes and scrapes have none.
 - An uncaught Python exception is one object, with its lines in `traceback`.
+- Of lines that a client without a token can cause, one of each kind is logged a second; `tgi_request_failure` counts them
+  all. The traceback of one place is logged once a minute, with its last 20 frames. The next line has the number of those
+  left out, `omitted`.
 - A start that fails ends with level CRITICAL and the message `error: …`; the termination log has the reason as text.
 
 ## In a terminal
