@@ -340,6 +340,7 @@ LARGEST = 2**31 - 1
 LIMITS = {
     "num_shard": 1024,
     "num_gpus": 1024,
+    "cpu_threads": 1024,
     "max_batch_size": 65_536,
     "max_concurrent_requests": 100_000,
     "router_workers": 64,
