@@ -14,6 +14,7 @@ import pytest
 
 from integration_tests.support.greedy_answers import Model
 from integration_tests.support.service import Client
+from integration_tests.support.steady_client import API, steady_client
 from integration_tests.support.tuned_files import LINEAR, SoftPrompt, embeddings, write_adapter, write_prompt
 from tests.support.processes import Service, children_of
 from tgis.pb import generation_pb2 as pb
@@ -48,7 +49,7 @@ def client(model: Model, disk: Path) -> Iterator[Client]:
     write_prompt(store / "eight", SoftPrompt(embeddings(8, 1)))
     write_adapter(store / "large", model.directory, 3, LINEAR, r=400)
     command = ["launcher", "--model-name", str(model.directory), "--prefix-store-path", str(store)]
-    command += ["--bind", "127.0.0.1", "--port", "0", "--grpc-port", "0"]
+    command += ["--bind", "127.0.0.1", "--port", "0", "--grpc-port", "0", *API]
     service = Service(command, {"TMPDIR": str(disk)}, python=python_on("1m")).wait_until_serving()
     client = Client(service)
     try:
@@ -80,7 +81,12 @@ def refusal(client: Client, **ids: str) -> tuple[grpc.StatusCode, str]:
 
 @pytest.mark.slow
 def test_what_needs_no_disk_is_served(client: Client, disk: Path) -> None:
-    """Also by a shard that starts again, which has lost what was loaded."""
+    """Also by a shard that starts again, which has lost what was loaded. A steady client loses nothing."""
+    with steady_client(client.service.http):
+        check_full_disk(client, disk)
+
+
+def check_full_disk(client: Client, disk: Path) -> None:
     service, full = client.service, grpc.StatusCode.RESOURCE_EXHAUSTED
     plain, tuned = generate(client), generate(client, prefix_id="eight")
     text = "can't retrieve {} with id '{}': no room is left for a copy"

@@ -31,6 +31,7 @@ INTRODUCTION = """\
 - `-h` or `--help` prints a command's options, `-V` or `--version` (`text-generation-launcher`,
   `text-generation-router`, `text-generation-server`, `tgis`) the version.
 - Booleans in the environment are exactly `true` or `false`.
+- A number whose largest value is not given is at most 2147483647.
 - A variable that is set but blank counts as not given if the option is a text that may be unset, or if the
   variable has no effect; otherwise it is an error that names the variable.
 - `LOG_LEVEL` may also be a tracing filter (`info,text_generation_router=debug`); the nearest level is taken.

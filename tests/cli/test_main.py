@@ -336,6 +336,55 @@ def test_encryption_is_whole_or_refused() -> None:
         assert run(RouterConfig, [*several, *flags, *REQUIRED[RouterConfig]])[0].shard_addresses == "a:1,b:1"
 
 
+LARGEST = 2**31 - 1
+LIMITS = {
+    "num_shard": 1024,
+    "num_gpus": 1024,
+    "cpu_threads": 1024,
+    "max_batch_size": 65_536,
+    "max_concurrent_requests": 100_000,
+    "router_workers": 64,
+    **dict.fromkeys(("port", "grpc_port", "http_api_port"), 65_535),
+    **dict.fromkeys(("kv_cache_memory_fraction", "cuda_memory_fraction"), 1),
+    "master_port": 65_534,
+    "steps_in_flight": 8,
+    "speculate": 16,
+    "watermark_gamma": 0.99,
+    "watermark_delta": 100,
+}
+
+
+def test_numbers_without_bounds_are_refused() -> None:
+    """By a line that names the option and its limit, which itself is taken."""
+    read: list[LauncherConfig] = []
+    test = process_command("test", LauncherConfig, read.append, "", reads="launcher")
+
+    def start(*flags: str, **env: str) -> Result:
+        return CliRunner().invoke(test, flags, env={**BLANK, **env}, catch_exceptions=False)
+
+    limits = {
+        f.name: LIMITS.get(f.name, LARGEST)
+        for f, _, hint in declared(LauncherConfig)
+        if {int, float} & {hint, *get_args(hint)}
+    }
+    for name, limit in limits.items():
+        flag = "--" + name.replace("_", "-")
+        expected = rf"error: Invalid value for '{flag}' .*: (\S+) is .*\b{limit}(\.0)?\.\n"
+        results = {limit + 1: start(flag, str(limit + 1))}
+        if name in ("block_size", "max_batch_size", "keepalive_time"):
+            results[10**30] = start(**{name.upper(): str(10**30)})
+        for number, result in results.items():
+            found = re.fullmatch(expected, result.stderr)
+            assert found, result.stderr
+            assert (result.exit_code, float(found[1])) == (2, float(number))
+    assert not read
+    at_limit = {name: limit for name, limit in limits.items() if name not in ("node_rank", "http_api_port")}
+    at_limit |= {"master_port": 65_534, "grpc_port": 1}
+    flags = [f"--{name.replace('_', '-')}={limit}" for name, limit in at_limit.items()]
+    assert start(*flags, *LINK_FILES).exit_code == 0
+    assert {name: getattr(read[0], name) for name in at_limit} == at_limit
+
+
 def test_addresses_and_ports_of_their_own() -> None:
     for blank in ("", " "):
         assert refusal(["--bind", blank]) == "bind: the address is empty; 0.0.0.0 means all addresses"

@@ -135,6 +135,9 @@ def test_lines_are_those_where_entries_begin() -> None:
         (b"a=\\u12", "line 1: "),
         (b"a=b\r\nc=d\ne=\xff", "line 3 "),
         (b"a=b\n\nc=\\ud83d", "line 3: "),
+        (b"a=b\n\nc=d\0", "line 3: "),
+        (b"a=b\nc=d\\\n\\u0000e=f", "line 2: "),
+        (b"a=b\n\0c=d", "line 2: "),
     ],
 )
 def test_errors_name_the_line(data: bytes, text: str) -> None:

@@ -122,6 +122,18 @@ option.max_model_len=many option.trust_remote_code=yes option.enforce_eager=1 jo
 job_queue_size=many option.model_loading_timeout=soon predict_timeout=1m option.max_rolling_batch_size=0
 option.load_in_4bit=1 option.gpu_memory_utilization=90
 """.split()
+MANY = 10**30
+TOO_LARGE = [
+    (f"job_queue_size={MANY}", f"{MANY + 256} is not in the range 1<=x<=100000."),
+    ("job_queue_size=99999", "100255 is not in the range 1<=x<=100000."),
+    (f"job_queue_size={'9' * 5000}", "it has more than 100 digits"),
+    (f"option.max_rolling_batch_size={MANY}", f"{MANY} is not in the range 1<=x<=65536."),
+    ("option.max_rolling_batch_size=65537", "65537 is not in the range 1<=x<=65536."),
+    ("option.tensor_parallel_degree=1025", "1025 is not in the range 1<=x<=1024."),
+    (f"option.max_model_len={MANY}", f"{MANY} is more than 2147483647."),
+    (f"max_payload_in_mb={MANY}", f"{MANY << 20} is more than 2147483647."),
+    ("predict_timeout=1e300", "1e300 is more than 2147483647."),
+]
 
 
 def given(
@@ -168,6 +180,13 @@ def test_what_has_no_effect_is_one_line_of_warning(line: str, tmp_path: Path) ->
 def test_what_is_refused_is_named_with_its_place(line: str, tmp_path: Path) -> None:
     text = refusal([*COMPAT, *file_with(tmp_path, f"# first\n{line}\n")], {**ENV, "HF_MODEL_ID": "/m"})
     assert text.startswith(f"{line.partition('=')[0]} in serving.properties:2: ")
+
+
+@pytest.mark.parametrize(("line", "reason"), TOO_LARGE)
+def test_numbers_that_are_too_large_name_place_and_limit(line: str, reason: str, tmp_path: Path) -> None:
+    text = refusal([*COMPAT, *file_with(tmp_path, line)], {**ENV, "HF_MODEL_ID": "/m"})
+    assert text.startswith(f"{line.partition('=')[0]} in serving.properties:1: ")
+    assert text.endswith(f" cannot be used: {reason}")
 
 
 def test_the_largest_degree_is_the_number_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 from starlette.applications import Starlette
@@ -10,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from tgis.config.option import LARGEST
 from tgis.config.processes import RouterConfig
 from tgis.net import http_connection
 from tgis.net.http_connection import ServerConfig
@@ -124,3 +126,11 @@ async def test_of_too_many_connections_without_a_request_the_oldest_goes() -> No
         async with connect(port) as (first, _), connect(port), connect(port):
             assert await asyncio.wait_for(reader_ends(first), LIMIT_S / 2) == b""
         assert await late == b"late"
+
+
+async def test_the_longest_times_fit() -> None:
+    longest = replace(CONFIG, keepalive_time=float(LARGEST), slow_reader_timeout=float(LARGEST))
+    async with serve_http(Starlette(routes=ROUTES), longest, None, max_age_s=float(LARGEST)) as port:
+        head = "POST /generous HTTP/1.1\r\ncontent-length: 0"
+        async with connect(port, head) as (reader, _):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")

@@ -19,7 +19,7 @@ import click
 
 from tgis import logs
 from tgis.config import log_level
-from tgis.config.option import Group, Option, declared, env_of, flag_of, in_groups
+from tgis.config.option import LARGEST, Group, Option, declared, env_of, flag_of, in_groups
 from tgis.errors import OperatorError
 from tgis.process import json_lines
 
@@ -240,8 +240,12 @@ class _Int(click.IntRange):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = _or_refuse(self._option.unreadable, lambda: click.INT.convert(value, param, ctx))
-        refusal = self._option.refusal and self._option.refusal.format(value=number)
-        return _or_refuse(refusal, lambda: super(_Int, self).convert(number, param, ctx))
+        is_small = self.min is not None and number < self.min
+        refusal = self._option.refusal.format(value=number) if is_small and self._option.refusal else None
+        number = _or_refuse(refusal, lambda: super(_Int, self).convert(number, param, ctx))
+        if self.max is None and number > LARGEST:
+            self.fail(f"{number} is more than {LARGEST}.", param, ctx)
+        return number
 
 
 class _Float(click.FloatRange):
@@ -249,6 +253,8 @@ class _Float(click.FloatRange):
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number.", param, ctx)
+        if self.max is None and number > LARGEST:
+            self.fail(f"{value} is more than {LARGEST}.", param, ctx)
         return number
 
 

@@ -33,6 +33,8 @@ def parse_properties(data: bytes) -> list[Property]:
         found = _ENTRY.fullmatch(line)
         assert found, "every text is an entry"
         key, value = (_unescape(part, number) for part in found.groups())
+        if "\0" in key + value:
+            raise PropertiesError(f"line {number}: it contains U+0000, which no option can")
         entries[key] = Property(key, value, number)
     return list(entries.values())
 

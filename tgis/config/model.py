@@ -125,6 +125,7 @@ class ModelOptions:
         "Threads each shard computes with; unset: the machine's cores, shared by the shards.",
         None,
         minimum=1,
+        maximum=1024,  # OpenMP ends the process when the system starts no more, without a reason
         group=Group.MEMORY,
     )
     cpu_arithmetic: str = option(

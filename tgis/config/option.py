@@ -8,6 +8,9 @@ from typing import Any, TypeVar, get_type_hints
 
 C = TypeVar("C", bound=type)
 
+LARGEST = 2**31 - 1
+"""Largest number for options that declare no maximum: gRPC and the kernel take 32-bit integers."""
+
 
 @dataclass(frozen=True)
 class Secret:
@@ -51,8 +54,9 @@ class Option:
     """What to do instead of a value that is no choice."""
     minimum: float | None = None
     maximum: float | None = None
+    """None for LARGEST."""
     refusal: str | None = None
-    """TGIS's message for a number out of range, with `{value}` for the number; the exit code is 1, not 2."""
+    """TGIS's message for a number below the minimum, with `{value}` for it; the exit code is 1, not 2."""
     unreadable: str | None = None
     """TGIS's message for a text that is not a number; the exit code is 1, not 2."""
     takes_value: bool = False

@@ -11,6 +11,7 @@ from tgis.config.serving import SERVICE_NAME, SHORT_SEQUENCE, BatchOptions, Serv
 
 UDS_PATH = "/tmp/text-generation"  # default for processes that are started by hand
 SHARED_AGE_S = 600.0  # age of connections to one of several workers
+MAX_SHARDS = 1024  # each is a process
 NO_SHARDS = "`num_shard` / NUM_GPUS cannot be < 1"
 
 
@@ -74,6 +75,7 @@ class LauncherConfig(
         "not counted.",
         None,
         minimum=1,
+        maximum=MAX_SHARDS,
         refusal=NO_SHARDS,
         is_common=True,
     )
@@ -81,6 +83,7 @@ class LauncherConfig(
         "Older name of --num-shard.",
         None,
         minimum=1,
+        maximum=MAX_SHARDS,
         refusal=NO_SHARDS,
         unreadable="NUM_GPUS must be a positive integer",
         group=Group.COMPATIBILITY,
@@ -200,7 +203,7 @@ class RouterConfig(ProcessOptions, HeartbeatOptions, LinkOptions, BatchOptions, 
         env=False,
         group=Group.ADAPTERS,
     )
-    num_shard: int = option("Shards of the group.", 1, minimum=1, is_common=True)
+    num_shard: int = option("Shards of the group.", 1, minimum=1, maximum=MAX_SHARDS, is_common=True)
     max_sequence_length: int | None = option(
         "Limit of input plus output tokens.",
         2048,

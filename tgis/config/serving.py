@@ -20,7 +20,10 @@ class BatchOptions:
         group=Group.LIMITS,
         is_common=True,
     )
-    max_batch_size: int = option("Most sequences in one step.", 256, minimum=1, is_common=True)
+    # Rows of a shard's tables, which are allocated when it starts.
+    max_batch_size: int = option(
+        "Most sequences in one step.", 256, minimum=1, maximum=65_536, is_common=True
+    )
     max_step_tokens: int = option(
         "Most tokens computed in one step; longer prompts are computed in chunks.", 2048, minimum=1
     )
@@ -30,7 +33,11 @@ class BatchOptions:
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
     max_concurrent_requests: int = option(
-        "Most inputs in the service at once.", 512, minimum=1, refusal="max_concurrent_requests must be > 0"
+        "Most inputs in the service at once.",
+        512,
+        minimum=1,
+        maximum=100_000,
+        refusal="max_concurrent_requests must be > 0",
     )
     max_new_tokens: int | None = option(
         "Upper bound of a request's max_new_tokens; unset: 1024 over gRPC, and the sequence length over "

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from tgis.errors import OperatorError
 
 MAX_UNSENT_BYTES = 128 << 10  # in the kernel, for a client that does not read
+MAX_KEEPALIVE_S = 32_767  # the kernel refuses more
 
 
 class PortError(OperatorError):
@@ -67,9 +68,9 @@ def _one_line_error(host: str, port: int) -> Iterator[None]:
 def watch_peer(transport: asyncio.Transport, keepalive_s: float) -> None:
     """Let the kernel notice a client whose network is gone, and keep little for one that does not read."""
     connection = transport.get_extra_info("socket")
-    answer_s = max(1, round(keepalive_s / 3 / 4))
+    idle_s, answer_s = (min(max(1, round(s)), MAX_KEEPALIVE_S) for s in (keepalive_s, keepalive_s / 3 / 4))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(keepalive_s)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, answer_s)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)

@@ -16,6 +16,7 @@ SCHEMES = {
 }
 SCHEMES_NOT_SERVED = ("dynamic_int8", "smoothquant")
 MIB = 1 << 20
+MAX_DIGITS = 100  # Python does not read numbers of more than 4,300
 
 
 def to_truth(text: str) -> bool:
@@ -27,6 +28,8 @@ def to_truth(text: str) -> bool:
 def to_count(text: str) -> int:
     if not (text.isascii() and text.isdecimal()):
         raise ValueError("it must be a whole number")
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"it has more than {MAX_DIGITS} digits")
     return int(text)
 
 

@@ -3,11 +3,13 @@
 import json
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 SEPARATOR = "\n"
 """Separates the values of a flag that takes several. No value contains it."""
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)")
+# The option's own type refuses longer numbers; Python does not read those of more than 4,300 digits.
+_NUMBER = re.compile(r"(\d{1,100}(?:\.\d{1,100})?)([kKmMgGtT]?)")
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SCHEMES = {"gptq_marlin": "gptq", "awq_marlin": "awq"}
 _ENGINES = {"auto": "", "vllm": "tgis_native", "transformers": "hf_transformers"}
@@ -20,10 +22,10 @@ def to_number(text: str) -> str:
         return text  # the option's own type refuses it
     number, suffix = found.groups()
     base = 1024 if suffix.isupper() else 1000
-    scaled = float(number) * base ** _POWERS[suffix.lower()]
-    if not scaled.is_integer():
+    scaled = Fraction(number) * base ** _POWERS[suffix.lower()]
+    if scaled.denominator != 1:
         raise ValueError("it is no whole number")
-    return str(int(scaled))
+    return str(scaled.numerator)
 
 
 def to_length(text: str) -> str:
@@ -98,7 +100,7 @@ def at_most(name: str, most: int, advice: str) -> Callable[[str], str | None]:
     """Return a check that refuses values of `--name` that are no number from 0 to `most`."""
 
     def refuse(text: str) -> str | None:
-        is_served = text.isdecimal() and int(text) <= most
+        is_served = text.isdecimal() and float(text) <= most
         return None if is_served else f"--{name.replace('_', '-')}: {text!r} is not served: {advice}"
 
     return refuse
@@ -107,8 +109,8 @@ def at_most(name: str, most: int, advice: str) -> Callable[[str], str | None]:
 def _adapter(found: Any) -> str:
     name = found.get("name") if isinstance(found, dict) else None
     path = found.get("path") if isinstance(found, dict) else None
-    if not isinstance(name, str) or not isinstance(path, str) or "," in name + path:
-        raise ValueError("an object has a name and a path, without commas")
+    if not isinstance(name, str) or not isinstance(path, str) or {",", "\0"} & {*name, *path}:
+        raise ValueError("an object has a name and a path, without commas and U+0000")
     return f"{name}={path}"
 
 

@@ -1,7 +1,11 @@
 """What gRPC is told of a port that several router workers share, and of the age of its connections."""
 
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
 import pytest
 
+from tgis.config.option import LARGEST
 from tgis.config.processes import RouterConfig
 from tgis.router.api.grpc.server_options import grpc_options
 
@@ -17,3 +21,13 @@ def test_connections_to_several_workers_have_an_age(
     options = dict(grpc_options(config))
     assert options.get("grpc.max_connection_age_ms") == age_ms
     assert options["grpc.so_reuseport"] == (num_workers > 1)
+
+
+def test_grpc_takes_the_largest_values() -> None:
+    times = {"keepalive_time": float(LARGEST), "max_connection_age": float(LARGEST)}
+    sizes = {"max_message_bytes": LARGEST, "max_metadata_bytes": LARGEST, "max_concurrent_requests": 100_000}
+    config = RouterConfig(tokenizer_path="", **times, **sizes)  # type: ignore[arg-type]
+    with ThreadPoolExecutor(1) as threads:
+        server = grpc.server(threads, options=grpc_options(config))
+        assert server.add_insecure_port("127.0.0.1:0")
+        server.stop(None).wait()

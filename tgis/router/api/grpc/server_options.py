@@ -1,6 +1,7 @@
 """Limits on connections to the public gRPC port, as arguments of gRPC's core: sizes, times and rates. None of
 them ends a call that has begun."""
 
+from tgis.config.option import LARGEST
 from tgis.config.processes import RouterConfig
 from tgis.router.api.open_files import share_files
 
@@ -19,7 +20,7 @@ MIN_PING_S = 10
 
 def grpc_options(config: RouterConfig) -> list[tuple[str, int]]:
     metadata, streams = config.max_metadata_bytes, max(MAX_STREAMS, 2 * config.max_concurrent_requests)
-    answer_ms = round(1000 * config.keepalive_time / 3)
+    answer_ms = _to_ms(config.keepalive_time / 3)
     options = [
         # A second server on the port must fail. If workers share the port, the launcher keeps it for them.
         ("grpc.so_reuseport", int(config.shares_ports)),
@@ -35,10 +36,15 @@ def grpc_options(config: RouterConfig) -> list[tuple[str, int]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 1000 * MIN_PING_S),
         # A client whose network is gone closes nothing, and would keep its resources for hours.
-        ("grpc.keepalive_time_ms", round(1000 * config.keepalive_time)),
+        ("grpc.keepalive_time_ms", _to_ms(config.keepalive_time)),
         ("grpc.keepalive_timeout_ms", answer_ms),
         ("grpc.http2.ping_timeout_ms", answer_ms),  # otherwise gRPC uses a minute
     ]
     if (age_s := config.connection_age) is not None:  # gRPC's own grace is infinite: streams finish
-        options.append(("grpc.max_connection_age_ms", int(1000 * age_s)))
+        options.append(("grpc.max_connection_age_ms", _to_ms(age_s)))
     return options
+
+
+def _to_ms(seconds: float) -> int:
+    """Return the milliseconds; for more than 24 days the largest number, by which gRPC means never."""
+    return min(round(1000 * seconds), LARGEST)
