@@ -1,6 +1,8 @@
 """Names of models: the lists, and what the option allows."""
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +60,31 @@ async def test_placeholders_of_tgi_clients_are_the_model(tmp_path: Path) -> None
             await client.completions.create(model="dummy", prompt="a", **fields)
 
 
-def test_adapters_and_models_may_have_the_names_of_placeholders() -> None:
-    models = Models(("a", "tgi"), adapter_ids=lambda: ("default",), placeholders=PLACEHOLDERS)
-    models.adapters["dummy"] = "some/adapter"
-    assert models.choose("tgi") == ("tgi", None)
-    assert models.choose("default") == ("default", "default")
-    assert models.choose("dummy") == ("dummy", "some/adapter")
-    assert models.choose("text-generation-inference") == ("a", None)
+@dataclass
+class Names:
+    """Names that clients gave, in a process without an engine."""
+
+    ids: dict[str, str]
+
+    async def adapter_names(self) -> Mapping[str, str]:
+        return self.ids
+
+    async def give_name(self, name: str, adapter_id: str, is_replacing: bool) -> None:
+        self.ids[name] = adapter_id
+
+    async def take_name(self, name: str) -> None:
+        del self.ids[name]
+
+
+async def test_adapters_and_models_may_have_the_names_of_placeholders() -> None:
+    given = Names({})
+    models = Models(("a", "tgi"), adapter_ids=lambda: ("default",), given=given, placeholders=PLACEHOLDERS)
+    assert await models.choose("dummy") == ("a", None)
+    await given.give_name("dummy", "some/adapter", is_replacing=False)
+    assert await models.choose("tgi") == ("tgi", None)
+    assert await models.choose("default") == ("default", "default")
+    assert await models.choose("dummy") == ("dummy", "some/adapter")
+    assert await models.choose("text-generation-inference") == ("a", None)
 
 
 @pytest.mark.parametrize(
