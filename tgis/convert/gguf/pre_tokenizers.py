@@ -1,4 +1,4 @@
-"""How texts are split before byte-level merges, by the names that GGUF files use (`tokenizer.ggml.pre`)."""
+"""Patterns that split texts before byte-level merges, by their names in GGUF files (`tokenizer.ggml.pre`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,15 +52,15 @@ _llama3 = Splitting((_LLAMA3,), merges_last=True, adds_bos=True)
 
 _KINDS: Mapping[Splitting, str] = {
     _default: "default",
-    _gpt2: "gpt-2 phi-2 mpt jais roberta-bpe granite-docling trillion gigachat",
+    _gpt2: "gpt-2 phi-2 mpt jais gigachat a.x-4.0 mellum exaone4 trillion granite-docling",
     Splitting((_GPT2,), is_composed=True): "olmo",
-    _starcoder: "starcoder refact command-r smollm codeshell exaone minerva-7b",
+    _starcoder: "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2",
     _llama3: "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2",
     Splitting((_LLAMA3,)): "dbrx smaug-bpe chatglm-bpe glm4",
-    Splitting((_QWEN2,), is_composed=True): "qwen2 deepseek-r1-qwen",
-    Splitting((_QWEN2,)): "stablelm2 hunyuan megrez",
+    Splitting((_QWEN2,), is_composed=True): "qwen2 deepseek-r1-qwen kormo megrez",
+    Splitting((_QWEN2,)): "stablelm2 hunyuan solar-open grok-2",
     Splitting((_TEKKEN,), merges_last=True, adds_bos=True): "tekken",
-    Splitting((_GPT4O,)): "gpt-4o llama4 kanana2",
+    Splitting((_GPT4O,)): "gpt-4o llama4 kanana2 minimax-m2",
     Splitting((r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9][0-9][0-9]")): "falcon",
     Splitting((_BLOOM,)): "bloom poro-chat gpt3-finnish",
     Splitting((_BLOOM, r"\p{N}")): "viking",

@@ -16,7 +16,7 @@ _EXPERTS = re.compile(r"_exps$")
 
 @dataclass(frozen=True)
 class GgufSource:
-    """How a tensor of a checkpoint is stored. Of several `names`, the rows are joined, entry by entry."""
+    """Tensors of the file that hold one of a checkpoint. Of several, the rows are joined, entry by entry."""
 
     names: tuple[str, ...]
     entry: int | None = None

@@ -51,10 +51,8 @@ class GgufTensor(FloatsOnly):
         size, num_bytes = self._type.block_elements, self._type.block_bytes
         first, last = wanted.start // size, -(-wanted.stop // size)  # blocks that have some of the columns
         blocks = stored[:, first * num_bytes : last * num_bytes]
-        if self._order is None or len(self.shape) == 1:
-            blocks = blocks[rows]
-        else:
-            blocks = blocks[self._order[rows]]
+        order = self._order if len(self.shape) > 1 else None
+        blocks = blocks[rows if order is None else order[rows]]
         self._count(self.label, stored.size, blocks.size)
         found = torch.empty(len(blocks), len(wanted), dtype=PLAIN_TYPES.get(self._type.name, torch.float32))
         start = wanted.start - first * size
