@@ -36,7 +36,7 @@ async def _run(config: LauncherConfig) -> None:
     gguf = find_gguf_model(config)
     try:
         if gguf is None or await _finish(gguf.read(), stopping):
-            await _run_node(config, gguf and gguf.path, stopping, aborting)
+            await _run_node(config, gguf.path if gguf else None, stopping, aborting)
     finally:
         if gguf is not None:
             gguf.remove()

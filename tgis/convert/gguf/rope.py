@@ -57,7 +57,8 @@ def _read_long(files: GgufFiles) -> dict[str, Any]:
     length = metadata.integer(".rope.scaling.original_context_length", most)
     amplitude = sqrt(1 + log(max(most / length, 1)) / log(max(length, 2)))
     amplitude = metadata.number(".rope.scaling.attn_factor", amplitude)
-    return _long(*(_read_factors(files, name) for name in (ROPE_SHORT, ROPE_LONG)), length, amplitude)
+    short, long = (_read_factors(files, name) for name in (ROPE_SHORT, ROPE_LONG))
+    return _long(short, long, length, amplitude)
 
 
 def _long(short: list[float], long: list[float], length: int, amplitude: float) -> dict[str, Any]:
