@@ -1,6 +1,8 @@
 """The directory that a GGUF file is served from, and files that contradict themselves."""
 
 import json
+import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -129,6 +131,29 @@ def test_other_architectures_are_refused_with_the_list(tmp_path: Path) -> None:
     assert line.startswith(
         f"error: {path}: general.architecture 'mamba' is not served; served are: bloom, falcon, "
     )
+
+
+def test_flipped_bytes(tmp_path: Path) -> None:
+    """Whatever a header says, a file is read, or refused in one line."""
+    rng = random.Random(3)
+    for architecture in ("llama", "gemma3", "mpt", "t5"):
+        path = write(tmp_path / f"{architecture}.gguf", architecture=architecture)
+        content = path.read_bytes()
+        places = range(24, len(content) - 1024)
+        for _ in range(60):
+            changed = bytearray(content)
+            for place in rng.choices(places, k=rng.randrange(1, 4)):
+                changed[place] = rng.choice((0, 1, 2, 127, 128, 255))
+            path.write_bytes(changed)
+            out = tmp_path / "out"
+            out.mkdir()
+            problem = ""
+            try:
+                write_model_directory([path], out)
+            except ConversionError as error:
+                problem = str(error)
+            assert problem == "" or (problem.startswith(str(path)) and "\n" not in problem)
+            shutil.rmtree(out)
 
 
 def read(directory: Path, name: str) -> Any:

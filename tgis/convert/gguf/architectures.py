@@ -177,6 +177,8 @@ def _read_gemma3(files: GgufFiles) -> Config:
     local = {"rope_type": "default", "rope_theta": local_theta}
     has_cap = ".final_logit_softcapping" in metadata
     period = metadata.integer(".attention.sliding_window_pattern", GEMMA3_PERIOD)
+    if not period:
+        raise metadata.refuse(".attention.sliding_window_pattern", "is 0, no period of layers")
     kinds = [
         "sliding_attention" if (i + 1) % period else "full_attention"
         for i in range(config["num_hidden_layers"])

@@ -141,5 +141,5 @@ def _find_order(source: GgufSource, num_rows: int, label: str) -> NDArray[np.int
         return None
     try:
         return source.order.index(num_rows)
-    except ValueError as error:
+    except (ValueError, ZeroDivisionError) as error:
         raise WeightsError(f"{label} has {num_rows} rows, which the heads do not divide") from error

@@ -37,7 +37,7 @@ def convert_gguf(files: Sequence[Path], output: Path, dtype: str) -> str:
         made_settings = [*made, *settings]  # config.json, without which nothing is a model, comes last
         made_settings.sort(key=lambda file: file.name == CONFIG)
         move_files(made_settings, output, like=[files[0]] * len(made_settings))
-    return f"Converted {files[0].name} to {len(made)} files in {output}"
+    return f"Converted {files[0].name} to {output}"
 
 
 def _set_dtype(directory: Path, dtype: str) -> None:

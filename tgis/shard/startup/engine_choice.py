@@ -73,8 +73,8 @@ def choose(
     try:
         native = _choose_native(directory, settings, size, scheme, rope)
     except UnsupportedModelError as error:
-        is_native_only = engine == NATIVE or is_gguf(directory) or not isinstance(error, _NotNativeError)
-        if engine != TRANSFORMERS and is_native_only:
+        is_native_only = engine == NATIVE or not isinstance(error, _NotNativeError)
+        if is_gguf(directory) or (engine != TRANSFORMERS and is_native_only):
             raise
         return _choose_transformers(directory, settings, trust_remote_code, rope, instead_of=error)
     if engine != TRANSFORMERS:
