@@ -2,7 +2,7 @@
 
 from inspect import getdoc
 
-from tgis.hub.gguf import COMMAND
+from tgis.convert.gguf.architectures import ARCHITECTURES
 from tgis.shard.models import registry
 from tgis.shard.models.unread_tensors import IGNORED
 
@@ -42,12 +42,11 @@ from the shapes of its tensors, so that modules may differ. All other formats ar
 QuIP, HQQ, VPTQ, BitNet, Quanto, torchao, HIGGS, SpQR, QQQ, NVFP4, MXFP4, Marlin 2:4, sparse ones,
 the `gemv_fast` and `llm-awq` forms of AWQ, and weights that EETQ saved.
 
-GGUF files are not served yet. transformers converts one, DIR/NAME.gguf, to a model that is, in the new directory OUT, whose
-weights take 4 bytes each:
+## GGUF files
 
-```shell
-{COMMAND} DIR NAME.gguf OUT
-```
+A GGUF file is served as it is, with the configuration, the tokenizer and the chat template that it holds; its weights
+are dequantized when they are read ([GGUF files](gguf.md)). These architectures are served:
+{", ".join(f"`{name}`" for name in sorted((*ARCHITECTURES, "t5")))}.
 
 ## Sharding
 

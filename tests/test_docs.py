@@ -22,6 +22,7 @@ from tgis.config.aliases.tgis import PASSED_ON, TGIS_NAMES
 from tgis.config.option import variables_of
 from tgis.config.processes import LauncherConfig, RouterConfig, ShardConfig
 from tgis.pb import generation_pb2 as pb
+from tgis.tensor_files.gguf_types import TYPES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -36,12 +37,16 @@ PROGRAMS = set("cd curl for kubectl mkdir openssl pip podman printf python sourc
 # Flags, variables and further words in capitals that are others'.
 FOREIGN_FLAGS = set(
     "--help --max-model-len --model --tensor-parallel-size --quantization --ssl-certfile --upgrade "
-    "--disable-prompt-logprobs".split()
+    "--disable-prompt-logprobs "
+    # llama.cpp's
+    "--alias --api-key-file --cache-type-k --cache-type-v --chat-template-file --ctx-size --hf-file "
+    "--hf-repo --host --lora --parallel --rope-scale --threads".split()
 )
 FOREIGN_NAMES = set(
     "HF_ENDPOINT TMPDIR CHAOS HOSTNAME INFERENCE_PRECISION_HINT ADD_SPECIAL_TOKENS DISABLE_PROMPT_LOGPROBS "
-    "ENABLE_VLLM_LOG_REQUESTS MASTER_SHARD_UDS_PATH AF_NETLINK".split()
-)
+    "ENABLE_VLLM_LOG_REQUESTS MASTER_SHARD_UDS_PATH AF_NETLINK TEMPLATE "
+    "OLLAMA_HOST OLLAMA_CONTEXT_LENGTH OLLAMA_NUM_PARALLEL OLLAMA_KV_CACHE_TYPE".split()
+) | {type.name for type in TYPES.values()}
 DEPLOYMENT_FILE = re.compile(r"(?<![\w/])deployment/[\w./-]*\w")
 
 

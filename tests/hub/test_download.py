@@ -116,6 +116,24 @@ def test_files_of_the_top_level_go_to_the_cache(hub: Hub, entry: Path, download:
     assert "org/m" in download("--extension", ".onnx", name="org/m/").stdout
 
 
+def test_a_gguf_file_and_a_split_set(hub: Hub, entry: Path, download: Download) -> None:
+    parts = [f"large-0000{number}-of-00002.gguf" for number in (1, 2)]
+    hub.repos["org/m"] = Repo({**REST, "a.gguf": SMALL, "b.gguf": b"b", **dict.fromkeys(parts, SMALL[:9])})
+    assert refusal(download()) == (
+        "org/m has GGUF files: download one by its name, org/m:a.gguf, or all: --extension .gguf"
+    )
+    assert download(name="org/m:a.gguf").exit_code == 0
+    snapshot = entry / "snapshots" / hub.repos["org/m"].commit
+    assert [path.name for path in snapshot.iterdir()] == ["a.gguf"]
+    assert (snapshot / "a.gguf").read_bytes() == SMALL
+    assert download(name=f"org/m:{parts[1]}").exit_code == 0
+    assert sorted(path.name for path in snapshot.iterdir()) == ["a.gguf", *parts]
+    assert refusal(download(name="org/m:c.gguf")) == "org/m has no c.gguf"
+    assert (
+        refusal(download(name="org/m:large-00001-of-00003.gguf")) == "org/m has no large-00001-of-00003.gguf"
+    )
+
+
 def test_a_revision_and_a_token(hub: Hub, entry: Path, download: Download) -> None:
     other = "beef" + 36 * "0"
     hub.repos["org/m"] = Repo({"model.safetensors": SMALL}, other, ("v2",), needs_token="hf_mine")

@@ -17,6 +17,7 @@ import pytest
 from tests.support.hub_server import Hub, Repo
 from tests.support.processes import Service, children_of
 from tests.support.shard.checkpoints import write_llama
+from tests.support.shard.gguf_writer import write_gguf
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.config.processes import LauncherConfig
 from tgis.hub.model_files import is_complete
@@ -244,3 +245,15 @@ def wait_for_parts(cache: Path) -> list[Path]:
             return parts
         time.sleep(0.05)
     raise AssertionError("nothing arrives")
+
+
+@pytest.mark.slow
+def test_a_gguf_file_of_the_hub_is_downloaded_and_served(hub: Hub, tmp_path: Path) -> None:
+    write_llama(tmp_path / "written")
+    write_gguf(tmp_path / "written", tmp_path / "small.gguf", "llama")
+    content = (tmp_path / "small.gguf").read_bytes()
+    hub.repos["org/m"] = Repo({"small.gguf": content, "other.gguf": b"GGUF"}, needs_token=TOKEN)
+    service = launch(hub, tmp_path / "cache", MODEL_ID="org/m:small.gguf").wait_until_serving()
+    assert service.end() == 0, service.output
+    assert any("org/m:small.gguf is not on the disk: downloading it" in line for line in service.lines)
+    assert not list((tmp_path / "cache").rglob("other.gguf"))

@@ -23,6 +23,7 @@ from tgis.config.option import Group, variables_of
 from tgis.config.processes import LauncherConfig, RouterConfig, ShardConfig
 from tgis.hub import model_files
 from tgis.hub.cache import find_model
+from tgis.hub.gguf_files import refuse_gguf
 from tgis.hub.startup_adapters import resolve_adapter_options
 
 SECRETS = ("auth_tokens", "hf_token")
@@ -89,6 +90,7 @@ def _stay_offline() -> None:
 def _complete_shard(settings: dict[str, Setting], values: dict[str, Any]) -> None:
     """Apply TGIS's arguments and --sharded. Raises SettingsError, ModelNotFoundError, click.UsageError."""
     if values["model_name"] and settings["model_path"].source == DEFAULT:
+        refuse_gguf(Path(values["model_name"]))
         path = find_model(values["model_name"], values["revision"], models.cache_root())
         settings["model_path"] = Setting(str(path), "MODEL_NAME")
     if settings["model_path"].value is None:

@@ -1,5 +1,6 @@
 """Defines the commands that download a model's files and convert them to the formats that are served."""
 
+import gc
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -7,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tgis.cli.command import FileCommand
+from tgis.config.model import DTYPES
 from tgis.errors import OperatorError
 from tgis.hub import cache
-from tgis.hub.gguf import refuse_gguf, refuse_gguf_on_hub
+from tgis.hub.gguf_files import SUFFIX, find_gguf, refuse_gguf, refuse_gguf_on_hub, split_set
 
 if TYPE_CHECKING:
     from tgis.hub.download import Repository
@@ -46,6 +48,10 @@ def download_weights(
 
     if Path(model_name).is_file():
         refuse_gguf(Path(model_name))
+    model, _, file = model_name.rpartition(":")
+    if model and file.endswith(SUFFIX):
+        _fetch_gguf(download.Repository(model, revision, token, cache_root()), file)
+        return
     extensions = download.choose_extensions(extension)
     converts = auto_convert and ".safetensors" in extensions
     if Path(model_name).is_dir():
@@ -53,7 +59,7 @@ def download_weights(
         directory, on_hub = Path(model_name), [".safetensors"]
     else:
         repository = download.Repository(model_name, revision, token, cache_root())
-        if ".gguf" not in extensions:
+        if SUFFIX not in extensions:
             refuse_gguf_on_hub(model_name, repository.select([""]))
         directory, on_hub = repository.directory, repository.select(extensions)
         _fetch(repository, on_hub + repository.select_tokenizer() * auto_convert)
@@ -66,6 +72,14 @@ def download_weights(
         from tgis.convert import tokenizer
 
         click.echo(tokenizer.convert_to_fast_tokenizer(model_name, directory))
+
+
+def _fetch_gguf(repository: "Repository", file: str) -> None:
+    """Download a GGUF file with the other parts of its set. Raises OperatorError, DownloadError."""
+    there = repository.select([SUFFIX])
+    if missing := [name for name in split_set(file) if name not in there]:
+        raise OperatorError(f"{repository.name} has no {missing[0]}")
+    _fetch(repository, split_set(file))
 
 
 def _fetch(repository: "Repository", names: list[str]) -> None:
@@ -88,11 +102,38 @@ def _has_safetensors(directory: Path) -> bool:
     return any(directory.glob("*.safetensors"))
 
 
+def _find_files(model_name: str, revision: str | None, root: Path) -> Path:
+    """Return the directory of a model that is not in GGUF form. Raises ModelNotFoundError."""
+    refuse_gguf(Path(model_name))
+    directory = cache.find_model_files(model_name, revision, root)
+    refuse_gguf(directory)
+    return directory
+
+
 @click.command("convert-to-safetensors", cls=FileCommand)
 @click.argument("model_name")
+@click.argument("output_dir", type=click.Path(path_type=Path), required=False)
 @_revision
-def convert_to_safetensors(model_name: str, revision: str | None) -> None:
-    """Make .safetensors files of the .bin files of MODEL_NAME, a directory or in the hub cache."""
+@click.option(
+    "--dtype", type=click.Choice(DTYPES), help="Type of the weights of a GGUF file; unset: float32."
+)
+def convert_to_safetensors(
+    model_name: str, output_dir: Path | None, revision: str | None, dtype: str | None
+) -> None:
+    """Make .safetensors files of the .bin files of MODEL_NAME, a directory or in the hub cache, beside them.
+    If it is a GGUF file, write the whole model to OUTPUT_DIR."""
+    files = find_gguf(model_name, revision, cache_root())
+    if files is not None:
+        if output_dir is None:
+            raise click.UsageError(
+                "Missing argument 'OUTPUT_DIR', the directory for the model of a GGUF file."
+            )
+        from tgis.shard.checkpoint.gguf_conversion import convert_gguf
+
+        click.echo(convert_gguf(files, output_dir, dtype or DTYPES[0]))
+        return
+    if output_dir is not None or dtype is not None:
+        raise click.UsageError("OUTPUT_DIR and --dtype are for GGUF files only.")
     directory = cache.find_model_files(model_name, revision, cache_root())
     from tgis.convert import weights
 
@@ -107,7 +148,7 @@ def convert_to_safetensors(model_name: str, revision: str | None) -> None:
 )
 def convert_to_fast_tokenizer(model_name: str, revision: str | None, output_path: Path | None) -> None:
     """Make a tokenizer.json of the tokenizer of MODEL_NAME, a directory or in the hub cache."""
-    directory = cache.find_model_files(model_name, revision, cache_root())
+    directory = _find_files(model_name, revision, cache_root())
     from tgis.convert import tokenizer
 
     click.echo(tokenizer.convert_to_fast_tokenizer(model_name, directory, output_path))
@@ -130,8 +171,7 @@ def convert_to_onnx(
 ) -> None:
     """Write MODEL_NAME, a directory or in the hub cache, as ONNX to the directory TARGET_MODEL_NAME. Needs
     optimum-onnx, which works in another environment only: without it, the error says how to make one."""
-    directory = cache.find_model_files(model_name, revision, cache_root())
-    refuse_gguf(directory)
+    directory = _find_files(model_name, revision, cache_root())
     from tgis.convert import onnx
 
     onnx.check_extra()
@@ -184,8 +224,7 @@ def quantize(
     if groupsize == 0:
         raise click.BadParameter("0 is neither -1 nor a number of columns.", param_hint="--groupsize")
     root = cache_root()
-    directory = cache.find_model_files(model_name, revision, root)
-    refuse_gguf(directory)
+    directory = _find_files(model_name, revision, root)
     from tgis.process.control_groups import count_cores
     from tgis.shard.quantize import run
     from tgis.shard.quantize.settings import QuantizeSettings
@@ -196,4 +235,22 @@ def quantize(
     click.echo(run.quantize(directory, output_dir, settings, calibration, root))
 
 
-COMMANDS = (download_weights, convert_to_safetensors, convert_to_fast_tokenizer, convert_to_onnx, quantize)
+@click.command("read-gguf", cls=FileCommand, hidden=True)
+@click.argument("files", type=click.Path(path_type=Path), nargs=-1, required=True)
+@click.argument("directory", type=click.Path(path_type=Path))
+def read_gguf(files: tuple[Path, ...], directory: Path) -> None:
+    """Write what a model in GGUF form is served from to the empty DIRECTORY. The launcher runs this."""
+    gc.disable()  # a vocabulary makes millions of objects and no garbage
+    from tgis.convert.gguf.model_directory import write_model_directory
+
+    write_model_directory(files, directory)
+
+
+COMMANDS = (
+    read_gguf,
+    download_weights,
+    convert_to_safetensors,
+    convert_to_fast_tokenizer,
+    convert_to_onnx,
+    quantize,
+)

@@ -17,6 +17,7 @@ from tgis.config.processes import ShardConfig
 from tgis.errors import OperatorError
 from tgis.hub import model_files
 from tgis.hub.cache import find_model
+from tgis.hub.gguf_files import refuse_gguf
 from tgis.prompts.errors import AdapterError, AdapterNotFoundError, TooLargeError
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def _check_prompt(
         _check_links(path, store)
     config = None
     if model is not None:
+        refuse_gguf(Path(model))
         directory = find_model(model, revision, cache_root())
         config = ShardConfig(model_path=str(directory), prefix_store_path=str(path), **decisive)
     click.echo("\n".join(describe(path, config)))

@@ -19,7 +19,6 @@ from torch import Tensor
 from tgis.convert.atomic_write import ConversionError, move_files, staging_directory
 from tgis.errors import first_line
 from tgis.hub import model_files
-from tgis.hub.gguf import refuse_gguf
 from tgis.tensor_files.errors import DAMAGED, INCOMPLETE, TensorFileError
 from tgis.tensor_files.mapped_safetensors import separate_memory
 from tgis.tensor_files.safe_pickle import can_map, open_pickle
@@ -53,7 +52,6 @@ def convert_to_safetensors(directory: Path) -> str:
     if len(indexes) > 1:
         return f"Found more than one .bin.index.json file: {[index.name for index in indexes]}"
     if not files:
-        refuse_gguf(directory)
         return "No pytorch .bin files found to convert"
     if any(directory.glob("*.safetensors")):
         return "Existing .safetensors weights found, remove them first to reconvert"

@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 from tgis.errors import OperatorError
-from tgis.hub.gguf import refuse_gguf
 from tgis.hub.model_files import ModelNotFoundError
 
 UNRESOLVED = "Failed to resolve config path"
@@ -42,7 +41,6 @@ def find_model(name: str, revision: str | None, cache: Path) -> Path:
     """Return the model's snapshot in the hub cache or else, as in TGIS, the directory of that name.
     Raises ModelNotFoundError."""
     entry = cache_entry(name, cache)
-    refuse_gguf(find_snapshot(entry, revision) if os.path.isdir(entry) else Path(name))
     directory = find_snapshot(entry, revision) if os.path.isdir(entry) else _directory(name)
     if not os.path.isfile(directory / "config.json"):
         raise ModelNotFoundError(
@@ -69,7 +67,6 @@ def find_model_files(name: str, revision: str | None, cache: Path) -> Path:
     entry = cache_entry(name, cache)
     directory = find_snapshot(entry, revision) if os.path.isdir(entry) else Path(name)
     if not name or not os.path.isdir(directory):
-        refuse_gguf(directory)
         raise ModelNotFoundError(f"Weights not found in local cache for model {name[:MAX_SHOWN_CHARS]}")
     return directory
 

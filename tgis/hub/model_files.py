@@ -22,7 +22,8 @@ LENGTH_KEYS = (
 )
 DEFAULT_LENGTH = 2048
 MAX_TOKEN_ID = 2**31 - 1
-WEIGHT_FILES = ("*.safetensors", "*.bin", "*.onnx")
+OTHER_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.onnx")  # than GGUF files
+WEIGHT_FILES = (*OTHER_WEIGHT_FILES, "*.gguf")
 # Names or patterns of files that may hold a tokenizer if there is no tokenizer.json.
 TOKENIZER_FILES = ("*.model", "*.tiktoken", "vocab.json", "vocab.txt", "tekken.json")
 

@@ -12,6 +12,7 @@ from tgis import __version__
 from tgis.config.model import ENGINES
 from tgis.config.network import LinkOptions
 from tgis.config.processes import LauncherConfig, RouterConfig, ShardConfig
+from tgis.hub.gguf_files import SUFFIX
 from tgis.launcher.plan import Plan
 from tgis.launcher.run_files import RunFiles
 from tgis.logs import Scalar, process_fields
@@ -143,9 +144,16 @@ class ChildConfigs:
 
 
 def served_name(model_name: str, model_path: Path) -> str:
-    """Return a model's name for clients: the hub's, or its folder's own, as those above are private."""
-    is_folder = Path(model_name) == model_path
-    return Path(os.path.abspath(model_path)).name if is_folder else model_name
+    """Return a model's name for clients: the hub's, or its folder's or file's own, as those above are
+    private."""
+    named = Path(os.path.abspath(model_name))
+    if model_name.endswith(SUFFIX) and named.is_file():
+        return named.stem
+    # A model in GGUF form is served from another directory, which links to the files.
+    is_linked = named.is_dir() and any(
+        (model_path / file.name).is_symlink() for file in named.glob(f"*{SUFFIX}")
+    )
+    return named.name if Path(model_name) == model_path or is_linked else model_name
 
 
 def line_fields(

@@ -4,10 +4,12 @@ import asyncio
 import logging
 import signal
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 from tgis.config.processes import LauncherConfig
 from tgis.launcher.follower import Follower
+from tgis.launcher.gguf_model import find_gguf_model
 from tgis.launcher.leader import Leader
 from tgis.launcher.plan import make_plan
 from tgis.launcher.startup_downloads import download_missing
@@ -16,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 
 def run(config: LauncherConfig) -> None:
-    """Run this node's launcher until a clean stop. Raises what `download_missing`, `make_plan`, Leader and
-    Follower raise."""
+    """Run this node's launcher until a clean stop. Raises what `download_missing`, `find_gguf_model`,
+    `make_plan`, Leader and Follower raise."""
     asyncio.run(_run(config))
 
 
@@ -29,8 +31,15 @@ async def _run(config: LauncherConfig) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    if await _finish(download_missing(config), stopping):
-        await _run_node(config, stopping, aborting)
+    if not await _finish(download_missing(config), stopping):
+        return
+    gguf = find_gguf_model(config)
+    try:
+        if gguf is None or await _finish(gguf.read(), stopping):
+            await _run_node(config, gguf.path if gguf else None, stopping, aborting)
+    finally:
+        if gguf is not None:
+            gguf.remove()
 
 
 async def _finish(work: Coroutine[Any, Any, None], stopping: asyncio.Event) -> bool:
@@ -45,8 +54,11 @@ async def _finish(work: Coroutine[Any, Any, None], stopping: asyncio.Event) -> b
     return is_finished
 
 
-async def _run_node(config: LauncherConfig, stopping: asyncio.Event, aborting: asyncio.Event) -> None:
-    plan = make_plan(config)
+async def _run_node(
+    config: LauncherConfig, made: Path | None, stopping: asyncio.Event, aborting: asyncio.Event
+) -> None:
+    """Run this node with the model in the directory `made`, or with the one that the configuration names."""
+    plan = make_plan(config, made)
     node = (Follower if config.node_rank else Leader)(config, plan)
     logger.info("loading %s on %d shards", plan.model_path, plan.num_shards)
     main = asyncio.create_task(node.run())

@@ -48,8 +48,8 @@ class Plan:
     """Fingerprint of the model's configuration and weights, by the names and sizes of their files."""
 
 
-def make_plan(config: LauncherConfig) -> Plan:
-    """Check the configuration and find the model.
+def make_plan(config: LauncherConfig, made: Path | None = None) -> Plan:
+    """Check the configuration and find the model, which is in the directory `made` if there is one.
 
     Raises LaunchError, AdapterOptionsError, CacheConflictError or ModelNotFoundError."""
     if config.dtype and config.dtype_str and config.dtype != config.dtype_str:
@@ -59,7 +59,7 @@ def make_plan(config: LauncherConfig) -> Plan:
     num_shards = count_shards(config, is_cuda)
     _warn_of_older_names(config)
     cache = hub_cache(config)
-    path = find_model(config.model_name, config.revision, cache)
+    path = made or find_model(config.model_name, config.revision, cache)
     model_config = model_files.read_config(path)
     tokenizer = _find_tokenizer(config.tokenizer_name, cache) if config.tokenizer_name else path
     has_fast = (tokenizer / TOKENIZER).is_file()

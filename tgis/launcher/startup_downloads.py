@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tgis.config.processes import LauncherConfig
 from tgis.hub.cache import cache_entry, find_model, find_snapshot
+from tgis.hub.gguf_files import find_gguf
 from tgis.hub.model_files import ModelNotFoundError, is_complete
 from tgis.hub.startup_adapters import ADAPTER_CONFIG
 from tgis.launcher.child_configs import line_fields
@@ -19,7 +20,7 @@ from tgis.process.child import Child
 
 logger = logging.getLogger(__name__)
 
-HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:\w[\w.-]*\.gguf)?")
 TRUE = ("1", "ON", "YES", "TRUE")  # what the hub's library takes for true, in any case
 ADAPTER_FILES = ".safetensors,.json"
 TOKENIZER_FILES = ".json,.jinja,.model,.txt,.tiktoken"
@@ -66,6 +67,8 @@ def _lacks_model(config: LauncherConfig, cache: Path) -> bool:
     if not _is_hub_id(name):
         return False
     try:
+        if find_gguf(name, config.revision, cache) is not None:
+            return False
         return not is_complete(find_model(name, config.revision, cache))
     except ModelNotFoundError:
         return True

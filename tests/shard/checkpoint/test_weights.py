@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support.shard.stored_tensors import SOURCES, check_slices, fail, save_single, tensors
 from tgis.shard.checkpoint import files
-from tgis.shard.checkpoint.files import count_elements
+from tgis.shard.checkpoint.opening import count_elements
 from tgis.shard.checkpoint.tensors import WeightsError, read_pieces
 from tgis.shard.checkpoint.weights import Source, Weights, expert, grouped, stack, transposed
 from tgis.shard.memory.host_limits import HostMemory

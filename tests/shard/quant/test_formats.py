@@ -17,7 +17,7 @@ from tests.support.shard.ranks import Ranks
 from tests.support.shard.relay import serve
 from tests.support.shard.stepping import read_config
 from tgis.shard.checkpoint.codes import CodeLayout
-from tgis.shard.checkpoint.files import count_elements
+from tgis.shard.checkpoint.opening import count_elements
 from tgis.shard.checkpoint.tensors import Stored, WeightsError
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.cpu.ops import CpuKernels

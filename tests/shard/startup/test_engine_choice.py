@@ -68,6 +68,23 @@ def test_choice(model: str, framework: str | None, size: int, outcome: str, tmp_
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("framework", [None, *THEIRS])
+def test_gguf_files_are_served_by_ours_only(
+    framework: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    edit_config(tmp_path, CONFIGS["ours"].to_dict())
+    (tmp_path / "model.gguf").touch()
+    settings = read_config(tmp_path)
+    choice = engine_choice.choose(tmp_path, settings, framework, 1, trust_remote_code=True)
+    assert choice.engine == "tgis_native"
+    warning = "tgis_native serves this model, because hf_transformers cannot: it is a GGUF file"
+    assert (warning in caplog.text) == (framework is not None)
+    with pytest.raises(UnsupportedModelError, match="hf_optimum_ort does not serve GGUF files"):
+        engine_choice.choose(tmp_path, settings, "hf_optimum_ort", 1, trust_remote_code=True)
+    with pytest.raises(UnsupportedModelError, match="scale_attn_by_inverse_layer_idx"):
+        engine_choice.choose(tmp_path, CONFIGS["a feature of theirs"].to_dict(), framework, 1, True)
+
+
 # A case of each kind that transformers' code cannot run with our cache; `make test-all` tries all families.
 OBSTACLES = {"mt5", "bart", "bloom", "mpt", "falcon_7b", "falcon_alibi", "phi3_short_and_long"}
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from tgis.shard.checkpoint.files import Checkpoint
+from tgis.shard.checkpoint.opening import OpenCheckpoint, open_checkpoint
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.memory.kv_cache import CacheScale
 
@@ -18,7 +18,7 @@ _ENDS_OF_VALUES = ("v_scale", "attn.v_scale", "v_proj.output_scale", "v_proj.v_s
 
 def read_cache_scales(directory: Path, num_layers: int) -> list[CacheScale | None]:
     """Return the scales of each layer, None where the checkpoint has none. Raises WeightsError."""
-    checkpoint = Checkpoint(directory)
+    checkpoint = open_checkpoint(directory)
     names: dict[tuple[int, str], str] = {}
     for name in checkpoint.list_names():
         if found := _ATTENTION.fullmatch(name):
@@ -31,13 +31,13 @@ def _find(names: dict[tuple[int, str], str], layer: int, ends: Sequence[str]) ->
     return next((names[layer, end] for end in ends if (layer, end) in names), None)
 
 
-def _read(checkpoint: Checkpoint, key: str | None, value: str | None) -> CacheScale | None:
+def _read(checkpoint: OpenCheckpoint, key: str | None, value: str | None) -> CacheScale | None:
     if key is None and value is None:
         return None
     return CacheScale(*(1.0 if name is None else _read_number(checkpoint, name) for name in (key, value)))
 
 
-def _read_number(checkpoint: Checkpoint, name: str) -> float:
+def _read_number(checkpoint: OpenCheckpoint, name: str) -> float:
     stored = checkpoint.fetch_any(name)
     numbers = stored.read().double().flatten().tolist()
     if len(numbers) != 1:

@@ -50,7 +50,7 @@ class Stored(Protocol):
 class StoredTensor(Stored, Protocol):
     """Tensor of a checkpoint, which may be a stack of matrices."""
 
-    def entry(self, index: int) -> "StoredTensor":
+    def entry(self, index: int) -> Stored:
         """Return the tensor at that index of the first axis. Raises WeightsError if there is none."""
 
 

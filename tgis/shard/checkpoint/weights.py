@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
-from tgis.shard.checkpoint.files import Checkpoint
 from tgis.shard.checkpoint.format import Format
+from tgis.shard.checkpoint.opening import OpenCheckpoint, open_checkpoint
 from tgis.shard.checkpoint.provenance import ModuleRows, NumberedModules, list_rows, name_entry
 from tgis.shard.checkpoint.tensors import (
     ALL,
@@ -27,7 +27,7 @@ class StoredModules:
     """Modules of a checkpoint. Names may lack `prefix`, or have it although the checkpoint's do not. `shapes`
     are those of all weights that were found, as the model has them."""
 
-    def __init__(self, checkpoint: Checkpoint, prefix: str, format: Format | None):
+    def __init__(self, checkpoint: OpenCheckpoint, prefix: str, format: Format | None):
         self._checkpoint, self._prefix, self._format = checkpoint, prefix, format
         self._quantized: set[str] = set()  # names of modules in the checkpoint
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -76,7 +76,7 @@ class StoredModules:
 class Lookup:
     """Tensor of the model that is looked for, and the checkpoint to search."""
 
-    checkpoint: Checkpoint
+    checkpoint: OpenCheckpoint
     modules: StoredModules | NumberedModules
     layer: str
     expert: str
@@ -163,7 +163,7 @@ class Weights:
     def __init__(
         self, directory: Path, sources: Mapping[str, Source], prefix: str = "", format: Format | None = None
     ):
-        self._checkpoint, self._sources, self.prefix = Checkpoint(directory), sources, prefix
+        self._checkpoint, self._sources, self.prefix = open_checkpoint(directory), sources, prefix
         self._modules = StoredModules(self._checkpoint, prefix, format)
         self._traces: dict[str, tuple[ModuleRows, ...]] = {}
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tgis.config.model import ENGINES
+from tgis.shard.checkpoint.opening import is_gguf
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.ops import Kernels
@@ -62,6 +63,8 @@ def choose(
     if engine == ONNX:
         if rope is not None:
             raise RopeOptionError("a model in ONNX form computes its positions itself")
+        if is_gguf(directory):
+            raise UnsupportedModelError("hf_optimum_ort does not serve GGUF files; tgis_native does")
         return _choose_onnx(directory, settings)
     is_quantized = find_format(settings, directory) is not None
     if engine == TRANSFORMERS and size > 1:
@@ -71,12 +74,14 @@ def choose(
         native = _choose_native(directory, settings, size, scheme, rope)
     except UnsupportedModelError as error:
         is_native_only = engine == NATIVE or not isinstance(error, _NotNativeError)
-        if engine != TRANSFORMERS and is_native_only:
+        if is_gguf(directory) or (engine != TRANSFORMERS and is_native_only):
             raise
         return _choose_transformers(directory, settings, trust_remote_code, rope, instead_of=error)
     if engine != TRANSFORMERS:
         return native
     obstacle = _find_obstacle(native.spec, settings["model_type"], is_quantized)
+    if is_gguf(directory):
+        obstacle = "it is a GGUF file"
     if obstacle is not None:
         logger.warning("tgis_native serves this model, because hf_transformers cannot: %s", obstacle)
         return native

@@ -10,7 +10,7 @@ import torch
 
 from tgis.config.processes import ShardConfig
 from tgis.shard.checkpoint.codes import CodeLayout
-from tgis.shard.checkpoint.files import count_elements
+from tgis.shard.checkpoint.opening import count_elements
 from tgis.shard.checkpoint.tensors import DTYPES
 from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.quant.registry import find_format, find_scheme

@@ -13,7 +13,8 @@ from torch import Tensor
 from tests.support.shard.quantized_files import eight_bits, four_bits
 from tests.support.shard.stored_tensors import check_parts, refuse
 from tgis.shard.checkpoint.codes import CodeLayout
-from tgis.shard.checkpoint.files import Checkpoint, count_elements
+from tgis.shard.checkpoint.files import Checkpoint
+from tgis.shard.checkpoint.opening import count_elements
 from tgis.shard.checkpoint.tensors import StoredTensor, WeightsError
 from tgis.shard.quant.code_tables import TABLES
 from tgis.shard.quant.formats.bitsandbytes import BitsAndBytes

@@ -18,7 +18,7 @@ from tests.support.shard.quantized_files import KINDS, write_quantized
 from tests.support.shard.ranks import ALONE, Ranks
 from tests.support.shard.relay import serve
 from tests.support.shard.stepping import read_config
-from tgis.shard.checkpoint.files import count_elements
+from tgis.shard.checkpoint.opening import count_elements
 from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.models import registry, skeleton
 from tgis.shard.quant.registry import find_format

@@ -1,0 +1,211 @@
+"""The directory that a GGUF file is served from, and files that contradict themselves."""
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from tests.support.shard.gguf_writer import add_tokens
+from tgis.convert.atomic_write import ConversionError
+from tgis.convert.gguf.model_directory import write_model_directory
+
+Change = Callable[[gguf.GGUFWriter], None]
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def write(path: Path, *changes: Change, architecture: str = "llama", width: int = 32) -> Path:
+    """A file with the metadata of a small model, and what `changes` add or replace."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(128)
+    writer.add_embedding_length(width)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(4)
+    add_tokens(writer, 8)
+    for change in changes:
+        change(writer)
+    if not any(change is without_table for change in changes):
+        writer.add_tensor("token_embd.weight", np.zeros((8, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def without_table(writer: gguf.GGUFWriter) -> None:
+    writer.add_tensor("output_norm.weight", np.zeros(32, np.float32))
+
+
+def with_key(key: str, value: Any, kind: gguf.GGUFValueType) -> Change:
+    return lambda writer: replace(writer, key, value, kind)
+
+
+def replace(writer: gguf.GGUFWriter, key: str, value: Any, kind: gguf.GGUFValueType) -> None:
+    writer.kv_data[0].pop(key, None)
+    writer.add_key_value(key, value, kind)
+
+
+U32, TEXT, F32 = gguf.GGUFValueType.UINT32, gguf.GGUFValueType.STRING, gguf.GGUFValueType.FLOAT32
+
+BAD: dict[str, tuple[list[Change], str]] = {
+    "width": (
+        [with_key("llama.embedding_length", 64, U32)],
+        "llama.embedding_length is 64, and token_embd.weight",
+    ),
+    "vocabulary": ([with_key("llama.vocab_size", 9, U32)], "llama.vocab_size is not 8, the rows of"),
+    "many tokens": (
+        [lambda writer: retoken(writer, 9)],
+        "tokenizer.ggml.tokens are 9, and token_embd.weight has 8",
+    ),
+    "no table": ([without_table], "tensor token_embd.weight is missing"),
+    "heads": ([with_key("llama.attention.head_count", 5, U32)], "head_count is 5, which does not divide 32"),
+    "no heads": (
+        [with_key("llama.attention.head_count", 0, U32)],
+        "head_count is 0, which does not divide 32",
+    ),
+    "text for a number": (
+        [with_key("llama.block_count", "x", TEXT)],
+        "llama.block_count is 'x', not a number",
+    ),
+    "number for a text": (
+        [with_key("llama.rope.scaling.type", 1, U32)],
+        "rope.scaling.type is 1, not a text",
+    ),
+    "not a number": (
+        [with_key("llama.rope.freq_base", float("nan"), F32)],
+        "freq_base is nan, not a positive number",
+    ),
+    "rope": (
+        [with_key("llama.rope.scaling.type", "other", TEXT)],
+        "rope.scaling.type 'other' is not supported",
+    ),
+    "values": (
+        [with_key("llama.attention.key_length", 8, U32), with_key("llama.attention.value_length", 4, U32)],
+        "llama.attention.value_length is not 8, that of keys",
+    ),
+    "template": (
+        [lambda writer: writer.add_chat_template("{% if %}")],
+        "tokenizer.chat_template does not parse: ",
+    ),
+    "part of a set": (
+        [lambda writer: writer.add_uint16("split.count", 2)],
+        "split.count says 2 files, and there are 1",
+    ),
+}
+
+
+def retoken(writer: gguf.GGUFWriter, size: int) -> None:
+    for key in [key for key in writer.kv_data[0] if key.startswith("tokenizer.")]:
+        writer.kv_data[0].pop(key)
+    add_tokens(writer, size)
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_contradictions_are_refused_by_name(case: str, tmp_path: Path) -> None:
+    changes, text = BAD[case]
+    path = write(tmp_path / "a.gguf", *changes)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ConversionError) as caught:
+        write_model_directory([path], tmp_path / "out")
+    assert str(caught.value).startswith(f"{path}: ")
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_other_architectures_are_refused_with_the_list(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.gguf", architecture="mamba")
+    (tmp_path / "out").mkdir()
+    command = [sys.executable, "-m", "tgis", "read-gguf", str(path), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith(
+        f"error: {path}: general.architecture 'mamba' is not served; served are: bloom, falcon, "
+    )
+
+
+def test_flipped_bytes(tmp_path: Path) -> None:
+    """Whatever a header says, a file is read, or refused in one line."""
+    rng = random.Random(3)
+    for architecture in ("llama", "gemma3", "mpt", "t5"):
+        path = write(tmp_path / f"{architecture}.gguf", architecture=architecture)
+        content = path.read_bytes()
+        places = range(24, len(content) - 1024)
+        for _ in range(60):
+            changed = bytearray(content)
+            for place in rng.choices(places, k=rng.randrange(1, 4)):
+                changed[place] = rng.choice((0, 1, 2, 127, 128, 255))
+            path.write_bytes(changed)
+            out = tmp_path / "out"
+            out.mkdir()
+            problem = ""
+            try:
+                write_model_directory([path], out)
+            except ConversionError as error:
+                problem = str(error)
+            assert problem == "" or (problem.startswith(str(path)) and "\n" not in problem)
+            shutil.rmtree(out)
+
+
+def read(directory: Path, name: str) -> Any:
+    return json.loads((directory / name).read_text())
+
+
+def test_what_is_made_of_a_file(tmp_path: Path) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        retoken(writer, 8)
+        writer.kv_data[0].pop("tokenizer.ggml.token_type")
+        writer.kv_data[0].pop("tokenizer.ggml.tokens")
+        writer.add_token_list(["a", "b", "ab", "<s>", "</s>", "<|im_end|>", "<pad>", "<|end|>"])
+        writer.add_token_types([1, 1, 1, 3, 3, 3, 3, 1])
+        writer.add_bos_token_id(3)
+        writer.add_eos_token_id(4)
+        writer.add_pad_token_id(6)
+        writer.add_add_bos_token(True)
+        writer.add_chat_template(
+            [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "x"}]
+        )
+
+    path, out = write(tmp_path / "a.gguf", add), tmp_path / "out"
+    out.mkdir()
+    before = sorted(tmp_path.iterdir())
+    write_model_directory([path], out)
+    assert sorted(tmp_path.iterdir()) == before
+    assert (out / "a.gguf").readlink() == path
+    config = read(out, "config.json")
+    assert (config["model_type"], config["vocab_size"], config["head_dim"]) == ("llama", 8, 8)
+    assert (config["bos_token_id"], config["eos_token_id"], config["tie_word_embeddings"]) == (3, 4, True)
+    # <|end|> is no control token, so it ends nothing.
+    assert read(out, "generation_config.json") == {
+        "eos_token_id": [4, 5],
+        "bos_token_id": 3,
+        "pad_token_id": 6,
+    }
+    settings = read(out, "tokenizer_config.json")
+    assert (settings["bos_token"], settings["eos_token"], settings["pad_token"]) == ("<s>", "</s>", "<pad>")
+    assert settings["chat_template"] == [
+        {"name": "default", "template": TEMPLATE},
+        {"name": "tool_use", "template": "x"},
+    ]
+
+
+def test_a_split_set_is_one_model(tmp_path: Path) -> None:
+    names = ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]
+    first = write(tmp_path / names[0], lambda writer: writer.add_uint16("split.count", 2))
+    second = write(tmp_path / names[1], without_table)
+    (tmp_path / "out").mkdir()
+    write_model_directory([first, second], tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.gguf")) == names
+    again = write(tmp_path / "m2.gguf")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ConversionError, match=f"{again}: tensor token_embd.weight is in {names[0]} too"):
+        write_model_directory([first, again], tmp_path / "other")

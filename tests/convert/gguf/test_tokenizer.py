@@ -1,0 +1,233 @@
+"""Tokenizers of GGUF files against the libraries whose vocabularies the files hold."""
+
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import sentencepiece
+import transformers
+from sentencepiece import sentencepiece_model_pb2
+from tokenizers import Tokenizer
+
+from tests.support.tokenizers.trained import TEXT, write_byte_level
+from tgis.convert.atomic_write import ConversionError
+from tgis.convert.gguf.files import open_gguf
+from tgis.convert.gguf.pre_tokenizers import SPLITTINGS
+from tgis.convert.gguf.tokenizer import Vocabulary, make_tokenizer
+
+PIECES = [
+    *(
+        "Hello",
+        "world",
+        " the",
+        " quick",
+        "fox",
+        "naïve",
+        "Ünïcödé",
+        "東京",
+        "日本語",
+        "한국어",
+        "العربية",
+        "🙂",
+        "👩‍👩‍👧",
+    ),
+    *(
+        "é",
+        "123",
+        "4567890",
+        "3.14",
+        "'s",
+        "'LL",
+        "don't",
+        " ",
+        "  ",
+        "   ",
+        "\n",
+        "\n\n",
+        "\r\n",
+        "\t",
+        ".",
+        ",",
+    ),
+    *(
+        "!?",
+        "...",
+        "()",
+        "{}",
+        "<>",
+        "<s>",
+        "</s>",
+        "def f(x):\n    return x+1\n",
+        "https://a.b/c?d=e&f",
+        "ABCdef",
+    ),
+    *("camelCase", "snake_case", "①", "½", "\u00a0", "\u3000", "ß", "x" * 20, "�", "\x07"),
+]
+
+
+def texts(count: int, seed: int = 1) -> list[str]:
+    rng = random.Random(seed)
+    return ["".join(rng.choices(PIECES, k=rng.randrange(1, 12))) for _ in range(count)]
+
+
+def convert(path: Path, kind: str, tokens: list[str], types: list[int], **more: Any) -> Tokenizer:
+    """Write a vocabulary by the package, with more of its keys, and read it."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model(kind)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    for name, value in more.items():
+        getattr(writer, f"add_{name}")(value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return make_tokenizer(Vocabulary(open_gguf([path]).metadata))
+
+
+def test_byte_level(tmp_path: Path) -> None:
+    theirs = write_byte_level(tmp_path, 600)
+    model = json.loads(theirs.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    ours = convert(
+        tmp_path / "a.gguf",
+        "gpt2",
+        tokens,
+        [3, 3] + [1] * (len(tokens) - 2),
+        tokenizer_pre="gpt-2",
+        token_merges=[" ".join(merge) for merge in model["merges"]],
+        bos_token_id=0,
+        eos_token_id=1,
+        add_bos_token=True,
+    )
+    for text in texts(500):
+        assert ours.encode(text).ids == theirs.encode(text).ids, text
+        assert ours.decode(ours.encode(text, add_special_tokens=False).ids, False) == text
+
+
+def train(kind: str, **options: Any) -> Any:
+    """A SentencePiece model, as the message that its file holds."""
+    written = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([*TEXT * 4, *PIECES]),
+        model_writer=written,
+        model_type=kind,
+        vocab_size=420,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **options,
+    )
+    found = sentencepiece_model_pb2.ModelProto()
+    found.ParseFromString(written.getvalue())
+    return found
+
+
+def pieces_of(model: Any) -> tuple[list[str], list[int], list[float]]:
+    pieces = model.pieces
+    return [p.piece for p in pieces], [p.type for p in pieces], [p.score for p in pieces]
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentencepiece_bpe(prefix: bool, tmp_path: Path) -> None:
+    model = train(
+        "bpe",
+        byte_fallback=True,
+        add_dummy_prefix=prefix,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+    )
+    oracle = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
+    tokens, types, scores = pieces_of(model)
+    ours = convert(
+        tmp_path / "a.gguf",
+        "llama",
+        tokens,
+        types,
+        token_scores=scores,
+        unk_token_id=oracle.unk_id(),
+        bos_token_id=oracle.bos_id(),
+        eos_token_id=oracle.eos_id(),
+        add_space_prefix=prefix,
+        add_eos_token=True,
+    )
+    for text in texts(500):
+        if "<s>" in text or "</s>" in text:  # which SentencePiece never finds in texts
+            continue
+        expected = oracle.encode(text)
+        assert ours.encode(text).ids == [oracle.bos_id(), *expected, oracle.eos_id()], text
+        assert ours.decode(expected, False) == oracle.decode(expected)
+
+
+def test_sentencepiece_unigram(tmp_path: Path) -> None:
+    model = train("unigram", normalization_rule_name="nmt_nfkc")
+    oracle = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
+    tokens, types, scores = pieces_of(model)
+    ours = convert(
+        tmp_path / "a.gguf",
+        "t5",
+        tokens,
+        types,
+        token_scores=scores,
+        unk_token_id=oracle.unk_id(),
+        eos_token_id=oracle.eos_id(),
+        precompiled_charsmap=model.normalizer_spec.precompiled_charsmap,
+        remove_extra_whitespaces=True,
+    )
+    different = []
+    for text in texts(500):
+        if "<s>" in text or "</s>" in text:
+            continue
+        if ours.encode(text).ids != [*oracle.encode(text), oracle.eos_id()]:
+            different.append(text)
+    assert different == []
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("gpt-2", transformers.GPT2Tokenizer),
+        ("qwen2", transformers.Qwen2Tokenizer),
+        ("olmo", transformers.GPTNeoXTokenizer),
+        ("command-r", transformers.CohereTokenizer),
+    ],
+)
+def test_splittings_are_those_of_transformers(name: str, kind: Any) -> None:
+    ours, theirs = SPLITTINGS[name].pre_tokenizer(), kind().backend_tokenizer.pre_tokenizer
+    for text in texts(500):
+        assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text), text
+
+
+@pytest.mark.parametrize("name", SPLITTINGS)
+def test_no_splitting_loses_text(name: str) -> None:
+    for text in texts(50):
+        pieces = SPLITTINGS[name].pre_tokenizer().pre_tokenize_str(text)
+        assert [start for _, (start, _) in pieces] == [0, *(end for _, (_, end) in pieces[:-1])]
+        assert pieces[-1][1][1] == len(text)
+
+
+def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("bert", {}, "tokenizer.ggml.model 'bert' is not served; served are: gpt2, llama, t5"),
+        ("gpt2", {"tokenizer_pre": "kimi-k2"}, "tokenizer.ggml.pre 'kimi-k2' is not served; served are: "),
+        ("gpt2", {}, "tokenizer.ggml.merges is missing"),
+        ("gpt2", {"token_merges": ["ab"]}, "tokenizer.ggml.merges has 'ab', which are not two tokens"),
+        ("gpt2", {"token_merges": ["a c"]}, "tokenizer.ggml.tokens cannot be used: "),
+        ("llama", {}, "tokenizer.ggml.scores is missing"),
+        ("llama", {"token_scores": [1.0]}, "tokenizer.ggml.scores has 1 entries for 2 tokens"),
+        (
+            "llama",
+            {"token_scores": [1.0, 1.0], "bos_token_id": 2},
+            "bos_token_id is 2, and there are 2 tokens",
+        ),
+    ]
+    for number, (kind, more, text) in enumerate(cases):
+        path = tmp_path / f"{number}.gguf"
+        with pytest.raises(ConversionError) as caught:
+            convert(path, kind, ["a", "b"], [1, 1], **more)
+        assert str(caught.value).startswith(f"{path}: ")
+        assert text in str(caught.value)
+    with pytest.raises(ConversionError, match="token_type has 1 entries for 2 tokens"):
+        convert(tmp_path / "a.gguf", "gpt2", ["a", "b"], [1])

@@ -1,0 +1,131 @@
+"""Which GGUF files a model's name means, and how commands that read none refuse them."""
+
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from tgis.cli import models
+from tgis.cli.main import main
+from tgis.hub.gguf_files import find_gguf, refuse_gguf, refuse_gguf_on_hub, split_set
+from tgis.hub.model_files import ModelNotFoundError
+
+NAME = "small-q4.gguf"
+PARTS = [f"large-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "a model").mkdir()
+    file = tmp_path / "a model" / NAME
+    file.write_bytes(b"GGUF\x03\0\0\0")
+    return file
+
+
+def find(name: object, tmp_path: Path) -> list[Path] | None:
+    return find_gguf(str(name), None, tmp_path / "cache")
+
+
+def test_a_file_and_a_directory_with_one(file: Path, tmp_path: Path) -> None:
+    (file.parent / "config.json").write_text("{}")
+    (file.parent / "mmproj-model-f16.gguf").touch()
+    assert (
+        find(file, tmp_path)
+        == find(file.parent, tmp_path)
+        == find(f"{file.parent}:{NAME}", tmp_path)
+        == [file]
+    )
+
+
+def test_a_file_with_another_name(file: Path, tmp_path: Path) -> None:
+    other = file.rename(file.with_name("weights"))
+    assert find(other, tmp_path) == [other]
+    other.write_bytes(b"else")
+    assert find(other, tmp_path) is None
+    assert find("x" * 9999, tmp_path) is None
+    assert find("org/none", tmp_path) is None
+
+
+def test_other_weights_beside_it_are_served(file: Path, tmp_path: Path) -> None:
+    (file.parent / "model.safetensors").touch()
+    assert find(file.parent, tmp_path) is None
+    assert find(file, tmp_path) == [file]
+
+
+def test_a_split_set(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in PARTS]
+    for each in files:
+        each.touch()
+    for name in (tmp_path, *files):
+        assert find(name, tmp_path) == files
+    files[1].unlink()
+    for name in (tmp_path, files[0]):
+        with pytest.raises(
+            ModelNotFoundError, match=f"large-00001-of-00003.gguf is a part of 3: {PARTS[1]} is missing"
+        ):
+            find(name, tmp_path)
+
+
+def test_several_models_of_a_directory(file: Path, tmp_path: Path) -> None:
+    (file.parent / "small-q8.gguf").touch()
+    with pytest.raises(
+        ModelNotFoundError, match=f"has several GGUF files: name one of them: {NAME}, small-q8.gguf"
+    ):
+        find(file.parent, tmp_path)
+
+
+def test_a_file_of_the_hub(file: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "cache" / "models--org--small" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    placed = file.rename(snapshot / NAME)
+    assert find("org/small", tmp_path) == find(f"org/small:{NAME}", tmp_path) == [placed]
+    for name in ("other.gguf", "../abc/small-q4.gguf"):
+        with pytest.raises(ModelNotFoundError, match="is not among the files of org/small on this disk"):
+            find(f"org/small:{name}", tmp_path)
+
+
+def test_names_of_a_split_set() -> None:
+    assert split_set(NAME) == [NAME]
+    assert split_set(PARTS[1]) == PARTS
+
+
+def test_refusals_name_the_command_that_converts(file: Path) -> None:
+    for place in (file, file.parent):
+        with pytest.raises(ModelNotFoundError) as caught:
+            refuse_gguf(place)
+        check(str(caught.value), file)
+    refuse_gguf(Path("x" * 9999))
+
+
+def check(text: str, file: Path) -> None:
+    """Check that a text is one line that ends with a command of ours for the file."""
+    assert "\n" not in text
+    before, _, command = text.partition(" is a GGUF file, which this command does not read; convert it: ")
+    assert before.endswith(str(file))
+    program, name, *arguments = shlex.split(command)
+    assert program == "text-generation-server"
+    assert name in main.commands
+    assert arguments == [str(file), "DIRECTORY"]
+
+
+def test_models_of_the_hub() -> None:
+    with pytest.raises(ModelNotFoundError, match=f"by its name, org/small:{NAME}, or all: --extension .gguf"):
+        refuse_gguf_on_hub("org/small", ["README.md", "small-q8.gguf", NAME])
+    refuse_gguf_on_hub("org/small", [NAME, "model.safetensors"])
+    refuse_gguf_on_hub("org/small", ["config.json"])
+
+
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [(models.download_weights, []), (models.quantize, ["out"]), (models.convert_to_fast_tokenizer, [])],
+)
+def test_commands(command: click.Command, more: list[str], file: Path, tmp_path: Path) -> None:
+    env = {"HF_HUB_CACHE": str(tmp_path)}
+    for place in (file, file.parent) if more or command is models.convert_to_fast_tokenizer else (file,):
+        result = CliRunner().invoke(command, [str(place), *more], env=env)
+        assert result.exit_code == 1
+        check(result.stderr.splitlines()[-1], file)

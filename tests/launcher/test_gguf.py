@@ -1,0 +1,53 @@
+"""A GGUF file behind the launcher: served with nothing written beside it, or refused in one line."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import Service
+from tests.support.shard.checkpoints import write_llama
+from tests.support.shard.gguf_writer import write_gguf
+from tgis.pb import generation_pb2 as pb
+from tgis.pb import generation_pb2_grpc
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    write_llama(tmp_path / "written")
+    (tmp_path / "models").mkdir()
+    write_gguf(tmp_path / "written", tmp_path / "models" / "small-q8.gguf", "llama")
+    return tmp_path / "models" / "small-q8.gguf"
+
+
+def launch(name: Path, tmp_path: Path) -> Service:
+    ports = ["--bind", "127.0.0.1", "--port", "0", "--grpc-port", "0"]
+    log = ["--termination-log", str(tmp_path / "termination-log")]
+    return Service(["launcher", "--model-name", str(name), *ports, *log])
+
+
+def test_it_is_served(file: Path, tmp_path: Path) -> None:
+    content = file.read_bytes()
+    service = launch(file.parent, tmp_path).wait_until_serving()
+    try:
+        with service.channel() as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            asked = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="abba")])
+            [answer] = stub.Generate(asked).responses
+    finally:
+        code = service.end()
+    assert code == 0, service.output
+    assert (answer.input_token_count, answer.generated_token_count) == (3, 20)
+    assert sorted(file.parent.iterdir()) == [file]
+    assert file.read_bytes() == content
+
+
+def test_a_damaged_file_ends_the_start(file: Path, tmp_path: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1000])
+    service = launch(file, tmp_path)
+    assert service.process.wait(60) == 1
+    assert service.end() == 1
+    assert service.lines[-1].startswith(
+        f"error: gguf: {file} cannot be read: it is truncated or damaged: tensor "
+    )
+    log = (tmp_path / "termination-log").read_text()
+    assert log == service.lines[-1].removeprefix("error: ") + "\n"

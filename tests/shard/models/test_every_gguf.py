@@ -1,0 +1,54 @@
+"""Every architecture of GGUF files, with codes of several types, on one rank and on two, against transformers
+on the dequantized weights. `make test` runs every case once, neighbours on different numbers of ranks."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.shard.checkpoints import write_model
+from tests.support.shard.driver import Request
+from tests.support.shard.family_oracle import NEW_TOKENS, Oracle, check, draw_inputs
+from tests.support.shard.gguf_cases import CASES
+from tests.support.shard.gguf_writer import write_gguf
+from tests.support.shard.messages import GREEDY
+from tests.support.shard.ranks import Ranks
+from tests.support.shard.relay import serve
+from tgis.convert.gguf.architectures import ARCHITECTURES
+from tgis.convert.gguf.model_directory import write_model_directory
+
+DETAILS = {"logprobs": True, "ranks": True}
+
+
+def plan() -> Iterator[object]:
+    for (number, case), size in itertools.product(enumerate(CASES), (1, 2)):
+        marks = [] if number % 2 + 1 == size else [pytest.mark.slow]
+        yield pytest.param(case, size, id=f"{case}, {size} ranks", marks=marks)
+
+
+def test_every_architecture_has_a_case() -> None:
+    assert {architecture for architecture, _ in CASES.values()} == {*ARCHITECTURES, "t5"}
+
+
+@pytest.mark.parametrize(("case", "size"), list(plan()))
+def test_equals_transformers(case: str, size: int, ranks: Ranks, tmp_path: Path) -> None:
+    architecture, make_config = CASES[case]
+    config, written, made = make_config(), tmp_path / "written", tmp_path / "made"
+    write_model(written, config)
+    write_gguf(written, tmp_path / "model.gguf", architecture)
+    oracle = Oracle(written, config)
+    made.mkdir()
+    write_model_directory([tmp_path / "model.gguf"], made)
+    answers = [oracle.answer(ids) for ids in draw_inputs()]
+    requests = [ask(oracle, answer.input_ids) for answer in answers]
+    [([served], digests), *others] = ranks.run(size, serve, made, 1, [requests], 16)
+    assert all(theirs == digests for _, theirs in others)
+    for request, answer in zip(served, answers, strict=True):
+        check(request, answer)
+
+
+def ask(oracle: Oracle, input_ids: list[int]) -> Request:
+    is_whole = oracle.is_encoder_decoder
+    prompt, encoder = ([oracle.start_token_id], input_ids) if is_whole else (input_ids, [])
+    return Request(prompt, NEW_TOKENS, sampling=GREEDY, details=DETAILS, encoder_token_ids=encoder)

@@ -1,0 +1,63 @@
+"""Architectures of GGUF files with configurations that such files can express."""
+
+from collections.abc import Callable
+from functools import partial
+
+import transformers as hf
+from transformers import PretrainedConfig
+
+from tests.support.shard.family_cases.all import CASES as ALL
+from tests.support.shard.family_cases.encoder_decoders import T5
+from tests.support.shard.family_cases.gpts import mpt
+from tests.support.shard.family_cases.llamas import FULL, SLIDING, gemma2, gemma3
+
+Case = tuple[str, Callable[[], PretrainedConfig]]
+
+GEMMA3 = {
+    "num_hidden_layers": 6,
+    "layer_types": [SLIDING] * 5 + [FULL],
+    "query_pre_attn_scalar": 8,
+    "rope_parameters": {
+        FULL: {"rope_type": "linear", "rope_theta": 50000.0, "factor": 8.0},
+        SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+
+# For each case: the architecture in the file, and the configuration of transformers.
+CASES: dict[str, Case] = {
+    **{
+        name: ("llama", ALL[f"llama_{name}"])
+        for name in (
+            "grouped_queries",
+            "tied",
+            "wide_heads",
+            "biases",
+            "llama3_rope",
+            "linear_rope",
+            "yarn_rope",
+        )
+    },
+    "mixtral": ("llama", ALL["mixtral"]),
+    "qwen2": ("qwen2", ALL["qwen2"]),
+    "qwen3": ("qwen3", ALL["qwen3"]),
+    "qwen3_moe": ("qwen3moe", ALL["qwen3_moe"]),
+    "gemma": ("gemma", ALL["gemma"]),
+    "gemma2": ("gemma2", lambda: hf.Gemma2Config(**gemma2(query_pre_attn_scalar=8))),
+    "gemma3": ("gemma3", lambda: hf.Gemma3TextConfig(**gemma3(**GEMMA3))),
+    "phi3": ("phi3", ALL["phi3"]),
+    "phi3_short_and_long": ("phi3", ALL["phi3_short_and_long"]),
+    "granite": ("granite", ALL["granite"]),
+    "granitemoe": ("granitemoe", ALL["granitemoe"]),
+    "olmo2": ("olmo2", ALL["olmo2"]),
+    "gpt_neox": ("gptneox", ALL["gpt_neox"]),
+    "gpt2": ("gpt2", ALL["gpt2"]),
+    "starcoder2": ("starcoder2", ALL["starcoder2"]),
+    "falcon_7b": ("falcon", ALL["falcon_7b"]),
+    "falcon_40b": ("falcon", ALL["falcon_40b"]),
+    "falcon_11b": ("falcon", ALL["falcon_11b"]),
+    "bloom": ("bloom", ALL["bloom"]),
+    "mpt": ("mpt", ALL["mpt"]),
+    "mpt_clipped": ("mpt", partial(mpt, d_model=32, n_heads=4, attn_config={"clip_qkv": 0.5})),
+    "t5": ("t5", lambda: hf.T5Config(**T5)),
+    "flan_t5": ("t5", lambda: hf.T5Config(**T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False)),
+}

@@ -1,0 +1,241 @@
+"""Writes a checkpoint of transformers as a GGUF file with the published package, as llama.cpp's scripts do,
+and rounds the checkpoint to what the file holds."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+
+Array = NDArray[Any]
+ARCHITECTURES = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
+PERMUTED = ("llama", "granite", "granitemoe")
+TYPES = (Type.Q8_0, Type.Q4_0, Type.Q5_1)
+
+
+def write_gguf(directory: Path, file: Path, architecture: str, plain: Type | None = None) -> None:
+    """`plain` is the type of all matrices, if they are not to be rounded to codes of several types."""
+    config = json.loads((directory / "config.json").read_text())
+    writer = gguf.GGUFWriter(file, architecture)
+    add_metadata(writer, config)
+    add_tokens(writer, config["vocab_size"])
+    rounded = {}
+    stored: dict[str, tuple[Array, Type]] = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        is_transposed = architecture == "gpt2" and name.endswith(".weight") and ".c_" in name
+        weights = (tensor.T if is_transposed else tensor).float().numpy()
+        kind = choose_type(weights, name, plain)
+        codes = gguf.quantize(np.ascontiguousarray(weights), kind)
+        back = torch.from_numpy(gguf.dequantize(codes, kind)).reshape(weights.shape)
+        rounded[name] = (back.T if is_transposed else back).contiguous()
+        stored |= {each: (part, kind) for each, part in rearrange(architecture, config, name, codes).items()}
+    for name, (codes, kind) in join_experts(stored).items():
+        writer.add_tensor(rename(architecture, config, name), codes, raw_dtype=kind)
+    add_rope_factors(writer, config)
+    save_file(rounded, directory / "model.safetensors", metadata={"format": "pt"})
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def choose_type(weights: Array, name: str, plain: Type | None) -> Type:
+    """Return a type, one for all experts of a layer."""
+    if weights.ndim == 1:
+        return Type.F32
+    if plain is not None:
+        return plain
+    name = name.partition(".experts.")[0]
+    return TYPES[sum(name.encode()) % len(TYPES)] if weights.shape[-1] % 32 == 0 else Type.F16
+
+
+def rename(architecture: str, config: dict[str, Any], name: str) -> str:
+    if name.startswith("blk."):
+        return name
+    count = first(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    names = gguf.get_tensor_name_map(ARCHITECTURES[architecture], count)
+    name = name.removeprefix("transformer.") if architecture == "bloom" else name
+    found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    return found
+
+
+def rearrange(architecture: str, config: dict[str, Any], name: str, rows: Array) -> dict[str, Array]:
+    """Rows, or the bytes of their codes, in the file's order; of a stack of experts, the parts."""
+    if architecture in PERMUTED and ("q_proj" in name or "k_proj" in name):
+        key = "num_key_value_heads" if "k_proj" in name else "num_attention_heads"
+        shape = (config[key], 2, rows.shape[0] // config[key] // 2, *rows.shape[1:])
+        return {name: rows.reshape(shape).swapaxes(1, 2).reshape(rows.shape)}
+    if architecture in ("bloom", "gptneox", "falcon") and "query_key_value" in name:
+        return {name: split_groups(config, rows)}
+    if architecture.startswith("gemma") and name.endswith("norm.weight"):
+        return {name: rows + np.float32(1)}
+    if "block_sparse_moe.input_linear" in name:
+        layer, half = name.split(".")[2], rows.shape[1] // 2
+        return {
+            f"blk.{layer}.ffn_gate_exps.weight": rows[:, :half],
+            f"blk.{layer}.ffn_up_exps.weight": rows[:, half:],
+        }
+    return {name: rows}
+
+
+def split_groups(config: dict[str, Any], rows: Array) -> Array:
+    heads = first(config, "n_head", "num_attention_heads")
+    groups = heads if config["model_type"] != "falcon" else falcon_groups(config)
+    size = rows.shape[0] // (heads + 2 * groups)
+    grouped = rows.reshape(groups, heads // groups + 2, size, *rows.shape[1:])
+    parts = (grouped[:, :-2], grouped[:, [-2]], grouped[:, [-1]])
+    return np.concatenate([part.reshape(-1, *rows.shape[1:]) for part in parts])
+
+
+def falcon_groups(config: dict[str, Any]) -> int:
+    return int(config["num_kv_heads"]) if config["new_decoder_architecture"] else 1
+
+
+def join_experts(stored: dict[str, tuple[Array, Type]]) -> dict[str, tuple[Array, Type]]:
+    """Stacks the experts of a layer, which all get the type of the first: the others' codes must be of it."""
+    found: dict[str, tuple[Array, Type]] = {}
+    stacks: dict[str, dict[int, tuple[Array, Type]]] = {}
+    for name, entry in stored.items():
+        before, _, after = name.partition(".experts.")
+        if not after:
+            found[name] = entry
+            continue
+        number, _, rest = after.partition(".")
+        stacks.setdefault(f"{before}.experts.{rest}", {})[int(number)] = entry
+    for name, entries in stacks.items():
+        kind = entries[0][1]
+        parts = []
+        for _, (codes, own) in sorted(entries.items()):
+            assert own == kind, "experts of a layer have one type"
+            parts.append(codes)
+        found[name] = (np.stack(parts), kind)
+    return found
+
+
+def first(config: dict[str, Any], *keys: str) -> Any:
+    return next(config[key] for key in keys if config.get(key) is not None)
+
+
+def add_tokens(writer: gguf.GGUFWriter, size: int) -> None:
+    tokens = ["a", "b", "ab", *(f"<{number}>" for number in range(3, size))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * size)
+    writer.add_token_merges(["a b"])
+
+
+def add_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    heads = first(config, "n_head", "num_attention_heads", "n_heads", "num_heads")
+    width = first(config, "hidden_size", "n_embd", "d_model")
+    writer.add_context_length(
+        first({**config, "none": 512}, "max_position_embeddings", "n_positions", "none")
+    )
+    writer.add_embedding_length(width)
+    writer.add_block_count(first(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers"))
+    inner = config.get("intermediate_size") or config.get("d_ff") or config.get("n_inner")
+    writer.add_feed_forward_length(inner or config.get("ffn_hidden_size") or 4 * width)
+    writer.add_head_count(heads)
+    groups = falcon_groups(config) if config["model_type"] == "falcon" else config.get("num_key_value_heads")
+    writer.add_head_count_kv(groups or heads)
+    writer.add_vocab_size(config["vocab_size"])
+    if config.get("head_dim"):
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+    add_numbers(writer, config)
+    add_rope(writer, config, first({**config, "none": width // heads}, "head_dim", "none"))
+    add_own(writer, config)
+
+
+def add_numbers(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    adders: dict[str, Callable[[Any], None]] = {
+        "rms_norm_eps": writer.add_layer_norm_rms_eps,
+        "layer_norm_eps": writer.add_layer_norm_eps,
+        "layer_norm_epsilon": writer.add_layer_norm_eps,
+        "norm_epsilon": writer.add_layer_norm_eps,
+        "num_experts_per_tok": writer.add_expert_used_count,
+        "num_local_experts": writer.add_expert_count,
+        "num_experts": writer.add_expert_count,
+        "moe_intermediate_size": writer.add_expert_feed_forward_length,
+        "attn_logit_softcapping": writer.add_attn_logit_softcapping,
+        "final_logit_softcapping": writer.add_final_logit_softcapping,
+        "attention_multiplier": writer.add_attention_scale,
+        "residual_multiplier": writer.add_residual_scale,
+        "embedding_multiplier": writer.add_embedding_scale,
+        "logits_scaling": writer.add_logit_scale,
+        "use_parallel_residual": writer.add_parallel_residual,
+        "relative_attention_num_buckets": writer.add_relative_attn_buckets_count,
+        "decoder_start_token_id": writer.add_decoder_start_token_id,
+        "num_decoder_layers": writer.add_decoder_block_count,
+    }
+    for key, add in adders.items():
+        if config.get(key) is not None:
+            add(config[key])
+
+
+def add_own(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    kind = config["model_type"]
+    if kind in ("gemma2", "gemma3_text", "phi3", "starcoder2"):
+        writer.add_sliding_window(config.get("sliding_window") or 0)
+    if kind == "t5":
+        writer.add_key_length(config["d_kv"])
+        writer.add_value_length(config["d_kv"])
+        writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
+    if kind == "mpt":
+        attention = config["attn_config"]
+        writer.add_max_alibi_bias(float(attention["alibi_bias_max"]))
+        if attention["clip_qkv"]:
+            writer.add_clamp_kqv(attention["clip_qkv"])
+
+
+def add_rope(writer: gguf.GGUFWriter, config: dict[str, Any], head_dim: int) -> None:
+    given = config.get("rope_parameters") or {}
+    local = given.get("sliding_attention")
+    given = given.get("full_attention", given)
+    if not given:
+        return
+    writer.add_rope_freq_base(given["rope_theta"])
+    if local is not None:
+        assert local["rope_theta"] == 10000.0, "the file does not say it"
+    if config["model_type"] not in ("gemma3_text", "gemma2", "gemma"):
+        writer.add_rope_dimension_count(int(head_dim * (given.get("partial_rotary_factor") or 1.0)))
+    kind = given.get("rope_type", "default")
+    if kind in ("linear", "yarn"):
+        names = {"linear": gguf.RopeScalingType.LINEAR, "yarn": gguf.RopeScalingType.YARN}
+        writer.add_rope_scaling_type(names[kind])
+        writer.add_rope_scaling_factor(given["factor"])
+    if kind in ("yarn", "longrope"):
+        writer.add_rope_scaling_orig_ctx_len(given["original_max_position_embeddings"])
+
+
+def add_rope_factors(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    given = config.get("rope_parameters") or {}
+    if given.get("rope_type") == "longrope":
+        for size in ("long", "short"):
+            factors = np.array(given[f"{size}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{size}.weight", factors)
+    if given.get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_factors(given, config["head_dim"]))
+
+
+def llama3_factors(given: dict[str, Any], dim: int) -> Array:
+    """As llama.cpp's script computes them."""
+    frequencies = 1.0 / (given["rope_theta"] ** (np.arange(0, dim, 2) / dim))
+    low, high, factor = given["low_freq_factor"], given["high_freq_factor"], given["factor"]
+    length, factors = given["original_max_position_embeddings"], []
+    for wavelength in 2 * np.pi / frequencies:
+        if wavelength < length / high:
+            factors.append(1.0)
+        elif wavelength > length / low:
+            factors.append(factor)
+        else:
+            smooth = (length / wavelength - low) / (high - low)
+            factors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(factors, np.float32)

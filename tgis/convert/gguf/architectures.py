@@ -1,0 +1,363 @@
+"""Architectures of GGUF files that are served: the configuration that each one's metadata means."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tgis.convert.atomic_write import ConversionError
+from tgis.convert.gguf import tensor_names
+from tgis.convert.gguf.files import GgufFiles
+from tgis.convert.gguf.rope import read_rope, read_scaling
+from tgis.convert.gguf.tensor_names import TensorNames
+
+Config = dict[str, Any]
+
+# As llama.cpp does, models of these sizes are known by their number of layers.
+GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
+GEMMA3_PERIOD, GEMMA3_LOCAL_THETA = 6, 10000.0
+DTYPES = {"F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    model_type: str
+    class_name: str
+    names: TensorNames
+    read: Callable[[GgufFiles], Config]
+
+
+def find_architecture(files: GgufFiles) -> Architecture:
+    """Return the architecture of a model. Raises ConversionError, with the list of all, for any other."""
+    metadata = files.metadata
+    name = metadata.architecture
+    if name == "llama" and metadata.integer(".expert_count", 0):
+        return MIXTRAL
+    if name == "falcon" and "blk.0.attn_norm_2.weight" in files:
+        return FALCON_TWO_NORMS
+    if name == "t5":
+        has_gates = "enc.blk.0.ffn_gate.weight" in files
+        return Architecture("t5", "T5ForConditionalGeneration", tensor_names.t5_names(has_gates), _read_t5)
+    if name not in ARCHITECTURES:
+        known = ", ".join(sorted((*ARCHITECTURES, "t5")))
+        raise metadata.refuse("general.architecture", f"{name!r} is not served; served are: {known}")
+    return ARCHITECTURES[name]
+
+
+def make_config(files: GgufFiles, architecture: Architecture) -> Config:
+    """Return the content of config.json. Raises ConversionError."""
+    _check_table(files)
+    config = {
+        "architectures": [architecture.class_name],
+        "model_type": architecture.model_type,
+        "dtype": _stored_dtype(files),
+        "vocab_size": files.tensors["token_embd.weight"].place.shape[0],
+        "tie_word_embeddings": "output.weight" not in files,
+        **architecture.read(files),
+    }
+    ids = {key: files.metadata.token_id(f"tokenizer.ggml.{key}") for key in ("bos_token_id", "eos_token_id")}
+    return config | {key: value for key, value in ids.items() if value is not None}
+
+
+def _check_table(files: GgufFiles) -> None:
+    """Check the token embedding against the metadata. Raises ConversionError."""
+    metadata, tensor = files.metadata, files.tensors.get("token_embd.weight")
+    if tensor is None:
+        raise ConversionError(f"{metadata.path}: tensor token_embd.weight is missing")
+    shape = tensor.place.shape
+    width, count = metadata.integer(".embedding_length"), len(metadata.texts("tokenizer.ggml.tokens"))
+    if len(shape) != 2 or shape[1] != width:
+        raise metadata.refuse(
+            ".embedding_length", f"is {width}, and token_embd.weight has shape {list(shape)}"
+        )
+    if count > shape[0]:
+        raise metadata.refuse(
+            "tokenizer.ggml.tokens", f"are {count}, and token_embd.weight has {shape[0]} rows"
+        )
+    if metadata.integer(".vocab_size", shape[0]) != shape[0]:
+        raise metadata.refuse(".vocab_size", f"is not {shape[0]}, the rows of token_embd.weight")
+
+
+def _stored_dtype(files: GgufFiles) -> str:
+    """Return the type that most elements have, float32 for codes."""
+    sizes: Counter[str] = Counter()
+    for tensor in files.tensors.values():
+        sizes[DTYPES.get(tensor.place.type.name, "float32")] += tensor.place.num_bytes
+    return max(sizes, key=lambda name: sizes[name])
+
+
+def _sizes(files: GgufFiles) -> Config:
+    metadata = files.metadata
+    num_heads = metadata.integer(".attention.head_count")
+    return {
+        "num_hidden_layers": metadata.integer(".block_count"),
+        "hidden_size": metadata.integer(".embedding_length"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": metadata.integer(".attention.head_count_kv", num_heads),
+        "intermediate_size": metadata.integer(".feed_forward_length", 0) or None,
+        "max_position_embeddings": metadata.integer(".context_length"),
+    }
+
+
+def _read_llama(files: GgufFiles) -> Config:
+    metadata, sizes = files.metadata, _sizes(files)
+    head_dim = metadata.integer(".attention.key_length", _head_dim(files))
+    if metadata.integer(".attention.value_length", head_dim) != head_dim:
+        raise metadata.refuse(".attention.value_length", f"is not {head_dim}, that of keys")
+    return {
+        **sizes,
+        "head_dim": head_dim,
+        "rms_norm_eps": metadata.number(".attention.layer_norm_rms_epsilon", 1e-5),
+        "rope_parameters": read_rope(files, head_dim),
+        "attention_bias": "blk.0.attn_q.bias" in files,
+        "mlp_bias": "blk.0.ffn_up.bias" in files,
+        "hidden_act": "silu",
+    }
+
+
+def _head_dim(files: GgufFiles) -> int:
+    width, num_heads = (
+        files.metadata.integer(".embedding_length"),
+        files.metadata.integer(".attention.head_count"),
+    )
+    if not num_heads or width % num_heads:
+        raise files.metadata.refuse(".attention.head_count", f"is {num_heads}, which does not divide {width}")
+    return width // num_heads
+
+
+def _read_experts(files: GgufFiles) -> Config:
+    return {
+        "num_local_experts": files.metadata.integer(".expert_count"),
+        "num_experts_per_tok": files.metadata.integer(".expert_used_count"),
+    }
+
+
+def _read_mixtral(files: GgufFiles) -> Config:
+    return _read_llama(files) | _read_experts(files) | {"sliding_window": None}
+
+
+def _read_qwen3_moe(files: GgufFiles) -> Config:
+    size = files.metadata.integer(
+        ".expert_feed_forward_length", files.metadata.integer(".feed_forward_length", 0)
+    )
+    experts = _read_experts(files)
+    return {
+        **_read_llama(files),
+        **experts,
+        "num_experts": experts["num_local_experts"],
+        "moe_intermediate_size": size,
+        "norm_topk_prob": True,
+    }
+
+
+def _read_gemma(files: GgufFiles) -> Config:
+    return _read_llama(files) | {"hidden_act": "gelu_pytorch_tanh"}
+
+
+def _read_gemma2(files: GgufFiles) -> Config:
+    metadata, config = files.metadata, _read_llama(files)
+    return {
+        **config,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": metadata.integer(".attention.sliding_window", 4096),
+        "query_pre_attn_scalar": _score_width(files, GEMMA2_27B_LAYERS),
+        "attn_logit_softcapping": metadata.number(".attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": metadata.number(".final_logit_softcapping", 30.0),
+    }
+
+
+def _read_gemma3(files: GgufFiles) -> Config:
+    metadata, config = files.metadata, _read_llama(files)
+    local_theta = metadata.number(".rope.freq_base_swa", GEMMA3_LOCAL_THETA)
+    full = {
+        "rope_type": "default",
+        "rope_theta": metadata.number(".rope.freq_base", 1e6),
+        **read_scaling(files),
+    }
+    local = {"rope_type": "default", "rope_theta": local_theta}
+    has_cap = ".final_logit_softcapping" in metadata
+    period = metadata.integer(".attention.sliding_window_pattern", GEMMA3_PERIOD)
+    if not period:
+        raise metadata.refuse(".attention.sliding_window_pattern", "is 0, no period of layers")
+    kinds = [
+        "sliding_attention" if (i + 1) % period else "full_attention"
+        for i in range(config["num_hidden_layers"])
+    ]
+    return {
+        **config,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": metadata.integer(".attention.sliding_window", 4096),
+        "layer_types": kinds,
+        "query_pre_attn_scalar": _score_width(files, GEMMA3_27B_LAYERS),
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": metadata.number(".final_logit_softcapping") if has_cap else None,
+        "rope_parameters": {"full_attention": full, "sliding_attention": local},
+    }
+
+
+def _score_width(files: GgufFiles, layers_of_27b: int) -> int:
+    """Return the number whose root divides the scores, which no key says."""
+    is_27b = files.metadata.integer(".block_count") == layers_of_27b
+    return _head_dim(files) if is_27b else files.metadata.integer(".attention.key_length", _head_dim(files))
+
+
+def _read_phi3(files: GgufFiles) -> Config:
+    config, window = _read_llama(files), files.metadata.integer(".attention.sliding_window", 0)
+    lengths = {}
+    if original := config["rope_parameters"].get("original_max_position_embeddings"):
+        lengths["original_max_position_embeddings"] = original
+    return {**config, **lengths, "sliding_window": window or None}
+
+
+def _read_granite(files: GgufFiles) -> Config:
+    metadata = files.metadata
+    return {
+        **_read_llama(files),
+        "attention_multiplier": metadata.number(".attention.scale", _head_dim(files) ** -0.5),
+        "residual_multiplier": metadata.number(".residual_scale", 1.0),
+        "embedding_multiplier": metadata.number(".embedding_scale", 1.0),
+        "logits_scaling": metadata.number(".logit_scale", 1.0),
+    }
+
+
+def _read_granite_moe(files: GgufFiles) -> Config:
+    return _read_granite(files) | _read_experts(files)
+
+
+def _read_starcoder2(files: GgufFiles) -> Config:
+    config = _read_llama(files)
+    window = files.metadata.integer(".attention.sliding_window", 0)
+    return {
+        **config,
+        "use_bias": "blk.0.attn_q.bias" in files,
+        "norm_epsilon": files.metadata.number(".attention.layer_norm_epsilon", 1e-5),
+        "hidden_act": "gelu_pytorch_tanh",
+        "sliding_window": window or None,
+    }
+
+
+def _read_gpt_neox(files: GgufFiles) -> Config:
+    metadata = files.metadata
+    rope = read_rope(files, _head_dim(files))
+    return {
+        **_sizes(files),
+        "layer_norm_eps": metadata.number(".attention.layer_norm_epsilon", 1e-5),
+        "use_parallel_residual": metadata.flag(".use_parallel_residual", True),
+        "attention_bias": "blk.0.attn_qkv.bias" in files,
+        "hidden_act": "gelu",
+        "rotary_pct": rope.pop("partial_rotary_factor", 1.0),
+        "rotary_emb_base": rope["rope_theta"],
+        "rope_parameters": rope,
+    }
+
+
+def _read_gpt2(files: GgufFiles) -> Config:
+    sizes = _sizes(files)
+    return {
+        "n_embd": sizes["hidden_size"],
+        "n_layer": sizes["num_hidden_layers"],
+        "n_head": sizes["num_attention_heads"],
+        "n_inner": sizes["intermediate_size"],
+        "n_positions": sizes["max_position_embeddings"],
+        "layer_norm_epsilon": files.metadata.number(".attention.layer_norm_epsilon", 1e-5),
+        "activation_function": "gelu_new",
+    }
+
+
+def _read_falcon(files: GgufFiles) -> Config:
+    sizes = _sizes(files)
+    is_new = sizes["num_key_value_heads"] > 1
+    return {
+        **sizes,
+        "num_kv_heads": sizes["num_key_value_heads"],
+        "new_decoder_architecture": is_new,
+        "multi_query": not is_new,
+        "parallel_attn": True,
+        "num_ln_in_parallel_attn": 2 if "blk.0.attn_norm_2.weight" in files else 1,
+        "bias": "blk.0.attn_qkv.bias" in files,
+        "alibi": False,
+        "ffn_hidden_size": sizes["intermediate_size"],
+        "layer_norm_epsilon": files.metadata.number(".attention.layer_norm_epsilon", 1e-5),
+        "activation": "gelu",
+        "rope_parameters": read_rope(files, _head_dim(files)),
+    }
+
+
+def _read_bloom(files: GgufFiles) -> Config:
+    sizes = _sizes(files)
+    return {
+        "hidden_size": sizes["hidden_size"],
+        "n_layer": sizes["num_hidden_layers"],
+        "n_head": sizes["num_attention_heads"],
+        "seq_length": sizes["max_position_embeddings"],
+        "layer_norm_epsilon": files.metadata.number(".attention.layer_norm_epsilon", 1e-5),
+    }
+
+
+def _read_mpt(files: GgufFiles) -> Config:
+    metadata, sizes = files.metadata, _sizes(files)
+    width, inner = sizes["hidden_size"], sizes["intermediate_size"] or 0
+    if not inner or inner % width:
+        raise metadata.refuse(".feed_forward_length", f"is {inner}, no multiple of {width}")
+    has_clamp = ".attention.clamp_kqv" in metadata
+    return {
+        "d_model": width,
+        "n_layers": sizes["num_hidden_layers"],
+        "n_heads": sizes["num_attention_heads"],
+        "max_seq_len": sizes["max_position_embeddings"],
+        "expansion_ratio": inner // width,
+        "layer_norm_epsilon": metadata.number(".attention.layer_norm_epsilon", 1e-5),
+        "attn_config": {
+            "alibi": True,
+            "alibi_bias_max": metadata.number(".attention.max_alibi_bias", 8.0),
+            "clip_qkv": metadata.number(".attention.clamp_kqv") if has_clamp else None,
+            "attn_type": "grouped_query_attention",
+            "kv_n_heads": sizes["num_key_value_heads"],
+        },
+    }
+
+
+def _read_t5(files: GgufFiles) -> Config:
+    metadata, sizes = files.metadata, _sizes(files)
+    has_gates = "enc.blk.0.ffn_gate.weight" in files
+    return {
+        "d_model": sizes["hidden_size"],
+        "d_kv": metadata.integer(".attention.key_length", _head_dim(files)),
+        "d_ff": sizes["intermediate_size"],
+        "num_layers": sizes["num_hidden_layers"],
+        "num_decoder_layers": metadata.integer(".decoder_block_count", sizes["num_hidden_layers"]),
+        "num_heads": sizes["num_attention_heads"],
+        "n_positions": sizes["max_position_embeddings"],
+        "relative_attention_num_buckets": metadata.integer(".attention.relative_buckets_count", 32),
+        "layer_norm_epsilon": metadata.number(".attention.layer_norm_rms_epsilon", 1e-6),
+        "feed_forward_proj": "gated-gelu" if has_gates else "relu",
+        "decoder_start_token_id": metadata.integer(".decoder_start_token_id", 0),
+        "is_encoder_decoder": True,
+    }
+
+
+MIXTRAL = Architecture("mixtral", "MixtralForCausalLM", tensor_names.MIXTRAL, _read_mixtral)
+FALCON_TWO_NORMS = Architecture("falcon", "FalconForCausalLM", tensor_names.FALCON_TWO_NORMS, _read_falcon)
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture("llama", "LlamaForCausalLM", tensor_names.LLAMA, _read_llama),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", tensor_names.QWEN2, _read_llama),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", tensor_names.QWEN3, _read_llama),
+    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", tensor_names.QWEN3_MOE, _read_qwen3_moe),
+    "gemma": Architecture("gemma", "GemmaForCausalLM", tensor_names.GEMMA, _read_gemma),
+    "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", tensor_names.GEMMA2, _read_gemma2),
+    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", tensor_names.GEMMA3, _read_gemma3),
+    "phi3": Architecture("phi3", "Phi3ForCausalLM", tensor_names.PHI3, _read_phi3),
+    "granite": Architecture("granite", "GraniteForCausalLM", tensor_names.LLAMA, _read_granite),
+    "granitemoe": Architecture(
+        "granitemoe", "GraniteMoeForCausalLM", tensor_names.GRANITE_MOE, _read_granite_moe
+    ),
+    "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", tensor_names.OLMO2, _read_llama),
+    "gptneox": Architecture("gpt_neox", "GPTNeoXForCausalLM", tensor_names.GPT_NEOX, _read_gpt_neox),
+    "gpt2": Architecture("gpt2", "GPT2LMHeadModel", tensor_names.GPT2, _read_gpt2),
+    "starcoder2": Architecture(
+        "starcoder2", "Starcoder2ForCausalLM", tensor_names.STARCODER2, _read_starcoder2
+    ),
+    "falcon": Architecture("falcon", "FalconForCausalLM", tensor_names.FALCON, _read_falcon),
+    "bloom": Architecture("bloom", "BloomForCausalLM", tensor_names.BLOOM, _read_bloom),
+    "mpt": Architecture("mpt", "MptForCausalLM", tensor_names.MPT, _read_mpt),
+}

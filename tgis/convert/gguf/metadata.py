@@ -1,0 +1,95 @@
+"""Reads values of a GGUF file's metadata and raises errors of one line for missing or wrong ones."""
+
+from array import array
+from collections.abc import Mapping
+from math import isfinite
+from pathlib import Path
+
+from tgis.convert.atomic_write import ConversionError
+from tgis.tensor_files.gguf_header import Value
+
+ARCHITECTURE = "general.architecture"
+MAX_SHOWN_CHARS = 60
+
+
+class Metadata:
+    """Metadata of a file. Keys that begin with a dot are those of its architecture."""
+
+    def __init__(self, path: Path, values: Mapping[str, Value]) -> None:
+        self.path, self._values = path, values
+
+    @property
+    def architecture(self) -> str:
+        return self.text(ARCHITECTURE)
+
+    def __contains__(self, key: str) -> bool:
+        return self._full(key) in self._values
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """Return an integer that is not negative. Raises ConversionError."""
+        value = self._find(key, default)
+        if isinstance(value, array) and len({*value}) == 1:  # the same for all layers
+            value = value[0]
+        if type(value) is not int or value < 0:
+            raise self.refuse(key, f"is {_show(value)}, not a number")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a positive number. Raises ConversionError."""
+        value = self._find(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.refuse(key, f"is {_show(value)}, not a number")
+        if not (isfinite(value) and value > 0):
+            raise self.refuse(key, f"is {value}, not a positive number")
+        return float(value)
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._find(key, default)
+        if not isinstance(value, str):
+            raise self.refuse(key, f"is {_show(value)}, not a text")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._find(key, default)
+        if not isinstance(value, bool):
+            raise self.refuse(key, f"is {_show(value)}, not a truth value")
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        value = self._find(key, None)
+        if not isinstance(value, list):
+            raise self.refuse(key, "is not an array of texts")
+        return value
+
+    def integers(self, key: str) -> list[int]:
+        value = self._find(key, None)
+        if not isinstance(value, array) or value.typecode in "fd":
+            raise self.refuse(key, "is not an array of integers")
+        return [int(each) for each in value]
+
+    def numbers(self, key: str) -> list[float]:
+        value = self._find(key, None)
+        if not isinstance(value, array) or value.typecode not in "fd":
+            raise self.refuse(key, "is not an array of numbers")
+        return [float(each) for each in value]
+
+    def token_id(self, key: str) -> int | None:
+        """Return the id of a token, or None if there is none. Raises ConversionError."""
+        return self.integer(key) if key in self else None
+
+    def refuse(self, key: str, problem: str) -> ConversionError:
+        return ConversionError(f"{self.path}: {self._full(key)} {problem}")
+
+    def _find(self, key: str, default: "Value | None") -> Value:
+        value = self._values.get(self._full(key), default)
+        if value is None:
+            raise self.refuse(key, "is missing")
+        return value
+
+    def _full(self, key: str) -> str:
+        return f"{self.architecture}{key}" if key.startswith(".") else key
+
+
+def _show(value: Value) -> str:
+    kinds = {bool: "a truth value", list: "an array of texts", array: "an array"}
+    return kinds.get(type(value)) or repr(value)[:MAX_SHOWN_CHARS]

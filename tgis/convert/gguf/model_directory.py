@@ -1,0 +1,86 @@
+"""Writes the directory that a model in GGUF form is served from: links to its files beside what is made of
+their metadata."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from tgis.convert.gguf.architectures import find_architecture, make_config
+from tgis.convert.gguf.files import SUFFIX, GgufFiles, open_gguf
+from tgis.convert.gguf.metadata import Metadata
+from tgis.convert.gguf.tokenizer import CONTROL, KEY, Vocabulary, make_settings, make_tokenizer
+from tgis.errors import first_line
+
+CONFIG = "config.json"
+TEMPLATE, TEMPLATES = "tokenizer.chat_template", "tokenizer.chat_templates"
+END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# Tokens that end a turn or a text in every model that has them.
+ENDS = (
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>", "_<EOT>"),
+    *("<|end_of_text|>", "<|endoftext|>"),
+)
+
+
+def write_model_directory(paths: Sequence[Path], directory: Path) -> None:
+    """Write the files and links into an empty directory. Raises ConversionError."""
+    files = open_gguf(paths)
+    write_settings(files, directory)
+    for number, path in enumerate(paths):
+        name = path.name if path.suffix == SUFFIX else f"{number:05}{SUFFIX}"
+        (directory / name).symlink_to(path.absolute())
+
+
+def write_settings(files: GgufFiles, directory: Path) -> None:
+    """Write configuration, tokenizer and templates. Raises ConversionError."""
+    architecture = find_architecture(files)
+    _write(directory / CONFIG, make_config(files, architecture))
+    vocabulary = Vocabulary(files.metadata)
+    settings = make_settings(vocabulary) | _read_templates(files.metadata)
+    _write(directory / "tokenizer_config.json", settings)
+    make_tokenizer(vocabulary).save(str(directory / "tokenizer.json"))
+    _write(directory / "generation_config.json", _make_generation_config(vocabulary))
+
+
+def _make_generation_config(vocabulary: Vocabulary) -> dict[str, Any]:
+    metadata = vocabulary.metadata
+    ends = {vocabulary.ids[token] for key in END_KEYS if (token := vocabulary.find(key)) is not None}
+    ends |= {
+        id
+        for text in ENDS
+        if (id := vocabulary.ids.get(text)) is not None and vocabulary.types[id] == CONTROL
+    }
+    found: dict[str, Any] = {"eos_token_id": sorted(ends)} if ends else {}
+    for key, name in (("bos_token_id", "bos_token_id"), ("padding_token_id", "pad_token_id")):
+        if vocabulary.find(key) is not None:
+            found[name] = metadata.token_id(KEY + key)
+    return found
+
+
+def _read_templates(metadata: Metadata) -> dict[str, Any]:
+    """Return the chat template, or all templates by name if there are several. Raises ConversionError."""
+    if TEMPLATE not in metadata:
+        return {}
+    default = _read_template(metadata, TEMPLATE)
+    names = metadata.texts(TEMPLATES) if TEMPLATES in metadata else []
+    others = [name for name in names if name != "default"]
+    if not others:
+        return {"chat_template": default}
+    named = [{"name": name, "template": _read_template(metadata, f"{TEMPLATE}.{name}")} for name in others]
+    return {"chat_template": [{"name": "default", "template": default}, *named]}
+
+
+def _read_template(metadata: Metadata, key: str) -> str:
+    text = metadata.text(key)
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])  # noqa: S701 # nothing is rendered
+    try:
+        environment.parse(text.replace("{% generation %}", "").replace("{% endgeneration %}", ""))
+    except (jinja2.TemplateSyntaxError, RecursionError) as error:
+        raise metadata.refuse(key, f"does not parse: {first_line(error)}") from error
+    return text
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

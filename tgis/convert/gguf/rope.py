@@ -1,0 +1,90 @@
+"""Rotary embeddings as GGUF files describe them, in the form of config.json."""
+
+from math import log, nextafter, sqrt
+from typing import Any
+
+import numpy as np
+
+from tgis.convert.gguf.files import GgufFiles
+from tgis.convert.gguf.tensor_names import ROPE_FREQUENCIES, ROPE_LONG, ROPE_SHORT
+
+DEFAULT_THETA = 10000.0
+
+
+def read_rope(files: GgufFiles, head_dim: int) -> dict[str, Any]:
+    """Return `rope_parameters`. Raises ConversionError."""
+    metadata = files.metadata
+    found: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": metadata.number(".rope.freq_base", DEFAULT_THETA),
+    }
+    dim = metadata.integer(".rope.dimension_count", head_dim)
+    if dim != head_dim:
+        found["partial_rotary_factor"] = _share(dim, head_dim)
+    if f"{ROPE_FREQUENCIES}.weight" in files:  # one list of factors, for sequences of any length
+        factors = _read_factors(files, ROPE_FREQUENCIES)
+        return found | _long(factors, factors, metadata.integer(".context_length"), 1.0)
+    if f"{ROPE_LONG}.weight" in files:
+        return found | _read_long(files)
+    return found | read_scaling(files)
+
+
+def read_scaling(files: GgufFiles) -> dict[str, Any]:
+    """Return the scaling of positions that keys describe; empty if there is none. Raises ConversionError."""
+    metadata = files.metadata
+    if ".rope.scale_linear" in metadata:  # the older way
+        return {"rope_type": "linear", "factor": metadata.number(".rope.scale_linear")}
+    kind = metadata.text(".rope.scaling.type", "none")
+    if kind == "none":
+        return {}
+    if kind not in ("linear", "yarn"):
+        raise metadata.refuse(".rope.scaling.type", f"{kind!r} is not supported")
+    found: dict[str, Any] = {"rope_type": kind, "factor": metadata.number(".rope.scaling.factor")}
+    if kind == "yarn":
+        length = metadata.integer(
+            ".rope.scaling.original_context_length", metadata.integer(".context_length")
+        )
+        found["original_max_position_embeddings"] = length
+        for key, name in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+            if f".rope.scaling.{name}" in metadata:
+                found[key] = metadata.number(f".rope.scaling.{name}")
+    return found
+
+
+def _read_long(files: GgufFiles) -> dict[str, Any]:
+    metadata = files.metadata
+    most = metadata.integer(".context_length")
+    length = metadata.integer(".rope.scaling.original_context_length", most)
+    amplitude = sqrt(1 + log(max(most / length, 1)) / log(max(length, 2)))
+    amplitude = metadata.number(".rope.scaling.attn_factor", amplitude)
+    short, long = (_read_factors(files, name) for name in (ROPE_SHORT, ROPE_LONG))
+    return _long(short, long, length, amplitude)
+
+
+def _long(short: list[float], long: list[float], length: int, amplitude: float) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "short_factor": short,
+        "long_factor": long,
+        "original_max_position_embeddings": length,
+        "attention_factor": amplitude,
+    }
+
+
+def _read_factors(files: GgufFiles, name: str) -> list[float]:
+    """Return the numbers of a small tensor. Raises ConversionError."""
+    tensor = files.tensors.get(f"{name}.weight")
+    if tensor is None:
+        raise files.metadata.refuse(".rope.scaling.type", f"needs tensor {name}.weight, which is missing")
+    if tensor.place.type.name != "F32" or len(tensor.place.shape) != 1:
+        raise files.metadata.refuse(".rope.scaling.type", f"needs tensor {name}.weight as a vector of F32")
+    with tensor.path.open("rb") as content:
+        content.seek(tensor.place.start)
+        numbers = np.frombuffer(content.read(tensor.place.num_bytes), dtype="<f4")
+    return [float(each) for each in numbers]
+
+
+def _share(dim: int, head_dim: int) -> float:
+    """Return a share of a head's channels that gives `dim` when it is multiplied and cut off."""
+    share = dim / head_dim
+    return share if int(head_dim * share) == dim else nextafter(share, 1)

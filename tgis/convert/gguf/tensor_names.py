@@ -1,0 +1,252 @@
+"""Names of the tensors of each architecture: in GGUF files, and those that our families read."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from tgis.convert.gguf.files import GgufFiles
+from tgis.convert.gguf.row_order import AdjacentPairs, RowOrder, SplitGroups
+
+LAYER = "blk.{i}."
+# Tensors that become part of the configuration.
+ROPE_FREQUENCIES, ROPE_LONG, ROPE_SHORT = "rope_freqs", "rope_factors_long", "rope_factors_short"
+IN_CONFIGURATION = tuple(f"{name}.weight" for name in (ROPE_FREQUENCIES, ROPE_LONG, ROPE_SHORT))
+_EXPERTS = re.compile(r"_exps$")
+
+
+@dataclass(frozen=True)
+class GgufSource:
+    """Tensors of the file that hold one of a checkpoint. Of several, the rows are joined, entry by entry."""
+
+    names: tuple[str, ...]
+    entry: int | None = None
+    order: RowOrder | None = None
+    added: float = 0.0
+    """Number that is added to all elements in the file."""
+    is_transposed: bool = False
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """Modules of a checkpoint by those of the file, with {i} for the layer and {e} for the expert. A module
+    that several of the file's are joined to is the target of each, in their order."""
+
+    modules: Mapping[str, str]
+    pairs: tuple[str, ...] = ()
+    """Modules whose rows are in the order AdjacentPairs."""
+    groups: str = ""
+    """Module whose rows are in the order SplitGroups."""
+    norms_added: float = 0.0
+    """Number that is added to the weights of norms in the file."""
+    transposed: tuple[str, ...] = ()
+
+
+def list_sources(files: GgufFiles, names: TensorNames) -> dict[str, GgufSource]:
+    """Return how each tensor of a checkpoint is stored. Tensors that `names` lacks keep the file's names, so
+    that whoever reads the checkpoint finds them unread."""
+    found: dict[str, GgufSource] = {}
+    order = {key: number for number, key in enumerate(names.modules)}
+    for name in sorted(files.tensors, key=lambda name: order.get(_split(name)[0], 0)):
+        key, layer, expert, end = _split(name)
+        if name in IN_CONFIGURATION:
+            continue
+        if key not in names.modules:
+            found[name] = GgufSource((name,))
+            continue
+        target = names.modules[key]
+        source = _make_source(files, names, key, name)
+        if _EXPERTS.search(key) and "{e}" in target:
+            for entry in range(files.tensors[name].place.shape[0]):
+                found[f"{target.format(i=layer, e=entry)}.{end}"] = replace(source, entry=entry)
+        else:
+            full = f"{target.format(i=layer, e=expert)}.{end}"
+            first = found.get(full)
+            found[full] = replace(source, names=(*first.names, name)) if first else source
+    return found
+
+
+def _split(name: str) -> tuple[str, str, str, str]:
+    """Return the module's name with {i} for its layer and {e} for an expert that has a tensor of its own, the
+    layer, the expert and the last part of the name."""
+    module, _, end = name.rpartition(".")
+    layer, expert, *_ = (*(part for part in module.split(".") if part.isdigit()), "", "")
+    key = module.replace(f".{layer}.", ".{i}.", 1) if layer else module
+    return (f"{key.rpartition('.')[0]}.{{e}}" if expert else key), layer, expert, end
+
+
+def _make_source(files: GgufFiles, names: TensorNames, key: str, name: str) -> GgufSource:
+    num_heads = files.metadata.integer(".attention.head_count")
+    num_groups = files.metadata.integer(".attention.head_count_kv", num_heads)
+    order: RowOrder | None = None
+    if key in names.pairs:
+        order = AdjacentPairs(num_groups if key.endswith("_k") else num_heads)
+    elif key == names.groups:
+        order = SplitGroups(num_heads, num_groups)
+    added = names.norms_added if name.endswith("norm.weight") else 0.0
+    return GgufSource((name,), None, order, added, key in names.transposed)
+
+
+def _layers(target: str, **modules: str) -> Iterator[tuple[str, str]]:
+    for theirs, ours in modules.items():
+        yield LAYER + theirs, target + ours
+
+
+_L, _H = "model.layers.{i}.", "transformer.h.{i}."
+_ATTENTION = {f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"} | {"attn_output": "self_attn.o_proj"}
+_HEAD_NORMS = {f"attn_{x}_norm": f"self_attn.{x}_norm" for x in "qk"}
+_MLP = {f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}
+_TABLES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_POST_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_PAIRS = (LAYER + "attn_q", LAYER + "attn_k")
+
+_plain = _TABLES | dict(_layers(_L, **_ATTENTION, **_NORMS, **_MLP))
+_sparse = "block_sparse_moe."
+_mixtral = {"gate": "w1", "up": "w3", "down": "w2"}
+_mixtral_layers = {"ffn_gate_inp": _sparse + "gate"}
+for _theirs, _ours in _mixtral.items():
+    _mixtral_layers[f"ffn_{_theirs}_exps"] = _mixtral_layers[f"ffn_{_theirs}.{{e}}"] = (
+        _sparse + "experts.{e}." + _ours
+    )
+_gemma2 = _plain | dict(_layers(_L, ffn_norm="pre_feedforward_layernorm", **_POST_NORMS))
+
+LLAMA = TensorNames(_plain, _PAIRS)
+MIXTRAL = TensorNames(_plain | dict(_layers(_L, **_mixtral_layers)), _PAIRS)
+QWEN2 = TensorNames(_plain)
+QWEN3 = TensorNames(_plain | dict(_layers(_L, **_HEAD_NORMS)))
+QWEN3_MOE = TensorNames(
+    dict(QWEN3.modules)
+    | dict(
+        _layers(
+            _L,
+            ffn_gate_inp="mlp.gate",
+            **{f"ffn_{x}_exps": f"mlp.experts.{{e}}.{x}_proj" for x in ("gate", "up", "down")},
+        )
+    )
+)
+GEMMA = TensorNames(_plain, norms_added=1.0)
+GEMMA2 = TensorNames(_gemma2, norms_added=1.0)
+GEMMA3 = TensorNames(_gemma2 | dict(_layers(_L, **_HEAD_NORMS)), norms_added=1.0)
+PHI3 = TensorNames(_plain | dict(_layers(_L, attn_qkv="self_attn.qkv_proj", ffn_up="mlp.gate_up_proj")))
+GRANITE_MOE = TensorNames(
+    _plain
+    | dict(
+        _layers(
+            _L,
+            ffn_gate_inp=_sparse + "router.layer",
+            ffn_gate_exps=_sparse + "input_linear",
+            ffn_up_exps=_sparse + "input_linear",
+            ffn_down_exps=_sparse + "output_linear",
+        )
+    ),
+    _PAIRS,
+)
+OLMO2 = TensorNames(_plain | dict(_layers(_L, **_HEAD_NORMS, **_POST_NORMS)))
+STARCODER2 = TensorNames(_plain | dict(_layers(_L, ffn_up="mlp.c_fc", ffn_down="mlp.c_proj")))
+GPT_NEOX = TensorNames(
+    {
+        "token_embd": "gpt_neox.embed_in",
+        "output_norm": "gpt_neox.final_layer_norm",
+        "output": "embed_out",
+        **dict(
+            _layers(
+                "gpt_neox.layers.{i}.",
+                attn_norm="input_layernorm",
+                ffn_norm="post_attention_layernorm",
+                attn_qkv="attention.query_key_value",
+                attn_output="attention.dense",
+                ffn_up="mlp.dense_h_to_4h",
+                ffn_down="mlp.dense_4h_to_h",
+            )
+        ),
+    },
+    groups=LAYER + "attn_qkv",
+)
+GPT2 = TensorNames(
+    {
+        "token_embd": "transformer.wte",
+        "position_embd": "transformer.wpe",
+        "output_norm": "transformer.ln_f",
+        "output": "lm_head",
+        **dict(
+            _layers(
+                _H,
+                attn_norm="ln_1",
+                ffn_norm="ln_2",
+                attn_qkv="attn.c_attn",
+                attn_output="attn.c_proj",
+                ffn_up="mlp.c_fc",
+                ffn_down="mlp.c_proj",
+            )
+        ),
+    },
+    transposed=tuple(LAYER + x for x in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")),
+)
+BLOOM = TensorNames(
+    {
+        "token_embd": "transformer.word_embeddings",
+        "token_embd_norm": "transformer.word_embeddings_layernorm",
+        "output_norm": "transformer.ln_f",
+        "output": "lm_head",
+        **dict(
+            _layers(
+                _H,
+                attn_norm="input_layernorm",
+                ffn_norm="post_attention_layernorm",
+                attn_qkv="self_attention.query_key_value",
+                attn_output="self_attention.dense",
+                ffn_up="mlp.dense_h_to_4h",
+                ffn_down="mlp.dense_4h_to_h",
+            )
+        ),
+    },
+    groups=LAYER + "attn_qkv",
+)
+FALCON = TensorNames(BLOOM.modules, groups=BLOOM.groups)
+FALCON_TWO_NORMS = TensorNames(
+    {**BLOOM.modules, **dict(_layers(_H, attn_norm="ln_mlp", attn_norm_2="ln_attn"))}, groups=BLOOM.groups
+)
+MPT = TensorNames(
+    {
+        "token_embd": "transformer.wte",
+        "output_norm": "transformer.norm_f",
+        "output": "lm_head",
+        **dict(
+            _layers(
+                "transformer.blocks.{i}.",
+                attn_norm="norm_1",
+                ffn_norm="norm_2",
+                attn_qkv="attn.Wqkv",
+                attn_output="attn.out_proj",
+                ffn_up="ffn.up_proj",
+                ffn_down="ffn.down_proj",
+            )
+        ),
+    }
+)
+
+
+def _t5_stack(short: str, long: str, feed: int, gates: bool) -> dict[str, str]:
+    ours, theirs = long + ".block.{i}.layer.", short + ".blk.{i}."
+    modules = {f"attn_{x}": f"0.SelfAttention.{x}" for x in "qkvo"}
+    modules |= {"attn_rel_b": "0.SelfAttention.relative_attention_bias", "attn_norm": "0.layer_norm"}
+    modules |= {"ffn_norm": f"{feed}.layer_norm", "ffn_down": f"{feed}.DenseReluDense.wo"}
+    modules |= {"ffn_up": f"{feed}.DenseReluDense.{'wi_1' if gates else 'wi'}"}
+    modules |= {"ffn_gate": f"{feed}.DenseReluDense.wi_0"}
+    if feed == 2:
+        modules |= {f"cross_attn_{x}": f"1.EncDecAttention.{x}" for x in "qkvo"}
+        modules |= {
+            "cross_attn_norm": "1.layer_norm",
+            "cross_attn_rel_b": "1.EncDecAttention.relative_attention_bias",
+        }
+    found = {theirs + name: ours + target for name, target in modules.items()}
+    return found | {f"{short}.output_norm": f"{long}.final_layer_norm"}
+
+
+def t5_names(has_gates: bool) -> TensorNames:
+    tables = {"token_embd": "shared", "output": "lm_head"}
+    encoder, decoder = _t5_stack("enc", "encoder", 1, has_gates), _t5_stack("dec", "decoder", 2, has_gates)
+    return TensorNames(tables | encoder | decoder)

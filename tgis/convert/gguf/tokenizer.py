@@ -1,0 +1,185 @@
+"""Makes a tokenizer of the vocabulary in a GGUF file."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from tgis.convert.atomic_write import ConversionError
+from tgis.convert.gguf.metadata import Metadata
+from tgis.convert.gguf.pre_tokenizers import SPLITTINGS
+from tgis.errors import first_line
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens
+KEY = "tokenizer.ggml."
+SPACE = "▁"
+SPECIAL = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+
+
+class Vocabulary:
+    """Tokens of a file with their types. Raises ConversionError if the metadata contradicts itself."""
+
+    def __init__(self, metadata: Metadata) -> None:
+        self.metadata = metadata
+        self.tokens = metadata.texts(KEY + "tokens")
+        has_types = KEY + "token_type" in metadata
+        self.types = metadata.integers(KEY + "token_type") if has_types else [NORMAL] * len(self.tokens)
+        self._check_length("token_type", self.types)
+        self.ids: dict[str, int] = {}
+        for id, token in enumerate(self.tokens):
+            self.ids.setdefault(token, id)
+
+    def scores(self) -> list[float]:
+        found = self.metadata.numbers(KEY + "scores")
+        self._check_length("scores", found)
+        return found
+
+    def find(self, key: str) -> str | None:
+        """Return the token whose id a key gives, None without the key. Raises ConversionError."""
+        id = self.metadata.token_id(KEY + key)
+        if id is None or id in (0xFFFFFFFF, -1):  # written for none
+            return None
+        if id >= len(self.tokens):
+            raise self.metadata.refuse(KEY + key, f"is {id}, and there are {len(self.tokens)} tokens")
+        return self.tokens[id]
+
+    def added(self) -> list[AddedToken]:
+        """Return the tokens that are found in texts before all others."""
+        kinds = zip(self.tokens, self.types, strict=True)
+        return [
+            AddedToken(token, special=kind != USER_DEFINED, normalized=False)
+            for token, kind in kinds
+            if kind in (CONTROL, USER_DEFINED) and token
+        ]
+
+    def _check_length(self, key: str, values: Sequence[object]) -> None:
+        if len(values) != len(self.tokens):
+            raise self.metadata.refuse(KEY + key, f"has {len(values)} entries for {len(self.tokens)} tokens")
+
+
+def make_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
+    """Return the tokenizer. Raises ConversionError."""
+    metadata = vocabulary.metadata
+    kind = metadata.text(KEY + "model")
+    if kind not in _KINDS:
+        known = ", ".join(_KINDS)
+        raise metadata.refuse(KEY + "model", f"{kind!r} is not served; served are: {known}")
+    try:
+        tokenizer, adds_bos, adds_eos = _KINDS[kind](vocabulary)
+        tokenizer.add_tokens(vocabulary.added())
+    except ConversionError:
+        raise
+    except Exception as error:  # the library raises plain exceptions
+        raise metadata.refuse(KEY + "tokens", f"cannot be used: {first_line(error)}") from error
+    _add_ends(
+        tokenizer,
+        vocabulary.find("bos_token_id") if metadata.flag(KEY + "add_bos_token", adds_bos) else None,
+        vocabulary.find("eos_token_id") if metadata.flag(KEY + "add_eos_token", adds_eos) else None,
+    )
+    return tokenizer
+
+
+def make_settings(vocabulary: Vocabulary) -> dict[str, Any]:
+    """Return the content of tokenizer_config.json without templates. Raises ConversionError."""
+    tokens = {name: vocabulary.find(key) for name, key in SPECIAL.items()}
+    settings = {name: token for name, token in tokens.items() if token is not None}
+    return {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
+
+
+def _make_byte_level(vocabulary: Vocabulary) -> tuple[Tokenizer, bool, bool]:
+    metadata = vocabulary.metadata
+    name = metadata.text(KEY + "pre", "default")
+    if name not in SPLITTINGS:
+        known = ", ".join(sorted(SPLITTINGS))
+        raise metadata.refuse(KEY + "pre", f"{name!r} is not served; served are: {known}")
+    splitting = SPLITTINGS[name]
+    merges = [_split_merge(metadata, merge) for merge in metadata.texts(KEY + "merges")]
+    tokenizer = Tokenizer(models.BPE(vocabulary.ids, merges, ignore_merges=splitting.merges_last))
+    if splitting.is_composed:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = splitting.pre_tokenizer()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, splitting.adds_bos, False
+
+
+def _split_merge(metadata: Metadata, merge: str) -> tuple[str, str]:
+    place = merge.find(" ", 1)
+    if place < 0:
+        raise metadata.refuse(KEY + "merges", f"has {merge[:20]!r}, which are not two tokens")
+    return merge[:place], merge[place + 1 :]
+
+
+def _make_sentencepiece_bpe(vocabulary: Vocabulary) -> tuple[Tokenizer, bool, bool]:
+    has_prefix = vocabulary.metadata.flag(KEY + "add_space_prefix", True)
+    model = models.BPE(
+        vocabulary.ids,
+        _list_merges(vocabulary),
+        unk_token=vocabulary.find("unknown_token_id"),
+        byte_fallback=BYTE in vocabulary.types,
+        fuse_unk=True,
+    )
+    tokenizer = Tokenizer(model)
+    prefix = [normalizers.Prepend(SPACE)] if has_prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE)])
+    strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer, True, False
+
+
+def _list_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+    """Return all pairs of tokens that make a token in the order in which SentencePiece merges them."""
+    scores, ids = vocabulary.scores(), vocabulary.ids
+    merged = (NORMAL, USER_DEFINED, UNUSED)
+    usable = {token: id for token, id in ids.items() if vocabulary.types[id] in merged}
+    found: list[tuple[float, int, int, str, str]] = []
+    for token, id in usable.items():
+        cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
+        pairs = ((first, second) for first, second in cuts if first in usable and second in usable)
+        found += [(-scores[id], usable[first], usable[second], first, second) for first, second in pairs]
+    return [(first, second) for *_, first, second in sorted(found)]
+
+
+def _make_unigram(vocabulary: Vocabulary) -> tuple[Tokenizer, bool, bool]:
+    metadata = vocabulary.metadata
+    pieces = list(zip(vocabulary.tokens, vocabulary.scores(), strict=True))
+    unknown = metadata.token_id(KEY + "unknown_token_id")
+    tokenizer = Tokenizer(models.Unigram(pieces, unknown, byte_fallback=BYTE in vocabulary.types))
+    steps: list[normalizers.Normalizer] = []
+    if KEY + "precompiled_charsmap" in metadata:
+        steps.append(
+            normalizers.Precompiled(bytes(x & 255 for x in metadata.integers(KEY + "precompiled_charsmap")))
+        )
+    if metadata.flag(KEY + "remove_extra_whitespaces", True):
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    scheme = "always" if metadata.flag(KEY + "add_space_prefix", True) else "never"
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, scheme)
+    tokenizer.decoder = decoders.Metaspace(SPACE, scheme)
+    return tokenizer, False, True
+
+
+def _add_ends(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:
+    """Make texts begin and end with these tokens."""
+    if bos is None and eos is None:
+        return
+    single = " ".join(["[BOS]"] * bool(bos) + ["$A"] + ["[EOS]"] * bool(eos))
+    specials = [
+        {"id": name, "ids": [tokenizer.token_to_id(token)], "tokens": [token]}
+        for name, token in (("[BOS]", bos), ("[EOS]", eos))
+        if token is not None
+    ]
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=specials)
+
+
+_KINDS: Mapping[str, Callable[[Vocabulary], tuple[Tokenizer, bool, bool]]] = {
+    "gpt2": _make_byte_level,
+    "llama": _make_sentencepiece_bpe,
+    "t5": _make_unigram,
+}

@@ -1,0 +1,145 @@
+"""Tensors of a model in GGUF form, under the names and in the order of the checkpoint that it was made of."""
+
+import mmap
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tgis.convert.gguf.architectures import find_architecture
+from tgis.convert.gguf.files import FileTensorPlace, open_gguf
+from tgis.convert.gguf.tensor_names import GgufSource, list_sources
+from tgis.errors import OperatorError
+from tgis.shard.checkpoint.format import Format
+from tgis.shard.checkpoint.gguf_tensor import Bytes, GgufStack, GgufTensor
+from tgis.shard.checkpoint.progress import Progress
+from tgis.shard.checkpoint.tensors import (
+    FileTensor,
+    MissingTensorError,
+    StoredTensor,
+    Transposed,
+    WeightsError,
+)
+from tgis.shard.memory.host_limits import release_memory
+
+RELEASE_BYTES = 64 << 20  # pages that were read count as memory until they are released
+
+
+class GgufCheckpoint:
+    """Tensors of a model's GGUF files, by name. Raises WeightsError."""
+
+    def __init__(self, paths: Sequence[Path]):
+        try:
+            self.files = open_gguf(paths)
+            self._sources = list_sources(self.files, find_architecture(self.files).names)
+        except OperatorError as error:
+            raise WeightsError(str(error)) from error
+        self._mapped: dict[Path, mmap.mmap] = {}
+        self._taken: dict[str, set[int]] = {}
+        self._unreleased_bytes = 0
+        self.progress = Progress(sum(tensor.place.num_bytes for tensor in self.files.tensors.values()))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sources
+
+    def list_names(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def fetch(self, name: str) -> StoredTensor:
+        """Return a tensor without reading its elements. Raises WeightsError."""
+        source = self._sources.get(name)
+        if source is None:
+            raise MissingTensorError(f"{self.files.paths[0]}: tensor {name} is missing")
+        taken = self._taken.setdefault(name, set())
+        places = [self.files.tensors[each] for each in source.names]
+        label = f"{places[0].path}: tensor {' + '.join(source.names)}"
+        if len(places[0].place.shape) > 2 and source.entry is None:
+            stacks = [
+                [self._open(place, source, entry) for entry in range(place.place.shape[0])]
+                for place in places
+            ]
+            if len({len(stack) for stack in stacks}) > 1:
+                raise WeightsError(f"{label} differ in their numbers of experts")
+            return GgufStack(stacks, label, taken)
+        found = self._open(places[0], source, source.entry)
+        return _TransposedTensor(found) if source.is_transposed and len(found.shape) > 1 else found
+
+    def fetch_any(self, name: str) -> FileTensor:
+        """Return a tensor as one that reads all its elements at once. Raises WeightsError."""
+        found = self.fetch(name)
+        return FileTensor(found.read, found.label, self._count, set())
+
+    def count_elements(self, format: Format | None) -> int:
+        """Count the elements of all matrices."""
+        shapes = (tensor.place.shape for tensor in self.files.tensors.values())
+        return sum(int(np.prod(shape)) for shape in shapes if len(shape) > 1)
+
+    def list_unread(self) -> Iterator[str]:
+        """Yield the name of every tensor that was not fetched, and of a stack the first missing entry."""
+        for name, source in self._sources.items():
+            taken = self._taken.get(name)
+            shape = self.files.tensors[source.names[0]].place.shape
+            if taken is None:
+                yield name
+            elif taken and (left := set(range(shape[0])) - taken):
+                yield f"{name}[{min(left)}]"
+
+    def close(self) -> None:
+        """Close the files. Tensors that were read stay valid."""
+        self._mapped.clear()
+
+    def _open(self, tensor: FileTensorPlace, source: GgufSource, entry: int | None) -> GgufTensor:
+        place, shape = tensor.place, tensor.place.shape
+        label = f"{tensor.path}: tensor {place.name}"
+        if entry is not None:
+            shape, label = shape[1:], f"{label}[{entry}]"
+        if len(shape) > 2:
+            raise WeightsError(f"{label} has shape {list(place.shape)}, expected a vector or a matrix")
+        if source.added and place.type.name != "F32":
+            raise WeightsError(f"{label} is stored as {place.type.name}, expected F32")
+        order = _find_order(source, shape[0], label)
+        get_rows = partial(self._get_rows, tensor, entry)
+        return GgufTensor(get_rows, shape, place.type, label, self._count, order, source.added)
+
+    def _get_rows(self, tensor: FileTensorPlace, entry: int | None) -> Bytes:
+        """Return the bytes of a tensor or of an entry of it, [num_rows, row_bytes], in mapped memory."""
+        place = tensor.place
+        whole = np.frombuffer(self._map(tensor.path), np.uint8, place.num_bytes, place.start)
+        row_bytes = place.shape[-1] // place.type.block_elements * place.type.block_bytes
+        rows = whole.reshape(-1, row_bytes)
+        return rows if entry is None else rows.reshape(place.shape[0], -1, row_bytes)[entry]
+
+    def _map(self, path: Path) -> mmap.mmap:
+        mapped = self._mapped.get(path)
+        if mapped is None:
+            try:
+                with path.open("rb") as content:
+                    mapped = mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_COPY)
+            except OSError as error:
+                raise WeightsError(f"{path} cannot be read: {error.strerror}") from error
+            self._mapped[path] = mapped
+        return mapped
+
+    def _count(self, label: str, whole_bytes: int, read_bytes: int) -> None:
+        self.progress.add(label, whole_bytes, read_bytes)
+        self._unreleased_bytes += read_bytes
+        if self._unreleased_bytes > RELEASE_BYTES:
+            self._unreleased_bytes = 0
+            self._mapped.clear()
+            release_memory()
+
+
+class _TransposedTensor(Transposed):
+    def entry(self, index: int) -> StoredTensor:
+        raise WeightsError(f"{self.label} has shape {list(self.shape)}, no entry {index}")
+
+
+def _find_order(source: GgufSource, num_rows: int, label: str) -> NDArray[np.int64] | None:
+    if source.order is None:
+        return None
+    try:
+        return source.order.index(num_rows)
+    except (ValueError, ZeroDivisionError) as error:
+        raise WeightsError(f"{label} has {num_rows} rows, which the heads do not divide") from error

@@ -1,0 +1,96 @@
+"""Tensor of a GGUF file, whose parts are dequantized when they are read."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import gguf
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tgis.shard.checkpoint.tensors import ALL, FloatsOnly, StackedRows, Stored, WeightsError
+from tgis.tensor_files.gguf_types import GgufType
+
+PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PIECE_ELEMENTS = 1 << 20  # the library's dequantization takes some ten times as many bytes
+
+Bytes = NDArray[np.uint8]
+
+
+class GgufTensor(FloatsOnly):
+    """Vector or matrix of a file. `get_rows` gives the bytes of its rows, [num_rows, row_bytes], mapped, and
+    `count` is called with the label and the bytes of the tensor and of every part that was read. `order` has
+    the file's row for each row."""
+
+    def __init__(
+        self,
+        get_rows: Callable[[], Bytes],
+        shape: tuple[int, ...],
+        type: GgufType,
+        label: str,
+        count: Callable[[str, int, int], None],
+        order: NDArray[np.int64] | None = None,
+        added: float = 0.0,
+    ):
+        self.shape, self.label = shape, label
+        self._get_rows, self._type, self._count = get_rows, type, count
+        self._order, self._added = order, added
+
+    def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        """Return the part; codes as float32."""
+        if len(self.shape) == 1:  # a vector is one row of the file, or as many as it has elements
+            found = self._read_rows(ALL, ALL)[0]
+            return (found if self._order is None else found[torch.from_numpy(self._order)])[rows].contiguous()
+        return self._read_rows(rows, columns)
+
+    def entry(self, index: int) -> Stored:
+        raise WeightsError(f"{self.label} has shape {list(self.shape)}, no entry {index}")
+
+    def _read_rows(self, rows: slice, columns: slice) -> Tensor:
+        stored, wanted = self._get_rows(), range(self.shape[-1])[columns]
+        size, num_bytes = self._type.block_elements, self._type.block_bytes
+        first, last = wanted.start // size, -(-wanted.stop // size)  # blocks that have some of the columns
+        blocks = stored[:, first * num_bytes : last * num_bytes]
+        order = self._order if len(self.shape) > 1 else None
+        blocks = blocks[rows if order is None else order[rows]]
+        self._count(self.label, stored.size, blocks.size)
+        found = torch.empty(len(blocks), len(wanted), dtype=PLAIN_TYPES.get(self._type.name, torch.float32))
+        start = wanted.start - first * size
+        for part in _pieces(len(blocks), (last - first) * size):
+            found[part] = _widen(blocks[part], self._type)[:, start : start + len(wanted)]
+        if self._added:
+            found -= self._added
+        return found
+
+
+class GgufStack(FloatsOnly):
+    """Matrices of one or several tensors with a matrix for each expert, joined by rows. The index of every
+    requested entry is added to `taken`."""
+
+    def __init__(self, tensors: Sequence[Sequence[GgufTensor]], label: str, taken: set[int]):
+        self._entries = [StackedRows(parts, label) for parts in zip(*tensors, strict=True)]
+        self.label, self._taken = label, taken
+        self.shape = (len(self._entries), *self._entries[0].shape)
+
+    def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        return torch.stack([each.read(columns) for each in self._entries[rows]])
+
+    def entry(self, index: int) -> Stored:
+        if index >= len(self._entries):
+            raise WeightsError(f"{self.label} has shape {list(self.shape)}, no entry {index}")
+        self._taken.add(index)
+        return self._entries[index]
+
+
+def _widen(blocks: Bytes, type: GgufType) -> Tensor:
+    """Return the elements of whole blocks, [num_rows, num_columns]; codes as float32."""
+    if type.name in PLAIN_TYPES:
+        return torch.from_numpy(np.ascontiguousarray(blocks)).view(PLAIN_TYPES[type.name])
+    widened = gguf.dequantize(np.ascontiguousarray(blocks), gguf.GGMLQuantizationType[type.name])
+    return torch.from_numpy(widened)
+
+
+def _pieces(num_rows: int, width: int) -> Iterator[slice]:
+    step = max(1, PIECE_ELEMENTS // max(1, width))
+    for first in range(0, num_rows, step):
+        yield slice(first, first + step)

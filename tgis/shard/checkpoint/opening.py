@@ -1,0 +1,56 @@
+"""Opens the checkpoint in a directory, whichever kind of files holds its tensors."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from tgis.convert.gguf.files import SUFFIX
+from tgis.shard.checkpoint.files import PICKLES, SAFETENSORS, Checkpoint, has_headers
+from tgis.shard.checkpoint.format import Format, Tensors
+from tgis.shard.checkpoint.gguf_checkpoint import GgufCheckpoint
+from tgis.shard.checkpoint.progress import Progress
+from tgis.shard.checkpoint.tensors import StoredTensor
+
+
+class OpenCheckpoint(Tensors, Protocol):
+    """Tensors by name, none of which is read before its elements are asked for."""
+
+    progress: Progress
+
+    def list_names(self) -> Iterator[str]: ...
+
+    def fetch(self, name: str) -> StoredTensor:
+        """Return a tensor of floats, without reading its elements. Raises WeightsError."""
+
+    def list_unread(self) -> Iterator[str]:
+        """Yield the name of every tensor that was not fetched. For a tensor that was read entry by entry,
+        yield the first missing entry, as `name[7]`."""
+
+    def count_elements(self, format: Format | None) -> int:
+        """Count the elements of all matrices from the files' headers. Raises WeightsError."""
+
+    def close(self) -> None:
+        """Close the files. Tensors that were read stay valid."""
+
+
+def open_checkpoint(directory: Path) -> OpenCheckpoint:
+    """Open a checkpoint. Safetensors files are preferred to pickles, and both to GGUF files. Raises
+    WeightsError if there are no weights, or if some of their files are missing."""
+    return GgufCheckpoint(list_gguf(directory)) if is_gguf(directory) else Checkpoint(directory)
+
+
+def is_gguf(directory: Path) -> bool:
+    """Return True if the only weights in a directory are GGUF files."""
+    has_others = any((directory / name).is_file() for name in (*SAFETENSORS, *PICKLES))
+    return not has_others and bool(list_gguf(directory))
+
+
+def list_gguf(directory: Path) -> list[Path]:
+    return sorted(directory.glob(f"*{SUFFIX}"))
+
+
+def count_elements(directory: Path, format: Format | None = None) -> int:
+    """Count the elements of all matrices of a checkpoint without reading them, or return 0 if that is
+    impossible. Raises WeightsError if files are damaged."""
+    can_count = is_gguf(directory) or has_headers(directory)
+    return open_checkpoint(directory).count_elements(format) if can_count else 0
