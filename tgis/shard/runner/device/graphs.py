@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from tgis.errors import first_line
 from tgis.shard.runner.device.stream import DeviceStream, Graph
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,8 @@ class StepGraphs:
         self._stream, self._make_parts = stream, make_parts
         self._memory_left, self._clock = memory_left, clock
         self._steps: dict[int, CapturedStep] = {}  # by rising number of rows
+        self.refusal: str | None = None
+        """Why steps could not be captured."""
 
     @property
     def sizes(self) -> list[int]:
@@ -102,12 +105,13 @@ class StepGraphs:
             forward = self._stream.capture(parts.forward)
             sample = self._stream.capture(parts.sample)
         except torch.OutOfMemoryError:
+            self.refusal = "out of memory"
             logger.warning(
                 "no memory for CUDA graphs of steps of %d rows: smaller steps share larger graphs", size
             )
             return False
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
+            self.refusal = reason = first_line(error)
             logger.warning("no CUDA graphs: steps of %d rows cannot be captured: %s", size, reason)
             self.clear()
             return False
