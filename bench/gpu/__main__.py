@@ -32,7 +32,7 @@ def main() -> None:
 def report(options: argparse.Namespace, asked: Sequence[Stage]) -> str | None:
     """Write the report of all that is known, and return what failed of what was asked for."""
     results = keep_last_attempts(read_results(options.results))
-    predictions = {} if options.rehearse else find_predictions(results)
+    predictions = find_predictions(results)
     text = format_report(results, STAGES, predictions)
     options.results.with_name("report.md").write_text(text)
     print(f"\n{text}")

@@ -87,7 +87,7 @@ STAGES = (
         "steps",
         30,
         (
-            _case("0.6b captured and eager", "steps:compare_captured", 25, "0.6b"),
+            _case("0.6b captured and eager", "steps:compare_captured", 30, "0.6b"),
             _case("0.6b steady", "steps:check_steady", 15, "0.6b"),
         ),
         num_parallel=2,
@@ -132,8 +132,8 @@ STAGES = (
         "sanitizer",
         60,
         (
-            _case("memcheck", "sanitizer:run_tool", 30, "memcheck"),
-            _case("racecheck", "sanitizer:run_tool", 30, "racecheck"),
+            _case("memcheck", "sanitizer:run_tool", 60, "memcheck"),
+            _case("racecheck", "sanitizer:run_tool", 60, "racecheck"),
         ),
         num_parallel=2,
     ),

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -58,6 +59,7 @@ def leave(target: Target) -> None:
 def hang(target: Target) -> None:
     """Hang, and ignore what asks to end."""
     work(target)
+    Path(tempfile.mkdtemp(), "service.log").write_text("what its service logged\n")
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while True:
         time.sleep(1)

@@ -21,7 +21,7 @@ SIZES = {"kv_cache_tokens": 2048, "max_step_tokens": 64, "cuda_graphs": "3,8"}
 # Largest difference of log-probabilities that bfloat16 makes in two layers.
 BFLOAT16_TOLERANCE = 0.15
 KINDS: dict[str, dict[str, Any]] = {
-    "guided": {"grammar": GRAMMAR},
+    "guided": {"grammar": GRAMMAR, "eos": [2, 11, 30]},
     "top_p": {"sampling": {**SAMPLE, "top_p": 0.8}},
     "penalties": {"sampling": {**GREEDY, "repetition_penalty": 1.6, "frequency_penalty": 0.5}},
     "sampled": {"sampling": {**SAMPLE, "temperature": 0.6, "min_p": 0.05}},

@@ -20,7 +20,7 @@ def measure(target: Target, name: str) -> None:
 
 def generate(target: Target, name: str, model: transformers.PreTrainedModel) -> None:
     input_tokens, new_tokens = (24, 8) if target.is_rehearsal else (INPUT_TOKENS, NEW_TOKENS)
-    size = (NUM_SEQUENCES, input_tokens)
+    size = (2 if target.is_rehearsal else NUM_SEQUENCES, input_tokens)
     input_ids = torch.randint(2, model.config.vocab_size, size).tolist()
     settings = transformers.GenerationConfig(
         max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0

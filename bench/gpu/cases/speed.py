@@ -62,11 +62,11 @@ def measure_decode(
     share = "bandwidth" if num_rows == 1 else "roofline"
     floor = decode_seconds(shape, num_rows, context, read_rates(target))
     target.recorder.figure(f"{key}: share of {share}", floor / wall_s, "", detail)
-    if is_captured and num_rows == 1:
-        idle = max(0.0, 1 - time_graphs(target, runner, num_rows) / wall_s)
-        target.recorder.figure("idle between steps" if name == "8b" else f"{key}: idle", idle, "")
     num_steps = num_warm if target.is_rehearsal else PROFILED_STEPS
     record_kernels(target, key, lambda: run_steps(runner, rows, num_steps), num_steps)
+    if is_captured and num_rows == 1:  # last, because rows have other tokens afterwards
+        idle = max(0.0, 1 - time_graphs(target, runner, num_rows) / wall_s)
+        target.recorder.figure("idle between steps" if name == "8b" else f"{key}: idle", idle, "")
 
 
 def time_graphs(target: Target, runner: DeviceModelRunner, num_rows: int) -> float:

@@ -8,24 +8,24 @@ from bench.gpu.target import Target
 from bench.steps import Rows
 from tgis.shard.runner.device.model_runner import DeviceModelRunner
 
-NUM_STEPS, EAGER_STEPS, NUM_ROWS, PROMPT = 1000, 200, 8, 32
+NUM_STEPS, NUM_ROWS, PROMPT = 1000, 8, 32
 
 
 def compare_captured(target: Target, name: str) -> None:
     """Compare the tokens of captured steps, launched ahead and one by one, with those of eager ones."""
     runner, num_rows = load_runner(target, target.shape(name)), 2 if target.is_rehearsal else NUM_ROWS
     is_captured = capture(target, runner, [num_rows], f"{name}: steps of {num_rows} rows")
-    count, short = (4, 2) if target.is_rehearsal else (NUM_STEPS, EAGER_STEPS)
+    count = 4 if target.is_rehearsal else NUM_STEPS
     if is_captured:
         ahead, alone = (decode(runner, num_rows, count, depth) for depth in (runner.max_pending, 1))
         target.recorder.check(f"{name}: {count} captured steps, ahead and one by one", ahead == alone)
         runner.graphs.clear()
-        eager = decode(runner, num_rows, short, runner.max_pending)
+        eager = decode(runner, num_rows, count, runner.max_pending)
         equal = sum(map(lambda x, y: x == y, ahead, eager)) / len(eager)
-        target.recorder.check(f"{name}: {short} eager steps as captured", equal == 1, f"{equal:.1%} equal")
+        target.recorder.check(f"{name}: {count} eager steps as captured", equal == 1, f"{equal:.1%} equal")
     else:
-        ahead, alone = (decode(runner, num_rows, short, depth) for depth in (runner.max_pending, 1))
-        target.recorder.check(f"{name}: {short} eager steps, ahead and one by one", ahead == alone)
+        ahead, alone = (decode(runner, num_rows, count, depth) for depth in (runner.max_pending, 1))
+        target.recorder.check(f"{name}: {count} eager steps, ahead and one by one", ahead == alone)
 
 
 def decode(runner: DeviceModelRunner, num_rows: int, count: int, depth: int) -> list[bytes]:

@@ -69,6 +69,10 @@ def _record(job: Job, directory: Path, status: int | None, seconds: float, num_l
     if status is not None and num_left:
         detail = "; ".join(filter(None, [detail, f"{num_left} processes were left behind, and are ended"]))
     if value != DONE:
+        for log in directory.rglob("*.log"):  # of services
+            tail = f"end of {log.name}:\n{read_tail(log)}\n"
+            with Path(job.log).open("a") as file:
+                file.write(tail)
         detail += f"\n{read_tail(Path(job.log))}"
     Recorder(job.stage, job.case, job.attempt, Path(job.results)).outcome(value, seconds, detail.strip())
 

@@ -10,5 +10,8 @@ def load_kernels(target: Target) -> Implementations:
         from tests.support.cuda.interpreter import interpreted
 
         return interpreted()
+    from tgis.shard.startup.cuda_platform import configure_products
+
     use_cache(None)
+    configure_products()
     return Implementations.choose()

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 import triton
 from triton import knobs
-from triton.compiler import compiler
 from triton.runtime import cache
 
 from bench.gpu.inputs.shapes import SHAPES
@@ -38,8 +37,7 @@ def main() -> None:
     knobs.cache.dir = str(directory)
     knobs.compilation.store_binary_only = True
     key = compute_key(machine)
-    for module in (cache, compiler):
-        module.triton_key = lambda: key
+    cache.triton_key = lambda: key
     make_keys_repeatable()
     failed = []
     with compile_only(CAPABILITY) as kernels:

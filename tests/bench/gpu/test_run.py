@@ -12,6 +12,7 @@ from bench.gpu.course.case import Case, Stage
 from bench.gpu.inputs.roofline import Rates, decode_seconds, prefill_operations, weight_bytes
 from bench.gpu.inputs.shapes import SHAPES
 from bench.gpu.predictions import PREDICTIONS, Prediction, predict
+from bench.gpu.publish import BEGIN, END, PAGE, replace_report
 from bench.gpu.report import find_failures, find_unfinished, format_report
 from bench.gpu.results import Recorder, find_figure, read_results
 from bench.gpu.stages import AGAIN_BUDGET_S, BUDGET_S, FAMILIES, STAGES, VARIANTS
@@ -131,6 +132,14 @@ def test_again_runs_what_failed_and_what_has_no_end(tmp_path: Path) -> None:
     stage = Stage("kernels", 9, tuple(Case(name, "a:b", 1) for name in (*cases, "new")))
     [left] = find_unfinished(list(read_results(path)), [stage])
     assert [case.name for case in left.cases] == ["wrong", "lost", "hung", "new"]
+
+
+def test_a_report_takes_the_place_of_another() -> None:
+    page = f"before\n\n{BEGIN}\n\nThere is no report yet.\n\n{END}\nafter\n"
+    once = replace_report(page, "first\n")
+    assert once == f"before\n\n{BEGIN}\n\nfirst\n\n{END}\nafter\n"
+    assert replace_report(once, "second") == once.replace("first", "second")
+    assert replace_report(PAGE.read_text(), "third").count("third") == 1
 
 
 def test_results_are_lines_of_json(tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ def test_all_ends_come_home(tmp_path: Path) -> None:
         assert [(each.key, each.value) for each in before] == [(FIGURE, 1.0)] * has_begun, name
     assert "time.sleep" not in found["hang"][-1].detail
     assert "in hang" in found["hang"][-1].detail, "where it hangs"
+    assert "what its service logged" in found["hang"][-1].detail
     assert "in import_slowly" in found["import_slowly"][-1].detail
     assert "in break_memory" in found["break_memory"][-1].detail
     assert "what it printed" in found["fail_an_assertion"][-1].detail

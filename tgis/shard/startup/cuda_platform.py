@@ -38,9 +38,7 @@ def on_cuda(
     DeviceError."""
     memory = _open(device, memory_fraction)
     use_cache(kernel_cache)
-    # Torch may else round partial sums of a product to 16 bits.
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    configure_products()
     dtypes = DTYPES if dtype is None else (dtype,)
     implementations = choose_implementations(device, dtypes, find_sizes(spec, num_ranks))
     return Platform(
@@ -55,6 +53,12 @@ def on_cuda(
         replaced_kernels=implementations.replaced,
         graph_sizes=partial(choose_graph_sizes, implementations),
     )
+
+
+def configure_products() -> None:
+    """Keep partial sums of products of 16 bits in float32, which torch may else round to 16 bits."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def find_sizes(spec: ModelSpec, num_ranks: int) -> KernelSizes:

@@ -1,10 +1,12 @@
 """Whole steps as captured graphs, by their number of rows: F computes a step up to the logits, and S samples,
 appends the tokens and copies the answers. S is a graph of its own because it may wait for what F does not."""
 
+import gc
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -49,6 +51,18 @@ def graph_sizes(asked: Sequence[int] | None, max_rows: int) -> list[int]:
     return [*sizes, max_rows]
 
 
+@contextmanager
+def _hold_garbage() -> Iterator[None]:
+    """Collect no garbage meanwhile: to free a device's memory or a graph would end a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class StepGraphs:
     """Captured steps. `make_parts` returns the parts of a step with a number of rows; `memory_left` returns
     the bytes of the device that nobody has, as its driver counts them."""
@@ -80,6 +94,11 @@ class StepGraphs:
         """Capture steps of these numbers of rows, largest first, until 30 seconds have passed. Steps of the
         sizes that are left out take the next larger one. None is captured if one cannot be. Raises errors of
         the device, but for a lack of memory."""
+        with _hold_garbage():
+            self._capture_all(sizes)
+        self._steps = dict(sorted(self._steps.items()))
+
+    def _capture_all(self, sizes: Sequence[int]) -> None:
         began, before = self._clock(), self._memory_left()
         for done, size in enumerate(sorted(set(sizes) - set(self._steps), reverse=True)):
             seconds = self._clock() - began
@@ -92,7 +111,6 @@ class StepGraphs:
                 break
             if not self._add(size):
                 break
-        self._steps = dict(sorted(self._steps.items()))
 
     def clear(self) -> None:
         """Drop all graphs. Their memory is free once the stream's device releases what it keeps."""
