@@ -2,6 +2,7 @@
 a step, and what failed."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from bench.gpu.course.case import Stage
 from bench.gpu.predictions import Prediction, predict
@@ -54,7 +55,7 @@ def find_unfinished(results: Iterable[Result], stages: Iterable[Stage]) -> Itera
     for stage in stages:
         left = [case for case in stage.cases if (stage.name, case.name) not in ended - failed]
         if left:
-            yield Stage(stage.name, stage.seconds, tuple(left), stage.num_parallel)
+            yield replace(stage, cases=tuple(left))
 
 
 def _list_facts(results: Iterable[Result]) -> Iterator[str]:

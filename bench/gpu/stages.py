@@ -8,6 +8,20 @@ from bench.gpu.course.case import Case, Stage
 BUDGET_S = 480.0
 AGAIN_BUDGET_S = 240.0
 
+TORCH = ("torch",)
+LIBRARIES = (
+    *TORCH,
+    "triton",
+    "torch._dynamo",
+    "transformers.modeling_utils",
+    "transformers.models.llama.modeling_llama",
+    "peft",
+    "tgis.shard.startup.cuda_platform",
+    "tgis.shard.startup.load",
+    "tests.support.shard.family_cases.all",
+    "bench.gpu.cases.features",
+)
+
 KERNELS = ("begin_step", "norm", "turn_and_keep", "attend_segments", "attend_tiles", "gate", "sample")
 # Those that read or write a cache.
 CACHED = ("turn_and_keep", "attend_segments", "attend_tiles")
@@ -71,6 +85,7 @@ STAGES = (
             _case("pools", "probes:check_pools", 10),
         ),
         num_parallel=2,
+        libraries=TORCH,
     ),
     Stage(
         "limits",
@@ -81,8 +96,11 @@ STAGES = (
             _case("launches", "limits:measure_launches", 8),
             _case("copies", "limits:measure_copies", 8),
         ),
+        libraries=TORCH,
     ),
-    Stage("kernels", 45, (*_compare_kernels("bfloat16", "models", 20, is_rehearsed=True), *_FAR), 4),
+    Stage(
+        "kernels", 45, (*_compare_kernels("bfloat16", "models", 20, is_rehearsed=True), *_FAR), 4, LIBRARIES
+    ),
     Stage(
         "steps",
         30,
@@ -91,6 +109,7 @@ STAGES = (
             _case("0.6b steady", "steps:check_steady", 15, "0.6b"),
         ),
         num_parallel=2,
+        libraries=LIBRARIES,
     ),
     Stage(
         "speed",
@@ -102,6 +121,7 @@ STAGES = (
             _case("attention", "speed:measure_attention", 15),
             _case("linears", "speed:measure_linears", 10),
         ),
+        libraries=LIBRARIES,
     ),
     Stage(
         "features",
@@ -117,6 +137,7 @@ STAGES = (
             _case("drafts", "features:check_drafts", 25),
         ),
         num_parallel=4,
+        libraries=LIBRARIES,
     ),
     Stage(
         "families",
@@ -126,8 +147,9 @@ STAGES = (
             for name in (*FAMILIES, *VARIANTS)
         ),
         num_parallel=4,
+        libraries=LIBRARIES,
     ),
-    Stage("types", 30, _TYPES, 4),
+    Stage("types", 30, _TYPES, 4, LIBRARIES),
     Stage(
         "sanitizer",
         60,
@@ -136,6 +158,7 @@ STAGES = (
             _case("racecheck", "sanitizer:run_tool", 60, "racecheck"),
         ),
         num_parallel=2,
+        libraries=LIBRARIES,
     ),
     Stage(
         "service",
@@ -144,6 +167,7 @@ STAGES = (
             _case("1b", "service:measure", 50, "1b"),
             _case("transformers 1b", "peers:measure", 25, "1b"),
         ),
+        libraries=LIBRARIES,
     ),
 )
 
@@ -160,6 +184,7 @@ def choose_rehearsed(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
             stage.name,
             stage.seconds,
             tuple(case for case in stage.cases if case.is_rehearsed),
+            libraries=stage.libraries,
         )
         for stage in stages
     )

@@ -2,6 +2,7 @@
 ahead."""
 
 from dataclasses import replace
+from typing import Any
 
 from bench.gpu.cases.models import load_model, record_comparison, run_on, temporary_directory
 from bench.gpu.target import Target
@@ -46,6 +47,6 @@ def make_requests(oracle: Oracle, answers: list[Answer], details: dict[str, bool
             is_encoded = oracle.is_encoder_decoder
             prompt = [oracle.start_token_id] if is_encoded else answer.input_ids
             encoder = answer.input_ids if is_encoded else []
-            given = {"sampling": sampling, "details": details, "encoder_token_ids": encoder}
+            given: dict[str, Any] = {"sampling": sampling, "details": details, "encoder_token_ids": encoder}
             requests.append(Request(list(prompt), NEW_TOKENS, **given))
     return requests

@@ -103,7 +103,11 @@ def check_pools(target: Target) -> None:
         target.recorder.check("a capture that waits is refused", True, str(error).partition("\n")[0])
     else:
         target.recorder.check("a capture that waits is refused", False)
-    graph = stream.capture(lambda: x.add_(1))
+
+    def add() -> None:
+        x.add_(1)
+
+    graph = stream.capture(add)
     before = float(x[0])
     graph.replay()
     target.recorder.check("a capture after a failed one replays", float(x[0]) == before + 1)

@@ -26,6 +26,8 @@ class Stage:
     cases: tuple[Case, ...]
     num_parallel: int = 1
     """Cases at a time. Those whose time matters are alone."""
+    libraries: tuple[str, ...] = ()
+    """What takes seconds to import, and is imported before cases are forked."""
 
 
 @dataclass(frozen=True)

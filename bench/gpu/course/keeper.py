@@ -28,7 +28,7 @@ def keep(job: Job, is_forked: bool) -> None:
     """Run a case in a process that is forked from this one, or in a fresh one. Returns when its outcome is on
     the disk."""
     adopt_orphans()
-    directory = Path(tempfile.mkdtemp(prefix="tgis-case-"))
+    directory = Path(tempfile.mkdtemp(prefix="case-", dir=Path(job.log).parent))
     began = time.monotonic()
     try:
         parent = os.getppid()

@@ -12,26 +12,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from bench.gpu.course.case import Case, Job, Stage
 from bench.gpu.course.keeper import read_tail
 from bench.gpu.results import CRASHED, NOT_BEGUN, Recorder, count_attempts, read_results
 
-# What takes seconds to import.
-LIBRARIES = (
-    "torch",
-    "triton",
-    "torch._dynamo",
-    "transformers.modeling_utils",
-    "transformers.models.llama.modeling_llama",
-    "peft",
-    "tgis.shard.startup.cuda_platform",
-    "tgis.shard.startup.load",
-    "tests.support.shard.family_cases.all",
-    "bench.gpu.cases.features",
-)
 # Otherwise libraries would open the GPU, to know whether there is one. Each case has cores for few threads.
 ENVIRONMENT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "OMP_NUM_THREADS": "2"}
 # What CUDA says in a process that was forked from one that has used it.
@@ -44,7 +31,7 @@ MIN_CASE_S = 0.5  # a case that would have less time is not begun
 class Forker:
     """Process that forks cases, one at a time. It is started again when it has ended."""
 
-    def __init__(self, log: Path, libraries: Sequence[str] = LIBRARIES, import_s: float = IMPORT_S):
+    def __init__(self, log: Path, libraries: Sequence[str], import_s: float):
         self._log, self._libraries, self._import_s = log, libraries, import_s
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -106,7 +93,6 @@ class Course:
     device: str
     pace: float = 1.0
     """Factor of all times."""
-    libraries: Sequence[str] = LIBRARIES
     import_s: float = IMPORT_S
     report: Callable[[str], None] = print
     is_forking: bool = True
@@ -117,28 +103,31 @@ class Course:
     def run(self, stages: Iterable[Stage], budget: float) -> None:
         """Run the stages, and then what was not begun of them for as long as the budget lasts. `budget` is in
         seconds that the pace does not change."""
-        end, begun, left = time.monotonic() + budget, list(stages), list[tuple[Stage, Case]]()
+        end, left = time.monotonic() + budget, list[tuple[Stage, Case]]()
+        begun = [stage for stage in stages if stage.cases]
         with tempfile.TemporaryDirectory(prefix="tgis-course-") as directory:
             try:
-                self._prepare(max((each.num_parallel for each in begun), default=1), Path(directory))
+                self._prepare(begun, Path(directory))
                 for stage in begun:
                     stage_end = min(end, time.monotonic() + stage.seconds * self.pace)
                     left += [(stage, case) for case in self._run_stage(stage, stage_end, Path(directory))]
                 for stage, case in left:
-                    again = Stage(stage.name, stage.seconds, (case,))
+                    again = replace(stage, cases=(case,))
                     if end - time.monotonic() > MIN_CASE_S:
                         self._run_stage(again, end, Path(directory))
             finally:
                 for forker in self._forkers:
                     forker.stop()
 
-    def _prepare(self, count: int, directory: Path) -> None:
+    def _prepare(self, stages: Sequence[Stage], directory: Path) -> None:
+        count = max((stage.num_parallel for stage in stages), default=0)
+        libraries = list(dict.fromkeys(name for stage in stages for name in stage.libraries))
         logs = [directory / f"forker-{index}" for index in range(count)]
-        self._forkers = [Forker(log, self.libraries, self.import_s) for log in logs]
-        with ThreadPoolExecutor(count) as pool:
+        self._forkers = [Forker(log, libraries, self.import_s) for log in logs]
+        with ThreadPoolExecutor(max(1, count)) as pool:
             list(pool.map(Forker.start, self._forkers))
         with self.logs.open("ab") as file:
-            file.write(logs[0].read_bytes())
+            file.writelines(log.read_bytes() for log in logs[:1])
 
     def _run_stage(self, stage: Stage, end: float, directory: Path) -> list[Case]:
         """Run a stage, and return the cases for which no time was left."""

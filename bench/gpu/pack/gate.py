@@ -13,9 +13,8 @@ from types import ModuleType
 from packaging.utils import canonicalize_name
 
 from bench.gpu.course.case import find_function
-from bench.gpu.course.supervisor import LIBRARIES
 from bench.gpu.pack.wheels import list_names, read_machine
-from bench.gpu.stages import list_functions
+from bench.gpu.stages import LIBRARIES, list_functions
 
 # Of the service, which cases start as processes.
 PROGRAMS = (

@@ -15,8 +15,8 @@ PYTHON_VERSION = "3.12"
 # pip matches each exactly.
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (5, 12, 17, 24, 26, 27, 28, 31, 34)]
 PLATFORMS += ["manylinux1_x86_64", "manylinux2010_x86_64", "manylinux2014_x86_64"]
-# Generated code refuses older versions of them than it was generated with.
-VERSIONED = frozenset({"grpcio", "protobuf"})
+# Generated code refuses older versions than it was generated with, and pydantic needs new names.
+VERSIONED = frozenset({"grpcio", "protobuf", "typing-extensions"})
 
 _ENTRY = re.compile(r"^([a-z0-9][a-z0-9._-]*)==(\S+)((?: ;[^\\\n]*)?)((?: \\\n +--hash=\S+)+)", re.MULTILINE)
 _NOT_HERE = re.compile(r"sys_platform == '(win32|darwin|emscripten)'|(?<!not )sys_platform == 'emscripten'")

@@ -17,6 +17,7 @@ from bench.gpu.pack.kernels import compute_key
 from bench.gpu.pack.wheels import SERVICE_LOCK, TRITON_LOCK, VERSIONED, list_names, read_lock, read_machine
 
 
+@pytest.mark.slow
 def test_names_of_kernels_are_those_of_the_package() -> None:
     """As Triton itself computes them, for the version that is installed."""
     assert compute_key(Path(triton.__file__).parent) == triton_key()

@@ -48,6 +48,7 @@ def test_one_stage_is_rehearsed_and_not_again(tmp_path: Path) -> None:
     assert path.read_text() == before
 
 
+@pytest.mark.slow
 def test_without_a_gpu_every_case_says_so(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     done = run("--only", "limits", "--results", str(path))

@@ -30,8 +30,8 @@ def run_cases(
     libraries: Sequence[str] = (),
 ) -> dict[str, list[Result]]:
     """Run one stage. Return the results of each case."""
-    course = Course(tmp_path / "results.jsonl", tmp_path / "logs.txt", "cpu", libraries=libraries)
-    course.run([Stage("faults", seconds, tuple(cases), num_parallel)], budget)
+    course = Course(tmp_path / "results.jsonl", tmp_path / "logs.txt", "cpu")
+    course.run([Stage("faults", seconds, tuple(cases), num_parallel, tuple(libraries))], budget)
     results = list(read_results(tmp_path / "results.jsonl"))
     return {case.name: [each for each in results if each.case == case.name] for case in cases}
 
@@ -89,7 +89,7 @@ def test_cases_without_time_are_not_begun_and_begin_if_the_budget_lasts(tmp_path
 
 def test_the_pace_scales_all_times(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
-    course = Course(results, tmp_path / "logs.txt", "cpu", pace=0.1, libraries=())
+    course = Course(results, tmp_path / "logs.txt", "cpu", pace=0.1)
     stages = [
         Stage("first", 100.0, (make_case("hang", 9.0),)),
         Stage("last", 11.0, (make_case("hang", 90.0),)),
@@ -110,8 +110,8 @@ def test_a_budget_ends_everything(tmp_path: Path) -> None:
 @pytest.mark.parametrize("library", ["tests.support.slow_module", "a_module_that_nobody_has"])
 def test_a_library_that_cannot_be_imported_is_left_to_the_cases(library: str, tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
-    course = Course(results, tmp_path / "logs.txt", "cpu", libraries=(library,), import_s=1.0)
-    course.run([Stage("faults", 60.0, (make_case("work", 60.0),))], 60.0)
+    course = Course(results, tmp_path / "logs.txt", "cpu", import_s=1.0)
+    course.run([Stage("faults", 60.0, (make_case("work", 60.0),), libraries=(library,))], 60.0)
     assert [each.value for each in read_results(results)] == [1.0, "done"]
 
 
