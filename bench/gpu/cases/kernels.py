@@ -4,6 +4,7 @@ What is computed again must have the same bits."""
 import torch
 from torch import Tensor
 
+from bench.gpu.inputs.compilations import count_compilations
 from bench.gpu.inputs.kernel_inputs import KernelInput, draw_far_inputs, draw_inputs
 from bench.gpu.inputs.kernels import load_kernels
 from bench.gpu.target import Target
@@ -19,13 +20,14 @@ NUM_RUNS = 20
 def compare(target: Target, kernel: str, dtype_name: str, group: str) -> None:
     """Compare one kernel with its twin for weights of a type and a group of models. Errors of single inputs
     are printed, and the worst is recorded."""
-    kernels, dtype = load_kernels(target), getattr(torch, dtype_name)
+    count, kernels, dtype = count_compilations(), load_kernels(target), getattr(torch, dtype_name)
     reason = find_failure(kernel, kernels, target.device, [(dtype, SMALL)])
     target.recorder.check(f"{kernel} {dtype_name}: check at start", reason is None, reason or "")
     worst, labels = 0.0, list[str]()
     for given in draw_inputs(target, kernel, dtype, group):
         worst = max(worst, _compare_one(target, kernels, given))
         labels.append(given.label)
+    target.recorder.fact(f"code of {kernel} {dtype_name} {group}", str(count))
     detail = f"error {worst:.1e}, {len(labels)} inputs"
     target.recorder.check(f"{kernel} {dtype_name} {group}: near its twin", worst <= TOLERANCES[dtype], detail)
 

@@ -6,12 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import triton
 
 from bench.gpu.cases import sanitizer, speed, steps
 from bench.gpu.inputs import runners
+from bench.gpu.inputs.compilations import count_compilations
 from bench.gpu.results import Recorder, read_results
 from bench.gpu.target import Target
 from tests.support.cuda.late_device import LateDevice, LateGraph
+from tests.support.cuda.toy_kernels import multiply
+from tgis.shard.kernels.cuda.offline.driver import compile_only
 
 REASON = "operation not permitted when stream is capturing"
 
@@ -39,6 +44,17 @@ def test_steps_that_cannot_be_captured_are_measured_eagerly(
     assert found["8b decode 1, eager: share of bandwidth"].value
     assert any(key.startswith("8b decode 1, eager: kernel ") for key in found)
     assert found["8b: 4 eager steps, ahead and one by one"].value is True
+
+
+def test_code_that_is_compiled_again_is_counted(tmp_path: Path) -> None:
+    x = torch.empty(64, 64, device="meta", dtype=torch.float16)
+    with triton.knobs.cache.scope(), triton.knobs.compilation.scope(), compile_only(90):
+        triton.knobs.cache.dir = str(tmp_path)
+        counts = []
+        for _ in range(2):
+            counts.append(count_compilations())
+            triton.jit(multiply)[1,](x, x, x, 64, 64, 64)
+    assert list(map(str, counts)) == ["1 new, 0 found", "0 new, 1 found"]
 
 
 SUMMARIES = {
