@@ -66,6 +66,7 @@ def test_an_unknown_stage_is_refused() -> None:
 def test_the_course_is_as_planned() -> None:
     assert sum(stage.seconds for stage in STAGES) == BUDGET_S == 480
     assert AGAIN_BUDGET_S == 240
+    assert len(STAGES) == 10
     for stage in STAGES:
         names = [case.name for case in stage.cases]
         assert len(set(names)) == len(names)
