@@ -52,7 +52,7 @@ PACKAGING := pyproject.toml protos/generation.proto protos/shard.proto scripts/b
 .DEFAULT_GOAL := help
 .PHONY: help install run lock check audit test test-all chaos clients playground-test bench bench-doors bench-router bench-peers bench-tuning
 .PHONY: profile docs protos
-.PHONY: gpu-check bench-gpu gpu-all
+.PHONY: gpu-pack gpu-run gpu-again gpu-report
 .PHONY: sbom image image-root deploy deploy-check site serve-site screenshots clean
 
 help:  ## Show this list
@@ -132,17 +132,23 @@ bench-peers: $(VENV)/installed-dev  ## Measure other engines from PyPI beside th
 profile: $(VENV)/installed-dev  ## Where a step's time goes; SHAPE=, PROFILE='--batch 1,8,32 --prefill 512'
 	$(BIN)/python -m bench.profile --shape $(or $(SHAPE),135m) $(PROFILE)
 
-# On a machine with a GPU, with the packages that it has; GPU_PYTHON is its Python.
+# On a machine with a GPU, with the packages that it has and those of the pack; GPU_PYTHON is its Python.
 GPU_PYTHON ?= $(PYTHON)
+GPU_PACK := .gpu
+ON_GPU = $(GPU_PYTHON) -m bench.gpu.pack.install $(GPU_PACK) && \
+	PYTHONPATH="$(abspath $(GPU_PACK)/site):$(CURDIR)" $(GPU_PYTHON) -m bench.gpu
 
-gpu-check:  ## Check the kernels and the engine on this machine's GPU; GPU_BENCH='more options'
-	$(GPU_PYTHON) -m bench.gpu --only about,limits,compile,kernels,engine $(GPU_BENCH)
+gpu-pack: $(VENV)/installed-dev  ## Make .gpu, what a machine with a GPU and without a network needs beside its own packages
+	$(BIN)/python -m bench.gpu.pack $(GPU_PACK)
 
-bench-gpu:  ## Measure steps, service and peers on this machine's GPU; GPU_BENCH='more options'
-	$(GPU_PYTHON) -m bench.gpu --only about,limits,speed,service,peers $(GPU_BENCH)
+gpu-run:  ## Check and measure the engine on this machine's GPU, in 8 minutes, with .gpu; GPU_BENCH='more options'
+	$(ON_GPU) $(GPU_BENCH)
 
-gpu-all:  ## Both
-	$(GPU_PYTHON) -m bench.gpu $(GPU_BENCH)
+gpu-again:  ## Run again what failed there or has not ended, in 4 minutes; GPU_BENCH='more options'
+	$(ON_GPU) --again $(GPU_BENCH)
+
+gpu-report: $(VENV)/installed-dev  ## Put the report of a run into docs/gpu.md; RESULTS=its results.jsonl
+	$(BIN)/python -m bench.gpu.publish $(or $(RESULTS),.cache/gpu/results.jsonl)
 
 bench-tuning: $(VENV)/installed-dev  ## Measure soft prompts and adapters; BENCH='more options'
 	$(BIN)/python -m bench.tuning $(BENCH)

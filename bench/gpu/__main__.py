@@ -1,53 +1,65 @@
-"""Checks and measures the GPU engine section by section. Each is a process of its own, because an error on a
-GPU ends the process that has it. Exits with 0 only if every gate is met."""
+"""Checks and measures the GPU engine, stage by stage. Each case is a process of its own, because an error on
+a GPU ends the process that has it. Results are appended, and a run goes on where another one ended. Exits
+with 0 only if all cases have ended well and every gate is met."""
 
 import argparse
-import contextlib
 import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.gpu.predictions import PREDICTIONS
-from bench.gpu.report import find_failures, format_report
-from bench.gpu.results import Recorder, read_results
+from bench.gpu.course.case import Stage
+from bench.gpu.course.supervisor import Course
+from bench.gpu.report import find_failures, find_predictions, find_unfinished, format_report
+from bench.gpu.results import keep_last_attempts, read_results
+from bench.gpu.stages import AGAIN_BUDGET_S, BUDGET_S, STAGES, choose_rehearsed
 
-# In falling order of worth, with the seconds that each may take.
-SECTIONS = {
-    "about": 20,
-    "limits": 30,
-    "compile": 90,
-    "kernels": 130,
-    "engine": 160,
-    "speed": 170,
-    "service": 150,
-    "peers": 90,
-}
-GRACE_S = 5.0
+NAMES = [stage.name for stage in STAGES]
 
 
 def main() -> None:
     options = parse_options(sys.argv[1:])
     options.results.parent.mkdir(parents=True, exist_ok=True)
-    options.results.write_text("")
-    end = time.monotonic() + options.budget
-    for section in options.only:
-        run_section(section, options, end - time.monotonic())
-    results = list(read_results(options.results))
-    predictions = {} if options.rehearse else PREDICTIONS
-    print("\n" + format_report(results, options.only, predictions))
-    failures = list(find_failures(results, predictions))
-    if failures:
-        sys.exit("not met: " + "; ".join(failures))
+    stages = choose_stages(options)
+    default = AGAIN_BUDGET_S if options.again else BUDGET_S
+    budget = (default if options.budget is None else options.budget) * options.pace
+    logs = options.results.with_name("logs.txt")
+    course = Course(options.results, logs, "cpu" if options.rehearse else "cuda", options.pace)
+    course.run(stages, budget)
+    sys.exit(report(options, stages))
+
+
+def report(options: argparse.Namespace, asked: Sequence[Stage]) -> str | None:
+    """Write the report of all that is known, and return what failed of what was asked for."""
+    results = keep_last_attempts(read_results(options.results))
+    predictions = find_predictions(results)
+    text = format_report(results, STAGES, predictions)
+    options.results.with_name("report.md").write_text(text)
+    print(f"\n{text}")
+    names = {(stage.name, case.name) for stage in asked for case in stage.cases}
+    own = [each for each in results if (each.stage, each.case) in names]
+    missing = names - {(each.stage, each.case) for each in own if each.kind == "outcome"}
+    failures = [*find_failures(own, predictions), *(f"{stage}: {case} has no end" for stage, case in missing)]
+    return "not met: " + "; ".join(failures) if failures else None
+
+
+def choose_stages(options: argparse.Namespace) -> list[Stage]:
+    stages = choose_rehearsed(STAGES) if options.rehearse else STAGES
+    first = NAMES.index(options.first) if options.first else 0
+    chosen = [stage for stage in stages[first:] if stage.name in options.only]
+    if options.again:
+        return list(find_unfinished(keep_last_attempts(read_results(options.results)), chosen))
+    return chosen
 
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
-    parser.add_argument("--only", type=_names, default=list(SECTIONS), help=f"of {','.join(SECTIONS)}")
-    parser.add_argument("--budget", type=float, default=560.0, help="seconds in all (default %(default)s)")
+    parser.add_argument("--only", type=_split_names, default=NAMES, help=f"of {','.join(NAMES)}")
+    parser.add_argument("--from", dest="first", choices=NAMES, help="stage to begin with")
+    parser.add_argument("--again", action="store_true", help="run only what has not ended well")
+    budget = f"seconds in all (default {BUDGET_S:.0f}, or {AGAIN_BUDGET_S:.0f} with --again)"
+    parser.add_argument("--budget", type=float, help=budget)
+    parser.add_argument("--pace", type=float, default=1.0, help="factor of all times (default %(default)s)")
     out = Path(os.environ.get("OUT", ".cache/gpu"))
     parser.add_argument("--results", type=Path, default=out / "results.jsonl", help="(default %(default)s)")
     parser.add_argument(
@@ -56,41 +68,11 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def run_section(section: str, options: argparse.Namespace, seconds_left: float) -> None:
-    """Run a section in a child process. What it has written counts, however it ends."""
-    recorder, seconds = (
-        Recorder(section, options.results),
-        min(float(SECTIONS[section]), seconds_left - GRACE_S),
-    )
-    if seconds <= 0:
-        recorder.problem("time", "not begun: the budget is used up")
-        return
-    command = [sys.executable, "-m", f"bench.gpu.sections.{section}", "--results", str(options.results)]
-    command += ["--seconds", str(seconds), "--device", "cpu" if options.rehearse else "cuda"]
-    child = subprocess.Popen(command, start_new_session=True)
-    try:
-        status = child.wait(seconds + GRACE_S)
-    except subprocess.TimeoutExpired:
-        recorder.problem("time", f"ended after {seconds:.0f} s")
-    else:
-        if status != 0:
-            recorder.problem("exit", f"ended with status {status}")
-    finally:
-        _kill_group(child)
-
-
-def _kill_group(child: "subprocess.Popen[bytes]") -> None:
-    """Kill the child and all that it has started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
-
-
-def _names(text: str) -> list[str]:
+def _split_names(text: str) -> list[str]:
     names = text.split(",")
-    unknown = [name for name in names if name not in SECTIONS]
+    unknown = [name for name in names if name not in NAMES]
     if unknown:
-        raise argparse.ArgumentTypeError(f"no section {', '.join(unknown)}")
+        raise argparse.ArgumentTypeError(f"no stage {', '.join(unknown)}")
     return names
 
 

@@ -1,6 +1,7 @@
 """What was predicted before anything ran on a GPU, and the gates. Shares are of what the machine allows,
-which the same run measures. The estimates are of an H200 (4.3 TB/s, 780 TFLOP/s of bfloat16)."""
+which the same run measures."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -19,18 +20,38 @@ class Prediction:
         return value <= self.gate if self.at_most else value >= self.gate
 
 
-PREDICTIONS = {
-    "copy bandwidth": Prediction(4.1, 4.4),
-    "read bandwidth": Prediction(4.2, 4.6),
-    "gemm bf16": Prediction(700, 790),
+_OF_BOTH = {
+    "gemm bf16": Prediction(700, 800),
     "launch in a graph": Prediction(1.0, 2.0),
     "upload latency": Prediction(4, 12),
-    "8b decode 1: share of bandwidth": Prediction(0.72, 0.80, gate=0.75, goal=0.85),
-    "8b decode 256: share of roofline": Prediction(0.65, 0.78, gate=0.60, goal=0.70),
     "8b prefill 8192: share of gemm": Prediction(0.60, 0.75, gate=0.55, goal=0.70),
-    "0.6b decode 1": Prediction(0.9, 1.4, gate=1.5, goal=1.1, at_most=True),
     "idle between steps": Prediction(0.0, 0.02, gate=0.05, goal=0.02, at_most=True),
-    "start of 8b": Prediction(15, 40, gate=30, at_most=True),
-    "8b stream 64: router's share of a core": Prediction(0.9, 1.1),
-    "transformers 64: ratio": Prediction(4, 6, gate=3),
+    "start of 1b": Prediction(8, 25, gate=30, at_most=True),
+    "1b stream 64: router's share of a core": Prediction(0.9, 1.1),
+    "transformers 64: ratio": Prediction(3, 6, gate=3),
 }
+PREDICTIONS: dict[str, Mapping[str, Prediction]] = {
+    # 4.3 TB/s.
+    "H200": {
+        "copy bandwidth": Prediction(4.1, 4.4),
+        "read bandwidth": Prediction(4.2, 4.6),
+        "8b decode 1: share of bandwidth": Prediction(0.72, 0.80, gate=0.75, goal=0.85),
+        "8b decode 256: share of roofline": Prediction(0.65, 0.78, gate=0.60, goal=0.70),
+        "0.6b decode 1": Prediction(0.9, 1.4, gate=1.5, goal=1.1, at_most=True),
+        **_OF_BOTH,
+    },
+    # 3.0 TB/s: what does not depend on the bandwidth is a smaller part of a step.
+    "H100": {
+        "copy bandwidth": Prediction(2.8, 3.1),
+        "read bandwidth": Prediction(2.9, 3.3),
+        "8b decode 1: share of bandwidth": Prediction(0.76, 0.84, gate=0.75, goal=0.85),
+        "8b decode 256: share of roofline": Prediction(0.68, 0.80, gate=0.60, goal=0.70),
+        "0.6b decode 1": Prediction(1.0, 1.5, gate=1.5, goal=1.2, at_most=True),
+        **_OF_BOTH,
+    },
+}
+
+
+def predict(gpu: str) -> Mapping[str, Prediction]:
+    """Return the predictions for a GPU by its name, none for one that nothing was predicted for."""
+    return next((found for name, found in PREDICTIONS.items() if name in gpu), {})

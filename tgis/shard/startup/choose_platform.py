@@ -7,6 +7,7 @@ import torch
 
 from tgis.process.gpus import has_gpus
 from tgis.shard.collectives import CPU
+from tgis.shard.models.interface import ModelSpec
 from tgis.shard.startup.platform import DeviceError, Platform
 
 logger = logging.getLogger(__name__)
@@ -40,15 +41,19 @@ def make_platform(
     cpu_arithmetic: str = "float32",
     rounds_activations: bool = False,
     may_use_amx: bool = False,
+    spec: ModelSpec | None = None,
+    num_ranks: int = 1,
 ) -> Platform:
     """Return the platform of a device. Compiled code goes to `kernel_cache` if there is no better place. Of a
     GPU's memory, the process may use `memory_fraction`. Its kernels are checked for weights of `dtype`, or if
-    that is None, of 16 bits. A CPU's products have `cpu_arithmetic`, and those with codes may round
-    activations. AMX is used where it is found, if it may be. Raises DeviceError."""
+    that is None, of 16 bits, and for a rank's share of the model `spec`. A CPU's products have
+    `cpu_arithmetic`, and those with codes may round activations. AMX is used where it is found, if it may be.
+    Raises DeviceError."""
     if device.type == "cuda":
         from tgis.shard.startup.cuda_platform import on_cuda
 
-        return on_cuda(device, kernel_cache, memory_fraction, dtype)
+        assert spec is not None, "a GPU's kernels are compiled for a model"
+        return on_cuda(device, kernel_cache, memory_fraction, dtype, spec, num_ranks)
     from tgis.shard.startup.cpu_platform import on_cpu
 
     return on_cpu(kernel_cache, cpu_arithmetic, rounds_activations, may_use_amx)

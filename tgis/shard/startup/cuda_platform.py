@@ -8,11 +8,14 @@ from pathlib import Path
 import torch
 
 from tgis.errors import first_line
+from tgis.shard.kernels.cuda.check.inputs import SMALL, KernelSizes
 from tgis.shard.kernels.cuda.check.self_check import DTYPES, choose_implementations
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.kernel_cache import is_compiling, use_cache
 from tgis.shard.kernels.cuda.ops import CudaKernels
 from tgis.shard.memory.cuda import CudaMemory
+from tgis.shard.models.interface import ModelSpec
+from tgis.shard.models.spec import EncoderDecoderSpec, LayerSpec
 from tgis.shard.runner.device.build import make_device_runner
 from tgis.shard.runner.device.cuda_stream import CudaStream
 from tgis.shard.runner.device.graphs import graph_sizes
@@ -24,12 +27,20 @@ logger = logging.getLogger(__name__)
 
 
 def on_cuda(
-    device: torch.device, kernel_cache: Path | None, memory_fraction: float | None, dtype: torch.dtype | None
+    device: torch.device,
+    kernel_cache: Path | None,
+    memory_fraction: float | None,
+    dtype: torch.dtype | None,
+    spec: ModelSpec,
+    num_ranks: int,
 ) -> Platform:
-    """Return the platform of a GPU, which becomes torch's current one. Raises DeviceError."""
+    """Return the platform of a GPU, which becomes torch's current one, for a rank's share of a model. Raises
+    DeviceError."""
     memory = _open(device, memory_fraction)
     use_cache(kernel_cache)
-    implementations = choose_implementations(device, DTYPES if dtype is None else (dtype,))
+    configure_products()
+    dtypes = DTYPES if dtype is None else (dtype,)
+    implementations = choose_implementations(device, dtypes, find_sizes(spec, num_ranks))
     return Platform(
         device=device,
         kernels=CudaKernels(device, implementations),
@@ -41,6 +52,27 @@ def on_cuda(
         num_dummy_blocks=1,
         replaced_kernels=implementations.replaced,
         graph_sizes=partial(choose_graph_sizes, implementations),
+    )
+
+
+def configure_products() -> None:
+    """Keep partial sums of products of 16 bits in float32, which torch may else round to 16 bits."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+def find_sizes(spec: ModelSpec, num_ranks: int) -> KernelSizes:
+    """Return the sizes that a rank's kernels are compiled for."""
+    layers = spec.decoder if isinstance(spec, EncoderDecoderSpec) else spec
+    if not isinstance(layers, LayerSpec):
+        return SMALL
+    return KernelSizes(
+        num_heads=max(1, layers.num_heads // num_ranks),
+        num_kv_heads=max(1, layers.num_kv_heads // num_ranks),
+        head_dim=layers.head_dim,
+        hidden_size=layers.hidden_size,
+        ffn_size=max(1, layers.intermediate_size // num_ranks),
+        vocab_size=spec.vocab_size,
     )
 
 

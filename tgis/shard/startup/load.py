@@ -291,7 +291,15 @@ def _choose_platform(config: ShardConfig, choice: Choice, has_codes: bool) -> Pl
     # Products of float weights in float32 have no use for AMX.
     may_use_amx = config.cpu_amx == "auto" and (has_codes or config.cpu_arithmetic != "float32")
     return choose_platform.make_platform(
-        device, kernel_cache, config.cuda_memory_fraction, asked, config.cpu_arithmetic, rounds, may_use_amx
+        device,
+        kernel_cache,
+        config.cuda_memory_fraction,
+        asked,
+        config.cpu_arithmetic,
+        rounds,
+        may_use_amx,
+        choice.spec,
+        config.world_size,
     )
 
 

@@ -1,5 +1,6 @@
 """Which steps are captured, and which one a number of rows takes."""
 
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -172,3 +173,40 @@ def test_a_trial_can_be_dropped_and_repeated() -> None:
     assert graphs.find(1) is None
     graphs.capture([1, 2, 4])
     assert steps.made == [4, 1, 4, 2, 1], "parts are made anew: what they work on may have moved"
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("operation not permitted when stream is capturing")])
+def test_no_garbage_is_collected_meanwhile(error: Exception | None) -> None:
+    """A cycle with memory of a device may be anywhere, and its end would end the capture."""
+    collected: list[int] = []
+    meanwhile: list[int] = []
+
+    def capture(number: int) -> Exception | None:
+        collected.clear()
+        for _ in range(gc.get_threshold()[0] * 2):
+            cycle: list[object] = []
+            cycle.append(cycle)
+        meanwhile.extend(collected)
+        return error
+
+    def note(phase: str, about: dict[str, int]) -> None:
+        collected.append(about["generation"])
+
+    device = Device(error=capture)
+    gc.callbacks.append(note)
+    try:
+        graphs_on(device).capture([1, 2])
+    finally:
+        gc.callbacks.remove(note)
+    assert device.num_captures or error
+    assert not meanwhile
+    assert gc.isenabled()
+
+
+def test_why_nothing_is_captured_is_known() -> None:
+    device = Device(error=lambda number: RuntimeError("not permitted\nadvice") if number == 2 else None)
+    graphs = graphs_on(device)
+    graphs.capture([4])
+    assert graphs.refusal is None
+    graphs.capture([1, 2])
+    assert (graphs.refusal, graphs.sizes) == ("not permitted", [])

@@ -1,14 +1,17 @@
 """Whole steps as captured graphs, by their number of rows: F computes a step up to the logits, and S samples,
 appends the tokens and copies the answers. S is a graph of its own because it may wait for what F does not."""
 
+import gc
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
+from tgis.errors import first_line
 from tgis.shard.runner.device.stream import DeviceStream, Graph
 
 logger = logging.getLogger(__name__)
@@ -48,6 +51,18 @@ def graph_sizes(asked: Sequence[int] | None, max_rows: int) -> list[int]:
     return [*sizes, max_rows]
 
 
+@contextmanager
+def _hold_garbage() -> Iterator[None]:
+    """Collect no garbage meanwhile: to free a device's memory or a graph would end a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class StepGraphs:
     """Captured steps. `make_parts` returns the parts of a step with a number of rows; `memory_left` returns
     the bytes of the device that nobody has, as its driver counts them."""
@@ -62,6 +77,8 @@ class StepGraphs:
         self._stream, self._make_parts = stream, make_parts
         self._memory_left, self._clock = memory_left, clock
         self._steps: dict[int, CapturedStep] = {}  # by rising number of rows
+        self.refusal: str | None = None
+        """Why steps could not be captured."""
 
     @property
     def sizes(self) -> list[int]:
@@ -77,6 +94,11 @@ class StepGraphs:
         """Capture steps of these numbers of rows, largest first, until 30 seconds have passed. Steps of the
         sizes that are left out take the next larger one. None is captured if one cannot be. Raises errors of
         the device, but for a lack of memory."""
+        with _hold_garbage():
+            self._capture_all(sizes)
+        self._steps = dict(sorted(self._steps.items()))
+
+    def _capture_all(self, sizes: Sequence[int]) -> None:
         began, before = self._clock(), self._memory_left()
         for done, size in enumerate(sorted(set(sizes) - set(self._steps), reverse=True)):
             seconds = self._clock() - began
@@ -89,7 +111,6 @@ class StepGraphs:
                 break
             if not self._add(size):
                 break
-        self._steps = dict(sorted(self._steps.items()))
 
     def clear(self) -> None:
         """Drop all graphs. Their memory is free once the stream's device releases what it keeps."""
@@ -102,12 +123,13 @@ class StepGraphs:
             forward = self._stream.capture(parts.forward)
             sample = self._stream.capture(parts.sample)
         except torch.OutOfMemoryError:
+            self.refusal = "out of memory"
             logger.warning(
                 "no memory for CUDA graphs of steps of %d rows: smaller steps share larger graphs", size
             )
             return False
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
+            self.refusal = reason = first_line(error)
             logger.warning("no CUDA graphs: steps of %d rows cannot be captured: %s", size, reason)
             self.clear()
             return False

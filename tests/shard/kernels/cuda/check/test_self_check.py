@@ -11,11 +11,14 @@ from torch import Tensor
 
 from tests.support.cuda.interpreter import interpreted
 from tests.support.shard import other_device
+from tests.support.shard.family_cases.all import CASES
 from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cuda.check import self_check
-from tgis.shard.kernels.cuda.check.inputs import INPUTS
+from tgis.shard.kernels.cuda.check.inputs import INPUTS, SMALL, KernelSizes
 from tgis.shard.kernels.cuda.check.self_check import TOLERANCES, check, choose_implementations
 from tgis.shard.kernels.cuda.implementations import KERNELS, Implementations
+from tgis.shard.models.registry import make_spec
+from tgis.shard.startup.cuda_platform import configure_products, find_sizes
 
 TWINS = Implementations.plain()
 HALVES = (torch.float16, torch.bfloat16)
@@ -141,3 +144,71 @@ def test_a_lost_device_is_not_a_kernel_s_failure(
     with pytest.raises(RuntimeError, match="illegal memory access"):
         check(CPU, ONE, replace(TWINS, gate=raises))
     assert caplog.messages == ["the GPU is lost: kernel gate, or its twin in torch operators, broke it"]
+
+
+WIDE = KernelSizes(num_heads=6, num_kv_heads=3, head_dim=96, hidden_size=288, ffn_size=400, vocab_size=700)
+
+
+def test_a_kernel_that_fails_at_the_model_s_sizes_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def compute(x: Tensor, *rest: Any) -> Tensor:
+        if x.shape[1] == WIDE.hidden_size:
+            raise RuntimeError("out of resource: shared memory")
+        found: Tensor = KERNELS["norm"].plain(x, *rest)
+        return found
+
+    for module in KERNELS.values():
+        monkeypatch.setattr(module, "launch", lambda *args, module=module: module.plain(*args))
+    monkeypatch.setattr(KERNELS["norm"], "launch", compute)
+    assert choose_implementations(CPU, ONE).replaced == []
+    assert choose_implementations(CPU, ONE, WIDE).replaced == ["norm"]
+    assert "with weights of torch.float16 and the model's sizes" in caplog.text
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_inputs_have_the_model_s_sizes(name: str) -> None:
+    """All kernels but the first of a step are compiled for sizes of the model."""
+    small, wide = (list(INPUTS[name](CPU, torch.float16, sizes)) for sizes in (SMALL, WIDE))
+    assert len(small) == len(wide)
+    shapes = [[x.shape for x in each.args if isinstance(x, Tensor)] for each in (small[0], wide[0])]
+    assert name == "begin_step" or shapes[0][0] != shapes[1][0]
+    assert check(CPU, ONE, TWINS, [WIDE]) == {}
+
+
+INTERPRETED_SIZES = [
+    KernelSizes(4, 4, 12, 32, 48, 99),
+    pytest.param(KernelSizes(4, 2, 128, 512, 512, 3000), marks=pytest.mark.slow),
+    pytest.param(KernelSizes(6, 1, 20, 32, 48, 403), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("sizes", INTERPRETED_SIZES)
+def test_kernels_pass_at_other_sizes(sizes: KernelSizes) -> None:
+    assert check(CPU, [torch.bfloat16], interpreted(), [sizes]) == {}
+
+
+@pytest.mark.parametrize(
+    ("case", "num_ranks", "sizes"),
+    [
+        ("t5", 1, KernelSizes(4, 4, 12, 32, 48, 99)),
+        ("llama_grouped_queries", 2, KernelSizes(2, 1, 8, 32, 24, 99)),
+        ("llama_shared_kv_head", 4, KernelSizes(1, 1, 8, 32, 12, 99)),
+    ],
+)
+def test_sizes_of_a_model(case: str, num_ranks: int, sizes: KernelSizes) -> None:
+    spec = make_spec(CASES[case]().to_dict())
+    assert find_sizes(spec, num_ranks) == sizes
+
+
+def test_products_keep_partial_sums_in_float32() -> None:
+    settings = torch.backends.cuda.matmul
+    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    for name in names:
+        setattr(settings, name, True)
+    try:
+        configure_products()
+        assert not any(getattr(settings, name) for name in names)
+    finally:
+        for name in names:
+            setattr(settings, name, True)

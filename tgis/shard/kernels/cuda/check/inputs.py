@@ -1,13 +1,15 @@
-"""Small random inputs of all kernels, for weights of a given type."""
+"""Random inputs of all kernels, of a few tokens, for weights of a given type and models of given sizes."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tgis.shard.attention.interface import Heads, Scoring
+from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
+from tgis.shard.kernels.cuda.attention import Tile, cut_tiles
 from tgis.shard.kernels.cuda.step_state import (
     MAX_BIASES,
     MAX_STOP_IDS,
@@ -20,9 +22,24 @@ from tgis.shard.kernels.cuda.step_state import (
 )
 from tgis.shard.layers.ops import HeadNorm
 
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = 8, 2, 64, 16, 64
-VOCAB_SIZE, NUM_ROWS, MAX_BLOCKS = 5000, 6, 40
+BLOCK_SIZE, NUM_BLOCKS = 16, 64
+NUM_ROWS, MAX_BLOCKS = 6, 40
 DUMMY_SLOT = (NUM_BLOCKS - 1) * BLOCK_SIZE
+
+
+@dataclass(frozen=True)
+class KernelSizes:
+    """Sizes of a model, or of a rank's share of it, which kernels are compiled for."""
+
+    num_heads: int = 8
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    hidden_size: int = 320
+    ffn_size: int = 320
+    vocab_size: int = 5000
+
+
+SMALL = KernelSizes()
 
 
 class Input(NamedTuple):
@@ -57,8 +74,8 @@ class Draw:
         return torch.tensor(values, dtype=dtype).to(self._device)
 
 
-def _norms(device: torch.device, dtype: torch.dtype) -> Iterator[Input]:
-    draw, size = Draw(device), 320
+def _norms(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
+    draw, size = Draw(device), sizes.hidden_size
     x, delta = draw.normal(3, size), draw.normal(3, size, dtype=dtype)
     weight, bias = draw.normal(size), draw.normal(size)
     yield Input((x, delta, weight, None, 1e-5, False, dtype), results=(0,))
@@ -66,60 +83,70 @@ def _norms(device: torch.device, dtype: torch.dtype) -> Iterator[Input]:
     yield Input((x, None, weight, None, 1e-5, False, torch.float32), results=(0,))
 
 
-def _gates(device: torch.device, dtype: torch.dtype) -> Iterator[Input]:
-    x = 3 * Draw(device).normal(3, 320, dtype=dtype)
+def _gates(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
+    x = 3 * Draw(device).normal(3, 2 * sizes.ffn_size, dtype=dtype)
     for name, is_gated in (("silu", True), ("gelu_tanh", True), ("gelu", False), ("relu", False)):
         yield Input((x, name, is_gated))
     yield Input((x, "quick_gelu", False))
 
 
-def _turns(device: torch.device, dtype: torch.dtype) -> Iterator[Input]:
+def _turns(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
     draw, num_tokens = Draw(device), 5
-    qkv = draw.normal(num_tokens, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, dtype=dtype)
-    angles = draw.normal(2, num_tokens, HEAD_DIM // 2)
-    norm = HeadNorm(draw.normal(HEAD_DIM), draw.normal(HEAD_DIM), 1e-6)
-    pages = draw.normal(2, NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype=dtype).unbind()
+    width, head_dim = sizes.num_heads + 2 * sizes.num_kv_heads, sizes.head_dim
+    qkv = draw.normal(num_tokens, width * head_dim, dtype=dtype)
+    angles = draw.normal(2, num_tokens, head_dim // 2)
+    norm = HeadNorm(draw.normal(head_dim), draw.normal(head_dim), 1e-6)
+    pages = _draw_pages(draw, dtype, sizes)
     slots = draw.permutation(DUMMY_SLOT)[:num_tokens].long()
     for head_norm in (None, norm):
-        heads = Heads(NUM_HEADS, NUM_KV_HEADS, head_norm)
+        heads = Heads(sizes.num_heads, sizes.num_kv_heads, head_norm)
         yield Input((qkv, heads, angles, *pages, slots), results=(3, 4))
 
 
 # Scores as most models have them, and all that can change them.
-def _scorings(draw: Draw) -> list[Scoring]:
-    slopes, bias = -draw.normal(NUM_HEADS).abs() / 8, draw.normal(NUM_HEADS, 41)
-    changed = Scoring(scale=0.2, window=100, soft_cap=5.0, slopes=slopes, bias=bias)
-    return [Scoring(scale=HEAD_DIM**-0.5), changed]
+def _scorings(draw: Draw, sizes: KernelSizes) -> list[Scoring]:
+    slopes, bias = -draw.normal(sizes.num_heads).abs() / 8, draw.normal(sizes.num_heads, 41)
+    scale = sizes.head_dim**-0.5
+    changed = Scoring(scale=1.6 * scale, window=100, soft_cap=5.0, slopes=slopes, bias=bias)
+    return [Scoring(scale=scale), changed]
 
 
-def _draw_cache(draw: Draw, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _draw_pages(draw: Draw, dtype: torch.dtype, sizes: KernelSizes) -> tuple[Tensor, ...]:
+    size = 2, NUM_BLOCKS, sizes.num_kv_heads, BLOCK_SIZE, sizes.head_dim
+    return draw.normal(*size, dtype=dtype).unbind()
+
+
+def _draw_cache(draw: Draw, dtype: torch.dtype, sizes: KernelSizes) -> tuple[Tensor, ...]:
     """Return keys, values and block tables of 3 rows without common blocks."""
-    pages = draw.normal(2, NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype=dtype).unbind()
-    return *pages, draw.permutation(NUM_BLOCKS - 1).view(3, -1)
+    return *_draw_pages(draw, dtype, sizes), draw.permutation(NUM_BLOCKS - 1).view(3, -1)
 
 
-def _segments(device: torch.device, dtype: torch.dtype) -> Iterator[Input]:
+def _segments(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
     draw = Draw(device)
-    q, cache = draw.normal(4, NUM_HEADS, HEAD_DIM, dtype=dtype), _draw_cache(draw, dtype)
+    q = draw.normal(4, sizes.num_heads, sizes.head_dim, dtype=dtype)
+    cache = _draw_cache(draw, dtype, sizes)
     seq_lens = draw.integers([1, 300, 0, 17])
     starts = torch.zeros_like(draw.integers([0] * 5))
     starts[1:] = count_segments(seq_lens).cumsum(0)
     segments = Segments(draw.integers([2, 0, 1, 1]), seq_lens, starts)
-    for scoring in _scorings(draw):
+    for scoring in _scorings(draw, sizes):
         yield Input((q, *cache, segments, 320, scoring))
 
 
-def _tiles(device: torch.device, dtype: torch.dtype) -> Iterator[Input]:
+def _tiles(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
     draw = Draw(device)
-    q, cache = draw.normal(39, NUM_HEADS, HEAD_DIM, dtype=dtype), _draw_cache(draw, dtype)
-    tiles = draw.integers([[2, 1, 32, 40, 77], [2, 33, 5, 72, 77], [0, 38, 1, 300, 301], [1, 0, 0, 0, 0]])
-    for scoring in _scorings(draw):
+    q = draw.normal(39, sizes.num_heads, sizes.head_dim, dtype=dtype)
+    cache = _draw_cache(draw, dtype, sizes)
+    spans = Tile(2, 1, 37, 40, 77), Tile(0, 38, 1, 300, 301)
+    cut = cut_tiles(spans, tile_tokens(sizes.num_heads // sizes.num_kv_heads))
+    tiles = draw.integers([*cut, Tile(1, 0, 0, 0, 0)])
+    for scoring in _scorings(draw, sizes):
         yield Input((q, *cache, tiles, 320, scoring, torch.ones_like(q)), results=(7,))
 
 
-def _steps(device: torch.device, dtype: torch.dtype) -> Iterator[Input]:
+def _steps(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
     """Two single tokens, the second of an ended row, and two tokens of one more sequence."""
-    draw, rows = Draw(device), draw_rows(device)
+    draw, rows = Draw(device), draw_rows(device, sizes.vocab_size)
     staged = StagedStep(
         seq_rows=draw.integers([1, 4, 2]),
         seq_ends=draw.integers([300, 9, 40]),
@@ -139,15 +166,16 @@ def _steps(device: torch.device, dtype: torch.dtype) -> Iterator[Input]:
     yield Input((staged, rows, out), results=(1, 2))
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Input]:
-    draw, rows = Draw(device), draw_rows(device)
-    logits = 3 * draw.normal(NUM_ROWS, VOCAB_SIZE)
+def _samples(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
+    draw, rows = Draw(device), draw_rows(device, sizes.vocab_size)
+    logits = 3 * draw.normal(NUM_ROWS, sizes.vocab_size)
     logits[5, 7] = torch.nan
     sampled, answers = draw.integers([3, 1, NUM_ROWS, 0, 4, 2]), draw.integers([[-1, -1]] * NUM_ROWS)
     yield Input((logits, rows, sampled, answers), results=(1, 3), overwritten=0)
 
 
-INPUTS: dict[str, Callable[[torch.device, torch.dtype], Iterator[Input]]] = {
+# Functions of a device, a type of weights, and sizes.
+INPUTS: dict[str, Callable[..., Iterator[Input]]] = {
     "begin_step": _steps,
     "norm": _norms,
     "turn_and_keep": _turns,
@@ -176,22 +204,24 @@ _ROWS: tuple[dict[Word, float], ...] = (
 )
 
 
-def draw_rows(device: torch.device) -> RowState:
-    """Return rows of 100 tokens, 60 of them a prompt's, with everything that can change a sample."""
-    draw, num_rows = Draw(device), NUM_ROWS + 1
+def draw_rows(device: torch.device, vocab_size: int, num_rows: int = NUM_ROWS) -> RowState:
+    """Return rows of 100 tokens, 60 of them a prompt's, with everything that can change a sample, and the
+    idle row."""
+    draw, num_rows = Draw(device), num_rows + 1
     words = torch.zeros(num_rows, len(Word), dtype=torch.int32)
-    for row, given in enumerate(_ROWS):
+    for row in range(num_rows):
+        given = _ROWS[row % NUM_ROWS if row < num_rows - 1 else -1]
         words[row, Word.LENGTH], words[row, Word.PROMPT_LEN], words[row, Word.LAST_TOKEN] = 100, 60, row
         for word, value in {**_OFF, **given}.items():
             is_float = isinstance(value, float)
             bits = torch.tensor(value, dtype=torch.float32 if is_float else torch.int32)
             words[row, word] = bits.view(torch.int32)
-    stop_ids = draw.integers([[2, 5, 9, 17, 900] + [-1] * (MAX_STOP_IDS - 5)] * num_rows)
+    stop_ids = draw.integers([[2, 5, 9, 17, 90] + [-1] * (MAX_STOP_IDS - 5)] * num_rows)
     bias_ids = torch.full((num_rows, MAX_BIASES), -1, dtype=torch.int32)
-    bias_ids[:, :9] = torch.arange(9) * 111
-    counts = draw.normal(num_rows, VOCAB_SIZE).clamp(min=0).short()
-    seen = draw.normal(num_rows, VOCAB_SIZE) > 1
-    num_masks = -(-VOCAB_SIZE // 32)
+    bias_ids[:, :9] = torch.arange(9) * min(111, vocab_size // 9)
+    counts = draw.normal(num_rows, vocab_size).clamp(min=0).short()
+    seen = draw.normal(num_rows, vocab_size) > 1
+    num_masks = -(-vocab_size // 32)
     return RowState(
         words=words.to(device),
         block_tables=draw.integers([[NUM_BLOCKS - 1] * MAX_BLOCKS] * num_rows),

@@ -1,15 +1,15 @@
-"""Compares each kernel with its twin on small random input, when a shard starts on a GPU."""
+"""Compares each kernel with its twin on random input of a few tokens, when a shard starts on a GPU: at small
+sizes and at those of the model, which kernels are compiled for."""
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from tgis.errors import first_line
-from tgis.shard.kernels.cuda.check.inputs import INPUTS, Input
+from tgis.shard.kernels.cuda.check.inputs import INPUTS, SMALL, KernelSizes
 from tgis.shard.kernels.cuda.implementations import KERNELS, Implementations
 from tgis.shard.kernels.cuda.kernel_cache import use_cache
 
@@ -26,9 +26,12 @@ class _DifferenceError(Exception):
     """Error: a kernel computes something else than its twin."""
 
 
-def choose_implementations(device: torch.device, dtypes: Sequence[torch.dtype] = DTYPES) -> Implementations:
-    """Choose Triton's kernels, or their twins in the place of those that fail the check."""
-    failures = check(device, dtypes)
+def choose_implementations(
+    device: torch.device, dtypes: Sequence[torch.dtype] = DTYPES, model: KernelSizes = SMALL
+) -> Implementations:
+    """Choose Triton's kernels, or their twins in the place of those that fail the check, at small sizes or at
+    those of the model."""
+    failures = check(device, dtypes, all_sizes=dict.fromkeys((SMALL, model)))
     for name, reason in failures.items():
         logger.warning("GPU kernel %s is replaced by torch operators, which are slower: %s", name, reason)
     return Implementations.choose(frozenset(failures))
@@ -38,15 +41,17 @@ def check(
     device: torch.device,
     dtypes: Sequence[torch.dtype] = DTYPES,
     kernels: Implementations | None = None,
+    all_sizes: Iterable[KernelSizes] = (SMALL,),
 ) -> dict[str, str]:
-    """Return the kernels that fail for weights of any of these types, with the reason.
+    """Return the kernels that fail for weights of any of these types and sizes, with the reason.
 
     Raises RuntimeError if the device is lost."""
     kernels = kernels or Implementations.choose()
     failures: dict[str, str] = {}
-    for name, module in KERNELS.items():
+    asked = [(dtype, sizes) for sizes in all_sizes for dtype in dtypes]
+    for name in KERNELS:
         try:
-            reason = _find_failure(getattr(kernels, name), module.plain, INPUTS[name], device, dtypes)
+            reason = find_failure(name, kernels, device, asked)
         except RuntimeError:
             logger.error("the GPU is lost: kernel %s, or its twin in torch operators, broke it", name)
             raise
@@ -55,22 +60,24 @@ def check(
     return failures
 
 
-def _find_failure(
-    kernel: Callable[..., Any],
-    twin: Callable[..., Any],
-    draw: Callable[[torch.device, torch.dtype], Iterator[Input]],
+def find_failure(
+    name: str,
+    kernels: Implementations,
     device: torch.device,
-    dtypes: Sequence[torch.dtype],
+    asked: Sequence[tuple[torch.dtype, KernelSizes]],
 ) -> str | None:
-    for dtype in dtypes:
+    """Return why a kernel fails for any of these types and sizes, None if it does not."""
+    kernel, twin, draw = getattr(kernels, name), KERNELS[name].plain, INPUTS[name]
+    for dtype, sizes in asked:
+        about = f"with weights of {dtype}" + (" and the model's sizes" if sizes != SMALL else "")
         try:
-            for each in draw(device, dtype):
+            for each in draw(device, dtype, sizes):
                 _compare(each.run(kernel), each.run(twin), TOLERANCES[dtype])
         except _DifferenceError as error:
-            return f"{error}, with weights of {dtype}"
+            return f"{error}, {about}"
         except Exception as error:  # of the compiler, of the launch, or of the device
             _synchronise(device)
-            return f"it does not run, with weights of {dtype}: {type(error).__name__}: {first_line(error)}"
+            return f"it does not run, {about}: {type(error).__name__}: {first_line(error)}"
     return None
 
 

@@ -2,7 +2,7 @@
 
 Kernels are compiled for shapes, so other models compile theirs when they are loaded."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -121,11 +121,10 @@ MODELS = (
 
 def find_variants(num_tokens: int = NUM_TOKENS) -> list[Variant]:
     """Return the launches of all models in steps of `num_tokens` tokens, some of which launch the same."""
-    triton_kernels = Implementations.choose()
-    found = [_begin_step(triton_kernels, num_tokens)]
+    found = [find_begin_step(num_tokens)]
     for model in MODELS:
         for size in model.shards:
-            found += _of_model(triton_kernels, model.divided(size), num_tokens)
+            found += find_model_variants(model.divided(size), num_tokens)
     return found
 
 
@@ -140,12 +139,17 @@ def find_check_variants() -> list[Variant]:
     ]
 
 
-def _of_model(kernels: Implementations, model: ModelShape, num_tokens: int) -> Iterator[Variant]:
+def find_model_variants(
+    model: ModelShape, num_tokens: int, dtypes: Sequence[torch.dtype] = DTYPES
+) -> Iterator[Variant]:
+    """Yield the launches of one model with weights of these types."""
+    kernels = Implementations.choose()
+
     def variant(kernel: str, run: Callable[[], object], about: str = "") -> Variant:
         return Variant(kernel, f"{model.name} {about}".strip(), run)
 
     yield variant("sample", lambda: _sample(kernels, model, num_tokens))
-    for dtype in DTYPES:
+    for dtype in dtypes:
         about = str(dtype).removeprefix("torch.")
         for has_delta in (False, True):
             run = _norm(kernels, model, num_tokens, dtype, has_delta)
@@ -195,7 +199,9 @@ def _rows(vocab_size: int) -> RowState:
     )
 
 
-def _begin_step(kernels: Implementations, num_tokens: int) -> Variant:
+def find_begin_step(num_tokens: int) -> Variant:
+    """Return the launch that begins a step of any model."""
+    kernels = Implementations.choose()
     staged = StagedStep(
         seq_rows=_empty(num_tokens),
         seq_ends=_empty(num_tokens),

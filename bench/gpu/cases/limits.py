@@ -3,19 +3,12 @@
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
-from bench.gpu.target import Target, parse_target
+from bench.gpu.target import Target
 
 GIB = 1 << 30
 LAUNCHES = 1000
 UPLOAD_WORDS = 4096
-
-
-def main() -> None:
-    target = parse_target("limits")
-    for measure in (measure_bandwidth, measure_products, measure_launches, measure_copies):
-        measure(target)
 
 
 def measure_bandwidth(target: Target) -> None:
@@ -42,19 +35,6 @@ def measure_products(target: Target) -> None:
         target.recorder.problem("gemm fp8", type(error).__name__)
     else:
         target.recorder.figure("gemm fp8", 2 * size**3 / seconds / 1e12, "TFLOP/s")
-    check_float32_output(target, a, b)
-
-
-def check_float32_output(target: Target, a: Tensor, b: Tensor) -> None:
-    """Check the product that gives the logits: operands of 16 bits, sums of 32."""
-    try:
-        found = torch.mm(a[:64], b, out_dtype=torch.float32)
-    except (RuntimeError, TypeError) as error:
-        target.recorder.check("products write float32", False, type(error).__name__)
-    else:
-        expected = a[:64].double() @ b.double()
-        error = ((found.double() - expected).norm() / expected.norm()).item()
-        target.recorder.check("products write float32", error < 1e-5, f"relative error {error:.1e}")
 
 
 def measure_launches(target: Target) -> None:
@@ -85,7 +65,3 @@ def measure_copies(target: Target) -> None:
     target.recorder.figure("upload latency", upload_s * 1e6, "us", f"{4 * UPLOAD_WORDS} bytes")
     download_s = target.time(lambda: pinned.copy_(device, non_blocking=True))
     target.recorder.figure("download latency", download_s * 1e6, "us", f"{4 * UPLOAD_WORDS} bytes")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,8 @@
-"""The kernels that a section measures: Triton's, which on a CPU its interpreter runs."""
+"""The kernels that a case measures: Triton's, which on a CPU its interpreter runs."""
 
 from bench.gpu.target import Target
 from tgis.shard.kernels.cuda.implementations import Implementations
+from tgis.shard.kernels.cuda.kernel_cache import use_cache
 
 
 def load_kernels(target: Target) -> Implementations:
@@ -9,4 +10,8 @@ def load_kernels(target: Target) -> Implementations:
         from tests.support.cuda.interpreter import interpreted
 
         return interpreted()
+    from tgis.shard.startup.cuda_platform import configure_products
+
+    use_cache(None)
+    configure_products()
     return Implementations.choose()

@@ -1,0 +1,1 @@
+"""Functions of the cases of `python -m bench.gpu`."""

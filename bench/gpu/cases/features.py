@@ -1,0 +1,112 @@
+"""What a tiny Llama on the device answers to requests of every kind: as transformers, peft or the CPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from bench.gpu.cases.models import answer_on_host, load_model, run_on, temporary_directory
+from bench.gpu.target import Target
+from tests.support.shard.adapter_cases import AdapterCase
+from tests.support.shard.checkpoints import write_llama
+from tests.support.shard.driver import Request, Router, configure, opening, prompts
+from tests.support.shard.family_oracle import Oracle, draw_inputs
+from tests.support.shard.messages import GREEDY, SAMPLE, Steps, integers
+from tests.support.shard.prompt_cases import Case
+from tests.support.tokenizers.trained import write_byte_level
+from tgis.config.processes import ShardConfig
+
+VOCAB_SIZE, NEW_TOKENS = 403, 12
+GRAMMAR = '%llguidance {"no_forcing": true}\nstart: /([a-c]{1,3} ){2,9}\\./'
+SIZES = {"kv_cache_tokens": 2048, "max_step_tokens": 64, "cuda_graphs": "3,8"}
+# Largest difference of log-probabilities that bfloat16 makes in two layers.
+BFLOAT16_TOLERANCE = 0.15
+KINDS: dict[str, dict[str, Any]] = {
+    "guided": {"grammar": GRAMMAR, "eos": [2, 11, 30]},
+    "top_p": {"sampling": {**SAMPLE, "top_p": 0.8}},
+    "penalties": {"sampling": {**GREEDY, "repetition_penalty": 1.6, "frequency_penalty": 0.5}},
+    "sampled": {"sampling": {**SAMPLE, "temperature": 0.6, "min_p": 0.05}},
+}
+
+
+def check_bfloat16(target: Target) -> None:
+    """Compare log-probabilities of the first tokens in bfloat16 with transformers' in float32."""
+    with temporary_directory() as directory:
+        config = write_llama(directory)
+        oracle = Oracle(directory, config)
+        answers = [oracle.answer(ids) for ids in draw_inputs()]
+        runner = load_model(target, configure(directory, **SIZES, dtype="bfloat16"))
+        runner.reset()
+        requests = [Request(list(each.input_ids), 8, details={"logprobs": True}) for each in answers]
+        Router(runner, seed=1).run(list(requests))
+    pairs = [
+        (mine, theirs)
+        for request, answer in zip(requests, answers, strict=True)
+        for mine, theirs in _equal_tokens(request, answer.token_ids, answer.logprobs)
+    ]
+    worst = max((abs(mine - theirs) for mine, theirs in pairs), default=float("inf"))
+    detail = f"difference of log-probabilities {worst:.2g} in {len(pairs)} equal tokens"
+    target.recorder.check("bfloat16 as transformers", worst <= BFLOAT16_TOLERANCE, detail)
+
+
+def _equal_tokens(
+    request: Request, token_ids: list[int], logprobs: list[float]
+) -> Iterator[tuple[float, float]]:
+    for token, known, mine, theirs in zip(
+        request.generated, token_ids, request.logprobs, logprobs, strict=True
+    ):
+        if token != known:
+            return
+        yield mine, theirs
+
+
+def check_kind(target: Target, kind: str) -> None:
+    """Compare tokens in float32 with those that the CPU chooses."""
+    with written_llama() as config:
+        requests = [Request(prompt, NEW_TOKENS, **KINDS[kind]) for prompt in prompts(3, 6, longest=25)]
+        expected = [request.generated for request in answer_on_host(config, requests)]
+        found = run_on(load_model(target, config), requests, depth=2)
+    target.recorder.check(f"{kind} as on the CPU", found == expected)
+
+
+def check_drafts(target: Target) -> None:
+    """Compare what is left of drafts, right ones and wrong ones, with tokens that are chosen one by one."""
+    with written_llama() as config:
+        request = Request([5, 6, 7, 8], NEW_TOKENS, row=0)
+        [known] = answer_on_host(config, [request])
+        runner = load_model(target, config)
+        runner.reset()
+        steps = Steps(runner.info.block_size, runner.info.num_blocks)
+        opened = steps.step([(0, 0, len(request.prompt))], [opening(request)])
+        found = integers(runner.launch(opened).answer().token_ids)
+        while len(found) < NEW_TOKENS - 4:
+            end, guesses = len(request.prompt) + len(found), known.generated[len(found) :][:3]
+            if len(found) % 2 == 0:
+                guesses[-1] = (guesses[-1] + 1) % VOCAB_SIZE
+            step = steps.step([(0, end - 1, end)], drafts={0: guesses})
+            found += integers(runner.launch(step).answer().token_ids)
+    target.recorder.check("drafts as tokens one by one", found == known.generated[: len(found)])
+
+
+def check_tuned(target: Target, kind: str) -> None:
+    """Compare rows with soft prompts or adapters, beside rows without, with peft's."""
+    with temporary_directory() as directory:
+        case = AdapterCase("llama_tied", directory) if kind == "adapters" else Case("llama_tied", directory)
+        options = {"block_size": 16, "dtype": "float32", "uds_path": case.copies.uds_path}
+        runner = load_model(target, configure(case.directory, **SIZES, **options))
+        runner.reset()
+        for digest in case.copies.digests:
+            runner.adapters.load(digest)
+        requests = [case.request(asked) for asked in case.asked]
+        Router(runner, seed=1, depth=2).run(list(requests))
+    for number, (request, asked) in enumerate(zip(requests, case.asked, strict=True)):
+        certain = asked.answer.certain
+        is_equal = request.generated[:certain] == asked.answer.token_ids[:certain]
+        target.recorder.check(f"{kind}, request {number}: as peft", is_equal)
+
+
+@contextmanager
+def written_llama() -> Iterator[ShardConfig]:
+    with temporary_directory() as directory:
+        write_llama(directory, vocab_size=VOCAB_SIZE)
+        write_byte_level(directory, VOCAB_SIZE - 3)
+        yield configure(directory, **SIZES, dtype="float32")

@@ -1,0 +1,162 @@
+"""The speed of whole steps, attention and products, beside the limits that the same run has measured. Weights
+are made on the device. Steps that cannot be captured are measured one kernel at a time."""
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from bench.gpu.inputs.kernels import load_kernels
+from bench.gpu.inputs.roofline import (
+    Rates,
+    decode_seconds,
+    kv_bytes,
+    linear_seconds,
+    list_linears,
+    prefill_operations,
+)
+from bench.gpu.inputs.runners import CONTEXT, MOST_NEW, capture, count_steps, load_runner, run_steps
+from bench.gpu.inputs.scenes import draw_queries, draw_scene
+from bench.gpu.results import find_figure
+from bench.gpu.target import Target
+from bench.steps import Rows
+from tgis.shard.runner.device.model_runner import DeviceModelRunner
+
+NUM_ROWS, PROFILED_STEPS, MAX_KERNELS = (1, 64, 256), 8, 24
+NUM_TOKENS = (1, 4, 16, 64, 256)
+# Numbers of sequences and their lengths.
+DECODES = ((1, 640), (1, 32768), (16, 640), (64, 640), (256, 640))
+PROMPT, PROMPT_STEPS = 8192, 3
+
+
+def measure_decodes(target: Target, name: str) -> None:
+    """Measure steps of one token per row, the most telling numbers of rows first."""
+    began = time.perf_counter()
+    runner = load_runner(target, target.shape(name))
+    target.recorder.figure(f"{name}: weights and cache", time.perf_counter() - began, "s")
+    for num_rows in NUM_ROWS[:1] if target.is_rehearsal else NUM_ROWS:
+        about = f"{name} decode {num_rows}"
+        is_captured = capture(target, runner, [num_rows], f"{about}: steps")
+        measure_decode(target, runner, name, num_rows, is_captured)
+        runner.graphs.clear()
+
+
+def measure_decode(
+    target: Target, runner: DeviceModelRunner, name: str, num_rows: int, is_captured: bool
+) -> None:
+    shape, (count, num_warm) = target.shape(name), count_steps(target)
+    context = 2 * count if target.is_rehearsal else CONTEXT
+    rows = Rows(runner, num_rows, context - count, MOST_NEW)
+    runner.reset()
+    runner.launch(rows.resume()).answer()
+    run_steps(runner, rows, num_warm)
+    start = time.perf_counter()
+    run_steps(runner, rows, count - num_warm)
+    wall_s = (time.perf_counter() - start) / (count - num_warm)
+    key = f"{name} decode {num_rows}" + ("" if is_captured else ", eager")
+    detail = f"{wall_s * 1e3:.2f} ms a step, {num_rows / wall_s:.0f} tokens/s"
+    if name == "0.6b" and num_rows == 1:
+        target.recorder.figure(key, wall_s * 1e3, "ms")
+    share = "bandwidth" if num_rows == 1 else "roofline"
+    floor = decode_seconds(shape, num_rows, context, read_rates(target))
+    target.recorder.figure(f"{key}: share of {share}", floor / wall_s, "", detail)
+    num_steps = num_warm if target.is_rehearsal else PROFILED_STEPS
+    record_kernels(target, key, lambda: run_steps(runner, rows, num_steps), num_steps)
+    if is_captured and num_rows == 1:  # last, because rows have other tokens afterwards
+        idle = max(0.0, 1 - time_graphs(target, runner, num_rows) / wall_s)
+        target.recorder.figure("idle between steps" if name == "8b" else f"{key}: idle", idle, "")
+
+
+def time_graphs(target: Target, runner: DeviceModelRunner, num_rows: int) -> float:
+    """Return the seconds of the device's part of the step that was replayed last."""
+    captured = runner.graphs.find(num_rows)
+    assert captured is not None, "it was captured"
+
+    def replay() -> None:
+        captured.forward.replay()
+        captured.sample.replay()
+
+    return target.time(replay)
+
+
+def measure_prompt(target: Target, name: str) -> None:
+    """Measure the step of a whole prompt."""
+    runner, length = load_runner(target, target.shape(name)), 40 if target.is_rehearsal else PROMPT
+    seconds = []
+
+    def compute(seed: int) -> None:
+        runner.reset()
+        [step] = Rows(runner, 1, length, 2, seed=seed).prefill(length)
+        start = time.perf_counter()
+        runner.launch(step).answer()
+        seconds.append(time.perf_counter() - start)
+
+    for seed in range(1 if target.is_rehearsal else PROMPT_STEPS):
+        compute(seed)
+    rates = read_rates(target)
+    rate = prefill_operations(target.shape(name), length) / min(seconds)
+    detail = f"{min(seconds) * 1e3:.1f} ms, {length / min(seconds):.0f} tokens/s"
+    key = f"{name} prefill {length}"
+    target.recorder.figure(f"{key}: share of gemm", rate / rates.gemm, "", detail)
+    record_kernels(target, key, lambda: compute(PROMPT_STEPS), 1)
+
+
+def record_kernels(target: Target, key: str, work: Callable[[], object], num_steps: int) -> None:
+    """Record the device's time in each kernel."""
+    activity = ProfilerActivity.CPU if target.is_rehearsal else ProfilerActivity.CUDA
+    with profile(activities=[activity]) as profiler:
+        work()
+        target.synchronize()
+    found = profiler.key_averages()
+    spent = [
+        (each.self_cpu_time_total if target.is_rehearsal else each.self_device_time_total) for each in found
+    ]
+    order = sorted(range(len(found)), key=lambda i: -spent[i])
+    for i in order[: 2 if target.is_rehearsal else MAX_KERNELS]:
+        detail = f"{found[i].count / num_steps:.4g} launches"
+        target.recorder.figure(f"{key}: kernel {found[i].key[:80]}", spent[i] / num_steps, "us", detail)
+
+
+def read_rates(target: Target) -> Rates:
+    """Return the limits that the run has measured, or those of an H100 or H200."""
+    read, copy = (find_figure(target.path, f"{name} bandwidth") for name in ("read", "copy"))
+    gemm = find_figure(target.path, "gemm bf16")
+    if read is None or copy is None or gemm is None:
+        target.recorder.fact("limits", "were not measured: shares are of 3.0 TB/s and 780 TFLOP/s")
+        return Rates(3.0e12, 780e12)
+    return Rates(max(read, copy) * 1e12, gemm * 1e12)
+
+
+def measure_linears(target: Target) -> None:
+    shape, rates = target.shape("8b"), read_rates(target)
+    for num_tokens in NUM_TOKENS:
+        measured = floor = 0.0
+        for rows, columns in list_linears(shape):
+            weight = torch.randn(rows, columns, device=target.device).bfloat16()
+            x = torch.randn(num_tokens, columns, device=target.device).bfloat16()
+            measured += target.time(lambda x=x, weight=weight: F.linear(x, weight))  # type: ignore[misc]
+            floor += linear_seconds(num_tokens, (rows, columns), rates)
+        target.recorder.figure(f"8b linears {num_tokens}: share", floor / measured, "", "products of a layer")
+
+
+def measure_attention(target: Target) -> None:
+    shape, kernels, rates = target.shape("8b"), load_kernels(target), read_rates(target)
+    for num_rows, length in DECODES:
+        length = 40 if target.is_rehearsal else length
+        scene = draw_scene(target, shape, num_rows, length, torch.bfloat16)
+        q = draw_queries(scene, num_rows)
+        seconds = target.time(lambda scene=scene, q=q: scene.attend_segments(kernels, q))  # type: ignore[misc]
+        floor = kv_bytes(shape, num_rows * length) / shape.num_layers / rates.bandwidth
+        key, detail = f"attention {num_rows} x {length}", f"{seconds * 1e6:.1f} us a layer"
+        target.recorder.figure(f"{key}: share of bandwidth", floor / seconds, "", detail)
+        if target.is_rehearsal:
+            break
+    length = 40 if target.is_rehearsal else PROMPT
+    scene = draw_scene(target, shape, 1, length, torch.bfloat16)
+    q = draw_queries(scene, length)
+    seconds = target.time(lambda: scene.attend_tiles(kernels, q))
+    operations = prefill_operations(shape, length) / shape.num_layers
+    operations -= sum(2 * rows * columns for rows, columns in list_linears(shape)) * length
+    target.recorder.figure(f"attention of a prompt of {length}", operations / seconds / 1e12, "TFLOP/s")

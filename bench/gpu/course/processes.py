@@ -1,0 +1,66 @@
+"""Processes of this machine: those below another one, in whatever session they are."""
+
+import ctypes
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+_PR_SET_CHILD_SUBREAPER = 36
+_GPU_FILE = "/dev/nvidia-uvm"  # of CUDA; NVML, which forked processes may use, does without it
+POLL_S = 0.02
+KILL_S = 5.0  # after which a process that the kernel does not let end is left alone
+
+
+def adopt_orphans() -> None:
+    """Become the parent of all processes below this one whose parents end."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_descendants() -> int:
+    """Kill all processes below this one, and return their number. Those that have ended are no longer zombies
+    afterwards."""
+    killed: set[int] = set()
+    end = time.monotonic() + KILL_S
+    while time.monotonic() < end:
+        _reap()
+        found = list_descendants(os.getpid())
+        if not found:
+            break
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        killed.update(found)
+        time.sleep(POLL_S)
+    return len(killed)
+
+
+def list_descendants(pid: int) -> list[int]:
+    """Return the processes below one that are alive."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            if state != "Z":
+                children.setdefault(int(parent), []).append(int(path.parent.name))
+    found, below = [], list(children.get(pid, ()))
+    while below:
+        found.append(below.pop())
+        below += children.get(found[-1], ())
+    return found
+
+
+def has_opened_gpu() -> bool:
+    """Return True if this process has opened a GPU: a process that is forked from it cannot use one."""
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            if os.readlink(path) == _GPU_FILE:
+                return True
+    return False
+
+
+def _reap() -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass

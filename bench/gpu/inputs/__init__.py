@@ -1,0 +1,1 @@
+"""Models, caches and arguments of kernels that a run on a GPU computes with."""

@@ -1,0 +1,214 @@
+"""Random inputs of kernels in the sizes of models, and in caches of more elements than 32 bits can count."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bench.gpu.inputs.scenes import Scene, draw_queries, draw_scene
+from bench.gpu.target import Target
+from bench.shapes import Shape
+from tgis.shard.attention.interface import Heads, Scoring
+from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
+from tgis.shard.kernels.cuda.attention import Tile, cut_tiles
+from tgis.shard.kernels.cuda.check.inputs import INPUTS, Input, KernelSizes, draw_rows
+from tgis.shard.kernels.cuda.step_state import Segments, StagedStep, StepTensors, count_segments
+from tgis.shard.layers.ops import HeadNorm
+
+
+class Group(NamedTuple):
+    """Models whose sizes kernels are tried with."""
+
+    heads: tuple[tuple[int, int, int], ...]  # of queries, of keys and values, and channels of a head
+    sizes: tuple[tuple[int, int], ...]  # hidden and of the feed-forward
+    vocab_sizes: tuple[int, ...]
+
+
+GROUPS = {
+    "models": Group(((32, 8, 128), (16, 8, 128)), ((4096, 14336), (1024, 3072)), (128256, 151936)),
+    "others": Group(
+        ((9, 3, 64), (32, 32, 80), (16, 8, 256), (28, 4, 128), (48, 1, 128), (32, 32, 96)),
+        ((576, 1536),),
+        (50257,),
+    ),
+}
+REHEARSED = Group(((4, 2, 16),), ((320, 320),), (512,))
+LENGTHS, SMALL_LENGTHS = (1, 255, 256, 257, 640, 4097, 0, 9000), (1, 40, 257, 0)
+WINDOW, NUM_ROWS = 512, 256
+FAR_ELEMENTS = (1 << 31) + (1 << 26)
+
+
+class KernelInput(NamedTuple):
+    kernel: str
+    label: str
+    input: Input
+    dtype: torch.dtype
+
+
+def draw_inputs(target: Target, kernel: str, dtype: torch.dtype, group: str) -> Iterator[KernelInput]:
+    """Yield fresh random inputs, one after the other, because together they do not fit into memory."""
+    found = REHEARSED if target.is_rehearsal else GROUPS[group]
+    for label, given in _DRAWS[kernel](target, dtype, found):
+        yield KernelInput(kernel, label, given, dtype)
+
+
+Drawn = Iterator[tuple[str, Input]]
+
+
+def _draw_norms(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
+    num_tokens, device = 7 if target.is_rehearsal else 513, target.device
+    for size, _ in group.sizes:
+        x = torch.randn(num_tokens, size, device=device)
+        delta = torch.randn(num_tokens, size, device=device).to(dtype)
+        weight, bias = torch.randn(2, size, device=device).unbind()
+        for is_centred in (False, True):
+            given = (x, delta, weight, bias if is_centred else None, 1e-5, is_centred, dtype)
+            yield f"{size}", Input(given, results=(0,))
+
+
+def _draw_gates(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
+    num_tokens = 7 if target.is_rehearsal else 513
+    for _, size in group.sizes:
+        gated = torch.randn(num_tokens, 2 * size, device=target.device).to(dtype)
+        for name in ("silu", "gelu", "gelu_tanh"):
+            yield f"{name} {size}", Input((gated, name, True))
+
+
+def _draw_scenes(target: Target, dtype: torch.dtype, group: Group) -> Iterator[tuple[str, Scene]]:
+    lengths = SMALL_LENGTHS if target.is_rehearsal else LENGTHS
+    for num_heads, num_kv_heads, head_dim in group.heads:
+        shape = Shape(1, 64, num_heads, num_kv_heads, head_dim, 64, 64)
+        label = f"{num_heads}/{num_kv_heads} x {head_dim}"
+        yield label, draw_scene(target, shape, len(lengths), max(lengths), dtype)
+
+
+def _scorings(scene: Scene) -> Iterator[tuple[str, Scoring]]:
+    yield "", scene.scoring
+    yield " window", Scoring(scale=0.1, window=WINDOW, soft_cap=30.0)
+
+
+def _draw_all_segments(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
+    lengths = SMALL_LENGTHS if target.is_rehearsal else LENGTHS
+    for label, scene in _draw_scenes(target, dtype, group):
+        for about, scoring in _scorings(scene):
+            yield label + about, _draw_segments(scene, lengths, scoring)
+
+
+def _draw_all_tiles(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
+    for label, scene in _draw_scenes(target, dtype, group):
+        for about, scoring in _scorings(scene):
+            yield label + about, _draw_tiles(scene, scoring)
+
+
+def _draw_turns(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
+    for label, scene in _draw_scenes(target, dtype, group):
+        yield label, _draw_turn(scene, head_norm=scene.shape.num_heads == 16)
+
+
+def _draw_segments(scene: Scene, lengths: tuple[int, ...], scoring: Scoring) -> Input:
+    device = scene.keys.device
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    starts = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=device)
+    starts[1:] = count_segments(seq_lens).cumsum(0)
+    segments = Segments(torch.arange(len(lengths), dtype=torch.int32, device=device), seq_lens, starts)
+    where = scene.keys, scene.values, scene.block_tables
+    return Input((draw_queries(scene, len(lengths)), *where, segments, scene.length, scoring))
+
+
+def _draw_tiles(scene: Scene, scoring: Scoring) -> Input:
+    """Draw the end of one sequence, a whole short one, and one token."""
+    most, longest = tile_tokens(scene.shape.num_heads // scene.shape.num_kv_heads), scene.length
+    count = min(200, longest - 1)
+    spans = [
+        Tile(0, 0, count, longest - count, longest),
+        Tile(1, count, 33, 0, 33),
+        Tile(2, count + 33, 1, 9, 10),
+    ]
+    tiles = torch.tensor(list(cut_tiles(spans, most)), dtype=torch.int32, device=scene.keys.device)
+    q = draw_queries(scene, count + 34)
+    out = torch.full_like(q, torch.nan)
+    where = scene.keys, scene.values, scene.block_tables
+    return Input((q, *where, tiles, longest, scoring, out), results=(7,))
+
+
+def _draw_turn(scene: Scene, head_norm: bool) -> Input:
+    shape, device, num_tokens = scene.shape, scene.keys.device, 67
+    width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    qkv = torch.randn(num_tokens, width, device=device).to(scene.keys.dtype)
+    angles = torch.randn(2, num_tokens, shape.head_dim // 2, device=device)
+    weights = torch.randn(2, shape.head_dim, device=device).unbind()
+    norm = HeadNorm(*weights, 1e-6) if head_norm else None
+    slots = torch.randperm(scene.keys.shape[0] * scene.keys.shape[2], device=device)[:num_tokens]
+    heads = Heads(shape.num_heads, shape.num_kv_heads, norm)
+    return Input((qkv, heads, angles, scene.keys, scene.values, slots), results=(3, 4))
+
+
+def _draw_steps(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
+    """Draw a step of single tokens of as many rows as the largest batch has."""
+    num_rows = 7 if target.is_rehearsal else NUM_ROWS
+    device = target.device
+    rows = draw_rows(device, group.vocab_sizes[0], num_rows)
+    order = torch.randperm(num_rows, dtype=torch.int32).to(device)
+    numbers = torch.arange(num_rows, dtype=torch.int32, device=device)
+    none = torch.empty(0, 5, dtype=torch.int32, device=device)
+    staged = StagedStep(
+        seq_rows=order,
+        seq_ends=torch.full_like(order, 101),
+        token_rows=order,
+        token_ids=torch.full_like(order, -1),
+        positions=torch.full_like(order, 100),
+        slots=numbers,
+        new_blocks=torch.stack([order, torch.full_like(order, 6), numbers % 60], 1).contiguous(),
+        tiles=none,
+        cross_tiles=none,
+        sampled_rows=order,
+        sampled_x=numbers,
+    )
+    out = StepTensors.empty(num_rows, num_rows, num_rows, device)
+    for tensor in out:
+        tensor.fill_(1)
+    yield f"{num_rows} rows", Input((staged, rows, out), results=(1, 2))
+
+
+def _draw_samples(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
+    num_rows, device = 7 if target.is_rehearsal else NUM_ROWS, target.device
+    for vocab_size in group.vocab_sizes:
+        rows = draw_rows(device, vocab_size, num_rows)
+        logits = 3 * torch.randn(num_rows, vocab_size, device=device)
+        order = torch.randperm(num_rows, dtype=torch.int32).to(device)
+        answers = torch.full((num_rows, 2), -1, dtype=torch.int32, device=device)
+        given = Input((logits, rows, order, answers), results=(1, 3), overwritten=0)
+        yield f"{num_rows} x {vocab_size}", given
+
+
+_DRAWS: dict[str, Callable[[Target, torch.dtype, Group], Drawn]] = {
+    "begin_step": _draw_steps,
+    "norm": _draw_norms,
+    "turn_and_keep": _draw_turns,
+    "attend_segments": _draw_all_segments,
+    "attend_tiles": _draw_all_tiles,
+    "gate": _draw_gates,
+    "sample": _draw_samples,
+}
+
+
+def draw_far_inputs(target: Target, kernel: str) -> Iterator[tuple[str, Input, Input]]:
+    """Yield inputs with a small cache, and the same with its blocks at the end of a large one."""
+    sizes = KernelSizes(32, 8, 128)
+    inputs = INPUTS[kernel](target.device, torch.bfloat16, sizes)
+    for number, near in enumerate(inputs):
+        keys_at = next(i for i, x in enumerate(near.args) if isinstance(x, Tensor) and x.dim() == 4)
+        num_blocks, *block = near.args[keys_at].shape
+        num_elements = near.args[keys_at].numel()
+        total = 4 * num_blocks if target.is_rehearsal else FAR_ELEMENTS * num_blocks // num_elements
+        shift, args = total - num_blocks, list(near.args)
+        for at in (keys_at, keys_at + 1):
+            pages = torch.zeros(total, *block, dtype=torch.bfloat16, device=target.device)
+            pages[shift:] = near.args[at]
+            args[at] = pages
+        if kernel == "turn_and_keep":
+            args[keys_at + 2] = args[keys_at + 2] + shift * block[1]
+        else:
+            args[keys_at + 2] = args[keys_at + 2] + shift
+        yield f"input {number}", near, near._replace(args=tuple(args))

@@ -1,0 +1,103 @@
+"""Runners of models whose weights are made on the device, and steps as the shard takes them: one is launched
+while another is computed."""
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from bench.gpu.inputs.kernels import load_kernels
+from bench.gpu.inputs.random_weights import build_model
+from bench.gpu.target import Target
+from bench.shapes import Shape
+from bench.steps import Rows
+from tgis.pb import shard_pb2 as pb
+from tgis.shard.adapters.registry import LoadedAdapters
+from tgis.shard.kernels.cuda.implementations import Implementations
+from tgis.shard.kernels.cuda.ops import CudaKernels
+from tgis.shard.memory.kv_cache import KVCache
+from tgis.shard.runner.device.build import make_device_runner
+from tgis.shard.runner.device.model_runner import DeviceModelRunner
+from tgis.shard.runner.device.stream import DeviceStream
+from tgis.shard.runner.interface import Pending
+from tgis.shard.runner.row_table import RowLimits
+from tgis.shard.sampling.grammar import Guides
+
+BLOCK_SIZE, MAX_ROWS = 16, 256
+CONTEXT = 640  # tokens of a row while it is measured
+STEPS, WARM_STEPS = 40, 8
+REHEARSED_STEPS, REHEARSED_WARM_STEPS = 6, 2
+MOST_NEW = 4 * STEPS  # of a row, so that none ends while it is measured
+
+
+def load_runner(target: Target, shape: Shape) -> DeviceModelRunner:
+    """Return a runner without captured steps."""
+    kernels, dtype = choose_kernels(target), torch.bfloat16
+    model = build_model(shape, dtype, CudaKernels(target.device, kernels))
+    max_rows = 2 if target.is_rehearsal else MAX_ROWS
+    num_blocks = max_rows * -(-(CONTEXT + MOST_NEW) // BLOCK_SIZE)
+    heads = shape.num_kv_heads, shape.head_dim
+    cache = KVCache(shape.num_layers, num_blocks + 1, BLOCK_SIZE, *heads, dtype, target.device)
+    info = pb.InfoResponse(
+        vocab_size=shape.vocab_size, block_size=BLOCK_SIZE, num_blocks=num_blocks, world_size=1
+    )
+    return make_device_runner(
+        model,
+        cache,
+        kernels,
+        make_stream(target),
+        RowLimits(shape.max_length, BLOCK_SIZE, shape.vocab_size),
+        max_rows,
+        Guides(_refuse_grammars, shape.vocab_size),
+        info,
+        LoadedAdapters(_refuse_adapters),
+        memory_left=lambda: 1 << 40,
+    )
+
+
+def capture(target: Target, runner: DeviceModelRunner, sizes: Sequence[int], about: str) -> bool:
+    """Capture steps, and record whether that is possible, with the reason if it is not."""
+    runner.graphs.capture(sizes)
+    refusal = runner.graphs.refusal
+    target.recorder.check(f"{about} are captured", refusal is None, refusal or "")
+    return refusal is None
+
+
+def count_steps(target: Target) -> tuple[int, int]:
+    """Return the number of steps of a measurement, and how many of them come before the clock starts."""
+    return (REHEARSED_STEPS, REHEARSED_WARM_STEPS) if target.is_rehearsal else (STEPS, WARM_STEPS)
+
+
+def choose_kernels(target: Target) -> Implementations:
+    """Choose twins for a rehearsal: a step in Triton's interpreter takes a second."""
+    return Implementations.plain() if target.is_rehearsal else load_kernels(target)
+
+
+def make_stream(target: Target) -> DeviceStream:
+    if target.is_rehearsal:
+        from tests.support.cuda.late_device import LateDevice
+
+        return LateDevice()
+    from tgis.shard.runner.device.cuda_stream import CudaStream
+
+    return CudaStream(target.device)
+
+
+def run_steps(
+    runner: DeviceModelRunner, rows: Rows, count: int, max_pending: int | None = None
+) -> list[bytes]:
+    """Decode, with as many steps launched ahead as the runner allows, or fewer. Return the tokens of each."""
+    pending, tokens = deque[Pending](), list[bytes]()
+    for _ in range(count):
+        if len(pending) == (max_pending or runner.max_pending):
+            tokens.append(pending.popleft().answer().token_ids)
+        pending.append(runner.launch(rows.decode()))
+    return tokens + [step.answer().token_ids for step in pending]
+
+
+def _refuse_grammars() -> None:
+    raise ValueError("there is no tokenizer")
+
+
+def _refuse_adapters(digest: str) -> None:
+    raise ValueError(f"there is no adapter {digest}")

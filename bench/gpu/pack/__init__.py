@@ -1,0 +1,1 @@
+"""What a machine with a GPU and without a network needs beside its own packages."""

@@ -1,1 +1,0 @@
-"""Sections of `python -m bench.gpu`, each a program."""

@@ -1,0 +1,190 @@
+"""The course of a run: what is worth most per second comes first. 480 seconds in all. Nothing here imports
+torch."""
+
+from collections.abc import Iterator
+
+from bench.gpu.course.case import Case, Stage
+
+BUDGET_S = 480.0
+AGAIN_BUDGET_S = 240.0
+
+TORCH = ("torch",)
+LIBRARIES = (
+    *TORCH,
+    "triton",
+    "torch._dynamo",
+    "transformers.modeling_utils",
+    "transformers.models.llama.modeling_llama",
+    "peft",
+    "tgis.shard.startup.cuda_platform",
+    "tgis.shard.startup.load",
+    "tests.support.shard.family_cases.all",
+    "bench.gpu.cases.features",
+)
+
+KERNELS = ("begin_step", "norm", "turn_and_keep", "attend_segments", "attend_tiles", "gate", "sample")
+# Those that read or write a cache.
+CACHED = ("turn_and_keep", "attend_segments", "attend_tiles")
+# Names in tests.support.shard.family_cases: a case of each family, then all others.
+FAMILIES = tuple(
+    "llama_grouped_queries mistral qwen2 qwen3 granite gemma gemma2 gemma3 phi3 olmo2 mixtral qwen3_moe "
+    "granitemoe starcoder2 gpt_neox gpt2 gpt_bigcode bloom falcon_7b mpt opt t5 bart".split()
+)
+VARIANTS = tuple(
+    "llama_tied llama_multi_head llama_shared_kv_head llama_wide_heads llama_biases llama_llama3_rope "
+    "llama_linear_rope llama_yarn_rope mistral_window mistral_tied_shared_kv_head ministral "
+    "qwen2_last_layer_window qwen2_first_layer_window qwen2_yarn qwen3_biases_window qwen3_tied_yarn "
+    "granite_biases granite_shared_kv_head gemma_gelu gemma2_uncapped gemma2_untied_biases_gelu "
+    "gemma3_capped_shared_kv_head gemma3_multimodal phi3_tied_short phi3_short_and_long olmo2_tied_biases "
+    "olmo2_multi_head_yarn mixtral_tied_window qwen3_moe_some_dense qwen3_moe_biases_window "
+    "granitemoe_biases gpt_neox_sequential gpt_neox_full_rotary gpt_neox_no_bias gpt2_wide gpt2_unscaled "
+    "gpt_bigcode_multi_head bloom_six_heads falcon_40b falcon_11b falcon_rw falcon_sequential falcon_alibi "
+    "mpt_six_heads mpt_clipped opt_350m opt_no_final_norm opt_no_bias flan_t5 ul2 mt5 umt5 bart_scaled "
+    "mbart".split()
+)
+REHEARSED_FAMILIES = ("qwen2", "t5")
+REHEARSED_KERNELS = ("norm", "sample")
+
+
+def _case(name: str, function: str, seconds: float, *arguments: str | int, is_rehearsed: bool = True) -> Case:
+    return Case(name, f"bench.gpu.cases.{function}", seconds, arguments, is_rehearsed)
+
+
+def _compare_kernels(dtype: str, group: str, seconds: float, is_rehearsed: bool) -> tuple[Case, ...]:
+    return tuple(
+        _case(
+            f"{kernel} {dtype} {group}",
+            "kernels:compare",
+            seconds,
+            *(kernel, dtype, group),
+            is_rehearsed=is_rehearsed and kernel in REHEARSED_KERNELS,
+        )
+        for kernel in KERNELS
+        if group != "others" or kernel not in ("begin_step", "sample")
+    )
+
+
+_FAR = tuple(
+    _case(f"{kernel} far", "kernels:compare_far", 20, kernel, is_rehearsed=kernel == "turn_and_keep")
+    for kernel in CACHED
+)
+_TYPES = (
+    *_compare_kernels("float16", "models", 15, is_rehearsed=False),
+    *_compare_kernels("float32", "models", 15, is_rehearsed=False),
+    *_compare_kernels("bfloat16", "others", 15, is_rehearsed=True),
+)
+
+STAGES = (
+    Stage(
+        "probes",
+        20,
+        (
+            _case("machine", "probes:describe_machine", 10),
+            _case("imports", "probes:import_all", 20),
+            _case("products", "probes:check_products", 10),
+            _case("pools", "probes:check_pools", 10),
+        ),
+        num_parallel=2,
+        libraries=TORCH,
+    ),
+    Stage(
+        "limits",
+        15,
+        (
+            _case("bandwidth", "limits:measure_bandwidth", 8),
+            _case("products", "limits:measure_products", 8),
+            _case("launches", "limits:measure_launches", 8),
+            _case("copies", "limits:measure_copies", 8),
+        ),
+        libraries=TORCH,
+    ),
+    Stage(
+        "kernels", 45, (*_compare_kernels("bfloat16", "models", 20, is_rehearsed=True), *_FAR), 4, LIBRARIES
+    ),
+    Stage(
+        "steps",
+        30,
+        (
+            _case("0.6b captured and eager", "steps:compare_captured", 30, "0.6b"),
+            _case("0.6b steady", "steps:check_steady", 15, "0.6b"),
+        ),
+        num_parallel=2,
+        libraries=LIBRARIES,
+    ),
+    Stage(
+        "speed",
+        90,
+        (
+            _case("8b decode", "speed:measure_decodes", 35, "8b"),
+            _case("8b prefill", "speed:measure_prompt", 25, "8b"),
+            _case("0.6b decode", "speed:measure_decodes", 20, "0.6b", is_rehearsed=False),
+            _case("attention", "speed:measure_attention", 15),
+            _case("linears", "speed:measure_linears", 10),
+        ),
+        libraries=LIBRARIES,
+    ),
+    Stage(
+        "features",
+        60,
+        (
+            _case("bfloat16", "features:check_bfloat16", 25),
+            *(
+                _case(kind, "features:check_kind", 25, kind, is_rehearsed=kind == "guided")
+                for kind in ("guided", "top_p", "sampled", "penalties")
+            ),
+            _case("adapters", "features:check_tuned", 30, "adapters"),
+            _case("soft prompts", "features:check_tuned", 30, "prompts", is_rehearsed=False),
+            _case("drafts", "features:check_drafts", 25),
+        ),
+        num_parallel=4,
+        libraries=LIBRARIES,
+    ),
+    Stage(
+        "families",
+        60,
+        tuple(
+            _case(name, "families:check_family", 25, name, is_rehearsed=name in REHEARSED_FAMILIES)
+            for name in (*FAMILIES, *VARIANTS)
+        ),
+        num_parallel=4,
+        libraries=LIBRARIES,
+    ),
+    Stage("types", 30, _TYPES, 4, LIBRARIES),
+    Stage(
+        "sanitizer",
+        60,
+        (
+            _case("memcheck", "sanitizer:run_tool", 60, "memcheck"),
+            _case("racecheck", "sanitizer:run_tool", 60, "racecheck"),
+        ),
+        num_parallel=2,
+        libraries=LIBRARIES,
+    ),
+    Stage(
+        "service",
+        70,
+        (
+            _case("1b", "service:measure", 50, "1b"),
+            _case("transformers 1b", "peers:measure", 25, "1b"),
+        ),
+        libraries=LIBRARIES,
+    ),
+)
+
+
+def list_functions() -> Iterator[str]:
+    for stage in STAGES:
+        yield from (case.function for case in stage.cases)
+
+
+def choose_rehearsed(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    """Return the stages with the cases that a rehearsal on the CPU runs, one at a time."""
+    return tuple(
+        Stage(
+            stage.name,
+            stage.seconds,
+            tuple(case for case in stage.cases if case.is_rehearsed),
+            libraries=stage.libraries,
+        )
+        for stage in stages
+    )

@@ -1,0 +1,177 @@
+"""A run on a GPU brings home what every case has shown, whatever ends the case."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from bench.gpu.course.case import Case, Stage
+from bench.gpu.course.supervisor import Course
+from bench.gpu.results import Recorder, Result, keep_last_attempts, read_results
+
+FAULTS = "tests.support.gpu_faults"
+FIGURE = "before the fault"
+
+
+def make_case(function: str, seconds: float = 20.0, *arguments: str) -> Case:
+    return Case(function, f"{FAULTS}:{function}", seconds, arguments)
+
+
+def run_cases(
+    tmp_path: Path,
+    cases: Sequence[Case],
+    num_parallel: int = 1,
+    seconds: float = 100.0,
+    budget: float = 100.0,
+    libraries: Sequence[str] = (),
+) -> dict[str, list[Result]]:
+    """Run one stage. Return the results of each case."""
+    course = Course(tmp_path / "results.jsonl", tmp_path / "logs.txt", "cpu")
+    course.run([Stage("faults", seconds, tuple(cases), num_parallel, tuple(libraries))], budget)
+    results = list(read_results(tmp_path / "results.jsonl"))
+    return {case.name: [each for each in results if each.case == case.name] for case in cases}
+
+
+ENDS = {
+    "work": ("done", ""),
+    "exhaust_resources": ("failed", "OutOfResources: out of resource: shared memory"),
+    "fail_to_compile": ("failed", "CompilationError: at "),
+    "fail_an_assertion": ("failed", "AssertionError: 3 of 4 rows differ"),
+    "leave": ("failed", "ended with status 7"),
+    "hang": ("out of time", "ended after 1.5 s"),
+    "break_memory": ("crashed", "SIGSEGV"),
+    "end_the_keeper": ("crashed", "the process that keeps cases is lost"),
+    "import_slowly": ("out of time", "ended after 1.5 s"),
+    "import_nothing": ("failed", "ModuleNotFoundError: No module named 'a_module_that_nobody_has'"),
+}
+
+
+def test_all_ends_come_home(tmp_path: Path) -> None:
+    seconds = {"hang": 1.5, "import_slowly": 1.5}
+    cases = [make_case(name, seconds.get(name, 20.0)) for name in ENDS if name != "import_nothing"]
+    cases.append(Case("import_nothing", "a_module_that_nobody_has:run", 20.0))
+    found = run_cases(tmp_path, cases, libraries=["torch", "triton"])
+    for name, (outcome, reason) in ENDS.items():
+        *before, last = found[name]
+        assert (last.kind, last.value) == ("outcome", outcome), name
+        assert last.detail.startswith(reason), name
+        has_begun = name not in ("import_slowly", "import_nothing")
+        assert [(each.key, each.value) for each in before] == [(FIGURE, 1.0)] * has_begun, name
+    assert "time.sleep" not in found["hang"][-1].detail
+    assert "in hang" in found["hang"][-1].detail, "where it hangs"
+    assert "what its service logged" in found["hang"][-1].detail
+    assert "in import_slowly" in found["import_slowly"][-1].detail
+    assert "in break_memory" in found["break_memory"][-1].detail
+    assert "what it printed" in found["fail_an_assertion"][-1].detail
+    assert "what it printed" in (tmp_path / "logs.txt").read_text()
+
+
+def test_what_is_left_behind_is_ended(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    found = run_cases(tmp_path, [make_case("leave_services", 20.0, str(pids))])
+    last = found["leave_services"][-1]
+    assert (last.value, last.detail) == ("done", "2 processes were left behind, and are ended")
+    left = [int(text) for text in pids.read_text().split()]
+    assert len(left) == 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in left)
+
+
+def test_cases_without_time_are_not_begun_and_begin_if_the_budget_lasts(tmp_path: Path) -> None:
+    cases = [make_case("hang", 1.5), make_case("work")]
+    found = run_cases(tmp_path, cases, seconds=1.5)
+    assert [each.value for each in found["work"]] == ["not begun", 1.0, "done"]
+    assert [each.attempt for each in found["work"]] == [1, 2, 2]
+
+
+def test_the_pace_scales_all_times(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    course = Course(results, tmp_path / "logs.txt", "cpu", pace=0.1)
+    stages = [
+        Stage("first", 100.0, (make_case("hang", 9.0),)),
+        Stage("last", 11.0, (make_case("hang", 90.0),)),
+    ]
+    course.run(stages, 60.0)
+    found = [each.detail.partition("\n")[0] for each in read_results(results) if each.kind == "outcome"]
+    assert found == ["ended after 0.9 s", "ended after 1.1 s"]
+
+
+def test_a_budget_ends_everything(tmp_path: Path) -> None:
+    began = time.monotonic()
+    found = run_cases(tmp_path, [make_case("hang"), make_case("work")], budget=2.0)
+    assert time.monotonic() - began < 8
+    assert [each.value for each in found["hang"]] == [1.0, "out of time"]
+    assert [each.value for each in found["work"]] == ["not begun"]
+
+
+@pytest.mark.parametrize("library", ["tests.support.slow_module", "a_module_that_nobody_has"])
+def test_a_library_that_cannot_be_imported_is_left_to_the_cases(library: str, tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    course = Course(results, tmp_path / "logs.txt", "cpu", import_s=1.0)
+    course.run([Stage("faults", 60.0, (make_case("work", 60.0),), libraries=(library,))], 60.0)
+    assert [each.value for each in read_results(results)] == [1.0, "done"]
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def list_children(pid: int) -> list[int]:
+    """Return the processes below one, as the kernel lists them."""
+    texts = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    found = [int(word) for text in texts for word in text.split()]
+    return found + [each for child in found for each in list_children(child)]
+
+
+def is_alive(pid: int) -> bool:
+    path = Path(f"/proc/{pid}/stat")
+    return path.exists() and ") Z " not in path.read_text()
+
+
+def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: Path) -> None:
+    program = f"""
+from pathlib import Path
+from tests.bench.gpu.test_supervisor import make_case, run_cases
+run_cases(Path({str(tmp_path)!r}), [make_case("hang", 500.0)])
+"""
+    run = subprocess.Popen([sys.executable, "-c", program])
+    results = tmp_path / "results.jsonl"
+    wait_until(lambda: results.exists())
+    below = list_children(run.pid)
+    assert len(below) == 3, "the process that forks, the keeper, the case"
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    wait_until(lambda: not any(is_alive(pid) for pid in below))
+    assert [each.kind for each in read_results(results)] == ["figure"]
+
+
+def test_a_record_that_was_cut_off_costs_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    recorder = Recorder("limits", "copies", 1, path)
+    recorder.figure("copy bandwidth", 4.0, "TB/s")
+    with path.open("a") as file:
+        file.write('{"stage": "limits", "ca')
+    recorder.outcome("done", 1.0)
+    assert [each.kind for each in read_results(path)] == ["figure", "outcome"]
+
+
+def test_the_last_attempt_that_began_counts(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    for attempt, outcome in enumerate(["failed", "done", "not begun"], 1):
+        Recorder("limits", "copies", attempt, path).outcome(outcome, 1.0)
+    Recorder("limits", "launches", 1, path).outcome("not begun", 0.0)
+    kept = keep_last_attempts(read_results(path))
+    assert [(each.case, each.attempt) for each in kept] == [("copies", 2), ("launches", 1)]
+
+
+def test_cases_are_fresh_processes_once_one_cannot_use_the_gpu(tmp_path: Path) -> None:
+    found = run_cases(tmp_path, [make_case("need_a_fresh_process"), make_case("need_a_fresh_process_too")])
+    first, second = found.values()
+    assert [each.value for each in first] == ["failed", 1.0, "done"]
+    assert [each.value for each in second] == [1.0, "done"]

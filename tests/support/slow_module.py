@@ -1,0 +1,5 @@
+"""Module that takes longer to import than anybody waits."""
+
+import time
+
+time.sleep(600)
