@@ -1,6 +1,6 @@
 """Installs a pack on the machine: `python -m bench.gpu.pack.install DIRECTORY`. Wheels go to DIRECTORY/site,
 which PYTHONPATH must name, `tgis/pb` into the checkout, and compiled kernels beside the Python. It imports
-nothing that a pack may bring."""
+nothing that a pack may bring. What cannot be installed is named, and the run shows what comes of that."""
 
 import shutil
 import subprocess
@@ -14,12 +14,22 @@ def main() -> None:
     pack = Path(sys.argv[1])
     if not pack.is_dir():
         sys.exit(f"there is no pack in {pack}: make gpu-pack makes one")
-    site = pack / "site"
+    if not install_wheels(pack, sorted((pack / "wheels").glob("*.whl"))):
+        for wheel in sorted((pack / "wheels").glob("*.whl")):
+            if not install_wheels(pack, [wheel]):
+                print(f"{wheel.name} is not installed", file=sys.stderr)
+    copies = {"pb": ROOT / "tgis" / "pb", "triton": Path(sys.prefix) / "triton"}
+    for name, target in copies.items():
+        try:
+            shutil.copytree(pack / name, target, dirs_exist_ok=True)
+        except OSError as error:
+            print(f"{name} is not installed: {error}", file=sys.stderr)
+
+
+def install_wheels(pack: Path, wheels: list[Path]) -> bool:
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile"]
-    wheels = map(str, sorted((pack / "wheels").glob("*.whl")))
-    subprocess.run([*command, "--no-cache-dir", "--upgrade", "--target", str(site), *wheels], check=True)
-    shutil.copytree(pack / "pb", ROOT / "tgis" / "pb", dirs_exist_ok=True)
-    shutil.copytree(pack / "triton", Path(sys.prefix) / "triton", dirs_exist_ok=True)
+    command += ["--no-cache-dir", "--upgrade", "--target", str(pack / "site"), *map(str, wheels)]
+    return subprocess.run(command).returncode == 0
 
 
 if __name__ == "__main__":
