@@ -4,37 +4,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from bench.gpu.course.case import Case, Stage
 from bench.gpu.course.supervisor import Course
-from bench.gpu.results import Recorder, Result, keep_last_attempts, read_results
-
-FAULTS = "tests.support.gpu_faults"
-FIGURE = "before the fault"
-
-
-def make_case(function: str, seconds: float = 20.0, *arguments: str) -> Case:
-    return Case(function, f"{FAULTS}:{function}", seconds, arguments)
-
-
-def run_cases(
-    tmp_path: Path,
-    cases: Sequence[Case],
-    num_parallel: int = 1,
-    seconds: float = 100.0,
-    budget: float = 100.0,
-    libraries: Sequence[str] = (),
-) -> dict[str, list[Result]]:
-    """Run one stage. Return the results of each case."""
-    course = Course(tmp_path / "results.jsonl", tmp_path / "logs.txt", "cpu")
-    course.run([Stage("faults", seconds, tuple(cases), num_parallel, tuple(libraries))], budget)
-    results = list(read_results(tmp_path / "results.jsonl"))
-    return {case.name: [each for each in results if each.case == case.name] for case in cases}
-
+from bench.gpu.results import Recorder, keep_last_attempts, read_results
+from tests.support.gpu_cases import make_case, run_cases
+from tests.support.gpu_faults import FIGURE
 
 ENDS = {
     "work": ("done", ""),
@@ -137,7 +116,7 @@ def is_alive(pid: int) -> bool:
 def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: Path) -> None:
     program = f"""
 from pathlib import Path
-from tests.bench.gpu.test_supervisor import make_case, run_cases
+from tests.support.gpu_cases import make_case, run_cases
 run_cases(Path({str(tmp_path)!r}), [make_case("hang", 500.0)])
 """
     run = subprocess.Popen([sys.executable, "-c", program])
