@@ -9,7 +9,7 @@ Serving $model on $bind. As soon as the log says "serving", ask it, in another t
 
   $bin/tgis client stream --target localhost:$grpc_port --max-new-tokens 60 'Once upon a time'
 
-  curl http://localhost:$http_port/v1/chat/completions --json \\
+  curl http://localhost:$http_port/v1/chat/completions -d \\
     '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
 
   http://localhost:$http_port/playground
