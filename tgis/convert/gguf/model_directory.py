@@ -13,6 +13,7 @@ import jinja2
 from tgis.convert.gguf.architectures import find_architecture, make_config
 from tgis.convert.gguf.files import SUFFIX, GgufFiles, open_gguf
 from tgis.convert.gguf.metadata import Metadata
+from tgis.convert.gguf.tensor_names import refuse_unknown
 from tgis.convert.gguf.tokenizer import CONTROL, KEY, Vocabulary, make_settings, make_tokenizer
 from tgis.errors import first_line
 
@@ -43,6 +44,7 @@ def write_model_directory(paths: Sequence[Path], directory: Path) -> None:
 def write_settings(files: GgufFiles, directory: Path) -> None:
     """Write configuration, tokenizer and templates. Raises ConversionError."""
     architecture = find_architecture(files)
+    refuse_unknown(files, architecture.names)
     _write(directory / CONFIG, make_config(files, architecture))
     vocabulary = Vocabulary(files.metadata)
     settings = make_settings(vocabulary) | _read_templates(files.metadata)
