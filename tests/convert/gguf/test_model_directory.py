@@ -95,7 +95,7 @@ BAD: dict[str, tuple[list[Change], str]] = {
     ),
     "unknown tensors": (
         [lambda writer: add_unknown(writer)],
-        "the architecture llama has no place for 2 of the tensors, the first of which is blk.0.attn_sinks.weight",
+        "llama has no place for 2 of the tensors, the first of which is blk.0.attn_sinks.weight",
     ),
     "template": (
         [lambda writer: writer.add_chat_template("{% if %}")],

@@ -75,8 +75,9 @@ def refuse_unknown(files: GgufFiles, names: TensorNames) -> None:
         if name not in IN_CONFIGURATION and _split(name)[0] not in names.modules
     ]
     if unknown:
+        path, architecture = files.tensors[unknown[0]].path, files.metadata.architecture
         raise ConversionError(
-            f"{files.tensors[unknown[0]].path}: the architecture {files.metadata.architecture} has no place for "
+            f"{path}: the architecture {architecture} has no place for "
             f"{len(unknown)} of the tensors, the first of which is {unknown[0]}"
         )
 
