@@ -317,3 +317,15 @@ def test_lines_say_which_process_they_are_of(
     asked = replace(config, json_output=True, **nodes)  # type: ignore[arg-type]
     assert line_fields(asked, process, options) == expected
     assert line_fields(replace(asked, json_output=False), process, options) is None
+
+
+def test_names_of_models_in_gguf_form_are_those_of_their_files(tmp_path: Path) -> None:
+    file, made = tmp_path / "models" / "small-q8.gguf", tmp_path / "made"
+    for directory in (file.parent, made):
+        directory.mkdir()
+    file.touch()
+    (made / file.name).symlink_to(file)
+    assert served_name(str(file), made) == "small-q8"
+    assert served_name(f"{file.parent}/", made) == "models"
+    assert served_name("org/m:small-q8.gguf", made) == "org/m:small-q8.gguf"
+    assert served_name("org/m", made) == "org/m"

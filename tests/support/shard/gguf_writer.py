@@ -35,6 +35,8 @@ def write_gguf(directory: Path, file: Path, architecture: str, plain: Type | Non
         back = torch.from_numpy(gguf.dequantize(codes, kind)).reshape(weights.shape)
         rounded[name] = (back.T if is_transposed else back).contiguous()
         stored |= {each: (part, kind) for each, part in rearrange(architecture, config, name, codes).items()}
+    if config.get("scale_decoder_outputs") is False:  # a later T5, whose published checkpoints have a head
+        stored["lm_head.weight"] = stored["shared.weight"]
     for name, (codes, kind) in join_experts(stored).items():
         writer.add_tensor(rename(architecture, config, name), codes, raw_dtype=kind)
     add_rope_factors(writer, config)

@@ -2,6 +2,8 @@
 their metadata."""
 
 import json
+import logging
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,11 @@ import jinja2
 from tgis.convert.gguf.architectures import find_architecture, make_config
 from tgis.convert.gguf.files import SUFFIX, GgufFiles, open_gguf
 from tgis.convert.gguf.metadata import Metadata
+from tgis.convert.gguf.tensor_names import refuse_unknown
 from tgis.convert.gguf.tokenizer import CONTROL, KEY, Vocabulary, make_settings, make_tokenizer
 from tgis.errors import first_line
+
+logger = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 TEMPLATE, TEMPLATES = "tokenizer.chat_template", "tokenizer.chat_templates"
@@ -28,6 +33,9 @@ def write_model_directory(paths: Sequence[Path], directory: Path) -> None:
     """Write the files and links into an empty directory. Raises ConversionError."""
     files = open_gguf(paths)
     write_settings(files, directory)
+    types = Counter(tensor.place.type.name for tensor in files.tensors.values())
+    counts = ", ".join(f"{count} of {name}" for name, count in types.most_common())
+    logger.info("%s with tensors %s; weights are held as --dtype", files.metadata.architecture, counts)
     for number, path in enumerate(paths):
         name = path.name if path.suffix == SUFFIX else f"{number:05}{SUFFIX}"
         (directory / name).symlink_to(path.absolute())
@@ -36,6 +44,7 @@ def write_model_directory(paths: Sequence[Path], directory: Path) -> None:
 def write_settings(files: GgufFiles, directory: Path) -> None:
     """Write configuration, tokenizer and templates. Raises ConversionError."""
     architecture = find_architecture(files)
+    refuse_unknown(files, architecture.names)
     _write(directory / CONFIG, make_config(files, architecture))
     vocabulary = Vocabulary(files.metadata)
     settings = make_settings(vocabulary) | _read_templates(files.metadata)

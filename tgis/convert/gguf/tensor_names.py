@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from tgis.convert.atomic_write import ConversionError
 from tgis.convert.gguf.files import GgufFiles
 from tgis.convert.gguf.row_order import AdjacentPairs, RowOrder, SplitGroups
 
@@ -63,6 +64,22 @@ def list_sources(files: GgufFiles, names: TensorNames) -> dict[str, GgufSource]:
             first = found.get(full)
             found[full] = replace(source, names=(*first.names, name)) if first else source
     return found
+
+
+def refuse_unknown(files: GgufFiles, names: TensorNames) -> None:
+    """Raise ConversionError for a tensor that the architecture does not have: without it, the model would
+    differ from the one that was trained."""
+    unknown = [
+        name
+        for name in files.tensors
+        if name not in IN_CONFIGURATION and _split(name)[0] not in names.modules
+    ]
+    if unknown:
+        path, architecture = files.tensors[unknown[0]].path, files.metadata.architecture
+        raise ConversionError(
+            f"{path}: the architecture {architecture} has no place for "
+            f"{len(unknown)} of the tensors, the first of which is {unknown[0]}"
+        )
 
 
 def _split(name: str) -> tuple[str, str, str, str]:

@@ -46,7 +46,9 @@ def is_gguf(directory: Path) -> bool:
 
 
 def list_gguf(directory: Path) -> list[Path]:
-    return sorted(directory.glob(f"*{SUFFIX}"))
+    """Return the GGUF files of a directory; of links, the files that they name, which operators know."""
+    files = sorted(directory.glob(f"*{SUFFIX}"))
+    return [directory / file.readlink() if file.is_symlink() else file for file in files]
 
 
 def count_elements(directory: Path, format: Format | None = None) -> int:
