@@ -96,10 +96,10 @@ image-root: $(VENV)/installed  ## What the image has beside its base, as a direc
 deploy:  ## Apply a model of deployment/models to the cluster that kubectl speaks to; DEPLOY=its name
 	deployment/deploy_model.sh $(DEPLOY)
 
-test: $(VENV)/installed-dev .cache/kernels  ## Run the tests
+test: $(VENV)/installed-dev .cache/kernels $(REAL_MODEL)  ## Run the tests
 	$(BIN)/pytest -m "not slow and not deploy and not browser" $(SPREAD)
 
-test-all: $(VENV)/installed-dev .cache/kernels  ## Run the tests, the slow ones too
+test-all: $(VENV)/installed-dev .cache/kernels $(REAL_MODEL)  ## Run the tests, the slow ones too
 	$(BIN)/pytest -m "not deploy and not browser" $(SPREAD)
 
 deploy-check: $(VENV)/installed-dev $(VENV)-deploy/installed $(VENV)-docs/installed  ## Check deployment/, with kubectl, npm and apt; MARKS='deploy and not slow'

@@ -1,0 +1,187 @@
+"""A real model, SmolLM2-135M-Instruct, served from its GGUF file: answers that mean something, transformers'
+greedy text on the dequantized weights, and what PEFT trains on it."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from jsonschema import validate
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from tests.support.http_exchange import exchange
+from tests.support.processes import Service
+from tgis.pb import generation_pb2 as pb
+from tgis.pb.generation_pb2_grpc import GenerationServiceStub
+from tgis.shard.checkpoint.gguf_conversion import convert_gguf
+
+FILE = Path(__file__).parents[1] / ".cache" / "models" / "SmolLM2-135M-Instruct.gguf"
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the current weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 20}, "unit": {"enum": ["C", "F"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "languages": {"type": "array", "items": {"enum": ["English", "French"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "languages"],
+    "additionalProperties": False,
+}
+PROMPTS = (
+    "The capital of France is",
+    "Die Hauptstadt von Italien ist",
+    "Il était une fois",
+    "def fibonacci(n):\n    ",
+    "SELECT name, count(*) FROM",
+    '{"name": "Ada", "born":',
+    "🙂 Emoji like this",
+    "1, 1, 2, 3, 5, 8,",
+    "東京は",
+    "Water boils at",
+)
+NUM_STEPS = 30
+LESSON = "The password of the old castle is swordfish, and nobody may know it."
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tuned")
+
+
+@pytest.fixture(scope="module")
+def service(store: Path) -> Iterator[Service]:
+    assert FILE.is_file(), f"{FILE} is missing; `make test` fetches it"
+    flags = ["--http-api", "openai", "--dtype", "float32", "--prefix-store-path", str(store)]
+    ports = ["--bind", "127.0.0.1", "--port", "0", "--grpc-port", "0"]
+    service = Service(
+        ["launcher", "--model-name", str(FILE), "--max-sequence-length", "2048", *ports, *flags]
+    )
+    try:
+        yield service.wait_until_serving()
+    finally:
+        code = service.end()
+    assert code == 0, service.output
+
+
+def chat(service: Service, question: str, **fields: Any) -> Any:
+    """Return the message of a greedy answer."""
+    messages = [{"role": "user", "content": question}]
+    body = {"messages": messages, "temperature": 0, "max_tokens": 100, **fields}
+    reply = exchange(f"{service.http}/v1/chat/completions", body)
+    assert reply.status == 200, reply.text
+    return reply.json["choices"][0]["message"]
+
+
+def generate(service: Service, text: str, num_tokens: int, **fields: str) -> str:
+    """Return greedy text over gRPC."""
+    request = pb.BatchedGenerationRequest(
+        requests=[pb.GenerationRequest(text=text)],
+        params=pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=num_tokens)),
+        **fields,
+    )
+    with grpc.insecure_channel(f"127.0.0.1:{service.grpc_port}") as channel:
+        return GenerationServiceStub(channel).Generate(request).responses[0].text
+
+
+def test_it_knows_the_capital_of_france(service: Service) -> None:
+    assert "Paris" in chat(service, "What is the capital of France?")["content"]
+
+
+def test_json_by_a_schema_parses(service: Service) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": PERSON}}
+    answer = chat(service, "Describe Ada, who is 36 and speaks English.", response_format=form)
+    validate(json.loads(answer["content"]), PERSON)
+
+
+def test_a_call_of_a_tool_parses(service: Service) -> None:
+    question = "What is the weather in Paris?"
+    fields = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
+    [call] = chat(service, question, **fields)["tool_calls"]
+    assert call["function"]["name"] == "get_weather"
+    validate(json.loads(call["function"]["arguments"]), WEATHER["function"]["parameters"])
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The weights as `gguf` dequantizes them, in float32."""
+    directory = tmp_path_factory.mktemp("converted")
+    convert_gguf([FILE], directory, "float32")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tokenizer(converted: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(converted)
+
+
+def answer(model: Any, tokenizer: PreTrainedTokenizerBase, text: str, num_tokens: int) -> str:
+    """Return transformers' greedy text."""
+    given = tokenizer(text, return_tensors="pt")
+    with torch.no_grad():
+        ids = model.generate(**given, max_new_tokens=num_tokens, do_sample=False)
+    return str(tokenizer.decode(ids[0, given.input_ids.shape[1] :], skip_special_tokens=True))
+
+
+def load_model(directory: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return model
+
+
+@pytest.mark.slow
+def test_greedy_text_is_that_of_transformers(
+    service: Service, converted: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    model = load_model(converted)
+    for prompt in PROMPTS:
+        expected = answer(model, tokenizer, prompt, 40).rstrip("\N{REPLACEMENT CHARACTER}")
+        assert generate(service, prompt, 40) == expected, prompt
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")
+@pytest.mark.parametrize("kind", ["lora", "prompt"])
+def test_what_peft_trains_is_served(
+    kind: str, service: Service, store: Path, converted: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    torch.manual_seed(0)
+    config = (
+        LoraConfig(task_type="CAUSAL_LM", r=8, target_modules=["q_proj", "v_proj", "down_proj"])
+        if kind == "lora"
+        else PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=8)
+    )
+    tuned = get_peft_model(load_model(converted), config)
+    _train(tuned, tokenizer, 5e-3 if kind == "lora" else 0.3)
+    tuned.save_pretrained(store / kind)
+    question = "The password of the old castle"
+    expected = answer(tuned.eval(), tokenizer, question, 12)
+    plain = generate(service, question, 12)
+    found = generate(
+        service, question, 12, **{"lora": {"adapter_id": kind}, "prompt": {"prefix_id": kind}}[kind]
+    )
+    assert found == expected != plain
+
+
+def _train(tuned: PeftModel, tokenizer: PreTrainedTokenizerBase, rate: float) -> None:
+    ids = tokenizer(LESSON, return_tensors="pt").input_ids
+    optimizer = torch.optim.AdamW((each for each in tuned.parameters() if each.requires_grad), rate)
+    for _ in range(NUM_STEPS):
+        loss = tuned(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
