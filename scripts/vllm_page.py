@@ -39,8 +39,9 @@ Everything else keeps the defaults of this service:
 - Probes may stay (`/health` on the same port); `health-probe` needs `--port 8000`.
 - gRPC is served too, on port 8033: `--grpc-port` moves it.
 - `--max-concurrent-requests`, 512, bounds the requests that run and wait; more get 429, where vLLM's queue is endless.
-- Sampling without a `temperature` is OpenAI's, 1: the model's `generation_config.json` is not read for it, as with vLLM's
-  `--generation-config vllm`. A seed is random for each request that gives none.
+- A seed is random for each request that gives none. Other fields of sampling that a request does not set have the values
+  of the model's `generation_config.json`, as in vLLM, but its `max_new_tokens` is not read, and `"do_sample": false` in it
+  means temperature 0.
 - Browsers may call the API from other origins only if `--allowed-origins` names them; vLLM allows all.
 - Keys hold for every route except `/health`, `/live` and `/metrics`, and for gRPC; vLLM's protect `/v1` only. Keys in
   a file (`--auth-tokens-path`), which may change while the service runs, are better: other processes can read a command
@@ -81,8 +82,9 @@ SHARED = """\
 
 `--port`, `--revision`, `--dtype`, `--kv-cache-dtype`, `--device`, `--served-model-name`, `--trust-remote-code`,
 `--block-size`, `--chat-template`, `--tool-call-parser`, `--reasoning-parser`, `--nnodes`, `--node-rank`, `--master-addr`,
-`--master-port` and `--headless` have the meaning of our own. `--dtype` also takes `auto`, `half` and `float`; `--chat-template` is a file
-and not a template in one line; for several machines, links need certificates ([Deployment](../deployment.md)).
+`--master-port`, `--headless`, `--generation-config` and `--override-generation-config` have the meaning of our own.
+`--dtype` also takes `auto`, `half` and `float`; `--generation-config vllm` is `none`; `--override-generation-config` takes no `max_new_tokens`;
+`--chat-template` is a file and not a template in one line; for several machines, links need certificates ([Deployment](../deployment.md)).
 """
 
 

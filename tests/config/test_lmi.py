@@ -88,6 +88,10 @@ MEANINGS: dict[str, dict[str, Any]] = {
     "option.predict_timeout=60": {"first_token_timeout": 60.0},
     "chunked_read_timeout=30": {"next_token_timeout": 30.0},
     "option.served_model_name=a": {"served_model_name": "a"},
+    "option.generation_config=auto": {},
+    "option.generation_config=vllm": {"generation_config": "none"},
+    "option.generation_config=/g": {"generation_config": "/g"},
+    'option.override_generation_config={"top_k": 5}': {"override_generation_config": '{"top_k": 5}'},
     "option.reasoning_parser=deepseek_r1": {"reasoning_parser": "deepseek_r1"},
 }
 WITHOUT_EFFECT = """

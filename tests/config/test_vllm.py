@@ -85,6 +85,11 @@ MEANINGS: list[tuple[list[str], dict[str, Any]]] = [
     (["--tool-call-parser", "hermes"], {"tool_call_parser": "hermes"}),
     (["--reasoning-parser", "deepseek_r1"], {"reasoning_parser": "deepseek_r1"}),
     (["--nnodes", "1", "--node-rank", "0"], {}),
+    (["--generation-config", "auto"], {}),
+    (["--generation-config", "vllm"], {"generation_config": "none"}),
+    (["--generation_config=vllm"], {"generation_config": "none"}),
+    (["--generation-config", "/g"], {"generation_config": "/g"}),
+    (["--override-generation-config", '{"top_k": 5}'], {"override_generation_config": '{"top_k": 5}'}),
     (["--http-api-port", "8001"], {"http_api_port": 8001}),
     (["-g", "90"], {"grpc_port": 90}),
 ]
@@ -113,7 +118,7 @@ structured-outputs-config={} compilation-config=3 max-seq-len-to-capture=8192 at
 distributed-executor-backend=ray seed=7 limit-mm-per-prompt={"image":1} max-logprobs=20
 max-logprobs=5 load-format=auto load-format=safetensors scheduling-policy=fcfs
 pipeline-parallel-size=1 data-parallel-size=1 task=generate runner=generate
-cpu-offload-gb=0 response-role=assistant generation-config=vllm tokenizer-mode=auto
+cpu-offload-gb=0 response-role=assistant tokenizer-mode=auto
 allowed-methods=["*"] allowed-headers=["*"] num-scheduler-steps=8 max-num-partial-prefills=2
 collect-detailed-traces=all stream-interval=2 ignore-patterns=* chat-template-content-format=auto
 mm-processor-kwargs={} long-prefill-token-threshold=4 max-parallel-loading-workers=2
@@ -123,7 +128,7 @@ rope-theta=1 hf-overrides={} tokenizer-revision=1
 skip-tokenizer-init kv-cache-memory-bytes=1 config=/c.yaml tool-parser-plugin=/p.py
 reasoning-parser-plugin=/p.py tool-server=demo exclude-tools-when-tool-choice-none
 trust-request-chat-template default-chat-template-kwargs={} return-tokens-as-token-ids
-enable-force-include-usage override-generation-config={} enable-prompt-embeds
+enable-force-include-usage enable-prompt-embeds
 enable-tokenizer-info-endpoint ssl-ca-certs=/c ssl-ciphers=x root-path=/x uds=/x log-config-file=/x
 middleware=x logits-processors=x worker-cls=x worker-extension-cls=x scheduler-cls=x
 model-loader-extra-config={} additional-config={} kv-transfer-config={} kv-events-config={}
@@ -131,7 +136,7 @@ data-parallel-rank=0 data-parallel-address=x data-parallel-hybrid-lb enable-slee
 default-mm-loras={} enable-lora-bias enable-prompt-adapter qlora-adapter-name-or-path=x
 max-logprobs=21 max-logprobs=-1 load-format=gguf load-format=dummy
 scheduling-policy=priority pipeline-parallel-size=2 data-parallel-size=2 task=embed
-runner=pooling cpu-offload-gb=10 response-role=bot generation-config=auto tokenizer-mode=mistral
+runner=pooling cpu-offload-gb=10 response-role=bot tokenizer-mode=mistral
 speculative-model=org/draft ssl-cert-reqs=2 config-format=mistral
 """.split()
 

@@ -2,9 +2,10 @@
 a value or with `no`, and the model before all flags."""
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from tgis.config.aliases.vllm_values import SEPARATOR
+from tgis.config.serving import GENERATION_CONFIG_NONE
 
 SEVERAL = {
     "--served-model-name": ",",
@@ -14,8 +15,11 @@ SEVERAL = {
     "--api-key": SEPARATOR,
 }
 """Flags that several words may follow, with what separates them here."""
-TYPES = {"half": "float16", "float": "float32"}
-"""Values of `--dtype` that vLLM has besides those here and auto, which is the same as no value."""
+VALUES: Mapping[str, Mapping[str, str | None]] = {
+    "--dtype": {"half": "float16", "float": "float32", "auto": None},
+    "--generation-config": {"vllm": GENERATION_CONFIG_NONE},
+}
+"""Values that vLLM has besides those here, of flags that both have; None is the same as no value."""
 
 
 def rewrite(arguments: Sequence[str], switches: Collection[str]) -> list[str]:
@@ -40,9 +44,10 @@ def _rewrite_next(words: deque[str], switches: Collection[str]) -> Iterator[str]
     if flag in SEVERAL:
         values = [value] if equals else list(_values(words))
         yield from (flag, SEVERAL[flag].join(values)) if values else (flag,)
-    elif flag == "--dtype" and (equals or words):
-        kind = value if equals else words.popleft()
-        yield from (flag, TYPES.get(kind, kind)) if kind != "auto" else ()
+    elif flag in VALUES and (equals or words):
+        theirs = value if equals else words.popleft()
+        own = VALUES[flag].get(theirs, theirs)
+        yield from (flag, own) if own is not None else ()
     elif positive in switches:
         yield from _switch(positive, flag == positive, value if equals else _truth(words))
     else:

@@ -236,7 +236,7 @@ class RouterConfig(ProcessOptions, HeartbeatOptions, LinkOptions, BatchOptions, 
         group=Group.LOGS,
     )
     model_sampling_path: str | None = option(
-        "The model's generation_config.json, whose sampling OpenAI's API shows; unset: none.",
+        "The model's generation_config.json, which --generation-config auto reads; unset: none.",
         None,
         env=False,
         group=Group.MODEL,

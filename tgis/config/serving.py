@@ -6,6 +6,7 @@ from tgis.config.option import Group, in_group, option
 
 SERVICE_NAME = "text-generation-inference.router"
 JSON_FORM, JSON_LINES_FORM, SSE_FORM, TGI_FORM = "json", "jsonlines", "sse", "tgi_compat"
+GENERATION_CONFIG_AUTO, GENERATION_CONFIG_NONE = "auto", "none"
 SHORT_SEQUENCE = "max_sequence_length ({value}) must be at least 2 (1 input + 1 output)"
 
 
@@ -114,6 +115,19 @@ class ServingOptions:
         "Format in which the model writes its reasoning; auto: the chat template shows it; none: all is "
         "content. docs/openai.md lists the formats.",
         "auto",
+        group=Group.MODEL,
+    )
+    generation_config: str = option(
+        "Where OpenAI's API has the values of sampling fields from that a request does not set: auto: the "
+        "model's generation_config.json, if it has one; none: OpenAI's own defaults; else a directory with a "
+        "generation_config.json.",
+        GENERATION_CONFIG_AUTO,
+        group=Group.MODEL,
+    )
+    override_generation_config: str | None = option(
+        "JSON object of such values, which win over the file's: temperature, top_p, top_k, min_p and "
+        "repetition_penalty.",
+        None,
         group=Group.MODEL,
     )
     runtime_adapters: bool = option(

@@ -37,7 +37,7 @@ from tgis.router.api.grpc.servicer import GenerationServicer
 from tgis.router.api.grpc.slow_clients import SlowClients
 from tgis.router.api.http.http_api import HttpApi
 from tgis.router.api.http.lmi.routes import lmi_api
-from tgis.router.api.http.openai.fields.model_sampling import read_model_sampling
+from tgis.router.api.http.openai.fields.default_sampling import read_default_sampling
 from tgis.router.api.http.openai.models import Models, served_names
 from tgis.router.api.http.openai.routes import openai_api
 from tgis.router.api.http.openai.service_parts import OpenAiApi
@@ -171,7 +171,7 @@ class _Router:
                 created=int(Path(config.tokenizer_path).stat().st_mtime),
                 adapter_ids=lambda: engine.info().preloaded_adapter_ids,
                 placeholders=MODEL_PLACEHOLDERS if TGI.name in config.served_apis else (),
-                sampling=_model_sampling(config),
+                default_sampling=read_default_sampling(config),
                 given=engine if config.runtime_adapters else None,
             ),
             self._vocabulary(True, frozenset()),
@@ -330,11 +330,6 @@ def _log_ports(config: RouterConfig, grpc_port: int, http_port: int, api_port: i
     named = [("gRPC", grpc_port), ("HTTP", http_port), (f"{', '.join(config.served_apis)} API", api_port)]
     places = ", ".join(f"{name} on {config.bind}:{port}" for name, port in named if port is not None)
     logger.info("serving %s", places)
-
-
-def _model_sampling(config: RouterConfig) -> dict[str, float]:
-    path = config.model_sampling_path
-    return read_model_sampling(Path(path)) if path and config.http_api else {}
 
 
 def _write_url(config: RouterConfig, http_port: int) -> None:

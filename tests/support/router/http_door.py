@@ -21,6 +21,7 @@ from tgis.process.memory_release import MemoryRelease
 from tgis.router.api.http.answer_accounts import AnswerAccounts
 from tgis.router.api.http.app import ApiGate, Phase, api_route, starlette_of
 from tgis.router.api.http.lmi.routes import lmi_api
+from tgis.router.api.http.openai.fields.default_sampling import read_default_sampling
 from tgis.router.api.http.openai.models import Models
 from tgis.router.api.http.openai.routes import openai_api
 from tgis.router.api.http.openai.service_parts import OpenAiApi
@@ -83,23 +84,23 @@ async def open_http_door(
             vocabularies,
             Accounting(scene.metrics, tracing or Tracing(), 0),
         )
+        config = RouterConfig(
+            tokenizer_path="",
+            http_api=http_api,
+            auth_tokens_path=None if tokens is None else str(tokens),
+            lmi_output_formatter=lmi_output_formatter,
+            **(port_options or {}),
+        )
         models = Models(
             (MODEL, "alias"),
             adapter_ids=lambda: handle.info().preloaded_adapter_ids,
             placeholders=MODEL_PLACEHOLDERS if http_api == "tgi" else (),
             given=None if adapter_roots is None else scene.handle,
+            default_sampling=read_default_sampling(config),
         )
         formats = formats or ChatFormats()
         api = OpenAiApi(
             service, renderer, models, vocabulary, limits, tokenizer, formats, adapter_roots=adapter_roots
-        )
-        path = None if tokens is None else str(tokens)
-        config = RouterConfig(
-            tokenizer_path="",
-            http_api=http_api,
-            auth_tokens_path=path,
-            lmi_output_formatter=lmi_output_formatter,
-            **(port_options or {}),
         )
         served = (api, is_ready, config)
         others = [lmi_api(*served), tgi_api(*served)]

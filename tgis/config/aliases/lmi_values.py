@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+from tgis.config.serving import GENERATION_CONFIG_NONE
+
 DTYPES = {
     "auto": "",
     **dict.fromkeys(("fp16", "float16", "half"), "float16"),
@@ -44,6 +46,10 @@ def to_dtype(text: str) -> str:
     if text.lower() not in DTYPES:
         raise ValueError("use fp16, bf16, fp32 or auto")
     return DTYPES[text.lower()]
+
+
+def to_generation_config(text: str) -> str:
+    return GENERATION_CONFIG_NONE if text == "vllm" else text
 
 
 def to_scheme(text: str) -> str:

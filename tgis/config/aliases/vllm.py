@@ -33,7 +33,6 @@ ONLY_TEXT = "inputs are text"
 ONLY_TEXT_REFUSED = "only text is generated: leave it out"
 OWN_PROCESSES = "shards are processes of their own, connected as --num-shard and --nnodes need it"
 OWN_TOKENIZER = "the tokenizer is the model's own: leave it out, or change the model's files"
-PER_REQUEST = "a request says it itself"
 
 
 def _flags(why: str, *names: str, switch: bool = False) -> tuple[Alias, ...]:
@@ -196,7 +195,6 @@ WITHOUT_EFFECT = (
     _only("convert", "auto|none", ONLY_TEXT_REFUSED),
     _only("cpu_offload_gb", "0|0.0", "weights stay where --device says"),
     _only("response_role", "assistant", "answers have the role assistant"),
-    _only("generation_config", "vllm", "defaults of sampling are OpenAI's: " + PER_REQUEST),
     _only("ssl_cert_reqs", "0", "give --tls-client-ca-cert-path and --http-api-port"),
     _only("speculative_model", "[ngram]", "no other model guesses ahead: see --speculate"),
     _only("fingerprint_mode", "none", "answers tell no fingerprint"),
@@ -237,7 +235,6 @@ REFUSED = (
     *_refused("send chat_template_kwargs with requests", "default_chat_template_kwargs"),
     *_refused("send return_tokens_as_token_ids with requests", "return_tokens_as_token_ids", switch=True),
     *_refused("send stream_options with requests", "enable_force_include_usage", switch=True),
-    *_refused("send its values with requests", "override_generation_config"),
     *_refused("requests send no embeddings: leave it out", "enable_prompt_embeds", switch=True),
     *_refused(
         "clients read the tokenizer from the hub: leave it out", "enable_tokenizer_info_endpoint", switch=True

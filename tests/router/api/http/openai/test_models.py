@@ -11,7 +11,6 @@ import pytest
 
 from tests.support.router.chat_door import HELLO, chat_door
 from tests.support.router.http_door import MODEL
-from tgis.router.api.http.openai.fields.model_sampling import read_model_sampling
 from tgis.router.api.http.openai.models import Models, served_names
 from tgis.router.errors import StartupError
 
@@ -26,10 +25,11 @@ async def test_models_are_listed_and_described(tmp_path: Path) -> None:
 
 
 async def test_loaded_adapters_are_listed() -> None:
-    models = Models(("a", "b"), 77, adapter_ids=lambda: ("x/y",))
+    models = Models(("a", "b"), 77, adapter_ids=lambda: ("x/y",), default_sampling={"top_k": 5})
     answer = json.loads(bytes((await models.list(None)).body))  # type: ignore[arg-type]
     told = [(each["id"], each["root"], each["parent"], each["max_model_len"]) for each in answer["data"]]
     assert told == [("a", "a", None, 77), ("b", "a", None, 77), ("x/y", "x/y", "a", 77)]
+    assert [each["default_sampling"] for each in answer["data"]] == [{"top_k": 5}] * 3
     assert await models.choose("x/y") == ("x/y", "x/y")
     assert await models.choose("b") == ("b", None)
     assert await models.choose(None) == ("a", None)
@@ -85,26 +85,3 @@ async def test_adapters_and_models_may_have_the_names_of_placeholders() -> None:
     assert await models.choose("default") == ("default", "default")
     assert await models.choose("dummy") == ("dummy", "some/adapter")
     assert await models.choose("text-generation-inference") == ("a", None)
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ('{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.95}', (0.6, 0.95, 20)),
-        ('{"temperature": "hot", "top_p": true, "top_k": 5.5, "min_p": 7, "repetition_penalty": 0}', ()),
-        ('{"do_sample": false, "temperature": 0.6}', (0,)),
-        ("{", ()),
-        (None, ()),
-    ],
-)
-async def test_the_models_own_sampling(tmp_path: Path, text: str | None, shown: tuple[float, ...]) -> None:
-    path = tmp_path / "generation_config.json"
-    if text is not None:
-        path.write_text(text)
-    models = Models(("a",), adapter_ids=lambda: ("x",), sampling=read_model_sampling(path))
-    answer = json.loads(bytes((await models.list(None)).body))  # type: ignore[arg-type]
-    own, adapter = answer["data"]
-    assert own.get("default_sampling", {}) == dict(
-        zip(("temperature", "top_p", "top_k"), shown, strict=False)
-    )
-    assert "default_sampling" not in adapter

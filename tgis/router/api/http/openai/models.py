@@ -32,7 +32,7 @@ class ModelCard(msgspec.Struct):
     """Name of the model that an adapter changes."""
     max_model_len: int | None = None
     default_sampling: dict[str, float] | UnsetType = UNSET
-    """Sampling of the model's generation_config.json, which requests may ask for."""
+    """Values of sampling fields that a request does not set."""
 
 
 class ModelList(msgspec.Struct):
@@ -74,15 +74,15 @@ class Models:
         adapter_ids: Callable[[], tuple[str, ...]] = tuple,
         given: GivenNames | None = None,
         placeholders: Collection[str] = (),
-        sampling: Mapping[str, float] = MappingProxyType({}),
+        default_sampling: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """Take the served names; answers to requests that name no model have the first. `adapter_ids` returns
         the ids of adapters that are kept loaded; `given` has further names, if clients may give any.
         `placeholders` are names that clients send where none is given; an adapter may have one of them.
-        `sampling` is the model's own."""
+        `default_sampling` has the values of fields that a request does not set."""
         self.names = names
         self._placeholders = placeholders
-        self._sampling = dict(sampling) or UNSET
+        self.default_sampling = default_sampling
         self._max_model_len, self._adapter_ids = max_model_len, adapter_ids
         self.given = given
         self._created = unix_time() if created is None else created
@@ -110,8 +110,6 @@ class Models:
     async def cards(self) -> list[ModelCard]:
         first = self.names[0]
         own = [self._card(name, root=first) for name in self.names]
-        for card in own:
-            card.default_sampling = self._sampling
         adapters = {name: name for name in self.preloaded_ids} | dict(await self.given_names())
         return own + [self._card(name, root=root, parent=first) for name, root in adapters.items()]
 
@@ -126,4 +124,11 @@ class Models:
         raise missing_model(name)
 
     def _card(self, name: str, root: str, parent: str | None = None) -> ModelCard:
-        return ModelCard(name, self._created, root=root, parent=parent, max_model_len=self._max_model_len)
+        return ModelCard(
+            name,
+            self._created,
+            root=root,
+            parent=parent,
+            max_model_len=self._max_model_len,
+            default_sampling=dict(self.default_sampling) or UNSET,
+        )

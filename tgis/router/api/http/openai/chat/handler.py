@@ -20,6 +20,7 @@ from tgis.router.api.http.openai.chat.types import ChatChoice, ChatCompletion, C
 from tgis.router.api.http.openai.dates import unix_time
 from tgis.router.api.http.openai.errors import ApiError
 from tgis.router.api.http.openai.events import DONE
+from tgis.router.api.http.openai.fields.default_sampling import set_default_sampling
 from tgis.router.api.http.openai.fields.parameters import describe_parameters, to_parameters
 from tgis.router.api.http.openai.fields.refusals import INPUT, translated_refusals
 from tgis.router.api.http.openai.fields.refused_fields import IN_CHATS, refuse_fields
@@ -71,6 +72,7 @@ class ChatCompletions:
         """Read a request. Raises ApiError and RouterError."""
         api = self._api
         refuse_fields(body, IN_CHATS)
+        set_default_sampling(body, api.models.default_sampling)
         _check(body, api.service.is_encoder_decoder)
         guided = read_guided(body)
         use = read_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)

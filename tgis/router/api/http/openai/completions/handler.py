@@ -16,6 +16,7 @@ from tgis.router.api.http.openai.completions.types import Completion, Completion
 from tgis.router.api.http.openai.dates import unix_time
 from tgis.router.api.http.openai.errors import ApiError
 from tgis.router.api.http.openai.events import DONE
+from tgis.router.api.http.openai.fields.default_sampling import set_default_sampling
 from tgis.router.api.http.openai.fields.parameters import describe_parameters, to_parameters
 from tgis.router.api.http.openai.fields.refusals import INPUT, translated_refusals
 from tgis.router.api.http.openai.fields.refused_fields import refuse_fields
@@ -49,6 +50,7 @@ class Completions:
     async def _read(self, body: CompletionRequest, http: HttpCall) -> CompletionJob:
         """Read a request. Raises ApiError."""
         refuse_fields(body)
+        set_default_sampling(body, self._api.models.default_sampling)
         limits = self._api.limits
         texts, are_ids = _read_prompts(body.prompt, limits.most_inputs)
         _check(body, limits, self._api.service.is_encoder_decoder)
