@@ -79,6 +79,7 @@ def launched(
 ) -> Iterator[tuple[Served, Client]]:
     flags, directory = SERVICES[request.param], tmp_path_factory.mktemp("served")
     length = SHORT if "--kv-cache-tokens" in flags else MAX_SEQUENCE_LENGTH
+    flags = [*flags, "--generation-config", "none"]  # fmaas's API has other defaults than the model's makers
     with launch_served(directory, *flags, max_sequence_length=length) as launched:
         yield launched
 
