@@ -10,8 +10,6 @@ from tgis.errors import first_line
 from tgis.tensor_files.errors import TensorFileError
 from tgis.tensor_files.gguf_header import GgufHeader, GgufTensorPlace, read_gguf_header
 
-SUFFIX = ".gguf"
-
 
 @dataclass(frozen=True)
 class FileTensorPlace:

@@ -11,11 +11,12 @@ from typing import Any
 import jinja2
 
 from tgis.convert.gguf.architectures import find_architecture, make_config
-from tgis.convert.gguf.files import SUFFIX, GgufFiles, open_gguf
+from tgis.convert.gguf.files import GgufFiles, open_gguf
 from tgis.convert.gguf.metadata import Metadata
 from tgis.convert.gguf.tensor_names import refuse_unknown
 from tgis.convert.gguf.tokenizer import CONTROL, KEY, Vocabulary, make_settings, make_tokenizer
 from tgis.errors import first_line
+from tgis.hub.gguf_files import SUFFIX
 
 logger = logging.getLogger(__name__)
 

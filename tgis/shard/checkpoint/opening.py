@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from tgis.convert.gguf.files import SUFFIX
+from tgis.hub.gguf_files import SUFFIX
 from tgis.shard.checkpoint.files import PICKLES, SAFETENSORS, Checkpoint, has_headers
 from tgis.shard.checkpoint.format import Format, Tensors
 from tgis.shard.checkpoint.gguf_checkpoint import GgufCheckpoint
