@@ -4,7 +4,7 @@ only that the case runs. torch is imported by the cases that use it."""
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -58,6 +58,22 @@ class Target:
             work()
         self.synchronize()
         return statistics.median(self._time_once(work) for _ in range(2 if self.is_rehearsal else repeats))
+
+    def time_on_device(self, works: Sequence[Callable[[], object]], repeats: int = 20) -> float:
+        """Return the seconds of one of `works` when they follow each other in a graph, without the host's
+        time to launch them."""
+        if self.is_rehearsal:
+            return self.time(lambda: [work() for work in works]) / len(works)
+        import torch
+
+        for work in works:
+            work()
+        self.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for work in works:
+                work()
+        return self.time(graph.replay, repeats) / len(works)
 
     def _time_once(self, work: Callable[[], object]) -> float:
         import torch

@@ -1,8 +1,11 @@
 """The speed of whole steps, attention and products, beside the limits that the same run has measured. Weights
 are made on the device. Steps that cannot be captured are measured one kernel at a time."""
 
+import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +29,12 @@ from tgis.shard.runner.device.model_runner import DeviceModelRunner
 
 NUM_ROWS, PROFILED_STEPS, MAX_KERNELS = (1, 64, 256), 8, 24
 NUM_TOKENS = (1, 4, 16, 64, 256)
+NUM_WEIGHTS = 4  # of each product, more than a cache holds
+NUM_CALLS = 8
 # Numbers of sequences and their lengths.
 DECODES = ((1, 640), (1, 32768), (16, 640), (64, 640), (256, 640))
 PROMPT, PROMPT_STEPS = 8192, 3
+SHORT_PROMPTS = (16, 128, 512, 2048)
 
 
 def measure_decodes(target: Target, name: str) -> None:
@@ -84,39 +90,72 @@ def time_graphs(target: Target, runner: DeviceModelRunner, num_rows: int) -> flo
 def measure_prompt(target: Target, name: str) -> None:
     """Measure the step of a whole prompt."""
     runner, length = load_runner(target, target.shape(name)), 40 if target.is_rehearsal else PROMPT
-    seconds = []
-
-    def compute(seed: int) -> None:
-        runner.reset()
-        [step] = Rows(runner, 1, length, 2, seed=seed).prefill(length)
-        start = time.perf_counter()
-        runner.launch(step).answer()
-        seconds.append(time.perf_counter() - start)
-
-    for seed in range(1 if target.is_rehearsal else PROMPT_STEPS):
-        compute(seed)
-    rates = read_rates(target)
-    rate = prefill_operations(target.shape(name), length) / min(seconds)
-    detail = f"{min(seconds) * 1e3:.1f} ms, {length / min(seconds):.0f} tokens/s"
-    key = f"{name} prefill {length}"
+    seconds = min(
+        time_prompt(runner, length, seed) for seed in range(1 if target.is_rehearsal else PROMPT_STEPS)
+    )
+    rates, key = read_rates(target), f"{name} prefill {length}"
+    rate = prefill_operations(target.shape(name), length) / seconds
+    detail = f"{seconds * 1e3:.1f} ms, {length / seconds:.0f} tokens/s"
     target.recorder.figure(f"{key}: share of gemm", rate / rates.gemm, "", detail)
-    record_kernels(target, key, lambda: compute(PROMPT_STEPS), 1)
+    record_kernels(target, key, lambda: time_prompt(runner, length, PROMPT_STEPS), 1)
+
+
+def measure_short_prompts(target: Target, name: str) -> None:
+    """Measure the steps of short prompts, which the host launches kernel by kernel, and how much of them the
+    device computes."""
+    runner = load_runner(target, target.shape(name))
+    for length in (40,) if target.is_rehearsal else SHORT_PROMPTS:
+        seconds = statistics.median(time_prompt(runner, length, seed) for seed in range(PROMPT_STEPS + 2))
+        key = f"{name} prompt {length}"
+        target.recorder.figure(key, seconds * 1e3, "ms")
+        spent = sum_kernels(target, partial(time_prompt, runner, length, PROMPT_STEPS))
+        target.recorder.figure(f"{key}: share of the device", spent / seconds, "", f"{spent * 1e3:.2f} ms")
+
+
+def time_prompt(runner: DeviceModelRunner, length: int, seed: int) -> float:
+    """Return the seconds of the step of a prompt."""
+    runner.reset()
+    [step] = Rows(runner, 1, length, 2, seed=seed).prefill(length)
+    start = time.perf_counter()
+    runner.launch(step).answer()
+    return time.perf_counter() - start
 
 
 def record_kernels(target: Target, key: str, work: Callable[[], object], num_steps: int) -> None:
     """Record the device's time in each kernel."""
+    found = sorted(profile_kernels(target, work), key=lambda each: -each.seconds)
+    for each in found[: 2 if target.is_rehearsal else MAX_KERNELS]:
+        detail = f"{each.count / num_steps:.4g} launches"
+        target.recorder.figure(
+            f"{key}: kernel {each.name[:80]}", each.seconds / num_steps * 1e6, "us", detail
+        )
+
+
+def sum_kernels(target: Target, work: Callable[[], object]) -> float:
+    """Return the seconds that kernels take, without the gaps between them."""
+    return sum(each.seconds for each in profile_kernels(target, work))
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    name: str
+    seconds: float
+    count: int
+
+
+def profile_kernels(target: Target, work: Callable[[], object]) -> list[KernelTime]:
     activity = ProfilerActivity.CPU if target.is_rehearsal else ProfilerActivity.CUDA
     with profile(activities=[activity]) as profiler:
         work()
         target.synchronize()
-    found = profiler.key_averages()
-    spent = [
-        (each.self_cpu_time_total if target.is_rehearsal else each.self_device_time_total) for each in found
+    return [
+        KernelTime(
+            each.key,
+            (each.self_cpu_time_total if target.is_rehearsal else each.self_device_time_total) / 1e6,
+            each.count,
+        )
+        for each in profiler.key_averages()
     ]
-    order = sorted(range(len(found)), key=lambda i: -spent[i])
-    for i in order[: 2 if target.is_rehearsal else MAX_KERNELS]:
-        detail = f"{found[i].count / num_steps:.4g} launches"
-        target.recorder.figure(f"{key}: kernel {found[i].key[:80]}", spent[i] / num_steps, "us", detail)
 
 
 def read_rates(target: Target) -> Rates:
@@ -134,9 +173,9 @@ def measure_linears(target: Target) -> None:
     for num_tokens in NUM_TOKENS:
         measured = floor = 0.0
         for rows, columns in list_linears(shape):
-            weight = torch.randn(rows, columns, device=target.device).bfloat16()
+            weights = torch.randn(NUM_WEIGHTS, rows, columns, device=target.device, dtype=torch.bfloat16)
             x = torch.randn(num_tokens, columns, device=target.device).bfloat16()
-            measured += target.time(lambda x=x, weight=weight: F.linear(x, weight))  # type: ignore[misc]
+            measured += target.time_on_device([partial(F.linear, x, weight) for weight in weights])
             floor += linear_seconds(num_tokens, (rows, columns), rates)
         target.recorder.figure(f"8b linears {num_tokens}: share", floor / measured, "", "products of a layer")
 
@@ -147,7 +186,7 @@ def measure_attention(target: Target) -> None:
         length = 40 if target.is_rehearsal else length
         scene = draw_scene(target, shape, num_rows, length, torch.bfloat16)
         q = draw_queries(scene, num_rows)
-        seconds = target.time(lambda scene=scene, q=q: scene.attend_segments(kernels, q))  # type: ignore[misc]
+        seconds = target.time_on_device([partial(scene.attend_segments, kernels, q)] * NUM_CALLS)
         floor = kv_bytes(shape, num_rows * length) / shape.num_layers / rates.bandwidth
         key, detail = f"attention {num_rows} x {length}", f"{seconds * 1e6:.1f} us a layer"
         target.recorder.figure(f"{key}: share of bandwidth", floor / seconds, "", detail)

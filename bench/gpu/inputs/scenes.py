@@ -1,6 +1,7 @@
 """Random caches and queries for measurements of attention."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,15 +31,18 @@ class Scene:
     def scoring(self) -> Scoring:
         return Scoring(scale=self.shape.head_dim**-0.5)
 
-    def attend_segments(self, kernels: Implementations, q: Tensor) -> Tensor:
-        """Attend with the last token of each sequence, q [num_rows, num_heads, head_dim]."""
-        num_rows, device = len(self.block_tables), q.device
+    @cached_property
+    def segments(self) -> Segments:
+        num_rows, device = len(self.block_tables), self.keys.device
         seq_lens = torch.full((num_rows,), self.length, dtype=torch.int32, device=device)
         starts = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
         starts[1:] = count_segments(seq_lens).cumsum(0)
-        segments = Segments(torch.arange(num_rows, dtype=torch.int32, device=device), seq_lens, starts)
+        return Segments(torch.arange(num_rows, dtype=torch.int32, device=device), seq_lens, starts)
+
+    def attend_segments(self, kernels: Implementations, q: Tensor) -> Tensor:
+        """Attend with the last token of each sequence, q [num_rows, num_heads, head_dim]."""
         where = self.keys, self.values, self.block_tables
-        return kernels.attend_segments(q, *where, segments, self.length, self.scoring)
+        return kernels.attend_segments(q, *where, self.segments, self.length, self.scoring)
 
     def attend_tiles(self, kernels: Implementations, q: Tensor) -> Tensor:
         """Attend with all tokens of the first sequence, q [length, num_heads, head_dim]."""
