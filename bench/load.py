@@ -28,7 +28,7 @@ CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_pro
 
 @dataclass(frozen=True)
 class Job:
-    """One measurement. Every request has as many input and new tokens and is greedy."""
+    """One measurement. Every request has as many input and new tokens."""
 
     target: str
     mode: Mode
@@ -45,6 +45,8 @@ class Job:
     adapter_ids: list[str] = field(default_factory=list)
     every_token: bool = False
     """Whether a token that shows no text, as half a character does not, has a message too."""
+    is_sampled: bool = False
+    """Whether tokens are drawn with top_k and top_p, as most chats ask for, instead of greedily."""
 
 
 class Request(NamedTuple):
@@ -142,6 +144,9 @@ async def ask(
         truncate_input_tokens=job.input_tokens,
         response=pb.ResponseOptions(generated_tokens=job.every_token),
     )
+    if job.is_sampled:
+        params.method = pb.SAMPLE
+        params.sampling.MergeFrom(pb.SamplingParameters(top_k=50, top_p=0.9, temperature=0.8))
     request, ids = pb.GenerationRequest(text=asked.text), (asked.prefix_id, asked.adapter_id)
     try:
         if job.mode == "stream":

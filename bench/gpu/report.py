@@ -19,12 +19,12 @@ def find_predictions(results: Iterable[Result]) -> Predictions:
     return predict(names[-1]) if names else {}
 
 
-def format_report(results: Sequence[Result], stages: Iterable[Stage], predictions: Predictions) -> str:
+def format_report(results: Sequence[Result], stages: Sequence[Stage], predictions: Predictions) -> str:
     parts = {
         "The machine": _list_facts(results),
         "Stages": _list_stages(results, stages),
         "Predictions and outcomes": _list_predicted(results, predictions),
-        "Checks": _list_checks(results),
+        "Checks": _list_checks(results, stages),
         "Other figures": _list_figures(results, predictions),
         "Kernels": _list_kernels(results),
         "What failed": _list_failures(results, predictions),
@@ -96,11 +96,19 @@ def _list_predicted(results: Iterable[Result], predictions: Predictions) -> Iter
         yield f"| {key} | {value} | {prediction.low:g} to {prediction.high:g} | {gate} | {words} |"
 
 
-def _list_checks(results: Iterable[Result]) -> Iterator[str]:
+def _list_checks(results: Iterable[Result], stages: Iterable[Stage]) -> Iterator[str]:
+    """Count the checks of each stage, and give those that measured something."""
     found = [each for each in results if each.kind == "check"]
     if found:
-        yield from ["| stage | what | holds | |", "| --- | --- | --- | --- |"]
-    for each in found:
+        yield from ["| stage | checks | hold |", "| --- | --- | --- |"]
+    for stage in stages:
+        outcomes = [each.value is True for each in found if each.stage == stage.name]
+        if outcomes:
+            yield f"| {stage.name} | {len(outcomes)} | {sum(outcomes)} |"
+    measured = [each for each in found if each.detail]
+    if measured:
+        yield from ["", "| stage | what | holds | |", "| --- | --- | --- | --- |"]
+    for each in measured:
         holds = "yes" if each.value is True else "NO"
         yield f"| {each.stage} | {each.key} | {holds} | {_shorten(each.detail)} |"
 

@@ -81,7 +81,7 @@ STAGES = (
         10,
         (
             _case("machine", "probes:describe_machine", 10),
-            _case("imports", "probes:import_all", 20),
+            _case("imports", "probes:import_all", 10),
             _case("products", "probes:check_products", 10),
             _case("pools", "probes:check_pools", 10),
         ),
@@ -156,8 +156,8 @@ STAGES = (
         "sanitizer",
         35,
         (
-            _case("memcheck", "sanitizer:run_tool", 60, "memcheck"),
-            _case("racecheck", "sanitizer:run_tool", 60, "racecheck"),
+            _case("memcheck", "sanitizer:run_tool", 35, "memcheck"),
+            _case("racecheck", "sanitizer:run_tool", 35, "racecheck"),
         ),
         num_parallel=2,
         libraries=LIBRARIES,

@@ -15,7 +15,13 @@ from bench.service import BenchError, launch
 
 LOAD_TIMEOUT_S, MIN_LOAD_S = 40.0, 5.0
 TICKS = os.sysconf("SC_CLK_TCK")
-CALLS: tuple[tuple[Mode, int], ...] = (("stream", 1), ("stream", 64), ("unary", 256))
+# How clients call, how many they are, how many calls each makes, and whether tokens are drawn.
+CALLS: tuple[tuple[Mode, int, int, bool], ...] = (
+    ("stream", 1, 2, False),
+    ("stream", 64, 4, False),
+    ("stream", 64, 2, True),
+    ("unary", 256, 3, False),
+)
 INPUT_TOKENS, NEW_TOKENS = 512, 256
 
 
@@ -29,27 +35,36 @@ def measure(target: Target, name: str) -> None:
             with launch(model, log, options) as (address, _):
                 seconds = time.perf_counter() - start
                 target.recorder.figure(f"start of {name}", seconds, "s", "kernels as found")
-                for mode, clients in CALLS[:1] if target.is_rehearsal else CALLS:
-                    measure_calls(target, name, address, mode, clients)
+                for calls in CALLS[:1] if target.is_rehearsal else CALLS:
+                    measure_calls(target, name, address, *calls)
         except BenchError as error:
             target.recorder.problem("service", str(error))
         finally:
             print(log.read_text(errors="replace") if log.exists() else "the service has no log")
 
 
-def measure_calls(target: Target, name: str, address: str, mode: Mode, clients: int) -> None:
-    limit, key = min(LOAD_TIMEOUT_S, target.seconds_left - MIN_LOAD_S), f"{name} {mode} {clients}"
+def measure_calls(
+    target: Target, name: str, address: str, mode: Mode, clients: int, count: int, is_sampled: bool
+) -> None:
+    limit = min(LOAD_TIMEOUT_S, target.seconds_left - MIN_LOAD_S)
+    key = f"{name} {mode} {clients}" + (", top_k and top_p" if is_sampled else "")
     if limit < MIN_LOAD_S:
         target.recorder.problem(key, "no time was left")
         return
     tokens = (24, 8) if target.is_rehearsal else (INPUT_TOKENS, NEW_TOKENS)
-    job = Job(address, mode, clients, 1, *tokens, seed=clients, time_limit=limit)
-    began, before = time.perf_counter(), router_seconds()
+    job = Job(address, mode, clients, count, *tokens, seed=clients, time_limit=limit, is_sampled=is_sampled)
+    before = router_seconds()
     [found] = run_child("bench.load", job, limit + MIN_LOAD_S)
-    share = (router_seconds() - before) / (time.perf_counter() - began)
-    figures = summarize(job, [Answer(**answer) for answer in found["answers"]])
-    target.recorder.figure(f"{key}: output", figures["output_tokens_per_s"], "tokens/s")
+    spent, answers = router_seconds() - before, [Answer(**answer) for answer in found["answers"]]
+    figures = summarize(job, answers)
+    detail = f"{figures['answer_ms_p50']:.0f} ms an answer"
+    if mode == "stream":
+        detail += (
+            f", first token {figures['first_token_ms_p50']:.0f} ms, then {figures['token_ms_p50']:.2f} ms"
+        )
+    target.recorder.figure(f"{key}: output", figures["output_tokens_per_s"], "tokens/s", detail)
     target.recorder.check(f"{key}: no call failed", figures["failed"] == 0)
+    share = spent / max(answer.ended for answer in answers)
     target.recorder.figure(f"{key}: router's share of a core", share, "")
 
 

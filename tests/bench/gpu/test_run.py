@@ -118,7 +118,7 @@ def test_failures_are_named(tmp_path: Path) -> None:
     assert "| 0.6b decode 1 | 1 ms | 0.9 to 1.4 | at most 1.5 (1.1) | met |" in report
     assert "| copy bandwidth | unmeasured | 4.1 to 4.4 |  |  |" in report
     assert "| 8b decode 64 | `attend_segments` | 80.0 | 32 launches |" in report
-    assert "| speed | 5 | 0 | 1 | 4 | 0 |" in report
+    assert "| speed | 6 | 0 | 1 | 5 | 0 |" in report
     assert "- speed: 8b decode: crashed: SIGSEGV" in report
 
 
