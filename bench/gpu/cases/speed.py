@@ -26,6 +26,7 @@ from bench.gpu.results import find_figure
 from bench.gpu.target import Target
 from bench.steps import Rows
 from tgis.shard.runner.device.model_runner import DeviceModelRunner
+from tgis.shard.runner.graph_sizes import MAX_PROMPT_TOKENS, GraphSize
 
 NUM_ROWS, PROFILED_STEPS, MAX_KERNELS = (1, 64, 256), 8, 24
 NUM_TOKENS = (1, 4, 16, 64, 256)
@@ -102,14 +103,31 @@ def measure_prompt(target: Target, name: str) -> None:
 
 def measure_short_prompts(target: Target, name: str) -> None:
     """Measure the steps of short prompts, which the host launches kernel by kernel, and how much of them the
-    device computes."""
+    device computes, and then as graphs."""
     runner = load_runner(target, target.shape(name))
-    for length in (40,) if target.is_rehearsal else SHORT_PROMPTS:
-        seconds = statistics.median(time_prompt(runner, length, seed) for seed in range(PROMPT_STEPS + 2))
-        key = f"{name} prompt {length}"
-        target.recorder.figure(key, seconds * 1e3, "ms")
+    lengths = (40,) if target.is_rehearsal else SHORT_PROMPTS
+    for length in lengths:
+        seconds = measure_short_prompt(target, runner, f"{name} prompt {length}", length)
         spent = sum_kernels(target, partial(time_prompt, runner, length, PROMPT_STEPS))
-        target.recorder.figure(f"{key}: share of the device", spent / seconds, "", f"{spent * 1e3:.2f} ms")
+        share = f"{name} prompt {length}: share of the device"
+        target.recorder.figure(share, spent / seconds, "", f"{spent * 1e3:.2f} ms")
+    captured = [length for length in lengths if length <= MAX_PROMPT_TOKENS]
+    start = time.perf_counter()
+    runner.graphs.capture([GraphSize(2, length) for length in captured])
+    refusal = runner.graphs.refusal
+    seconds = (time.perf_counter() - start) / len(captured)
+    target.recorder.check(
+        f"{name}: prompts are captured", refusal is None, refusal or f"{seconds:.2f} s each"
+    )
+    for length in captured if refusal is None else ():
+        measure_short_prompt(target, runner, f"{name} prompt {length}, captured", length)
+
+
+def measure_short_prompt(target: Target, runner: DeviceModelRunner, key: str, length: int) -> float:
+    """Return the seconds of a step, and record them."""
+    seconds = statistics.median(time_prompt(runner, length, seed) for seed in range(PROMPT_STEPS + 4))
+    target.recorder.figure(key, seconds * 1e3, "ms")
+    return seconds
 
 
 def time_prompt(runner: DeviceModelRunner, length: int, seed: int) -> float:

@@ -19,6 +19,7 @@ from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.runner.device.build import make_device_runner
 from tgis.shard.runner.device.model_runner import DeviceModelRunner
 from tgis.shard.runner.device.stream import DeviceStream
+from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.interface import Pending
 from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.sampling.grammar import Guides
@@ -57,7 +58,7 @@ def load_runner(target: Target, shape: Shape) -> DeviceModelRunner:
 
 def capture(target: Target, runner: DeviceModelRunner, sizes: Sequence[int], about: str) -> bool:
     """Capture steps, and record whether that is possible, with the reason if it is not."""
-    runner.graphs.capture(sizes)
+    runner.graphs.capture([GraphSize(size) for size in sizes])
     refusal = runner.graphs.refusal
     target.recorder.check(f"{about} are captured", refusal is None, refusal or "")
     return refusal is None

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.cuda.graph_sizes import of_rows
 from tests.support.shard.portable import plain
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.collectives import CPU, ProcessGroup
 from tgis.shard.memory.cuda import count_left
+from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.model_runner import ComputedStep
 from tgis.shard.startup.cache_size import CacheSizing
 from tgis.shard.startup.memory_plan import (
@@ -30,7 +32,7 @@ from tgis.shard.startup.memory_plan import (
 )
 
 BLOCK = 2 * MIB
-SIZES = (1, 2, 4, 8)
+SIZES = tuple(of_rows(1, 2, 4, 8))
 LARGEST = 512  # tokens
 DEMAND = Demand(16, 160, 8, None)  # 10 blocks a request, and 80 are wanted
 
@@ -98,14 +100,14 @@ class Costs:
 class Graphs:
     device: Device
     costs: Costs
-    sizes: list[int] = field(default_factory=list)
+    sizes: list[GraphSize] = field(default_factory=list)
     taken: int = 0
 
-    def capture(self, sizes: Sequence[int]) -> None:
+    def capture(self, sizes: Sequence[GraphSize]) -> None:
         if self.costs.fails:
             return
         for size in sorted(set(sizes) - set(self.sizes), reverse=True):
-            cost = self.costs.other_graph(size) if self.sizes else self.costs.first_graph
+            cost = self.costs.other_graph(size.num_rows) if self.sizes else self.costs.first_graph
             self.device.allocate(cost)
             self.taken += cost
             self.sizes = sorted([*self.sizes, size])
@@ -181,7 +183,7 @@ def test_the_cache_has_what_steps_and_graphs_leave() -> None:
     runner, made = size_cache(device, demand=LIMITED)
     left = 4096 - 300 - 90 - 4 - 512 - 230 - 4 * GIB // 50 / MIB
     assert made == [1, int(left / 2)]
-    assert list(runner.info.graph_sizes) == list(SIZES)
+    assert list(runner.info.graph_sizes) == [1, 2, 4, 8]
     assert find_free(device) >= 512 * MIB + device.total // 100
 
 
@@ -190,7 +192,7 @@ def test_a_share_of_what_steps_and_graphs_leave() -> None:
     runner, made = size_cache(device, demand=LIMITED, cache_fraction=0.4)
     left = 4096 - 300 - 90 - 4 - 512 - 230 - 4 * GIB // 50 / MIB
     assert made == [1, int(left * 0.4 / 2)]
-    assert list(runner.info.graph_sizes) == list(SIZES)
+    assert list(runner.info.graph_sizes) == [1, 2, 4, 8]
 
 
 def test_no_more_than_requests_can_use() -> None:
@@ -208,7 +210,7 @@ def test_soft_prompts_and_adapters_keep_their_share() -> None:
 @pytest.mark.parametrize("sizes", [(), (4,)])
 def test_few_graphs(sizes: tuple[int, ...]) -> None:
     device = Device(4 * GIB)
-    runner, made = size_cache(device, demand=LIMITED, graph_sizes=sizes)
+    runner, made = size_cache(device, demand=LIMITED, graph_sizes=of_rows(*sizes))
     graphs = 200 * len(sizes)
     assert made == [1, int((4096 - 300 - 90 - 4 - 512 - graphs - 4 * GIB // 50 / MIB) / 2)]
     assert list(runner.info.graph_sizes) == list(sizes)
@@ -230,7 +232,7 @@ def test_graphs_that_take_more_than_planned_shrink_the_cache_once() -> None:
     lack = 2 * 190 * MIB - (device.margin() - device.margin() // 2)
     assert made[1] - made[2] == pytest.approx(lack / BLOCK, abs=3)
     assert find_free(device) >= 512 * MIB + device.margin() // 2
-    assert list(runner.info.graph_sizes) == list(SIZES)
+    assert list(runner.info.graph_sizes) == [1, 2, 4, 8]
 
 
 def test_a_cache_that_shrinks_below_one_request_is_refused() -> None:

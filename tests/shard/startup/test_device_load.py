@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.cuda.graph_sizes import of_rows
 from tests.support.cuda.late_device import LateDevice
 from tests.support.cuda.late_platform import late_platform
 from tests.support.shard.checkpoints import write_llama
@@ -16,6 +17,7 @@ from tests.support.shard.portable import plain
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cuda.implementations import KERNELS, Implementations
+from tgis.shard.runner.graph_sizes import GraphSize, graph_sizes
 from tgis.shard.server import log_failure
 from tgis.shard.startup import choose_platform
 from tgis.shard.startup.cuda_platform import choose_graph_sizes
@@ -44,7 +46,8 @@ def test_a_shard_with_graphs(model_path: Path) -> None:
     assert list(info.graph_sizes) == [2, 5]
     assert list(info.replaced_kernels) == list(KERNELS)
     paths = {response.path for response in router.responses}
-    assert {pb.STEP_PATH_GRAPH, pb.STEP_PATH_PROMPT} <= paths
+    assert info.num_prompt_graphs == len(graph_sizes([2, 5], 8, 512)) - 2
+    assert paths - {pb.STEP_PATH_UNSPECIFIED} == {pb.STEP_PATH_GRAPH}
 
 
 def test_default_graphs_and_none(model_path: Path) -> None:
@@ -53,10 +56,18 @@ def test_default_graphs_and_none(model_path: Path) -> None:
     assert not load(configure(model_path, cuda_graphs="0"), on=on).info.graph_sizes
 
 
-@pytest.mark.parametrize(("replaced", "sizes"), [("attend_segments", []), ("norm", [1, 2, 3])])
-def test_graphs_need_the_kernel_that_attends(replaced: str, sizes: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("replaced", "sizes"),
+    [
+        ("attend_segments", []),
+        ("attend_tiles", of_rows(1, 2, 3)),
+        ("norm", [*of_rows(1, 2, 3), GraphSize(3, 16)]),
+    ],
+)
+def test_graphs_need_the_kernels_that_attend(replaced: str, sizes: list[GraphSize]) -> None:
     implementations = Implementations.choose(frozenset({replaced}))
-    assert list(choose_graph_sizes(implementations, None, max_rows=3)) == sizes
+    found = choose_graph_sizes(implementations, None, max_rows=3, max_prompt_tokens=20)
+    assert list(found) == sizes
 
 
 def test_options_of_gpus_on_a_cpu(model_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,6 +14,7 @@ from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.models.interface import StepInputs
 from tgis.shard.runner.device.device_rows import allocate_rows
 from tgis.shard.runner.device.graphs import StepParts
+from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.row_table import RowLimits
 
 CPU = torch.device("cpu")
@@ -55,8 +56,9 @@ class DecodeScene:
         for row in range(MAX_ROWS if spec.is_encoder_decoder else 0):
             self._encode(row)
 
-    def make_parts(self, num_rows: int) -> StepParts:
-        bucket = self.bucket(num_rows)
+    def make_parts(self, size: GraphSize) -> StepParts:
+        assert not size.num_prompt_tokens
+        bucket = self.bucket(size.num_rows)
 
         def forward() -> None:
             self._kernels.begin_step(bucket.staged, self.rows, bucket.tensors)

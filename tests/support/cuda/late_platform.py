@@ -8,7 +8,7 @@ from tests.support.shard.portable import plain
 from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.ops import CudaKernels
-from tgis.shard.runner.device.graphs import graph_sizes
+from tgis.shard.runner.graph_sizes import graph_sizes
 from tgis.shard.startup.cuda_platform import make_runner
 from tgis.shard.startup.platform import Platform
 

@@ -11,8 +11,8 @@ from tgis.shard.collectives import ProcessGroup
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.runner.device.build import make_device_runner
-from tgis.shard.runner.device.graphs import graph_sizes
 from tgis.shard.runner.device.model_runner import DeviceModelRunner
+from tgis.shard.runner.graph_sizes import graph_sizes
 from tgis.shard.runner.model_runner import HostModelRunner
 from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.startup.load import load
@@ -33,7 +33,8 @@ def load_late(
 def load_captured(config: ShardConfig, on: Platform | None = None) -> DeviceModelRunner:
     """Load a model to a late device with graphs of steps."""
     runner = load_late(config, on=on)
-    runner.graphs.capture(graph_sizes(None, config.max_batch_size))
+    prompt_tokens = 0 if runner.model.spec.is_encoder_decoder else config.max_step_tokens
+    runner.graphs.capture(graph_sizes(None, config.max_batch_size, prompt_tokens))
     return runner
 
 

@@ -10,6 +10,7 @@ import torch
 
 from tgis.logs import FIELDS
 from tgis.shard.collectives import ProcessGroup
+from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.startup import memory_plan
 from tgis.shard.startup.memory_plan import GIB, Demand, MemoryBudget
@@ -20,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 
 class Graphs(Protocol):
-    """Steps that are captured as graphs, by their number of rows."""
+    """Steps that are captured as graphs, by their size."""
 
     @property
-    def sizes(self) -> list[int]: ...
+    def sizes(self) -> list[GraphSize]: ...
 
-    def capture(self, sizes: Sequence[int]) -> None:
+    def capture(self, sizes: Sequence[GraphSize]) -> None:
         """Capture steps, those that can be captured and for which there is memory."""
 
     def clear(self) -> None:
@@ -49,7 +50,7 @@ class CacheSizing:
     block_bytes: int
     adapter_bytes: int
     make_runner: Callable[[int], ModelRunner]  # of a number of blocks
-    graph_sizes: Sequence[int] = ()  # rising numbers of rows of steps to be captured
+    graph_sizes: Sequence[GraphSize] = ()  # of steps to be captured, by rising numbers of tokens
 
     def make_sized_runner(self) -> ModelRunner:
         """Compile the kernels, and return a runner with a cache of the memory that is left.
@@ -98,9 +99,9 @@ class CacheSizing:
     def _warm_up(self, runner: ModelRunner) -> WarmUp:
         return WarmUp(runner, self.group, self.demand, self.on.memory)
 
-    def _measure_largest(self) -> tuple[MemoryBudget, Sequence[int]]:
+    def _measure_largest(self) -> tuple[MemoryBudget, Sequence[GraphSize]]:
         """Measure the largest step and the graphs, and the memory that is left beside a runner's own tables.
-        Return this, and the numbers of rows of which steps can be captured."""
+        Return this, and the sizes of steps that can be captured."""
         runner = self.make_runner(1)
         warm_up = self._warm_up(runner)
         warm_up.compile(PLAIN)
@@ -111,28 +112,34 @@ class CacheSizing:
         memory_plan.check_budget(budget)
         return budget, sizes
 
-    def _try_graphs(self, runner: ModelRunner) -> tuple[int, Sequence[int]]:
-        """Capture the largest and the smallest step, and return the bytes that all of them will take."""
-        if not self.graph_sizes:
-            return 0, ()
+    def _try_graphs(self, runner: ModelRunner) -> tuple[int, Sequence[GraphSize]]:
+        """Return the bytes that graphs will take, and of which sizes: all, or those without prompts, or none,
+        as can be captured."""
+        without_prompts = [size for size in self.graph_sizes if not size.num_prompt_tokens]
+        for sizes in (self.graph_sizes, without_prompts):
+            if sizes and (num_bytes := self._measure_graphs(runner, sizes)) is not None:
+                return num_bytes, sizes
+        return 0, ()
+
+    def _measure_graphs(self, runner: ModelRunner, sizes: Sequence[GraphSize]) -> int | None:
+        """Capture the largest and the smallest step, and return the bytes that all of them will take, or None
+        if they cannot be captured."""
         assert isinstance(runner, CapturingRunner)
         left = [self._find_left()]
-        for size in (self.graph_sizes[-1], self.graph_sizes[0]):
+        for size in (sizes[-1], sizes[0]):
             runner.graphs.capture([size])
             left.append(self._find_left())
-        is_captured = set(runner.graphs.sizes) == {self.graph_sizes[-1], self.graph_sizes[0]}
+        is_captured = set(runner.graphs.sizes) == {sizes[-1], sizes[0]}
         runner.graphs.clear()
         gc.collect()
-        if not is_captured:
-            return 0, ()
         first, second = left[0] - left[1], left[1] - left[2]
-        return memory_plan.extrapolate_graphs(first, second, len(self.graph_sizes)), self.graph_sizes
+        return memory_plan.extrapolate_graphs(first, second, len(sizes)) if is_captured else None
 
     def _find_left(self) -> int:
         self.on.memory.release_memory()
         return self.on.memory_left(self.group)
 
-    def _make_with_graphs(self, budget: MemoryBudget, sizes: Sequence[int]) -> ModelRunner:
+    def _make_with_graphs(self, budget: MemoryBudget, sizes: Sequence[GraphSize]) -> ModelRunner:
         """Return a runner whose steps are captured. If the graphs take more memory than planned, its cache
         is smaller by the difference."""
         num_blocks = self._plan_blocks(budget)
@@ -150,7 +157,7 @@ class CacheSizing:
         return runner
 
     def _capture(
-        self, num_blocks: int, budget: MemoryBudget, sizes: Sequence[int]
+        self, num_blocks: int, budget: MemoryBudget, sizes: Sequence[GraphSize]
     ) -> tuple[ModelRunner, int]:
         """Make a runner and capture its steps. Return it, and the bytes that it lacks."""
         gc.collect()  # earlier runners may be parts of cycles
@@ -159,7 +166,9 @@ class CacheSizing:
         if sizes:
             assert isinstance(runner, CapturingRunner)
             runner.graphs.capture(sizes)
-            runner.info.graph_sizes[:] = runner.graphs.sizes
+            captured = runner.graphs.sizes
+            runner.info.graph_sizes[:] = [size.num_rows for size in captured if not size.num_prompt_tokens]
+            runner.info.num_prompt_graphs = sum(size.num_prompt_tokens > 0 for size in captured)
         return runner, memory_plan.find_lack(budget, self._find_left())
 
 
@@ -168,7 +177,7 @@ def _log(budget: MemoryBudget, runner: ModelRunner) -> None:
         "left_gib": round(budget.left / GIB, 2),
         "largest_step_gib": round(budget.step / GIB, 3),
         "graphs_gib": round(budget.graphs / GIB, 3),
-        "graphs": len(runner.info.graph_sizes),
+        "graphs": len(runner.info.graph_sizes) + runner.info.num_prompt_graphs,
         "blocks": runner.info.num_blocks,
     }
     logger.info("cache sized", extra={FIELDS: fields})

@@ -18,8 +18,8 @@ from tgis.shard.models.interface import ModelSpec
 from tgis.shard.models.spec import EncoderDecoderSpec, LayerSpec
 from tgis.shard.runner.device.build import make_device_runner
 from tgis.shard.runner.device.cuda_stream import CudaStream
-from tgis.shard.runner.device.graphs import graph_sizes
 from tgis.shard.runner.device.stream import DeviceStream
+from tgis.shard.runner.graph_sizes import GraphSize, graph_sizes
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.startup.platform import Compiler, DeviceError, Platform, RunnerParts
 
@@ -77,14 +77,17 @@ def find_sizes(spec: ModelSpec, num_ranks: int) -> KernelSizes:
 
 
 def choose_graph_sizes(
-    implementations: Implementations, asked: Sequence[int] | None, max_rows: int
-) -> Sequence[int]:
-    """Return the numbers of rows to capture steps of, as `graph_sizes` does."""
+    implementations: Implementations, asked: Sequence[int] | None, max_rows: int, max_prompt_tokens: int
+) -> Sequence[GraphSize]:
+    """Return the sizes of steps to capture, as `graph_sizes` does."""
+    # A twin reads as many keys as the longest sequence has. A captured step does not know how many.
     if "attend_segments" in implementations.replaced:
-        # The twin reads as many keys as the longest sequence has. A captured step does not know how many.
         logger.warning("no CUDA graphs: they need the kernel attend_segments, which is replaced")
         return ()
-    return graph_sizes(asked, max_rows)
+    if "attend_tiles" in implementations.replaced:
+        logger.warning("no CUDA graphs of prompts: they need the kernel attend_tiles, which is replaced")
+        max_prompt_tokens = 0
+    return graph_sizes(asked, max_rows, max_prompt_tokens)
 
 
 def _open(device: torch.device, memory_fraction: float | None) -> CudaMemory:

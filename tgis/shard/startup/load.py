@@ -27,6 +27,7 @@ from tgis.shard.models.interface import Model, ModelSpec, UnsupportedModelError
 from tgis.shard.models.rope_option import read_rope_option
 from tgis.shard.quant.formats.settings import read_settings
 from tgis.shard.quant.registry import find_scheme, find_scheme_name
+from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.sampling.grammar import Guides, read_tokenizer
@@ -221,11 +222,14 @@ class _Loaded:
         return self.plan.choice.is_native and self.group.size == 1
 
     @property
-    def graph_sizes(self) -> Sequence[int]:
-        """Numbers of rows of steps to capture as CUDA graphs."""
+    def graph_sizes(self) -> Sequence[GraphSize]:
+        """Sizes of steps to capture as CUDA graphs."""
         if self.can_capture:
-            asked = parse_graph_sizes(self.plan.config.cuda_graphs)
-            return self.plan.on.graph_sizes(asked, self.plan.demand.max_batch_size)
+            config = self.plan.config
+            asked = parse_graph_sizes(config.cuda_graphs)
+            # A decoder's prompt is one token where an encoder reads the input.
+            prompt_tokens = 0 if self.model.spec.is_encoder_decoder else config.max_step_tokens
+            return self.plan.on.graph_sizes(asked, self.plan.demand.max_batch_size, prompt_tokens)
         if self.plan.on.device.type == "cuda":
             logger.warning("no CUDA graphs: steps of several shards are not captured")
         return ()

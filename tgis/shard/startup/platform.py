@@ -17,6 +17,7 @@ from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.ops import Kernels
 from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.models.interface import Model
+from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.sampling.grammar import Guides
@@ -92,8 +93,9 @@ class Platform:
     """Type that products round their weights to; None: the weights' own."""
     cache_dtype: torch.dtype | None = None
     """Type of keys and values, unless the operator asks for another; None: the weights' own."""
-    graph_sizes: Callable[[Sequence[int] | None, int], Sequence[int]] = lambda asked, max_rows: ()
-    """Returns rising numbers of rows to capture steps of, as the operator asked and at most `max_rows`."""
+    graph_sizes: Callable[[Sequence[int] | None, int, int], Sequence[GraphSize]] = lambda *_: ()
+    """Returns the sizes of steps to capture, of the numbers of rows that the operator asked for, a maximum of
+    rows, and a maximum of tokens of prompts."""
 
     def memory_left(self, group: ProcessGroup) -> int:
         """Return the bytes that the ranks of a machine may still take, on the machine with the least left.

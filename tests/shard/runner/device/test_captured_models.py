@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.support.cuda.decode_scene import MAX_ROWS, DecodeScene
 from tests.support.cuda.fake_graph import FakeStream
+from tests.support.cuda.graph_sizes import of_rows
 from tests.support.cuda.interpreter import interpreted
 from tests.support.shard.checkpoints import write_model
 from tests.support.shard.family_cases.all import CASES, family_of
@@ -21,6 +22,7 @@ from tgis.shard.kernels.cuda.ops import CudaKernels
 from tgis.shard.kernels.cuda.step_state import Flag
 from tgis.shard.models import registry
 from tgis.shard.runner.device.graphs import StepGraphs
+from tgis.shard.runner.graph_sizes import GraphSize
 
 SIZES = (2, MAX_ROWS)
 # test_every_family captures windows and caps, two sets of angles, and an encoder.
@@ -44,27 +46,27 @@ def compare(
 ) -> None:
     """Compute steps of two scenes, one with graphs; rows join, leave, end and begin again."""
     eager, graphed = (DecodeScene(model, kernels, dtype) for _ in range(2))
-    parts = {size: eager.make_parts(size) for size in sizes}
+    parts = {size: eager.make_parts(GraphSize(size)) for size in sizes}
     graphs = StepGraphs(FakeStream(), graphed.make_parts, lambda: 0)
-    graphs.capture(sizes)
-    assert graphs.sizes == sorted(sizes)
+    graphs.capture(of_rows(*sizes))
+    assert graphs.sizes == of_rows(*sorted(sizes))
     rng, met = random.Random(1), set()
     for _ in range(steps):
         count = rng.randrange(1, max(sizes) + 1)
         step = graphs.find(count)
         assert step is not None
         for scene in (eager, graphed):
-            scene.stage(step.num_rows, count)
-        parts[step.num_rows].forward()
+            scene.stage(step.size.num_rows, count)
+        parts[step.size.num_rows].forward()
         step.forward.replay()
-        one, other = eager.bucket(step.num_rows), graphed.bucket(step.num_rows)
+        one, other = eager.bucket(step.size.num_rows), graphed.bucket(step.size.num_rows)
         assert one.logits[:count].isfinite().any()
         assert equal(one.logits, other.logits)
-        parts[step.num_rows].sample()
+        parts[step.size.num_rows].sample()
         step.sample.replay()
         assert one.answers.equal(other.answers)
         assert eager.rows.words.equal(graphed.rows.words)
-        met.update((step.num_rows, *answer) for answer in other.answers.tolist())
+        met.update((step.size.num_rows, *answer) for answer in other.answers.tolist())
     for pages in ("keys", "values"):
         x, y = (getattr(scene.cache, pages)[:, :-1] for scene in (eager, graphed))
         assert equal(x, y)
@@ -108,7 +110,7 @@ def test_idle_rows_change_nothing(tmp_path: Path) -> None:
         found = []
         for scene, size in ((exact, count), (padded, MAX_ROWS)):
             scene.stage(size, count)
-            parts = scene.make_parts(size)
+            parts = scene.make_parts(GraphSize(size))
             parts.forward()
             found.append(scene.bucket(size).logits[:count].clone())
             parts.sample()
@@ -126,7 +128,7 @@ def test_models_with_experts_have_no_graphs(
     scene = DecodeScene(load(tmp_path, case, kernels), kernels, torch.float32)
     graphs = StepGraphs(FakeStream(), scene.make_parts, lambda: 0)
     with caplog.at_level(logging.WARNING):
-        graphs.capture(SIZES)
+        graphs.capture(of_rows(*SIZES))
     assert graphs.sizes == []
     [record] = [record for record in caplog.records if record.name.endswith("device.graphs")]
     assert record.message.startswith("no CUDA graphs: steps of 6 rows cannot be captured: captured work uses")

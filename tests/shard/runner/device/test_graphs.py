@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from tests.support.cuda.fake_graph import FakeGraph, FakeStream
-from tgis.shard.runner.device.graphs import MAX_CAPTURE_S, StepGraphs, StepParts, graph_sizes
+from tests.support.cuda.graph_sizes import of_rows
+from tgis.shard.runner.device.graphs import MAX_CAPTURE_S, MAX_PROMPT_CAPTURE_S, StepGraphs, StepParts
+from tgis.shard.runner.graph_sizes import MAX_PROMPT_TOKENS, GraphSize, graph_sizes
 
 GRAPH_BYTES, FREE_BYTES = 10 << 20, 1000 << 20
 
@@ -41,7 +43,8 @@ class Steps:
         self.rows, self.logits, self.answers = torch.zeros(16), torch.zeros(16), torch.zeros(16)
         self.made: list[int] = []
 
-    def make(self, num_rows: int) -> StepParts:
+    def make(self, size: GraphSize) -> StepParts:
+        num_rows = size.num_tokens
         self.made.append(num_rows)
         rows, logits = self.rows[:num_rows], self.logits[:num_rows]
 
@@ -70,12 +73,12 @@ def graphs_on(device: Device, steps: Steps | None = None) -> StepGraphs:
     ],
 )
 def test_sizes(asked: Sequence[int] | None, max_rows: int, sizes: list[int]) -> None:
-    assert graph_sizes(asked, max_rows) == sizes
+    assert graph_sizes(asked, max_rows) == of_rows(*sizes)
 
 
 @pytest.mark.parametrize("max_rows", [256, 257, 1000])
 def test_few_rows_of_a_step_are_idle(max_rows: int) -> None:
-    sizes = graph_sizes(None, max_rows)
+    sizes = [size.num_rows for size in graph_sizes(None, max_rows)]
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == max_rows
     assert len(sizes) <= 40
@@ -87,17 +90,58 @@ def test_steps_are_captured_largest_first_and_found_by_their_rows() -> None:
     steps = Steps()
     graphs = graphs_on(Device(), steps)
     assert graphs.find(1) is None
-    graphs.capture([1, 4, 2, 8])
+    graphs.capture(of_rows(1, 4, 2, 8))
     assert steps.made == [8, 4, 2, 1]
-    assert graphs.sizes == [1, 2, 4, 8]
+    assert graphs.sizes == of_rows(1, 2, 4, 8)
     found = [graphs.find(n) for n in range(1, 10)]
-    assert [step and step.num_rows for step in found] == [1, 2, 4, 4, 8, 8, 8, 8, None]
+    assert [step and step.size.num_rows for step in found] == [1, 2, 4, 4, 8, 8, 8, 8, None]
+
+
+def test_prompts_have_sizes_of_their_own() -> None:
+    assert graph_sizes([0], 64, 512) == []
+    assert graph_sizes([1, 2], 64, 20) == [GraphSize(1), GraphSize(2), GraphSize(2, 16)]
+    sizes = graph_sizes(None, 1000, 8192)
+    assert [size.num_tokens for size in sizes] == sorted(size.num_tokens for size in sizes)
+    assert max(size.num_prompt_tokens for size in sizes) == MAX_PROMPT_TOKENS
+    prompts = [size for size in sizes if size.num_prompt_tokens]
+    assert max(size.num_rows for size in prompts) <= 256
+    assert 6 <= len(prompts) <= 30
+
+
+def test_prompts_are_captured_first_and_found_by_both_numbers() -> None:
+    steps, small, large = Steps(), GraphSize(2, 4), GraphSize(4, 12)
+    graphs = graphs_on(Device(), steps)
+    graphs.capture([GraphSize(1), small, GraphSize(8), large])
+    assert steps.made == [16, 6, 8, 1], "the largest step first, and of each kind"
+    found = {asked: graphs.find(*asked) for asked in [(2, 4), (0, 1), (3, 1), (2, 5), (4, 13), (5, 1)]}
+    assert [step and step.size for step in found.values()] == [small, small, large, large, None, None]
+    assert [step and step.size for step in map(graphs.find, (1, 2, 3, 8, 9))] == [
+        *(GraphSize(1), small, GraphSize(8), GraphSize(8), None)
+    ]
+
+
+def test_prompts_that_cannot_be_captured_cost_no_other_graphs(caplog: pytest.LogCaptureFixture) -> None:
+    device = Device(error=lambda number: RuntimeError("not permitted") if number == 2 else None)
+    graphs = graphs_on(device)
+    graphs.capture([GraphSize(2, 4), GraphSize(1, 2)])
+    assert graphs.sizes == []
+    assert "no CUDA graphs: steps of 1 rows and 2 tokens of prompts cannot be captured" in caplog.text
+    device = Device(error=lambda number: RuntimeError("not permitted") if number == 4 else None)
+    graphs = graphs_on(device)
+    graphs.capture([GraphSize(2, 4), GraphSize(1, 2), GraphSize(1)])
+    assert graphs.sizes == [GraphSize(1, 2), GraphSize(2, 4)]
+
+
+def test_prompts_leave_time_for_other_steps() -> None:
+    graphs = graphs_on(Device(capture_s=MAX_PROMPT_CAPTURE_S / 4))
+    graphs.capture([*of_rows(1, 2, 4), *(GraphSize(1, count) for count in (2, 4, 8))])
+    assert graphs.sizes == [*of_rows(1, 2, 4), GraphSize(1, 4), GraphSize(1, 8)], "two captures each"
 
 
 def test_both_parts_are_replayed() -> None:
     steps = Steps()
     graphs = graphs_on(Device(), steps)
-    graphs.capture([2, 4])
+    graphs.capture(of_rows(2, 4))
     for n, filled in ((2, 2), (3, 4)):
         step = graphs.find(n)
         assert step is not None
@@ -114,13 +158,13 @@ def test_both_parts_are_replayed() -> None:
 def test_memory_of_the_parts_is_kept() -> None:
     answers: list[Tensor] = []
 
-    def make(num_rows: int) -> StepParts:
-        answers[:] = [torch.zeros(num_rows)]
-        rows, answer = torch.ones(num_rows), answers[0]
+    def make(size: GraphSize) -> StepParts:
+        answers[:] = [torch.zeros(size.num_rows)]
+        rows, answer = torch.ones(size.num_rows), answers[0]
         return StepParts(lambda: answer.copy_(rows), lambda: answer.add_(rows))
 
     graphs = StepGraphs(FakeStream(), make, lambda: 0)
-    graphs.capture([2])
+    graphs.capture(of_rows(2))
     step = graphs.find(2)
     assert step is not None
     step.forward.replay()
@@ -130,34 +174,34 @@ def test_memory_of_the_parts_is_kept() -> None:
 
 def test_captures_end_when_their_time_is_over(caplog: pytest.LogCaptureFixture) -> None:
     graphs = graphs_on(Device(capture_s=MAX_CAPTURE_S / 5))
-    graphs.capture([1, 2, 4, 8, 16])
-    assert graphs.sizes == [4, 8, 16], "two captures each"
+    graphs.capture(of_rows(1, 2, 4, 8, 16))
+    assert graphs.sizes == of_rows(4, 8, 16), "two captures each"
     step = graphs.find(1)
     assert step is not None
-    assert step.num_rows == 4
+    assert step.size == GraphSize(4)
     assert "2 rows and fewer share larger CUDA graphs: 3 graphs took 36 s and 60 MiB" in caplog.text
 
 
 def test_captures_end_when_there_is_no_memory(caplog: pytest.LogCaptureFixture) -> None:
     graphs = graphs_on(Device(error=lambda count: torch.OutOfMemoryError("7 GiB") if count == 3 else None))
-    graphs.capture([1, 2, 4])
-    assert graphs.sizes == [4]
+    graphs.capture(of_rows(1, 2, 4))
+    assert graphs.sizes == of_rows(4)
     assert "no memory for CUDA graphs of steps of 2 rows: smaller steps share larger graphs" in caplog.text
 
 
 def test_a_model_that_cannot_be_captured_has_no_graphs(caplog: pytest.LogCaptureFixture) -> None:
     x = torch.ones(4)
 
-    def make(num_rows: int) -> StepParts:
+    def make(size: GraphSize) -> StepParts:
         def route() -> Tensor:
-            return x[:num_rows][x[:num_rows] > 0]
+            return x[: size.num_rows][x[: size.num_rows] > 0]
 
-        return StepParts(lambda: x.add_(1), route if num_rows == 2 else (lambda: x.add_(1)))
+        return StepParts(lambda: x.add_(1), route if size.num_rows == 2 else (lambda: x.add_(1)))
 
     device = Device()
     graphs = StepGraphs(device, make, device.memory_left)
     with caplog.at_level(logging.WARNING):
-        graphs.capture([1, 2, 4])
+        graphs.capture(of_rows(1, 2, 4))
     assert graphs.sizes == []
     [record] = caplog.records
     assert "no CUDA graphs: steps of 2 rows cannot be captured: captured work looks for" in record.message
@@ -166,12 +210,12 @@ def test_a_model_that_cannot_be_captured_has_no_graphs(caplog: pytest.LogCapture
 def test_a_trial_can_be_dropped_and_repeated() -> None:
     device, steps = Device(), Steps()
     graphs = graphs_on(device, steps)
-    graphs.capture([4])
-    graphs.capture([1])
-    assert graphs.sizes == [1, 4]
+    graphs.capture(of_rows(4))
+    graphs.capture(of_rows(1))
+    assert graphs.sizes == of_rows(1, 4)
     graphs.clear()
     assert graphs.find(1) is None
-    graphs.capture([1, 2, 4])
+    graphs.capture(of_rows(1, 2, 4))
     assert steps.made == [4, 1, 4, 2, 1], "parts are made anew: what they work on may have moved"
 
 
@@ -195,7 +239,7 @@ def test_no_garbage_is_collected_meanwhile(error: Exception | None) -> None:
     device = Device(error=capture)
     gc.callbacks.append(note)
     try:
-        graphs_on(device).capture([1, 2])
+        graphs_on(device).capture(of_rows(1, 2))
     finally:
         gc.callbacks.remove(note)
     assert device.num_captures or error
@@ -206,7 +250,7 @@ def test_no_garbage_is_collected_meanwhile(error: Exception | None) -> None:
 def test_why_nothing_is_captured_is_known() -> None:
     device = Device(error=lambda number: RuntimeError("not permitted\nadvice") if number == 2 else None)
     graphs = graphs_on(device)
-    graphs.capture([4])
+    graphs.capture(of_rows(4))
     assert graphs.refusal is None
-    graphs.capture([1, 2])
+    graphs.capture(of_rows(1, 2))
     assert (graphs.refusal, graphs.sizes) == ("not permitted", [])

@@ -329,7 +329,9 @@ def test_another_thread_answers(runner: DeviceModelRunner, expected: dict[str, l
 def test_paths_are_told(either: DeviceModelRunner) -> None:
     either.reset()
     is_captured = bool(either.graphs.sizes)
-    alone = pb.STEP_PATH_GRAPH if is_captured else pb.STEP_PATH_MODEL
+    alone, prompt = pb.STEP_PATH_MODEL, pb.STEP_PATH_PROMPT
+    if is_captured:
+        alone = prompt = pb.STEP_PATH_GRAPH
     cases = {
         pb.STEP_PATH_FILTERS: {"sampling": {**SAMPLE, "top_p": 0.5}},
         pb.STEP_PATH_DETAILS: {"details": {"ranks": True}},
@@ -341,7 +343,7 @@ def test_paths_are_told(either: DeviceModelRunner) -> None:
         work = [[(row, 0, 2)], [(row, 2, 3)], [(row, 3, 4)]]
         opened = [[opening(request)], [], []]
         answers = [either.launch(steps.step(*step)).answer() for step in zip(work, opened, strict=True)]
-        assert [answer.path for answer in answers] == [pb.STEP_PATH_PROMPT, path, path]
+        assert [answer.path for answer in answers] == [prompt, path, path]
     plain_row = steps.step([(7, 0, 1)], [opening(Request([5], 5, row=7))])
     assert either.launch(plain_row).answer().path == alone
     drafted = steps.step([(7, 1, 2)], drafts={7: [9, 9]})

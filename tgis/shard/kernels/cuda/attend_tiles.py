@@ -166,5 +166,5 @@ def plain(
         blocks = block_tables[row.squeeze(1), :num_blocks].long()
         piece = Piece(tokens, position + place, length, blocks)
         found[tokens] = attend_piece(q[tokens.clamp(max=len(q) - 1)], keys, values, piece, scoring)
-        is_found[tokens] = True
+        is_found.index_fill_(0, tokens.flatten(), True)
     out.copy_(torch.where(is_found[:-1, None, None], found[:-1], out))

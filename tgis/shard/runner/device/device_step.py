@@ -17,6 +17,7 @@ from tgis.shard.runner.device.step_packer import StagedSize, StepPacker
 from tgis.shard.runner.device.stream import DeviceStream
 from tgis.shard.runner.device.uploads import Uploads, place_arrays, view_arrays
 from tgis.shard.runner.forward import Outputs
+from tgis.shard.runner.graph_sizes import MAX_PROMPT_TOKENS, GraphSize
 
 _NONE = torch.empty(0, dtype=torch.int32)
 # Models of our own read no layout.
@@ -108,12 +109,12 @@ class EagerStep:
 
 
 class FixedSteps:
-    """Memory of captured steps, whose work is described in the same place, whatever their number of rows."""
+    """Memory of captured steps, whose work is described in the same place, whatever their size."""
 
     def __init__(self, on: DeviceModel, table: StepPacker, max_rows: int, stream: DeviceStream):
         self._on, self._table, self._max_rows, self._stream = on, table, max_rows, stream
         self._device = stream.device
-        shapes = [array.shape for array in table.idle_step(max_rows)]
+        shapes = [array.shape for array in table.idle_step(GraphSize(max_rows, MAX_PROMPT_TOKENS))]
         _, num_words = place_arrays([prod(shape) for shape in shapes])
         self.staged = torch.zeros(num_words, dtype=torch.int32, device=self._device)
         self.answers = torch.zeros((max_rows, 2), dtype=torch.int32, device=self._device)
@@ -127,14 +128,15 @@ class FixedSteps:
             self._logits = torch.zeros(shape, device=self._device)
         return self._logits
 
-    def make_parts(self, num_rows: int, uploads: Uploads) -> StepParts:
-        """Return the parts of a step of so many rows, and describe one of idle rows."""
-        arrays = self._table.idle_step(num_rows)
+    def make_parts(self, size: GraphSize, uploads: Uploads) -> StepParts:
+        """Return the parts of a step of a size, and describe one of idle rows."""
+        arrays = self._table.idle_step(size)
         uploads.send_to(self.staged, arrays)
         staged = StagedStep(*view_arrays(self.staged, [array.shape for array in arrays]))
-        tensors = StepTensors.empty(num_rows, num_rows, num_rows, self._device)
-        inputs = self._on.make_inputs(staged, tensors, self._table.fixed_size(num_rows))
-        logits, answers = self.logits[:num_rows], self.answers[:num_rows]
+        tensors = StepTensors.empty(size.num_tokens, size.num_rows, size.num_rows, self._device)
+        inputs = self._on.make_inputs(staged, tensors, self._table.fixed_size(size))
+        num_sampled = len(arrays.sampled_x)
+        logits, answers = self.logits[:num_sampled], self.answers[:num_sampled]
 
         def forward() -> None:
             _, found = self._on.compute(staged, tensors, inputs)

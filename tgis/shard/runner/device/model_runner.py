@@ -21,10 +21,11 @@ from tgis.shard.runner.device.device_step import DeviceModel, EagerStep, FixedSt
 from tgis.shard.runner.device.graphs import CapturedStep, StepGraphs, StepParts
 from tgis.shard.runner.device.masks import MaskUploads
 from tgis.shard.runner.device.pending_step import Clock, PendingStep
-from tgis.shard.runner.device.step_packer import StagedArrays, StepPacker
+from tgis.shard.runner.device.step_packer import StagedArrays, StagedSize, StepPacker
 from tgis.shard.runner.device.stream import DeviceStream
 from tgis.shard.runner.device.uploads import NUM_SLOTS, PinnedRing, Uploads, copy_numbers
 from tgis.shard.runner.forward import Outputs
+from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.host_sampler import HostSampler
 from tgis.shard.runner.interface import Pending
 from tgis.shard.runner.model_runner import ComputedStep, close_and_open
@@ -120,22 +121,23 @@ class DeviceModelRunner:
         return True
 
     def _queue_forward(self, work: Work, has_encoded: bool = False) -> QueuedStep:
-        new_blocks = self._table.take_blocks()
-        arrays, size = self._table.pack_step(work, new_blocks)
+        arrays, size = self._table.pack_step(work, self._table.take_blocks())
         virtual, adapters = self._table.virtual_tokens(work), self._table.token_adapters(work)
-        captured = self.graphs.find(size.num_tokens)
+        captured = self._find_captured(arrays, size)
         path = pb.STEP_PATH_GRAPH
-        if has_encoded or virtual is not None or work.input_spans or size.num_tokens > size.num_single:
+        if has_encoded or virtual is not None or work.input_spans:
             path = pb.STEP_PATH_PROMPT
         elif adapters is not None:
             path = pb.STEP_PATH_ADAPTER
         elif not self.graphs.sizes:
             path = pb.STEP_PATH_MODEL
-        elif captured is None or len(new_blocks) > captured.num_rows:
+        elif captured is None:
             path = pb.STEP_PATH_SIZE
+        if path != pb.STEP_PATH_GRAPH and size.num_tokens > size.num_single:
+            path = pb.STEP_PATH_PROMPT
         if path == pb.STEP_PATH_GRAPH:
             assert captured is not None
-            return self._replay_forward(arrays, captured)
+            return self._replay_forward(arrays, captured, size.num_single)
         staged = StagedStep(*self._send_step(arrays))
         step = EagerStep(self._on, staged, size, virtual, adapters)
         self._stream.run(step.forward)
@@ -148,16 +150,23 @@ class DeviceModelRunner:
             step.answers,
         )
 
-    def _replay_forward(self, arrays: StagedArrays, captured: CapturedStep) -> QueuedStep:
+    def _find_captured(self, arrays: StagedArrays, size: StagedSize) -> CapturedStep | None:
+        captured = self.graphs.find(size.num_single, size.num_tokens - size.num_single)
+        if captured is None or not self._table.find_capacity(captured.size).holds(arrays):
+            return None
+        return captured
+
+    def _replay_forward(self, arrays: StagedArrays, captured: CapturedStep, num_single: int) -> QueuedStep:
         self._send_updates()
-        self._uploads.send_to(self._fixed.staged, self._table.pad_step(arrays, captured.num_rows))
+        self._uploads.send_to(self._fixed.staged, self._table.pad_step(arrays, captured.size, num_single))
         captured.forward.replay()
-        at = arrays.sampled_x.astype(np.int64)
+        has_prompts, count = captured.size.num_prompt_tokens > 0, len(arrays.sampled_x)
+        at = np.arange(count) if has_prompts else arrays.sampled_x.astype(np.int64)
 
         def outputs() -> Outputs:
             logits = self._fixed.logits
-            is_all = len(at) == len(arrays.token_rows)
-            return logits, logits[: len(at)] if is_all else logits[torch.from_numpy(at)]
+            is_first = has_prompts or count == len(arrays.token_rows)
+            return logits, logits[:count] if is_first else logits[torch.from_numpy(at)]
 
         return QueuedStep(pb.STEP_PATH_GRAPH, at, None, outputs, captured.sample.replay, self._fixed.answers)
 
@@ -237,5 +246,5 @@ class DeviceModelRunner:
             rows, token_ids, ended = self._table.apply(pending.sampled, answers[:, 0], answers[:, 1])
             self._guides.advance(rows, token_ids, ended)
 
-    def _make_parts(self, num_rows: int) -> StepParts:
-        return self._fixed.make_parts(num_rows, self._uploads)
+    def _make_parts(self, size: GraphSize) -> StepParts:
+        return self._fixed.make_parts(size, self._uploads)

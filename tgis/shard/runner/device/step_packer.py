@@ -13,7 +13,10 @@ from tgis.shard.models.interface import VirtualTokens
 from tgis.shard.runner.batch_builder import Work
 from tgis.shard.runner.device.device_table import DeviceTable
 from tgis.shard.runner.device.uploads import Words
+from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.row_table import Integers, RowLimits, TokenIds
+
+MAX_PROMPTS = 8  # in a captured step
 
 
 class StagedArrays(NamedTuple):
@@ -38,6 +41,18 @@ class StagedSize(NamedTuple):
     num_single: int  # sequences of a single new token
     max_seq_len: int
     max_cross_len: int  # tokens of the longest encoder's sequence
+
+
+class Capacity(NamedTuple):
+    """What a captured step has memory for, beside its tokens."""
+
+    num_new_blocks: int
+    num_tiles: int
+    num_sampled: int
+
+    def holds(self, arrays: StagedArrays) -> bool:
+        needed = len(arrays.new_blocks), len(arrays.tiles), len(arrays.sampled_x)
+        return all(count <= most for count, most in zip(needed, self, strict=True))
 
 
 class StepPacker(DeviceTable):
@@ -83,37 +98,66 @@ class StepPacker(DeviceTable):
         longest = int(ends.max()), int(encoder_lens.max(initial=0))
         return arrays, StagedSize(len(row), len(rows), int(np.count_nonzero(counts == 1)), *longest)
 
-    def pad_step(self, arrays: StagedArrays, num_rows: int) -> StagedArrays:
-        """Fill up a step of single tokens with the idle row. Its samples get the order of its tokens."""
-        idle, block = self._idle_row, self._dummy_slot // self._block_size
-        sampled_rows = np.full(num_rows, idle, np.int32)
-        sampled_rows[arrays.sampled_x] = arrays.sampled_rows
-        new_blocks = np.full((num_rows, 3), (idle, 0, block), np.int32)
-        new_blocks[: len(arrays.new_blocks)] = arrays.new_blocks
-        return StagedArrays(
-            seq_rows=_pad(arrays.seq_rows, num_rows, idle),
-            seq_ends=_pad(arrays.seq_ends, num_rows, 0),
-            token_rows=_pad(arrays.token_rows, num_rows, idle),
-            token_ids=_pad(arrays.token_ids, num_rows, 0),
-            positions=_pad(arrays.positions, num_rows, 0),
-            slots=_pad(arrays.slots, num_rows, self._dummy_slot),
-            new_blocks=new_blocks,
-            tiles=_empty(5),
-            cross_tiles=_empty(5),
-            sampled_rows=sampled_rows,
-            sampled_x=np.arange(num_rows, dtype=np.int32),
+    def find_capacity(self, size: GraphSize) -> Capacity:
+        rows, count = size
+        if not count:
+            return Capacity(rows, 0, rows)
+        return Capacity(
+            num_new_blocks=rows + count // self._block_size + MAX_PROMPTS,
+            num_tiles=-(-count // self._tile_tokens) + MAX_PROMPTS,
+            num_sampled=min(self._idle_row, rows + MAX_PROMPTS),
         )
 
-    def idle_step(self, num_rows: int) -> StagedArrays:
+    def pad_step(self, arrays: StagedArrays, size: GraphSize, num_single: int) -> StagedArrays:
+        """Fill up a step with the idle row, also between its `num_single` first tokens and those of prompts.
+        Without prompts, its samples get the order of its tokens."""
+        idle, block, capacity = self._idle_row, self._dummy_slot // self._block_size, self.find_capacity(size)
+        gap = size.num_rows - num_single
+
+        def spread(values: Words, fill: int) -> Words:
+            found = np.full(size.num_tokens, fill, np.int32)
+            found[:num_single] = values[:num_single]
+            found[size.num_rows : len(values) + gap] = values[num_single:]
+            return found
+
+        sampled_rows, sampled_x = self._pad_samples(arrays, size, num_single)
+        tiles = arrays.tiles.copy()
+        tiles[:, Tile._fields.index("first")] += gap
+        return StagedArrays(
+            seq_rows=_pad(arrays.seq_rows[:num_single], size.num_rows, idle),
+            seq_ends=_pad(arrays.seq_ends[:num_single], size.num_rows, 0),
+            token_rows=spread(arrays.token_rows, idle),
+            token_ids=spread(arrays.token_ids, 0),
+            positions=spread(arrays.positions, 0),
+            slots=spread(arrays.slots, self._dummy_slot),
+            new_blocks=_pad_rows(arrays.new_blocks, capacity.num_new_blocks, (idle, 0, block)),
+            tiles=_pad_rows(tiles, capacity.num_tiles, (idle, 0, 0, 0, 0)),
+            cross_tiles=_empty(5),
+            sampled_rows=sampled_rows,
+            sampled_x=sampled_x,
+        )
+
+    def _pad_samples(self, arrays: StagedArrays, size: GraphSize, num_single: int) -> tuple[Words, Words]:
+        """Return the rows that sample, and the indices of the tokens before."""
+        count = self.find_capacity(size).num_sampled
+        if size.num_prompt_tokens:
+            is_prompt = arrays.sampled_x >= num_single
+            x = arrays.sampled_x + np.where(is_prompt, np.int32(size.num_rows - num_single), np.int32(0))
+            return _pad(arrays.sampled_rows, count, self._idle_row), _pad(x, count, 0)
+        rows = np.full(count, self._idle_row, np.int32)
+        rows[arrays.sampled_x] = arrays.sampled_rows
+        return rows, np.arange(count, dtype=np.int32)
+
+    def idle_step(self, size: GraphSize) -> StagedArrays:
         """Return a step of the idle row alone."""
         none, no_blocks, no_tiles = np.empty(0, np.int32), _empty(3), _empty(5)
         empty = StagedArrays(none, none, none, none, none, none, no_blocks, no_tiles, no_tiles, none, none)
-        return self.pad_step(empty, num_rows)
+        return self.pad_step(empty, size, 0)
 
-    def fixed_size(self, num_rows: int) -> StagedSize:
-        """Return the size of a step of single tokens whose lengths are not known."""
+    def fixed_size(self, size: GraphSize) -> StagedSize:
+        """Return the size of a captured step, whose sequences' lengths are not known."""
         longest = self._limits.max_sequence_length
-        return StagedSize(num_rows, num_rows, num_rows, longest, longest)
+        return StagedSize(size.num_tokens, size.num_rows, size.num_rows, longest, longest)
 
     def _plain_work(self, rows: Integers, starts: Integers, ends: Integers) -> Work:
         order = _order(ends - starts)
@@ -155,6 +199,12 @@ def _order(counts: Integers) -> Integers | None:
 
 def _pad(array: Words, size: int, value: int) -> Words:
     found = np.full(size, value, np.int32)
+    found[: len(array)] = array
+    return found
+
+
+def _pad_rows(array: Words, size: int, row: tuple[int, ...]) -> Words:
+    found = np.full((size, len(row)), row, np.int32)
     found[: len(array)] = array
     return found
 
