@@ -29,6 +29,7 @@ def _norm(
     at = tl.arange(0, BLOCK)
     mask = at < SIZE
     value = tl.load(x + first + at, mask=mask, other=0.0)  # [BLOCK]
+    scale = tl.load(weight + at, mask=mask, other=0.0)  # before the sums, which would wait for it
     if HAS_DELTA:
         added = tl.load(delta + first + at, mask=mask, other=0.0)
         value = (value.to(tl.float32) + added.to(tl.float32)).to(x.dtype.element_ty)
@@ -37,7 +38,7 @@ def _norm(
     if IS_CENTRED:
         value = tl.where(mask, value - tl.sum(value, 0) / SIZE, 0.0)
     variance = tl.sum(value * value, 0) / SIZE
-    value = value * tl.rsqrt(variance + eps) * tl.load(weight + at, mask=mask, other=0.0)
+    value = value * tl.rsqrt(variance + eps) * scale
     if HAS_BIAS:
         value += tl.load(bias + at, mask=mask, other=0.0)
     tl.store(out + first + at, value.to(out.dtype.element_ty), mask=mask)
