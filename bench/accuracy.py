@@ -1,18 +1,19 @@
 """What a precision costs: log-probabilities of a text's tokens, against those in float32.
 
-`python -m bench.accuracy [MODEL]` prints Markdown; without a model, of the demo model, made where there is
-none."""
+`python -m bench.accuracy [MODEL]` prints Markdown; without a model, of SmolLM2-135M-Instruct, which `make
+.cache/models/SmolLM2-135M-Instruct.gguf` fetches."""
 
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tgis.cli.demo_model import TOPICS, read_documents, write_demo_model
+from bench.real_model import convert_real_model, read_prose
 from tgis.hub import model_files
 from tgis.shard.attention.interface import StepLayout
 from tgis.shard.collectives import ProcessGroup
@@ -25,14 +26,9 @@ from tgis.shard.startup.cache_type import FLOAT8
 from tgis.shard.startup.cpu_platform import on_cpu
 from tgis.shard.startup.host_runner import HostRunners
 
-DEMO_MODEL = Path(".cache/demo-model")
 BLOCK_SIZE = 16
 WINDOW = 256  # tokens of a text
 NUM_WINDOWS = 16
-# Topics of Python's help that the demo model was not trained with.
-HELD_OUT = (
-    "assignment attribute-access calls comparisons customization execmodel import objects strings".split()
-)
 
 
 @dataclass(frozen=True)
@@ -72,46 +68,50 @@ class Cost:
     max_difference: float
     greedy_agreement: float
     """Share of the positions whose likeliest token is the same."""
-    loss: float
-    held_out_loss: float
-    """Of text that the demo model was not trained with."""
+    perplexity: float
     num_tokens: int
 
 
 def measure(model: Path, precisions: Sequence[Precision] = PRECISIONS) -> list[Cost]:
     """Of a decoder-only model in a directory with a tokenizer.json; float32 comes first."""
-    windows, held_out = list(_read_windows(model, TOPICS)), list(_read_windows(model, HELD_OUT))
-    num_tokens, costs = len(windows) * (WINDOW - 1), []
+    windows, costs = list(islice(_read_windows(model), NUM_WINDOWS)), list[Cost]()
     expected, best = torch.empty(0), torch.empty(0)
     for precision in (Precision("float32", torch.float32), *precisions):
-        scores, chosen = _score(model, precision, windows + held_out)
+        scores, chosen = _score(model, precision, windows)
         if not costs:
             expected, best = scores, chosen
-        difference, agreement = (scores - expected).abs()[:num_tokens], (chosen == best)[:num_tokens]
-        figures = (difference.mean(), difference.max(), agreement.double().mean())
-        losses = (-scores[:num_tokens].mean(), -scores[num_tokens:].mean())
-        costs.append(Cost(precision.name, *(float(each) for each in figures + losses), num_tokens))
+        difference, agreement = (scores - expected).abs(), (chosen == best)
+        figures = difference.mean(), difference.max(), agreement.double().mean(), (-scores.mean()).exp()
+        costs.append(Cost(precision.name, *map(float, figures), len(scores)))
     return costs
 
 
 def format_costs(costs: Sequence[Cost]) -> str:
-    head = ("precision", "mean difference", "max difference", "greedy agreement", "loss", "held-out loss")
-    lines = [head, ("---",) * len(head), *map(_format_cost, costs)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    head = (
+        "precision",
+        "perplexity",
+        "of float32's",
+        "mean difference",
+        "max difference",
+        "greedy agreement",
+    )
+    rows = [_format_cost(cost, costs[0]) for cost in costs]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ("---",) * len(head), *rows))
 
 
-def _format_cost(cost: Cost) -> tuple[str, ...]:
-    agreement = f"{100 * cost.greedy_agreement:.1f} %"
-    differences = (f"{cost.mean_difference:.1e}", f"{cost.max_difference:.1e}")
-    return cost.name, *differences, agreement, f"{cost.loss:.4f}", f"{cost.held_out_loss:.4f}"
+def _format_cost(cost: Cost, exact: Cost) -> tuple[str, ...]:
+    ratio, agreement = f"{cost.perplexity / exact.perplexity:.3f}", f"{100 * cost.greedy_agreement:.1f} %"
+    differences = f"{cost.mean_difference:.1e}", f"{cost.max_difference:.1e}"
+    return cost.name, f"{cost.perplexity:.2f}", ratio, *differences, agreement
 
 
-def _read_windows(model: Path, topics: Sequence[str]) -> Iterator[Tensor]:
+def _read_windows(model: Path) -> Iterator[Tensor]:
     """int64 [WINDOW], beginnings of texts."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    encoded = (tokenizer.encode(document).ids for document in read_documents(topics))
-    long = [torch.tensor(ids[:WINDOW]) for ids in encoded if len(ids) >= WINDOW]
-    yield from long[:NUM_WINDOWS]
+    for text in read_prose():
+        ids = tokenizer.encode(text).ids
+        if len(ids) >= WINDOW:
+            yield torch.tensor(ids[:WINDOW])
 
 
 def _score(model: Path, precision: Precision, windows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -150,9 +150,7 @@ def _describe_one(length: int, num_blocks: int) -> StepLayout:
 
 
 def main() -> None:
-    model = Path(sys.argv[1]) if len(sys.argv) > 1 else DEMO_MODEL
-    if model == DEMO_MODEL and not model.is_dir():
-        write_demo_model(model)
+    model = Path(sys.argv[1]) if len(sys.argv) > 1 else convert_real_model()
     print(format_costs(measure(model)))
 
 

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from bench import rates
-from bench.accuracy import DEMO_MODEL, format_costs
+from bench.accuracy import format_costs
 from bench.accuracy import measure as measure_costs
 from bench.children import run_child
 from bench.contest import Spread
 from bench.limits import WIDTHS
 from bench.memory import MemoryJob
+from bench.real_model import convert_real_model
 from bench.service import BenchError, first_line
 from bench.targets import TARGETS, Figure
-from tgis.cli.demo_model import write_demo_model
 
 LOADING_TIMEOUT_S = 600.0
 MIB = 1 << 20
@@ -72,10 +72,8 @@ def find_memory(loadings: Sequence[dict[str, float]], width: float) -> Figure:
 
 
 def measure_accuracy() -> Outcome:
-    if not DEMO_MODEL.is_dir():
-        write_demo_model(DEMO_MODEL)
-    costs = measure_costs(DEMO_MODEL)
-    return Outcome(notes=["What a precision costs, on the demo model:\n\n" + format_costs(costs)])
+    costs = measure_costs(convert_real_model())
+    return Outcome(notes=["What a precision costs, on SmolLM2-135M-Instruct:\n\n" + format_costs(costs)])
 
 
 def measure_module(section: str, options: Namespace, model: Path) -> Outcome:

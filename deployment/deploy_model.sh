@@ -28,7 +28,7 @@ if [[ $DRY_RUN ]]; then
     echo "$OBJECTS"
 else
     if [[ $OBJECTS == *nvidia.com/gpu:* ]]; then
-        echo "warning: models/$NAME asks for GPUs, and no GPU has run this service yet" >&2
+        echo "warning: models/$NAME asks for GPUs, and its manifests have not been tried with one" >&2
     fi
     kubectl apply -f - <<< "$OBJECTS"
 fi

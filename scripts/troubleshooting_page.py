@@ -10,7 +10,7 @@ from tgis.router.api.grpc.error_interceptor import STATUS
 
 EXPLAINED = Path(__file__).parent / "troubleshooting.toml"
 # Whose messages nobody meets who runs the service or calls it.
-INNER = ("tgis/cli/demo_model.py", "tgis/net/framing.py")
+INNER = ("tgis/net/framing.py",)
 
 INTRODUCTION = """\
 # Troubleshooting

@@ -6,15 +6,15 @@ import sys
 import tempfile
 from pathlib import Path
 
+from bench.real_model import convert_real_model
 from scripts.prometheus import ROOT, Prometheus
 from scripts.screenshots.dashboard_picture import draw_dashboard
-from scripts.screenshots.load import LOAD_S, Load, serve_demo
+from scripts.screenshots.load import LOAD_S, Load, serve_model
 from scripts.screenshots.site_picture import draw_site
 from scripts.screenshots.terminal_picture import draw_top
 
 PICTURES = ROOT / "docs" / "pictures"
 SITE = ROOT / "site"
-DEMO_MODEL = ROOT / ".cache" / "demo-model"
 TOP_AFTER_S = 40.0  # when the load is at its height
 
 
@@ -28,7 +28,7 @@ def main(kinds: list[str]) -> None:
 
 
 def _draw_service(directory: Path, kinds: list[str]) -> None:
-    with serve_demo(DEMO_MODEL, directory) as service:
+    with serve_model(convert_real_model(), directory) as service:
         with Prometheus(directory / "prometheus", f"127.0.0.1:{service.http_port}") as prometheus:
             with Load(service) as load:
                 load.wait_until(TOP_AFTER_S)

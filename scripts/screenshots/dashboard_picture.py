@@ -30,7 +30,7 @@ svg text {{ font-size: 10px; fill: #8e8e9c; }}
 i {{ display: inline-block; width: 12px; height: 3px; margin: 0 4px 3px 0; }}
 """
 CAPTION = (
-    "The queries of deployment/monitoring/dashboard.json, answered by Prometheus for the demo model under "
+    "The queries of deployment/monitoring/dashboard.json, answered by Prometheus for a small model under "
     "load. Drawn by scripts/screenshots, not by Grafana; a shard is killed at 1:10."
 )
 

@@ -1,5 +1,5 @@
-"""A demo service with soft prompts and adapters, and clients of it: few, then many, then too many, and a
-shard that is killed among them."""
+"""A service of a real model with soft prompts and adapters, and clients of it: few, then many, then too
+many, and a shard that is killed among them."""
 
 import os
 import random
@@ -24,7 +24,7 @@ WORDS = (
 )
 LOAD_S = 95.0
 KILL_AFTER_S = 70.0
-WIDTH = 256  # of the demo model's embeddings
+WIDTH = 576  # of the model's embeddings
 NUM_CONTENTS = 3
 # Clients from so many seconds on.
 CLIENTS = ((0.0, 3), (20.0, 12), (35.0, 20), (60.0, 10), (85.0, 4))
@@ -41,7 +41,7 @@ KEY_WEIGHTS = (16, 3, 2, 1)
 
 
 @contextmanager
-def serve_demo(model: Path, directory: Path) -> Iterator[Service]:
+def serve_model(model: Path, directory: Path) -> Iterator[Service]:
     prompts, adapters = directory / "prompts", directory / "adapters"
     for i in range(NUM_CONTENTS):
         write_prompt(prompts / f"p{i}", SoftPrompt(embeddings(8, i, WIDTH)))

@@ -11,7 +11,7 @@ import click
 from tgis import __version__, failpoints, logs
 from tgis.cli import models, prompts
 from tgis.cli.client.command import command as client
-from tgis.cli.command import VERSION_NAMES, FileCommand, GroupedOption, OneLineGroup
+from tgis.cli.command import VERSION_NAMES, GroupedOption, OneLineGroup
 from tgis.cli.health_probe import health_probe
 from tgis.cli.process_command import process_command
 from tgis.cli.top.command import command as top
@@ -181,21 +181,8 @@ def main() -> None:
     """Text generation behind gRPC."""
 
 
-@click.command("demo-model", cls=FileCommand)
-@click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--cache-home", envvar="XDG_CACHE_HOME", help="As the launcher's, for the kernels.")
-def demo_model(directory: Path, cache_home: str | None) -> None:
-    """Write a small model to DIRECTORY, trained on the spot on the documentation that Python carries with it;
-    compile the kernels that serve it."""
-    # Threads that spin while they wait would take the cores from the compiler beside them.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from tgis.cli import demo_model as demo
-
-    demo.write_demo_model(directory, compile_kernels=True, cache_home=cache_home)
-
-
 for entry in (_serve, health_probe, *models.COMMANDS, *prompts.COMMANDS):
     server_main.add_command(entry)
     main.add_command(entry)
-for entry in (launcher_main, router_main, _engine, _env, demo_model, client, top):
+for entry in (launcher_main, router_main, _engine, _env, client, top):
     main.add_command(entry)
