@@ -49,6 +49,16 @@ def test_end_of_sequence_ids_are_integers(tmp_path: Path, name: str, odd: object
         model_files.eos_token_ids(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "odd", [[*range(10_000), "2"], "2" * 10_000, 10**4_000], ids=["list", "text", "number"]
+)
+def test_long_values_are_not_repeated(tmp_path: Path, odd: object) -> None:
+    write(tmp_path / "config.json", {"eos_token_id": odd})
+    with pytest.raises(model_files.ModelNotFoundError, match=r"eos_token_id .* is no token id") as caught:
+        model_files.eos_token_ids(tmp_path)
+    assert len(str(caught.value)) < len(str(tmp_path)) + 200
+
+
 def test_negative_ids_end_nothing(tmp_path: Path) -> None:
     """Configurations of models without an end have -1."""
     write(tmp_path / "config.json", {"eos_token_id": -1})

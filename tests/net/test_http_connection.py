@@ -434,3 +434,19 @@ async def test_an_answer_that_begins_before_its_request_ends_is_not_the_last(pat
         writer.write(request("/plain", b"x"))
         assert CLOSE in await head_of(reader)
         assert await end_of(reader) == b"x"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/plain", b"body"), ("/parts", b"part" * 20), ("/upload", b"")], ids=str
+)
+async def test_answers_to_http_1_0_have_no_chunks(path: str, body: bytes) -> None:
+    """Nor do they keep the connection, whatever the client says."""
+    method, sent = ("GET", b"") if path == "/parts" else ("POST", body)
+    asked = request(path, sent, method, "Connection: keep-alive\r\n").replace(b"HTTP/1.1", b"HTTP/1.0")
+    async with serving() as (_, connect):
+        reader, writer = await connect()
+        writer.write(asked)
+        head = await head_of(reader)
+        assert b"transfer-encoding" not in head
+        assert b"connection: close" in head
+        assert await end_of(reader) == body

@@ -149,3 +149,15 @@ def test_what_python_itself_prints_is_logged() -> None:
     causes = ("ZeroDivisionError", "in\n__del__", "TypeError", "the end\nin two lines")
     for line, cause in zip(lines[1:], causes, strict=True):
         assert cause in line["traceback"]
+
+
+@pytest.mark.parametrize("fields", [None, FIELDS])
+def test_a_long_reason_loses_its_middle(fields: dict[str, str | int] | None) -> None:
+    text = "config.json has " + "a" * 1_000_000 + ", which is no number"
+    line = json_lines.error_line(text, fields)
+    found = json_lines.error_of(line)
+    assert found is not None
+    assert (found[:16], found[-20:]) == (text[:16], text[-20:])
+    assert len(line) < 5_000
+    whole = "b" * json_lines.MAX_ERROR_CHARS
+    assert json_lines.error_of(json_lines.error_line(whole, fields)) == whole

@@ -1,6 +1,7 @@
 """Reads a model's JSON files and the sizes of its weights."""
 
 import json
+import reprlib
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from itertools import chain
@@ -135,7 +136,8 @@ def _read_ids(path: Path, value: object) -> Iterator[int]:
     """Yield the ids in a value of a configuration, of which negative ones mean none."""
     for each in value if isinstance(value, list) else [] if value is None else [value]:
         if type(each) is not int or each > MAX_TOKEN_ID:
-            raise ModelNotFoundError(f"{path}: eos_token_id {value!r} is no token id or list of token ids")
+            shown = reprlib.repr(value)  # it may have thousands of ids
+            raise ModelNotFoundError(f"{path}: eos_token_id {shown} is no token id or list of token ids")
         if each >= 0:
             yield each
 

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from tgis.log_limits import KIND
-from tgis.net.answer import Answer
+from tgis.net.answer import Answer, send_for_version
 from tgis.net.connection_groups import ConnectionGroups, Group, add_member, has_room
 from tgis.net.http_routes import PROBE_LIMITS, LimitedApp, RouteLimits, find_route, has_path
 from tgis.net.joined_writes import JoinedWrites
@@ -275,7 +275,7 @@ class HttpConnection(HttpToolsProtocol):
     async def _run(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
             try:
-                await app(scope, receive, send)
+                await app(scope, receive, send_for_version(cycle, send))
             except SlowReadError:
                 cycle.disconnected = True
             except asyncio.CancelledError:

@@ -13,6 +13,7 @@ ERROR_PREFIX = "error: "  # prefix of the last line of a failed process, which g
 OUTPUT, LAST_LINE = "output", "tgis"  # logger names in such lines
 DEFAULT_LEVEL = "WARNING"  # level of a line that shows none, because a process that prints has a reason
 FATAL_LEVEL = "CRITICAL"
+MAX_ERROR_CHARS = 4096  # of a reason, which may quote a value of a model's file; Kubernetes keeps as many
 HEAD_CHARS = 200  # characters of a line that are searched for a level
 
 _LETTERS = {"D": "DEBUG", "I": "INFO", "W": "WARNING", "E": "ERROR", "F": FATAL_LEVEL}
@@ -37,8 +38,14 @@ def to_json(line: str, fields: Mapping[str, Scalar], level: str | None = None) -
 
 def error_line(text: str, fields: Mapping[str, Scalar] | None) -> str:
     """Return the last line of a command that fails, as JSON if `fields` are given."""
-    line = ERROR_PREFIX + text
+    line = ERROR_PREFIX + _shorten(text)
     return line if fields is None else _write_record(line, fields, FATAL_LEVEL, LAST_LINE)
+
+
+def _shorten(text: str) -> str:
+    """Leave out the middle of a long text: its begin says what is wrong, and its end what to do."""
+    half = MAX_ERROR_CHARS // 2
+    return text if len(text) <= MAX_ERROR_CHARS else f"{text[:half]} ... {text[-half:]}"
 
 
 def error_of(line: str) -> str | None:

@@ -35,6 +35,7 @@ from tgis.router.api.grpc.refusal_pacing import RefusalPacing
 from tgis.router.api.grpc.server_options import grpc_options
 from tgis.router.api.grpc.servicer import GenerationServicer
 from tgis.router.api.grpc.slow_clients import SlowClients
+from tgis.router.api.grpc.unsent_answers import shorten_send_errors
 from tgis.router.api.http.http_api import HttpApi
 from tgis.router.api.http.lmi.routes import lmi_api
 from tgis.router.api.http.openai.fields.default_sampling import read_default_sampling
@@ -193,6 +194,7 @@ class _Router:
         ]
         if config.auth_tokens_path:
             interceptors.insert(0, AuthInterceptor(BearerTokens(config.auth_tokens_path), failures))
+        shorten_send_errors()
         server = grpc.aio.server(interceptors=interceptors, options=grpc_options(config))
         servicer = GenerationServicer(self._service, self._tokenizer)
         add_GenerationServiceServicer_to_server(servicer, server)

@@ -108,6 +108,23 @@ BAD: dict[str, tuple[list[Change], str]] = {
 }
 
 
+LONG_TEXT = "a" * 100_000
+LONG: dict[str, Change] = {
+    "architecture": with_key("general.architecture", LONG_TEXT, TEXT),
+    "number": with_key("llama.block_count", LONG_TEXT, TEXT),
+    "rope": with_key("llama.rope.scaling.type", LONG_TEXT, TEXT),
+    "tokenizer": with_key("tokenizer.ggml.model", LONG_TEXT, TEXT),
+    "words": with_key("tokenizer.ggml.pre", LONG_TEXT, TEXT),
+    "template": with_key("tokenizer.chat_template", f"{{% {LONG_TEXT} %}}", TEXT),
+    "merges": lambda writer: remerge(writer, [f"{LONG_TEXT} b"]),
+}
+
+
+def remerge(writer: gguf.GGUFWriter, merges: list[str]) -> None:
+    writer.kv_data[0].pop("tokenizer.ggml.merges")
+    writer.add_token_merges(merges)
+
+
 def add_unknown(writer: gguf.GGUFWriter) -> None:
     for name in ("blk.0.attn_sinks.weight", "v.blk.0.attn_q.weight"):
         writer.add_tensor(name, np.zeros(32, np.float32))
@@ -129,6 +146,17 @@ def test_contradictions_are_refused_by_name(case: str, tmp_path: Path) -> None:
     assert str(caught.value).startswith(f"{path}: ")
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("case", LONG)
+def test_long_texts_are_not_repeated(case: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.gguf", LONG[case])
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ConversionError) as caught:
+        write_model_directory([path], tmp_path / "out")
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "aaa" in str(caught.value)
+    assert len(str(caught.value)) < len(str(path)) + 700
 
 
 def test_other_architectures_are_refused_with_the_list(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from tgis.convert.atomic_write import ConversionError
 from tgis.convert.gguf import tensor_names
 from tgis.convert.gguf.files import GgufFiles
+from tgis.convert.gguf.metadata import show
 from tgis.convert.gguf.rope import read_rope, read_scaling
 from tgis.convert.gguf.tensor_names import TensorNames
 
@@ -40,7 +41,7 @@ def find_architecture(files: GgufFiles) -> Architecture:
         return Architecture("t5", "T5ForConditionalGeneration", tensor_names.t5_names(has_gates), _read_t5)
     if name not in ARCHITECTURES:
         known = ", ".join(sorted((*ARCHITECTURES, "t5")))
-        raise metadata.refuse("general.architecture", f"{name!r} is not served; served are: {known}")
+        raise metadata.refuse("general.architecture", f"{show(name)} is not served; served are: {known}")
     return ARCHITECTURES[name]
 
 

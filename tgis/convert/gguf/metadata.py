@@ -9,7 +9,8 @@ from tgis.convert.atomic_write import ConversionError
 from tgis.tensor_files.gguf_header import Value
 
 ARCHITECTURE = "general.architecture"
-MAX_SHOWN_CHARS = 60
+MAX_SHOWN_CHARS = 60  # of a value
+MAX_REASON_CHARS = 200  # of a library's error, which may quote a value
 
 
 class Metadata:
@@ -31,14 +32,14 @@ class Metadata:
         if isinstance(value, array) and len({*value}) == 1:  # the same for all layers
             value = value[0]
         if type(value) is not int or value < 0:
-            raise self.refuse(key, f"is {_show(value)}, not a number")
+            raise self.refuse(key, f"is {show(value)}, not a number")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a positive number. Raises ConversionError."""
         value = self._find(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.refuse(key, f"is {_show(value)}, not a number")
+            raise self.refuse(key, f"is {show(value)}, not a number")
         if not (isfinite(value) and value > 0):
             raise self.refuse(key, f"is {value}, not a positive number")
         return float(value)
@@ -46,13 +47,13 @@ class Metadata:
     def text(self, key: str, default: str | None = None) -> str:
         value = self._find(key, default)
         if not isinstance(value, str):
-            raise self.refuse(key, f"is {_show(value)}, not a text")
+            raise self.refuse(key, f"is {show(value)}, not a text")
         return value
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._find(key, default)
         if not isinstance(value, bool):
-            raise self.refuse(key, f"is {_show(value)}, not a truth value")
+            raise self.refuse(key, f"is {show(value)}, not a truth value")
         return value
 
     def texts(self, key: str) -> list[str]:
@@ -90,6 +91,11 @@ class Metadata:
         return f"{self.architecture}{key}" if key.startswith(".") else key
 
 
-def _show(value: Value) -> str:
+def show(value: Value) -> str:
+    """Return what an error says of a value. A text may have megabytes, and is cut."""
     kinds = {bool: "a truth value", list: "an array of texts", array: "an array"}
-    return kinds.get(type(value)) or repr(value)[:MAX_SHOWN_CHARS]
+    return kinds.get(type(value)) or cut(repr(value), MAX_SHOWN_CHARS)
+
+
+def cut(text: str, max_chars: int = MAX_REASON_CHARS) -> str:
+    return text if len(text) <= max_chars else f"{text[:max_chars]}..."

@@ -12,7 +12,7 @@ import jinja2
 
 from tgis.convert.gguf.architectures import find_architecture, make_config
 from tgis.convert.gguf.files import GgufFiles, open_gguf
-from tgis.convert.gguf.metadata import Metadata
+from tgis.convert.gguf.metadata import Metadata, cut
 from tgis.convert.gguf.tensor_names import refuse_unknown
 from tgis.convert.gguf.tokenizer import CONTROL, KEY, Vocabulary, make_settings, make_tokenizer
 from tgis.errors import first_line
@@ -88,7 +88,7 @@ def _read_template(metadata: Metadata, key: str) -> str:
     try:
         environment.parse(text.replace("{% generation %}", "").replace("{% endgeneration %}", ""))
     except (jinja2.TemplateSyntaxError, RecursionError) as error:
-        raise metadata.refuse(key, f"does not parse: {first_line(error)}") from error
+        raise metadata.refuse(key, f"does not parse: {cut(first_line(error))}") from error
     return text
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from tgis.convert.gguf.files import GgufFiles
+from tgis.convert.gguf.metadata import show
 from tgis.convert.gguf.tensor_names import ROPE_FREQUENCIES, ROPE_LONG, ROPE_SHORT
 
 DEFAULT_THETA = 10000.0
@@ -38,7 +39,7 @@ def read_scaling(files: GgufFiles) -> dict[str, Any]:
     if kind == "none":
         return {}
     if kind not in ("linear", "yarn"):
-        raise metadata.refuse(".rope.scaling.type", f"{kind!r} is not supported")
+        raise metadata.refuse(".rope.scaling.type", f"{show(kind)} is not supported")
     found: dict[str, Any] = {"rope_type": kind, "factor": metadata.number(".rope.scaling.factor")}
     if kind == "yarn":
         length = metadata.integer(

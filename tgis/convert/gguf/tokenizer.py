@@ -6,7 +6,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from tgis.convert.atomic_write import ConversionError
-from tgis.convert.gguf.metadata import Metadata
+from tgis.convert.gguf.metadata import Metadata, cut, show
 from tgis.convert.gguf.pre_tokenizers import SPLITTINGS
 from tgis.errors import first_line
 
@@ -68,14 +68,14 @@ def make_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
     kind = metadata.text(KEY + "model")
     if kind not in _KINDS:
         known = ", ".join(_KINDS)
-        raise metadata.refuse(KEY + "model", f"{kind!r} is not served; served are: {known}")
+        raise metadata.refuse(KEY + "model", f"{show(kind)} is not served; served are: {known}")
     try:
         tokenizer, adds_bos, adds_eos = _KINDS[kind](vocabulary)
         tokenizer.add_tokens(vocabulary.added())
     except ConversionError:
         raise
     except Exception as error:  # the library raises plain exceptions
-        raise metadata.refuse(KEY + "tokens", f"cannot be used: {first_line(error)}") from error
+        raise metadata.refuse(KEY + "tokens", f"cannot be used: {cut(first_line(error))}") from error
     _add_ends(
         tokenizer,
         vocabulary.find("bos_token_id") if metadata.flag(KEY + "add_bos_token", adds_bos) else None,
@@ -96,7 +96,7 @@ def _make_byte_level(vocabulary: Vocabulary) -> tuple[Tokenizer, bool, bool]:
     name = metadata.text(KEY + "pre", "default")
     if name not in SPLITTINGS:
         known = ", ".join(sorted(SPLITTINGS))
-        raise metadata.refuse(KEY + "pre", f"{name!r} is not served; served are: {known}")
+        raise metadata.refuse(KEY + "pre", f"{show(name)} is not served; served are: {known}")
     splitting = SPLITTINGS[name]
     merges = [_split_merge(metadata, merge) for merge in metadata.texts(KEY + "merges")]
     tokenizer = Tokenizer(models.BPE(vocabulary.ids, merges, ignore_merges=splitting.merges_last))

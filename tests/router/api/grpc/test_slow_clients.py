@@ -26,6 +26,7 @@ from tests.support.router.messages import batch, single, stopping
 from tests.support.router.router_process import Setup, start_router, stop_router
 from tests.support.router.router_usage import RouterProcesses
 from tgis.pb import generation_pb2 as pb
+from tgis.router.api.grpc.unsent_answers import TEXT as UNSENT
 
 TIMEOUT_S = 0.7
 LENGTH = 150
@@ -38,6 +39,7 @@ SLOW = 'tgi_request_failure{err="slow_reader"}'
 CANCELLED = 'tgi_request_failure{err="cancelled"}'
 LOG_LINE = "failed with RESOURCE_EXHAUSTED: the client does not read its answer"
 REQUEST = single("girl", stopping=stopping(LENGTH, min_new_tokens=LENGTH)).SerializeToString()
+A_TOKEN = pb.BatchedTokenizeRequest(requests=[pb.TokenizeRequest(text="a")])
 MANY_TOKENS = pb.BatchedTokenizeRequest(
     requests=[pb.TokenizeRequest(text="a b " * 20_000)], return_tokens=True, return_offsets=True
 )
@@ -191,3 +193,24 @@ def test_a_watch_of_the_health_that_nobody_reads_keeps_it_from_nobody(tmp_path: 
             assert setup.service.end(timeout_s=10) == 0
     finally:
         stop_router(setup)
+
+
+def test_calls_that_are_reset_while_their_answers_are_sent_are_one_line(router: Setup) -> None:
+    """gRPC's clients do that with an answer that is larger than their limit."""
+    num_lines = len(router.service.lines)
+    with no_reader(router) as connection:
+        streams = list(range(1, 10, 2))
+        for stream in streams:
+            connection.call(stream, TOKENIZE, A_TOKEN.SerializeToString())
+        waiting = {*streams}
+        for received in connection.frames():
+            waiting -= {received.stream} if received.kind == Kind.HEADERS else set()
+            if not waiting:
+                break
+        assert not waiting
+        for stream in streams:
+            connection.send(frame(Kind.RST_STREAM, struct.pack("!I", 8), stream=stream))
+        wait(lambda: len(router.service.lines) > num_lines)
+    router.stub.ModelInfo(pb.ModelInfoRequest())
+    logged = router.service.lines[num_lines:]
+    assert [UNSENT in line for line in logged] == [True], logged

@@ -1,0 +1,26 @@
+"""Log lines of answers that no longer reach their clients.
+
+grpc.aio sends a unary answer itself, and logs a traceback if the client has reset the call meanwhile. Clients
+do that when an answer is larger than the limit that they set, so anybody could cause it."""
+
+import logging
+
+import grpc
+
+from tgis.log_limits import KIND
+
+TEXT = "an answer could not be sent: its client has left, or does not take messages of its size"
+_LIBRARY_LOGGER = "grpc._cython.cygrpc"  # grpc.aio gives no other access to the error
+
+
+def shorten_send_errors() -> None:
+    """Replace the library's traceback by one line, from now on."""
+    logging.getLogger(_LIBRARY_LOGGER).addFilter(_shorten)
+
+
+def _shorten(record: logging.LogRecord) -> bool:
+    if isinstance(record.exc_info, tuple) and isinstance(record.exc_info[1], grpc.aio.InternalError):
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        record.msg, record.args, record.exc_info = TEXT, (), None
+        setattr(record, KIND, "gRPC answer not sent")
+    return True
