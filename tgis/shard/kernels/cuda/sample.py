@@ -1,12 +1,13 @@
 """Samples the next tokens of rows and appends them to the rows' state, all of it on the device.
 
-The order of changes to the logits is that of `sampling.sampler`. Top-k, top-p and typical-p filters,
-watermarks and token details are the host's: rows that have them are not given to this kernel."""
+The order of changes to the logits is that of `sampling.sampler`. Watermarks and token details are the host's:
+rows that have them are not given to this kernel."""
 
 import torch
 import triton
 from torch import Tensor
 
+from tgis.shard.kernels.cuda.functions import filters
 from tgis.shard.kernels.cuda.functions.sample_kernels import adjust, append, race
 from tgis.shard.kernels.cuda.step_state import (
     MAX_BIASES,
@@ -55,8 +56,18 @@ def launch(logits: Tensor, rows: RowState, sampled_rows: Tensor, answers: Tensor
         **sizes,
         **options,
     )
+    limits = filters.find_limits(logits, sampled_rows, rows.words, highest)
     race[num_blocks, num_samples](
-        logits, sampled_rows, rows.words, highest, keys, winners, VOCAB_SIZE=vocab_size, **blocks, **options
+        logits,
+        sampled_rows,
+        rows.words,
+        highest,
+        limits,
+        keys,
+        winners,
+        VOCAB_SIZE=vocab_size,
+        **blocks,
+        **options,
     )
     append[(num_samples,)](
         sampled_rows,
@@ -81,8 +92,7 @@ def plain(logits: Tensor, rows: RowState, sampled_rows: Tensor, answers: Tensor)
     highest, best = logits.max(-1).values, logits.argmax(-1)
     is_usable = highest.isfinite()
     scores = logits.nan_to_num(0.0, 0.0, -torch.inf)  # rows that are not usable draw anything
-    min_p = as_float(words[:, Word.MIN_P]).unsqueeze(1)
-    scores.masked_fill_((min_p > 0) & (scores < highest.unsqueeze(1) + min_p.log()), -torch.inf)
+    filters.filter_sorted(scores, highest, words)
     ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     drawn = draw_columns(scores, _draw_keys(words), ids)
     chosen = torch.where(words[:, Word.GREEDY] != 0, best, drawn)
