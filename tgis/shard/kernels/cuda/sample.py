@@ -38,50 +38,31 @@ def launch(logits: Tensor, rows: RowState, sampled_rows: Tensor, answers: Tensor
     # The highest logit and the best key of each block, and the ids of the tokens that have them.
     highest, keys = (logits.new_empty(num_samples, num_blocks) for _ in range(2))
     best, winners = (torch.empty_like(highest, dtype=torch.int32) for _ in range(2))
-    options = {"BLOCK": BLOCK, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
+    given, options = (logits, sampled_rows, rows.words), {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
     sizes = {"VOCAB_SIZE": vocab_size, "MAX_STOP_IDS": MAX_STOP_IDS}
     blocks = {"NUM_BLOCKS": num_blocks, "PADDED_BLOCKS": triton.next_power_of_2(num_blocks)}
+    biases = rows.bias_token_ids, rows.biases
     adjust[num_blocks, num_samples](
-        logits,
-        sampled_rows,
-        rows.words,
+        *given,
         rows.masks,
-        rows.bias_token_ids,
-        rows.biases,
+        *biases,
         rows.stop_ids,
         rows.token_counts,
         highest,
         best,
         MAX_BIASES=MAX_BIASES,
+        BLOCK=BLOCK,
         **sizes,
         **options,
     )
-    limits = filters.find_limits(logits, sampled_rows, rows.words, highest)
+    limits = filters.find_limits(*given, highest)
+    found = keys, winners
     race[num_blocks, num_samples](
-        logits,
-        sampled_rows,
-        rows.words,
-        highest,
-        limits,
-        keys,
-        winners,
-        VOCAB_SIZE=vocab_size,
-        **blocks,
-        **options,
+        *given, highest, limits, *found, VOCAB_SIZE=vocab_size, BLOCK=BLOCK, **blocks, **options
     )
+    tables = rows.words, rows.stop_ids, rows.token_counts
     append[(num_samples,)](
-        sampled_rows,
-        rows.words,
-        rows.stop_ids,
-        rows.token_counts,
-        highest,
-        best,
-        keys,
-        winners,
-        answers,
-        **sizes,
-        **blocks,
-        num_warps=1,
+        sampled_rows, *tables, highest, best, *found, answers, **sizes, **blocks, num_warps=1
     )
 
 

@@ -114,7 +114,7 @@ def check(keep: Keep, rows: Sequence[Row]) -> int:
 
 @pytest.mark.parametrize(
     ("vocab_size", "count", "num_interpreted"),
-    [(1, 20, 2), (2, 60, 3), (7, 300, 3), (40, 300, 3), (150, 200, 8)],
+    [(1, 20, 1), (2, 60, 1), (7, 300, 2), (40, 300, 3), (150, 200, 6)],
 )
 def test_what_the_rules_leave_stays(keep: Keep, vocab_size: int, count: int, num_interpreted: int) -> None:
     rng = random.Random(vocab_size)

@@ -108,6 +108,13 @@ def count_mass(scores, top, SCALE: tl.constexpr):
 
 
 @triton.jit
+def load_block(logits, block, SIZES: tl.constexpr):
+    """Return the ids and scores of a block's tokens."""
+    ids = block * SIZES.block + tl.arange(0, SIZES.block)
+    return ids, tl.load(logits + ids, mask=ids < SIZES.vocab_size, other=-INF)
+
+
+@triton.jit
 def find_centre(moments, NUM_BLOCKS: tl.constexpr, PADDED_BLOCKS: tl.constexpr):
     """Return the mean of the scores, relative to the highest: that less it is information less entropy."""
     block = tl.arange(0, PADDED_BLOCKS)
@@ -189,7 +196,7 @@ def _choose_pivot(i, best, spread):
 
 @triton.jit
 def _divide_range(i, low, high):
-    """Return the i-th pivot of a range, falling from its upper end to its lower one."""
+    """Return the i-th pivot of a range that has too many tokens, falling from its upper end to its lower one."""
     pivot = tl.maximum(high - (high - low) * (i / (NUM_PIVOTS - 1.0)), low)
     return tl.where(i == 0, high, tl.where(i == NUM_PIVOTS - 1, low, pivot))
 
@@ -204,10 +211,9 @@ def sum_moments(logits, sampled_rows, words, highest, memory, SIZES: tl.constexp
     top, _peak = find_highest(highest + sample * SIZES.num_peaks, SIZES.num_peaks, SIZES.padded_peaks)
     if not (tl.abs(top) < INF):
         return
-    limits = memory.limits + sample * NUM_LIMITS
+    limits, own = memory.limits + sample * NUM_LIMITS, logits + sample * SIZES.vocab_size
     for block in range(tl.program_id(0), SIZES.num_blocks, tl.num_programs(0)):
-        ids = block * SIZES.block + tl.arange(0, SIZES.block)
-        scores = tl.load(logits + sample * SIZES.vocab_size + ids, mask=ids < SIZES.vocab_size, other=-INF)
+        ids, scores = load_block(own, block, SIZES)
         kept = are_kept(scores, ids, top, state, limits, SIZES.vocab_size)
         weights = tl.where(kept, exp_negative(scores - top), 0.0)
         distances = tl.where(weights > 0.0, top - scores, 0.0)
@@ -227,9 +233,7 @@ def sum_above_pivots(
     IS_SECOND: tl.constexpr,
     TYPICAL: tl.constexpr,
 ):
-    """Write the number of tokens of each block from each pivot on, and their mass if that is limited.
-
-    The second time, pivots divide the range that the first ones left, if it has too many tokens."""
+    """Write the number of each block's tokens from each pivot on, and their mass if that is limited."""
     sample = tl.program_id(1).to(tl.int64)
     state = words + tl.load(sampled_rows + sample).to(tl.int64) * NUM_WORDS
     if not is_filtered(state, SIZES.vocab_size, TYPICAL):
@@ -250,11 +254,10 @@ def sum_above_pivots(
             return
         high = tl.minimum(high, best)
     top_k, _ = read_wanted(state, SIZES.vocab_size, TYPICAL)
-    limits = memory.limits + sample * NUM_LIMITS
+    limits, own = memory.limits + sample * NUM_LIMITS, logits + sample * SIZES.vocab_size
     pivots = memory.pivots + (sample * 2 + IS_SECOND) * NUM_PIVOTS
     for block in range(tl.program_id(0), SIZES.num_blocks, tl.num_programs(0)):
-        ids = block * SIZES.block + tl.arange(0, SIZES.block)
-        scores = tl.load(logits + sample * SIZES.vocab_size + ids, mask=ids < SIZES.vocab_size, other=-INF)
+        ids, scores = load_block(own, block, SIZES)
         ranks = rank_tokens(scores, ids, top, centre, state, limits, SIZES.vocab_size, TYPICAL)
         masses = tl.zeros_like(scores).to(tl.int64)
         if top_k == 0:

@@ -34,8 +34,8 @@ class FilterSizes(NamedTuple):
 
 
 class FilterMemory(NamedTuple):
-    """What the kernels leave for each other, of n samples. Pivots and what is summed from them on are those
-    of the whole vocabulary, then those of a part."""
+    """Results of n samples that the kernels pass on. Pivots and what is summed from them on are those of the
+    whole vocabulary, then those of a part."""
 
     pivots: Tensor  # float32 [n, 2, NUM_PIVOTS]
     counts: Tensor  # int32 [n, 2, num_blocks, NUM_PIVOTS]

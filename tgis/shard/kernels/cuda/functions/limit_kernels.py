@@ -14,6 +14,7 @@ from tgis.shard.kernels.cuda.functions.filter_kernels import (
     find_range,
     find_share,
     is_filtered,
+    load_block,
     rank_tokens,
     read_wanted,
 )
@@ -61,9 +62,9 @@ def list_candidates(logits, sampled_rows, words, highest, memory, SIZES: tl.cons
     low, high, _wanted, _above, inside = find_range(memory, sample, state, True, SIZES, TYPICAL)
     if tl.sum(inside, 0) > SIZES.max_listed:
         return
+    own = logits + sample * SIZES.vocab_size
     for block in range(tl.program_id(0), SIZES.num_blocks, tl.num_programs(0)):
-        ids = block * SIZES.block + tl.arange(0, SIZES.block)
-        scores = tl.load(logits + sample * SIZES.vocab_size + ids, mask=ids < SIZES.vocab_size, other=-INF)
+        ids, scores = load_block(own, block, SIZES)
         ranks = rank_tokens(scores, ids, top, centre, state, limits, SIZES.vocab_size, TYPICAL)
         is_inside = (ranks >= low) & (ranks < high)
         first = tl.sum(tl.where(tl.arange(0, SIZES.padded_blocks) < block, inside, 0), 0)
