@@ -1,9 +1,10 @@
 """Steps on a model runner in this process, without router or service: rows that are given, or made up as if
 their prompts had been computed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,13 +31,14 @@ def load_runner(model: Path, dtype: str, cache_tokens: int, quantize: str | None
 
 @dataclass
 class Rows:
-    """Sequences with `length` tokens each and blocks of their own; greedy."""
+    """Sequences with `length` tokens each and blocks of their own; greedy but for what `sampling` says."""
 
     runner: ModelRunner
     batch: int
     length: int
     most_new: int
     seed: int = 0
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     _most: int = field(init=False)
     _num_blocks: list[int] = field(init=False, default_factory=list)
 
@@ -66,6 +68,14 @@ class Rows:
 
     def _open(self) -> list[pb.OpenRow]:
         random = np.random.default_rng(self.seed)
+        plain = {
+            "greedy": True,
+            "temperature": 1,
+            "top_p": 1,
+            "typical_p": 1,
+            "repetition_penalty": 1,
+            "length_penalty_factor": 1,
+        }
         self._num_blocks = [0] * self.batch
         return [
             pb.OpenRow(
@@ -73,14 +83,7 @@ class Rows:
                 token_ids=_column(random.integers(2, self.runner.info.vocab_size, self.length)),
                 prompt_len=self.length,
                 max_new_tokens=self.most_new,
-                sampling=pb.Sampling(
-                    greedy=True,
-                    temperature=1,
-                    top_p=1,
-                    typical_p=1,
-                    repetition_penalty=1,
-                    length_penalty_factor=1,
-                ),
+                sampling=pb.Sampling(**{**plain, **self.sampling}),
             )
             for row in range(self.batch)
         ]

@@ -170,7 +170,9 @@ def test_what_asks_for_gpus_says_that_it_was_not_tried() -> None:
         path for path in (ROOT / "deployment").rglob("kustomization.yaml") if "/gpu-" in path.read_text()
     ]
     assert len(asking) > 20
-    silent = [path for path in asking if not path.read_text().startswith("# Asks for GPUs. The engine has run")]
+    silent = [
+        path for path in asking if not path.read_text().startswith("# Asks for GPUs. The engine has run")
+    ]
     assert not silent
 
 

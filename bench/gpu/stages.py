@@ -131,8 +131,8 @@ STAGES = (
         (
             _case("bfloat16", "features:check_bfloat16", 25),
             *(
-                _case(kind, "features:check_kind", 25, kind, is_rehearsed=kind == "guided")
-                for kind in ("guided", "top_p", "sampled", "penalties")
+                _case(kind, "features:check_kind", 25, kind, is_rehearsed=kind in ("guided", "top_k"))
+                for kind in ("guided", "top_p", "top_k", "typical_p", "sampled", "penalties")
             ),
             _case("adapters", "features:check_tuned", 30, "adapters"),
             _case("soft prompts", "features:check_tuned", 30, "prompts", is_rehearsed=False),

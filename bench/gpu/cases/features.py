@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
-from bench.gpu.cases.models import answer_on_host, load_model, run_on, temporary_directory
+from bench.gpu.cases.models import answer_on_host, load_model, temporary_directory
 from bench.gpu.target import Target
 from tests.support.shard.adapter_cases import AdapterCase
 from tests.support.shard.checkpoints import write_llama
@@ -14,6 +15,7 @@ from tests.support.shard.messages import GREEDY, SAMPLE, Steps, integers
 from tests.support.shard.prompt_cases import Case
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.config.processes import ShardConfig
+from tgis.pb import shard_pb2 as pb
 
 VOCAB_SIZE, NEW_TOKENS = 403, 12
 GRAMMAR = '%llguidance {"no_forcing": true}\nstart: /([a-c]{1,3} ){2,9}\\./'
@@ -23,6 +25,8 @@ BFLOAT16_TOLERANCE = 0.15
 KINDS: dict[str, dict[str, Any]] = {
     "guided": {"grammar": GRAMMAR, "eos": [2, 11, 30]},
     "top_p": {"sampling": {**SAMPLE, "top_p": 0.8}},
+    "top_k": {"sampling": {**SAMPLE, "top_k": 20, "top_p": 0.95, "temperature": 1.5}},
+    "typical_p": {"sampling": {**SAMPLE, "typical_p": 0.8}},
     "penalties": {"sampling": {**GREEDY, "repetition_penalty": 1.6, "frequency_penalty": 0.5}},
     "sampled": {"sampling": {**SAMPLE, "temperature": 0.6, "min_p": 0.05}},
 }
@@ -64,8 +68,14 @@ def check_kind(target: Target, kind: str) -> None:
     with written_llama() as config:
         requests = [Request(prompt, NEW_TOKENS, **KINDS[kind]) for prompt in prompts(3, 6, longest=25)]
         expected = [request.generated for request in answer_on_host(config, requests)]
-        found = run_on(load_model(target, config), requests, depth=2)
-    target.recorder.check(f"{kind} as on the CPU", found == expected)
+        runner, copies = load_model(target, config), deepcopy(requests)
+        runner.reset()
+        router = Router(runner, seed=1, depth=2)
+        router.run(list(copies))
+    target.recorder.check(f"{kind} as on the CPU", [each.generated for each in copies] == expected)
+    paths = {pb.StepPath.Name(response.path) for response in router.responses}
+    is_captured = paths <= {"STEP_PATH_PROMPT", "STEP_PATH_GRAPH", "STEP_PATH_UNSPECIFIED"}
+    target.recorder.check(f"{kind}: steps are graphs", is_captured, ", ".join(sorted(paths)))
 
 
 def check_drafts(target: Target) -> None:

@@ -3,9 +3,10 @@ are made on the device. Steps that cannot be captured are measured one kernel at
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,8 @@ from tgis.shard.runner.device.model_runner import DeviceModelRunner
 from tgis.shard.runner.graph_sizes import MAX_PROMPT_TOKENS, GraphSize
 
 NUM_ROWS, PROFILED_STEPS, MAX_KERNELS = (1, 64, 256), 8, 24
+# Rows as those of most chats, beside greedy ones, at these numbers of rows.
+FILTERED, FILTERED_ROWS = {"greedy": False, "top_k": 50, "top_p": 0.9}, (64, 256)
 NUM_TOKENS = (1, 4, 16, 64, 256)
 NUM_WEIGHTS = 4  # of each product, more than a cache holds
 NUM_CALLS = 8
@@ -47,22 +50,30 @@ def measure_decodes(target: Target, name: str) -> None:
         about = f"{name} decode {num_rows}"
         is_captured = capture(target, runner, [num_rows], f"{about}: steps")
         measure_decode(target, runner, name, num_rows, is_captured)
+        if name == "8b" and (target.is_rehearsal or num_rows in FILTERED_ROWS):
+            measure_decode(target, runner, name, num_rows, is_captured, FILTERED)
         runner.graphs.clear()
 
 
 def measure_decode(
-    target: Target, runner: DeviceModelRunner, name: str, num_rows: int, is_captured: bool
+    target: Target,
+    runner: DeviceModelRunner,
+    name: str,
+    num_rows: int,
+    is_captured: bool,
+    sampling: Mapping[str, Any] = {},
 ) -> None:
     shape, (count, num_warm) = target.shape(name), count_steps(target)
     context = 2 * count if target.is_rehearsal else CONTEXT
-    rows = Rows(runner, num_rows, context - count, MOST_NEW)
+    rows = Rows(runner, num_rows, context - count, MOST_NEW, sampling=sampling)
     runner.reset()
     runner.launch(rows.resume()).answer()
     run_steps(runner, rows, num_warm)
     start = time.perf_counter()
     run_steps(runner, rows, count - num_warm)
     wall_s = (time.perf_counter() - start) / (count - num_warm)
-    key = f"{name} decode {num_rows}" + ("" if is_captured else ", eager")
+    about = f"{name} decode {num_rows}" + (" with top_k and top_p" if sampling else "")
+    key = about + ("" if is_captured else ", eager")
     detail = f"{wall_s * 1e3:.2f} ms a step, {num_rows / wall_s:.0f} tokens/s"
     if name == "0.6b" and num_rows == 1:
         target.recorder.figure(key, wall_s * 1e3, "ms")
@@ -71,7 +82,7 @@ def measure_decode(
     target.recorder.figure(f"{key}: share of {share}", floor / wall_s, "", detail)
     num_steps = num_warm if target.is_rehearsal else PROFILED_STEPS
     record_kernels(target, key, lambda: run_steps(runner, rows, num_steps), num_steps)
-    if is_captured and num_rows == 1:  # last, because rows have other tokens afterwards
+    if is_captured and num_rows == 1 and not sampling:  # last, because rows have other tokens afterwards
         idle = max(0.0, 1 - time_graphs(target, runner, num_rows) / wall_s)
         target.recorder.figure("idle between steps" if name == "8b" else f"{key}: idle", idle, "")
 

@@ -115,7 +115,10 @@ def write_row(state: RowState, message: pb.OpenRow) -> None:
         Word.SEED_LOW: signed(sampling.seed & 0xFFFFFFFF),
         Word.SEED_HIGH: signed(sampling.seed >> 32),
         Word.TEMPERATURE: bits(1.0 if sampling.greedy else sampling.temperature),
+        Word.TOP_K: 0 if sampling.greedy else min(sampling.top_k, INT32_MAX),
+        Word.TOP_P: bits(1.0 if sampling.greedy else sampling.top_p),
         Word.MIN_P: bits(0.0 if sampling.greedy else sampling.min_p),
+        Word.TYPICAL_P: bits(1.0 if sampling.greedy else sampling.typical_p),
         Word.REPETITION_PENALTY: bits(sampling.repetition_penalty),
         Word.PRESENCE_PENALTY: bits(sampling.presence_penalty),
         Word.FREQUENCY_PENALTY: bits(sampling.frequency_penalty),
@@ -220,3 +223,20 @@ class Cases:
         allowed = torch.tensor([self.rng.random() < 0.4 for _ in range(self.vocab_size)])
         allowed[self.rng.randrange(self.vocab_size)] = True
         return allowed
+
+
+class FilteredCases(Cases):
+    """Random rows that draw, most of them with filters, and nothing else that changes their logits."""
+
+    def sampling(self) -> dict[str, Any]:
+        rng, vocab_size = self.rng, self.vocab_size
+        top_ks = [0, 0, 1, 2, 5, 50, vocab_size - 1, vocab_size, vocab_size + 1, INT32_MAX]
+        return {
+            **SAMPLE,
+            "seed": rng.getrandbits(64),
+            "temperature": single(rng.choice([1.0, 0.5, 2.0])),
+            "top_k": rng.choice(top_ks),
+            "top_p": single(rng.choice([1.0, 1.0, 1e-6, 0.1, 0.5, 0.9, 0.999, rng.random()])),
+            "min_p": single(rng.choice([0.0, 0.0, 0.0, 1e-9, 0.02, 0.3])),
+            "typical_p": single(rng.choice([1.0, 1.0, 1.0, 1e-6, 0.05, 0.5, 0.95])),
+        }

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support import plain_sampling
 from tests.support.cuda.interpreter import interpreted_modules
-from tests.support.cuda.sampled_rows import Cases, Sample, SampledRows, count, write_row
+from tests.support.cuda.sampled_rows import Cases, FilteredCases, Sample, SampledRows, count, write_row
 from tests.support.shard.messages import GREEDY, SAMPLE, integers, make_bias, open_row
 from tgis.shard.kernels.cuda import sample as compiled
 from tgis.shard.kernels.cuda.step_state import Flag, Word
@@ -78,6 +79,49 @@ def check_against_cpu(sample: Sample, vocab_size: int, num_rows: int, seed: int,
         left = [row for row in range(num_rows + 1) if row not in order]
         assert torch.equal(rows.state.words[[*left, idle]], before.words[[*left, idle]])
     check_state(rows, tokens)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "num_rows", "num_interpreted"),
+    [(333, 300, 3), pytest.param(7, 100, 4, marks=pytest.mark.slow)],
+)
+def test_filters_leave_what_the_cpu_leaves(
+    sample: Sample, vocab_size: int, num_rows: int, num_interpreted: int
+) -> None:
+    num_rows = num_rows if sample is compiled.plain else num_interpreted
+    assert check_filters(sample, vocab_size, num_rows, seed=vocab_size) < 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_twenty_thousand_rows_choose_as_the_cpu() -> None:
+    """Token by token. In a few rows rounding decides."""
+    vocab_sizes = [3, 40, 64, 65, 150, 333, 1025]
+    num_other = sum(
+        check_filters(compiled.plain, vocab_size, 500, seed=100 + 10 * i + vocab_size)
+        for i in range(6)
+        for vocab_size in vocab_sizes
+    )
+    assert num_other < 100
+
+
+def check_filters(sample: Sample, vocab_size: int, num_rows: int, seed: int) -> int:
+    """Return in how many of the rows another token was chosen, because rounding decides."""
+    rows, cases = SampledRows(num_rows, vocab_size), FilteredCases(seed, vocab_size)
+    for row in range(num_rows):
+        rows.open(cases.message(row))
+    logits = cases.logits(num_rows)
+    wanted, got = rows.step_on_cpu(logits, range(num_rows)), rows.step(sample, logits, range(num_rows))
+    others = [row for row in range(num_rows) if got[row] != wanted[row]]
+    for row in others:
+        sampling = rows.messages[row].sampling
+        names = "temperature", "top_k", "top_p", "min_p", "typical_p"
+        plain = plain_sampling.Row(
+            logits[row].tolist(), [1], **{name: getattr(sampling, name) for name in names}
+        )
+        scores = plain_sampling.process(plain)
+        assert min(scores.mass, scores.order) < 1e-6 or scores.typical_order < 1e-5, (row, sampling)
+    return len(others)
 
 
 def check_state(rows: SampledRows, tokens: dict[int, list[int]]) -> None:

@@ -22,8 +22,10 @@ KINDS: list[dict[str, Any]] = [
     {**SAMPLE, "min_p": 0.02, "presence_penalty": 0.5},
     {**GREEDY, "repetition_penalty": 1.4, "min_new_tokens": 4},
     {**SAMPLE, "temperature": 2.0, "frequency_penalty": 0.7},
+    {**SAMPLE, "temperature": 2.0, "top_k": 40, "top_p": 0.95},
+    {**SAMPLE, "typical_p": 0.8},
 ]
-ON_THE_HOST = {**SAMPLE, "top_k": 4}
+ON_THE_HOST = {**SAMPLE, "watermark_gamma": 0.5, "watermark_delta": 2.0}
 
 
 def make_requests(is_encoder_decoder: bool) -> list[Request]:

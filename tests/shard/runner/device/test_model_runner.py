@@ -47,12 +47,14 @@ FAST: list[dict[str, Any]] = [
     {**SAMPLE, "temperature": 0.6, "min_p": 0.05, "frequency_penalty": 0.5},
     {**SAMPLE, "repetition_penalty": 1.3, "length_penalty_start": 3, "length_penalty_factor": 1.3},
     {**SAMPLE, **make_bias({i: i / 80 for i in range(300)})},
+    {**SAMPLE, "top_k": 5, "presence_penalty": 1.0},
+    {**SAMPLE, "top_p": 0.8, "repetition_penalty": 1.4},
+    {**SAMPLE, "top_k": 50, "top_p": 0.9, "typical_p": 0.7, "temperature": 1.5},
 ]
 # What the host samples.
 SLOW: list[dict[str, Any]] = [
-    {**SAMPLE, "top_k": 5, "presence_penalty": 1.0},
-    {**SAMPLE, "top_p": 0.8, "repetition_penalty": 1.4},
     {**GREEDY, "watermark_gamma": 0.5, "watermark_delta": 2.5, "frequency_penalty": 0.5},
+    {**SAMPLE, "watermark_gamma": 0.3, "watermark_delta": 1.5, "top_p": 0.9},
 ]
 
 
@@ -279,7 +281,7 @@ def test_blocks_of_a_sequence_that_has_ended_are_not_its_successor_s(
 def test_the_host_samples_no_row_that_has_ended_in_flight(runner: DeviceModelRunner) -> None:
     steps = Steps(runner.info.block_size, runner.info.num_blocks)
     ends = Request([5, 6], 5, [20], {**GREEDY, **make_bias({20: 500.0})}, row=0)
-    goes_on = Request([7, 8], 5, [], {**SAMPLE, "top_k": 3}, row=1)
+    goes_on = Request([7, 8], 5, [], {**SAMPLE, "watermark_gamma": 0.5}, row=1)
     first = runner.launch(steps.step([(0, 0, 2), (1, 0, 1)], [opening(ends), opening(goes_on)]))
     second = runner.launch(steps.step([(0, 2, 3), (1, 1, 2)]))
     assert integers(first.answer().token_ids) == [20]
@@ -333,7 +335,7 @@ def test_paths_are_told(either: DeviceModelRunner) -> None:
     if is_captured:
         alone = prompt = pb.STEP_PATH_GRAPH
     cases = {
-        pb.STEP_PATH_FILTERS: {"sampling": {**SAMPLE, "top_p": 0.5}},
+        pb.STEP_PATH_FILTERS: {"sampling": {**SAMPLE, "watermark_gamma": 0.5}},
         pb.STEP_PATH_DETAILS: {"details": {"ranks": True}},
         pb.STEP_PATH_LISTS: {"eos": MANY},
     }
@@ -344,8 +346,10 @@ def test_paths_are_told(either: DeviceModelRunner) -> None:
         opened = [[opening(request)], [], []]
         answers = [either.launch(steps.step(*step)).answer() for step in zip(work, opened, strict=True)]
         assert [answer.path for answer in answers] == [prompt, path, path]
-    plain_row = steps.step([(7, 0, 1)], [opening(Request([5], 5, row=7))])
-    assert either.launch(plain_row).answer().path == alone
+    filters = {**SAMPLE, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.9}
+    for sampling in GREEDY, filters:
+        sampled = steps.step([(7, 0, 1)], [opening(Request([5], 5, sampling=sampling, row=7))], closed=[7])
+        assert either.launch(sampled).answer().path == alone
     drafted = steps.step([(7, 1, 2)], drafts={7: [9, 9]})
     assert either.launch(drafted).answer().path == pb.STEP_PATH_DRAFTS
     assert either.launch(steps.step([])).answer().path == pb.STEP_PATH_UNSPECIFIED

@@ -1,12 +1,13 @@
 """Samples the next tokens of rows and appends them to the rows' state, all of it on the device.
 
-The order of changes to the logits is that of `sampling.sampler`. Top-k, top-p and typical-p filters,
-watermarks and token details are the host's: rows that have them are not given to this kernel."""
+The order of changes to the logits is that of `sampling.sampler`. Watermarks and token details are the host's:
+rows that have them are not given to this kernel."""
 
 import torch
 import triton
 from torch import Tensor
 
+from tgis.shard.kernels.cuda.functions import filters
 from tgis.shard.kernels.cuda.functions.sample_kernels import adjust, append, race
 from tgis.shard.kernels.cuda.step_state import (
     MAX_BIASES,
@@ -37,40 +38,31 @@ def launch(logits: Tensor, rows: RowState, sampled_rows: Tensor, answers: Tensor
     # The highest logit and the best key of each block, and the ids of the tokens that have them.
     highest, keys = (logits.new_empty(num_samples, num_blocks) for _ in range(2))
     best, winners = (torch.empty_like(highest, dtype=torch.int32) for _ in range(2))
-    options = {"BLOCK": BLOCK, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
+    given, options = (logits, sampled_rows, rows.words), {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
     sizes = {"VOCAB_SIZE": vocab_size, "MAX_STOP_IDS": MAX_STOP_IDS}
     blocks = {"NUM_BLOCKS": num_blocks, "PADDED_BLOCKS": triton.next_power_of_2(num_blocks)}
+    biases = rows.bias_token_ids, rows.biases
     adjust[num_blocks, num_samples](
-        logits,
-        sampled_rows,
-        rows.words,
+        *given,
         rows.masks,
-        rows.bias_token_ids,
-        rows.biases,
+        *biases,
         rows.stop_ids,
         rows.token_counts,
         highest,
         best,
         MAX_BIASES=MAX_BIASES,
+        BLOCK=BLOCK,
         **sizes,
         **options,
     )
+    limits = filters.find_limits(*given, highest)
+    found = keys, winners
     race[num_blocks, num_samples](
-        logits, sampled_rows, rows.words, highest, keys, winners, VOCAB_SIZE=vocab_size, **blocks, **options
+        *given, highest, limits, *found, VOCAB_SIZE=vocab_size, BLOCK=BLOCK, **blocks, **options
     )
+    tables = rows.words, rows.stop_ids, rows.token_counts
     append[(num_samples,)](
-        sampled_rows,
-        rows.words,
-        rows.stop_ids,
-        rows.token_counts,
-        highest,
-        best,
-        keys,
-        winners,
-        answers,
-        **sizes,
-        **blocks,
-        num_warps=1,
+        sampled_rows, *tables, highest, best, *found, answers, **sizes, **blocks, num_warps=1
     )
 
 
@@ -81,8 +73,7 @@ def plain(logits: Tensor, rows: RowState, sampled_rows: Tensor, answers: Tensor)
     highest, best = logits.max(-1).values, logits.argmax(-1)
     is_usable = highest.isfinite()
     scores = logits.nan_to_num(0.0, 0.0, -torch.inf)  # rows that are not usable draw anything
-    min_p = as_float(words[:, Word.MIN_P]).unsqueeze(1)
-    scores.masked_fill_((min_p > 0) & (scores < highest.unsqueeze(1) + min_p.log()), -torch.inf)
+    filters.filter_sorted(scores, highest, words)
     ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     drawn = draw_columns(scores, _draw_keys(words), ids)
     chosen = torch.where(words[:, Word.GREEDY] != 0, best, drawn)

@@ -36,7 +36,10 @@ class Word(IntEnum):
     SEED_LOW = auto()
     SEED_HIGH = auto()
     TEMPERATURE = auto()  # float
+    TOP_K = auto()  # 0, or the vocabulary's size and more: off
+    TOP_P = auto()  # float; 1: off
     MIN_P = auto()  # float; 0: off
+    TYPICAL_P = auto()  # float; 1: off
     REPETITION_PENALTY = auto()  # float; 1: off
     PRESENCE_PENALTY = auto()  # float; 0: off
     FREQUENCY_PENALTY = auto()  # float; 0: off

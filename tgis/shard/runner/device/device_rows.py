@@ -41,8 +41,14 @@ def allocate_rows(max_rows: int, limits: RowLimits, dummy_block: int, device: to
     max_blocks = -(-limits.max_sequence_length // limits.block_size)
     words = table(len(Word), 0)
     words[:, Word.ENDED] = 1
-    words[:, Word.TEMPERATURE] = words[:, Word.REPETITION_PENALTY] = _bits_of(1.0)
-    words[:, Word.LENGTH_PENALTY_FACTOR] = _bits_of(1.0)
+    for word in (
+        Word.TEMPERATURE,
+        Word.TOP_P,
+        Word.TYPICAL_P,
+        Word.REPETITION_PENALTY,
+        Word.LENGTH_PENALTY_FACTOR,
+    ):
+        words[:, word] = _bits_of(1.0)
     return RowState(
         words=words,
         block_tables=table(max_blocks, dummy_block),

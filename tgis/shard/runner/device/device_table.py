@@ -23,8 +23,6 @@ from tgis.shard.runner.row_table import Booleans, Integers, RowLimits, TokenIds
 
 # Bits of answers. Members of an enumeration are slow to look up.
 HAS_SAMPLED, HAS_ENDED = int(Flag.SAMPLED), int(Flag.ENDED | Flag.UNUSABLE)
-# The reasons why the host must sample a row: its parameters, and values of them that change nothing.
-FILTERS = {"top_k": 0, "top_p": 1, "typical_p": 1, "watermark_gamma": 0}
 
 
 class SampledRows(NamedTuple):
@@ -216,7 +214,7 @@ def _find_host_path(message: pb.OpenRow, params: npt.NDArray[np.void]) -> pb.Ste
     details = message.details
     if details.logprobs or details.ranks or details.top_n:
         return pb.STEP_PATH_DETAILS
-    if any(params[name] != off for name, off in FILTERS.items()):
+    if params["watermark_gamma"] != 0:
         return pb.STEP_PATH_FILTERS
     counts = len(message.eos_token_ids) // 4, len(message.sampling.bias_token_ids) // 4
     if counts[0] > MAX_STOP_IDS or counts[1] > MAX_BIASES:

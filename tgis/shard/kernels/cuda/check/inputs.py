@@ -172,6 +172,8 @@ def _samples(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMAL
     logits[5, 7] = torch.nan
     sampled, answers = draw.integers([3, 1, NUM_ROWS, 0, 4, 2]), draw.integers([[-1, -1]] * NUM_ROWS)
     yield Input((logits, rows, sampled, answers), results=(1, 3), overwritten=0)
+    filtered = 3 * draw.normal(3, sizes.vocab_size), rows, draw.integers([5, 2, 1])
+    yield Input((*filtered, draw.integers([[-1, -1]] * 3)), results=(1, 3), overwritten=0)
 
 
 # Functions of a device, a type of weights, and sizes.
@@ -186,20 +188,28 @@ INPUTS: dict[str, Callable[..., Iterator[Input]]] = {
 }
 
 # Words of rows beside their lengths: what each changes is off unless it is listed.
-_OFF = {Word.LIMIT: 500, Word.TEMPERATURE: 1.0, Word.REPETITION_PENALTY: 1.0, Word.LENGTH_PENALTY_FACTOR: 1.0}
+_OFF = {
+    Word.LIMIT: 500,
+    Word.TEMPERATURE: 1.0,
+    Word.TOP_P: 1.0,
+    Word.TYPICAL_P: 1.0,
+    Word.REPETITION_PENALTY: 1.0,
+    Word.LENGTH_PENALTY_FACTOR: 1.0,
+}
 _ROWS: tuple[dict[Word, float], ...] = (
     {Word.GREEDY: 1, Word.REPETITION_PENALTY: 1.3, Word.PRESENCE_PENALTY: 0.5, Word.FREQUENCY_PENALTY: 0.3},
-    {Word.SEED_LOW: 7, Word.TEMPERATURE: 0.7, Word.MIN_P: 0.02, Word.LIMIT: 101},
+    {Word.SEED_LOW: 7, Word.TEMPERATURE: 0.7, Word.TOP_P: 0.8, Word.MIN_P: 0.001, Word.LIMIT: 101},
     {
         Word.SEED_HIGH: -3,
         Word.IS_GUIDED: 1,
         Word.NUM_BIASES: 9,
         Word.NUM_STOP_IDS: 5,
         Word.MIN_NEW_TOKENS: 90,
+        Word.TYPICAL_P: 0.7,
     },
     {Word.GREEDY: 1, Word.NUM_STOP_IDS: 5, Word.LENGTH_PENALTY_START: 2, Word.LENGTH_PENALTY_FACTOR: 1.4},
     {Word.ENDED: 1, Word.ENCODER_LEN: 30},
-    {Word.SEED_LOW: -1, Word.IS_LONG: 1, Word.ENCODER_LEN: 70},
+    {Word.SEED_LOW: -1, Word.TOP_K: 50, Word.TOP_P: 0.9, Word.IS_LONG: 1, Word.ENCODER_LEN: 70},
     {Word.ENDED: 1},
 )
 

@@ -7,34 +7,43 @@ import triton.language as tl
 
 from tgis.shard.kernels.cuda import step_state
 from tgis.shard.kernels.cuda.functions.counter_rng import draw_key, uniforms
-from tgis.shard.kernels.cuda.functions.precise_math import exp_negative, log_complement, log_positive
-from tgis.shard.kernels.cuda.step_state import Flag, Word
+from tgis.shard.kernels.cuda.functions.filter_kernels import NUM_LIMITS, are_kept, are_typical
+from tgis.shard.kernels.cuda.functions.precise_math import exp_negative, log_complement
+from tgis.shard.kernels.cuda.functions.row_words import (
+    ENDED,
+    FREQUENCY_PENALTY,
+    GREEDY,
+    INF,
+    IS_GUIDED,
+    LAST_TOKEN,
+    LENGTH,
+    LENGTH_PENALTY_FACTOR,
+    LENGTH_PENALTY_START,
+    LIMIT,
+    MIN_NEW_TOKENS,
+    MUST_END,
+    NUM_BIASES,
+    NUM_STOP_IDS,
+    NUM_WORDS,
+    PRESENCE_PENALTY,
+    PROMPT_LEN,
+    REPETITION_PENALTY,
+    SEED_HIGH,
+    SEED_LOW,
+    STAGED,
+    TEMPERATURE,
+    find_highest,
+    load_float,
+)
+from tgis.shard.kernels.cuda.step_state import Flag
 from tgis.shard.sampling import sampler
 
-NUM_WORDS = tl.constexpr(len(Word))
-LENGTH, LIMIT, PROMPT_LEN = tl.constexpr(Word.LENGTH), tl.constexpr(Word.LIMIT), tl.constexpr(Word.PROMPT_LEN)
-ENDED, LAST_TOKEN = tl.constexpr(Word.ENDED), tl.constexpr(Word.LAST_TOKEN)
-NUM_STOP_IDS, NUM_BIASES = tl.constexpr(Word.NUM_STOP_IDS), tl.constexpr(Word.NUM_BIASES)
-GREEDY, TEMPERATURE = tl.constexpr(Word.GREEDY), tl.constexpr(Word.TEMPERATURE)
-MIN_P = tl.constexpr(Word.MIN_P)
-SEED_LOW, SEED_HIGH = tl.constexpr(Word.SEED_LOW), tl.constexpr(Word.SEED_HIGH)
-REPETITION_PENALTY = tl.constexpr(Word.REPETITION_PENALTY)
-PRESENCE_PENALTY = tl.constexpr(Word.PRESENCE_PENALTY)
-FREQUENCY_PENALTY = tl.constexpr(Word.FREQUENCY_PENALTY)
-LENGTH_PENALTY_START = tl.constexpr(Word.LENGTH_PENALTY_START)
-LENGTH_PENALTY_FACTOR = tl.constexpr(Word.LENGTH_PENALTY_FACTOR)
-MIN_NEW_TOKENS, MUST_END = tl.constexpr(Word.MIN_NEW_TOKENS), tl.constexpr(Word.MUST_END)
-IS_GUIDED = tl.constexpr(Word.IS_GUIDED)
 SAMPLED_FLAG, ENDED_FLAG = tl.constexpr(Flag.SAMPLED), tl.constexpr(Flag.ENDED)
 UNUSABLE_FLAG = tl.constexpr(Flag.UNUSABLE)
 
 MAX_FACTOR = tl.constexpr(float(sampler.MAX_FACTOR))
 MIN_FACTOR = tl.constexpr(float(1 / sampler.MAX_FACTOR))
 MAX_COUNT = tl.constexpr(step_state.MAX_COUNT)
-INF = tl.constexpr(float("inf"))
-
-# Parts of larger tensors, which begin anywhere: none of them is a reason to compile again.
-STAGED = ["sampled_rows", "answers"]
 
 
 @triton.jit(do_not_specialize_on_alignment=STAGED)
@@ -96,26 +105,21 @@ def _change(scores, ids, state, allowed, stop_ids, token_counts, VOCAB_SIZE: tl.
     num_generated = tl.load(state + LENGTH) - tl.load(state + PROMPT_LEN)
     is_early = (num_generated < tl.load(state + MIN_NEW_TOKENS)) & (tl.load(state + MUST_END) == 0)
     overdue = num_generated - tl.load(state + LENGTH_PENALTY_START)
-    factor = _load_float(state + LENGTH_PENALTY_FACTOR)
+    factor = load_float(state + LENGTH_PENALTY_FACTOR)
     treats_stops = is_early | ((overdue > 0) & (factor != 1.0))
     if treats_stops:
         is_stop = _find_stops(ids, stop_ids, tl.load(state + NUM_STOP_IDS))
         scores = tl.where(is_stop, _treat_stops(scores, is_early, factor, overdue), scores)
-    repetition = _load_float(state + REPETITION_PENALTY)
-    presence, frequency = _load_float(state + PRESENCE_PENALTY), _load_float(state + FREQUENCY_PENALTY)
+    repetition = load_float(state + REPETITION_PENALTY)
+    presence, frequency = load_float(state + PRESENCE_PENALTY), load_float(state + FREQUENCY_PENALTY)
     penalises = (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0)
     if penalises:
         counts = tl.load(token_counts + ids, mask=ids < VOCAB_SIZE, other=0).to(tl.int32)
         scores = _penalise(scores, counts, repetition, presence, frequency)
-    temperature = _load_float(state + TEMPERATURE)
+    temperature = load_float(state + TEMPERATURE)
     if temperature != 1.0:
         scores = tl.div_rn(scores, temperature)
     return scores, is_guided | treats_stops | penalises | (temperature != 1.0)
-
-
-@triton.jit
-def _load_float(word):
-    return tl.load(word).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -167,6 +171,7 @@ def race(
     sampled_rows,
     words,
     highest,
+    limits,
     keys,
     winners,
     VOCAB_SIZE: tl.constexpr,
@@ -176,21 +181,20 @@ def race(
 ):
     """Write the best key of `counter_rng.draw_columns` in the block, and its token id, the lowest of equals.
 
-    Grid and `highest` are those of `adjust`."""
+    Grid and `highest` are those of `adjust`, and limits those of filters."""
     sample = tl.program_id(1).to(tl.int64)
     state = words + tl.load(sampled_rows + sample).to(tl.int64) * NUM_WORDS
     if (tl.load(state + ENDED) != 0) | (tl.load(state + GREEDY) != 0):
         return
-    top, _ = _find_highest(highest + sample * NUM_BLOCKS, NUM_BLOCKS, PADDED_BLOCKS)
+    top, _ = find_highest(highest + sample * NUM_BLOCKS, NUM_BLOCKS, PADDED_BLOCKS)
     if not (tl.abs(top) < INF):
         return
     first = tl.program_id(0) * BLOCK
     ids = first + tl.arange(0, BLOCK)
     scores = tl.load(logits + sample * VOCAB_SIZE + ids, mask=ids < VOCAB_SIZE, other=-INF)  # [BLOCK]
-    weights = exp_negative(scores - top)
-    min_p = _load_float(state + MIN_P)
-    if min_p > 0.0:
-        weights = tl.where(scores < top + log_positive(min_p), 0.0, weights)
+    own = limits + sample * NUM_LIMITS
+    kept = are_kept(scores, ids, top, state, own, VOCAB_SIZE) & are_typical(scores, top, state, own)
+    weights = tl.where(kept, exp_negative(scores - top), 0.0)
     seed_low, seed_high = tl.load(state + SEED_LOW), tl.load(state + SEED_HIGH)
     key_low, key_high = draw_key(seed_low, seed_high, tl.load(state + LENGTH))
     times = -log_complement(uniforms(key_low, key_high, ids))
@@ -198,16 +202,6 @@ def race(
     at = sample * NUM_BLOCKS + tl.program_id(0)
     tl.store(keys + at, key)
     tl.store(winners + at, first + place)
-
-
-@triton.jit
-def _find_highest(highest, NUM_BLOCKS: tl.constexpr, PADDED_BLOCKS: tl.constexpr):
-    """Return the highest value of a sample's blocks, NaN if there is one, and the first such block."""
-    block = tl.arange(0, PADDED_BLOCKS)
-    values = tl.load(highest + block, mask=block < NUM_BLOCKS, other=-INF)
-    is_nan = values != values
-    value, place = tl.max(tl.where(is_nan, -INF, values), 0, return_indices=True)
-    return tl.where(tl.max(is_nan.to(tl.int32), 0) != 0, float("nan"), value), place
 
 
 @triton.jit(do_not_specialize_on_alignment=STAGED)
@@ -236,7 +230,7 @@ def append(
         tl.store(answer, 0)
         tl.store(answer + 1, 0)
         return
-    top, place = _find_highest(highest + blocks, NUM_BLOCKS, PADDED_BLOCKS)
+    top, place = find_highest(highest + blocks, NUM_BLOCKS, PADDED_BLOCKS)
     if not (tl.abs(top) < INF):
         tl.store(answer, 0)
         tl.store(answer + 1, UNUSABLE_FLAG)
@@ -245,7 +239,7 @@ def append(
     if tl.load(state + GREEDY) != 0:
         token = tl.load(best + blocks + place)
     else:
-        _, place = _find_highest(keys + blocks, NUM_BLOCKS, PADDED_BLOCKS)
+        _, place = find_highest(keys + blocks, NUM_BLOCKS, PADDED_BLOCKS)
         token = tl.load(winners + blocks + place)
     i = tl.arange(0, MAX_STOP_IDS)
     stops = tl.load(stop_ids + row * MAX_STOP_IDS + i, mask=i < tl.load(state + NUM_STOP_IDS), other=-1)

@@ -1,0 +1,42 @@
+"""Words of rows, and what else all kernels of sampling read first."""
+
+import triton
+import triton.language as tl
+
+from tgis.shard.kernels.cuda.step_state import Word
+
+NUM_WORDS = tl.constexpr(len(Word))
+LENGTH, LIMIT, PROMPT_LEN = tl.constexpr(Word.LENGTH), tl.constexpr(Word.LIMIT), tl.constexpr(Word.PROMPT_LEN)
+ENDED, LAST_TOKEN = tl.constexpr(Word.ENDED), tl.constexpr(Word.LAST_TOKEN)
+NUM_STOP_IDS, NUM_BIASES = tl.constexpr(Word.NUM_STOP_IDS), tl.constexpr(Word.NUM_BIASES)
+GREEDY, TEMPERATURE = tl.constexpr(Word.GREEDY), tl.constexpr(Word.TEMPERATURE)
+TOP_K, TOP_P = tl.constexpr(Word.TOP_K), tl.constexpr(Word.TOP_P)
+MIN_P, TYPICAL_P = tl.constexpr(Word.MIN_P), tl.constexpr(Word.TYPICAL_P)
+SEED_LOW, SEED_HIGH = tl.constexpr(Word.SEED_LOW), tl.constexpr(Word.SEED_HIGH)
+REPETITION_PENALTY = tl.constexpr(Word.REPETITION_PENALTY)
+PRESENCE_PENALTY = tl.constexpr(Word.PRESENCE_PENALTY)
+FREQUENCY_PENALTY = tl.constexpr(Word.FREQUENCY_PENALTY)
+LENGTH_PENALTY_START = tl.constexpr(Word.LENGTH_PENALTY_START)
+LENGTH_PENALTY_FACTOR = tl.constexpr(Word.LENGTH_PENALTY_FACTOR)
+MIN_NEW_TOKENS, MUST_END = tl.constexpr(Word.MIN_NEW_TOKENS), tl.constexpr(Word.MUST_END)
+IS_GUIDED = tl.constexpr(Word.IS_GUIDED)
+
+INF = tl.constexpr(float("inf"))
+
+# Parts of larger tensors, which begin anywhere: none of them is a reason to compile again.
+STAGED = ["sampled_rows", "answers"]
+
+
+@triton.jit
+def load_float(word):
+    return tl.load(word).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def find_highest(highest, NUM_BLOCKS: tl.constexpr, PADDED_BLOCKS: tl.constexpr):
+    """Return the highest value of a sample's blocks, NaN if there is one, and the first such block."""
+    block = tl.arange(0, PADDED_BLOCKS)
+    values = tl.load(highest + block, mask=block < NUM_BLOCKS, other=-INF)
+    is_nan = values != values
+    value, place = tl.max(tl.where(is_nan, -INF, values), 0, return_indices=True)
+    return tl.where(tl.max(is_nan.to(tl.int32), 0) != 0, float("nan"), value), place
