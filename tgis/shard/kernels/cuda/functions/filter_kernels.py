@@ -196,7 +196,7 @@ def _choose_pivot(i, best, spread):
 
 @triton.jit
 def _divide_range(i, low, high):
-    """Return the i-th pivot of a range that has too many tokens, falling from its upper end to its lower one."""
+    """Return the i-th pivot of a range with too many tokens, falling from its upper end to its lower one."""
     pivot = tl.maximum(high - (high - low) * (i / (NUM_PIVOTS - 1.0)), low)
     return tl.where(i == 0, high, tl.where(i == NUM_PIVOTS - 1, low, pivot))
 
