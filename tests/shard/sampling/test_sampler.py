@@ -216,6 +216,15 @@ def test_min_p_leaves_what_transformers_leaves(more: dict[str, float]) -> None:
         assert 0 < (scores > -INF).sum() < 400
 
 
+def test_a_typical_p_below_zero_leaves_the_most_typical_token() -> None:
+    rng = random.Random(12)
+    logits = np.float32([rng.gauss(0, 3) for _ in range(300)]).tolist()
+    (token,), scores, _ = run([row := Row(logits, [1], typical_p=-0.5)])
+    wanted = plain_sampling.process(row).values
+    assert [x > -INF for x in scores[0].tolist()] == [x > -INF for x in wanted]
+    assert token == max(range(300), key=wanted.__getitem__)
+
+
 def test_min_p_changes_no_other_row_and_no_greedy_one() -> None:
     rng = random.Random(4)
     rows = [random_row(rng, 300) for _ in range(20)]

@@ -180,7 +180,9 @@ def _filter_typical(scores: Tensor, typical_p: npt.NDArray[np.float32]) -> Tenso
     probabilities = logprobs.exp()
     entropy = torch.special.entr(probabilities).cumsum(-1)[:, -1:]  # [n, 1]
     distance = (logprobs + entropy).abs_()  # [n, width], inf where excluded
-    mass = torch.from_numpy(typical_p).to(scores.device).unsqueeze(-1)
+    # Some mass is always wanted, although clients may ask for less than none.
+    wanted = typical_p.clip(np.finfo(np.float32).tiny)
+    mass = torch.from_numpy(wanted).to(scores.device).unsqueeze(-1)
     return scores.masked_fill(distance > _find_typical_threshold(distance, probabilities, mass), -torch.inf)
 
 

@@ -172,8 +172,8 @@ def _samples(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMAL
     logits[5, 7] = torch.nan
     sampled, answers = draw.integers([3, 1, NUM_ROWS, 0, 4, 2]), draw.integers([[-1, -1]] * NUM_ROWS)
     yield Input((logits, rows, sampled, answers), results=(1, 3), overwritten=0)
-    filtered = 3 * draw.normal(3, sizes.vocab_size), rows, draw.integers([5, 2, 1])
-    yield Input((*filtered, draw.integers([[-1, -1]] * 3)), results=(1, 3), overwritten=0)
+    filtered = 3 * draw.normal(2, sizes.vocab_size), rows, draw.integers([5, 2])
+    yield Input((*filtered, draw.integers([[-1, -1]] * 2)), results=(1, 3), overwritten=0)
 
 
 # Functions of a device, a type of weights, and sizes.
