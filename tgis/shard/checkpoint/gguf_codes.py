@@ -65,8 +65,9 @@ def _join_blocks(x: NDArray[Any]) -> NDArray[Any]:
 
 def _split_bytes(x: Bytes, bits: int) -> Bytes:
     """Return the integers of `bits` bits in bytes: [..., n] -> [..., 8 / bits, n], the lowest bits first."""
-    shifts = np.arange(0, 8, bits, np.uint8)[:, None]
-    return x[..., None, :] >> shifts & np.uint8((1 << bits) - 1)
+    shifts = np.arange(0, 8, bits).astype(np.uint8)[:, None]
+    integers: Bytes = x[..., None, :] >> shifts & np.uint8((1 << bits) - 1)
+    return integers
 
 
 def _unpack(x: Bytes, bits: int, run: int) -> Bytes:

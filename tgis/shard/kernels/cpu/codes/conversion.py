@@ -141,7 +141,7 @@ def _cut_code(b: Any, words: list[Any], bits: int, k: int) -> Any:
     pieces = []
     parts = list_parts(bits)
     for part, word in zip(parts, words, strict=True):
-        if part.first <= k < part.first + part.count:
+        if part.first <= k < part.first + part.num_codes:
             left = b.shl(word, llvm.constant(32 - bits * (k - part.first + 1), LANES, I32))
             return b.ashr(left, llvm.constant(32 - bits, LANES, I32))
         if part.rest:

@@ -127,7 +127,7 @@ def _multiply_panel(
         next_one = at + units * w.unit_bytes + w.scale_bytes
         ahead = next_one if piece + 1 < pieces else w.panels + following * panel_bytes(w)
         scales = find_scales(w, panel, piece, at, wide - 2 * PLANE, w.centre)
-        codes, offsets = at + w.scale_bytes, scales + PLANE if w.has_offsets else np.int64(0)
+        codes, offsets = at + w.scale_bytes, (scales + PLANE) * w.has_offsets
         if rows > w.max_unwidened:
             _multiply_piece(w, of, rows, panel, piece, codes, scales, offsets, ahead, sums, wide, element)
         else:

@@ -123,7 +123,7 @@ class Part(NamedTuple):
     size: int  # bytes of a column
     offset: int  # from the strip's beginning, in bytes of a column
     first: int  # code
-    count: int  # codes that fit
+    num_codes: int  # that fit
     rest: int  # bits left over, of the last code
     taken: int  # lower bits of the last code that are in parts before
 

@@ -1,8 +1,9 @@
 """Matrix products of float32 rows with codes of 2 to 8 bits that share scales in groups."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -136,6 +137,21 @@ class CodeProduct:
             *(self.panels.data_ptr(), _address(self.factors), _address(self.zeros)),
             *(self.table.data_ptr(), _address(self.order)),
         )
+
+
+class JoinedProduct:
+    """Product with the rows of several matrices."""
+
+    def __init__(self, products: Sequence[CodeProduct]):
+        ends = [*accumulate(product.out_features for product in products)]
+        self._parts = list(zip(products, [0, *ends], strict=False))
+        self._out_features = ends[-1]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = empty(len(x), self._out_features)
+        for product, first in self._parts:
+            product.multiply(x, y, first)
+        return y
 
 
 def find_packer(layout: CodeLayout, rounds_activations: bool) -> Callable[[Stored], CodeProduct] | None:
