@@ -229,7 +229,7 @@ class Parts:
     cuts: dict[str, Cut] = field(default_factory=dict)
     """This rank's part of every matrix that an adapter may change, by the matrix's path."""
     scheme: Scheme = UNQUANTIZED
-    tables: dict[tuple[str, slice, CodeLayout], CodeTable] = field(default_factory=dict)
+    tables: dict[tuple[str, range, CodeLayout], CodeTable] = field(default_factory=dict)
     """Packed tables of codes by label, rows and layout: a tied head multiplies with its table's codes."""
 
     def pack(
@@ -266,7 +266,7 @@ class Parts:
         pack = None if layout is None else self.kernels.find_table_packer(layout)
         if layout is None or pack is None:
             return None
-        key = stored.label, rows, layout
+        key = stored.label, range(stored.shape[0])[rows], layout
         if key not in self.tables:
             self.tables[key] = pack(Sliced(stored, rows))
         return self.tables[key]
