@@ -8,7 +8,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-
 ScaleType = Literal["float32", "float16", "bfloat16", "int8", "uint4"]
 _SCALE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint4": 0.5}
 
@@ -56,8 +55,8 @@ class Codes:
     group_of: Tensor | None = None  # int64 [num_columns]
     offsets: Tensor | None = None  # float32 [num_rows, num_groups]
     factors: Tensor | None = None
-    """float32 [num_rows, num_factors, 1 or 2]: numbers whose integer multiples the scales and offsets are. The
-    factors of group g are in place (g + `layout.first_group`) // `layout.groups_per_factor`."""
+    """float32 [num_rows, num_factors, 1 or 2]: numbers whose integer multiples the scales and offsets are.
+    The factors of group g are in place (g + `layout.first_group`) // `layout.groups_per_factor`."""
 
     def dequantize(self) -> Tensor:
         """Return the weights, float32 [num_rows, num_columns]."""

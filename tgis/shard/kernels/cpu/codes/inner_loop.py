@@ -3,7 +3,8 @@ registers.
 
 Within a piece, an element is one chain of fused multiply-adds of x and the numbers that codes stand for, in
 the order of x's columns; where activations are rounded, it is a sum of integers, which is exact. The pieces'
-sums, times their scales, are one chain, with the sums of x's columns times offsets between them. An element's bits therefore depend only on its row and weights."""
+sums, times their scales, are one chain, with the sums of x's columns times offsets between them. An
+element's bits therefore depend only on its row and weights."""
 
 from collections.abc import Callable
 from functools import partial
@@ -168,7 +169,8 @@ def multiply_tile(
     """Compute out[:rows, :COLUMNS] += x[:rows] @ a piece of a panel, `rows` being 1 to ROWS. If `is_first`,
     the result overwrites out. Rows of out are COLUMNS float32 apart, those of x STRIDE or ROUNDED_STRIDE
     bytes. `table` is the address of the numbers that codes of 4 bits stand for, `scales` and `offsets` those
-    of COLUMNS float32, `zeros` that of COLUMNS int8; the last two may be 0. The code prefetches as many units from the address `ahead` on."""
+    of COLUMNS float32, `zeros` that of COLUMNS int8; the last two may be 0. The code prefetches as many units
+    from the address `ahead` on."""
     end, kind = b.append_basic_block("end"), KINDS[element]
     stride = ROUNDED_STRIDE if kind.rounds_activations else STRIDE
     cases, width = b.switch(rows, end), kind.column_bytes
@@ -178,7 +180,9 @@ def multiply_tile(
         b.position_at_end(block)
         begins = [b.add(x, I64(stride * r)) for r in range(num_rows)]
         tile = partial(_multiply_strip, b, kind, table, begins, units, is_first, ahead)
-        multiply_strips(b, _count_strips(kind, num_rows), Strip(out, piece, scales, offsets, zeros), tile, width)
+        multiply_strips(
+            b, _count_strips(kind, num_rows), Strip(out, piece, scales, offsets, zeros), tile, width
+        )
         b.branch(end)
     b.position_at_end(end)
 

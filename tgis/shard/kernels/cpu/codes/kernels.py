@@ -14,7 +14,16 @@ from tgis.shard.kernels.cpu.codes.inner_loop import (
     multiply_tile,
 )
 from tgis.shard.kernels.cpu.codes.integer_sums import CAN_ROUND
-from tgis.shard.kernels.cpu.codes.layout import COLUMNS, HAS_AVX2, PACKED_BITS, PIECE, PLANE, UNIT, UNIT_BIT, Kind
+from tgis.shard.kernels.cpu.codes.layout import (
+    COLUMNS,
+    HAS_AVX2,
+    PACKED_BITS,
+    PIECE,
+    PLANE,
+    UNIT,
+    UNIT_BIT,
+    Kind,
+)
 from tgis.shard.kernels.cpu.codes.many_rows import LINE, WIDE_UNIT, multiply_wide_tile, widen
 from tgis.shard.kernels.cpu.codes.many_rows import ROWS as WIDE_ROWS
 from tgis.shard.kernels.cpu.codes.scales import find_scales
@@ -155,9 +164,7 @@ def _multiply_codes(
         first = tile * rows // num_tiles
         tall = (tile + 1) * rows // num_tiles - first
         to, of = sums + 4 * COLUMNS * first, x + first * w.row_bytes
-        multiply_tile(
-            tall, to, of, at, w.table, scales, offsets, zeros, units, piece == 0, ahead, element
-        )
+        multiply_tile(tall, to, of, at, w.table, scales, offsets, zeros, units, piece == 0, ahead, element)
 
 
 @ordered

@@ -98,7 +98,9 @@ def _pack_codes(args: Any) -> None:
                 _pack_bytes(source, count, to + column)
             for plane in range(planes):
                 stored = carray(pointer(begin + (plane * COLUMNS + column) * size, _U8), (size,))
-                given = carray(pointer(scales + ((row * pieces + piece) * planes + plane) * size, _U8), (size,))
+                given = carray(
+                    pointer(scales + ((row * pieces + piece) * planes + plane) * size, _U8), (size,)
+                )
                 stored[:] = given
         row = next_unit(args)
 

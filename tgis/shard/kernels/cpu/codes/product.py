@@ -13,8 +13,6 @@ from torch import Tensor
 from tgis.shard.checkpoint.codes import CodeLayout, Codes
 from tgis.shard.checkpoint.tensors import Stored, WeightsError
 from tgis.shard.kernels.cpu.codes import kernels
-from tgis.shard.kernels.cpu.codes.look_up import look_up
-from tgis.shard.kernels.cpu.codes.packing import pack_codes
 from tgis.shard.kernels.cpu.codes.integer_sums import CAN_ROUND
 from tgis.shard.kernels.cpu.codes.layout import (
     COLUMNS,
@@ -28,6 +26,8 @@ from tgis.shard.kernels.cpu.codes.layout import (
     ScaleForm,
     find_places,
 )
+from tgis.shard.kernels.cpu.codes.look_up import look_up
+from tgis.shard.kernels.cpu.codes.packing import pack_codes
 from tgis.shard.kernels.cpu.gemm.launch import check_rows, choose_run
 from tgis.shard.kernels.cpu.gemm.panels import arena
 from tgis.shard.kernels.cpu.jit.compiler import empty
@@ -282,7 +282,9 @@ def _store_scales(codes: Codes, groups: Tensor, scales: _Scales) -> Tensor:
     if codes.factors is not None:
         assert codes.layout.groups_per_factor is not None
         numbers = torch.arange(codes.scales.shape[1]) + codes.layout.first_group
-        factors = codes.factors[:, numbers // codes.layout.groups_per_factor]  # [num_rows, num_groups, 1 or 2]
+        factors = codes.factors[
+            :, numbers // codes.layout.groups_per_factor
+        ]  # [num_rows, num_groups, 1 or 2]
         # Where a factor is 0, so are its products, and any integer is right.
         planes = [(plane / factors[:, :, i]).nan_to_num() for i, plane in enumerate(planes)]
     stacked = torch.stack([plane[:, groups] for plane in planes], -1)  # [num_rows, num_pieces, planes]

@@ -68,7 +68,10 @@ def _convert_plane(b: Any, at: Any, to: Any, factors: Any, element: Any) -> None
 
 
 def _load_integers(b: Any, at: Any, element: Any) -> Any:
-    loaded, words = b.load(llvm.pointer_to(b, ir.VectorType(I8, LANES), at), align=1), ir.VectorType(I32, LANES)
+    loaded, words = (
+        b.load(llvm.pointer_to(b, ir.VectorType(I8, LANES), at), align=1),
+        ir.VectorType(I32, LANES),
+    )
     if element == types.int8:
         return b.sext(loaded, words)
     shifted = b.lshr(loaded, llvm.constant(4, LANES, I8)) if element == types.uint32 else loaded
