@@ -27,6 +27,7 @@ FACTORS = {
     Type.Q6_K: (208,),
     Type.IQ4_NL: (0,),
     Type.IQ4_XS: (0,),
+    Type.IQ2_XS: (0,),
 }
 
 
