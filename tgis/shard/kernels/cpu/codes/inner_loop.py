@@ -288,7 +288,7 @@ def _add_to_out(b: Any, products: list[tuple[Any, Any]], strip: Strip, is_first:
         r, v = divmod(i, strip.num_vectors)
         place = b.add(strip.out, I64(4 * LANES * (r * VECTORS + v)))
         before = b.select(is_cleared, zero, llvm.load_vector(b, place, LANES))
-        llvm.store_vector(b, b.fadd(before, b.fmul(x, y, **FUSED), **FUSED), place)
+        llvm.store_vector(b, llvm.multiply_add(b, x, y, before), place)
 
 
 @llvm_function()

@@ -10,7 +10,7 @@ from tgis.shard.kernels.cpu.codes.layout import COLUMNS, PLANE, VECTORS, ScaleFo
 from tgis.shard.kernels.cpu.gemm.panels import LANES
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function, ordered
-from tgis.shard.kernels.cpu.jit.llvm import FLOAT, FUSED, I8, I32, I64
+from tgis.shard.kernels.cpu.jit.llvm import FLOAT, I8, I32, I64
 
 _FLOAT32, _FLOAT16, _BFLOAT16 = np.float32(0), np.int16(0), np.uint16(0)
 _INTEGER, _LOWER, _UPPER = np.int8(0), np.uint8(0), np.uint32(0)
@@ -83,10 +83,9 @@ def _move_centre(b: Any, to: Any, centre: Any) -> None:
     """Add scales * centre to offsets."""
     factor = llvm.broadcast(b, b.sitofp(centre, FLOAT), LANES)
     for v in range(VECTORS):
-        place = I64(4 * LANES * v)
-        product = b.fmul(_load(b, to, place), factor, **FUSED)
-        at = b.add(to, I64(PLANE))
-        llvm.store_vector(b, b.fadd(_load(b, at, place), product, **FUSED), b.add(at, place))
+        place, at = I64(4 * LANES * v), b.add(to, I64(PLANE))
+        moved = llvm.multiply_add(b, _load(b, to, place), factor, _load(b, at, place))
+        llvm.store_vector(b, moved, b.add(at, place))
 
 
 def _load(b: Any, base: Any, offset: Any) -> Any:
