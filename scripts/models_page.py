@@ -44,8 +44,8 @@ the `gemv_fast` and `llm-awq` forms of AWQ, and weights that EETQ saved.
 
 ## GGUF files
 
-A GGUF file is served as it is, with the configuration, the tokenizer and the chat template that it holds; its weights
-are dequantized when they are read ([GGUF files](gguf.md)). These architectures are served:
+A GGUF file is served as it is, with the configuration, the tokenizer and the chat template that it holds; a CPU computes
+with its codes ([GGUF files](gguf.md)). These architectures are served:
 {", ".join(f"`{name}`" for name in sorted((*ARCHITECTURES, "t5")))}.
 
 ## Sharding

@@ -66,6 +66,7 @@ MEANINGS: list[tuple[list[str], dict[str, Any]]] = [
     (["--quantization", "awq"], {"quantize": "awq"}),
     (["-q", "gptq_marlin"], {"quantize": "gptq"}),
     (["-q", "awq_marlin"], {"quantize": "awq"}),
+    (["-q", "gguf"], {}),
     (["--model-impl", "transformers"], {"deployment_framework": "hf_transformers"}),
     (["--model-impl", "vllm"], {"deployment_framework": "tgis_native"}),
     (["--model-impl", "auto"], {}),
@@ -116,7 +117,7 @@ prefix-caching-hash-algo=sha256 swap-space=4 preemption-mode=swap max-log-len=10
 max-loras=4 max-cpu-loras=8 max-lora-rank=64 lora-dtype=auto guided-decoding-backend=xgrammar
 structured-outputs-config={} compilation-config=3 max-seq-len-to-capture=8192 attention-backend=FLASHINFER
 distributed-executor-backend=ray seed=7 limit-mm-per-prompt={"image":1} max-logprobs=20
-max-logprobs=5 load-format=auto load-format=safetensors scheduling-policy=fcfs
+max-logprobs=5 load-format=auto load-format=safetensors load-format=gguf scheduling-policy=fcfs
 pipeline-parallel-size=1 data-parallel-size=1 task=generate runner=generate
 cpu-offload-gb=0 response-role=assistant tokenizer-mode=auto
 allowed-methods=["*"] allowed-headers=["*"] num-scheduler-steps=8 max-num-partial-prefills=2
@@ -134,7 +135,7 @@ middleware=x logits-processors=x worker-cls=x worker-extension-cls=x scheduler-c
 model-loader-extra-config={} additional-config={} kv-transfer-config={} kv-events-config={}
 data-parallel-rank=0 data-parallel-address=x data-parallel-hybrid-lb enable-sleep-mode enable-eplb
 default-mm-loras={} enable-lora-bias enable-prompt-adapter qlora-adapter-name-or-path=x
-max-logprobs=21 max-logprobs=-1 load-format=gguf load-format=dummy
+max-logprobs=21 max-logprobs=-1 load-format=dummy
 scheduling-policy=priority pipeline-parallel-size=2 data-parallel-size=2 task=embed
 runner=pooling cpu-offload-gb=10 response-role=bot tokenizer-mode=mistral
 speculative-model=org/draft ssl-cert-reqs=2 config-format=mistral
@@ -211,7 +212,7 @@ def test_values_that_cannot_be_used() -> None:
         (["--max-model-len", "9" * 5000], 2, "is not a valid integer."),
         (["--max-logprobs", "9" * 5000], 1, "a request may ask for 20 at most"),
         (["--lora-modules", '{"name": "a", "path": "/a\\u0000"}'], 1, "without commas and U+0000"),
-        (["--quantization", "gguf"], 2, "--quantize int8"),
+        (["--quantization", "exl2"], 2, "--quantize int8"),
         (["--num-gpu-blocks-override", "x"], 1, "cannot be used"),
         (["--dtype", "int8"], 2, "--dtype"),
         (["--tensor-parallel-size", "2", "--num-shard", "3"], 1, "different values (3 and 2)"),

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType as Type
 
-from tests.support.shard.checkpoints import write_model
+from tests.support.shard.checkpoints import write_llama, write_model
 from tests.support.shard.driver import Request
 from tests.support.shard.family_oracle import NEW_TOKENS, Oracle, check, draw_inputs
 from tests.support.shard.gguf_cases import CASES
@@ -17,6 +18,8 @@ from tests.support.shard.ranks import Ranks
 from tests.support.shard.relay import serve
 from tgis.convert.gguf.architectures import ARCHITECTURES
 from tgis.convert.gguf.model_directory import write_model_directory
+from tgis.shard.checkpoint.gguf_codes import CODINGS
+from tgis.shard.kernels.cpu.ops import CpuKernels
 
 DETAILS = {"logprobs": True, "ranks": True}
 
@@ -42,6 +45,57 @@ def test_equals_transformers(case: str, size: int, ranks: Ranks, tmp_path: Path)
     write_model_directory([tmp_path / "model.gguf"], made)
     answers = [oracle.answer(ids) for ids in draw_inputs()]
     requests = [ask(oracle, answer.input_ids) for answer in answers]
+    [([served], digests), *others] = ranks.run(size, serve, made, 1, [requests], 16)
+    assert all(theirs == digests for _, theirs in others)
+    for request, answer in zip(served, answers, strict=True):
+        check(request, answer)
+
+
+# Types of matrices of two layers. Those that are joined by rows differ.
+KINDS = {
+    "model.embed_tokens": Type.Q6_K,
+    "model.layers.0.self_attn.q_proj": Type.Q4_K,
+    "model.layers.0.self_attn.k_proj": Type.Q5_K,
+    "model.layers.0.self_attn.v_proj": Type.Q6_K,
+    "model.layers.0.self_attn.o_proj": Type.Q5_0,
+    "model.layers.0.mlp.gate_proj": Type.Q4_0,
+    "model.layers.0.mlp.up_proj": Type.Q4_1,
+    "model.layers.0.mlp.down_proj": Type.Q4_K,
+    "model.layers.1.self_attn.q_proj": Type.IQ4_NL,
+    "model.layers.1.self_attn.k_proj": Type.IQ4_XS,
+    "model.layers.1.self_attn.v_proj": Type.MXFP4,
+    "model.layers.1.self_attn.o_proj": Type.Q3_K,
+    "model.layers.1.mlp.gate_proj": Type.Q5_1,
+    "model.layers.1.mlp.up_proj": Type.Q8_0,
+    "model.layers.1.mlp.down_proj": Type.Q2_K,
+}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_every_type_that_is_kept(
+    size: int, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a product of floats. On two ranks, columns are cut in the middle of blocks."""
+    assert {kind.name for kind in KINDS.values()} == {*CODINGS}
+    made = tmp_path / "made"
+    config = write_llama(
+        tmp_path,
+        hidden_size=512,
+        intermediate_size=768,
+        num_hidden_layers=2,
+        tie_word_embeddings=True,
+        vocab_size=99,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=128,
+    )
+    kinds = {f"{module}.weight": kind for module, kind in KINDS.items()}
+    write_gguf(tmp_path, tmp_path / "model.gguf", "llama", kinds=kinds)
+    made.mkdir()
+    write_model_directory([tmp_path / "model.gguf"], made)
+    answers = [Oracle(tmp_path, config).answer(ids) for ids in draw_inputs()]
+    requests = [Request(answer.input_ids, NEW_TOKENS, sampling=GREEDY, details=DETAILS) for answer in answers]
+    monkeypatch.setattr(CpuKernels, "pack", None)
     [([served], digests), *others] = ranks.run(size, serve, made, 1, [requests], 16)
     assert all(theirs == digests for _, theirs in others)
     for request, answer in zip(served, answers, strict=True):

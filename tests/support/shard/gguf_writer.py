@@ -2,8 +2,9 @@
 and rounds the checkpoint to what the file holds."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -17,10 +18,28 @@ Array = NDArray[Any]
 ARCHITECTURES = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
 PERMUTED = ("llama", "granite", "granitemoe")
 TYPES = (Type.Q8_0, Type.Q4_0, Type.Q5_1)
+# Places of the float16 factors in blocks of the types to which the package cannot round.
+FACTORS = {
+    Type.Q2_K: (80, 82),
+    Type.Q3_K: (108,),
+    Type.Q4_K: (0, 2),
+    Type.Q5_K: (0, 2),
+    Type.Q6_K: (208,),
+    Type.IQ4_NL: (0,),
+    Type.IQ4_XS: (0,),
+    Type.IQ2_XS: (0,),
+}
 
 
-def write_gguf(directory: Path, file: Path, architecture: str, plain: Type | None = None) -> None:
-    """`plain` is the type of all matrices, if they are not to be rounded to codes of several types."""
+def write_gguf(
+    directory: Path,
+    file: Path,
+    architecture: str,
+    plain: Type | None = None,
+    kinds: Mapping[str, Type] = MappingProxyType({}),
+) -> None:
+    """`plain` is the type of all matrices, if they are not to be rounded to codes of several types; `kinds`
+    has the types of some matrices by their names."""
     config = json.loads((directory / "config.json").read_text())
     writer = gguf.GGUFWriter(file, architecture)
     add_metadata(writer, config)
@@ -30,8 +49,8 @@ def write_gguf(directory: Path, file: Path, architecture: str, plain: Type | Non
     for name, tensor in load_file(directory / "model.safetensors").items():
         is_transposed = architecture == "gpt2" and name.endswith(".weight") and ".c_" in name
         weights = (tensor.T if is_transposed else tensor).float().numpy()
-        kind = choose_type(weights, name, plain)
-        codes = gguf.quantize(np.ascontiguousarray(weights), kind)
+        kind = kinds.get(name) or choose_type(weights, name, plain)
+        codes = make_blocks(np.ascontiguousarray(weights), kind)
         back = torch.from_numpy(gguf.dequantize(codes, kind)).reshape(weights.shape)
         rounded[name] = (back.T if is_transposed else back).contiguous()
         stored |= {each: (part, kind) for each, part in rearrange(architecture, config, name, codes).items()}
@@ -45,6 +64,25 @@ def write_gguf(directory: Path, file: Path, architecture: str, plain: Type | Non
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def make_blocks(weights: Array, kind: Type) -> Array:
+    """Codes of a type. Where the package cannot round to it, they are random and stand for numbers about as
+    large as the weights."""
+    if kind not in FACTORS:
+        return gguf.quantize(weights, kind)
+    size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    rng, (height, width) = np.random.default_rng(int(kind)), weights.shape
+    blocks = rng.integers(0, 256, (height, width // size, num_bytes), np.uint8)
+
+    def put(factors: Array) -> Array:
+        """The blocks with these factors, [num_rows, num_blocks]."""
+        for place in FACTORS[kind]:
+            blocks[:, :, place : place + 2] = factors.astype(np.float16)[:, :, None].view(np.uint8)
+        return blocks.reshape(height, -1)
+
+    ones = gguf.dequantize(put(np.ones(blocks.shape[:2])), kind)
+    return put(rng.uniform(0.5, 1.5, blocks.shape[:2]) * weights.std() / ones.std())
 
 
 def choose_type(weights: Array, name: str, plain: Type | None) -> Type:

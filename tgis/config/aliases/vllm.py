@@ -77,7 +77,7 @@ MAPPED = (
     _means(
         "quantization",
         "quantize",
-        "gptq_marlin is gptq, awq_marlin is awq",
+        "gptq_marlin is gptq, awq_marlin is awq; gguf needs no option",
         short="-q",
         convert=to_scheme,
     ),
@@ -183,7 +183,7 @@ WITHOUT_EFFECT = (
         variable=False,
         refusal_of=at_most("max_logprobs", 20, "a request may ask for 20 at most"),
     ),
-    _only("load_format", "auto|safetensors|hf|bitsandbytes", "convert the model to safetensors"),
+    _only("load_format", "auto|safetensors|hf|bitsandbytes|gguf", "convert the model to safetensors"),
     _only("config_format", "auto|hf", "give a model in Hugging Face's form"),
     _only("tokenizer_mode", "auto|hf|slow", OWN_TOKENIZER),
     _only("scheduling_policy", "fcfs", "requests are served in the order in which they come"),

@@ -11,7 +11,7 @@ SEPARATOR = "\n"
 # The option's own type refuses longer numbers; Python does not read those of more than 4,300 digits.
 _NUMBER = re.compile(r"(\d{1,100}(?:\.\d{1,100})?)([kKmMgGtT]?)")
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-_SCHEMES = {"gptq_marlin": "gptq", "awq_marlin": "awq"}
+_SCHEMES = {"gptq_marlin": "gptq", "awq_marlin": "awq", "gguf": ""}
 _ENGINES = {"auto": "", "vllm": "tgis_native", "transformers": "hf_transformers"}
 
 

@@ -1,8 +1,10 @@
 """Tensors of a model in GGUF form, under the names and in the order of the checkpoint that it was made of."""
 
 import mmap
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -73,8 +75,15 @@ class GgufCheckpoint:
 
     def count_elements(self, format: Format | None) -> int:
         """Count the elements of all matrices."""
-        shapes = (tensor.place.shape for tensor in self.files.tensors.values())
-        return sum(int(np.prod(shape)) for shape in shapes if len(shape) > 1)
+        return sum(self.count_by_type().values())
+
+    def count_by_type(self) -> Counter[str]:
+        """Count the elements of all matrices of each type."""
+        counts: Counter[str] = Counter()
+        for tensor in self.files.tensors.values():
+            if len(tensor.place.shape) > 1:
+                counts[tensor.place.type.name] += prod(tensor.place.shape)
+        return counts
 
     def list_unread(self) -> Iterator[str]:
         """Yield the name of every tensor that was not fetched, and of a stack the first missing entry."""

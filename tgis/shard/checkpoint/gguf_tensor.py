@@ -1,4 +1,4 @@
-"""Tensor of a GGUF file, whose parts are dequantized when they are read."""
+"""Tensor of a GGUF file, whose parts are dequantized when they are read, or given as codes."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -8,6 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tgis.shard.checkpoint.codes import CodeLayout, Codes
+from tgis.shard.checkpoint.gguf_codes import CODINGS
 from tgis.shard.checkpoint.tensors import ALL, FloatsOnly, StackedRows, Stored, WeightsError
 from tgis.tensor_files.gguf_types import GgufType
 
@@ -17,7 +19,7 @@ PIECE_ELEMENTS = 1 << 20  # the library's dequantization takes some ten times as
 Bytes = NDArray[np.uint8]
 
 
-class GgufTensor(FloatsOnly):
+class GgufTensor:
     """Vector or matrix of a file. `get_rows` gives the bytes of its rows, [num_rows, row_bytes], mapped, and
     `count` is called with the label and the bytes of the tensor and of every part that was read. `order` has
     the file's row for each row."""
@@ -35,6 +37,22 @@ class GgufTensor(FloatsOnly):
         self.shape, self.label = shape, label
         self._get_rows, self._type, self._count = get_rows, type, count
         self._order, self._added = order, added
+        self._coding = CODINGS.get(type.name)
+
+    def layout(self, columns: slice = ALL) -> CodeLayout | None:
+        if self._coding is None or len(self.shape) == 1:
+            return None
+        wanted, group = range(self.shape[1])[columns], self._coding.layout.group
+        assert group is not None
+        is_cut = wanted.start % group or wanted.stop % group
+        return None if is_cut else self._coding.cut_layout(wanted.start)
+
+    def codes(self, rows: slice = ALL, columns: slice = ALL) -> Codes:
+        assert self._coding is not None
+        blocks, before = self._take_blocks(rows, columns)
+        wanted = range(self.shape[1])[columns]
+        whole = blocks.reshape(len(blocks), -1, self._type.block_bytes)
+        return self._coding.make_codes(whole, range(before, before + len(wanted)))
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         """Return the part; codes as float32."""
@@ -47,20 +65,26 @@ class GgufTensor(FloatsOnly):
         raise WeightsError(f"{self.label} has shape {list(self.shape)}, no entry {index}")
 
     def _read_rows(self, rows: slice, columns: slice) -> Tensor:
+        blocks, before = self._take_blocks(rows, columns)
+        width = len(range(self.shape[-1])[columns])
+        found = torch.empty(len(blocks), width, dtype=PLAIN_TYPES.get(self._type.name, torch.float32))
+        for part in _pieces(len(blocks), before + width):
+            found[part] = _widen(blocks[part], self._type)[:, before : before + width]
+        if self._added:
+            found -= self._added
+        return found
+
+    def _take_blocks(self, rows: slice, columns: slice) -> tuple[Bytes, int]:
+        """Return the bytes of all blocks that have some of the columns, [num_rows, num_bytes], and the number
+        of other columns before these."""
         stored, wanted = self._get_rows(), range(self.shape[-1])[columns]
         size, num_bytes = self._type.block_elements, self._type.block_bytes
-        first, last = wanted.start // size, -(-wanted.stop // size)  # blocks that have some of the columns
+        first, last = wanted.start // size, -(-wanted.stop // size)
         blocks = stored[:, first * num_bytes : last * num_bytes]
         order = self._order if len(self.shape) > 1 else None
         blocks = blocks[rows if order is None else order[rows]]
         self._count(self.label, stored.size, blocks.size)
-        found = torch.empty(len(blocks), len(wanted), dtype=PLAIN_TYPES.get(self._type.name, torch.float32))
-        start = wanted.start - first * size
-        for part in _pieces(len(blocks), (last - first) * size):
-            found[part] = _widen(blocks[part], self._type)[:, start : start + len(wanted)]
-        if self._added:
-            found -= self._added
-        return found
+        return blocks, wanted.start - first * size
 
 
 class GgufStack(FloatsOnly):

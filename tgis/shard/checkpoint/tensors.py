@@ -3,7 +3,7 @@
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Protocol
 
 import torch
@@ -140,32 +140,37 @@ class Transposed(FloatsOnly):
     """View of a matrix that is stored [in, out]; vectors stay as they are."""
 
     def __init__(self, stored: Stored):
-        self._stored, self.label, self.shape = stored, stored.label, stored.shape[::-1]
+        self.original, self.label, self.shape = stored, stored.label, stored.shape[::-1]
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         if len(self.shape) == 1:
-            return self._stored.read(rows)
-        return self._stored.read(columns, rows).T.contiguous()
+            return self.original.read(rows)
+        return self.original.read(columns, rows).T.contiguous()
+
+
+def transpose(stored: Stored) -> Stored:
+    """Return a view of a transposed matrix; of one that is such a view, the matrix itself with its codes."""
+    return stored.original if isinstance(stored, Transposed) else Transposed(stored)
 
 
 class Sliced:
     """View of consecutive rows and columns of a matrix, or of consecutive elements of a vector."""
 
     def __init__(self, stored: Stored, rows: slice, columns: slice = ALL):
-        self._stored, self.label = stored, stored.label
+        self.original, self.label = stored, stored.label
         self._ranges = [range(size)[part] for size, part in zip(stored.shape, (rows, columns), strict=False)]
         self.shape = tuple(len(each) for each in self._ranges)
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        return self._stored.read(*self._shift(rows, columns))
+        return self.original.read(*self.shift(rows, columns))
 
     def layout(self, columns: slice = ALL) -> CodeLayout | None:
-        return self._stored.layout(*self._shift(ALL, columns)[1:])
+        return self.original.layout(*self.shift(ALL, columns)[1:])
 
     def codes(self, rows: slice = ALL, columns: slice = ALL) -> Codes:
-        return self._stored.codes(*self._shift(rows, columns))
+        return self.original.codes(*self.shift(rows, columns))
 
-    def _shift(self, *parts: slice) -> list[slice]:
+    def shift(self, *parts: slice) -> list[slice]:
         """Return slices of this view as slices of the tensor."""
         chosen = [each[part] for each, part in zip(self._ranges, parts, strict=False)]
         return [slice(each.start, each.stop) for each in chosen]
@@ -183,7 +188,7 @@ class StackedRows:
         self.shape = (self._ends[-1], *parts[0].shape[1:])
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        found = [part.read(own, columns) for part, own in self._list_parts(rows)]
+        found = [part.read(own, columns) for part, own in self.list_parts(rows)]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def layout(self, columns: slice = ALL) -> CodeLayout | None:
@@ -194,14 +199,14 @@ class StackedRows:
         return first if not first.is_reordered or self._have_one_order(columns) else None
 
     def codes(self, rows: slice = ALL, columns: slice = ALL) -> Codes:
-        found = [part.codes(own, columns) for part, own in self._list_parts(rows)]
+        found = [part.codes(own, columns) for part, own in self.list_parts(rows)]
         return found[0] if len(found) == 1 else join_rows(found)
 
     def _have_one_order(self, columns: slice) -> bool:
         first, *others = (part.codes(slice(0, 0), columns).group_of for part in self._parts)
         return first is not None and all(each is not None and torch.equal(first, each) for each in others)
 
-    def _list_parts(self, rows: slice) -> Iterator[tuple[Stored, slice]]:
+    def list_parts(self, rows: slice) -> Iterator[tuple[Stored, slice]]:
         """Yield the parts that have some of the rows, each with the slice of its own; at least one part."""
         start, stop, _ = rows.indices(self.shape[0])
         if start >= stop:
@@ -222,6 +227,24 @@ def read_pieces(stored: Stored, num_elements: int, multiple: int = 1) -> Iterato
     for first in range(0, height, num_rows):
         rows = slice(first, min(first + num_rows, height))
         yield rows, stored.read(rows)
+
+
+def split_by_layout(stored: Stored) -> list[Stored]:
+    """Return the rows of a view as matrices whose parts have one layout each."""
+    parts = [part for part in _split(stored) if part.shape[0]]
+    runs = [list(run) for _, run in groupby(parts, lambda part: part.layout())]
+    return [run[0] if len(run) == 1 else StackedRows(run, stored.label) for run in runs]
+
+
+def _split(stored: Stored, rows: slice = ALL, columns: slice = ALL) -> Iterator[Stored]:
+    """Yield parts of a matrix that is no view of joined ones."""
+    if isinstance(stored, Sliced):
+        yield from _split(stored.original, *stored.shift(rows, columns))
+    elif isinstance(stored, StackedRows):
+        for part, own in stored.list_parts(rows):
+            yield from _split(part, own, columns)
+    else:
+        yield Sliced(stored, rows, columns)
 
 
 def join_labels(labels: Iterable[str]) -> str:

@@ -17,9 +17,9 @@ from tgis.shard.checkpoint.tensors import (
     StackedRows,
     Stored,
     StoredTensor,
-    Transposed,
     WeightsError,
     join_labels,
+    transpose,
 )
 
 
@@ -40,7 +40,7 @@ class StoredModules:
         found: Stored = whole if entry is None else whole.entry(entry)
         # All formats store matrices as [out_features, in_features], whichever way the plain checkpoint does.
         if is_transposed and not quantized:
-            found = Transposed(found)
+            found = transpose(found)
         if end == "weight":
             self.shapes[name_entry(module, entry)] = found.shape
         return found

@@ -24,7 +24,7 @@ class Embedding:
         self._kernels, self._path = parts.kernels, path
         # Every rank adds the whole contribution of adapters, after the sum over ranks.
         parts.cuts[path] = Cut((vocab_size, hidden_size), (slice(0, vocab_size),), is_table=True)
-        self._table = parts.read_table(path, (vocab_size, hidden_size), self._share)
+        self._table = parts.open_table(path, (vocab_size, hidden_size), self._share)
 
     def __call__(self, token_ids: Tensor, adapters: TokenAdapters | None) -> Tensor:
         x = self._look_up(token_ids)
@@ -34,13 +34,13 @@ class Embedding:
 
     def _look_up(self, token_ids: Tensor) -> Tensor:
         if self._group.size == 1:
-            return self._kernels.look_up(self._table, token_ids)
+            return self._table.look_up(token_ids)
         local = token_ids - self._share.start
-        mine = (local >= 0) & (local < len(self._table))
-        if not len(self._table):
-            x = torch.zeros(len(token_ids), self._table.shape[1], device=token_ids.device)
+        mine = (local >= 0) & (local < self._table.num_rows)
+        if not self._table.num_rows:
+            x = torch.zeros(len(token_ids), self._table.width, device=token_ids.device)
         else:
-            x = self._kernels.look_up(self._table, local.where(mine, 0))
+            x = self._table.look_up(local.where(mine, 0))
             x.masked_fill_(~mine.unsqueeze(1), 0.0)
         return self._group.all_reduce(x)
 

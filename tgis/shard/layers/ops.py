@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tgis.shard.checkpoint.codes import CodeLayout
-from tgis.shard.checkpoint.tensors import ALL, Sliced, StackedRows, Stored
+from tgis.shard.checkpoint.tensors import ALL, Sliced, StackedRows, Stored, split_by_layout
 from tgis.shard.checkpoint.weights import Weights
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.lora import Cut, Deltas, TokenAdapters
@@ -17,6 +17,23 @@ from tgis.shard.quant.schemes.none import UNQUANTIZED
 
 Product = Callable[[Tensor], Tensor]
 """Product x W^T with a packed weight: [num_tokens, in_features] -> new [num_tokens, out_features]."""
+
+
+class Table(Protocol):
+    """Table of weights whose rows are looked up."""
+
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    def look_up(self, ids: Tensor) -> Tensor:
+        """Return rows, int64 [num_tokens], as float32 [num_tokens, width]."""
+
+
+class CodeTable(Table, Protocol):
+    """Table of codes, which is a packed weight too."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -81,6 +98,12 @@ class Kernels(Protocol):
     def find_code_packer(self, layout: CodeLayout) -> Callable[[Stored], Product] | None:
         """Return the variant of `pack` for matrices of codes of a layout. If there is none, they are packed
         as floats."""
+
+    def find_table_packer(self, layout: CodeLayout) -> Callable[[Stored], CodeTable] | None:
+        """Return the variant of `find_code_packer` whose results are tables too, if there is one."""
+
+    def join(self, products: Sequence[Product]) -> Product:
+        """Return the product with the rows of several matrices of codes."""
 
     def prepare_adapters(self) -> None:
         """Prepare the next two methods before the first use of either. This may take seconds."""
@@ -156,7 +179,17 @@ class Kernels(Protocol):
 
 
 class Unfused:
-    """`norm_product` and `product_add` of platforms that run one layer after the other."""
+    """`norm_product` and `product_add` of platforms that run one layer after the other, and what platforms
+    without products of codes lack."""
+
+    def find_code_packer(self, layout: CodeLayout) -> Callable[[Stored], Product] | None:
+        return None
+
+    def find_table_packer(self, layout: CodeLayout) -> Callable[[Stored], CodeTable] | None:
+        return None
+
+    def join(self, products: Sequence[Product]) -> Product:
+        raise AssertionError("there are no products of codes")
 
     def norm_product(
         self: Kernels,
@@ -196,6 +229,8 @@ class Parts:
     cuts: dict[str, Cut] = field(default_factory=dict)
     """This rank's part of every matrix that an adapter may change, by the matrix's path."""
     scheme: Scheme = UNQUANTIZED
+    tables: dict[tuple[str, range, CodeLayout], CodeTable] = field(default_factory=dict)
+    """Packed tables of codes by label, rows and layout: a tied head multiplies with its table's codes."""
 
     def pack(
         self,
@@ -207,12 +242,40 @@ class Parts:
     ) -> Product:
         """Pack `rows`, in this order, and `columns` of a module's weight. Raises WeightsError."""
         stored = self.scheme.encode(role, self.weights.find_matrix(path, shape))
+        if role == "head" and (table := self._pack_table(stored, *rows)) is not None:
+            return table
         slices = [Sliced(stored, each, columns) for each in rows]
         part = slices[0] if len(slices) == 1 else StackedRows(slices, stored.label)
-        layout = part.layout()
-        if layout is not None and (pack := self.kernels.find_code_packer(layout)):
-            return pack(part)
-        return self.kernels.pack(part, self.dtype, role)
+        return self._pack_codes(part) or self.kernels.pack(part, self.dtype, role)
+
+    def _pack_codes(self, part: Stored) -> Product | None:
+        products = []
+        for one in [part] if part.layout() is not None else split_by_layout(part):
+            layout = one.layout()
+            pack = None if layout is None else self.kernels.find_code_packer(layout)
+            if pack is None:
+                return None
+            products.append((pack, one))
+        if len(products) > 1:
+            return self.kernels.join([pack(one) for pack, one in products])
+        return products[0][0](products[0][1]) if products else None
+
+    def _pack_table(self, stored: Stored, rows: slice) -> CodeTable | None:
+        """Pack rows of a matrix of codes once, as a table; None if there are no tables of such codes."""
+        layout = stored.layout()
+        pack = None if layout is None else self.kernels.find_table_packer(layout)
+        if layout is None or pack is None:
+            return None
+        key = stored.label, range(stored.shape[0])[rows], layout
+        if key not in self.tables:
+            self.tables[key] = pack(Sliced(stored, rows))
+        return self.tables[key]
+
+    def open_table(self, path: str, shape: tuple[int, int], rows: slice = ALL) -> Table:
+        """Read `rows` of a module's weight as a table, of codes if there are tables of its codes. Raises
+        WeightsError."""
+        stored = self.scheme.encode("table", self.weights.find_matrix(path, shape))
+        return self._pack_table(stored, rows) or DenseTable(self.read_table(path, shape, rows), self.kernels)
 
     def read_table(
         self, path: str, shape: tuple[int, int], rows: slice = ALL, columns: slice = ALL
@@ -225,3 +288,22 @@ class Parts:
         """Read `rows` of a bias or a norm's weight, concatenated as float32. Raises WeightsError."""
         stored = self.weights.find(path, (length,))
         return torch.cat([stored.read(part) for part in rows]).to(self.kernels.device, self.dtype).float()
+
+
+@dataclass(frozen=True)
+class DenseTable:
+    """Table of floats."""
+
+    weights: Tensor  # [num_rows, width]
+    kernels: Kernels
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.weights)
+
+    @property
+    def width(self) -> int:
+        return self.weights.shape[1]
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        return self.kernels.look_up(self.weights, ids)

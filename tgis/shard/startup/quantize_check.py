@@ -3,6 +3,7 @@ weights."""
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from tgis.config.processes import ShardConfig
 from tgis.shard.checkpoint.codes import CodeLayout
+from tgis.shard.checkpoint.gguf_memory import GgufMemory, measure_gguf
 from tgis.shard.checkpoint.opening import count_elements
 from tgis.shard.checkpoint.tensors import DTYPES
 from tgis.shard.models.interface import UnsupportedModelError
@@ -18,6 +20,8 @@ from tgis.shard.startup.engine_choice import NATIVE, Choice
 from tgis.shard.startup.platform import DeviceError, Platform
 
 logger = logging.getLogger(__name__)
+
+MIB = 1 << 20
 
 
 def check_engine(config: ShardConfig, choice: Choice) -> None:
@@ -35,8 +39,19 @@ def check_engine(config: ShardConfig, choice: Choice) -> None:
 def find_layout(config: ShardConfig, settings: Mapping[str, Any]) -> CodeLayout | None:
     """Return the layout of most codes of a model's weights; None if they are not quantized. `settings` is its
     config.json."""
-    format = find_format(settings, Path(config.model_path))
-    return find_scheme(config.quantize).layout or (format.layout if format else None)
+    directory = Path(config.model_path)
+    if (layout := find_scheme(config.quantize).layout) is not None:
+        return layout
+    if (gguf := _find_gguf(config)) is not None:
+        return gguf.main_layout
+    format = find_format(settings, directory)
+    return format.layout if format else None
+
+
+def _find_gguf(config: ShardConfig) -> GgufMemory | None:
+    """Return the matrices of a GGUF file whose types are kept if they can be."""
+    is_rounded = find_scheme(config.quantize).layout is not None
+    return None if is_rounded else measure_gguf(Path(config.model_path))
 
 
 def check_platform(quantize: str | None, on: Platform) -> None:
@@ -50,7 +65,9 @@ def name_kept_type(config: ShardConfig, settings: Mapping[str, Any], on: Platfor
     """Return the name of the type in which linear layers are kept. Log if they are rounded to it, and how
     they are computed if they were or are rounded to codes."""
     layout = find_layout(config, settings)
-    if layout is not None and on.kernels.find_code_packer(layout) is not None:
+    if layout is not None and _has_products(on, layout):
+        if (gguf := _find_gguf(config)) is not None:
+            return _name_gguf_type(gguf, on, dtype_name)
         logger.info("the weights of linear layers are kept as codes of %d bits", max(layout.bits, 4))
         return config.quantize or f"int{layout.bits}"
     if on.product_dtype is not None and on.product_dtype != DTYPES[dtype_name]:
@@ -74,6 +91,24 @@ def name_kept_type(config: ShardConfig, settings: Mapping[str, Any], on: Platfor
     return dtype_name
 
 
+def _name_gguf_type(gguf: GgufMemory, on: Platform, dtype_name: str) -> str:
+    """Return the type of most weights, which are kept as codes. Log it, and warn of codes that are not
+    kept."""
+    logger.info("the weights are kept as the codes of the GGUF file, most of them %s", gguf.main_type)
+    for type, count in gguf.list_widened(partial(_has_products, on)):
+        logger.warning(
+            "weights of type %s are kept as %s, because there are no products for their codes: they take "
+            "%.1f MiB instead of %.1f MiB",
+            *(type.name, dtype_name, count * DTYPES[dtype_name].itemsize / MIB),
+            count * type.block_bytes / type.block_elements / MIB,
+        )
+    return gguf.main_type
+
+
+def _has_products(on: Platform, layout: CodeLayout) -> bool:
+    return on.kernels.find_code_packer(layout) is not None
+
+
 def count_bytes(
     config: ShardConfig, settings: Mapping[str, Any], choice: Choice, on: Platform, dtype: torch.dtype
 ) -> int:
@@ -81,7 +116,9 @@ def count_bytes(
     directory = Path(config.model_path)
     elements, table = count_elements(directory, find_format(settings, directory)), choice.table_elements
     product_bytes, layout = (on.product_dtype or dtype).itemsize, find_layout(config, settings)
-    if layout is None or on.kernels.find_code_packer(layout) is None:
+    if (gguf := _find_gguf(config)) is not None:
+        return gguf.count_bytes(partial(_has_products, on), product_bytes)
+    if layout is None or not _has_products(on, layout):
         return elements * product_bytes + table * max(0, dtype.itemsize - product_bytes)
     if layout.rounds_activations:
         # The embedding counts twice: in its own type, and as codes for a head that may be made of it.

@@ -35,9 +35,11 @@ BUILD = """
 import sys
 from tgis.shard.kernels.cpu.codes import kernels as codes
 from tgis.shard.kernels.cpu.codes.layout import Kind
+from tgis.shard.kernels.cpu.codes.look_up import look_up
+from tgis.shard.kernels.cpu.codes.packing import pack_codes
 from tgis.shard.kernels.cpu.gemm import kernels as gemm
 from tgis.shard.kernels.cpu.int8 import inner_loop, kernels as int8
-found = {"codes": [*codes.MULTIPLY.values(), codes.pack_codes], "gemm": [*gemm.MULTIPLY.values()]}
+found = {"codes": [*codes.MULTIPLY.values(), pack_codes, look_up], "gemm": [*gemm.MULTIPLY.values()]}
 found["rounded"] = [codes.MULTIPLY[Kind(4, True)]] if codes.CAN_ROUND else []
 found["int8"] = [int8.multiply_int8, int8.pack_codes]
 for module in sys.argv[1:]:
@@ -74,7 +76,7 @@ def test_products_compile(processor: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["test_codes.py", "test_int8.py"])
+@pytest.mark.parametrize("name", ["test_codes.py", "test_gguf_codes.py", "test_int8.py"])
 def test_values_with_avx2(name: str) -> None:
     if not (has_feature("avx2") and has_feature("fma")):
         pytest.skip("this processor has no AVX2")

@@ -1,7 +1,7 @@
 """`Kernels` of the CPU: float32 activations, weights that are packed once, rows that are independent."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -12,12 +12,13 @@ from tgis.shard.checkpoint.tensors import Stored
 from tgis.shard.collectives import CPU
 from tgis.shard.kernels.cpu import lora as lora_kernels
 from tgis.shard.kernels.cpu.codes import product as code_product
+from tgis.shard.kernels.cpu.codes.product import CodeProduct, JoinedProduct
 from tgis.shard.kernels.cpu.gemm import product as gemm
 from tgis.shard.kernels.cpu.int8 import product as int8
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_bits, empty
 from tgis.shard.kernels.cpu.pointwise import activations, elementwise, embedding, heads, norms
 from tgis.shard.layers.lora import LORA_TILE, Deltas, TokenAdapters
-from tgis.shard.layers.ops import HeadNorm, Product, Unfused
+from tgis.shard.layers.ops import CodeTable, HeadNorm, Product, Unfused
 from tgis.shard.quant.interface import MatrixRole
 from tgis.shard.quant.schemes import int8 as int8_scheme
 
@@ -48,6 +49,12 @@ class CpuKernels(Unfused):
         if layout == int8_scheme.LAYOUT:
             return self._pack_int8
         return code_product.find_packer(layout, self._rounds_activations)
+
+    def find_table_packer(self, layout: CodeLayout) -> Callable[[Stored], CodeTable] | None:
+        return code_product.find_table_packer(layout, self._rounds_activations)
+
+    def join(self, products: Sequence[Product]) -> Product:
+        return JoinedProduct([each for each in products if isinstance(each, CodeProduct)])
 
     def prepare_adapters(self) -> None:
         """Compile the LoRA kernel unless its machine code is cached. Thread-safe."""

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tgis.shard.checkpoint.codes import CodeLayout
 from tgis.shard.checkpoint.tensors import Stored, read_pieces
 from tgis.shard.layers.lora import Deltas, LowRank, TokenAdapters
 from tgis.shard.layers.ops import HeadNorm, Product, Unfused
@@ -37,9 +36,6 @@ class TorchKernels(Unfused):
         """Implement `Kernels.pack`. A matrix beyond float16's range stays float32, with a warning."""
         packed = read_packed(weight, dtype, self.device)
         return lambda x: F.linear(x.to(packed.dtype), packed).float()
-
-    def find_code_packer(self, layout: CodeLayout) -> Callable[[Stored], Product] | None:
-        return None
 
     def prepare_adapters(self) -> None:
         """Do nothing: no kernel needs to be compiled."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir
 
-from tgis.shard.kernels.cpu.codes.layout import COLUMNS, UNIT, VECTORS, Kind
+from tgis.shard.kernels.cpu.codes.layout import COLUMNS, UNIT, VECTORS, Kind, list_parts
 from tgis.shard.kernels.cpu.gemm.panels import LANES
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.llvm import FLOAT, I8, I16, I32, I64
@@ -19,6 +19,8 @@ _ROW, _PAIRS = ir.VectorType(I8, COLUMNS), ir.VectorType(I16, COLUMNS // 2)
 def load_table(b: Any, kind: Kind, address: Any) -> list[Any]:
     """Emit the loads of the numbers that codes of 4 bits stand for, as `emit_numbers` takes them: with AVX2
     the vectors of their first, second, third and fourth bytes, without those that are zero in all numbers."""
+    if kind.is_packed:
+        return []
     if not kind.has_halves:
         return [llvm.load_vector(b, address, LANES)]
     planes = [_load_half(b, address, 16 * i) for i in range(0 if kind.has_any_numbers else 2, 4)]
@@ -44,6 +46,8 @@ def emit_numbers(
     of rows, so that few numbers wait in registers."""
     if kind.has_halves:
         yield from _convert_halves(b, unit, table, num_vectors)
+    elif kind.is_packed:
+        yield from _convert_packed(b, unit, kind.bits, num_vectors)
     elif kind.bits == 8:
         yield from (Numbers(k, 0, _convert_bytes(b, unit, k, num_vectors)) for k in range(UNIT))
     else:
@@ -108,6 +112,44 @@ def _convert_bytes(b: Any, unit: Any, k: int, num_vectors: int) -> list[Any]:
     places = [COLUMNS * k + LANES * v for v in range(num_vectors)]
     # A load that widens bytes takes one instruction less than cutting them out of words.
     return [b.sitofp(b.sext(_load(b, _BYTES, unit, place), _WORDS), _FLOATS) for place in places]
+
+
+def _convert_packed(b: Any, unit: Any, bits: int, num_vectors: int) -> Iterator[Numbers]:
+    """Emit the integers of packed codes, strip by strip."""
+    half = VECTORS // 2
+    for strip in range(0, num_vectors, half):
+        begin = b.add(unit, I64(UNIT * bits * LANES // 8 * strip))
+        words = [_load_parts(b, begin, bits, LANES * v) for v in range(half)]
+        for k in range(UNIT):
+            integers = [_cut_code(b, each, bits, k) for each in words]
+            yield Numbers(k, strip, [b.sitofp(each, _FLOATS) for each in integers])
+
+
+def _load_parts(b: Any, strip: Any, bits: int, column: int) -> list[Any]:
+    """Emit the loads of the parts of a vector of columns, as words."""
+    found = []
+    for part in list_parts(bits):
+        place = I64(COLUMNS // 2 * part.offset + part.size * column)
+        kind = ir.VectorType(ir.IntType(8 * part.size), LANES)
+        loaded = b.load(llvm.pointer_to(b, kind, strip, place), align=part.size)
+        found.append(loaded if part.size == 4 else b.zext(loaded, _WORDS))
+    return found
+
+
+def _cut_code(b: Any, words: list[Any], bits: int, k: int) -> Any:
+    """Emit code k of words with parts of columns."""
+    pieces = []
+    parts = list_parts(bits)
+    for part, word in zip(parts, words, strict=True):
+        if part.first <= k < part.first + part.num_codes:
+            left = b.shl(word, llvm.constant(32 - bits * (k - part.first + 1), LANES, I32))
+            return b.ashr(left, llvm.constant(32 - bits, LANES, I32))
+        if part.rest:
+            left = b.shl(word, llvm.constant(32 - 8 * part.size, LANES, I32))
+            shift = b.ashr if part is parts[-1] else b.lshr
+            piece = shift(left, llvm.constant(32 - part.rest, LANES, I32))
+            pieces.append(b.shl(piece, llvm.constant(part.taken, LANES, I32)))
+    return b.or_(*pieces)
 
 
 def _load(b: Any, vector: Any, unit: Any, offset: int) -> Any:

@@ -3,7 +3,8 @@ registers.
 
 Within a piece, an element is one chain of fused multiply-adds of x and the numbers that codes stand for, in
 the order of x's columns; where activations are rounded, it is a sum of integers, which is exact. The pieces'
-sums, times their scales, are one chain. An element's bits therefore depend only on its row and weights."""
+sums, times their scales, are one chain, with the sums of x's columns times offsets between them. An
+element's bits therefore depend only on its row and weights."""
 
 from collections.abc import Callable
 from functools import partial
@@ -62,6 +63,9 @@ class Tile(Protocol):
     def finish(self, b: Any, sums: list[Any], zeros: Any) -> list[Any]:
         """Emit sums - `zeros`, at an address that may be 0, * the sums of the rows, as float32."""
 
+    def load_row_sums(self, b: Any) -> list[Any]:
+        """Emit the loads of the sums of the rows, scaled, for all lanes."""
+
 
 class _FloatSums:
     """Sums of float32 products."""
@@ -90,6 +94,14 @@ class _FloatSums:
 
     def finish(self, b: Any, sums: list[Any], zeros: Any) -> list[Any]:
         return subtract_products(b, sums, self._rows, zeros)
+
+    def load_row_sums(self, b: Any) -> list[Any]:
+        return load_float_sums(b, self._rows)
+
+
+def load_float_sums(b: Any, x: list[Any]) -> list[Any]:
+    """Emit the loads of the sums behind pieces of rows of float32."""
+    return [llvm.load_broadcast(b, b.add(row, I64(4 * PIECE)), LANES) for row in x]
 
 
 def subtract_products(b: Any, sums: list[Any], x: list[Any], zeros: Any) -> list[Any]:
@@ -129,6 +141,14 @@ class RoundedSums:
             inside = b.block
         return [llvm.choose(b, before, old, inside, new) for old, new in zip(exact, changed, strict=True)]
 
+    def load_row_sums(self, b: Any) -> list[Any]:
+        found = []
+        for row, total in zip(self.rows, self._of_rows, strict=True):
+            exact = b.fmul(b.sitofp(total, FLOAT), FLOAT(-1 / 128))
+            scale = b.load(llvm.pointer_to(b, FLOAT, row), align=4)
+            found.append(llvm.broadcast(b, b.fmul(exact, scale), LANES))
+        return found
+
 
 @llvm_function()
 def multiply_tile(
@@ -138,6 +158,8 @@ def multiply_tile(
     x: Any,
     piece: Any,
     table: Any,
+    scales: Any,
+    offsets: Any,
     zeros: Any,
     units: Any,
     is_first: Any,
@@ -146,19 +168,21 @@ def multiply_tile(
 ) -> None:
     """Compute out[:rows, :COLUMNS] += x[:rows] @ a piece of a panel, `rows` being 1 to ROWS. If `is_first`,
     the result overwrites out. Rows of out are COLUMNS float32 apart, those of x STRIDE or ROUNDED_STRIDE
-    bytes. `table` is the address of the numbers that codes of 4 bits stand for; `zeros` that of COLUMNS int8,
-    or 0. The code prefetches as many units from the address `ahead` on."""
+    bytes. `table` is the address of the numbers that codes of 4 bits stand for, `scales` and `offsets` those
+    of COLUMNS float32, `zeros` that of COLUMNS int8; the last two may be 0. The code prefetches as many units
+    from the address `ahead` on."""
     end, kind = b.append_basic_block("end"), KINDS[element]
     stride = ROUNDED_STRIDE if kind.rounds_activations else STRIDE
-    scales = b.add(piece, b.mul(units, I64(UNIT_BIT * kind.bits)))
-    cases, width = b.switch(rows, end), 4 if kind.is_unsigned else 1
+    cases, width = b.switch(rows, end), kind.column_bytes
     for num_rows in range(1, ROWS + 1):
         block = b.append_basic_block(f"rows{num_rows}")
         cases.add_case(I64(num_rows), block)
         b.position_at_end(block)
         begins = [b.add(x, I64(stride * r)) for r in range(num_rows)]
         tile = partial(_multiply_strip, b, kind, table, begins, units, is_first, ahead)
-        multiply_strips(b, _count_strips(kind, num_rows), Strip(out, piece, scales, zeros), tile, width)
+        multiply_strips(
+            b, _count_strips(kind, num_rows), Strip(out, piece, scales, offsets, zeros), tile, width
+        )
         b.branch(end)
     b.position_at_end(end)
 
@@ -174,6 +198,7 @@ class Strip(NamedTuple):
     out: Any
     codes: Any
     scales: Any
+    offsets: Any
     zeros: Any
     num_vectors: int = VECTORS
     index: Any = I64(0)
@@ -194,7 +219,9 @@ def multiply_strips(
         out, scales = (b.add(address, vectors) for address in (panel.out, panel.scales))
         codes = b.add(panel.codes, b.mul(s, I64(code_bytes * width)))
         zeros = b.select(b.icmp_signed("!=", panel.zeros, I64(0)), own, I64(0))
-        multiply(Strip(out, codes, scales, zeros, VECTORS // count, s))
+        has_offsets = b.icmp_signed("!=", panel.offsets, I64(0))
+        offsets = b.select(has_offsets, b.add(panel.offsets, vectors), I64(0))
+        multiply(Strip(out, codes, scales, offsets, zeros, VECTORS // count, s))
         return []
 
     llvm.loop(b, I64(count), [], multiply_one)
@@ -209,8 +236,6 @@ def _multiply_strip(
         tile: Tile = RoundedSums(b, kind, kind.bits, rows, strip.num_vectors)
     else:
         tile = _FloatSums(b, kind, table, rows, strip.num_vectors)
-    for line in range(0, 4 * LANES * strip.num_vectors, _LINE):
-        llvm.prefetch(b, strip.scales, I64(line))
     part = step * strip.num_vectors // VECTORS
     begin = b.add(ahead, b.mul(strip.index, I64(part)))
 
@@ -222,7 +247,7 @@ def _multiply_strip(
         return tile.add_units(b, sums, u, [b.add(strip.codes, offset) for offset in offsets])
 
     sums = loop_units(b, kind, units, tile.initial, add_units)
-    add_scaled(b, tile.finish(b, sums, strip.zeros), tile.scales, strip, is_first)
+    add_scaled(b, tile, tile.finish(b, sums, strip.zeros), strip, is_first)
 
 
 def loop_units(
@@ -237,20 +262,33 @@ def loop_units(
     return llvm.loop_range(b, whole, units, 1, sums, lambda u, sums: build(u, 1, sums))
 
 
-def add_scaled(b: Any, sums: list[Any], headers: list[Any], strip: Strip, is_first: Any) -> None:
-    """Emit out += sums * scales, or out = if it is the first piece. headers: addresses of the scales of rows,
-    if these have scales."""
+def add_scaled(b: Any, tile: Tile, sums: list[Any], strip: Strip, is_first: Any) -> None:
+    """Emit out += sums * scales + the sums of the rows * offsets, or out = if it is the first piece."""
     num_vectors = strip.num_vectors
-    loaded = [llvm.load_vector(b, b.add(strip.scales, I64(4 * LANES * v)), LANES) for v in range(num_vectors)]
-    is_cleared, zero = b.icmp_signed("!=", is_first, I64(0)), llvm.constant(0.0, LANES)
-    of_rows = [llvm.load_broadcast(b, header, LANES) for header in headers]
+    places = [I64(4 * LANES * v) for v in range(num_vectors)]
+    has_offsets = b.icmp_signed("!=", strip.offsets, I64(0))
+    with b.if_then(has_offsets):
+        offsets = [llvm.load_vector(b, b.add(strip.offsets, place), LANES) for place in places]
+        of_rows = tile.load_row_sums(b)
+        products = [(of_rows[i // num_vectors], offsets[i % num_vectors]) for i in range(len(sums))]
+        _add_to_out(b, products, strip, is_first)
+    loaded = [llvm.load_vector(b, b.add(strip.scales, place), LANES) for place in places]
+    scales = [llvm.load_broadcast(b, header, LANES) for header in tile.scales]
+    products = []
     for i, total in enumerate(sums):
-        r, v = divmod(i, num_vectors)
-        place, scale = b.add(strip.out, I64(4 * LANES * (r * VECTORS + v))), loaded[v]
-        if of_rows:
-            scale = b.fmul(of_rows[r], scale)
+        scale = loaded[i % num_vectors]
+        products.append((total, b.fmul(scales[i // num_vectors], scale) if scales else scale))
+    _add_to_out(b, products, strip, b.select(has_offsets, I64(0), is_first))
+
+
+def _add_to_out(b: Any, products: list[tuple[Any, Any]], strip: Strip, is_first: Any) -> None:
+    """Emit out += products, or out = if it is the first piece."""
+    is_cleared, zero = b.icmp_signed("!=", is_first, I64(0)), llvm.constant(0.0, LANES)
+    for i, (x, y) in enumerate(products):
+        r, v = divmod(i, strip.num_vectors)
+        place = b.add(strip.out, I64(4 * LANES * (r * VECTORS + v)))
         before = b.select(is_cleared, zero, llvm.load_vector(b, place, LANES))
-        llvm.store_vector(b, b.fadd(before, b.fmul(total, scale, **FUSED), **FUSED), place)
+        llvm.store_vector(b, llvm.multiply_add(b, x, y, before), place)
 
 
 @llvm_function()

@@ -14,9 +14,19 @@ from tgis.shard.kernels.cpu.codes.inner_loop import (
     multiply_tile,
 )
 from tgis.shard.kernels.cpu.codes.integer_sums import CAN_ROUND
-from tgis.shard.kernels.cpu.codes.layout import AFTER, COLUMNS, HAS_AVX2, PIECE, SCALES, UNIT, UNIT_BIT, Kind
+from tgis.shard.kernels.cpu.codes.layout import (
+    COLUMNS,
+    HAS_AVX2,
+    PACKED_BITS,
+    PIECE,
+    PLANE,
+    UNIT,
+    UNIT_BIT,
+    Kind,
+)
 from tgis.shard.kernels.cpu.codes.many_rows import LINE, WIDE_UNIT, multiply_wide_tile, widen
 from tgis.shard.kernels.cpu.codes.many_rows import ROWS as WIDE_ROWS
+from tgis.shard.kernels.cpu.codes.scales import find_scales
 from tgis.shard.kernels.cpu.gemm.inner_loop import copy
 from tgis.shard.kernels.cpu.gemm.panels import LANES
 from tgis.shard.kernels.cpu.int8.quantize import make_quantizer
@@ -28,18 +38,26 @@ _PAGE = 4096  # alignment of scratch memory: speed depends on it
 _CHUNK = 5 << 17  # bytes of a copy of x, which stays in a core's cache
 _F32, _I32, _U8, _I8 = np.float32(0), np.int32(0), np.uint8(0), np.int8(0)
 _U16, _I16, _U32 = np.uint16(0), np.int16(0), np.uint32(0)
+_2_BITS, _3_BITS, _5_BITS, _6_BITS = np.float32(0), np.float64(0), np.uint64(0), np.complex64(0)
 
 _quantize_group = make_quantizer(1)
 
 
-class _Matrix(NamedTuple):
+class Matrix(NamedTuple):
     """Weight in the layout of `layout.py`, at addresses."""
 
     out_features: int
     in_features: int
     columns: int  # of x in a piece but the last
     units: int  # of a piece but the last
+    scale_form: int
+    scale_bytes: int  # of a piece
+    centre: int  # codes are multiplied after it is subtracted: 0, or if there are offsets half their range
+    has_offsets: int
+    pieces_per_factor: int
+    first_piece: int  # place of the first piece among those that share its factors
     panels: int
+    factors: int  # float32 [panels, factors, 1 or 2, COLUMNS], or 0
     zeros: int  # int8 [panels, pieces, COLUMNS], or 0
     table: int
     order: int  # int32: columns of x in the order of the codes, or 0; -1 is a column of zeros
@@ -49,26 +67,26 @@ class _Matrix(NamedTuple):
 
 
 @ordered
-def _count_pieces(w: Any) -> Any:
+def count_pieces(w: Any) -> Any:
     return -(-w.in_features // w.columns)
 
 
 @ordered
-def _count_units(w: Any, piece: int) -> Any:
+def count_units(w: Any, piece: int) -> Any:
     return -(-min(w.columns, w.in_features - piece * w.columns) // UNIT)
 
 
 @ordered
-def _panel_bytes(w: Any) -> Any:
-    pieces = _count_pieces(w)
-    units = (pieces - 1) * w.units + _count_units(w, pieces - 1)
-    return units * w.unit_bytes + pieces * SCALES
+def panel_bytes(w: Any) -> Any:
+    pieces = count_pieces(w)
+    units = (pieces - 1) * w.units + count_units(w, pieces - 1)
+    return units * w.unit_bytes + pieces * w.scale_bytes
 
 
 @ordered
 def _copy_row(w: Any, x: int, piece: int, to: int) -> None:
     """Copy a piece of a row of x, filled up with zeros, and its sum."""
-    first, units = piece * w.columns, _count_units(w, piece)
+    first, units = piece * w.columns, count_units(w, piece)
     count = min(w.columns, w.in_features - first)
     row = carray(pointer(to, _F32), (PIECE,))
     if w.order:
@@ -80,7 +98,7 @@ def _copy_row(w: Any, x: int, piece: int, to: int) -> None:
         copy(to, x + 4 * first, 4 * count)
     for i in range(count, units * UNIT):
         row[i] = np.float32(0)
-    if w.zeros:
+    if w.zeros or w.has_offsets:
         add_columns(to, units)
 
 
@@ -89,11 +107,11 @@ def _copy_rows(w: Any, x: int, width: int, rows: int, to: int) -> None:
     """Copy rows of x, `width` columns each, to [pieces, rows, w.row_bytes], rounded if these are
     ROUNDED_STRIDE."""
     unrounded = np.empty(STRIDE // 4, np.float32)
-    for piece in range(_count_pieces(w)):
+    for piece in range(count_pieces(w)):
         for r in range(rows):
             row, at = x + 4 * r * width, to + (piece * rows + r) * w.row_bytes
             if w.row_bytes == ROUNDED_STRIDE:
-                size = _count_units(w, piece) * UNIT
+                size = count_units(w, piece) * UNIT
                 _copy_row(w, row, piece, unrounded.ctypes.data)
                 _quantize_group(unrounded.ctypes.data, size, size, at)
             else:
@@ -103,7 +121,7 @@ def _copy_rows(w: Any, x: int, width: int, rows: int, to: int) -> None:
 
 @ordered
 def _find_zeros(w: Any, panel: int, piece: int) -> Any:
-    return w.zeros + (panel * _count_pieces(w) + piece) * COLUMNS if w.zeros else np.int64(0)
+    return w.zeros + (panel * count_pieces(w) + piece) * COLUMNS if w.zeros else np.int64(0)
 
 
 @ordered
@@ -111,78 +129,113 @@ def _multiply_panel(
     w: Any, x: int, rows: int, panel: int, following: int, sums: int, wide: int, element: Any
 ) -> None:
     """Compute sums[rows, COLUMNS] = x @ a panel. The thread's next panel is `following`. `wide` is scratch
-    memory for the widened codes of a piece."""
-    at, pieces = w.panels + panel * _panel_bytes(w), _count_pieces(w)
+    memory for the widened codes of a piece, before them for its scales and offsets."""
+    at, pieces = w.panels + panel * panel_bytes(w), count_pieces(w)
     for piece in range(pieces):
-        units, of = _count_units(w, piece), x + piece * rows * w.row_bytes
-        next_one = at + units * w.unit_bytes + SCALES
-        ahead = next_one if piece + 1 < pieces else w.panels + following * _panel_bytes(w)
+        units, of = count_units(w, piece), x + piece * rows * w.row_bytes
+        next_one = at + units * w.unit_bytes + w.scale_bytes
+        ahead = next_one if piece + 1 < pieces else w.panels + following * panel_bytes(w)
+        scales = find_scales(w, panel, piece, at, wide - 2 * PLANE, w.centre)
+        codes, offsets = at + w.scale_bytes, (scales + PLANE) * w.has_offsets
         if rows > w.max_unwidened:
-            _multiply_piece(w, of, rows, panel, piece, at, ahead, sums, wide, element)
+            _multiply_piece(w, of, rows, panel, piece, codes, scales, offsets, ahead, sums, wide, element)
         else:
-            _multiply_codes(w, of, rows, panel, piece, at, ahead, sums, element)
+            _multiply_codes(w, of, rows, panel, piece, codes, scales, offsets, ahead, sums, element)
         at = next_one
 
 
 @ordered
 def _multiply_codes(
-    w: Any, x: int, rows: int, panel: int, piece: int, at: int, ahead: int, sums: int, element: Any
+    w: Any,
+    x: int,
+    rows: int,
+    panel: int,
+    piece: int,
+    at: int,
+    scales: int,
+    offsets: int,
+    ahead: int,
+    sums: int,
+    element: Any,
 ) -> None:
-    """Add the product of rows and the piece at an address to sums, with codes that each tile converts."""
-    units, zeros, num_tiles = _count_units(w, piece), _find_zeros(w, panel, piece), -(-rows // ROWS)
+    """Add the product of rows and the codes at an address to sums, with codes that each tile converts."""
+    units, zeros, num_tiles = count_units(w, piece), _find_zeros(w, panel, piece), -(-rows // ROWS)
     for tile in range(num_tiles):
         first = tile * rows // num_tiles
         tall = (tile + 1) * rows // num_tiles - first
         to, of = sums + 4 * COLUMNS * first, x + first * w.row_bytes
-        multiply_tile(tall, to, of, at, w.table, zeros, units, piece == 0, ahead, element)
+        multiply_tile(tall, to, of, at, w.table, scales, offsets, zeros, units, piece == 0, ahead, element)
 
 
 @ordered
 def _multiply_piece(
-    w: Any, x: int, rows: int, panel: int, piece: int, at: int, ahead: int, sums: int, wide: int, element: Any
+    w: Any,
+    x: int,
+    rows: int,
+    panel: int,
+    piece: int,
+    at: int,
+    scales: int,
+    offsets: int,
+    ahead: int,
+    sums: int,
+    wide: int,
+    element: Any,
 ) -> None:
-    """Add the product of rows and the piece at an address to sums, with codes that are widened once."""
-    units, zeros, codes = _count_units(w, piece), _find_zeros(w, panel, piece), at
+    """Add the product of rows and the codes at an address to sums, with codes that are widened once."""
+    units, zeros, codes = count_units(w, piece), _find_zeros(w, panel, piece), at
     wide_unit = WIDE_UNIT if w.row_bytes == ROUNDED_STRIDE else 4 * WIDE_UNIT
     if w.unit_bytes < wide_unit:
         widen(wide, at, units, w.table, element)
         codes = wide
-    scales, num_tiles = at + units * w.unit_bytes, -(-rows // WIDE_ROWS)
-    lines = -(-(units * w.unit_bytes + SCALES) // (LINE * units * num_tiles))
+    num_tiles = -(-rows // WIDE_ROWS)
+    lines = -(-(units * w.unit_bytes + w.scale_bytes) // (LINE * units * num_tiles))
     for tile in range(num_tiles):
         first = tile * rows // num_tiles
         tall = (tile + 1) * rows // num_tiles - first
         to, of = sums + 4 * COLUMNS * first, x + first * w.row_bytes
-        multiply_wide_tile(tall, to, of, codes, scales, zeros, units, piece == 0, ahead, lines, element)
+        multiply_wide_tile(
+            tall, to, of, codes, scales, offsets, zeros, units, piece == 0, ahead, lines, element
+        )
         ahead += units * lines * LINE
 
 
 @ordered
-def _copy_sums(sums: int, rows: int, y: int, n: int, panel: int) -> None:
-    """Copy sums[rows, COLUMNS] to a panel's columns of y, without those past the last one."""
+def _copy_sums(sums: int, rows: int, y: int, pitch: int, n: int, panel: int) -> None:
+    """Copy sums[rows, COLUMNS] to a panel's columns of y, whose rows are `pitch` numbers apart, without those
+    past the last of n."""
     first = panel * COLUMNS
     for r in range(rows):
-        copy(y + 4 * (r * n + first), sums + 4 * COLUMNS * r, 4 * min(COLUMNS, n - first))
+        copy(y + 4 * (r * pitch + first), sums + 4 * COLUMNS * r, 4 * min(COLUMNS, n - first))
+
+
+@ordered
+def read_matrix(args: Any, first: int, unit_bytes: int, row_bytes: int, max_unwidened: int) -> Any:
+    """Return the matrix that arguments from one on describe."""
+    a = carray(args, first + 15)
+    sizes = (a[first], a[first + 1], a[first + 2], a[first + 3], a[first + 4], a[first + 5], a[first + 6])
+    more = (a[first + 7], a[first + 8], a[first + 9])
+    addresses = (a[first + 10], a[first + 11], a[first + 12], a[first + 13], a[first + 14])
+    return Matrix(*sizes, *more, *addresses, unit_bytes, row_bytes, max_unwidened)
 
 
 @ordered
 def _multiply(args: Any, bits: int, stride: int, element: Any) -> None:
     """Compute a product. Units are numbered row group by row group, so that a thread can reuse its copy of x
     for its next units."""
-    a = carray(args, 14)
-    m, width, threads, x, y = a[1], a[2], a[3], a[4], a[5]
+    a = carray(args, 22)
+    m, width, threads, x, y, pitch = a[1], a[2], a[3], a[4], a[5], a[6]
     # AVX2 converts codes of 4 bits for two tiles, and of 8 bits for four, as fast as it stores widened codes.
-    max_unwidened = ROWS if LANES == 16 else ROWS * bits // 2
-    sizes, addresses = (a[6], a[7], a[8], a[9]), (a[10], a[11], a[12], a[13])
-    w = _Matrix(*sizes, *addresses, UNIT_BIT * bits, stride, max_unwidened)
-    row_bytes, num_panels = _count_pieces(w) * stride, -(-w.out_features // COLUMNS)
+    max_unwidened = ROWS if LANES == 16 or bits in PACKED_BITS else ROWS * bits // 2
+    w = read_matrix(args, 7, UNIT_BIT * bits, stride, max_unwidened)
+    row_bytes, num_panels = count_pieces(w) * stride, -(-w.out_features // COLUMNS)
     max_rows = max(1, _CHUNK // (row_bytes * WIDE_ROWS)) * WIDE_ROWS
     groups = -(-m // max_rows)
     max_rows = -(-m // groups)
     unit_panels = max(1, min(_MAX_PANELS, num_panels * groups // (8 * threads)))
     group_units = -(-num_panels // unit_panels)
-    scratch = np.empty(_PAGE + _WIDE_PIECE + max_rows * (4 * COLUMNS + row_bytes), np.uint8)
-    wide: Any = (np.int64(scratch.ctypes.data) + _PAGE - 1) // _PAGE * _PAGE
+    scratch = np.empty(2 * _PAGE + _WIDE_PIECE + max_rows * (4 * COLUMNS + row_bytes), np.uint8)
+    wide: Any = (np.int64(scratch.ctypes.data) + 2 * _PAGE - 1) // _PAGE * _PAGE
     sums: Any = wide + _WIDE_PIECE
     rows_of_x: Any = sums + max_rows * 4 * COLUMNS
     copied_group = -1
@@ -199,7 +252,7 @@ def _multiply(args: Any, bits: int, stride: int, element: Any) -> None:
         for panel in range(begin, end):
             following = panel + 1 if panel + 1 < end else next_one % group_units * unit_panels
             _multiply_panel(w, rows_of_x, rows, panel, following, sums, wide, element)
-            _copy_sums(sums, rows, y + 4 * first * w.out_features, w.out_features, panel)
+            _copy_sums(sums, rows, y + 4 * first * pitch, pitch, w.out_features, panel)
         unit = next_unit(args)
     keep_alive(scratch)
 
@@ -216,6 +269,22 @@ def _multiply_8_bits(args: Any) -> None:
     _multiply(args, 8, STRIDE, _I8)
 
 
+def _multiply_2_bits(args: Any) -> None:
+    _multiply(args, 2, STRIDE, _2_BITS)
+
+
+def _multiply_3_bits(args: Any) -> None:
+    _multiply(args, 3, STRIDE, _3_BITS)
+
+
+def _multiply_5_bits(args: Any) -> None:
+    _multiply(args, 5, STRIDE, _5_BITS)
+
+
+def _multiply_6_bits(args: Any) -> None:
+    _multiply(args, 6, STRIDE, _6_BITS)
+
+
 def _multiply_4_bits_rounded(args: Any) -> None:
     _multiply(args, 4, ROUNDED_STRIDE, _U16)
 
@@ -225,7 +294,11 @@ def _multiply_8_bits_rounded(args: Any) -> None:
 
 
 MULTIPLY = {
+    Kind(2, False): Kernel(_multiply_2_bits),
+    Kind(3, False): Kernel(_multiply_3_bits),
     Kind(4, False): Kernel(_multiply_4_bits),
+    Kind(5, False): Kernel(_multiply_5_bits),
+    Kind(6, False): Kernel(_multiply_6_bits),
     Kind(8, False): Kernel(_multiply_8_bits),
 }
 if HAS_AVX2:
@@ -233,71 +306,3 @@ if HAS_AVX2:
 if CAN_ROUND:
     MULTIPLY[Kind(4, True)] = Kernel(_multiply_4_bits_rounded)
     MULTIPLY[Kind(8, True)] = Kernel(_multiply_8_bits_rounded)
-
-
-@ordered
-def _pack_words(codes: int, units: int, to: int, bits: int) -> None:
-    """Pack codes of a column of a piece, bytes padded to whole units, as words from an address on."""
-    words = bits * UNIT // 32
-    values = carray(pointer(codes, _U8), (units, UNIT))
-    stored = carray(pointer(to, _I32), (units * words, COLUMNS))
-    for u in range(units):
-        for i in range(words):
-            word = np.int64(0)
-            for k in range(4):
-                if bits == 4:
-                    word |= np.int64(values[u, k] & 15 | (values[u, k + 4] & 15) << 4) << (8 * k)
-                else:
-                    word |= np.int64(values[u, 4 * i + k]) << (8 * k)
-            stored[u * words + i, 0] = np.int32(word)
-
-
-@ordered
-def _pack_bytes(codes: int, units: int, to: int) -> None:
-    """Pack codes of a column of a piece as bytes from an address on."""
-    values = carray(pointer(codes, _U8), (units * UNIT,))
-    stored = carray(pointer(to, _U8), (units * UNIT, COLUMNS))
-    for i in range(units * UNIT):
-        stored[i, 0] = values[i]
-
-
-@ordered
-def _pack_halves(codes: int, units: int, to: int) -> None:
-    """Pack codes of a column of a piece as bytes of two codes each, from an address on."""
-    values = carray(pointer(codes, _U8), (units, 2, 4))
-    stored = carray(pointer(to, _U8), (units, UNIT * COLUMNS // 2))
-    for u in range(units):
-        for i in range(2):
-            for k in range(2):
-                both = values[u, i, k] & 15 | (values[u, i, k + 2] & 15) << 4
-                stored[u, COLUMNS * i + AFTER * k] = both
-
-
-def _pack_codes(args: Any) -> None:
-    """Pack rows of codes, uint8 [rows, all units of pieces], and scales, float32 [rows, pieces], as columns
-    of panels from column `first` on. `places`: of columns, int32 [COLUMNS], if bytes hold two codes, else
-    0."""
-    a = carray(args, 12)
-    num_rows, first, codes, scales, panels, bits, has_words = a[1], a[2], a[3], a[4], a[5], a[6], a[7]
-    places, units, last_units, pieces = a[8], a[9], a[10], a[11]
-    width = (pieces - 1) * units + last_units
-    panel_bytes = width * UNIT_BIT * bits + pieces * SCALES
-    row = next_unit(args)
-    while row < num_rows:
-        panel, column = panels + (first + row) // COLUMNS * panel_bytes, (first + row) % COLUMNS
-        for piece in range(pieces):
-            count = units if piece + 1 < pieces else last_units
-            source = codes + (row * width + piece * units) * UNIT
-            to = panel + piece * (units * UNIT_BIT * bits + SCALES)
-            if places:
-                _pack_halves(source, count, to + carray(pointer(places, _I32), (COLUMNS,))[column])
-            elif has_words:
-                _pack_words(source, count, to + 4 * column, bits)
-            else:
-                _pack_bytes(source, count, to + column)
-            scale = carray(pointer(scales + 4 * (row * pieces + piece), _F32), (1,))[0]
-            carray(pointer(to + count * UNIT_BIT * bits + 4 * column, _F32), (1,))[0] = scale
-        row = next_unit(args)
-
-
-pack_codes = Kernel(_pack_codes)

@@ -1,6 +1,11 @@
 """Memory layout of codes for products. A matrix is cut into panels of COLUMNS columns of W^T, and a panel
-into pieces of at most PIECE columns of x that share a scale. A piece has units of UNIT columns of x, then a
-float32 scale for each column of the panel.
+into pieces of at most PIECE columns of x that share a scale. A piece has scales of the columns of the panel,
+then their offsets if there are any, both of a `ScaleForm`, then units of UNIT columns of x.
+
+A unit of 2, 3, 5 or 6 bits (`PACKED_BITS`) is two strips of half the panel's columns. A strip has a part of
+4, 2 or 1 bytes for each one in the sum that these make of the number of bits: 5 bits are 4 + 1. The bytes of
+a column's codes in a part hold as many codes as fit, from the lowest bit on; the last code is in the bits
+that are left over, its lowest bits in the first part. Codes are integers in two's complement.
 
 A unit of 8 bits whose activations are not rounded is UNIT rows of COLUMNS bytes. Other units hold words of
 32 bits, each with codes of one column: of 8 bits, two words with four codes each, the first in the lowest
@@ -12,6 +17,7 @@ of UNIT / 4 rows of COLUMNS bytes. Two bytes of row i hold codes 4i to 4i + 3 of
 the lower and upper half of a byte, 4i + 1 and 4i + 3 those of the byte that is AFTER bytes behind. Columns
 are in the order (`find_places`) in which instructions that interleave bytes leave the numbers."""
 
+from enum import IntEnum
 from typing import NamedTuple
 
 from numba import types
@@ -25,6 +31,29 @@ HAS_TABLES = LANES == 16 or HAS_AVX2
 """True if the processor has instructions that look numbers up in a table of 16."""
 
 
+PACKED_BITS = (2, 3, 5, 6)
+
+
+class ScaleForm(IntEnum):
+    """Form of scales and offsets. Integers are multiples of float32 factors that several pieces share; of 4
+    bits, the lower half of a byte is a scale and the upper half an offset."""
+
+    float32 = 0
+    float16 = 1
+    bfloat16 = 2
+    int8 = 3
+    uint4 = 4
+
+    @property
+    def size(self) -> int:
+        """Bytes of a scale, or of a scale and an offset of 4 bits."""
+        return (4, 2, 2, 1, 1)[self]
+
+    def count_bytes(self, has_offsets: bool) -> int:
+        """Return the bytes of a column's scale and offset."""
+        return self.size * (2 if has_offsets and self != ScaleForm.uint4 else 1)
+
+
 class Kind(NamedTuple):
     """Kind of products. Codes of 4 bits are indices of a table of 16 floats. Where activations are rounded,
     codes are integers plus half their range, unsigned; else those of 8 bits are integers."""
@@ -35,8 +64,19 @@ class Kind(NamedTuple):
     """True if AVX2 looks up all bits of numbers. Else the table is that of the integers from -8 on there."""
 
     @property
+    def is_packed(self) -> bool:
+        return self.bits in PACKED_BITS
+
+    @property
     def is_unsigned(self) -> bool:
         return self.bits == 4 or self.rounds_activations
+
+    @property
+    def column_bytes(self) -> int:
+        """Distance between the codes of adjacent columns of W^T, or their average between two strips."""
+        if self.is_packed:
+            return self.bits
+        return 4 if self.is_unsigned else 1
 
     @property
     def has_halves(self) -> bool:
@@ -50,6 +90,10 @@ KINDS = {
     types.int8: Kind(8, False),
     types.uint16: Kind(4, True),
     types.int16: Kind(8, True),
+    types.float32: Kind(2, False),
+    types.float64: Kind(3, False),
+    types.uint64: Kind(5, False),
+    types.complex64: Kind(6, False),
 }
 """Kinds by the numba type that stands for them."""
 
@@ -57,8 +101,8 @@ VECTORS = 4
 COLUMNS = LANES * VECTORS
 UNIT = 8
 PIECE = 128
-SCALES = 4 * COLUMNS  # bytes of a piece's scales
 UNIT_BIT = UNIT * COLUMNS // 8  # bytes of a unit for each bit of a code
+PLANE = 4 * COLUMNS  # bytes of float32 scales, offsets or factors of a panel's columns
 AFTER = 8
 
 
@@ -71,3 +115,26 @@ def find_places(kind: Kind) -> list[int]:
         within = [[2 * i + v for i in range(4)] for v in range(2)]
     half = [16 * half + place for places in within for half in range(2) for place in places]
     return half + [UNIT * COLUMNS // 4 + place for place in half]
+
+
+class Part(NamedTuple):
+    """Part of a strip of packed codes."""
+
+    size: int  # bytes of a column
+    offset: int  # from the strip's beginning, in bytes of a column
+    first: int  # code
+    num_codes: int  # that fit
+    rest: int  # bits left over, of the last code
+    taken: int  # lower bits of the last code that are in parts before
+
+
+def list_parts(bits: int) -> list[Part]:
+    """Return the parts of a strip of codes of PACKED_BITS."""
+    parts: list[Part] = []
+    offset, first, taken = 0, 0, 0
+    for size in (4, 2, 1):
+        if bits & size:
+            count, rest = divmod(8 * size, bits)
+            parts.append(Part(size, offset, first, count, rest, taken))
+            offset, first, taken = offset + size, first + count, taken + rest
+    return parts

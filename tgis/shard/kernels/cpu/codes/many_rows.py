@@ -16,6 +16,7 @@ from tgis.shard.kernels.cpu.codes.inner_loop import (
     Strip,
     Tile,
     add_scaled,
+    load_float_sums,
     loop_units,
     multiply_strips,
     subtract_products,
@@ -82,6 +83,9 @@ class _FloatTile:
     def finish(self, b: Any, sums: list[Any], zeros: Any) -> list[Any]:
         return subtract_products(b, sums, self._rows, zeros)
 
+    def load_row_sums(self, b: Any) -> list[Any]:
+        return load_float_sums(b, self._rows)
+
 
 @llvm_function()
 def multiply_wide_tile(
@@ -91,6 +95,7 @@ def multiply_wide_tile(
     x: Any,
     codes: Any,
     scales: Any,
+    offsets: Any,
     zeros: Any,
     units: Any,
     is_first: Any,
@@ -108,7 +113,7 @@ def multiply_wide_tile(
         b.position_at_end(block)
         begins = [b.add(x, I64(stride * r)) for r in range(num_rows)]
         tile = partial(_multiply_strip, b, kind, begins, units, is_first, ahead, lines)
-        multiply_strips(b, _STRIPS, Strip(out, codes, scales, zeros), tile, 4)
+        multiply_strips(b, _STRIPS, Strip(out, codes, scales, offsets, zeros), tile, 4)
         b.branch(end)
     b.position_at_end(end)
 
@@ -136,4 +141,4 @@ def _multiply_strip(
         return tile.add_units(b, sums, u, [b.add(strip.codes, offset) for offset in offsets])
 
     sums = loop_units(b, kind, units, tile.initial, add_units)
-    add_scaled(b, tile.finish(b, sums, strip.zeros), tile.scales, strip, is_first)
+    add_scaled(b, tile, tile.finish(b, sums, strip.zeros), strip, is_first)

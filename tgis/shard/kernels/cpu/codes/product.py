@@ -1,8 +1,10 @@
-"""Matrix products of float32 rows with codes of 4 or 8 bits that share scales in groups."""
+"""Matrix products of float32 rows with codes of 2 to 8 bits that share scales in groups."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,19 +18,23 @@ from tgis.shard.kernels.cpu.codes.layout import (
     COLUMNS,
     HAS_AVX2,
     HAS_TABLES,
+    PACKED_BITS,
     PIECE,
-    SCALES,
     UNIT,
     UNIT_BIT,
     Kind,
+    ScaleForm,
     find_places,
 )
+from tgis.shard.kernels.cpu.codes.look_up import look_up
+from tgis.shard.kernels.cpu.codes.packing import pack_codes
 from tgis.shard.kernels.cpu.gemm.launch import check_rows, choose_run
 from tgis.shard.kernels.cpu.gemm.panels import arena
 from tgis.shard.kernels.cpu.jit.compiler import empty
 
 _ROWS = 1 << 18  # approximate number of codes that are read and packed at a time
 _MIN_PARALLEL = 1 << 16  # fewest multiplications for several threads
+_MIN_LOOKED_UP = 1 << 13  # fewest numbers that are looked up by several threads
 _FEWEST_COLUMNS = 16  # of a piece: with fewer, scales outweigh the codes
 _INTEGERS = (torch.int8, torch.uint8)
 
@@ -52,9 +58,22 @@ class _Pieces:
     def last_units(self) -> int:
         return -(-(self.in_features - (self.count - 1) * self.columns) // UNIT)
 
-    def count_panel_bytes(self, bits: int) -> int:
+    def count_panel_bytes(self, bits: int, scale_bytes: int) -> int:
         units = (self.count - 1) * self.units + self.last_units
-        return units * UNIT_BIT * bits + self.count * SCALES
+        return units * UNIT_BIT * bits + self.count * scale_bytes
+
+
+class _Scales(NamedTuple):
+    """Form of a matrix's scales and offsets."""
+
+    form: ScaleForm
+    has_offsets: bool
+    pieces_per_factor: int
+    first_piece: int  # place of the first piece among those that share its factors
+
+    @property
+    def piece_bytes(self) -> int:
+        return self.form.count_bytes(self.has_offsets) * COLUMNS
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,19 +89,68 @@ class CodeProduct:
     zeros: Tensor | None  # int8 [num_panels, num_pieces, COLUMNS]
     table: Tensor  # float32 [16]; with AVX2, the first, second, third and fourth bytes of numbers
     order: Tensor | None  # int32 [pieces.in_features]: columns of x; -1 is a column of zeros
+    scales: _Scales
+    factors: Tensor | None  # float32 [num_panels, num_factors, 1 or 2, COLUMNS]
+    centre: int  # half the range of codes, if there are offsets
+    numbers: Tensor  # float32 [2^bits], which codes stand for
+    places: Tensor | None  # int32 [COLUMNS], of columns in a unit, if bytes hold two codes
 
     def __call__(self, x: Tensor) -> Tensor:
+        y = empty(len(x), self.out_features)
+        self.multiply(x, y, 0)
+        return y
+
+    def multiply(self, x: Tensor, y: Tensor, first: int) -> None:
+        """Write the product to the columns of y, [num_tokens, any], from one on."""
         check_rows(x, self.in_features)
-        num_rows = len(x)
-        y = empty(num_rows, self.out_features)
+        num_rows, pitch = y.shape
         if num_rows:
             kernel = kernels.MULTIPLY[self.kind]
             run = choose_run(kernel, num_rows * self.in_features * self.out_features, _MIN_PARALLEL)
-            run(
-                *(num_rows, self.in_features, torch.get_num_threads(), x.data_ptr(), y.data_ptr()),
-                *(self.out_features, self.pieces.in_features, self.pieces.columns, self.pieces.units),
-                *(self.panels.data_ptr(), _address(self.zeros), self.table.data_ptr(), _address(self.order)),
-            )
+            addresses = (x.data_ptr(), y.data_ptr() + 4 * first)
+            run(num_rows, self.in_features, torch.get_num_threads(), *addresses, pitch, *self._describe())
+
+    @property
+    def width(self) -> int:
+        return self.in_features
+
+    @property
+    def num_rows(self) -> int:
+        return self.out_features
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """Return rows of the matrix as a table, float32 [num_ids, in_features]."""
+        out = empty(len(ids), self.in_features)
+        run = choose_run(look_up, len(ids) * self.in_features, _MIN_LOOKED_UP)
+        addresses = (ids.data_ptr(), out.data_ptr())
+        form = (self.kind.bits, self.kind.is_unsigned, _address(self.places), self.numbers.data_ptr())
+        run(len(ids), *addresses, *form, *self._describe())
+        return out
+
+    def _describe(self) -> tuple[int, ...]:
+        """Return the matrix as kernels take it."""
+        scales = self.scales
+        return (
+            *(self.out_features, self.pieces.in_features, self.pieces.columns, self.pieces.units),
+            *(scales.form, scales.piece_bytes, self.centre, scales.has_offsets),
+            *(scales.pieces_per_factor, scales.first_piece),
+            *(self.panels.data_ptr(), _address(self.factors), _address(self.zeros)),
+            *(self.table.data_ptr(), _address(self.order)),
+        )
+
+
+class JoinedProduct:
+    """Product with the rows of several matrices."""
+
+    def __init__(self, products: Sequence[CodeProduct]):
+        ends = [*accumulate(product.out_features for product in products)]
+        self._parts = list(zip(products, [0, *ends], strict=False))
+        self._out_features = ends[-1]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = empty(len(x), self._out_features)
+        for product, first in self._parts:
+            product.multiply(x, y, first)
         return y
 
 
@@ -91,14 +159,27 @@ def find_packer(layout: CodeLayout, rounds_activations: bool) -> Callable[[Store
     are to do so and can: not for codes that are indices of a table, nor without the instructions."""
     if layout.rounds_activations or layout.dtype not in _INTEGERS:
         return None
-    if layout.dtype == torch.uint8 and not (layout.has_zeros or layout.table):
+    if layout.dtype == torch.uint8 and not (layout.has_zeros or layout.table or layout.has_offsets):
         return None  # kernels take such codes for numbers around 0, and without zeros they are not
     if layout.table and not HAS_TABLES:
         return None
-    is_small = layout.bits <= 4 or (layout.bits == 8 and not layout.table)
+    is_packed = _is_packed(layout)
+    is_small = is_packed or layout.bits <= 4 or (layout.bits == 8 and not layout.table)
     if not (is_small and _find_columns(layout.group)):
         return None
-    return partial(pack, rounds_activations=rounds_activations and CAN_ROUND and not layout.table)
+    rounds = rounds_activations and CAN_ROUND and not (layout.table or is_packed)
+    return partial(pack, rounds_activations=rounds)
+
+
+def find_table_packer(layout: CodeLayout, rounds_activations: bool) -> Callable[[Stored], CodeProduct] | None:
+    """Return `pack` if the rows of what it packs can be looked up."""
+    if layout.has_zeros or layout.is_reordered:
+        return None
+    return find_packer(layout, rounds_activations)
+
+
+def _is_packed(layout: CodeLayout) -> bool:
+    return layout.bits in PACKED_BITS and layout.scale_type != "float32"
 
 
 def _find_columns(group: int | None) -> int:
@@ -122,28 +203,106 @@ def pack(weight: Stored, rounds_activations: bool = False) -> CodeProduct:
         order, pieces = _find_order(group_of)
     else:
         pieces = _Pieces(in_features, _find_columns(layout.group))
-    centre = 0 if layout.dtype == torch.int8 or layout.table else 1 << (layout.bits - 1)
-    panels = arena.allocate(num_panels * pieces.count_panel_bytes(kind.bits))
+    scales = _describe_scales(layout, pieces)
+    panels = arena.allocate(num_panels * pieces.count_panel_bytes(kind.bits, scales.piece_bytes))
     zeros = torch.zeros(num_panels, pieces.count, COLUMNS, dtype=torch.int8) if layout.has_zeros else None
-    num_rows = max(1, _ROWS // in_features)
+    factors = _allocate_factors(scales, pieces, num_panels)
     places = torch.tensor(find_places(kind), dtype=torch.int32) if kind.has_halves else None
+    packing = _Packing(kind, pieces, order, scales, panels, zeros, factors, places)
+    num_rows = max(1, _ROWS // in_features)
     for first in range(0, out_features, num_rows):
-        codes = weight.codes(slice(first, first + num_rows))
-        values, scales, own_zeros = _arrange(codes, kind, pieces, order)
-        if zeros is not None and own_zeros is not None:
-            _put_zeros(zeros, own_zeros - centre, first, weight.label)
-        kernels.pack_codes.parallel(
-            *(len(values), first, values.data_ptr(), scales.data_ptr(), panels.data_ptr()),
-            *(kind.bits, kind.is_unsigned, _address(places), pieces.units, pieces.last_units, pieces.count),
+        packing.add(weight.codes(slice(first, first + num_rows)), first, weight.label)
+    return CodeProduct(
+        kind,
+        pieces,
+        in_features,
+        out_features,
+        panels,
+        zeros if zeros is not None and zeros.any() else None,
+        _make_table(layout, kind),
+        None if order is None else order.int(),
+        scales,
+        factors,
+        1 << (layout.bits - 1) if layout.has_offsets else 0,
+        _list_numbers(layout, kind),
+        places,
+    )
+
+
+class _Packing(NamedTuple):
+    """Matrix that is being packed, a few rows at a time."""
+
+    kind: Kind
+    pieces: _Pieces
+    order: Tensor | None
+    scales: _Scales
+    panels: Tensor
+    zeros: Tensor | None
+    factors: Tensor | None
+    places: Tensor | None
+
+    def add(self, codes: Codes, first: int, label: str) -> None:
+        """Pack rows from one on. Raises WeightsError."""
+        kind, pieces, layout = self.kind, self.pieces, codes.layout
+        values, groups = _arrange(codes, kind, pieces, self.order)
+        if self.zeros is not None and codes.zeros is not None:
+            centre = 0 if layout.dtype == torch.int8 or layout.table else 1 << (layout.bits - 1)
+            _put_zeros(self.zeros, codes.zeros[:, groups] - centre, first, label)
+        if self.factors is not None and codes.factors is not None:
+            rows = torch.arange(first, first + len(values))
+            self.factors[rows // COLUMNS, :, :, rows % COLUMNS] = codes.factors
+        stored = _store_scales(codes, groups, self.scales)
+        pack_codes.parallel(
+            *(len(values), first, values.data_ptr(), stored.data_ptr(), self.panels.data_ptr()),
+            *(kind.bits, kind.is_unsigned, _address(self.places)),
+            *(pieces.units, pieces.last_units, pieces.count, *stored.shape[2:]),
         )
-    zeros = zeros if zeros is not None and zeros.any() else None
-    ordered = None if order is None else order.int()
-    table = _make_table(layout, kind)
-    return CodeProduct(kind, pieces, in_features, out_features, panels, zeros, table, ordered)
+
+
+def _describe_scales(layout: CodeLayout, pieces: _Pieces) -> _Scales:
+    form, first = ScaleForm[layout.scale_type], 0
+    pieces_per_factor = pieces.count
+    if layout.groups_per_factor is not None and layout.group is not None:
+        pieces_per_group = layout.group // pieces.columns
+        pieces_per_factor = layout.groups_per_factor * pieces_per_group
+        first = layout.first_group * pieces_per_group
+    return _Scales(form, layout.has_offsets, pieces_per_factor, first)
+
+
+def _allocate_factors(scales: _Scales, pieces: _Pieces, num_panels: int) -> Tensor | None:
+    if scales.form not in (ScaleForm.int8, ScaleForm.uint4):
+        return None
+    count = -(-(pieces.count + scales.first_piece) // scales.pieces_per_factor)
+    return torch.zeros(num_panels, count, 1 + scales.has_offsets, COLUMNS)
+
+
+def _store_scales(codes: Codes, groups: Tensor, scales: _Scales) -> Tensor:
+    """Return scales and offsets as panels hold them, uint8 [num_rows, num_pieces, planes, bytes]."""
+    planes = [codes.scales] if codes.offsets is None else [codes.scales, codes.offsets]
+    if codes.factors is not None:
+        assert codes.layout.groups_per_factor is not None
+        numbers = torch.arange(codes.scales.shape[1]) + codes.layout.first_group
+        factors = codes.factors[
+            :, numbers // codes.layout.groups_per_factor
+        ]  # [num_rows, num_groups, 1 or 2]
+        # Where a factor is 0, so are its products, and any integer is right.
+        planes = [(plane / factors[:, :, i]).nan_to_num() for i, plane in enumerate(planes)]
+    stacked = torch.stack([plane[:, groups] for plane in planes], -1)  # [num_rows, num_pieces, planes]
+    if scales.form == ScaleForm.uint4:
+        return (stacked[:, :, :1] + 16 * stacked[:, :, 1:]).to(torch.uint8).unsqueeze(-1)
+    dtype: torch.dtype = getattr(torch, scales.form.name)
+    return stacked.to(dtype).unsqueeze(-1).contiguous().view(torch.uint8)
 
 
 def _find_kind(layout: CodeLayout, rounds_activations: bool) -> Kind:
-    return Kind(8 if layout.bits == 8 else 4, rounds_activations, HAS_AVX2 and bool(layout.table))
+    if _is_packed(layout):
+        return Kind(layout.bits, False)
+    has_any_numbers = HAS_AVX2 and bool(layout.table) and not _fits_bfloat16(layout.table)
+    return Kind(8 if layout.bits == 8 else 4, rounds_activations, has_any_numbers)
+
+
+def _fits_bfloat16(table: tuple[float, ...]) -> bool:
+    return all(float(torch.tensor(number).bfloat16()) == number for number in table)
 
 
 def _find_order(group_of: Tensor) -> tuple[Tensor, _Pieces]:
@@ -158,11 +317,9 @@ def _find_order(group_of: Tensor) -> tuple[Tensor, _Pieces]:
     return whole, _Pieces(len(whole), columns)
 
 
-def _arrange(
-    codes: Codes, kind: Kind, pieces: _Pieces, order: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return values in the order of the pieces, uint8 [num_rows, units * UNIT], and scales and zeros,
-    [num_rows, num_pieces]. Values are codes as products of the kind have them."""
+def _arrange(codes: Codes, kind: Kind, pieces: _Pieces, order: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return values in the order of the pieces, uint8 [num_rows, units * UNIT], and the pieces' groups, int64
+    [num_pieces]. Values are codes as products of the kind have them."""
     layout = codes.layout
     values = codes.values.view(torch.uint8) + _find_offset(layout, kind)
     firsts = torch.arange(0, pieces.in_features, pieces.columns)  # of pieces
@@ -176,8 +333,7 @@ def _arrange(
     split = whole.view(len(values), pieces.count, pieces.columns)
     padded = F.pad(split, (0, pieces.units * UNIT - pieces.columns)).flatten(1)
     padded = padded[:, : ((pieces.count - 1) * pieces.units + pieces.last_units) * UNIT].contiguous()
-    zeros = None if codes.zeros is None else codes.zeros[:, groups]
-    return padded, codes.scales[:, groups].contiguous(), zeros
+    return padded, groups
 
 
 def _find_offset(layout: CodeLayout, kind: Kind) -> int:
@@ -200,6 +356,18 @@ def _put_zeros(zeros: Tensor, found: Tensor, first: int, label: str) -> None:
 def _make_table(layout: CodeLayout, kind: Kind) -> Tensor:
     table = torch.tensor(layout.table or range(-8, 8), dtype=torch.float32)
     return table.view(torch.uint8).view(16, 4).T.contiguous() if kind.has_halves else table
+
+
+def _list_numbers(layout: CodeLayout, kind: Kind) -> Tensor:
+    """Return the numbers that stored codes stand for, before scales and offsets."""
+    if layout.table:
+        return torch.tensor(layout.table)
+    codes = torch.arange(1 << kind.bits) - _find_offset(layout, kind)
+    is_signed = layout.dtype == torch.int8
+    values = codes.to(torch.uint8).view(torch.int8) if is_signed else codes % (1 << kind.bits)
+    if is_signed and kind.is_packed:
+        values = (codes + (1 << (kind.bits - 1))) % (1 << kind.bits) - (1 << (kind.bits - 1))
+    return values.float()
 
 
 def _address(x: Tensor | None) -> int:

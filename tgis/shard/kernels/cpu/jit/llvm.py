@@ -123,6 +123,12 @@ def add_products(b: Any, sums: list[Any], factors: list[Any], vectors: list[Any]
     return [b.fadd(total, more, **FUSED) for total, more in zip(sums, products, strict=True)]
 
 
+def multiply_add(b: Any, x: Any, y: Any, z: Any) -> Any:
+    """Return x * y + z of float32 vectors, rounded once. After a condition, LLVM does not always fuse the
+    product into the sum by itself."""
+    return call(b, f"llvm.fma.v{x.type.count}f32", x.type, x, y, z)
+
+
 def prefetch(b: Any, base: Any, offset: Any) -> None:
     """Prefetch a cache line into the second-level cache."""
     _prefetch(b, base, offset, is_written=0, locality=2)

@@ -1,0 +1,108 @@
+"""Compiled kernel that packs codes into panels."""
+
+from typing import Any
+
+import numpy as np
+from numba import carray
+
+from tgis.shard.kernels.cpu.codes.layout import AFTER, COLUMNS, PACKED_BITS, UNIT, UNIT_BIT
+from tgis.shard.kernels.cpu.jit.compiler import Kernel, next_unit, ordered, pointer
+
+_U8, _I32 = np.uint8(0), np.int32(0)
+
+
+@ordered
+def _pack_words(codes: int, units: int, to: int, bits: int) -> None:
+    """Pack codes of a column of a piece, bytes padded to whole units, as words from an address on."""
+    words = bits * UNIT // 32
+    values = carray(pointer(codes, _U8), (units, UNIT))
+    stored = carray(pointer(to, _I32), (units * words, COLUMNS))
+    for u in range(units):
+        for i in range(words):
+            word = np.int64(0)
+            for k in range(4):
+                if bits == 4:
+                    word |= np.int64(values[u, k] & 15 | (values[u, k + 4] & 15) << 4) << (8 * k)
+                else:
+                    word |= np.int64(values[u, 4 * i + k]) << (8 * k)
+            stored[u * words + i, 0] = np.int32(word)
+
+
+@ordered
+def _pack_bytes(codes: int, units: int, to: int) -> None:
+    """Pack codes of a column of a piece as bytes from an address on."""
+    values = carray(pointer(codes, _U8), (units * UNIT,))
+    stored = carray(pointer(to, _U8), (units * UNIT, COLUMNS))
+    for i in range(units * UNIT):
+        stored[i, 0] = values[i]
+
+
+@ordered
+def _pack_halves(codes: int, units: int, to: int) -> None:
+    """Pack codes of a column of a piece as bytes of two codes each, from an address on."""
+    values = carray(pointer(codes, _U8), (units, 2, 4))
+    stored = carray(pointer(to, _U8), (units, UNIT * COLUMNS // 2))
+    for u in range(units):
+        for i in range(2):
+            for k in range(2):
+                both = values[u, i, k] & 15 | (values[u, i, k + 2] & 15) << 4
+                stored[u, COLUMNS * i + AFTER * k] = both
+
+
+@ordered
+def _pack_parts(codes: int, units: int, to: int, bits: int, column: int) -> None:
+    """Pack codes of a column of a piece, bytes padded to whole units, in two's complement, as parts of strips
+    from an address on."""
+    values, half = carray(pointer(codes, _U8), (units, UNIT)), COLUMNS // 2
+    strip, mask = column // half, (1 << bits) - 1
+    for u in range(units):
+        begin, first, taken = to + (u * UNIT_BIT + strip * UNIT_BIT // 2) * bits, 0, 0
+        for size in (4, 2, 1):
+            if bits & size:
+                count, word = 8 * size // bits, np.int64(0)
+                for k in range(count):
+                    word |= np.int64(values[u, first + k] & mask) << (bits * k)
+                rest = 8 * size - bits * count
+                last = np.int64(values[u, UNIT - 1] & mask) >> taken
+                word |= (last & ((1 << rest) - 1)) << (bits * count)
+                stored = carray(pointer(begin + (column % half) * size, _U8), (size,))
+                for i in range(size):
+                    stored[i] = word >> (8 * i) & 255
+                begin, first, taken = begin + half * size, first + count, taken + rest
+
+
+def _pack_codes(args: Any) -> None:
+    """Pack rows of codes, uint8 [rows, all units of pieces], and scales and offsets, uint8 [rows, pieces,
+    planes, size], as columns of panels from column `first` on. `places`: of columns, int32 [COLUMNS], if
+    bytes hold two codes, else 0."""
+    a = carray(args, 14)
+    num_rows, first, codes, scales, panels, bits, has_words = a[1], a[2], a[3], a[4], a[5], a[6], a[7]
+    places, units, last_units, pieces, planes, size = a[8], a[9], a[10], a[11], a[12], a[13]
+    width, scale_bytes = (pieces - 1) * units + last_units, COLUMNS * planes * size
+    panel_bytes = width * UNIT_BIT * bits + pieces * scale_bytes
+    row = next_unit(args)
+    while row < num_rows:
+        panel, column = panels + (first + row) // COLUMNS * panel_bytes, (first + row) % COLUMNS
+        for piece in range(pieces):
+            count = units if piece + 1 < pieces else last_units
+            source = codes + (row * width + piece * units) * UNIT
+            begin = panel + piece * (units * UNIT_BIT * bits + scale_bytes)
+            to = begin + scale_bytes
+            if bits in PACKED_BITS:
+                _pack_parts(source, count, to, bits, column)
+            elif places:
+                _pack_halves(source, count, to + carray(pointer(places, _I32), (COLUMNS,))[column])
+            elif has_words:
+                _pack_words(source, count, to + 4 * column, bits)
+            else:
+                _pack_bytes(source, count, to + column)
+            for plane in range(planes):
+                stored = carray(pointer(begin + (plane * COLUMNS + column) * size, _U8), (size,))
+                given = carray(
+                    pointer(scales + ((row * pieces + piece) * planes + plane) * size, _U8), (size,)
+                )
+                stored[:] = given
+        row = next_unit(args)
+
+
+pack_codes = Kernel(_pack_codes)
