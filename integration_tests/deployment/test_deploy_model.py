@@ -83,4 +83,5 @@ def test_it_warns_where_gpus_are_asked_for(tmp_path: Path) -> None:
     program.chmod(0o755)
     result = deploy("bloom", path=str(tmp_path))
     assert (result.returncode, result.stdout) == (0, "nvidia.com/gpu: 1\n")
-    assert result.stderr == "warning: models/bloom asks for GPUs, and its manifests have not been tried with one\n"
+    warning = "warning: models/bloom asks for GPUs, and its manifests have not been tried with one\n"
+    assert result.stderr == warning

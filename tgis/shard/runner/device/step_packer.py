@@ -44,7 +44,7 @@ class StagedSize(NamedTuple):
 
 
 class Capacity(NamedTuple):
-    """What a captured step has memory for, beside its tokens."""
+    """The most that a captured step holds, beside its tokens."""
 
     num_new_blocks: int
     num_tiles: int
