@@ -104,7 +104,7 @@ option.task=text-generation option.low_cpu_mem_usage=true option.triangular_mask
 option.return_tuple=true option.training_mp_size=1 option.smoothquant_alpha=0.8 option.device_map=auto
 option.decoding_strategy=sample option.decoding_strategy=greedy option.max_sparsity=0.1 option.max_splits=2
 option.disable_flash_attn=true option.paged_attention=false option.load_format=auto
-option.load_format=safetensors option.enable_prefix_caching=true option.enable_prefix_caching=false
+option.load_format=safetensors option.load_format=gguf option.enable_prefix_caching=true option.enable_prefix_caching=false
 option.enable_chunked_prefill=true option.enable_lora=true option.max_loras=4
 option.max_lora_rank=64 option.max_cpu_loras=8 option.tokenizer_mode=auto option.enable_auto_tool_choice=true
 option.unroll=true option.neuron_optimize_level=2 option.context_length_estimate=128
@@ -117,7 +117,7 @@ engine=DeepSpeed option.model_id=s3://bucket/model option.dtype=int8 option.dtyp
 option.rolling_batch=deepspeed option.entryPoint=model.py option.output_formatter=mine.format
 option.quantize=dynamic_int8 option.quantize=smoothquant option.quantize=exl2 option.task=text-embedding
 option.checkpoint=c.json option.device_map=balanced option.decoding_strategy=contrastive
-option.load_format=gguf option.kv_cache_dtype=int8 option.smoothquant_per_token=true
+option.load_format=tensorizer option.kv_cache_dtype=int8 option.smoothquant_per_token=true
 option.smoothquant_per_channel=true option.multi_query_mode=true option.batch_scheduler_policy=none
 option.tokenizer_mode=mistral option.rope_scaling={} option.pipeline_parallel_degree=2
 option.speculative_config={"model":"org/draft"} option.tensor_parallel_degree=all
