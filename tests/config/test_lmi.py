@@ -104,7 +104,8 @@ option.task=text-generation option.low_cpu_mem_usage=true option.triangular_mask
 option.return_tuple=true option.training_mp_size=1 option.smoothquant_alpha=0.8 option.device_map=auto
 option.decoding_strategy=sample option.decoding_strategy=greedy option.max_sparsity=0.1 option.max_splits=2
 option.disable_flash_attn=true option.paged_attention=false option.load_format=auto
-option.load_format=safetensors option.load_format=gguf option.enable_prefix_caching=true option.enable_prefix_caching=false
+option.load_format=safetensors option.load_format=gguf
+option.enable_prefix_caching=true option.enable_prefix_caching=false
 option.enable_chunked_prefill=true option.enable_lora=true option.max_loras=4
 option.max_lora_rank=64 option.max_cpu_loras=8 option.tokenizer_mode=auto option.enable_auto_tool_choice=true
 option.unroll=true option.neuron_optimize_level=2 option.context_length_estimate=128
