@@ -36,7 +36,7 @@ def write_model_directory(paths: Sequence[Path], directory: Path) -> None:
     write_settings(files, directory)
     types = Counter(tensor.place.type.name for tensor in files.tensors.values())
     counts = ", ".join(f"{count} of {name}" for name, count in types.most_common())
-    logger.info("%s with tensors %s; weights are held as --dtype", files.metadata.architecture, counts)
+    logger.info("%s with tensors %s", files.metadata.architecture, counts)
     for number, path in enumerate(paths):
         name = path.name if path.suffix == SUFFIX else f"{number:05}{SUFFIX}"
         (directory / name).symlink_to(path.absolute())
