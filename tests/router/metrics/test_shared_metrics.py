@@ -162,7 +162,8 @@ def killed_while_writing(
     possible = after(chosen.account, operations, num_done)
     agreeing = [one for one in possible if not differences(directory, [one, *others])]
     assert agreeing, num_done
-    return agreeing[0]
+    # The first of a series' samples is not looked for by accounts that lack it.
+    return agreeing[-1]
 
 
 def test_a_process_that_is_stopped_forever_keeps_nobody(
