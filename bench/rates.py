@@ -97,8 +97,12 @@ def _transformers(model: Path) -> Iterator[Asked]:
 
 def service_flags(options: Namespace) -> list[str]:
     """Of the launcher, for every service that is measured."""
-    sizes = ["--kv-cache-tokens", str(CACHE_TOKENS), "--max-sequence-length", str(MAX_LENGTH)]
-    return ["--dtype", options.dtype, *sizes, *options.launcher]
+    return ["--dtype", options.dtype, *list_sizes(), *options.launcher]
+
+
+def list_sizes() -> list[str]:
+    """Return the launcher's options of the cache's size."""
+    return ["--kv-cache-tokens", str(CACHE_TOKENS), "--max-sequence-length", str(MAX_LENGTH)]
 
 
 @contextlib.contextmanager
@@ -142,9 +146,9 @@ def find_figures(samples: Sequence[Sample], shape: Shape, options: Namespace) ->
         found += _compare_variant(samples, variant, options)
     for name, key in ((ENGINE, "engine"), (TRANSFORMERS, "transformers")):
         for case, label in _list_cases(options):
-            found.append(_ratio(samples, f"{key} {label}", (OURS, case), (name, case)))
+            found.append(find_ratio(samples, f"{key} {label}", (OURS, case), (name, case)))
     near, far = _context_cases(options)
-    found.append(_ratio(samples, "context", (OURS, far.name), (OURS, near.name)))
+    found.append(find_ratio(samples, "context", (OURS, far.name), (OURS, near.name)))
     return [figure for figure in found if figure is not None]
 
 
@@ -171,9 +175,9 @@ def _compare_variant(
     sections = {each.name: each.section for each in VARIANTS}
     for case, label in _list_cases(options):
         pair = (variant.name, case)
-        yield _ratio(samples, f"{variant.section} {label}", pair, (OURS, case))
+        yield find_ratio(samples, f"{variant.section} {label}", pair, (OURS, case))
         for other in variant.beside:
-            yield _ratio(samples, f"{variant.section} to {sections[other]} {label}", pair, (other, case))
+            yield find_ratio(samples, f"{variant.section} to {sections[other]} {label}", pair, (other, case))
 
 
 def _instruction_shares(samples: Sequence[Sample], shape: Shape) -> Iterator[Figure | None]:
@@ -214,9 +218,10 @@ def _share(
     return Figure(key, share, f"{rate.median:.0f} of {most.median:.0f} tokens/s")
 
 
-def _ratio(
+def find_ratio(
     samples: Sequence[Sample], key: str, first: tuple[str, str], second: tuple[str, str]
 ) -> Figure | None:
+    """Return how many times as fast the first contender is as the second, if both were measured."""
     ratio = ratios_of(samples, first, second)
     one, other = rates_of(samples, *first), rates_of(samples, *second)
     if ratio is None or one is None or other is None:

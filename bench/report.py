@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.contest import Sample, Spread
-from bench.targets import TARGETS, Figure, Target
+from bench.targets import GGUF_TARGETS, TARGETS, Figure, Target
 
 TARGET_HEAD = ("what", "as", "measured", "target", "", "runs", "detail")
 HEAD = (
@@ -34,7 +34,7 @@ def format_report(result: dict[str, Any]) -> str:
 def format_targets(figures: Sequence[Figure], missing: Mapping[str, str], shape: str) -> str:
     """All that has been measured, in the order of the targets; `missing` says by key why others were not."""
     found, rows = {figure.key: figure for figure in figures}, []
-    for target in TARGETS:
+    for target in (*TARGETS, *GGUF_TARGETS):
         bound = target.bound_of(shape)
         if target.key in found:
             rows.append(_target_row(target, found.pop(target.key), shape))

@@ -89,7 +89,7 @@ def measure_module(section: str, options: Namespace, model: Path) -> Outcome:
 
 def recall_peers(options: Namespace) -> Outcome:
     """The figures of the last run of `bench.peers` on the shape, if there was one."""
-    path = peers_file(options)
+    path = peers_file(options.cache, options.shape)
     if not path.is_file():
         raise BenchError("make bench-peers")
     kept = json.loads(path.read_text())
@@ -101,9 +101,8 @@ def recall_peers(options: Namespace) -> Outcome:
     return Outcome(figures, failures={"peers": f"not in the run of {kept['started']}: make bench-peers"})
 
 
-def peers_file(options: Namespace) -> Path:
-    path: Path = options.cache / f"peers-{options.shape}.json"
-    return path
+def peers_file(cache: Path, shape: str) -> Path:
+    return cache / f"peers-{shape}.json"
 
 
 def run_sections(options: Namespace, model: Path) -> tuple[dict[str, Outcome], dict[str, str]]:

@@ -42,6 +42,7 @@ class Figure:
 
 LIMIT, TRANSFORMERS, OPENVINO = "of the limit", "× transformers float32", "× OpenVINO GenAI"
 HALVES, EIGHTS = "of float16's rate", "of int8's rate"
+LLAMA_CPP = "× llama.cpp"
 OPENVINO_CHOICE, OPENVINO_INT8 = "× OpenVINO GenAI, its own arithmetic", "× OpenVINO GenAI int8"
 ONLY_135M: dict[str, float | None] = {"15m": None, "500m": None, "1b": None}
 ONLY_1B: dict[str, float | None] = {"15m": None, "135m": None, "500m": None}
@@ -140,4 +141,12 @@ TARGETS = (
     ),
     Target("openvino-int8 prefill 512", "peers", "int8, prefill, 512 tokens", OPENVINO_INT8, 1.2),
     *(_against_int4(peer, title, count) for peer, title in INT4_PEERS for count in (1, 8)),
+)
+# Of runs on GGUF files.
+GGUF_TARGETS = (
+    Target("gguf decode 1", "gguf", "GGUF file, 1 client", LLAMA_CPP, 1.0),
+    Target("gguf decode 8", "gguf", "GGUF file, 8 clients", LLAMA_CPP, 1.5),
+    Target("gguf decode 32", "gguf", "GGUF file, 32 clients", LLAMA_CPP, 2.0),
+    Target("gguf prefill 512", "gguf", "GGUF file, prefill, 512 tokens", LLAMA_CPP, 1.2),
+    Target("gguf start", "gguf", "GGUF file, from the command to an answer", "× llama.cpp's time", 1.0, True),
 )

@@ -16,7 +16,9 @@ from bench.contest import Asked, Case, Match, Sample, play
 from bench.peers import environments
 from bench.peers.catalogue import OURS_HTTP, PEERS, VLLM_SERVER, Peer
 from bench.peers.report import find_figures, format_peers
+from bench.peers.served_files import measure_file
 from bench.probe import probing
+from bench.real_model import FILE, MODELS
 from bench.sections import peers_file
 from bench.service import BenchError, exit_on_sigterm, first_line, launch
 from bench.variants import OURS, VARIANTS, Variant
@@ -31,12 +33,24 @@ def main() -> None:
     options = parse_options(sys.argv[1:])
     exit_on_sigterm()
     try:
-        result = measure(options)
+        if options.gguf is None:
+            results = [measure(options)]
+        else:
+            results = [measure_file(options, file) for file in options.gguf or find_files()]
     except BenchError as error:
         sys.exit(f"error: {error}")
-    text = json.dumps(result, indent=1, default=asdict)
-    peers_file(options).write_text(text + "\n")
-    print(format_peers(result))
+    for result in results:
+        text = json.dumps(result, indent=1, default=asdict)
+        peers_file(options.cache, result["shape"]).write_text(text + "\n")
+        print(format_peers(result))
+
+
+def find_files() -> list[Path]:
+    """Return the GGUF files of real models that `make` has fetched. Raises BenchError if there are none."""
+    found = sorted(MODELS.glob("*.gguf"))
+    if not found:
+        raise BenchError(f"{MODELS} has no GGUF file: make {FILE.relative_to(Path.cwd())}")
+    return found
 
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -49,6 +63,8 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--bfloat16", action="store_true", help="measure our bfloat16 arithmetic too")
     more = "measure our int4 weights too, with and without int8 activations"
     parser.add_argument("--int4", action="store_true", help=more)
+    more = "measure llama.cpp and us on GGUF files instead (default: all that make has fetched)"
+    parser.add_argument("--gguf", type=Path, nargs="*", metavar="FILE", help=more)
     parser.add_argument("--rounds", type=int, default=5, help="(default %(default)s)")
     parser.add_argument("--clients", type=_counts, default=[1, 8, 32], help="(default 1,8,32)")
     parser.add_argument("--input-tokens", type=int, default=128, help="(default %(default)s)")

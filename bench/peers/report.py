@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from bench.contest import Sample, rates_of, ratios_of
+from bench.contest import Sample, rates_of
 from bench.peers.catalogue import PEERS
+from bench.rates import find_ratio
 from bench.report import describe_looks, format_table, format_targets
 from bench.targets import TARGETS, Figure
 from bench.variants import OURS
@@ -20,14 +21,9 @@ def find_figures(samples: Sequence[Sample], clients: Sequence[int], prefills: Se
     names = dict.fromkeys(sample.contender for sample in samples if not sample.contender.startswith(OURS))
     found = []
     for name in names:
-        rival = RIVALS[name]
         for case, label in cases:
-            ratio = ratios_of(samples, (rival, case), (name, case))
-            ours, theirs = rates_of(samples, rival, case), rates_of(samples, name, case)
-            if ratio and ours and theirs:
-                detail = f"{ours.median:.0f} to {theirs.median:.0f} tokens/s"
-                found.append(Figure(f"{name} {label}", ratio, detail))
-    return found
+            found.append(find_ratio(samples, f"{name} {label}", (RIVALS[name], case), (name, case)))
+    return [figure for figure in found if figure is not None]
 
 
 def format_peers(result: dict[str, Any]) -> str:
@@ -41,7 +37,7 @@ def format_peers(result: dict[str, Any]) -> str:
     told = [figure for figure in result["figures"] if figure.key in pursued]
     missing = {key: reason for key in pursued if (reason := _find_reason(result["failures"], key))}
     about = (
-        f"Shape {result['shape']}, tokens/s, medians of {result['rounds']} in turns (least to greatest). "
+        f"{result['shape']}, tokens/s, medians of {result['rounds']} in turns (least to greatest). "
         f"The machine {describe_looks(samples)}."
     )
     parts = [

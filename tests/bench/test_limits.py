@@ -192,7 +192,7 @@ def test_peers_that_were_not_measured_are_named(tmp_path: Path) -> None:
     spread = {"median": 1.5, "low": 1.4, "high": 1.6, "count": 2}
     figures = [{"key": "openvino-default 1", "spread": spread, "detail": "3 to 2"}]
     kept = {"started": "today", "figures": [*figures, {**figures[0], "key": "no target"}]}
-    sections.peers_file(chosen).write_text(json.dumps(kept))
+    sections.peers_file(chosen.cache, chosen.shape).write_text(json.dumps(kept))
     outcome = sections.recall_peers(chosen)
     assert [(figure.key, figure.spread.median) for figure in outcome.figures] == [("openvino-default 1", 1.5)]
     assert outcome.failures == {"peers": "not in the run of today: make bench-peers"}

@@ -1,0 +1,96 @@
+"""The service and llama.cpp on the same GGUF file, in turns in one run: decode, prefill, and the time from
+the command to the first answer."""
+
+import contextlib
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench import burst, worker
+from bench.contest import Asked, Case, Sample, Spread, play, turns
+from bench.peers import environments
+from bench.peers.environments import list_cores
+from bench.probe import probing
+from bench.rates import find_ratio, list_sizes
+from bench.service import launch
+from bench.targets import Figure
+from bench.variants import OURS
+
+ROUNDED = f"{OURS}, activations int8"
+LLAMA_CPP = "llama-cpp-gguf"
+TITLES = {
+    OURS: "ours: the file, through the service",
+    ROUNDED: "ours: the file with `--activations int8`, through the service",
+    LLAMA_CPP: "llama.cpp: the file, as a library",
+}
+FLAGS = {OURS: (), ROUNDED: ("--activations", "int8")}
+PREFILLS = (512, 1024)
+START_TIMEOUT_S = 300.0
+
+
+def measure_file(options: Namespace, file: Path) -> dict[str, Any]:
+    """Return figures as `bench.peers` keeps them. Raises BenchError."""
+    with contextlib.ExitStack() as stack:
+        probe = stack.enter_context(probing())
+        contenders = [stack.enter_context(_serve(options, file, name)) for name in FLAGS]
+        contenders.append(stack.enter_context(_load_with_llama_cpp(options, file)))
+        sizes = (options.input_tokens, options.new_tokens)
+        cases = [Case("decode", count, *sizes) for count in options.clients]
+        cases += [Case("prefill", 1, length, 1) for length in PREFILLS]
+        samples = play([(case, contenders) for case in cases], probe, options.rounds)
+    names = [case.name for case in cases]
+    return {
+        "started": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "shape": file.stem,
+        "rounds": options.rounds,
+        "titles": TITLES,
+        "figures": [*_compare_rates(samples, names), *_compare_starts(options, file)],
+        "samples": samples,
+        "failures": {},
+    }
+
+
+@contextlib.contextmanager
+def _serve(options: Namespace, file: Path, name: str) -> Iterator[Asked]:
+    """Start a service and its clients."""
+    log = options.cache / f"gguf-{'-'.join(name.replace(',', '').split())}.log"
+    flags = [*list_sizes(), *FLAGS[name], *options.launcher]
+    with launch(file, log, flags) as (target, _), worker.start(burst.MODULE, target) as clients:
+        yield Asked(name, clients)
+
+
+@contextlib.contextmanager
+def _load_with_llama_cpp(options: Namespace, file: Path) -> Iterator[Asked]:
+    python = environments.ensure(environments.LLAMA_CPP, options.peers).absolute()
+    arguments = (str(file.absolute()), str(len(list_cores())))
+    log = options.peers / f"{LLAMA_CPP}.log"
+    with worker.start("bench.peers.llama_cpp", *arguments, python=python, log=log) as child:
+        asked = Asked(LLAMA_CPP, child, START_TIMEOUT_S)
+        asked.generate(1, 16, 1, seed=0)
+        yield asked
+
+
+def _compare_rates(samples: list[Sample], cases: list[str]) -> list[Figure]:
+    found = [
+        find_ratio(samples, f"{key} {case}", (name, case), (LLAMA_CPP, case))
+        for name, key in ((OURS, "gguf"), (ROUNDED, "gguf int8"))
+        for case in cases
+    ]
+    return [figure for figure in found if figure is not None]
+
+
+def _compare_starts(options: Namespace, file: Path) -> Iterator[Figure]:
+    """Yield how many times llama.cpp's time to its first answer the service takes to be ready."""
+    found: dict[str, list[float]] = {OURS: [], LLAMA_CPP: []}
+    starts = {OURS: _serve, LLAMA_CPP: lambda options, file, _: _load_with_llama_cpp(options, file)}
+    for number in range(options.rounds):
+        for name in turns(list(found), number):
+            begin = time.perf_counter()
+            with starts[name](options, file, name) as asked:
+                asked.generate(1, 16, 1, seed=number)
+                found[name].append(time.perf_counter() - begin)
+    medians = [Spread.of(times).median for times in found.values()]
+    ratios = Spread.of([ours / theirs for ours, theirs in zip(*found.values(), strict=True)])
+    yield Figure("gguf start", ratios, f"{medians[0]:.1f} to {medians[1]:.1f} s")
