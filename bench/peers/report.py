@@ -7,7 +7,7 @@ from bench.contest import Sample, rates_of
 from bench.peers.catalogue import PEERS
 from bench.rates import find_ratio
 from bench.report import describe_looks, format_table, format_targets
-from bench.targets import TARGETS, Figure
+from bench.targets import GGUF_TARGETS, TARGETS, Figure
 from bench.variants import OURS
 
 RIVALS = {peer.name: peer.rival for peer in PEERS}
@@ -33,8 +33,8 @@ def format_peers(result: dict[str, Any]) -> str:
         [result["titles"][name], *(_cell(samples, name, case) for case in cases)]
         for name in dict.fromkeys(sample.contender for sample in samples)
     ]
-    pursued = {target.key for target in TARGETS}
-    told = [figure for figure in result["figures"] if figure.key in pursued]
+    pursued = {target.key for target in (*TARGETS, *GGUF_TARGETS)}
+    told = [figure for figure in result["figures"] if figure.key in pursued or figure.key.startswith("gguf")]
     missing = {key: reason for key in pursued if (reason := _find_reason(result["failures"], key))}
     about = (
         f"{result['shape']}, tokens/s, medians of {result['rounds']} in turns (least to greatest). "

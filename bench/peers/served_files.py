@@ -32,6 +32,7 @@ START_TIMEOUT_S = 300.0
 
 def measure_file(options: Namespace, file: Path) -> dict[str, Any]:
     """Return figures as `bench.peers` keeps them. Raises BenchError."""
+    options.cache.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         probe = stack.enter_context(probing())
         contenders = [stack.enter_context(_serve(options, file, name)) for name in FLAGS]

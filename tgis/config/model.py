@@ -89,7 +89,7 @@ class ModelOptions:
         minimum=1,
     )
     activations: str | None = option(
-        "What CPUs round the inputs of linear layers to if their weights are integer codes of 8 or at most 4 "
+        "What CPUs round the inputs of linear layers to if their weights are integer codes of at most 8 "
         "bits. int8 computes in 8 bits where the processor has AVX2 or VNNI, and rounds the head's weights "
         "too; unset: inputs are not rounded. --quantize int8 rounds them always.",
         None,

@@ -67,7 +67,7 @@ def on_cpu(
 
 def _can_round() -> bool:
     if CAN_ROUND:
-        logger.info("products with integer codes of 4 or 8 bits round activations to 8 bits")
+        logger.info("products with integer codes round activations to 8 bits")
     else:
         logger.warning("--activations int8 has no effect: the processor has neither AVX2 nor VNNI")
     return CAN_ROUND

@@ -179,6 +179,21 @@ def test_the_largest_integers_do_not_saturate(bits: int, zero: str | None, code:
         assert torch.equal(found.double(), expected[:count]), f"{count} rows"
 
 
+@pytest.mark.skipif(not CAN_ROUND, reason="the processor has neither AVX2 nor VNNI")
+@pytest.mark.parametrize("bits", [2, 3, 5, 6])
+@pytest.mark.parametrize("is_largest", [False, True])
+def test_the_largest_packed_integers_do_not_saturate(bits: int, is_largest: bool) -> None:
+    width, code = 300, (1 << (bits - 1)) - 1 if is_largest else -(1 << (bits - 1))
+    layout = CodeLayout(torch.int8, bits, 128, scale_type="float16")
+    values = torch.full((40, width), code, dtype=torch.int8)
+    codes = Codes(layout, values, torch.ones(40, 3))
+    signs = torch.stack([torch.ones(width), -torch.ones(width), torch.tensor([1.0, -1.0]).repeat(width // 2)])
+    signs = signs.repeat(8, 1)
+    for count in (1, 3, 23):
+        found = pack(codes, rounds_activations=True)(127 * signs[:count])
+        assert torch.equal(found.double(), 127 * signs[:count].double() @ values.double().T), f"{count} rows"
+
+
 @pytest.mark.parametrize("rounds_activations", [False, True])
 @pytest.mark.parametrize(
     "name", ["4 bits", "4 bits, zeros", "8 bits", "4 bits, groups of all sizes", "a table"]

@@ -25,7 +25,7 @@ STEP = 2.0**-24  # half the distance of float32 numbers near 1
 NUM_ROWS, NUM_COLUMNS = 70, 1024
 PARTS = [slice(0, 1024), slice(96, 608), slice(896, 928)]
 NAMES = list(CODINGS)
-ROUNDED = [name for name in NAMES if CODINGS[name].layout.bits in (4, 8) and not CODINGS[name].layout.table]
+ROUNDED = [name for name in NAMES if not CODINGS[name].layout.table]
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +115,7 @@ def test_rounded_activations(name: str) -> None:
     tensor, expected = make_tensor(name)
     product, x = pack(tensor, rounds_activations=True), torch.randn(13, NUM_COLUMNS)
     assert product.kind.rounds_activations
-    groups = x.view(13, -1, 32)
+    groups = x.view(13, -1, product.pieces.columns)
     largest = groups.abs().amax(-1, keepdim=True)
     rounded = ((groups * (127 / largest)).round().double() * (largest / 127).double()).flatten(1)
     bound = (20 + 2 * NUM_COLUMNS / 16) * STEP * (rounded.abs() @ count_magnitudes(tensor.codes()).T)
@@ -123,7 +123,7 @@ def test_rounded_activations(name: str) -> None:
 
 
 @pytest.mark.parametrize("rounds_activations", [False, True])
-@pytest.mark.parametrize("name", ["Q4_1", "Q2_K", "Q6_K", "IQ4_XS"])
+@pytest.mark.parametrize("name", ["Q4_1", "Q2_K", "Q3_K", "Q5_0", "Q6_K", "Q8_0", "IQ4_XS"])
 def test_rows_keep_their_bits(name: str, rounds_activations: bool, many_threads: None) -> None:
     product, x = pack(make_tensor(name)[0], rounds_activations), torch.randn(40, NUM_COLUMNS)
     whole = product(x)

@@ -119,13 +119,13 @@ def _convert_packed(b: Any, unit: Any, bits: int, num_vectors: int) -> Iterator[
     half = VECTORS // 2
     for strip in range(0, num_vectors, half):
         begin = b.add(unit, I64(UNIT * bits * LANES // 8 * strip))
-        words = [_load_parts(b, begin, bits, LANES * v) for v in range(half)]
+        words = [load_parts(b, begin, bits, LANES * v) for v in range(half)]
         for k in range(UNIT):
             integers = [_cut_code(b, each, bits, k) for each in words]
             yield Numbers(k, strip, [b.sitofp(each, _FLOATS) for each in integers])
 
 
-def _load_parts(b: Any, strip: Any, bits: int, column: int) -> list[Any]:
+def load_parts(b: Any, strip: Any, bits: int, column: int) -> list[Any]:
     """Emit the loads of the parts of a vector of columns, as words."""
     found = []
     for part in list_parts(bits):

@@ -13,10 +13,18 @@ from typing import Any, NamedTuple, Protocol
 from llvmlite import ir
 
 from tgis.shard.kernels.cpu.codes.conversion import emit_numbers, load_table
-from tgis.shard.kernels.cpu.codes.integer_sums import BLOCK, add_units, is_centred
+from tgis.shard.kernels.cpu.codes.integer_sums import (
+    BYTES_STRIDE,
+    CORRECTION,
+    EXCESS,
+    ROW_SUM,
+    SCALE,
+    add_units,
+    count_block_units,
+    is_centred,
+)
 from tgis.shard.kernels.cpu.codes.layout import KINDS, PIECE, UNIT, UNIT_BIT, VECTORS, Kind
 from tgis.shard.kernels.cpu.gemm.panels import LANES
-from tgis.shard.kernels.cpu.int8.inner_loop import HEADER
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import FLOAT, FUSED, I8, I32, I64
@@ -26,8 +34,6 @@ ROWS = 5
 # Bytes between rows of a piece of x: its columns, then their sum. No power of two, so that rows do not evict
 # each other from the cache.
 STRIDE = 4 * (PIECE + 16)
-# Bytes between rows of a piece of rounded activations: a header, as int8 products have it, then its columns.
-ROUNDED_STRIDE = HEADER + PIECE
 _LINE = 64  # bytes of a cache line
 
 _FLOATS = ir.VectorType(FLOAT, LANES)
@@ -54,6 +60,8 @@ class Tile(Protocol):
     """Builder of the sums of some rows of x and a strip of a panel."""
 
     initial: list[Any]
+    block_units: int
+    """Units that `add_units` adds up best at once."""
     scales: list[Any]
     """Addresses of the scales of rows, if these have scales."""
 
@@ -69,6 +77,8 @@ class Tile(Protocol):
 
 class _FloatSums:
     """Sums of float32 products."""
+
+    block_units = 1
 
     def __init__(self, b: Any, kind: Kind, table: Any, rows: list[Any], num_vectors: int):
         self._kind, self._table, self._num_vectors = kind, load_table(b, kind, table), num_vectors
@@ -122,32 +132,32 @@ class RoundedSums:
     def __init__(self, b: Any, kind: Kind, stored_bits: int, rows: list[Any], num_vectors: int):
         """Load the sums of rows of x at addresses. Codes take up `stored_bits` bits."""
         self._kind, self._stored_bits, self._num_vectors = kind, stored_bits, num_vectors
-        self.rows = self.scales = rows
-        # Headers have rows' sums times -128. Codes are more than integers by half their range.
-        self._of_rows = [b.load(llvm.pointer_to(b, I32, row, I64(4)), align=4) for row in rows]
-        excess = [I32(0) if is_centred(kind) else b.ashr(each, I32(8 - kind.bits)) for each in self._of_rows]
-        self.initial = [llvm.broadcast(b, each, LANES) for each in excess for _ in range(num_vectors)]
+        self._rows, self.scales = rows, [b.add(row, I64(SCALE)) for row in rows]
+        self.block_units = count_block_units(kind, stored_bits)
+        if is_centred(kind, stored_bits):
+            self.initial = [llvm.constant(0, LANES, I32)] * (len(rows) * num_vectors)
+        else:
+            excess = [self._load_integer(b, row, EXCESS) for row in rows]
+            self.initial = [each for each in excess for _ in range(num_vectors)]
 
     def add_units(self, b: Any, sums: list[Any], u: Any, units: list[Any]) -> list[Any]:
-        return add_units(b, sums, self.rows, u, units, self._stored_bits, self._kind)
+        return add_units(b, sums, self._rows, u, units, self._stored_bits, self._kind)
 
     def finish(self, b: Any, sums: list[Any], zeros: Any) -> list[Any]:
         exact, before = [b.sitofp(total, _FLOATS) for total in sums], b.block
         with b.if_then(b.icmp_signed("!=", zeros, I64(0))):
             loaded = [load_zeros(b, zeros, v) for v in range(self._num_vectors)]
             factors = [b.fmul(each, llvm.constant(1 / 128, LANES)) for each in loaded]
-            of_rows = [b.sitofp(llvm.broadcast(b, each, LANES), _FLOATS) for each in self._of_rows]
+            of_rows = [b.sitofp(self._load_integer(b, row, CORRECTION), _FLOATS) for row in self._rows]
             changed = llvm.add_products(b, exact, of_rows, factors)
             inside = b.block
         return [llvm.choose(b, before, old, inside, new) for old, new in zip(exact, changed, strict=True)]
 
     def load_row_sums(self, b: Any) -> list[Any]:
-        found = []
-        for row, total in zip(self.rows, self._of_rows, strict=True):
-            exact = b.fmul(b.sitofp(total, FLOAT), FLOAT(-1 / 128))
-            scale = b.load(llvm.pointer_to(b, FLOAT, row), align=4)
-            found.append(llvm.broadcast(b, b.fmul(exact, scale), LANES))
-        return found
+        return [llvm.load_broadcast(b, b.add(row, I64(ROW_SUM)), LANES) for row in self._rows]
+
+    def _load_integer(self, b: Any, row: Any, offset: int) -> Any:
+        return llvm.broadcast(b, b.load(llvm.pointer_to(b, I32, row, I64(offset)), align=4), LANES)
 
 
 @llvm_function()
@@ -162,24 +172,25 @@ def multiply_tile(
     offsets: Any,
     zeros: Any,
     units: Any,
-    is_first: Any,
     ahead: Any,
     element: Any,
 ) -> None:
-    """Compute out[:rows, :COLUMNS] += x[:rows] @ a piece of a panel, `rows` being 1 to ROWS. If `is_first`,
-    the result overwrites out. Rows of out are COLUMNS float32 apart, those of x STRIDE or ROUNDED_STRIDE
-    bytes. `table` is the address of the numbers that codes of 4 bits stand for, `scales` and `offsets` those
-    of COLUMNS float32, `zeros` that of COLUMNS int8; the last two may be 0. The code prefetches as many units
-    from the address `ahead` on."""
-    end, kind = b.append_basic_block("end"), KINDS[element]
-    stride = ROUNDED_STRIDE if kind.rounds_activations else STRIDE
+    """Compute out[:rows, :COLUMNS] += x[:rows] @ a piece of a panel, `rows` being 1 to ROWS. Rows of out are
+    COLUMNS float32 apart, those of x STRIDE or BYTES_STRIDE bytes. `table` is the address of the numbers that
+    codes of 4 bits stand for, `scales` and `offsets` those of COLUMNS float32, `zeros` that of COLUMNS int8;
+    the last two may be 0. The code prefetches as many units from the address `ahead` on."""
+    kind = KINDS[element]
+    if kind.rounds_activations and kind.is_packed:
+        return  # their codes are always widened
+    end = b.append_basic_block("end")
+    stride = BYTES_STRIDE if kind.rounds_activations else STRIDE
     cases, width = b.switch(rows, end), kind.column_bytes
     for num_rows in range(1, ROWS + 1):
         block = b.append_basic_block(f"rows{num_rows}")
         cases.add_case(I64(num_rows), block)
         b.position_at_end(block)
         begins = [b.add(x, I64(stride * r)) for r in range(num_rows)]
-        tile = partial(_multiply_strip, b, kind, table, begins, units, is_first, ahead)
+        tile = partial(_multiply_strip, b, kind, table, begins, units, ahead)
         multiply_strips(
             b, _count_strips(kind, num_rows), Strip(out, piece, scales, offsets, zeros), tile, width
         )
@@ -228,7 +239,7 @@ def multiply_strips(
 
 
 def _multiply_strip(
-    b: Any, kind: Kind, table: Any, rows: list[Any], units: Any, is_first: Any, ahead: Any, strip: Strip
+    b: Any, kind: Kind, table: Any, rows: list[Any], units: Any, ahead: Any, strip: Strip
 ) -> None:
     """Emit the product of rows of x and a strip, and prefetches of its part of the memory at `ahead`."""
     step = UNIT_BIT * kind.bits
@@ -246,49 +257,47 @@ def _multiply_strip(
                 llvm.prefetch(b, b.add(begin, offset), I64(line))
         return tile.add_units(b, sums, u, [b.add(strip.codes, offset) for offset in offsets])
 
-    sums = loop_units(b, kind, units, tile.initial, add_units)
-    add_scaled(b, tile, tile.finish(b, sums, strip.zeros), strip, is_first)
+    sums = loop_units(b, tile, units, add_units)
+    add_scaled(b, tile, tile.finish(b, sums, strip.zeros), strip)
 
 
 def loop_units(
-    b: Any, kind: Kind, units: Any, sums: list[Any], build: Callable[[Any, int, list[Any]], list[Any]]
+    b: Any, tile: Tile, units: Any, build: Callable[[Any, int, list[Any]], list[Any]]
 ) -> list[Any]:
-    """Emit the addition to sums of units, one by one or as many as `add_units` adds up best. `build` gets the
+    """Emit the addition of units to a tile's sums, one by one or as many as it adds up best. `build` gets the
     number of the first one and their count."""
-    if BLOCK == 1 or not kind.rounds_activations:
+    block, sums = tile.block_units, tile.initial
+    if block == 1:
         return llvm.loop(b, units, sums, lambda u, sums: build(u, 1, sums))
-    whole = b.and_(units, I64(-BLOCK))
-    sums = llvm.loop_range(b, I64(0), whole, BLOCK, sums, lambda u, sums: build(u, BLOCK, sums))
+    whole = b.and_(units, I64(-block))
+    sums = llvm.loop_range(b, I64(0), whole, block, sums, lambda u, sums: build(u, block, sums))
     return llvm.loop_range(b, whole, units, 1, sums, lambda u, sums: build(u, 1, sums))
 
 
-def add_scaled(b: Any, tile: Tile, sums: list[Any], strip: Strip, is_first: Any) -> None:
-    """Emit out += sums * scales + the sums of the rows * offsets, or out = if it is the first piece."""
-    num_vectors = strip.num_vectors
-    places = [I64(4 * LANES * v) for v in range(num_vectors)]
-    has_offsets = b.icmp_signed("!=", strip.offsets, I64(0))
-    with b.if_then(has_offsets):
+def add_scaled(b: Any, tile: Tile, sums: list[Any], strip: Strip) -> None:
+    """Emit out += the sums of the rows * offsets, if there are any, then out += sums * scales."""
+    with b.if_else(b.icmp_signed("!=", strip.offsets, I64(0))) as (has_offsets, has_none):
+        with has_offsets:
+            _add_products(b, tile, sums, strip, tile.load_row_sums(b))
+        with has_none:
+            _add_products(b, tile, sums, strip, None)
+
+
+def _add_products(b: Any, tile: Tile, sums: list[Any], strip: Strip, of_rows: list[Any] | None) -> None:
+    """Emit `add_scaled`; `of_rows` are the sums of the rows, if there are offsets."""
+    places = [I64(4 * LANES * v) for v in range(strip.num_vectors)]
+    scales = [llvm.load_vector(b, b.add(strip.scales, place), LANES) for place in places]
+    if of_rows is not None:
         offsets = [llvm.load_vector(b, b.add(strip.offsets, place), LANES) for place in places]
-        of_rows = tile.load_row_sums(b)
-        products = [(of_rows[i // num_vectors], offsets[i % num_vectors]) for i in range(len(sums))]
-        _add_to_out(b, products, strip, is_first)
-    loaded = [llvm.load_vector(b, b.add(strip.scales, place), LANES) for place in places]
-    scales = [llvm.load_broadcast(b, header, LANES) for header in tile.scales]
-    products = []
     for i, total in enumerate(sums):
-        scale = loaded[i % num_vectors]
-        products.append((total, b.fmul(scales[i // num_vectors], scale) if scales else scale))
-    _add_to_out(b, products, strip, b.select(has_offsets, I64(0), is_first))
-
-
-def _add_to_out(b: Any, products: list[tuple[Any, Any]], strip: Strip, is_first: Any) -> None:
-    """Emit out += products, or out = if it is the first piece."""
-    is_cleared, zero = b.icmp_signed("!=", is_first, I64(0)), llvm.constant(0.0, LANES)
-    for i, (x, y) in enumerate(products):
         r, v = divmod(i, strip.num_vectors)
-        place = b.add(strip.out, I64(4 * LANES * (r * VECTORS + v)))
-        before = b.select(is_cleared, zero, llvm.load_vector(b, place, LANES))
-        llvm.store_vector(b, llvm.multiply_add(b, x, y, before), place)
+        at = b.add(strip.out, I64(4 * LANES * (r * VECTORS + v)))
+        before, scale = llvm.load_vector(b, at, LANES), scales[v]
+        if of_rows is not None:
+            before = llvm.multiply_add(b, of_rows[r], offsets[v], before)
+        if tile.scales:
+            scale = b.fmul(llvm.load_broadcast(b, tile.scales[r], LANES), scale)
+        llvm.store_vector(b, llvm.multiply_add(b, total, scale, before), at)
 
 
 @llvm_function()

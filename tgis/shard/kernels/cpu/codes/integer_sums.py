@@ -1,16 +1,17 @@
-"""Builders of the LLVM code that adds up products of codes, unsigned bytes, and rounded activations. Sums are
-of integers and exact, so they have the same bits with every instruction set.
+"""Builders of the LLVM code that adds up products of codes, unsigned integers, and rounded activations. Sums
+are of integers and exact, so they have the same bits with every instruction set.
 
 VNNI multiplies four bytes and adds the products up in 32 bits. AVX2 takes two instructions: `vpmaddubsw`
 multiplies unsigned bytes with signed ones and adds adjacent products up in 16 bits, which may saturate, and
-`vpmaddwd` with ones adds adjacent sums up in 32 bits."""
+`vpmaddwd` with ones adds adjacent sums up in 32 bits. For codes of 6 and 8 bits, of which few or no products
+may be added up in 16 bits, `vpmaddwd` multiplies codes and activations of 16 bits each."""
 
 from typing import Any
 
 from llvmlite import ir
 
 from tgis.shard.kernels.cpu.codes.conversion import load_words
-from tgis.shard.kernels.cpu.codes.layout import UNIT, Kind
+from tgis.shard.kernels.cpu.codes.layout import PIECE, Kind
 from tgis.shard.kernels.cpu.gemm.panels import LANES
 from tgis.shard.kernels.cpu.int8.inner_loop import AVX2, AVX512_VNNI, AVX_VNNI, HEADER, INSTRUCTION_SET
 from tgis.shard.kernels.cpu.jit import llvm
@@ -19,10 +20,13 @@ from tgis.shard.kernels.cpu.jit.llvm import I8, I16, I32, I64
 CAN_ROUND = INSTRUCTION_SET in (AVX512_VNNI, AVX_VNNI, AVX2) and INSTRUCTION_SET.lanes == LANES
 """True if the processor has the instructions of products that round activations."""
 _HAS_VNNI = INSTRUCTION_SET is not AVX2
-# Units whose products are added up in 16 bits before they are in 32. A code of 4 bits is at most 15 and an
-# activation at most 127 in magnitude, so a pair of products is at most 2 * 15 * 127 = 3,810. A unit adds two
-# pairs to each sum, and four units 8 * 3,810 = 30,480, which is less than 2**15: nothing saturates.
-BLOCK = 1 if _HAS_VNNI else 4
+# Offsets in a piece of a row of rounded activations: their sum times their scale, float32; what sums of
+# products are too large by because codes are unsigned, negated, int32; then what int8 products have, too:
+# the scale, float32, the sum times -128, int32, and the activations, of 8 or 16 bits.
+ROW_SUM, EXCESS, SCALE, CORRECTION = 0, 4, 8, 12
+VALUES = SCALE + HEADER
+BYTES_STRIDE, PAIRS_STRIDE = VALUES + PIECE, VALUES + 2 * PIECE
+"""Bytes between pieces of rows of activations of 8 and of 16 bits."""
 
 _WORDS, _BYTES, _PAIRS = (
     ir.VectorType(I32, LANES),
@@ -31,9 +35,25 @@ _WORDS, _BYTES, _PAIRS = (
 )
 
 
-def is_centred(kind: Kind) -> bool:
+def find_wide_bits(bits: int) -> int:
+    """Return the bits that a code takes up in a widened piece: 16 if `vpmaddubsw` would saturate."""
+    return 8 if _HAS_VNNI or bits <= 5 else 16
+
+
+def count_block_units(kind: Kind, stored_bits: int) -> int:
+    """Return the units whose products are added up in 16 bits before they are in 32.
+
+    A code of 4 bits is at most 15 and an activation at most 127 in magnitude, so a pair of products is at
+    most 2 * 15 * 127 = 3,810. A unit adds two pairs to each sum, and four units 8 * 3,810 = 30,480, which is
+    less than 2**15: nothing saturates. So it is for two units of codes of 5 bits, 4 * 7,874 = 31,496."""
+    if _HAS_VNNI or stored_bits == 16 or kind.bits == 8:
+        return 1
+    return 2 if kind.bits == 5 else 4
+
+
+def is_centred(kind: Kind, stored_bits: int) -> bool:
     """Return True if `add_units` multiplies by codes minus half their range, not by codes."""
-    return kind.bits == 8 and not _HAS_VNNI
+    return kind.bits == 8 and not _HAS_VNNI and stored_bits == 8
 
 
 def add_units(
@@ -45,11 +65,14 @@ def add_units(
     for i, unit in enumerate(units):
         words = load_words(b, unit, stored_bits, num_vectors)
         weights = [take_bytes(b, each, stored_bits) for each in words]
-        for half in range(2):
-            quads = load_quads(b, rows, b.add(u, I64(i)), half)
-            cells = [(quad, each[half]) for quad in quads for each in weights]
+        for j in range(len(weights[0])):
+            factors = _load_factors(b, rows, b.add(u, I64(i)), j, len(weights[0]))
+            cells = [(factor, each[j]) for factor in factors for each in weights]
             if _HAS_VNNI:
                 sums = [_multiply_quads(b, total, *cell) for total, cell in zip(sums, cells, strict=True)]
+            elif stored_bits == 16:
+                products = [_add_pairs(b, *cell) for cell in cells]
+                sums = [b.add(*each) for each in zip(sums, products, strict=True)]
             elif kind.bits == 8:
                 products = [_multiply_centred(b, *cell) for cell in cells]
                 sums = [_widen_pairs(b, *each) for each in zip(sums, products, strict=True)]
@@ -60,16 +83,16 @@ def add_units(
 
 
 def take_bytes(b: Any, words: list[Any], bits: int) -> list[Any]:
-    """Emit codes 0 to 3, and 4 to 7, of words."""
-    if bits == 8:
+    """Emit the words of a unit whose codes take up 8 or 16 bits, or of 4 bits codes 0 to 3, and 4 to 7."""
+    if bits >= 8:
         return words
     mask = llvm.constant(0x0F0F0F0F, LANES, I32)
     return [b.and_(words[0], mask), b.and_(b.lshr(words[0], llvm.constant(4, LANES, I32)), mask)]
 
 
-def load_quads(b: Any, rows: list[Any], u: Any, i: int) -> list[Any]:
-    """Emit the loads of activations 4i to 4i + 3 of unit u of rows of x, for all lanes."""
-    offset = b.add(b.mul(u, I64(UNIT)), I64(HEADER + 4 * i))
+def _load_factors(b: Any, rows: list[Any], u: Any, j: int, count: int) -> list[Any]:
+    """Emit the loads of part j of `count` of the activations of unit u of rows of x, for all lanes."""
+    offset = b.add(b.mul(u, I64(4 * count)), I64(VALUES + 4 * j))
     places = [llvm.pointer_to(b, I32, row, offset) for row in rows]
     return [llvm.broadcast(b, b.load(place, align=1), LANES) for place in places]
 
@@ -94,5 +117,10 @@ def _multiply_centred(b: Any, x: Any, codes: Any) -> Any:
 
 def _widen_pairs(b: Any, total: Any, pairs: Any) -> Any:
     """Emit total + the sums of adjacent numbers of 16 bits."""
-    ones = llvm.constant(1, 2 * LANES, I16)
-    return b.add(total, llvm.call(b, "llvm.x86.avx2.pmadd.wd", _WORDS, pairs, ones))
+    return b.add(total, _add_pairs(b, pairs, llvm.constant(1, 2 * LANES, I16)))
+
+
+def _add_pairs(b: Any, first: Any, second: Any) -> Any:
+    """Emit the sums of products of adjacent numbers of 16 bits."""
+    values = [b.bitcast(each, _PAIRS) for each in (first, second)]
+    return llvm.call(b, "llvm.x86.avx2.pmadd.wd", _WORDS, *values)

@@ -6,14 +6,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray
 
-from tgis.shard.kernels.cpu.codes.inner_loop import (
-    ROUNDED_STRIDE,
-    ROWS,
-    STRIDE,
-    add_columns,
-    multiply_tile,
+from tgis.shard.kernels.cpu.codes.inner_loop import ROWS, STRIDE, add_columns, multiply_tile
+from tgis.shard.kernels.cpu.codes.integer_sums import (
+    BYTES_STRIDE,
+    CAN_ROUND,
+    CORRECTION,
+    EXCESS,
+    PAIRS_STRIDE,
+    ROW_SUM,
+    SCALE,
+    VALUES,
+    find_wide_bits,
 )
-from tgis.shard.kernels.cpu.codes.integer_sums import CAN_ROUND
 from tgis.shard.kernels.cpu.codes.layout import (
     COLUMNS,
     HAS_AVX2,
@@ -24,7 +28,7 @@ from tgis.shard.kernels.cpu.codes.layout import (
     UNIT_BIT,
     Kind,
 )
-from tgis.shard.kernels.cpu.codes.many_rows import LINE, WIDE_UNIT, multiply_wide_tile, widen
+from tgis.shard.kernels.cpu.codes.many_rows import LINE, ROUNDED_ROWS, WIDE_UNIT, multiply_wide_tile, widen
 from tgis.shard.kernels.cpu.codes.many_rows import ROWS as WIDE_ROWS
 from tgis.shard.kernels.cpu.codes.scales import find_scales
 from tgis.shard.kernels.cpu.gemm.inner_loop import copy
@@ -39,6 +43,10 @@ _CHUNK = 5 << 17  # bytes of a copy of x, which stays in a core's cache
 _F32, _I32, _U8, _I8 = np.float32(0), np.int32(0), np.uint8(0), np.int8(0)
 _U16, _I16, _U32 = np.uint16(0), np.int16(0), np.uint32(0)
 _2_BITS, _3_BITS, _5_BITS, _6_BITS = np.float32(0), np.float64(0), np.uint64(0), np.complex64(0)
+_2_BITS_ROUNDED, _3_BITS_ROUNDED, _5_BITS_ROUNDED = np.bool_(0), np.int32(0), np.int64(0)
+_6_BITS_ROUNDED = np.complex128(0)
+
+_WIDE_BITS = tuple(find_wide_bits(bits) for bits in range(9))  # by the bits of codes
 
 _quantize_group = make_quantizer(1)
 
@@ -62,8 +70,10 @@ class Matrix(NamedTuple):
     table: int
     order: int  # int32: columns of x in the order of the codes, or 0; -1 is a column of zeros
     unit_bytes: int
+    code_bits: int
     row_bytes: int  # of a piece of x
-    max_unwidened: int  # most rows whose tiles each convert codes
+    wide_unit: int  # bytes of a unit of widened codes, or 0 if tiles convert codes
+    tile_rows: int  # most rows of a tile
 
 
 @ordered
@@ -103,19 +113,38 @@ def _copy_row(w: Any, x: int, piece: int, to: int) -> None:
 
 
 @ordered
+def _round_row(w: Any, x: int, size: int, to: int) -> None:
+    """Write a piece of a row, `size` numbers, rounded to integers of 8 bits, or of 16 where `w.row_bytes` is
+    PAIRS_STRIDE, and what sums need of it."""
+    if w.row_bytes == PAIRS_STRIDE:
+        memory = np.empty(BYTES_STRIDE, np.uint8)
+        _quantize_group(x, size, size, memory.ctypes.data + SCALE)
+        found = carray(pointer(memory.ctypes.data, _I8), (BYTES_STRIDE,))
+        carray(pointer(to + SCALE, _I8), (VALUES - SCALE,))[:] = found[SCALE:VALUES]
+        carray(pointer(to + VALUES, _I16), (size,))[:] = found[VALUES : VALUES + size]
+        keep_alive(memory)
+    else:
+        _quantize_group(x, size, size, to + SCALE)
+    correction = carray(pointer(to + CORRECTION, _I32), (1,))[0]
+    scale = carray(pointer(to + SCALE, _F32), (1,))[0]
+    exact = np.float32(correction) * np.float32(-1 / 128)
+    carray(pointer(to + ROW_SUM, _F32), (1,))[0] = exact * scale
+    carray(pointer(to + EXCESS, _I32), (1,))[0] = correction >> (8 - w.code_bits)
+
+
+@ordered
 def _copy_rows(w: Any, x: int, width: int, rows: int, to: int) -> None:
-    """Copy rows of x, `width` columns each, to [pieces, rows, w.row_bytes], rounded if these are
-    ROUNDED_STRIDE."""
+    """Copy rows of x, `width` columns each, to [pieces, rows, w.row_bytes], rounded if these are not
+    STRIDE."""
     unrounded = np.empty(STRIDE // 4, np.float32)
     for piece in range(count_pieces(w)):
         for r in range(rows):
             row, at = x + 4 * r * width, to + (piece * rows + r) * w.row_bytes
-            if w.row_bytes == ROUNDED_STRIDE:
-                size = count_units(w, piece) * UNIT
-                _copy_row(w, row, piece, unrounded.ctypes.data)
-                _quantize_group(unrounded.ctypes.data, size, size, at)
-            else:
+            if w.row_bytes == STRIDE:
                 _copy_row(w, row, piece, at)
+            else:
+                _copy_row(w, row, piece, unrounded.ctypes.data)
+                _round_row(w, unrounded.ctypes.data, count_units(w, piece) * UNIT, at)
     keep_alive(unrounded)
 
 
@@ -130,6 +159,7 @@ def _multiply_panel(
 ) -> None:
     """Compute sums[rows, COLUMNS] = x @ a panel. The thread's next panel is `following`. `wide` is scratch
     memory for the widened codes of a piece, before them for its scales and offsets."""
+    carray(pointer(sums, _F32), (rows * COLUMNS,))[:] = np.float32(0)
     at, pieces = w.panels + panel * panel_bytes(w), count_pieces(w)
     for piece in range(pieces):
         units, of = count_units(w, piece), x + piece * rows * w.row_bytes
@@ -137,7 +167,7 @@ def _multiply_panel(
         ahead = next_one if piece + 1 < pieces else w.panels + following * panel_bytes(w)
         scales = find_scales(w, panel, piece, at, wide - 2 * PLANE, w.centre)
         codes, offsets = at + w.scale_bytes, (scales + PLANE) * w.has_offsets
-        if rows > w.max_unwidened:
+        if w.wide_unit:
             _multiply_piece(w, of, rows, panel, piece, codes, scales, offsets, ahead, sums, wide, element)
         else:
             _multiply_codes(w, of, rows, panel, piece, codes, scales, offsets, ahead, sums, element)
@@ -164,7 +194,7 @@ def _multiply_codes(
         first = tile * rows // num_tiles
         tall = (tile + 1) * rows // num_tiles - first
         to, of = sums + 4 * COLUMNS * first, x + first * w.row_bytes
-        multiply_tile(tall, to, of, at, w.table, scales, offsets, zeros, units, piece == 0, ahead, element)
+        multiply_tile(tall, to, of, at, w.table, scales, offsets, zeros, units, ahead, element)
 
 
 @ordered
@@ -184,19 +214,16 @@ def _multiply_piece(
 ) -> None:
     """Add the product of rows and the codes at an address to sums, with codes that are widened once."""
     units, zeros, codes = count_units(w, piece), _find_zeros(w, panel, piece), at
-    wide_unit = WIDE_UNIT if w.row_bytes == ROUNDED_STRIDE else 4 * WIDE_UNIT
-    if w.unit_bytes < wide_unit:
+    if w.unit_bytes < w.wide_unit:
         widen(wide, at, units, w.table, element)
         codes = wide
-    num_tiles = -(-rows // WIDE_ROWS)
+    num_tiles = -(-rows // w.tile_rows)
     lines = -(-(units * w.unit_bytes + w.scale_bytes) // (LINE * units * num_tiles))
     for tile in range(num_tiles):
         first = tile * rows // num_tiles
         tall = (tile + 1) * rows // num_tiles - first
         to, of = sums + 4 * COLUMNS * first, x + first * w.row_bytes
-        multiply_wide_tile(
-            tall, to, of, codes, scales, offsets, zeros, units, piece == 0, ahead, lines, element
-        )
+        multiply_wide_tile(tall, to, of, codes, scales, offsets, zeros, units, ahead, lines, element)
         ahead += units * lines * LINE
 
 
@@ -210,26 +237,43 @@ def _copy_sums(sums: int, rows: int, y: int, pitch: int, n: int, panel: int) -> 
 
 
 @ordered
-def read_matrix(args: Any, first: int, unit_bytes: int, row_bytes: int, max_unwidened: int) -> Any:
+def read_matrix(args: Any, first: int, bits: int, row_bytes: int, wide_unit: int, tile_rows: int) -> Any:
     """Return the matrix that arguments from one on describe."""
     a = carray(args, first + 15)
     sizes = (a[first], a[first + 1], a[first + 2], a[first + 3], a[first + 4], a[first + 5], a[first + 6])
     more = (a[first + 7], a[first + 8], a[first + 9])
     addresses = (a[first + 10], a[first + 11], a[first + 12], a[first + 13], a[first + 14])
-    return Matrix(*sizes, *more, *addresses, unit_bytes, row_bytes, max_unwidened)
+    return Matrix(*sizes, *more, *addresses, UNIT_BIT * bits, bits, row_bytes, wide_unit, tile_rows)
 
 
 @ordered
-def _multiply(args: Any, bits: int, stride: int, element: Any) -> None:
-    """Compute a product. Units are numbered row group by row group, so that a thread can reuse its copy of x
-    for its next units."""
-    a = carray(args, 22)
-    m, width, threads, x, y, pitch = a[1], a[2], a[3], a[4], a[5], a[6]
+def _multiply_float(args: Any, bits: int, element: Any) -> None:
+    """Compute a product with float32 activations."""
+    m = carray(args, 2)[1]
     # AVX2 converts codes of 4 bits for two tiles, and of 8 bits for four, as fast as it stores widened codes.
     max_unwidened = ROWS if LANES == 16 or bits in PACKED_BITS else ROWS * bits // 2
-    w = read_matrix(args, 7, UNIT_BIT * bits, stride, max_unwidened)
-    row_bytes, num_panels = count_pieces(w) * stride, -(-w.out_features // COLUMNS)
-    max_rows = max(1, _CHUNK // (row_bytes * WIDE_ROWS)) * WIDE_ROWS
+    wide_unit = 4 * WIDE_UNIT if m > max_unwidened else 0
+    _multiply(args, read_matrix(args, 7, bits, STRIDE, wide_unit, WIDE_ROWS), element)
+
+
+@ordered
+def _multiply_rounded(args: Any, bits: int, wide_bits: int, element: Any) -> None:
+    """Compute a product with rounded activations. Tiles convert no packed codes."""
+    m, max_unwidened = carray(args, 2)[1], ROWS if LANES == 16 else ROWS * bits // 2
+    is_wide = bits in PACKED_BITS or m > max_unwidened
+    wide_unit = WIDE_UNIT // 8 * wide_bits if is_wide else 0
+    row_bytes = PAIRS_STRIDE if is_wide and wide_bits == 16 else BYTES_STRIDE
+    _multiply(args, read_matrix(args, 7, bits, row_bytes, wide_unit, ROUNDED_ROWS), element)
+
+
+@ordered
+def _multiply(args: Any, w: Any, element: Any) -> None:
+    """Compute a product. Units are numbered row group by row group, so that a thread can reuse its copy of x
+    for its next units."""
+    a = carray(args, 7)
+    m, width, threads, x, y, pitch = a[1], a[2], a[3], a[4], a[5], a[6]
+    row_bytes, num_panels = count_pieces(w) * w.row_bytes, -(-w.out_features // COLUMNS)
+    max_rows = max(1, _CHUNK // (row_bytes * w.tile_rows)) * w.tile_rows
     groups = -(-m // max_rows)
     max_rows = -(-m // groups)
     unit_panels = max(1, min(_MAX_PANELS, num_panels * groups // (8 * threads)))
@@ -258,39 +302,55 @@ def _multiply(args: Any, bits: int, stride: int, element: Any) -> None:
 
 
 def _multiply_4_bits(args: Any) -> None:
-    _multiply(args, 4, STRIDE, _U8)
+    _multiply_float(args, 4, _U8)
 
 
 def _multiply_4_bits_of_any_numbers(args: Any) -> None:
-    _multiply(args, 4, STRIDE, _U32)
+    _multiply_float(args, 4, _U32)
 
 
 def _multiply_8_bits(args: Any) -> None:
-    _multiply(args, 8, STRIDE, _I8)
+    _multiply_float(args, 8, _I8)
 
 
 def _multiply_2_bits(args: Any) -> None:
-    _multiply(args, 2, STRIDE, _2_BITS)
+    _multiply_float(args, 2, _2_BITS)
 
 
 def _multiply_3_bits(args: Any) -> None:
-    _multiply(args, 3, STRIDE, _3_BITS)
+    _multiply_float(args, 3, _3_BITS)
 
 
 def _multiply_5_bits(args: Any) -> None:
-    _multiply(args, 5, STRIDE, _5_BITS)
+    _multiply_float(args, 5, _5_BITS)
 
 
 def _multiply_6_bits(args: Any) -> None:
-    _multiply(args, 6, STRIDE, _6_BITS)
+    _multiply_float(args, 6, _6_BITS)
+
+
+def _multiply_2_bits_rounded(args: Any) -> None:
+    _multiply_rounded(args, 2, _WIDE_BITS[2], _2_BITS_ROUNDED)
+
+
+def _multiply_3_bits_rounded(args: Any) -> None:
+    _multiply_rounded(args, 3, _WIDE_BITS[3], _3_BITS_ROUNDED)
 
 
 def _multiply_4_bits_rounded(args: Any) -> None:
-    _multiply(args, 4, ROUNDED_STRIDE, _U16)
+    _multiply_rounded(args, 4, _WIDE_BITS[4], _U16)
+
+
+def _multiply_5_bits_rounded(args: Any) -> None:
+    _multiply_rounded(args, 5, _WIDE_BITS[5], _5_BITS_ROUNDED)
+
+
+def _multiply_6_bits_rounded(args: Any) -> None:
+    _multiply_rounded(args, 6, _WIDE_BITS[6], _6_BITS_ROUNDED)
 
 
 def _multiply_8_bits_rounded(args: Any) -> None:
-    _multiply(args, 8, ROUNDED_STRIDE, _I16)
+    _multiply_rounded(args, 8, _WIDE_BITS[8], _I16)
 
 
 MULTIPLY = {
@@ -304,5 +364,9 @@ MULTIPLY = {
 if HAS_AVX2:
     MULTIPLY[Kind(4, False, has_any_numbers=True)] = Kernel(_multiply_4_bits_of_any_numbers)
 if CAN_ROUND:
+    MULTIPLY[Kind(2, True)] = Kernel(_multiply_2_bits_rounded)
+    MULTIPLY[Kind(3, True)] = Kernel(_multiply_3_bits_rounded)
     MULTIPLY[Kind(4, True)] = Kernel(_multiply_4_bits_rounded)
+    MULTIPLY[Kind(5, True)] = Kernel(_multiply_5_bits_rounded)
+    MULTIPLY[Kind(6, True)] = Kernel(_multiply_6_bits_rounded)
     MULTIPLY[Kind(8, True)] = Kernel(_multiply_8_bits_rounded)

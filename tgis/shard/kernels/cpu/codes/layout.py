@@ -56,7 +56,7 @@ class ScaleForm(IntEnum):
 
 class Kind(NamedTuple):
     """Kind of products. Codes of 4 bits are indices of a table of 16 floats. Where activations are rounded,
-    codes are integers plus half their range, unsigned; else those of 8 bits are integers."""
+    codes of 4 and 8 bits are integers plus half their range, unsigned; else those of 8 bits are integers."""
 
     bits: int
     rounds_activations: bool
@@ -69,7 +69,7 @@ class Kind(NamedTuple):
 
     @property
     def is_unsigned(self) -> bool:
-        return self.bits == 4 or self.rounds_activations
+        return self.bits == 4 or (self.rounds_activations and not self.is_packed)
 
     @property
     def column_bytes(self) -> int:
@@ -94,6 +94,10 @@ KINDS = {
     types.float64: Kind(3, False),
     types.uint64: Kind(5, False),
     types.complex64: Kind(6, False),
+    types.boolean: Kind(2, True),
+    types.int32: Kind(3, True),
+    types.int64: Kind(5, True),
+    types.complex128: Kind(6, True),
 }
 """Kinds by the numba type that stands for them."""
 

@@ -55,7 +55,7 @@ def _look_up(args: Any) -> None:
     """Write rows of a table. `numbers`: those that codes stand for, float32 [2^bits]."""
     a = carray(args, 8)
     num_rows, ids, out, bits, has_words, places, numbers_at = a[1], a[2], a[3], a[4], a[5], a[6], a[7]
-    w = read_matrix(args, 8, UNIT_BIT * bits, 0, 0)
+    w = read_matrix(args, 8, bits, 0, 0, 1)
     numbers = carray(pointer(numbers_at, _F32), (1 << bits,))
     scratch = np.empty(2 * PLANE, np.uint8)
     t = next_unit(args)

@@ -1,6 +1,6 @@
 """Builders of the LLVM code of products of many rows with codes. A piece's codes are widened once for all
-tiles of rows, to float32 or, where activations are rounded, to bytes. The tiles share the prefetching of the
-piece that follows.
+tiles of rows, to float32 or, where activations are rounded, to integers of 8 or 16 bits. The tiles share the
+prefetching of the piece that follows.
 
 An element has the bits that `inner_loop.py` gives it: float32 numbers are multiplied and added in the same
 order, and sums of integers are exact in any order."""
@@ -8,9 +8,8 @@ order, and sums of integers are exact in any order."""
 from functools import partial
 from typing import Any
 
-from tgis.shard.kernels.cpu.codes.conversion import emit_numbers, load_table, load_words
+from tgis.shard.kernels.cpu.codes.conversion import emit_numbers, load_table
 from tgis.shard.kernels.cpu.codes.inner_loop import (
-    ROUNDED_STRIDE,
     STRIDE,
     RoundedSums,
     Strip,
@@ -21,35 +20,45 @@ from tgis.shard.kernels.cpu.codes.inner_loop import (
     multiply_strips,
     subtract_products,
 )
-from tgis.shard.kernels.cpu.codes.integer_sums import take_bytes
-from tgis.shard.kernels.cpu.codes.layout import COLUMNS, KINDS, UNIT, VECTORS, Kind
+from tgis.shard.kernels.cpu.codes.integer_sums import BYTES_STRIDE, PAIRS_STRIDE, find_wide_bits
+from tgis.shard.kernels.cpu.codes.integers import emit_words
+from tgis.shard.kernels.cpu.codes.layout import COLUMNS, KINDS, UNIT, Kind
 from tgis.shard.kernels.cpu.gemm.panels import LANES
 from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import I64
 
-# Most rows of a tile: its sums, the codes of a column and one number of x fill the processor's registers.
-ROWS = 6
+# Most rows of a tile: its sums, the codes of a column and one number of x fill the processor's registers,
+# of which sums of integers need more with AVX2.
+ROWS, ROUNDED_ROWS = 6, 6 if LANES == 16 else 5
 _STRIPS = 1 if LANES == 16 else 2  # that a panel is cut into
-TALL = ROWS // 2  # least rows of a tile, when more than ROWS are cut into tiles of equal height
+TALL = 3  # least rows of a tile, when more than ROWS are cut into tiles of equal height
 # Bytes of a unit of codes that are widened to bytes. Float32 takes four times as many.
 WIDE_UNIT = UNIT * COLUMNS
 LINE = 64  # bytes of a cache line
 
 
+def find_wide_unit(kind: Kind) -> int:
+    """Return the bytes of a unit of a widened piece."""
+    return WIDE_UNIT // 8 * (find_wide_bits(kind.bits) if kind.rounds_activations else 32)
+
+
 @llvm_function()
 def widen(b: Any, to: Any, piece: Any, units: Any, table: Any, element: Any) -> None:
     """Write the codes of a piece's units as the numbers that they stand for, [UNIT, COLUMNS] of float32 for
-    each unit, or where activations are rounded as bytes in the layout of units of 8 bits."""
+    each unit, or where activations are rounded as unsigned integers of `find_wide_bits`, in words that each
+    hold as many codes of a column as fit: [words, COLUMNS]."""
     kind = KINDS[element]
     table_vectors = load_table(b, kind, table)
-    step, wide = WIDE_UNIT // 8 * kind.bits, WIDE_UNIT if kind.rounds_activations else 4 * WIDE_UNIT
+    step, wide = WIDE_UNIT // 8 * kind.bits, find_wide_unit(kind)
 
     def widen_unit(u: Any, _: list[Any]) -> list[Any]:
         unit, target = b.add(piece, b.mul(u, I64(step))), b.add(to, b.mul(u, I64(wide)))
         if kind.rounds_activations:
-            quads = [take_bytes(b, words, 4) for words in load_words(b, unit, 4)]
-            vectors = [(LANES * j, each[i]) for i in range(2) for j, each in enumerate(quads, i * VECTORS)]
+            words = emit_words(b, kind, unit, find_wide_bits(kind.bits))
+            vectors = [
+                (COLUMNS * i + LANES * v, word) for v, each in enumerate(words) for i, word in enumerate(each)
+            ]
         else:
             vectors = [
                 (COLUMNS * k + LANES * v, vector)
@@ -65,6 +74,8 @@ def widen(b: Any, to: Any, piece: Any, units: Any, table: Any, element: Any) -> 
 
 class _FloatTile:
     """Sums of float32 products."""
+
+    block_units = 1
 
     def __init__(self, b: Any, rows: list[Any], num_vectors: int):
         self._rows, self._num_vectors, self.scales = rows, num_vectors, list[Any]()
@@ -98,35 +109,43 @@ def multiply_wide_tile(
     offsets: Any,
     zeros: Any,
     units: Any,
-    is_first: Any,
     ahead: Any,
     lines: Any,
     element: Any,
 ) -> None:
-    """Compute out[:rows, :COLUMNS] += x[:rows] @ the widened codes of a piece. `rows` is TALL to ROWS. For
-    each unit, the code prefetches `lines` cache lines from `ahead` on. For the others see `multiply_tile`."""
+    """Compute out[:rows, :COLUMNS] += x[:rows] @ the widened codes of a piece. `rows` is TALL to ROWS or
+    ROUNDED_ROWS, or from 1 on for rounded activations and packed codes. For each unit, the code prefetches
+    `lines` cache lines from `ahead` on. For the others see `multiply_tile`."""
     end, kind = b.append_basic_block("end"), KINDS[element]
-    cases, stride = b.switch(rows, end), ROUNDED_STRIDE if kind.rounds_activations else STRIDE
-    for num_rows in range(TALL, ROWS + 1):
+    cases, stride = b.switch(rows, end), find_wide_stride(kind)
+    least = 1 if kind.rounds_activations and kind.is_packed else TALL
+    for num_rows in range(least, (ROUNDED_ROWS if kind.rounds_activations else ROWS) + 1):
         block = b.append_basic_block(f"rows{num_rows}")
         cases.add_case(I64(num_rows), block)
         b.position_at_end(block)
         begins = [b.add(x, I64(stride * r)) for r in range(num_rows)]
-        tile = partial(_multiply_strip, b, kind, begins, units, is_first, ahead, lines)
+        tile = partial(_multiply_strip, b, kind, begins, units, ahead, lines)
         multiply_strips(b, _STRIPS, Strip(out, codes, scales, offsets, zeros), tile, 4)
         b.branch(end)
     b.position_at_end(end)
 
 
+def find_wide_stride(kind: Kind) -> int:
+    """Return the bytes between rows of x of a piece that is widened."""
+    if kind.rounds_activations:
+        return BYTES_STRIDE if find_wide_bits(kind.bits) == 8 else PAIRS_STRIDE
+    return STRIDE
+
+
 def _multiply_strip(
-    b: Any, kind: Kind, rows: list[Any], units: Any, is_first: Any, ahead: Any, lines: Any, strip: Strip
+    b: Any, kind: Kind, rows: list[Any], units: Any, ahead: Any, lines: Any, strip: Strip
 ) -> None:
     """Emit the product of rows of x and a strip, the first of which prefetches."""
     if kind.rounds_activations:
-        tile: Tile = RoundedSums(b, kind, 8, rows, strip.num_vectors)
+        tile: Tile = RoundedSums(b, kind, find_wide_bits(kind.bits), rows, strip.num_vectors)
     else:
         tile = _FloatTile(b, rows, strip.num_vectors)
-    unit_bytes = WIDE_UNIT if kind.rounds_activations else 4 * WIDE_UNIT
+    unit_bytes = find_wide_unit(kind)
     if _STRIPS > 1:
         lines = b.select(b.icmp_signed("==", strip.index, I64(0)), lines, I64(0))
 
@@ -140,5 +159,5 @@ def _multiply_strip(
         offsets = [b.mul(b.add(u, I64(i)), I64(unit_bytes)) for i in range(count)]
         return tile.add_units(b, sums, u, [b.add(strip.codes, offset) for offset in offsets])
 
-    sums = loop_units(b, kind, units, tile.initial, add_units)
-    add_scaled(b, tile, tile.finish(b, sums, strip.zeros), strip, is_first)
+    sums = loop_units(b, tile, units, add_units)
+    add_scaled(b, tile, tile.finish(b, sums, strip.zeros), strip)

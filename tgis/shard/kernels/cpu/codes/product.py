@@ -167,7 +167,7 @@ def find_packer(layout: CodeLayout, rounds_activations: bool) -> Callable[[Store
     is_small = is_packed or layout.bits <= 4 or (layout.bits == 8 and not layout.table)
     if not (is_small and _find_columns(layout.group)):
         return None
-    rounds = rounds_activations and CAN_ROUND and not (layout.table or is_packed)
+    rounds = rounds_activations and CAN_ROUND and not layout.table
     return partial(pack, rounds_activations=rounds)
 
 
@@ -296,7 +296,7 @@ def _store_scales(codes: Codes, groups: Tensor, scales: _Scales) -> Tensor:
 
 def _find_kind(layout: CodeLayout, rounds_activations: bool) -> Kind:
     if _is_packed(layout):
-        return Kind(layout.bits, False)
+        return Kind(layout.bits, rounds_activations)
     has_any_numbers = HAS_AVX2 and bool(layout.table) and not _fits_bfloat16(layout.table)
     return Kind(8 if layout.bits == 8 else 4, rounds_activations, has_any_numbers)
 

@@ -1,0 +1,89 @@
+"""Builders of the LLVM code that converts the codes of a unit to unsigned integers of 8 or 16 bits: codes
+plus half their range."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+
+from tgis.shard.kernels.cpu.codes.conversion import load_parts, load_words
+from tgis.shard.kernels.cpu.codes.integer_sums import take_bytes
+from tgis.shard.kernels.cpu.codes.layout import UNIT, VECTORS, Kind, list_parts
+from tgis.shard.kernels.cpu.gemm.panels import LANES
+from tgis.shard.kernels.cpu.jit import llvm
+from tgis.shard.kernels.cpu.jit.llvm import I8, I32, I64
+
+_WORDS, _BYTES = ir.VectorType(I32, LANES), ir.VectorType(I8, 4 * LANES)
+
+
+def emit_words(b: Any, kind: Kind, unit: Any, wide_bits: int) -> list[list[Any]]:
+    """Emit the integers of a unit: for each vector of columns words of 32 bits, which hold codes of a column
+    in order, the first in the lowest bits."""
+    if kind.is_packed:
+        return _cut_packed(b, unit, kind.bits, wide_bits)
+    words = [take_bytes(b, each, kind.bits) for each in load_words(b, unit, kind.bits)]
+    if wide_bits == 8:
+        return words
+    return [[half for word in each for half in _split_bytes(b, word)] for each in words]
+
+
+def _split_bytes(b: Any, word: Any) -> list[Any]:
+    """Emit the lower and the upper two bytes of words as numbers of 16 bits."""
+    values, zero = b.bitcast(word, _BYTES), llvm.constant(0, 4 * LANES, I8)
+    found = []
+    for half in range(2):
+        lanes = [4 * LANES if i % 2 else 4 * (i // 4) + 2 * half + i % 4 // 2 for i in range(4 * LANES)]
+        found.append(b.bitcast(llvm.shuffle(b, values, zero, lanes), _WORDS))
+    return found
+
+
+def _cut_packed(b: Any, unit: Any, bits: int, wide_bits: int) -> list[list[Any]]:
+    """Emit the integers of packed codes, which are in two's complement."""
+    per_word, half = 32 // wide_bits, 1 << (bits - 1)
+    middle = sum(half << (wide_bits * i) for i in range(per_word))
+    found = []
+    for v in range(VECTORS):
+        strip, column = divmod(v, VECTORS // 2)
+        begin = b.add(unit, I64(UNIT * bits * LANES // 8 * (VECTORS // 2) * strip))
+        parts = load_parts(b, begin, bits, LANES * column)
+        words = []
+        for first in range(0, UNIT, per_word):
+            bits_of_codes = [
+                _move(b, parts, field, wide_bits * i)
+                for i in range(per_word)
+                for field in list_fields(bits, first + i)
+            ]
+            joined = bits_of_codes[0]
+            for each in bits_of_codes[1:]:
+                joined = b.or_(joined, each)
+            words.append(b.xor(joined, llvm.constant(middle, LANES, I32)))
+        found.append(words)
+    return found
+
+
+class Field(NamedTuple):
+    """Bits of a code that lie together in a part of a strip."""
+
+    part: int
+    begin: int  # first bit in the part
+    num_bits: int
+    place: int  # of the first bit in the code
+
+
+def list_fields(bits: int, k: int) -> Iterator[Field]:
+    """Yield the fields of code k of a unit of codes of PACKED_BITS."""
+    for i, part in enumerate(list_parts(bits)):
+        if part.first <= k < part.first + part.num_codes:
+            yield Field(i, bits * (k - part.first), bits, 0)
+        elif k == UNIT - 1 and part.rest:
+            yield Field(i, bits * part.num_codes, part.rest, part.taken)
+
+
+def _move(b: Any, parts: list[Any], field: Field, to: int) -> Any:
+    """Emit a field moved to the code that begins at bit `to`, and zeros."""
+    distance, word = field.begin - field.place - to, parts[field.part]
+    if distance:
+        shift = b.lshr if distance > 0 else b.shl
+        word = shift(word, llvm.constant(abs(distance), LANES, I32))
+    mask = ((1 << field.num_bits) - 1) << (to + field.place)
+    return b.and_(word, llvm.constant(mask, LANES, I32))
