@@ -22,15 +22,16 @@ ENDS = {
     "fail_an_assertion": ("failed", "AssertionError: 3 of 4 rows differ"),
     "leave": ("failed", "ended with status 7"),
     "break_memory": ("crashed", "SIGSEGV"),
-    "end_the_keeper": ("crashed", "the process that keeps cases is lost"),
     "import_nothing": ("failed", "ModuleNotFoundError: No module named 'a_module_that_nobody_has'"),
+    # The last one: it takes the process with the libraries along.
+    "end_the_keeper": ("crashed", "the process that keeps cases is lost"),
 }
 
 
 def test_all_ends_come_home(tmp_path: Path) -> None:
-    cases = [make_case(name) for name in ENDS if name != "import_nothing"]
-    cases.append(Case("import_nothing", "a_module_that_nobody_has:run", 20.0))
-    found = run_cases(tmp_path, cases, libraries=["torch", "triton"])
+    cases = {name: make_case(name) for name in ENDS}
+    cases["import_nothing"] = Case("import_nothing", "a_module_that_nobody_has:run", 20.0)
+    found = run_cases(tmp_path, [*cases.values()], libraries=["torch", "triton"])
     for name, (outcome, reason) in ENDS.items():
         *before, last = found[name]
         assert (last.kind, last.value) == ("outcome", outcome), name
