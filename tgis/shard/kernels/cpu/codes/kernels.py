@@ -113,39 +113,48 @@ def _copy_row(w: Any, x: int, piece: int, to: int) -> None:
 
 
 @ordered
-def _round_row(w: Any, x: int, size: int, to: int) -> None:
-    """Write a piece of a row, `size` numbers, rounded to integers of 8 bits, or of 16 where `w.row_bytes` is
-    PAIRS_STRIDE, and what sums need of it."""
-    if w.row_bytes == PAIRS_STRIDE:
-        memory = np.empty(BYTES_STRIDE, np.uint8)
-        _quantize_group(x, size, size, memory.ctypes.data + SCALE)
-        found = carray(pointer(memory.ctypes.data, _I8), (BYTES_STRIDE,))
-        carray(pointer(to + SCALE, _I8), (VALUES - SCALE,))[:] = found[SCALE:VALUES]
-        carray(pointer(to + VALUES, _I16), (size,))[:] = found[VALUES : VALUES + size]
-        keep_alive(memory)
-    else:
-        _quantize_group(x, size, size, to + SCALE)
-    correction = carray(pointer(to + CORRECTION, _I32), (1,))[0]
-    scale = carray(pointer(to + SCALE, _F32), (1,))[0]
-    exact = np.float32(correction) * np.float32(-1 / 128)
-    carray(pointer(to + ROW_SUM, _F32), (1,))[0] = exact * scale
-    carray(pointer(to + EXCESS, _I32), (1,))[0] = correction >> (8 - w.code_bits)
+def _copy_rows(w: Any, x: int, width: int, rows: int, to: int) -> None:
+    """Copy rows of x, `width` columns each, to [pieces, rows, STRIDE]."""
+    for piece in range(count_pieces(w)):
+        for r in range(rows):
+            _copy_row(w, x + 4 * r * width, piece, to + (piece * rows + r) * STRIDE)
 
 
 @ordered
-def _copy_rows(w: Any, x: int, width: int, rows: int, to: int) -> None:
-    """Copy rows of x, `width` columns each, to [pieces, rows, w.row_bytes], rounded if these are not
-    STRIDE."""
-    unrounded = np.empty(STRIDE // 4, np.float32)
+def _round_rows(w: Any, x: int, width: int, rows: int, to: int) -> None:
+    """Copy rows of x, `width` columns each, to [pieces, rows, w.row_bytes], rounded to integers of 8 bits, or
+    of 16 where a row is PAIRS_STRIDE bytes."""
+    scratch = np.empty(STRIDE + BYTES_STRIDE, np.uint8)
+    row: Any = np.int64(scratch.ctypes.data)
     for piece in range(count_pieces(w)):
+        size = count_units(w, piece) * UNIT
         for r in range(rows):
-            row, at = x + 4 * r * width, to + (piece * rows + r) * w.row_bytes
-            if w.row_bytes == STRIDE:
-                _copy_row(w, row, piece, at)
-            else:
-                _copy_row(w, row, piece, unrounded.ctypes.data)
-                _round_row(w, unrounded.ctypes.data, count_units(w, piece) * UNIT, at)
-    keep_alive(unrounded)
+            at = to + (piece * rows + r) * w.row_bytes
+            rounded = row + STRIDE if w.row_bytes == PAIRS_STRIDE else at
+            _copy_row(w, x + 4 * r * width, piece, row)
+            _quantize_group(row, size, size, rounded + SCALE)
+            if w.row_bytes == PAIRS_STRIDE:
+                _widen_row(rounded, size, at)
+            _describe_row(at, w.code_bits)
+    keep_alive(scratch)
+
+
+@ordered
+def _widen_row(x: int, size: int, to: int) -> None:
+    """Copy a piece of a row of `size` integers of 8 bits as integers of 16 bits."""
+    found = carray(pointer(x, _I8), (BYTES_STRIDE,))
+    carray(pointer(to, _I8), (VALUES,))[:] = found[:VALUES]
+    carray(pointer(to + VALUES, _I16), (size,))[:] = found[VALUES : VALUES + size]
+
+
+@ordered
+def _describe_row(at: int, code_bits: int) -> None:
+    """Write what sums need of a piece of a rounded row."""
+    correction = carray(pointer(at + CORRECTION, _I32), (1,))[0]
+    scale = carray(pointer(at + SCALE, _F32), (1,))[0]
+    exact = np.float32(correction) * np.float32(-1 / 128)
+    carray(pointer(at + ROW_SUM, _F32), (1,))[0] = exact * scale
+    carray(pointer(at + EXCESS, _I32), (1,))[0] = correction >> (8 - code_bits)
 
 
 @ordered
@@ -253,7 +262,7 @@ def _multiply_float(args: Any, bits: int, element: Any) -> None:
     # AVX2 converts codes of 4 bits for two tiles, and of 8 bits for four, as fast as it stores widened codes.
     max_unwidened = ROWS if LANES == 16 or bits in PACKED_BITS else ROWS * bits // 2
     wide_unit = 4 * WIDE_UNIT if m > max_unwidened else 0
-    _multiply(args, read_matrix(args, 7, bits, STRIDE, wide_unit, WIDE_ROWS), element)
+    _multiply(args, read_matrix(args, 7, bits, STRIDE, wide_unit, WIDE_ROWS), _copy_rows, element)
 
 
 @ordered
@@ -263,11 +272,11 @@ def _multiply_rounded(args: Any, bits: int, wide_bits: int, element: Any) -> Non
     is_wide = bits in PACKED_BITS or m > max_unwidened
     wide_unit = WIDE_UNIT // 8 * wide_bits if is_wide else 0
     row_bytes = PAIRS_STRIDE if is_wide and wide_bits == 16 else BYTES_STRIDE
-    _multiply(args, read_matrix(args, 7, bits, row_bytes, wide_unit, ROUNDED_ROWS), element)
+    _multiply(args, read_matrix(args, 7, bits, row_bytes, wide_unit, ROUNDED_ROWS), _round_rows, element)
 
 
 @ordered
-def _multiply(args: Any, w: Any, element: Any) -> None:
+def _multiply(args: Any, w: Any, copy_rows: Any, element: Any) -> None:
     """Compute a product. Units are numbered row group by row group, so that a thread can reuse its copy of x
     for its next units."""
     a = carray(args, 7)
@@ -290,7 +299,7 @@ def _multiply(args: Any, w: Any, element: Any) -> None:
         first = group * m // groups
         rows = (group + 1) * m // groups - first
         if copied_group != group:
-            _copy_rows(w, x + 4 * first * width, width, rows, rows_of_x)
+            copy_rows(w, x + 4 * first * width, width, rows, rows_of_x)
             copied_group = group
         end = min(begin + unit_panels, num_panels)
         for panel in range(begin, end):
