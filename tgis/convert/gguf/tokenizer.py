@@ -11,6 +11,7 @@ from tgis.convert.gguf.pre_tokenizers import SPLITTINGS
 from tgis.errors import first_line
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens
+MERGED = (NORMAL, USER_DEFINED, UNUSED)  # types of tokens that SentencePiece merges, and merges to
 KEY = "tokenizer.ggml."
 SPACE = "▁"
 SPECIAL = {
@@ -118,7 +119,7 @@ def _make_sentencepiece_bpe(vocabulary: Vocabulary) -> tuple[Tokenizer, bool, bo
     has_prefix = vocabulary.metadata.flag(KEY + "add_space_prefix", True)
     model = models.BPE(
         vocabulary.ids,
-        _list_merges(vocabulary),
+        list_merges(vocabulary),
         unk_token=vocabulary.find("unknown_token_id"),
         byte_fallback=BYTE in vocabulary.types,
         fuse_unk=True,
@@ -133,11 +134,10 @@ def _make_sentencepiece_bpe(vocabulary: Vocabulary) -> tuple[Tokenizer, bool, bo
     return tokenizer, True, False
 
 
-def _list_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+def list_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     """Return all pairs of tokens that make a token in the order in which SentencePiece merges them."""
     scores, ids = vocabulary.scores(), vocabulary.ids
-    merged = (NORMAL, USER_DEFINED, UNUSED)
-    usable = {token: id for token, id in ids.items() if vocabulary.types[id] in merged}
+    usable = {token: id for token, id in ids.items() if vocabulary.types[id] in MERGED}
     found: list[tuple[float, int, int, str, str]] = []
     for token, id in usable.items():
         cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
