@@ -3,7 +3,7 @@
 import gc
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -15,6 +15,8 @@ from tgis.hub.gguf_files import SUFFIX, find_gguf, refuse_gguf, refuse_gguf_on_h
 
 if TYPE_CHECKING:
     from tgis.hub.download import Repository
+    from tgis.shard.quantize.gguf.output import GgufKind
+    from tgis.shard.quantize.settings import Method
 
 _revision = click.option("--revision", help="Branch, tag or commit of MODEL_NAME; unset: main.")
 
@@ -240,12 +242,12 @@ def quantize(
     if method == "gguf":
         from tgis.shard.quantize.gguf import output as gguf_output
 
-        click.echo(gguf_output.write_gguf(directory, output, gguf_type or "q8_0"))
+        click.echo(gguf_output.write_gguf(directory, output, cast("GgufKind", gguf_type or "q8_0")))
         return
     from tgis.shard.quantize import run
     from tgis.shard.quantize.settings import QuantizeSettings
 
-    settings = QuantizeSettings(method=method, bits=int(bits), group_size=groupsize, **others)
+    settings = QuantizeSettings(method=cast("Method", method), bits=int(bits), group_size=groupsize, **others)
     click.echo(run.quantize(directory, output, settings, calibration, root))
 
 

@@ -17,6 +17,7 @@ from tgis.convert.gguf.files import open_gguf
 from tgis.convert.gguf.pre_tokenizers import SPLITTINGS
 from tgis.convert.gguf.tokenizer import Vocabulary, make_tokenizer
 
+
 def convert(path: Path, kind: str, tokens: list[str], types: list[int], **more: Any) -> Tokenizer:
     """Write a vocabulary by the package, with more of its keys, and read it."""
     writer = gguf.GGUFWriter(path, "llama")

@@ -4,7 +4,6 @@ llama.cpp."""
 import errno
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,10 +40,14 @@ from tgis.shard.quantize.gguf.metadata import WRITTEN
 from tgis.shard.quantize.gguf.output import write_gguf
 from tgis.shard.quantize.settings import QuantizeError
 
-WRITTEN_CASES = [name for name, (architecture, _) in CASES.items() if architecture in
-                 {name for name, _ in WRITTEN.values()}]
+WRITTEN_CASES = [
+    name
+    for name, (architecture, _) in CASES.items()
+    if architecture in {name for name, _ in WRITTEN.values()}
+]
 # Permuted rows; norms with an offset and windows; stacked and joined experts; transposed matrices.
 QUICK = {"grouped_queries", "gemma3", "granitemoe", "gpt2"}
+WITHOUT_WINDOWS = ("starcoder2", "phi3")  # of which llama.cpp computes no windows
 DETAILS = {"logprobs": True, "ranks": True}
 KINDS = {"q8_0": Type.Q8_0, "q4_0": Type.Q4_0, "q4_1": Type.Q4_1}
 TABLES = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "lm_head.weight", "embed_out.weight")
@@ -60,7 +63,12 @@ def write_little_tokenizer(directory: Path, size: int = SMALL["vocab_size"]) -> 
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     tokenizer.save(str(directory / "tokenizer.json"))
-    settings = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "chat_template": "{{ messages }}"}
+    settings = {
+        "unk_token": "<unk>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": "{{ messages }}",
+    }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
@@ -80,7 +88,9 @@ def round_weights(directory: Path, kind: str) -> dict[str, torch.Tensor]:
     for name, tensor in load_file(directory / "model.safetensors").items():
         is_transposed = config["model_type"] == "gpt2" and name.endswith(".weight") and ".c_" in name
         weight = np.ascontiguousarray((tensor.T if is_transposed else tensor).numpy())
-        back = gguf.dequantize(gguf.quantize(weight, found_type := choose_type(name, weight, kind)), found_type)
+        back = gguf.dequantize(
+            gguf.quantize(weight, found_type := choose_type(name, weight, kind)), found_type
+        )
         if config["model_type"].startswith("gemma") and name.endswith("norm.weight"):
             back = (weight + np.float32(1)) - np.float32(1)
         rounded = torch.from_numpy(back).reshape(weight.shape)
@@ -166,7 +176,9 @@ def read_tokenizer(file: Path) -> Tokenizer:
     return make_tokenizer(Vocabulary(open_gguf([file]).metadata))
 
 
-@pytest.mark.parametrize("name", ["gpt-2", "starcoder", "llama3", "qwen2", "tekken", "gpt-4o", "deepseek-coder"])
+@pytest.mark.parametrize(
+    "name", ["gpt-2", "starcoder", "llama3", "qwen2", "tekken", "gpt-4o", "deepseek-coder"]
+)
 def test_byte_level_tokens(name: str, tmp_path: Path) -> None:
     theirs = write_byte_level(tmp_path, 400)
     splitting = SPLITTINGS[name]
@@ -214,7 +226,9 @@ def test_sentencepiece_tokens(has_prefix: bool, tmp_path: Path) -> None:
 
 def convert_sentencepiece(model: Any, file: Path, has_prefix: bool) -> Tokenizer:
     file.write_bytes(model.SerializeToString())
-    vocab, merges = (SentencePieceExtractor(str(file)).extract(models.BPE)[key] for key in ("vocab", "merges"))
+    vocab, merges = (
+        SentencePieceExtractor(str(file)).extract(models.BPE)[key] for key in ("vocab", "merges")
+    )
     found = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     found.add_special_tokens(["<unk>", "<s>", "</s>"])
     prefix = [normalizers.Prepend("▁")] if has_prefix else []
@@ -265,7 +279,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(tensors.PlannedTensor, "write", fail)
-    with pytest.raises(QuantizeError, match="model.gguf cannot be written: No space left on device"):
+    with pytest.raises(QuantizeError, match=r"model\.gguf cannot be written: No space left on device"):
         write_gguf(tmp_path / "model", tmp_path / "model.gguf", "q8_0")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -325,18 +339,20 @@ def write_with_spaces(directory: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in WRITTEN_CASES if case != "phi3_short_and_long"])
 def test_llama_cpp_reads_it(case: str, tmp_path: Path) -> None:
-    """Its log-probabilities are near transformers': it rounds activations to 8 bits."""
+    """Its logits are transformers'. Matrices of 48 columns are not rounded to codes, because with codes it
+    rounds activations to 8 bits."""
     python = llama_cpp.find_python()
-    config = write_case(tmp_path, case, hidden_size=64, intermediate_size=64, head_dim=16)
-    write_gguf(tmp_path, tmp_path / "model.gguf", "q8_0")
-    save_file(round_weights(tmp_path, "q8_0"), tmp_path / "model.safetensors", metadata={"format": "pt"})
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    directory = tmp_path / "model"  # llama.cpp knows some models by their names
+    changes = {"sliding_window": None} if case in WITHOUT_WINDOWS else {}
+    config = write_case(directory, case, hidden_size=48, intermediate_size=80, **changes)
+    write_gguf(directory, tmp_path / "model.gguf", "q8_0")
+    save_file(round_weights(directory, "q8_0"), directory / "model.safetensors", metadata={"format": "pt"})
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     prompts = draw_inputs()[1:]
     answers = llama_cpp.ask(python, tmp_path / "model.gguf", scored=prompts)
     for ids, scores in zip(prompts, answers["scored"], strict=True):
         with torch.no_grad():
             expected = model(torch.tensor([ids])).logits[0, -1]
         found = torch.tensor(scores)
-        assert torch.cosine_similarity(found, expected, dim=0) > 0.999
+        assert torch.cosine_similarity(found, expected, dim=0) > 0.999, case
     assert config.vocab_size == len(answers["scored"][0])
-    shutil.rmtree(tmp_path)

@@ -1,6 +1,6 @@
-"""Answers for a GGUF file by llama.cpp, in an environment that has it. Argument: the file. On standard input: a
-JSON object with `texts` to split into tokens, `prompts` of token ids with `num_tokens` to add to each, and
-`scored` prompts. On standard output: the ids of the texts, greedy ids, and the logits of the next token."""
+"""Answers for a GGUF file by llama.cpp, in an environment that has it. Argument: the file. On standard
+input: a JSON object with `texts` to split into tokens, `prompts` of token ids with `num_tokens` to add to
+each, and `scored` prompts. On standard output: the ids of the texts, greedy ids, and the logits of the next token."""
 
 import json
 import sys
@@ -40,7 +40,7 @@ def main() -> None:
         n_threads=1,
         n_threads_batch=1,
         vocab_only=not prompts and not scored,
-        verbose=False,
+        verbose=True,
         flash_attn=False,
         type_k=llama_cpp.GGML_TYPE_F32,
         type_v=llama_cpp.GGML_TYPE_F32,

@@ -167,7 +167,7 @@ GRANITE_MOE = TensorNames(
     ),
     _PAIRS,
 )
-OLMO2 = TensorNames(_plain | dict(_layers(_L, **_HEAD_NORMS, **_POST_NORMS)))
+OLMO2 = TensorNames(_TABLES | dict(_layers(_L, **_ATTENTION, **_HEAD_NORMS, **_POST_NORMS, **_MLP)))
 STARCODER2 = TensorNames(_plain | dict(_layers(_L, ffn_up="mlp.c_fc", ffn_down="mlp.c_proj")))
 GPT_NEOX = TensorNames(
     {

@@ -55,7 +55,7 @@ class Vocabulary:
         return [
             AddedToken(token, special=kind != USER_DEFINED, normalized=False)
             for token, kind in kinds
-            if kind in (CONTROL, USER_DEFINED) and token
+            if kind in (CONTROL, USER_DEFINED, UNKNOWN) and token
         ]
 
     def _check_length(self, key: str, values: Sequence[object]) -> None:

@@ -159,11 +159,11 @@ def _is_equal_rope(first: Rope, second: Rope) -> bool:
     """Compare the angles: a list of factors stands for several scalings."""
     if first.dim != second.dim or any(isinstance(x.scaling, DynamicScaling) for x in (first, second)):
         return False
-    angles, others = torch.broadcast_tensors(inverse_frequencies(first), inverse_frequencies(second))
+    angles, others = (inverse_frequencies(each).expand(2, -1) for each in (first, second))
     is_same = torch.allclose(angles, others, rtol=_TOLERANCE, atol=0) and _is_equal(
         _amplitudes(first), _amplitudes(second)
     )
-    has_switch = len(angles) > 1 and not torch.equal(angles[0], angles[1])
+    has_switch = not torch.equal(angles[0], angles[1])
     return is_same and (not has_switch or first.switch_len == second.switch_len)
 
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -86,7 +87,7 @@ def _count(spec: DecoderSpec) -> TensorCounts:
 
 def _plan_factors(spec: DecoderSpec) -> list[PlannedTensor]:
     return [
-        PlannedTensor(name, factors.shape, Type.F32, lambda factors=factors: iter((factors,)))
+        PlannedTensor(name, factors.shape, Type.F32, partial(iter, (factors,)))
         for name, factors in rope_factors(spec.rope).items()
     ]
 

@@ -34,7 +34,12 @@ FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 NUM_BYTES = 256
 PROBES = (
     *("Hello world", " two  spaces   and a tab\t.", "line\nline\n\n\nline\r\n ", "don't I'LL we've o'clock"),
-    *("1234567890 12 3.14 x1y22", "CamelCase snake_case ALLCAPS", "naïve Ünïcödé e\u0301 ﬁ ½ ①", "東京は日本語 한국어"),
+    *(
+        "1234567890 12 3.14 x1y22",
+        "CamelCase snake_case ALLCAPS",
+        "naïve Ünïcödé e\u0301 ﬁ ½ ①",
+        "東京は日本語 한국어",
+    ),
     *("العربية हिन्दी ไทย", "🙂👩‍👩‍👧 ❤️", "def f(x):\n\treturn {x: [1, 2]}  # a\n", "https://a.b/c?d=e&f=g#h"),
     *("'s 's\u00a0\u3000 x ", "...!?;:--", "▁ literal", "   ", "\n", "x"),
 )
@@ -68,8 +73,8 @@ def check_tokenizer(directory: Path, metadata: Metadata) -> None:
 
 
 def _has_merges(vocabulary: Vocabulary, tokenizer: Tokenizer) -> bool:
-    """Return True if the scores of a vocabulary stand for the tokenizer's merges. Those of control tokens, which
-    SentencePiece never merges, and the order of pairs that make the same token are left out."""
+    """Return True if the scores of a vocabulary stand for the tokenizer's merges. Those of control tokens,
+    which SentencePiece never merges, and the order of pairs that make the same token are left out."""
     derived = list_merges(vocabulary)
     merges = [(first, second) for first, second in json.loads(tokenizer.to_str())["model"]["merges"]]
     merged = {vocabulary.tokens[id] for id, kind in enumerate(vocabulary.types) if kind in MERGED}
@@ -150,7 +155,7 @@ def _describe_ends(directory: Path, tokenizer: Tokenizer) -> dict[str, Value]:
     """Return the ids of special tokens, and which of them texts get."""
     settings = model_files.read_json(directory, SETTINGS)
     texts = {name: _text_of(settings.get(name)) for name in SPECIAL}
-    found: dict[str, Value] = {
+    found: dict[str, int] = {
         SPECIAL[name]: id
         for name, text in texts.items()
         if text is not None and (id := tokenizer.token_to_id(text)) is not None
@@ -158,14 +163,10 @@ def _describe_ends(directory: Path, tokenizer: Tokenizer) -> dict[str, Value]:
     ends = [id for id in model_files.eos_token_ids(directory) if id != found.get("eos_token_id")]
     found |= dict(zip([key for key in END_KEYS if key not in found], ends, strict=False))
     before, after = _list_around(tokenizer)
-    for name, ids, id in (
-        ("bos", before, found.get("bos_token_id")),
-        ("eos", after, found.get("eos_token_id")),
-    ):
-        if ids not in ([], [id]):
+    for name, ids in (("bos", before), ("eos", after)):
+        if ids not in ([], [found.get(f"{name}_token_id")]):
             raise QuantizeError(f"{directory / FILE}: texts get the tokens {ids}, which are not {name}_token")
-        found[f"add_{name}_token"] = bool(ids)
-    return found
+    return {**found, "add_bos_token": bool(before), "add_eos_token": bool(after)}
 
 
 def _text_of(token: object) -> str | None:
