@@ -1,6 +1,7 @@
 """Answers for a GGUF file by llama.cpp, in an environment that has it. Argument: the file. On standard
 input: a JSON object with `texts` to split into tokens, `prompts` of token ids with `num_tokens` to add to
-each, and `scored` prompts. On standard output: the ids of the texts, greedy ids, and the logits of the next token."""
+each, and `scored` prompts. On standard output: the ids of the texts, greedy ids, and the logits of the next
+token."""
 
 import json
 import sys
