@@ -85,7 +85,8 @@ check_prompt = FileCommand(
     params=[
         click.Argument(["path"], type=click.Path(path_type=Path)),
         click.Option(
-            ["--model"], help="Also check that it fits this model, a directory, a GGUF file or in the hub cache."
+            ["--model"],
+            help="Also check that it fits this model, a directory, a GGUF file or in the hub cache.",
         ),
         click.Option(["--revision"], help="Revision of the model in the hub cache."),
         click.Option(

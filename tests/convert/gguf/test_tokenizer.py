@@ -15,7 +15,7 @@ from tests.support.tokenizers.varied import pieces_of, texts, train
 from tgis.convert.atomic_write import ConversionError
 from tgis.convert.gguf.files import open_gguf
 from tgis.convert.gguf.pre_tokenizers import SPLITTINGS
-from tgis.convert.gguf.tokenizer import Vocabulary, make_tokenizer
+from tgis.convert.gguf.tokenizer import Vocabulary, list_merges, make_tokenizer
 
 
 def convert(path: Path, kind: str, tokens: list[str], types: list[int], **more: Any) -> Tokenizer:
@@ -81,6 +81,29 @@ def test_sentencepiece_bpe(prefix: bool, tmp_path: Path) -> None:
         expected = oracle.encode(text)
         assert ours.encode(text).ids == [oracle.bos_id(), *expected, oracle.eos_id()], text
         assert ours.decode(expected, False) == oracle.decode(expected)
+
+
+def plain_merges(tokens: list[str], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
+    """All pairs of tokens that make a token, sorted by score and ids."""
+    ids = {token: id for id, token in enumerate(tokens) if types[id] in (1, 4, 5)}
+    found = []
+    for token, id in ids.items():
+        for i in range(1, len(token)):
+            first, second = token[:i], token[i:]
+            if first in ids and second in ids:
+                found.append((-scores[id], ids[first], ids[second], first, second))
+    return [(first, second) for *_, first, second in sorted(found)]
+
+
+def test_the_merges_of_a_sentencepiece_model(tmp_path: Path) -> None:
+    """Some scores are equal, as those of user-defined tokens are."""
+    tokens, types, scores = pieces_of(train("bpe", byte_fallback=True))
+    types[300:320] = [4] * 20
+    scores = [max(score, -60.0) for score in scores]
+    convert(tmp_path / "a.gguf", "llama", tokens, types, token_scores=scores, unk_token_id=0)
+    found = list_merges(Vocabulary(open_gguf([tmp_path / "a.gguf"]).metadata))
+    assert found == plain_merges(tokens, types, scores)
+    assert len(found) > 50
 
 
 def test_sentencepiece_unigram(tmp_path: Path) -> None:

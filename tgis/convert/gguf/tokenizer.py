@@ -135,15 +135,26 @@ def _make_sentencepiece_bpe(vocabulary: Vocabulary) -> tuple[Tokenizer, bool, bo
 
 
 def list_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that make a token in the order in which SentencePiece merges them."""
-    scores, ids = vocabulary.scores(), vocabulary.ids
-    usable = {token: id for token, id in ids.items() if vocabulary.types[id] in MERGED}
-    found: list[tuple[float, int, int, str, str]] = []
-    for token, id in usable.items():
-        cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
-        pairs = ((first, second) for first, second in cuts if first in usable and second in usable)
-        found += [(-scores[id], usable[first], usable[second], first, second) for first, second in pairs]
-    return [(first, second) for *_, first, second in sorted(found)]
+    """Return all pairs of tokens that make a token in the order in which SentencePiece merges them: by the
+    score of what they make, then by their ids. Large vocabularies have half a million pairs, so only those of
+    equal scores are sorted."""
+    scores, types = vocabulary.scores(), vocabulary.types
+    ids = {token: id for token, id in vocabulary.ids.items() if types[id] in MERGED}
+    by_score: dict[float, list[str]] = {}
+    for token, id in ids.items():
+        by_score.setdefault(scores[id], []).append(token)
+    found: list[tuple[str, str]] = []
+    for score in sorted(by_score, reverse=True):
+        pairs = [
+            (first, second)
+            for token in by_score[score]
+            for i in range(1, len(token))
+            if (first := token[:i]) in ids and (second := token[i:]) in ids
+        ]
+        if len(pairs) > 1:
+            pairs.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+        found += pairs
+    return found
 
 
 def _make_unigram(vocabulary: Vocabulary) -> tuple[Tokenizer, bool, bool]:
