@@ -64,8 +64,8 @@ def _check_prompt(
 
 @contextmanager
 def _directory_of_model(model: str, revision: str | None) -> Iterator[tuple[Path, Path]]:
-    """Yield a model's directory, a temporary one for a GGUF file, and its place. Raises ModelNotFoundError and
-    ConversionError."""
+    """Yield a model's directory, a temporary one for a GGUF file, and its place. Raises ModelNotFoundError
+    and ConversionError."""
     files = find_gguf(model, revision, cache_root())
     if files is None:
         directory = find_model(model, revision, cache_root())
