@@ -99,8 +99,8 @@ def test_tokens_are_those_of_llama_cpp(file: Path, directory: Path) -> None:
 
 @pytest.mark.slow
 def test_tokens_are_those_of_transformers(file: Path, directory: Path) -> None:
-    """transformers' own reading of the file. It ignores the name of the pattern that splits texts, and with it
-    that SmolLM2 splits digits from the white space before them."""
+    """transformers' own reading of the file. It ignores the name of the pattern that splits texts, by which
+    SmolLM2 splits digits from the white space before them."""
     texts = list(draw_texts())
     ours = Tokenizer.from_file(str(directory / "tokenizer.json"))
     theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
