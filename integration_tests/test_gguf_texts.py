@@ -4,11 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
+from tests.support import llama_cpp
 from tests.support.greedy_texts import answer, generate, load_model
 from tests.support.processes import Service
 from tgis.shard.checkpoint.gguf_conversion import convert_gguf
+from tgis.shard.quantize.gguf.output import GgufKind, write_gguf
 
 MODELS = Path(__file__).parents[1] / ".cache" / "models"
 FILES = ("SmolLM2-135M-Instruct.gguf", "gemma-3-270m-q4_k_m.gguf")
@@ -76,6 +79,26 @@ def service(file: Path) -> Iterator[Service]:
     finally:
         code = service.end()
     assert code == 0, service.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q4_1"])
+def test_llama_cpp_serves_what_quantize_writes(kind: GgufKind, tmp_path: Path) -> None:
+    """Its logits are near those of transformers on the dequantized weights, of which it rounds what they
+    multiply to 8 bits, and its tokens are those of the checkpoint."""
+    python, file = llama_cpp.find_python(), tmp_path / "written.gguf"
+    convert_gguf([MODELS / FILES[0]], tmp_path / "model", "float32")
+    write_gguf(tmp_path / "model", file, kind)
+    convert_gguf([file], tmp_path / "read", "float32")
+    model, tokenizer = load_model(tmp_path / "read"), AutoTokenizer.from_pretrained(tmp_path / "model")
+    ids = [tokenizer(prompt).input_ids for prompt in PROMPTS[:8]]
+    answers = llama_cpp.ask(python, file, texts=PROMPTS[:-1], scored=ids)
+    assert answers["texts"] == [tokenizer(prompt).input_ids for prompt in PROMPTS[:-1]]
+    for prompt, found in zip(ids, answers["scored"], strict=True):
+        with torch.no_grad():
+            expected = model(torch.tensor([prompt])).logits[0, -1]
+        assert torch.cosine_similarity(torch.tensor(found), expected, dim=0) > 0.995
 
 
 @pytest.mark.slow
