@@ -86,7 +86,7 @@ check_prompt = FileCommand(
         click.Argument(["path"], type=click.Path(path_type=Path)),
         click.Option(
             ["--model"],
-            help="Also check that it fits this model, a directory, a GGUF file or in the hub cache.",
+            help="Also check that it fits this model: a directory, a GGUF file or in the hub cache.",
         ),
         click.Option(["--revision"], help="Revision of the model in the hub cache."),
         click.Option(
