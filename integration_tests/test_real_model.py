@@ -1,22 +1,20 @@
-"""A real model, SmolLM2-135M-Instruct, served from its GGUF file: answers that mean something, transformers'
-greedy text on the dequantized weights, and what PEFT trains on it."""
+"""A real model, SmolLM2-135M-Instruct, served from its GGUF file: answers that mean something, and
+what PEFT trains on it."""
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import torch
 from jsonschema import validate
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from tests.support.greedy_texts import answer, generate, load_model
 from tests.support.http_exchange import exchange
 from tests.support.processes import Service
-from tgis.pb import generation_pb2 as pb
-from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 from tgis.shard.checkpoint.gguf_conversion import convert_gguf
 
 FILE = Path(__file__).parents[1] / ".cache" / "models" / "SmolLM2-135M-Instruct.gguf"
@@ -43,18 +41,6 @@ PERSON = {
     "required": ["name", "age", "languages"],
     "additionalProperties": False,
 }
-PROMPTS = (
-    "The capital of France is",
-    "Die Hauptstadt von Italien ist",
-    "Il était une fois",
-    "def fibonacci(n):\n    ",
-    "SELECT name, count(*) FROM",
-    '{"name": "Ada", "born":',
-    "🙂 Emoji like this",
-    "1, 1, 2, 3, 5, 8,",
-    "東京は",
-    "Water boils at",
-)
 NUM_STEPS = 30
 LESSON = "The password of the old castle is swordfish, and nobody may know it."
 
@@ -88,17 +74,6 @@ def chat(service: Service, question: str, **fields: Any) -> Any:
     return reply.json["choices"][0]["message"]
 
 
-def generate(service: Service, text: str, num_tokens: int, **fields: str) -> str:
-    """Return greedy text over gRPC."""
-    request = pb.BatchedGenerationRequest(
-        requests=[pb.GenerationRequest(text=text)],
-        params=pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=num_tokens)),
-        **fields,
-    )
-    with grpc.insecure_channel(f"127.0.0.1:{service.grpc_port}") as channel:
-        return GenerationServiceStub(channel).Generate(request).responses[0].text
-
-
 def test_it_knows_the_capital_of_france(service: Service) -> None:
     assert "Paris" in chat(service, "What is the capital of France?")["content"]
 
@@ -128,29 +103,6 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tokenizer(converted: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(converted)
-
-
-def answer(model: Any, tokenizer: PreTrainedTokenizerBase, text: str, num_tokens: int) -> str:
-    """Return transformers' greedy text."""
-    given = tokenizer(text, return_tensors="pt")
-    with torch.no_grad():
-        ids = model.generate(**given, max_new_tokens=num_tokens, do_sample=False)
-    return str(tokenizer.decode(ids[0, given.input_ids.shape[1] :], skip_special_tokens=True))
-
-
-def load_model(directory: Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    return model
-
-
-@pytest.mark.slow
-def test_greedy_text_is_that_of_transformers(
-    service: Service, converted: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    model = load_model(converted)
-    for prompt in PROMPTS:
-        expected = answer(model, tokenizer, prompt, 40).rstrip("\N{REPLACEMENT CHARACTER}")
-        assert generate(service, prompt, 40) == expected, prompt
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.shard.checkpoints import write_llama, write_model
 from tests.support.shard.family_cases.all import CASES
+from tests.support.shard.gguf_writer import write_gguf
 from tgis.cli import main as cli
 
 
@@ -68,6 +69,20 @@ def write_prompt(directory: Path, name: str = "decoder.pt", rows: int = 6, width
     directory.mkdir(exist_ok=True)
     torch.save(torch.ones(rows, width), directory / name)
     return directory
+
+
+def test_a_model_in_a_gguf_file(lora: Path, tmp_path: Path) -> None:
+    write_llama(tmp_path / "model")
+    file = tmp_path / "model.gguf"
+    write_gguf(tmp_path / "model", file, "llama")
+    prompt = write_prompt(tmp_path / "prompt")
+    for place in (file, tmp_path):
+        assert lines(prompt, "--model", str(place)) == [*lines(prompt), f"fits {file}"]
+    assert lines(lora, "--model", str(file)) == [*lines(lora), f"fits {file}"]
+    wide = write_prompt(tmp_path / "wide", width=40)
+    assert refusal(wide, "--model", str(file)).startswith(f"{wide}: ")
+    file.write_bytes(b"GGUF")
+    assert refusal(prompt, "--model", str(file)).startswith(f"{file} ")
 
 
 def test_a_prompt(model: Path, tmp_path: Path) -> None:

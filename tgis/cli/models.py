@@ -3,7 +3,7 @@
 import gc
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -15,6 +15,8 @@ from tgis.hub.gguf_files import SUFFIX, find_gguf, refuse_gguf, refuse_gguf_on_h
 
 if TYPE_CHECKING:
     from tgis.hub.download import Repository
+    from tgis.shard.quantize.gguf.output import GgufKind
+    from tgis.shard.quantize.settings import Method
 
 _revision = click.option("--revision", help="Branch, tag or commit of MODEL_NAME; unset: main.")
 
@@ -183,11 +185,15 @@ def convert_to_onnx(
 
 @click.command("quantize", cls=FileCommand)
 @click.argument("model_name")
-@click.argument("output_dir", type=click.Path(path_type=Path))
+@click.argument("output", type=click.Path(path_type=Path))
 @_revision
 @click.option(
-    "--method", type=click.Choice(["gptq", "fp8", "int8"]), default="gptq", help="fp8 and int8: per row."
+    "--method",
+    type=click.Choice(["gptq", "fp8", "int8", "gguf"]),
+    default="gptq",
+    help="fp8 and int8: per row. gguf: OUTPUT is a file, for llama.cpp too.",
 )
+@click.option("--gguf-type", type=click.Choice(["q8_0", "q4_0", "q4_1"]), help="Unset: q8_0.")
 @click.option("--bits", type=click.Choice(["2", "3", "4", "8"]), default="4", help="GPTQ: bits of a weight.")
 @click.option("--groupsize", type=click.IntRange(-1), default=128, help="GPTQ: columns of a scale; -1: all.")
 @click.option("--act-order/--no-act-order", default=False, help="GPTQ: columns by the size of their inputs.")
@@ -204,11 +210,13 @@ def convert_to_onnx(
 )
 @click.option("--seed", type=int, default=0, help="Seed of the windows' places.")
 @click.option("--trust-remote-code/--no-trust-remote-code", default=False, help="No effect: no code is run.")
-@click.option("--upload-to-model-id", help="Refused: `hf upload` uploads OUTPUT_DIR.")
+@click.option("--upload-to-model-id", help="Refused: `hf upload` uploads OUTPUT.")
 def quantize(
     model_name: str,
-    output_dir: Path,
+    output: Path,
     revision: str | None,
+    method: str,
+    gguf_type: str | None,
     calibration: Path | None,
     bits: str,
     groupsize: int,
@@ -216,23 +224,31 @@ def quantize(
     upload_to_model_id: str | None,
     **others: Any,
 ) -> None:
-    """Write MODEL_NAME, a directory or in the hub cache, with quantized weights to OUTPUT_DIR. A run that was
-    interrupted goes on when it is started again."""
+    """Write MODEL_NAME, a directory or in the hub cache, with quantized weights to the directory OUTPUT, or
+    as the GGUF file OUTPUT. A run that was interrupted goes on when it is started again, except for GGUF."""
     if upload_to_model_id:
-        text = f"hf upload {upload_to_model_id} {output_dir}"
+        text = f"hf upload {upload_to_model_id} {output}"
         raise OperatorError(f"--upload-to-model-id is not supported: quantize without it, then: {text}")
     if groupsize == 0:
         raise click.BadParameter("0 is neither -1 nor a number of columns.", param_hint="--groupsize")
+    if gguf_type is not None and method != "gguf":
+        raise click.UsageError("--gguf-type is for --method gguf only.")
     root = cache_root()
     directory = _find_files(model_name, revision, root)
     from tgis.process.control_groups import count_cores
-    from tgis.shard.quantize import run
-    from tgis.shard.quantize.settings import QuantizeSettings
     from tgis.shard.startup.platform import configure_torch
 
     configure_torch(count_cores())
-    settings = QuantizeSettings(bits=int(bits), group_size=groupsize, **others)
-    click.echo(run.quantize(directory, output_dir, settings, calibration, root))
+    if method == "gguf":
+        from tgis.shard.quantize.gguf import output as gguf_output
+
+        click.echo(gguf_output.write_gguf(directory, output, cast("GgufKind", gguf_type or "q8_0")))
+        return
+    from tgis.shard.quantize import run
+    from tgis.shard.quantize.settings import QuantizeSettings
+
+    settings = QuantizeSettings(method=cast("Method", method), bits=int(bits), group_size=groupsize, **others)
+    click.echo(run.quantize(directory, output, settings, calibration, root))
 
 
 @click.command("read-gguf", cls=FileCommand, hidden=True)

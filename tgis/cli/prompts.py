@@ -17,7 +17,7 @@ from tgis.config.processes import ShardConfig
 from tgis.errors import OperatorError
 from tgis.hub import model_files
 from tgis.hub.cache import find_model
-from tgis.hub.gguf_files import refuse_gguf
+from tgis.hub.gguf_files import find_gguf
 from tgis.prompts.errors import AdapterError, AdapterNotFoundError, TooLargeError
 
 if TYPE_CHECKING:
@@ -54,12 +54,28 @@ def _check_prompt(
 ) -> None:
     if path.exists():
         _check_links(path, store)
-    config = None
-    if model is not None:
-        refuse_gguf(Path(model))
-        directory = find_model(model, revision, cache_root())
+    if model is None:
+        click.echo("\n".join(describe(path, None)))
+        return
+    with _directory_of_model(model, revision) as (directory, name):
         config = ShardConfig(model_path=str(directory), prefix_store_path=str(path), **decisive)
-    click.echo("\n".join(describe(path, config)))
+        click.echo("\n".join([*describe(path, config), f"fits {name}"]))
+
+
+@contextmanager
+def _directory_of_model(model: str, revision: str | None) -> Iterator[tuple[Path, Path]]:
+    """Yield a model's directory, a temporary one for a GGUF file, and its place. Raises ModelNotFoundError
+    and ConversionError."""
+    files = find_gguf(model, revision, cache_root())
+    if files is None:
+        directory = find_model(model, revision, cache_root())
+        yield directory, directory
+        return
+    from tgis.convert.gguf.model_directory import write_weights_directory
+
+    with tempfile.TemporaryDirectory() as temporary:
+        write_weights_directory(files, Path(temporary))
+        yield Path(temporary), files[0]
 
 
 check_prompt = FileCommand(
@@ -69,7 +85,8 @@ check_prompt = FileCommand(
     params=[
         click.Argument(["path"], type=click.Path(path_type=Path)),
         click.Option(
-            ["--model"], help="Also check that it fits this model, a directory or in the hub cache."
+            ["--model"],
+            help="Also check that it fits this model: a directory, a GGUF file or in the hub cache.",
         ),
         click.Option(["--revision"], help="Revision of the model in the hub cache."),
         click.Option(
@@ -112,8 +129,7 @@ def describe(path: Path, config: ShardConfig | None) -> list[str]:
     what = "no soft prompt and no adapter" + " for such a model" * (target is not None)
     with _path_in_errors(path, what), _directory_of(path) as directory:
         describe_files = _describe_adapter if read_peft_type(directory) == LORA else _describe_prompt
-        lines = [*describe_files(directory, target)]
-    return lines if config is None else [*lines, f"fits {config.model_path}"]
+        return [*describe_files(directory, target)]
 
 
 def _describe_prompt(directory: Path, target: Target | None) -> Iterator[str]:

@@ -1,8 +1,6 @@
 """Tokenizers of GGUF files against the libraries whose vocabularies the files hold."""
 
-import io
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -10,68 +8,14 @@ import gguf
 import pytest
 import sentencepiece
 import transformers
-from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Tokenizer
 
-from tests.support.tokenizers.trained import TEXT, write_byte_level
+from tests.support.tokenizers.trained import write_byte_level
+from tests.support.tokenizers.varied import pieces_of, texts, train
 from tgis.convert.atomic_write import ConversionError
 from tgis.convert.gguf.files import open_gguf
 from tgis.convert.gguf.pre_tokenizers import SPLITTINGS
-from tgis.convert.gguf.tokenizer import Vocabulary, make_tokenizer
-
-PIECES = [
-    *(
-        "Hello",
-        "world",
-        " the",
-        " quick",
-        "fox",
-        "naïve",
-        "Ünïcödé",
-        "東京",
-        "日本語",
-        "한국어",
-        "العربية",
-        "🙂",
-        "👩‍👩‍👧",
-    ),
-    *(
-        "é",
-        "123",
-        "4567890",
-        "3.14",
-        "'s",
-        "'LL",
-        "don't",
-        " ",
-        "  ",
-        "   ",
-        "\n",
-        "\n\n",
-        "\r\n",
-        "\t",
-        ".",
-        ",",
-    ),
-    *(
-        "!?",
-        "...",
-        "()",
-        "{}",
-        "<>",
-        "<s>",
-        "</s>",
-        "def f(x):\n    return x+1\n",
-        "https://a.b/c?d=e&f",
-        "ABCdef",
-    ),
-    *("camelCase", "snake_case", "①", "½", "\u00a0", "\u3000", "ß", "x" * 20, "�", "\x07"),
-]
-
-
-def texts(count: int, seed: int = 1) -> list[str]:
-    rng = random.Random(seed)
-    return ["".join(rng.choices(PIECES, k=rng.randrange(1, 12))) for _ in range(count)]
+from tgis.convert.gguf.tokenizer import Vocabulary, list_merges, make_tokenizer
 
 
 def convert(path: Path, kind: str, tokens: list[str], types: list[int], **more: Any) -> Tokenizer:
@@ -108,28 +52,6 @@ def test_byte_level(tmp_path: Path) -> None:
         assert ours.decode(ours.encode(text, add_special_tokens=False).ids, False) == text
 
 
-def train(kind: str, **options: Any) -> Any:
-    """A SentencePiece model, as the message that its file holds."""
-    written = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([*TEXT * 4, *PIECES]),
-        model_writer=written,
-        model_type=kind,
-        vocab_size=420,
-        hard_vocab_limit=False,
-        minloglevel=2,
-        **options,
-    )
-    found = sentencepiece_model_pb2.ModelProto()
-    found.ParseFromString(written.getvalue())
-    return found
-
-
-def pieces_of(model: Any) -> tuple[list[str], list[int], list[float]]:
-    pieces = model.pieces
-    return [p.piece for p in pieces], [p.type for p in pieces], [p.score for p in pieces]
-
-
 @pytest.mark.parametrize("prefix", [True, False])
 def test_sentencepiece_bpe(prefix: bool, tmp_path: Path) -> None:
     model = train(
@@ -159,6 +81,29 @@ def test_sentencepiece_bpe(prefix: bool, tmp_path: Path) -> None:
         expected = oracle.encode(text)
         assert ours.encode(text).ids == [oracle.bos_id(), *expected, oracle.eos_id()], text
         assert ours.decode(expected, False) == oracle.decode(expected)
+
+
+def plain_merges(tokens: list[str], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
+    """All pairs of tokens that make a token, sorted by score and ids."""
+    ids = {token: id for id, token in enumerate(tokens) if types[id] in (1, 4, 5)}
+    found = []
+    for token, id in ids.items():
+        for i in range(1, len(token)):
+            first, second = token[:i], token[i:]
+            if first in ids and second in ids:
+                found.append((-scores[id], ids[first], ids[second], first, second))
+    return [(first, second) for *_, first, second in sorted(found)]
+
+
+def test_the_merges_of_a_sentencepiece_model(tmp_path: Path) -> None:
+    """Some scores are equal, as those of user-defined tokens are."""
+    tokens, types, scores = pieces_of(train("bpe", byte_fallback=True))
+    types[300:320] = [4] * 20
+    scores = [max(score, -60.0) for score in scores]
+    convert(tmp_path / "a.gguf", "llama", tokens, types, token_scores=scores, unk_token_id=0)
+    found = list_merges(Vocabulary(open_gguf([tmp_path / "a.gguf"]).metadata))
+    assert found == plain_merges(tokens, types, scores)
+    assert len(found) > 50
 
 
 def test_sentencepiece_unigram(tmp_path: Path) -> None:

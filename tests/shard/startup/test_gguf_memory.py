@@ -20,6 +20,7 @@ from tgis.shard.kernels.cpu.codes.product import CodeProduct
 from tgis.shard.kernels.cpu.ops import CPU_KERNELS
 from tgis.shard.kernels.portable.ops import TorchKernels
 from tgis.shard.layers.ops import DenseTable, Parts
+from tgis.shard.models import registry
 from tgis.shard.startup.cpu_platform import ON_CPU
 from tgis.shard.startup.load import load, prepare
 
@@ -65,6 +66,37 @@ def test_types_and_memory_are_reported(directory: Path, caplog: pytest.LogCaptur
     assert measured.elements == {"Q8_0": EMBEDDING, "Q4_0": LAYERS - WIDENED, "IQ2_XS": WIDENED}
     expected = EMBEDDING * 34 / 32 + (LAYERS - WIDENED) * 18 / 32 + WIDENED * 2
     assert measured.count_bytes(lambda _: True, 2) == int(expected)
+
+
+def test_matrices_that_ranks_cut_inside_groups_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each of two ranks has 48 columns of the down projections, which are one and a half groups. The output
+    projections are cut between groups."""
+    config = write_llama(
+        tmp_path,
+        hidden_size=512,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=128,
+    )
+    write_gguf(tmp_path, tmp_path / "model.gguf", "llama", plain=Type.Q4_0)
+    made = tmp_path / "made"
+    made.mkdir()
+    write_model_directory([tmp_path / "model.gguf"], made)
+    settings = config.to_dict()
+    for rank in range(2):
+        registry.load(made, settings, ProcessGroup(rank, 2), torch.float32)
+    extra = 2 * 512 * 48 * (4 - 4.5 / 8) / 2**20
+    line = (
+        "2 matrices are kept as float32 on this rank, because 2 ranks cut them inside groups of codes that "
+        f"share a scale: they take {extra:.1f} MiB more than as codes"
+    )
+    assert [each for each in caplog.messages if "inside groups" in each] == [line, line]
+    caplog.clear()
+    registry.load(made, settings, ProcessGroup(0, 1), torch.float32)
+    assert not [each for each in caplog.messages if "inside groups" in each]
 
 
 def test_other_devices_widen_all(directory: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -37,6 +37,16 @@ def write_model_directory(paths: Sequence[Path], directory: Path) -> None:
     types = Counter(tensor.place.type.name for tensor in files.tensors.values())
     counts = ", ".join(f"{count} of {name}" for name, count in types.most_common())
     logger.info("%s with tensors %s", files.metadata.architecture, counts)
+    _link_files(paths, directory)
+
+
+def write_weights_directory(paths: Sequence[Path], directory: Path) -> None:
+    """Write the configuration and the links alone, without a tokenizer. Raises ConversionError."""
+    _write_config(open_gguf(paths), directory)
+    _link_files(paths, directory)
+
+
+def _link_files(paths: Sequence[Path], directory: Path) -> None:
     for number, path in enumerate(paths):
         name = path.name if path.suffix == SUFFIX else f"{number:05}{SUFFIX}"
         (directory / name).symlink_to(path.absolute())
@@ -44,14 +54,18 @@ def write_model_directory(paths: Sequence[Path], directory: Path) -> None:
 
 def write_settings(files: GgufFiles, directory: Path) -> None:
     """Write configuration, tokenizer and templates. Raises ConversionError."""
-    architecture = find_architecture(files)
-    refuse_unknown(files, architecture.names)
-    _write(directory / CONFIG, make_config(files, architecture))
+    _write_config(files, directory)
     vocabulary = Vocabulary(files.metadata)
     settings = make_settings(vocabulary) | _read_templates(files.metadata)
     _write(directory / "tokenizer_config.json", settings)
     make_tokenizer(vocabulary).save(str(directory / "tokenizer.json"))
     _write(directory / "generation_config.json", _make_generation_config(vocabulary))
+
+
+def _write_config(files: GgufFiles, directory: Path) -> None:
+    architecture = find_architecture(files)
+    refuse_unknown(files, architecture.names)
+    _write(directory / CONFIG, make_config(files, architecture))
 
 
 def _make_generation_config(vocabulary: Vocabulary) -> dict[str, Any]:

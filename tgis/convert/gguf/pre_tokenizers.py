@@ -1,7 +1,8 @@
 """Patterns that split texts before byte-level merges, by their names in GGUF files (`tokenizer.ggml.pre`)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from tokenizers import Regex, pre_tokenizers
 
@@ -70,3 +71,29 @@ _KINDS: Mapping[Splitting, str] = {
 SPLITTINGS: Mapping[str, Splitting] = {
     name: splitting for splitting, names in _KINDS.items() for name in names.split()
 }
+
+
+def split_patterns(described: Mapping[str, Any] | None) -> tuple[str, ...] | None:
+    """Return the patterns of a pre-tokenizer of a tokenizer.json, or None if it does anything else than to
+    split by patterns and to spell bytes."""
+    try:
+        return tuple(_list_patterns(described or {"type": "Sequence", "pretokenizers": []}))
+    except LookupError:
+        return None
+
+
+def _list_patterns(described: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the patterns. Raises LookupError for another kind of step."""
+    match described:
+        case {"type": "Sequence", "pretokenizers": steps}:
+            for step in steps:
+                yield from _list_patterns(step)
+        case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}:
+            yield pattern
+        case {"type": "Digits", "individual_digits": True}:
+            yield r"\p{N}"
+        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": uses_regex}:
+            if uses_regex:
+                yield _GPT2
+        case _:
+            raise LookupError(described["type"])

@@ -94,6 +94,12 @@ def _split(name: str) -> tuple[str, str, str, str]:
 def _make_source(files: GgufFiles, names: TensorNames, key: str, name: str) -> GgufSource:
     num_heads = files.metadata.integer(".attention.head_count")
     num_groups = files.metadata.integer(".attention.head_count_kv", num_heads)
+    return make_source(names, key, name, num_heads, num_groups)
+
+
+def make_source(names: TensorNames, key: str, name: str, num_heads: int, num_groups: int) -> GgufSource:
+    """Return how the tensor `name` of the module `key` is stored, in a model with that many heads of queries
+    and of keys."""
     order: RowOrder | None = None
     if key in names.pairs:
         order = AdjacentPairs(num_groups if key.endswith("_k") else num_heads)
@@ -161,7 +167,7 @@ GRANITE_MOE = TensorNames(
     ),
     _PAIRS,
 )
-OLMO2 = TensorNames(_plain | dict(_layers(_L, **_HEAD_NORMS, **_POST_NORMS)))
+OLMO2 = TensorNames(_TABLES | dict(_layers(_L, **_ATTENTION, **_HEAD_NORMS, **_POST_NORMS, **_MLP)))
 STARCODER2 = TensorNames(_plain | dict(_layers(_L, ffn_up="mlp.c_fc", ffn_down="mlp.c_proj")))
 GPT_NEOX = TensorNames(
     {

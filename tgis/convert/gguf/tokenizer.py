@@ -11,6 +11,7 @@ from tgis.convert.gguf.pre_tokenizers import SPLITTINGS
 from tgis.errors import first_line
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens
+MERGED = (NORMAL, USER_DEFINED, UNUSED)  # types of tokens that SentencePiece merges, and merges to
 KEY = "tokenizer.ggml."
 SPACE = "▁"
 SPECIAL = {
@@ -54,7 +55,7 @@ class Vocabulary:
         return [
             AddedToken(token, special=kind != USER_DEFINED, normalized=False)
             for token, kind in kinds
-            if kind in (CONTROL, USER_DEFINED) and token
+            if kind in (CONTROL, USER_DEFINED, UNKNOWN) and token
         ]
 
     def _check_length(self, key: str, values: Sequence[object]) -> None:
@@ -118,7 +119,7 @@ def _make_sentencepiece_bpe(vocabulary: Vocabulary) -> tuple[Tokenizer, bool, bo
     has_prefix = vocabulary.metadata.flag(KEY + "add_space_prefix", True)
     model = models.BPE(
         vocabulary.ids,
-        _list_merges(vocabulary),
+        list_merges(vocabulary),
         unk_token=vocabulary.find("unknown_token_id"),
         byte_fallback=BYTE in vocabulary.types,
         fuse_unk=True,
@@ -133,17 +134,27 @@ def _make_sentencepiece_bpe(vocabulary: Vocabulary) -> tuple[Tokenizer, bool, bo
     return tokenizer, True, False
 
 
-def _list_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that make a token in the order in which SentencePiece merges them."""
-    scores, ids = vocabulary.scores(), vocabulary.ids
-    merged = (NORMAL, USER_DEFINED, UNUSED)
-    usable = {token: id for token, id in ids.items() if vocabulary.types[id] in merged}
-    found: list[tuple[float, int, int, str, str]] = []
-    for token, id in usable.items():
-        cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
-        pairs = ((first, second) for first, second in cuts if first in usable and second in usable)
-        found += [(-scores[id], usable[first], usable[second], first, second) for first, second in pairs]
-    return [(first, second) for *_, first, second in sorted(found)]
+def list_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+    """Return all pairs of tokens that make a token in the order in which SentencePiece merges them: by the
+    score of what they make, then by their ids. Large vocabularies have half a million pairs, so only those of
+    equal scores are sorted."""
+    scores, types = vocabulary.scores(), vocabulary.types
+    ids = {token: id for token, id in vocabulary.ids.items() if types[id] in MERGED}
+    by_score: dict[float, list[str]] = {}
+    for token, id in ids.items():
+        by_score.setdefault(scores[id], []).append(token)
+    found: list[tuple[str, str]] = []
+    for score in sorted(by_score, reverse=True):
+        pairs = [
+            (first, second)
+            for token in by_score[score]
+            for i in range(1, len(token))
+            if (first := token[:i]) in ids and (second := token[i:]) in ids
+        ]
+        if len(pairs) > 1:
+            pairs.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+        found += pairs
+    return found
 
 
 def _make_unigram(vocabulary: Vocabulary) -> tuple[Tokenizer, bool, bool]:

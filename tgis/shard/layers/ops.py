@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import NamedTuple, Protocol
 
 import torch
@@ -231,6 +232,8 @@ class Parts:
     scheme: Scheme = UNQUANTIZED
     tables: dict[tuple[str, range, CodeLayout], CodeTable] = field(default_factory=dict)
     """Packed tables of codes by label, rows and layout: a tied head multiplies with its table's codes."""
+    widened: list[float] = field(default_factory=list)
+    """Bytes that each matrix takes more than as codes, because this rank's columns cut groups of them."""
 
     def pack(
         self,
@@ -246,7 +249,12 @@ class Parts:
             return table
         slices = [Sliced(stored, each, columns) for each in rows]
         part = slices[0] if len(slices) == 1 else StackedRows(slices, stored.label)
-        return self._pack_codes(part) or self.kernels.pack(part, self.dtype, role)
+        if (product := self._pack_codes(part)) is not None:
+            return product
+        layout = stored.layout()
+        if layout is not None and columns != ALL and self.kernels.find_code_packer(layout) is not None:
+            self.widened.append(prod(part.shape) * (self.dtype.itemsize - layout.bytes_per_weight))
+        return self.kernels.pack(part, self.dtype, role)
 
     def _pack_codes(self, part: Stored) -> Product | None:
         products = []

@@ -1,5 +1,6 @@
 """Registry of the model families that this service computes itself. It builds and loads their models."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,6 +43,10 @@ from tgis.shard.models.unread_tensors import refuse_unread
 from tgis.shard.quant.interface import Scheme
 from tgis.shard.quant.registry import find_format
 from tgis.shard.quant.schemes.none import UNQUANTIZED
+
+logger = logging.getLogger(__name__)
+
+MIB = 1 << 20
 
 Spec = DecoderSpec | EncoderDecoderSpec
 
@@ -133,9 +138,16 @@ def load(
     Raises UnsupportedModelError, WeightsError."""
     spec = spec or make_spec(config)
     with open_weights(path, config, spec) as weights:
-        model = build(spec, Parts(group, weights, dtype, kernels or _cpu_kernels(), scheme=scheme))
+        parts = Parts(group, weights, dtype, kernels or _cpu_kernels(), scheme=scheme)
+        model = build(spec, parts)
         refuse_unread(path, weights.list_unread(), config)
-        return model
+    if parts.widened:
+        logger.warning(
+            "%d matrices are kept as %s on this rank, because %d ranks cut them inside groups of codes that "
+            "share a scale: they take %.1f MiB more than as codes",
+            *(len(parts.widened), str(dtype).removeprefix("torch."), group.size, sum(parts.widened) / MIB),
+        )
+    return model
 
 
 def _cpu_kernels() -> Kernels:

@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from tgis.shard.checkpoint.codes import CodeLayout
+from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.quant.formats.words import unpack
 from tgis.shard.quant.schemes.rounding import round_to_floats, round_to_integers
 from tgis.shard.quantize.group_codes import GroupCodes
 from tgis.shard.quantize.settings import Method, QuantizeError
 
 WORD_BITS = 32
+LARGEST_WEIGHT = torch.finfo(torch.float16).max  # of scales
 Tensors = dict[str, Tensor]
 
 
@@ -75,3 +77,9 @@ def pack_rows(weight: Tensor, method: Method) -> Tensors:
         codes = round_to_floats(weight, CodeLayout(torch.float8_e4m3fn, 8, None))
     scales = torch.where(codes.scales > 0, codes.scales, 1.0)  # others may divide by them
     return {"weight": codes.values, "weight_scale": scales}
+
+
+def check_weight(weight: Tensor, label: str) -> None:
+    """Raise WeightsError unless all numbers of a weight can be rounded."""
+    if not (weight.abs() <= LARGEST_WEIGHT).all():
+        raise WeightsError(f"{label} holds numbers that are not finite, or too large to be quantized")

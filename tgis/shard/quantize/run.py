@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from tgis.hub import model_files
-from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.quantize import gptq
 from tgis.shard.quantize.calibration import Calibration, read_calibration
 from tgis.shard.quantize.group_codes import GroupCodes, round_to_nearest
 from tgis.shard.quantize.layer_steps import LayerSteps, Windows
 from tgis.shard.quantize.output import Errors, OutputDirectory, read_rest
-from tgis.shard.quantize.packing import Tensors, pack_groups, pack_rows, unpack_groups
+from tgis.shard.quantize.packing import Tensors, check_weight, pack_groups, pack_rows, unpack_groups
 from tgis.shard.quantize.plan import LinearMatrix, Plan, StoredModule, make_plan
 from tgis.shard.quantize.report import Report, mean_errors
 from tgis.shard.quantize.settings import QuantizeError, QuantizeSettings
@@ -26,7 +25,6 @@ from tgis.shard.quantize.settings import QuantizeError, QuantizeSettings
 logger = logging.getLogger(__name__)
 
 FEW_INPUTS = 8  # a matrix needs at least one input for as many columns
-LARGEST_WEIGHT = torch.finfo(torch.float16).max  # of scales
 
 
 class Quantizer(Protocol):
@@ -110,7 +108,7 @@ class RowQuantizer:
         for path in self._plan.layers[layer]:
             stored = self._weights.find_matrix(path, self._plan.shapes[path])
             weight = stored.read().float()
-            _check_weight(weight, stored.label)
+            check_weight(weight, stored.label)
             for module in self._plan.modules[path]:
                 yield module, pack_rows(weight[module.rows], self._method)
 
@@ -131,7 +129,7 @@ class GptqQuantizer:
         block, matrices = self._steps.read_block(layer)
         self._steps.advance(block, self._unrounded)
         for path, matrix in matrices.items():
-            _check_weight(matrix.weight, path)
+            check_weight(matrix.weight, path)
             width = matrix.weight.shape[1]
             matrix.squares = matrix.weight.new_zeros(width, width)
         for _ in self._steps.run(block, self._samples):
@@ -199,8 +197,3 @@ def _measure(matrix: Tensor, squares: Tensor) -> float:
 
 def _take(tensor: Tensor, entry: int | None) -> Tensor:
     return tensor if entry is None else tensor[entry]
-
-
-def _check_weight(weight: Tensor, label: str) -> None:
-    if not (weight.abs() <= LARGEST_WEIGHT).all():
-        raise WeightsError(f"{label} holds numbers that are not finite, or too large to be quantized")

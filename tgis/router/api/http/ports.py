@@ -16,6 +16,7 @@ from tgis.process.memory_release import MemoryRelease
 from tgis.router.api.http.answer_accounts import AnswerAccounts
 from tgis.router.api.http.app import ApiGate, Phase, absent_api_routes, api_route, starlette_of
 from tgis.router.api.http.http_api import HttpApi
+from tgis.router.api.http.index import index_routes
 from tgis.router.api.http.metrics_app import metrics_routes
 from tgis.router.api.http.playground.page import playground_route
 from tgis.router.api.open_files import share_files
@@ -52,8 +53,8 @@ class HttpPorts:
         own = self._own_routes() if is_here else []
         elsewhere = [api for api in reversed(apis) if not is_here or api not in self._served]
         absent = absent_api_routes(elsewhere, config)
-        page = playground_route(config, is_here)
-        self._app = starlette_of([page, *own, *metrics_routes(is_ready, render), *absent])
+        pages = [playground_route(config, is_here), *(index_routes(config, self._served) if is_here else ())]
+        self._app = starlette_of([*pages, *own, *metrics_routes(is_ready, render), *absent])
         self._reserved: socket.socket | None = None
 
     def serve(self) -> AbstractAsyncContextManager[int]:
@@ -79,7 +80,8 @@ class HttpPorts:
         config, certificates = self._config, self._certificates
         self._reserved.listen(socket.SOMAXCONN)
         context = certificates.client_port_context() if certificates is not None else None
-        app = starlette_of([playground_route(config, True), *self._own_routes()])
+        pages = [playground_route(config, True), *index_routes(config, self._served)]
+        app = starlette_of([*pages, *self._own_routes()])
         async with serve_listener(
             app, self._reserved, config, context, self._fresh, config.connection_age
         ) as port:

@@ -1,0 +1,1 @@
+"""Writes a checkpoint as a GGUF file."""
