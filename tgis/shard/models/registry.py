@@ -42,6 +42,7 @@ from tgis.shard.models.unread_tensors import refuse_unread
 from tgis.shard.quant.interface import Scheme
 from tgis.shard.quant.registry import find_format
 from tgis.shard.quant.schemes.none import UNQUANTIZED
+from tgis.shard.quant.sensitivity import Sensitivity
 
 Spec = DecoderSpec | EncoderDecoderSpec
 
@@ -133,9 +134,15 @@ def load(
     Raises UnsupportedModelError, WeightsError."""
     spec = spec or make_spec(config)
     with open_weights(path, config, spec) as weights:
-        model = build(spec, Parts(group, weights, dtype, kernels or _cpu_kernels(), scheme=scheme))
+        common = (group, weights, dtype, kernels or _cpu_kernels())
+        model = build(spec, Parts(*common, scheme=scheme, sensitivity=_describe_sensitivity(spec)))
         refuse_unread(path, weights.list_unread(), config)
         return model
+
+
+def _describe_sensitivity(spec: Spec) -> Sensitivity:
+    stack = spec if isinstance(spec, DecoderSpec) else spec.decoder
+    return Sensitivity(stack.num_layers, stack.num_kv_heads * stack.head_dim)
 
 
 def _cpu_kernels() -> Kernels:
