@@ -67,8 +67,9 @@ class ModelOptions:
     quantize: str | None = option(
         "Round the weights of linear layers when they are read, in the service's own engine. int8 computes "
         "in 8 bits, on the CPU, and rounds activations too; int4, eetq, bitsandbytes, bitsandbytes-nf4, "
-        "bitsandbytes-fp4 and fp8 round weights only. CPUs keep these weights as codes, but those of fp8 as "
-        "--dtype, as GPUs keep all of them. A quantized checkpoint needs no value: it is served by its own "
+        "bitsandbytes-fp4 and fp8 round weights only, int4 those of head and embedding too. "
+        "CPUs keep these weights as codes, but those of fp8 as --dtype, as GPUs keep "
+        "all of them. A quantized checkpoint needs no value: it is served by its own "
         "settings, which gptq, marlin, awq, compressed-tensors, fp8 and bitsandbytes must match.",
         None,
         choices=QUANTIZATIONS,

@@ -15,6 +15,7 @@ from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.lora import Cut, Deltas, TokenAdapters
 from tgis.shard.quant.interface import MatrixRole, Scheme
 from tgis.shard.quant.schemes.none import UNQUANTIZED
+from tgis.shard.quant.sensitivity import UNKNOWN, Sensitivity
 
 Product = Callable[[Tensor], Tensor]
 """Product x W^T with a packed weight: [num_tokens, in_features] -> new [num_tokens, out_features]."""
@@ -230,6 +231,7 @@ class Parts:
     cuts: dict[str, Cut] = field(default_factory=dict)
     """This rank's part of every matrix that an adapter may change, by the matrix's path."""
     scheme: Scheme = UNQUANTIZED
+    sensitivity: Sensitivity = UNKNOWN
     tables: dict[tuple[str, range, CodeLayout], CodeTable] = field(default_factory=dict)
     """Packed tables of codes by label, rows and layout: a tied head multiplies with its table's codes."""
     widened: list[float] = field(default_factory=list)
@@ -244,7 +246,7 @@ class Parts:
         columns: slice = ALL,
     ) -> Product:
         """Pack `rows`, in this order, and `columns` of a module's weight. Raises WeightsError."""
-        stored = self.scheme.encode(role, self.weights.find_matrix(path, shape))
+        stored = self._encode(role, path, shape)
         if role == "head" and (table := self._pack_table(stored, *rows)) is not None:
             return table
         slices = [Sliced(stored, each, columns) for each in rows]
@@ -255,6 +257,17 @@ class Parts:
         if layout is not None and columns != ALL and self.kernels.find_code_packer(layout) is not None:
             self.widened.append(prod(part.shape) * (self.dtype.itemsize - layout.bytes_per_weight))
         return self.kernels.pack(part, self.dtype, role)
+
+    def _encode(self, role: MatrixRole, path: str, shape: tuple[int, int]) -> Stored:
+        found = self.weights.find_matrix(path, shape)
+        rows = self.sensitivity.find_rows(path, shape[0])
+        if role != "linear" or rows.start == shape[0] or self.scheme.table_layout is None:
+            return self.scheme.encode(role, found)
+        sensitive = self.scheme.encode("sensitive", Sliced(found, rows))
+        if rows.start == 0:
+            return sensitive
+        others = self.scheme.encode("linear", Sliced(found, slice(0, rows.start)))
+        return StackedRows([others, sensitive], found.label)
 
     def _pack_codes(self, part: Stored) -> Product | None:
         products = []
@@ -283,13 +296,15 @@ class Parts:
         """Read `rows` of a module's weight as a table, of codes if there are tables of its codes. Raises
         WeightsError."""
         stored = self.scheme.encode("table", self.weights.find_matrix(path, shape))
-        return self._pack_table(stored, rows) or DenseTable(self.read_table(path, shape, rows), self.kernels)
+        return self._pack_table(stored, rows) or DenseTable(self._read_dense(stored, rows), self.kernels)
 
     def read_table(
         self, path: str, shape: tuple[int, int], rows: slice = ALL, columns: slice = ALL
     ) -> Tensor:
         """Read `rows` and `columns` of a module's weight as a table of `dtype`. Raises WeightsError."""
-        stored = self.scheme.encode("table", self.weights.find_matrix(path, shape))
+        return self._read_dense(self.weights.find_matrix(path, shape), rows, columns)
+
+    def _read_dense(self, stored: Stored, rows: slice, columns: slice = ALL) -> Tensor:
         return stored.read(rows, columns).to(self.kernels.device, self.dtype, copy=True)
 
     def read_vector(self, path: str, length: int, rows: Sequence[slice] = (ALL,)) -> Tensor:

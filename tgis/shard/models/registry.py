@@ -43,6 +43,7 @@ from tgis.shard.models.unread_tensors import refuse_unread
 from tgis.shard.quant.interface import Scheme
 from tgis.shard.quant.registry import find_format
 from tgis.shard.quant.schemes.none import UNQUANTIZED
+from tgis.shard.quant.sensitivity import Sensitivity
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +139,8 @@ def load(
     Raises UnsupportedModelError, WeightsError."""
     spec = spec or make_spec(config)
     with open_weights(path, config, spec) as weights:
-        parts = Parts(group, weights, dtype, kernels or _cpu_kernels(), scheme=scheme)
+        common = (group, weights, dtype, kernels or _cpu_kernels())
+        parts = Parts(*common, scheme=scheme, sensitivity=_describe_sensitivity(spec))
         model = build(spec, parts)
         refuse_unread(path, weights.list_unread(), config)
     if parts.widened:
@@ -148,6 +150,11 @@ def load(
             *(len(parts.widened), str(dtype).removeprefix("torch."), group.size, sum(parts.widened) / MIB),
         )
     return model
+
+
+def _describe_sensitivity(spec: Spec) -> Sensitivity:
+    stack = spec if isinstance(spec, DecoderSpec) else spec.decoder
+    return Sensitivity(stack.num_layers, stack.num_kv_heads * stack.head_dim)
 
 
 def _cpu_kernels() -> Kernels:

@@ -123,5 +123,10 @@ def count_bytes(
     if layout.rounds_activations:
         # The embedding counts twice: in its own type, and as codes for a head that may be made of it.
         return int(elements * layout.bytes_per_weight) + table * dtype.itemsize
-    # So it does here, for a head that is kept as products without codes are.
-    return int((elements - table) * layout.bytes_per_weight) + table * (dtype.itemsize + product_bytes)
+    # So it does here, for a head that is kept as products without codes are, or of which there may be two.
+    scheme = find_scheme(config.quantize)
+    if scheme.layout is None:
+        return int((elements - table) * layout.bytes_per_weight) + table * (dtype.itemsize + product_bytes)
+    tables = scheme.table_layout
+    table_bytes = 2 * tables.bytes_per_weight if tables else dtype.itemsize + product_bytes
+    return int((elements - table) * scheme.bytes_per_weight + table * table_bytes)

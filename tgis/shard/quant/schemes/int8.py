@@ -14,10 +14,10 @@ LAYOUT = CodeLayout(torch.int8, 8, GROUP, rounds_activations=True)
 
 
 class Int8:
-    layout = LAYOUT
+    layout, table_layout, bytes_per_weight = LAYOUT, None, LAYOUT.bytes_per_weight
 
     def encode(self, role: MatrixRole, stored: Stored) -> Stored:
-        return Rounded(stored) if role in ("linear", "head") else stored
+        return Rounded(stored) if role in ("linear", "sensitive", "head") else stored
 
 
 class Rounded:

@@ -5,7 +5,8 @@ from tgis.shard.quant.interface import MatrixRole
 
 
 class Unquantized:
-    layout = None
+    layout = table_layout = None
+    bytes_per_weight = 0.0  # that the scheme changes
 
     def encode(self, role: MatrixRole, stored: Stored) -> Stored:
         return stored

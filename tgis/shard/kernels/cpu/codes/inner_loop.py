@@ -301,6 +301,17 @@ def _add_products(b: Any, tile: Tile, sums: list[Any], strip: Strip, of_rows: li
 
 
 @llvm_function()
+def prefetch_lines(b: Any, at: Any, num_bytes: Any) -> None:
+    """Prefetch the cache lines of a number of bytes."""
+
+    def prefetch(begin: Any, _: list[Any]) -> list[Any]:
+        llvm.prefetch(b, at, begin)
+        return []
+
+    llvm.loop_range(b, I64(0), num_bytes, _LINE, [], prefetch)
+
+
+@llvm_function()
 def add_columns(b: Any, x: Any, units: Any) -> None:
     """Write the sum of units of a row of x behind its piece, in an order that is always the same."""
 

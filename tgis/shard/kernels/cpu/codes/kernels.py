@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray
 
-from tgis.shard.kernels.cpu.codes.inner_loop import ROWS, STRIDE, add_columns, multiply_tile
+from tgis.shard.kernels.cpu.codes.inner_loop import ROWS, STRIDE, add_columns, multiply_tile, prefetch_lines
 from tgis.shard.kernels.cpu.codes.integer_sums import (
     BYTES_STRIDE,
     CAN_ROUND,
@@ -170,17 +170,20 @@ def _multiply_panel(
     memory for the widened codes of a piece, before them for its scales and offsets."""
     carray(pointer(sums, _F32), (rows * COLUMNS,))[:] = np.float32(0)
     at, pieces = w.panels + panel * panel_bytes(w), count_pieces(w)
+    piece_bytes, further = w.units * w.unit_bytes + w.scale_bytes, w.panels + following * panel_bytes(w)
+    distance = PIECE // w.columns  # pieces: small ones follow each other faster than memory answers
     for piece in range(pieces):
         units, of = count_units(w, piece), x + piece * rows * w.row_bytes
-        next_one = at + units * w.unit_bytes + w.scale_bytes
-        ahead = next_one if piece + 1 < pieces else w.panels + following * panel_bytes(w)
+        later = piece + distance
+        ahead = at + distance * piece_bytes if later < pieces else further + (later - pieces) * piece_bytes
         scales = find_scales(w, panel, piece, at, wide - 2 * PLANE, w.centre)
         codes, offsets = at + w.scale_bytes, (scales + PLANE) * w.has_offsets
         if w.wide_unit:
             _multiply_piece(w, of, rows, panel, piece, codes, scales, offsets, ahead, sums, wide, element)
         else:
+            prefetch_lines(ahead + units * w.unit_bytes, w.scale_bytes)
             _multiply_codes(w, of, rows, panel, piece, codes, scales, offsets, ahead, sums, element)
-        at = next_one
+        at += units * w.unit_bytes + w.scale_bytes
 
 
 @ordered

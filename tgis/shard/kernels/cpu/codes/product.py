@@ -223,7 +223,7 @@ def pack(weight: Stored, rounds_activations: bool = False) -> CodeProduct:
         None if order is None else order.int(),
         scales,
         factors,
-        1 << (layout.bits - 1) if layout.has_offsets else 0,
+        1 << (layout.bits - 1) if layout.has_offsets and layout.dtype == torch.uint8 else 0,
         _list_numbers(layout, kind),
         places,
     )

@@ -27,22 +27,27 @@ def find_scales(w: Any, panel: int, piece: int, at: int, to: int, centre: int) -
     to `to`."""
     if w.scale_form == _IS_FLOAT32 and not w.has_offsets:
         return at
-    place, planes = piece + w.first_piece, 1 + w.has_offsets
-    num_factors = -(-(-(-w.in_features // w.columns) + w.first_piece) // w.pieces_per_factor)
-    factors = w.factors + (panel * num_factors + place // w.pieces_per_factor) * planes * PLANE
-    if w.scale_form == _IS_FLOAT32:
-        _convert(w, at, to, factors, 4 * COLUMNS, _FLOAT32, _FLOAT32)
-    elif w.scale_form == _IS_FLOAT16:
-        _convert(w, at, to, factors, 2 * COLUMNS, _FLOAT16, _FLOAT16)
+    if w.scale_form == _IS_FLOAT16:
+        _convert(w, at, to, 0, 2 * COLUMNS, _FLOAT16, _FLOAT16)
+    elif w.scale_form == _IS_FLOAT32:
+        _convert(w, at, to, 0, 4 * COLUMNS, _FLOAT32, _FLOAT32)
     elif w.scale_form == _IS_BFLOAT16:
-        _convert(w, at, to, factors, 2 * COLUMNS, _BFLOAT16, _BFLOAT16)
+        _convert(w, at, to, 0, 2 * COLUMNS, _BFLOAT16, _BFLOAT16)
     elif w.scale_form == _IS_INT8:
-        _convert(w, at, to, factors, COLUMNS, _INTEGER, _INTEGER)
+        _convert(w, at, to, _find_factors(w, panel, piece), COLUMNS, _INTEGER, _INTEGER)
     else:
-        _convert(w, at, to, factors, 0, _LOWER, _UPPER)
+        _convert(w, at, to, _find_factors(w, panel, piece), 0, _LOWER, _UPPER)
     if w.has_offsets and centre:
         _move_centre(to, centre)
     return to
+
+
+@ordered
+def _find_factors(w: Any, panel: int, piece: int) -> Any:
+    """Return the address of the factors of a piece's scales and offsets."""
+    place, planes = piece + w.first_piece, 1 + w.has_offsets
+    num_factors = -(-(-(-w.in_features // w.columns) + w.first_piece) // w.pieces_per_factor)
+    return w.factors + (panel * num_factors + place // w.pieces_per_factor) * planes * PLANE
 
 
 @ordered

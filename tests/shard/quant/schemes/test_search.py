@@ -1,0 +1,81 @@
+"""Rounding with searched scales and offsets, against a search in float64 that keeps the best."""
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tgis.shard.checkpoint.codes import CodeLayout
+from tgis.shard.quant.schemes.search import RANGES, round_with_offsets
+
+GROUP, BITS = 32, 4
+LAYOUT = CodeLayout(torch.int8, BITS, GROUP, has_offsets=True, scale_type="float16")
+HALF = 2.0**-10  # relative error of rounding a scale or an offset to float16, with room for the sum of both
+
+
+def draw(kind: str) -> Tensor:
+    torch.manual_seed(0)
+    x = torch.randn(48, 3 * GROUP)
+    if kind == "skewed":
+        return x.exp()
+    if kind == "outliers":
+        return torch.where(torch.rand_like(x) < 0.03, 8 * x, x)
+    return x
+
+
+def find_errors(group: NDArray[np.float64]) -> list[float]:
+    """Return the squared errors of a group with each of the ranges, whose scale and offset are those of a
+    linear regression."""
+    low, high = group.min(), group.max()
+    errors = []
+    for width in RANGES:
+        step, middle = (high - low) * width / 15, (low + high) / 2
+        codes = np.clip(np.rint((group - middle) / step - 0.5), -8, 7)
+        slope, offset = np.polyfit(codes, group, 1)
+        errors.append(float(((slope * codes + offset - group) ** 2).sum()))
+    return errors
+
+
+def round_plainly(group: NDArray[np.float64]) -> float:
+    """Return the squared error of the nearest of 16 numbers from the least to the largest."""
+    low, step = group.min(), (group.max() - group.min()) / 15
+    return float(((np.rint((group - low) / step) * step + low - group) ** 2).sum())
+
+
+@pytest.mark.parametrize("kind", ["normal", "skewed", "outliers"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_errors_are_those_of_the_best_range(kind: str, dtype: torch.dtype) -> None:
+    weights = draw(kind).to(dtype)
+    found = round_with_offsets(weights, LAYOUT).dequantize().double().numpy().reshape(-1, GROUP)
+    groups = weights.double().numpy().reshape(-1, GROUP)
+    errors = ((found - groups) ** 2).sum(1)
+    best = np.array([min(find_errors(group)) for group in groups])
+    largest = np.abs(groups).max(1)
+    assert (np.sqrt(errors) <= np.sqrt(best) + HALF * largest * np.sqrt(GROUP) + 1e-6).all()
+    assert errors.sum() <= best.sum() * 1.001 + 1e-6
+    assert errors.sum() < 0.95 * sum(map(round_plainly, groups))
+
+
+def test_numbers_are_kept_in_float16() -> None:
+    codes = round_with_offsets(draw("normal"), LAYOUT)
+    assert codes.offsets is not None
+    for numbers in (codes.scales, codes.offsets):
+        assert numbers.dtype == torch.float32
+        assert torch.equal(numbers.half().float(), numbers)
+    assert codes.values.min() == -8
+    assert codes.values.max() == 7
+
+
+def test_sixteen_even_numbers_are_kept() -> None:
+    numbers = torch.arange(16).repeat(2).view(1, GROUP) * 0.25 - 1
+    assert torch.equal(round_with_offsets(numbers, LAYOUT).dequantize(), numbers)
+
+
+def test_groups_do_not_depend_on_their_neighbours() -> None:
+    weights = draw("outliers")
+    whole = round_with_offsets(weights, LAYOUT).dequantize()
+    for columns in (slice(0, GROUP), slice(GROUP, 3 * GROUP)):
+        for rows in (slice(0, 1), slice(7, 48)):
+            alone = round_with_offsets(weights[rows, columns], LAYOUT).dequantize()
+            assert torch.equal(alone, whole[rows, columns])

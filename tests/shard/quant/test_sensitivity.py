@@ -1,0 +1,29 @@
+"""The rule that says which weights are held at 8 bits."""
+
+from tgis.shard.quant.sensitivity import UNKNOWN, Sensitivity
+
+RULE = Sensitivity(num_layers=32, num_value_rows=128)
+
+
+def test_values_are_sensitive() -> None:
+    assert RULE.find_rows("blocks.5.attention.qkv", 1024) == slice(896, 1024)
+    assert RULE.find_rows("decoder.blocks.5.cross.kv", 1024) == slice(512, 1024)
+    for module in ("attention.out", "cross.q", "mlp.up"):
+        assert RULE.find_rows(f"blocks.5.{module}", 1024) == slice(1024, 1024)
+
+
+def test_the_last_layer_is_sensitive() -> None:
+    for module in ("attention.qkv", "attention.out", "mlp.up", "mlp.experts.3.down"):
+        assert RULE.find_rows(f"blocks.31.{module}", 64) == slice(0, 64)
+        assert UNKNOWN.find_rows(f"blocks.31.{module}", 64) == slice(64, 64)
+
+
+def test_some_down_projections_are_sensitive() -> None:
+    rows = [RULE.find_rows(f"blocks.{i}.mlp.experts.3.down", 64) for i in range(32)]
+    sensitive = [i for i, each in enumerate(rows) if each == slice(0, 64)]
+    assert sensitive == [0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31]
+    assert all(each == slice(64, 64) for i, each in enumerate(rows) if i not in sensitive)
+
+
+def test_others_are_not() -> None:
+    assert RULE.find_rows("head", 99) == slice(99, 99)

@@ -1,0 +1,34 @@
+"""The scheme that rounds linear layers to 4 bits when they are read, and what is sensitive, the head and the
+embedding to 8 bits. Activations and the routers of experts stay as they are."""
+
+from functools import partial
+
+import torch
+
+from tgis.shard.checkpoint.codes import CodeLayout
+from tgis.shard.checkpoint.tensors import Stored
+from tgis.shard.quant.interface import MatrixRole
+from tgis.shard.quant.schemes.rounded_matrix import RoundedMatrix
+from tgis.shard.quant.schemes.rounding import round_to_integers
+from tgis.shard.quant.schemes.search import round_with_offsets
+
+GROUP = 64
+LAYOUT = CodeLayout(torch.int8, 4, GROUP, has_offsets=True, scale_type="float16")
+SENSITIVE_LAYOUT = CodeLayout(torch.int8, 8, GROUP)
+_round_sensitive = partial(round_to_integers, num_steps=127)
+
+
+class Int4:
+    layout, table_layout = LAYOUT, SENSITIVE_LAYOUT
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """Bytes where a fifth of the weights is sensitive, as in models of dozens of layers."""
+        return 0.8 * LAYOUT.bytes_per_weight + 0.2 * SENSITIVE_LAYOUT.bytes_per_weight
+
+    def encode(self, role: MatrixRole, stored: Stored) -> Stored:
+        if role == "linear":
+            return RoundedMatrix(stored, LAYOUT, round_with_offsets)
+        if role == "replicated":
+            return stored
+        return RoundedMatrix(stored, SENSITIVE_LAYOUT, _round_sensitive)

@@ -1,0 +1,79 @@
+"""Rounding to integers of few bits with a scale and an offset for each group, which are searched: those of
+the ranges of codes, the group's own and narrower ones, that give the least squared error, as linear
+regression of the weights on their codes finds them."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tgis.shard.checkpoint.codes import CodeLayout, Codes
+
+RANGES = (1.0, 0.95, 0.9, 0.85)
+"""Widths of the ranges that are tried, in widths of a group's own."""
+_CHUNK = 1 << 17  # weights that are searched at a time, which a core's cache holds with what is computed
+_TINY = 1e-30  # groups whose largest magnitude is smaller become zeros
+
+
+def round_with_offsets(weights: Tensor, layout: CodeLayout) -> Codes:
+    """Round weights [num_rows, num_columns] of any float type to signed codes. A group with a number that is
+    not finite has the scale NaN. The last group of a row is filled up with its last weight."""
+    num_rows, num_columns = weights.shape
+    group = layout.group or num_columns
+    if num_columns % group:
+        weights = F.pad(weights.unsqueeze(0), (0, -num_columns % group), mode="replicate")[0]
+    groups = weights.reshape(-1, group)
+    values = torch.empty(groups.shape, dtype=torch.int8)
+    scales, offsets = torch.empty(2, len(groups))
+    count = max(1, _CHUNK // group)
+    memory = torch.empty(3, group, min(count, len(groups)))
+    for first in range(0, len(groups), count):
+        chunk = groups[first : first + count]
+        part = slice(first, first + len(chunk))
+        # Groups are columns here, so that sums over a group add whole vectors.
+        x, codes, products = memory.flatten(1)[:, : chunk.numel()].view(3, group, len(chunk))
+        x.copy_(chunk.T)
+        scales[part], offsets[part] = _search(x, layout.bits, codes, products)
+        values[part] = codes.T
+    width = weights.shape[1]
+    rows = values.view(num_rows, width)[:, :num_columns].contiguous()
+    scales, offsets = (each.view(num_rows, width // group) for each in (scales, offsets))
+    return Codes(layout, rows, scales, offsets=offsets)
+
+
+def _search(x: Tensor, bits: int, codes: Tensor, products: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scales and offsets, numbers of float16, of groups, [group, num_groups], whose codes are written
+    to `codes`. `products` is scratch memory, because new memory would take most of the time."""
+    low, high = x.amin(0), x.amax(0)
+    is_finite, middle = (high - low).isfinite(), (low + high) / 2
+    least, scale, offset = torch.full_like(low, torch.inf), torch.zeros_like(low), middle
+    for width in RANGES:
+        step = (high - low) * (width / ((1 << bits) - 1))
+        # Codes are as many below -1/2 as above.
+        _round(x, step, middle + step / 2, bits, codes)
+        error, *found = _fit(x, codes, products)
+        is_better = error < least
+        least = torch.where(is_better, error, least)
+        scale, offset = (torch.where(is_better, *pair) for pair in zip(found, (scale, offset), strict=True))
+    is_zero = torch.maximum(low.abs(), high.abs()) < _TINY
+    scale, offset = (torch.where(is_zero, 0.0, each).half().float() for each in (scale, offset))
+    scale = torch.where(is_finite & offset.isfinite(), scale, torch.nan)
+    _round(x, scale, offset, bits, codes)
+    return scale, offset
+
+
+def _round(x: Tensor, scale: Tensor, offset: Tensor, bits: int, codes: Tensor) -> None:
+    """Write the codes, as floats, whose numbers are nearest to x. Those of the scale 0 are 0."""
+    most = 1 << (bits - 1)
+    torch.sub(x, offset, out=codes).mul_(torch.where(scale > 0, 1 / scale, 0.0))
+    codes.round_().clamp_(-most, most - 1)
+
+
+def _fit(x: Tensor, codes: Tensor, products: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what the least squared error is more than that of each group's mean, and the scale and the
+    offset that have it."""
+    count = len(x)
+    mean, centre = x.mean(0), codes.mean(0)
+    spread = torch.mul(codes, codes, out=products).sum(0) - count * centre * centre
+    shared = torch.mul(x, codes, out=products).sum(0) - count * mean * centre
+    scale = torch.where(spread > 0, shared / spread, 0.0)
+    return -shared * scale, scale, mean - scale * centre
