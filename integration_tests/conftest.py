@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from integration_tests.support.greedy_answers import (
 from integration_tests.support.served_models import FLAGS, write_fallback, write_t5, write_t5_tokenizer
 from integration_tests.support.service import serve
 from integration_tests.support.tuned_files import LINEAR, write_adapter
+from tests.support.real_models import GEMMA, SMOLLM2
 from tests.support.shard.checkpoints import write_llama
 from tests.support.suites import skip_tests_of_one_worker
 from tests.support.tokenizers.trained import write_byte_level
@@ -70,3 +72,12 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tuned]:
     flags = [*FLAGS, *served.flags, *tight, *contents, "--num-shard", "2", "--failpoints", SLOW_DISK]
     for client in serve(served.directory, *flags):
         yield Tuned(client, served, oracle.Oracle(served))
+
+
+@pytest.fixture(scope="module", params=[SMOLLM2, GEMMA], ids=["smollm2", "gemma"])
+def gguf_file(request: pytest.FixtureRequest) -> Path:
+    """GGUF file of a real model."""
+    path: Path = request.param
+    if not path.is_file():
+        pytest.skip(f"{path} is missing; `make test` and `make gemma` fetch the models")
+    return path

@@ -10,11 +10,10 @@ from transformers import AutoTokenizer
 from tests.support import llama_cpp
 from tests.support.greedy_texts import answer, generate, load_model
 from tests.support.processes import Service
+from tests.support.real_models import SMOLLM2
 from tgis.shard.checkpoint.gguf_conversion import convert_gguf
 from tgis.shard.quantize.gguf.output import GgufKind, write_gguf
 
-MODELS = Path(__file__).parents[1] / ".cache" / "models"
-FILES = ("SmolLM2-135M-Instruct.gguf", "gemma-3-270m-q4_k_m.gguf")
 NUM_TOKENS = 24
 LONG = "The committee met on Monday and wrote down what every member had seen in the old town. "
 PROMPTS = (
@@ -61,19 +60,11 @@ PROMPTS = (
 )
 
 
-@pytest.fixture(scope="module", params=FILES)
-def file(request: pytest.FixtureRequest) -> Path:
-    path: Path = MODELS / request.param
-    if not path.is_file():
-        pytest.skip(f"{path} is missing; `make test` and `make gemma` fetch the models")
-    return path
-
-
 @pytest.fixture(scope="module")
-def service(file: Path) -> Iterator[Service]:
+def service(gguf_file: Path) -> Iterator[Service]:
     flags = ["--dtype", "float32", "--max-sequence-length", "2048"]
     ports = ["--bind", "127.0.0.1", "--port", "0", "--grpc-port", "0"]
-    service = Service(["launcher", "--model-name", str(file), *ports, *flags])
+    service = Service(["launcher", "--model-name", str(gguf_file), *ports, *flags])
     try:
         yield service.wait_until_serving()
     finally:
@@ -88,7 +79,7 @@ def test_llama_cpp_serves_what_quantize_writes(kind: GgufKind, tmp_path: Path) -
     """Its logits are near those of transformers on the dequantized weights, of which it rounds what they
     multiply to 8 bits, and its tokens are those of the checkpoint."""
     python, file = llama_cpp.find_python(), tmp_path / "written.gguf"
-    convert_gguf([MODELS / FILES[0]], tmp_path / "model", "float32")
+    convert_gguf([SMOLLM2], tmp_path / "model", "float32")
     write_gguf(tmp_path / "model", file, kind)
     convert_gguf([file], tmp_path / "read", "float32")
     model, tokenizer = load_model(tmp_path / "read"), AutoTokenizer.from_pretrained(tmp_path / "model")
@@ -103,8 +94,8 @@ def test_llama_cpp_serves_what_quantize_writes(kind: GgufKind, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_greedy_text_is_that_of_transformers(file: Path, service: Service, tmp_path: Path) -> None:
-    convert_gguf([file], tmp_path / "model", "float32")
+def test_greedy_text_is_that_of_transformers(gguf_file: Path, service: Service, tmp_path: Path) -> None:
+    convert_gguf([gguf_file], tmp_path / "model", "float32")
     model, tokenizer = load_model(tmp_path / "model"), AutoTokenizer.from_pretrained(tmp_path / "model")
     assert len(PROMPTS) == 40
     assert len(tokenizer(PROMPTS[-1]).input_ids) > 1490

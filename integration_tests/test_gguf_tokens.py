@@ -11,11 +11,10 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from tests.support import llama_cpp
+from tests.support.real_models import SMOLLM2
 from tests.support.tokenizers.varied import PIECES
 from tgis.convert.gguf.model_directory import write_model_directory
 
-MODELS = Path(__file__).parents[1] / ".cache" / "models"
-FILES = ("SmolLM2-135M-Instruct.gguf", "gemma-3-270m-q4_k_m.gguf")
 NUM_TEXTS = 2000
 CONTROL = (
     "<|im_start|>",
@@ -69,26 +68,18 @@ def draw_texts() -> Iterator[str]:
             yield "".join(rng.choice((" ", "  ", "\n", "\t", "a", "1", "é", ".", "字")) for _ in range(12))
 
 
-@pytest.fixture(scope="module", params=FILES)
-def file(request: pytest.FixtureRequest) -> Path:
-    path: Path = MODELS / request.param
-    if not path.is_file():
-        pytest.skip(f"{path} is missing; `make test` and `make gemma` fetch the models")
-    return path
-
-
 @pytest.fixture(scope="module")
-def directory(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(gguf_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("made")
-    write_model_directory([file], made)
+    write_model_directory([gguf_file], made)
     return made
 
 
 @pytest.mark.slow
-def test_tokens_are_those_of_llama_cpp(file: Path, directory: Path) -> None:
+def test_tokens_are_those_of_llama_cpp(gguf_file: Path, directory: Path) -> None:
     texts = list(draw_texts())
     ours = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    theirs = llama_cpp.ask(llama_cpp.find_python(), file, texts=texts)["texts"]
+    theirs = llama_cpp.ask(llama_cpp.find_python(), gguf_file, texts=texts)["texts"]
     different = [
         (text, found.ids, expected)
         for text, found, expected in zip(texts, ours.encode_batch(texts), theirs, strict=True)
@@ -98,18 +89,18 @@ def test_tokens_are_those_of_llama_cpp(file: Path, directory: Path) -> None:
 
 
 @pytest.mark.slow
-def test_tokens_are_those_of_transformers(file: Path, directory: Path) -> None:
+def test_tokens_are_those_of_transformers(gguf_file: Path, directory: Path) -> None:
     """transformers' own reading of the file. It ignores the name of the pattern that splits texts, by which
     SmolLM2 splits digits from the white space before them."""
     texts = list(draw_texts())
     ours = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    theirs = AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name)
     different = [
         text
         for text, found in zip(texts, ours.encode_batch(texts), strict=True)
         if found.ids != theirs(text).input_ids
     ]
-    if "SmolLM2" in file.name:
+    if gguf_file == SMOLLM2:
         assert different, "transformers splits these texts as well: compare all"
         different = [text for text in different if not has_number_after_space(text)]
     assert different == []

@@ -15,9 +15,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from tests.support.greedy_texts import answer, generate, load_model
 from tests.support.http_exchange import exchange
 from tests.support.processes import Service
+from tests.support.real_models import SMOLLM2
 from tgis.shard.checkpoint.gguf_conversion import convert_gguf
 
-FILE = Path(__file__).parents[1] / ".cache" / "models" / "SmolLM2-135M-Instruct.gguf"
 WEATHER = {
     "type": "function",
     "function": {
@@ -52,11 +52,11 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(store: Path) -> Iterator[Service]:
-    assert FILE.is_file(), f"{FILE} is missing; `make test` fetches it"
+    assert SMOLLM2.is_file(), f"{SMOLLM2} is missing; `make test` fetches it"
     flags = ["--http-api", "openai", "--dtype", "float32", "--prefix-store-path", str(store)]
     ports = ["--bind", "127.0.0.1", "--port", "0", "--grpc-port", "0"]
     service = Service(
-        ["launcher", "--model-name", str(FILE), "--max-sequence-length", "2048", *ports, *flags]
+        ["launcher", "--model-name", str(SMOLLM2), "--max-sequence-length", "2048", *ports, *flags]
     )
     try:
         yield service.wait_until_serving()
@@ -96,7 +96,7 @@ def test_a_call_of_a_tool_parses(service: Service) -> None:
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The weights as `gguf` dequantizes them, in float32."""
     directory = tmp_path_factory.mktemp("converted")
-    convert_gguf([FILE], directory, "float32")
+    convert_gguf([SMOLLM2], directory, "float32")
     return directory
 
 

@@ -133,7 +133,7 @@ def _probe(target: Target, key: str, work: Callable[[], object]) -> None:
         return
     try:
         work()
-    except (RuntimeError, TypeError, NotImplementedError) as error:
-        target.recorder.fact(key, f"not on this CPU: {type(error).__name__}")
+    except (RuntimeError, TypeError) as error:
+        target.recorder.fact(key, f"not on this CPU: {type(error).__name__}: {error}".partition("\n")[0])
     else:
         target.recorder.fact(key, "works on this CPU")

@@ -268,7 +268,8 @@ def test_the_command(tmp_path: Path) -> None:
         f"{missing} cannot be written: {os.strerror(errno.ENOENT)}",
     )
     code, said = call(model, tmp_path / "b", "--gguf-type", "q8_0")
-    assert (code, said.splitlines()[-1]) == (2, "error: --gguf-type is for --method gguf only.") or code == 2
+    assert code == 2
+    assert "--gguf-type is for --method gguf only." in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model.gguf"]
 
 
