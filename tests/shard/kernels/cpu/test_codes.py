@@ -6,19 +6,24 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
 import torch
+from numba.core.errors import NumbaWarning
 from torch import Tensor
 
 from tests.support.shard.products import check_replay
 from tgis.shard.checkpoint.codes import CodeLayout, Codes
 from tgis.shard.checkpoint.tensors import ALL, WeightsError
+from tgis.shard.kernels.cpu.codes import kernels
 from tgis.shard.kernels.cpu.codes import product as code_product
 from tgis.shard.kernels.cpu.codes.integer_sums import CAN_ROUND
+from tgis.shard.kernels.cpu.codes.layout import Kind
 from tgis.shard.kernels.cpu.codes.product import CodeProduct
+from tgis.shard.kernels.cpu.jit.compiler import Kernel
 from tgis.shard.kernels.cpu.jit.llvm import has_feature
 
 STEP = 2.0**-24  # half the distance of float32 numbers near 1
@@ -295,3 +300,14 @@ def test_other_machines_give_the_same_bits() -> None:
     env = os.environ | {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": features}
     done = subprocess.run([sys.executable, "-c", program], env=env, check=True, stdout=subprocess.PIPE)
     assert done.stdout.decode().split() == ["8", digest()]
+
+
+@pytest.mark.parametrize("kind", [Kind(8, False), Kind(8, True)])
+def test_code_is_cached(kind: Kind) -> None:
+    """Numba warns about code that it cannot keep."""
+    if kind.rounds_activations and not CAN_ROUND:
+        pytest.skip("the processor has neither AVX2 nor VNNI")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", NumbaWarning)
+        assert Kernel(kernels.MULTIPLY[kind]._function).address
+    assert [str(each.message) for each in caught] == []

@@ -265,7 +265,7 @@ def _multiply_float(args: Any, bits: int, element: Any) -> None:
     # AVX2 converts codes of 4 bits for two tiles, and of 8 bits for four, as fast as it stores widened codes.
     max_unwidened = ROWS if LANES == 16 or bits in PACKED_BITS else ROWS * bits // 2
     wide_unit = 4 * WIDE_UNIT if m > max_unwidened else 0
-    _multiply(args, read_matrix(args, 7, bits, STRIDE, wide_unit, WIDE_ROWS), _copy_rows, element)
+    _multiply(args, read_matrix(args, 7, bits, STRIDE, wide_unit, WIDE_ROWS), element)
 
 
 @ordered
@@ -275,11 +275,11 @@ def _multiply_rounded(args: Any, bits: int, wide_bits: int, element: Any) -> Non
     is_wide = bits in PACKED_BITS or m > max_unwidened
     wide_unit = WIDE_UNIT // 8 * wide_bits if is_wide else 0
     row_bytes = PAIRS_STRIDE if is_wide and wide_bits == 16 else BYTES_STRIDE
-    _multiply(args, read_matrix(args, 7, bits, row_bytes, wide_unit, ROUNDED_ROWS), _round_rows, element)
+    _multiply(args, read_matrix(args, 7, bits, row_bytes, wide_unit, ROUNDED_ROWS), element)
 
 
 @ordered
-def _multiply(args: Any, w: Any, copy_rows: Any, element: Any) -> None:
+def _multiply(args: Any, w: Any, element: Any) -> None:
     """Compute a product. Units are numbered row group by row group, so that a thread can reuse its copy of x
     for its next units."""
     a = carray(args, 7)
@@ -302,7 +302,11 @@ def _multiply(args: Any, w: Any, copy_rows: Any, element: Any) -> None:
         first = group * m // groups
         rows = (group + 1) * m // groups - first
         if copied_group != group:
-            copy_rows(w, x + 4 * first * width, width, rows, rows_of_x)
+            # A function that is passed as an argument would keep the code from being cached.
+            if w.row_bytes == STRIDE:
+                _copy_rows(w, x + 4 * first * width, width, rows, rows_of_x)
+            else:
+                _round_rows(w, x + 4 * first * width, width, rows, rows_of_x)
             copied_group = group
         end = min(begin + unit_panels, num_panels)
         for panel in range(begin, end):
