@@ -76,8 +76,9 @@ def service(gguf_file: Path) -> Iterator[Service]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q4_1"])
 def test_llama_cpp_serves_what_quantize_writes(kind: GgufKind, tmp_path: Path) -> None:
-    """Its logits are near those of transformers on the dequantized weights, of which it rounds what they
-    multiply to 8 bits, and its tokens are those of the checkpoint."""
+    """Check llama.cpp's logits against those of transformers on the dequantized weights, and its tokens
+    against the checkpoint's tokenizer. llama.cpp rounds activations to 8 bits: 0.997 was measured, where the
+    weights before Q4_0 have 0.78 to 0.95."""
     python, file = llama_cpp.find_python(), tmp_path / "written.gguf"
     convert_gguf([SMOLLM2], tmp_path / "model", "float32")
     write_gguf(tmp_path / "model", file, kind)
@@ -86,10 +87,15 @@ def test_llama_cpp_serves_what_quantize_writes(kind: GgufKind, tmp_path: Path) -
     ids = [tokenizer(prompt).input_ids for prompt in PROMPTS[:8]]
     answers = llama_cpp.ask(python, file, texts=PROMPTS[:-1], scored=ids)
     assert answers["texts"] == [tokenizer(prompt).input_ids for prompt in PROMPTS[:-1]]
-    for prompt, found in zip(ids, answers["scored"], strict=True):
+    for prompt, logits in zip(ids, answers["scored"], strict=True):
         with torch.no_grad():
             expected = model(torch.tensor([prompt])).logits[0, -1]
-        assert torch.cosine_similarity(torch.tensor(found), expected, dim=0) > 0.995
+        assert correlate(torch.tensor(logits), expected) > 0.995
+
+
+def correlate(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return Pearson's correlation."""
+    return torch.corrcoef(torch.stack((a, b)))[0, 1].item()
 
 
 @pytest.mark.slow
