@@ -22,7 +22,7 @@ from tgis.router.adapters.residency import AdapterResidency
 from tgis.router.engine.claims import Claims
 from tgis.router.engine.concurrency import ConcurrencyLimit
 from tgis.router.engine.engine import Engine
-from tgis.router.engine.handle import LimitedWork, SequenceId, SequenceSpec, Ticket
+from tgis.router.engine.handle import ClaimId, LimitedWork, Progress, SequenceId, SequenceSpec
 from tgis.router.engine.local_handle import LocalHandle
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.remote import messages as wire
@@ -209,9 +209,9 @@ class RemoteDoors:
 
         sessions = [WorkerSession(claims, send, send_now) for _ in range(NUM_WORKERS)]
         for index in range(size):
-            session, ticket = sessions[index % NUM_WORKERS], Ticket(index)
-            session.take(wire.Acquire(ticket, LimitedWork.GENERATION, 1))
-            session.take(wire.Open(ticket, SequenceId(index), _spec(index), None))
+            session, claim_id = sessions[index % NUM_WORKERS], ClaimId(index)
+            session.take(wire.Acquire(claim_id, LimitedWork.GENERATION, 1))
+            session.take(wire.Open(claim_id, SequenceId(index), _spec(index), Progress()))
         await ended.wait()
 
 

@@ -23,7 +23,8 @@ from tgis.router.errors import OverloadedError, RequestError
 from tgis.router.events import Output
 from tgis.router.grammar.compiler import GrammarCompiler
 from tgis.router.requests.accounting import Accounting
-from tgis.router.requests.call import GenerationCall, Parameters
+from tgis.router.requests.call import GenerationCall
+from tgis.router.requests.parameters import Parameters
 from tgis.router.requests.tracing import Tracing
 from tgis.router.requests.validation import Validator
 from tgis.router.sequence import StopReason

@@ -21,7 +21,7 @@ from tests.support.router.messages import batch, single, stopping
 from tests.support.router.model_of_shard import truth
 from tgis.router.engine import token_timeouts
 from tgis.router.engine.event_queue import EventQueue, WakeUps
-from tgis.router.engine.handle import SequenceId, SequenceSpec
+from tgis.router.engine.handle import RequestTimes, SequenceId, SequenceSpec
 from tgis.router.engine.live_request import LiveRequest
 from tgis.router.engine.token_timeouts import TokenTimeouts
 from tgis.router.events import Ended, Event, TimedOut
@@ -94,14 +94,16 @@ def test_texts_are_late_when_the_rule_says(
         happenings, began = draw_happenings(random.Random(seed)), loop.now
         late = list[tuple[float, bool]]()
         timeouts = TokenTimeouts(*limits, lambda _, event: late.append((loop.now - began, event.is_first)))
-        live = LiveRequest(Sequence([1], Stopping(9)), None, EventQueue(WakeUps().wake), accepted_at=began)
+        live = LiveRequest(
+            Sequence([1], Stopping(9)), None, EventQueue(WakeUps().wake), times=RequestTimes(began)
+        )
         timeouts.watch(live)
         for at, kind in happenings:
             await asyncio.sleep(began + at - loop.now)
             if late:
                 break
             if kind == "token":  # as the engine takes it
-                was_first, live.awaits_first, live.last_token_at = live.awaits_first, False, loop.now
+                was_first, live.awaits_first, live.times.last_token_at = live.awaits_first, False, loop.now
                 if was_first:
                     timeouts.watch(live)
             elif kind == "loss":

@@ -23,8 +23,9 @@ from tgis.router.errors import (
     UnavailableError,
 )
 from tgis.router.events import InputTokens, Output, Timings
-from tgis.router.requests.call import GenerationCall, Parameters
+from tgis.router.requests.call import GenerationCall
 from tgis.router.requests.doors import FMAAS, OPENAI
+from tgis.router.requests.parameters import Parameters
 from tgis.router.requests.request_log import CallLog, InputLog, correlation_id
 from tgis.router.sequence import Stopping, StopReason
 from tgis.sampling_parameters import Sampling

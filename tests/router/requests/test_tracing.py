@@ -36,9 +36,10 @@ from tgis.router.errors import (
     UnavailableError,
 )
 from tgis.router.events import Output, Timings
-from tgis.router.requests.call import GenerationCall, Parameters
+from tgis.router.requests.call import GenerationCall
 from tgis.router.requests.doors import FMAAS, OPENAI
 from tgis.router.requests.otlp import CLOSE_S, EXPORT_TIMEOUT_S, MAX_BATCH_SPANS, MAX_QUEUED_SPANS
+from tgis.router.requests.parameters import Parameters
 from tgis.router.requests.request_log import correlation_id
 from tgis.router.requests.tracing import Tracing, open_tracing
 from tgis.router.sequence import Stopping, StopReason

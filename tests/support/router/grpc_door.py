@@ -52,9 +52,9 @@ class RecordingHandle:
         self._handle = handle
         self.specs: list[SequenceSpec] = []
 
-    def open(self, ticket: Any, spec: SequenceSpec, *more: Any) -> Any:
+    def open(self, claim_id: Any, spec: SequenceSpec, *more: Any) -> Any:
         self.specs.append(spec)
-        return self._handle.open(ticket, spec, *more)
+        return self._handle.open(claim_id, spec, *more)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handle, name)

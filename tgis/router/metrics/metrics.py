@@ -75,9 +75,8 @@ class Metrics(SeriesRegistry):
         )
         self.request_parameter_count = self._counter(
             "tgi_request_parameter_count",
-            "Accepted calls by each parameter that they set and fmaas's messages do not have: logit_bias, "
-            "min_p, presence_penalty, frequency_penalty, stop_token_ids, ignore_eos, watermark, n, "
-            "cache_salt, input_ids",
+            "Accepted calls by each parameter that they set and fmaas's messages lack, such as min_p or n; "
+            "input_ids counts calls whose inputs are token ids",
             "parameter",
         )
         self.request_success = self._counter(

@@ -165,8 +165,8 @@ class InputLog:
         fields["params"] = log.params_text
         if spec is not None:
             fields["input_tokens"] = len(spec.input_ids)
-            if spec.lease.num_virtual_tokens:
-                fields["virtual_tokens"] = spec.lease.num_virtual_tokens
+            if spec.adapters.num_virtual_tokens:
+                fields["virtual_tokens"] = spec.adapters.num_virtual_tokens
             if not spec.sampling.greedy:
                 fields["seed"] = spec.sampling.seed
         return fields

@@ -14,8 +14,9 @@ from opentelemetry.util.types import AttributeValue
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.errors import StartupError
 from tgis.router.events import Output
-from tgis.router.requests.call import GenerationCall, Metadata, Parameters
+from tgis.router.requests.call import GenerationCall, Metadata
 from tgis.router.requests.doors import Door
+from tgis.router.requests.parameters import PARAMETERS, Parameters
 from tgis.router.requests.span_protocols import CHAT_METHOD, Attributes, span_protocol
 
 if TYPE_CHECKING:
@@ -24,24 +25,6 @@ if TYPE_CHECKING:
 MAX_FINISH_REASONS = 100
 
 PROPAGATOR = TraceContextTextMapPropagator()
-
-VALUES = {
-    "max_new_tokens": "gen_ai.request.max_tokens",
-    "top_p": "gen_ai.request.top_p",
-    "top_k": "gen_ai.request.top_k",
-    "presence_penalty": "gen_ai.request.presence_penalty",
-    "frequency_penalty": "gen_ai.request.frequency_penalty",
-    "min_p": "tgis.min_p",
-    "ignore_eos": "tgis.ignore_eos",
-    "watermark": "tgis.watermark",
-}
-"""Fields of Parameters, and the attributes that have their values."""
-COUNTS = {
-    "stop_sequences": "tgis.stop_sequence_count",
-    "stop_token_ids": "tgis.stop_token_id_count",
-    "logit_bias": "tgis.logit_bias_count",
-}
-"""Fields of Parameters, and the attributes that only count them."""
 
 
 def open_tracing(endpoint: str | None, service_name: str, worker: int | None = None) -> "Tracing":
@@ -192,12 +175,10 @@ def _call_attributes(call: GenerationCall) -> Attributes:
 def _parameter_attributes(params: Parameters) -> Iterator[tuple[str, AttributeValue]]:
     """Yield the set parameters, without the cache salt, which is a secret. A seed of 2**63 or more is text,
     because attributes have no unsigned type."""
-    for name, attribute in VALUES.items():
-        if value := getattr(params, name):
-            yield attribute, value
-    for name, attribute in COUNTS.items():
-        if values := getattr(params, name):
-            yield attribute, len(values)
+    for info in PARAMETERS:
+        attribute, value = info.span_attribute, getattr(params, info.name)
+        if attribute is not None and value:
+            yield attribute.name, len(value) if attribute.is_count else value
     if params.temperature is not None:
         yield "gen_ai.request.temperature", params.temperature
     if params.seed is not None:

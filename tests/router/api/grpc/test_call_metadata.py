@@ -22,8 +22,8 @@ from tgis.router.api.grpc.call_metadata import KEYS, read_metadata
 from tgis.router.api.grpc.messages import read_batch
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.errors import RequestError
-from tgis.router.requests.call import Parameters
 from tgis.router.requests.doors import FMAAS
+from tgis.router.requests.parameters import Parameters
 from tgis.router.requests.validation import check_parameters
 from tgis.router.sequence import CacheSalt
 from tgis.sampling_parameters import Sampling
@@ -363,11 +363,11 @@ def test_rules_hold_for_every_door(params: dict[str, Any], text: str) -> None:
 
 
 def test_what_a_door_does_not_set_is_off() -> None:
-    checked = check_parameters(Parameters(), FMAAS, LIMITS, frozenset({1}), 50)
+    checked = check_parameters(Parameters(), FMAAS, LIMITS, frozenset({1}), 50).spec
     assert checked.sampling == Sampling()
     assert checked.stopping.eos_token_ids == {1}
     params = Parameters(raw_details=True, generated_tokens=True)
-    raw = check_parameters(params, FMAAS, LIMITS, frozenset({1}), 50)
+    raw = check_parameters(params, FMAAS, LIMITS, frozenset({1}), 50).spec
     assert (checked.details.raw, raw.details.raw) == (False, True)
 
 

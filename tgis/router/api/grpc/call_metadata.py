@@ -7,13 +7,14 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from tgis.router.errors import RequestError
-from tgis.router.requests.call import Metadata, Parameters
-from tgis.router.requests.parameter_rules import (
+from tgis.router.requests.call import Metadata
+from tgis.router.requests.parameters import (
     MAX_BIAS,
     MAX_CACHE_SALT_BYTES,
     MAX_LOGIT_BIASES,
     MAX_STOP_TOKEN_IDS,
     RULES,
+    Parameters,
 )
 from tgis.sampling_parameters import RANGES
 

@@ -13,7 +13,8 @@ from tgis.router.api.service import Result
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import InputTokens, Output
 from tgis.router.grammar.compiler import JSON, Guided
-from tgis.router.requests.call import MISSING_REQUEST, GenerationCall, Parameters
+from tgis.router.requests.call import MISSING_REQUEST, GenerationCall
+from tgis.router.requests.parameters import Parameters
 from tgis.router.sequence import Details, StopReason, TokenDetail
 
 _NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it

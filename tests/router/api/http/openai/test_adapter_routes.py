@@ -41,7 +41,7 @@ async def adapter_door(directory: Path) -> AsyncIterator[tuple[HttpDoor, openai.
 
 async def digest_of(door: HttpDoor, client: openai.AsyncOpenAI, model: str) -> str:
     await client.chat.completions.create(model=model, messages=HELLO, max_tokens=1)
-    return door.handle.specs[-1].lease.adapter_digest
+    return door.handle.specs[-1].adapters.digests[1]
 
 
 async def test_a_name_is_given_replaced_and_taken_away(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from tgis.router.api.http.openai.long_answers import SlicedEncoder
 from tgis.router.api.service import Result
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import Output
-from tgis.router.requests.call import GenerationCall, Parameters
+from tgis.router.requests.call import GenerationCall
+from tgis.router.requests.parameters import Parameters
 from tgis.router.sequence import Stopping, StopReason, TokenDetail
 from tgis.router.text.detokenizer import Vocabulary
 from tgis.router.text.tokenizer import Tokenizer

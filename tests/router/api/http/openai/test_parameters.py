@@ -22,7 +22,7 @@ from tgis.router.errors import (
     RequestError,
     UnavailableError,
 )
-from tgis.router.requests.call import Parameters
+from tgis.router.requests.parameters import Parameters
 
 DECODER = msgspec.json.Decoder(CompletionRequest)
 NOTHING = Parameters(sample=True, include_stop_sequence=False, raw_details=True)

@@ -111,7 +111,7 @@ async def test_overload_comes_first(tmp_path: Path) -> None:
         door.scene.shard.model.script = [*range(300, 399)]
         long = inputs(max_new_tokens=60)
         busy = [asyncio.create_task(call(door, "/generate", long)) for _ in range(2)]
-        ticket = await door.handle.acquire(NUM_PLACES - 2)
+        claim_id = await door.handle.acquire(NUM_PLACES - 2)
         await until(lambda: len(door.handle.specs) == 2)
         overloaded = ("Model is overloaded", "overloaded")
         for wrong in ({}, {"temperature": 0}, {"max_new_tokens": 9999}, {"adapter_id": "none"}):
@@ -123,13 +123,13 @@ async def test_overload_comes_first(tmp_path: Path) -> None:
                 200,
                 [{"error": overloaded[0], "error_type": overloaded[1]}],
             )
-        door.handle.release(ticket)
+        door.handle.release(claim_id)
         assert error(await call(door, "/generate", inputs(temperature=0)))[0] == 422
-        ticket = await door.handle.acquire(NUM_PLACES - 3)
+        claim_id = await door.handle.acquire(NUM_PLACES - 3)
         two = inputs(max_new_tokens=1, best_of=2, do_sample=True)
         assert error(await call(door, "/generate", two)) == (429, *overloaded)
         assert (await call(door, "/generate", inputs(max_new_tokens=1))).status == 200
-        door.handle.release(ticket)
+        door.handle.release(claim_id)
         assert [told.status for told in await asyncio.gather(*busy)] == [200, 200]
 
 

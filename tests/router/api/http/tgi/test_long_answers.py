@@ -19,7 +19,8 @@ from tgis.router.api.http.tgi.types import GenerateParameters, GenerateRequest
 from tgis.router.api.service import Result
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import Output, Timings
-from tgis.router.requests.call import GenerationCall, Parameters
+from tgis.router.requests.call import GenerationCall
+from tgis.router.requests.parameters import Parameters
 from tgis.router.sequence import Stopping, StopReason, TokenDetail
 from tgis.router.text.detokenizer import Vocabulary
 from tgis.router.text.stop_sequences import StopSequences, TextStream

@@ -8,7 +8,7 @@ from msgspec import Meta
 from tgis.router.api.http.openai.fields.parameters import SEEDS
 from tgis.router.api.http.openai.fields.refused_fields import RefusedField, find_refused
 from tgis.router.errors import RequestError
-from tgis.router.requests.call import Parameters
+from tgis.router.requests.parameters import Parameters
 
 MOST = 2**31 - 1
 

@@ -7,8 +7,8 @@ import msgspec
 from tgis.router.api.http.tgi.refusals import INVALID_GRAMMAR, most_input_tokens
 from tgis.router.api.http.tgi.types import GenerateParameters, GenerateRequest, GrammarField
 from tgis.router.grammar.compiler import Guided
-from tgis.router.requests.call import Parameters
 from tgis.router.requests.doors import TGI
+from tgis.router.requests.parameters import Parameters
 from tgis.router.requests.validation import RequestLimits
 
 MAX_PENALTY = 2.0

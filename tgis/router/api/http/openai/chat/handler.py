@@ -33,8 +33,9 @@ from tgis.router.api.http.openai.service_parts import OpenAiApi
 from tgis.router.api.http.openai.usage import make_usage, stop_reason
 from tgis.router.api.service import Result
 from tgis.router.grammar.compiler import Guided
-from tgis.router.requests.call import GenerationCall, Parameters
+from tgis.router.requests.call import GenerationCall
 from tgis.router.requests.doors import OPENAI
+from tgis.router.requests.parameters import Parameters
 
 _decoder = msgspec.json.Decoder(ChatRequest)
 

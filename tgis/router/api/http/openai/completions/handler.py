@@ -25,8 +25,9 @@ from tgis.router.api.http.openai.fields.structured_outputs import constraint_nam
 from tgis.router.api.http.openai.long_answers import SlicedEncoder
 from tgis.router.api.http.openai.service_parts import OpenAiApi
 from tgis.router.events import InputTokens
-from tgis.router.requests.call import GenerationCall, Parameters
+from tgis.router.requests.call import GenerationCall
 from tgis.router.requests.doors import OPENAI
+from tgis.router.requests.parameters import Parameters
 from tgis.router.requests.validation import RequestLimits
 
 _decoder = msgspec.json.Decoder(CompletionRequest)

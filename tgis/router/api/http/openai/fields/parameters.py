@@ -7,7 +7,7 @@ import msgspec
 
 from tgis.router.api.http.openai.errors import ApiError
 from tgis.router.api.http.openai.fields.sampling_fields import SamplingFields
-from tgis.router.requests.call import Parameters
+from tgis.router.requests.parameters import Parameters
 
 UNLOGGED = frozenset(("model", "prompt", "messages"))
 SEEDS = 2**64
