@@ -22,7 +22,7 @@ def test_the_suites_are_found() -> None:
 
 
 def test_the_wire_of_a_split_router() -> None:
-    run_suite(HERE / "api/grpc/test_old_clients.py", SPLIT, [])
+    run_suite(HERE / "api/fmaas/test_old_clients.py", SPLIT, [])
 
 
 @pytest.mark.slow

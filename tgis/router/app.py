@@ -27,24 +27,24 @@ from tgis.process.child import GIVE_UP
 from tgis.process.heartbeat import send_heartbeats
 from tgis.process.memory_release import MemoryRelease
 from tgis.router.api.bearer_tokens import BearerTokens
+from tgis.router.api.fmaas.servicer import GenerationServicer
 from tgis.router.api.grpc.auth_interceptor import AuthInterceptor, warn_if_unprotected
 from tgis.router.api.grpc.error_interceptor import ErrorInterceptor
 from tgis.router.api.grpc.health import NAME as HEALTH
 from tgis.router.api.grpc.health import Health
 from tgis.router.api.grpc.refusal_pacing import RefusalPacing
 from tgis.router.api.grpc.server_options import grpc_options
-from tgis.router.api.grpc.servicer import GenerationServicer
 from tgis.router.api.grpc.slow_clients import SlowClients
 from tgis.router.api.grpc.unsent_answers import shorten_send_errors
 from tgis.router.api.http.http_api import HttpApi
-from tgis.router.api.http.lmi.routes import lmi_api
-from tgis.router.api.http.openai.fields.default_sampling import read_default_sampling
-from tgis.router.api.http.openai.models import Models, served_names
-from tgis.router.api.http.openai.routes import openai_api
-from tgis.router.api.http.openai.service_parts import OpenAiApi
 from tgis.router.api.http.ports import HttpPorts
-from tgis.router.api.http.tgi.routes import MODEL_PLACEHOLDERS, tgi_api
+from tgis.router.api.lmi.routes import lmi_api
+from tgis.router.api.openai.fields.default_sampling import read_default_sampling
+from tgis.router.api.openai.models import Models, served_names
+from tgis.router.api.openai.routes import openai_api
+from tgis.router.api.openai.service_parts import OpenAiApi
 from tgis.router.api.service import GenerationService
+from tgis.router.api.tgi.routes import MODEL_PLACEHOLDERS, tgi_api
 from tgis.router.chat.formats.registry import choose_formats
 from tgis.router.chat.renderer import ChatRenderer
 from tgis.router.chat.template import ChatTemplate, load_template

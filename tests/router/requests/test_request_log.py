@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from tgis.logs import JsonFormatter, TextFormatter
 from tgis.pb import generation_pb2 as pb
-from tgis.router.api.grpc.messages import read_batch, read_single
+from tgis.router.api.fmaas.messages import read_batch, read_single
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.errors import (
     GenerationError,

@@ -22,8 +22,8 @@ from tgis.pb.generation_pb2_grpc import (
     GenerationServiceStub,
     add_GenerationServiceServicer_to_server,
 )
-from tgis.router.api.grpc.messages import read_batch, read_single
-from tgis.router.api.http.openai.errors import describe
+from tgis.router.api.fmaas.messages import read_batch, read_single
+from tgis.router.api.openai.errors import describe
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.errors import (
     GenerationError,

@@ -19,11 +19,11 @@ from tgis.pb import shard_pb2
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub, add_GenerationServiceServicer_to_server
 from tgis.process.memory_release import MemoryRelease
 from tgis.router.api.bearer_tokens import BearerTokens
+from tgis.router.api.fmaas.servicer import GenerationServicer
 from tgis.router.api.grpc.auth_interceptor import AuthInterceptor
 from tgis.router.api.grpc.error_interceptor import ErrorInterceptor
 from tgis.router.api.grpc.refusal_pacing import RefusalPacing
 from tgis.router.api.grpc.server_options import grpc_options
-from tgis.router.api.grpc.servicer import GenerationServicer
 from tgis.router.api.grpc.slow_clients import SlowClients
 from tgis.router.api.service import GenerationService
 from tgis.router.engine.handle import EngineHandle, SequenceSpec

@@ -20,13 +20,13 @@ from tgis.pb import shard_pb2
 from tgis.process.memory_release import MemoryRelease
 from tgis.router.api.http.answer_accounts import AnswerAccounts
 from tgis.router.api.http.app import ApiGate, Phase, api_route, starlette_of
-from tgis.router.api.http.lmi.routes import lmi_api
-from tgis.router.api.http.openai.fields.default_sampling import read_default_sampling
-from tgis.router.api.http.openai.models import Models
-from tgis.router.api.http.openai.routes import openai_api
-from tgis.router.api.http.openai.service_parts import OpenAiApi
-from tgis.router.api.http.tgi.routes import MODEL_PLACEHOLDERS, tgi_api
+from tgis.router.api.lmi.routes import lmi_api
+from tgis.router.api.openai.fields.default_sampling import read_default_sampling
+from tgis.router.api.openai.models import Models
+from tgis.router.api.openai.routes import openai_api
+from tgis.router.api.openai.service_parts import OpenAiApi
 from tgis.router.api.service import GenerationService
+from tgis.router.api.tgi.routes import MODEL_PLACEHOLDERS, tgi_api
 from tgis.router.chat.formats.registry import ChatFormats
 from tgis.router.grammar.compiler import GrammarCompiler
 from tgis.router.requests.accounting import Accounting

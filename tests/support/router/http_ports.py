@@ -7,8 +7,8 @@ from typing import Any
 from tgis.config.processes import RouterConfig
 from tgis.process.memory_release import MemoryRelease
 from tgis.router.api.http.http_api import HttpApi
-from tgis.router.api.http.openai.errors import OPENAI_ERRORS
 from tgis.router.api.http.ports import HttpPorts
+from tgis.router.api.openai.errors import OPENAI_ERRORS
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.metrics.scrape import render_process
 from tgis.router.requests.doors import OPENAI

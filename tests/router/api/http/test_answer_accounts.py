@@ -22,7 +22,7 @@ from tgis.router.api.http.call_context import open_call
 from tgis.router.api.http.http_api import HttpApi
 from tgis.router.api.http.json_bodies import BodyReader
 from tgis.router.api.http.json_structure import BodyLimits
-from tgis.router.api.http.openai.errors import OPENAI_ERRORS, ApiError
+from tgis.router.api.openai.errors import OPENAI_ERRORS, ApiError
 from tgis.router.errors import GenerationError, RequestError
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.requests.doors import OPENAI

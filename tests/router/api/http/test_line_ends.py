@@ -11,10 +11,10 @@ from tests.support.router.chat_door import HELLO
 from tests.support.router.fake_shard import EOS
 from tests.support.router.http_door import MODEL, HttpDoor
 from tests.support.router.inputs_door import call, inputs, inputs_door
-from tgis.router.api.http.lmi.errors import LmiErrors
-from tgis.router.api.http.lmi.openai_lines import OpenAiLineErrors
-from tgis.router.api.http.openai.errors import OPENAI_ERRORS
-from tgis.router.api.http.tgi.errors import TGI_ERRORS
+from tgis.router.api.lmi.errors import LmiErrors
+from tgis.router.api.lmi.openai_lines import OpenAiLineErrors
+from tgis.router.api.openai.errors import OPENAI_ERRORS
+from tgis.router.api.tgi.errors import TGI_ERRORS
 from tgis.router.errors import RequestError
 
 LINE_ENDS = [line[-1] for line in "".join(map(chr, range(sys.maxunicode + 1))).splitlines(keepends=True)[:-1]]

@@ -8,8 +8,8 @@ from starlette.responses import PlainTextResponse
 from tgis.config.processes import RouterConfig
 from tgis.net.http_routes import PROBE_LIMITS, LimitedRoute
 from tgis.router.api.http.http_api import HttpApi, find_api
-from tgis.router.api.http.openai.openapi import PATH as DESCRIPTION
-from tgis.router.api.http.playground.page import PATH as PLAYGROUND
+from tgis.router.api.openai.openapi import PATH as DESCRIPTION
+from tgis.router.api.openai.playground.page import PATH as PLAYGROUND
 
 ROOT = "/"
 

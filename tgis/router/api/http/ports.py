@@ -18,8 +18,8 @@ from tgis.router.api.http.app import ApiGate, Phase, absent_api_routes, api_rout
 from tgis.router.api.http.http_api import HttpApi
 from tgis.router.api.http.index import index_routes
 from tgis.router.api.http.metrics_app import metrics_routes
-from tgis.router.api.http.playground.page import playground_route
 from tgis.router.api.open_files import share_files
+from tgis.router.api.openai.playground.page import playground_route
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.metrics.scrape import Render
 

@@ -1,0 +1,74 @@
+"""Routes of TGI's API."""
+
+from collections.abc import Callable
+
+from starlette.routing import Route
+
+from tgis.config.processes import RouterConfig
+from tgis.router.api.http.http_api import HttpApi
+from tgis.router.api.http.openapi import ErrorTexts, Operation
+from tgis.router.api.openai.chat.types import ChatRequest
+from tgis.router.api.openai.service_parts import OpenAiApi
+from tgis.router.api.tgi.bodies import has_inputs
+from tgis.router.api.tgi.errors import TGI_ERRORS, TgiErrorBody
+from tgis.router.api.tgi.handler import Generation
+from tgis.router.api.tgi.probes import Info, Probes
+from tgis.router.api.tgi.tokenize import Tokenization
+from tgis.router.api.tgi.types import GenerateAnswer, GenerateRequest
+from tgis.router.requests.doors import TGI
+from tgis.router.text.token_lists import ChatPlaces, TokenPlace
+
+ERRORS = ErrorTexts(
+    TgiErrorBody,
+    {
+        "400": "The body is not JSON.",
+        "401": "A valid bearer token is required.",
+        "403": "A page of another origin has sent the request.",
+        "404": "The adapter or the route does not exist.",
+        "413": "The body is too large.",
+        "415": "The body is not declared as JSON.",
+        "422": "A field is wrong; plain text if it has another type.",
+        "424": "The service failed.",
+        "429": "No room now; try again.",
+        "431": "The headers are too large.",
+        "503": "The service loads, shuts down, has lost its model or has too many connections.",
+    },
+    plain=("400", "413", "415", "431"),
+    mixed=("422",),
+    empty=("401",),
+)
+MODEL_PLACEHOLDERS = ("dummy", "text-generation-inference", "tgi", "default")
+"""Names that clients of TGI's API send as `model` where their caller names none, in chats too."""
+OPERATIONS = (
+    Operation("/generate", "Continue a text", (GenerateAnswer,), (GenerateRequest,)),
+    Operation("/generate_stream", "Continue a text in events", (), (GenerateRequest,), True),
+    Operation("/", "Continue a text, in events or not", (list[GenerateAnswer],), (GenerateRequest,), True),
+    Operation("/tokenize", "Turn a text into tokens and places", (list[TokenPlace],), (GenerateRequest,)),
+    Operation("/chat_tokenize", "Turn a chat into tokens and places", (ChatPlaces,), (ChatRequest,)),
+    Operation("/", "Tell if the service is ready", ()),
+    Operation("/info", "Tell the model and the limits", (Info,)),
+)
+
+
+def tgi_api(api: OpenAiApi, is_ready: Callable[[], bool], config: RouterConfig) -> HttpApi:
+    generation, tokenization = Generation(api, config.compute_type or "cpu"), Tokenization(api)
+    probes = Probes(api, is_ready, config)
+    routes = [
+        Route("/generate", generation.generate, methods=["POST"]),
+        Route("/generate_stream", generation.stream, methods=["POST"]),
+        Route("/", generation.generate_any, methods=["POST"]),
+        Route("/invocations", generation.invoke, methods=["POST"]),
+        Route("/tokenize", tokenization.tokenize, methods=["POST"]),
+        Route("/chat_tokenize", tokenization.tokenize_chat, methods=["POST"]),
+    ]
+    return HttpApi(
+        TGI,
+        routes,
+        TGI_ERRORS,
+        probes=[
+            Route("/info", probes.info),
+            *(Route(path, probes.health) for path in ("/", "/health", "/ping")),
+        ],
+        claims=has_inputs,
+        operations=[(operation, ERRORS) for operation in OPERATIONS],
+    )
