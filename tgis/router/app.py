@@ -37,12 +37,12 @@ from tgis.router.api.grpc.server_options import grpc_options
 from tgis.router.api.grpc.slow_clients import SlowClients
 from tgis.router.api.grpc.unsent_answers import shorten_send_errors
 from tgis.router.api.http.http_api import HttpApi
-from tgis.router.api.http.ports import HttpPorts
+from tgis.router.api.http.service_parts import ServiceParts
+from tgis.router.api.http.serving.ports import HttpPorts
 from tgis.router.api.lmi.routes import lmi_api
-from tgis.router.api.openai.fields.default_sampling import read_default_sampling
-from tgis.router.api.openai.models import Models, served_names
+from tgis.router.api.models import Models, served_names
+from tgis.router.api.openai.chat_api import OpenAiChatApi
 from tgis.router.api.openai.routes import openai_api
-from tgis.router.api.openai.service_parts import OpenAiApi
 from tgis.router.api.service import GenerationService
 from tgis.router.api.tgi.routes import MODEL_PLACEHOLDERS, tgi_api
 from tgis.router.chat.formats.registry import choose_formats
@@ -162,17 +162,13 @@ class _Router:
     def _apis(self) -> list[HttpApi]:
         """Return all APIs over HTTP, in the order in which they claim paths. Raises StartupError."""
         config, engine, template = self._config, self._engine.handle, self._template
-        names = _served_names(config)
-        api = OpenAiApi(
+        parts = ServiceParts(
             self._service,
             self._renderer,
             Models(
-                names,
-                config.max_sequence_length,
-                created=int(Path(config.tokenizer_path).stat().st_mtime),
+                _served_names(config),
                 adapter_ids=lambda: engine.info().preloaded_adapter_ids,
                 placeholders=MODEL_PLACEHOLDERS if TGI.name in config.served_apis else (),
-                default_sampling=read_default_sampling(config),
                 given=engine if config.runtime_adapters else None,
             ),
             self._vocabulary(True, frozenset()),
@@ -181,11 +177,16 @@ class _Router:
             choose_formats(
                 template.text if template else None, config.tool_call_parser, config.reasoning_parser
             ),
+            config,
+            self._is_ready,
             adapter_roots=_adapter_roots(config),
         )
-        served = (api, self._is_ready, config)
-        others = [lmi_api(*served), tgi_api(*served)]
-        return [*others, openai_api(api, (each for each in others if each.door.name in config.served_apis))]
+        chats = OpenAiChatApi(parts)
+        apis = [lmi_api(parts, chats), tgi_api(parts, chats), openai_api(parts, chats)]
+        for api in reversed(apis):
+            if api.door.name in config.served_apis:
+                parts.operations.extend(api.operations)
+        return apis
 
     def _build_server(self) -> grpc.aio.Server:
         config, failures = self._config, self._metrics.request_failure

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tgis.config.processes import RouterConfig
-from tgis.router.api.openai.models import served_names
+from tgis.router.api.models import served_names
 from tgis.router.metrics.metric_file import SUFFIX, MetricFile
 from tgis.router.metrics.metrics import ENGINE, ROUTER, MetricLimits, Metrics
 from tgis.router.requests.doors import FMAAS, OPENAI

@@ -18,13 +18,13 @@ from tgis.config.processes import RouterConfig
 from tgis.net.http_server import serve_listener
 from tgis.pb import shard_pb2
 from tgis.process.memory_release import MemoryRelease
-from tgis.router.api.http.answer_accounts import AnswerAccounts
-from tgis.router.api.http.app import ApiGate, Phase, api_route, starlette_of
+from tgis.router.api.http.service_parts import ServiceParts
+from tgis.router.api.http.serving.answer_accounts import AnswerAccounts
+from tgis.router.api.http.serving.app import ApiGate, Phase, api_route, starlette_of
 from tgis.router.api.lmi.routes import lmi_api
-from tgis.router.api.openai.fields.default_sampling import read_default_sampling
-from tgis.router.api.openai.models import Models
+from tgis.router.api.models import Models
+from tgis.router.api.openai.chat_api import OpenAiChatApi
 from tgis.router.api.openai.routes import openai_api
-from tgis.router.api.openai.service_parts import OpenAiApi
 from tgis.router.api.service import GenerationService
 from tgis.router.api.tgi.routes import MODEL_PLACEHOLDERS, tgi_api
 from tgis.router.chat.formats.registry import ChatFormats
@@ -96,16 +96,15 @@ async def open_http_door(
             adapter_ids=lambda: handle.info().preloaded_adapter_ids,
             placeholders=MODEL_PLACEHOLDERS if http_api == "tgi" else (),
             given=None if adapter_roots is None else scene.handle,
-            default_sampling=read_default_sampling(config),
         )
         formats = formats or ChatFormats()
-        api = OpenAiApi(
-            service, renderer, models, vocabulary, limits, tokenizer, formats, adapter_roots=adapter_roots
+        parts = ServiceParts(
+            service, renderer, models, vocabulary, limits, tokenizer, formats, config, is_ready, adapter_roots
         )
-        served = (api, is_ready, config)
-        others = [lmi_api(*served), tgi_api(*served)]
-        apis = [each for each in others if each.door.name in config.served_apis]
-        apis.append(openai_api(api, apis))
+        chats = OpenAiChatApi(parts)
+        every = [lmi_api(parts, chats), tgi_api(parts, chats), openai_api(parts, chats)]
+        apis = [each for each in every if each.door.name in config.served_apis]
+        parts.operations.extend(one for api in reversed(apis) for one in api.operations)
         gate = ApiGate(apis, config, scene.metrics.request_failure, MemoryRelease())
         gate.phase = Phase.OPEN
         app = AnswerAccounts(gate, apis, scene.metrics)

@@ -10,6 +10,7 @@ MAX_LOGIT_BIASES = 1024
 MAX_BIAS = 100
 MAX_STOP_TOKEN_IDS = 64
 MAX_CACHE_SALT_BYTES = 256
+NUM_SEEDS = 2**64  # other seeds, negative ones too, are taken modulo this where an API allows them
 
 
 class Rule(NamedTuple):

@@ -18,7 +18,7 @@ from tests.support.tokenizers.trained import write_byte_level
 from tgis.router.api.openai.completions.choices import CompletionJob, write_choices
 from tgis.router.api.openai.completions.chunks import ChunkWriter
 from tgis.router.api.openai.completions.types import Completion, CompletionRequest
-from tgis.router.api.openai.long_answers import SlicedEncoder
+from tgis.router.api.openai.logprobs_encoder import LogprobsEncoder
 from tgis.router.api.service import Result
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import Output
@@ -263,7 +263,7 @@ async def test_the_best_are_the_likeliest_per_token(tmp_path: Path) -> None:
         tokens = [TokenDetail(5, logprob) for logprob in logprobs]
         last = Output(("",), (tokens[-1],), len(tokens), StopReason.MAX_TOKENS)
         results.append(Result(SequenceSpec((1, 2), Stopping(9)), [str(number)], tokens, (), last))
-    job = CompletionJob(body, call, header, Vocabulary(tokenizer), SlicedEncoder(asyncio.Lock()))
+    job = CompletionJob(body, call, header, Vocabulary(tokenizer), LogprobsEncoder(asyncio.Lock()))
     choices, usage = await write_choices(job, results)
     assert [(choice.index, choice.text) for choice in choices] == [(0, "1"), (1, "3")]
     assert (usage.prompt_tokens, usage.completion_tokens) == (2, 7)
@@ -280,7 +280,7 @@ async def test_choices_wait_for_their_prompt(tmp_path: Path) -> None:
     header = Completion(id="cmpl-1", created=1, model=MODEL, choices=[])
     specs = [SequenceSpec((5, 6), Stopping(9))] * 2
     writer = ChunkWriter(
-        CompletionJob(body, call, header, Vocabulary(tokenizer), SlicedEncoder(asyncio.Lock())), specs
+        CompletionJob(body, call, header, Vocabulary(tokenizer), LogprobsEncoder(asyncio.Lock())), specs
     )
     assert not [chunk async for chunk in writer.begin()]
     assert not list(writer.write(1, Output(("early",), (TokenDetail(7, -1.0),), 1)))

@@ -18,14 +18,14 @@ import pytest
 from tests.support.router.chat_door import post
 from tests.support.router.http_door import open_http_door
 from tests.support.tokenizers.trained import write_byte_level
-from tgis.router.api.openai import long_answers
-from tgis.router.api.openai.completions.types import Completion, CompletionChoice
-from tgis.router.api.openai.logprobs import CompletionLogprobsWriter, TokenNames
-from tgis.router.api.openai.long_answers import (
+from tgis.router.api.http.answers import sliced_encoder
+from tgis.router.api.http.answers.sliced_encoder import (
     PART_BYTES,
     SLICE_TOKENS,
-    SlicedEncoder,
 )
+from tgis.router.api.openai.completions.types import Completion, CompletionChoice
+from tgis.router.api.openai.logprobs import CompletionLogprobsWriter, TokenNames
+from tgis.router.api.openai.logprobs_encoder import LogprobsEncoder
 from tgis.router.sequence import TokenDetail
 from tgis.router.text.detokenizer import Vocabulary
 from tgis.router.text.tokenizer import Tokenizer
@@ -71,7 +71,7 @@ async def ticking() -> AsyncIterator[list[float]]:
 
 async def encode_all(turn: asyncio.Lock, names: TokenNames, tokens: list[TokenDetail]) -> Any:
     """The response of a completion and that of a chat."""
-    encoder = SlicedEncoder(turn)
+    encoder = LogprobsEncoder(turn)
     writer = CompletionLogprobsWriter(names, NUM_TOP)
     logprobs = encoder.join(await encoder.completion(tokens, writer, are_first=True))
     prompt = await encoder.prompt(tokens, names, NUM_TOP)
@@ -131,7 +131,7 @@ async def test_long_answers_hold_up_nothing(names: TokenNames) -> None:
 
 
 async def test_a_long_answer_arrives_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_answers, "PART_BYTES", 4 << 10)
+    monkeypatch.setattr(sliced_encoder, "PART_BYTES", 4 << 10)
     prompt = random.Random(1).choices(range(5, 300), k=190)
     body = {"prompt": prompt, "max_tokens": 2, "n": 3, "prompt_logprobs": 3, "echo": True, "logprobs": 3}
     async with open_http_door(tmp_path) as door:

@@ -11,7 +11,8 @@ import pytest
 
 from tests.support.router.chat_door import HELLO, chat_door
 from tests.support.router.http_door import MODEL
-from tgis.router.api.openai.models import Models, served_names
+from tgis.router.api.models import Models, served_names
+from tgis.router.api.openai.model_routes import ModelRoutes
 from tgis.router.errors import StartupError
 
 
@@ -25,8 +26,9 @@ async def test_models_are_listed_and_described(tmp_path: Path) -> None:
 
 
 async def test_loaded_adapters_are_listed() -> None:
-    models = Models(("a", "b"), 77, adapter_ids=lambda: ("x/y",), default_sampling={"top_k": 5})
-    answer = json.loads(bytes((await models.list(None)).body))  # type: ignore[arg-type]
+    models = Models(("a", "b"), adapter_ids=lambda: ("x/y",))
+    routes = ModelRoutes(models, 77, default_sampling={"top_k": 5})
+    answer = json.loads(bytes((await routes.list(None)).body))  # type: ignore[arg-type]
     told = [(each["id"], each["root"], each["parent"], each["max_model_len"]) for each in answer["data"]]
     assert told == [("a", "a", None, 77), ("b", "a", None, 77), ("x/y", "x/y", "a", 77)]
     assert [each["default_sampling"] for each in answer["data"]] == [{"top_k": 5}] * 3

@@ -3,11 +3,15 @@
 import re
 from typing import Any, cast
 
-from tgis.router.api.openai.models import Models
-from tgis.router.api.openai.openapi import OpenApiRoute
+from tests.support.router.http_door import LIMITS_OF_HTTP
+from tgis.config.processes import RouterConfig
+from tgis.router.api.http.service_parts import ServiceParts
+from tgis.router.api.models import Models
+from tgis.router.api.openai.chat_api import OpenAiChatApi
+from tgis.router.api.openai.openapi import ERRORS, OPERATIONS, OpenApiRoute
 from tgis.router.api.openai.routes import NOT_SERVED, openai_api
-from tgis.router.api.openai.service_parts import OpenAiApi
 
+OWN = OpenApiRoute([(operation, ERRORS) for operation in OPERATIONS])
 STATUSES = {"200", "400", "401", "403", "404", "413", "415", "429", "500", "503"}
 
 
@@ -19,20 +23,22 @@ def references(value: Any) -> set[str]:
 
 
 def test_every_route_is_there() -> None:
-    parts: Any = [None] * 7
-    parts[2] = Models(("a",))
+    unused: Any = None
+    config, models = RouterConfig(tokenizer_path=""), Models(("a",))
+    given = (unused, unused, models, unused, LIMITS_OF_HTTP, unused, unused, config, lambda: True)
+    parts = ServiceParts(*given)
     routes = {
         (re.sub(":path", "", route.path), method)
-        for route in openai_api(OpenAiApi(*parts)).routes
+        for route in openai_api(parts, OpenAiChatApi(parts)).routes
         if route.path not in (*NOT_SERVED, "/openapi.json")
         for method in cast("set[str]", route.methods) - {"HEAD"}
     }
-    paths = OpenApiRoute().document["paths"]
+    paths = OWN.document["paths"]
     assert {(path, method.upper()) for path, item in paths.items() for method in item} == routes
 
 
 def test_the_document_is_whole() -> None:
-    document = OpenApiRoute().document
+    document = OWN.document
     schemas = document["components"]["schemas"]
     assert references(document) == {f"#/components/schemas/{name}" for name in schemas}
     chat = schemas["ChatRequest"]

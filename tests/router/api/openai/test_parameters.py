@@ -6,10 +6,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from tgis.router.api.http.described_fields import describe_parameters
 from tgis.router.api.openai.chat.types import ChatRequest
 from tgis.router.api.openai.completions.types import CompletionRequest
 from tgis.router.api.openai.errors import OPENAI_ERRORS, ApiError, describe
-from tgis.router.api.openai.fields.parameters import describe_parameters, to_parameters
+from tgis.router.api.openai.fields.parameters import to_parameters
 from tgis.router.api.openai.fields.refusals import INPUT, translated_refusals
 from tgis.router.api.openai.fields.sampling_fields import decode_fields
 from tgis.router.errors import (

@@ -11,7 +11,7 @@ from tests.support.http_exchange import HttpReply
 from tests.support.router.fake_shard import EOS
 from tests.support.router.inputs_door import call, inputs
 from tests.support.router.tgi_door import events_of, tgi_door, until
-from tgis.router.api.http.app import Phase
+from tgis.router.api.http.serving.app import Phase
 from tgis.router.errors import TimedOutError, UnavailableError
 
 NUM_PLACES = 128

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tests.support.tokenizers.trained import write_byte_level
-from tgis.router.api.openai.long_answers import SlicedEncoder
+from tgis.router.api.http.answers.sliced_encoder import SlicedEncoder
+from tgis.router.api.http.answers.token_texts import TokenForms
 from tgis.router.api.service import Result
 from tgis.router.api.tgi.answers import GenerateJob, write_answer
-from tgis.router.api.tgi.token_texts import TokenForms
 from tgis.router.api.tgi.types import GenerateParameters, GenerateRequest
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import Output, Timings

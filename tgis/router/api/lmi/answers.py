@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 from starlette.responses import Response
 
+from tgis.router.api.http.answers.sliced_encoder import SlicedEncoder
+from tgis.router.api.http.answers.text_ends import finish_reason
+from tgis.router.api.http.answers.token_texts import ShownToken, TokenForms
 from tgis.router.api.http.json_bodies import encode_json
 from tgis.router.api.lmi.forms import Form, Generated, LmiDetails
 from tgis.router.api.lmi.parameters import LmiParameters
 from tgis.router.api.lmi.tokens import AnswerTokens, form_inputs, form_token
-from tgis.router.api.openai.long_answers import SlicedEncoder
 from tgis.router.api.service import Result
-from tgis.router.api.tgi.answers import finish_reason
-from tgis.router.api.tgi.token_texts import ShownToken, TokenForms
 from tgis.router.events import Output
 from tgis.router.sequence import StopReason, TokenDetail
 

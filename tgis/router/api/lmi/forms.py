@@ -7,12 +7,12 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tgis.config.serving import JSON_FORM, JSON_LINES_FORM, SSE_FORM, TGI_FORM
-from tgis.router.api.http.event_stream import JSON_LINES, SERVER_SENT_EVENTS
+from tgis.router.api.http.answers.event_stream import JSON_LINES, SERVER_SENT_EVENTS
+from tgis.router.api.http.answers.sliced_encoder import JSON
+from tgis.router.api.http.answers.text_ends import shown_seed
+from tgis.router.api.http.answers.token_texts import Token
 from tgis.router.api.http.json_bodies import encode_json
 from tgis.router.api.lmi.tokens import FormedToken, LmiToken
-from tgis.router.api.openai.long_answers import JSON
-from tgis.router.api.tgi.answers import shown_seed
-from tgis.router.api.tgi.types import Token
 from tgis.router.engine.handle import SequenceSpec
 
 ERROR, NO_TOKEN = "error", -1

@@ -9,23 +9,22 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tgis.router.api.http.answers.event_stream import EventStream
+from tgis.router.api.http.answers.sliced_encoder import SlicedEncoder
+from tgis.router.api.http.answers.token_texts import TokenForms
 from tgis.router.api.http.call_context import HttpCall, media_type, read_body
+from tgis.router.api.http.chat_api import ChatApi
+from tgis.router.api.http.described_fields import describe_parameters
 from tgis.router.api.http.errors import OWN_FORM, renamed_text
-from tgis.router.api.http.event_stream import EventStream
+from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.lmi.answers import AnswerWriter
+from tgis.router.api.lmi.chat_lines import ChatLineErrors, with_lines
 from tgis.router.api.lmi.errors import LmiErrors
 from tgis.router.api.lmi.forms import Form, choose_form
 from tgis.router.api.lmi.lines import LineErrors, LineWriter
-from tgis.router.api.lmi.openai_lines import OpenAiLineErrors, with_lines
 from tgis.router.api.lmi.parameters import LmiParameters, check_parameters, to_parameters
 from tgis.router.api.lmi.request import ADAPTER, LmiRequest, check_headers, check_model, read_request
-from tgis.router.api.openai.chat.handler import ChatCompletions
-from tgis.router.api.openai.completions.handler import Completions
-from tgis.router.api.openai.fields.parameters import describe_parameters
-from tgis.router.api.openai.long_answers import SlicedEncoder
-from tgis.router.api.openai.service_parts import OpenAiApi
 from tgis.router.api.service import Result
-from tgis.router.api.tgi.token_texts import TokenForms
 from tgis.router.errors import NotFoundError, RequestError
 from tgis.router.events import InputTokens
 from tgis.router.requests.call import GenerationCall
@@ -81,10 +80,10 @@ def translated_refusals(adapter_id: str | None) -> Iterator[None]:
 
 
 class Invocations:
-    def __init__(self, api: OpenAiApi, errors: LmiErrors, formatter: str | None) -> None:
+    def __init__(self, parts: ServiceParts, chats: ChatApi, errors: LmiErrors, formatter: str | None) -> None:
         """`formatter` is the operator's choice; None: the request decides."""
-        self._api, self._errors, self._formatter = api, errors, formatter
-        self._chats, self._completions = ChatCompletions(api), Completions(api)
+        self._parts, self._chats, self._errors = parts, chats, errors
+        self._formatter = formatter
 
     async def invoke(self, request: Request) -> Response:
         return await self._answer(request, "Invocation")
@@ -93,38 +92,38 @@ class Invocations:
         return await self._answer(request, "Prediction")
 
     async def _answer(self, request: Request, method: str) -> Response:
-        """Answer a request. Raises ApiError, MissingModelError and RouterError."""
+        """Answer a request. Raises HttpError and RouterError."""
         check_headers(request)
         body = read_request(media_type(request), await read_body(request))
-        check_model(request, body, self._api.models.names)
+        check_model(request, body, self._parts.models.names)
         adapter = request.headers.get(ADAPTER)
         if body.inputs is None:
             if adapter:
                 raise RequestError("an adapter of messages or a prompt is named by model", "adapters")
-            setattr(request.state, OWN_FORM, OpenAiLineErrors())
-            handler = self._chats if body.is_chat else self._completions
-            return with_lines(await handler.answer(request))
+            setattr(request.state, OWN_FORM, ChatLineErrors(self._chats.errors))
+            answer = self._chats.answer_chat if body.is_chat else self._chats.answer_completion
+            return with_lines(await answer(request))
         job = self._read(body, adapter, method)
         return await (self._stream if job.form.is_stream else self._generate)(job, request)
 
     def _read(self, body: LmiRequest, adapter: str | None, method: str) -> LmiJob:
         """Read a request with inputs. Raises RequestError."""
-        api, fields = self._api, body.parameters or LmiParameters()
-        if len(body.texts) > (most := api.limits.most_inputs):
+        parts, fields = self._parts, body.parameters or LmiParameters()
+        if len(body.texts) > (most := parts.limits.most_inputs):
             raise RequestError(f"inputs must be at most {most} texts", "inputs")
         if body.stream and len(body.texts) > 1:
             raise RequestError("a list of inputs cannot be streamed", "stream")
         is_list = not isinstance(body.inputs, str)
         form = choose_form(self._formatter, bool(body.stream), is_list and not body.stream)
-        most = api.limits.most_best_of(LMI)
-        check_parameters(fields, form.is_stream, most, api.service.is_encoder_decoder)
+        most = parts.limits.most_best_of(LMI)
+        check_parameters(fields, form.is_stream, most, parts.service.is_encoder_decoder)
         return LmiJob(body, fields, body.adapter_ids(adapter), form, method)
 
     async def _generate(self, job: LmiJob, request: Request) -> Response:
         calls = {each: self._call(job, request.state.call, each) for each in dict.fromkeys(job.adapter_ids)}
         results = await self._results(job, calls)
-        names = TokenForms(self._api.service.vocabulary_of(calls[job.adapter_ids[0]]))
-        encoder = SlicedEncoder(self._api.encoding_turn)
+        names = TokenForms(self._parts.service.vocabulary_of(calls[job.adapter_ids[0]]))
+        encoder = SlicedEncoder(self._parts.encoding_turn)
         writer = AnswerWriter(job.fields, job.form, job.has_details, names, encoder)
         is_list = not isinstance(job.body.inputs, str) or job.form.is_tgi
         return await writer.write(job.body.texts, results, is_list)
@@ -143,12 +142,12 @@ class Invocations:
 
     async def _run(self, call: GenerationCall) -> list[Result]:
         with translated_refusals(call.adapter_id):
-            return await self._api.service.generate(call)
+            return await self._parts.service.generate(call)
 
     async def _stream(self, job: LmiJob, request: Request) -> Response:
         [text] = job.body.texts
         call = self._call(job, request.state.call, job.adapter_ids[0])
-        names = TokenForms(self._api.service.vocabulary_of(call))
+        names = TokenForms(self._parts.service.vocabulary_of(call))
         writer = LineWriter(text, job.fields, job.form, job.has_details, names)
         setattr(request.state, OWN_FORM, LineErrors(self._errors, writer))
         events = self._events(call, writer)
@@ -158,7 +157,7 @@ class Invocations:
 
     async def _events(self, call: GenerationCall, writer: LineWriter) -> AsyncGenerator[bytes, None]:
         """Yield an empty event once the call is admitted, and then the stream."""
-        async with self._api.service.stream(call) as [stream]:
+        async with self._parts.service.stream(call) as [stream]:
             yield b""
             async with aclosing(stream.outputs) as outputs:
                 async for output in outputs:
@@ -180,7 +179,7 @@ class Invocations:
             http.metadata,
             http.connection,
             adapter_id=adapter_id,
-            model_id=self._api.models.names[0],
+            model_id=self._parts.models.names[0],
             tenant=http.tenant,
             door=LMI,
         )

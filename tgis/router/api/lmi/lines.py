@@ -5,12 +5,12 @@ from collections.abc import Iterable, Iterator
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
+from tgis.router.api.http.answers.text_ends import finish_reason
+from tgis.router.api.http.answers.token_texts import ShownToken, TokenForms
 from tgis.router.api.lmi.errors import LmiErrors
 from tgis.router.api.lmi.forms import ERROR, Form, Line, LmiDetails
 from tgis.router.api.lmi.parameters import LmiParameters
 from tgis.router.api.lmi.tokens import AnswerTokens, form_token
-from tgis.router.api.tgi.answers import finish_reason
-from tgis.router.api.tgi.token_texts import ShownToken, TokenForms
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import Output
 from tgis.router.sequence import StopReason, TokenDetail

@@ -5,10 +5,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from tgis.router.api.openai.fields.parameters import SEEDS
-from tgis.router.api.openai.fields.refused_fields import RefusedField, find_refused
+from tgis.router.api.http.refused_fields import RefusedField, find_refused
 from tgis.router.errors import RequestError
 from tgis.router.requests.call import Parameters
+from tgis.router.requests.parameter_rules import NUM_SEEDS
 
 MOST = 2**31 - 1
 
@@ -161,7 +161,7 @@ def to_parameters(fields: LmiParameters, tells_tokens: bool, tells_inputs: bool)
         top_p=fields.top_p or 0.0,
         typical_p=fields.typical_p or 0.0,
         min_p=fields.min_p or 0.0,
-        seed=None if fields.seed is None else fields.seed % SEEDS,
+        seed=None if fields.seed is None else fields.seed % NUM_SEEDS,
         repetition_penalty=fields.repetition_penalty or 0.0,
         presence_penalty=fields.presence_penalty or 0.0,
         frequency_penalty=fields.frequency_penalty or 0.0,

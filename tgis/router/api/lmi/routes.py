@@ -1,17 +1,15 @@
 """Routes of LMI's API."""
 
-from collections.abc import Callable
-
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tgis.config.processes import RouterConfig
+from tgis.router.api.http.chat_api import ChatApi
 from tgis.router.api.http.http_api import HttpApi
+from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.lmi.errors import LmiErrors
 from tgis.router.api.lmi.handler import Invocations
-from tgis.router.api.openai.service_parts import OpenAiApi
 from tgis.router.requests.doors import LMI
 
 
@@ -19,9 +17,9 @@ class PingAnswer(msgspec.Struct):
     status: str
 
 
-def lmi_api(api: OpenAiApi, is_ready: Callable[[], bool], config: RouterConfig) -> HttpApi:
-    errors = LmiErrors(api.models.names[0])
-    invocations = Invocations(api, errors, config.lmi_output_formatter)
+def lmi_api(parts: ServiceParts, chats: ChatApi) -> HttpApi:
+    errors = LmiErrors(parts.models.names[0])
+    invocations = Invocations(parts, chats, errors, parts.config.lmi_output_formatter)
     routes = [
         Route("/invocations", invocations.invoke, methods=["POST"]),
         Route("/predictions/{model:path}", invocations.predict, methods=["POST"]),
@@ -29,9 +27,8 @@ def lmi_api(api: OpenAiApi, is_ready: Callable[[], bool], config: RouterConfig) 
     ]
 
     async def ping(request: Request) -> Response:
-        health = PingAnswer("Healthy" if is_ready() else "Unhealthy")
-        return Response(
-            msgspec.json.encode(health), 200 if is_ready() else 503, media_type="application/json"
-        )
+        is_ready = parts.is_ready()
+        body = msgspec.json.encode(PingAnswer("Healthy" if is_ready else "Unhealthy"))
+        return Response(body, 200 if is_ready else 503, media_type="application/json")
 
     return HttpApi(LMI, routes, errors, [Route("/ping", ping)])

@@ -6,8 +6,13 @@ from collections.abc import Iterable, Iterator
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from tgis.router.api.tgi.token_texts import ShownToken, TokenForms, TokenTexts
-from tgis.router.api.tgi.types import PrefillToken, Token
+from tgis.router.api.http.answers.token_texts import (
+    PrefillToken,
+    ShownToken,
+    Token,
+    TokenForms,
+    TokenTexts,
+)
 from tgis.router.sequence import TokenDetail
 
 

@@ -13,10 +13,10 @@ from starlette.responses import PlainTextResponse, Response
 
 from tgis.config.adapter_ids import is_adapter_id
 from tgis.router.adapters.names import NAME, check_new_name
+from tgis.router.api.http.service_parts import ServiceParts
+from tgis.router.api.models import is_model_name
 from tgis.router.api.openai.errors import ApiError
 from tgis.router.api.openai.fields.sampling_fields import read_fields
-from tgis.router.api.openai.models import is_model_name
-from tgis.router.api.openai.service_parts import OpenAiApi
 from tgis.router.engine.handle import GivenNames
 from tgis.router.errors import NotFoundError, RequestError
 
@@ -50,8 +50,8 @@ _unload_decoder = msgspec.json.Decoder(UnloadAdapterBody)
 
 
 class AdapterRoutes:
-    def __init__(self, api: OpenAiApi) -> None:
-        self._api, self._models = api, api.models
+    def __init__(self, parts: ServiceParts) -> None:
+        self._parts, self._models = parts, parts.models
 
     async def load(self, request: Request) -> Response:
         body = await self._read(_load_decoder, request)
@@ -60,7 +60,7 @@ class AdapterRoutes:
         with _translated(NAME):
             check_new_name(await self._models.given_names(), name, bool(body.load_inplace))
         with _translated("lora_path"):
-            await self._api.service.load_adapter(adapter_id, request.state.call.id)
+            await self._parts.service.load_adapter(adapter_id, request.state.call.id)
         with _translated(NAME):  # another call may have been faster
             await self._given.give_name(name, adapter_id, bool(body.load_inplace))
         logger.info("the LoRA adapter %r is the model %r now", adapter_id, name)
@@ -81,7 +81,7 @@ class AdapterRoutes:
         return self._models.given
 
     async def _read(self, decoder: msgspec.json.Decoder[T], request: Request) -> T:
-        if self._api.adapter_roots is None:
+        if self._parts.adapter_roots is None:
             raise ApiError(404, OFF, code="not_found")
         return await read_fields(decoder, request)
 
@@ -94,7 +94,7 @@ class AdapterRoutes:
 
     async def _adapter_id(self, path: str) -> str:
         """Return the id of the adapter at a path. Raises ApiError."""
-        adapter_id, others = _locate(path, self._api.adapter_roots or ())
+        adapter_id, others = _locate(path, self._parts.adapter_roots or ())
         if adapter_id is None:
             raise ApiError(400, ELSEWHERE, "lora_path")
         is_hidden = path.startswith("/") and adapter_id in self._models.preloaded_ids

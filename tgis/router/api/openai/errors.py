@@ -3,9 +3,9 @@
 import msgspec
 from starlette.responses import Response
 
+from tgis.router.api.http.answers.event_stream import DONE, encode_event
 from tgis.router.api.http.errors import ErrorResponse, HttpError, describe_error
 from tgis.router.api.http.json_bodies import encode_json
-from tgis.router.api.openai.events import DONE, encode_event
 from tgis.router.requests.doors import OPENAI
 
 TYPES = {

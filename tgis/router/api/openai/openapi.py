@@ -1,17 +1,18 @@
-"""Operations of OpenAI's API for the OpenAPI document, which it serves with those of other APIs."""
+"""Operations of OpenAI's API, and the route of the OpenAPI document of all served APIs."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from functools import cached_property
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tgis.router.api.http.openapi import ErrorTexts, Operation, openapi_document
+from tgis.router.api.http.openapi import ErrorTexts, Json, Operation, openapi_document
 from tgis.router.api.openai.adapter_routes import LoadAdapterBody, UnloadAdapterBody
 from tgis.router.api.openai.chat.types import ChatCompletion, ChatRequest
 from tgis.router.api.openai.completions.types import Completion, CompletionRequest
 from tgis.router.api.openai.errors import ErrorBody
-from tgis.router.api.openai.models import ModelCard, ModelList
+from tgis.router.api.openai.model_routes import ModelCard, ModelList
 from tgis.router.api.openai.tokenize import DetokenizeBody, TokenizeBody, Version
 from tgis.router.text.token_lists import TokenList, TokenText
 
@@ -45,11 +46,17 @@ OPERATIONS = (
 
 
 class OpenApiRoute:
-    def __init__(self, others: Iterable[tuple[Operation, ErrorTexts]] = ()) -> None:
-        """Take the operations of other APIs."""
-        own = ((operation, ERRORS) for operation in OPERATIONS)
-        self.document = openapi_document((*own, *others))
-        self._body = msgspec.json.encode(self.document)
+    def __init__(self, operations: Sequence[tuple[Operation, ErrorTexts]]) -> None:
+        """Take the operations of all served APIs, which may be added until the first request."""
+        self._operations = operations
+
+    @cached_property
+    def document(self) -> Json:
+        return openapi_document(self._operations)
+
+    @cached_property
+    def _body(self) -> bytes:
+        return msgspec.json.encode(self.document)
 
     async def serve(self, request: Request) -> Response:
         return Response(self._body, media_type="application/json")

@@ -1,18 +1,20 @@
 """Routes of OpenAI's API."""
 
-from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tgis.router.api.http.chat_api import ChatApi
 from tgis.router.api.http.http_api import HttpApi
+from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.openai.adapter_routes import AdapterRoutes
-from tgis.router.api.openai.chat.handler import ChatCompletions
-from tgis.router.api.openai.completions.handler import Completions
 from tgis.router.api.openai.errors import OPENAI_ERRORS, ApiError
-from tgis.router.api.openai.openapi import PATH, OpenApiRoute
-from tgis.router.api.openai.service_parts import OpenAiApi
+from tgis.router.api.openai.model_routes import ModelRoutes
+from tgis.router.api.openai.openapi import ERRORS, OPERATIONS, PATH, OpenApiRoute
+from tgis.router.api.openai.pages import page_routes
 from tgis.router.api.openai.tokenize import TokenRoutes
 from tgis.router.requests.doors import OPENAI
 
@@ -32,27 +34,37 @@ NOT_SERVED = (
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
 
-def openai_api(api: OpenAiApi, others: Iterable[HttpApi] = ()) -> HttpApi:
-    """Return the API, whose OpenAPI document has the operations of others that are served too."""
-    document = OpenApiRoute(told for other in others for told in other.operations)
-    return HttpApi(OPENAI, _routes(api, document), OPENAI_ERRORS, prefix="/v1/")
+def openai_api(parts: ServiceParts, chats: ChatApi) -> HttpApi:
+    return HttpApi(
+        OPENAI,
+        _routes(parts, chats),
+        OPENAI_ERRORS,
+        prefix="/v1/",
+        operations=[(operation, ERRORS) for operation in OPERATIONS],
+        pages=partial(page_routes, parts.config),
+    )
 
 
-def _routes(api: OpenAiApi, document: OpenApiRoute) -> list[Route]:
-    tokens, adapters = TokenRoutes(api), AdapterRoutes(api)
+def _routes(parts: ServiceParts, chats: ChatApi) -> list[Route]:
+    tokens, adapters, models = TokenRoutes(parts), AdapterRoutes(parts), _models(parts, chats)
     return [
-        Route("/v1/chat/completions", ChatCompletions(api).answer, methods=["POST"]),
-        Route("/v1/completions", Completions(api).answer, methods=["POST"]),
-        Route("/v1/models", api.models.list),
-        Route("/v1/models/{name:path}", api.models.retrieve),
+        Route("/v1/chat/completions", chats.answer_chat, methods=["POST"]),
+        Route("/v1/completions", chats.answer_completion, methods=["POST"]),
+        Route("/v1/models", models.list),
+        Route("/v1/models/{name:path}", models.retrieve),
         Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
         Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
         Route("/version", tokens.version),
-        Route(PATH, document.serve),
+        Route(PATH, OpenApiRoute(parts.operations).serve),
         *(Route(path, _refuse, methods=METHODS) for path in NOT_SERVED),
     ]
+
+
+def _models(parts: ServiceParts, chats: ChatApi) -> ModelRoutes:
+    created = int(Path(parts.config.tokenizer_path).stat().st_mtime)
+    return ModelRoutes(parts.models, parts.limits.max_sequence_length, created, chats.default_sampling)
 
 
 async def _refuse(request: Request) -> Response:

@@ -7,13 +7,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tgis import __version__
+from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.openai.chat.messages import render_chat
 from tgis.router.api.openai.chat.types import Message, Tool
 from tgis.router.api.openai.errors import ApiError
 from tgis.router.api.openai.fields.refusals import INPUT, translated_refusals
 from tgis.router.api.openai.fields.refused_fields import refuse_fields
 from tgis.router.api.openai.fields.sampling_fields import TokenId, read_fields
-from tgis.router.api.openai.service_parts import OpenAiApi
 from tgis.router.requests.doors import OPENAI
 from tgis.router.text.token_lists import join_tokens, list_tokens
 from tgis.router.text.tokenization import TokenizeJob
@@ -52,8 +52,8 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 
 
 class TokenRoutes:
-    def __init__(self, api: OpenAiApi) -> None:
-        self._api = api
+    def __init__(self, parts: ServiceParts) -> None:
+        self._parts = parts
 
     async def tokenize(self, request: Request) -> Response:
         body = await read_fields(_tokenize_decoder, request)
@@ -77,14 +77,14 @@ class TokenRoutes:
             raise ApiError(400, "one of prompt and messages must be given", "prompt")
         adds, text = body.add_special_tokens, body.prompt
         if body.messages is not None:
-            text = await render_chat(body.messages, body, self._api.renderer, request.state.call)
+            text = await render_chat(body.messages, body, self._parts.renderer, request.state.call)
         assert text is not None, "a prompt or messages are there"
         adds_special_tokens = body.messages is None if adds is None else adds
-        most = self._api.limits.max_sequence_length
+        most = self._parts.limits.max_sequence_length
         arguments = (text, adds_special_tokens, bool(body.return_token_strs), most)
         return TokenizeJob(list_tokens, arguments, 1, len(text.encode(errors="replace")))
 
     async def _run(self, job: TokenizeJob, request: Request) -> Response:
         http = request.state.call
-        answer = await self._api.service.tokenize(job, OPENAI, http.metadata, http.connection)
+        answer = await self._parts.service.tokenize(job, OPENAI, http.metadata, http.connection)
         return Response(answer, media_type="application/json")

@@ -7,30 +7,21 @@ from dataclasses import dataclass, field
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
+from tgis.router.api.http.answers.sliced_encoder import SlicedEncoder
+from tgis.router.api.http.answers.text_ends import finish_reason, shown_seed
+from tgis.router.api.http.answers.token_texts import Prefill, ShownToken, TokenForms, Tokens, TokenTexts
 from tgis.router.api.http.json_bodies import encode_json
-from tgis.router.api.openai.long_answers import SlicedEncoder
 from tgis.router.api.service import Result
-from tgis.router.api.tgi.token_texts import ShownToken, TokenForms, TokenTexts
 from tgis.router.api.tgi.types import (
     BestOfSequence,
-    FinishReason,
     GenerateAnswer,
     GenerateRequest,
-    Prefill,
     TextDetails,
-    Tokens,
     TopTokens,
 )
-from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import Output
 from tgis.router.requests.call import GenerationCall
 from tgis.router.sequence import StopReason, TokenDetail
-
-REASONS: dict[StopReason, FinishReason] = {
-    StopReason.EOS_TOKEN: "eos_token",
-    StopReason.STOP_SEQUENCE: "stop_sequence",
-}
-"""Reasons other than the length."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +51,6 @@ class GenerateJob:
     def headers(self) -> dict[str, str]:
         """Headers of every answer."""
         return {"x-compute-type": self.compute_type, "x-compute-characters": str(len(self.body.inputs))}
-
-
-def finish_reason(last: Output) -> FinishReason:
-    return REASONS.get(last.reason, "length")
-
-
-def shown_seed(spec: SequenceSpec) -> int | None:
-    return None if spec.sampling.greedy else spec.sampling.seed
 
 
 async def write_answer(job: GenerateJob, results: Sequence[Result], encoder: SlicedEncoder) -> Response:

@@ -4,9 +4,10 @@ from collections.abc import Iterable, Iterator
 
 from msgspec import UNSET
 
+from tgis.router.api.http.answers.text_ends import finish_reason, shown_seed
+from tgis.router.api.http.answers.token_texts import ShownToken, TokenTexts
 from tgis.router.api.http.json_bodies import encode_json
-from tgis.router.api.tgi.answers import GenerateJob, finish_reason, shown_seed
-from tgis.router.api.tgi.token_texts import ShownToken, TokenTexts
+from tgis.router.api.tgi.answers import GenerateJob
 from tgis.router.api.tgi.types import StreamDetails, StreamEvent
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import Output

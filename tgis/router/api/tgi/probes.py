@@ -1,7 +1,6 @@
 """`/info` and the probes of health."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -9,8 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tgis import __version__
-from tgis.config.processes import RouterConfig
-from tgis.router.api.openai.service_parts import OpenAiApi
+from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.tgi.errors import UNHEALTHY, TgiErrorBody
 from tgis.router.api.tgi.refusals import most_input_tokens
 from tgis.router.requests.doors import TGI
@@ -36,9 +34,9 @@ class Info(msgspec.Struct, kw_only=True):
 
 
 class Probes:
-    def __init__(self, api: OpenAiApi, is_ready: Callable[[], bool], config: RouterConfig) -> None:
-        self._is_ready = is_ready
-        self._info = msgspec.json.encode(_describe(api, config))
+    def __init__(self, parts: ServiceParts) -> None:
+        self._is_ready = parts.is_ready
+        self._info = msgspec.json.encode(_describe(parts))
 
     async def info(self, request: Request) -> Response:
         return Response(self._info, media_type="application/json")
@@ -51,16 +49,16 @@ class Probes:
         )
 
 
-def _describe(api: OpenAiApi, config: RouterConfig) -> Info:
-    limits, folder = api.limits, Path(config.tokenizer_path).name
+def _describe(parts: ServiceParts) -> Info:
+    limits, folder = parts.limits, Path(parts.config.tokenizer_path).name
     return Info(
-        model_id=api.models.names[0],
+        model_id=parts.models.names[0],
         model_sha=folder if _COMMIT.fullmatch(folder) else None,  # a folder of the hub's cache
-        max_concurrent_requests=config.max_concurrent_requests,
+        max_concurrent_requests=parts.config.max_concurrent_requests,
         max_best_of=limits.most_best_of(TGI),
         max_stop_sequences=limits.most_stop_sequences(TGI),
         max_input_tokens=most_input_tokens(limits),
         max_total_tokens=limits.max_sequence_length,
-        validation_workers=api.tokenizer.num_workers,
+        validation_workers=parts.tokenizer.num_workers,
         max_client_batch_size=limits.most_inputs,
     )

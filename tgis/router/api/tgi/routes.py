@@ -1,14 +1,13 @@
 """Routes of TGI's API."""
 
-from collections.abc import Callable
+from typing import Any
 
 from starlette.routing import Route
 
-from tgis.config.processes import RouterConfig
+from tgis.router.api.http.chat_api import ChatApi
 from tgis.router.api.http.http_api import HttpApi
 from tgis.router.api.http.openapi import ErrorTexts, Operation
-from tgis.router.api.openai.chat.types import ChatRequest
-from tgis.router.api.openai.service_parts import OpenAiApi
+from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.tgi.bodies import has_inputs
 from tgis.router.api.tgi.errors import TGI_ERRORS, TgiErrorBody
 from tgis.router.api.tgi.handler import Generation
@@ -39,20 +38,11 @@ ERRORS = ErrorTexts(
 )
 MODEL_PLACEHOLDERS = ("dummy", "text-generation-inference", "tgi", "default")
 """Names that clients of TGI's API send as `model` where their caller names none, in chats too."""
-OPERATIONS = (
-    Operation("/generate", "Continue a text", (GenerateAnswer,), (GenerateRequest,)),
-    Operation("/generate_stream", "Continue a text in events", (), (GenerateRequest,), True),
-    Operation("/", "Continue a text, in events or not", (list[GenerateAnswer],), (GenerateRequest,), True),
-    Operation("/tokenize", "Turn a text into tokens and places", (list[TokenPlace],), (GenerateRequest,)),
-    Operation("/chat_tokenize", "Turn a chat into tokens and places", (ChatPlaces,), (ChatRequest,)),
-    Operation("/", "Tell if the service is ready", ()),
-    Operation("/info", "Tell the model and the limits", (Info,)),
-)
 
 
-def tgi_api(api: OpenAiApi, is_ready: Callable[[], bool], config: RouterConfig) -> HttpApi:
-    generation, tokenization = Generation(api, config.compute_type or "cpu"), Tokenization(api)
-    probes = Probes(api, is_ready, config)
+def tgi_api(parts: ServiceParts, chats: ChatApi) -> HttpApi:
+    generation, tokenization = Generation(parts, chats), Tokenization(parts, chats)
+    probes = Probes(parts)
     routes = [
         Route("/generate", generation.generate, methods=["POST"]),
         Route("/generate_stream", generation.stream, methods=["POST"]),
@@ -70,5 +60,18 @@ def tgi_api(api: OpenAiApi, is_ready: Callable[[], bool], config: RouterConfig) 
             *(Route(path, probes.health) for path in ("/", "/health", "/ping")),
         ],
         claims=has_inputs,
-        operations=[(operation, ERRORS) for operation in OPERATIONS],
+        operations=[(operation, ERRORS) for operation in _operations(chats.request_type)],
+    )
+
+
+def _operations(chat_request: type[Any]) -> tuple[Operation, ...]:
+    body, tokens = (GenerateRequest,), (list[TokenPlace],)
+    return (
+        Operation("/generate", "Continue a text", (GenerateAnswer,), body),
+        Operation("/generate_stream", "Continue a text in events", (), body, True),
+        Operation("/", "Continue a text, in events or not", (list[GenerateAnswer],), body, True),
+        Operation("/tokenize", "Turn a text into tokens and places", tokens, body),
+        Operation("/chat_tokenize", "Turn a chat into tokens and places", (ChatPlaces,), (chat_request,)),
+        Operation("/", "Tell if the service is ready", ()),
+        Operation("/info", "Tell the model and the limits", (Info,)),
     )

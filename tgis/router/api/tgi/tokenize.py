@@ -4,10 +4,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tgis.router.api.openai.chat.messages import render_chat
-from tgis.router.api.openai.chat.types import ChatRequest
-from tgis.router.api.openai.errors import ApiError
-from tgis.router.api.openai.service_parts import OpenAiApi
+from tgis.router.api.http.chat_api import ChatApi
+from tgis.router.api.http.errors import HttpError
+from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.tgi.bodies import decode, read_json
 from tgis.router.api.tgi.errors import TemplateError
 from tgis.router.api.tgi.types import GenerateRequest
@@ -16,12 +15,12 @@ from tgis.router.text.token_lists import list_chat_places, list_places
 from tgis.router.text.tokenization import TokenizeJob
 
 _decoder = msgspec.json.Decoder(GenerateRequest)
-_chat_decoder = msgspec.json.Decoder(ChatRequest)
 
 
 class Tokenization:
-    def __init__(self, api: OpenAiApi) -> None:
-        self._api = api
+    def __init__(self, parts: ServiceParts, chats: ChatApi) -> None:
+        self._parts, self._chats = parts, chats
+        self._chat_decoder = msgspec.json.Decoder(chats.request_type)
 
     async def tokenize(self, request: Request) -> Response:
         body = decode(_decoder, await read_json(request))
@@ -30,17 +29,17 @@ class Tokenization:
         return await self._run(TokenizeJob(list_places, arguments, 1, _size(body.inputs)), request)
 
     async def tokenize_chat(self, request: Request) -> Response:
-        body = decode(_chat_decoder, await read_json(request))
+        body = decode(self._chat_decoder, await read_json(request))
         try:
-            text = await render_chat(body.messages, body, self._api.renderer, request.state.call)
-        except ApiError as error:
+            text = await self._chats.render(body, request.state.call)
+        except HttpError as error:
             raise TemplateError(f"Template error: {error}") from None
         job = TokenizeJob(list_chat_places, (text,), 1, _size(text), "ChatTokenize")
         return await self._run(job, request)
 
     async def _run(self, job: TokenizeJob, request: Request) -> Response:
         http = request.state.call
-        answer = await self._api.service.tokenize(job, TGI, http.metadata, http.connection)
+        answer = await self._parts.service.tokenize(job, TGI, http.metadata, http.connection)
         return Response(answer, media_type="application/json")
 
 

@@ -5,6 +5,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from tgis.router.api.http.answers.text_ends import FinishReason
+from tgis.router.api.http.answers.token_texts import Prefill, Token, Tokens
+
 Signed = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Long = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -48,22 +51,6 @@ class GenerateRequest(msgspec.Struct):
     """Read by routes that can do both."""
 
 
-class PrefillToken(msgspec.Struct):
-    id: int
-    text: str
-    logprob: float | None
-
-
-class Token(msgspec.Struct):
-    id: int
-    text: str
-    logprob: float | None
-    special: bool
-
-
-FinishReason = Literal["length", "eos_token", "stop_sequence"]
-Prefill = list[PrefillToken]
-Tokens = list[Token]
 TopTokens = list[list[Token]]
 
 

@@ -1,6 +1,6 @@
 """`/v1/chat/completions`."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from functools import partial
 from typing import NamedTuple
@@ -9,8 +9,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tgis.router.api.http.answers.event_stream import DONE, EventStream, merge
 from tgis.router.api.http.call_context import HttpCall
-from tgis.router.api.http.event_stream import EventStream, merge
+from tgis.router.api.http.described_fields import describe_parameters
+from tgis.router.api.http.service_parts import ServiceParts
+from tgis.router.api.models import ModelChoice
 from tgis.router.api.openai.chat.answer_form import AnswerForm, constrain, read_answer_form
 from tgis.router.api.openai.chat.answers import WholeAnswer, read_answer
 from tgis.router.api.openai.chat.chunks import ChatChunkWriter
@@ -19,17 +22,14 @@ from tgis.router.api.openai.chat.tools import read_tool_use
 from tgis.router.api.openai.chat.types import ChatChoice, ChatCompletion, ChatRequest
 from tgis.router.api.openai.dates import unix_time
 from tgis.router.api.openai.errors import ApiError
-from tgis.router.api.openai.events import DONE
 from tgis.router.api.openai.fields.default_sampling import set_default_sampling
-from tgis.router.api.openai.fields.parameters import describe_parameters, to_parameters
+from tgis.router.api.openai.fields.parameters import to_parameters
 from tgis.router.api.openai.fields.refusals import INPUT, translated_refusals
 from tgis.router.api.openai.fields.refused_fields import IN_CHATS, refuse_fields
 from tgis.router.api.openai.fields.sampling_fields import check_stream_options, read_fields
 from tgis.router.api.openai.fields.structured_outputs import constraint_names, read_guided
 from tgis.router.api.openai.logprobs import TokenNames
-from tgis.router.api.openai.long_answers import SlicedEncoder
-from tgis.router.api.openai.models import ModelChoice
-from tgis.router.api.openai.service_parts import OpenAiApi
+from tgis.router.api.openai.logprobs_encoder import LogprobsEncoder
 from tgis.router.api.openai.usage import make_usage, stop_reason
 from tgis.router.api.service import Result
 from tgis.router.grammar.compiler import Guided
@@ -54,8 +54,8 @@ class ChatJob(NamedTuple):
 
 
 class ChatCompletions:
-    def __init__(self, api: OpenAiApi) -> None:
-        self._api = api
+    def __init__(self, parts: ServiceParts, default_sampling: Mapping[str, float]) -> None:
+        self._parts, self._default_sampling = parts, default_sampling
 
     async def answer(self, request: Request) -> Response:
         """Answer a request. Raises ApiError and RouterError."""
@@ -70,16 +70,16 @@ class ChatCompletions:
 
     async def _read(self, body: ChatRequest, http: HttpCall) -> ChatJob:
         """Read a request. Raises ApiError and RouterError."""
-        api = self._api
+        parts = self._parts
         refuse_fields(body, IN_CHATS)
-        set_default_sampling(body, api.models.default_sampling)
-        _check(body, api.service.is_encoder_decoder)
+        set_default_sampling(body, self._default_sampling)
+        _check(body, parts.service.is_encoder_decoder)
         guided = read_guided(body)
         use = read_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
-        prompt = await render_chat(body.messages, body, api.renderer, http)
-        shows_tools = api.renderer.reads(TOOLS)
-        form = read_answer_form(api.formats, use, prompt, body, api.find_mark, shows_tools)
-        choice = await api.models.choose(body.model)
+        prompt = await render_chat(body.messages, body, parts.renderer, http)
+        shows_tools = parts.renderer.reads(TOOLS)
+        form = read_answer_form(parts.formats, use, prompt, body, parts.find_mark, shows_tools)
+        choice = await parts.models.choose(body.model)
         call = self._call(body, http, choice, prompt, _parameters(body, constrain(guided, form)), form)
         return ChatJob(body, call, form, f"chatcmpl-{http.id}")
 
@@ -106,16 +106,16 @@ class ChatCompletions:
             adds_special_tokens=bool(body.add_special_tokens),
             tenant=http.tenant,
             door=OPENAI,
-            shown_special_ids=marks & self._api.tokenizer.special_ids,
+            shown_special_ids=marks & self._parts.tokenizer.special_ids,
             make_stop_scope=None if form is None else form.stop_scope,
         )
 
     async def _generate(self, job: ChatJob) -> Response:
         body = job.body
-        results = await self._api.service.generate(job.call)
-        names = TokenNames(self._api.vocabulary, bool(body.return_tokens_as_token_ids))
+        results = await self._parts.service.generate(job.call)
+        names = TokenNames(self._parts.vocabulary, bool(body.return_tokens_as_token_ids))
         first, num_top = results[0], body.prompt_logprobs
-        encoder = SlicedEncoder(self._api.encoding_turn)
+        encoder = LogprobsEncoder(self._parts.encoding_turn)
         assert first.last is not None, "a generation ends with an output"
         answers = [read_answer(result, job.form) for result in results]
         answer = ChatCompletion(
@@ -140,9 +140,9 @@ class ChatCompletions:
 
     async def _events(self, job: ChatJob) -> AsyncGenerator[bytes, None]:
         """Yield an empty event once the call is admitted, and then the stream."""
-        async with self._api.service.stream(job.call) as streams:
+        async with self._parts.service.stream(job.call) as streams:
             yield b""
-            names = TokenNames(self._api.vocabulary, bool(job.body.return_tokens_as_token_ids))
+            names = TokenNames(self._parts.vocabulary, bool(job.body.return_tokens_as_token_ids))
             specs = [stream.spec for stream in streams]
             writer = ChatChunkWriter(job.body, job.answer_id, job.call.model_id, specs, names, job.form)
             for event in writer.begin():
@@ -197,7 +197,7 @@ async def _choice(
     result: Result,
     answer: WholeAnswer,
     names: TokenNames,
-    encoder: SlicedEncoder,
+    encoder: LogprobsEncoder,
 ) -> ChatChoice:
     last = result.last
     assert last is not None, "a generation ends with an output"

@@ -12,7 +12,7 @@ from tgis.router.api.openai.logprobs import (
     TokenNames,
     spell_text,
 )
-from tgis.router.api.openai.long_answers import EncodedFields, SlicedEncoder
+from tgis.router.api.openai.logprobs_encoder import EncodedFields, LogprobsEncoder
 from tgis.router.api.openai.usage import Usage, finish_reason, make_usage, stop_reason
 from tgis.router.api.service import Result
 from tgis.router.engine.handle import SequenceSpec
@@ -30,7 +30,7 @@ class CompletionJob:
     call: GenerationCall
     header: Completion
     vocabulary: Vocabulary
-    encoder: SlicedEncoder
+    encoder: LogprobsEncoder
 
     @property
     def names(self) -> TokenNames:

@@ -1,6 +1,6 @@
 """`/v1/completions`."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from functools import partial
 
@@ -8,22 +8,22 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tgis.router.api.http.answers.event_stream import DONE, EventStream, merge
 from tgis.router.api.http.call_context import HttpCall
-from tgis.router.api.http.event_stream import EventStream, merge
+from tgis.router.api.http.described_fields import describe_parameters
+from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.openai.completions.choices import CompletionJob, write_choices
 from tgis.router.api.openai.completions.chunks import ChunkWriter
 from tgis.router.api.openai.completions.types import Completion, CompletionRequest
 from tgis.router.api.openai.dates import unix_time
 from tgis.router.api.openai.errors import ApiError
-from tgis.router.api.openai.events import DONE
 from tgis.router.api.openai.fields.default_sampling import set_default_sampling
-from tgis.router.api.openai.fields.parameters import describe_parameters, to_parameters
+from tgis.router.api.openai.fields.parameters import to_parameters
 from tgis.router.api.openai.fields.refusals import INPUT, translated_refusals
 from tgis.router.api.openai.fields.refused_fields import refuse_fields
 from tgis.router.api.openai.fields.sampling_fields import check_stream_options, read_fields
 from tgis.router.api.openai.fields.structured_outputs import constraint_names, read_guided
-from tgis.router.api.openai.long_answers import SlicedEncoder
-from tgis.router.api.openai.service_parts import OpenAiApi
+from tgis.router.api.openai.logprobs_encoder import LogprobsEncoder
 from tgis.router.events import InputTokens
 from tgis.router.requests.call import GenerationCall, Parameters
 from tgis.router.requests.doors import OPENAI
@@ -33,8 +33,8 @@ _decoder = msgspec.json.Decoder(CompletionRequest)
 
 
 class Completions:
-    def __init__(self, api: OpenAiApi) -> None:
-        self._api = api
+    def __init__(self, parts: ServiceParts, default_sampling: Mapping[str, float]) -> None:
+        self._parts, self._default_sampling = parts, default_sampling
 
     async def answer(self, request: Request) -> Response:
         """Answer a request. Raises ApiError and RouterError."""
@@ -50,11 +50,11 @@ class Completions:
     async def _read(self, body: CompletionRequest, http: HttpCall) -> CompletionJob:
         """Read a request. Raises ApiError."""
         refuse_fields(body)
-        set_default_sampling(body, self._api.models.default_sampling)
-        limits = self._api.limits
+        set_default_sampling(body, self._default_sampling)
+        limits = self._parts.limits
         texts, are_ids = _read_prompts(body.prompt, limits.most_inputs)
-        _check(body, limits, self._api.service.is_encoder_decoder)
-        choice = await self._api.models.choose(body.model)
+        _check(body, limits, self._parts.service.is_encoder_decoder)
+        choice = await self._parts.models.choose(body.model)
         call = GenerationCall(
             "Completion",
             "stream" if body.stream else "single" if len(texts) == 1 else "batch",
@@ -71,17 +71,17 @@ class Completions:
             door=OPENAI,
         )
         header = Completion(id=f"cmpl-{http.id}", created=unix_time(), model=choice.name, choices=[])
-        encoder = SlicedEncoder(self._api.encoding_turn)
-        return CompletionJob(body, call, header, self._api.vocabulary, encoder)
+        encoder = LogprobsEncoder(self._parts.encoding_turn)
+        return CompletionJob(body, call, header, self._parts.vocabulary, encoder)
 
     async def _generate(self, job: CompletionJob) -> Response:
-        results = await self._api.service.generate(job.call)
+        results = await self._parts.service.generate(job.call)
         choices, usage = await write_choices(job, results)
         return job.encoder.answer(msgspec.structs.replace(job.header, choices=choices, usage=usage))
 
     async def _events(self, job: CompletionJob) -> AsyncGenerator[bytes, None]:
         """Yield an empty event once the call is admitted, and then the stream."""
-        async with self._api.service.stream(job.call) as streams:
+        async with self._parts.service.stream(job.call) as streams:
             yield b""
             writer = ChunkWriter(job, [stream.spec for stream in streams])
             async for event in writer.begin():

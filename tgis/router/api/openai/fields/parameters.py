@@ -1,28 +1,23 @@
 """Turns a request's fields into the service's parameters."""
 
-from collections.abc import Iterator
 from typing import Any
-
-import msgspec
 
 from tgis.router.api.openai.errors import ApiError
 from tgis.router.api.openai.fields.sampling_fields import SamplingFields
 from tgis.router.requests.call import Parameters
-
-UNLOGGED = frozenset(("model", "prompt", "messages"))
-SEEDS = 2**64
+from tgis.router.requests.parameter_rules import NUM_SEEDS
 
 
 def to_parameters(fields: SamplingFields, max_tokens: int | None, **details: Any) -> Parameters:
-    """Return the parameters of a call. `details` are further fields of Parameters, such as what is told of
-    tokens. Raises ApiError."""
+    """Return the parameters of a call. `details` are further fields of Parameters, such as which details
+    of tokens are returned. Raises ApiError."""
     set_fields = {
         "sample": True,
         "temperature": fields.temperature,
         "top_k": max(fields.top_k or 0, 0),
         "top_p": fields.top_p or 0.0,
         "min_p": fields.min_p or 0.0,
-        "seed": None if fields.seed is None else fields.seed % SEEDS,
+        "seed": None if fields.seed is None else fields.seed % NUM_SEEDS,
         "repetition_penalty": fields.repetition_penalty or 0.0,
         "presence_penalty": fields.presence_penalty or 0.0,
         "frequency_penalty": fields.frequency_penalty or 0.0,
@@ -46,25 +41,3 @@ def _biases(biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
         if not (key.isascii() and key.isdecimal() and len(key) <= 9):
             raise ApiError(400, "logit_bias: keys must be token ids in decimal", "logit_bias")
     return tuple((int(key), bias) for key, bias in biases.items())
-
-
-def describe_parameters(fields: msgspec.Struct) -> str:
-    """Return the set fields for the log: numbers as they are, texts by size, the rest by count."""
-    return ", ".join(_set_fields(fields))
-
-
-def _set_fields(fields: msgspec.Struct) -> Iterator[str]:
-    for info in msgspec.structs.fields(fields):
-        value = getattr(fields, info.name)
-        if value is None or info.name in UNLOGGED:
-            continue
-        if isinstance(value, msgspec.Struct):
-            yield from (f"{info.name}.{each}" for each in _set_fields(value))
-        elif isinstance(value, str):
-            yield f"{info.name}={len(value.encode())} bytes"
-        elif isinstance(value, bool | int):
-            yield f"{info.name}={str(value).lower()}"
-        elif isinstance(value, float):
-            yield f"{info.name}={value:.6g}"
-        else:
-            yield f"{info.name}={len(value)}"

@@ -1,20 +1,9 @@
-"""Fields of requests that are known here and not honoured: one table, a sentence each."""
-
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+"""Fields of requests that this API knows and does not honour, with the reasons."""
 
 import msgspec
 
+from tgis.router.api.http.refused_fields import RefusedField, find_refused
 from tgis.router.api.openai.errors import ApiError
-
-MEANINGLESS: tuple[object, ...] = (None, False, "", [], {})
-
-
-class RefusedField(NamedTuple):
-    reason: str
-    defaults: tuple[object, ...] = ()
-    """Values that ask for what is done anyway."""
-
 
 REFUSED = {
     "suffix": RefusedField("Text can only be added after the prompt."),
@@ -54,18 +43,3 @@ def refuse_fields(fields: msgspec.Struct, further: dict[str, RefusedField] | Non
     """Raise ApiError for a field of the request that is not honoured and asks for something."""
     for name, text in find_refused(fields, REFUSED | (further or {})):
         raise ApiError(400, text, name)
-
-
-def find_refused(fields: msgspec.Struct, table: Mapping[str, RefusedField]) -> Iterator[tuple[str, str]]:
-    """Yield the fields of a table that ask for something, each with the text of its refusal."""
-    for name, refused in table.items():
-        value: Any = getattr(fields, name, None)
-        is_on = any(each is True for each in refused.defaults)  # False asks for something then
-        allowed = refused.defaults if is_on else MEANINGLESS + refused.defaults
-        if value is not None and not _is_among(value, allowed):
-            yield name, f"{name} is not supported. {refused.reason}"
-
-
-def _is_among(value: object, allowed: tuple[object, ...]) -> bool:
-    """Return True for an allowed value. True is not 1 and False is not 0 here."""
-    return any(value == one and (isinstance(value, bool) == isinstance(one, bool)) for one in allowed)

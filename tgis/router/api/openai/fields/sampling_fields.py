@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 from tgis.router.api.http.call_context import media_type, read_body
 from tgis.router.api.http.json_bodies import decode_body
-from tgis.router.api.http.origins import is_of_page
+from tgis.router.api.http.serving.origins import is_of_page
 from tgis.router.api.openai.errors import ApiError
 from tgis.router.errors import RequestError
 

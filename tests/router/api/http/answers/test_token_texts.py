@@ -14,7 +14,7 @@ from tests.support.tokenizers.trained import (
     write_suffix_bpe,
     write_wordpiece,
 )
-from tgis.router.api.tgi.token_texts import ShownToken, TokenForms, TokenTexts
+from tgis.router.api.http.answers.token_texts import ShownToken, TokenForms, TokenTexts
 from tgis.router.sequence import StopReason, TokenDetail
 from tgis.router.text.detokenizer import Vocabulary
 from tgis.router.text.stop_sequences import StopSequences, TextStream

@@ -17,18 +17,18 @@ from starlette.routing import Route
 
 from tgis.log_limits import KIND
 from tgis.logs import FIELDS
-from tgis.router.api.http.answer_accounts import AnswerAccounts
 from tgis.router.api.http.call_context import open_call
 from tgis.router.api.http.http_api import HttpApi
 from tgis.router.api.http.json_bodies import BodyReader
 from tgis.router.api.http.json_structure import BodyLimits
+from tgis.router.api.http.serving.answer_accounts import AnswerAccounts
 from tgis.router.api.openai.errors import OPENAI_ERRORS, ApiError
 from tgis.router.errors import GenerationError, RequestError
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.requests.doors import OPENAI
 
 MARK = "a-text-nobody-may-see"
-LOGGER = "tgis.router.api.http.answer_accounts"
+LOGGER = "tgis.router.api.http.serving.answer_accounts"
 
 
 class Api:

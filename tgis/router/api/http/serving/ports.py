@@ -8,18 +8,16 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from starlette.routing import Route
 
 from tgis.config.processes import RouterConfig
-from tgis.net.http_routes import PROBE_LIMITS, LimitedApp, RouteLimits
+from tgis.net.http_routes import PROBE_LIMITS, LimitedApp, LimitedRoute, RouteLimits
 from tgis.net.http_server import serve_http, serve_listener
 from tgis.net.ports import reserve
 from tgis.net.tls import Certificates
 from tgis.process.memory_release import MemoryRelease
-from tgis.router.api.http.answer_accounts import AnswerAccounts
-from tgis.router.api.http.app import ApiGate, Phase, absent_api_routes, api_route, starlette_of
-from tgis.router.api.http.http_api import HttpApi
-from tgis.router.api.http.index import index_routes
-from tgis.router.api.http.metrics_app import metrics_routes
+from tgis.router.api.http.http_api import HttpApi, find_api
+from tgis.router.api.http.serving.answer_accounts import AnswerAccounts
+from tgis.router.api.http.serving.app import ApiGate, Phase, absent_api_routes, api_route, starlette_of
+from tgis.router.api.http.serving.metrics_app import metrics_routes
 from tgis.router.api.open_files import share_files
-from tgis.router.api.openai.playground.page import playground_route
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.metrics.scrape import Render
 
@@ -53,7 +51,7 @@ class HttpPorts:
         own = self._own_routes() if is_here else []
         elsewhere = [api for api in reversed(apis) if not is_here or api not in self._served]
         absent = absent_api_routes(elsewhere, config)
-        pages = [playground_route(config, is_here), *(index_routes(config, self._served) if is_here else ())]
+        pages = self._pages(apis, is_here)
         self._app = starlette_of([*pages, *own, *metrics_routes(is_ready, render), *absent])
         self._reserved: socket.socket | None = None
 
@@ -80,12 +78,16 @@ class HttpPorts:
         config, certificates = self._config, self._certificates
         self._reserved.listen(socket.SOMAXCONN)
         context = certificates.client_port_context() if certificates is not None else None
-        pages = [playground_route(config, True), *index_routes(config, self._served)]
-        app = starlette_of([*pages, *self._own_routes()])
+        app = starlette_of([*self._pages(self._served, True), *self._own_routes()])
         async with serve_listener(
             app, self._reserved, config, context, self._fresh, config.connection_age
         ) as port:
             yield port
+
+    def _pages(self, apis: Sequence[HttpApi], is_here: bool) -> list[LimitedRoute]:
+        """Return the routes of all pages of a port whose paths no served API has."""
+        pages = [page for api in apis for page in api.pages(is_here and api in self._served)]
+        return [page for page in pages if not is_here or find_api(self._served, page.path) is None]
 
     def _own_routes(self) -> list[Route | LimitedApp]:
         config = self._config

@@ -4,11 +4,13 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from tgis.net.slow_readers import SlowReadError
+from tgis.router.api.http.json_bodies import encode_json
 from tgis.router.api.service import Stream
 from tgis.router.errors import SlowClientError
 from tgis.router.events import InputTokens, Output
@@ -17,7 +19,13 @@ BEGIN, BODY = "http.response.start", "http.response.body"
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 SERVER_SENT_EVENTS, JSON_LINES = "text/event-stream", "application/jsonlines"
 COMMENT = b":\n\n"  # keeps a silent connection open
+DONE = b"data: [DONE]\n\n"
+"""Last event of a stream of chunks."""
 STREAM_TYPES = (SERVER_SENT_EVENTS, JSON_LINES)
+
+
+def encode_event(value: Any) -> bytes:
+    return b"data: %b\n\n" % encode_json(value)
 
 
 class EventStream(Response):

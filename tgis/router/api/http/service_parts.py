@@ -1,9 +1,12 @@
-"""Parts of the router that the handlers of OpenAI's API use."""
+"""Parts of the router that the handlers of APIs over HTTP use."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tgis.router.api.openai.models import Models
+from tgis.config.processes import RouterConfig
+from tgis.router.api.http.openapi import ErrorTexts, Operation
+from tgis.router.api.models import Models
 from tgis.router.api.service import GenerationService
 from tgis.router.chat.formats.registry import ChatFormats
 from tgis.router.chat.renderer import ChatRenderer
@@ -14,7 +17,7 @@ from tgis.router.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class OpenAiApi:
+class ServiceParts:
     service: GenerationService
     renderer: ChatRenderer
     models: Models
@@ -24,10 +27,14 @@ class OpenAiApi:
     tokenizer: Tokenizer
     formats: ChatFormats
     """Formats in which the model calls tools and reasons."""
+    config: RouterConfig
+    is_ready: Callable[[], bool]
     adapter_roots: tuple[str, ...] | None = None
-    """Directories in which adapters are found, first come first; None if clients may not name adapters."""
+    """Directories that are searched for adapters, in order; None if clients may not name adapters."""
     encoding_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Turn of the answer that is encoded; long ones take turns."""
+    """Lock of the answer that is encoded; long answers take turns."""
+    operations: list[tuple[Operation, ErrorTexts]] = field(default_factory=list)
+    """Operations of all served APIs, for the OpenAPI document. Complete once all APIs have been built."""
 
     def find_mark(self, text: str) -> Mark:
         """Return the mark of a text, with the token that is the whole text."""

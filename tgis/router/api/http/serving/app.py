@@ -20,13 +20,13 @@ from tgis.net.http_routes import PROBE_LIMITS, LimitedApp, RouteLimits
 from tgis.net.slow_readers import SlowReadError
 from tgis.process.memory_release import MemoryRelease
 from tgis.router.api.bearer_tokens import REFUSAL, BearerTokens
+from tgis.router.api.http.answers.event_stream import BODY
 from tgis.router.api.http.call_context import NUM_BODY_BYTES, open_call, read_body, request_id
 from tgis.router.api.http.errors import OWN_FORM, ErrorForm, HttpError
-from tgis.router.api.http.event_stream import BODY
 from tgis.router.api.http.http_api import HttpApi, find_api
 from tgis.router.api.http.json_bodies import BodyReader
 from tgis.router.api.http.json_structure import BodyLimits
-from tgis.router.api.http.origins import OriginRules
+from tgis.router.api.http.serving.origins import OriginRules
 from tgis.router.api.tenants import shown_name
 from tgis.router.errors import UnavailableError
 from tgis.router.metrics.metric_types import Counter

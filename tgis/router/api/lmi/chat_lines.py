@@ -1,20 +1,24 @@
-"""Streams of OpenAI's API as lines of JSON, which is how LMI answers chats and completions."""
+"""Chats and completions as LMI returns them: each event of a stream is a line of JSON."""
+
+from dataclasses import dataclass
 
 from starlette.responses import Response
 
-from tgis.router.api.http.event_stream import JSON_LINES, EventStream
-from tgis.router.api.openai.errors import OPENAI_ERRORS
-from tgis.router.api.openai.events import DONE
+from tgis.router.api.http.answers.event_stream import DONE, JSON_LINES, EventStream
+from tgis.router.api.http.errors import ErrorForm
 
 
-class OpenAiLineErrors:
+@dataclass(frozen=True)
+class ChatLineErrors:
     """Form of the errors of a chat or a completion."""
 
+    errors: ErrorForm
+
     def respond(self, error: Exception) -> Response:
-        return OPENAI_ERRORS.respond(error)
+        return self.errors.respond(error)
 
     def last_events(self, error: Exception) -> bytes:
-        return to_lines(OPENAI_ERRORS.last_events(error))
+        return to_lines(self.errors.last_events(error))
 
 
 def with_lines(response: Response) -> Response:
@@ -24,6 +28,6 @@ def with_lines(response: Response) -> Response:
 
 
 def to_lines(events: bytes) -> bytes:
-    """Return the objects of whole events, without the mark of a stream's end."""
+    """Return the objects of whole events, without the event that ends a stream."""
     frames = events.removesuffix(DONE).split(b"\n\n")
     return b"".join(frame.removeprefix(b"data: ") + b"\n" for frame in frames if frame)

@@ -14,7 +14,7 @@ from tests.support.router.chat_door import chat_door
 from tests.support.router.http_door import HttpDoor
 from tgis.config.processes import RouterConfig
 from tgis.router.api.http.errors import HttpError
-from tgis.router.api.http.origins import FOREIGN_HOST, FOREIGN_ORIGIN, OriginRules
+from tgis.router.api.http.serving.origins import FOREIGN_HOST, FOREIGN_ORIGIN, OriginRules
 
 JSON = "application/json"
 FORM = "application/x-www-form-urlencoded"

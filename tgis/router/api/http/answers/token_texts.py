@@ -3,9 +3,27 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from tgis.router.api.tgi.types import Prefill, PrefillToken, Token, Tokens
+import msgspec
+
 from tgis.router.sequence import TokenDetail
 from tgis.router.text.detokenizer import Vocabulary
+
+
+class PrefillToken(msgspec.Struct):
+    id: int
+    text: str
+    logprob: float | None
+
+
+class Token(msgspec.Struct):
+    id: int
+    text: str
+    logprob: float | None
+    special: bool
+
+
+Prefill = list[PrefillToken]
+Tokens = list[Token]
 
 
 class ShownToken(NamedTuple):

@@ -9,8 +9,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tgis.log_limits import KIND
 from tgis.logs import FIELDS, Scalar
+from tgis.router.api.http.answers.event_stream import STREAM_TYPES
 from tgis.router.api.http.errors import REFUSED_PARAMETER
-from tgis.router.api.http.event_stream import STREAM_TYPES
 from tgis.router.api.http.http_api import HttpApi, find_api
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.requests.doors import Door

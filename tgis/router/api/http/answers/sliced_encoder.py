@@ -1,4 +1,4 @@
-"""Encodes and sends answers that tell much of many tokens, without holding up the event loop."""
+"""Encodes and sends answers with details of many tokens, without blocking the event loop."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,17 +8,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tgis.router.api.http.event_stream import BEGIN, BODY
+from tgis.router.api.http.answers.event_stream import BEGIN, BODY
 from tgis.router.api.http.json_bodies import encode_json
-from tgis.router.api.openai.logprobs import (
-    ChatLogprobs,
-    CompletionLogprobs,
-    CompletionLogprobsWriter,
-    PromptLogprobs,
-    TokenNames,
-    chat_logprobs,
-    prompt_logprobs,
-)
 from tgis.router.sequence import TokenDetail
 
 SLICE_TOKENS = 64  # encoded at once; with 20 alternatives each they take a few milliseconds
@@ -26,7 +17,6 @@ PART_BYTES = 256 << 10  # of an answer, written at once
 JSON = "application/json"
 
 T = TypeVar("T")
-EncodedFields = tuple[bytes, ...]
 Slice = Sequence[TokenDetail]
 
 
@@ -38,34 +28,9 @@ class SlicedEncoder:
         self._turn = turn
         self._lists: list[Sequence[bytes]] = []
 
-    async def prompt(self, tokens: Slice, names: TokenNames, num_top: int) -> PromptLogprobs:
-        def encode(part: Slice, is_first: bool) -> bytes:
-            return encode_json(prompt_logprobs(part, names, num_top, is_first))
-
-        logprobs: PromptLogprobs = self._mark(await self._slices(tokens, encode))
-        return logprobs
-
-    async def chat(self, tokens: Slice, names: TokenNames, num_top: int) -> ChatLogprobs:
-        def encode(part: Slice, _: bool) -> bytes:
-            return encode_json(chat_logprobs(part, names, num_top).content)
-
-        return ChatLogprobs(self._mark(await self._slices(tokens, encode)))
-
-    async def completion(
-        self, tokens: Slice, writer: CompletionLogprobsWriter, are_first: bool = False
-    ) -> list[EncodedFields]:
-        """Return a writer's next tokens in the form that `join` takes. With `are_first`, nothing
-        is known of the first of them."""
-        return await self._slices(
-            tokens, lambda part, is_first: _encode_fields(writer.write(part, are_first and is_first))
-        )
-
     async def tokens(self, tokens: Slice, encode: Callable[[Slice], bytes]) -> Any:
-        """Return what stands for the list that `encode` makes, part by part and in order."""
-        return self._mark(await self._slices(tokens, lambda part, _: encode(part)))
-
-    def join(self, parts: Iterable[EncodedFields]) -> CompletionLogprobs:
-        return CompletionLogprobs(*map(self._mark, zip(*parts, strict=True)))
+        """Return the placeholder of the list that `encode` makes, part by part and in order."""
+        return self.mark(await self.slices(tokens, lambda part, _: encode(part)))
 
     def answer(self, answer: object) -> Response:
         """Return the response of an answer with lists that this encoder has encoded."""
@@ -89,8 +54,8 @@ class SlicedEncoder:
         if joined:
             yield b"".join(joined)
 
-    def _mark(self, lists: Sequence[bytes]) -> Any:
-        """Return what stands for encoded lists, which are one, until the rest of the answer is encoded."""
+    def mark(self, lists: Sequence[bytes]) -> Any:
+        """Return a placeholder for the parts of one encoded list until the rest of the answer is encoded."""
         self._lists.append(lists)
         return msgspec.Raw(b"\0%d\0" % (len(self._lists) - 1))
 
@@ -98,8 +63,8 @@ class SlicedEncoder:
         for index, piece in enumerate(text.split(b"\0")):  # JSON itself has no such byte
             yield from _as_one(self._lists[int(piece)]) if index % 2 else (memoryview(piece),)
 
-    async def _slices(self, tokens: Slice, encode: Callable[[Slice, bool], T]) -> list[T]:
-        """Return what `encode` makes of each slice and of whether it is the first one."""
+    async def slices(self, tokens: Slice, encode: Callable[[Slice, bool], T]) -> list[T]:
+        """Return the results of `encode` for each slice and whether it is the first one."""
         encoded = []
         for start in range(0, len(tokens), SLICE_TOKENS):
             async with self._turn:
@@ -133,7 +98,3 @@ def _as_one(lists: Iterable[bytes]) -> Iterator[memoryview]:
             yield memoryview(each)[1:-1]
             before = b","
     yield memoryview(b"[]" if before == b"[" else b"]")
-
-
-def _encode_fields(logprobs: CompletionLogprobs) -> EncodedFields:
-    return tuple(map(encode_json, msgspec.structs.astuple(logprobs)))

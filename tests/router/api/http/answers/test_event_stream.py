@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tgis.net.slow_readers import SlowReadError
-from tgis.router.api.http.event_stream import COMMENT, EventStream
+from tgis.router.api.http.answers.event_stream import COMMENT, EventStream
 from tgis.router.errors import SlowClientError
 
 SILENCE_S = 0.02
