@@ -18,6 +18,7 @@ from tests.support.router.model_of_shard import next_token
 from tests.support.router.tgi_door import until
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.logs import FIELDS
+from tgis.router.api.fmaas.rules import FMAAS
 from tgis.router.api.service import GenerationService
 from tgis.router.errors import OverloadedError, RequestError
 from tgis.router.events import Output
@@ -74,7 +75,7 @@ def read(text: str, kind: str) -> GenerationCall:
     call = json.loads(text)
     texts = call.pop("texts")
     call["stop_sequences"] = tuple(call.get("stop_sequences", ()))
-    return GenerationCall("json", kind, texts, Parameters(**call), lambda: "", (), "a connection")
+    return GenerationCall("json", kind, texts, Parameters(**call), lambda: "", (), "a connection", api=FMAAS)
 
 
 def sum_of(scene: Scene, name: str) -> float:

@@ -21,12 +21,9 @@ from tgis.process.memory_release import MemoryRelease
 from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.http.serving.answer_accounts import AnswerAccounts
 from tgis.router.api.http.serving.app import ApiGate, Phase, api_route, starlette_of
-from tgis.router.api.lmi.routes import lmi_api
 from tgis.router.api.models import Models
-from tgis.router.api.openai.chat_api import OpenAiChatApi
-from tgis.router.api.openai.routes import openai_api
+from tgis.router.api.registry import build_http_apis, model_placeholders
 from tgis.router.api.service import GenerationService
-from tgis.router.api.tgi.routes import MODEL_PLACEHOLDERS, tgi_api
 from tgis.router.chat.formats.registry import ChatFormats
 from tgis.router.grammar.compiler import GrammarCompiler
 from tgis.router.requests.accounting import Accounting
@@ -94,17 +91,14 @@ async def open_http_door(
         models = Models(
             (MODEL, "alias"),
             adapter_ids=lambda: handle.info().preloaded_adapter_ids,
-            placeholders=MODEL_PLACEHOLDERS if http_api == "tgi" else (),
+            placeholders=model_placeholders(http_api),
             given=None if adapter_roots is None else scene.handle,
         )
         formats = formats or ChatFormats()
         parts = ServiceParts(
             service, renderer, models, vocabulary, limits, tokenizer, formats, config, is_ready, adapter_roots
         )
-        chats = OpenAiChatApi(parts)
-        every = [lmi_api(parts, chats), tgi_api(parts, chats), openai_api(parts, chats)]
-        apis = [each for each in every if each.door.name in config.served_apis]
-        parts.operations.extend(one for api in reversed(apis) for one in api.operations)
+        apis = [api for api in build_http_apis(parts) if api.is_served]
         gate = ApiGate(apis, config, scene.metrics.request_failure, MemoryRelease())
         gate.phase = Phase.OPEN
         app = AnswerAccounts(gate, apis, scene.metrics)

@@ -11,15 +11,22 @@ from tgis.router.api.http.http_api import HttpApi
 from tgis.router.api.http.serving.ports import HttpPorts
 from tgis.router.api.openai.errors import OPENAI_ERRORS
 from tgis.router.api.openai.pages import page_routes
+from tgis.router.api.openai.rules import OPENAI
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.metrics.scrape import render_process
-from tgis.router.requests.doors import OPENAI
 
 HTTP, API = "http", "api"
 
 
 def api_on(config: RouterConfig) -> HttpApi:
-    return HttpApi(OPENAI, (), OPENAI_ERRORS, prefix="/v1/", pages=partial(page_routes, config))
+    return HttpApi(
+        OPENAI,
+        (),
+        OPENAI_ERRORS,
+        prefix="/v1/",
+        is_served=bool(config.http_api),
+        pages=partial(page_routes, config),
+    )
 
 
 @asynccontextmanager

@@ -59,8 +59,8 @@ class Accounting:
     @contextmanager
     def open(self, call: GenerationCall) -> "Iterator[CallAccount]":
         """Begin a call. Exceptions that end it early pass through."""
-        log = CallLog(call, correlation_id(call.metadata, call.door), self.log_text_chars)
-        with self.tracing.call(call.door, call.method, call.metadata) as span, log:
+        log = CallLog(call, correlation_id(call.metadata, call.api), self.log_text_chars)
+        with self.tracing.call(call.api, call.method, call.metadata) as span, log:
             span.set_call(call, log.request_id, log.correlation_id)
             account = CallAccount(self.metrics, log, span)
             with account.counting_failures():

@@ -1,5 +1,5 @@
-"""Rules of the parameters that TGIS lacks, declared once for all doors. A door that reads one from a text
-checks it at once, to name it as its clients do; the validation checks those of every call."""
+"""Rules of the parameters that TGIS lacks, declared once for all APIs. An API that reads one from a text
+checks it at once, to refuse it by the name that its clients know; the validation checks every call."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

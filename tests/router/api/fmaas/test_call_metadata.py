@@ -20,10 +20,10 @@ from tgis.pb import generation_pb2 as pb
 from tgis.pb import shard_pb2
 from tgis.router.api.fmaas.call_metadata import KEYS, read_metadata
 from tgis.router.api.fmaas.messages import read_batch
+from tgis.router.api.fmaas.rules import FMAAS
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.errors import RequestError
 from tgis.router.requests.call import Parameters
-from tgis.router.requests.doors import FMAAS
 from tgis.router.requests.validation import check_parameters
 from tgis.router.sequence import CacheSalt
 from tgis.sampling_parameters import Sampling

@@ -121,7 +121,7 @@ def check_what_is_seen(setup: Setup, port: int, collector: Collector) -> None:
     setup.shards[0].step_s = 0.001
     wait_for(lambda: metric(setup, "tgi_http_api_active_streams") == 0)
     lines = [json.loads(line) for line in setup.service.output.splitlines() if line.startswith("{")]
-    told = [(line["method"], line.get("parameter")) for line in lines if line.get("door") == "lmi"]
+    told = [(line["method"], line.get("parameter")) for line in lines if line.get("api") == "lmi"]
     assert ("Invocation", None) in told
     assert ("Prediction", None) in told
     assert (PATH, "num_beams") in told

@@ -19,6 +19,7 @@ from tgis.router.api.openai.completions.choices import CompletionJob, write_choi
 from tgis.router.api.openai.completions.chunks import ChunkWriter
 from tgis.router.api.openai.completions.types import Completion, CompletionRequest
 from tgis.router.api.openai.logprobs_encoder import LogprobsEncoder
+from tgis.router.api.openai.rules import OPENAI
 from tgis.router.api.service import Result
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import Output
@@ -256,7 +257,7 @@ async def test_the_best_are_the_likeliest_per_token(tmp_path: Path) -> None:
     write_byte_level(tmp_path)
     tokenizer = Tokenizer(tmp_path, 1)
     body = CompletionRequest(prompt="a", n=2, best_of=4, max_tokens=9)
-    call = GenerationCall("Completion", "single", ["a"], Parameters(n=4), str, (), "")
+    call = GenerationCall("Completion", "single", ["a"], Parameters(n=4), str, (), "", api=OPENAI)
     header = Completion(id="cmpl-1", created=1, model=MODEL, choices=[])
     results = []
     for number, logprobs in enumerate([(-1.0,), (-0.5, -0.5, -0.5), (-9.0,), (-0.75, -0.75)]):
@@ -276,7 +277,7 @@ async def test_choices_wait_for_their_prompt(tmp_path: Path) -> None:
     tokenizer = Tokenizer(tmp_path, 1)
     body = CompletionRequest(prompt="ab", n=2, logprobs=0, echo=True)
     params = Parameters(n=2, generated_tokens=True, input_tokens=True, token_logprobs=True)
-    call = GenerationCall("Completion", "stream", ["ab"], params, str, (), "")
+    call = GenerationCall("Completion", "stream", ["ab"], params, str, (), "", api=OPENAI)
     header = Completion(id="cmpl-1", created=1, model=MODEL, choices=[])
     specs = [SequenceSpec((5, 6), Stopping(9))] * 2
     writer = ChunkWriter(

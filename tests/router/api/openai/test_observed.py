@@ -14,7 +14,7 @@ from tgis.logs import FIELDS
 from tgis.router.api.http.call_context import open_call
 from tgis.router.api.http.json_bodies import BodyReader
 from tgis.router.api.http.json_structure import BodyLimits
-from tgis.router.requests.doors import OPENAI
+from tgis.router.api.openai.rules import OPENAI
 from tgis.router.requests.span_protocols import span_protocol
 from tgis.router.requests.tracing import open_tracing
 
@@ -71,7 +71,7 @@ async def test_spans_and_lines_of_each_route(
     own = [{name: attributes.get(name) for name in told_of_calls(path)} for path, attributes, _ in told[:2]]
     assert own == [told_of_calls("POST /v1/completions"), told_of_calls("POST /v1/chat/completions")]
     lines = [getattr(record, FIELDS) for record in caplog.records if hasattr(record, FIELDS)]
-    names = ("door", "method", "correlation_id", "tenant", "output_tokens", "model")
+    names = ("api", "method", "correlation_id", "tenant", "output_tokens", "model")
     assert [[line[name] for name in names] for line in lines] == [
         ["openai", "Completion", "/v1/completions", "team-7", 2, "served-model"],
         ["openai", "ChatCompletion", "/v1/chat/completions", "team-7", 2, "served-model"],

@@ -16,6 +16,7 @@ from tgis.router.api.http.answers.sliced_encoder import SlicedEncoder
 from tgis.router.api.http.answers.token_texts import TokenForms
 from tgis.router.api.service import Result
 from tgis.router.api.tgi.answers import GenerateJob, write_answer
+from tgis.router.api.tgi.rules import TGI
 from tgis.router.api.tgi.types import GenerateParameters, GenerateRequest
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import Output, Timings
@@ -58,7 +59,7 @@ def make_result(vocabulary: Vocabulary, r: random.Random, count: int, seed: int)
 async def write(vocabulary: Vocabulary, results: list[Result]) -> Any:
     body = GenerateRequest("a b", GenerateParameters(details=True, decoder_input_details=True))
     parameters = Parameters(input_tokens=True, top_n_tokens=NUM_TOP, n=len(results))
-    call = GenerationCall("Generate", "single", ["a b"], parameters, str, (), "")
+    call = GenerationCall("Generate", "single", ["a b"], parameters, str, (), "", api=TGI)
     job = GenerateJob(body, call, TokenForms(vocabulary), False, "cpu")
     return await write_answer(job, results, SlicedEncoder(asyncio.Lock()))
 

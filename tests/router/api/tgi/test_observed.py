@@ -55,7 +55,7 @@ async def test_spans_and_lines_of_each_route(
     assert all(told["http.response.status_code"] == 200 for _, told in spans)
     assert [told.get("gen_ai.usage.output_tokens") for _, told in spans] == [2] * 6 + [None] * 2
     lines = [getattr(record, FIELDS) for record in caplog.records if hasattr(record, FIELDS)]
-    assert [(line["door"], line["method"], line["correlation_id"]) for line in lines] == [
+    assert [(line["api"], line["method"], line["correlation_id"]) for line in lines] == [
         ("openai" if kind in OPENAIS else "tgi", kind, f"id-{number}")
         for number, (_, _, kind) in enumerate(ASKS)
         if kind

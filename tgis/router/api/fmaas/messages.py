@@ -9,6 +9,7 @@ from google.protobuf.message import Message
 
 from tgis.pb import generation_pb2 as pb
 from tgis.router.api.fmaas.call_metadata import CallMetadata
+from tgis.router.api.fmaas.rules import FMAAS
 from tgis.router.api.service import Result
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import InputTokens, Output
@@ -72,6 +73,7 @@ def _read_call(
         refusal=MISSING_REQUEST if _lacks_input(request) else metadata.refusal,
         inputs_are_ids=metadata.inputs_are_ids,
         tenant=tenant,
+        api=FMAAS,
     )
 
 

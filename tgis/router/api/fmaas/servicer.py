@@ -1,4 +1,4 @@
-"""Implements `fmaas.GenerationService`, TGIS's calls: translates messages for the service of all doors."""
+"""Implements `fmaas.GenerationService`, TGIS's calls: translates messages for the service."""
 
 from collections.abc import AsyncGenerator
 
@@ -6,12 +6,12 @@ from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceServicer
 from tgis.router.api.fmaas.call_metadata import CallMetadata, read_metadata
 from tgis.router.api.fmaas.messages import ResponseWriter, read_batch, read_single
+from tgis.router.api.fmaas.rules import FMAAS
 from tgis.router.api.fmaas.trailing_metadata import End, trailing_metadata
 from tgis.router.api.grpc.call_status import Context
 from tgis.router.api.service import GenerationService, Result
 from tgis.router.api.tenants import tenant_of
 from tgis.router.events import Output
-from tgis.router.requests.doors import FMAAS
 from tgis.router.text.tokenization import TokenizeOptions, tokenize_job
 from tgis.router.text.tokenizer import Tokenizer
 
@@ -58,7 +58,7 @@ class GenerationServicer(GenerationServiceServicer):
 
     async def ModelInfo(self, request: pb.ModelInfoRequest, context: Context) -> pb.ModelInfoResponse:
         metadata, kinds = _metadata(context), pb.ModelInfoResponse
-        info = self._service.model_info(metadata.headers, metadata.refusal)
+        info = self._service.model_info(FMAAS, metadata.headers, metadata.refusal)
         return pb.ModelInfoResponse(
             model_kind=kinds.ENCODER_DECODER if info.is_encoder_decoder else kinds.DECODER_ONLY,
             max_sequence_length=info.max_sequence_length,

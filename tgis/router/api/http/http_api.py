@@ -8,18 +8,20 @@ from starlette.routing import Route
 from tgis.net.http_routes import LimitedRoute
 from tgis.router.api.http.errors import ErrorForm
 from tgis.router.api.http.openapi import ErrorTexts, Operation
-from tgis.router.requests.doors import Door
+from tgis.router.requests.api_rules import ApiRules
 
 
 @dataclass(frozen=True)
 class HttpApi:
-    door: Door
+    rules: ApiRules
     routes: Sequence[Route]
     errors: ErrorForm
     probes: Sequence[Route] = ()
     """Routes that need no token, and are served while the model loads."""
     claims: Callable[[bytes], bool] = lambda body: True
     """Returns whether this API answers a body, if another API has the same path."""
+    is_served: bool = True
+    """False if the operator has not chosen the API: its paths answer how to serve it."""
     prefix: str | None = None
     """Prefix of the paths that this API answers with 404 if no API has them."""
     operations: Sequence[tuple[Operation, ErrorTexts]] = ()

@@ -8,8 +8,8 @@ from starlette.responses import Response
 
 from tgis.router.api.http.errors import ErrorResponse, HttpError, describe_error
 from tgis.router.api.http.json_bodies import encode_json
+from tgis.router.api.lmi.rules import LMI
 from tgis.router.errors import OverloadedError, RequestError, TimedOutError
-from tgis.router.requests.doors import LMI
 
 UNREADABLE = "Input Parsing failed. Ensure that the request payload is valid. "
 MAX_MODEL_CHARS = 256  # of a model that does not exist

@@ -24,11 +24,11 @@ from tgis.router.api.lmi.forms import Form, choose_form
 from tgis.router.api.lmi.lines import LineErrors, LineWriter
 from tgis.router.api.lmi.parameters import LmiParameters, check_parameters, to_parameters
 from tgis.router.api.lmi.request import ADAPTER, LmiRequest, check_headers, check_model, read_request
+from tgis.router.api.lmi.rules import LMI
 from tgis.router.api.service import Result
 from tgis.router.errors import NotFoundError, RequestError
 from tgis.router.events import InputTokens
 from tgis.router.requests.call import GenerationCall
-from tgis.router.requests.doors import LMI
 
 MAX_ADAPTER_CHARS = 256  # of one that does not exist
 NAMES = {
@@ -181,5 +181,5 @@ class Invocations:
             adapter_id=adapter_id,
             model_id=self._parts.models.names[0],
             tenant=http.tenant,
-            door=LMI,
+            api=LMI,
         )

@@ -10,7 +10,7 @@ from tgis.router.api.http.http_api import HttpApi
 from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.lmi.errors import LmiErrors
 from tgis.router.api.lmi.handler import Invocations
-from tgis.router.requests.doors import LMI
+from tgis.router.api.lmi.rules import LMI
 
 
 class PingAnswer(msgspec.Struct):

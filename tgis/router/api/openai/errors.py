@@ -6,7 +6,7 @@ from starlette.responses import Response
 from tgis.router.api.http.answers.event_stream import DONE, encode_event
 from tgis.router.api.http.errors import ErrorResponse, HttpError, describe_error
 from tgis.router.api.http.json_bodies import encode_json
-from tgis.router.requests.doors import OPENAI
+from tgis.router.api.openai.rules import OPENAI
 
 TYPES = {
     401: "authentication_error",

@@ -15,8 +15,8 @@ from tgis.router.api.openai.errors import OPENAI_ERRORS, ApiError
 from tgis.router.api.openai.model_routes import ModelRoutes
 from tgis.router.api.openai.openapi import ERRORS, OPERATIONS, PATH, OpenApiRoute
 from tgis.router.api.openai.pages import page_routes
+from tgis.router.api.openai.rules import OPENAI
 from tgis.router.api.openai.tokenize import TokenRoutes
-from tgis.router.requests.doors import OPENAI
 
 NOT_SERVED = (
     "/v1/responses",

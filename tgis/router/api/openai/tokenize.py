@@ -14,7 +14,7 @@ from tgis.router.api.openai.errors import ApiError
 from tgis.router.api.openai.fields.refusals import INPUT, translated_refusals
 from tgis.router.api.openai.fields.refused_fields import refuse_fields
 from tgis.router.api.openai.fields.sampling_fields import TokenId, read_fields
-from tgis.router.requests.doors import OPENAI
+from tgis.router.api.openai.rules import OPENAI
 from tgis.router.text.token_lists import join_tokens, list_tokens
 from tgis.router.text.tokenization import TokenizeJob
 

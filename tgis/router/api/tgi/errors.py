@@ -5,8 +5,8 @@ from starlette.responses import Response
 
 from tgis.router.api.http.errors import ErrorResponse, HttpError, describe_error
 from tgis.router.api.http.json_bodies import encode_json
+from tgis.router.api.tgi.rules import TGI
 from tgis.router.errors import NotFoundError, PayloadTooLargeError, RequestError
-from tgis.router.requests.doors import TGI
 
 UNHEALTHY = "healthcheck"
 TYPES = {

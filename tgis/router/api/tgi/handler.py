@@ -20,10 +20,10 @@ from tgis.router.api.tgi.errors import BodyError
 from tgis.router.api.tgi.events import EventWriter
 from tgis.router.api.tgi.parameters import read_parameters
 from tgis.router.api.tgi.refusals import translated_refusals
+from tgis.router.api.tgi.rules import TGI
 from tgis.router.api.tgi.types import GenerateParameters, GenerateRequest
 from tgis.router.events import InputTokens
 from tgis.router.requests.call import GenerationCall
-from tgis.router.requests.doors import TGI
 
 SILENCE_S = 15.0  # after which a stream has a comment
 
@@ -80,7 +80,7 @@ class Generation:
             model_id=self._parts.models.names[0],
             refusal=refusal,
             tenant=http.tenant,
-            door=TGI,
+            api=TGI,
         )
         forms = TokenForms(self._parts.service.vocabulary_of(call))
         return GenerateJob(body, call, forms, is_in_list, self._compute_type)

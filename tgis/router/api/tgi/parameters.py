@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import msgspec
 
 from tgis.router.api.tgi.refusals import INVALID_GRAMMAR, most_input_tokens
+from tgis.router.api.tgi.rules import TGI
 from tgis.router.api.tgi.types import GenerateParameters, GenerateRequest, GrammarField
 from tgis.router.grammar.compiler import Guided
 from tgis.router.requests.call import Parameters
-from tgis.router.requests.doors import TGI
 from tgis.router.requests.validation import RequestLimits
 
 MAX_PENALTY = 2.0

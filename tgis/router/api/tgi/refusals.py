@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tgis.router.api.tgi.rules import TGI
 from tgis.router.errors import InputTooLongError, NotFoundError, QuotingError, RequestError
 from tgis.router.requests.call import Parameters
-from tgis.router.requests.doors import TGI
 from tgis.router.requests.validation import MAX_STOP_SEQUENCE_BYTES, RequestLimits
 
 TOTAL = "`inputs` tokens + `max_new_tokens` must be <= {}. Given: {} `inputs` tokens and {} `max_new_tokens`"

@@ -12,9 +12,9 @@ from tgis.router.api.tgi.bodies import has_inputs
 from tgis.router.api.tgi.errors import TGI_ERRORS, TgiErrorBody
 from tgis.router.api.tgi.handler import Generation
 from tgis.router.api.tgi.probes import Info, Probes
+from tgis.router.api.tgi.rules import TGI
 from tgis.router.api.tgi.tokenize import Tokenization
 from tgis.router.api.tgi.types import GenerateAnswer, GenerateRequest
-from tgis.router.requests.doors import TGI
 from tgis.router.text.token_lists import ChatPlaces, TokenPlace
 
 ERRORS = ErrorTexts(
@@ -36,8 +36,6 @@ ERRORS = ErrorTexts(
     mixed=("422",),
     empty=("401",),
 )
-MODEL_PLACEHOLDERS = ("dummy", "text-generation-inference", "tgi", "default")
-"""Names that clients of TGI's API send as `model` where their caller names none, in chats too."""
 
 
 def tgi_api(parts: ServiceParts, chats: ChatApi) -> HttpApi:

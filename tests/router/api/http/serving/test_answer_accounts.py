@@ -23,9 +23,9 @@ from tgis.router.api.http.json_bodies import BodyReader
 from tgis.router.api.http.json_structure import BodyLimits
 from tgis.router.api.http.serving.answer_accounts import AnswerAccounts
 from tgis.router.api.openai.errors import OPENAI_ERRORS, ApiError
+from tgis.router.api.openai.rules import OPENAI
 from tgis.router.errors import GenerationError, RequestError
 from tgis.router.metrics.metrics import MetricLimits, Metrics
-from tgis.router.requests.doors import OPENAI
 
 MARK = "a-text-nobody-may-see"
 LOGGER = "tgis.router.api.http.serving.answer_accounts"
@@ -119,7 +119,7 @@ async def test_a_refusal_before_the_service_has_one_line(caplog: pytest.LogCaptu
                 await ask(port, "/v1/echo", body, **headers)
     told = [(record.getMessage(), getattr(record, FIELDS)) for record in caplog.records]
     fields = {
-        "door": "openai",
+        "api": "openai",
         "method": "/v1/echo",
         "code": 400,
         "correlation_id": "request-1",

@@ -13,7 +13,7 @@ from tgis.router.api.http.answers.event_stream import STREAM_TYPES
 from tgis.router.api.http.errors import REFUSED_PARAMETER
 from tgis.router.api.http.http_api import HttpApi, find_api
 from tgis.router.metrics.metrics import Metrics
-from tgis.router.requests.doors import Door
+from tgis.router.requests.api_rules import ApiRules
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +59,13 @@ class AnswerAccounts:
         path, state = scope["path"], scope.get("state", {})
         api = state.get("api") or find_api(self.apis, path) or self.apis[0]
         route = next((one.path for one in api.routes if one.path_regex.match(path)), OTHER_ROUTE)
-        self.metrics.http_api_requests.add(api.door.name, route, str(status))
+        self.metrics.http_api_requests.add(api.rules.name, route, str(status))
         if status >= 400 and REFUSED_PARAMETER in state:
-            self._log(api.door, scope, route, status, state)
+            self._log(api.rules, scope, route, status, state)
 
-    def _log(self, door: Door, scope: Scope, route: str, status: int, state: dict[str, object]) -> None:
+    def _log(self, rules: ApiRules, scope: Scope, route: str, status: int, state: dict[str, object]) -> None:
         method = scope["method"]
-        fields: dict[str, Scalar] = {"door": door.name, "method": route, "code": status}
+        fields: dict[str, Scalar] = {"api": rules.name, "method": route, "code": status}
         call = state.get("call")
         if request_id := getattr(call, "id", ""):
             fields["correlation_id"] = request_id

@@ -205,14 +205,14 @@ def api_route(app: ASGIApp, apis: Sequence[HttpApi], config: RouterConfig, is_ow
     return LimitedApp(app, has_path, api_limits(apis, config))
 
 
-def absent_api_routes(apis: Iterable[HttpApi], config: RouterConfig) -> list[LimitedApp]:
+def absent_api_routes(apis: Iterable[HttpApi]) -> list[LimitedApp]:
     """Return routes that say where the APIs are, which are not served on this port."""
-    return [_absent_route(api, config) for api in apis]
+    return [_absent_route(api) for api in apis]
 
 
-def _absent_route(api: HttpApi, config: RouterConfig) -> LimitedApp:
-    text = f"this API is not served; to serve it, start the service with --http-api {api.door.name}"
-    if api.door.name in config.served_apis:
+def _absent_route(api: HttpApi) -> LimitedApp:
+    text = f"this API is not served; to serve it, start the service with --http-api {api.rules.name}"
+    if api.is_served:
         text = "this API has a port of its own, which --http-api-port says"
 
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:

@@ -37,10 +37,10 @@ class HttpPorts:
         render: Render,
         memory: MemoryRelease,
     ) -> None:
-        """Build the apps. `apis` are all that can be served, `render` returns the text of a scrape. Raises
-        StartupError."""
+        """Build the apps. `apis` has those that are not served too; `render` returns the text of a scrape.
+        Raises StartupError."""
         self._config, self._certificates = config, certificates
-        self._served = [api for api in apis if api.door.name in config.served_apis]
+        self._served = [api for api in apis if api.is_served]
         self._gate: ApiGate | None = None
         if self._served:
             self._gate = ApiGate(self._served, config, metrics.request_failure, memory)
@@ -50,7 +50,7 @@ class HttpPorts:
         is_here = self._gate is not None and config.http_api_port is None
         own = self._own_routes() if is_here else []
         elsewhere = [api for api in reversed(apis) if not is_here or api not in self._served]
-        absent = absent_api_routes(elsewhere, config)
+        absent = absent_api_routes(elsewhere)
         pages = self._pages(apis, is_here)
         self._app = starlette_of([*pages, *own, *metrics_routes(is_ready, render), *absent])
         self._reserved: socket.socket | None = None

@@ -30,11 +30,11 @@ from tgis.router.api.openai.fields.sampling_fields import check_stream_options, 
 from tgis.router.api.openai.fields.structured_outputs import constraint_names, read_guided
 from tgis.router.api.openai.logprobs import TokenNames
 from tgis.router.api.openai.logprobs_encoder import LogprobsEncoder
+from tgis.router.api.openai.rules import OPENAI
 from tgis.router.api.openai.usage import make_usage, stop_reason
 from tgis.router.api.service import Result
 from tgis.router.grammar.compiler import Guided
 from tgis.router.requests.call import GenerationCall, Parameters
-from tgis.router.requests.doors import OPENAI
 
 _decoder = msgspec.json.Decoder(ChatRequest)
 
@@ -105,7 +105,7 @@ class ChatCompletions:
             model_id=choice.name,
             adds_special_tokens=bool(body.add_special_tokens),
             tenant=http.tenant,
-            door=OPENAI,
+            api=OPENAI,
             shown_special_ids=marks & self._parts.tokenizer.special_ids,
             make_stop_scope=None if form is None else form.stop_scope,
         )

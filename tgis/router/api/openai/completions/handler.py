@@ -24,9 +24,9 @@ from tgis.router.api.openai.fields.refused_fields import refuse_fields
 from tgis.router.api.openai.fields.sampling_fields import check_stream_options, read_fields
 from tgis.router.api.openai.fields.structured_outputs import constraint_names, read_guided
 from tgis.router.api.openai.logprobs_encoder import LogprobsEncoder
+from tgis.router.api.openai.rules import OPENAI
 from tgis.router.events import InputTokens
 from tgis.router.requests.call import GenerationCall, Parameters
-from tgis.router.requests.doors import OPENAI
 from tgis.router.requests.validation import RequestLimits
 
 _decoder = msgspec.json.Decoder(CompletionRequest)
@@ -68,7 +68,7 @@ class Completions:
             inputs_are_ids=are_ids,
             adds_special_tokens=body.add_special_tokens is not False,
             tenant=http.tenant,
-            door=OPENAI,
+            api=OPENAI,
         )
         header = Completion(id=f"cmpl-{http.id}", created=unix_time(), model=choice.name, choices=[])
         encoder = LogprobsEncoder(self._parts.encoding_turn)

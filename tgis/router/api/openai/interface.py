@@ -1,0 +1,31 @@
+"""Describes OpenAI's API."""
+
+from typing import TYPE_CHECKING
+
+from tgis.router.api.interface import Interface
+from tgis.router.api.openai.rules import OPENAI
+
+if TYPE_CHECKING:
+    from tgis.router.api.http.chat_api import ChatApi
+    from tgis.router.api.http.http_api import HttpApi
+    from tgis.router.api.http.service_parts import ServiceParts
+
+
+def _build_chat_api(parts: "ServiceParts") -> "ChatApi":
+    from tgis.router.api.openai.chat_api import OpenAiChatApi
+
+    return OpenAiChatApi(parts)
+
+
+def _build_http_api(parts: "ServiceParts", chats: "ChatApi") -> "HttpApi":
+    from tgis.router.api.openai.routes import openai_api
+
+    return openai_api(parts, chats)
+
+
+INTERFACE = Interface(
+    rules=OPENAI,
+    build_http_api=_build_http_api,
+    build_chat_api=_build_chat_api,
+    accompanies_others=True,
+)
