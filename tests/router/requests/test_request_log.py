@@ -358,7 +358,7 @@ def test_a_request_id_stands_in_for_a_correlation_id_over_http(
         assert correlation_id(metadata, FMAAS) == "<none>"
 
 
-def test_a_line_of_a_call_over_http_names_door_path_and_model(lines: Lines) -> None:
+def test_a_line_of_a_call_over_http_names_api_path_and_model(lines: Lines) -> None:
     call = replace(call_of(single(MARKER)), api=OPENAI, method="Completion", model_id="m" * 200)
     log = CallLog(call, "c")
     log.accept()

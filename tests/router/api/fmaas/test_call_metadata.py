@@ -13,9 +13,9 @@ import pytest
 import pytest_asyncio
 
 from tests.support.router.fake_shard import EOS, VOCAB_SIZE
-from tests.support.router.grpc_door import LIMITS, Door, open_door, status_of
 from tests.support.router.http2 import Connection, Kind
 from tests.support.router.messages import PROMPT, batch, single, stopping
+from tests.support.router.served_grpc import LIMITS, ServedGrpc, open_grpc, status_of
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import shard_pb2
 from tgis.router.api.fmaas.call_metadata import KEYS, read_metadata
@@ -28,16 +28,16 @@ from tgis.router.requests.validation import check_parameters
 from tgis.router.sequence import CacheSalt
 from tgis.sampling_parameters import Sampling
 
-on_the_doors_loop = pytest.mark.asyncio(loop_scope="module")
+on_the_fixtures_loop = pytest.mark.asyncio(loop_scope="module")
 
 INVALID, OK = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OK
 Headers = list[tuple[str, str | bytes]]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Door]:
-    async with open_door(tmp_path_factory.mktemp("door")) as door:
-        yield door
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ServedGrpc]:
+    async with open_grpc(tmp_path_factory.mktemp("served")) as served:
+        yield served
 
 
 def spec_fields(spec: SequenceSpec) -> dict[str, Any]:
@@ -76,18 +76,18 @@ EFFECTS: list[tuple[Headers, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("headers", "params", "effect"), EFFECTS)
-@on_the_doors_loop
+@on_the_fixtures_loop
 async def test_a_key_has_its_effect_and_no_other(
-    door: Door, headers: Headers, params: dict[str, Any], effect: dict[str, Any]
+    served: ServedGrpc, headers: Headers, params: dict[str, Any], effect: dict[str, Any]
 ) -> None:
     request = batch(PROMPT, "b", stopping=stopping(2), **params)
-    await door.stub.Generate(request)
-    plain = [spec_fields(spec) for spec in door.take_specs()]
-    await door.stub.Generate(request, metadata=headers)
-    assert [spec_fields(spec) for spec in door.take_specs()] == [each | effect for each in plain]
-    [header, *_] = [part async for part in door.stub.GenerateStream(single(**params), metadata=headers)]
+    await served.stub.Generate(request)
+    plain = [spec_fields(spec) for spec in served.take_specs()]
+    await served.stub.Generate(request, metadata=headers)
+    assert [spec_fields(spec) for spec in served.take_specs()] == [each | effect for each in plain]
+    [header, *_] = [part async for part in served.stub.GenerateStream(single(**params), metadata=headers)]
     assert header.input_token_count
-    [spec] = door.take_specs()
+    [spec] = served.take_specs()
     assert spec_fields(spec) == plain[0] | effect
 
 
@@ -97,29 +97,31 @@ def test_every_key_has_an_effect_here() -> None:
     assert told | {"tgis-min-p", "tgis-input", "tgis-tokens"} == set(KEYS)
 
 
-@on_the_doors_loop
-async def test_a_stop_token_ends_a_text_and_is_not_in_it(door: Door) -> None:
+@on_the_fixtures_loop
+async def test_a_stop_token_ends_a_text_and_is_not_in_it(served: ServedGrpc) -> None:
     options = {"response": pb.ResponseOptions(generated_tokens=True)}
     request = batch(PROMPT, stopping=stopping(6), **options)
-    [whole] = (await door.stub.Generate(request, metadata=[("tgis-tokens", "ids")])).responses
+    [whole] = (await served.stub.Generate(request, metadata=[("tgis-tokens", "ids")])).responses
     ids = [token.text for token in whole.tokens]
     assert len(set(ids)) == 6
-    [cut] = (await door.stub.Generate(request, metadata=[("tgis-stop-token-ids", f"399,{ids[3]}")])).responses
+    [cut] = (
+        await served.stub.Generate(request, metadata=[("tgis-stop-token-ids", f"399,{ids[3]}")])
+    ).responses
     assert (cut.stop_reason, cut.generated_token_count) == (pb.EOS_TOKEN, 4)
-    [before] = (await door.stub.Generate(batch(PROMPT, stopping=stopping(3)))).responses
+    [before] = (await served.stub.Generate(batch(PROMPT, stopping=stopping(3)))).responses
     assert cut.text == before.text
     request.params.stopping.min_new_tokens = 5
-    [later] = (await door.stub.Generate(request, metadata=[("tgis-stop-token-ids", ids[3])])).responses
+    [later] = (await served.stub.Generate(request, metadata=[("tgis-stop-token-ids", ids[3])])).responses
     assert later.generated_token_count >= 5
 
 
-@on_the_doors_loop
-async def test_an_ignored_end_of_sequence_ends_nothing(tmp_path: Any, door: Door) -> None:
+@on_the_fixtures_loop
+async def test_an_ignored_end_of_sequence_ends_nothing(tmp_path: Any, served: ServedGrpc) -> None:
     ids = [("tgis-tokens", "ids")]
     options = {"stopping": stopping(6), "response": pb.ResponseOptions(generated_tokens=True)}
-    [whole] = (await door.stub.Generate(batch(PROMPT, **options), metadata=ids)).responses
+    [whole] = (await served.stub.Generate(batch(PROMPT, **options), metadata=ids)).responses
     end = int(whole.tokens[2].text)
-    async with open_door(tmp_path, info=shard_pb2.InfoResponse(eos_token_ids=[end])) as other:
+    async with open_grpc(tmp_path, info=shard_pb2.InfoResponse(eos_token_ids=[end])) as other:
         [short] = (await other.stub.Generate(batch(PROMPT, **options), metadata=ids)).responses
         assert (short.stop_reason, short.tokens) == (pb.EOS_TOKEN, whole.tokens[:3])
         headers = [*ids, ("tgis-ignore-eos", "true")]
@@ -201,19 +203,21 @@ HOSTILE: list[tuple[str, str | bytes]] = [
 
 
 @pytest.mark.parametrize(("key", "value"), HOSTILE)
-@on_the_doors_loop
-async def test_a_hostile_value_is_refused_by_its_key(door: Door, key: str, value: str | bytes) -> None:
-    headers, stub = [("tgis-tokens", "ids"), (key, value)], door.stub
+@on_the_fixtures_loop
+async def test_a_hostile_value_is_refused_by_its_key(
+    served: ServedGrpc, key: str, value: str | bytes
+) -> None:
+    headers, stub = [("tgis-tokens", "ids"), (key, value)], served.stub
     if key == "tgis-tokens":
         headers = headers[1:]
-    door.take_specs()
-    failures = door.num_failures("validation")
+    served.take_specs()
+    failures = served.num_failures("validation")
     calls = [
         stub.Generate(batch("a", "b"), metadata=headers),
         stub.GenerateStream(single(), metadata=headers),
     ]
     statuses = [await status_of(call) for call in calls]
-    assert door.num_failures("validation") == failures + 2
+    assert served.num_failures("validation") == failures + 2
     name = KEYS[key].field
     for code, text in statuses:
         assert code is INVALID
@@ -221,11 +225,11 @@ async def test_a_hostile_value_is_refused_by_its_key(door: Door, key: str, value
         assert LONG not in text
         assert len(text) < 200
     assert statuses[0] == statuses[1]
-    assert not door.take_specs()
+    assert not served.take_specs()
 
 
-@on_the_doors_loop
-async def test_no_random_value_gets_further_than_a_refusal(door: Door) -> None:
+@on_the_fixtures_loop
+async def test_no_random_value_gets_further_than_a_refusal(served: ServedGrpc) -> None:
     """And what is read is read as plain Python reads it."""
     r = random.Random(20)
     pieces = [
@@ -254,14 +258,14 @@ async def test_no_random_value_gets_further_than_a_refusal(door: Door) -> None:
             assert ",".join(map(str, found.values[key])) == re.sub(r"\b0+(?=\d)", "", text)
         if r.random() < 0.05 and text.isascii() and text.isprintable():
             code, told = await status_of(
-                door.stub.Generate(batch("5", stopping=stopping(1)), metadata=[(key, value)])
+                served.stub.Generate(batch("5", stopping=stopping(1)), metadata=[(key, value)])
             )
             assert (code, told) == ((INVALID, found.refusal) if found.refusal else (OK, ""))
 
 
-@on_the_doors_loop
-async def test_whatever_the_method_a_key_is_known_and_given_once(door: Door) -> None:
-    stub = door.stub
+@on_the_fixtures_loop
+async def test_whatever_the_method_a_key_is_known_and_given_once(served: ServedGrpc) -> None:
+    stub = served.stub
     ask = pb.BatchedTokenizeRequest(requests=[pb.TokenizeRequest(text="a")])
     calls = {
         "Generate": lambda metadata: stub.Generate(batch("a"), metadata=metadata),
@@ -284,9 +288,9 @@ async def test_whatever_the_method_a_key_is_known_and_given_once(door: Door) -> 
     ]
     for name, call in calls.items():
         for headers, text in cases:
-            failures = door.num_failures("validation")
+            failures = served.num_failures("validation")
             assert await status_of(call(headers)) == (INVALID, text), name
-            assert door.num_failures("validation") == failures + 1
+            assert served.num_failures("validation") == failures + 1
         everything: Headers = [
             ("tgis-watermark", "true"),
             ("tgis-min-p", "0.5"),
@@ -295,19 +299,19 @@ async def test_whatever_the_method_a_key_is_known_and_given_once(door: Door) -> 
         assert await status_of(call(everything)) == (OK, "")
 
 
-@on_the_doors_loop
-async def test_refusals_come_in_the_order_of_tgis(door: Door) -> None:
+@on_the_fixtures_loop
+async def test_refusals_come_in_the_order_of_tgis(served: ServedGrpc) -> None:
     unknown, beyond = ("tgis-x", "1"), ("tgis-stop-token-ids", "999")
     crowd = batch(*["a"] * 129)
-    code, _ = await status_of(door.stub.Generate(crowd, metadata=[unknown]))
+    code, _ = await status_of(served.stub.Generate(crowd, metadata=[unknown]))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    empty = door.stub.GenerateStream(pb.SingleGenerationRequest(), metadata=[unknown])
+    empty = served.stub.GenerateStream(pb.SingleGenerationRequest(), metadata=[unknown])
     assert await status_of(empty) == (INVALID, "missing request")
     wrong = batch("a", stopping=pb.StoppingCriteria(stop_sequences=[""]))
-    _, text = await status_of(door.stub.Generate(wrong, metadata=[beyond]))
+    _, text = await status_of(served.stub.Generate(wrong, metadata=[beyond]))
     assert text.startswith("can specify at most 6")
     told = "stop_token_ids: token id 999 is beyond the model's vocabulary of 400 tokens"
-    assert await status_of(door.stub.Generate(batch("x" * 9999), metadata=[beyond])) == (INVALID, told)
+    assert await status_of(served.stub.Generate(batch("x" * 9999), metadata=[beyond])) == (INVALID, told)
 
 
 async def test_as_many_biases_as_are_allowed_fit_the_default_limit(tmp_path: Any) -> None:
@@ -316,13 +320,13 @@ async def test_as_many_biases_as_are_allowed_fit_the_default_limit(tmp_path: Any
     biases = {i: float(f"{r.uniform(-100, 100):.9g}") for i in range(199_000, 199_000 + 1024)}
     text = ",".join(f"{token_id}:{bias!r}" for token_id, bias in biases.items())
     assert len(text) > 18_000
-    async with open_door(tmp_path, info=shard_pb2.InfoResponse(vocab_size=200_024)) as door:
+    async with open_grpc(tmp_path, info=shard_pb2.InfoResponse(vocab_size=200_024)) as served:
         headers = [("tgis-logit-bias", text), ("tgis-cache-salt-bin", bytes(256))]
-        assert await status_of(door.stub.Generate(batch("a", stopping=stopping(1)), metadata=headers)) == (
+        assert await status_of(served.stub.Generate(batch("a", stopping=stopping(1)), metadata=headers)) == (
             OK,
             "",
         )
-        [spec] = door.take_specs()
+        [spec] = served.take_specs()
         assert dict(spec.sampling.logit_bias) == biases
 
 
@@ -357,12 +361,12 @@ RULES = [
 
 
 @pytest.mark.parametrize(("params", "text"), RULES)
-def test_rules_hold_for_every_door(params: dict[str, Any], text: str) -> None:
+def test_rules_hold_for_every_api(params: dict[str, Any], text: str) -> None:
     with pytest.raises(RequestError, match=f"^{re.escape(text)}"):
         check_parameters(Parameters(**params), FMAAS, LIMITS, frozenset({1}), 50)
 
 
-def test_what_a_door_does_not_set_is_off() -> None:
+def test_what_a_api_does_not_set_is_off() -> None:
     checked = check_parameters(Parameters(), FMAAS, LIMITS, frozenset({1}), 50)
     assert checked.sampling == Sampling()
     assert checked.stopping.eos_token_ids == {1}
@@ -384,12 +388,12 @@ RAW = [
 ]
 
 
-@on_the_doors_loop
-async def test_what_no_client_library_sends(door: Door) -> None:
+@on_the_fixtures_loop
+async def test_what_no_client_library_sends(served: ServedGrpc) -> None:
     """The library refuses some of it and passes on the rest, which is refused by its key."""
-    data, port = batch("a", stopping=stopping(1)).SerializeToString(), int(door.target.split(":")[1])
-    failures = {kind: door.num_failures(kind) for kind in ("validation", "generate")}
-    door.take_specs()
+    data, port = batch("a", stopping=stopping(1)).SerializeToString(), int(served.target.split(":")[1])
+    failures = {kind: served.num_failures(kind) for kind in ("validation", "generate")}
+    served.take_specs()
 
     def send() -> None:
         for header in RAW:
@@ -400,6 +404,6 @@ async def test_what_no_client_library_sends(door: Door) -> None:
                         break
 
     await asyncio.to_thread(send)
-    assert not door.take_specs()
-    assert door.num_failures("generate") == failures["generate"]
-    assert door.num_failures("validation") > failures["validation"]
+    assert not served.take_specs()
+    assert served.num_failures("generate") == failures["generate"]
+    assert served.num_failures("validation") > failures["validation"]

@@ -7,8 +7,8 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from tests.support.router.grpc_door import LIMITS, Door, open_door, status_of
 from tests.support.router.messages import PROMPT, batch, single, stopping
+from tests.support.router.served_grpc import LIMITS, ServedGrpc, open_grpc, status_of
 from tgis.pb import generation_pb2 as pb
 from tgis.router.text.tokenizer import LONG_TEXT_BYTES
 
@@ -23,13 +23,13 @@ FORM = "token ids are decimal numbers of at most 9 digits with one space between
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Door]:
-    async with open_door(tmp_path_factory.mktemp("door")) as door:
-        yield door
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ServedGrpc]:
+    async with open_grpc(tmp_path_factory.mktemp("served")) as served:
+        yield served
 
 
-def ids_of(door: Door, text: str) -> list[int]:
-    ids: list[int] = door.tokenizer.fast.encode(text).ids
+def ids_of(served: ServedGrpc, text: str) -> list[int]:
+    ids: list[int] = served.tokenizer.fast.encode(text).ids
     return ids
 
 
@@ -38,47 +38,49 @@ def written(ids: list[int]) -> str:
 
 
 @pytest.mark.parametrize("texts", [[PROMPT], [PROMPT, "a", "naïve 東京 🙂"]])
-async def test_ids_get_the_answer_of_their_text(door: Door, texts: list[str]) -> None:
-    inputs = [written(ids_of(door, text)) for text in texts]
+async def test_ids_get_the_answer_of_their_text(served: ServedGrpc, texts: list[str]) -> None:
+    inputs = [written(ids_of(served, text)) for text in texts]
     params = {"stopping": stopping(9), "response": DETAILS}
-    of_texts = (await door.stub.Generate(batch(*texts, **params))).responses
-    of_ids = (await door.stub.Generate(batch(*inputs, **params), metadata=[IDS_IN])).responses
+    of_texts = (await served.stub.Generate(batch(*texts, **params))).responses
+    of_ids = (await served.stub.Generate(batch(*inputs, **params), metadata=[IDS_IN])).responses
     for text, ids, expected, found in zip(texts, inputs, of_texts, of_ids, strict=True):
         assert (expected.text.startswith(text), found.text.startswith(ids)) == (True, True)
         found.text = text + found.text.removeprefix(ids)
         assert found == expected
-    parts = [part async for part in door.stub.GenerateStream(single(inputs[0], **params), metadata=[IDS_IN])]
+    parts = [
+        part async for part in served.stub.GenerateStream(single(inputs[0], **params), metadata=[IDS_IN])
+    ]
     assert parts[0].text == inputs[0]
     assert "".join(part.text for part in parts).removeprefix(inputs[0]) == of_texts[0].text.removeprefix(
         texts[0]
     )
 
 
-async def test_ids_out_are_those_of_the_pieces(door: Door) -> None:
+async def test_ids_out_are_those_of_the_pieces(served: ServedGrpc) -> None:
     params = {"stopping": stopping(9), "response": DETAILS}
-    [pieces] = (await door.stub.Generate(batch(PROMPT, **params))).responses
-    [ids] = (await door.stub.Generate(batch(PROMPT, **params), metadata=[IDS_OUT])).responses
-    parts = [part async for part in door.stub.GenerateStream(single(PROMPT, **params), metadata=[IDS_OUT])]
+    [pieces] = (await served.stub.Generate(batch(PROMPT, **params))).responses
+    [ids] = (await served.stub.Generate(batch(PROMPT, **params), metadata=[IDS_OUT])).responses
+    parts = [part async for part in served.stub.GenerateStream(single(PROMPT, **params), metadata=[IDS_OUT])]
     assert [token for part in parts for token in part.tokens] == list(ids.tokens)
     assert [token for part in parts for token in part.input_tokens] == list(ids.input_tokens)
-    assert [int(token.text) for token in ids.input_tokens] == ids_of(door, PROMPT)
+    assert [int(token.text) for token in ids.input_tokens] == ids_of(served, PROMPT)
     for tokens in (ids.tokens, ids.input_tokens, *(token.top_tokens for token in ids.tokens)):
         for token in tokens:
-            token.text = door.tokenizer.piece(int(token.text))
+            token.text = served.tokenizer.piece(int(token.text))
     assert ids == pieces
     assert len(ids.tokens) == 9
 
 
-async def test_truncation_keeps_the_last_ids_and_puts_none_in_front(door: Door) -> None:
-    ids = ids_of(door, PROMPT)
+async def test_truncation_keeps_the_last_ids_and_puts_none_in_front(served: ServedGrpc) -> None:
+    ids = ids_of(served, PROMPT)
     request = batch(written(ids), truncate_input_tokens=3, stopping=stopping(1))
-    await door.stub.Generate(request, metadata=[IDS_IN])
-    assert door.take_specs()[-1].input_ids == tuple(ids[-3:])
+    await served.stub.Generate(request, metadata=[IDS_IN])
+    assert served.take_specs()[-1].input_ids == tuple(ids[-3:])
     many = [7] * 5000 + ids  # the first of them are not read
     for text in (written(many), f"x  {written(many)}"):
         request = batch(text, truncate_input_tokens=3, stopping=stopping(1))
-        await door.stub.Generate(request, metadata=[IDS_IN])
-        assert door.take_specs()[-1].input_ids == tuple(ids[-3:])
+        await served.stub.Generate(request, metadata=[IDS_IN])
+        assert served.take_specs()[-1].input_ids == tuple(ids[-3:])
 
 
 @pytest.mark.parametrize(
@@ -88,17 +90,17 @@ async def test_truncation_keeps_the_last_ids_and_puts_none_in_front(door: Door) 
         *["1" * 10, "9" * 4000, "1 " * 4000, "nan", "<s>", "\0"],
     ],
 )
-async def test_what_is_not_ids_is_refused_with_the_number_of_its_input(door: Door, text: str) -> None:
+async def test_what_is_not_ids_is_refused_with_the_number_of_its_input(served: ServedGrpc, text: str) -> None:
     ask = pb.BatchedTokenizeRequest(requests=[pb.TokenizeRequest(text=each) for each in ("1", "2 3", text)])
     for number, call in (
-        (2, door.stub.Generate(batch("1 2", text, "3"), metadata=[IDS_IN])),
-        (1, door.stub.GenerateStream(single(text), metadata=[IDS_IN])),
-        (3, door.stub.Tokenize(ask, metadata=[IDS_IN])),
+        (2, served.stub.Generate(batch("1 2", text, "3"), metadata=[IDS_IN])),
+        (1, served.stub.GenerateStream(single(text), metadata=[IDS_IN])),
+        (3, served.stub.Tokenize(ask, metadata=[IDS_IN])),
     ):
         assert await status_of(call) == (INVALID, f"input {number}: {FORM}")
 
 
-async def test_ids_that_cannot_be_served_are_refused_as_texts_are(door: Door) -> None:
+async def test_ids_that_cannot_be_served_are_refused_as_texts_are(served: ServedGrpc) -> None:
     limit = LIMITS.max_sequence_length
     long = f"input tokens ({{}}) plus prefix length (0) must be < {limit}"
     cases = {
@@ -109,16 +111,16 @@ async def test_ids_that_cannot_be_served_are_refused_as_texts_are(door: Door) ->
         written([5] * 500_000): long.format(500_000),
     }
     for text, told in cases.items():
-        assert await status_of(door.stub.Generate(batch("1", text), metadata=[IDS_IN])) == (INVALID, told)
+        assert await status_of(served.stub.Generate(batch("1", text), metadata=[IDS_IN])) == (INVALID, told)
     fits = batch(written([5] * (limit - 1)), stopping=stopping(5))
-    [response] = (await door.stub.Generate(fits, metadata=[IDS_IN])).responses
+    [response] = (await served.stub.Generate(fits, metadata=[IDS_IN])).responses
     assert (response.input_token_count, response.generated_token_count) == (limit - 1, 1)
 
 
 @pytest.mark.parametrize("copies", [1, LONG_TEXT_BYTES // 10])
-async def test_tokenize_reads_and_tells_ids(door: Door, copies: int) -> None:
+async def test_tokenize_reads_and_tells_ids(served: ServedGrpc, copies: int) -> None:
     text = "naïve 東京 fox " * copies
-    encoding = door.tokenizer.fast.encode(text)
+    encoding = served.tokenizer.fast.encode(text)
     written_ids = written(encoding.ids)
     for truncated in (0, 3):
         kept = slice(-truncated if truncated else None, None)
@@ -130,7 +132,7 @@ async def test_tokenize_reads_and_tells_ids(door: Door, copies: int) -> None:
                 return_offsets=True,
                 truncate_input_tokens=truncated,
             )
-            return (await door.stub.Tokenize(request, metadata=headers)).responses[0]
+            return (await served.stub.Tokenize(request, metadata=headers)).responses[0]
 
         pieces = await ask(text, truncated)
         ids = await ask(text, truncated, IDS_OUT)
@@ -145,4 +147,4 @@ async def test_tokenize_reads_and_tells_ids(door: Door, copies: int) -> None:
     empty = await ask("", 0, IDS_IN)
     assert empty == pb.TokenizeResponse()
     beyond = await ask("399 999999999", 0, IDS_IN)
-    assert list(beyond.tokens) == [door.tokenizer.piece(399), ""]
+    assert list(beyond.tokens) == [served.tokenizer.piece(399), ""]

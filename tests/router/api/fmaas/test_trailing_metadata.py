@@ -7,21 +7,21 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from tests.support.router.grpc_door import Door, open_door
 from tests.support.router.messages import PROMPT, batch, single, stopping
+from tests.support.router.served_grpc import ServedGrpc, open_grpc
 from tgis.pb import generation_pb2 as pb
 from tgis.router.api.fmaas.trailing_metadata import TRAILING_KEYS, End, trailing_metadata
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import Output, Timings
 from tgis.router.sequence import Stopping, StopReason
 
-on_the_doors_loop = pytest.mark.asyncio(loop_scope="module")
+on_the_fixtures_loop = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Door]:
-    async with open_door(tmp_path_factory.mktemp("door")) as door:
-        yield door
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ServedGrpc]:
+    async with open_grpc(tmp_path_factory.mktemp("served")) as served:
+        yield served
 
 
 async def trailer(call: Any) -> dict[str, str]:
@@ -30,17 +30,17 @@ async def trailer(call: Any) -> dict[str, str]:
     return dict(pairs)
 
 
-@on_the_doors_loop
-async def test_a_unary_call_and_a_stream_end_with_their_times_and_tokens(door: Door) -> None:
-    num_tokens = {text: len(door.tokenizer.fast.encode(text).ids) for text in (PROMPT, "a", "b c")}
-    door.scene.shard.step_s = 0.02
+@on_the_fixtures_loop
+async def test_a_unary_call_and_a_stream_end_with_their_times_and_tokens(served: ServedGrpc) -> None:
+    num_tokens = {text: len(served.tokenizer.fast.encode(text).ids) for text in (PROMPT, "a", "b c")}
+    served.scene.shard.step_s = 0.02
     try:
-        unary = door.stub.Generate(batch(PROMPT, "a", "b c", stopping=stopping(4)))
+        unary = served.stub.Generate(batch(PROMPT, "a", "b c", stopping=stopping(4)))
         generated = sum(each.generated_token_count for each in (await unary).responses)
-        stream = door.stub.GenerateStream(single(PROMPT, stopping=stopping(4)))
+        stream = served.stub.GenerateStream(single(PROMPT, stopping=stopping(4)))
         parts = [part async for part in stream]
     finally:
-        door.scene.shard.step_s = 0.001
+        served.scene.shard.step_s = 0.001
     expected = ((unary, sum(num_tokens.values()), generated), (stream, num_tokens[PROMPT], 4))
     assert parts[-1].generated_token_count == 4
     for call, num_inputs, num_generated in expected:
@@ -55,9 +55,9 @@ async def test_a_unary_call_and_a_stream_end_with_their_times_and_tokens(door: D
         assert total >= 80
 
 
-@on_the_doors_loop
-async def test_a_call_that_fails_and_others_have_none(door: Door) -> None:
-    stub, failed = door.stub, grpc.StatusCode.INVALID_ARGUMENT
+@on_the_fixtures_loop
+async def test_a_call_that_fails_and_others_have_none(served: ServedGrpc) -> None:
+    stub, failed = served.stub, grpc.StatusCode.INVALID_ARGUMENT
     for call, code in (
         (stub.Generate(batch("a", stopping=stopping(2000))), failed),
         (stub.GenerateStream(single("a"), metadata=[("tgis-x", "")]), failed),

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from tests.support.router.fake_shard import EOS, VOCAB_SIZE
-from tests.support.router.http_door import HttpDoor
-from tests.support.router.inputs_door import PROMPT, follow, ids_of, inputs, logprob_of
-from tests.support.router.lmi_door import ask, lmi_door
 from tests.support.router.model_of_contents import Library, adapter
 from tests.support.router.model_of_shard import truth
+from tests.support.router.served_http import ServedHttp
+from tests.support.router.served_inputs import PROMPT, follow, ids_of, inputs, logprob_of
+from tests.support.router.served_lmi import ask, open_lmi
 from tests.support.streams import join_choices, read_chunks
 
 STORY = " the lazy dog."
@@ -19,12 +19,12 @@ SCRIPTED = {"max_new_tokens": 50, "details": True}
 KEYS = {"tgi_compat": ("logprob", "special")}
 
 
-def tokens_of(door: HttpDoor, formatter: str | None) -> list[dict[str, Any]]:
+def tokens_of(served: ServedHttp, formatter: str | None) -> list[dict[str, Any]]:
     """The script's tokens as a form shows them."""
     logprob, special = KEYS.get(formatter or "", ("log_prob", "special_token"))
     tokens: list[dict[str, Any]] = []
-    for token_id in door.scene.shard.model.script or []:
-        token = {"id": token_id, "text": door.tokenizer.fast.decode([token_id])}
+    for token_id in served.scene.shard.model.script or []:
+        token = {"id": token_id, "text": served.tokenizer.fast.decode([token_id])}
         tokens.append(token | {logprob: logprob_of(token_id)})
         if formatter == "tgi_compat":
             tokens[-1] |= {"text": token["text"] if token_id != EOS else "</s>", special: token_id == EOS}
@@ -37,16 +37,16 @@ def details_of(tokens: list[dict[str, Any]]) -> dict[str, Any]:
     return {"finish_reason": "eos_token", "generated_tokens": len(tokens), "inputs": PROMPT}
 
 
-def whole(door: HttpDoor, formatter: str | None) -> bytes:
-    tokens = tokens_of(door, formatter)
+def whole(served: ServedHttp, formatter: str | None) -> bytes:
+    tokens = tokens_of(served, formatter)
     details, is_tgi = details_of(tokens), formatter == "tgi_compat"
     details |= {"seed": None, "prefill": []} if is_tgi else {}
     answer = {"generated_text": STORY, "details": details | {"tokens": tokens}}
     return dump([answer] if is_tgi else answer)
 
 
-def streamed(door: HttpDoor, formatter: str | None) -> bytes:
-    tokens = tokens_of(door, formatter)
+def streamed(served: ServedHttp, formatter: str | None) -> bytes:
+    tokens = tokens_of(served, formatter)
     lines: list[dict[str, Any]] = [{"token": token} for token in tokens]
     last = {"generated_text": STORY, "details": details_of(tokens)}
     if formatter == "tgi_compat":
@@ -75,24 +75,24 @@ FORMS = {
 @pytest.mark.parametrize("formatter", FORMS)
 async def test_forms(tmp_path: Path, formatter: str | None) -> None:
     write_whole, whole_type, write_stream, stream_type = FORMS[formatter]
-    async with lmi_door(tmp_path, formatter) as door:
-        script = door.tokenizer.fast.encode(STORY, add_special_tokens=False).ids
-        door.scene.shard.model.script = [*script, EOS]
+    async with open_lmi(tmp_path, formatter) as served:
+        script = served.tokenizer.fast.encode(STORY, add_special_tokens=False).ids
+        served.scene.shard.model.script = [*script, EOS]
         body = inputs(**SCRIPTED)
-        answer = await ask(door, body)
+        answer = await ask(served, body)
         assert (answer.status, answer.headers["content-type"]) == (200, whole_type)
-        assert answer.body == write_whole(door, formatter)
-        answer = await ask(door, body | {"stream": True})
+        assert answer.body == write_whole(served, formatter)
+        answer = await ask(served, body | {"stream": True})
         assert (answer.status, answer.headers["content-type"]) == (200, stream_type)
-        assert answer.body == write_stream(door, formatter)
+        assert answer.body == write_stream(served, formatter)
         # without details, which only tgi_compat has unasked
         body = inputs(max_new_tokens=50)
         if formatter in (None, "json"):
-            assert (await ask(door, body)).body == dump({"generated_text": STORY})
+            assert (await ask(served, body)).body == dump({"generated_text": STORY})
         if formatter == "tgi_compat":
-            assert (await ask(door, body)).body == whole(door, formatter)
+            assert (await ask(served, body)).body == whole(served, formatter)
         if formatter == "jsonlines":
-            last = json.loads((await ask(door, body)).body.splitlines()[-1])
+            last = json.loads((await ask(served, body)).body.splitlines()[-1])
             assert (last["generated_text"], "details" in last) == (STORY, False)
 
 
@@ -110,25 +110,25 @@ FIELDS: list[dict[str, Any]] = [
 
 async def test_whole_answers_and_streams_are_equal(tmp_path: Path) -> None:
     """And both are what the tokens decode to, up to a stop sequence."""
-    async with lmi_door(tmp_path) as door:
+    async with open_lmi(tmp_path) as served:
         for more in FIELDS:
-            reasons = [await compare(door, text, more) for text in PROMPTS]
+            reasons = [await compare(served, text, more) for text in PROMPTS]
             assert ("stop_sequence" in reasons) == ("stop" in str(more))
 
 
 @pytest.mark.parametrize("is_included", [False, True])
 async def test_a_stop_sequence_of_several_tokens(tmp_path: Path, is_included: bool) -> None:
     """What may be its beginning waits, and is shown if it was none."""
-    async with lmi_door(tmp_path) as door:
-        script = door.tokenizer.fast.encode(" lazy lad lazy dog", add_special_tokens=False).ids
-        pieces = [door.tokenizer.fast.decode([token_id]) for token_id in script]
+    async with open_lmi(tmp_path) as served:
+        script = served.tokenizer.fast.encode(" lazy lad lazy dog", add_special_tokens=False).ids
+        pieces = [served.tokenizer.fast.decode([token_id]) for token_id in script]
         stop = "y dog"
         assert pieces == [" lazy", " l", "ad", " lazy", " dog"]
-        door.scene.shard.model.script = script * 10
+        served.scene.shard.model.script = script * 10
         more = {"stop_sequences": [stop], "include_stop_str_in_output": is_included}
         body = inputs(max_new_tokens=50, details=True, **more)
-        told = (await ask(door, body)).json
-        lines = (await ask(door, body | {"stream": True})).lines
+        told = (await ask(served, body)).json
+        lines = (await ask(served, body | {"stream": True})).lines
         assert told["generated_text"] == " lazy lad laz" + is_included * stop
         tokens = [line["token"] for line in lines]
         assert "".join(token["text"] for token in tokens) == lines[-1]["generated_text"]
@@ -138,11 +138,11 @@ async def test_a_stop_sequence_of_several_tokens(tmp_path: Path, is_included: bo
         assert texts == (pieces if is_included else [*pieces[:3], " laz", ""])
 
 
-async def compare(door: HttpDoor, text: str, more: dict[str, Any]) -> str:
+async def compare(served: ServedHttp, text: str, more: dict[str, Any]) -> str:
     """Compare both answers of a text. Return why it ends."""
     body = {"inputs": text, "parameters": {"max_new_tokens": 25, "details": True} | more}
-    told = (await ask(door, body)).json
-    lines = (await ask(door, body | {"stream": True})).lines
+    told = (await ask(served, body)).json
+    lines = (await ask(served, body | {"stream": True})).lines
     details, last = told["details"], lines[-1]
     assert [line["token"] for line in lines] == details["tokens"]
     assert [line["top_tokens"] for line in lines if "top_tokens" in line] == details.get("top_tokens", [])
@@ -150,17 +150,19 @@ async def compare(door: HttpDoor, text: str, more: dict[str, Any]) -> str:
     assert last["details"] == {key: details[key] for key in last["details"]}
     assert all(set(line) <= {"token", "top_tokens"} for line in lines[:-1])
     told_ids = [token["id"] for token in details["tokens"]]
-    assert told_ids == follow(ids_of(door, text), 25)[: len(told_ids)]
+    assert told_ids == follow(ids_of(served, text), 25)[: len(told_ids)]
     assert details["generated_tokens"] == len(told_ids)
     joined = "".join(token["text"] for token in details["tokens"])
     assert told["generated_text"] == (text if more.get("return_full_text") else "") + joined
-    check_text(door, told_ids, joined, details["finish_reason"], more)
+    check_text(served, told_ids, joined, details["finish_reason"], more)
     reason: str = details["finish_reason"]
     return reason
 
 
-def check_text(door: HttpDoor, token_ids: list[int], text: str, reason: str, more: dict[str, Any]) -> None:
-    decoded = door.tokenizer.fast.decode(token_ids)
+def check_text(
+    served: ServedHttp, token_ids: list[int], text: str, reason: str, more: dict[str, Any]
+) -> None:
+    decoded = served.tokenizer.fast.decode(token_ids)
     if reason != "stop_sequence":
         assert text == decoded.rstrip("\N{REPLACEMENT CHARACTER}")
         assert reason == ("eos_token" if token_ids[-1] == EOS else "length")
@@ -174,30 +176,30 @@ def check_text(door: HttpDoor, token_ids: list[int], text: str, reason: str, mor
 
 
 async def test_details_of_inputs_and_of_likely_tokens(tmp_path: Path) -> None:
-    async with lmi_door(tmp_path) as door:
+    async with open_lmi(tmp_path) as served:
         body = inputs(max_new_tokens=2, details=True, decoder_input_details=True, top_n_tokens=2)
-        details = (await ask(door, body)).json["details"]
-        prompt = ids_of(door, PROMPT)
+        details = (await ask(served, body)).json["details"]
+        prompt = ids_of(served, PROMPT)
         assert [token["id"] for token in details["prefill"]] == prompt
         assert [token["log_prob"] for token in details["prefill"]] == [None, *map(logprob_of, prompt[1:])]
         assert "".join(token["text"] for token in details["prefill"][1:]) == PROMPT
         assert [[token["id"] for token in top] for top in details["top_tokens"]] == [[0, 1], [0, 1]]
         assert [token["log_prob"] for token in details["top_tokens"][0]] == [-0.0, -1 / 64]
         body = inputs(max_new_tokens=2, decoder_input_details=True)
-        assert set((await ask(door, body)).json) == {"generated_text"}
+        assert set((await ask(served, body)).json) == {"generated_text"}
 
 
 async def test_the_best_of_several_texts_is_first(tmp_path: Path) -> None:
     """By the sum of its log-probabilities; the others are in order too."""
-    async with lmi_door(tmp_path) as door:
-        door.scene.shard.model.uses_seeds = True
+    async with open_lmi(tmp_path) as served:
+        served.scene.shard.model.uses_seeds = True
         for fields, num_shown in (({"best_of": 6}, 6), ({"best_of": 6, "n": 2}, 2), ({"n": 6}, 6)):
-            answer = (await ask(door, inputs(max_new_tokens=4, do_sample=True, seed=9, **fields))).json
+            answer = (await ask(served, inputs(max_new_tokens=4, do_sample=True, seed=9, **fields))).json
             details = answer["details"]
             texts = [details, *details["best_of_sequences"]]
             sums = [sum(token["log_prob"] for token in text["tokens"]) for text in texts]
-            seeds = [spec.sampling.seed for spec in door.handle.specs[-6:]]
-            prompt = door.tokenizer.fast.encode(PROMPT).ids
+            seeds = [spec.sampling.seed for spec in served.handle.specs[-6:]]
+            prompt = served.tokenizer.fast.encode(PROMPT).ids
             all_sums = sorted(
                 (
                     sum(map(logprob_of, truth(prompt, 4, VOCAB_SIZE, sampling_seed=seed)[len(prompt) :]))
@@ -217,66 +219,66 @@ async def test_batches_have_an_adapter_for_each_input(tmp_path: Path) -> None:
     library = Library()
     for name in ("sql", "chat"):
         library.put(adapter(f"d-{name}"), name)
-    async with lmi_door(tmp_path, library=library) as door:
+    async with open_lmi(tmp_path, library=library) as served:
         texts = [PROMPT, "a b c", PROMPT, PROMPT]
         fields = {"max_new_tokens": 5}
         body: dict[str, Any] = {"inputs": texts, "parameters": fields}
 
         async def alone(text: str, **more: Any) -> Any:
-            return (await ask(door, {"inputs": text, "parameters": fields} | more)).json
+            return (await ask(served, {"inputs": text, "parameters": fields} | more)).json
 
-        assert (await ask(door, body)).json == [await alone(text) for text in texts]
+        assert (await ask(served, body)).json == [await alone(text) for text in texts]
         names = ["sql", None, "chat", ""]
         each = [await alone(text, adapters=name or None) for text, name in zip(texts, names, strict=True)]
         assert len({one["generated_text"] for one in each}) == 4
-        assert (await ask(door, body | {"adapters": names})).json == each
+        assert (await ask(served, body | {"adapters": names})).json == each
         header = {"X-Amzn-SageMaker-Adapter-Identifier": "sql"}
         all_sql = [await alone(text, adapters="sql") for text in texts]
-        assert (await ask(door, body, **header)).json == all_sql
-        assert (await ask(door, body | {"adapters": "sql"})).json == all_sql
-        answer = await ask(door, body | {"adapters": ["sql"]})
+        assert (await ask(served, body, **header)).json == all_sql
+        assert (await ask(served, body | {"adapters": "sql"})).json == all_sql
+        answer = await ask(served, body | {"adapters": ["sql"]})
         assert (answer.status, answer.json["error"].rpartition(". ")[2]) == (
             424,
             "Number of adapters is not equal to the number of inputs",
         )
-        answer = await ask(door, body | {"adapters": ["sql", "nix", None, "chat"]})
+        answer = await ask(served, body | {"adapters": ["sql", "nix", None, "chat"]})
         assert answer.json["error"].endswith(". Adapter nix is not registered")
         one = {"inputs": [PROMPT], "parameters": fields}
-        assert (await ask(door, one)).json == [await alone(PROMPT)]
-        streamed = (await ask(door, one | {"stream": True, "adapters": ["sql"]})).lines
+        assert (await ask(served, one)).json == [await alone(PROMPT)]
+        streamed = (await ask(served, one | {"stream": True, "adapters": ["sql"]})).lines
         assert streamed[-1]["generated_text"] == all_sql[0]["generated_text"]
 
 
 async def test_openai_s_bodies_get_openai_s_answers(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hello"}]
     bodies = {"/v1/chat/completions": {"messages": messages}, "/v1/completions": {"prompt": PROMPT}}
-    async with lmi_door(tmp_path) as door:
+    async with open_lmi(tmp_path) as served:
         for path, body in bodies.items():
             fields = body | {"max_tokens": 4, "temperature": 0, "model": "alias"}
-            own, other = await ask(door, fields, path), await ask(door, fields)
+            own, other = await ask(served, fields, path), await ask(served, fields)
             assert own.status == other.status == 200
             assert other.json["choices"] == own.json["choices"]
             streamed = fields | {"stream": True, "stream_options": {"include_usage": True}}
-            chunks = read_chunks((await ask(door, streamed, path)).body)
-            lines = (await ask(door, streamed)).lines
+            chunks = read_chunks((await ask(served, streamed, path)).body)
+            lines = (await ask(served, streamed)).lines
             assert join_choices(lines) == join_choices(chunks)
             assert lines[-1]["usage"]["completion_tokens"] == 4
-            own, other = await ask(door, fields | {"n": -1}, path), await ask(door, fields | {"n": -1})
+            own, other = await ask(served, fields | {"n": -1}, path), await ask(served, fields | {"n": -1})
             assert (other.status, other.json) == (own.status, own.json)
             assert (other.status, other.json["error"]["param"]) == (400, "n")
-            adapted = await ask(door, fields, **{"X-Amzn-SageMaker-Adapter-Identifier": "sql"})
+            adapted = await ask(served, fields, **{"X-Amzn-SageMaker-Adapter-Identifier": "sql"})
             assert (adapted.status, list(adapted.json)) == (424, ["code", "error"])
 
 
 async def test_bodies_of_plain_text_and_other_routes(tmp_path: Path) -> None:
-    async with lmi_door(tmp_path) as door:
-        expected = (await ask(door, {"inputs": PROMPT})).json
+    async with open_lmi(tmp_path) as served:
+        expected = (await ask(served, {"inputs": PROMPT})).json
         text = {"content-type": "text/plain; charset=utf-8"}
-        assert (await ask(door, PROMPT.encode(), **text)).json == expected
+        assert (await ask(served, PROMPT.encode(), **text)).json == expected
         for path in (
             "/predictions/served-model",
             "/predictions/served-model/1.0",
             "/models/alias/invoke",
             "/invocations?model_name=alias",
         ):
-            assert (await ask(door, {"inputs": PROMPT, "model_name": "alias"}, path)).json == expected
+            assert (await ask(served, {"inputs": PROMPT, "model_name": "alias"}, path)).json == expected

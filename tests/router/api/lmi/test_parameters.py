@@ -8,24 +8,24 @@ from typing import Any
 import pytest
 
 from tests.support.router.fake_shard import EOS
-from tests.support.router.http_door import LIMITS_OF_HTTP, HttpDoor
-from tests.support.router.inputs_door import PROMPT, inputs
-from tests.support.router.lmi_door import ask, lmi_door
+from tests.support.router.served_http import LIMITS_OF_HTTP, ServedHttp
+from tests.support.router.served_inputs import PROMPT, inputs
+from tests.support.router.served_lmi import ask, open_lmi
 from tgis.router.engine.handle import SequenceSpec
 
 UNREADABLE = "Input Parsing failed. Ensure that the request payload is valid. "
 
 
 @pytest.fixture
-async def door(tmp_path: Path) -> AsyncIterator[HttpDoor]:
-    async with lmi_door(tmp_path) as door:
-        yield door
+async def served(tmp_path: Path) -> AsyncIterator[ServedHttp]:
+    async with open_lmi(tmp_path) as served:
+        yield served
 
 
-async def spec_of(door: HttpDoor, **parameters: Any) -> SequenceSpec:
-    answer = await ask(door, inputs(**{"max_new_tokens": 1} | parameters))
+async def spec_of(served: ServedHttp, **parameters: Any) -> SequenceSpec:
+    answer = await ask(served, inputs(**{"max_new_tokens": 1} | parameters))
     assert answer.status == 200, answer.body
-    return door.handle.specs[-1]
+    return served.handle.specs[-1]
 
 
 SAMPLED: list[dict[str, Any]] = [
@@ -50,48 +50,48 @@ GREEDY: list[dict[str, Any]] = [
 ]
 
 
-async def test_sampling(door: HttpDoor) -> None:
+async def test_sampling(served: ServedHttp) -> None:
     for fields in SAMPLED:
-        sampling = (await spec_of(door, **fields)).sampling
+        sampling = (await spec_of(served, **fields)).sampling
         assert not sampling.greedy, fields
         told = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         names = (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))
         assert told == tuple(fields.get(name, default) for name, default in names)
         assert "seed" not in fields or sampling.seed == fields["seed"]
     for fields in GREEDY:
-        assert (await spec_of(door, **fields)).sampling.greedy, fields
+        assert (await spec_of(served, **fields)).sampling.greedy, fields
     fields = {"repetition_penalty": 1.3, "presence_penalty": -1, "frequency_penalty": 2}
-    sampling = (await spec_of(door, **fields)).sampling
+    sampling = (await spec_of(served, **fields)).sampling
     assert {name: getattr(sampling, name) for name in fields} == fields
-    assert (await spec_of(door, watermark=True)).sampling.watermark_gamma == 0.25
+    assert (await spec_of(served, watermark=True)).sampling.watermark_gamma == 0.25
 
 
-async def test_stopping(door: HttpDoor) -> None:
-    spec = await spec_of(door, max_new_tokens=None)
+async def test_stopping(served: ServedHttp) -> None:
+    spec = await spec_of(served, max_new_tokens=None)
     assert (spec.stopping.max_new_tokens, spec.stopping.eos_token_ids) == (30, {EOS})
-    spec = await spec_of(door, max_new_tokens=9, min_tokens=4, stop_token_ids=[5, 6])
+    spec = await spec_of(served, max_new_tokens=9, min_tokens=4, stop_token_ids=[5, 6])
     assert (spec.stopping.max_new_tokens, spec.stopping.min_new_tokens) == (9, 4)
     assert spec.stopping.eos_token_ids == {EOS, 5, 6}
-    assert (await spec_of(door, ignore_eos_token=True)).stopping.eos_token_ids == frozenset()
-    inputs = door.tokenizer.fast.encode(PROMPT).ids
-    assert (await spec_of(door, truncate=3)).input_ids == (inputs[0], *inputs[-2:])
-    spec = await spec_of(door, max_new_tokens=5000)  # more than fits is shortened
+    assert (await spec_of(served, ignore_eos_token=True)).stopping.eos_token_ids == frozenset()
+    inputs = served.tokenizer.fast.encode(PROMPT).ids
+    assert (await spec_of(served, truncate=3)).input_ids == (inputs[0], *inputs[-2:])
+    spec = await spec_of(served, max_new_tokens=5000)  # more than fits is shortened
     assert spec.stopping.max_new_tokens == 200 - len(inputs)
 
 
-async def test_details(door: HttpDoor) -> None:
+async def test_details(served: ServedHttp) -> None:
     """Only what is shown is computed, and by the model's own logits."""
-    details = (await spec_of(door)).details
+    details = (await spec_of(served)).details
     assert (details.generated_tokens, details.logprobs, details.input_tokens) == (False, False, False)
-    details = (await spec_of(door, decoder_input_details=True, top_n_tokens=4)).details
+    details = (await spec_of(served, decoder_input_details=True, top_n_tokens=4)).details
     assert (details.generated_tokens, details.input_tokens, details.top_n) == (False, False, 0)
-    details = (await spec_of(door, details=True)).details
+    details = (await spec_of(served, details=True)).details
     told = (details.generated_tokens, details.logprobs, details.raw, details.input_tokens)
     assert told == (True, True, True, False)
-    details = (await spec_of(door, details=True, prompt_logprobs=0, logprobs=3)).details
+    details = (await spec_of(served, details=True, prompt_logprobs=0, logprobs=3)).details
     assert (details.input_tokens, details.top_n) == (True, 3)
-    assert (await spec_of(door, details=True, top_n_tokens=2, logprobs=3)).details.top_n == 2
-    assert (await spec_of(door, best_of=2, do_sample=True)).details.logprobs
+    assert (await spec_of(served, details=True, top_n_tokens=2, logprobs=3)).details.top_n == 2
+    assert (await spec_of(served, best_of=2, do_sample=True)).details.logprobs
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -145,27 +145,27 @@ REFUSED_BODIES: list[tuple[Any, str]] = [
 ]
 
 
-async def test_refusals(door: HttpDoor) -> None:
+async def test_refusals(served: ServedHttp) -> None:
     """By the parameter's name in this API, and before anything is computed."""
     streamed = [(inputs(**fields) | {"stream": True}, text) for fields, text in REFUSED_STREAMS]
     bodies = [(inputs(**fields), text) for fields, text in REFUSED] + streamed + REFUSED_BODIES
     for body, text in bodies:
-        answer = await ask(door, body)
+        answer = await ask(served, body)
         assert (answer.status, answer.json) == (424, {"code": 424, "error": UNREADABLE + text}), body
-    assert not door.handle.specs
+    assert not served.handle.specs
 
 
-async def test_what_asks_for_nothing_else_is_no_refusal(door: HttpDoor) -> None:
+async def test_what_asks_for_nothing_else_is_no_refusal(served: ServedHttp) -> None:
     fields = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False, "skip_special_tokens": True}
-    await spec_of(door, **fields, spaces_between_special_tokens=True, use_beam_search=False)
+    await spec_of(served, **fields, spaces_between_special_tokens=True, use_beam_search=False)
 
 
 async def test_the_operator_s_bounds(tmp_path: Path) -> None:
     limits = replace(LIMITS_OF_HTTP, max_best_of=3, max_client_batch_size=2)
-    async with lmi_door(tmp_path, limits=limits) as door:
+    async with open_lmi(tmp_path, limits=limits) as served:
         for body, text in (
             (inputs(best_of=4), "best_of must be <= 3"),
             ({"inputs": ["a"] * 3}, "inputs must be at most 2 texts"),
         ):
-            assert (await ask(door, body)).json["error"] == UNREADABLE + text
-        assert (await ask(door, {"inputs": ["a"] * 2, "parameters": {"best_of": 3}})).status == 200
+            assert (await ask(served, body)).json["error"] == UNREADABLE + text
+        assert (await ask(served, {"inputs": ["a"] * 2, "parameters": {"best_of": 3}})).status == 200

@@ -6,32 +6,34 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.router.chat_door import HELLO, chat_door, post
-from tests.support.router.http_door import MODEL, HttpDoor
+from tests.support.router.served_chats import HELLO, open_chats, post
+from tests.support.router.served_http import MODEL, ServedHttp
 
 
-async def prompt_of(door: HttpDoor, **fields: Any) -> str:
+async def prompt_of(served: ServedHttp, **fields: Any) -> str:
     """The prompt that the engine got, as text."""
-    door.handle.specs.clear()
-    status, answer = await post(door, "/v1/chat/completions", {"max_tokens": 1} | fields)
+    served.handle.specs.clear()
+    status, answer = await post(served, "/v1/chat/completions", {"max_tokens": 1} | fields)
     assert status == 200, answer
-    text: str = door.tokenizer.fast.decode(list(door.handle.specs[0].input_ids), skip_special_tokens=False)
+    text: str = served.tokenizer.fast.decode(
+        list(served.handle.specs[0].input_ids), skip_special_tokens=False
+    )
     return text
 
 
 async def test_answers_and_streams_are_the_same(tmp_path: Path) -> None:
-    async with chat_door(tmp_path) as (door, client):
+    async with open_chats(tmp_path) as (served, client):
         fields: Any = {"model": MODEL, "messages": HELLO, "max_tokens": 9, "temperature": 0, "n": 2}
         whole = await client.chat.completions.create(**fields, logprobs=True, top_logprobs=3)
         assert [choice.message.role for choice in whole.choices] == ["assistant"] * 2
         assert {choice.finish_reason for choice in whole.choices} <= {"length", "stop"}
         assert whole.choices[0].message.refusal is None
         assert whole.usage is not None
-        num_inputs = len(door.handle.specs[0].input_ids)
+        num_inputs = len(served.handle.specs[0].input_ids)
         logprobs = whole.choices[0].logprobs
         assert logprobs is not None
         assert logprobs.content is not None
-        assert door.handle.specs[0].details.top_n == 3  # the fake shard tells none
+        assert served.handle.specs[0].details.top_n == 3  # the fake shard tells none
         num_tokens = sum(len(choice.logprobs.content) for choice in whole.choices)  # type: ignore[union-attr, arg-type]
         assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (num_inputs, num_tokens)
 
@@ -53,7 +55,7 @@ async def test_answers_and_streams_are_the_same(tmp_path: Path) -> None:
 
 
 async def test_counts_in_every_chunk(tmp_path: Path) -> None:
-    async with chat_door(tmp_path) as (_, client):
+    async with open_chats(tmp_path) as (_, client):
         stream = await client.chat.completions.create(
             model=MODEL,
             messages=HELLO,
@@ -71,21 +73,21 @@ async def test_counts_in_every_chunk(tmp_path: Path) -> None:
 async def test_prompts_are_what_the_template_makes(tmp_path: Path) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Bonn"}'}}
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    async with chat_door(tmp_path) as (door, _):
-        assert await prompt_of(door, messages=HELLO) == "<user>hello<assistant>"
-        assert await prompt_of(door, messages=HELLO, add_generation_prompt=False) == "<user>hello"
+    async with open_chats(tmp_path) as (served, _):
+        assert await prompt_of(served, messages=HELLO) == "<user>hello<assistant>"
+        assert await prompt_of(served, messages=HELLO, add_generation_prompt=False) == "<user>hello"
         messages: Any = [{"role": "developer", "content": parts}, *HELLO]
-        assert await prompt_of(door, messages=messages) == "<system>a\nb<user>hello<assistant>"
+        assert await prompt_of(served, messages=messages) == "<system>a\nb<user>hello<assistant>"
         messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
-        assert await prompt_of(door, messages=messages) == "<user>hello<assistant>[Bonn]<assistant>"
+        assert await prompt_of(served, messages=messages) == "<user>hello<assistant>[Bonn]<assistant>"
         messages = [*HELLO, {"role": "assistant", "content": "so"}]
-        continued = await prompt_of(door, messages=messages, continue_final_message=True)
+        continued = await prompt_of(served, messages=messages, continue_final_message=True)
         assert continued == "<user>hello<assistant>so"
         for name in ("reasoning_content", "reasoning"):
             messages = [*HELLO, {"role": "assistant", "content": "so", name: "why"}]
-            assert await prompt_of(door, messages=messages) == "<user>hello<assistant>whyso<assistant>"
+            assert await prompt_of(served, messages=messages) == "<user>hello<assistant>whyso<assistant>"
         variables = {"mood": "!"}
-        assert (await prompt_of(door, messages=HELLO, chat_template_kwargs=variables)).endswith(
+        assert (await prompt_of(served, messages=HELLO, chat_template_kwargs=variables)).endswith(
             "<assistant>!"
         )
 
@@ -111,15 +113,15 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 
 
 async def test_refusals_name_the_field(tmp_path: Path) -> None:
-    async with chat_door(tmp_path) as (door, _):
+    async with open_chats(tmp_path) as (served, _):
         for fields, param in REFUSALS:
-            status, answer = await post(door, "/v1/chat/completions", fields)
+            status, answer = await post(served, "/v1/chat/completions", fields)
             assert (status, answer["error"]["param"]) == (400, param), (fields, answer)
         assert answer["error"]["code"] == "context_length_exceeded"
 
 
 async def test_an_unknown_model_does_not_exist(tmp_path: Path) -> None:
-    async with chat_door(tmp_path) as (_, client):
+    async with open_chats(tmp_path) as (_, client):
         for ask in (
             client.chat.completions.create(model="nobody/x", messages=HELLO, max_tokens=2),
             client.models.retrieve("nobody/x"),

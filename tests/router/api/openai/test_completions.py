@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from tests.support.router.fake_shard import EOS, VOCAB_SIZE
-from tests.support.router.http_door import MODEL, HttpDoor, open_http_door
 from tests.support.router.model_of_shard import next_token
+from tests.support.router.served_http import MODEL, ServedHttp, open_http
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.router.api.openai.completions.choices import CompletionJob, write_choices
 from tgis.router.api.openai.completions.chunks import ChunkWriter
@@ -34,19 +34,19 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 @pytest.fixture
-async def door(tmp_path: Any) -> AsyncIterator[HttpDoor]:
-    async with open_http_door(tmp_path) as door:
-        yield door
+async def served(tmp_path: Any) -> AsyncIterator[ServedHttp]:
+    async with open_http(tmp_path) as served:
+        yield served
 
 
 @pytest.fixture
-async def client(door: HttpDoor) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(api_key="none", base_url=f"{door.url}/v1", max_retries=0) as client:
+async def client(served: ServedHttp) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(api_key="none", base_url=f"{served.url}/v1", max_retries=0) as client:
         yield client
 
 
-def ids_of(door: HttpDoor, text: str) -> list[int]:
-    ids: list[int] = door.tokenizer.fast.encode(text).ids
+def ids_of(served: ServedHttp, text: str) -> list[int]:
+    ids: list[int] = served.tokenizer.fast.encode(text).ids
     return ids
 
 
@@ -58,8 +58,8 @@ def follow(inputs: list[int], most: int) -> list[int]:
     return tokens[len(inputs) :]
 
 
-def text_of(door: HttpDoor, token_ids: list[int]) -> str:
-    text: str = door.tokenizer.fast.decode(token_ids)
+def text_of(served: ServedHttp, token_ids: list[int]) -> str:
+    text: str = served.tokenizer.fast.decode(token_ids)
     return text.rstrip(REPLACEMENT)
 
 
@@ -82,12 +82,12 @@ async def joined(client: openai.AsyncOpenAI, prompt: Any = PROMPT, **fields: Any
     return choices
 
 
-async def test_text(door: HttpDoor, client: openai.AsyncOpenAI) -> None:
-    inputs = ids_of(door, PROMPT)
+async def test_text(served: ServedHttp, client: openai.AsyncOpenAI) -> None:
+    inputs = ids_of(served, PROMPT)
     tokens = follow(inputs, 12)
     answer = await create(client, max_tokens=12)
     (choice,) = answer.choices
-    assert choice.text == text_of(door, tokens)
+    assert choice.text == text_of(served, tokens)
     assert choice.finish_reason == ("stop" if tokens[-1] == EOS else "length")
     assert choice.logprobs is None
     assert answer.object == "text_completion"
@@ -101,8 +101,8 @@ async def test_text(door: HttpDoor, client: openai.AsyncOpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_cached_tokens(door: HttpDoor, client: openai.AsyncOpenAI, stream: bool) -> None:
-    for cached in (0, (len(ids_of(door, LONG)) - 1) // 8 * 8):  # whole blocks of the fake shard
+async def test_cached_tokens(served: ServedHttp, client: openai.AsyncOpenAI, stream: bool) -> None:
+    for cached in (0, (len(ids_of(served, LONG)) - 1) // 8 * 8):  # whole blocks of the fake shard
         if stream:
             options = {"include_usage": True}
             answer = await create(client, LONG, max_tokens=2, stream=True, stream_options=options)
@@ -113,22 +113,22 @@ async def test_cached_tokens(door: HttpDoor, client: openai.AsyncOpenAI, stream:
     assert cached > 0
 
 
-async def test_rest_of_the_context(door: HttpDoor, client: openai.AsyncOpenAI) -> None:
-    inputs = ids_of(door, PROMPT)
+async def test_rest_of_the_context(served: ServedHttp, client: openai.AsyncOpenAI) -> None:
+    inputs = ids_of(served, PROMPT)
     expected = follow(inputs, 200 - len(inputs))
     for fields in ({}, {"max_tokens": 5000}):
         answer = await create(client, extra_body={"ignore_eos": False}, **fields)
-        assert answer.choices[0].text == text_of(door, expected)
+        assert answer.choices[0].text == text_of(served, expected)
         assert answer.usage.completion_tokens == len(expected)
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
-async def test_batches(door: HttpDoor, client: openai.AsyncOpenAI, as_ids: bool) -> None:
+async def test_batches(served: ServedHttp, client: openai.AsyncOpenAI, as_ids: bool) -> None:
     texts = [PROMPT, "Once upon a time", "naïve café"]
-    inputs = [ids_of(door, text) for text in texts]
+    inputs = [ids_of(served, text) for text in texts]
     prompt = inputs if as_ids else texts
     answer = await create(client, prompt, max_tokens=9, n=2)
-    expected = [text_of(door, follow(ids, 9)) for ids in inputs for _ in range(2)]
+    expected = [text_of(served, follow(ids, 9)) for ids in inputs for _ in range(2)]
     assert [choice.text for choice in answer.choices] == expected
     assert [choice.index for choice in answer.choices] == list(range(6))
     assert answer.usage.prompt_tokens == sum(map(len, inputs))
@@ -140,8 +140,8 @@ async def test_batches(door: HttpDoor, client: openai.AsyncOpenAI, as_ids: bool)
 
 
 @pytest.mark.parametrize("is_included", [False, True])
-async def test_stops(door: HttpDoor, client: openai.AsyncOpenAI, is_included: bool) -> None:
-    text = text_of(door, follow(ids_of(door, PROMPT), 40))
+async def test_stops(served: ServedHttp, client: openai.AsyncOpenAI, is_included: bool) -> None:
+    text = text_of(served, follow(ids_of(served, PROMPT), 40))
     assert len(text) > 20
     stop = next(text[at : at + 2] for at in range(8, len(text)) if REPLACEMENT not in text[at : at + 2])
     before = text[: text.index(stop) + (len(stop) if is_included else 0)]
@@ -157,26 +157,28 @@ async def test_stops(door: HttpDoor, client: openai.AsyncOpenAI, is_included: bo
     assert streamed["parts"][-1].stop_reason == stop
 
 
-async def test_stop_token(door: HttpDoor, client: openai.AsyncOpenAI) -> None:
-    tokens = follow(ids_of(door, PROMPT), 10)
+async def test_stop_token(served: ServedHttp, client: openai.AsyncOpenAI) -> None:
+    tokens = follow(ids_of(served, PROMPT), 10)
     at = tokens.index(tokens[5])
     (choice,) = (await create(client, max_tokens=10, extra_body={"stop_token_ids": [tokens[5]]})).choices
     assert (choice.finish_reason, choice.stop_reason) == ("stop", tokens[5])
-    assert choice.text == text_of(door, tokens[:at])
+    assert choice.text == text_of(served, tokens[:at])
 
 
-async def test_end_of_sequence(door: HttpDoor, client: openai.AsyncOpenAI) -> None:
+async def test_end_of_sequence(served: ServedHttp, client: openai.AsyncOpenAI) -> None:
     prompt = next(ids for ids in ([5, each] for each in range(3, 400)) if follow(ids, 30)[-1] == EOS)
     tokens = follow(prompt, 30)
     (choice,) = (await create(client, prompt, max_tokens=60, logprobs=0)).choices
     assert (choice.finish_reason, choice.stop_reason) == ("stop", None)
-    assert choice.text == text_of(door, tokens[:-1])
+    assert choice.text == text_of(served, tokens[:-1])
     assert len(choice.logprobs.tokens) == len(tokens)  # the last one too, on which evaluations rely
     assert choice.logprobs.tokens[-1] == "</s>"
 
 
 @pytest.mark.parametrize("echo", [False, True])
-async def test_streams_equal_whole_answers(door: HttpDoor, client: openai.AsyncOpenAI, echo: bool) -> None:
+async def test_streams_equal_whole_answers(
+    served: ServedHttp, client: openai.AsyncOpenAI, echo: bool
+) -> None:
     fields: dict[str, Any] = {"max_tokens": 15, "n": 2, "echo": echo, "logprobs": 2}
     whole = await create(client, [PROMPT, "東京 🙂"], **fields)
     streamed = await joined(client, [PROMPT, "東京 🙂"], **fields)
@@ -186,13 +188,13 @@ async def test_streams_equal_whole_answers(door: HttpDoor, client: openai.AsyncO
         assert part["logprobs"] == choice.logprobs.model_dump()
 
 
-async def test_echo(door: HttpDoor, client: openai.AsyncOpenAI) -> None:
-    inputs = ids_of(door, PROMPT)
+async def test_echo(served: ServedHttp, client: openai.AsyncOpenAI) -> None:
+    inputs = ids_of(served, PROMPT)
     generated = follow(inputs, 5)
     (choice,) = (await create(client, max_tokens=5, echo=True)).choices
-    assert choice.text == PROMPT + text_of(door, generated)
+    assert choice.text == PROMPT + text_of(served, generated)
     (choice,) = (await create(client, inputs, max_tokens=5, echo=True, logprobs=1)).choices
-    assert choice.text == PROMPT + text_of(door, generated)
+    assert choice.text == PROMPT + text_of(served, generated)
     assert len(choice.logprobs.tokens) == len(inputs) + len(generated)
     assert choice.logprobs.token_logprobs[0] is None
     assert choice.logprobs.top_logprobs[0] is None
@@ -201,7 +203,7 @@ async def test_echo(door: HttpDoor, client: openai.AsyncOpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_scores_only(door: HttpDoor, client: openai.AsyncOpenAI, stream: bool) -> None:
+async def test_scores_only(served: ServedHttp, client: openai.AsyncOpenAI, stream: bool) -> None:
     fields: dict[str, Any] = {"max_tokens": 0, "echo": True, "logprobs": 0}
     if stream:
         choice = (await joined(client, **fields))[0]
@@ -212,10 +214,10 @@ async def test_scores_only(door: HttpDoor, client: openai.AsyncOpenAI, stream: b
         (whole,) = answer.choices
         text, reason, tokens = whole.text, whole.finish_reason, whole.logprobs.tokens
     assert (text, reason) == (PROMPT, "length")
-    assert len(tokens) == len(ids_of(door, PROMPT))
+    assert len(tokens) == len(ids_of(served, PROMPT))
 
 
-async def test_usage_of_streams(door: HttpDoor, client: openai.AsyncOpenAI) -> None:
+async def test_usage_of_streams(served: ServedHttp, client: openai.AsyncOpenAI) -> None:
     whole = await create(client, max_tokens=7, n=2)
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = [
@@ -232,8 +234,8 @@ async def test_usage_of_streams(door: HttpDoor, client: openai.AsyncOpenAI) -> N
     assert all(chunk.usage is None and chunk.choices for chunk in plain)
 
 
-async def test_seeds(door: HttpDoor, client: openai.AsyncOpenAI) -> None:
-    door.scene.shard.model.uses_seeds = True
+async def test_seeds(served: ServedHttp, client: openai.AsyncOpenAI) -> None:
+    served.scene.shard.model.uses_seeds = True
 
     async def texts(**fields: Any) -> list[str]:
         answer = await client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=9, **fields)
@@ -246,11 +248,11 @@ async def test_seeds(door: HttpDoor, client: openai.AsyncOpenAI) -> None:
     assert await texts() != await texts()
 
 
-async def test_best_of(door: HttpDoor, client: openai.AsyncOpenAI) -> None:
+async def test_best_of(served: ServedHttp, client: openai.AsyncOpenAI) -> None:
     answer = await create(client, max_tokens=6, best_of=4, n=2)
     assert [choice.index for choice in answer.choices] == [0, 1]
     assert answer.choices[0].logprobs is None
-    assert answer.usage.completion_tokens == 4 * len(follow(ids_of(door, PROMPT), 6))
+    assert answer.usage.completion_tokens == 4 * len(follow(ids_of(served, PROMPT), 6))
 
 
 async def test_the_best_are_the_likeliest_per_token(tmp_path: Path) -> None:
@@ -292,8 +294,8 @@ async def test_choices_wait_for_their_prompt(tmp_path: Path) -> None:
     tokenizer.close()
 
 
-async def test_token_ids(door: HttpDoor, client: openai.AsyncOpenAI) -> None:
-    inputs = ids_of(door, PROMPT)
+async def test_token_ids(served: ServedHttp, client: openai.AsyncOpenAI) -> None:
+    inputs = ids_of(served, PROMPT)
     tokens = follow(inputs, 6)
     extra = {"return_token_ids": True, "return_tokens_as_token_ids": True}
     (choice,) = (await create(client, max_tokens=6, logprobs=0, extra_body=extra)).choices
@@ -304,8 +306,8 @@ async def test_token_ids(door: HttpDoor, client: openai.AsyncOpenAI) -> None:
     assert [token for part in parts for token in part.token_ids or []] == tokens
 
 
-async def test_prompt_logprobs(door: HttpDoor, client: openai.AsyncOpenAI) -> None:
-    inputs = ids_of(door, PROMPT)
+async def test_prompt_logprobs(served: ServedHttp, client: openai.AsyncOpenAI) -> None:
+    inputs = ids_of(served, PROMPT)
     (choice,) = (await create(client, max_tokens=2, extra_body={"prompt_logprobs": 1})).choices
     first, *others = choice.prompt_logprobs
     assert first is None
@@ -318,11 +320,11 @@ async def test_prompt_logprobs(door: HttpDoor, client: openai.AsyncOpenAI) -> No
     assert parts[0].prompt_logprobs == choice.prompt_logprobs
 
 
-async def test_special_tokens(door: HttpDoor, client: openai.AsyncOpenAI) -> None:
-    plain = ids_of(door, PROMPT)[1:]
+async def test_special_tokens(served: ServedHttp, client: openai.AsyncOpenAI) -> None:
+    plain = ids_of(served, PROMPT)[1:]
     answer = await create(client, max_tokens=3, extra_body={"add_special_tokens": False})
     assert answer.usage.prompt_tokens == len(plain)
-    assert answer.choices[0].text == text_of(door, follow(plain, 3))
+    assert answer.choices[0].text == text_of(served, follow(plain, 3))
     answer = await create(client, max_tokens=3, extra_body={"truncate_prompt_tokens": 4}, echo=True)
     assert answer.usage.prompt_tokens == 4
 
@@ -388,8 +390,8 @@ WRONG = [
 ]
 
 
-async def test_wrong_values(door: HttpDoor) -> None:
-    async with httpx2.AsyncClient(base_url=door.url) as http:
+async def test_wrong_values(served: ServedHttp) -> None:
+    async with httpx2.AsyncClient(base_url=served.url) as http:
         for field, value in WRONG:
             body = {"prompt": "secret", "max_tokens": 2} | {field: value}
             answer = await http.post("/v1/completions", json=body)
@@ -398,13 +400,13 @@ async def test_wrong_values(door: HttpDoor) -> None:
             assert error["param"] == field, (value, error)
             assert error["type"] == "invalid_request_error"
             assert "secret" not in error["message"]
-    assert not door.handle.specs
+    assert not served.handle.specs
 
 
-async def test_failures_of_streams(door: HttpDoor) -> None:
+async def test_failures_of_streams(served: ServedHttp) -> None:
     """A stream that fails after it began ends with an error and as all streams do."""
-    door.scene.shard.model.refuses = lambda row: True
-    async with httpx2.AsyncClient(base_url=door.url) as http:
+    served.scene.shard.model.refuses = lambda row: True
+    async with httpx2.AsyncClient(base_url=served.url) as http:
         body = {"prompt": PROMPT, "max_tokens": 5, "stream": True, "echo": True, "n": 2}
         answer = await http.post("/v1/completions", json=body)
     assert answer.status_code == 200
@@ -415,8 +417,8 @@ async def test_failures_of_streams(door: HttpDoor) -> None:
     assert (done, end) == ("data: [DONE]", "")
 
 
-async def test_refusals(door: HttpDoor) -> None:
-    async with httpx2.AsyncClient(base_url=door.url) as http:
+async def test_refusals(served: ServedHttp) -> None:
+    async with httpx2.AsyncClient(base_url=served.url) as http:
         for body in (b"", b"[", b"[]", b'{"prompt": "\xff"}', b'{"x":' + b"[" * 100_000):
             answer = await http.post("/v1/completions", content=body)
             assert answer.status_code == 400
@@ -430,12 +432,12 @@ async def test_refusals(door: HttpDoor) -> None:
         answer = await http.post("/v1/completions", json=fields)
         assert answer.status_code == 400
         assert answer.json()["error"]["code"] == "context_length_exceeded"
-    assert not door.handle.specs
+    assert not served.handle.specs
 
 
-async def test_events(door: HttpDoor) -> None:
+async def test_events(served: ServedHttp) -> None:
     """Each event is one line of JSON, and the last is the end."""
-    async with httpx2.AsyncClient(base_url=door.url) as http:
+    async with httpx2.AsyncClient(base_url=served.url) as http:
         body = {"prompt": PROMPT, "max_tokens": 5, "stream": True, "temperature": 0, "model": "alias"}
         answer = await http.post("/v1/completions", json=body, headers={"x-request-id": "mine"})
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -444,5 +446,5 @@ async def test_events(door: HttpDoor) -> None:
     chunks = [json.loads(event.removeprefix("data: ")) for event in events]
     assert {(chunk["id"], chunk["model"]) for chunk in chunks} == {("cmpl-mine", "alias")}
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text_of(
-        door, follow(ids_of(door, PROMPT), 5)
+        served, follow(ids_of(served, PROMPT), 5)
     )

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.router.chat_door import HELLO, chat_door, post
 from tests.support.router.fake_shard import VOCAB_SIZE
 from tests.support.router.http_port import get
 from tests.support.router.router_process import router_command, start_router, stop_router
+from tests.support.router.served_chats import HELLO, open_chats, post
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.config.processes import RouterConfig
 from tgis.router.api.openai.fields.default_sampling import read_default_sampling
@@ -80,15 +80,15 @@ async def test_what_a_request_does_not_set(
     own, other = write(tmp_path / "model", MODEL | OTHERS), tmp_path / "other"
     write(other, OTHER_FILE)
     given = {name: text.replace("{other}", str(other)) for name, text in options.items()}
-    async with chat_door(tmp_path, port_options={"model_sampling_path": str(own)} | given) as (door, _):
+    async with open_chats(tmp_path, port_options={"model_sampling_path": str(own)} | given) as (served, _):
         for path, form in FORMS.items():
             for fields, expected in requests:
-                status, answer = await post(door, path, form | fields)
+                status, answer = await post(served, path, form | fields)
                 assert status == 200, answer
-                spec = door.handle.specs[-1]
+                spec = served.handle.specs[-1]
                 assert of(spec.sampling) == OPENAI | expected, (path, fields)
                 assert spec.stopping.max_new_tokens == 1
-        assert len(door.handle.specs) == len(FORMS) * len(requests)
+        assert len(served.handle.specs) == len(FORMS) * len(requests)
 
 
 async def test_other_apis_keep_their_defaults(tmp_path: Path) -> None:
@@ -103,10 +103,10 @@ async def test_other_apis_keep_their_defaults(tmp_path: Path) -> None:
         ("lmi", "/invocations", own, greedy),
         ("lmi", "/invocations", chat, MODEL),
     ):
-        async with chat_door(tmp_path / api, http_api=api, port_options=options) as (door, _):
-            status, answer = await post(door, path, body)
+        async with open_chats(tmp_path / api, http_api=api, port_options=options) as (served, _):
+            status, answer = await post(served, path, body)
             assert status == 200, answer
-            assert of(door.handle.specs[-1].sampling) == OPENAI | expected, (api, path)
+            assert of(served.handle.specs[-1].sampling) == OPENAI | expected, (api, path)
 
 
 async def test_models_show_the_values(tmp_path: Path) -> None:
@@ -114,12 +114,12 @@ async def test_models_show_the_values(tmp_path: Path) -> None:
         "model_sampling_path": str(write(tmp_path / "model", MODEL | OTHERS)),
         "override_generation_config": '{"temperature": 1}',
     }
-    async with chat_door(tmp_path, port_options=options) as (_, client):
+    async with open_chats(tmp_path, port_options=options) as (_, client):
         shown = [getattr(model, "default_sampling", None) async for model in client.models.list()]
     assert shown == [MODEL | {"temperature": 1}] * 2
-    async with chat_door(tmp_path, port_options=options | {"generation_config": "none"}) as (_, client):
+    async with open_chats(tmp_path, port_options=options | {"generation_config": "none"}) as (_, client):
         assert (await client.models.retrieve("alias")).default_sampling == {"temperature": 1}  # type: ignore[attr-defined]
-    async with chat_door(tmp_path) as (_, client):
+    async with open_chats(tmp_path) as (_, client):
         assert not hasattr(await client.models.retrieve("alias"), "default_sampling")
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.router.chat_door import post
-from tests.support.router.http_door import open_http_door
+from tests.support.router.served_chats import post
+from tests.support.router.served_http import open_http
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.router.api.http.answers import sliced_encoder
 from tgis.router.api.http.answers.sliced_encoder import (
@@ -134,8 +134,8 @@ async def test_a_long_answer_arrives_whole(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(sliced_encoder, "PART_BYTES", 4 << 10)
     prompt = random.Random(1).choices(range(5, 300), k=190)
     body = {"prompt": prompt, "max_tokens": 2, "n": 3, "prompt_logprobs": 3, "echo": True, "logprobs": 3}
-    async with open_http_door(tmp_path) as door:
-        status, answer = await post(door, "/v1/completions", body)
+    async with open_http(tmp_path) as served:
+        status, answer = await post(served, "/v1/completions", body)
     assert status == 200
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
     for choice in answer["choices"]:

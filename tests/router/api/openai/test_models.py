@@ -9,15 +9,15 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.router.chat_door import HELLO, chat_door
-from tests.support.router.http_door import MODEL
+from tests.support.router.served_chats import HELLO, open_chats
+from tests.support.router.served_http import MODEL
 from tgis.router.api.models import Models, served_names
 from tgis.router.api.openai.model_routes import ModelRoutes
 from tgis.router.errors import StartupError
 
 
 async def test_models_are_listed_and_described(tmp_path: Path) -> None:
-    async with chat_door(tmp_path) as (_, client):
+    async with open_chats(tmp_path) as (_, client):
         assert [model.id async for model in client.models.list()] == [MODEL, "alias"]
         assert (await client.models.retrieve("alias")).object == "model"
         with pytest.raises(openai.NotFoundError) as caught:
@@ -51,13 +51,13 @@ PLACEHOLDERS = ("dummy", "text-generation-inference", "tgi", "default")
 
 async def test_placeholders_of_tgi_clients_are_the_model(tmp_path: Path) -> None:
     fields: Any = {"max_tokens": 1}
-    async with chat_door(tmp_path / "tgi", http_api="tgi") as (_, client):
+    async with open_chats(tmp_path / "tgi", http_api="tgi") as (_, client):
         for name in PLACEHOLDERS:
             assert (await client.completions.create(model=name, prompt="a", **fields)).model == MODEL
             chat = await client.chat.completions.create(model=name, messages=HELLO, **fields)
             assert chat.model == MODEL
         assert [model.id async for model in client.models.list()] == [MODEL, "alias"]
-    async with chat_door(tmp_path / "openai") as (_, client):
+    async with open_chats(tmp_path / "openai") as (_, client):
         with pytest.raises(openai.NotFoundError):
             await client.completions.create(model="dummy", prompt="a", **fields)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from tests.support.router.chat_door import HELLO, chat_door, post
+from tests.support.router.served_chats import HELLO, open_chats, post
 from tests.support.trace_collector import TRACE_ID, TRACEPARENT, Collector, values
 from tgis.logs import FIELDS
 from tgis.router.api.http.call_context import open_call
@@ -56,11 +56,11 @@ async def test_spans_and_lines_of_each_route(
 ) -> None:
     tracing = open_tracing(collector[1], "s")
     with caplog.at_level(logging.INFO):
-        async with chat_door(tmp_path, tracing=tracing, tokens=tokens) as (door, _):
+        async with open_chats(tmp_path, tracing=tracing, tokens=tokens) as (served, _):
             for path, body in ASKS:
-                status, answer = await post(door, path, body, **HEADERS, **{"x-request-id": path})
+                status, answer = await post(served, path, body, **HEADERS, **{"x-request-id": path})
                 assert status == 200, answer
-            assert [spec.cache_salt.tenant for spec in door.handle.specs] == ["team-7"] * 2
+            assert [spec.cache_salt.tenant for spec in served.handle.specs] == ["team-7"] * 2
     tracing.close()
     spans = collector[0].spans
     told = [(span.name, values(span.attributes), span.trace_id.hex()) for span in spans]
@@ -93,15 +93,15 @@ async def test_each_refusal_has_one_line_and_its_status_in_its_span(
     tmp_path: Path, tokens: Path, collector: tuple[Collector, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     tracing = open_tracing(collector[1], "s")
-    async with chat_door(tmp_path, tracing=tracing, tokens=tokens) as (door, _):
+    async with open_chats(tmp_path, tracing=tracing, tokens=tokens) as (served, _):
         for path, body, expected, _ in REFUSED:
             caplog.clear()
             with caplog.at_level(logging.INFO):
-                status, answer = await post(door, path, body, **HEADERS)
+                status, answer = await post(served, path, body, **HEADERS)
             lines = [record.getMessage() for record in caplog.records if record.name.startswith("tgis.")]
             assert (status, len(lines)) == (expected, 1), (path, body, answer, lines)
             assert json.dumps(body.get("prompt", "-")) not in caplog.text
-        series = door.scene.metrics.render().decode()
+        series = served.scene.metrics.render().decode()
     tracing.close()
     spans = [(span.name, values(span.attributes)) for span in collector[0].spans]
     assert [(name, told["http.response.status_code"]) for name, told in spans] == [

@@ -11,23 +11,23 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.router.chat_door import chat_door
 from tests.support.router.engine_pair import NUM_PLACES
-from tests.support.router.http_door import MODEL, HttpDoor
 from tests.support.router.model_of_shard import Row
+from tests.support.router.served_chats import open_chats
+from tests.support.router.served_http import MODEL, ServedHttp
 
 STEP_S = 0.2
 LONG: Any = {"model": MODEL, "max_tokens": 100, "extra_body": {"ignore_eos": True}}
 SHORT: Any = {"model": MODEL, "prompt": "a", "max_tokens": 2}
 
-Door = tuple[HttpDoor, openai.AsyncOpenAI, openai.OpenAI]
+ServedGrpc = tuple[ServedHttp, openai.AsyncOpenAI, openai.OpenAI]
 
 
 @pytest.fixture
-async def door(tmp_path: Path) -> AsyncIterator[Door]:
-    async with chat_door(tmp_path) as (door, client):
-        with openai.OpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0) as sync_client:
-            yield door, client, sync_client
+async def served(tmp_path: Path) -> AsyncIterator[ServedGrpc]:
+    async with open_chats(tmp_path) as (served, client):
+        with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as sync_client:
+            yield served, client, sync_client
 
 
 async def wait_for(condition: Callable[[], object]) -> None:
@@ -36,15 +36,15 @@ async def wait_for(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.005)
 
 
-def row_of(door: HttpDoor, word: str) -> Row | None:
+def row_of(served: ServedHttp, word: str) -> Row | None:
     """The shard's row whose prompt has the word."""
-    decode = door.tokenizer.fast.decode
-    rows = door.scene.shard.model.rows.values()
+    decode = served.tokenizer.fast.decode
+    rows = served.scene.shard.model.rows.values()
     return next((row for row in rows if word in decode(row.token_ids[: row.prompt_len])), None)
 
 
-async def test_calls_that_find_no_room_are_refused_and_tried_again(door: Door) -> None:
-    scene, client, sync_client = door[0].scene, door[1], door[2]
+async def test_calls_that_find_no_room_are_refused_and_tried_again(served: ServedGrpc) -> None:
+    scene, client, sync_client = served[0].scene, served[1], served[2]
     scene.shard.step_s = STEP_S
     crowd = await client.completions.create(prompt=["a girl"] * NUM_PLACES, stream=True, **LONG)
     create: Any = sync_client.completions.create
@@ -74,11 +74,11 @@ async def test_calls_that_find_no_room_are_refused_and_tried_again(door: Door) -
     assert time.monotonic() - began > 0.95, "the client waits as long as retry-after says"
 
 
-async def test_what_clients_leave_ends_at_the_shard_within_a_step(door: Door) -> None:
+async def test_what_clients_leave_ends_at_the_shard_within_a_step(served: ServedGrpc) -> None:
     """Streams that are closed, a task that is cancelled and a time that runs out, beside a call that goes
     on."""
-    http_door, client, sync_client = door
-    scene = http_door.scene
+    served_http, client, sync_client = served
+    scene = served_http.scene
     scene.shard.step_s = STEP_S
 
     async def close_stream() -> None:
@@ -91,7 +91,7 @@ async def test_what_clients_leave_ends_at_the_shard_within_a_step(door: Door) ->
 
     async def cancel_task() -> None:
         task = asyncio.create_task(client.completions.create(prompt="bread", **LONG))
-        await wait_for(lambda: row_of(http_door, "bread"))
+        await wait_for(lambda: row_of(served_http, "bread"))
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
@@ -108,8 +108,8 @@ async def test_what_clients_leave_ends_at_the_shard_within_a_step(door: Door) ->
     async def leave(word: str, way: Awaitable[None]) -> tuple[Row, int]:
         """The call's row, and how many tokens it had when its client left."""
         task = asyncio.ensure_future(way)
-        await wait_for(lambda: row_of(http_door, word))
-        row = row_of(http_door, word)
+        await wait_for(lambda: row_of(served_http, word))
+        row = row_of(served_http, word)
         assert row is not None
         await task
         return row, len(row.token_ids)

@@ -3,7 +3,7 @@
 import re
 from typing import Any, cast
 
-from tests.support.router.http_door import LIMITS_OF_HTTP
+from tests.support.router.served_http import LIMITS_OF_HTTP
 from tgis.config.processes import RouterConfig
 from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.models import Models

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.router.chat_door import HELLO, post
 from tests.support.router.fake_shard import EOS
-from tests.support.router.http_door import MODEL
 from tests.support.router.scripted_chats import WEATHER, ScriptedChats, scripted_chats
+from tests.support.router.served_chats import HELLO, post
+from tests.support.router.served_http import MODEL
 from tgis.router.chat.formats.hermes import HERMES
 from tgis.router.chat.formats.registry import ChatFormats
 from tgis.router.chat.formats.think import THINK
@@ -20,7 +20,7 @@ MARKS = ("<think>", "</think>")
 async def ask(chats: ScriptedChats, **fields: Any) -> tuple[dict[str, Any], dict[str, Any], str]:
     """Return message, usage and finish reason of an answer, which are the same if it is streamed."""
     body = {"messages": HELLO} | fields
-    status, whole = await post(chats.door, "/v1/chat/completions", body)
+    status, whole = await post(chats.served, "/v1/chat/completions", body)
     assert status == 200, whole
     [choice] = whole["choices"]
     message: dict[str, Any] = {}
@@ -64,7 +64,9 @@ async def test_reasoning_is_separate(marks: str, tmp_path: Path) -> None:
             assert (message["reasoning_content"], message["content"]) == (thought, content)
             num = usage["completion_tokens_details"]["reasoning_tokens"]
             spelled = text.partition("</think>")
-            reasoned = chats.door.tokenizer.fast.encode(spelled[0] + spelled[1], add_special_tokens=False).ids
+            reasoned = chats.served.tokenizer.fast.encode(
+                spelled[0] + spelled[1], add_special_tokens=False
+            ).ids
             expected = 0 if thought is None else len(reasoned) if spelled[1] else len(ids)
             # A mark that is no token is only known once the text after it has begun.
             assert expected <= num <= expected + (marks == "texts"), text
@@ -107,13 +109,13 @@ async def test_constraints_begin_after_the_reasoning(tmp_path: Path) -> None:
             ({"max_reasoning_tokens": 3, **colour}, "<think>", {"hm</think>red"}),
         ):
             fields = {"chat_template_kwargs": {"opening": opening}} | fields
-            status, answer = await post(chats.door, "/v1/chat/completions", {"messages": HELLO} | fields)
+            status, answer = await post(chats.served, "/v1/chat/completions", {"messages": HELLO} | fields)
             assert status == 200, answer
             texts = ("red", "green", "hm</think>red", "hm</think>green", "<think>hm</think>red")
             assert {text for text in texts if chats.takes(text)} == taken, fields
             assert not chats.takes("<think>a long thought</think>red") or "max_reasoning_tokens" not in fields
         await ask(chats)
-        assert chats.door.handle.specs[-1].grammar is None, "free answers are not guided"
+        assert chats.served.handle.specs[-1].grammar is None, "free answers are not guided"
 
 
 async def test_calls_come_after_the_reasoning(tmp_path: Path) -> None:
@@ -123,13 +125,13 @@ async def test_calls_come_after_the_reasoning(tmp_path: Path) -> None:
         chats.script(f"<think>{call}</think>\n\n{call}")
         for choice in ("auto", "required"):
             body = {"messages": HELLO, "tools": [WEATHER], "tool_choice": choice, "logprobs": True, "n": 2}
-            status, answer = await post(chats.door, "/v1/chat/completions", body)
+            status, answer = await post(chats.served, "/v1/chat/completions", body)
             assert status == 200
             for each in answer["choices"]:
                 message = each["message"]
                 assert (message["reasoning_content"], message["content"]) == (call, None)
                 assert [one["function"]["name"] for one in message["tool_calls"]] == ["weather"]
-                assert len(each["logprobs"]["content"]) == len(chats.door.scene.shard.model.script or ())
+                assert len(each["logprobs"]["content"]) == len(chats.served.scene.shard.model.script or ())
             assert chats.takes(f"<think>hm</think>\n\n{call}")
             assert chats.takes("hello") == (choice == "auto")
 
@@ -138,7 +140,7 @@ async def test_budgets_need_marks_that_are_tokens(tmp_path: Path) -> None:
     body = {"messages": HELLO, "max_reasoning_tokens": 5}
     for formats, told in ((THINKING, "no tokens"), (ChatFormats(), "--reasoning-parser")):
         async with scripted_chats(tmp_path / told, formats) as chats:
-            status, answer = await post(chats.door, "/v1/chat/completions", body)
+            status, answer = await post(chats.served, "/v1/chat/completions", body)
             assert (status, answer["error"]["param"]) == (400, "max_reasoning_tokens")
             assert told in answer["error"]["message"]
 
@@ -167,13 +169,13 @@ async def test_stop_strings_end_the_content_only(marks: tuple[str, ...], tmp_pat
     async with scripted_chats(tmp_path, ChatFormats(HERMES, THINK), marks=marks) as chats:
         for text, opening, stops, thought, content, ending in STOPS:
             ids, has_call = chats.script(text), CALL in text and ending is None
-            chats.door.scene.shard.model.script = [
+            chats.served.scene.shard.model.script = [
                 *ids,
                 EOS,
                 EOS,
             ]  # a stop string is seen after further steps
             fields = {"tools": [WEATHER], "stop": stops, "chat_template_kwargs": {"opening": opening}}
-            status, whole = await post(chats.door, "/v1/chat/completions", {"messages": HELLO} | fields)
+            status, whole = await post(chats.served, "/v1/chat/completions", {"messages": HELLO} | fields)
             assert status == 200, whole
             [choice] = whole["choices"]
             message = choice["message"]

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tests.support.router.chat_door import HELLO, chat_door, post
+from tests.support.router.served_chats import HELLO, open_chats, post
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 STATED: list[tuple[dict[str, Any], str | None]] = [
@@ -38,16 +38,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 async def test_constraints_and_refusals(tmp_path: Path) -> None:
-    async with chat_door(tmp_path) as (door, _):
+    async with open_chats(tmp_path) as (served, _):
         for fields, field in STATED:
-            door.handle.specs.clear()
+            served.handle.specs.clear()
             body = {"messages": HELLO, "max_tokens": 1} | fields
-            status, answer = await post(door, "/v1/chat/completions", body)
+            status, answer = await post(served, "/v1/chat/completions", body)
             assert status == 200, (fields, answer)
-            grammar = door.handle.specs[0].grammar
+            grammar = served.handle.specs[0].grammar
             assert (None if grammar is None else grammar.field) == field
         for fields, param in REFUSED:
             body = {"prompt": "a", "messages": HELLO, "max_tokens": 1} | fields
             for path in ("/v1/chat/completions", "/v1/completions"):
-                status, answer = await post(door, path, body)
+                status, answer = await post(served, path, body)
                 assert (status, answer["error"]["param"]) == (400, param), (fields, answer)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.support.chats import Reference, template_text
-from tests.support.router.chat_door import HELLO, post
-from tests.support.router.http_door import MODEL
 from tests.support.router.scripted_chats import CLOCK, TEMPLATE, WEATHER, ScriptedChats, scripted_chats
+from tests.support.router.served_chats import HELLO, post
+from tests.support.router.served_http import MODEL
 from tgis.router.chat.formats.hermes import HERMES
 from tgis.router.chat.formats.registry import ChatFormats
 from tgis.router.chat.renderer import Chat
@@ -66,7 +66,7 @@ async def test_calls_are_read_from_the_text(are_marks: bool, tmp_path: Path) -> 
             assert answer.usage.completion_tokens == len(ids)
             assert answer.usage.completion_tokens_details is None
 
-            shard = chats.door.scene.shard
+            shard = chats.served.scene.shard
             shard.step_s = 0.005  # so that a reader that is late for a moment still gets many chunks
             message, reason, chunks = await stream(chats, **fields)
             shard.step_s = 0.001
@@ -127,7 +127,7 @@ async def test_calls_are_text_where_none_are_wanted(tmp_path: Path) -> None:
             assert (choice.message.content, choice.finish_reason) == (TWO_CALLS, "stop")
             assert choice.message.tool_calls is None
             assert chats.prompt().startswith("weather" if fields.get("tools") else "<user>")
-            assert chats.door.handle.specs[-1].grammar is None
+            assert chats.served.handle.specs[-1].grammar is None
 
 
 BROKEN = {"function": {"name": "f", "parameters": {"$ref": "x"}, "strict": True}}
@@ -158,13 +158,13 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 async def test_refusals_name_the_field(tmp_path: Path) -> None:
     async with scripted_chats(tmp_path / "hermes", HERMES_CHATS) as chats:
         for fields, param in REFUSALS:
-            status, answer = await post(chats.door, "/v1/chat/completions", {"messages": HELLO} | fields)
+            status, answer = await post(chats.served, "/v1/chat/completions", {"messages": HELLO} | fields)
             assert (status, answer["error"]["param"]) == (400, param), (fields, answer)
     for formats, template in OBLIVIOUS.values():
         async with scripted_chats(tmp_path / "oblivious", formats, template) as chats:
             body = {"messages": HELLO, "tools": [WEATHER]}
             for fields in ({}, {"tool_choice": "auto"}):
-                status, answer = await post(chats.door, "/v1/chat/completions", body | fields)
+                status, answer = await post(chats.served, "/v1/chat/completions", body | fields)
                 assert (status, answer["error"]["param"]) == (400, "tools")
                 assert "--tool-call-parser" in answer["error"]["message"]
                 assert "--chat-template" in answer["error"]["message"]
@@ -211,13 +211,13 @@ async def test_any_model_can_be_made_to_call(case: str, tmp_path: Path) -> None:
         fields["tool_choice"] = "none"
         answer = await chats.client.chat.completions.create(model=MODEL, **fields)
         assert answer.choices[0].message.content == "hello"
-        assert chats.door.handle.specs[-1].grammar is None
+        assert chats.served.handle.specs[-1].grammar is None
 
 
 async def test_a_cut_call_is_told_as_it_is(tmp_path: Path) -> None:
     async with scripted_chats(tmp_path, HERMES_CHATS) as chats:
         fields: Any = {"messages": HELLO, "tools": [WEATHER, CLOCK]}
-        fast, ids = chats.door.tokenizer.fast, chats.script(TWO_CALLS)
+        fast, ids = chats.served.tokenizer.fast, chats.script(TWO_CALLS)
         fields["max_tokens"] = next(num for num in range(len(ids)) if "Bon" in fast.decode(ids[:num]))
         written = fast.decode(ids[: fields["max_tokens"]]).split('"arguments": ')[1]
         assert BONN.startswith(written)
@@ -245,10 +245,10 @@ async def test_prompts_and_counts_are_those_of_transformers(tmp_path: Path) -> N
         prompt = Reference(template_text("chatml_tools")).render(Chat(shown, [WEATHER]))
         for tool in (WEATHER, swapped):
             body = {"messages": messages, "tools": [tool]}
-            status, answer = await post(chats.door, "/v1/chat/completions", body)
+            status, answer = await post(chats.served, "/v1/chat/completions", body)
             assert status == 200, answer
             assert chats.prompt() == prompt
-            _, counted = await post(chats.door, "/tokenize", body)
+            _, counted = await post(chats.served, "/tokenize", body)
             assert counted["count"] == answer["usage"]["prompt_tokens"]
 
 
@@ -262,6 +262,6 @@ async def test_templates_may_read_how_much_to_reason(tmp_path: Path) -> None:
         chats.script("fine")
         for fields in ({}, {"chat_template_kwargs": {"reasoning_effort": "low"}}):
             body = {"messages": HELLO, "reasoning_effort": "high"} | fields
-            status, _ = await post(chats.door, "/v1/chat/completions", body)
+            status, _ = await post(chats.served, "/v1/chat/completions", body)
             assert status == 200
             assert chats.prompt() == f"hello {'low' if fields else 'high'}"

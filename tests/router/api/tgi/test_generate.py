@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.support.router.fake_shard import EOS
-from tests.support.router.http_door import HttpDoor
-from tests.support.router.inputs_door import PROMPT, call, follow, ids_of, inputs, logprob_of
-from tests.support.router.tgi_door import REPLACEMENT, events_of, joined, text_of, tgi_door
+from tests.support.router.served_http import ServedHttp
+from tests.support.router.served_inputs import PROMPT, call, follow, ids_of, inputs, logprob_of
+from tests.support.router.served_tgi import REPLACEMENT, events_of, joined, open_tgi, text_of
 from tests.support.tokenizers.trained import write_metaspace
 from tgis.pb import shard_pb2 as pb
 
@@ -20,15 +20,15 @@ DETAILS = ("finish_reason", "generated_tokens", "seed", "prefill", "tokens")
 
 
 @pytest.fixture
-async def door(tmp_path: Path) -> AsyncIterator[HttpDoor]:
-    async with tgi_door(tmp_path) as door:
-        yield door
+async def served(tmp_path: Path) -> AsyncIterator[ServedHttp]:
+    async with open_tgi(tmp_path) as served:
+        yield served
 
 
-async def test_plain_text(door: HttpDoor) -> None:
-    answer = await call(door, "/generate", inputs(max_new_tokens=12))
-    tokens = follow(ids_of(door, PROMPT), 12)
-    assert (answer.status, answer.json) == (200, {"generated_text": text_of(door, tokens)})
+async def test_plain_text(served: ServedHttp) -> None:
+    answer = await call(served, "/generate", inputs(max_new_tokens=12))
+    tokens = follow(ids_of(served, PROMPT), 12)
+    assert (answer.status, answer.json) == (200, {"generated_text": text_of(served, tokens)})
     headers = answer.headers
     assert headers["content-type"] == "application/json"
     assert headers["x-compute-type"] == "cpu"
@@ -38,16 +38,16 @@ async def test_plain_text(door: HttpDoor) -> None:
     assert int(headers["x-inference-time"]) + int(headers["x-queue-time"]) <= int(headers["x-total-time"])
     assert int(headers["x-time-per-token"]) == pytest.approx(int(headers["x-inference-time"]) / 12, abs=1)
     assert (headers["x-prompt-tokens"], headers["x-generated-tokens"]) == (
-        str(len(ids_of(door, PROMPT))),
+        str(len(ids_of(served, PROMPT))),
         str(len(tokens)),
     )
 
 
-async def test_details(door: HttpDoor) -> None:
+async def test_details(served: ServedHttp) -> None:
     asked = inputs(max_new_tokens=20, details=True, decoder_input_details=True, top_n_tokens=2)
-    prompt = ids_of(door, PROMPT)
+    prompt = ids_of(served, PROMPT)
     tokens = follow(prompt, 20)
-    answer = (await call(door, "/generate", asked)).json
+    answer = (await call(served, "/generate", asked)).json
     details = answer["details"]
     assert tuple(details) == (*DETAILS, "top_tokens")
     assert [(one["id"], one["logprob"]) for one in details["prefill"]] == [
@@ -58,7 +58,7 @@ async def test_details(door: HttpDoor) -> None:
     assert [(one["id"], one["logprob"]) for one in details["tokens"]] == [
         (token, logprob_of(token)) for token in tokens
     ]
-    assert joined(details["tokens"]) == answer["generated_text"] == text_of(door, tokens)
+    assert joined(details["tokens"]) == answer["generated_text"] == text_of(served, tokens)
     assert details["seed"] is None
     assert details["generated_tokens"] == len(tokens)
     assert len(details["top_tokens"]) == len(tokens)
@@ -66,16 +66,16 @@ async def test_details(door: HttpDoor) -> None:
         {"id": 0, "text": "<s>", "logprob": 0.0, "special": True},
         {"id": 1, "text": "</s>", "logprob": logprob_of(1), "special": True},
     ]
-    plain = (await call(door, "/generate", inputs(max_new_tokens=20, details=True))).json["details"]
+    plain = (await call(served, "/generate", inputs(max_new_tokens=20, details=True))).json["details"]
     assert tuple(plain) == DETAILS
     assert (plain["prefill"], plain["tokens"]) == ([], details["tokens"])
 
 
-async def test_stream_is_the_whole_answer(door: HttpDoor) -> None:
+async def test_stream_is_the_whole_answer(served: ServedHttp) -> None:
     fields: dict[str, Any] = {"max_new_tokens": 30, "details": True, "top_n_tokens": 1, "seed": 5}
     for more in ({}, {"do_sample": True}, {"do_sample": True, "stop": ["e"]}, {"return_full_text": True}):
-        whole = (await call(door, "/generate", inputs(**fields | more))).json
-        told = await call(door, "/generate_stream", inputs(**fields | more))
+        whole = (await call(served, "/generate", inputs(**fields | more))).json
+        told = await call(served, "/generate_stream", inputs(**fields | more))
         events = events_of(told)
         details = whole["details"]
         assert [event["index"] for event in events] == list(range(1, len(events) + 1))
@@ -88,7 +88,7 @@ async def test_stream_is_the_whole_answer(door: HttpDoor) -> None:
             "finish_reason": details["finish_reason"],
             "generated_tokens": details["generated_tokens"],
             "seed": details["seed"],
-            "input_length": len(ids_of(door, PROMPT)),
+            "input_length": len(ids_of(served, PROMPT)),
         }
         assert (details["seed"] is None) != bool(more.get("do_sample"))
         assert told.headers["content-type"].startswith("text/event-stream")
@@ -97,29 +97,29 @@ async def test_stream_is_the_whole_answer(door: HttpDoor) -> None:
         assert told.headers["x-compute-type"] == "cpu"
 
 
-async def test_bytes_of_an_event(door: HttpDoor) -> None:
-    token = follow(ids_of(door, PROMPT), 1)[0]
-    told = await call(door, "/generate_stream", inputs(max_new_tokens=1))
-    text = text_of(door, [token])
+async def test_bytes_of_an_event(served: ServedHttp) -> None:
+    token = follow(ids_of(served, PROMPT), 1)[0]
+    told = await call(served, "/generate_stream", inputs(max_new_tokens=1))
+    text = text_of(served, [token])
     shown = {"id": token, "text": text, "logprob": logprob_of(token), "special": False}
     event = {"index": 1, "token": shown, "generated_text": text, "details": None}
     assert told.body == b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_end_of_sequence(door: HttpDoor, is_stream: bool) -> None:
+async def test_end_of_sequence(served: ServedHttp, is_stream: bool) -> None:
     """It is counted, shown as special with its own name, and is no part of the text."""
-    door.scene.shard.model.script = [300, 0, 301, EOS]
+    served.scene.shard.model.script = [300, 0, 301, EOS]
     asked = inputs(max_new_tokens=20, details=True)
     if is_stream:
-        events = events_of(await call(door, "/generate_stream", asked))
+        events = events_of(await call(served, "/generate_stream", asked))
         tokens, text, details = (
             [event["token"] for event in events],
             events[-1]["generated_text"],
             events[-1]["details"],
         )
     else:
-        answer = (await call(door, "/generate", asked)).json
+        answer = (await call(served, "/generate", asked)).json
         tokens, text, details = answer["details"]["tokens"], answer["generated_text"], answer["details"]
     assert (details["finish_reason"], details["generated_tokens"]) == ("eos_token", 4)
     assert [(token["id"], token["special"]) for token in tokens] == [
@@ -129,29 +129,29 @@ async def test_end_of_sequence(door: HttpDoor, is_stream: bool) -> None:
         (EOS, True),
     ]
     assert [tokens[1]["text"], tokens[3]["text"]] == ["<s>", "</s>"]
-    assert text == joined(tokens) == text_of(door, [300, 301])
+    assert text == joined(tokens) == text_of(served, [300, 301])
 
 
-async def test_stops_stay_in_the_text(door: HttpDoor) -> None:
-    tokens = follow(ids_of(door, PROMPT), 40)
-    text = text_of(door, tokens)
+async def test_stops_stay_in_the_text(served: ServedHttp) -> None:
+    tokens = follow(ids_of(served, PROMPT), 40)
+    text = text_of(served, tokens)
     stop = next(text[at : at + 2] for at in range(8, len(text)) if REPLACEMENT not in text[at : at + 2])
     until = text[: text.index(stop) + len(stop)]
     asked = inputs(max_new_tokens=40, stop=["#never#", stop], details=True)
-    answer = (await call(door, "/generate", asked)).json
+    answer = (await call(served, "/generate", asked)).json
     assert answer["generated_text"] == joined(answer["details"]["tokens"]) == until
     assert answer["details"]["finish_reason"] == "stop_sequence"
-    events = events_of(await call(door, "/generate_stream", asked))
+    events = events_of(await call(served, "/generate_stream", asked))
     assert [event["token"] for event in events] == answer["details"]["tokens"]
 
 
-async def test_best_of(door: HttpDoor) -> None:
+async def test_best_of(served: ServedHttp) -> None:
     """The winner has the highest mean log-probability; the others follow."""
     asked = inputs(max_new_tokens=6, best_of=2, do_sample=True, details=True, return_full_text=True)
     orders = set()
     for _ in range(12):
-        door.handle.specs.clear()
-        answer = (await call(door, "/generate", asked)).json
+        served.handle.specs.clear()
+        answer = (await call(served, "/generate", asked)).json
         best, (other,) = answer["details"], answer["details"]["best_of_sequences"]
         assert tuple(other) == ("generated_text", *DETAILS)
         means = [
@@ -159,7 +159,7 @@ async def test_best_of(door: HttpDoor) -> None:
             for one in (best, other)
         ]
         assert means[0] >= means[1]
-        seeds = [spec.sampling.seed for spec in door.handle.specs]
+        seeds = [spec.sampling.seed for spec in served.handle.specs]
         assert {best["seed"], other["seed"]} == set(seeds)
         assert len(set(seeds)) == 2
         orders.add(seeds.index(best["seed"]))
@@ -167,41 +167,41 @@ async def test_best_of(door: HttpDoor) -> None:
         assert other["generated_text"] == PROMPT + joined(other["tokens"])
         assert best["generated_tokens"] == len(best["tokens"])
     assert orders == {0, 1}, "either may win"
-    plain = await call(door, "/generate", inputs(max_new_tokens=3, best_of=2, temperature=0.5))
+    plain = await call(served, "/generate", inputs(max_new_tokens=3, best_of=2, temperature=0.5))
     assert tuple(plain.json) == ("generated_text",)
 
 
-async def test_any(door: HttpDoor) -> None:
+async def test_any(served: ServedHttp) -> None:
     """`/` answers with a list, with the input in the text unless it says otherwise."""
-    text = text_of(door, follow(ids_of(door, PROMPT), 5))
+    text = text_of(served, follow(ids_of(served, PROMPT), 5))
     for path in ("/", "/invocations"):
-        told = await call(door, path, inputs(max_new_tokens=5))
+        told = await call(served, path, inputs(max_new_tokens=5))
         assert told.json == [{"generated_text": PROMPT + text}]
         assert told.headers["x-generated-tokens"] == "5"
-        told = await call(door, path, inputs(max_new_tokens=5, return_full_text=False))
+        told = await call(served, path, inputs(max_new_tokens=5, return_full_text=False))
         assert told.json == [{"generated_text": text}]
-        told = await call(door, path, inputs(max_new_tokens=5) | {"stream": True})
+        told = await call(served, path, inputs(max_new_tokens=5) | {"stream": True})
         assert events_of(told)[-1]["generated_text"] == PROMPT + text
         assert joined([event["token"] for event in events_of(told)]) == text
-    assert (await call(door, "/generate", inputs(max_new_tokens=5, return_full_text=True))).json == {
+    assert (await call(served, "/generate", inputs(max_new_tokens=5, return_full_text=True))).json == {
         "generated_text": PROMPT + text
     }
 
 
-async def test_invocations_of_openai(door: HttpDoor) -> None:
+async def test_invocations_of_openai(served: ServedHttp) -> None:
     """Chats and prompts are OpenAI's, with its answers, streams and errors."""
     prompt = {"prompt": PROMPT, "max_tokens": 5, "temperature": 0}
-    told = await call(door, "/invocations", prompt)
-    text = text_of(door, follow(ids_of(door, PROMPT), 5))
+    told = await call(served, "/invocations", prompt)
+    text = text_of(served, follow(ids_of(served, PROMPT), 5))
     assert told.json["choices"][0]["text"] == text
-    told = await call(door, "/invocations", prompt | {"stream": True})
+    told = await call(served, "/invocations", prompt | {"stream": True})
     assert told.body.endswith(b"data: [DONE]\n\n")
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
-    told = await call(door, "/invocations", chat)
+    told = await call(served, "/invocations", chat)
     assert told.json["object"] == "chat.completion"
-    told = await call(door, "/invocations", prompt | {"temperature": 3})
+    told = await call(served, "/invocations", prompt | {"temperature": 3})
     assert (told.status, set(told.json["error"])) == (400, {"message", "type", "param", "code"})
-    told = await call(door, "/invocations", chat | inputs(max_new_tokens=1))
+    told = await call(served, "/invocations", chat | inputs(max_new_tokens=1))
     assert tuple(told.json[0]) == ("generated_text",), "inputs come first"
 
 
@@ -209,18 +209,18 @@ SAMPLED = ({"do_sample": True}, {"temperature": 0.7}, {"top_k": 3}, {"top_p": 0.
 GREEDY = ({}, {"temperature": 1.0}, {"top_p": 1.0}, {"typical_p": 1.0}, {"do_sample": False, "seed": 3})
 
 
-async def test_sampling(door: HttpDoor) -> None:
+async def test_sampling(served: ServedHttp) -> None:
     """Parameters of sampling sample; without any of them a text is greedy, unless none are given at all."""
     cases = [(inputs(max_new_tokens=1, **each), False) for each in SAMPLED]
     cases += [(inputs(max_new_tokens=1, **each), True) for each in GREEDY]
     cases += [({"inputs": PROMPT}, False), ({"inputs": PROMPT, "parameters": None}, False)]
     for body, is_greedy in cases:
-        door.handle.specs.clear()
-        await call(door, "/generate", body)
-        assert door.handle.specs[0].sampling.greedy is is_greedy, body
+        served.handle.specs.clear()
+        await call(served, "/generate", body)
+        assert served.handle.specs[0].sampling.greedy is is_greedy, body
 
 
-async def test_parameters(door: HttpDoor) -> None:
+async def test_parameters(served: ServedHttp) -> None:
     """Each reaches the engine under its own meaning."""
     asked = inputs(
         "a b c d e f g h i j",
@@ -237,24 +237,24 @@ async def test_parameters(door: HttpDoor) -> None:
         watermark=True,
         grammar={"type": "json", "value": {"type": "object"}},
     )
-    await call(door, "/generate", asked | {"unknown": 1})
-    spec = door.handle.specs[0]
+    await call(served, "/generate", asked | {"unknown": 1})
+    spec = served.handle.specs[0]
     sampling = spec.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.typical_p) == (0.5, 7, 0.25, 0.75)
     assert (sampling.repetition_penalty, sampling.frequency_penalty, sampling.seed) == (1.5, -0.5, 2**64 - 1)
     assert (sampling.watermark_gamma, sampling.watermark_delta) == (0.25, 1.5)
     assert spec.stopping.max_new_tokens == 9
-    assert spec.input_ids == (0, *ids_of(door, asked["inputs"])[-3:])
+    assert spec.input_ids == (0, *ids_of(served, asked["inputs"])[-3:])
     assert spec.grammar is not None
     assert not spec.details.raw
     assert (spec.details.logprobs, spec.details.generated_tokens) == (False, False), "nobody asked for them"
 
 
-async def test_rest_of_the_length(door: HttpDoor) -> None:
-    prompt = ids_of(door, PROMPT)
+async def test_rest_of_the_length(served: ServedHttp) -> None:
+    prompt = ids_of(served, PROMPT)
     tokens = follow(prompt, 200 - len(prompt))
-    answer = (await call(door, "/generate", inputs(details=True))).json
-    assert answer["generated_text"] == text_of(door, tokens)
+    answer = (await call(served, "/generate", inputs(details=True))).json
+    assert answer["generated_text"] == text_of(served, tokens)
     reason = "eos_token" if tokens[-1] == EOS else "length"
     assert answer["details"]["finish_reason"] == reason
 
@@ -266,20 +266,20 @@ async def test_encoder_decoder(tmp_path: Path) -> None:
     def write(directory: Path, _: int) -> None:
         write_metaspace(directory)
 
-    async with tgi_door(tmp_path, info=info, write_tokenizer=write) as door:
-        door.scene.shard.model.script = [*ids_of(door, "The quick brown fox")[1:], EOS]
+    async with open_tgi(tmp_path, info=info, write_tokenizer=write) as served:
+        served.scene.shard.model.script = [*ids_of(served, "The quick brown fox")[1:], EOS]
         asked = inputs("a little girl", max_new_tokens=99, details=True)
-        answer = (await call(door, "/generate", asked)).json
+        answer = (await call(served, "/generate", asked)).json
         assert answer["generated_text"] == joined(answer["details"]["tokens"]) == "The quick brown fox"
-        events = events_of(await call(door, "/generate_stream", asked))
+        events = events_of(await call(served, "/generate_stream", asked))
         assert [event["token"] for event in events] == answer["details"]["tokens"]
         asked["parameters"]["decoder_input_details"] = True
-        prefill = (await call(door, "/generate", asked)).json["details"]["prefill"]
-        assert [token["id"] for token in prefill] == ids_of(door, "a little girl")
+        prefill = (await call(served, "/generate", asked)).json["details"]["prefill"]
+        assert [token["id"] for token in prefill] == ids_of(served, "a little girl")
         assert {token["logprob"] for token in prefill} == {None}
 
 
-async def test_grammars(door: HttpDoor) -> None:
+async def test_grammars(served: ServedHttp) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     cases: list[tuple[str, Any, str]] = [
         ("json", schema, "json_schema"),
@@ -289,35 +289,37 @@ async def test_grammars(door: HttpDoor) -> None:
         ("regex", "[ab]+", "regex"),
     ]
     for kind, value, field in cases:
-        door.handle.specs.clear()
-        told = await call(door, "/generate", inputs(max_new_tokens=1, grammar={"type": kind, "value": value}))
+        served.handle.specs.clear()
+        told = await call(
+            served, "/generate", inputs(max_new_tokens=1, grammar={"type": kind, "value": value})
+        )
         assert told.status == 200, told
-        grammar = door.handle.specs[0].grammar
+        grammar = served.handle.specs[0].grammar
         assert grammar is not None
         assert grammar.field == field
 
 
-async def test_silence(door: HttpDoor, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silence(served: ServedHttp, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream that says nothing for a while sends comments, also before its first token."""
     monkeypatch.setattr("tgis.router.api.tgi.handler.SILENCE_S", 0.05)
-    door.scene.shard.step_s = 0.2
-    told = await call(door, "/generate_stream", inputs(max_new_tokens=3))
+    served.scene.shard.step_s = 0.2
+    told = await call(served, "/generate_stream", inputs(max_new_tokens=3))
     frames = told.body.split(b"\n\n")
     comments = [index for index, frame in enumerate(frames) if frame == b":"]
     assert comments[0] == 0
     assert len(comments) >= 5
     events = [json.loads(frame[6:]) for frame in frames if frame.startswith(b"data: ")]
     assert [event["index"] for event in events] == [1, 2, 3]
-    door.scene.shard.step_s = 0.05
+    served.scene.shard.step_s = 0.05
     monkeypatch.setattr("tgis.router.api.tgi.handler.SILENCE_S", 0.4)
-    told = await call(door, "/generate_stream", inputs(max_new_tokens=12))
+    told = await call(served, "/generate_stream", inputs(max_new_tokens=12))
     assert len(events_of(told)) == 12, "none while events come"
 
 
-async def test_client_that_goes(door: HttpDoor) -> None:
+async def test_client_that_goes(served: ServedHttp) -> None:
     """Its text ends, and nothing is left of it."""
-    door.scene.shard.step_s = 0.02
-    host, port = door.url.removeprefix("http://").split(":")
+    served.scene.shard.step_s = 0.02
+    host, port = served.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     body = json.dumps(inputs(max_new_tokens=150)).encode()
     fields = f"host: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
@@ -326,6 +328,6 @@ async def test_client_that_goes(door: HttpDoor) -> None:
     await reader.readuntil(b'"index":2')
     writer.close()
     await writer.wait_closed()
-    num_steps = door.scene.shard.num_steps
+    num_steps = served.scene.shard.num_steps
     await asyncio.sleep(0.3)
-    assert door.scene.shard.num_steps < num_steps + 8
+    assert served.scene.shard.num_steps < num_steps + 8

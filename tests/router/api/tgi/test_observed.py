@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.router.inputs_door import call, inputs
-from tests.support.router.tgi_door import tgi_door
+from tests.support.router.served_inputs import call, inputs
+from tests.support.router.served_tgi import open_tgi
 from tests.support.trace_collector import TRACEPARENT, Collector, values
 from tgis.logs import FIELDS
 from tgis.router.requests.tracing import open_tracing
@@ -42,13 +42,13 @@ async def test_spans_and_lines_of_each_route(
 ) -> None:
     tracing = open_tracing(collector[1], "s")
     with caplog.at_level(logging.INFO):
-        async with tgi_door(tmp_path, tracing=tracing) as door:
+        async with open_tgi(tmp_path, tracing=tracing) as served:
             for number, (path, body, _) in enumerate(ASKS):
                 told = await call(
-                    door, path, body, **{"traceparent": TRACEPARENT, "x-request-id": f"id-{number}"}
+                    served, path, body, **{"traceparent": TRACEPARENT, "x-request-id": f"id-{number}"}
                 )
                 assert (told.status, told.headers["x-request-id"]) == (200, f"id-{number}")
-            series = door.scene.metrics.render().decode()
+            series = served.scene.metrics.render().decode()
     tracing.close()
     spans = [(span.name, values(span.attributes)) for span in collector[0].spans]
     assert [name for name, _ in spans] == [f"POST {OPENAIS.get(kind, path)}" for path, _, kind in ASKS]
@@ -70,11 +70,11 @@ async def test_each_refusal_has_one_line_and_its_status(
     tmp_path: Path, collector: tuple[Collector, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     tracing = open_tracing(collector[1], "s")
-    async with tgi_door(tmp_path, tracing=tracing) as door:
+    async with open_tgi(tmp_path, tracing=tracing) as served:
         for path, body, expected, _ in REFUSED:
             caplog.clear()
             with caplog.at_level(logging.INFO):
-                told = await call(door, path, body)
+                told = await call(served, path, body)
             lines = [record.getMessage() for record in caplog.records if record.name.startswith("tgis.")]
             assert (told.status, len(lines)) == (expected, 1), (path, body, told, lines)
     tracing.close()
@@ -87,8 +87,8 @@ async def test_each_refusal_has_one_line_and_its_status(
 
 async def test_tokens_of_a_text_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tgis.router.text.token_lists.MAX_PLACES", 3)
-    async with tgi_door(tmp_path) as door:
-        assert (await call(door, "/tokenize", {"inputs": "The quick"})).status == 200
-        told = await call(door, "/tokenize", {"inputs": "The quick brown"})
+    async with open_tgi(tmp_path) as served:
+        assert (await call(served, "/tokenize", {"inputs": "The quick"})).status == 200
+        told = await call(served, "/tokenize", {"inputs": "The quick brown"})
         error = "Input validation error: the text has more than 3 tokens"
         assert (told.status, told.json) == (422, {"error": error, "error_type": "validation"})

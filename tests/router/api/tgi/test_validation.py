@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.router.http_door import LIMITS_OF_HTTP
-from tests.support.router.inputs_door import PROMPT, call, ids_of, inputs
-from tests.support.router.tgi_door import events_of, tgi_door
+from tests.support.router.served_http import LIMITS_OF_HTTP
+from tests.support.router.served_inputs import PROMPT, call, ids_of, inputs
+from tests.support.router.served_tgi import events_of, open_tgi
 
 TOTAL, MOST_INPUT = 40, 20
 LIMITS = replace(LIMITS_OF_HTTP, max_sequence_length=TOTAL, max_input_tokens=MOST_INPUT)
@@ -84,31 +84,31 @@ def invalid(text: str) -> dict[str, str]:
 
 
 async def test_refused_parameters(tmp_path: Path) -> None:
-    async with tgi_door(tmp_path, limits=LIMITS) as door:
+    async with open_tgi(tmp_path, limits=LIMITS) as served:
         for given, text in REFUSED:
-            told = await call(door, "/generate", inputs(**{"max_new_tokens": 2} | given))
+            told = await call(served, "/generate", inputs(**{"max_new_tokens": 2} | given))
             assert (told.status, told.json) == (422, invalid(text)), given
             if "best_of" not in given:
-                stream = await call(door, "/generate_stream", inputs(**{"max_new_tokens": 2} | given))
+                stream = await call(served, "/generate_stream", inputs(**{"max_new_tokens": 2} | given))
                 assert (stream.status, events_of(stream)) == (200, [invalid(text)]), given
         for given, text in STREAMED:
-            stream = await call(door, "/", inputs(**given) | {"stream": True})
+            stream = await call(served, "/", inputs(**given) | {"stream": True})
             assert (stream.status, events_of(stream)) == (200, [invalid(text)])
         for given in ACCEPTED:
-            told = await call(door, "/generate", inputs(**{"max_new_tokens": 2} | given))
+            told = await call(served, "/generate", inputs(**{"max_new_tokens": 2} | given))
             assert told.status == 200, (given, told)
-        told = await call(door, "/generate", inputs("", max_new_tokens=2, truncate=0))
+        told = await call(served, "/generate", inputs("", max_new_tokens=2, truncate=0))
         assert (told.status, told.json) == (422, invalid("`inputs` cannot be empty"))
 
 
 @pytest.mark.parametrize("most_input", [None, MOST_INPUT])
 async def test_lengths(tmp_path: Path, most_input: int | None) -> None:
     """The total comes first, as if an input without a number of new tokens had the rest."""
-    async with tgi_door(tmp_path, limits=replace(LIMITS, max_input_tokens=most_input)) as door:
+    async with open_tgi(tmp_path, limits=replace(LIMITS, max_input_tokens=most_input)) as served:
         most = most_input or TOTAL - 1
         for length in (2, 12, 19, 20, 21, 22, 30, 38, 39, 40, 41, 44):
-            text = door.tokenizer.fast.decode(ids_of(door, LONG * 3)[1:length])
-            n = len(ids_of(door, text))
+            text = served.tokenizer.fast.decode(ids_of(served, LONG * 3)[1:length])
+            n = len(ids_of(served, text))
             for new in (None, 1, TOTAL - n, TOTAL - n + 1, 5000):
                 if not text or (new is not None and new < 1):
                     continue
@@ -124,7 +124,7 @@ async def test_lengths(tmp_path: Path, most_input: int | None) -> None:
                     expected = f"`inputs` must have less than {most} tokens. Given: {n}"
                 elif length % 10:
                     continue  # what is accepted is generated, which takes a while
-                told = await call(door, "/generate", inputs(text, **given))
+                told = await call(served, "/generate", inputs(text, **given))
                 assert (told.status, told.json.get("error")) == (
                     (422, f"Input validation error: {expected}") if expected else (200, None)
                 ), (n, new)
@@ -139,22 +139,22 @@ async def test_operators_bounds(tmp_path: Path) -> None:
         ({"grammar": grammar}, "grammar is not supported"),
         ({"max_new_tokens": 11}, "`max_new_tokens` must be <= 10. Given: 11"),
     ]
-    async with tgi_door(tmp_path, limits=limits) as door:
+    async with open_tgi(tmp_path, limits=limits) as served:
         for given, text in cases:
-            told = await call(door, "/generate", inputs(**given))
+            told = await call(served, "/generate", inputs(**given))
             assert (told.status, told.json) == (422, invalid(text))
         told = await call(
-            door, "/generate", inputs(stop=[f"#{number}" for number in range(8)], max_new_tokens=1)
+            served, "/generate", inputs(stop=[f"#{number}" for number in range(8)], max_new_tokens=1)
         )
         assert told.status == 200, told
 
 
 async def test_nothing_of_a_text_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with tgi_door(tmp_path, limits=LIMITS) as door:
+    async with open_tgi(tmp_path, limits=LIMITS) as served:
         secret = "my secret text"
-        await call(door, "/generate", inputs(secret, stop=[secret], max_new_tokens=1, adapter_id="x"))
-        await call(door, "/generate", inputs(secret, grammar={"type": "regex", "value": f"({secret}"}))
-        await call(door, "/generate", inputs(secret, temperature=secret))
+        await call(served, "/generate", inputs(secret, stop=[secret], max_new_tokens=1, adapter_id="x"))
+        await call(served, "/generate", inputs(secret, grammar={"type": "regex", "value": f"({secret}"}))
+        await call(served, "/generate", inputs(secret, temperature=secret))
     assert len(caplog.messages) == 3
     assert "secret" not in " ".join([*caplog.messages, *(str(vars(record)) for record in caplog.records)])
     assert PROMPT not in caplog.text

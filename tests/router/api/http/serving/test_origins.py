@@ -10,8 +10,8 @@ import pytest
 from starlette.datastructures import Headers
 
 from tests.support.http_exchange import HttpReply, exchange
-from tests.support.router.chat_door import chat_door
-from tests.support.router.http_door import HttpDoor
+from tests.support.router.served_chats import open_chats
+from tests.support.router.served_http import ServedHttp
 from tgis.config.processes import RouterConfig
 from tgis.router.api.http.errors import HttpError
 from tgis.router.api.http.serving.origins import FOREIGN_HOST, FOREIGN_ORIGIN, OriginRules
@@ -23,11 +23,13 @@ OWN = "http://127.0.0.1:PORT"
 LOCAL, TOKEN = {"bind": "127.0.0.1"}, {"authorization": "Bearer secret"}
 
 
-async def send(door: HttpDoor, path: str = "/v1/completions", body: Any = None, **headers: str) -> HttpReply:
+async def send(
+    served: ServedHttp, path: str = "/v1/completions", body: Any = None, **headers: str
+) -> HttpReply:
     """Send a body with headers, in which PORT stands for the port, and underscores for dashes."""
-    port = door.url.rpartition(":")[2]
+    port = served.url.rpartition(":")[2]
     given = {name.replace("_", "-"): value.replace("PORT", port) for name, value in headers.items()}
-    return await asyncio.to_thread(exchange, door.url + path, body or BODY, given)
+    return await asyncio.to_thread(exchange, served.url + path, body or BODY, given)
 
 
 PAGES: list[tuple[dict[str, str], int]] = [
@@ -55,29 +57,29 @@ PAGES: list[tuple[dict[str, str], int]] = [
 
 async def test_pages_of_other_origins_are_refused(tmp_path: Path) -> None:
     options = {"cors_allow_origin": "https://other.example, http://allowed.example/"}
-    async with chat_door(tmp_path, port_options=options) as (door, _):
+    async with open_chats(tmp_path, port_options=options) as (served, _):
         for headers, status in PAGES:
-            door.handle.specs.clear()
-            reply = await send(door, **headers)
+            served.handle.specs.clear()
+            reply = await send(served, **headers)
             assert reply.status == status, (headers, reply.text)
             if status == 403:
                 assert reply.json["error"]["message"] == FOREIGN_ORIGIN
-                assert not door.handle.specs, "nothing is computed"
+                assert not served.handle.specs, "nothing is computed"
 
 
 async def test_all_origins_may_be_allowed(tmp_path: Path) -> None:
-    async with chat_door(tmp_path, port_options={"cors_allow_origin": "*", **LOCAL}) as (door, _):
-        assert (await send(door, origin="null", host="evil.example")).status == 200
+    async with open_chats(tmp_path, port_options={"cors_allow_origin": "*", **LOCAL}) as (served, _):
+        assert (await send(served, origin="null", host="evil.example")).status == 200
 
 
 async def test_a_token_does_not_make_a_page_welcome(tmp_path: Path) -> None:
     """One without a token is refused for that."""
     tokens = tmp_path / "tokens"
     tokens.write_text("secret\n")
-    async with chat_door(tmp_path, tokens=tokens, port_options=LOCAL) as (door, _):
+    async with open_chats(tmp_path, tokens=tokens, port_options=LOCAL) as (served, _):
         evil = {"origin": "http://evil.example"}
-        assert [(await send(door, **evil, **more)).status for more in ({}, TOKEN)] == [401, 403]
-        assert (await send(door, host="service.example", **TOKEN)).status == 200
+        assert [(await send(served, **evil, **more)).status for more in ({}, TOKEN)] == [401, 403]
+        assert (await send(served, host="service.example", **TOKEN)).status == 200
 
 
 FORMS: dict[str, tuple[str, Any]] = {
@@ -94,11 +96,11 @@ FORMS: dict[str, tuple[str, Any]] = {
 async def test_each_api_has_its_form(api: str, tmp_path: Path) -> None:
     path, error = FORMS[api]
     evil = {"origin": "http://evil.example"}
-    async with chat_door(tmp_path, http_api=api) as (door, _):
+    async with open_chats(tmp_path, http_api=api) as (served, _):
         for kind in (JSON, "text/plain"):
-            reply = await send(door, path, {"inputs": "a"}, content_type=kind, **evil)
+            reply = await send(served, path, {"inputs": "a"}, content_type=kind, **evil)
             assert (reply.status, reply.json) == (403, error)
-        models = await asyncio.to_thread(exchange, f"{door.url}/v1/models", None, evil)
+        models = await asyncio.to_thread(exchange, f"{served.url}/v1/models", None, evil)
         assert models.status == 200, "pages cannot read it, and it changes nothing"
         assert "access-control-allow-origin" not in models.headers
 
@@ -118,7 +120,7 @@ KINDS = [
 
 
 async def test_what_is_not_json_is_refused(tmp_path: Path) -> None:
-    async with chat_door(tmp_path) as (door, _):
+    async with open_chats(tmp_path) as (served, _):
         for path, body in (
             ("/v1/completions", BODY),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
@@ -127,13 +129,13 @@ async def test_what_is_not_json_is_refused(tmp_path: Path) -> None:
         ):
             for kind, *statuses in KINDS:
                 pages: list[dict[str, str]] = [{}, {"origin": OWN}]
-                replies = [await send(door, path, body, content_type=kind, **page) for page in pages]
+                replies = [await send(served, path, body, content_type=kind, **page) for page in pages]
                 assert [reply.status for reply in replies] == statuses, (path, kind)
 
 
 async def test_curl_needs_no_header(tmp_path: Path) -> None:
-    async with chat_door(tmp_path) as (door, _):
-        command = ["curl", "-s", f"{door.url}/v1/completions", "-d", json.dumps(BODY)]
+    async with open_chats(tmp_path) as (served, _):
+        command = ["curl", "-s", f"{served.url}/v1/completions", "-d", json.dumps(BODY)]
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         answer, _ = await process.communicate()
         assert json.loads(answer)["object"] == "text_completion"
@@ -159,18 +161,18 @@ HOSTS = {
 
 async def test_names_that_strangers_can_point_to_loopback_are_refused(tmp_path: Path) -> None:
     options = {"cors_allow_origin": "https://allowed.example", **LOCAL}
-    async with chat_door(tmp_path, port_options=options) as (door, _):
+    async with open_chats(tmp_path, port_options=options) as (served, _):
         for host, status in HOSTS.items():
             pages: list[dict[str, str]] = [
                 {},
                 {"origin": f"http://{host}", "sec_fetch_site": "same-origin"},
             ]
             for page in pages:
-                reply = await send(door, host=host, **page)
+                reply = await send(served, host=host, **page)
                 assert reply.status == status, (host, reply.text)
                 if status == 403:
                     assert reply.json["error"]["message"] == FOREIGN_HOST
-            models = await asyncio.to_thread(exchange, f"{door.url}/v1/models", None, {"host": host})
+            models = await asyncio.to_thread(exchange, f"{served.url}/v1/models", None, {"host": host})
             assert models.status == status, host
 
 
@@ -193,9 +195,9 @@ def test_names_are_looked_at_where_anybody_may_call(options: dict[str, str], is_
 
 
 async def test_a_plain_text_of_lmi_is_not_looked_at_as_json(tmp_path: Path) -> None:
-    async with chat_door(tmp_path, http_api="lmi,tgi") as (door, _):
+    async with open_chats(tmp_path, http_api="lmi,tgi") as (served, _):
         text = b"[" * 70 + b"a," * 2_000
         reply = await asyncio.to_thread(
-            exchange, f"{door.url}/invocations", text[:150], {"content-type": "text/plain"}
+            exchange, f"{served.url}/invocations", text[:150], {"content-type": "text/plain"}
         )
         assert reply.status == 200, reply.text

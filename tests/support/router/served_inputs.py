@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.http_exchange import HttpReply, exchange
-from tests.support.router.chat_door import TEMPLATE
 from tests.support.router.fake_shard import EOS, VOCAB_SIZE
-from tests.support.router.http_door import HttpDoor, open_http_door
 from tests.support.router.model_of_shard import next_token
+from tests.support.router.served_chats import TEMPLATE
+from tests.support.router.served_http import ServedHttp, open_http
 from tgis.router.chat.renderer import ChatRenderer
 from tgis.router.chat.template import ChatTemplate
 
@@ -18,13 +18,13 @@ PROMPT = "The quick brown fox"
 
 
 @asynccontextmanager
-async def inputs_door(directory: Path, http_api: str, **more: Any) -> AsyncIterator[HttpDoor]:
-    """Open a door to a shard whose log-probabilities are known."""
+async def open_inputs(directory: Path, http_api: str, **more: Any) -> AsyncIterator[ServedHttp]:
+    """Serve an API in front of a shard whose log-probabilities are known."""
     renderer = ChatRenderer(ChatTemplate(TEMPLATE))
     try:
-        async with open_http_door(directory, renderer, http_api=http_api, **more) as door:
-            door.scene.shard.model.logprob_of = logprob_of
-            yield door
+        async with open_http(directory, renderer, http_api=http_api, **more) as served:
+            served.scene.shard.model.logprob_of = logprob_of
+            yield served
     finally:
         renderer.close()
 
@@ -35,17 +35,17 @@ def logprob_of(token_id: int) -> float:
 
 
 async def call(
-    door: HttpDoor, path: str, body: Any = None, method: str = "POST", **headers: str
+    served: ServedHttp, path: str, body: Any = None, method: str = "POST", **headers: str
 ) -> HttpReply:
-    return await asyncio.to_thread(exchange, door.url + path, body, headers, method)
+    return await asyncio.to_thread(exchange, served.url + path, body, headers, method)
 
 
 def inputs(text: str = PROMPT, **parameters: Any) -> dict[str, Any]:
     return {"inputs": text, "parameters": parameters}
 
 
-def ids_of(door: HttpDoor, text: str) -> list[int]:
-    ids: list[int] = door.tokenizer.fast.encode(text).ids
+def ids_of(served: ServedHttp, text: str) -> list[int]:
+    ids: list[int] = served.tokenizer.fast.encode(text).ids
     return ids
 
 

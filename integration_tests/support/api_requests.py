@@ -25,8 +25,8 @@ class Answer(NamedTuple):
     prompt_logprobs: tuple[float, ...] = ()
 
 
-class Doors:
-    """Both doors of a launched service, with the key that it asks for."""
+class Apis:
+    """gRPC and OpenAI's API of a launched service, with the key that it requires."""
 
     def __init__(self, served: Served, client: Client) -> None:
         self._served, self._client = served, client

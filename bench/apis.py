@@ -1,4 +1,4 @@
-"""`python -m bench.doors`: CPU time of a router process per streamed token, by the API that it is streamed
+"""`python -m bench.apis`: CPU time of a router process per streamed token, by the API that it is streamed
 over, in turns in one run. The shard behind it is a fake that answers with random tokens."""
 
 import argparse
@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench import door_clients, worker
+from bench import api_clients, worker
+from bench.api_clients import APIS, GRPC
 from bench.contest import Spread, turns
-from bench.door_clients import APIS, GRPC
 from bench.router_group import RouterService
 from bench.service import BenchError, exit_on_sigterm
 from bench.worker import Worker
@@ -209,7 +209,7 @@ def running(
         stack.callback(router.end)
         router.service.wait_until_serving()
         tokens.pids = [*router.routers, *([router.engine] if router.engine else [])]
-        clients = worker.start(door_clients.MODULE, router.grpc_target, router.http_target)
+        clients = worker.start(api_clients.MODULE, router.grpc_target, router.http_target)
         yield Bench(router, tokens, stack.enter_context(clients))
 
 
@@ -249,7 +249,7 @@ def _times(samples: Sequence[Sample], num_streams: int, api: str) -> Spread:
 
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.doors", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.apis", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="of every figure (default %(default)s)")
     parser.add_argument("--steps", type=int, default=120, help="measured in a round (default %(default)s)")
     parser.add_argument("--streams", type=_counts, default=[64, 256], help="(default 64,256)")
@@ -271,7 +271,7 @@ def _apis(text: str) -> list[str]:
 def main() -> None:
     options = parse_options(sys.argv[1:])
     exit_on_sigterm()
-    with tempfile.TemporaryDirectory(prefix="doors-") as directory:
+    with tempfile.TemporaryDirectory(prefix="apis-") as directory:
         try:
             with running(Path(directory), max(options.streams), options.apis) as bench:
                 samples = run(bench, options)

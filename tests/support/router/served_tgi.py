@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.http_exchange import HttpReply
-from tests.support.router.http_door import HttpDoor
-from tests.support.router.inputs_door import inputs_door
+from tests.support.router.served_http import ServedHttp
+from tests.support.router.served_inputs import open_inputs
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 @asynccontextmanager
-async def tgi_door(directory: Path, **more: Any) -> AsyncIterator[HttpDoor]:
-    """Open a door to a shard whose draws depend on seeds."""
-    async with inputs_door(directory, "tgi", **more) as door:
-        door.scene.shard.model.uses_seeds = True
-        yield door
+async def open_tgi(directory: Path, **more: Any) -> AsyncIterator[ServedHttp]:
+    """Serve the API in front of a shard whose draws depend on seeds."""
+    async with open_inputs(directory, "tgi", **more) as served:
+        served.scene.shard.model.uses_seeds = True
+        yield served
 
 
 def events_of(stream: HttpReply) -> list[Any]:
@@ -30,8 +30,8 @@ def events_of(stream: HttpReply) -> list[Any]:
     return [json.loads(frame.removeprefix(b"data: ")) for frame in frames]
 
 
-def text_of(door: HttpDoor, token_ids: list[int]) -> str:
-    text: str = door.tokenizer.fast.decode(token_ids)
+def text_of(served: ServedHttp, token_ids: list[int]) -> str:
+    text: str = served.tokenizer.fast.decode(token_ids)
     return text.rstrip(REPLACEMENT)
 
 

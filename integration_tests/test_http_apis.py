@@ -16,8 +16,8 @@ from integration_tests.clients import use_openai
 from integration_tests.clients.expectations import Check, Served
 from integration_tests.clients.lmi_examples import EXAMPLES, Example, Reply
 from integration_tests.clients.served import MAX_SEQUENCE_LENGTH, launch_served
-from integration_tests.support.door_requests import Answer, Doors, Fields
-from integration_tests.support.inputs_requests import UNTOLD, InputsDoors
+from integration_tests.support.api_requests import Answer, Apis, Fields
+from integration_tests.support.inputs_requests import UNTOLD, InputsApis
 from integration_tests.support.service import Client
 from tests.support.http_exchange import exchange
 from tgis.process.run_directory import running_urls
@@ -66,10 +66,10 @@ class Ask(NamedTuple):
     """The prompt's, for APIs that take no ids."""
     fields: Fields
 
-    def through(self, doors: Doors, inputs_doors: InputsDoors) -> dict[str, Callable[[], Answer]]:
+    def through(self, apis: Apis, inputs_apis: InputsApis) -> dict[str, Callable[[], Answer]]:
         """Return all ways in which it can be asked."""
-        ways = {name: partial(way, self.prompt, self.fields) for name, way in doors.ways.items()}
-        others = inputs_doors.ways(self.fields)
+        ways = {name: partial(way, self.prompt, self.fields) for name, way in apis.ways.items()}
+        others = inputs_apis.ways(self.fields)
         return ways | {name: partial(way, self.text, self.fields) for name, way in others.items()}
 
 
@@ -90,13 +90,13 @@ def served(launched: tuple[Served, Client]) -> Served:
 
 
 @pytest.fixture(scope="module")
-def doors(launched: tuple[Served, Client]) -> Doors:
-    return Doors(*launched)
+def apis(launched: tuple[Served, Client]) -> Apis:
+    return Apis(*launched)
 
 
 @pytest.fixture(scope="module")
-def inputs_doors(served: Served) -> InputsDoors:
-    return InputsDoors(served)
+def inputs_apis(served: Served) -> InputsApis:
+    return InputsApis(served)
 
 
 @pytest.mark.parametrize("check", use_openai.CHECKS, ids=lambda check: check.__name__)
@@ -140,13 +140,13 @@ def test_top_finds_the_service(served: Served) -> None:
     assert served.root in running_urls()
 
 
-def test_all_doors_give_the_same_tokens(served: Served, doors: Doors, inputs_doors: InputsDoors) -> None:
+def test_all_apis_give_the_same_tokens(served: Served, apis: Apis, inputs_apis: InputsApis) -> None:
     asks = sampled(served)
-    alone = [doors.generate(ask.prompt, ask.fields) for ask in asks]
+    alone = [apis.generate(ask.prompt, ask.fields) for ask in asks]
     assert len({answer.text for answer in alone}) > len(asks) - 4
     tasks = []
     for i, (ask, wanted) in enumerate(zip(asks, alone, strict=True)):
-        ways = ask.through(doors, inputs_doors)
+        ways = ask.through(apis, inputs_apis)
         tasks += [(name, way, ask, wanted) for name, way in ways.items()]
         name = [*ways][i % len(ways)]
         assert_same(ask, f"{name}, alone", ways[name](), wanted)
@@ -176,41 +176,41 @@ def assert_same(ask: Ask, how: str, given: Answer, wanted: Answer) -> None:
     assert given[:4] == wanted[:4], (how, ask, given, wanted)
 
 
-def test_all_doors_score_the_same(served: Served, doors: Doors, inputs_doors: InputsDoors) -> None:
+def test_all_apis_score_the_same(served: Served, apis: Apis, inputs_apis: InputsApis) -> None:
     """Where nothing changes the model's distribution, which some APIs tell of before it is changed."""
     for i, asked in enumerate(served.completions[:6]):
         fields = {"temperature": i % 2, "seed": i, "max_tokens": 12, "logprobs": 0, "ignore_eos": True}
-        wanted = doors.generate(asked.ids, fields)
-        for answer in (doors.complete(asked.ids, fields), doors.complete_stream(asked.ids, fields)):
+        wanted = apis.generate(asked.ids, fields)
+        for answer in (apis.complete(asked.ids, fields), apis.complete_stream(asked.ids, fields)):
             assert answer[:4] == wanted[:4]
             assert answer.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
         fields = {name: fields[name] for name in ("temperature", "seed", "max_tokens")}
-        wanted = doors.generate(asked.ids, {**fields, "logprobs": 0})
-        ways = inputs_doors.ways(fields)
+        wanted = apis.generate(asked.ids, {**fields, "logprobs": 0})
+        ways = inputs_apis.ways(fields)
         assert len(ways) == 5
         for way in ways.values():
             answer = way(asked.prompt, fields)
             assert (answer.text, answer.num_tokens) == (wanted.text, wanted.num_tokens)
             assert answer.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
         fields = {**fields, "logprobs": 0, "ignore_eos": True}
-        wanted = doors.generate(asked.ids, fields)
+        wanted = apis.generate(asked.ids, fields)
         echoed = {**fields, "echo": True}
-        wanted, answer = doors.generate(asked.ids, echoed), doors.complete(asked.ids, echoed)
+        wanted, answer = apis.generate(asked.ids, echoed), apis.complete(asked.ids, echoed)
         assert answer.prompt_logprobs == pytest.approx(wanted.prompt_logprobs, abs=1e-5)
         assert answer.prompt_logprobs == pytest.approx(asked.prompt_logprobs, abs=1e-3)
         assert answer.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
 
 
-def test_chats_are_prompts_rendered(served: Served, doors: Doors) -> None:
+def test_chats_are_prompts_rendered(served: Served, apis: Apis) -> None:
     """transformers renders the chat; the ids of that text through gRPC give what the chat gives over HTTP."""
 
     def ask(i: int) -> None:
         chat = served.chats[i % len(served.chats)]
         fields = {"temperature": (i % 3) * 0.5, "seed": i, "max_tokens": 24, **CHOICES[i % 14]}
         fields.pop("truncate_prompt_tokens", None)
-        wanted = doors.generate(chat.answer.ids, fields)
-        assert doors.chat(chat.messages, fields)[:4] == wanted[:4], (fields, chat.prompt)
-        assert doors.chat_stream(chat.messages, fields)[:4] == wanted[:4], (fields, chat.prompt)
+        wanted = apis.generate(chat.answer.ids, fields)
+        assert apis.chat(chat.messages, fields)[:4] == wanted[:4], (fields, chat.prompt)
+        assert apis.chat_stream(chat.messages, fields)[:4] == wanted[:4], (fields, chat.prompt)
 
     for i in range(4):
         ask(i)

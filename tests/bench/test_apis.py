@@ -1,25 +1,25 @@
-"""A rehearsal of `python -m bench.doors` with few streams, and its table from known times."""
+"""A rehearsal of `python -m bench.apis` with few streams, and its table from known times."""
 
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from bench import doors
-from bench.door_clients import APIS
-from bench.doors import Sample, format_samples
+from bench import apis
+from bench.api_clients import APIS
+from bench.apis import Sample, format_samples
 from bench.service import BenchError
 from tests.support.router.model_of_shard import column
 from tgis.pb import shard_pb2 as pb
 
 
 def test_all_streams_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doors, "STEP_S", 0.002)
-    monkeypatch.setattr(doors, "GATHER_S", 0.02)
-    monkeypatch.setattr(doors, "SLACK", 20)
-    apis = list(APIS)
-    with doors.running(tmp_path, 4, apis) as bench:
-        samples = doors.run(bench, Namespace(streams=[3], apis=apis, rounds=1, steps=20))
+    monkeypatch.setattr(apis, "STEP_S", 0.002)
+    monkeypatch.setattr(apis, "GATHER_S", 0.02)
+    monkeypatch.setattr(apis, "SLACK", 20)
+    names = list(APIS)
+    with apis.running(tmp_path, 4, names) as bench:
+        samples = apis.run(bench, Namespace(streams=[3], apis=names, rounds=1, steps=20))
     assert [(each.api, each.streams, each.tokens) for each in samples] == [(api, 3, 60) for api in apis]
     for each in samples:
         assert each.wall_s >= 20 * 0.002
@@ -27,7 +27,7 @@ def test_all_streams_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_run_of_too_few_steps_is_no_figure() -> None:
-    tokens = doors.RandomTokens()
+    tokens = apis.RandomTokens()
     tokens.watch(3, 60)
     for result in (tokens.result, tokens.rest):
         with pytest.raises(BenchError, match="too few"):
@@ -36,9 +36,9 @@ def test_a_run_of_too_few_steps_is_no_figure() -> None:
 
 def test_the_rest_is_all_after_the_warm_up() -> None:
     """Of two streams of which one begins three steps later, and so ends later."""
-    tokens = doors.RandomTokens(is_fast=True)
+    tokens = apis.RandomTokens(is_fast=True)
     tokens.watch(2, 0)
-    late, num_new, limit = 3, doors.WARM_STEPS + 20, 4 + doors.WARM_STEPS + 20
+    late, num_new, limit = 3, apis.WARM_STEPS + 20, 4 + apis.WARM_STEPS + 20
     lengths = {0: 4, 1: 4}
     for step in range(late + num_new):
         opened = [row for row in (0, 1) if step == row * late]
@@ -50,7 +50,7 @@ def test_the_rest_is_all_after_the_warm_up() -> None:
         for row in rows:
             lengths[row] += 1
     times, num_tokens = tokens.rest()
-    assert num_tokens == 2 * num_new - late - 2 * doors.WARM_STEPS
+    assert num_tokens == 2 * num_new - late - 2 * apis.WARM_STEPS
     assert times.cpu_s == ()
     assert times.wall_s > 0
 

@@ -15,7 +15,7 @@ from bench import worker
 from bench.load import CHANNEL_OPTIONS
 from tgis.pb import generation_pb2 as pb
 
-MODULE = "bench.door_clients"
+MODULE = "bench.api_clients"
 GRPC, COMPLETIONS, CHAT, TOOLS, TGI, LMI = "grpc", "completions", "chat", "tools", "tgi", "lmi"
 APIS = (GRPC, COMPLETIONS, CHAT, TOOLS, TGI, LMI)
 METHOD = "/fmaas.GenerationService/GenerateStream"

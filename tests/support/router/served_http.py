@@ -11,8 +11,8 @@ from typing import Any
 
 from tests.support.router.engine_pair import Scene, open_scene
 from tests.support.router.fake_shard import VOCAB_SIZE
-from tests.support.router.grpc_door import LIMITS, RecordingHandle
 from tests.support.router.model_of_contents import Library
+from tests.support.router.served_grpc import LIMITS, RecordingHandle
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.config.processes import RouterConfig
 from tgis.net.http_server import serve_listener
@@ -37,7 +37,7 @@ LIMITS_OF_HTTP = replace(LIMITS, max_new_tokens=None, include_stop_sequence=Fals
 
 
 @dataclass
-class HttpDoor:
+class ServedHttp:
     scene: Scene
     handle: RecordingHandle
     tokenizer: Tokenizer
@@ -48,7 +48,7 @@ class HttpDoor:
 
 
 @asynccontextmanager
-async def open_http_door(
+async def open_http(
     directory: Path,
     renderer: Any = None,
     info: shard_pb2.InfoResponse | None = None,
@@ -64,8 +64,8 @@ async def open_http_door(
     is_ready: Callable[[], bool] = lambda: True,
     port_options: Mapping[str, Any] | None = None,
     **options: Any,
-) -> AsyncIterator[HttpDoor]:
-    """Open a door; `renderer` is for chats, `tokens` a file of bearer tokens, `library` the
+) -> AsyncIterator[ServedHttp]:
+    """Serve the APIs; `renderer` is for chats, `tokens` a file of bearer tokens, `library` the
     shard's adapters, and `adapter_roots` where clients may find them. `port_options` and `options` are
     further ones of the port and of the router's engine."""
     write_tokenizer(directory, VOCAB_SIZE)
@@ -108,7 +108,7 @@ async def open_http_door(
             async with serve_listener(
                 starlette_of([*probes, api_route(app, apis, config, True)]), listener, config, None
             ) as port:
-                yield HttpDoor(scene, handle, tokenizer, vocabulary, f"http://127.0.0.1:{port}", gate)
+                yield ServedHttp(scene, handle, tokenizer, vocabulary, f"http://127.0.0.1:{port}", gate)
         finally:
             tokenizer.close()
             compiler.close()

@@ -69,7 +69,7 @@ def test_it_tells_what_it_is(tgi: Launched) -> None:
 def test_answers_are_those_of_transformers(tgi: Launched) -> None:
     for i, asked in enumerate(tgi.served.completions):
         fields = {"temperature": 0, "max_tokens": asked.max_tokens}
-        ways = tgi.doors.ways(fields)
+        ways = tgi.apis.ways(fields)
         way = ways[("TGI", "TGI, any", "TGI, streamed")[i % 3]]
         answer = way(asked.prompt, fields)
         assert (answer.text, answer.num_tokens) == (asked.text, len(asked.output_ids))

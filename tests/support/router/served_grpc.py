@@ -61,7 +61,7 @@ class RecordingHandle:
 
 
 @dataclass
-class Door:
+class ServedGrpc:
     scene: Scene
     handle: RecordingHandle
     tokenizer: Tokenizer
@@ -78,14 +78,14 @@ class Door:
 
 
 @asynccontextmanager
-async def open_door(
+async def open_grpc(
     directory: Path,
     tokens_path: Path | None = None,
     files: Files | None = None,
     info: shard_pb2.InfoResponse | None = None,
     limits: RequestLimits = LIMITS,
     **options: Any,
-) -> AsyncIterator[Door]:
+) -> AsyncIterator[ServedGrpc]:
     """`options` are further ones of the router's engine."""
     write_byte_level(directory, VOCAB_SIZE)
     async with open_scene(directory, False, info, **options) as scene:
@@ -106,10 +106,10 @@ async def open_door(
         add_GenerationServiceServicer_to_server(GenerationServicer(service, tokenizer), server)
         port = _open_port(server, files)
         await server.start()
-        door = Door(scene, handle, tokenizer, f"localhost:{port}")
+        served = ServedGrpc(scene, handle, tokenizer, f"localhost:{port}")
         try:
-            async with door_channel(door) as door.stub:
-                yield door
+            async with open_channel(served) as served.stub:
+                yield served
         finally:
             await server.stop(0)
             tokenizer.close()
@@ -118,13 +118,13 @@ async def open_door(
 
 
 @asynccontextmanager
-async def door_channel(
-    door: Door, credentials: grpc.ChannelCredentials | None = None
+async def open_channel(
+    served: ServedGrpc, credentials: grpc.ChannelCredentials | None = None
 ) -> AsyncIterator[GenerationServiceStub]:
     if credentials is None:
-        channel = grpc.aio.insecure_channel(door.target)
+        channel = grpc.aio.insecure_channel(served.target)
     else:
-        channel = grpc.aio.secure_channel(door.target, credentials)
+        channel = grpc.aio.secure_channel(served.target, credentials)
     async with channel:
         yield GenerationServiceStub(channel)
 

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 
 from tests.support.http_exchange import exchange
-from tests.support.router.http_door import HttpDoor, open_http_door
+from tests.support.router.served_http import ServedHttp, open_http
 from tgis.router.chat.renderer import ChatRenderer
 from tgis.router.chat.template import ChatTemplate
 
@@ -22,16 +22,18 @@ HELLO: Any = [{"role": "user", "content": "hello"}]
 
 
 @asynccontextmanager
-async def chat_door(directory: Path, **more: Any) -> AsyncIterator[tuple[HttpDoor, openai.AsyncOpenAI]]:
+async def open_chats(directory: Path, **more: Any) -> AsyncIterator[tuple[ServedHttp, openai.AsyncOpenAI]]:
     renderer = ChatRenderer(ChatTemplate(TEMPLATE))
     try:
-        async with open_http_door(directory, renderer, **more) as door:
-            async with openai.AsyncOpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0) as client:
-                yield door, client
+        async with open_http(directory, renderer, **more) as served:
+            async with openai.AsyncOpenAI(
+                base_url=f"{served.url}/v1", api_key="none", max_retries=0
+            ) as client:
+                yield served, client
     finally:
         renderer.close()
 
 
-async def post(door: HttpDoor, path: str, body: Any, **headers: str) -> tuple[int, Any]:
-    reply = await asyncio.to_thread(exchange, door.url + path, body, headers)
+async def post(served: ServedHttp, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+    reply = await asyncio.to_thread(exchange, served.url + path, body, headers)
     return reply.status, reply.json
