@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tgis.config.option_names import OptionNames
 from tgis.router.requests.api_rules import ApiRules
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class Interface:
     """Returns the handlers of chats and completions that other APIs call. Raises StartupError."""
     accompanies_others: bool = False
     """True if the API is served whenever another API over HTTP is."""
+    option_names: OptionNames | None = None
+    """Names of options that the launcher reads with `--compat`."""
     model_placeholders: tuple[str, ...] = ()
     """Names that clients of this API send as `model` if their user names none. While the API is served, they
     mean the served model in every API."""

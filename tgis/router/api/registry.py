@@ -3,6 +3,9 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tgis.config.aliases.alias import Alias
+from tgis.config.option_names import OptionNames
+from tgis.config.processes import COMPAT
 from tgis.router.api.fmaas.interface import INTERFACE as FMAAS
 from tgis.router.api.interface import Interface
 from tgis.router.api.lmi.interface import INTERFACE as LMI
@@ -15,6 +18,17 @@ if TYPE_CHECKING:
 
 INTERFACES: tuple[Interface, ...] = (FMAAS, OPENAI, TGI, LMI)
 """All APIs. Of several APIs over HTTP that have a path, the last one is asked first whether it answers."""
+
+
+def option_names() -> tuple[OptionNames, ...]:
+    """Return the option names of other servers, in the order of COMPAT."""
+    names = [each.option_names for each in INTERFACES if each.option_names is not None]
+    return tuple(sorted(names, key=lambda one: COMPAT.index(one.name)))
+
+
+def foreign_aliases() -> tuple[Alias, ...]:
+    """Return all flags and variables of other servers."""
+    return tuple(alias for names in option_names() for alias in names.aliases)
 
 
 def http_names() -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from tgis.router.api.interface import Interface
+from tgis.router.api.lmi.options.outcomes import OPTIONS
 from tgis.router.api.lmi.rules import LMI
 
 if TYPE_CHECKING:
@@ -20,4 +21,5 @@ def _build_http_api(parts: "ServiceParts", chats: "ChatApi") -> "HttpApi":
 INTERFACE = Interface(
     rules=LMI,
     build_http_api=_build_http_api,
+    option_names=OPTIONS,
 )

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from tgis.router.api.interface import Interface
 from tgis.router.api.openai.rules import OPENAI
+from tgis.router.api.vllm.options.names import OPTIONS
 
 if TYPE_CHECKING:
     from tgis.router.api.http.chat_api import ChatApi
@@ -28,4 +29,5 @@ INTERFACE = Interface(
     build_http_api=_build_http_api,
     build_chat_api=_build_chat_api,
     accompanies_others=True,
+    option_names=OPTIONS,
 )

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from tgis.router.api.interface import Interface
+from tgis.router.api.tgi.options.names import OPTIONS
 from tgis.router.api.tgi.rules import TGI
 
 if TYPE_CHECKING:
@@ -20,5 +21,6 @@ def _build_http_api(parts: "ServiceParts", chats: "ChatApi") -> "HttpApi":
 INTERFACE = Interface(
     rules=TGI,
     build_http_api=_build_http_api,
+    option_names=OPTIONS,
     model_placeholders=("dummy", "text-generation-inference", "tgi", "default"),
 )

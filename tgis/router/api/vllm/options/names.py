@@ -4,7 +4,9 @@ Names that vLLM and this service share keep this service's meaning and have no r
 named after its flags, so a row has a flag or a variable."""
 
 from tgis.config.aliases.alias import OWN_KERNELS, Alias
-from tgis.config.aliases.vllm_values import (
+from tgis.config.option_names import OptionNames
+from tgis.router.api.vllm.options.arguments import rewrite
+from tgis.router.api.vllm.options.values import (
     at_most,
     only,
     to_adapters,
@@ -301,3 +303,4 @@ REFUSED = (
 VLLM_NAMES = MAPPED + WITHOUT_EFFECT + REFUSED
 DEFAULTS = {"http_api": "openai", "port": 8000, "num_shard": 1, "metrics_alias": "vllm"}
 """Values of vLLM's, for options that are not given."""
+OPTIONS = OptionNames("vllm", "vLLM", VLLM_NAMES, "--model", DEFAULTS, rewrite=rewrite)

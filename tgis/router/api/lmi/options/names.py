@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Mapping
 
 from tgis.config.aliases.alias import OWN_KERNELS, Alias
-from tgis.config.aliases.lmi_values import (
+from tgis.router.api.lmi.options.values import (
     only,
     switch,
     to_bytes,
@@ -17,7 +17,7 @@ from tgis.config.aliases.lmi_values import (
     to_reservation,
     to_scheme,
 )
-from tgis.config.aliases.vllm import VLLM_NAMES
+from tgis.router.api.vllm.options.names import VLLM_NAMES
 
 PREFIX = "option."
 ARGUMENTS = "args."

@@ -2,30 +2,32 @@
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from tgis.cli.lmi_sources import MODEL_FOLDER, SIMPLE, GivenProperty, find_file, read_sources
 from tgis.config import report
 from tgis.config.aliases.alias import Alias
-from tgis.config.aliases.lmi import (
+from tgis.config.checks import DEFAULT, Setting, SettingsError, apply_defaults
+from tgis.config.option import declared, flag_of
+from tgis.config.option_names import OptionNames
+from tgis.config.processes import LauncherConfig
+from tgis.process.gpus import count_gpus, has_gpus
+from tgis.router.api.lmi.options.names import (
     DEFAULT_QUEUE,
     DEFAULTS,
     KEYS,
     MODEL_DIR,
+    MODEL_ID,
     QUEUE,
     SIMPLE_NAMES,
     TENSOR_PARALLEL,
     describe_unknown,
     find_alias,
 )
-from tgis.config.aliases.lmi_values import to_count, to_truth
-from tgis.config.checks import DEFAULT, Setting, SettingsError, apply_defaults
-from tgis.config.option import declared, flag_of
-from tgis.config.processes import LauncherConfig
-from tgis.process.gpus import count_gpus, has_gpus
+from tgis.router.api.lmi.options.sources import MODEL_FOLDER, SIMPLE, GivenProperty, find_file, read_sources
+from tgis.router.api.lmi.options.values import to_count, to_truth
 
 NAME = "lmi"
 SOURCE = f"--compat {NAME}"
@@ -68,43 +70,45 @@ class Outcome:
         return _shown(self.given.text) if is_known else report.HIDDEN
 
 
-def forget_shared_names(settings: dict[str, Setting], defaults: Mapping[str, Any]) -> None:
-    """Take back what was read from variables of ours that LMI has too: they have LMI's meaning."""
-    for name, setting in settings.items():
-        if setting.source in SIMPLE_NAMES:
-            settings[name] = Setting(defaults[name])
+class LmiOutcomes(list[Outcome]):
+    """Outcomes of all names that were given."""
+
+    def describe(self) -> list[str]:
+        """Return the lines of a report."""
+        return ["properties:", *(f"  {one.line}" for one in self)] if self else []
+
+    def to_notices(self, settings: Mapping[str, Setting]) -> list[tuple[int, str]]:
+        """Return the lines to log, with their levels. Raises SettingsError for the first refused name."""
+        for one in self:
+            if one.verdict is Verdict.REFUSED:
+                raise SettingsError(one.given.where + one.text)
+        ours = [f"{name}={report.shown(one.value)}" for name, one in settings.items() if one.source == SOURCE]
+        notices = [(one.verdict.value[0], one.line) for one in self]
+        return [*notices, (logging.INFO, f"{SOURCE} sets what is not given: {' '.join(ours)}")]
 
 
-def apply_properties(settings: dict[str, Setting], read: ReadValue) -> list[Outcome]:
-    """Set the options that LMI's names mean, and those that follow from them. Raises SettingsError and
-    PropertiesError."""
-    path = find_file(settings["properties"].value)
-    outcomes = _Application(settings, read).apply(read_sources(path))
-    queued = DEFAULT_QUEUE + settings["max_batch_size"].value
-    apply_defaults({**DEFAULTS, "max_concurrent_requests": queued}, settings, SOURCE)
-    if all(settings[name].source == DEFAULT for name in ("num_gpus", "sharded")):
-        apply_defaults({"num_shard": _count_visible(settings)}, settings, SOURCE)
-    for folder in (*([path.parent] if path else []), MODEL_FOLDER):
-        if (folder / "config.json").is_file():
-            apply_defaults({"model_name": str(folder)}, settings, SOURCE)
-    return outcomes
+class LmiPropertyReader:
+    """Reader of serving.properties and of LMI's variables."""
 
+    def forget_shared_names(self, settings: dict[str, Setting], defaults: Mapping[str, Any]) -> None:
+        """Reset the options that were set by variables which LMI has too: they have LMI's meaning."""
+        for name, setting in settings.items():
+            if setting.source in SIMPLE_NAMES:
+                settings[name] = Setting(defaults[name])
 
-def describe(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the lines of a report."""
-    return ["properties:", *(f"  {one.line}" for one in outcomes)] if outcomes else []
-
-
-def to_notices(outcomes: Sequence[Outcome], settings: Mapping[str, Setting]) -> list[tuple[int, str]]:
-    """Return the lines to log, with their levels. Raises SettingsError for the first refused name."""
-    for one in outcomes:
-        if one.verdict is Verdict.REFUSED:
-            raise SettingsError(one.given.where + one.text)
-    if "compat" not in settings or settings["compat"].value != NAME:
-        return []
-    ours = [f"{name}={report.shown(one.value)}" for name, one in settings.items() if one.source == SOURCE]
-    notices = [(one.verdict.value[0], one.line) for one in outcomes]
-    return [*notices, (logging.INFO, f"{SOURCE} sets what is not given: {' '.join(ours)}")]
+    def apply(self, settings: dict[str, Setting], read: ReadValue) -> LmiOutcomes:
+        """Set the options that LMI's names mean, and those that follow from them. Raises SettingsError and
+        PropertiesError."""
+        path = find_file(settings["properties"].value)
+        outcomes = _Application(settings, read).apply(read_sources(path))
+        queued = DEFAULT_QUEUE + settings["max_batch_size"].value
+        apply_defaults({**DEFAULTS, "max_concurrent_requests": queued}, settings, SOURCE)
+        if all(settings[name].source == DEFAULT for name in ("num_gpus", "sharded")):
+            apply_defaults({"num_shard": _count_visible(settings)}, settings, SOURCE)
+        for folder in (*([path.parent] if path else []), MODEL_FOLDER):
+            if (folder / "config.json").is_file():
+                apply_defaults({"model_name": str(folder)}, settings, SOURCE)
+        return outcomes
 
 
 class _Application:
@@ -113,9 +117,9 @@ class _Application:
         self._firsts: dict[str, GivenProperty] = {}  # by key
         self._holders: dict[str, GivenProperty] = {}  # by the option that they set
 
-    def apply(self, given: Iterable[GivenProperty]) -> list[Outcome]:
+    def apply(self, given: Iterable[GivenProperty]) -> LmiOutcomes:
         ordered = sorted(given, key=lambda one: one.key in LAST)
-        return [Outcome(one, *self._decide(one)) for one in ordered]
+        return LmiOutcomes(Outcome(one, *self._decide(one)) for one in ordered)
 
     def _decide(self, one: GivenProperty) -> tuple[Verdict, str]:
         first = self._firsts.setdefault(one.key, one)
@@ -181,3 +185,6 @@ def _count_visible(settings: Mapping[str, Setting]) -> int:
 
 def _shown(text: str) -> str:
     return report.shown(text)[:MAX_SHOWN_CHARS]
+
+
+OPTIONS = OptionNames(NAME, "LMI", (), MODEL_ID, properties=LmiPropertyReader())

@@ -3,6 +3,8 @@
 Names that TGI and this service share keep this service's meaning and have no row."""
 
 from tgis.config.aliases.alias import OWN_KERNELS, Alias
+from tgis.config.option_names import OptionNames
+from tgis.router.api.tgi.options.arguments import join_repeated
 
 NO_TUNNEL = "this service opens no tunnels: leave it out and use an ingress of your own"
 CHUNKED = "prompts are computed in chunks beside running requests"
@@ -65,4 +67,12 @@ DEFAULTS = {
     "shutdown_timeout": 90,
 }
 """Values of TGI's, for options that are not given; `sharded` is this service's own choice."""
-SHARED_SHORT_FLAG = "-g"  # TGI's --graceful-termination-timeout, our --grpc-port
+OPTIONS = OptionNames(
+    "tgi",
+    "TGI",
+    TGI_NAMES,
+    "--model-id",
+    DEFAULTS,
+    rewrite=join_repeated,
+    ambiguous_flags={"-g": "--grpc-port or --graceful-termination-timeout"},
+)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tgis.config.aliases.lmi import ARGUMENTS, MODEL_DIR, PREFIX, SIMPLE_NAMES
 from tgis.config.checks import SettingsError
-from tgis.config.java_properties import PropertiesError, parse_properties
+from tgis.router.api.lmi.options.java_properties import PropertiesError, parse_properties
+from tgis.router.api.lmi.options.names import ARGUMENTS, MODEL_DIR, PREFIX, SIMPLE_NAMES
 
 FILE, VARIABLES, SIMPLE = range(3)  # ranks: the least one counts
 FILE_NAME = "serving.properties"

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tgis.config.java_properties import PropertiesError, parse_properties
+from tgis.router.api.lmi.options.java_properties import PropertiesError, parse_properties
 
 BLANKS, ENDS = " \t\f", "\r\n"
 LETTERS = {"t": "\t", "n": "\n", "r": "\r", "f": "\f"}

@@ -4,8 +4,8 @@ a value or with `no`, and the model before all flags."""
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from tgis.config.aliases.vllm_values import SEPARATOR
 from tgis.config.serving import GENERATION_CONFIG_NONE
+from tgis.router.api.vllm.options.values import SEPARATOR
 
 SEVERAL = {
     "--served-model-name": ",",
