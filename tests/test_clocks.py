@@ -17,7 +17,7 @@ ALLOWED = {
     "prompts/snapshot.py": "the age of a file",
     "cli/top/screen.py": "the time of a frame",
     "router/api/openai/dates.py": "when an answer was made",
-    "router/metrics/vllm_series.py": "when adapters were counted, which is a series' value in vLLM",
+    "router/api/vllm/series.py": "when adapters were counted, which is a series' value in vLLM",
 }
 
 

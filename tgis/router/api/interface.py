@@ -3,8 +3,8 @@
 The command line and the engine process read descriptions too, so that these import no handlers: only the
 functions do that build what serves an API."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tgis.config.option_names import OptionNames
@@ -17,12 +17,15 @@ if TYPE_CHECKING:
     from tgis.router.api.http.http_api import HttpApi
     from tgis.router.api.http.service_parts import ServiceParts
     from tgis.router.api.service import GenerationService
+    from tgis.router.metrics.aliased_series import MakeAliases
     from tgis.router.text.tokenizer import Tokenizer
 
 AddServicer = Callable[["grpc.aio.Server", "GenerationService", "Tokenizer"], None]
 """Adds a servicer to a server."""
 BuildHttpApi = Callable[["ServiceParts", "ChatApi"], "HttpApi"]
 """Returns the routes and error form of an API over HTTP. Raises StartupError."""
+AliasMetrics = Callable[[str, int], "MakeAliases"]
+"""Returns what makes the series, for the model's name and the maximum length of a sequence."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -38,6 +41,8 @@ class Interface:
     """True if the API is served whenever another API over HTTP is."""
     option_names: OptionNames | None = None
     """Names of options that the launcher reads with `--compat`."""
+    metric_aliases: Mapping[str, AliasMetrics] = field(default_factory=dict)
+    """Values of `--metrics-alias` for series under the names of servers of this API."""
     model_placeholders: tuple[str, ...] = ()
     """Names that clients of this API send as `model` if their user names none. While the API is served, they
     mean the served model in every API."""

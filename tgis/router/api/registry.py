@@ -7,7 +7,7 @@ from tgis.config.aliases.alias import Alias
 from tgis.config.option_names import OptionNames
 from tgis.config.processes import COMPAT
 from tgis.router.api.fmaas.interface import INTERFACE as FMAAS
-from tgis.router.api.interface import Interface
+from tgis.router.api.interface import AliasMetrics, Interface
 from tgis.router.api.lmi.interface import INTERFACE as LMI
 from tgis.router.api.openai.interface import INTERFACE as OPENAI
 from tgis.router.api.tgi.interface import INTERFACE as TGI
@@ -29,6 +29,11 @@ def option_names() -> tuple[OptionNames, ...]:
 def foreign_aliases() -> tuple[Alias, ...]:
     """Return all flags and variables of other servers."""
     return tuple(alias for names in option_names() for alias in names.aliases)
+
+
+def metric_aliases() -> dict[str, AliasMetrics]:
+    """Return the values of `--metrics-alias`, each with what makes its series."""
+    return {name: make for each in INTERFACES for name, make in each.metric_aliases.items()}
 
 
 def http_names() -> tuple[str, ...]:

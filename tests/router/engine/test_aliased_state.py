@@ -3,7 +3,7 @@
 import pytest
 
 from tgis.router.adapters.residency import AdapterCache, AdapterEntry
-from tgis.router.engine.vllm_state import max_loras
+from tgis.router.engine.aliased_state import max_loras
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.sequence import AdapterInfo, AdapterKind
 

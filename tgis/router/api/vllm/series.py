@@ -5,7 +5,6 @@ import time
 from collections import Counter as Tally
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
 
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -15,6 +14,7 @@ from prometheus_client.metrics_core import (
 )
 
 from tgis.router.events import Timings
+from tgis.router.metrics.aliased_series import AliasedMetrics, CacheShape, LoraUse
 from tgis.router.metrics.gauges import Gauge, LabelledGauge
 from tgis.router.metrics.metric_types import Counter, Histogram, Series
 from tgis.router.metrics.storage import Labels, Storage
@@ -53,40 +53,6 @@ FINISHED = {
 """vLLM's words for the reasons of texts that ended, the same as in answers of OpenAI's API."""
 FAILED = {"cancelled": "abort", "slow_reader": "abort", "generate": "error"}
 """vLLM's words for the failures that it counts among the finished requests."""
-
-
-class CacheShape(NamedTuple):
-    block_size: int
-    num_blocks: int
-
-
-class LoraUse(NamedTuple):
-    """LoRA adapters by id: those of running and those of waiting sequences."""
-
-    most: int
-    """Most adapters that may be in use at once."""
-    running: Sequence[str]
-    waiting: Sequence[str]
-
-
-class AliasedMetrics(Protocol):
-    """Series that vLLM's are read from."""
-
-    queue_size: Gauge
-    requests_running: Gauge
-    kv_cache_usage: Gauge
-    prefix_cache_queries: Counter
-    prefix_cache_hits: Counter
-    preemptions: Counter
-    request_success: Counter
-    request_failure: Counter
-    request_max_new_tokens: Histogram
-    request_generated_tokens: Histogram
-    request_duration: Histogram
-    request_queue_duration: Histogram
-    request_inference_duration: Histogram
-    first_token_duration: Histogram
-    inter_token_duration: Histogram
 
 
 class CounterView:
@@ -162,8 +128,11 @@ class VllmSeries:
         self._prompt_tokens.add(amount=num_input_tokens)
 
     def call(self, num_texts: int) -> "VllmCall":
-        """Begin a call whose inputs have that many texts each."""
+        """Begin a call that generates so many texts for each input."""
         return VllmCall(self, num_texts)
+
+    def observe_step(self, num_tokens: int) -> None:
+        self._step_tokens.observe(num_tokens)
 
     def follow_cache(self, read: Callable[[], CacheShape]) -> None:
         def labels() -> dict[Labels, float]:
@@ -175,9 +144,9 @@ class VllmSeries:
     def follow_loras(self, read: Callable[[], LoraUse]) -> None:
         def labels() -> dict[Labels, float]:
             use = read()
-            if not use.most:
+            if not use.maximum:
                 return {}
-            return {(str(use.most), ",".join(use.running), ",".join(use.waiting)): time.time()}
+            return {(str(use.maximum), ",".join(use.running), ",".join(use.waiting)): time.time()}
 
         self._loras.follow(labels)
 
@@ -237,7 +206,7 @@ class VllmSeries:
             "Generated tokens of the longest text of each input whose texts all succeeded",
             self._lengths,
         )
-        self.iteration_tokens = self._observed(
+        self._step_tokens = self._observed(
             "iteration_tokens_total", "Tokens that a step computed", TOKENS_OF_STEP
         )
 

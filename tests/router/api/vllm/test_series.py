@@ -20,10 +20,11 @@ from tests.support.router.model_of_contents import Library, adapter
 from tests.support.router.router_process import Setup, start_router, stop_router
 from tgis.pb import generation_pb2 as pb
 from tgis.pb import shard_pb2
+from tgis.router.api.vllm.series import HistogramView, VllmSeries
 from tgis.router.events import Timings
 from tgis.router.metrics.metric_types import Histogram
 from tgis.router.metrics.metrics import MetricLimits, Metrics
-from tgis.router.metrics.vllm_series import HistogramView
+from tgis.router.metrics.storage import MemoryStorage
 
 MODEL, ADAPTER = "small/model", "german"
 NUM_BLOCKS, BLOCK_SIZE = 30, 8  # for one long input and a bit
@@ -272,8 +273,7 @@ def test_texts_of_one_prompt_are_one_request(watched: Watched) -> None:
 
 def test_the_longest_text_of_an_input_counts() -> None:
     """Whatever the order in which the texts end; an input with a text that does not end counts nowhere."""
-    vllm = Metrics(MetricLimits(64, 32, 4), MODEL).vllm
-    assert vllm is not None
+    vllm = VllmSeries(MODEL, 64, Metrics(MetricLimits(64, 32, 4)), MemoryStorage())
     call = vllm.call(3)
     for index, length in ((4, 9), (0, 4), (2, 7), (6, 30), (3, 12), (1, 2), (5, 1), (7, 31)):
         call.finish(index, 5, length, Timings(0.0, 0.1, 0.2))

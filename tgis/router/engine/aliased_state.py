@@ -1,22 +1,24 @@
-"""Shows the engine's cache and LoRA adapters in vLLM's series."""
+"""Shows the engine's cache and LoRA adapters in the series under another server's names."""
 
 from collections.abc import Iterable
 
 from tgis.router.adapters.residency import AdapterCache
-from tgis.router.metrics.vllm_series import CacheShape, LoraUse, VllmSeries
+from tgis.router.metrics.aliased_series import AliasedSeries, CacheShape, LoraUse
 from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.sequence import Sequence
 
 
-def follow_engine(vllm: VllmSeries, scheduler: Scheduler, loras: AdapterCache, max_batch_size: int) -> None:
+def follow_engine(
+    aliases: AliasedSeries, scheduler: Scheduler, loras: AdapterCache, max_batch_size: int
+) -> None:
     """Make every scrape read the engine, so that steps need no work for it."""
 
     def lora_use() -> LoraUse:
-        most = max_loras(loras, max_batch_size)
-        return LoraUse(most, _lora_ids(scheduler.running), _lora_ids(scheduler.waiting))
+        maximum = max_loras(loras, max_batch_size)
+        return LoraUse(maximum, _lora_ids(scheduler.running), _lora_ids(scheduler.waiting))
 
-    vllm.follow_cache(lambda: CacheShape(scheduler.pool.block_size, scheduler.pool.num_blocks))
-    vllm.follow_loras(lora_use)
+    aliases.follow_cache(lambda: CacheShape(scheduler.pool.block_size, scheduler.pool.num_blocks))
+    aliases.follow_loras(lora_use)
 
 
 def max_loras(loras: AdapterCache, max_batch_size: int) -> int:
