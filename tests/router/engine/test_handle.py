@@ -1,4 +1,4 @@
-"""The seam between doors and engine, in both implementations: the engine's own handle, and a split one, whose
+"""The seam between APIs and engine, in both implementations: the engine's own handle, and a split one, whose
 values cross as bytes."""
 
 import asyncio

@@ -83,7 +83,7 @@ class Case:
     adapter_id: str | None
     has_inputs: bool
     stop_at: int | None
-    """Number of tokens after which the door finds a stop sequence."""
+    """Number of tokens after which the router worker finds a stop sequence."""
 
     def expected(self) -> list[int]:
         digests = join_digests(LORAS[self.adapter_id], IDS[self.prefix_id])

@@ -1,5 +1,5 @@
-"""The service of all doors: a call in plain values is accounted for, admitted, validated and generated.
-Doors translate from its protocol and back."""
+"""The service behind all APIs: accounts for a call in plain values, admits, validates and generates it. APIs
+translate from their protocols and back."""
 
 import asyncio
 import time
@@ -13,8 +13,8 @@ from tgis.router.engine.handle import ClaimId, EngineHandle, LimitedWork, Sequen
 from tgis.router.errors import RequestError
 from tgis.router.events import Ended, Failure, InputTokens, Output
 from tgis.router.requests.accounting import Accounting, CallAccount, Record
+from tgis.router.requests.api_rules import ApiRules
 from tgis.router.requests.call import GenerationCall, Metadata
-from tgis.router.requests.doors import FMAAS, Door
 from tgis.router.requests.validation import Validator
 from tgis.router.sequence import Details, TokenDetail
 from tgis.router.text.detokenizer import Vocabulary
@@ -138,15 +138,15 @@ class GenerationService:
             self._engine.release(claim_id)
 
     async def tokenize(
-        self, job: TokenizeJob, door: Door, metadata: Metadata, connection: Hashable, refusal: str = ""
+        self, job: TokenizeJob, api: ApiRules, metadata: Metadata, connection: Hashable, refusal: str = ""
     ) -> bytes:
-        """Return the job's serialized answer. A `refusal` says why the door cannot read the call. Raises
+        """Return the job's serialized answer. A `refusal` says why the API cannot read the call. Raises
         RouterError."""
         started_at, metrics = time.monotonic(), self._accounting.metrics
         metrics.tokenize_count.add()
         metrics.tokenize_input_count.add(amount=job.num_texts)
         with (
-            self._accounting.tracing.call(door, job.method, metadata),
+            self._accounting.tracing.call(api, job.method, metadata),
             self._accounting.counting_refusals(job.method),
         ):
             claim_id = await self._engine.acquire(1, LimitedWork.TOKENIZATION)
@@ -160,15 +160,13 @@ class GenerationService:
         metrics.tokenize_duration.observe(time.monotonic() - started_at)
         return response
 
-    def model_info(self, metadata: Metadata, refusal: str) -> ModelInfo:
+    def model_info(self, api: ApiRules, metadata: Metadata, refusal: str) -> ModelInfo:
         """Return facts about the model. Raises RequestError if there is a `refusal`."""
         limits, accounting = self._validator.limits, self._accounting
-        with accounting.tracing.call(FMAAS, "ModelInfo", metadata), accounting.counting_refusals("ModelInfo"):
+        with accounting.tracing.call(api, "ModelInfo", metadata), accounting.counting_refusals("ModelInfo"):
             if refusal:
                 raise RequestError(refusal)
-            return ModelInfo(
-                self.is_encoder_decoder, limits.max_sequence_length, limits.most_new_tokens(FMAAS)
-            )
+            return ModelInfo(self.is_encoder_decoder, limits.max_sequence_length, limits.most_new_tokens(api))
 
     @asynccontextmanager
     async def _admit(self, call: GenerationCall, account: CallAccount) -> AsyncIterator[_Admitted]:

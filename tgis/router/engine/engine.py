@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 
 from tgis import failpoints
 from tgis.router.adapters.residency import AdapterResidency
+from tgis.router.engine.aliased_state import follow_engine
 from tgis.router.engine.live_request import LiveRequest
 from tgis.router.engine.step_metrics import StepMetrics
 from tgis.router.engine.token_timeouts import TokenTimeouts
-from tgis.router.engine.vllm_state import follow_engine
 from tgis.router.errors import Code, internal_error
 from tgis.router.events import Failed, Failure, InputTokens
 from tgis.router.metrics.metrics import Metrics
@@ -62,9 +62,9 @@ class Engine:
         self._requests = ResourceCount()
         metrics.requests_live.follow(lambda: len(self._live))
         metrics.follow_resource("request", self._requests)
-        if metrics.vllm is not None:
+        if metrics.aliases is not None:
             loras = residency.caches[AdapterKind.LORA]
-            follow_engine(metrics.vllm, self.scheduler, loras, max_batch_size)
+            follow_engine(metrics.aliases, self.scheduler, loras, max_batch_size)
 
     @property
     def num_live(self) -> int:
@@ -218,8 +218,8 @@ class Engine:
         if times.first_token_at is None:
             times.first_token_at = now
             self._metrics.first_token_duration.observe(now - times.accepted_at)
-            if self._metrics.vllm is not None:
-                self._metrics.vllm.begin(live.sequence.num_input_tokens)
+            if self._metrics.aliases is not None:
+                self._metrics.aliases.begin(live.sequence.num_input_tokens)
             live.deliver_encoder_inputs()
         else:
             self._metrics.inter_token_duration.observe(now - times.last_token_at)

@@ -45,8 +45,8 @@ class Accounting:
     @contextmanager
     def open(self, call: GenerationCall) -> "Iterator[CallAccount]":
         """Begin a call. Exceptions that end it early pass through."""
-        log = CallLog(call, correlation_id(call.metadata, call.door), self.log_text_chars)
-        with self.tracing.call(call.door, call.method, call.metadata) as span, log:
+        log = CallLog(call, correlation_id(call.metadata, call.api), self.log_text_chars)
+        with self.tracing.call(call.api, call.method, call.metadata) as span, log:
             span.set_call(call, log.request_id, log.correlation_id)
             account = CallAccount(self.metrics, log, span)
             with account.counting_failures():
@@ -71,7 +71,7 @@ class CallAccount:
         self._kind, num_inputs = log.call.kind, len(log.call.texts)
         self.request_id = log.request_id
         self._num_waiting = num_inputs * log.call.parameters.n  # texts that have not begun
-        self._vllm = None if metrics.vllm is None else metrics.vllm.call(log.call.parameters.n)
+        self._aliased_call = None if metrics.aliases is None else metrics.aliases.call(log.call.parameters.n)
         metrics.request_count.add(self._kind)
         if num_inputs:
             metrics.request_input_count.add(amount=num_inputs)
@@ -160,8 +160,8 @@ class CallAccount:
         if num_generated:
             metrics.request_inference_duration.observe(timings.inference_s)
             metrics.request_mean_time_per_token_duration.observe(timings.inference_s / num_generated)
-        if self._vllm is not None:
-            self._vllm.finish(index, len(spec.input_ids), num_generated, timings)
+        if self._aliased_call is not None:
+            self._aliased_call.finish(index, len(spec.input_ids), num_generated, timings)
 
 
 def _counted_parameters(call: GenerationCall) -> Iterator[str]:

@@ -12,6 +12,7 @@ MAX_LOGIT_BIASES = 1024
 MAX_BIAS = 100
 MAX_STOP_TOKEN_IDS = 64
 MAX_CACHE_SALT_BYTES = 256
+NUM_SEEDS = 2**64  # other seeds, negative ones too, are taken modulo this where an API allows them
 
 
 class Rule(NamedTuple):
@@ -53,7 +54,7 @@ class ParameterInfo:
     """Value of a parameter that the client did not set."""
     rule: Rule | Range | None = None
     """Rule that TGIS lacks, checked after TGIS's own; unset and empty values need none. An API that reads the
-    parameter from a text checks it at once, to name it as its clients do."""
+    parameter from a text checks it at once, to refuse it by the name that its clients know."""
     is_counted: bool = False
     """True if metrics count the calls that set it: fmaas's messages do not have it."""
     span_attribute: SpanAttribute | None = None

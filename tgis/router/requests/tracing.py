@@ -14,10 +14,10 @@ from opentelemetry.util.types import AttributeValue
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.errors import StartupError
 from tgis.router.events import Output
+from tgis.router.requests.api_rules import ApiRules
 from tgis.router.requests.call import GenerationCall, Metadata
-from tgis.router.requests.doors import Door
 from tgis.router.requests.parameters import PARAMETERS, Parameters
-from tgis.router.requests.span_protocols import CHAT_METHOD, Attributes, span_protocol
+from tgis.router.requests.span_protocols import Attributes, span_protocol
 
 if TYPE_CHECKING:
     from tgis.router.requests.otlp import SpanExport
@@ -48,11 +48,11 @@ class Tracing:
     def __init__(self, export: "SpanExport | None" = None) -> None:
         self._export = export
 
-    def call(self, door: Door, method: str, metadata: Metadata) -> "CallSpan":
+    def call(self, api: ApiRules, method: str, metadata: Metadata) -> "CallSpan":
         """Start a span of `method`, for example `Generate` or `Completion`, below the caller's span if
         the metadata name one. If the caller's trace is not sampled, the span records nothing."""
         export = self._export
-        return CallSpan(_start(export.tracer, door, method, metadata) if export else INVALID_SPAN, door)
+        return CallSpan(_start(export.tracer, api, method, metadata) if export else INVALID_SPAN, api)
 
     def close(self) -> None:
         """Send what is queued. This blocks for a bounded time."""
@@ -63,9 +63,9 @@ class Tracing:
 class CallSpan:
     """Span of one call, without texts. As a context manager it takes the status from a passing exception."""
 
-    def __init__(self, span: Span, door: Door) -> None:
+    def __init__(self, span: Span, api: ApiRules) -> None:
         self._span, self._started_at = span, time.monotonic()
-        self._protocol = span_protocol(door)
+        self._protocol = span_protocol(api)
         self._has_begun = self._is_stream = False
         self._input_tokens = self._cached_tokens = self._output_tokens = 0
         self._num_siblings = 1
@@ -90,7 +90,7 @@ class CallSpan:
     def set_call(self, call: GenerationCall, request_id: str, correlation_id: str) -> None:
         if self._span.is_recording():
             self._num_siblings, self._is_stream = call.parameters.n, call.kind == "stream"
-            self._has_begun = self._is_stream and call.door.begins_streams_at_once
+            self._has_begun = self._is_stream and call.api.begins_streams_at_once
             attributes: Attributes = {
                 "gen_ai.request.id": request_id,
                 "tgis.correlation_id": correlation_id,
@@ -136,10 +136,10 @@ class CallSpan:
         }
 
 
-def _start(tracer: Tracer, door: Door, method: str, metadata: Metadata) -> Span:
+def _start(tracer: Tracer, api: ApiRules, method: str, metadata: Metadata) -> Span:
     """Start a call's span, with attributes under the names that dashboards use and their successors."""
     carrier: dict[str, list[str]] = {}
-    protocol = span_protocol(door)
+    protocol = span_protocol(api)
     for key, value in metadata:
         if key in ("traceparent", "tracestate") and isinstance(value, str):
             carrier.setdefault(key, []).append(value)
@@ -155,7 +155,7 @@ def _start(tracer: Tracer, door: Door, method: str, metadata: Metadata) -> Span:
 
 def _call_attributes(call: GenerationCall) -> Attributes:
     attributes: Attributes = {
-        "gen_ai.operation.name": "chat" if call.method == CHAT_METHOD else "text_completion",
+        "gen_ai.operation.name": "chat" if call.method in call.api.chat_methods else "text_completion",
         "gen_ai.provider.name": "tgis",
         "gen_ai.request.stream": call.kind == "stream",
         "tgis.input_count": len(call.texts),

@@ -13,8 +13,8 @@ from tgis.router.engine.handle import EngineInfo, SequenceSpec
 from tgis.router.errors import InputTooLongError, RequestError
 from tgis.router.grammar.compiler import REASONING, Constraint, GrammarCompiler, read_constraint
 from tgis.router.metrics.metrics import Metrics
+from tgis.router.requests.api_rules import ALMOST_GREEDY, MAX_INPUTS, MAX_N, ApiRules
 from tgis.router.requests.call import GenerationCall
-from tgis.router.requests.doors import ALMOST_GREEDY, MAX_INPUTS, MAX_N, Door
 from tgis.router.requests.parameters import RULES, Parameters
 from tgis.router.sequence import CacheSalt, CallAdapters, Details, Grammar, Stopping
 from tgis.router.text.stop_sequences import StopSequences
@@ -40,7 +40,7 @@ class RequestLimits:
 
     max_sequence_length: int
     max_new_tokens: int | None
-    """None if the operator sets no bound; each door has one of its own then."""
+    """None if the operator sets no bound; each API has one of its own then."""
     max_top_n_tokens: int
     max_guided_bytes: int
     include_stop_sequence: bool
@@ -54,20 +54,20 @@ class RequestLimits:
     max_client_batch_size: int | None = None
     allows_guided: bool = True
 
-    def most_new_tokens(self, door: Door) -> int:
+    def most_new_tokens(self, api: ApiRules) -> int:
         """Return the bound of a call's `max_new_tokens`."""
-        most = door.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens
+        most = api.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens
         room = self.max_sequence_length - 1
         return room if most is None else min(most, room)
 
-    def most_stop_sequences(self, door: Door) -> int:
-        most, of_door = self.max_stop_sequences, door.max_stop_sequences
+    def most_stop_sequences(self, api: ApiRules) -> int:
+        most, of_api = self.max_stop_sequences, api.max_stop_sequences
         if most is None:
-            return of_door
-        return max(most, of_door) if door.keeps_its_stop_bound else most
+            return of_api
+        return max(most, of_api) if api.keeps_its_stop_bound else most
 
-    def most_best_of(self, door: Door) -> int:
-        return door.max_best_of if self.max_best_of is None else self.max_best_of
+    def most_best_of(self, api: ApiRules) -> int:
+        return api.max_best_of if self.max_best_of is None else self.max_best_of
 
     @property
     def most_inputs(self) -> int:
@@ -85,24 +85,24 @@ class CheckedCall(NamedTuple):
 
 
 def check_parameters(
-    params: Parameters, door: Door, limits: RequestLimits, eos_token_ids: frozenset[int], vocab_size: int
+    params: Parameters, api: ApiRules, limits: RequestLimits, eos_token_ids: frozenset[int], vocab_size: int
 ) -> CheckedCall:
     """Check everything that needs neither a compiled grammar nor tokenized inputs. The time limit's clock
     starts here. Raises RequestError for the first rule that is broken; those that TGIS lacks come last."""
     deadline = time.monotonic() + params.time_limit_ms / 1000
-    sampling = _check_sampling(params, door, limits)
-    most, min_new_tokens = limits.most_new_tokens(door), params.min_new_tokens
-    max_new_tokens = params.max_new_tokens or door.default_max_new_tokens or most
+    sampling = _check_sampling(params, api, limits)
+    most, min_new_tokens = limits.most_new_tokens(api), params.min_new_tokens
+    max_new_tokens = params.max_new_tokens or api.default_max_new_tokens or most
     # Without the operator's bound, the room that the input leaves is the only one, and shortens the answer.
-    is_bounded = limits.max_new_tokens is not None or door.max_new_tokens is not None
+    is_bounded = limits.max_new_tokens is not None or api.max_new_tokens is not None
     fits = max_new_tokens <= most or not is_bounded
     _require(fits, f"max_new_tokens must be <= {most}", parameter="max_new_tokens")
     fits = min_new_tokens <= max_new_tokens
     _require(fits, "min_new_tokens must be <= max_new_tokens", parameter="min_new_tokens")
     _check_penalties(sampling)
     constraint = _check_guided(params, limits)
-    details = _check_details(params, door, limits)
-    refusal = STOP_SEQUENCES_TEXT.format(limits.most_stop_sequences(door))
+    details = _check_details(params, api, limits)
+    refusal = STOP_SEQUENCES_TEXT.format(limits.most_stop_sequences(api))
     for stop in params.stop_sequences:
         _require(0 < len(stop.encode()) <= MAX_STOP_SEQUENCE_BYTES, refusal, parameter="stop_sequences")
     _check_rules(params, vocab_size)
@@ -145,7 +145,7 @@ class Validator:
         """Check a call's parameters, as `check_parameters` does."""
         info = self._info()
         eos = info.eos_token_ids | self._tokenizer.eos_token_ids
-        checked = check_parameters(call.parameters, call.door, self.limits, eos, info.vocab_size)
+        checked = check_parameters(call.parameters, call.api, self.limits, eos, info.vocab_size)
         salt = CacheSalt(call.tenant, call.parameters.cache_salt)
         return checked._replace(spec=checked.spec._replace(cache_salt=salt))
 
@@ -199,7 +199,7 @@ class Validator:
             ids, params.truncate_input_tokens, call.adds_special_tokens and not call.inputs_are_ids
         )
         num_left = self._check_length(num_inputs, str(num_inputs), spec)
-        if not call.door.shortens_texts and params.max_new_tokens > num_left:
+        if not call.api.shortens_texts and params.max_new_tokens > num_left:
             raise InputTooLongError("max_new_tokens do not fit after the input", num_inputs, "max_new_tokens")
         vocab_size, largest = info.vocab_size, max(token_ids, default=-1)
         _require(
@@ -245,7 +245,7 @@ def _require_in_range(name: str, value: float) -> None:
     _require(allowed.allows(value), allowed.refusal, parameter=name)
 
 
-def _check_sampling(params: Parameters, door: Door, limits: RequestLimits) -> Sampling:
+def _check_sampling(params: Parameters, api: ApiRules, limits: RequestLimits) -> Sampling:
     """Return the parameters. The penalties of decoding are checked later, as in TGIS."""
     start_index, decay_factor = params.length_penalty or (0, 1.0)
     greedy = Sampling(
@@ -259,7 +259,7 @@ def _check_sampling(params: Parameters, door: Door, limits: RequestLimits) -> Sa
     temperature = 1.0 if params.temperature is None else params.temperature
     if not params.sample or temperature == 0:
         return greedy
-    _require(door.temperature.allows(temperature), door.temperature.refusal, parameter="temperature")
+    _require(api.temperature.allows(temperature), api.temperature.refusal, parameter="temperature")
     if temperature < ALMOST_GREEDY:
         return greedy
     sampled = replace(greedy, greedy=False, **_same_named(params, random_only=True))
@@ -287,11 +287,11 @@ def _check_guided(params: Parameters, limits: RequestLimits) -> Constraint | Non
     return constraint
 
 
-def _check_details(params: Parameters, door: Door, limits: RequestLimits) -> Details:
-    most_stops = limits.most_stop_sequences(door)
+def _check_details(params: Parameters, api: ApiRules, limits: RequestLimits) -> Details:
+    most_stops = limits.most_stop_sequences(api)
     has_few_stops = len(params.stop_sequences) <= most_stops
     _require(has_few_stops, STOP_SEQUENCES_TEXT.format(most_stops), parameter="stop_sequences")
-    num_top, max_top_n = params.top_n_tokens, door.max_top_n_tokens or limits.max_top_n_tokens
+    num_top, max_top_n = params.top_n_tokens, api.max_top_n_tokens or limits.max_top_n_tokens
     wants_more = params.token_logprobs or params.token_ranks or num_top > 0
     _require(
         params.input_tokens or params.generated_tokens or not wants_more,
