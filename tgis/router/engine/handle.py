@@ -1,5 +1,5 @@
-"""Seam between the doors (the public ports) and the engine. Everything that crosses it is a plain value whose
-identity never matters, so that a door and the engine may be in different processes of one machine."""
+"""Seam between the APIs and the engine. Everything that crosses it is a plain value whose identity never
+matters, so that an API and the engine may be in different processes of one machine."""
 
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -25,7 +25,7 @@ class LimitedWork(Enum):
 
 
 class EngineInfo(NamedTuple):
-    """Facts about the model that the engine serves, for doors."""
+    """Facts about the model that the engine serves."""
 
     is_encoder_decoder: bool
     vocab_size: int
@@ -80,7 +80,7 @@ class Progress:
 
 
 class TextSink(Protocol):
-    """Text of one generation, on the door's side. It is told of every token in order, once."""
+    """Text of one generation, on the API's side. It gets every token in order, once."""
 
     def push(self, token_id: int, reason: StopReason) -> bool:
         """Add the next token. `reason` is the engine's, if the token is the last. Return True if a stop
@@ -94,16 +94,16 @@ class GivenNames(Protocol):
         """Return the adapters' ids by name. Without an engine, wait until it is back or given up."""
 
     async def give_name(self, name: str, adapter_id: str, is_replacing: bool) -> None:
-        """Give an adapter a name, which all doors know when this returns. Raises RequestError and, if the
+        """Give an adapter a name, which all APIs know when this returns. Raises RequestError and, if the
         engine stays away too long, UnavailableError."""
 
     async def take_name(self, name: str) -> None:
-        """Take a name away, which no door knows any more when this returns. Raises NotFoundError and
+        """Take a name away, which no API knows any more when this returns. Raises NotFoundError and
         UnavailableError."""
 
 
 class EngineHandle(GivenNames, Protocol):
-    """Engine as doors see it."""
+    """Engine as the APIs see it."""
 
     def info(self) -> EngineInfo:
         """Return what is known of the model since the engine has started. It may differ after a restart."""

@@ -58,6 +58,8 @@ class ParameterInfo:
     is_counted: bool = False
     """True if metrics count the calls that set it: fmaas's messages do not have it."""
     span_attribute: SpanAttribute | None = None
+    is_fmaas_only: bool = False
+    """True if the name means something else in other APIs."""
 
 
 def parameter(unset: Any, span: str | SpanAttribute = "", **more: Any) -> Any:
@@ -78,7 +80,7 @@ class Parameters:
     typical_p: float = parameter(0.0)
     seed: int | None = parameter(None)
     repetition_penalty: float = parameter(0.0)
-    length_penalty: tuple[int, float] | None = parameter(None)
+    length_penalty: tuple[int, float] | None = parameter(None, is_fmaas_only=True)
     """Number of the first token that is penalized, and the factor of decay."""
     max_new_tokens: int = parameter(0, "gen_ai.request.max_tokens")
     min_new_tokens: int = parameter(0)
@@ -127,3 +129,14 @@ class Parameters:
 
 PARAMETERS = tuple(ParameterInfo(each.name, each.default, **each.metadata) for each in fields(Parameters))
 RULES = {each.name: each.rule for each in PARAMETERS if each.rule is not None}
+
+
+def same_named(fields: object) -> dict[str, Any]:
+    """Return the parameters that a request's fields have under the same names. None is not set, and a list
+    becomes a tuple."""
+    values = {info.name: getattr(fields, info.name, None) for info in PARAMETERS if not info.is_fmaas_only}
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in values.items()
+        if value is not None
+    }

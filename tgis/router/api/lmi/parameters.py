@@ -7,7 +7,7 @@ from msgspec import Meta
 
 from tgis.router.api.http.refused_fields import RefusedField, find_refused
 from tgis.router.errors import RequestError
-from tgis.router.requests.parameters import NUM_SEEDS, Parameters
+from tgis.router.requests.parameters import NUM_SEEDS, Parameters, same_named
 
 MOST = 2**31 - 1
 
@@ -153,29 +153,20 @@ def check_parameters(
 def to_parameters(fields: LmiParameters, tells_tokens: bool, tells_inputs: bool) -> Parameters:
     """Return the parameters of a call whose answer tells of its tokens, and of its input's."""
     stops = fields.stop_sequences or fields.stop or ()
-    return Parameters(
-        sample=fields.samples,
-        temperature=fields.temperature,
-        top_k=max(fields.top_k or 0, 0),
-        top_p=fields.top_p or 0.0,
-        typical_p=fields.typical_p or 0.0,
-        min_p=fields.min_p or 0.0,
-        seed=None if fields.seed is None else fields.seed % NUM_SEEDS,
-        repetition_penalty=fields.repetition_penalty or 0.0,
-        presence_penalty=fields.presence_penalty or 0.0,
-        frequency_penalty=fields.frequency_penalty or 0.0,
-        max_new_tokens=fields.max_new_tokens or 0,
-        min_new_tokens=fields.min_tokens or 0,
-        stop_sequences=(stops,) if isinstance(stops, str) else tuple(stops),
-        include_stop_sequence=bool(fields.include_stop_str_in_output),
-        stop_token_ids=tuple(fields.stop_token_ids or ()),
-        ignore_eos=bool(fields.ignore_eos_token),
-        truncate_input_tokens=fields.truncate or 0,
-        watermark=bool(fields.watermark),
-        n=fields.num_texts,
-        generated_tokens=tells_tokens,
-        input_tokens=tells_inputs,
-        token_logprobs=tells_tokens,
-        top_n_tokens=fields.num_top if tells_tokens else 0,
-        raw_details=True,
-    )
+    others = {
+        "sample": fields.samples,
+        "top_k": max(fields.top_k or 0, 0),
+        "seed": None if fields.seed is None else fields.seed % NUM_SEEDS,
+        "min_new_tokens": fields.min_tokens or 0,
+        "stop_sequences": (stops,) if isinstance(stops, str) else tuple(stops),
+        "include_stop_sequence": bool(fields.include_stop_str_in_output),
+        "ignore_eos": bool(fields.ignore_eos_token),
+        "truncate_input_tokens": fields.truncate or 0,
+        "n": fields.num_texts,
+        "generated_tokens": tells_tokens,
+        "input_tokens": tells_inputs,
+        "token_logprobs": tells_tokens,
+        "top_n_tokens": fields.num_top if tells_tokens else 0,
+        "raw_details": True,
+    }
+    return Parameters(**same_named(fields) | others)

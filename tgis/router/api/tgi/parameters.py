@@ -8,7 +8,7 @@ from tgis.router.api.tgi.refusals import INVALID_GRAMMAR, most_input_tokens
 from tgis.router.api.tgi.rules import TGI
 from tgis.router.api.tgi.types import GenerateParameters, GenerateRequest, GrammarField
 from tgis.router.grammar.compiler import Guided
-from tgis.router.requests.parameters import Parameters
+from tgis.router.requests.parameters import Parameters, same_named
 from tgis.router.requests.validation import RequestLimits
 
 MAX_PENALTY = 2.0
@@ -97,27 +97,19 @@ def _to_parameters(given: GenerateParameters, is_stream: bool) -> Parameters:
     best_of, wants_inputs = given.best_of or 1, bool(given.decoder_input_details)
     shows_tokens = is_stream or bool(given.details) or wants_inputs
     wants_tokens = shows_tokens or best_of > 1  # the best text is chosen by its tokens
-    return Parameters(
-        sample=_samples(given),
-        temperature=given.temperature,
-        top_k=given.top_k or 0,
-        top_p=given.top_p or 0.0,
-        typical_p=given.typical_p or 0.0,
-        seed=given.seed,
-        repetition_penalty=given.repetition_penalty or 0.0,
-        frequency_penalty=given.frequency_penalty or 0.0,
-        max_new_tokens=given.max_new_tokens or 0,
-        stop_sequences=tuple(given.stop or ()),
-        include_stop_sequence=True,
-        guided=_read_guided(given.grammar),
-        generated_tokens=wants_tokens,
-        input_tokens=wants_inputs,
-        token_logprobs=wants_tokens,
-        top_n_tokens=(given.top_n_tokens or 0) if shows_tokens else 0,
-        truncate_input_tokens=given.truncate or 0,
-        watermark=bool(given.watermark),
-        n=best_of,
-    )
+    others = {
+        "sample": _samples(given),
+        "stop_sequences": tuple(given.stop or ()),
+        "include_stop_sequence": True,
+        "guided": _read_guided(given.grammar),
+        "generated_tokens": wants_tokens,
+        "input_tokens": wants_inputs,
+        "token_logprobs": wants_tokens,
+        "top_n_tokens": (given.top_n_tokens or 0) if shows_tokens else 0,
+        "truncate_input_tokens": given.truncate or 0,
+        "n": best_of,
+    }
+    return Parameters(**same_named(given) | others)
 
 
 def _samples(given: GenerateParameters) -> bool:

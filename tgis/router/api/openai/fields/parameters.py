@@ -4,7 +4,7 @@ from typing import Any
 
 from tgis.router.api.openai.errors import ApiError
 from tgis.router.api.openai.fields.sampling_fields import SamplingFields
-from tgis.router.requests.parameters import NUM_SEEDS, Parameters
+from tgis.router.requests.parameters import NUM_SEEDS, Parameters, same_named
 
 
 def to_parameters(fields: SamplingFields, max_tokens: int | None, **details: Any) -> Parameters:
@@ -12,27 +12,18 @@ def to_parameters(fields: SamplingFields, max_tokens: int | None, **details: Any
     of tokens are returned. Raises ApiError."""
     set_fields = {
         "sample": True,
-        "temperature": fields.temperature,
         "top_k": max(fields.top_k or 0, 0),
-        "top_p": fields.top_p or 0.0,
-        "min_p": fields.min_p or 0.0,
         "seed": None if fields.seed is None else fields.seed % NUM_SEEDS,
-        "repetition_penalty": fields.repetition_penalty or 0.0,
-        "presence_penalty": fields.presence_penalty or 0.0,
-        "frequency_penalty": fields.frequency_penalty or 0.0,
         "logit_bias": _biases(fields.logit_bias or {}),
         "max_new_tokens": max_tokens or 0,
         "min_new_tokens": fields.min_tokens or 0,
         "stop_sequences": (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
         "include_stop_sequence": bool(fields.include_stop_str_in_output),
-        "stop_token_ids": tuple(fields.stop_token_ids or ()),
-        "ignore_eos": bool(fields.ignore_eos),
         "truncate_input_tokens": fields.truncate_prompt_tokens or 0,
-        "n": 1 if fields.n is None else fields.n,
         "cache_salt": (fields.cache_salt or "").encode(),
         "raw_details": True,
     }
-    return Parameters(**set_fields | details)
+    return Parameters(**same_named(fields) | set_fields | details)
 
 
 def _biases(biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
