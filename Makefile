@@ -50,7 +50,7 @@ SOURCES := tgis tests integration_tests bench scripts
 PACKAGING := pyproject.toml protos/generation.proto protos/shard.proto scripts/build_protos.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install run lock check audit gemma test test-all chaos clients playground-test bench bench-doors bench-router bench-peers bench-tuning
+.PHONY: help install run lock check audit gemma test test-all chaos clients playground-test bench bench-apis bench-router bench-peers bench-tuning
 .PHONY: profile docs protos
 .PHONY: gpu-pack gpu-run gpu-again gpu-report
 .PHONY: sbom image image-root deploy deploy-check site serve-site screenshots clean
@@ -122,8 +122,8 @@ playground-test: $(VENV)/installed-dev $(VENV)-playground/installed  ## The play
 bench: $(VENV)/installed-dev  ## Measure the service; SHAPE=15m|135m|500m|1b, BENCH='more options'
 	$(BIN)/python -m bench --shape $(or $(SHAPE),135m) $(BENCH)
 
-bench-doors: $(VENV)/installed-dev  ## Measure the router's CPU time per streamed token, by API; BENCH='more options'
-	$(BIN)/python -m bench.doors $(BENCH)
+bench-apis: $(VENV)/installed-dev  ## Measure the router's CPU time per streamed token, by API; BENCH='more options'
+	$(BIN)/python -m bench.apis $(BENCH)
 
 bench-router: $(VENV)/installed-dev  ## Measure router workers and their engine process; BENCH='more options'
 	$(BIN)/python -m bench.router_workers $(BENCH)

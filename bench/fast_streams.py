@@ -10,9 +10,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.api_clients import APIS, CHAT, COMPLETIONS, GRPC
+from bench.apis import MAX_LENGTH, SLACK, Bench, RandomTokens, running
 from bench.contest import Spread, turns
-from bench.door_clients import APIS, CHAT, COMPLETIONS, GRPC
-from bench.doors import MAX_LENGTH, SLACK, Bench, RandomTokens, running
 from bench.report import format_table
 from bench.service import BenchError, exit_on_sigterm
 

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import uvloop
 
-from bench.door_clients import METHOD
+from bench.api_clients import METHOD
 from tgis.pb import generation_pb2 as pb
 
 MODULE = "bench.raw_grpc"

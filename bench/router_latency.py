@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import timed_clients, worker
+from bench.api_clients import GRPC
+from bench.apis import RandomTokens, running
 from bench.contest import Spread, turns
-from bench.door_clients import GRPC
-from bench.doors import RandomTokens, running
 from bench.report import format_table
 from bench.timed_clients import ask_streams, ask_unary
 

@@ -12,10 +12,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import door_clients, raw_grpc, worker
+from bench import api_clients, raw_grpc, worker
+from bench.api_clients import GRPC
+from bench.apis import TIME_LIMIT_S, RandomTokens, running
 from bench.contest import Spread
-from bench.door_clients import GRPC
-from bench.doors import TIME_LIMIT_S, RandomTokens, running
 from bench.report import format_table
 from bench.service import free_ports
 from tests.support.processes import Service
@@ -90,7 +90,7 @@ def _start_raw(stack: ExitStack, num_workers: int, num_clients: int) -> Measure:
 
 def _start_clients(stack: ExitStack, target: str, count: int) -> Callable[[], None]:
     """Return what runs all streams to their ends. Raises BenchError."""
-    clients = [stack.enter_context(worker.start(door_clients.MODULE, target, target)) for _ in range(count)]
+    clients = [stack.enter_context(worker.start(api_clients.MODULE, target, target)) for _ in range(count)]
     threads = stack.enter_context(ThreadPoolExecutor(count))
     shares = [NUM_STREAMS * (i + 1) // count - NUM_STREAMS * i // count for i in range(count)]
     questions = [{"api": GRPC, "streams": share, "new_tokens": NEW_TOKENS} for share in shares]

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench import doors
+from bench import apis
+from bench.api_clients import GRPC
 from bench.contest import Spread
-from bench.door_clients import GRPC
 from bench.report import format_table
 from bench.service import BenchError
 from tests.support.connections import count_connections
@@ -22,7 +22,7 @@ ACCEPT_TIMEOUT_S, POLL_S = 10.0, 0.02
 def measure(options: argparse.Namespace) -> str:
     """Raises BenchError."""
     with tempfile.TemporaryDirectory(prefix="router-spread-") as directory:
-        with doors.running(Path(directory), 8, [GRPC], None, None, NUM_WORKERS) as bench:
+        with apis.running(Path(directory), 8, [GRPC], None, None, NUM_WORKERS) as bench:
             router = bench.router
             trials = {
                 count: [_connect(router.service.grpc_port, router.routers, count) for _ in range(NUM_TRIALS)]

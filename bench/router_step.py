@@ -22,7 +22,7 @@ from tgis.router.adapters.residency import AdapterResidency
 from tgis.router.engine.claims import Claims
 from tgis.router.engine.concurrency import ConcurrencyLimit
 from tgis.router.engine.engine import Engine
-from tgis.router.engine.handle import LimitedWork, SequenceId, SequenceSpec, Ticket
+from tgis.router.engine.handle import ClaimId, LimitedWork, Progress, SequenceId, SequenceSpec
 from tgis.router.engine.local_handle import LocalHandle
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.remote import messages as wire
@@ -45,11 +45,11 @@ NEW_TOKENS = WARM_STEPS + STEPS + 2
 ENDS = ("###", "\n\nQuestion:")
 
 
-class Doors(Protocol):
+class FrontEnds(Protocol):
     """What opens the sequences, and takes their events."""
 
     includes_messages: bool
-    """True if the messages to the doors are part of a step."""
+    """True if the messages to the front ends are part of a step."""
 
     async def generate(self, claims: Claims, size: int) -> None: ...
 
@@ -58,10 +58,12 @@ def run(options: Namespace, model: Path) -> dict[str, Any]:
     """The service has one step in flight while another is prepared; here, one after the other."""
     tokenizer = Tokenizer(model)
     try:
-        doors, vocab_size = LocalDoors(Vocabulary(tokenizer)), tokenizer.fast.get_vocab_size()
+        front_ends, vocab_size = LocalFrontEnds(Vocabulary(tokenizer)), tokenizer.fast.get_vocab_size()
         gc.collect()
         gc.freeze()
-        rounds = [{size: time_step(doors, vocab_size, size) for size in SIZES} for _ in range(options.rounds)]
+        rounds = [
+            {size: time_step(front_ends, vocab_size, size) for size in SIZES} for _ in range(options.rounds)
+        ]
         engine_rounds = time_engine(options.rounds, vocab_size)
     finally:
         gc.unfreeze()
@@ -84,8 +86,8 @@ def run(options: Namespace, model: Path) -> dict[str, Any]:
 
 def time_engine(rounds: int, vocab_size: int) -> list[dict[int, float]]:
     """Return the seconds of an engine process's step by the number of sequences, in each round."""
-    doors = RemoteDoors()
-    return [{size: time_step(doors, vocab_size, size) for size in ENGINE_SIZES} for _ in range(rounds)]
+    front_ends = RemoteFrontEnds()
+    return [{size: time_step(front_ends, vocab_size, size) for size in ENGINE_SIZES} for _ in range(rounds)]
 
 
 def _engine_figure(rounds: list[dict[int, float]], size: int) -> dict[str, Any]:
@@ -134,15 +136,15 @@ class InstantShards:
         return response.SerializeToString()
 
 
-def time_step(doors: Doors, vocab_size: int, size: int) -> float:
+def time_step(front_ends: FrontEnds, vocab_size: int, size: int) -> float:
     """Return the median seconds of many steps in which all sequences get a token."""
-    shards = InstantShards(vocab_size, doors.includes_messages)
-    asyncio.run(_generate(shards, doors, size))
+    shards = InstantShards(vocab_size, front_ends.includes_messages)
+    asyncio.run(_generate(shards, front_ends, size))
     # The first steps have prompts, the last ones are without those that have ended.
     return statistics.median(shards.times[WARM_STEPS : WARM_STEPS + STEPS])
 
 
-async def _generate(shards: InstantShards, doors: Doors, size: int) -> None:
+async def _generate(shards: InstantShards, front_ends: FrontEnds, size: int) -> None:
     metrics = Metrics(MetricLimits(PROMPT_TOKENS + NEW_TOKENS, NEW_TOKENS, size))
     residency = AdapterResidency(cast(ShardClient, shards), metrics)
     engine = Engine(
@@ -163,13 +165,13 @@ async def _generate(shards: InstantShards, doors: Doors, size: int) -> None:
     claims = Claims(concurrency, AdapterRegistry(residency, metrics))
     claims.attach(engine, pb.InfoResponse())
     loop = asyncio.create_task(engine.run())
-    await doors.generate(claims, size)
+    await front_ends.generate(claims, size)
     loop.cancel()
     await asyncio.gather(loop, return_exceptions=True)
 
 
-class LocalDoors:
-    """Doors in the engine's process, with the text."""
+class LocalFrontEnds:
+    """FrontEnds in the engine's process, with the text."""
 
     includes_messages = False
 
@@ -187,8 +189,8 @@ class LocalDoors:
             pass
 
 
-class RemoteDoors:
-    """Doors in other processes: the engine's halves of their handles."""
+class RemoteFrontEnds:
+    """FrontEnds in other processes: the engine's halves of their handles."""
 
     includes_messages = True
 
@@ -209,9 +211,9 @@ class RemoteDoors:
 
         sessions = [WorkerSession(claims, send, send_now) for _ in range(NUM_WORKERS)]
         for index in range(size):
-            session, ticket = sessions[index % NUM_WORKERS], Ticket(index)
-            session.take(wire.Acquire(ticket, LimitedWork.GENERATION, 1))
-            session.take(wire.Open(ticket, SequenceId(index), _spec(index), None))
+            session, claim_id = sessions[index % NUM_WORKERS], ClaimId(index)
+            session.take(wire.Acquire(claim_id, LimitedWork.GENERATION, 1))
+            session.take(wire.Open(claim_id, SequenceId(index), _spec(index), Progress()))
         await ended.wait()
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import router_latency, router_losses, router_rates, router_spread, router_step
+from bench.api_clients import GRPC
+from bench.apis import WARM_STEPS, Bench, running
 from bench.contest import Spread, turns
-from bench.door_clients import GRPC
-from bench.doors import WARM_STEPS, Bench, running
 from bench.report import format_table
 from bench.service import BenchError, exit_on_sigterm
 from tgis.process.control_groups import count_cores
@@ -32,13 +32,13 @@ class Cost:
     router: str
     streams: int
     round: int
-    doors_us: float
+    workers_us: float
     """Time of the workers, or of the only process."""
     engine_us: float
 
     @property
     def sum_us(self) -> float:
-        return self.doors_us + self.engine_us
+        return self.workers_us + self.engine_us
 
 
 def measure_costs(options: argparse.Namespace) -> str:
@@ -68,11 +68,11 @@ def _start_all(stack: ExitStack, options: argparse.Namespace) -> Iterator[tuple[
 
 def _measure_cost(bench: Bench, name: str, num_streams: int, num_steps: int, number: int) -> Cost:
     times = bench.watch(GRPC, num_streams, num_steps).cpu_s
-    num_doors = NUM_WORKERS[name] or 1
-    doors_us, engine_us = (
-        1e6 * sum(part) / (num_streams * num_steps) for part in (times[:num_doors], times[num_doors:])
+    num_workers = NUM_WORKERS[name] or 1
+    workers_us, engine_us = (
+        1e6 * sum(part) / (num_streams * num_steps) for part in (times[:num_workers], times[num_workers:])
     )
-    return Cost(name, num_streams, number, doors_us, engine_us)
+    return Cost(name, num_streams, number, workers_us, engine_us)
 
 
 def format_costs(costs: Sequence[Cost]) -> str:
@@ -81,16 +81,16 @@ def format_costs(costs: Sequence[Cost]) -> str:
     base = {(each.streams, each.round): each.sum_us for each in costs if each.router == costs[0].router}
     for streams, name in dict.fromkeys((each.streams, each.router) for each in costs):
         chosen = [each for each in costs if (each.streams, each.router) == (streams, name)]
-        doors, engine, whole, ratio = (
+        workers, engine, whole, ratio = (
             Spread.of(values)
             for values in (
-                [each.doors_us for each in chosen],
+                [each.workers_us for each in chosen],
                 [each.engine_us for each in chosen],
                 [each.sum_us for each in chosen],
                 [each.sum_us / base[streams, each.round] for each in chosen],
             )
         )
-        told = [f"{doors:.1f}", f"{engine:.1f}" if NUM_WORKERS[name] else "", f"{whole:.1f}"]
+        told = [f"{workers:.1f}", f"{engine:.1f}" if NUM_WORKERS[name] else "", f"{whole:.1f}"]
         told.append("" if name == costs[0].router else f"{ratio:.2f}")
         rows.append([str(streams), name, *told])
     head = ["streams", "router", "workers, us a token", "engine process", "sum", f"x {costs[0].router}"]

@@ -70,7 +70,7 @@ KINDS = {
 }
 
 
-# In `make test`, test_http_doors and test_tuning ask for guided texts.
+# In `make test`, test_http_apis and test_tuning ask for guided texts.
 pytestmark = pytest.mark.slow
 
 

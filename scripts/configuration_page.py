@@ -9,11 +9,11 @@ import click
 from tgis.cli import main as cli
 from tgis.cli.process_command import FOREIGN
 from tgis.config.aliases.alias import Alias
-from tgis.config.aliases.tgi import TGI_NAMES
 from tgis.config.aliases.tgis import PASSED_ON, TGIS_NAMES
 from tgis.config.network import ProbeConfig
 from tgis.config.option import Group, Option, declared, env_of, flag_of, in_groups
 from tgis.config.processes import LauncherConfig, RouterConfig, ShardConfig
+from tgis.router.api.tgi.options.names import TGI_NAMES
 
 COMMANDS = {
     "launcher": ("text-generation-launcher", LauncherConfig),

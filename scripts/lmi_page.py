@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 from scripts.configuration_page import code, own_name, table
 from tgis.config.aliases.alias import Alias
-from tgis.config.aliases.lmi import (
+from tgis.router.api.lmi.options.names import (
     DEFAULT_QUEUE,
     DEFAULTS,
     MAPPED,

@@ -1,5 +1,8 @@
 """`docs/metrics.md`, from the list of series that the router declares."""
 
+from functools import partial
+
+from tgis.router.api.vllm.series import VllmSeries
 from tgis.router.metrics.metric_types import Histogram, Series
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 
@@ -110,9 +113,9 @@ def render() -> str:
 
 
 def _vllm_series() -> list[Series]:
-    vllm = Metrics(MetricLimits(2048, 1024, 256), "model").vllm
-    assert vllm is not None
-    return vllm.series
+    aliases = Metrics(MetricLimits(2048, 1024, 256), partial(VllmSeries, "model", 2048)).aliases
+    assert aliases is not None
+    return aliases.series
 
 
 def _table(series: list[Series]) -> list[str]:

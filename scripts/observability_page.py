@@ -46,7 +46,7 @@ With `--json-output` every line of the launcher and its child processes is one J
   `cached_tokens`, those of the input that were found in the prefix cache, if the input came to its end; `tenant`, if a
   certificate or a token names the caller; `prefix_id`, `adapter_id` and `seed`, if there are any. `params` counts
   biases and stop token ids and gives the size of a cache salt, not their values.
-- A line of a call over HTTP has `door` (`openai`, `tgi` or `lmi`), `method` (`Completion`, `ChatCompletion`, `Generate`,
+- A line of a call over HTTP has `api` (`openai`, `tgi` or `lmi`), `method` (`Completion`, `ChatCompletion`, `Generate`,
   `Invocation` and so on) and `model`, the name that was asked for. Its `correlation_id` is the request's id if the client sends no `x-correlation-id`. A request that is
   refused before the service has it, for its JSON or its token, has one line, `POST /v1/completions is refused with 400`,
   with `code` and the `parameter` that is wrong. Probes and scrapes have none.

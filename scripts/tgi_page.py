@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 from scripts.configuration_page import code, own_name, table
 from tgis.config.aliases.alias import Alias
-from tgis.config.aliases.tgi import DEFAULTS, MAPPED, REFUSED, WITHOUT_EFFECT
+from tgis.router.api.tgi.options.names import DEFAULTS, MAPPED, REFUSED, WITHOUT_EFFECT
 
 INTRODUCTION = """\
 # Coming from Text Generation Inference

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from scripts.configuration_page import table
 from tgis.config.network import PortOptions
-from tgis.router.api.grpc.call_metadata import KEYS
-from tgis.router.api.grpc.trailing_metadata import TRAILING_KEYS
+from tgis.router.api.fmaas.call_metadata import KEYS
+from tgis.router.api.fmaas.rules import FMAAS
+from tgis.router.api.fmaas.trailing_metadata import TRAILING_KEYS
 from tgis.router.grammar.compiler import MAX_CHOICES
-from tgis.router.requests.doors import FMAAS, MAX_STOP_SEQUENCES
+from tgis.router.requests.api_rules import MAX_STOP_SEQUENCES
 from tgis.router.requests.validation import (
     MAX_STOP_SEQUENCE_BYTES,
 )

@@ -16,12 +16,12 @@ from scripts import messages, observability_page, troubleshooting_page
 from tests.support.pages import FLAG, VARIABLE, Command, Page, take_variables
 from tgis.cli import main as cli
 from tgis.cli.client.options import Connection
-from tgis.config.aliases import lmi
-from tgis.config.aliases.servers import ALIASES
 from tgis.config.aliases.tgis import PASSED_ON, TGIS_NAMES
 from tgis.config.option import variables_of
 from tgis.config.processes import LauncherConfig, RouterConfig, ShardConfig
 from tgis.pb import generation_pb2 as pb
+from tgis.router.api.lmi.options.names import KEYS, SIMPLE_NAMES
+from tgis.router.api.registry import foreign_aliases
 from tgis.tensor_files.gguf_types import TYPES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,7 +32,7 @@ OURS = re.compile(r"(make|tgis|text-generation-\w+) ")  # in the middle of a sen
 # Flags of tools of ours that are no commands of the package.
 TOOLS = [*(ROOT / "bench").rglob("*.py"), *(ROOT / "integration_tests" / "chaos").glob("*.py")]
 
-SERVER_NAMES = [one for one in ALIASES if one.variable]
+SERVER_NAMES = [one for one in foreign_aliases() if one.variable]
 PROGRAMS = set("cd curl for kubectl mkdir openssl pip podman printf python source".split())
 # Flags, variables and further words in capitals that are others'.
 FOREIGN_FLAGS = set(
@@ -76,8 +76,8 @@ def known_names() -> set[str]:
     kinds = (LauncherConfig, RouterConfig, ShardConfig, Connection)
     own = [name for kind in kinds for name in variables_of(kind)]
     foreign = {one.variable_name for one in (*TGIS_NAMES, *SERVER_NAMES)} | PASSED_ON.keys()
-    of_lmi = {f"OPTION_{key.removeprefix('option.')}" if "." in key else f"SERVING_{key}" for key in lmi.KEYS}
-    foreign |= lmi.SIMPLE_NAMES.keys() | {name.upper() for name in of_lmi} | {"OPTION_ENGINE"}
+    of_lmi = {f"OPTION_{key.removeprefix('option.')}" if "." in key else f"SERVING_{key}" for key in KEYS}
+    foreign |= SIMPLE_NAMES.keys() | {name.upper() for name in of_lmi} | {"OPTION_ENGINE"}
     of_make = re.findall(r"\b([A-Z][A-Z_]+)\b", MAKEFILE)
     of_messages = [enum for one in pb.DESCRIPTOR.message_types_by_name.values() for enum in one.enum_types]
     of_file = pb.DESCRIPTOR.enum_types_by_name.values()

@@ -51,7 +51,7 @@ class Served:
 
     @property
     def root(self) -> str:
-        """URL of the doors that are not OpenAI's; ends without a slash."""
+        """URL of the APIs that are not OpenAI's; ends without a slash."""
         return self.base_url.removesuffix("/v1")
 
     @property

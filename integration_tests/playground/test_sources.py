@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-import tgis.router.api.http.playground.page as playground
+import tgis.router.api.openai.playground.page as playground
 from tests.support import npm_packages
 
 pytestmark = pytest.mark.browser

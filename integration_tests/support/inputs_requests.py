@@ -1,4 +1,4 @@
-"""One generation through TGI's API and through LMI's, from the description that `door_requests` reads too."""
+"""One generation through TGI's API and through LMI's, from the description that `api_requests` reads too."""
 
 import json
 import urllib.request
@@ -7,7 +7,7 @@ from http.client import HTTPResponse
 from typing import Any
 
 from integration_tests.clients.expectations import Served
-from integration_tests.support.door_requests import Answer, Fields
+from integration_tests.support.api_requests import Answer, Fields
 
 UNTOLD = -1
 """Number of input tokens where an answer does not tell it."""
@@ -37,8 +37,8 @@ LMI_NAMES = {
 Way = Callable[[str, Fields], Answer]
 
 
-class InputsDoors:
-    """TGI's and LMI's doors of a launched service, with the key that it asks for."""
+class InputsApis:
+    """TGI's and LMI's APIs of a launched service, with the key that it requires."""
 
     def __init__(self, served: Served) -> None:
         self._served = served

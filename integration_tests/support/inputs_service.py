@@ -15,8 +15,8 @@ import pytest
 
 from integration_tests.clients.expectations import Served
 from integration_tests.clients.served import expected_chats, expected_completions, write_served_model
-from integration_tests.support.door_requests import Fields
-from integration_tests.support.inputs_requests import InputsDoors
+from integration_tests.support.api_requests import Fields
+from integration_tests.support.inputs_requests import InputsApis
 from integration_tests.support.tuned_files import LINEAR, write_adapter
 from tests.support.accounts import scrape
 from tests.support.http_exchange import HttpReply, exchange
@@ -35,8 +35,8 @@ class Launched:
     served: Served
 
     @property
-    def doors(self) -> InputsDoors:
-        return InputsDoors(self.served)
+    def apis(self) -> InputsApis:
+        return InputsApis(self.served)
 
     def ask(self, path: str, body: Body | None = None) -> HttpReply:
         """Send a POST, or a GET if there is no body to send."""
@@ -84,7 +84,7 @@ def check_survival(launched: Launched, path: str, make_body: MakeBody) -> None:
     bodies = bodies[:NUM_STREAMS]
     undisturbed = [_read(launched, path, body) for body in bodies]
     with contextlib.ExitStack() as stack:
-        streams = [stack.enter_context(launched.doors.post(path, body)) for body in bodies]
+        streams = [stack.enter_context(launched.apis.post(path, body)) for body in bodies]
         first = [stream.readline() for stream in streams]
         os.kill(children_of(launched.service.process.pid)["serve"][0], signal.SIGKILL)
         disturbed = [line + stream.read() for line, stream in zip(first, streams, strict=True)]
@@ -107,7 +107,7 @@ def _fields(i: int) -> Fields:
 
 
 def _read(launched: Launched, path: str, body: Body) -> bytes:
-    with launched.doors.post(path, body) as response:
+    with launched.apis.post(path, body) as response:
         return response.read()
 
 

@@ -5,19 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from bench import doors, fast_streams
-from bench.door_clients import CHAT, GRPC
+from bench import apis, fast_streams
+from bench.api_clients import CHAT, GRPC
 from bench.fast_streams import AFTER, BEFORE, Contender, FastSample, format_samples
 
 
 def test_whole_streams_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doors, "GATHER_S", 0.02)
+    monkeypatch.setattr(apis, "GATHER_S", 0.02)
     monkeypatch.setattr(fast_streams, "SLACK", 20)
-    tokens, apis = doors.RandomTokens(is_fast=True), [GRPC, CHAT]
-    with doors.running(tmp_path, 4, apis, tokens) as bench:
-        options = Namespace(streams=[3], apis=apis, rounds=1, new_tokens=90)
+    tokens, names = apis.RandomTokens(is_fast=True), [GRPC, CHAT]
+    with apis.running(tmp_path, 4, names, tokens) as bench:
+        options = Namespace(streams=[3], apis=names, rounds=1, new_tokens=90)
         samples = fast_streams.run([Contender(AFTER, bench, tokens)], options)
-    assert [(each.tree, each.api, each.streams) for each in samples] == [(AFTER, api, 3) for api in apis]
+    assert [(each.tree, each.api, each.streams) for each in samples] == [(AFTER, api, 3) for api in names]
     for each in samples:
         assert 0 < each.token_us < 20_000
         assert each.rate > 0

@@ -4,7 +4,7 @@ from argparse import Namespace
 
 import pytest
 
-from bench import doors, router_latency, router_losses, router_rates, router_spread, router_workers
+from bench import apis, router_latency, router_losses, router_rates, router_spread, router_workers
 from bench.router_latency import Latency, format_latencies
 from bench.router_losses import format_losses
 from bench.router_rates import Rate, format_rates
@@ -20,7 +20,7 @@ def cells(table: str) -> list[list[str]]:
 
 def test_costs_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"STEP_S": 0.002, "GATHER_S": 0.02, "SLACK": 20}.items():
-        monkeypatch.setattr(doors, name, value)
+        monkeypatch.setattr(apis, name, value)
     monkeypatch.setattr(router_workers, "NUM_WORKERS", {ONE: 0, "engine + 2 workers": 2})
     options = Namespace(streams=[3], rounds=1, steps=20, before=None)
     one, split = cells(router_workers.measure_costs(options))
@@ -43,7 +43,7 @@ def test_spread_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_latency_and_a_killed_engine_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"NUM_CALLS": 5, "NEW_TOKENS": 20}.items():
         monkeypatch.setattr(router_latency, name, value)
-    monkeypatch.setattr(doors, "STEP_S", 0.002)
+    monkeypatch.setattr(apis, "STEP_S", 0.002)
     call, token = cells(router_latency.measure(Namespace(rounds=1)))
     assert 0 < float(call[1].split()[0]) < 1000
     assert float(token[2].split()[0]) >= 2

@@ -19,7 +19,7 @@ from tgis.cli.process_command import process_command
 from tgis.config.model import ENGINES, QUANTIZATIONS
 from tgis.config.option import Group, Secret, declared, env_of, flag_of, to_flags
 from tgis.config.processes import LauncherConfig, LinkOptions, RouterConfig, ShardConfig
-from tgis.router.requests.doors import FMAAS
+from tgis.router.api.fmaas.rules import FMAAS
 
 SHARD = ShardConfig(model_path="/models/x", uds_path="/tmp/shard")
 ROUTER = RouterConfig(tokenizer_path="/models/x", shard_uds_path="/tmp/shard")

@@ -9,10 +9,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.support.command_line import BLANK, refusal, run
-from tgis.cli import lmi_outcomes
 from tgis.cli.process_command import process_command
 from tgis.config.option import Secret
 from tgis.config.processes import LauncherConfig
+from tgis.router.api.lmi.options import outcomes
 
 COMPAT = ["--compat", "lmi"]
 ENV = {"CUDA_VISIBLE_DEVICES": "-1"}
@@ -195,8 +195,8 @@ def test_numbers_that_are_too_large_name_place_and_limit(line: str, reason: str,
 
 
 def test_the_largest_degree_is_the_number_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lmi_outcomes, "has_gpus", lambda visible: visible != "-1")
-    monkeypatch.setattr(lmi_outcomes, "count_gpus", lambda: 8)
+    monkeypatch.setattr(outcomes, "has_gpus", lambda visible: visible != "-1")
+    monkeypatch.setattr(outcomes, "count_gpus", lambda: 8)
     env = {"HF_MODEL_ID": "/m"}
     for text in ("", "option.tensor_parallel_degree=max", "option.tensor_parallel_degree=-1"):
         assert given(tmp_path, text, env | {"CUDA_VISIBLE_DEVICES": "0,1"})[0].num_shard == 2

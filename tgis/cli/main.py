@@ -15,7 +15,6 @@ from tgis.cli.command import VERSION_NAMES, GroupedOption, OneLineGroup
 from tgis.cli.health_probe import health_probe
 from tgis.cli.process_command import process_command
 from tgis.cli.top.command import command as top
-from tgis.config.aliases.servers import ALIASES
 from tgis.config.aliases.tgis import TGIS_NAMES
 from tgis.config.checks import DEFAULT, Setting, SettingsError
 from tgis.config.model import FRAMEWORKS
@@ -25,6 +24,7 @@ from tgis.hub import model_files
 from tgis.hub.cache import find_model
 from tgis.hub.gguf_files import refuse_gguf
 from tgis.hub.startup_adapters import resolve_adapter_options
+from tgis.router.api.registry import foreign_aliases
 
 SECRETS = ("auth_tokens", "hf_token")
 SECRET_VARIABLES = (
@@ -46,7 +46,7 @@ def _run_launcher(config: LauncherConfig) -> None:
 
     # The children get all options as flags. They would read variables again, and repeat the warnings.
     passed = {*variables_of(LauncherConfig)} & {*variables_of(RouterConfig), *variables_of(ShardConfig)}
-    secrets = {one.variable_name for one in ALIASES if one.means in SECRETS} | {*SECRET_VARIABLES}
+    secrets = {one.variable_name for one in foreign_aliases() if one.means in SECRETS} | {*SECRET_VARIABLES}
     for name in passed | secrets | {one.variable_name for one in TGIS_NAMES}:
         os.environ.pop(name, None)
     _stay_offline()

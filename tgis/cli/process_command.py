@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from tgis import __version__, logs
-from tgis.cli import compat_arguments, lmi_outcomes, vllm_arguments
+from tgis.cli import compat_arguments
 from tgis.cli.command import (
     ARGUMENTS,
     VERSION_NAMES,
@@ -22,13 +22,13 @@ from tgis.cli.command import (
 )
 from tgis.config import log_level, report
 from tgis.config.aliases.alias import Alias
-from tgis.config.aliases.servers import ALIASES, SERVERS
-from tgis.config.aliases.tgi import SHARED_SHORT_FLAG
 from tgis.config.aliases.tgis import TGIS_NAMES
 from tgis.config.checks import DEFAULT, GivenAlias, Setting, apply_aliases, apply_defaults, check
 from tgis.config.option import Group, Option, Secret, declared, env_of, flag_of
+from tgis.config.option_names import OptionNames, PropertyOutcomes
 from tgis.config.processes import ProcessOptions
 from tgis.process import json_lines
+from tgis.router.api import registry
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +44,10 @@ class ProcessCommand(OneLineCommand):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         has_compat = any(one.name == "compat" for one in self.params)
         compat = compat_arguments.compat_of(args) if has_compat else None
-        if compat == "vllm":
+        server = _server(compat)
+        if server is not None and server.rewrite is not None:
             switches = {name for one in self.params if getattr(one, "is_flag", False) for name in one.opts}
-            args = vllm_arguments.rewrite(args, switches)
-        elif compat == "tgi":
-            args = compat_arguments.join_repeated(args)
+            args = server.rewrite(args, switches)
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -90,9 +89,9 @@ def process_command(
         warnings = [(logging.WARNING, text) for text in _read_foreign(context, settings, reads)]
         outcomes = _read_properties(context, settings)
         if only_report:
-            print("\n".join([report.describe(settings), *lmi_outcomes.describe(outcomes)]))
+            print("\n".join([report.describe(settings), *(outcomes.describe() if outcomes else ())]))
         else:
-            notices = [*warnings, *lmi_outcomes.to_notices(outcomes, settings)]
+            notices = [*warnings, *(outcomes.to_notices(settings) if outcomes is not None else ())]
             _require_model(context, settings)
             run(_configure(config_type, settings, notices, fields))
 
@@ -116,7 +115,7 @@ def _foreign_flag(foreign: Alias) -> click.Option:
 
 def _flags_of(command_name: str) -> list[Alias]:
     """Return one alias for each foreign flag of a command; servers may share a flag."""
-    names = [*TGIS_NAMES, *ALIASES]
+    names = [*TGIS_NAMES, *registry.foreign_aliases()]
     flags = {one.name: one for one in reversed(names) if one.flag and command_name in one.commands}
     return [*reversed(flags.values())]
 
@@ -139,22 +138,30 @@ def _setting(context: click.Context, f: Field[Any], option: Option, hint: Any) -
 def _read_foreign(context: click.Context, settings: dict[str, Setting], reads: str) -> list[str]:
     """Apply the foreign names that were given to the settings; return the warnings."""
     compat = _compat(settings)
-    if compat == "tgi" and any(one.startswith(SHARED_SHORT_FLAG) for one in context.meta[ARGUMENTS]):
-        raise click.UsageError(
-            f"under --compat {compat}, write --grpc-port or --graceful-termination-timeout instead of "
-            f"{SHARED_SHORT_FLAG}, which means one here and the other there",
-            context,
-        )
+    server = _server(compat)
+    if server is not None:
+        _refuse_ambiguous_flags(context, server)
     _refuse_unread_flags(context, compat)
-    read_servers = [server for server in SERVERS if server.name == compat]
-    names = [*TGIS_NAMES, *(one for server in read_servers for one in server.aliases)]
+    names = [*TGIS_NAMES, *(server.aliases if server is not None else ())]
     given = [found for one in names if reads in one.commands and (found := _given(context, one))]
-    if compat == lmi_outcomes.NAME:
-        lmi_outcomes.forget_shared_names(settings, {one.name: one.default for one in context.command.params})
+    if server is not None and server.properties is not None:
+        defaults = {one.name: one.default for one in context.command.params if one.name}
+        server.properties.forget_shared_names(settings, defaults)
     warnings = apply_aliases(given, settings, _reader(context))
-    for server in read_servers:
+    if server is not None:
         apply_defaults(server.defaults, settings, f"--compat {server.name}")
     return warnings
+
+
+def _refuse_ambiguous_flags(context: click.Context, server: OptionNames) -> None:
+    """Raise a usage error for a flag that means different options here and there."""
+    for flag, instead in server.ambiguous_flags.items():
+        if any(one.startswith(flag) for one in context.meta[ARGUMENTS]):
+            raise click.UsageError(
+                f"under --compat {server.name}, write {instead} instead of {flag}, which means one here and "
+                "the other there",
+                context,
+            )
 
 
 def _reader(context: click.Context) -> Callable[[str, str, str], Any]:
@@ -174,10 +181,11 @@ def _reader(context: click.Context) -> Callable[[str, str, str], Any]:
     return read
 
 
-def _read_properties(context: click.Context, settings: dict[str, Setting]) -> list[lmi_outcomes.Outcome]:
-    """Apply LMI's names to the settings if they are to be read."""
-    if _compat(settings) != lmi_outcomes.NAME:
-        return []
+def _read_properties(context: click.Context, settings: dict[str, Setting]) -> PropertyOutcomes | None:
+    """Apply names of properties to the settings, if the server whose names are read has any."""
+    server = _server(_compat(settings))
+    if server is None or server.properties is None:
+        return None
     convert = _reader(context)
 
     def read(name: str, text: str) -> Any:
@@ -186,7 +194,11 @@ def _read_properties(context: click.Context, settings: dict[str, Setting]) -> li
         except click.BadParameter as error:
             raise ValueError(error.message) from error
 
-    return lmi_outcomes.apply_properties(settings, read)
+    return server.properties.apply(settings, read)
+
+
+def _server(compat: str | None) -> OptionNames | None:
+    return next((each for each in registry.option_names() if each.name == compat), None)
 
 
 def _compat(settings: Mapping[str, Setting]) -> str | None:
@@ -196,19 +208,20 @@ def _compat(settings: Mapping[str, Setting]) -> str | None:
 def _require_model(context: click.Context, settings: Mapping[str, Setting]) -> None:
     """Raise a usage error if another server's names are read and no model is given."""
     compat = _compat(settings)
-    for server in SERVERS:
-        if server.name == compat and settings["model_name"].source == DEFAULT:
-            raise click.UsageError(
-                f"Missing option '{server.model_flag}': --compat {compat} has no default model",
-                context,
-            )
+    server = _server(compat)
+    if server is not None and settings["model_name"].source == DEFAULT:
+        raise click.UsageError(
+            f"Missing option '{server.model_flag}': --compat {compat} has no default model",
+            context,
+        )
 
 
 def _refuse_unread_flags(context: click.Context, compat: str | None) -> None:
     """Raise a usage error for a flag that only servers have whose names are not read."""
     read = {one.name for one in TGIS_NAMES if one.flag}
-    read |= {one.name for server in SERVERS if server.name == compat for one in server.aliases}
-    for server in SERVERS:
+    servers = registry.option_names()
+    read |= {one.name for server in servers if server.name == compat for one in server.aliases}
+    for server in servers:
         for one in server.aliases:
             if one.name not in read and context.params.get(FOREIGN + one.name) is not None:
                 text = f"No such option: {one.flag_name}; it is {server.title}'s: add --compat {server.name} "
@@ -240,7 +253,7 @@ def _configure(
     if "env" in settings and settings["env"].value:
         text = report.describe(settings)
         print(json_lines.to_json(text, fields, "INFO") if fields else text, file=sys.stderr, flush=True)
-    warnings = [*filter(None, [notice]), *check(settings)]
+    warnings = [*filter(None, [notice]), *check(settings, registry.http_names())]
     for severity, text in [*notices, *((logging.WARNING, text) for text in warnings)]:
         logger.log(severity, "%s", text)
     ours = [f.name for f, option, _ in declared(config_type) if option.flag]

@@ -1,13 +1,12 @@
 """Checks the options that a command was given, and applies other servers' option names to them."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tgis.config.aliases.alias import Alias
 from tgis.config.cuda_graphs import parse_graph_sizes
 from tgis.config.model import ENGINES_NOT_SERVED
-from tgis.config.network import HTTP_APIS
 from tgis.errors import OperatorError
 
 DEFAULT = "default"
@@ -95,13 +94,14 @@ def _merge(own: Setting, other: Setting) -> Setting:
     return own
 
 
-def check(settings: Mapping[str, Setting]) -> list[str]:
-    """Check the options of any command; return the warnings. Raises SettingsError."""
+def check(settings: Mapping[str, Setting], http_apis: Sequence[str]) -> list[str]:
+    """Check the options of any command, given the names of all APIs over HTTP; return the warnings. Raises
+    SettingsError."""
     values = {name: setting.value for name, setting in settings.items()}
     _check_properties(values)
     _check_ports(values)
     _check_tls(values)
-    _check_http_api(values)
+    _check_http_api(values, http_apis)
     _check_link(values, settings.get("num_shard"))
     _check_graphs(settings.get("cuda_graphs"))
     return [*_check_framework(values.get("deployment_framework")), *_check_rope(values)]
@@ -121,11 +121,11 @@ def _check_ports(values: Mapping[str, Any]) -> None:
         raise SettingsError(f"port and grpc_port are both {values['port']}: HTTP and gRPC need a port each")
 
 
-def _check_http_api(values: Mapping[str, Any]) -> None:
+def _check_http_api(values: Mapping[str, Any], http_apis: Sequence[str]) -> None:
     names = [name.strip() for name in (values.get("http_api") or "").split(",") if name.strip()]
     for name in names:
-        if name not in HTTP_APIS:
-            raise SettingsError(f"http_api: {name} is none of {', '.join(HTTP_APIS)}")
+        if name not in http_apis:
+            raise SettingsError(f"http_api: {name} is none of {', '.join(http_apis)}")
     if values.get("runtime_adapters") and not names:
         raise SettingsError("runtime_adapters: no API is chosen with --http-api")
     port = values.get("http_api_port")

@@ -4,9 +4,6 @@ from dataclasses import dataclass
 
 from tgis.config.option import Group, in_group, option
 
-OPENAI_API = "openai"
-HTTP_APIS = ("lmi", "tgi", "openai")
-
 
 @in_group(Group.NETWORK)
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +84,6 @@ class PortOptions:
         60.0,
         minimum=1,
     )
-
-    @property
-    def served_apis(self) -> tuple[str, ...]:
-        """Names of the APIs over HTTP that are served, in the order in which they claim paths."""
-        chosen = {name.strip() for name in (self.http_api or "").split(",") if name.strip()}
-        return tuple(name for name in HTTP_APIS if name in chosen or (chosen and name == OPENAI_API))
 
 
 @in_group(Group.NODES)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from tgis.config.aliases.servers import COMPAT
 from tgis.config.cluster import NodeOptions, RankOptions
 from tgis.config.model import DTYPES, AdapterOptions, ModelOptions
 from tgis.config.network import LinkOptions, PortOptions
@@ -11,6 +10,8 @@ from tgis.config.serving import SERVICE_NAME, SHORT_SEQUENCE, BatchOptions, Serv
 
 UDS_PATH = "/tmp/text-generation"  # default for processes that are started by hand
 SHARED_AGE_S = 600.0  # age of connections to one of several workers
+COMPAT = ("tgi", "vllm", "lmi")
+"""Servers whose option names `--compat` reads. If several have a flag, the first one's declares it."""
 MAX_SHARDS = 1024  # each is a process
 NO_SHARDS = "`num_shard` / NUM_GPUS cannot be < 1"
 

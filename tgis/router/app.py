@@ -22,7 +22,6 @@ from tgis.config.serving import SERVICE_NAME
 from tgis.net.addresses import http_url, local_host
 from tgis.net.ports import PortError, reserve
 from tgis.net.tls import Certificates, port_certificates
-from tgis.pb.generation_pb2_grpc import add_GenerationServiceServicer_to_server
 from tgis.process.child import GIVE_UP
 from tgis.process.heartbeat import send_heartbeats
 from tgis.process.memory_release import MemoryRelease
@@ -33,17 +32,18 @@ from tgis.router.api.grpc.health import NAME as HEALTH
 from tgis.router.api.grpc.health import Health
 from tgis.router.api.grpc.refusal_pacing import RefusalPacing
 from tgis.router.api.grpc.server_options import grpc_options
-from tgis.router.api.grpc.servicer import GenerationServicer
 from tgis.router.api.grpc.slow_clients import SlowClients
 from tgis.router.api.grpc.unsent_answers import shorten_send_errors
 from tgis.router.api.http.http_api import HttpApi
-from tgis.router.api.http.lmi.routes import lmi_api
-from tgis.router.api.http.openai.fields.default_sampling import read_default_sampling
-from tgis.router.api.http.openai.models import Models, served_names
-from tgis.router.api.http.openai.routes import openai_api
-from tgis.router.api.http.openai.service_parts import OpenAiApi
-from tgis.router.api.http.ports import HttpPorts
-from tgis.router.api.http.tgi.routes import MODEL_PLACEHOLDERS, tgi_api
+from tgis.router.api.http.service_parts import ServiceParts
+from tgis.router.api.http.serving.ports import HttpPorts
+from tgis.router.api.models import Models, served_names
+from tgis.router.api.registry import (
+    build_http_apis,
+    model_placeholders,
+    served_http_names,
+    served_interfaces,
+)
 from tgis.router.api.service import GenerationService
 from tgis.router.chat.formats.registry import choose_formats
 from tgis.router.chat.renderer import ChatRenderer
@@ -57,8 +57,6 @@ from tgis.router.metrics.resource_counts import check_balance, count_descriptors
 from tgis.router.metrics.scrape import Render, keep_published, render_all, render_process
 from tgis.router.remote.remote_engine import RemoteEngine
 from tgis.router.requests.accounting import Accounting
-from tgis.router.requests.doors import TGI
-from tgis.router.requests.span_protocols import SERVICE
 from tgis.router.requests.tracing import open_tracing
 from tgis.router.requests.validation import RequestLimits, Validator
 from tgis.router.text.detokenizer import Vocabulary
@@ -103,7 +101,9 @@ class _Router:
         worker = config.worker if config.router_workers > 1 else None
         self._tracing = open_tracing(config.otlp_endpoint, config.otlp_service_name or SERVICE_NAME, worker)
         self._grammar_compiler = GrammarCompiler()
-        self._health = Health(SERVICE)
+        self._interfaces = served_interfaces(config.http_api)
+        self._rpc_services = [each.rules.rpc_service for each in self._interfaces if each.rules.rpc_service]
+        self._health = Health(*self._rpc_services)
         self._metrics.ready.follow(self._is_ready)
         self._certificates = port_certificates(config)
         self._slow_clients = SlowClients(config.slow_reader_timeout)
@@ -162,17 +162,13 @@ class _Router:
     def _apis(self) -> list[HttpApi]:
         """Return all APIs over HTTP, in the order in which they claim paths. Raises StartupError."""
         config, engine, template = self._config, self._engine.handle, self._template
-        names = _served_names(config)
-        api = OpenAiApi(
+        parts = ServiceParts(
             self._service,
             self._renderer,
             Models(
-                names,
-                config.max_sequence_length,
-                created=int(Path(config.tokenizer_path).stat().st_mtime),
+                _served_names(config),
                 adapter_ids=lambda: engine.info().preloaded_adapter_ids,
-                placeholders=MODEL_PLACEHOLDERS if TGI.name in config.served_apis else (),
-                default_sampling=read_default_sampling(config),
+                placeholders=model_placeholders(config.http_api),
                 given=engine if config.runtime_adapters else None,
             ),
             self._vocabulary(True, frozenset()),
@@ -181,11 +177,11 @@ class _Router:
             choose_formats(
                 template.text if template else None, config.tool_call_parser, config.reasoning_parser
             ),
+            config,
+            self._is_ready,
             adapter_roots=_adapter_roots(config),
         )
-        served = (api, self._is_ready, config)
-        others = [lmi_api(*served), tgi_api(*served)]
-        return [*others, openai_api(api, (each for each in others if each.door.name in config.served_apis))]
+        return build_http_apis(parts)
 
     def _build_server(self) -> grpc.aio.Server:
         config, failures = self._config, self._metrics.request_failure
@@ -196,10 +192,12 @@ class _Router:
             interceptors.insert(0, AuthInterceptor(BearerTokens(config.auth_tokens_path), failures))
         shorten_send_errors()
         server = grpc.aio.server(interceptors=interceptors, options=grpc_options(config))
-        servicer = GenerationServicer(self._service, self._tokenizer)
-        add_GenerationServiceServicer_to_server(servicer, server)
+        for interface in self._interfaces:
+            if interface.add_servicer is not None:
+                interface.add_servicer(server, self._service, self._tokenizer)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection((SERVICE, HEALTH, reflection.SERVICE_NAME), server)
+        services = (*self._rpc_services, HEALTH, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(services, server)
         return server
 
     async def serve(self) -> None:
@@ -323,13 +321,14 @@ def _adapter_roots(config: RouterConfig) -> tuple[str, ...] | None:
 
 def _served_names(config: RouterConfig) -> tuple[str, ...]:
     """Return the names of the model. Raises StartupError."""
-    if not config.served_apis:
+    if not served_http_names(config.http_api):
         return ("model",)
     return served_names(config.served_model_name, config.tokenizer_path)
 
 
 def _log_ports(config: RouterConfig, grpc_port: int, http_port: int, api_port: int | None) -> None:
-    named = [("gRPC", grpc_port), ("HTTP", http_port), (f"{', '.join(config.served_apis)} API", api_port)]
+    apis = ", ".join(served_http_names(config.http_api))
+    named = [("gRPC", grpc_port), ("HTTP", http_port), (f"{apis} API", api_port)]
     places = ", ".join(f"{name} on {config.bind}:{port}" for name, port in named if port is not None)
     logger.info("serving %s", places)
 

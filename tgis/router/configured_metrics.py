@@ -1,12 +1,13 @@
-"""Makes the metrics that a router's configuration asks for, equal in all of its processes."""
+"""Opens the metrics of a router's configuration, which are equal in all of its processes."""
 
 from pathlib import Path
 
 from tgis.config.processes import RouterConfig
-from tgis.router.api.http.openai.models import served_names
+from tgis.router.api.models import served_names
+from tgis.router.api.registry import metric_aliases, served_interfaces
+from tgis.router.metrics.aliased_series import MakeAliases
 from tgis.router.metrics.metric_file import SUFFIX, MetricFile
 from tgis.router.metrics.metrics import ENGINE, ROUTER, MetricLimits, Metrics
-from tgis.router.requests.doors import FMAAS, OPENAI
 
 
 def open_metrics(config: RouterConfig, process: str = ROUTER) -> Metrics:
@@ -14,13 +15,20 @@ def open_metrics(config: RouterConfig, process: str = ROUTER) -> Metrics:
     they continue with the numbers of the process before it. Raises StartupError."""
     assert config.max_sequence_length is not None, "the launcher says how long a sequence may be"
     room = config.max_sequence_length - 1
-    usual = OPENAI.max_new_tokens if config.http_api else FMAAS.max_new_tokens
-    most = min(config.max_new_tokens or usual or room, room)
-    limits = MetricLimits(config.max_sequence_length, most, config.max_batch_size)
-    model = served_names(config.served_model_name, config.tokenizer_path)[0] if config.metrics_alias else None
-    metrics = Metrics(limits, model, _open_file(config, process))
+    own_limits = [each.rules.max_new_tokens or room for each in served_interfaces(config.http_api)]
+    max_new_tokens = min(config.max_new_tokens or max(own_limits), room)
+    limits = MetricLimits(config.max_sequence_length, max_new_tokens, config.max_batch_size)
+    metrics = Metrics(limits, _aliases(config, limits), _open_file(config, process))
     metrics.begin_process(process)
     return metrics
+
+
+def _aliases(config: RouterConfig, limits: MetricLimits) -> MakeAliases | None:
+    """Return what makes the series of `--metrics-alias`. Raises StartupError."""
+    if config.metrics_alias is None:
+        return None
+    model_name, *_ = served_names(config.served_model_name, config.tokenizer_path)
+    return metric_aliases()[config.metrics_alias](model_name, limits.max_sequence_length)
 
 
 def _open_file(config: RouterConfig, process: str) -> MetricFile | None:

@@ -56,7 +56,7 @@ class RequestError(RouterError):
     def __init__(self, text: str, parameter: str = "") -> None:
         super().__init__(text)
         self.parameter = parameter
-        """The service's name of what is wrong, which a door may call otherwise; empty if it has none."""
+        """The service's name of the wrong parameter, which an API may name differently; empty if none is."""
 
 
 class InputTooLongError(RequestError):

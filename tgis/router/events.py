@@ -1,4 +1,4 @@
-"""Events of a generation. They are plain values, so that doors may run in other processes than the engine.
+"""Events of a generation. They are plain values, so that APIs may run in other processes than the engine.
 The last event of every accepted sequence is final, and no other event is."""
 
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ Event = InputTokens | TokenDetail | Ended | Failure
 
 
 class Output(NamedTuple):
-    """Tokens that a door has at once, with the text that may be shown now, which it makes of events and of
+    """Tokens that an API has at once, with the text that may be shown now, which it makes of events and of
     their texts. It is final if it has a reason; then it has timings, and may have no token."""
 
     texts: tuple[str, ...]

@@ -1,7 +1,7 @@
 """Sequence: the state of one generation, and everything that its request asked for. The scheduler, the shard
 client and the engine share these types."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -124,6 +124,11 @@ class CallAdapters:
         return tuple(info for info in (self.lora, self.soft_prompt) if info is not None)
 
     @property
+    def digests(self) -> tuple[str, str]:
+        """Digests of the soft prompt and of the LoRA adapter; empty for none."""
+        return _digest(self.soft_prompt), _digest(self.lora)
+
+    @property
     def prefix_root(self) -> Hashable:
         """Key of the adapters in the prefix cache: only sequences with equal roots share cached blocks."""
         return tuple((info.kind, info.digest) for info in self.present)
@@ -137,6 +142,14 @@ class CallAdapters:
     def num_encoder_tokens(self) -> int:
         """Number of the encoder's virtual tokens."""
         return self.soft_prompt.num_encoder_tokens if self.soft_prompt else 0
+
+    @property
+    def num_virtual_tokens(self) -> int:
+        return self.num_decoder_tokens + self.num_encoder_tokens
+
+
+def _digest(info: AdapterInfo | None) -> str:
+    return "" if info is None else info.digest
 
 
 class TokenDetail(NamedTuple):
@@ -211,7 +224,7 @@ class Sequence:
         self.prompt_len = len(self.token_ids)
         self.max_tokens = self.prompt_len + self.stopping.max_new_tokens
 
-    def resume(self, generated: tuple[int, ...], has_inputs: bool) -> None:
+    def resume(self, generated: Iterable[int], has_inputs: bool) -> None:
         """Continue a generation elsewhere, before the scheduler has the sequence. With `has_inputs`, the
         details of the input tokens are not reported again."""
         self.token_ids += generated

@@ -3,17 +3,19 @@ are about, and ports that they have."""
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from integration_tests.deployment.manifests.launch_rules import ours
 from integration_tests.deployment.manifests.launches import config_of
 from integration_tests.deployment.manifests.pods import LWS, Pod, pods_of
 from integration_tests.deployment.manifests.rendering import Object, name_of
+from tgis.router.api.vllm.series import VllmSeries
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 
 CALM_S = 300  # before fewer replicas
-METRICS = Metrics(MetricLimits(2048, 1024, 256), "model")
-ALIASES = {one.name for one in METRICS.vllm.series} if METRICS.vllm else set()
+METRICS = Metrics(MetricLimits(2048, 1024, 256), partial(VllmSeries, "model", 2048))
+ALIASES = {one.name for one in METRICS.aliases.series} if METRICS.aliases else set()
 SERIES = {one.name for one in METRICS.series} - ALIASES
 DEMANDS = (
     {"tgi_queue_size", "tgi_requests_running"},

@@ -15,17 +15,17 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.router.chat_door import HELLO
 from tests.support.router.engine_pair import Scene
-from tests.support.router.grpc_door import open_door
 from tests.support.router.http2 import ACK, END_STREAM, INITIAL_WINDOW_SIZE, Connection, Kind, frame
-from tests.support.router.http_door import MODEL, HttpDoor
 from tests.support.router.http_port import metric
-from tests.support.router.inputs_door import inputs_door
 from tests.support.router.messages import batch, single, stopping
 from tests.support.router.router_process import Setup, start_router, stop_router
 from tests.support.router.scripted_chats import scripted_chats
-from tests.support.router.tgi_door import until
+from tests.support.router.served_chats import HELLO
+from tests.support.router.served_grpc import open_grpc
+from tests.support.router.served_http import MODEL, ServedHttp
+from tests.support.router.served_inputs import open_inputs
+from tests.support.router.served_tgi import until
 from tgis.pb import generation_pb2 as pb
 from tgis.router.chat.formats.registry import ChatFormats
 
@@ -82,9 +82,9 @@ def test_who_reads_late_gets_several_tokens_in_a_message(router: Setup) -> None:
     assert parts[-1].stop_reason == pb.MAX_TOKENS
 
 
-def read_late(door: HttpDoor, body: Any, may_read: threading.Event) -> bytes:
+def read_late(served: ServedHttp, body: Any, may_read: threading.Event) -> bytes:
     """Read an answer with a small buffer, once that is allowed."""
-    connection = http.client.HTTPConnection("127.0.0.1", int(door.url.rpartition(":")[2]), timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", int(served.url.rpartition(":")[2]), timeout=60)
     connection.sock = socket.socket()
     connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.sock.connect((connection.host, connection.port))
@@ -103,9 +103,9 @@ async def test_who_reads_late_over_http_too(n: int, tmp_path: Path) -> None:
         body = {"messages": HELLO, "max_tokens": NUM_LONG, "stream": True, "logprobs": True, "n": n}
         body |= {"top_logprobs": 5, "return_token_ids": True}
         may_read = threading.Event()
-        reading = asyncio.create_task(asyncio.to_thread(read_late, chats.door, body, may_read))
-        await until(lambda: chats.door.scene.metrics.resource_counts["request"].created == n)
-        await until(lambda: "request" not in chats.door.scene.left())
+        reading = asyncio.create_task(asyncio.to_thread(read_late, chats.served, body, may_read))
+        await until(lambda: chats.served.scene.metrics.resource_counts["request"].created == n)
+        await until(lambda: "request" not in chats.served.scene.left())
         may_read.set()
         *frames, _ = (await reading).removesuffix(b"data: [DONE]\n\n").split(b"\n\n")
     choices = [json.loads(frame.removeprefix(b"data: "))["choices"][0] for frame in frames]
@@ -134,11 +134,11 @@ class Steps:
 
 
 async def test_who_reads_at_once_gets_each_token_at_once(tmp_path: Path) -> None:
-    async with open_door(tmp_path) as door, asyncio.timeout(2 * LIMIT_S):
-        steps = Steps(door.scene)
+    async with open_grpc(tmp_path) as served, asyncio.timeout(2 * LIMIT_S):
+        steps = Steps(served.scene)
         details = pb.ResponseOptions(generated_tokens=True)
         limits = stopping(LENGTH, min_new_tokens=LENGTH)
-        parts = aiter(door.stub.GenerateStream(single("girl", stopping=limits, response=details)))
+        parts = aiter(served.stub.GenerateStream(single("girl", stopping=limits, response=details)))
         await anext(parts)
         for number in range(1, LENGTH + 1):
             steps.permit()
@@ -149,9 +149,9 @@ async def test_who_reads_at_once_gets_each_token_at_once(tmp_path: Path) -> None
 
 
 async def test_over_http_each_token_comes_at_once_too(tmp_path: Path) -> None:
-    async with inputs_door(tmp_path, "openai") as door, asyncio.timeout(2 * LIMIT_S):
-        steps = Steps(door.scene)
-        async with openai.AsyncOpenAI(api_key="none", base_url=f"{door.url}/v1", max_retries=0) as client:
+    async with open_inputs(tmp_path, "openai") as served, asyncio.timeout(2 * LIMIT_S):
+        steps = Steps(served.scene)
+        async with openai.AsyncOpenAI(api_key="none", base_url=f"{served.url}/v1", max_retries=0) as client:
             extra = {"return_token_ids": True, "ignore_eos": True}
             stream = await client.completions.create(
                 model=MODEL, prompt="girl", max_tokens=LENGTH, stream=True, extra_body=extra

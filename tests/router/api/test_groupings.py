@@ -1,4 +1,4 @@
-"""Every door says the same of a generation, however its tokens are grouped when they arrive."""
+"""Every API returns the same for a generation, however its tokens are grouped when they arrive."""
 
 import json
 import random
@@ -12,7 +12,6 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.support.router.chat_door import HELLO
 from tests.support.router.groupings import (
     Split,
     all_at_once,
@@ -21,11 +20,12 @@ from tests.support.router.groupings import (
     group_events,
     one_by_one,
 )
-from tests.support.router.grpc_door import open_door
-from tests.support.router.http_door import HttpDoor
-from tests.support.router.inputs_door import call, inputs_door
 from tests.support.router.messages import batch, single, stopping
 from tests.support.router.scripted_chats import WEATHER, scripted_chats
+from tests.support.router.served_chats import HELLO
+from tests.support.router.served_grpc import open_grpc
+from tests.support.router.served_http import ServedHttp
+from tests.support.router.served_inputs import call, open_inputs
 from tests.support.streams import join_choices, join_parts, join_stream, read_chunks
 from tgis.pb import generation_pb2 as pb
 from tgis.router.api.service import MOST_TOLD
@@ -47,7 +47,7 @@ def splits(seed: int) -> list[Split]:
 @pytest.mark.parametrize("with_details", [True, False])
 async def test_fmaas(with_details: bool, tmp_path: Path) -> None:
     sizes = set[int]()
-    async with open_door(tmp_path) as door:
+    async with open_grpc(tmp_path) as served:
         for seed, text in enumerate(TEXTS):
             for stops in STOPS:
                 limits = stopping(LENGTH, stop_sequences=stops, include_stop_sequence=seed % 2 == 0)
@@ -61,11 +61,11 @@ async def test_fmaas(with_details: bool, tmp_path: Path) -> None:
                         top_n_tokens=2,
                     )
                 request = single(text, stopping=limits, response=response)
-                group_events(door.handle, one_by_one)
-                header, *alone = [part async for part in door.stub.GenerateStream(request)]
+                group_events(served.handle, one_by_one)
+                header, *alone = [part async for part in served.stub.GenerateStream(request)]
                 for split in splits(seed):
-                    group_events(door.handle, split)
-                    first, *parts = [part async for part in door.stub.GenerateStream(request)]
+                    group_events(served.handle, split)
+                    first, *parts = [part async for part in served.stub.GenerateStream(request)]
                     assert first == header
                     assert join_stream(parts) == join_stream(alone)
                     check_counts(parts, with_details)
@@ -76,12 +76,12 @@ async def test_fmaas(with_details: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("num_top", "most"), [(5, MOST_TOLD // 6), (0, NUM_LONG)])
 async def test_no_message_is_long(num_top: int, most: int, tmp_path: Path) -> None:
     """However late a client reads. A unary answer is whole."""
-    async with open_door(tmp_path) as door:
-        group_events(door.handle, all_at_once)
+    async with open_grpc(tmp_path) as served:
+        group_events(served.handle, all_at_once)
         details = pb.ResponseOptions(generated_tokens=True, token_logprobs=True, top_n_tokens=num_top)
         params = {"stopping": stopping(NUM_LONG, min_new_tokens=NUM_LONG), "response": details}
-        parts = [part async for part in door.stub.GenerateStream(single("girl", **params))]
-        [whole] = (await door.stub.Generate(batch("girl", **params))).responses
+        parts = [part async for part in served.stub.GenerateStream(single("girl", **params))]
+        [whole] = (await served.stub.Generate(batch("girl", **params))).responses
     sizes = [len(part.tokens) for part in parts[1:]]
     assert sizes == [*[most] * (NUM_LONG // most), *([NUM_LONG % most] if NUM_LONG % most else [])]
     assert [part.generated_token_count for part in parts[1:]] == list(accumulate(sizes))
@@ -112,8 +112,8 @@ def check_usage(chunks: list[Any]) -> None:
             assert chunk["usage"]["completion_tokens"] == numbers[index]
 
 
-async def stream(door: HttpDoor, path: str, body: Any) -> bytes:
-    reply = await call(door, path, body)
+async def stream(served: ServedHttp, path: str, body: Any) -> bytes:
+    reply = await call(served, path, body)
     assert reply.status == 200, reply.text
     return reply.body
 
@@ -136,10 +136,10 @@ DETAILS = {"return_token_ids": True, "stream_options": COUNTS}
     ],
 )
 async def test_completions(fields: dict[str, Any], tmp_path: Path) -> None:
-    async with inputs_door(tmp_path, "openai") as door:
+    async with open_inputs(tmp_path, "openai") as served:
         for seed, text in enumerate(TEXTS):
             body = OPENAI | {"stream_options": {"include_usage": True}} | fields | {"prompt": text}
-            await check_chunks(door, "/v1/completions", body, seed)
+            await check_chunks(served, "/v1/completions", body, seed)
 
 
 @pytest.mark.parametrize(
@@ -152,19 +152,19 @@ async def test_completions(fields: dict[str, Any], tmp_path: Path) -> None:
     ],
 )
 async def test_chats(fields: dict[str, Any], tmp_path: Path) -> None:
-    async with inputs_door(tmp_path, "openai") as door:
+    async with open_inputs(tmp_path, "openai") as served:
         body = OPENAI | {"stream_options": {"include_usage": True}} | fields | {"messages": HELLO}
-        await check_chunks(door, "/v1/chat/completions", body, 1)
+        await check_chunks(served, "/v1/chat/completions", body, 1)
 
 
-async def check_chunks(door: HttpDoor, path: str, body: dict[str, Any], seed: int) -> None:
-    group_events(door.handle, one_by_one)
-    await stream(door, path, body)  # later ones find its input in the prefix cache
-    alone = read_chunks(await stream(door, path, body))
+async def check_chunks(served: ServedHttp, path: str, body: dict[str, Any], seed: int) -> None:
+    group_events(served.handle, one_by_one)
+    await stream(served, path, body)  # later ones find its input in the prefix cache
+    alone = read_chunks(await stream(served, path, body))
     num_most = len(alone)
     for split in splits(seed):
-        group_events(door.handle, split)
-        chunks = read_chunks(await stream(door, path, body))
+        group_events(served.handle, split)
+        chunks = read_chunks(await stream(served, path, body))
         assert len(chunks) <= num_most
         if body.get("return_token_ids"):
             check_usage(chunks)
@@ -189,15 +189,15 @@ async def test_reasoning_and_calls(marks: tuple[str, ...], tmp_path: Path) -> No
             chats.script(text)
             body = OPENAI | {"messages": HELLO, "tools": [WEATHER], "max_tokens": 400}
             body |= {"stream_options": {"include_usage": True}, "logprobs": seed % 2 == 0}
-            await check_chunks(chats.door, "/v1/chat/completions", body, seed)
+            await check_chunks(chats.served, "/v1/chat/completions", body, seed)
             body |= {"stream": False, "stream_options": None}
-            whole = [await whole_answer(chats.door, body, split) for split in (all_at_once, one_by_one)]
+            whole = [await whole_answer(chats.served, body, split) for split in (all_at_once, one_by_one)]
             assert whole[0] == whole[1]
 
 
-async def whole_answer(door: HttpDoor, body: dict[str, Any], split: Split) -> tuple[Any, Any]:
-    group_events(door.handle, split)
-    answer = json.loads(await stream(door, "/v1/chat/completions", body))
+async def whole_answer(served: ServedHttp, body: dict[str, Any], split: Split) -> tuple[Any, Any]:
+    group_events(served.handle, split)
+    answer = json.loads(await stream(served, "/v1/chat/completions", body))
     for one in answer["choices"][0]["message"].get("tool_calls", ()):
         one.pop("id")
     return answer["choices"], answer["usage"]
@@ -214,10 +214,10 @@ PARAMETERS: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("parameters", PARAMETERS)
 async def test_tgi(parameters: dict[str, Any], tmp_path: Path) -> None:
     """An event has one token whatever the grouping, so that the bytes are the same."""
-    async with inputs_door(tmp_path, "tgi") as door:
+    async with open_inputs(tmp_path, "tgi") as served:
         for seed, text in enumerate(TEXTS):
             body = {"inputs": text, "parameters": {"max_new_tokens": LENGTH, "top_n_tokens": 2} | parameters}
-            await check_bytes(door, "/generate_stream", body, seed)
+            await check_bytes(served, "/generate_stream", body, seed)
 
 
 @pytest.mark.parametrize("formatter", ["jsonlines", "tgi"])
@@ -232,18 +232,18 @@ async def test_tgi(parameters: dict[str, Any], tmp_path: Path) -> None:
     ],
 )
 async def test_lmi(formatter: str, parameters: dict[str, Any], tmp_path: Path) -> None:
-    async with inputs_door(tmp_path, "lmi", lmi_output_formatter=formatter) as door:
+    async with open_inputs(tmp_path, "lmi", lmi_output_formatter=formatter) as served:
         for seed, text in enumerate(TEXTS):
             body = {"inputs": text, "parameters": {"max_new_tokens": LENGTH} | parameters, "stream": True}
-            await check_bytes(door, "/invocations", body, seed)
+            await check_bytes(served, "/invocations", body, seed)
 
 
-async def check_bytes(door: HttpDoor, path: str, body: dict[str, Any], seed: int) -> None:
-    group_events(door.handle, one_by_one)
-    alone = await stream(door, path, body)
+async def check_bytes(served: ServedHttp, path: str, body: dict[str, Any], seed: int) -> None:
+    group_events(served.handle, one_by_one)
+    alone = await stream(served, path, body)
     for split in splits(seed):
-        group_events(door.handle, split)
-        assert await stream(door, path, body) == alone
+        group_events(served.handle, split)
+        assert await stream(served, path, body) == alone
 
 
 FAILURES: tuple[tuple[Failure, str], ...] = (
@@ -259,11 +259,11 @@ async def test_a_failure_of_fmaas(failure: Failure, label: str, tmp_path: Path) 
     """What came together with a failure is told before it, and the failure is counted once."""
     details = pb.ResponseOptions(generated_tokens=True)
     request = single(TEXTS[1], stopping=stopping(LENGTH, min_new_tokens=LENGTH), response=details)
-    async with open_door(tmp_path) as door:
+    async with open_grpc(tmp_path) as served:
         told = []
         for split in SPLITS:
-            group_events(door.handle, ending_with(failure, NUM_BEFORE, split))
-            text, num_tokens, call = "", 0, door.stub.GenerateStream(request)
+            group_events(served.handle, ending_with(failure, NUM_BEFORE, split))
+            text, num_tokens, call = "", 0, served.stub.GenerateStream(request)
             with suppress(grpc.aio.AioRpcError):
                 async for part in call:
                     text += part.text
@@ -271,7 +271,7 @@ async def test_a_failure_of_fmaas(failure: Failure, label: str, tmp_path: Path) 
             told.append((text, num_tokens, await call.code(), await call.details()))
         assert told[0] == told[1]
         assert told[0][1] == NUM_BEFORE
-        assert door.scene.metrics.request_failure.values() == {(label,): len(SPLITS)}
+        assert served.scene.metrics.request_failure.values() == {(label,): len(SPLITS)}
 
 
 STREAMS: tuple[tuple[str, str, dict[str, Any]], ...] = (
@@ -287,17 +287,17 @@ STREAMS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 async def test_a_failure_over_http(
     api: str, path: str, body: dict[str, Any], failure: Failure, label: str, tmp_path: Path
 ) -> None:
-    async with inputs_door(tmp_path, api) as door:
+    async with open_inputs(tmp_path, api) as served:
         told = []
         for split in SPLITS:
-            group_events(door.handle, ending_with(failure, NUM_BEFORE, split))
-            told.append(await stream(door, path, body))
+            group_events(served.handle, ending_with(failure, NUM_BEFORE, split))
+            told.append(await stream(served, path, body))
         if api == "openai":
             assert failed_chunks(told[0]) == failed_chunks(told[1])
         else:
             assert told[0] == told[1]
             assert told[0].count(b'"token":') == NUM_BEFORE + (api == "lmi")
-        assert door.scene.metrics.request_failure.values() == {(label,): len(SPLITS)}
+        assert served.scene.metrics.request_failure.values() == {(label,): len(SPLITS)}
 
 
 def failed_chunks(body: bytes) -> tuple[dict[int, Any], Any]:

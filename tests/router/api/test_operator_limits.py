@@ -8,9 +8,9 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.support.router.chat_door import HELLO, chat_door, post
-from tests.support.router.grpc_door import LIMITS, open_door, status_of
-from tests.support.router.http_door import LIMITS_OF_HTTP, MODEL, HttpDoor
+from tests.support.router.served_chats import HELLO, open_chats, post
+from tests.support.router.served_grpc import LIMITS, open_grpc, status_of
+from tests.support.router.served_http import LIMITS_OF_HTTP, MODEL, ServedHttp
 from tgis.pb import generation_pb2 as pb
 
 SET = {"max_best_of": 3, "max_stop_sequences": 8, "max_client_batch_size": 2, "allows_guided": False}
@@ -23,15 +23,15 @@ async def is_set(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
-async def http(tmp_path: Path, is_set: bool) -> AsyncIterator[HttpDoor]:
+async def http(tmp_path: Path, is_set: bool) -> AsyncIterator[ServedHttp]:
     limits = replace(LIMITS_OF_HTTP, **SET) if is_set else LIMITS_OF_HTTP
-    async with chat_door(tmp_path, limits=limits, http_api="tgi,openai") as (door, _):
-        yield door
+    async with open_chats(tmp_path, limits=limits, http_api="tgi,openai") as (served, _):
+        yield served
 
 
-async def refusal(door: HttpDoor, path: str, **body: Any) -> tuple[str, str | None] | None:
+async def refusal(served: ServedHttp, path: str, **body: Any) -> tuple[str, str | None] | None:
     """Return the text of a refusal and what it names; None if there is an answer."""
-    status, answer = await post(door, path, body)
+    status, answer = await post(served, path, body)
     if status == 200:
         return None
     assert status in (400, 422)
@@ -39,7 +39,7 @@ async def refusal(door: HttpDoor, path: str, **body: Any) -> tuple[str, str | No
     return (error, None) if isinstance(error, str) else (error["message"], error["param"])
 
 
-async def test_openai(http: HttpDoor, is_set: bool) -> None:
+async def test_openai(http: ServedHttp, is_set: bool) -> None:
     async def completion(**fields: Any) -> tuple[str, str | None] | None:
         body = {"model": MODEL, "prompt": "a", "max_tokens": 2, **fields}
         return await refusal(http, "/v1/completions", **body)
@@ -54,7 +54,7 @@ async def test_openai(http: HttpDoor, is_set: bool) -> None:
     assert await completion(stop=STOPS[:17]) is not None
 
 
-async def test_openai_s_constraints(http: HttpDoor, is_set: bool) -> None:
+async def test_openai_s_constraints(http: ServedHttp, is_set: bool) -> None:
     async def chat(**fields: Any) -> tuple[str, str | None] | None:
         body = {"model": MODEL, "messages": HELLO, "max_tokens": 2, **fields}
         return await refusal(http, "/v1/chat/completions", **body)
@@ -67,7 +67,7 @@ async def test_openai_s_constraints(http: HttpDoor, is_set: bool) -> None:
     assert await chat(guided_regex="a+") == ((refused, "guided_regex") if is_set else None)
 
 
-async def test_tgi(http: HttpDoor, is_set: bool) -> None:
+async def test_tgi(http: ServedHttp, is_set: bool) -> None:
     async def generate(**parameters: Any) -> str | None:
         found = await refusal(http, "/generate", inputs="a", parameters={"max_new_tokens": 2, **parameters})
         return found and found[0]
@@ -86,7 +86,7 @@ async def test_tgi(http: HttpDoor, is_set: bool) -> None:
 
 async def test_grpc(tmp_path: Path, is_set: bool) -> None:
     limits = replace(LIMITS, **SET) if is_set else LIMITS
-    async with open_door(tmp_path, limits=limits) as door:
+    async with open_grpc(tmp_path, limits=limits) as served:
 
         async def status(num_stops: int = 0, **decoding: Any) -> tuple[grpc.StatusCode, str]:
             stopping = pb.StoppingCriteria(max_new_tokens=2, stop_sequences=STOPS[:num_stops])
@@ -94,7 +94,7 @@ async def test_grpc(tmp_path: Path, is_set: bool) -> None:
             request = pb.BatchedGenerationRequest(
                 requests=[pb.GenerationRequest(text="a")] * 3, params=params
             )
-            return await status_of(door.stub.Generate(request))
+            return await status_of(served.stub.Generate(request))
 
         most = 8 if is_set else 6
         assert (await status(most))[0] is grpc.StatusCode.OK, "a batch over gRPC has no other limit"
@@ -106,9 +106,9 @@ async def test_grpc(tmp_path: Path, is_set: bool) -> None:
         assert (code, text) == (refused if is_set else (grpc.StatusCode.OK, text))
 
 
-async def test_less_than_a_door_s_own(tmp_path: Path) -> None:
+async def test_less_than_a_api_s_own(tmp_path: Path) -> None:
     limits = replace(LIMITS, max_stop_sequences=1)
-    async with open_door(tmp_path, limits=limits) as door:
+    async with open_grpc(tmp_path, limits=limits) as served:
         params = pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=2, stop_sequences=STOPS[:6]))
         request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="a")], params=params)
-        assert (await status_of(door.stub.Generate(request)))[0] is grpc.StatusCode.OK
+        assert (await status_of(served.stub.Generate(request)))[0] is grpc.StatusCode.OK

@@ -1,4 +1,4 @@
-"""The service behind a second door, whose calls are JSON and not protobuf, in front of either engine."""
+"""The service behind a second served, whose calls are JSON and not protobuf, in front of either engine."""
 
 import asyncio
 import json
@@ -13,17 +13,19 @@ import pytest
 
 from tests.support.router.engine_pair import Scene, open_scene
 from tests.support.router.fake_shard import EOS, VOCAB_SIZE
-from tests.support.router.grpc_door import LIMITS
 from tests.support.router.model_of_shard import next_token
-from tests.support.router.tgi_door import until
+from tests.support.router.served_grpc import LIMITS
+from tests.support.router.served_tgi import until
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.logs import FIELDS
+from tgis.router.api.fmaas.rules import FMAAS
 from tgis.router.api.service import GenerationService
 from tgis.router.errors import OverloadedError, RequestError
 from tgis.router.events import Output
 from tgis.router.grammar.compiler import GrammarCompiler
 from tgis.router.requests.accounting import Accounting
-from tgis.router.requests.call import GenerationCall, Parameters
+from tgis.router.requests.call import GenerationCall
+from tgis.router.requests.parameters import Parameters
 from tgis.router.requests.tracing import Tracing
 from tgis.router.requests.validation import Validator
 from tgis.router.sequence import StopReason
@@ -33,7 +35,7 @@ from tgis.router.text.tokenizer import Tokenizer
 PROMPT = "The quick brown fox"
 
 
-class JsonDoor:
+class JsonApi:
     """Calls are objects with `texts` and parameters; an answer is a list of [text, number, reason]."""
 
     def __init__(self, scene: Scene, directory: Path) -> None:
@@ -74,7 +76,7 @@ def read(text: str, kind: str) -> GenerationCall:
     call = json.loads(text)
     texts = call.pop("texts")
     call["stop_sequences"] = tuple(call.get("stop_sequences", ()))
-    return GenerationCall("json", kind, texts, Parameters(**call), lambda: "", (), "a connection")
+    return GenerationCall("json", kind, texts, Parameters(**call), lambda: "", (), "a connection", api=FMAAS)
 
 
 def sum_of(scene: Scene, name: str) -> float:
@@ -84,24 +86,24 @@ def sum_of(scene: Scene, name: str) -> float:
 
 
 @pytest.fixture(params=[False, True], ids=["local", "split"])
-async def door(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[JsonDoor]:
+async def served(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[JsonApi]:
     async with open_scene(tmp_path, request.param) as scene:
-        door = JsonDoor(scene, tmp_path)
-        yield door
-        assert door.service.is_idle.is_set()
-        door.tokenizer.close()
+        served = JsonApi(scene, tmp_path)
+        yield served
+        assert served.service.is_idle.is_set()
+        served.tokenizer.close()
 
 
-async def test_another_door_has_the_model_s_texts(door: JsonDoor) -> None:
+async def test_another_api_has_the_model_s_texts(served: JsonApi) -> None:
     texts = [PROMPT, "girl bread"]
-    answers = json.loads(await door.generate(json.dumps({"texts": texts, "max_new_tokens": 30})))
+    answers = json.loads(await served.generate(json.dumps({"texts": texts, "max_new_tokens": 30})))
     for text, (generated, num_generated, reason) in zip(texts, answers, strict=True):
-        expected, num_expected = door.expected(text, 30)
+        expected, num_expected = served.expected(text, 30)
         assert (generated, num_generated) == (expected, num_expected)
         assert reason == ("MAX_TOKENS" if num_expected == 30 else "EOS_TOKEN")
 
 
-async def test_parameters_that_one_door_lacks_are_counted(door: JsonDoor) -> None:
+async def test_parameters_that_one_api_lacks_are_counted(served: JsonApi) -> None:
     every = Parameters(
         logit_bias=((7, -1.0),),
         min_p=0.1,
@@ -114,24 +116,24 @@ async def test_parameters_that_one_door_lacks_are_counted(door: JsonDoor) -> Non
         cache_salt=b"salt",
     )
     call = read(json.dumps({"texts": ["5 6 7"]}), "batch")
-    await door.service.generate(call)
-    counter = door.scene.metrics.request_parameter_count
+    await served.service.generate(call)
+    counter = served.scene.metrics.request_parameter_count
     assert counter.values() == {}
-    await door.service.generate(replace(call, parameters=every, inputs_are_ids=True))
-    await door.service.generate(replace(call, parameters=replace(Parameters(), min_p=0.2)))
+    await served.service.generate(replace(call, parameters=every, inputs_are_ids=True))
+    await served.service.generate(replace(call, parameters=replace(Parameters(), min_p=0.2)))
     with pytest.raises(RequestError, match="max_new_tokens must be <= 199"):
-        await door.service.generate(replace(call, parameters=replace(every, max_new_tokens=200)))
+        await served.service.generate(replace(call, parameters=replace(every, max_new_tokens=200)))
     names = [field.name for field in fields(Parameters) if getattr(every, field.name) != field.default]
     assert len(names) == 9
     assert counter.values() == {(name,): 1 + (name == "min_p") for name in [*names, "input_ids"]}
 
 
-async def test_another_door_streams_to_a_stop_sequence(door: JsonDoor) -> None:
-    whole, _ = door.expected(PROMPT, 30)
+async def test_another_api_streams_to_a_stop_sequence(served: JsonApi) -> None:
+    whole, _ = served.expected(PROMPT, 30)
     stop = whole[len(whole) // 2 :][:3]
     call = {"texts": [PROMPT], "max_new_tokens": 30, "stop_sequences": [stop]}
-    first, *parts = [json.loads(part) async for part in door.stream(json.dumps(call))]
-    assert first == len(door.tokenizer.fast.encode(PROMPT).ids)
+    first, *parts = [json.loads(part) async for part in served.stream(json.dumps(call))]
+    assert first == len(served.tokenizer.fast.encode(PROMPT).ids)
     assert "".join(text for text, _, _ in parts) == whole[: whole.index(stop) + len(stop)]
     numbers = [number for _, number, _ in parts]
     assert numbers == sorted({*numbers}), "each has more tokens than the one before"
@@ -152,21 +154,21 @@ async def test_a_long_answer_that_is_read_late_leaves_turns_to_others(tmp_path: 
             await asyncio.sleep(0)
 
     async with open_scene(tmp_path, False) as scene, asyncio.timeout(20):
-        door = JsonDoor(scene, tmp_path)
-        async with door.service.stream(call) as ((_, outputs),):
+        served = JsonApi(scene, tmp_path)
+        async with served.service.stream(call) as ((_, outputs),):
             await anext(outputs)
             await until(lambda: "request" not in scene.left())
             counting = asyncio.create_task(count())
             turns = [turn async for _ in outputs]
             counting.cancel()
-        door.tokenizer.close()
+        served.tokenizer.close()
     assert len(turns) > 3
     assert turns == sorted(set(turns))
 
 
-async def test_n_texts_are_those_of_calls_with_the_seeds_that_follow(door: JsonDoor) -> None:
-    service = door.service
-    door.scene.shard.model.uses_seeds = True
+async def test_n_texts_are_those_of_calls_with_the_seeds_that_follow(served: JsonApi) -> None:
+    service = served.service
+    served.scene.shard.model.uses_seeds = True
     asked = {"texts": [PROMPT, "girl bread"], "max_new_tokens": 30, "sample": True, "seed": 7}
     results = await service.generate(read(json.dumps(asked | {"n": 3}), "batch"))
     digests = [blake2b(pack("<QQ", 7, number), digest_size=8).digest() for number in (1, 2)]
@@ -182,39 +184,39 @@ async def test_n_texts_are_those_of_calls_with_the_seeds_that_follow(door: JsonD
     assert texts == [result.text for (result,) in alone]
 
 
-async def test_n_texts_have_one_input(door: JsonDoor, caplog: pytest.LogCaptureFixture) -> None:
+async def test_n_texts_have_one_input(served: JsonApi, caplog: pytest.LogCaptureFixture) -> None:
     """It is counted, tokenized and reported once; the texts are counted and logged each."""
     caplog.set_level("INFO", "tgis.router.requests.request_log")
     asked = {"texts": ["girl bread", PROMPT], "n": 3, "input_tokens": True, "generated_tokens": True}
-    results = await door.service.generate(read(json.dumps(asked), "batch"))
+    results = await served.service.generate(read(json.dumps(asked), "batch"))
     for text, family in zip(asked["texts"], (results[:3], results[3:]), strict=True):
-        ids = door.tokenizer.fast.encode(text).ids
+        ids = served.tokenizer.fast.encode(text).ids
         assert [[token.token_id for token in result.input_tokens] for result in family] == [ids] * 3
         assert len({tuple(result.tokens) for result in family}) == 1
     names = ("input_count", "raw_input_length_count", "input_length_count", "total_tokens_count", "success")
-    assert [sum_of(door.scene, f"tgi_request_{name}") for name in names] == [2, 2, 2, 6, 6]
+    assert [sum_of(served.scene, f"tgi_request_{name}") for name in names] == [2, 2, 2, 6, 6]
     lines = sorted(record.getMessage().split(" generated")[0] for record in caplog.records)
     assert lines == [f"Sub-request {number} from batch of 6" for number in range(1, 7)]
     shown = [vars(record)[FIELDS]["input_bytes"] for record in caplog.records]
     assert sorted(shown) == [len("girl bread")] * 3 + [len(PROMPT)] * 3
 
 
-async def test_n_takes_so_many_places_and_has_bounds(door: JsonDoor) -> None:
+async def test_n_takes_so_many_places_and_has_bounds(served: JsonApi) -> None:
     texts = [PROMPT] * 43
     with pytest.raises(OverloadedError):
-        await door.generate(json.dumps({"texts": texts, "n": 3}))
+        await served.generate(json.dumps({"texts": texts, "n": 3}))
     most = {"texts": texts[:42], "n": 3, "max_new_tokens": 1}
-    assert len(json.loads(await door.generate(json.dumps(most)))) == 126
+    assert len(json.loads(await served.generate(json.dumps(most)))) == 126
     for n in (-1, 0, 129, 1 << 70):
         with pytest.raises(RequestError, match="n must be >= 1 and <= 128"):
-            await door.generate(json.dumps({"texts": texts[:1], "n": n}))
-    assert door.scene.metrics.request_failure.values()[("validation",)] == 4
+            await served.generate(json.dumps({"texts": texts[:1], "n": n}))
+    assert served.scene.metrics.request_failure.values()[("validation",)] == 4
 
 
-async def test_another_door_s_refusals_are_counted(door: JsonDoor) -> None:
-    failures = door.scene.metrics.request_failure
+async def test_another_api_s_refusals_are_counted(served: JsonApi) -> None:
+    failures = served.scene.metrics.request_failure
     with pytest.raises(RequestError, match="max_new_tokens must be <= 199"):
-        await door.generate(json.dumps({"texts": [PROMPT], "max_new_tokens": 200}))
+        await served.generate(json.dumps({"texts": [PROMPT], "max_new_tokens": 200}))
     with pytest.raises(OverloadedError):
-        await door.generate(json.dumps({"texts": [PROMPT] * 129}))
+        await served.generate(json.dumps({"texts": [PROMPT] * 129}))
     assert (failures.values()[("validation",)], failures.values()[("conc_limit",)]) == (1, 1)

@@ -1,10 +1,11 @@
-"""The seam between doors and engine, in both implementations: the engine's own handle, and a split one, whose
+"""The seam between APIs and engine, in both implementations: the engine's own handle, and a split one, whose
 values cross as bytes."""
 
 import asyncio
 import random
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tests.support.router.fake_shard import BLOCK_SIZE, EOS, PAD, VOCAB_SIZE
 from tests.support.router.model_of_contents import Item, Library, adapter
 from tests.support.router.model_of_shard import join_digests, truth
 from tgis.pb import shard_pb2 as pb
-from tgis.router.engine.handle import Lease, Resume, SequenceId, SequenceSpec, TextSink, Ticket
+from tgis.router.engine.handle import ClaimId, Progress, SequenceId, SequenceSpec, TextSink
 from tgis.router.errors import Code, OverloadedError
 from tgis.router.events import Ended, Event, Failed, InputTokens
 from tgis.router.sequence import CacheSalt, Details, Stopping, StopReason, TokenDetail
@@ -67,9 +68,9 @@ def expected(prompt: tuple[int, ...] = PROMPT, length: int = LENGTH, digests: st
     return tokens
 
 
-async def read(scene: Scene, ticket: Ticket, *opened: object) -> list[Event]:
+async def read(scene: Scene, claim_id: ClaimId, *opened: object) -> list[Event]:
     """All events of a sequence."""
-    sequence_id = scene.handle.open(ticket, *opened)  # type: ignore[arg-type]
+    sequence_id = scene.handle.open(claim_id, *opened)  # type: ignore[arg-type]
     return [event async for event in each_of(scene.handle.events(sequence_id))]
 
 
@@ -83,10 +84,10 @@ def tokens_of(events: list[Event]) -> list[int]:
 
 
 async def test_a_generation_is_tokens_and_an_end(scene: Scene) -> None:
-    ticket = await scene.handle.acquire(1)
+    claim_id = await scene.handle.acquire(1)
     sink = StopAt(0)
-    events = await read(scene, ticket, spec(), sink)
-    scene.handle.release(ticket)
+    events = await read(scene, claim_id, spec(), sink)
+    scene.handle.release(claim_id)
     assert tokens_of(events) == expected()
     last = events[-1]
     assert isinstance(last, Ended)
@@ -97,10 +98,10 @@ async def test_a_generation_is_tokens_and_an_end(scene: Scene) -> None:
 
 async def test_a_sink_ends_a_generation_with_its_token(scene: Scene) -> None:
     """Which is delivered with the end; length comes before a stop sequence."""
-    ticket = await scene.handle.acquire(LENGTH)
+    claim_id = await scene.handle.acquire(LENGTH)
     for place in range(1, LENGTH + 1):
         sink = StopAt(place)
-        events = await read(scene, ticket, spec(), sink)
+        events = await read(scene, claim_id, spec(), sink)
         assert tokens_of(events) == expected()[:place]
         assert [token_id for token_id, _ in sink.pushed] == expected()[:place]
         *_, last = events
@@ -108,28 +109,28 @@ async def test_a_sink_ends_a_generation_with_its_token(scene: Scene) -> None:
         reason = StopReason.STOP_SEQUENCE if place < LENGTH else StopReason.MAX_TOKENS
         assert (last.token is not None, last.num_generated, last.reason) == (True, place, reason)
         assert 0 <= last.timings.queue_s <= last.timings.total_s
-    scene.handle.release(ticket)
+    scene.handle.release(claim_id)
 
 
 async def test_a_stop_sequence_costs_the_steps_that_were_on_their_way(tmp_path: Path) -> None:
     async with open_scene(tmp_path, is_split=False) as scene:
-        ticket = await scene.handle.acquire(1)
-        await read(scene, ticket, spec(length=100), StopAt(5))
+        claim_id = await scene.handle.acquire(1)
+        await read(scene, claim_id, spec(length=100), StopAt(5))
         await asyncio.sleep(0.2)
         assert 5 <= scene.shard.num_steps <= 5 + 2, "two steps are in flight at most"
-        scene.handle.release(ticket)
+        scene.handle.release(claim_id)
 
 
 @pytest.mark.parametrize("has_inputs", [True, False])
 async def test_a_generation_continues_where_it_was_left(scene: Scene, has_inputs: bool) -> None:
     details = Details(input_tokens=True, generated_tokens=True, ranks=True)
-    ticket = await scene.handle.acquire(1)
-    whole = await read(scene, ticket, spec(details=details), None)
+    claim_id = await scene.handle.acquire(1)
+    whole = await read(scene, claim_id, spec(details=details), None)
     assert [len(event.tokens) for event in whole if isinstance(event, InputTokens)] == [len(PROMPT)]
     for num_known in (0, 1, 7, LENGTH - 1, LENGTH):
         sink, known = StopAt(0), expected()[:num_known]
-        resume = Resume(tuple(known), has_inputs)
-        events = await read(scene, ticket, spec(details=details), sink, resume)
+        progress = Progress([*known], has_inputs)
+        events = await read(scene, claim_id, spec(details=details), sink, progress)
         assert [*known, *tokens_of(events)] == expected()
         assert [token_id for token_id, _ in sink.pushed] == expected()[num_known:]
         inputs = [len(event.tokens) for event in events if isinstance(event, InputTokens)]
@@ -137,7 +138,7 @@ async def test_a_generation_continues_where_it_was_left(scene: Scene, has_inputs
         last = events[-1]
         assert isinstance(last, Ended)
         assert (last.num_generated, last.reason) == (LENGTH, StopReason.MAX_TOKENS)
-    scene.handle.release(ticket)
+    scene.handle.release(claim_id)
 
 
 async def test_an_encoder_s_input_is_reported_once(tmp_path: Path) -> None:
@@ -145,23 +146,23 @@ async def test_an_encoder_s_input_is_reported_once(tmp_path: Path) -> None:
     for is_split in (False, True):
         async with open_scene(tmp_path, is_split, info) as scene:
             assert scene.handle.info().is_encoder_decoder
-            ticket = await scene.handle.acquire(1)
+            claim_id = await scene.handle.acquire(1)
             asked = spec(details=Details(input_tokens=True))
-            whole = await read(scene, ticket, asked, None)
+            whole = await read(scene, claim_id, asked, None)
             assert [len(event.tokens) for event in whole if isinstance(event, InputTokens)] == [len(PROMPT)]
             tokens = tokens_of(whole)
-            rest = await read(scene, ticket, asked, None, Resume(tuple(tokens[:3]), has_inputs=True))
+            rest = await read(scene, claim_id, asked, None, Progress(tokens[:3], has_inputs=True))
             assert tokens_of(rest) == tokens[3:]
             assert not any(isinstance(event, InputTokens) for event in rest)
-            scene.handle.release(ticket)
+            scene.handle.release(claim_id)
 
 
 async def test_a_cancelled_sequence_leaves_the_others_alone(scene: Scene) -> None:
     """Some readers cancel at a token, at once or later, when the sequence may have ended."""
-    r, ticket = random.Random(1), await scene.handle.acquire(64)
+    r, claim_id = random.Random(1), await scene.handle.acquire(64)
 
     async def one(place: int, num_turns: int, is_cancelled: bool) -> list[Event]:
-        sequence_id, events = scene.handle.open(ticket, spec(), None), list[Event]()
+        sequence_id, events = scene.handle.open(claim_id, spec(), None), list[Event]()
         async for event in each_of(scene.handle.events(sequence_id)):
             events.append(event)
             if is_cancelled and len(events) == place:
@@ -181,40 +182,42 @@ async def test_a_cancelled_sequence_leaves_the_others_alone(scene: Scene) -> Non
                 assert [token.token_id for token in tokens] == expected()[:place]
             else:
                 assert tokens_of(events) == expected()
-    scene.handle.release(ticket)
+    scene.handle.release(claim_id)
 
 
 async def test_a_release_gives_back_all_of_a_ticket_once(scene: Scene) -> None:
-    ticket, other = await scene.handle.acquire(100), await scene.handle.acquire(20)
+    claim_id, other = await scene.handle.acquire(100), await scene.handle.acquire(20)
     with pytest.raises(OverloadedError):
         await scene.handle.acquire(40)
     scene.shard.step_s = 0.05
-    lease = await scene.handle.lease(ticket, "prompt-1", "adapter-1", "an-id")
-    assert lease == Lease("p1", "a1", num_decoder_tokens=3)
-    sequence_id = scene.handle.open(ticket, spec(length=100, lease=lease), None)
+    adapters = await scene.handle.lease(claim_id, "prompt-1", "adapter-1", "an-id")
+    assert adapters.digests == ("p1", "a1")
+    assert adapters.num_decoder_tokens == adapters.num_virtual_tokens == 3
+    sequence_id = scene.handle.open(claim_id, spec(length=100, adapters=adapters), None)
     await anext(aiter(scene.handle.events(sequence_id)))
     for _ in range(2):
-        scene.handle.release(ticket)
+        scene.handle.release(claim_id)
     await asyncio.sleep(0.2)
     assert "request" not in scene.left(), "its sequence goes on"
     scene.handle.cancel(sequence_id)
     again = await scene.handle.acquire(108)
     with pytest.raises(OverloadedError):
         await scene.handle.acquire(1)
-    for each in (other, again, ticket):
+    for each in (other, again, claim_id):
         scene.handle.release(each)
 
 
 async def test_adapters_are_those_that_the_lease_names(scene: Scene) -> None:
-    ticket = await scene.handle.acquire(1)
-    lease = await scene.handle.lease(ticket, "prompt-1", "adapter-1", "an-id")
-    tokens = tokens_of(await read(scene, ticket, spec(lease=lease), None))
+    claim_id = await scene.handle.acquire(1)
+    adapters = await scene.handle.lease(claim_id, "prompt-1", "adapter-1", "an-id")
+    tokens = tokens_of(await read(scene, claim_id, spec(adapters=adapters), None))
     padded = (PAD,) * 3 + PROMPT
     assert tokens == expected(padded, digests=join_digests("a1", "p1"))
-    replaced = lease._replace(adapter_digest="a0")
-    [event] = await read(scene, ticket, spec(lease=replaced, request_id="an-id"), None)
+    assert adapters.lora is not None
+    replaced = replace(adapters, lora=replace(adapters.lora, digest="a0"))
+    [event] = await read(scene, claim_id, spec(adapters=replaced, request_id="an-id"), None)
     assert event == Failed(Code.INTERNAL, "Request failed during generation: internal error, request an-id")
-    scene.handle.release(ticket)
+    scene.handle.release(claim_id)
 
 
 async def test_a_cancelled_wait_gives_back_what_it_waited_for(scene: Scene) -> None:
@@ -223,11 +226,11 @@ async def test_a_cancelled_wait_gives_back_what_it_waited_for(scene: Scene) -> N
     for _ in range(20):
 
         async def call() -> None:
-            ticket = await scene.handle.acquire(100)
+            claim_id = await scene.handle.acquire(100)
             try:
-                await scene.handle.lease(ticket, "prompt-1", None, "an-id")
+                await scene.handle.lease(claim_id, "prompt-1", None, "an-id")
             finally:
-                scene.handle.release(ticket)
+                scene.handle.release(claim_id)
 
         task = asyncio.create_task(call())
         await asyncio.sleep(r.uniform(0, 0.01))
@@ -244,10 +247,10 @@ async def test_a_cancelled_wait_gives_back_what_it_waited_for(scene: Scene) -> N
 
 async def test_a_deadline_is_a_time_of_the_machine(scene: Scene) -> None:
     scene.shard.step_s = 0.02
-    ticket, sink = await scene.handle.acquire(1), StopAt(0)
+    claim_id, sink = await scene.handle.acquire(1), StopAt(0)
     stopping = Stopping(100, min_new_tokens=100, deadline=time.monotonic() + 0.2)
-    events = await read(scene, ticket, SequenceSpec(PROMPT, stopping), sink)
-    scene.handle.release(ticket)
+    events = await read(scene, claim_id, SequenceSpec(PROMPT, stopping), sink)
+    scene.handle.release(claim_id)
     last = events[-1]
     assert isinstance(last, Ended)
     assert last.reason is StopReason.TIME_LIMIT
@@ -266,10 +269,10 @@ async def test_siblings_are_as_if_alone_and_cost_one_prompt(scene: Scene) -> Non
     model.uses_seeds = True
     alone = [truth(list(PROMPT), LENGTH, VOCAB_SIZE, sampling_seed=seed)[len(PROMPT) :] for seed in range(4)]
     assert len(set(map(tuple, alone))) == 4
-    ticket = await scene.handle.acquire(4)
+    claim_id = await scene.handle.acquire(4)
     specs = [spec(sampling=sampled(seed)) for seed in range(4)]
-    outcomes = await asyncio.gather(*(read(scene, ticket, each, None) for each in specs))
-    scene.handle.release(ticket)
+    outcomes = await asyncio.gather(*(read(scene, claim_id, each, None) for each in specs))
+    scene.handle.release(claim_id)
     assert [tokens_of(events) for events in outcomes] == alone
     assert [num_cached(events) for events in outcomes] == [0] + 3 * [BLOCK_SIZE]
     assert model.num_computed == len(PROMPT) + 3 * (len(PROMPT) - BLOCK_SIZE) + 4 * (LENGTH - 1)
@@ -279,15 +282,15 @@ async def test_siblings_outlive_a_leader_that_goes(scene: Scene) -> None:
     """It is cancelled before its first step, in it or later."""
     r = random.Random(3)
     for _ in range(9):
-        ticket = await scene.handle.acquire(4)
-        leader, *others = [scene.handle.open(ticket, spec(), None) for _ in range(4)]
+        claim_id = await scene.handle.acquire(4)
+        leader, *others = [scene.handle.open(claim_id, spec(), None) for _ in range(4)]
         ends = [asyncio.create_task(_drain(scene, each)) for each in others]
         await asyncio.sleep(r.choice([0, 0.001, 0.003]))
         scene.handle.cancel(leader)
         scene.handle.cancel(others[0])
         whole = [tokens_of(await end) for end in ends[1:]]
         ends[0].cancel()
-        scene.handle.release(ticket)
+        scene.handle.release(claim_id)
         assert whole == [expected()] * 2
 
 
@@ -305,10 +308,10 @@ async def _wait_for_steps(scene: Scene, num_steps: int) -> None:
 
 async def test_siblings_survive_a_loss_of_the_shards(scene: Scene) -> None:
     """Cached tokens are those of the beginning, whatever has been computed again."""
-    ticket = await scene.handle.acquire(12)
+    claim_id = await scene.handle.acquire(12)
     prompts = [(30 + number, *PROMPT) for number in range(3)]
     generations = [
-        asyncio.create_task(read(scene, ticket, spec(prompt, 40), None))
+        asyncio.create_task(read(scene, claim_id, spec(prompt, 40), None))
         for prompt in prompts
         for _ in range(4)
     ]
@@ -316,7 +319,7 @@ async def test_siblings_survive_a_loss_of_the_shards(scene: Scene) -> None:
         await _wait_for_steps(scene, scene.shard.num_steps + num_steps)
         scene.server.cut()
     outcomes = [await each for each in generations]
-    scene.handle.release(ticket)
+    scene.handle.release(claim_id)
     assert scene.shard.num_streams == 4
     for number, prompt in enumerate(prompts):
         family = outcomes[4 * number : 4 * number + 4]
@@ -326,28 +329,28 @@ async def test_siblings_survive_a_loss_of_the_shards(scene: Scene) -> None:
 
 async def test_salts_never_share(scene: Scene) -> None:
     salts = [CacheSalt(), CacheSalt("a"), CacheSalt("", b"a"), CacheSalt("a", b"a"), CacheSalt("b", b"a")]
-    ticket = await scene.handle.acquire(1)
+    claim_id = await scene.handle.acquire(1)
     found = [
-        num_cached(await read(scene, ticket, spec(length=2, cache_salt=salt), None))
+        num_cached(await read(scene, claim_id, spec(length=2, cache_salt=salt), None))
         for salt in (*salts, *salts)
     ]
     assert found == [0] * 5 + [BLOCK_SIZE] * 5
-    both = (CacheSalt("c"), CacheSalt("d"))  # at once, in one ticket
+    both = (CacheSalt("c"), CacheSalt("d"))  # at once, in one claim_id
     outcomes = await asyncio.gather(
-        *(read(scene, ticket, spec(length=2, cache_salt=salt), None) for salt in both)
+        *(read(scene, claim_id, spec(length=2, cache_salt=salt), None) for salt in both)
     )
     assert list(map(num_cached, outcomes)) == [0, 0]
-    scene.handle.release(ticket)
+    scene.handle.release(claim_id)
 
 
 async def test_virtual_tokens_are_not_among_the_cached(scene: Scene) -> None:
-    ticket = await scene.handle.acquire(1)
-    lease = await scene.handle.lease(ticket, "prompt-1", None, "an-id")
-    found = [num_cached(await read(scene, ticket, spec(lease=lease), None)) for _ in range(2)]
-    resumed = spec(length=LENGTH, lease=lease)
+    claim_id = await scene.handle.acquire(1)
+    adapters = await scene.handle.lease(claim_id, "prompt-1", None, "an-id")
+    found = [num_cached(await read(scene, claim_id, spec(adapters=adapters), None)) for _ in range(2)]
+    resumed = spec(length=LENGTH, adapters=adapters)
     known = tuple(expected((PAD,) * 3 + PROMPT, digests=join_digests("", "p1"))[:12])
-    found.append(num_cached(await read(scene, ticket, resumed, None, Resume(known, True))))
-    scene.handle.release(ticket)
+    found.append(num_cached(await read(scene, claim_id, resumed, None, Progress([*known], True))))
+    scene.handle.release(claim_id)
     assert found == [0, BLOCK_SIZE - 3, len(PROMPT)]  # generated tokens are no input tokens
 
 
@@ -355,9 +358,9 @@ async def test_an_encoder_s_input_is_cached_whole(tmp_path: Path) -> None:
     info = pb.InfoResponse(model_kind=pb.InfoResponse.MODEL_KIND_ENCODER_DECODER, decoder_start_token_id=5)
     for is_split in (False, True):
         async with open_scene(tmp_path, is_split, info) as scene:
-            ticket = await scene.handle.acquire(3)
-            outcomes = await asyncio.gather(*(read(scene, ticket, spec(), None) for _ in range(3)))
-            scene.handle.release(ticket)
+            claim_id = await scene.handle.acquire(3)
+            outcomes = await asyncio.gather(*(read(scene, claim_id, spec(), None) for _ in range(3)))
+            scene.handle.release(claim_id)
             assert scene.shard.model.num_encoded == len(PROMPT)
             assert list(map(num_cached, outcomes)) == [0, len(PROMPT), len(PROMPT)]
 

@@ -1,5 +1,5 @@
 """Time limits of tokens: against the plain rule in virtual time, before a shard whose steps take as long as a
-test likes, and through the doors."""
+test likes, and through the APIs."""
 
 import asyncio
 import random
@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import grpc
 import pytest
 
-from tests.support.router.chat_door import post
 from tests.support.router.engine_pair import Scene, each_of, open_scene
 from tests.support.router.fake_shard import VOCAB_SIZE, FakeShard, ShardServer
-from tests.support.router.grpc_door import open_door, status_of
-from tests.support.router.http_door import open_http_door
 from tests.support.router.messages import batch, single, stopping
 from tests.support.router.model_of_shard import truth
+from tests.support.router.served_chats import post
+from tests.support.router.served_grpc import open_grpc, status_of
+from tests.support.router.served_http import open_http
 from tgis.router.engine import token_timeouts
 from tgis.router.engine.event_queue import EventQueue, WakeUps
-from tgis.router.engine.handle import SequenceId, SequenceSpec
+from tgis.router.engine.handle import RequestTimes, SequenceId, SequenceSpec
 from tgis.router.engine.live_request import LiveRequest
 from tgis.router.engine.token_timeouts import TokenTimeouts
 from tgis.router.events import Ended, Event, TimedOut
@@ -94,14 +94,16 @@ def test_texts_are_late_when_the_rule_says(
         happenings, began = draw_happenings(random.Random(seed)), loop.now
         late = list[tuple[float, bool]]()
         timeouts = TokenTimeouts(*limits, lambda _, event: late.append((loop.now - began, event.is_first)))
-        live = LiveRequest(Sequence([1], Stopping(9)), None, EventQueue(WakeUps().wake), accepted_at=began)
+        live = LiveRequest(
+            Sequence([1], Stopping(9)), None, EventQueue(WakeUps().wake), times=RequestTimes(began)
+        )
         timeouts.watch(live)
         for at, kind in happenings:
             await asyncio.sleep(began + at - loop.now)
             if late:
                 break
             if kind == "token":  # as the engine takes it
-                was_first, live.awaits_first, live.last_token_at = live.awaits_first, False, loop.now
+                was_first, live.awaits_first, live.times.last_token_at = live.awaits_first, False, loop.now
                 if was_first:
                     timeouts.watch(live)
             elif kind == "loss":
@@ -193,21 +195,24 @@ async def test_time_without_shards_does_not_count(tmp_path: Path) -> None:
 
 
 async def test_over_grpc(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with open_door(tmp_path, **FIRST) as door:
-        door.scene.shard.step_s, long = HANG_S, {"stopping": stopping(LENGTH)}
-        calls = [door.stub.GenerateStream(single("a", **long)), door.stub.Generate(batch("a", "b", **long))]
+    async with open_grpc(tmp_path, **FIRST) as served:
+        served.scene.shard.step_s, long = HANG_S, {"stopping": stopping(LENGTH)}
+        calls = [
+            served.stub.GenerateStream(single("a", **long)),
+            served.stub.Generate(batch("a", "b", **long)),
+        ]
         for call in calls:
             assert await status_of(call) == (grpc.StatusCode.DEADLINE_EXCEEDED, TOLD)
-        assert door.num_failures("token_timeout") == 2
-        assert door.num_failures("generate") == 0
-        await settle(door.scene)
+        assert served.num_failures("token_timeout") == 2
+        assert served.num_failures("generate") == 0
+        await settle(served.scene)
     assert f"Streaming response failed with DEADLINE_EXCEEDED: {TOLD}" in caplog.messages
 
 
 async def test_over_http(tmp_path: Path) -> None:
-    async with open_http_door(tmp_path, **FIRST) as door:
-        door.scene.shard.step_s = HANG_S
+    async with open_http(tmp_path, **FIRST) as served:
+        served.scene.shard.step_s = HANG_S
         body = {"model": "alias", "prompt": "a", "max_tokens": LENGTH}
-        status, answer = await post(door, "/v1/completions", body)
+        status, answer = await post(served, "/v1/completions", body)
         assert (status, answer["error"]["message"]) == (504, TOLD)
-        await settle(door.scene)
+        await settle(served.scene)

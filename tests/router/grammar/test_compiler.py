@@ -20,7 +20,7 @@ from tests.support.router.grammars import DEEP_RULES, SLOW
 from tests.support.tokenizers.trained import write_byte_level
 from tests.support.worker_processes import children
 from tgis.pb import generation_pb2 as pb
-from tgis.router.api.grpc.messages import read_guided
+from tgis.router.api.fmaas.messages import read_guided
 from tgis.router.errors import RequestError
 from tgis.router.grammar.compiler import (
     CACHE_SIZE,

@@ -23,7 +23,7 @@ from tests.support.router.metrics_account import (
     expected,
     read_samples,
 )
-from tests.support.router.metrics_writer import LIMITS, MODEL
+from tests.support.router.metrics_writer import ALIASES, LIMITS
 from tgis.router.metrics.gauges import GaugeValues
 from tgis.router.metrics.metric_file import SUFFIX, MetricFile
 from tgis.router.metrics.metric_types import QUANTILES, WINDOW_S, Summary
@@ -120,7 +120,7 @@ def operation(r: random.Random, allows_publishing: bool = True) -> Operation:
 
 
 def scrape(directory: Path) -> dict[Sample, float]:
-    return read_samples(render_sums(Metrics(LIMITS, MODEL), directory, []))
+    return read_samples(render_sums(Metrics(LIMITS, ALIASES), directory, []))
 
 
 def differences(directory: Path, accounts: Sequence[ProcessAccount]) -> dict[Sample, tuple[float, float]]:
@@ -198,7 +198,7 @@ def held(directory: Path, half: str = "created") -> float:
 
 
 def open_metrics(path: Path, process: str = ENGINE) -> Metrics:
-    metrics = Metrics(LIMITS, MODEL, MetricFile(path))
+    metrics = Metrics(LIMITS, ALIASES, MetricFile(path))
     metrics.begin_process(process)
     return metrics
 
@@ -208,7 +208,7 @@ def test_quantiles_are_those_of_all_processes(tmp_path: Path, monkeypatch: pytes
     r, now = random.Random(3), 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     files = [MetricFile(tmp_path / f"worker-{i}{SUFFIX}") for i in range(3)]
-    summaries = [Metrics(LIMITS, MODEL, file).request_raw_input_length for file in files]
+    summaries = [Metrics(LIMITS, ALIASES, file).request_raw_input_length for file in files]
     happened: list[list[tuple[float, float]]] = [[], [], []]
     for turn in range(9000):
         now += 0.011
@@ -216,7 +216,7 @@ def test_quantiles_are_those_of_all_processes(tmp_path: Path, monkeypatch: pytes
         if turn == 5000:
             files[2].close()
             reopened = MetricFile(tmp_path / f"worker-2{SUFFIX}")
-            summaries[2] = Metrics(LIMITS, MODEL, reopened).request_raw_input_length
+            summaries[2] = Metrics(LIMITS, ALIASES, reopened).request_raw_input_length
         happened[place].append((now, r.randrange(1000)))
         summaries[place].observe(happened[place][-1][1])
         if turn % 1000 == 999:
@@ -243,7 +243,7 @@ def test_a_machine_that_has_just_started(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_file_shows_what_memory_shows(tmp_path: Path) -> None:
     """The text of one process is the same, byte for byte, whether it gathers or not."""
-    alone, shared = Metrics(LIMITS, MODEL), Metrics(LIMITS, MODEL, MetricFile(tmp_path / f"a{SUFFIX}"))
+    alone, shared = Metrics(LIMITS, ALIASES), Metrics(LIMITS, ALIASES, MetricFile(tmp_path / f"a{SUFFIX}"))
     for metrics in (alone, shared):
         r = random.Random(1)
         metrics.begin_process(ROUTER)
@@ -266,12 +266,12 @@ def test_a_file_shows_what_memory_shows(tmp_path: Path) -> None:
 def test_nothing_of_a_scrape_waits_for_the_garbage_collector(tmp_path: Path) -> None:
     """Which comes seldom to a router, while each scrape maps the files of all processes."""
     file = MetricFile(tmp_path / f"a{SUFFIX}")
-    Metrics(LIMITS, MODEL, file).request_duration.observe(1.0)
+    Metrics(LIMITS, ALIASES, file).request_duration.observe(1.0)
 
     def mappings() -> list[str]:
         return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
 
-    scraped = Metrics(LIMITS, MODEL)
+    scraped = Metrics(LIMITS, ALIASES)
     before = mappings()
     gc.disable()
     try:
@@ -302,7 +302,7 @@ def test_gauges_of_several_processes(tmp_path: Path) -> None:
     one = gauge_values(tgi_ready=1, tgi_tasks=7, tgi_router_workers=1, tgi_tls_certificate_seconds_left=90)
     two = gauge_values(tgi_ready=0, tgi_tasks=2, tgi_router_workers=1, tgi_tls_certificate_seconds_left=80)
     crossed = msgspec.msgpack.decode(msgspec.msgpack.encode([engine, one, two]), type=list[GaugeValues])
-    shown = read_samples(render_sums(Metrics(LIMITS, MODEL), tmp_path, crossed))
+    shown = read_samples(render_sums(Metrics(LIMITS, ALIASES), tmp_path, crossed))
     wanted = {
         "tgi_ready": 0,
         "tgi_tls_certificate_seconds_left": 80,
@@ -314,12 +314,12 @@ def test_gauges_of_several_processes(tmp_path: Path) -> None:
     }
     assert {name: shown[name, frozenset()] for name in wanted} == wanted
     assert shown["tgi_replaced_kernels", frozenset({("kernel", "gate")})] == 1
-    of_model = frozenset({("model_name", MODEL), ("engine", "0")})
+    of_model = frozenset({("model_name", "model"), ("engine", "0")})
     assert shown["vllm:num_requests_waiting", of_model] == 4
 
 
 def test_what_a_process_does_not_know_is_absent() -> None:
-    metrics = Metrics(LIMITS, MODEL)
+    metrics = Metrics(LIMITS, ALIASES)
     assert metrics.gauge_values() == GaugeValues({})
     metrics.begin_process(ENGINE)
     metrics.queue_size.follow(lambda: 0)
@@ -329,7 +329,7 @@ def test_what_a_process_does_not_know_is_absent() -> None:
 
 @pytest.mark.parametrize("answers", [True, False])
 async def test_who_does_not_answer_is_left_out(tmp_path: Path, answers: bool) -> None:
-    metrics = Metrics(LIMITS, MODEL, MetricFile(tmp_path / f"worker-0{SUFFIX}"))
+    metrics = Metrics(LIMITS, ALIASES, MetricFile(tmp_path / f"worker-0{SUFFIX}"))
     metrics.tasks.follow(lambda: 1)
 
     async def gather() -> list[GaugeValues]:

@@ -7,7 +7,7 @@ from tests.support.processes import Service
 from tests.support.router.fake_shard import FakeShard, ShardServer
 from tests.support.router.router_process import router_command
 from tgis.net.framing import FrameReader, frame_body
-from tgis.router.engine.handle import LimitedWork, Ticket
+from tgis.router.engine.handle import ClaimId, LimitedWork
 from tgis.router.metrics.metric_file import read_records
 from tgis.router.metrics.metric_types import Counter
 from tgis.router.metrics.storage import SummedStorage
@@ -17,7 +17,7 @@ from tgis.router.remote import messages as wire
 async def acquire(path: Path) -> None:
     """Connect as a worker, and wait until the engine has admitted a request, which is never begun."""
     reader, writer = await asyncio.open_unix_connection(str(path))
-    for message in wire.Hello(0, []), wire.Acquire(Ticket(1), LimitedWork.GENERATION, 1):
+    for message in wire.Hello(0, []), wire.Acquire(ClaimId(1), LimitedWork.GENERATION, 1):
         writer.write(frame_body(wire.encode(message)))
     frames, received = FrameReader(), list[object]()
     async with asyncio.timeout(20):

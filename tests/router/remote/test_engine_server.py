@@ -85,7 +85,7 @@ async def test_a_worker_that_greets_a_closed_server_is_cut(scene: Scene, num_tur
         await asyncio.sleep(0)
     scene.server.close()
     worker.send(HELLO)
-    worker.send(wire.Release(wire.Ticket(0)))
+    worker.send(wire.Release(wire.ClaimId(0)))
     assert await worker.is_closed()
 
 
@@ -106,7 +106,7 @@ async def test_a_worker_that_reads_nothing_is_cut(scene: Scene, monkeypatch: pyt
         each.send(HELLO)
     while len(scene.server._connections) < 2:  # noqa: ASYNC110 - the server tells nobody
         await asyncio.sleep(0)
-    message = wire.Refused(wire.Ticket(0), "", "x" * (1 << 16))
+    message = wire.Refused(wire.ClaimId(0), "", "x" * (1 << 16))
     for connection in scene.server._connections:
         for _ in range(640):
             connection.channel.send(message)

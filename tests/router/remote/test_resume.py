@@ -18,12 +18,12 @@ from tests.support.router.model_of_contents import Item, Library, adapter
 from tests.support.router.model_of_shard import EOS, join_digests, truth
 from tgis.config.processes import RouterConfig
 from tgis.router.engine.claims import Claims
-from tgis.router.engine.handle import EngineHandle, Lease, SequenceSpec
+from tgis.router.engine.handle import EngineHandle, SequenceSpec
 from tgis.router.errors import Code, GenerationError, OverloadedError, UnavailableError
 from tgis.router.events import Ended, Event, Failed, InputTokens, TimedOut
 from tgis.router.remote import channel, remote_engine
-from tgis.router.remote.remote_handle import NO_LEASE
-from tgis.router.sequence import Details, Stopping, StopReason, TokenDetail
+from tgis.router.remote.remote_handle import NO_ADAPTERS
+from tgis.router.sequence import CallAdapters, Details, Stopping, StopReason, TokenDetail
 
 NUM_WORKERS, NUM_REQUESTS = 3, 24
 IDS = {None: "", "prompt-1": "p1", "prompt-2": "p2"}
@@ -83,7 +83,7 @@ class Case:
     adapter_id: str | None
     has_inputs: bool
     stop_at: int | None
-    """Number of tokens after which the door finds a stop sequence."""
+    """Number of tokens after which the router worker finds a stop sequence."""
 
     def expected(self) -> list[int]:
         digests = join_digests(LORAS[self.adapter_id], IDS[self.prefix_id])
@@ -117,13 +117,17 @@ def make_case(r: random.Random) -> Case:
 
 
 def make_spec(
-    case: Case, lease: Lease = NO_LEASE, *, deadline: float | None = None, request_id: str = "an-id"
+    case: Case,
+    adapters: CallAdapters = NO_ADAPTERS,
+    *,
+    deadline: float | None = None,
+    request_id: str = "an-id",
 ) -> SequenceSpec:
     return SequenceSpec(
         case.prompt,
         Stopping(case.length, eos_token_ids=frozenset({EOS}), deadline=deadline),
         details=Details(input_tokens=case.has_inputs, generated_tokens=True, ranks=True),
-        lease=lease,
+        adapters=adapters,
         request_id=request_id,
     )
 
@@ -136,14 +140,14 @@ async def generate(
     request_id: str = "an-id",
 ) -> list[Event]:
     await asyncio.sleep(start_s)
-    ticket = await handle.acquire(1)
+    claim_id = await handle.acquire(1)
     try:
-        lease = await handle.lease(ticket, case.prefix_id, case.adapter_id, request_id)
-        spec = make_spec(case, lease, request_id=request_id)
-        sequence_id = handle.open(ticket, spec, StopAt(case.stop_at))
+        adapters = await handle.lease(claim_id, case.prefix_id, case.adapter_id, request_id)
+        spec = make_spec(case, adapters, request_id=request_id)
+        sequence_id = handle.open(claim_id, spec, StopAt(case.stop_at))
         return [event async for events in handle.events(sequence_id) for event in events]
     finally:
-        handle.release(ticket)
+        handle.release(claim_id)
 
 
 def assert_undisturbed(case: Case, events: list[Event]) -> None:
@@ -287,7 +291,7 @@ async def test_adapters_in_use_are_kept_though_their_ids_name_others(
 
 async def test_concurrency_is_held_across_a_loss(scene: Scene) -> None:
     handle = scene.workers[0].remote.handle
-    ticket = await handle.acquire(scene.config.max_concurrent_requests - 1)
+    claim_id = await handle.acquire(scene.config.max_concurrent_requests - 1)
     await scene.engine.kill()
     waiting = asyncio.create_task(handle.acquire(1))
     await asyncio.sleep(0.05)
@@ -297,7 +301,7 @@ async def test_concurrency_is_held_across_a_loss(scene: Scene) -> None:
     with pytest.raises(OverloadedError):
         await handle.acquire(1)
     handle.release(again)
-    handle.release(ticket)
+    handle.release(claim_id)
 
 
 async def test_an_engine_that_stays_away_ends_requests(scene: Scene) -> None:
@@ -328,7 +332,7 @@ LONG = Case((5, 6, 7), 90, None, None, has_inputs=False, stop_at=None)
 async def test_a_worker_that_gives_up_on_an_engine_without_shards_holds_nothing_twice(scene: Scene) -> None:
     worker = scene.workers[0].remote
     worker._recovery_timeout = 0.2
-    ticket = await worker.handle.acquire(3)
+    claim_id = await worker.handle.acquire(3)
     await asyncio.to_thread(scene.shards.stop)
     await scene.engine.kill()
     await scene.engine.start()  # the worker is connected, and waits with it
@@ -338,23 +342,23 @@ async def test_a_worker_that_gives_up_on_an_engine_without_shards_holds_nothing_
         await worker._attached.wait()
     [(created, released)] = scene.engine.left().values()
     assert created - released == 3
-    worker.handle.release(ticket)
+    worker.handle.release(claim_id)
 
 
 @pytest.mark.parametrize("is_opened_before", [True, False])
 async def test_time_limits_hold_without_an_engine(scene: Scene, is_opened_before: bool) -> None:
     handle, metrics = scene.workers[0].remote.handle, scene.workers[0].remote._metrics
     scene.shards.shard.step_s = 0.01
-    ticket, start = await handle.acquire(1), time.monotonic()
+    claim_id, start = await handle.acquire(1), time.monotonic()
     if not is_opened_before:
         await scene.engine.kill()
-    sequence_id = handle.open(ticket, make_spec(LONG, deadline=start + 0.5), None)
+    sequence_id = handle.open(claim_id, make_spec(LONG, deadline=start + 0.5), None)
     if is_opened_before:
         await asyncio.sleep(0.3)
         await scene.engine.kill()
     *others, last = [event async for events in handle.events(sequence_id) for event in events]
     assert 0.49 <= time.monotonic() - start < 2, "timers have a resolution of 1 ms"
-    handle.release(ticket)
+    handle.release(claim_id)
     assert isinstance(last, Ended)
     assert last.reason is StopReason.TIME_LIMIT
     assert last.num_generated == len(others)
@@ -408,10 +412,10 @@ async def test_durations_are_those_of_an_undisturbed_engine(scene: Scene) -> Non
 
 async def test_a_question_that_cannot_be_sent_fails_alone(scene: Scene) -> None:
     handle = scene.workers[0].remote.handle
-    ticket = await handle.acquire(1)
+    claim_id = await handle.acquire(1)
     with pytest.raises(UnicodeEncodeError):
-        await handle.lease(ticket, "\ud800", None, "an-id")
-    handle.release(ticket)
+        await handle.lease(claim_id, "\ud800", None, "an-id")
+    handle.release(claim_id)
     await scene.engine.kill()
     await scene.engine.start()
     assert_undisturbed(LONG, await generate(handle, LONG))

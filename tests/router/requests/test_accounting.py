@@ -13,7 +13,7 @@ from tests.support.router.messages import batch, single, stopping
 from tests.support.router.router_process import Setup, start_router, stop_router
 from tests.support.trace_collector import PARENT_ID, TRACE_ID, TRACEPARENT, Collector, values
 from tgis.pb import generation_pb2 as pb
-from tgis.router.api.grpc.messages import read_batch
+from tgis.router.api.fmaas.messages import read_batch
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import Output, Timings
 from tgis.router.metrics.metrics import MetricLimits, Metrics

@@ -13,7 +13,9 @@ from google.protobuf.message import Message
 
 from tgis.logs import JsonFormatter, TextFormatter
 from tgis.pb import generation_pb2 as pb
-from tgis.router.api.grpc.messages import read_batch, read_single
+from tgis.router.api.fmaas.messages import read_batch, read_single
+from tgis.router.api.fmaas.rules import FMAAS
+from tgis.router.api.openai.rules import OPENAI
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.errors import (
     GenerationError,
@@ -23,8 +25,8 @@ from tgis.router.errors import (
     UnavailableError,
 )
 from tgis.router.events import InputTokens, Output, Timings
-from tgis.router.requests.call import GenerationCall, Parameters
-from tgis.router.requests.doors import FMAAS, OPENAI
+from tgis.router.requests.call import GenerationCall
+from tgis.router.requests.parameters import Parameters
 from tgis.router.requests.request_log import CallLog, InputLog, correlation_id
 from tgis.router.sequence import Stopping, StopReason
 from tgis.sampling_parameters import Sampling
@@ -337,7 +339,7 @@ def test_what_follows_the_end_is_not_logged(lines: Lines) -> None:
     ],
 )
 def test_correlation_ids(metadata: list[tuple[str, str | bytes]], expected: str) -> None:
-    assert correlation_id(metadata) == expected
+    assert correlation_id(metadata, FMAAS) == expected
 
 
 @pytest.mark.parametrize(
@@ -357,13 +359,13 @@ def test_a_request_id_stands_in_for_a_correlation_id_over_http(
         assert correlation_id(metadata, FMAAS) == "<none>"
 
 
-def test_a_line_of_a_call_over_http_names_door_path_and_model(lines: Lines) -> None:
-    call = replace(call_of(single(MARKER)), door=OPENAI, method="Completion", model_id="m" * 200)
+def test_a_line_of_a_call_over_http_names_api_path_and_model(lines: Lines) -> None:
+    call = replace(call_of(single(MARKER)), api=OPENAI, method="Completion", model_id="m" * 200)
     log = CallLog(call, "c")
     log.accept()
     finish(log, StopReason.EOS_TOKEN, MARKER)
     [line] = lines.objects
-    assert (line["door"], line["method"], line["model"]) == ("openai", "Completion", "m" * 128)
+    assert (line["api"], line["method"], line["model"]) == ("openai", "Completion", "m" * 128)
     assert MARKER not in "\n".join(lines.texts)
 
 

@@ -22,8 +22,10 @@ from tgis.pb.generation_pb2_grpc import (
     GenerationServiceStub,
     add_GenerationServiceServicer_to_server,
 )
-from tgis.router.api.grpc.messages import read_batch, read_single
-from tgis.router.api.http.openai.errors import describe
+from tgis.router.api.fmaas.messages import read_batch, read_single
+from tgis.router.api.fmaas.rules import FMAAS
+from tgis.router.api.openai.errors import describe
+from tgis.router.api.openai.rules import OPENAI
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.errors import (
     GenerationError,
@@ -36,9 +38,9 @@ from tgis.router.errors import (
     UnavailableError,
 )
 from tgis.router.events import Output, Timings
-from tgis.router.requests.call import GenerationCall, Parameters
-from tgis.router.requests.doors import FMAAS, OPENAI
+from tgis.router.requests.call import GenerationCall
 from tgis.router.requests.otlp import CLOSE_S, EXPORT_TIMEOUT_S, MAX_BATCH_SPANS, MAX_QUEUED_SPANS
+from tgis.router.requests.parameters import Parameters
 from tgis.router.requests.request_log import correlation_id
 from tgis.router.requests.tracing import Tracing, open_tracing
 from tgis.router.sequence import Stopping, StopReason
@@ -230,7 +232,7 @@ def openai_call(kind: str = "single") -> GenerationCall:
         kind=kind,
         metadata=((":scheme", "https"), ("traceparent", TRACEPARENT)),
         model_id="a-model",
-        door=OPENAI,
+        api=OPENAI,
     )
 
 
@@ -238,7 +240,7 @@ def test_a_call_over_http_as_the_collector_sees_it(collector: tuple[Collector, s
     """Attributes of OpenTelemetry's conventions for HTTP servers, and none of those for RPC."""
     servicer, address = collector
     tracing, call = open_tracing(address, "s"), openai_call()
-    with tracing.call(call.door, call.method, call.metadata) as span:
+    with tracing.call(call.api, call.method, call.metadata) as span:
         span.set_call(call, "r", "c")
         span.finish(*ended(5, 3, StopReason.EOS_TOKEN, 0.5, 0.75, 1.0))
     with tracing.call(OPENAI, "Tokenize", [("user-agent", "x")]):
@@ -279,7 +281,7 @@ def test_an_error_over_http_becomes_the_status_that_the_client_gets(
     tracing, status = open_tracing(address, "s"), describe(error)[0]
     for kind in ("single", "stream"):
         call = openai_call(kind)
-        with suppress(type(error)), tracing.call(call.door, call.method, call.metadata) as span:
+        with suppress(type(error)), tracing.call(call.api, call.method, call.metadata) as span:
             span.set_call(call, "r", "c")
             raise error
     tracing.close()
@@ -297,7 +299,7 @@ def test_what_ends_an_answer_over_http_that_has_begun(collector: tuple[Collector
     ends = [("stream", GenerationError(SECRET)), ("stream", asyncio.CancelledError())]
     for kind, error in [*ends, ("single", asyncio.CancelledError())]:
         call = openai_call(kind)
-        with suppress(type(error)), tracing.call(call.door, call.method, call.metadata) as span:
+        with suppress(type(error)), tracing.call(call.api, call.method, call.metadata) as span:
             span.set_call(call, "r", "c")
             span.accept()
             raise error
@@ -344,7 +346,7 @@ class Answers(GenerationServiceServicer):
         self, request: pb.ModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.ModelInfoResponse:
         metadata = context.invocation_metadata()
-        self.correlation_ids.append(correlation_id(metadata))
+        self.correlation_ids.append(correlation_id(metadata, FMAAS))
         with self.tracing.call(FMAAS, "ModelInfo", metadata):
             return pb.ModelInfoResponse()
 
@@ -560,7 +562,7 @@ def run_python(script: str) -> str:
 def test_without_an_endpoint_neither_sdk_nor_exporter_is_imported() -> None:
     script = """
 import sys
-from tgis.router.requests.doors import FMAAS
+from tgis.router.api.fmaas.rules import FMAAS
 from tgis.router.requests.tracing import open_tracing
 tracing = open_tracing(None, "s")
 with tracing.call(FMAAS, "Generate", ()) as span:

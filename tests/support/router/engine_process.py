@@ -60,7 +60,7 @@ class EngineProcess:
 
 
 class WorkerProcess:
-    """A router worker's half of the handle, without its doors."""
+    """A router worker's half of the handle, without APIs."""
 
     def __init__(self, config: RouterConfig, number: int) -> None:
         config = replace(config, worker=number)

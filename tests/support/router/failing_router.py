@@ -1,7 +1,7 @@
 """A router with a method that fails as nobody foresaw. Run like `python -m tgis`."""
 
 from tgis.cli.main import main
-from tgis.router.api.grpc.servicer import GenerationServicer
+from tgis.router.api.fmaas.servicer import GenerationServicer
 
 
 async def fail(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Arrivals of events at a door, in groups of a test's choice."""
+"""Arrivals of events at a served, in groups of a test's choice."""
 
 import random
 from collections.abc import AsyncIterator, Callable
@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from tests.support.router.engine_pair import each_of
-from tests.support.router.grpc_door import RecordingHandle
+from tests.support.router.served_grpc import RecordingHandle
 from tgis.router.engine.handle import SequenceId
 from tgis.router.events import Event
 

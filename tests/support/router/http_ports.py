@@ -2,25 +2,38 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from tgis.config.processes import RouterConfig
 from tgis.process.memory_release import MemoryRelease
 from tgis.router.api.http.http_api import HttpApi
-from tgis.router.api.http.openai.errors import OPENAI_ERRORS
-from tgis.router.api.http.ports import HttpPorts
+from tgis.router.api.http.serving.ports import HttpPorts
+from tgis.router.api.openai.errors import OPENAI_ERRORS
+from tgis.router.api.openai.pages import page_routes
+from tgis.router.api.openai.rules import OPENAI
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.metrics.scrape import render_process
-from tgis.router.requests.doors import OPENAI
 
 HTTP, API = "http", "api"
+
+
+def api_on(config: RouterConfig) -> HttpApi:
+    return HttpApi(
+        OPENAI,
+        (),
+        OPENAI_ERRORS,
+        prefix="/v1/",
+        is_served=bool(config.http_api),
+        pages=partial(page_routes, config),
+    )
 
 
 @asynccontextmanager
 async def open_ports(api: str | None = "openai", **options: Any) -> AsyncIterator[dict[str, int]]:
     """Yield the ports of HTTP, and of the API if it has its own."""
     config = RouterConfig(tokenizer_path="", bind="127.0.0.1", port=0, http_api=api, **options)
-    metrics, apis = Metrics(MetricLimits(9, 9, 9)), [HttpApi(OPENAI, (), OPENAI_ERRORS, prefix="/v1/")]
+    metrics, apis = Metrics(MetricLimits(9, 9, 9)), [api_on(config)]
     ports = HttpPorts(config, lambda: True, metrics, apis, None, render_process(metrics), MemoryRelease())
     async with ports.serve() as port, ports.serve_api() as api_port:
         yield {HTTP: port} if api_port is None else {HTTP: port, API: api_port}

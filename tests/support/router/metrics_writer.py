@@ -3,20 +3,22 @@ operations, each answered with a line. Run with the directory, the slot and the 
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tgis.router.api.vllm.series import VllmSeries
 from tgis.router.metrics.metric_file import SUFFIX, MetricFile
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.metrics.resource_counts import ResourceCount
 
 LIMITS = MetricLimits(64, 32, 4)
-MODEL = "model"
+ALIASES = partial(VllmSeries, "model", LIMITS.max_sequence_length)
 
 
 class Writer:
     def __init__(self, path: Path, process: str) -> None:
-        self.metrics = Metrics(LIMITS, MODEL, MetricFile(path))
+        self.metrics = Metrics(LIMITS, ALIASES, MetricFile(path))
         self.metrics.begin_process(process)
         self.resources, self.preemptions = ResourceCount(), 0
         self.metrics.follow_resource("block", self.resources)
@@ -33,8 +35,8 @@ class Writer:
         getattr(self.metrics, series).observe(value, *labels)
 
     def begin(self, num_tokens: int) -> None:
-        assert self.metrics.vllm is not None
-        self.metrics.vllm.begin(num_tokens)
+        assert self.metrics.aliases is not None
+        self.metrics.aliases.begin(num_tokens)
 
     def count(self, created: int, released: int, preempted: int) -> None:
         self.resources.created += created

@@ -17,7 +17,7 @@ from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 MAX_SEQUENCE_LENGTH = 200
 MODULE = os.environ.get("TGIS_TESTS_ROUTER", "tgis")
-"""Module that runs routers, unless a test needs its own; test_split_doors names the other."""
+"""Module that runs routers, unless a test needs its own; test_split_router names the other."""
 NUM_WORKERS = {"tgis": 1}.get(MODULE, 3)
 
 

@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
 from tests.support.router.fake_shard import BLOCK_SIZE, EOS, VOCAB_SIZE
-from tests.support.router.http_door import LIMITS_OF_HTTP, HttpDoor, open_http_door
+from tests.support.router.served_http import LIMITS_OF_HTTP, ServedHttp, open_http
 from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import shard_pb2
 from tgis.router.chat.formats.registry import ChatFormats
@@ -40,25 +40,25 @@ CLOCK = tool("clock", zone={"enum": ["UTC", "CET"]})
 
 @dataclass
 class ScriptedChats:
-    door: HttpDoor
+    served: ServedHttp
     client: openai.AsyncOpenAI
     tokenizer: LLTokenizer
     """The same tokenizer as llguidance reads it."""
 
     def script(self, text: str, ends: bool = True) -> list[int]:
         """Answer with this text from now on, and return its tokens with the end if there is one."""
-        ids = self.door.tokenizer.fast.encode(text, add_special_tokens=False).ids
+        ids = self.served.tokenizer.fast.encode(text, add_special_tokens=False).ids
         ids += [EOS] if ends else []
-        self.door.scene.shard.model.script = ids
+        self.served.scene.shard.model.script = ids
         return ids
 
     def takes(self, text: str) -> bool:
         """Return True if the newest grammar that the engine got takes this text as a whole."""
-        grammar = self.door.handle.specs[-1].grammar
+        grammar = self.served.handle.specs[-1].grammar
         assert grammar is not None
         matcher = LLMatcher(self.tokenizer, grammar.text, log_level=0)
         assert not matcher.is_error(), matcher.get_error()
-        ids = self.door.tokenizer.fast.encode(text, add_special_tokens=False).ids
+        ids = self.served.tokenizer.fast.encode(text, add_special_tokens=False).ids
         return (
             matcher.validate_tokens(ids) == len(ids)
             and matcher.consume_tokens(ids)
@@ -67,8 +67,8 @@ class ScriptedChats:
 
     def prompt(self) -> str:
         """Return the last prompt that the engine got."""
-        spec = self.door.handle.specs[-1]
-        text: str = self.door.tokenizer.fast.decode(list(spec.input_ids), skip_special_tokens=False)
+        spec = self.served.handle.specs[-1]
+        text: str = self.served.tokenizer.fast.decode(list(spec.input_ids), skip_special_tokens=False)
         return text
 
 
@@ -80,7 +80,7 @@ async def scripted_chats(
     marks: Iterable[str] = (),
     are_special: bool = False,
 ) -> AsyncIterator[ScriptedChats]:
-    """Open a door. `marks` are tokens of the tokenizer; `opening` is a variable of chats' templates."""
+    """Serve the API. `marks` are tokens of the tokenizer; `opening` is a variable of chats' templates."""
     variables = frozenset(name for name in ("tools", "reasoning_effort") if name in template)
     added = [AddedToken(mark, special=are_special, normalized=False) for mark in marks]
 
@@ -95,8 +95,10 @@ async def scripted_chats(
     info = shard_pb2.InfoResponse(num_blocks=2 * MAX_LENGTH // BLOCK_SIZE)
     renderer = ChatRenderer(ChatTemplate(template, variables=variables))
     try:
-        async with open_http_door(directory, renderer, info, limits, write, formats=formats) as door:
-            async with openai.AsyncOpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0) as client:
-                yield ScriptedChats(door, client, LLTokenizer(str(directory / "tokenizer.json")))
+        async with open_http(directory, renderer, info, limits, write, formats=formats) as served:
+            async with openai.AsyncOpenAI(
+                base_url=f"{served.url}/v1", api_key="none", max_retries=0
+            ) as client:
+                yield ScriptedChats(served, client, LLTokenizer(str(directory / "tokenizer.json")))
     finally:
         renderer.close()

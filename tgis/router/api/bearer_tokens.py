@@ -1,4 +1,4 @@
-"""Bearer tokens of a file, which all doors ask for, and the tenants that they name."""
+"""Bearer tokens of a file, which all APIs require, and the tenants that they name."""
 
 import hashlib
 import hmac

@@ -1,23 +1,24 @@
-"""The service of all doors: a call in plain values is accounted for, admitted, validated and generated.
-Doors translate from its protocol and back."""
+"""The service behind all APIs: accounts for a call in plain values, admits, validates and generates it. APIs
+translate from their protocols and back."""
 
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
-from tgis.router.engine.handle import EngineHandle, LimitedWork, SequenceSpec, Ticket
+from tgis.router.engine.handle import ClaimId, EngineHandle, LimitedWork, SequenceSpec
 from tgis.router.errors import RequestError
 from tgis.router.events import Ended, Failure, InputTokens, Output
 from tgis.router.requests.accounting import Accounting, CallAccount, Record
+from tgis.router.requests.api_rules import ApiRules
 from tgis.router.requests.call import GenerationCall, Metadata
-from tgis.router.requests.doors import FMAAS, Door
-from tgis.router.requests.validation import CallParameters, Validator
+from tgis.router.requests.validation import Validator
 from tgis.router.sequence import Details, TokenDetail
 from tgis.router.text.detokenizer import Vocabulary
-from tgis.router.text.stop_sequences import StopScope, TextStream
+from tgis.router.text.stop_sequences import TextStream
 from tgis.router.text.tokenization import TokenizeJob
 from tgis.router.text.tokenizer import Tokenizer
 
@@ -72,11 +73,10 @@ class _Admitted(NamedTuple):
     """A call that has been validated, with its claim to the engine."""
 
     account: CallAccount
-    ticket: Ticket
-    params: CallParameters
+    claim_id: ClaimId
     specs: list[SequenceSpec]
-    vocabulary: Vocabulary
-    make_scope: Callable[[], StopScope] | None
+    make_text: Callable[[], TextStream]
+    """Make the sink for the tokens of one text."""
 
 
 class GenerationService:
@@ -131,63 +131,64 @@ class GenerationService:
 
     async def load_adapter(self, adapter_id: str, request_id: str) -> None:
         """Load a LoRA adapter on all shards, so that the first call need not wait. Raises RouterError."""
-        ticket = await self._engine.acquire(0)
+        claim_id = await self._engine.acquire(0)
         try:
-            await self._engine.lease(ticket, None, adapter_id, request_id)
+            await self._engine.lease(claim_id, None, adapter_id, request_id)
         finally:
-            self._engine.release(ticket)
+            self._engine.release(claim_id)
 
     async def tokenize(
-        self, job: TokenizeJob, door: Door, metadata: Metadata, connection: Hashable, refusal: str = ""
+        self, job: TokenizeJob, api: ApiRules, metadata: Metadata, connection: Hashable, refusal: str = ""
     ) -> bytes:
-        """Return the job's serialized answer. A `refusal` says why the door cannot read the call. Raises
+        """Return the job's serialized answer. A `refusal` says why the API cannot read the call. Raises
         RouterError."""
         started_at, metrics = time.monotonic(), self._accounting.metrics
         metrics.tokenize_count.add()
         metrics.tokenize_input_count.add(amount=job.num_texts)
         with (
-            self._accounting.tracing.call(door, job.method, metadata),
+            self._accounting.tracing.call(api, job.method, metadata),
             self._accounting.counting_refusals(job.method),
         ):
-            ticket = await self._engine.acquire(1, LimitedWork.TOKENIZATION)
+            claim_id = await self._engine.acquire(1, LimitedWork.TOKENIZATION)
             try:
                 if refusal:
                     raise RequestError(refusal)
                 response, num_tokens = await self._tokenizer.tokenize(job, connection)
             finally:
-                self._engine.release(ticket)
+                self._engine.release(claim_id)
         metrics.tokenize_tokens.observe(num_tokens)
         metrics.tokenize_duration.observe(time.monotonic() - started_at)
         return response
 
-    def model_info(self, metadata: Metadata, refusal: str) -> ModelInfo:
+    def model_info(self, api: ApiRules, metadata: Metadata, refusal: str) -> ModelInfo:
         """Return facts about the model. Raises RequestError if there is a `refusal`."""
         limits, accounting = self._validator.limits, self._accounting
-        with accounting.tracing.call(FMAAS, "ModelInfo", metadata), accounting.counting_refusals("ModelInfo"):
+        with accounting.tracing.call(api, "ModelInfo", metadata), accounting.counting_refusals("ModelInfo"):
             if refusal:
                 raise RequestError(refusal)
-            return ModelInfo(
-                self.is_encoder_decoder, limits.max_sequence_length, limits.most_new_tokens(FMAAS)
-            )
+            return ModelInfo(self.is_encoder_decoder, limits.max_sequence_length, limits.most_new_tokens(api))
 
     @asynccontextmanager
     async def _admit(self, call: GenerationCall, account: CallAccount) -> AsyncIterator[_Admitted]:
         """Take what a call needs of the engine, and validate the call. All is given back at the end."""
         engine, validator = self._engine, self._validator
-        ticket = await engine.acquire(validator.count_outputs(call))
+        claim_id = await engine.acquire(validator.count_outputs(call))
         self._num_admitted += 1
         self.is_idle.clear()
         try:
             if call.refusal:
                 raise RequestError(call.refusal)
-            params = validator.check(call)
-            grammar = await validator.compile(call, params)
-            lease = await engine.lease(ticket, call.prefix_id, call.adapter_id, account.request_id)
-            specs = await validator.specs(call, params, grammar, lease, account.request_id)
-            account.accept(params, specs)
-            yield _Admitted(account, ticket, params, specs, self.vocabulary_of(call), call.make_stop_scope)
+            spec, stops, constraint = validator.check(call)
+            grammar = await validator.compile(call, constraint)
+            request_id = account.request_id
+            adapters = await engine.lease(claim_id, call.prefix_id, call.adapter_id, request_id)
+            spec = spec._replace(grammar=grammar, adapters=adapters, request_id=request_id)
+            specs = await validator.specs(call, spec)
+            account.accept(spec.stopping.max_new_tokens, specs)
+            text = partial(TextStream, self.vocabulary_of(call), stops, call.make_stop_scope)
+            yield _Admitted(account, claim_id, specs, text)
         finally:
-            engine.release(ticket)
+            engine.release(claim_id)
             self._num_admitted -= 1
             if not self._num_admitted:
                 self.is_idle.set()
@@ -201,8 +202,8 @@ class GenerationService:
 
     async def _generate(self, admitted: _Admitted, index: int, record: Record) -> Outputs:
         engine, spec = self._engine, admitted.specs[index]
-        text = TextStream(admitted.vocabulary, admitted.params.stops, admitted.make_scope)
-        sequence_id = engine.open(admitted.ticket, spec, text)
+        text = admitted.make_text()
+        sequence_id = engine.open(admitted.claim_id, spec, text)
         num_generated, most = 0, _most_tokens(spec.details)
         try:
             async for events in engine.events(sequence_id):

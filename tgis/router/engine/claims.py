@@ -1,5 +1,6 @@
 """Claims of calls to the engine: concurrency, adapters and sequences, from acquisition to release."""
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from contextlib import ExitStack
@@ -11,9 +12,9 @@ from tgis.router.adapters.registry import AdapterRegistry
 from tgis.router.engine.concurrency import ConcurrencyLimit
 from tgis.router.engine.engine import Engine, lost_adapter
 from tgis.router.engine.event_queue import EventReceiver
-from tgis.router.engine.handle import EngineInfo, Lease, LimitedWork, Resume, SequenceSpec, TextSink
+from tgis.router.engine.handle import EngineInfo, LimitedWork, Progress, SequenceId, SequenceSpec, TextSink
 from tgis.router.engine.live_request import LiveRequest
-from tgis.router.sequence import AdapterInfo, CallAdapters, Sequence, Siblings
+from tgis.router.sequence import CallAdapters, Sequence, Siblings
 
 
 def is_encoder_decoder(info: shard_pb2.InfoResponse) -> bool:
@@ -24,7 +25,9 @@ def is_encoder_decoder(info: shard_pb2.InfoResponse) -> bool:
 class Claim:
     resources: ExitStack
     adapters: CallAdapters = field(default_factory=CallAdapters)
-    live: list[LiveRequest] = field(default_factory=list)
+    leasing: asyncio.Task[None] | None = None
+    """Task that loads its adapters for a router worker."""
+    live: dict[SequenceId, LiveRequest] = field(default_factory=dict)
     siblings: defaultdict[Hashable, Siblings] = field(default_factory=lambda: defaultdict(Siblings))
     """By input and salt."""
 
@@ -62,16 +65,11 @@ class Claims:
 
     async def lease(
         self, claim: Claim, prefix_id: str | None, adapter_id: str | None, request_id: str
-    ) -> Lease:
+    ) -> CallAdapters:
         """Load the adapters that the ids name. Raises RouterError."""
         lease = claim.resources.enter_context(self._adapters.lease(prefix_id, adapter_id, request_id))
-        adapters = claim.adapters = await lease.take()
-        return Lease(
-            _digest(adapters.soft_prompt),
-            _digest(adapters.lora),
-            adapters.num_decoder_tokens,
-            adapters.num_encoder_tokens,
-        )
+        claim.adapters = await lease.take()
+        return claim.adapters
 
     async def lease_again(
         self, claim: Claim, prefix_id: str | None, adapter_id: str | None, adapters: CallAdapters
@@ -84,18 +82,19 @@ class Claims:
     def open(
         self,
         claim: Claim,
+        sequence_id: SequenceId,
         spec: SequenceSpec,
         sink: TextSink | None,
-        resume: Resume | None,
+        progress: Progress | None,
         events: EventReceiver,
     ) -> LiveRequest:
         """Begin to generate. Events may be delivered before this returns."""
         assert self._engine is not None, "nothing is opened before the engine has started"
         live = LiveRequest(self._sequence(spec, claim), sink, events)
-        if resume is not None:
-            live.resume(resume)
-        claim.live.append(live)
-        if (_digest(claim.adapters.soft_prompt), _digest(claim.adapters.lora)) == spec.lease[:2]:
+        if progress is not None:
+            live.resume(progress)
+        claim.live[sequence_id] = live
+        if claim.adapters.digests == spec.adapters.digests:
             self._engine.open(live)
         else:  # an id names another adapter since the generation began, or it could not be loaded again
             events.deliver(lost_adapter(spec.request_id))
@@ -107,7 +106,7 @@ class Claims:
         self._engine.cancel(live)
 
     def release(self, claim: Claim) -> None:
-        for live in claim.live:
+        for live in claim.live.values():
             self.cancel(live)
         claim.resources.close()
 
@@ -133,7 +132,3 @@ class Claims:
             spec.cache_salt,
             claim.siblings[spec.input_ids, spec.cache_salt],
         )
-
-
-def _digest(info: AdapterInfo | None) -> str:
-    return "" if info is None else info.digest

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 
 from tgis import failpoints
 from tgis.router.adapters.residency import AdapterResidency
+from tgis.router.engine.aliased_state import follow_engine
 from tgis.router.engine.live_request import LiveRequest
 from tgis.router.engine.step_metrics import StepMetrics
 from tgis.router.engine.token_timeouts import TokenTimeouts
-from tgis.router.engine.vllm_state import follow_engine
 from tgis.router.errors import Code, internal_error
 from tgis.router.events import Failed, Failure, InputTokens
 from tgis.router.metrics.metrics import Metrics
@@ -62,9 +62,9 @@ class Engine:
         self._requests = ResourceCount()
         metrics.requests_live.follow(lambda: len(self._live))
         metrics.follow_resource("request", self._requests)
-        if metrics.vllm is not None:
+        if metrics.aliases is not None:
             loras = residency.caches[AdapterKind.LORA]
-            follow_engine(metrics.vllm, self.scheduler, loras, max_batch_size)
+            follow_engine(metrics.aliases, self.scheduler, loras, max_batch_size)
 
     @property
     def num_live(self) -> int:
@@ -147,11 +147,12 @@ class Engine:
                 self._start(self._live[sequence])
 
     def _start(self, live: LiveRequest) -> None:
-        if live.started_at is None:  # else it resumes after a preemption or a loss of the shards
-            live.started_at = time.monotonic()
-            live.num_cached = live.sequence.num_computed_inputs
-            self._metrics.request_queue_duration.observe(live.started_at - live.accepted_at)
-            live.events.begin(live.times)
+        times = live.times
+        if times.started_at is None:  # else it resumes after a preemption or a loss of the shards
+            times.started_at = time.monotonic()
+            times.num_cached = live.sequence.num_computed_inputs
+            self._metrics.request_queue_duration.observe(times.started_at - times.accepted_at)
+            live.events.begin(times)
 
     def _apply(self, answer: Answer) -> None:
         self._step_metrics.answer(answer)
@@ -189,9 +190,9 @@ class Engine:
             if live.awaits_first:
                 self._take_first(live, now)
             else:
-                before = live.last_token_at
+                before = live.times.last_token_at
                 times_before[before] = times_before.get(before, 0) + 1
-            live.last_token_at = now
+            live.times.last_token_at = now
             self.scheduler.append_token(sequence, token.token_id)
             self._deliver(live, token, ended, now)
         for before, num_tokens in times_before.items():
@@ -213,15 +214,17 @@ class Engine:
 
     def _take_first(self, live: LiveRequest, now: float) -> None:
         """Account for a first token, or for the first one after a loss of the shards."""
-        if live.first_token_at is None:
-            live.first_token_at = now
-            self._metrics.first_token_duration.observe(now - live.accepted_at)
-            if self._metrics.vllm is not None:
-                self._metrics.vllm.begin(live.sequence.num_input_tokens)
+        times = live.times
+        if times.first_token_at is None:
+            times.first_token_at = now
+            self._metrics.first_token_duration.observe(now - times.accepted_at)
+            if self._metrics.aliases is not None:
+                self._metrics.aliases.begin(live.sequence.num_input_tokens)
             live.deliver_encoder_inputs()
         else:
-            self._metrics.inter_token_duration.observe(now - live.last_token_at)
-        live.awaits_first, live.last_token_at = False, now
+            self._metrics.inter_token_duration.observe(now - times.last_token_at)
+        times.last_token_at = now
+        live.awaits_first = False
         self._token_timeouts.watch(live)
 
     def _release(self, live: LiveRequest) -> None:
@@ -245,7 +248,7 @@ class Engine:
         if sequence in self._live and sequence.row is None:
             self._fill()
         if sequence in self._live and sequence.row is None:
-            if live.started_at is None:
+            if live.times.started_at is None:
                 self._metrics.request_failure.add("timeout")
             live.deliver_end(None, sequence.num_generated, StopReason.TIME_LIMIT, time.monotonic())
             self._release(live)

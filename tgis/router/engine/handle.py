@@ -1,17 +1,19 @@
-"""Seam between the doors (the public ports) and the engine. Everything that crosses it is a plain value whose
-identity never matters, so that a door and the engine may be in different processes of one machine."""
+"""Seam between the APIs and the engine. Everything that crosses it is a plain value whose identity never
+matters, so that an API and the engine may be in different processes of one machine."""
 
+import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, NewType, Protocol
 
 from tgis.router.events import Event, Timings
 from tgis.router.metrics.gauges import GaugeValues
-from tgis.router.sequence import CacheSalt, Details, Grammar, Stopping, StopReason
+from tgis.router.sequence import CacheSalt, CallAdapters, Details, Grammar, Stopping, StopReason
 from tgis.sampling_parameters import Sampling
 
-Ticket = NewType("Ticket", int)
-"""A call's claim to concurrency, adapters and sequences, from `acquire` to `release`."""
+ClaimId = NewType("ClaimId", int)
+"""Number of a call's claim to concurrency, adapters and sequences, from `acquire` to `release`."""
 SequenceId = NewType("SequenceId", int)
 
 
@@ -23,28 +25,13 @@ class LimitedWork(Enum):
 
 
 class EngineInfo(NamedTuple):
-    """Facts about the model that the engine serves, for doors."""
+    """Facts about the model that the engine serves."""
 
     is_encoder_decoder: bool
     vocab_size: int
     eos_token_ids: frozenset[int]
     """Empty if the model's configuration names none."""
     preloaded_adapter_ids: tuple[str, ...] = ()
-
-
-class Lease(NamedTuple):
-    """Adapters of a call, kept loaded until its ticket is released. An empty digest stands for no adapter."""
-
-    prompt_digest: str = ""
-    adapter_digest: str = ""
-    num_decoder_tokens: int = 0
-    """Virtual tokens before those of the decoder."""
-    num_encoder_tokens: int = 0
-    """Virtual tokens before those of the encoder."""
-
-    @property
-    def num_virtual_tokens(self) -> int:
-        return self.num_decoder_tokens + self.num_encoder_tokens
 
 
 class SequenceSpec(NamedTuple):
@@ -57,17 +44,17 @@ class SequenceSpec(NamedTuple):
     sampling: Sampling = Sampling()
     details: Details = Details()
     grammar: Grammar | None = None
-    lease: Lease = Lease()
+    adapters: CallAdapters = CallAdapters()
     request_id: str = ""
     """Id of its call in the log and in internal errors that a client sees."""
     cache_salt: CacheSalt = CacheSalt()
 
 
-class RequestTimes(NamedTuple):
-    """Times of a generation on the machine's monotonic clock, in seconds, and what is known since they were
-    taken. None where it has not come that far."""
+@dataclass
+class RequestTimes:
+    """Times of a generation on the machine's monotonic clock, in seconds. None: not reached yet."""
 
-    accepted_at: float
+    accepted_at: float = field(default_factory=time.monotonic)
     started_at: float | None = None
     """Time of its first step."""
     first_token_at: float | None = None
@@ -77,23 +64,23 @@ class RequestTimes(NamedTuple):
 
     def timings(self, now: float) -> Timings:
         """Return the durations of a generation that ends now."""
-        started_at, begin = now if self.started_at is None else self.started_at, self.accepted_at
-        first = None if self.first_token_at is None else self.first_token_at - begin
-        return Timings(started_at - begin, first, now - begin)
+        started_at = now if self.started_at is None else self.started_at
+        first = None if self.first_token_at is None else self.first_token_at - self.accepted_at
+        return Timings(started_at - self.accepted_at, first, now - self.accepted_at)
 
 
-class Resume(NamedTuple):
-    """State of a generation that a door opens again, and of which it has something already."""
+@dataclass
+class Progress:
+    """What a generation has delivered: its state that outlives the loss of the engine process."""
 
-    generated: tuple[int, ...]
-    has_inputs: bool
+    generated: list[int] = field(default_factory=list)
+    has_inputs: bool = False
     """True if the details of the input tokens have been delivered, or were not asked for."""
-    times: RequestTimes | None = None
-    """None counts the generation as accepted now."""
+    times: RequestTimes = field(default_factory=RequestTimes)
 
 
 class TextSink(Protocol):
-    """Text of one generation, on the door's side. It is told of every token in order, once."""
+    """Text of one generation, on the API's side. It gets every token in order, once."""
 
     def push(self, token_id: int, reason: StopReason) -> bool:
         """Add the next token. `reason` is the engine's, if the token is the last. Return True if a stop
@@ -107,39 +94,39 @@ class GivenNames(Protocol):
         """Return the adapters' ids by name. Without an engine, wait until it is back or given up."""
 
     async def give_name(self, name: str, adapter_id: str, is_replacing: bool) -> None:
-        """Give an adapter a name, which all doors know when this returns. Raises RequestError and, if the
+        """Give an adapter a name, which all APIs know when this returns. Raises RequestError and, if the
         engine stays away too long, UnavailableError."""
 
     async def take_name(self, name: str) -> None:
-        """Take a name away, which no door knows any more when this returns. Raises NotFoundError and
+        """Take a name away, which no API knows any more when this returns. Raises NotFoundError and
         UnavailableError."""
 
 
 class EngineHandle(GivenNames, Protocol):
-    """Engine as doors see it."""
+    """Engine as the APIs see it."""
 
     def info(self) -> EngineInfo:
         """Return what is known of the model since the engine has started. It may differ after a restart."""
 
-    async def acquire(self, count: int, work: LimitedWork = LimitedWork.GENERATION) -> Ticket:
+    async def acquire(self, count: int, work: LimitedWork = LimitedWork.GENERATION) -> ClaimId:
         """Take concurrency for a call's inputs. Raises OverloadedError, and UnavailableError if the engine
         stays away too long."""
 
     async def lease(
-        self, ticket: Ticket, prefix_id: str | None, adapter_id: str | None, request_id: str
-    ) -> Lease:
-        """Load the adapters that the ids name. At most one lease per ticket. `release` must not come before
-        it has returned or been cancelled. Raises RouterError."""
+        self, claim_id: ClaimId, prefix_id: str | None, adapter_id: str | None, request_id: str
+    ) -> CallAdapters:
+        """Load the adapters that the ids name, until the claim is released. At most one lease per claim.
+        `release` must not come before this has returned or been cancelled. Raises RouterError."""
 
     def open(
-        self, ticket: Ticket, spec: SequenceSpec, sink: TextSink | None, resume: Resume | None = None
+        self, claim_id: ClaimId, spec: SequenceSpec, sink: TextSink | None, progress: Progress | None = None
     ) -> SequenceId:
         """Begin to generate. The engine calls `sink` for each token before it plans the next step, and ends
-        the sequence at a stop sequence. Where the engine is in another process, the door's half of the handle
-        calls it when the token arrives. With `resume`, the generation continues after the tokens that it has,
-        and neither reports nor pushes them again.
+        the sequence at a stop sequence. Where the engine is in another process, the worker's half of the
+        handle calls it when the token arrives. With `progress`, the generation continues after it, and
+        neither reports nor pushes its tokens again.
 
-        Sequences of one ticket with equal input tokens and salts are siblings: one of them computes the
+        Sequences of one claim with equal input tokens and salts are siblings: one of them computes the
         input, and the others wait until they can share its cached blocks. A sequence with a deadline, or
         that reports its input details, does not wait."""
 
@@ -152,8 +139,8 @@ class EngineHandle(GivenNames, Protocol):
         """Compute nothing more for a sequence, and deliver nothing more. A sequence that has ended, or is not
         known, is left alone."""
 
-    def release(self, ticket: Ticket) -> None:
-        """Cancel the ticket's sequences and give back what it holds. Releasing it again does nothing."""
+    def release(self, claim_id: ClaimId) -> None:
+        """Cancel the claim's sequences and give back its resources. Releasing it again does nothing."""
 
 
 class EngineHost(Protocol):

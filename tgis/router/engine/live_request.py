@@ -2,11 +2,10 @@
 
 import asyncio
 import math
-import time
 from dataclasses import dataclass, field
 
 from tgis.router.engine.event_queue import EventReceiver
-from tgis.router.engine.handle import RequestTimes, Resume, TextSink
+from tgis.router.engine.handle import Progress, RequestTimes, TextSink
 from tgis.router.events import Ended, InputTokens
 from tgis.router.sequence import Sequence, StopReason, TokenDetail
 
@@ -15,18 +14,12 @@ from tgis.router.sequence import Sequence, StopReason, TokenDetail
 class LiveRequest:
     sequence: Sequence
     sink: TextSink | None
-    """None if the door's half of the handle watches for stop sequences."""
+    """None if a router worker looks for stop sequences."""
     events: EventReceiver
     inputs: list[TokenDetail] = field(default_factory=list)
-    accepted_at: float = field(default_factory=time.monotonic)
-    started_at: float | None = None
-    """Time of its first step."""
-    first_token_at: float | None = None
-    last_token_at: float = 0.0
+    times: RequestTimes = field(default_factory=RequestTimes)
     awaits_first: bool = True
     """True until its first token, and again until the first one after a loss of the shards."""
-    num_cached: int = 0
-    """Input tokens that needed no computation when it began."""
     expiry: asyncio.TimerHandle | None = None
     token_timer: asyncio.TimerHandle | None = None
     """Timer that TokenTimeouts keeps for its next token."""
@@ -42,7 +35,8 @@ class LiveRequest:
     def deliver_end(
         self, token: TokenDetail | None, num_generated: int, reason: StopReason, now: float
     ) -> None:
-        self.events.deliver(Ended(token, num_generated, reason, self.times.timings(now), self.num_cached))
+        times = self.times
+        self.events.deliver(Ended(token, num_generated, reason, times.timings(now), times.num_cached))
 
     def deliver_encoder_inputs(self) -> None:
         """Deliver the encoder's input tokens if the client asked for input tokens. No model output predicts
@@ -53,15 +47,7 @@ class LiveRequest:
             tokens = (TokenDetail(token_id, logprob) for token_id in sequence.encoder_token_ids)
             self.events.deliver(InputTokens(tuple(tokens)))
 
-    @property
-    def times(self) -> RequestTimes:
-        return RequestTimes(
-            self.accepted_at, self.started_at, self.first_token_at, self.last_token_at, self.num_cached
-        )
-
-    def resume(self, resume: Resume) -> None:
-        """Continue a generation elsewhere, before the engine has it."""
-        self.sequence.resume(resume.generated, resume.has_inputs)
-        if resume.times is not None:
-            self.accepted_at, self.started_at, self.first_token_at = resume.times[:3]
-            self.last_token_at, self.num_cached = resume.times[3:]
+    def resume(self, progress: Progress) -> None:
+        """Continue a generation of another engine process, before the engine has it."""
+        self.sequence.resume(progress.generated, progress.has_inputs)
+        self.times = progress.times

@@ -1,29 +1,22 @@
 """Handle of an engine in the same process."""
 
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
 from itertools import count
 
 from tgis.router.engine.claims import Claim, Claims
 from tgis.router.engine.event_queue import EventQueue, WakeUps
 from tgis.router.engine.handle import (
+    ClaimId,
     EngineInfo,
-    Lease,
     LimitedWork,
-    Resume,
+    Progress,
     SequenceId,
     SequenceSpec,
     TextSink,
-    Ticket,
 )
 from tgis.router.engine.live_request import LiveRequest
 from tgis.router.events import Event
-
-
-@dataclass(eq=False)
-class _Held:
-    claim: Claim
-    sequences: list[SequenceId] = field(default_factory=list)
+from tgis.router.sequence import CallAdapters
 
 
 class LocalHandle:
@@ -31,22 +24,24 @@ class LocalHandle:
 
     def __init__(self, claims: Claims) -> None:
         self._claims = claims
-        self._held: dict[Ticket, _Held] = {}
+        self._held: dict[ClaimId, Claim] = {}
         self._opened: dict[SequenceId, tuple[LiveRequest, EventQueue]] = {}
-        self._numbers, self._wake_ups = count(), WakeUps()
+        self._numbers = count()
+        self._wake_ups = WakeUps()
 
     def info(self) -> EngineInfo:
         return self._claims.info()
 
-    async def acquire(self, count: int, work: LimitedWork = LimitedWork.GENERATION) -> Ticket:
-        claim, ticket = self._claims.acquire(count, work), Ticket(next(self._numbers))
-        self._held[ticket] = _Held(claim)
-        return ticket
+    async def acquire(self, count: int, work: LimitedWork = LimitedWork.GENERATION) -> ClaimId:
+        claim = self._claims.acquire(count, work)
+        claim_id = ClaimId(next(self._numbers))
+        self._held[claim_id] = claim
+        return claim_id
 
     async def lease(
-        self, ticket: Ticket, prefix_id: str | None, adapter_id: str | None, request_id: str
-    ) -> Lease:
-        return await self._claims.lease(self._held[ticket].claim, prefix_id, adapter_id, request_id)
+        self, claim_id: ClaimId, prefix_id: str | None, adapter_id: str | None, request_id: str
+    ) -> CallAdapters:
+        return await self._claims.lease(self._held[claim_id], prefix_id, adapter_id, request_id)
 
     async def adapter_names(self) -> Mapping[str, str]:
         return self._claims.names.ids
@@ -58,13 +53,16 @@ class LocalHandle:
         self._claims.names.take_away(name)
 
     def open(
-        self, ticket: Ticket, spec: SequenceSpec, sink: TextSink | None, resume: Resume | None = None
+        self,
+        claim_id: ClaimId,
+        spec: SequenceSpec,
+        sink: TextSink | None,
+        progress: Progress | None = None,
     ) -> SequenceId:
-        held, sequence_id = self._held[ticket], SequenceId(next(self._numbers))
+        sequence_id = SequenceId(next(self._numbers))
         events = EventQueue(self._wake_ups.wake)
-        live = self._claims.open(held.claim, spec, sink, resume, events)
+        live = self._claims.open(self._held[claim_id], sequence_id, spec, sink, progress, events)
         self._opened[sequence_id] = live, events
-        held.sequences.append(sequence_id)
         return sequence_id
 
     def events(self, sequence_id: SequenceId) -> AsyncIterator[list[Event]]:
@@ -75,8 +73,8 @@ class LocalHandle:
         if (opened := self._opened.pop(sequence_id, None)) is not None:
             self._claims.cancel(opened[0])
 
-    def release(self, ticket: Ticket) -> None:
-        if (held := self._held.pop(ticket, None)) is not None:
-            for sequence_id in held.sequences:
+    def release(self, claim_id: ClaimId) -> None:
+        if (claim := self._held.pop(claim_id, None)) is not None:
+            for sequence_id in claim.live:
                 self._opened.pop(sequence_id, None)
-            self._claims.release(held.claim)
+            self._claims.release(claim)

@@ -44,8 +44,8 @@ class StepMetrics:
         method = _method(step)
         metrics.batch_duration.observe(now - max(sent_at, self._last_answer_at), method, MAKEUP)
         metrics.forward_duration.observe(answer.forward_s, method, MAKEUP)
-        if metrics.vllm is not None:
-            metrics.vllm.iteration_tokens.observe(answer.num_tokens)
+        if metrics.aliases is not None:
+            metrics.aliases.observe_step(answer.num_tokens)
         self._last_answer_at = now
 
     def apply(self, step: Step) -> None:

@@ -29,7 +29,7 @@ class TokenTimeouts:
         limit_s = self._first_s if is_first else self._next_s
         if limit_s is None or self._is_paused:
             return
-        since = max(live.accepted_at, self._resumed_at) if is_first else live.last_token_at
+        since = max(live.times.accepted_at, self._resumed_at) if is_first else live.times.last_token_at
         left_s = since + limit_s - time.monotonic()
         if left_s <= 0:
             self._on_late(live, TimedOut(limit_s, is_first))

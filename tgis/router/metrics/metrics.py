@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tgis.router.metrics.aliased_series import AliasedSeries, MakeAliases
 from tgis.router.metrics.gauges import Gauge, GaugeValues, LabelledGauge
 from tgis.router.metrics.metric_types import Counter, Histogram
 from tgis.router.metrics.resource_counts import ResourceCount
 from tgis.router.metrics.series_registry import SeriesRegistry
 from tgis.router.metrics.storage import Storage
-from tgis.router.metrics.vllm_series import VllmSeries
 
 TOKENIZE_BOUNDS = tuple(64 * 2**k for k in range(14))
 NUM_LENGTH_BUCKETS = 64
@@ -40,11 +40,11 @@ class Metrics(SeriesRegistry):
     """All series of one process of a router, or of all of them. Only one thread updates them."""
 
     def __init__(
-        self, limits: MetricLimits, vllm_model: str | None = None, storage: Storage | None = None
+        self, limits: MetricLimits, make_aliases: MakeAliases | None = None, storage: Storage | None = None
     ) -> None:
-        """Declare them; with `vllm_model`, the name of the model in vLLM's labels, those of vLLM too."""
+        """Declare them, and those that `make_aliases` returns."""
         super().__init__(storage)
-        self._limits, self._vllm_model = limits, vllm_model
+        self._limits, self._make_aliases = limits, make_aliases
         self.resource_counts: dict[str, ResourceCount] = {}
         self._declare_requests()
         self._declare_lengths(limits)
@@ -60,10 +60,10 @@ class Metrics(SeriesRegistry):
         self._declare_shards()
         self.prompts = self._declare_adapters("tgi_prompt", "soft prompts")
         self.adapters = self._declare_adapters("tgi_adapter", "adapters")
-        self.vllm: VllmSeries | None = None
-        if vllm_model:
-            self.vllm = VllmSeries(vllm_model, limits.max_sequence_length, self, self.storage)
-            for one in self.vllm.series:
+        self.aliases: AliasedSeries | None = None
+        if make_aliases is not None:
+            self.aliases = make_aliases(self, self.storage)
+            for one in self.aliases.series:
                 self._add(one)
 
     def _declare_requests(self) -> None:
@@ -75,9 +75,8 @@ class Metrics(SeriesRegistry):
         )
         self.request_parameter_count = self._counter(
             "tgi_request_parameter_count",
-            "Accepted calls by each parameter that they set and fmaas's messages do not have: logit_bias, "
-            "min_p, presence_penalty, frequency_penalty, stop_token_ids, ignore_eos, watermark, n, "
-            "cache_salt, input_ids",
+            "Accepted calls by each parameter that they set and fmaas's messages lack, such as min_p or n; "
+            "input_ids counts calls whose inputs are token ids",
             "parameter",
         )
         self.request_success = self._counter(
@@ -361,7 +360,7 @@ class Metrics(SeriesRegistry):
 
     def across(self, storage: Storage, processes: Iterable[GaugeValues]) -> "Metrics":
         """Return the same series with the numbers of a storage and the gauges of several processes."""
-        metrics = Metrics(self._limits, self._vllm_model, storage)
+        metrics = Metrics(self._limits, self._make_aliases, storage)
         metrics.show_gauges(processes)
         return metrics
 

@@ -153,7 +153,7 @@ class _WorkerConnection:
             return
         self._worker = message.worker
         self._session = WorkerSession(self._server.claims, self.channel.send, self.channel.send_now)
-        logger.info("router worker %d has connected and holds %d calls", self._worker, len(message.tickets))
+        logger.info("router worker %d has connected and holds %d calls", self._worker, len(message.claims))
         self._session.greet(message)
         self._server.names.restore(message.names_version, message.names)
         self._server.add(self)

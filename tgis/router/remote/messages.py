@@ -1,5 +1,5 @@
-"""Messages between a router worker (the door) and the engine process, which are of one release. Tickets and
-sequences have the worker's numbers, so that it can give back what it asked for before an answer is there.
+"""Messages between a router worker and the engine process, which are of one release. The worker numbers
+claims and sequences, so that it can release what it asked for before it has the answer.
 
 A step's tokens of all sequences of a worker cross in one message of columns, because they are on the path of
 every token."""
@@ -7,14 +7,13 @@ every token."""
 import msgspec
 
 from tgis.router.engine.handle import (
+    ClaimId,
     EngineInfo,
-    Lease,
     LimitedWork,
+    Progress,
     RequestTimes,
-    Resume,
     SequenceId,
     SequenceSpec,
-    Ticket,
 )
 from tgis.router.errors import (
     Code,
@@ -42,14 +41,14 @@ class AdapterIds(msgspec.Struct, frozen=True, array_like=True):
     request_id: str = ""
 
 
-class HeldTicket(msgspec.Struct, frozen=True, array_like=True):
-    """Ticket that a worker keeps when the engine is lost."""
+class WorkerClaim(msgspec.Struct, frozen=True, array_like=True):
+    """A worker's record of a claim, from which the next engine process takes it again after a loss."""
 
-    ticket: Ticket
+    claim_id: ClaimId
     work: LimitedWork
     count: int
-    ids: AdapterIds
-    adapters: CallAdapters
+    ids: AdapterIds = AdapterIds()
+    adapters: CallAdapters = CallAdapters()
 
 
 # A worker's messages.
@@ -59,28 +58,28 @@ class Hello(_Message, frozen=True):
     """First message of a connection."""
 
     worker: int
-    tickets: list[HeldTicket]
+    claims: list[WorkerClaim]
     names_version: int = 0
     """Version of the worker's copy of adapters' names; 0 if it has none."""
     names: dict[str, str] = {}
 
 
 class Acquire(_Message, frozen=True):
-    ticket: Ticket
+    claim_id: ClaimId
     work: LimitedWork
     count: int
 
 
 class TakeLease(_Message, frozen=True):
-    ticket: Ticket
+    claim_id: ClaimId
     ids: AdapterIds
 
 
 class Open(_Message, frozen=True):
-    ticket: Ticket
+    claim_id: ClaimId
     sequence_id: SequenceId
     spec: SequenceSpec
-    resume: Resume | None
+    progress: Progress
 
 
 class Cancel(_Message, frozen=True):
@@ -88,11 +87,11 @@ class Cancel(_Message, frozen=True):
 
 
 class Release(_Message, frozen=True):
-    ticket: Ticket
+    claim_id: ClaimId
 
 
 class ChangeName(_Message, frozen=True):
-    ticket: Ticket
+    claim_id: ClaimId
     name: str
     adapter_id: str | None
     """None takes the name away."""
@@ -131,19 +130,18 @@ class State(_Message, frozen=True):
 
 
 class Acquired(_Message, frozen=True):
-    ticket: Ticket
+    claim_id: ClaimId
 
 
 class Leased(_Message, frozen=True):
-    ticket: Ticket
-    lease: Lease
+    claim_id: ClaimId
     adapters: CallAdapters
 
 
 class Refused(_Message, frozen=True):
     """Answer to Acquire, TakeLease or ChangeName."""
 
-    ticket: Ticket
+    claim_id: ClaimId
     kind: str
     text: str
     parameter: str = ""
@@ -166,7 +164,7 @@ class NameChanged(_Message, frozen=True):
 class Named(_Message, frozen=True):
     """Answer to ChangeName, once all workers know the change."""
 
-    ticket: Ticket
+    claim_id: ClaimId
 
 
 class Begun(_Message, frozen=True):
@@ -241,10 +239,10 @@ _ERRORS: dict[str, type[RouterError]] = {
 }
 
 
-def refused(ticket: Ticket, error: RouterError) -> Refused:
+def refused(claim_id: ClaimId, error: RouterError) -> Refused:
     parameter = error.parameter if isinstance(error, RequestError) else ""
     kind = next((kind for kind, of_kind in reversed(_ERRORS.items()) if isinstance(error, of_kind)), "")
-    return Refused(ticket, kind, str(error), parameter, error.code)
+    return Refused(claim_id, kind, str(error), parameter, error.code)
 
 
 def error_of(refusal: Refused) -> RouterError:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from tgis.router.adapters.names import AdapterNames
-from tgis.router.engine.handle import Ticket
+from tgis.router.engine.handle import ClaimId
 from tgis.router.errors import RequestError
 from tgis.router.remote import messages as wire
 
@@ -14,7 +14,7 @@ Send = Callable[[Any], None]
 
 class _Waiting(NamedTuple):
     version: int
-    ticket: Ticket
+    claim_id: ClaimId
     reply: Send
 
 
@@ -56,11 +56,11 @@ class SharedNames:
             else:
                 names.give(name, adapter_id, message.is_replacing)
         except RequestError as error:
-            reply(wire.refused(message.ticket, error))
+            reply(wire.refused(message.claim_id, error))
             return
         for send in self._known:
             send(wire.NameChanged(names.version, name, adapter_id))
-        self._waiting.append(_Waiting(names.version, message.ticket, reply))
+        self._waiting.append(_Waiting(names.version, message.claim_id, reply))
 
     def note(self, send: Send, version: int) -> None:
         """Note that a worker has this version."""
@@ -73,7 +73,7 @@ class SharedNames:
         answered = [each for each in self._waiting if each.version <= oldest]
         self._waiting = [each for each in self._waiting if each.version > oldest]
         for each in answered:
-            each.reply(wire.Named(each.ticket))
+            each.reply(wire.Named(each.claim_id))
 
 
 class NamesCopy:

@@ -1,10 +1,11 @@
 """The worker's half of a handle whose engine is in another process. It keeps what is needed to continue every
-call with the next engine process: what the call holds, what it waits for, and the tokens that it has."""
+call with the next engine process: its claim, its open question, and its tokens so far."""
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -12,15 +13,13 @@ import msgspec
 
 from tgis.router.engine.event_queue import EventQueue, WakeUps
 from tgis.router.engine.handle import (
+    ClaimId,
     EngineInfo,
-    Lease,
     LimitedWork,
-    RequestTimes,
-    Resume,
+    Progress,
     SequenceId,
     SequenceSpec,
     TextSink,
-    Ticket,
 )
 from tgis.router.errors import UnavailableError
 from tgis.router.events import Ended, Event, Failed, InputTokens
@@ -30,41 +29,19 @@ from tgis.router.remote.names import NamesCopy
 from tgis.router.sequence import CallAdapters, StopReason, TokenDetail
 
 _NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
-NO_LEASE = Lease()
-
-
-@dataclass(eq=False)
-class _Held:
-    """Resources of a ticket."""
-
-    work: LimitedWork
-    count: int
-    ids: wire.AdapterIds = field(default_factory=wire.AdapterIds)
-    adapters: CallAdapters = field(default_factory=CallAdapters)
-    sequences: list[SequenceId] = field(default_factory=list)
+NO_ADAPTERS = CallAdapters()
 
 
 @dataclass(eq=False)
 class _OpenSequence:
-    """Sequence without a final event, and what is known of it."""
+    """Sequence without a final event, and everything that the next engine process needs of it."""
 
-    sequence_id: SequenceId
-    ticket: Ticket
-    spec: SequenceSpec
+    message: wire.Open
+    progress: Progress
     sink: TextSink | None
-    generated: list[int]
-    has_inputs: bool
-    times: RequestTimes
-    """Times that the engine has told, the last of them with the first token."""
     events: EventQueue
-    last_token_at: float
     expiry: asyncio.TimerHandle | None = None
-    """Timer of its deadline, which is the engine's while there is one."""
-
-    def resume(self) -> wire.Open:
-        times = self.times._replace(last_token_at=self.last_token_at)
-        resume = Resume(tuple(self.generated), self.has_inputs, times)
-        return wire.Open(self.ticket, self.sequence_id, self.spec, resume)
+    """Timer of its deadline, which the engine keeps while there is one."""
 
 
 class RemoteHandle:
@@ -76,10 +53,12 @@ class RemoteHandle:
         self._is_attached = False
         self._lost: Failed | None = None
         """Final event of all sequences while the engine is given up."""
-        self._numbers, self._wake_ups = count(), WakeUps()
-        self._held: dict[Ticket, _Held] = {}
-        self._asked: dict[Ticket, tuple[Any, asyncio.Future[Any]]] = {}
-        """Questions without an answer, at most one per ticket."""
+        self._numbers = count()
+        self._wake_ups = WakeUps()
+        self._claims: dict[ClaimId, wire.WorkerClaim] = {}
+        self._sequence_ids: defaultdict[ClaimId, list[SequenceId]] = defaultdict(list)
+        self._asked: dict[ClaimId, tuple[Any, asyncio.Future[Any]]] = {}
+        """Questions without an answer, at most one per claim."""
         self._open: dict[SequenceId, _OpenSequence] = {}
         self._events: dict[SequenceId, EventQueue] = {}
         self._info: EngineInfo | None = None
@@ -107,62 +86,58 @@ class RemoteHandle:
         assert self._info is not None, "nothing is asked before the engine has started"
         return self._info
 
-    async def acquire(self, count: int, work: LimitedWork = LimitedWork.GENERATION) -> Ticket:
-        ticket = Ticket(next(self._numbers))
+    async def acquire(self, count: int, work: LimitedWork = LimitedWork.GENERATION) -> ClaimId:
+        claim_id = ClaimId(next(self._numbers))
         try:
-            await self._ask(ticket, wire.Acquire(ticket, work, count))
-        except BaseException:  # the engine may have the ticket already, or else ignores the message
-            self._send(wire.Release(ticket))
+            await self._ask(claim_id, wire.Acquire(claim_id, work, count))
+        except BaseException:  # the engine may have the claim already, or else ignores the message
+            self._send(wire.Release(claim_id))
             raise
-        self._held[ticket] = _Held(work, count)
-        return ticket
+        self._claims[claim_id] = wire.WorkerClaim(claim_id, work, count)
+        return claim_id
 
     async def lease(
-        self, ticket: Ticket, prefix_id: str | None, adapter_id: str | None, request_id: str
-    ) -> Lease:
+        self, claim_id: ClaimId, prefix_id: str | None, adapter_id: str | None, request_id: str
+    ) -> CallAdapters:
         if prefix_id is None and not adapter_id:
-            return NO_LEASE
-        held, ids = self._held[ticket], wire.AdapterIds(prefix_id, adapter_id, request_id)
-        answer = await self._ask(ticket, wire.TakeLease(ticket, ids))
+            return NO_ADAPTERS
+        ids = wire.AdapterIds(prefix_id, adapter_id, request_id)
+        answer = await self._ask(claim_id, wire.TakeLease(claim_id, ids))
         assert isinstance(answer, wire.Leased)
-        held.ids, held.adapters = ids, answer.adapters
-        return answer.lease
+        claim = self._claims[claim_id]
+        self._claims[claim_id] = msgspec.structs.replace(claim, ids=ids, adapters=answer.adapters)
+        return answer.adapters
 
     async def adapter_names(self) -> Mapping[str, str]:
         await self._is_current.wait()
         return self._names.names.ids
 
     async def give_name(self, name: str, adapter_id: str, is_replacing: bool) -> None:
-        ticket = Ticket(next(self._numbers))
-        await self._ask(ticket, wire.ChangeName(ticket, name, adapter_id, is_replacing))
+        claim_id = ClaimId(next(self._numbers))
+        await self._ask(claim_id, wire.ChangeName(claim_id, name, adapter_id, is_replacing))
 
     async def take_name(self, name: str) -> None:
-        ticket = Ticket(next(self._numbers))
-        await self._ask(ticket, wire.ChangeName(ticket, name, None))
+        claim_id = ClaimId(next(self._numbers))
+        await self._ask(claim_id, wire.ChangeName(claim_id, name, None))
 
     def open(
-        self, ticket: Ticket, spec: SequenceSpec, sink: TextSink | None, resume: Resume | None = None
+        self,
+        claim_id: ClaimId,
+        spec: SequenceSpec,
+        sink: TextSink | None,
+        progress: Progress | None = None,
     ) -> SequenceId:
         sequence_id = SequenceId(next(self._numbers))
-        generated, has_inputs, known = resume or ((), False, None)
-        times = known or RequestTimes(time.monotonic())
-        opened = _OpenSequence(
-            sequence_id,
-            ticket,
-            spec,
-            sink,
-            [*generated],
-            has_inputs,
-            times,
-            EventQueue(self._wake_ups.wake),
-            times.last_token_at,
-        )
-        self._held[ticket].sequences.append(sequence_id)
-        self._open[sequence_id], self._events[sequence_id] = opened, opened.events
+        progress = progress or Progress()
+        message = wire.Open(claim_id, sequence_id, spec, progress)
+        opened = _OpenSequence(message, progress, sink, EventQueue(self._wake_ups.wake))
+        self._sequence_ids[claim_id].append(sequence_id)
+        self._open[sequence_id] = opened
+        self._events[sequence_id] = opened.events
         if self._lost is not None:
             self._end(opened, self._lost)
         elif self._is_attached:
-            self._send(wire.Open(ticket, sequence_id, spec, resume))
+            self._send(message)
         else:
             self._watch_deadline(opened)
         return sequence_id
@@ -175,24 +150,19 @@ class RemoteHandle:
         if self._open.pop(sequence_id, None) is not None:
             self._send(wire.Cancel(sequence_id))
 
-    def release(self, ticket: Ticket) -> None:
-        held = self._held.pop(ticket, None)
-        if held is not None:
-            self._send(wire.Release(ticket))
-            for sequence_id in held.sequences:
+    def release(self, claim_id: ClaimId) -> None:
+        if self._claims.pop(claim_id, None) is not None:
+            self._send(wire.Release(claim_id))
+            for sequence_id in self._sequence_ids.pop(claim_id, ()):
                 self._open.pop(sequence_id, None)
                 self._events.pop(sequence_id, None)
 
     def greet(self, worker: int, send: Callable[[Any], None]) -> None:
-        """Use a new connection, whose first message says what this worker holds. Questions and sequences wait
+        """Use a new connection, whose first message lists this worker's claims. Questions and sequences wait
         for `attach`."""
         self._send, self._is_attached = send, False
-        tickets = [
-            wire.HeldTicket(ticket, held.work, held.count, held.ids, held.adapters)
-            for ticket, held in self._held.items()
-        ]
         names = self._names.names
-        send(wire.Hello(worker, tickets, names.version, names.ids))
+        send(wire.Hello(worker, list(self._claims.values()), names.version, names.ids))
 
     def attach(self, info: EngineInfo) -> None:
         """Ask again what has no answer, and continue all sequences, because the engine has started."""
@@ -204,7 +174,7 @@ class RemoteHandle:
         for opened in self._open.values():
             if opened.expiry is not None:
                 opened.expiry.cancel()
-            self._send(opened.resume())
+            self._send(opened.message)
 
     def detach(self) -> None:
         """Send nothing until the next connection."""
@@ -227,24 +197,24 @@ class RemoteHandle:
         """Take in a message of the engine, except for its state."""
         self._take[type(message)](message)
 
-    async def _ask(self, ticket: Ticket, message: Any) -> Any:
+    async def _ask(self, claim_id: ClaimId, message: Any) -> Any:
         """Return the answer. Raises RouterError."""
         if self._lost is not None:
             raise UnavailableError(self._lost.message)
         answer = asyncio.get_running_loop().create_future()
-        self._asked[ticket] = message, answer
+        self._asked[claim_id] = message, answer
         try:
             if self._is_attached:
                 self._send(message)
             return await answer
         finally:
-            del self._asked[ticket]
+            del self._asked[claim_id]
 
     def _take_names(self, message: wire.Names | wire.NameChanged) -> None:
         self._send(self._names.take(message))
 
     def _take_answer(self, message: wire.Acquired | wire.Leased | wire.Named | wire.Refused) -> None:
-        _, answer = self._asked.get(message.ticket, (None, None))
+        _, answer = self._asked.get(message.claim_id, (None, None))
         if answer is None or answer.done():
             return
         if isinstance(message, wire.Refused):
@@ -254,11 +224,11 @@ class RemoteHandle:
 
     def _take_times(self, message: wire.Begun) -> None:
         if (opened := self._open.get(message.sequence_id)) is not None:
-            opened.times = message.times
+            opened.progress.times = message.times
 
     def _take_inputs(self, message: wire.Inputs) -> None:
         if (opened := self._open.get(message.sequence_id)) is not None:
-            opened.has_inputs = True
+            opened.progress.has_inputs = True
             opened.events.deliver(InputTokens(tuple(message.tokens)))
 
     def _take_tokens(self, message: wire.Tokens) -> None:
@@ -269,18 +239,17 @@ class RemoteHandle:
             opened = self._open.get(sequence_id)
             if opened is None:
                 continue
-            opened.generated.append(token.token_id)
-            opened.last_token_at = now
+            progress = opened.progress
+            progress.generated.append(token.token_id)
+            progress.times.last_token_at = now
             if opened.sink is not None and opened.sink.push(token.token_id, _NOT_FINISHED):
                 self._stop(opened, token)
             else:
                 opened.events.deliver(token)
 
     def _stop(self, opened: _OpenSequence, token: TokenDetail) -> None:
-        times, reason = opened.times, StopReason.STOP_SEQUENCE
-        timings = times.timings(time.monotonic())
-        self._end(opened, Ended(token, len(opened.generated), reason, timings, times.num_cached))
-        self._send(wire.Cancel(opened.sequence_id))
+        self._end(opened, _ended(opened, token, StopReason.STOP_SEQUENCE))
+        self._send(wire.Cancel(opened.message.sequence_id))
 
     def _take_final(self, message: wire.Finished) -> None:
         opened = self._open.get(message.sequence_id)
@@ -295,23 +264,28 @@ class RemoteHandle:
 
     def _watch_deadline(self, opened: _OpenSequence) -> None:
         """End a sequence at its deadline, unless there is an engine by then."""
-        deadline = opened.spec.stopping.deadline
+        deadline = opened.message.spec.stopping.deadline
         if deadline is not None:
             delay = max(deadline - time.monotonic(), 0.0)
             opened.expiry = asyncio.get_running_loop().call_later(delay, self._expire, opened)
 
     def _expire(self, opened: _OpenSequence) -> None:
-        if self._is_attached or opened.sequence_id not in self._open:
+        if self._is_attached or opened.message.sequence_id not in self._open:
             return
-        times, num_generated = opened.times, len(opened.generated)
-        if times.started_at is None:
+        if opened.progress.times.started_at is None:
             self._timeouts.add("timeout")
-        timings = times.timings(time.monotonic())
-        self._end(opened, Ended(None, num_generated, StopReason.TIME_LIMIT, timings, times.num_cached))
+        self._end(opened, _ended(opened, None, StopReason.TIME_LIMIT))
 
     def _end(self, opened: _OpenSequence, final: Event) -> None:
-        del self._open[opened.sequence_id]
+        del self._open[opened.message.sequence_id]
         opened.events.deliver(final)
+
+
+def _ended(opened: _OpenSequence, token: TokenDetail | None, reason: StopReason) -> Ended:
+    progress = opened.progress
+    times = progress.times
+    timings = times.timings(time.monotonic())
+    return Ended(token, len(progress.generated), reason, timings, times.num_cached)
 
 
 def _tokens(message: wire.Tokens) -> Iterable[tuple[SequenceId, TokenDetail]]:

@@ -4,11 +4,10 @@ comes of it. All that a worker holds is given back when its connection ends."""
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from tgis.router.engine.claims import Claim, Claims
-from tgis.router.engine.handle import RequestTimes, SequenceId, Ticket
+from tgis.router.engine.handle import ClaimId, RequestTimes, SequenceId
 from tgis.router.engine.live_request import LiveRequest
 from tgis.router.errors import Code, GenerationError, RouterError, internal_error
 from tgis.router.events import Ended, Event, Failed, InputTokens, TimedOut
@@ -17,16 +16,6 @@ from tgis.router.sequence import TokenDetail
 from tgis.router.shards.client import AdapterCallError
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class _Held:
-    """Ticket of the worker."""
-
-    claim: Claim
-    leasing: asyncio.Task[None] | None = None
-    """Task that takes its adapters."""
-    sequences: set[SequenceId] = field(default_factory=set)
 
 
 class _Receiver:
@@ -61,7 +50,7 @@ class WorkerSession:
     ) -> None:
         """`send_now` is for the messages of a whole turn of the event loop, which wait for nothing more."""
         self._claims, self._send, self._send_now = claims, send, send_now
-        self._held: dict[Ticket, _Held] = {}
+        self._held: dict[ClaimId, Claim] = {}
         self._live: dict[SequenceId, LiveRequest | None] = {}
         """Sequences that may still have events. None stands for one that waits for its adapters."""
         self._first: list[Any] = []
@@ -80,10 +69,10 @@ class WorkerSession:
     def greet(self, message: wire.Hello) -> None:
         """Take again what the worker has had of an engine process before, adapters among them, whatever the
         limits."""
-        for again in message.tickets:
-            held = self._held[again.ticket] = _Held(self._claims.acquire(again.count, again.work, True))
+        for again in message.claims:
+            claim = self._held[again.claim_id] = self._claims.acquire(again.count, again.work, True)
             if again.adapters.present:
-                held.leasing = asyncio.create_task(self._lease_again(held.claim, again), name="lease")
+                claim.leasing = asyncio.create_task(self._lease_again(claim, again), name="lease")
 
     def take(self, message: Any) -> None:
         """Take in a message of the worker, except for its first."""
@@ -91,8 +80,8 @@ class WorkerSession:
 
     def close(self) -> None:
         """Give back all that the worker holds, because it is gone."""
-        for ticket in list(self._held):
-            self._release(wire.Release(ticket))
+        for claim_id in list(self._held):
+            self._release(wire.Release(claim_id))
 
     def send_soon(self, message: Any) -> None:
         """Send a message before the tokens of this turn of the event loop."""
@@ -127,29 +116,29 @@ class WorkerSession:
         try:
             claim = self._claims.acquire(message.count, message.work)
         except RouterError as error:
-            self._send(wire.refused(message.ticket, error))
+            self._send(wire.refused(message.claim_id, error))
         else:
-            self._held[message.ticket] = _Held(claim)
-            self._send(wire.Acquired(message.ticket))
+            self._held[message.claim_id] = claim
+            self._send(wire.Acquired(message.claim_id))
 
     def _lease(self, message: wire.TakeLease) -> None:
-        if (held := self._held.get(message.ticket)) is not None:
-            held.leasing = asyncio.create_task(self._take_lease(held.claim, message), name="lease")
+        if (claim := self._held.get(message.claim_id)) is not None:
+            claim.leasing = asyncio.create_task(self._take_lease(claim, message), name="lease")
 
     async def _take_lease(self, claim: Claim, message: wire.TakeLease) -> None:
         ids = message.ids
         try:
-            lease = await self._claims.lease(claim, ids.prefix_id, ids.adapter_id, ids.request_id)
+            adapters = await self._claims.lease(claim, ids.prefix_id, ids.adapter_id, ids.request_id)
         except RouterError as error:
-            self._send(wire.refused(message.ticket, error))
+            self._send(wire.refused(message.claim_id, error))
         except Exception:
             failed = _unforeseen(ids.request_id)
-            self._send(wire.refused(message.ticket, GenerationError(failed.message, failed.code)))
+            self._send(wire.refused(message.claim_id, GenerationError(failed.message, failed.code)))
         else:
-            self._send(wire.Leased(message.ticket, lease, claim.adapters))
+            self._send(wire.Leased(message.claim_id, adapters))
 
-    async def _lease_again(self, claim: Claim, again: wire.HeldTicket) -> None:
-        """Take adapters again. Without them the ticket's sequences fail when they are opened."""
+    async def _lease_again(self, claim: Claim, again: wire.WorkerClaim) -> None:
+        """Take adapters again. Without them the claim's sequences fail when they are opened."""
         ids = again.ids
         try:
             await self._claims.lease_again(claim, ids.prefix_id, ids.adapter_id, again.adapters)
@@ -157,26 +146,29 @@ class WorkerSession:
             logger.error("the adapters of request %s could not be loaded again: %s", ids.request_id, error)
 
     def _open(self, message: wire.Open) -> None:
-        held = self._held.get(message.ticket)
-        if held is None:
+        claim = self._held.get(message.claim_id)
+        if claim is None:
             return
-        held.sequences.add(message.sequence_id)
         self._live[message.sequence_id] = None
-        if held.leasing is None or held.leasing.done():
-            self._begin(held.claim, message)
+        if claim.leasing is None or claim.leasing.done():
+            self._begin(claim, message)
         else:
-            held.leasing.add_done_callback(lambda _: self._begin(held.claim, message))
+            claim.leasing.add_done_callback(lambda _: self._begin(claim, message))
 
     def _begin(self, claim: Claim, message: wire.Open) -> None:
         sequence_id = message.sequence_id
         if sequence_id not in self._live:  # it was cancelled while its adapters were loaded
             return
+        if message.claim_id not in self._held:  # it was released while its adapters were loaded
+            del self._live[sequence_id]
+            return
         receiver = _Receiver(self, sequence_id)
         try:
-            live = receiver.live = self._claims.open(claim, message.spec, None, message.resume, receiver)
+            live = self._claims.open(claim, sequence_id, message.spec, None, message.progress, receiver)
         except Exception:  # alone, because the worker would send it again with all others after a reconnect
             self.finish(wire.Finished(sequence_id, failed=_unforeseen(message.spec.request_id)))
             return
+        receiver.live = live
         if sequence_id in self._live:  # else it has ended already
             self._live[sequence_id] = live
 
@@ -185,16 +177,16 @@ class WorkerSession:
             self._claims.cancel(live)
 
     def _release(self, message: wire.Release) -> None:
-        held = self._held.pop(message.ticket, None)
-        if held is None:
+        claim = self._held.pop(message.claim_id, None)
+        if claim is None:
             return
-        for sequence_id in held.sequences:
+        for sequence_id in claim.live:
             self._live.pop(sequence_id, None)
-        if held.leasing is None or held.leasing.done():
-            self._claims.release(held.claim)
-        else:  # what it takes until then is given back too
-            held.leasing.cancel()
-            held.leasing.add_done_callback(lambda _: self._claims.release(held.claim))
+        if claim.leasing is None or claim.leasing.done():
+            self._claims.release(claim)
+        else:  # release also what it takes until then
+            claim.leasing.cancel()
+            claim.leasing.add_done_callback(lambda _: self._claims.release(claim))
 
 
 def _unforeseen(request_id: str) -> Failed:

@@ -22,29 +22,15 @@ from tgis.router.errors import (
 )
 from tgis.router.events import Failed, Failure, InputTokens, Output, TimedOut
 from tgis.router.metrics.metrics import Metrics
-from tgis.router.requests.call import MISSING_REQUEST, GenerationCall, Parameters
+from tgis.router.requests.call import MISSING_REQUEST, GenerationCall
+from tgis.router.requests.parameters import PARAMETERS
 from tgis.router.requests.request_log import CallLog, InputLog, correlation_id
 from tgis.router.requests.tracing import CallSpan, Tracing
-from tgis.router.requests.validation import CallParameters
 from tgis.router.sequence import StopReason
 
 logger = logging.getLogger(__name__)
 
 _NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
-COUNTED_PARAMETERS = (
-    "logit_bias",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "stop_token_ids",
-    "ignore_eos",
-    "watermark",
-    "n",
-    "cache_salt",
-)
-"""Fields of Parameters that fmaas's messages do not have; `input_ids` is counted with them."""
-UNSET = Parameters()
-
 Record = Callable[[InputTokens | Output | Failure], InputTokens | Output]
 
 
@@ -59,8 +45,8 @@ class Accounting:
     @contextmanager
     def open(self, call: GenerationCall) -> "Iterator[CallAccount]":
         """Begin a call. Exceptions that end it early pass through."""
-        log = CallLog(call, correlation_id(call.metadata, call.door), self.log_text_chars)
-        with self.tracing.call(call.door, call.method, call.metadata) as span, log:
+        log = CallLog(call, correlation_id(call.metadata, call.api), self.log_text_chars)
+        with self.tracing.call(call.api, call.method, call.metadata) as span, log:
             span.set_call(call, log.request_id, log.correlation_id)
             account = CallAccount(self.metrics, log, span)
             with account.counting_failures():
@@ -85,7 +71,7 @@ class CallAccount:
         self._kind, num_inputs = log.call.kind, len(log.call.texts)
         self.request_id = log.request_id
         self._num_waiting = num_inputs * log.call.parameters.n  # texts that have not begun
-        self._vllm = None if metrics.vllm is None else metrics.vllm.call(log.call.parameters.n)
+        self._aliased_call = None if metrics.aliases is None else metrics.aliases.call(log.call.parameters.n)
         metrics.request_count.add(self._kind)
         if num_inputs:
             metrics.request_input_count.add(amount=num_inputs)
@@ -121,14 +107,14 @@ class CallAccount:
             failure.add("cancelled", amount=self._num_waiting)
             raise
 
-    def accept(self, params: CallParameters, specs: list[SequenceSpec]) -> None:
+    def accept(self, max_new_tokens: int, specs: list[SequenceSpec]) -> None:
         """Record that all inputs have been validated."""
         failpoints.hit("router.before_accept")
         metrics = self._metrics
         metrics.request_validation_duration.observe(time.monotonic() - self._log.started_at)
         for spec in specs[:: self._log.call.parameters.n]:
             metrics.request_input_length.observe(len(spec.input_ids))
-            metrics.request_max_new_tokens.observe(params.stopping.max_new_tokens)
+            metrics.request_max_new_tokens.observe(max_new_tokens)
         for name in _counted_parameters(self._log.call):
             metrics.request_parameter_count.add(name)
         self._log.accept()
@@ -174,13 +160,13 @@ class CallAccount:
         if num_generated:
             metrics.request_inference_duration.observe(timings.inference_s)
             metrics.request_mean_time_per_token_duration.observe(timings.inference_s / num_generated)
-        if self._vllm is not None:
-            self._vllm.finish(index, len(spec.input_ids), num_generated, timings)
+        if self._aliased_call is not None:
+            self._aliased_call.finish(index, len(spec.input_ids), num_generated, timings)
 
 
 def _counted_parameters(call: GenerationCall) -> Iterator[str]:
-    for name in COUNTED_PARAMETERS:
-        if getattr(call.parameters, name) != getattr(UNSET, name):
-            yield name
+    for info in PARAMETERS:
+        if info.is_counted and getattr(call.parameters, info.name) != info.unset:
+            yield info.name
     if call.inputs_are_ids:
         yield "input_ids"

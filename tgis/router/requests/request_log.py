@@ -13,8 +13,8 @@ from tgis.logs import FIELDS, Scalar
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.errors import Code, RouterError
 from tgis.router.events import InputTokens, Output, Timings
+from tgis.router.requests.api_rules import ApiRules
 from tgis.router.requests.call import GenerationCall, Metadata
-from tgis.router.requests.doors import FMAAS, Door
 from tgis.router.sequence import StopReason
 
 logger = logging.getLogger(__name__)
@@ -149,8 +149,8 @@ class InputLog:
     def _fields(self) -> dict[str, Scalar]:
         log, call, spec = self.call_log, self.call_log.call, self.spec
         fields: dict[str, Scalar] = {"request_id": log.request_id, "correlation_id": log.correlation_id}
-        if call.door is not FMAAS:
-            fields |= {"door": call.door.name, "method": call.method}
+        if call.api.is_logged:
+            fields |= {"api": call.api.name, "method": call.method}
             if call.model_id:
                 fields["model"] = call.model_id[:MAX_ID_CHARS]
         if call.tenant:
@@ -165,8 +165,8 @@ class InputLog:
         fields["params"] = log.params_text
         if spec is not None:
             fields["input_tokens"] = len(spec.input_ids)
-            if spec.lease.num_virtual_tokens:
-                fields["virtual_tokens"] = spec.lease.num_virtual_tokens
+            if spec.adapters.num_virtual_tokens:
+                fields["virtual_tokens"] = spec.adapters.num_virtual_tokens
             if not spec.sampling.greedy:
                 fields["seed"] = spec.sampling.seed
         return fields
@@ -184,14 +184,14 @@ class InputLog:
         return {f"{name}_ms": round(1000 * value, 3) for name, value in seconds.items()}
 
 
-def correlation_id(metadata: Metadata, door: Door = FMAAS) -> str:
+def correlation_id(metadata: Metadata, api: ApiRules) -> str:
     """Return the client's id of its request, shortened, or a fixed word if it is missing or unreadable. Over
     HTTP the request's own id stands in for a missing one."""
     found: dict[str, str | bytes] = {}
     for key, value in metadata:
         if key in ("x-correlation-id", "x-request-id"):
             found.setdefault(key, value)
-    given = found.get("x-correlation-id", NO_ID if door is FMAAS else found.get("x-request-id", NO_ID))
+    given = found.get("x-correlation-id", NO_ID if api.rpc_service else found.get("x-request-id", NO_ID))
     if isinstance(given, bytes) or not (given.isascii() and given.isprintable()):
         return UNREADABLE_ID
     return given[:MAX_ID_CHARS]

@@ -1,4 +1,4 @@
-"""Names and attributes of spans that depend on the door's protocol, after OpenTelemetry's conventions."""
+"""Names and attributes of spans by the protocol of an API, after OpenTelemetry's conventions."""
 
 import asyncio
 from collections.abc import Iterable, Iterator
@@ -8,27 +8,12 @@ import grpc
 from opentelemetry.util.types import AttributeValue
 
 from tgis.router.errors import RouterError
+from tgis.router.requests.api_rules import ApiRules
 from tgis.router.requests.call import Metadata
-from tgis.router.requests.doors import FMAAS, Door
 from tgis.router.requests.http_statuses import http_status
 
-SERVICE = "fmaas.GenerationService"
 SCHEME = ":scheme"
-"""Key of `http` or `https` in the metadata of a call over HTTP. No client can send such a header."""
-CHAT_METHOD = "ChatCompletion"
-ROUTES = {
-    "Completion": "/v1/completions",
-    CHAT_METHOD: "/v1/chat/completions",
-    "Tokenize": "/tokenize",
-    "Detokenize": "/detokenize",
-    "Generate": "/generate",
-    "GenerateStream": "/generate_stream",
-    "GenerateAny": "/",
-    "ChatTokenize": "/chat_tokenize",
-    "Invocation": "/invocations",
-    "Prediction": "/predictions/{model}",
-}
-"""Paths of the methods of calls over HTTP."""
+"""Metadata key of the scheme of a call over HTTP, `http` or `https`. No client can send such a header."""
 GRPC_FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)  # of those that errors become
 
 Attributes = dict[str, AttributeValue]
@@ -52,14 +37,17 @@ class SpanProtocol(Protocol):
 
 
 class GrpcSpans:
+    def __init__(self, service: str) -> None:
+        self._service = service
+
     def name(self, method: str) -> str:
-        return f"{SERVICE}/{method}"
+        return f"{self._service}/{method}"
 
     def start(self, method: str, metadata: Metadata) -> Attributes:
         return {
             "rpc.system": "grpc",
             "rpc.system.name": "grpc",
-            "rpc.service": SERVICE,
+            "rpc.service": self._service,
             "rpc.method": method,
         }
 
@@ -75,17 +63,17 @@ class GrpcSpans:
 
 
 class HttpSpans:
-    def __init__(self, door: Door) -> None:
-        self._door = door
+    def __init__(self, api: ApiRules) -> None:
+        self._api = api
 
     def name(self, method: str) -> str:
-        return f"POST {ROUTES[method]}"
+        return f"POST {self._api.paths[method]}"
 
     def start(self, method: str, metadata: Metadata) -> Attributes:
         return {
             "http.request.method": "POST",
-            "http.route": ROUTES[method],
-            "url.path": ROUTES[method],
+            "http.route": self._api.paths[method],
+            "url.path": self._api.paths[method],
             "url.scheme": next(_texts(metadata, SCHEME), "http"),
         }
 
@@ -102,11 +90,11 @@ class HttpSpans:
         """Return the status of a call that ends with `error` before its answer begins; None: no answer."""
         if error is None:
             return 200
-        return http_status(error, self._door) if isinstance(error, Exception) else None
+        return http_status(error, self._api) if isinstance(error, Exception) else None
 
 
-def span_protocol(door: Door) -> SpanProtocol:
-    return GrpcSpans() if door is FMAAS else HttpSpans(door)
+def span_protocol(api: ApiRules) -> SpanProtocol:
+    return HttpSpans(api) if api.rpc_service is None else GrpcSpans(api.rpc_service)
 
 
 def _grpc_status(error: BaseException | None) -> grpc.StatusCode:

@@ -14,9 +14,10 @@ from opentelemetry.util.types import AttributeValue
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.errors import StartupError
 from tgis.router.events import Output
-from tgis.router.requests.call import GenerationCall, Metadata, Parameters
-from tgis.router.requests.doors import Door
-from tgis.router.requests.span_protocols import CHAT_METHOD, Attributes, span_protocol
+from tgis.router.requests.api_rules import ApiRules
+from tgis.router.requests.call import GenerationCall, Metadata
+from tgis.router.requests.parameters import PARAMETERS, Parameters
+from tgis.router.requests.span_protocols import Attributes, span_protocol
 
 if TYPE_CHECKING:
     from tgis.router.requests.otlp import SpanExport
@@ -24,24 +25,6 @@ if TYPE_CHECKING:
 MAX_FINISH_REASONS = 100
 
 PROPAGATOR = TraceContextTextMapPropagator()
-
-VALUES = {
-    "max_new_tokens": "gen_ai.request.max_tokens",
-    "top_p": "gen_ai.request.top_p",
-    "top_k": "gen_ai.request.top_k",
-    "presence_penalty": "gen_ai.request.presence_penalty",
-    "frequency_penalty": "gen_ai.request.frequency_penalty",
-    "min_p": "tgis.min_p",
-    "ignore_eos": "tgis.ignore_eos",
-    "watermark": "tgis.watermark",
-}
-"""Fields of Parameters, and the attributes that have their values."""
-COUNTS = {
-    "stop_sequences": "tgis.stop_sequence_count",
-    "stop_token_ids": "tgis.stop_token_id_count",
-    "logit_bias": "tgis.logit_bias_count",
-}
-"""Fields of Parameters, and the attributes that only count them."""
 
 
 def open_tracing(endpoint: str | None, service_name: str, worker: int | None = None) -> "Tracing":
@@ -65,11 +48,11 @@ class Tracing:
     def __init__(self, export: "SpanExport | None" = None) -> None:
         self._export = export
 
-    def call(self, door: Door, method: str, metadata: Metadata) -> "CallSpan":
+    def call(self, api: ApiRules, method: str, metadata: Metadata) -> "CallSpan":
         """Start a span of `method`, for example `Generate` or `Completion`, below the caller's span if
         the metadata name one. If the caller's trace is not sampled, the span records nothing."""
         export = self._export
-        return CallSpan(_start(export.tracer, door, method, metadata) if export else INVALID_SPAN, door)
+        return CallSpan(_start(export.tracer, api, method, metadata) if export else INVALID_SPAN, api)
 
     def close(self) -> None:
         """Send what is queued. This blocks for a bounded time."""
@@ -80,9 +63,9 @@ class Tracing:
 class CallSpan:
     """Span of one call, without texts. As a context manager it takes the status from a passing exception."""
 
-    def __init__(self, span: Span, door: Door) -> None:
+    def __init__(self, span: Span, api: ApiRules) -> None:
         self._span, self._started_at = span, time.monotonic()
-        self._protocol = span_protocol(door)
+        self._protocol = span_protocol(api)
         self._has_begun = self._is_stream = False
         self._input_tokens = self._cached_tokens = self._output_tokens = 0
         self._num_siblings = 1
@@ -107,7 +90,7 @@ class CallSpan:
     def set_call(self, call: GenerationCall, request_id: str, correlation_id: str) -> None:
         if self._span.is_recording():
             self._num_siblings, self._is_stream = call.parameters.n, call.kind == "stream"
-            self._has_begun = self._is_stream and call.door.begins_streams_at_once
+            self._has_begun = self._is_stream and call.api.begins_streams_at_once
             attributes: Attributes = {
                 "gen_ai.request.id": request_id,
                 "tgis.correlation_id": correlation_id,
@@ -153,10 +136,10 @@ class CallSpan:
         }
 
 
-def _start(tracer: Tracer, door: Door, method: str, metadata: Metadata) -> Span:
+def _start(tracer: Tracer, api: ApiRules, method: str, metadata: Metadata) -> Span:
     """Start a call's span, with attributes under the names that dashboards use and their successors."""
     carrier: dict[str, list[str]] = {}
-    protocol = span_protocol(door)
+    protocol = span_protocol(api)
     for key, value in metadata:
         if key in ("traceparent", "tracestate") and isinstance(value, str):
             carrier.setdefault(key, []).append(value)
@@ -172,7 +155,7 @@ def _start(tracer: Tracer, door: Door, method: str, metadata: Metadata) -> Span:
 
 def _call_attributes(call: GenerationCall) -> Attributes:
     attributes: Attributes = {
-        "gen_ai.operation.name": "chat" if call.method == CHAT_METHOD else "text_completion",
+        "gen_ai.operation.name": "chat" if call.method in call.api.chat_methods else "text_completion",
         "gen_ai.provider.name": "tgis",
         "gen_ai.request.stream": call.kind == "stream",
         "tgis.input_count": len(call.texts),
@@ -192,12 +175,10 @@ def _call_attributes(call: GenerationCall) -> Attributes:
 def _parameter_attributes(params: Parameters) -> Iterator[tuple[str, AttributeValue]]:
     """Yield the set parameters, without the cache salt, which is a secret. A seed of 2**63 or more is text,
     because attributes have no unsigned type."""
-    for name, attribute in VALUES.items():
-        if value := getattr(params, name):
-            yield attribute, value
-    for name, attribute in COUNTS.items():
-        if values := getattr(params, name):
-            yield attribute, len(values)
+    for info in PARAMETERS:
+        attribute, value = info.span_attribute, getattr(params, info.name)
+        if attribute is not None and value:
+            yield attribute.name, len(value) if attribute.is_count else value
     if params.temperature is not None:
         yield "gen_ai.request.temperature", params.temperature
     if params.seed is not None:

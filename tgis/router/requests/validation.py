@@ -7,18 +7,20 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from tgis.router.engine.handle import EngineInfo, Lease, SequenceSpec
+from tgis.router.engine.handle import EngineInfo, SequenceSpec
 from tgis.router.errors import InputTooLongError, RequestError
 from tgis.router.grammar.compiler import REASONING, Constraint, GrammarCompiler, read_constraint
 from tgis.router.metrics.metrics import Metrics
-from tgis.router.requests.call import GenerationCall, Parameters
-from tgis.router.requests.doors import ALMOST_GREEDY, MAX_INPUTS, MAX_N, Door
-from tgis.router.requests.parameter_rules import RULES
-from tgis.router.sequence import CacheSalt, Details, Grammar, Stopping
+from tgis.router.requests.api_rules import ALMOST_GREEDY, MAX_INPUTS, MAX_N, ApiRules
+from tgis.router.requests.call import GenerationCall
+from tgis.router.requests.parameters import RULES, Parameters
+from tgis.router.sequence import CacheSalt, CallAdapters, Details, Grammar, Stopping
 from tgis.router.text.stop_sequences import StopSequences
 from tgis.router.text.tokenization import TokenIds
 from tgis.router.text.tokenizer import Tokenizer
+from tgis.sampling_parameters import PARAMETERS as SAMPLING_PARAMETERS
 from tgis.sampling_parameters import RANGES, Sampling
 
 MAX_STOP_SEQUENCE_BYTES = 240
@@ -26,6 +28,10 @@ STOP_SEQUENCES_TEXT = (
     "can specify at most {} non-empty stop sequences, "
     f"each not more than {MAX_STOP_SEQUENCE_BYTES} UTF8 bytes"
 )
+_SAME_NAMED = tuple(
+    each for each in SAMPLING_PARAMETERS if hasattr(Parameters, each.name) and hasattr(Sampling, each.name)
+)
+"""Sampling parameters that calls have under the same name."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,7 @@ class RequestLimits:
 
     max_sequence_length: int
     max_new_tokens: int | None
-    """None if the operator sets no bound; each door has one of its own then."""
+    """None if the operator sets no bound; each API has one of its own then."""
     max_top_n_tokens: int
     max_guided_bytes: int
     include_stop_sequence: bool
@@ -48,20 +54,20 @@ class RequestLimits:
     max_client_batch_size: int | None = None
     allows_guided: bool = True
 
-    def most_new_tokens(self, door: Door) -> int:
+    def most_new_tokens(self, api: ApiRules) -> int:
         """Return the bound of a call's `max_new_tokens`."""
-        most = door.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens
+        most = api.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens
         room = self.max_sequence_length - 1
         return room if most is None else min(most, room)
 
-    def most_stop_sequences(self, door: Door) -> int:
-        most, of_door = self.max_stop_sequences, door.max_stop_sequences
+    def most_stop_sequences(self, api: ApiRules) -> int:
+        most, of_api = self.max_stop_sequences, api.max_stop_sequences
         if most is None:
-            return of_door
-        return max(most, of_door) if door.keeps_its_stop_bound else most
+            return of_api
+        return max(most, of_api) if api.keeps_its_stop_bound else most
 
-    def most_best_of(self, door: Door) -> int:
-        return door.max_best_of if self.max_best_of is None else self.max_best_of
+    def most_best_of(self, api: ApiRules) -> int:
+        return api.max_best_of if self.max_best_of is None else self.max_best_of
 
     @property
     def most_inputs(self) -> int:
@@ -69,63 +75,50 @@ class RequestLimits:
         return MAX_INPUTS if self.max_client_batch_size is None else self.max_client_batch_size
 
 
-@dataclass(frozen=True)
-class CallParameters:
-    """Checked parameters of one call. They apply to all its inputs."""
+class CheckedCall(NamedTuple):
+    """A call whose parameters have been checked. They apply to all its inputs."""
 
-    sampling: Sampling
-    stopping: Stopping
+    spec: SequenceSpec
+    """Spec without input tokens, adapters and grammar. If it samples without a seed, its seed is 0."""
     stops: StopSequences
-    details: Details
     constraint: Constraint | None
-    has_seed: bool
-    truncate_input_tokens: int
 
 
 def check_parameters(
-    params: Parameters, door: Door, limits: RequestLimits, eos_token_ids: frozenset[int], vocab_size: int
-) -> CallParameters:
+    params: Parameters, api: ApiRules, limits: RequestLimits, eos_token_ids: frozenset[int], vocab_size: int
+) -> CheckedCall:
     """Check everything that needs neither a compiled grammar nor tokenized inputs. The time limit's clock
     starts here. Raises RequestError for the first rule that is broken; those that TGIS lacks come last."""
     deadline = time.monotonic() + params.time_limit_ms / 1000
-    sampling = _check_sampling(params, door, limits)
-    most, min_new_tokens = limits.most_new_tokens(door), params.min_new_tokens
-    max_new_tokens = params.max_new_tokens or door.default_max_new_tokens or most
+    sampling = _check_sampling(params, api, limits)
+    most, min_new_tokens = limits.most_new_tokens(api), params.min_new_tokens
+    max_new_tokens = params.max_new_tokens or api.default_max_new_tokens or most
     # Without the operator's bound, the room that the input leaves is the only one, and shortens the answer.
-    is_bounded = limits.max_new_tokens is not None or door.max_new_tokens is not None
+    is_bounded = limits.max_new_tokens is not None or api.max_new_tokens is not None
     fits = max_new_tokens <= most or not is_bounded
     _require(fits, f"max_new_tokens must be <= {most}", parameter="max_new_tokens")
     fits = min_new_tokens <= max_new_tokens
     _require(fits, "min_new_tokens must be <= max_new_tokens", parameter="min_new_tokens")
     _check_penalties(sampling)
     constraint = _check_guided(params, limits)
-    details = _check_details(params, door, limits)
-    refusal = STOP_SEQUENCES_TEXT.format(limits.most_stop_sequences(door))
+    details = _check_details(params, api, limits)
+    refusal = STOP_SEQUENCES_TEXT.format(limits.most_stop_sequences(api))
     for stop in params.stop_sequences:
         _require(0 < len(stop.encode()) <= MAX_STOP_SEQUENCE_BYTES, refusal, parameter="stop_sequences")
     _check_rules(params, vocab_size)
-    include = params.include_stop_sequence
-    return CallParameters(
-        sampling=sampling,
-        stopping=Stopping(
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=min_new_tokens,
-            # A grammar needs the model's own to say where its texts end.
-            eos_token_ids=(frozenset() if params.ignore_eos and constraint is None else eos_token_ids).union(
-                params.stop_token_ids
-            ),
-            deadline=deadline if params.time_limit_ms else None,
-        ),
-        stops=StopSequences(
-            params.stop_sequences,
-            limits.include_stop_sequence if include is None else include,
-            min_new_tokens,
-        ),
-        details=details,
-        constraint=constraint,
-        has_seed=not sampling.greedy and params.seed is not None,
-        truncate_input_tokens=params.truncate_input_tokens,
+    # A grammar needs the model's own to say where its texts end.
+    ends = frozenset() if params.ignore_eos and constraint is None else eos_token_ids
+    stopping = Stopping(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
+        eos_token_ids=ends.union(params.stop_token_ids),
+        deadline=deadline if params.time_limit_ms else None,
     )
+    include = params.include_stop_sequence
+    stops = StopSequences(
+        params.stop_sequences, limits.include_stop_sequence if include is None else include, min_new_tokens
+    )
+    return CheckedCall(SequenceSpec((), stopping, sampling, details), stops, constraint)
 
 
 class Validator:
@@ -148,30 +141,26 @@ class Validator:
         _require(1 <= n <= MAX_N, f"n must be >= 1 and <= {MAX_N}", parameter="n")
         return len(call.texts) * n
 
-    def check(self, call: GenerationCall) -> CallParameters:
+    def check(self, call: GenerationCall) -> CheckedCall:
         """Check a call's parameters, as `check_parameters` does."""
         info = self._info()
         eos = info.eos_token_ids | self._tokenizer.eos_token_ids
-        return check_parameters(call.parameters, call.door, self.limits, eos, info.vocab_size)
+        checked = check_parameters(call.parameters, call.api, self.limits, eos, info.vocab_size)
+        salt = CacheSalt(call.tenant, call.parameters.cache_salt)
+        return checked._replace(spec=checked.spec._replace(cache_salt=salt))
 
-    async def compile(self, call: GenerationCall, params: CallParameters) -> Grammar | None:
+    async def compile(self, call: GenerationCall, constraint: Constraint | None) -> Grammar | None:
         """Return the grammar that a call's texts must match, if any. Raises RequestError, OverloadedError."""
-        constraint, owner = params.constraint, call.tenant or call.connection
+        owner = call.tenant or call.connection
         return None if constraint is None else await self._grammar_compiler.compile(constraint, owner)
 
-    async def specs(
-        self,
-        call: GenerationCall,
-        params: CallParameters,
-        grammar: Grammar | None,
-        lease: Lease,
-        request_id: str,
-    ) -> list[SequenceSpec]:
-        """Return what to generate for each text of a call, in order, `n` specs for each.
+    async def specs(self, call: GenerationCall, spec: SequenceSpec) -> list[SequenceSpec]:
+        """Return what to generate for each text of a call, in order, `n` specs for each. They are `spec` with
+        input tokens and seeds, and fewer new tokens where the model's length leaves no room for all.
 
         Texts are tokenized up to the first whose bytes alone prove that it is too long. Raises RequestError
         for the first text that cannot be served, and OverloadedError."""
-        num_served, least = self._find_too_long(call, params, lease)
+        num_served, least = self._find_too_long(call, spec)
         # A text with more tokens is refused, so no more of them are needed.
         max_ids = self.limits.max_sequence_length
         inputs = await self._tokenizer.encode_ids(
@@ -179,46 +168,38 @@ class Validator:
         )
         for ids in inputs:
             self._metrics.request_raw_input_length.observe(ids.num_tokens)
-        specs = [self._spec(ids, call, params, grammar, lease, request_id) for ids in inputs]
+        specs = [self._complete(spec, ids, call) for ids in inputs]
         if num_served < len(call.texts):  # the texts before it can be served, and this refuses it
-            self._check_length(least, f"at least {least}", params.stopping, lease)
-        return [sibling for spec in specs for sibling in _siblings(spec, call.parameters.n)]
+            self._check_length(least, f"at least {least}", spec)
+        return [sibling for each in specs for sibling in _siblings(each, call.parameters.n)]
 
-    def _find_too_long(self, call: GenerationCall, params: CallParameters, lease: Lease) -> tuple[int, int]:
-        """Return the index of the first text whose bytes alone prove that it is too long, and the least
+    def _find_too_long(self, call: GenerationCall, spec: SequenceSpec) -> tuple[int, int]:
+        """Return the index of the first text whose bytes alone prove that it is too long, and the minimum
         number of tokens that truncation leaves of it. Return the number of texts and 0 if there is none."""
         texts, bound = call.texts, self._tokenizer.max_bytes_per_token
         if bound is None or call.inputs_are_ids:  # counting ids costs no more than counting bytes
             return len(texts), 0
-        limit, minimum = self.limits.max_sequence_length, params.stopping.min_new_tokens
-        room = limit - self._prefix_length(lease) - max(minimum, 1)
+        limit, minimum = self.limits.max_sequence_length, spec.stopping.min_new_tokens
+        room = limit - self._prefix_length(spec.adapters) - max(minimum, 1)
         room = min(room, self.limits.max_input_tokens or room)
         for i, text in enumerate(texts):
             least = -(-len(text.encode()) // bound)  # rounded up
-            least = min(least, params.truncate_input_tokens or least)
+            least = min(least, call.parameters.truncate_input_tokens or least)
             # an empty text is tokenized, because it may be refused for having no tokens
             if least > max(room, 0):
                 return i, least
         return len(texts), 0
 
-    def _spec(
-        self,
-        ids: TokenIds,
-        call: GenerationCall,
-        params: CallParameters,
-        grammar: Grammar | None,
-        lease: Lease,
-        request_id: str,
-    ) -> SequenceSpec:
-        info = self._info()
-        num_before = lease.num_encoder_tokens if info.is_encoder_decoder else lease.num_decoder_tokens
+    def _complete(self, spec: SequenceSpec, ids: TokenIds, call: GenerationCall) -> SequenceSpec:
+        info, adapters, params = self._info(), spec.adapters, call.parameters
+        num_before = adapters.num_encoder_tokens if info.is_encoder_decoder else adapters.num_decoder_tokens
         has_tokens = ids.num_tokens + num_before > 0
         _require(has_tokens, "tokenizer error the input has no tokens", parameter="text")
         num_inputs, token_ids = self._tokenizer.truncate(
             ids, params.truncate_input_tokens, call.adds_special_tokens and not call.inputs_are_ids
         )
-        num_left = self._check_length(num_inputs, str(num_inputs), params.stopping, lease)
-        if not call.door.shortens_texts and call.parameters.max_new_tokens > num_left:
+        num_left = self._check_length(num_inputs, str(num_inputs), spec)
+        if not call.api.shortens_texts and params.max_new_tokens > num_left:
             raise InputTooLongError("max_new_tokens do not fit after the input", num_inputs, "max_new_tokens")
         vocab_size, largest = info.vocab_size, max(token_ids, default=-1)
         _require(
@@ -226,23 +207,18 @@ class Validator:
             f"input token id {largest} is beyond the model's vocabulary of {vocab_size} tokens",
             parameter="text",
         )
-        seeded = params.sampling.greedy or params.has_seed
-        return SequenceSpec(
-            tuple(token_ids),
-            _reduce(params.stopping, num_left),
-            params.sampling if seeded else replace(params.sampling, seed=secrets.randbits(32)),
-            params.details,
-            grammar,
-            lease,
-            request_id,
-            CacheSalt(call.tenant, call.parameters.cache_salt),
+        sampling = spec.sampling
+        if not sampling.greedy and params.seed is None:
+            sampling = replace(sampling, seed=secrets.randbits(32))
+        return spec._replace(
+            input_ids=tuple(token_ids), stopping=_reduce(spec.stopping, num_left), sampling=sampling
         )
 
-    def _check_length(self, num_inputs: int, shown: str, stopping: Stopping, lease: Lease) -> int:
+    def _check_length(self, num_inputs: int, shown: str, spec: SequenceSpec) -> int:
         """Return how many tokens can follow. Raises InputTooLongError, with `shown`, if too few can."""
-        limit, num_virtual = self.limits.max_sequence_length, self._prefix_length(lease)
+        limit, num_virtual = self.limits.max_sequence_length, self._prefix_length(spec.adapters)
         sums = f"input tokens ({shown}) plus prefix length ({num_virtual})"
-        num_left, minimum = limit - num_inputs - num_virtual, stopping.min_new_tokens
+        num_left, minimum = limit - num_inputs - num_virtual, spec.stopping.min_new_tokens
         if num_left <= 0:
             raise InputTooLongError(f"{sums} must be < {limit}", num_inputs)
         if minimum > num_left:
@@ -252,11 +228,11 @@ class Validator:
             raise InputTooLongError(f"input tokens ({shown}) must be <= {most}", num_inputs)
         return num_left
 
-    def _prefix_length(self, lease: Lease) -> int:
+    def _prefix_length(self, adapters: CallAdapters) -> int:
         """Return the prefix length as TGIS counts it. In an encoder-decoder model, the decoder's virtual
         tokens count together with the start token."""
-        has_start = self._info().is_encoder_decoder and lease.num_decoder_tokens > 0
-        return lease.num_virtual_tokens + has_start
+        has_start = self._info().is_encoder_decoder and adapters.num_decoder_tokens > 0
+        return adapters.num_virtual_tokens + has_start
 
 
 def _require(condition: bool, text: str, *, parameter: str = "") -> None:
@@ -269,13 +245,11 @@ def _require_in_range(name: str, value: float) -> None:
     _require(allowed.allows(value), allowed.refusal, parameter=name)
 
 
-def _check_sampling(params: Parameters, door: Door, limits: RequestLimits) -> Sampling:
+def _check_sampling(params: Parameters, api: ApiRules, limits: RequestLimits) -> Sampling:
     """Return the parameters. The penalties of decoding are checked later, as in TGIS."""
     start_index, decay_factor = params.length_penalty or (0, 1.0)
     greedy = Sampling(
-        repetition_penalty=params.repetition_penalty or 1.0,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
+        **_same_named(params, random_only=False),
         watermark_gamma=limits.watermark_gamma if params.watermark else 0.0,
         watermark_delta=limits.watermark_delta if params.watermark else 0.0,
         logit_bias=params.logit_bias,
@@ -285,22 +259,19 @@ def _check_sampling(params: Parameters, door: Door, limits: RequestLimits) -> Sa
     temperature = 1.0 if params.temperature is None else params.temperature
     if not params.sample or temperature == 0:
         return greedy
-    _require(door.temperature.allows(temperature), door.temperature.refusal, parameter="temperature")
+    _require(api.temperature.allows(temperature), api.temperature.refusal, parameter="temperature")
     if temperature < ALMOST_GREEDY:
         return greedy
-    sampled = replace(
-        greedy,
-        greedy=False,
-        seed=params.seed or 0,
-        temperature=temperature,
-        top_k=params.top_k,
-        top_p=params.top_p or 1.0,
-        typical_p=params.typical_p,
-        min_p=params.min_p,
-    )
+    sampled = replace(greedy, greedy=False, **_same_named(params, random_only=True))
     for name in ("top_p", "typical_p", "top_k"):
         _require_in_range(name, getattr(sampled, name))
     return sampled if 0 < sampled.typical_p < 1 else replace(sampled, typical_p=1.0)
+
+
+def _same_named(params: Parameters, *, random_only: bool) -> dict[str, Any]:
+    """Return the sampling parameters that a call has under the same name; unset ones are off."""
+    named = (each for each in _SAME_NAMED if each.random_only == random_only)
+    return {each.name: getattr(params, each.name) or each.off for each in named}
 
 
 def _check_penalties(sampling: Sampling) -> None:
@@ -316,11 +287,11 @@ def _check_guided(params: Parameters, limits: RequestLimits) -> Constraint | Non
     return constraint
 
 
-def _check_details(params: Parameters, door: Door, limits: RequestLimits) -> Details:
-    most_stops = limits.most_stop_sequences(door)
+def _check_details(params: Parameters, api: ApiRules, limits: RequestLimits) -> Details:
+    most_stops = limits.most_stop_sequences(api)
     has_few_stops = len(params.stop_sequences) <= most_stops
     _require(has_few_stops, STOP_SEQUENCES_TEXT.format(most_stops), parameter="stop_sequences")
-    num_top, max_top_n = params.top_n_tokens, door.max_top_n_tokens or limits.max_top_n_tokens
+    num_top, max_top_n = params.top_n_tokens, api.max_top_n_tokens or limits.max_top_n_tokens
     wants_more = params.token_logprobs or params.token_ranks or num_top > 0
     _require(
         params.input_tokens or params.generated_tokens or not wants_more,

@@ -129,8 +129,8 @@ class StopScope(Protocol):
 
 
 class TextStream:
-    """Text of one generation from its tokens: the sink of a door, which takes the text that each token shows.
-    What the engine pushes ahead of the door is kept until then."""
+    """Text of one generation from its tokens: the sink of an API, which takes the text that each token shows.
+    What the engine pushes ahead of the API is kept until then."""
 
     def __init__(
         self, vocabulary: Vocabulary, stops: StopSequences, make_scope: Callable[[], StopScope] | None = None
@@ -189,7 +189,7 @@ class TextStream:
     def take(self, count: int) -> tuple[str, ...]:
         """Return the texts that may be shown with each of the next tokens, which have been pushed."""
         texts = self._texts
-        if count == len(texts):  # a door has mostly caught up
+        if count == len(texts):  # mostly the API has caught up
             self._texts = []
             return tuple(texts)
         taken, self._texts = texts[:count], texts[count:]

@@ -34,12 +34,12 @@ class TokenizeOptions(NamedTuple):
 
 class Tokenized(NamedTuple):
     response: bytes
-    """The door's answer, serialized, because serializing a large one takes long."""
+    """The API's answer, serialized, because serializing a large one takes long."""
     num_tokens: int
 
 
 class TokenizeJob(NamedTuple):
-    """Call of a door that asks for tokens: what answers it, in a thread or in the tokenizer process."""
+    """Call of an API for tokens: the function that answers it, in a thread or in the tokenizer process."""
 
     function: Callable[..., Tokenized]
     """Function of the tokenizer and `arguments`, at the top of its module. Raises RequestError."""
@@ -48,7 +48,7 @@ class TokenizeJob(NamedTuple):
     num_bytes: int
     """Size of the texts."""
     method: str = "Tokenize"
-    """The door's name for what is called."""
+    """The API's name of the method."""
 
 
 def load_tokenizer(directory: Path) -> tokenizers.Tokenizer:

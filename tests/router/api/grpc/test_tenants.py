@@ -10,14 +10,14 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from tests.support.router.grpc_door import Door, door_channel, open_door, status_of
 from tests.support.router.messages import batch, single, stopping
+from tests.support.router.served_grpc import ServedGrpc, open_channel, open_grpc, status_of
 from tests.support.tls_files import Files, credentials
 from tgis.router.api.bearer_tokens import CHECK_INTERVAL_S, BearerTokens
 from tgis.router.errors import StartupError
 from tgis.router.sequence import CacheSalt
 
-on_the_doors_loop = pytest.mark.asyncio(loop_scope="module")
+on_the_fixtures_loop = pytest.mark.asyncio(loop_scope="module")
 
 TOKENS = "tenant acme t-1\n\n  tenant acme t-2\ntenant globex t-3\nplain-1\nplain-2\ntenant\n"
 REFUSED = grpc.StatusCode.UNAUTHENTICATED
@@ -32,25 +32,25 @@ def tokens_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def door(
+async def served(
     tmp_path_factory: pytest.TempPathFactory, tokens_path: Path, files: Files
-) -> AsyncIterator[Door]:
+) -> AsyncIterator[ServedGrpc]:
     """That asks for tokens and certificates."""
-    async with open_door(tmp_path_factory.mktemp("door"), tokens_path, files) as door:
-        yield door
+    async with open_grpc(tmp_path_factory.mktemp("served"), tokens_path, files) as served:
+        yield served
 
 
 async def tenant(
-    door: Door, own: grpc.ChannelCredentials | None, token: str = "", salt: str = ""
+    served: ServedGrpc, own: grpc.ChannelCredentials | None, token: str = "", salt: str = ""
 ) -> set[CacheSalt]:
     """Of both kinds of calls."""
     headers = [("authorization", f"Bearer {token}")] if token else []
     headers += [("tgis-cache-salt", salt)] if salt else []
-    async with door_channel(door, own) as stub:
+    async with open_channel(served, own) as stub:
         await stub.Generate(batch("a", "b", **ONE), metadata=headers)
         async for _ in stub.GenerateStream(single("c", **ONE), metadata=headers):
             pass
-    specs = door.take_specs()
+    specs = served.take_specs()
     assert len(specs) == 3
     return {spec.cache_salt for spec in specs}
 
@@ -58,31 +58,31 @@ async def tenant(
 NAMES = {"t-1": "acme", "t-2": "acme", "t-3": "globex"}
 
 
-@on_the_doors_loop
-async def test_a_token_s_name_wins_over_a_certificate_s(door: Door, files: Files) -> None:
+@on_the_fixtures_loop
+async def test_a_token_s_name_wins_over_a_certificate_s(served: ServedGrpc, files: Files) -> None:
     for token, name in NAMES.items():
-        assert await tenant(door, files.client(), token) == {CacheSalt(name)}
-        assert await tenant(door, files.client(), token, "x") == {CacheSalt(name, b"x")}
+        assert await tenant(served, files.client(), token) == {CacheSalt(name)}
+        assert await tenant(served, files.client(), token, "x") == {CacheSalt(name, b"x")}
     for token in ("plain-1", "plain-2", "tenant"):
-        assert await tenant(door, files.client(), token) == {CacheSalt("client@example.com")}
+        assert await tenant(served, files.client(), token) == {CacheSalt("client@example.com")}
 
 
-@on_the_doors_loop
-async def test_calls_on_one_connection_keep_their_own_tenants(door: Door, files: Files) -> None:
-    async with door_channel(door, files.client()) as stub:
+@on_the_fixtures_loop
+async def test_calls_on_one_connection_keep_their_own_tenants(served: ServedGrpc, files: Files) -> None:
+    async with open_channel(served, files.client()) as stub:
 
         async def ask(token: str, text: str) -> None:
             headers = [("authorization", f"Bearer {token}"), ("tgis-cache-salt", token)]
             await stub.Generate(batch(text, **ONE), metadata=headers)
 
         await asyncio.gather(*(ask(token, "a") for _ in range(20) for token in (*NAMES, "plain-1")))
-    found = [spec.cache_salt for spec in door.take_specs()]
+    found = [spec.cache_salt for spec in served.take_specs()]
     assert len(found) == 80
     for each in found:
         assert each.tenant == NAMES.get(each.salt.decode(), "client@example.com")
 
 
-@on_the_doors_loop
+@on_the_fixtures_loop
 async def test_without_tokens_certificates_name_the_tenants(tmp_path: Path, files: Files) -> None:
     issue, long = files.authority.issue_cert, "x" * 60 + ".example.com"
     certificates = {
@@ -91,10 +91,10 @@ async def test_without_tokens_certificates_name_the_tenants(tmp_path: Path, file
         "plain-name": issue(common_name="plain-name"),
         long: issue(long),
     }
-    async with open_door(tmp_path, None, files) as door:
+    async with open_grpc(tmp_path, None, files) as served:
         found = {}
         for name, own in certificates.items():
-            [salt] = await tenant(door, credentials(files.authority, own))
+            [salt] = await tenant(served, credentials(files.authority, own))
             found[name] = salt.tenant
     assert found["first.example.com"] == "first.example.com"
     assert found["plain-name"] == "plain-name"
@@ -103,9 +103,9 @@ async def test_without_tokens_certificates_name_the_tenants(tmp_path: Path, file
 
 
 async def test_without_either_there_is_no_tenant(tmp_path: Path) -> None:
-    async with open_door(tmp_path) as door:
-        assert await tenant(door, None) == {CacheSalt()}
-        assert await tenant(door, None, "t-1", "x") == {CacheSalt("", b"x")}
+    async with open_grpc(tmp_path) as served:
+        assert await tenant(served, None) == {CacheSalt()}
+        assert await tenant(served, None, "t-1", "x") == {CacheSalt("", b"x")}
 
 
 async def test_names_change_with_the_file(
@@ -114,22 +114,24 @@ async def test_names_change_with_the_file(
     monkeypatch.setattr("tgis.router.api.bearer_tokens.CHECK_INTERVAL_S", 0.0)
     path = tmp_path / "tokens"
     path.write_text("tenant acme t-1\nplain\n")
-    async with open_door(tmp_path / "door", path) as door:
-        assert await tenant(door, None, "t-1") == {CacheSalt("acme")}
+    async with open_grpc(tmp_path / "served", path) as served:
+        assert await tenant(served, None, "t-1") == {CacheSalt("acme")}
         replace(path, "tenant globex t-1\ntenant acme plain\n")
-        assert await tenant(door, None, "t-1") == {CacheSalt("globex")}
-        assert await tenant(door, None, "plain") == {CacheSalt("acme")}
+        assert await tenant(served, None, "t-1") == {CacheSalt("globex")}
+        assert await tenant(served, None, "plain") == {CacheSalt("acme")}
         with caplog.at_level(logging.ERROR):
             replace(path, "new-token\ntenant acme secret too-much\n")
-            assert await tenant(door, None, "t-1") == {CacheSalt("globex")}
+            assert await tenant(served, None, "t-1") == {CacheSalt("globex")}
         assert "line 2 of the file of bearer tokens" in caplog.text
         assert "secret" not in caplog.text
         metadata = [("authorization", "Bearer new-token")]
-        code, _ = await status_of(door.stub.Generate(batch("a"), metadata=metadata))
+        code, _ = await status_of(served.stub.Generate(batch("a"), metadata=metadata))
         assert code is REFUSED
         replace(path, "new-token\n")
-        assert await tenant(door, None, "new-token") == {CacheSalt()}
-        code, _ = await status_of(door.stub.Generate(batch("a"), metadata=[("authorization", "Bearer t-1")]))
+        assert await tenant(served, None, "new-token") == {CacheSalt()}
+        code, _ = await status_of(
+            served.stub.Generate(batch("a"), metadata=[("authorization", "Bearer t-1")])
+        )
         assert code is REFUSED
     assert CHECK_INTERVAL_S > 0
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.http_exchange import exchange
-from tests.support.router.chat_door import chat_door
+from tests.support.router.served_chats import open_chats
 from tgis.router.api.http import json_bodies, json_structure
 from tgis.router.api.http.json_bodies import BodyReader, Turns
 from tgis.router.api.http.json_structure import LIGHT, BodyLimits, Weight, check_structure
@@ -224,9 +224,9 @@ CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("api", CASES)
 async def test_every_api_refuses_many_lists(tmp_path: Path, api: str) -> None:
-    async with chat_door(tmp_path, http_api=api) as (door, _):
+    async with open_chats(tmp_path, http_api=api) as (served, _):
         for path, body in CASES[api]:
-            reply = await asyncio.to_thread(exchange, door.url + path, body)
+            reply = await asyncio.to_thread(exchange, served.url + path, body)
             assert reply.status == (424 if api == "lmi" else 400), (path, reply.text)
             assert "more than 32768 lists and objects" in reply.text, (path, reply.text)
 
@@ -234,10 +234,10 @@ async def test_every_api_refuses_many_lists(tmp_path: Path, api: str) -> None:
 async def test_a_heavy_chat_is_rendered_whole(tmp_path: Path) -> None:
     """Beside it, others are served."""
     messages = [{"role": "user", "content": f'"{number}"\n'} for number in range(2_000)]
-    async with chat_door(tmp_path) as (door, _):
+    async with open_chats(tmp_path) as (served, _):
         body = {"messages": messages, "chat_template_kwargs": {"big": 2**70, "é": [None, 1.5, True]}}
-        reply = await asyncio.to_thread(exchange, f"{door.url}/tokenize", body)
+        reply = await asyncio.to_thread(exchange, f"{served.url}/tokenize", body)
         assert reply.status == 200, reply.text
-        text = await asyncio.to_thread(exchange, f"{door.url}/detokenize", {"tokens": reply.json["tokens"]})
+        text = await asyncio.to_thread(exchange, f"{served.url}/detokenize", {"tokens": reply.json["tokens"]})
         assert text.json["prompt"].count('"\n') == 2_000
         assert '"1999"' in text.json["prompt"]

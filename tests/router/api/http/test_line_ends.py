@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.router.chat_door import HELLO
 from tests.support.router.fake_shard import EOS
-from tests.support.router.http_door import MODEL, HttpDoor
-from tests.support.router.inputs_door import call, inputs, inputs_door
-from tgis.router.api.http.lmi.errors import LmiErrors
-from tgis.router.api.http.lmi.openai_lines import OpenAiLineErrors
-from tgis.router.api.http.openai.errors import OPENAI_ERRORS
-from tgis.router.api.http.tgi.errors import TGI_ERRORS
+from tests.support.router.served_chats import HELLO
+from tests.support.router.served_http import MODEL, ServedHttp
+from tests.support.router.served_inputs import call, inputs, open_inputs
+from tgis.router.api.lmi.errors import LmiErrors
+from tgis.router.api.lmi.openai_lines import OpenAiLineErrors
+from tgis.router.api.openai.errors import OPENAI_ERRORS
+from tgis.router.api.tgi.errors import TGI_ERRORS
 from tgis.router.errors import RequestError
 
 LINE_ENDS = [line[-1] for line in "".join(map(chr, range(sys.maxunicode + 1))).splitlines(keepends=True)[:-1]]
@@ -42,9 +42,9 @@ def text_of(line: Any) -> str:
     return "".join(each.get("text") or each.get("delta", {}).get("content") or "" for each in line["choices"])
 
 
-def script(door: HttpDoor) -> None:
-    ids = door.tokenizer.fast.encode(TEXT, add_special_tokens=False).ids
-    door.scene.shard.model.script = [*ids, EOS]
+def script(served: ServedHttp) -> None:
+    ids = served.tokenizer.fast.encode(TEXT, add_special_tokens=False).ids
+    served.scene.shard.model.script = [*ids, EOS]
 
 
 def test_there_are_such_characters() -> None:
@@ -71,11 +71,11 @@ def test_there_are_such_characters() -> None:
 async def test_events_are_lines(
     tmp_path: Path, api: str, formatter: str | None, requests: dict[str, list[Any]]
 ) -> None:
-    async with inputs_door(tmp_path, api, lmi_output_formatter=formatter) as door:
-        script(door)
+    async with open_inputs(tmp_path, api, lmi_output_formatter=formatter) as served:
+        script(served)
         for path, bodies in requests.items():
             for body in bodies:
-                answer = await call(door, path, body)
+                answer = await call(served, path, body)
                 assert answer.status == 200, answer.text
                 lines = read_lines(answer.body)
                 before = TEXT if body.get("echo") else ""

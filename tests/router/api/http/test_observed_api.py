@@ -82,7 +82,7 @@ def hostile() -> list[tuple[int, str | bytes]]:
 
 def lines_of(setup: Setup) -> list[dict[str, object]]:
     objects = (json.loads(line) for line in setup.service.output.splitlines() if line.startswith("{"))
-    return [line for line in objects if line.get("door") == "openai"]
+    return [line for line in objects if line.get("api") == "openai"]
 
 
 def test_a_call_and_its_refusals_are_seen_without_their_texts(

@@ -106,4 +106,4 @@ def spans_of(collector: Collector, least: int) -> dict[object, object]:
 def lines_of(setup: Setup) -> dict[object, object]:
     """The tenant of each call that has a line in the log."""
     told = (json.loads(line) for line in setup.service.output.splitlines() if line.startswith("{"))
-    return {each["correlation_id"]: each.get("tenant") for each in told if each.get("door") == "openai"}
+    return {each["correlation_id"]: each.get("tenant") for each in told if each.get("api") == "openai"}

@@ -1,1 +1,1 @@
-"""The public gRPC port: the service, its interceptors, health and server options."""
+"""What APIs over gRPC share: interceptors, health and server options."""

@@ -1,1 +1,1 @@
-"""The HTTP port: health and metrics."""
+"""What APIs over HTTP share, and the ports that serve them."""

@@ -10,13 +10,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tgis.router.errors import RequestError, RouterError, internal_error
-from tgis.router.requests.doors import Door
+from tgis.router.requests.api_rules import ApiRules
 from tgis.router.requests.http_statuses import http_status
 
 logger = logging.getLogger(__name__)
 
 REFUSED_PARAMETER = "refused_parameter"
-"""Key of a request's state, set for what has no line yet: the parameter that the refusal names, if any."""
+"""Key of a request's state with the parameter that a refusal names, if the refusal is not logged yet."""
 OWN_FORM = "own_form"
 """Key of a request's state, set if its errors have another form than its API's."""
 TEMPORARY, RETRY_S = (429, 503), 1
@@ -41,11 +41,12 @@ class ErrorForm(Protocol):
         """Return the events that end a stream for an error."""
 
 
-def describe_error(error: Exception, door: Door) -> tuple[int, str]:
-    """Return the status and the text of an error. An unforeseen one is logged, and tells its id only."""
+def describe_error(error: Exception, api: ApiRules) -> tuple[int, str]:
+    """Return the status and the text of an error. An unforeseen error is logged, and its text has only the id
+    of the log line."""
     if isinstance(error, HttpError):
         return error.status, str(error)
-    status = http_status(error, door)
+    status = http_status(error, api)
     if isinstance(error, RouterError):
         return status, str(error)
     request_id = secrets.token_hex(8)
@@ -61,7 +62,7 @@ def renamed_text(error: RequestError, names: Mapping[str, str], kept: str = "") 
 
 
 class ErrorResponse(Response):
-    """Answer of a request that failed. One that no line of the log tells of yet gets a line."""
+    """Answer of a request that failed. It is logged if it was not before."""
 
     def __init__(
         self, error: Exception, status: int, body: bytes, media_type: str | None, parameter: str = ""

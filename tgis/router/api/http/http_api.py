@@ -5,25 +5,29 @@ from dataclasses import dataclass
 
 from starlette.routing import Route
 
+from tgis.net.http_routes import LimitedRoute
 from tgis.router.api.http.errors import ErrorForm
 from tgis.router.api.http.openapi import ErrorTexts, Operation
-from tgis.router.requests.doors import Door
+from tgis.router.requests.api_rules import ApiRules
 
 
 @dataclass(frozen=True)
 class HttpApi:
-    door: Door
+    rules: ApiRules
     routes: Sequence[Route]
     errors: ErrorForm
     probes: Sequence[Route] = ()
     """Routes that need no token, and are served while the model loads."""
     claims: Callable[[bytes], bool] = lambda body: True
-    """True for the body of a request that this API answers, if the path is one of another API too."""
-
+    """Returns whether this API answers a body, if another API has the same path."""
+    is_served: bool = True
+    """False if the operator has not chosen the API: its paths answer how to serve it."""
     prefix: str | None = None
-    """Beginning of paths of which it answers those that nobody has."""
+    """Prefix of the paths that this API answers with 404 if no API has them."""
     operations: Sequence[tuple[Operation, ErrorTexts]] = ()
     """Operations for the OpenAPI document, with their errors."""
+    pages: Callable[[bool], Sequence[LimitedRoute]] = lambda is_here: ()
+    """Returns the routes of pages for browsers on a port, given whether the API is served on it."""
 
     def has_path(self, path: str) -> bool:
         if self.prefix is not None and path.startswith(self.prefix):

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tgis.router.errors import RequestError
-from tgis.router.requests.doors import MAX_INPUTS
+from tgis.router.requests.api_rules import MAX_INPUTS
 
 MAX_DEPTH = 64
 MAX_LISTS = 32_768  # lists and objects of a body

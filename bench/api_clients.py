@@ -1,0 +1,138 @@
+"""Clients of every API that stream, each over a connection of its own; a worker process whose arguments are
+the addresses of the gRPC and of the HTTP port. They decode only the ends, so that they limit nothing."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import uvloop
+
+from bench import worker
+from bench.load import CHANNEL_OPTIONS
+from tgis.pb import generation_pb2 as pb
+
+MODULE = "bench.api_clients"
+GRPC, COMPLETIONS, CHAT, TOOLS, TGI, LMI = "grpc", "completions", "chat", "tools", "tgi", "lmi"
+APIS = (GRPC, COMPLETIONS, CHAT, TOOLS, TGI, LMI)
+METHOD = "/fmaas.GenerationService/GenerateStream"
+TEXT = "The quick brown fox"
+TIME_LIMIT_S = 120.0
+MESSAGES = [{"role": "user", "content": TEXT}]
+Fields = dict[str, Any]
+Question = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How an API is asked for a stream over HTTP, and how that is told from one that breaks off."""
+
+    path: str
+    make_body: Callable[[int], Fields]
+    """Of the number of new tokens."""
+    event: bytes = b"data: {"
+    """The beginning of each event."""
+    last: bytes = b"data: [DONE]\n\n"
+    """What is near the end of a whole stream, and nowhere else."""
+
+
+def _openai(**fields: Any) -> Callable[[int], Fields]:
+    settings = {"stream": True, "temperature": 0, "ignore_eos": True}
+    return lambda new_tokens: fields | settings | {"max_tokens": new_tokens}
+
+
+def _inputs(stream: bool | None, **parameters: Any) -> Callable[[int], Fields]:
+    """Return what makes a body of TGI's or LMI's."""
+    return lambda new_tokens: {
+        "inputs": TEXT,
+        "parameters": {"max_new_tokens": new_tokens, "details": True, "do_sample": False, **parameters},
+        "stream": stream,
+    }
+
+
+WIRES = {
+    COMPLETIONS: Wire("/v1/completions", _openai(prompt=TEXT)),
+    CHAT: Wire("/v1/chat/completions", _openai(messages=MESSAGES)),
+    TOOLS: Wire("/v1/chat/completions", _openai(messages=MESSAGES, tools=[{"function": {"name": "look"}}])),
+    TGI: Wire("/generate_stream", _inputs(None), last=b'"finish_reason":"length"'),
+    LMI: Wire(
+        "/invocations", _inputs(True, ignore_eos_token=True), b'{"token":', b'"finish_reason":"length"'
+    ),
+}
+
+
+async def stream_all(grpc_target: str, http_target: str, question: Question) -> dict[str, Any]:
+    """Open all streams at once; return the number of messages or events that came. Raises ValueError if a
+    stream breaks off."""
+    count, new_tokens = question["streams"], question["new_tokens"]
+    if question["api"] == GRPC:
+        streams = [_stream_grpc(grpc_target, new_tokens) for _ in range(count)]
+    else:
+        wire = WIRES[question["api"]]
+        request = make_request(wire, new_tokens)
+        streams = [_stream_http(http_target, wire, request) for _ in range(count)]
+    async with asyncio.timeout(TIME_LIMIT_S):
+        return {"events": sum(await asyncio.gather(*streams))}
+
+
+async def _stream_grpc(target: str, new_tokens: int) -> int:
+    params = pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=new_tokens, min_new_tokens=new_tokens))
+    request = pb.SingleGenerationRequest(request=pb.GenerationRequest(text=TEXT), params=params)
+    async with grpc.aio.insecure_channel(target, CHANNEL_OPTIONS) as channel:
+        num_messages, last_message = 0, b""
+        async for message in channel.unary_stream(METHOD)(request.SerializeToString()):
+            num_messages, last_message = num_messages + 1, message
+    last = pb.GenerationResponse.FromString(last_message)
+    if last.generated_token_count != new_tokens:
+        raise ValueError(f"a stream ended with {last}")
+    return num_messages
+
+
+def make_request(wire: Wire, new_tokens: int) -> bytes:
+    text = json.dumps(wire.make_body(new_tokens)).encode()
+    head = f"POST {wire.path} HTTP/1.1\r\nhost: bench\r\nconnection: close\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(text)}\r\n\r\n"
+    return head.encode() + text
+
+
+async def _stream_http(target: str, wire: Wire, request: bytes) -> int:
+    host, _, port = target.rpartition(":")
+    loop = asyncio.get_running_loop()
+    _, reader = await loop.create_connection(lambda: _Reader(wire, request), host, int(port))
+    await reader.ended
+    if wire.last not in reader.last:
+        raise ValueError(f"a stream ended with {reader.last!r}")
+    return reader.num_events
+
+
+class _Reader(asyncio.Protocol):
+    """Connection of one stream over HTTP, whose events are counted."""
+
+    def __init__(self, wire: Wire, request: bytes) -> None:
+        self.num_events, self.last = 0, b""
+        self.ended = asyncio.get_running_loop().create_future()
+        self._event, self._request = wire.event, request
+
+    def connection_made(self, transport: Any) -> None:
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        kept = self.last[-len(self._event) + 1 :]  # an event's beginning may lie in two reads
+        self.num_events += (kept + data).count(self._event)
+        self.last = (self.last + data)[-200:]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.ended.set_result(None)
+
+
+def main() -> None:
+    grpc_target, http_target = sys.argv[1:]
+    loop = uvloop.new_event_loop()
+    worker.serve(lambda question: loop.run_until_complete(stream_all(grpc_target, http_target, question)))
+
+
+if __name__ == "__main__":
+    main()

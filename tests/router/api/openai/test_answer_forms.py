@@ -1,0 +1,128 @@
+"""Calls in every format: the grammar that a request makes takes them as the format's models write them, and
+the answer that is read has them. The texts below are written by hand."""
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken, Tokenizer
+
+from tests.support.tokenizers.trained import write_byte_level
+from tgis.router.api.openai.chat.answer_form import AnswerForm, read_answer_form
+from tgis.router.api.openai.chat.answers import read_answer
+from tgis.router.api.openai.chat.tools import read_tool_use
+from tgis.router.api.openai.chat.types import ChatRequest, Tool
+from tgis.router.api.service import Result
+from tgis.router.chat.formats.registry import REASONING_FORMATS, TOOL_FORMATS, ChatFormats
+from tgis.router.engine.handle import SequenceSpec
+from tgis.router.events import Output
+from tgis.router.grammar.answer_grammar import write_answer_grammar
+from tgis.router.grammar.answer_rules import Mark
+from tgis.router.sequence import Stopping, StopReason
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Bonn", "Rome"]}}, "required": ["city"]}
+TOOLS = [
+    Tool({"name": "weather", "parameters": CITY | {"additionalProperties": False}}),
+    Tool({"name": "now"}),
+]
+CALLS = [("weather", '{"city": "Bonn"}'), ("now", "{}")]
+D = {
+    name: f"<｜tool▁{name.replace(' ', '▁')}｜>"
+    for name in ("calls begin", "calls end", "call begin", "call end", "sep")
+}
+WEATHER, NOW = ('{"name": "weather", "arguments": {"city": "Bonn"}}', '{"name": "now", "arguments": {}}')
+TEXTS = {
+    "hermes": f"<tool_call>\n{WEATHER}\n</tool_call>\n<tool_call>\n{NOW}\n</tool_call>",
+    "llama3": f"{WEATHER}; {NOW}".replace("arguments", "parameters"),
+    "mistral": f"[TOOL_CALLS] [{WEATHER}, {NOW}]",
+    "mistral_v11": '[TOOL_CALLS]weather[ARGS]{"city": "Bonn"}[TOOL_CALLS]now[ARGS]{}',
+    "granite": f"<|tool_call|>[{WEATHER}, {NOW}]",
+    "phi4": f"<|tool_call|>[{WEATHER}, {NOW}]<|/tool_call|>",
+    "phi4_functools": f"functools[{WEATHER}, {NOW}]",
+    "deepseek_v3": f"{D['calls begin']}{D['call begin']}function{D['sep']}weather\n```json\n"
+    f'{{"city": "Bonn"}}\n```{D["call end"]}\n{D["call begin"]}function{D["sep"]}now\n```json\n{{}}\n```'
+    f"{D['call end']}{D['calls end']}",
+    "deepseek_v31": f'{D["calls begin"]}{D["call begin"]}weather{D["sep"]}{{"city": "Bonn"}}{D["call end"]}'
+    f"{D['call begin']}now{D['sep']}{{}}{D['call end']}{D['calls end']}",
+}
+MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<|/tool_call|>"]
+MARKS += [*D.values(), "<think>", "</think>", "[THINK]", "[/THINK]"]
+
+
+@pytest.fixture(scope="module")
+def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Tokenizer]:
+    """Tokenizers with the marks as special tokens and without them."""
+    plain = write_byte_level(tmp_path_factory.mktemp("plain"))
+    marked = write_byte_level(tmp_path_factory.mktemp("marked"))
+    marked.add_special_tokens([AddedToken(mark, normalized=False) for mark in MARKS])
+    return {False: plain, True: marked}
+
+
+def make_form(tokenizer: Tokenizer, formats: ChatFormats, prompt: str, body: ChatRequest) -> AnswerForm:
+    added = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+    use = read_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+    form = read_answer_form(
+        formats, use, prompt, body, lambda text: Mark(text, added.get(text), text in added)
+    )
+    assert form is not None
+    return form
+
+
+def takes(tokenizer: Tokenizer, form: AnswerForm, text: str) -> bool:
+    rules = form.rules(is_constrained=False)
+    assert rules is not None
+    grammar = write_answer_grammar(rules, None, lambda token_id: token_id)
+    matcher = LLMatcher(LLTokenizer(tokenizer.to_str(), eos_token=1), grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
+
+
+def read(
+    form: AnswerForm, text: str, tokenizer: Tokenizer
+) -> tuple[str | None, str | None, list[tuple[str, str]]]:
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    last = Output((), (), len(ids), StopReason.EOS_TOKEN)
+    texts = [text[i : i + 3] for i in range(0, len(text), 3)]
+    texts += [""] * (len(ids) - len(texts))
+    result = Result(SequenceSpec((1,), Stopping(9)), texts, last=last, token_ids=ids)
+    message = read_answer(result, form).message
+    calls = message.tool_calls or []
+    thought = message.reasoning_content or None
+    return thought, message.content, [(call.function.name, call.function.arguments) for call in calls]
+
+
+@pytest.mark.parametrize("are_marks", [False, True])
+@pytest.mark.parametrize("kind", [each.name for each in TOOL_FORMATS])
+def test_calls_of_every_format(kind: str, are_marks: bool, vocabularies: dict[bool, Tokenizer]) -> None:
+    tokenizer, text = vocabularies[are_marks], TEXTS[kind]
+    formats = ChatFormats(next(each for each in TOOL_FORMATS if each.name == kind))
+    for choice in ("auto", "required"):
+        for several in (True, False):
+            body = ChatRequest(messages=[], tools=TOOLS, tool_choice=choice, parallel_tool_calls=several)
+            form = make_form(tokenizer, formats, "", body)
+            assert takes(tokenizer, form, text) == several
+            assert not takes(tokenizer, form, text.replace("Bonn", "Bern"))
+            assert takes(tokenizer, form, "hello") == (choice == "auto")
+    assert read(form, text, tokenizer) == (None, None, CALLS)
+    after_text = read(form, f"hello\n{text}", tokenizer)
+    # Calls of Llama 3 are the whole answer.
+    assert after_text == ((None, f"hello\n{text}", []) if kind == "llama3" else (None, "hello", CALLS))
+
+
+@pytest.mark.parametrize("are_marks", [False, True])
+@pytest.mark.parametrize("kind", [each.name for each in REASONING_FORMATS])
+def test_reasoning_of_every_format(kind: str, are_marks: bool, vocabularies: dict[bool, Tokenizer]) -> None:
+    tokenizer, hermes = vocabularies[are_marks], TEXTS["hermes"]
+    tools = next(each for each in TOOL_FORMATS if each.name == "hermes")
+    reasoning = next(each for each in REASONING_FORMATS if each.name == kind)
+    body = ChatRequest(messages=[], tools=TOOLS, tool_choice="required")
+    for prompt, begin in ((f"hello {reasoning.begin}\n", ""), ("hello", reasoning.begin)):
+        form = make_form(tokenizer, ChatFormats(tools, reasoning), prompt, body)
+        text = f"{begin}hm, hm{reasoning.end}\n{hermes}"
+        assert takes(tokenizer, form, text)
+        assert not takes(tokenizer, form, f"{begin}hm, hm{reasoning.end}\nhello")
+        assert read(form, text, tokenizer) == ("hm, hm", None, CALLS)
+    form = make_form(
+        tokenizer, ChatFormats(tools, reasoning), f"{reasoning.begin}\n\n{reasoning.end}\n", body
+    )
+    assert takes(tokenizer, form, hermes)
+    assert read(form, hermes, tokenizer) == (None, None, CALLS)

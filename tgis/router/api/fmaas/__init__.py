@@ -1,0 +1,1 @@
+"""The API of TGIS, `fmaas.GenerationService`, over gRPC."""

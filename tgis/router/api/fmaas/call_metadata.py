@@ -1,0 +1,210 @@
+"""Reads the `tgis-*` metadata of a call: parameters that fmaas's messages cannot say. They apply to all
+inputs of the call. Every other key is left alone."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from tgis.router.errors import RequestError
+from tgis.router.requests.call import Metadata
+from tgis.router.requests.parameters import (
+    MAX_BIAS,
+    MAX_CACHE_SALT_BYTES,
+    MAX_LOGIT_BIASES,
+    MAX_STOP_TOKEN_IDS,
+    RULES,
+    Parameters,
+)
+from tgis.sampling_parameters import RANGES
+
+PREFIX = "tgis-"
+MAX_SHOWN_CHARS = 64  # length of a key in an error's text, because a client may send any
+
+# Digits are those of ASCII, and numbers are bounded, so that no text costs more than reading it.
+_ID = "[0-9]{1,9}"
+_NUMBER = r"-?[0-9]{1,30}(?:\.[0-9]{1,30})?(?:[eE][+-]?[0-9]{1,3})?"
+
+
+class MetadataKey(NamedTuple):
+    field: str
+    """What it sets: a field of Parameters, or `inputs_are_ids` or `tokens_are_ids`."""
+    pattern: re.Pattern[Any]
+    """Values that can be read."""
+    read: Callable[[Any], Any]
+    show: Callable[[Any], str]
+    """Return a value as the log shows it: numbers as they are, lists by count, salts by size."""
+    allowed: str
+    """What the pattern matches, in words."""
+    help: str
+
+
+def _list_of(item: str, most: int) -> re.Pattern[str]:
+    return re.compile(f"{item}(?:,{item}){{0,{most - 1}}}")
+
+
+def _number(field: str, help: str) -> MetadataKey:
+    low, high, _ = RANGES[field]
+    help += f"; {low} to {high}"
+    return MetadataKey(
+        field, re.compile(_NUMBER), float, "{:.6g}".format, "a decimal number, such as 0.5", help
+    )
+
+
+def _choice(field: str, yes: str, no: str, help: str) -> MetadataKey:
+    def show(value: bool) -> str:
+        return yes if value else no
+
+    return MetadataKey(field, re.compile(f"{yes}|{no}"), yes.__eq__, show, f"`{yes}` or `{no}`", help)
+
+
+def _count(values: tuple[Any, ...]) -> str:
+    return str(len(values))
+
+
+def _size(salt: bytes) -> str:
+    return f"{len(salt)} bytes"
+
+
+def _biases(text: str) -> tuple[tuple[int, float], ...]:
+    parts = re.split("[:,]", text)
+    return tuple(zip(map(int, parts[::2]), map(float, parts[1::2]), strict=True))
+
+
+def _token_ids(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
+KEYS: Mapping[str, MetadataKey] = {
+    "tgis-logit-bias": MetadataKey(
+        "logit_bias",
+        _list_of(f"{_ID}:{_NUMBER}", MAX_LOGIT_BIASES),
+        _biases,
+        _count,
+        f"1 to {MAX_LOGIT_BIASES} token ids with their values, such as 17:-100,42:1.5",
+        f"added to the logits of these tokens; each id once, values from -{MAX_BIAS} to {MAX_BIAS}",
+    ),
+    "tgis-min-p": _number(
+        "min_p",
+        "keeps the tokens that are at least so many times as likely as the likeliest; no effect with GREEDY",
+    ),
+    "tgis-presence-penalty": _number(
+        "presence_penalty", "subtracted from the logits of tokens that have been generated"
+    ),
+    "tgis-frequency-penalty": _number(
+        "frequency_penalty", "the same, for each time that they have been generated"
+    ),
+    "tgis-stop-token-ids": MetadataKey(
+        "stop_token_ids",
+        _list_of(_ID, MAX_STOP_TOKEN_IDS),
+        _token_ids,
+        _count,
+        f"1 to {MAX_STOP_TOKEN_IDS} token ids, such as 5,6",
+        "tokens that end a text as the end of sequence does: the reason is EOS_TOKEN, the text lacks them, "
+        "and `min_new_tokens` forbids them",
+    ),
+    "tgis-ignore-eos": _choice(
+        "ignore_eos",
+        "true",
+        "false",
+        "whether the model's own end of sequence does not end a text; no effect with guided decoding",
+    ),
+    "tgis-watermark": _choice(
+        "watermark",
+        "true",
+        "false",
+        "whether to watermark the text (Kirchenbauer et al. 2023), with the server's `--watermark-gamma` and "
+        "`--watermark-delta`",
+    ),
+    "tgis-cache-salt": MetadataKey(
+        "cache_salt",
+        re.compile(f"[ -~]{{1,{MAX_CACHE_SALT_BYTES}}}"),
+        str.encode,
+        _size,
+        f"1 to {MAX_CACHE_SALT_BYTES} characters of printable ASCII",
+        "only calls with the same salt share cached prompts, so that nobody else can time what was asked",
+    ),
+    "tgis-cache-salt-bin": MetadataKey(
+        "cache_salt",
+        re.compile(b"(?s).{1,%d}" % MAX_CACHE_SALT_BYTES),
+        bytes,
+        _size,
+        f"1 to {MAX_CACHE_SALT_BYTES} bytes",
+        "the same, for any bytes; one of the two may be given",
+    ),
+    "tgis-input": _choice(
+        "inputs_are_ids",
+        "ids",
+        "text",
+        "whether each input's text is token ids, decimal and with one space between each two; no special "
+        "tokens are added; also of Tokenize",
+    ),
+    "tgis-tokens": _choice(
+        "tokens_are_ids",
+        "ids",
+        "text",
+        "whether every token's `text` in the answer is its decimal id and not the vocabulary's piece; also "
+        "of Tokenize",
+    ),
+}
+
+_PARAMETERS = {field.name for field in fields(Parameters)}
+
+
+class CallMetadata(NamedTuple):
+    """Metadata of a call, with the values of the `tgis-*` keys that can be read."""
+
+    headers: Metadata = ()
+    """All metadata, as they were received."""
+    values: Mapping[str, Any] = {}
+    """Values by key."""
+    refusal: str = ""
+    """What is wrong with the first key that cannot be read; empty if there is none."""
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Values by field of Parameters."""
+        return {
+            KEYS[key].field: value for key, value in self.values.items() if KEYS[key].field in _PARAMETERS
+        }
+
+    @property
+    def inputs_are_ids(self) -> bool:
+        return bool(self.values.get("tgis-input"))
+
+    @property
+    def tokens_are_ids(self) -> bool:
+        return bool(self.values.get("tgis-tokens"))
+
+    def describe(self) -> list[str]:
+        """Return keys and values for the log."""
+        return [f"{key}={KEYS[key].show(value)}" for key, value in self.values.items()]
+
+
+def read_metadata(headers: Metadata) -> CallMetadata:
+    """Read the `tgis-*` keys, up to the first that cannot be read."""
+    values: dict[str, Any] = {}
+    try:
+        for key, value in headers:
+            if key.startswith(PREFIX):
+                _read(key, value, values)
+    except RequestError as error:
+        return CallMetadata(headers, values, str(error))
+    return CallMetadata(headers, values)
+
+
+def _read(name: str, text: str | bytes, values: dict[str, Any]) -> None:
+    """Add the key's value to `values`. Raises RequestError, whose text never contains the value."""
+    key = KEYS.get(name)
+    if key is None:
+        shown = re.sub("[^!-~]", "?", name[:MAX_SHOWN_CHARS])
+        raise RequestError(f"{shown}: unknown metadata key; the known ones are {', '.join(KEYS)}")
+    for other in values:
+        if KEYS[other].field == key.field:
+            raise RequestError(f"{name}: given twice" if other == name else f"{name}: {other} is given too")
+    if not key.pattern.fullmatch(text):
+        raise RequestError(f"{name}: must be {key.allowed}")
+    value, rule = key.read(text), RULES.get(key.field)
+    if rule is not None and not rule.allows(value):
+        raise RequestError(f"{name}: {rule.refusal}")
+    values[name] = value

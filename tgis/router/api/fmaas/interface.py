@@ -1,0 +1,22 @@
+"""Describes TGIS's API."""
+
+from typing import TYPE_CHECKING
+
+from tgis.router.api.fmaas.rules import FMAAS
+from tgis.router.api.interface import Interface
+
+if TYPE_CHECKING:
+    import grpc
+
+    from tgis.router.api.service import GenerationService
+    from tgis.router.text.tokenizer import Tokenizer
+
+
+def _add_servicer(server: "grpc.aio.Server", service: "GenerationService", tokenizer: "Tokenizer") -> None:
+    from tgis.pb.generation_pb2_grpc import add_GenerationServiceServicer_to_server
+    from tgis.router.api.fmaas.servicer import GenerationServicer
+
+    add_GenerationServiceServicer_to_server(GenerationServicer(service, tokenizer), server)
+
+
+INTERFACE = Interface(rules=FMAAS, add_servicer=_add_servicer)

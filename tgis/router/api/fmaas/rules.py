@@ -1,0 +1,5 @@
+"""Rules of TGIS's calls."""
+
+from tgis.router.requests.api_rules import ApiRules
+
+FMAAS = ApiRules("fmaas", rpc_service="fmaas.GenerationService", is_logged=False)

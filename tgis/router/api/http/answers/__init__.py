@@ -1,0 +1,1 @@
+"""Forms and encoders of answers that APIs over HTTP share."""

@@ -1,0 +1,140 @@
+"""Answers with events as they come, and merges the streams of one call."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from tgis.net.slow_readers import SlowReadError
+from tgis.router.api.http.json_bodies import encode_json
+from tgis.router.api.service import Stream
+from tgis.router.errors import SlowClientError
+from tgis.router.events import InputTokens, Output
+
+BEGIN, BODY = "http.response.start", "http.response.body"
+HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+SERVER_SENT_EVENTS, JSON_LINES = "text/event-stream", "application/jsonlines"
+COMMENT = b":\n\n"  # keeps a silent connection open
+DONE = b"data: [DONE]\n\n"
+"""Last event of a stream of chunks."""
+STREAM_TYPES = (SERVER_SENT_EVENTS, JSON_LINES)
+
+
+def encode_event(value: Any) -> bytes:
+    return b"data: %b\n\n" % encode_json(value)
+
+
+class EventStream(Response):
+    """Answer whose body is events, each `data: …` and two line ends, or each a line of JSON. It begins
+    with the first one, so that an error before it can have a status."""
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        media_type: str = SERVER_SENT_EVENTS,
+        silence_s: float | None = None,
+    ) -> None:
+        """Take the events. After each `silence_s` seconds without one, the client gets a comment."""
+        super().__init__(headers=HEADERS, media_type=media_type)
+        del self.headers["content-length"]
+        self._events, self._silence_s = events, silence_s
+        self._rewrite: Callable[[bytes], bytes] | None = None
+
+    def rewrite(self, rewrite: Callable[[bytes], bytes], media_type: str) -> None:
+        """Send every event rewritten, as another media type."""
+        self._rewrite = rewrite
+        self.headers["content-type"] = media_type
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all events. A client that does not read ends them with SlowClientError."""
+        if self._silence_s is None:
+            await self._send_all(send)
+            return
+        async with _unsilenced(send, self._silence_s) as heard:
+            await self._send_all(heard)
+
+    async def _send_all(self, send: Send) -> None:
+        has_begun = False
+        async with aclosing(self._events) as events:
+            async for event in events:
+                if not has_begun:
+                    has_begun = True
+                    await send({"type": BEGIN, "status": self.status_code, "headers": self.raw_headers})
+                try:
+                    body = event if self._rewrite is None else self._rewrite(event)
+                    await send({"type": BODY, "body": body, "more_body": True})
+                except SlowReadError:
+                    with suppress(SlowClientError, StopAsyncIteration):
+                        await events.athrow(SlowClientError())
+                    raise
+        if not has_begun:
+            await send({"type": BEGIN, "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": BODY, "body": b"", "more_body": False})
+
+
+@asynccontextmanager
+async def _unsilenced(send: Send, silence_s: float) -> AsyncIterator[Send]:
+    """Yield a function that sends as `send` does. While it sends nothing, once it has begun, comments go out.
+    A client that does not read them learns so from its next event."""
+    is_sending, sent_at = True, time.monotonic()
+
+    async def heard(message: Message) -> None:
+        nonlocal is_sending, sent_at
+        is_sending = True
+        await send(message)
+        is_sending, sent_at = False, time.monotonic()
+
+    async def comment() -> None:
+        nonlocal sent_at
+        while True:
+            await asyncio.sleep(max(sent_at + silence_s - time.monotonic(), 0) or silence_s)
+            if not is_sending and time.monotonic() >= sent_at + silence_s:
+                await send({"type": BODY, "body": COMMENT, "more_body": True})
+                sent_at = time.monotonic()
+
+    task = asyncio.create_task(comment())
+    try:
+        yield heard
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError, SlowReadError):
+            await task
+
+
+async def merge(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, InputTokens | Output], None]:
+    """Yield the outputs of all streams as they come, each with its stream's index. Of what comes while the
+    reader is behind, little waits here, so that a stream's further tokens become one output. The first
+    failure ends all of them. Close it before the streams: it may be reading from them."""
+    if len(streams) == 1:
+        async for output in streams[0].outputs:
+            yield 0, output
+        return
+    queue: asyncio.Queue[tuple[int, InputTokens | Output] | Exception | None] = asyncio.Queue(len(streams))
+
+    async def pump(index: int) -> None:
+        try:
+            async for output in streams[index].outputs:
+                await queue.put((index, output))
+            await queue.put(None)
+        except Exception as error:
+            await queue.put(error)
+
+    tasks = [asyncio.create_task(pump(index)) for index in range(len(streams))]
+    try:
+        num_left = len(streams)
+        while num_left:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_left -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,100 @@
+"""Encodes and sends answers with details of many tokens, without blocking the event loop."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tgis.router.api.http.answers.event_stream import BEGIN, BODY
+from tgis.router.api.http.json_bodies import encode_json
+from tgis.router.sequence import TokenDetail
+
+SLICE_TOKENS = 64  # encoded at once; with 20 alternatives each they take a few milliseconds
+PART_BYTES = 256 << 10  # of an answer, written at once
+JSON = "application/json"
+
+T = TypeVar("T")
+Slice = Sequence[TokenDetail]
+
+
+class SlicedEncoder:
+    """Encoder of one answer's lists of tokens. All answers share `turn`: in each of the event loop's turns,
+    one slice of one of them is encoded, so that other requests get their tokens in time."""
+
+    def __init__(self, turn: asyncio.Lock) -> None:
+        self._turn = turn
+        self._lists: list[Sequence[bytes]] = []
+
+    async def tokens(self, tokens: Slice, encode: Callable[[Slice], bytes]) -> Any:
+        """Return the placeholder of the list that `encode` makes, part by part and in order."""
+        return self.mark(await self.slices(tokens, lambda part, _: encode(part)))
+
+    def answer(self, answer: object) -> Response:
+        """Return the response of an answer with lists that this encoder has encoded."""
+        text = encode_json(answer)
+        num_bytes = sum(map(len, self._splice(text)))
+        if num_bytes <= PART_BYTES:
+            return Response(b"".join(self._splice(text)), media_type=JSON)
+        return PartedAnswer(self.parts(text), num_bytes)
+
+    def parts(self, text: bytes) -> Iterator[bytes]:
+        """Yield encoded JSON, with all lists in their places, in parts of PART_BYTES, more or less."""
+        joined: list[memoryview] = []
+        num_bytes = 0
+        for piece in self._splice(text):
+            for start in range(0, len(piece), PART_BYTES):
+                joined.append(piece[start : start + PART_BYTES])
+                num_bytes += len(joined[-1])
+                if num_bytes >= PART_BYTES:
+                    yield b"".join(joined)
+                    joined, num_bytes = [], 0
+        if joined:
+            yield b"".join(joined)
+
+    def mark(self, lists: Sequence[bytes]) -> Any:
+        """Return a placeholder for the parts of one encoded list until the rest of the answer is encoded."""
+        self._lists.append(lists)
+        return msgspec.Raw(b"\0%d\0" % (len(self._lists) - 1))
+
+    def _splice(self, text: bytes) -> Iterator[memoryview]:
+        for index, piece in enumerate(text.split(b"\0")):  # JSON itself has no such byte
+            yield from _as_one(self._lists[int(piece)]) if index % 2 else (memoryview(piece),)
+
+    async def slices(self, tokens: Slice, encode: Callable[[Slice, bool], T]) -> list[T]:
+        """Return the results of `encode` for each slice and whether it is the first one."""
+        encoded = []
+        for start in range(0, len(tokens), SLICE_TOKENS):
+            async with self._turn:
+                encoded.append(encode(tokens[start : start + SLICE_TOKENS], start == 0))
+                await asyncio.sleep(0)
+        return encoded
+
+
+class PartedAnswer(Response):
+    """Long answer that is sent in parts, each once the client has read what is before it."""
+
+    def __init__(self, parts: Iterable[bytes], num_bytes: int) -> None:
+        super().__init__(media_type=JSON)
+        self.headers["content-length"] = str(num_bytes)
+        self._parts = parts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": BEGIN, "status": self.status_code, "headers": self.raw_headers})
+        for part in self._parts:
+            await send({"type": BODY, "body": part, "more_body": True})
+            await asyncio.sleep(0)  # a client that reads fast makes nothing else wait
+        await send({"type": BODY, "body": b"", "more_body": False})
+
+
+def _as_one(lists: Iterable[bytes]) -> Iterator[memoryview]:
+    """Yield encoded lists as one, without copying them."""
+    before = b"["
+    for each in lists:
+        if len(each) > len(b"[]"):
+            yield memoryview(before)
+            yield memoryview(each)[1:-1]
+            before = b","
+    yield memoryview(b"[]" if before == b"[" else b"]")

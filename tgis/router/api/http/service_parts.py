@@ -1,0 +1,42 @@
+"""Parts of the router that the handlers of APIs over HTTP use."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tgis.config.processes import RouterConfig
+from tgis.router.api.http.openapi import ErrorTexts, Operation
+from tgis.router.api.models import Models
+from tgis.router.api.service import GenerationService
+from tgis.router.chat.formats.registry import ChatFormats
+from tgis.router.chat.renderer import ChatRenderer
+from tgis.router.grammar.answer_rules import Mark
+from tgis.router.requests.validation import RequestLimits
+from tgis.router.text.detokenizer import Vocabulary
+from tgis.router.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ServiceParts:
+    service: GenerationService
+    renderer: ChatRenderer
+    models: Models
+    vocabulary: Vocabulary
+    """Vocabulary of texts that continue their input."""
+    limits: RequestLimits
+    tokenizer: Tokenizer
+    formats: ChatFormats
+    """Formats in which the model calls tools and reasons."""
+    config: RouterConfig
+    is_ready: Callable[[], bool]
+    adapter_roots: tuple[str, ...] | None = None
+    """Directories that are searched for adapters, in order; None if clients may not name adapters."""
+    encoding_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Lock of the answer that is encoded; long answers take turns."""
+    operations: list[tuple[Operation, ErrorTexts]] = field(default_factory=list)
+    """Operations of all served APIs, for the OpenAPI document. Complete once all APIs have been built."""
+
+    def find_mark(self, text: str) -> Mark:
+        """Return the mark of a text, with the token that is the whole text."""
+        token_id = self.tokenizer.added_token_id(text)
+        return Mark(text, token_id, token_id in self.tokenizer.special_ids)

@@ -1,0 +1,1 @@
+"""Ports of APIs over HTTP: authentication, routing, accounts of answers, metrics."""

@@ -1,0 +1,227 @@
+"""Serves APIs over HTTP: authenticates, refuses what no route answers, and turns errors into answers.
+
+Where several APIs have a path, the first one that claims the body answers."""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from enum import Enum
+
+from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tgis.config.processes import RouterConfig
+from tgis.log_limits import KIND
+from tgis.net.answer import Answer
+from tgis.net.http_routes import PROBE_LIMITS, LimitedApp, RouteLimits
+from tgis.net.slow_readers import SlowReadError
+from tgis.process.memory_release import MemoryRelease
+from tgis.router.api.bearer_tokens import REFUSAL, BearerTokens
+from tgis.router.api.http.answers.event_stream import BODY
+from tgis.router.api.http.call_context import NUM_BODY_BYTES, open_call, read_body, request_id
+from tgis.router.api.http.errors import OWN_FORM, ErrorForm, HttpError
+from tgis.router.api.http.http_api import HttpApi, find_api
+from tgis.router.api.http.json_bodies import BodyReader
+from tgis.router.api.http.json_structure import BodyLimits
+from tgis.router.api.http.serving.origins import OriginRules
+from tgis.router.api.tenants import shown_name
+from tgis.router.errors import UnavailableError
+from tgis.router.metrics.metric_types import Counter
+
+logger = logging.getLogger(__name__)
+
+REQUEST_S, IDLE_S = 60.0, 75.0
+MAX_PATH_CHARS = 100  # length in the log, because an unknown client may call any path
+STARTING, DRAINING = "the model is loading", "the service is shutting down"
+CORS_HEADERS = ("authorization", "content-type", "x-request-id", "traceparent", "tracestate")
+
+
+class Phase(Enum):
+    STARTING = STARTING
+    OPEN = ""
+    DRAINING = DRAINING
+
+
+class ApiGate:
+    """App of all routes of the APIs. It admits requests, and ends those that outlive a drain."""
+
+    def __init__(
+        self, apis: Sequence[HttpApi], config: RouterConfig, failures: Counter, memory: MemoryRelease
+    ) -> None:
+        self.phase = Phase.STARTING
+        self.apis, self._failures, self._memory = apis, failures, memory
+        self._tokens = BearerTokens(config.auth_tokens_path) if config.auth_tokens_path else None
+        self._origins = OriginRules(config)
+        self._bodies = BodyReader(config.max_message_bytes, _body_limits(config))
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._is_cut = False
+
+    async def wait(self, timeout_s: float) -> None:
+        """Wait until all requests have been answered, or for a time."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+
+    def cut(self) -> None:
+        """End the requests that are served, with an error."""
+        self._is_cut = True
+        for task in self._tasks:
+            task.cancel()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        request.state.api = find_api(self.apis, scope["path"]) or self.apis[0]
+        task = asyncio.current_task()
+        assert task is not None, "requests run in tasks"
+        self._tasks.add(task)
+        try:
+            await self._serve(request, send)
+        except SlowReadError:
+            raise
+        except asyncio.CancelledError:
+            if not self._is_cut:
+                raise
+            task.uncancel()
+            await _fail(UnavailableError(DRAINING), scope, receive, send)
+        except Exception as error:
+            await _fail(error, scope, receive, send)
+        finally:
+            self._tasks.discard(task)
+            self._memory.count(getattr(request.state, NUM_BODY_BYTES, 0))
+
+    async def _serve(self, request: Request, send: Send) -> None:
+        answer: Answer = request.state.answer
+        if self.phase is not Phase.OPEN:
+            answer.headers += [(b"x-request-id", request_id(request).encode())]
+            if self.phase is Phase.DRAINING:
+                answer.headers += [(b"connection", b"close")]
+            raise UnavailableError(self.phase.value)
+        request.state.call = call = open_call(request, self._tenant(request), self._bodies)
+        answer.headers += [(b"x-request-id", call.id.encode())]
+        self._origins.check(request.method, request.headers)
+        route = await self._find(request)
+        await route.handle(request.scope, request.receive, send)
+
+    def _tenant(self, request: Request) -> str:
+        """Return the name of the request's tenant, or an empty text if it has none. Raises HttpError."""
+        tenant: str | None = ""
+        if self._tokens is not None:
+            given = request.headers.getlist("authorization")
+            tenant = self._tokens.tenant_of_header(given[0]) if len(given) == 1 else None
+        if tenant is None:
+            self._failures.add("unauthenticated")
+            path = request.scope["raw_path"][:MAX_PATH_CHARS].decode("latin-1")
+            logger.warning(
+                "a call of %s was refused: %s", path, REFUSAL, extra={KIND: "HTTP unauthenticated"}
+            )
+            error = HttpError(401, REFUSAL)
+            error.is_logged = True
+            raise error
+        return tenant or shown_name(request.state.certificate_name.encode("latin-1", "replace"))
+
+    async def _find(self, request: Request) -> Route:
+        """Return the route of a request, and note its API. Raises HttpError, RequestError."""
+        methods: set[str] = set()
+        found: list[tuple[HttpApi, Route, Scope]] = []
+        for api in self.apis:
+            for route in (*api.routes, *api.probes):
+                match, scope = route.matches(request.scope)
+                if match is Match.FULL:
+                    found.append((api, route, scope))
+                    break
+                if match is Match.PARTIAL:
+                    methods |= route.methods or set()
+        if found:
+            request.state.api, chosen, scope = await _claim(found, request)
+            request.scope.update(scope)
+            return chosen
+        if not methods:
+            raise HttpError(404, "there is no such path in this API")
+        request.state.answer.headers += [(b"allow", ", ".join(sorted(methods)).encode())]
+        raise HttpError(405, f"the path is served for {', '.join(sorted(methods))} only")
+
+
+def _body_limits(config: RouterConfig) -> BodyLimits:
+    return BodyLimits(
+        config.max_sequence_length or BodyLimits.max_sequence_length,
+        config.max_client_batch_size or BodyLimits.max_inputs,
+        config.max_guided_bytes,
+    )
+
+
+async def _claim(
+    found: Sequence[tuple[HttpApi, Route, Scope]], request: Request
+) -> tuple[HttpApi, Route, Scope]:
+    """Return the first that claims the body, else the last. Raises RequestError, PayloadTooLargeError."""
+    if len(found) == 1:
+        return found[0]
+    body = await read_body(request)
+    return next((each for each in found if each[0].claims(body)), found[-1])
+
+
+async def _fail(error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer with an error, or end an answer that has begun with it."""
+    form: ErrorForm = scope["state"].get(OWN_FORM) or scope["state"]["api"].errors
+    if scope["state"]["answer"].has_begun:
+        await send({"type": BODY, "body": form.last_events(error), "more_body": False})
+    else:
+        await form.respond(error)(scope, receive, send)
+
+
+def api_limits(apis: Sequence[HttpApi], config: RouterConfig) -> RouteLimits:
+    """Return the limits of the connections of APIs, whose answers take any time."""
+
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        error = UnavailableError("the service has too many connections")
+        form = (find_api(apis, scope["path"]) or apis[0]).errors
+        await form.respond(error)(scope, receive, send)
+
+    return RouteLimits(
+        answer_s=None,
+        max_connections=config.max_http_connections,
+        request_s=REQUEST_S,
+        idle_s=IDLE_S,
+        refuse=refuse,
+    )
+
+
+def api_route(app: ASGIApp, apis: Sequence[HttpApi], config: RouterConfig, is_own_port: bool) -> LimitedApp:
+    """Return the route to the APIs, which have all paths of a port of their own."""
+    if config.cors_allow_origin:
+        origins = [origin.strip() for origin in config.cors_allow_origin.split(",")]
+        app = CORSMiddleware(
+            app,
+            allow_origins=origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=CORS_HEADERS,
+            expose_headers=("x-request-id",),
+        )
+
+    def has_path(path: str) -> bool:
+        return is_own_port or find_api(apis, path) is not None
+
+    return LimitedApp(app, has_path, api_limits(apis, config))
+
+
+def absent_api_routes(apis: Iterable[HttpApi]) -> list[LimitedApp]:
+    """Return routes that say where the APIs are, which are not served on this port."""
+    return [_absent_route(api) for api in apis]
+
+
+def _absent_route(api: HttpApi) -> LimitedApp:
+    text = f"this API is not served; to serve it, start the service with --http-api {api.rules.name}"
+    if api.is_served:
+        text = "this API has a port of its own, which --http-api-port says"
+
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        await api.errors.respond(HttpError(404, text))(scope, receive, send)
+
+    return LimitedApp(refuse, api.has_path, PROBE_LIMITS)
+
+
+def starlette_of(routes: Iterable[Route | LimitedApp]) -> Starlette:
+    app = Starlette(routes=list(routes))
+    app.router.redirect_slashes = False
+    return app

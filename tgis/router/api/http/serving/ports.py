@@ -1,0 +1,121 @@
+"""The router's HTTP ports: probes and metrics, and APIs on the same port or on one of their own."""
+
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+from starlette.routing import Route
+
+from tgis.config.processes import RouterConfig
+from tgis.net.http_routes import PROBE_LIMITS, LimitedApp, LimitedRoute, RouteLimits
+from tgis.net.http_server import serve_http, serve_listener
+from tgis.net.ports import reserve
+from tgis.net.tls import Certificates
+from tgis.process.memory_release import MemoryRelease
+from tgis.router.api.http.http_api import HttpApi, find_api
+from tgis.router.api.http.serving.answer_accounts import AnswerAccounts
+from tgis.router.api.http.serving.app import ApiGate, Phase, absent_api_routes, api_route, starlette_of
+from tgis.router.api.http.serving.metrics_app import metrics_routes
+from tgis.router.api.open_files import share_files
+from tgis.router.metrics.metrics import Metrics
+from tgis.router.metrics.scrape import Render
+
+logger = logging.getLogger(__name__)
+
+CUT_S = 1.0  # time limit for the last events of requests that are cut
+
+
+class HttpPorts:
+    def __init__(
+        self,
+        config: RouterConfig,
+        is_ready: Callable[[], bool],
+        metrics: Metrics,
+        apis: Sequence[HttpApi],
+        certificates: Certificates | None,
+        render: Render,
+        memory: MemoryRelease,
+    ) -> None:
+        """Build the apps. `apis` has those that are not served too; `render` returns the text of a scrape.
+        Raises StartupError."""
+        self._config, self._certificates = config, certificates
+        self._served = [api for api in apis if api.is_served]
+        self._gate: ApiGate | None = None
+        if self._served:
+            self._gate = ApiGate(self._served, config, metrics.request_failure, memory)
+            self._api = AnswerAccounts(self._gate, self._served, metrics)
+        self._fresh = _fresh_limits(config) if self._gate else PROBE_LIMITS
+        self._probes = [*(route for api in self._served for route in api.probes)]
+        is_here = self._gate is not None and config.http_api_port is None
+        own = self._own_routes() if is_here else []
+        elsewhere = [api for api in reversed(apis) if not is_here or api not in self._served]
+        absent = absent_api_routes(elsewhere)
+        pages = self._pages(apis, is_here)
+        self._app = starlette_of([*pages, *own, *metrics_routes(is_ready, render), *absent])
+        self._reserved: socket.socket | None = None
+
+    def serve(self) -> AbstractAsyncContextManager[int]:
+        """Serve the HTTP port within the context, and yield it. Raises PortError."""
+        config = self._config
+        if config.http_api_port is not None:
+            self._reserved = reserve(config.bind, config.http_api_port, config.shares_ports)
+        fresh = self._fresh if config.http_api_port is None else PROBE_LIMITS
+        return serve_http(
+            self._app, config, self._certificates, fresh, config.shares_ports, config.connection_age
+        )
+
+    @asynccontextmanager
+    async def serve_api(self) -> AsyncIterator[int | None]:
+        """Admit calls to the API within the context, and yield its port if it has one of its own."""
+        if not self._gate:
+            yield None
+            return
+        self._gate.phase = Phase.OPEN
+        if self._reserved is None:
+            yield None
+            return
+        config, certificates = self._config, self._certificates
+        self._reserved.listen(socket.SOMAXCONN)
+        context = certificates.client_port_context() if certificates is not None else None
+        app = starlette_of([*self._pages(self._served, True), *self._own_routes()])
+        async with serve_listener(
+            app, self._reserved, config, context, self._fresh, config.connection_age
+        ) as port:
+            yield port
+
+    def _pages(self, apis: Sequence[HttpApi], is_here: bool) -> list[LimitedRoute]:
+        """Return the routes of all pages of a port whose paths no served API has."""
+        pages = [page for api in apis for page in api.pages(is_here and api in self._served)]
+        return [page for page in pages if not is_here or find_api(self._served, page.path) is None]
+
+    def _own_routes(self) -> list[Route | LimitedApp]:
+        config = self._config
+        is_alone = config.http_api_port is not None
+        return [*self._probes, api_route(self._api, self._served, config, is_alone)]
+
+    async def stop(self, timeout_s: float) -> None:
+        """Refuse new calls, and cut those that are left after the time limit."""
+        if not self._gate:
+            return
+        self._gate.phase = Phase.DRAINING
+        await self._gate.wait(timeout_s)
+        self._gate.cut()
+        await self._gate.wait(CUT_S)
+
+    def cut(self) -> None:
+        if self._gate:
+            self._gate.cut()
+
+
+def _fresh_limits(config: RouterConfig) -> RouteLimits:
+    """Return the limits of connections without a request on an API's port."""
+    shares = share_files(config)
+    if shares.num_missing:
+        logger.warning(
+            "the process may open %d files too few for --max-http-connections %d; "
+            "raise its limit of open files, or lower the flag",
+            shares.num_missing,
+            config.max_http_connections,
+        )
+    return PROBE_LIMITS._replace(max_connections=shares.http_fresh)

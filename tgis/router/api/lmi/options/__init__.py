@@ -1,0 +1,1 @@
+"""Options of DJL's LMI containers that the launcher reads with `--compat lmi`."""

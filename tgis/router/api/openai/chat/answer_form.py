@@ -1,0 +1,135 @@
+"""Says how the answers to a request are read, and which rules they follow."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from tgis.router.api.openai.chat.call_rules import FindMark, make_call_rules
+from tgis.router.api.openai.chat.tools import ToolUse
+from tgis.router.api.openai.chat.types import ChatRequest
+from tgis.router.api.openai.errors import ApiError
+from tgis.router.chat.answers.content_scope import ContentScope
+from tgis.router.chat.formats.json_list import JSON_LIST
+from tgis.router.chat.formats.registry import ChatFormats
+from tgis.router.chat.formats.types import ReasoningFormat, ToolFormat
+from tgis.router.grammar.answer_rules import AnswerRules, CallRules, ReasoningRule
+from tgis.router.grammar.compiler import Guided
+
+NO_AUTO_TOOLS = (
+    'tools: tool_choice "auto" needs a chat template that shows them to the model (--chat-template) and a '
+    'known form of the model\'s calls (--tool-call-parser); "required" and a named function need neither'
+)
+UNKNOWN_REASONING = (
+    "max_reasoning_tokens: the service does not know how the model reasons; its --reasoning-parser can say it"
+)
+NO_MARKS = "max_reasoning_tokens: the model has no tokens that begin and end its reasoning"
+
+
+class ReasoningForm(NamedTuple):
+    """Reasoning that an answer may begin with."""
+
+    format: ReasoningFormat
+    has_begun: bool
+    """True if the prompt has begun it."""
+    rule: ReasoningRule
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """Parts that the answers to a request have."""
+
+    has_reasoning: bool
+    """True if the model's format of reasoning is known, whether or not the prompt leaves room for it."""
+    shows_reasoning: bool
+    reasoning: ReasoningForm | None
+    tools: ToolFormat | None
+    names: frozenset[str]
+    """Names of the functions that may be called."""
+    is_named: bool
+    """True if the client has chosen the function."""
+    calls: CallRules | None
+
+    @property
+    def mark_ids(self) -> frozenset[int]:
+        """Tokens that mark the parts."""
+        marks = [*self.calls.marks] if self.calls is not None else []
+        if self.reasoning is not None:
+            marks += [mark for mark in (self.reasoning.rule.begin, self.reasoning.rule.end) if mark]
+        return frozenset(mark.token_id for mark in marks if mark.token_id is not None)
+
+    @property
+    def has_begun_reasoning(self) -> bool:
+        return self.reasoning is not None and self.reasoning.has_begun
+
+    @property
+    def reasoning_format(self) -> ReasoningFormat | None:
+        """Format of the reasoning that the prompt leaves room for."""
+        return None if self.reasoning is None else self.reasoning.format
+
+    def stop_scope(self) -> ContentScope:
+        """Return the scope of the stop sequences of one answer."""
+        return ContentScope(self.reasoning_format, self.has_begun_reasoning, self.tools, self.names)
+
+    def rules(self, is_constrained: bool) -> AnswerRules | None:
+        """Return the rules of a grammar; None if answers are free. `is_constrained` says that there is a
+        constraint on what is neither reasoning nor calls."""
+        rule = None if self.reasoning is None else self.reasoning.rule
+        is_limited = rule is not None and rule.max_tokens is not None
+        if self.calls is None and not is_limited and not (is_constrained and rule is not None):
+            return None
+        return AnswerRules(rule, self.calls)
+
+
+def read_answer_form(
+    formats: ChatFormats,
+    use: ToolUse | None,
+    prompt: str,
+    body: ChatRequest,
+    find_mark: FindMark,
+    shows_tools: bool = True,
+) -> AnswerForm | None:
+    """Return the form of the answers to a prompt, which `shows_tools` or not; None if they are plain texts.
+    Raises ApiError."""
+    max_reasoning_tokens = body.max_reasoning_tokens
+    tools = None if use is None else _choose_tools(formats.tools, use, shows_tools)
+    if formats.reasoning is None and max_reasoning_tokens is not None:
+        raise ApiError(400, UNKNOWN_REASONING, "max_reasoning_tokens")
+    if formats.reasoning is None and use is None:
+        return None
+    return AnswerForm(
+        formats.reasoning is not None,
+        body.include_reasoning is not False,
+        _read_reasoning(formats.reasoning, prompt, max_reasoning_tokens, find_mark),
+        tools,
+        frozenset(function.name for function in use.functions) if use is not None else frozenset(),
+        use is not None and use.is_named,
+        None if tools is None or use is None else make_call_rules(tools, use, find_mark),
+    )
+
+
+def _choose_tools(known: ToolFormat | None, use: ToolUse, shows_tools: bool) -> ToolFormat:
+    """Return the format of calls. Raises ApiError if the model cannot know that it may call."""
+    if not use.is_required and (known is None or not shows_tools):
+        raise ApiError(400, NO_AUTO_TOOLS, "tools")
+    return known or JSON_LIST
+
+
+def constrain(guided: Guided | None, form: AnswerForm | None) -> Guided | None:
+    """Return a request's constraint, which holds for what is neither reasoning nor calls."""
+    rules = None if form is None else form.rules(is_constrained=guided is not None)
+    return guided if rules is None else replace(guided or Guided(""), answer=rules)
+
+
+def _read_reasoning(
+    reasoning: ReasoningFormat | None, prompt: str, max_tokens: int | None, find_mark: FindMark
+) -> ReasoningForm | None:
+    """Return what the end of the prompt leaves of the model's reasoning."""
+    if reasoning is None:
+        return None
+    begin, end = find_mark(reasoning.begin), find_mark(reasoning.end)
+    if max_tokens is not None and (begin.token_id is None or end.token_id is None):
+        raise ApiError(400, NO_MARKS, "max_reasoning_tokens")
+    text = prompt.rstrip()
+    if text.endswith(reasoning.end):
+        return None
+    has_begun = text.endswith(reasoning.begin)
+    return ReasoningForm(reasoning, has_begun, ReasoningRule(None if has_begun else begin, end, max_tokens))

@@ -1,0 +1,62 @@
+"""Turns a model's format of calls and a request's functions into the rules that answers must follow."""
+
+import json
+from collections.abc import Callable, Iterator
+
+from tgis.router.api.openai.chat.tools import Function, ToolUse
+from tgis.router.chat.formats.types import JsonCall, NamedCall, ToolFormat
+from tgis.router.grammar.answer_rules import CallRule, CallRules, Mark
+
+FindMark = Callable[[str], Mark]
+"""Returns the mark of a text, which has the token that is the whole text."""
+
+
+def make_call_rules(tool_format: ToolFormat, use: ToolUse, find_mark: FindMark) -> CallRules:
+    before, after = tool_format.section
+    before_call = tool_format.call[0]
+    begins_each = not before and bool(before_call)
+    parts = before_call if begins_each else before
+    trigger, optional = tool_format.trigger, tool_format.optional_mark
+    return CallRules(
+        find_mark(trigger) if trigger else None,
+        begins_each,
+        begin=_after_trigger(parts),
+        between=tool_format.between,
+        end="".join(after),
+        functions=tuple(
+            _rule(tool_format, function, "" if begins_each else "".join(before_call))
+            for function in use.functions
+        ),
+        is_required=use.is_required,
+        allows_several=use.allows_several,
+        marks=tuple(mark for mark in map(find_mark, _texts(tool_format)) if mark.token_id is not None),
+        optional_mark=find_mark(optional) if optional else None,
+    )
+
+
+def _texts(tool_format: ToolFormat) -> Iterator[str]:
+    """Yield the texts around calls, without white space."""
+    separator = tool_format.body.separator if isinstance(tool_format.body, NamedCall) else ""
+    for parts in (*tool_format.section, *tool_format.call, (separator, tool_format.optional_mark)):
+        for part in parts:
+            if text := part.strip():
+                yield text
+
+
+def _after_trigger(parts: tuple[str, ...]) -> str:
+    """Return the texts after the first one, and the white space that the first one ends with."""
+    if not parts:
+        return ""
+    first = parts[0]
+    return first[len(first.rstrip()) :] + "".join(parts[1:])
+
+
+def _rule(tool_format: ToolFormat, function: Function, head: str) -> CallRule:
+    tail, name = "".join(tool_format.call[1]), function.name
+    match tool_format.body:
+        case JsonCall(name_key, arguments_key):
+            head += f"{{{json.dumps(name_key)}: {json.dumps(name)}, {json.dumps(arguments_key)}: "
+            tail = "}" + tail
+        case NamedCall(separator):
+            head += name + separator
+    return CallRule(head, function.schema, tail, function.is_strict, function.field)

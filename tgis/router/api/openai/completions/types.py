@@ -1,0 +1,43 @@
+"""Requests and answers of `/v1/completions`."""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from tgis.router.api.openai.fields.sampling_fields import Count, SamplingFields, TokenId, TopLogprobs
+from tgis.router.api.openai.logprobs import CompletionLogprobs, PromptLogprobs
+from tgis.router.api.openai.usage import SYSTEM_FINGERPRINT, Usage
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    prompt: str | list[str | TokenId | list[TokenId]] | None = None
+    max_tokens: Count | None = None
+    logprobs: TopLogprobs | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
+    suffix: Any = None
+    prompt_embeds: Any = None
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    token_ids: list[int] | None = None
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """Whole answer, or a chunk of a streamed one."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    system_fingerprint: str = SYSTEM_FINGERPRINT

@@ -1,0 +1,66 @@
+"""OpenAI's error object."""
+
+import msgspec
+from starlette.responses import Response
+
+from tgis.router.api.http.answers.event_stream import DONE, encode_event
+from tgis.router.api.http.errors import ErrorResponse, HttpError, describe_error
+from tgis.router.api.http.json_bodies import encode_json
+from tgis.router.api.openai.rules import OPENAI
+
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+"""The API's types of errors by status; other statuses are of invalid requests."""
+CODES = {401: "invalid_api_key"}
+MAX_MODEL_CHARS = 256  # of a model that does not exist
+
+
+class ErrorDetails(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(msgspec.Struct):
+    error: ErrorDetails
+
+
+class ApiError(HttpError):
+    """Refusal of a request in this API's terms."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(status, message)
+        self.param, self.code = param, code
+
+
+def missing_model(name: str | None) -> ApiError:
+    text = f"The model '{(name or '')[:MAX_MODEL_CHARS]}' does not exist."
+    return ApiError(404, text, "model", "model_not_found")
+
+
+def describe(error: Exception) -> tuple[int, ErrorDetails]:
+    """Return the status and the details of an error. An unforeseen one is logged, and tells its id only."""
+    status, text = describe_error(error, OPENAI)
+    param, code = (error.param, error.code) if isinstance(error, ApiError) else (None, CODES.get(status))
+    return status, ErrorDetails(text, TYPES.get(status, "invalid_request_error"), param, code)
+
+
+class OpenAiErrors:
+    """Form of this API's errors."""
+
+    def respond(self, error: Exception) -> Response:
+        status, details = describe(error)
+        body = encode_json(ErrorBody(details))
+        return ErrorResponse(error, status, body, "application/json", details.param or "")
+
+    def last_events(self, error: Exception) -> bytes:
+        return encode_event(ErrorBody(describe(error)[1])) + DONE
+
+
+OPENAI_ERRORS = OpenAiErrors()

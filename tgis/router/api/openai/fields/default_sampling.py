@@ -1,0 +1,99 @@
+"""Reads the values that sampling fields have where a request does not set them: those of a model's
+generation_config.json, and the operator's, which win."""
+
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tgis.config.processes import RouterConfig
+from tgis.config.serving import GENERATION_CONFIG_AUTO, GENERATION_CONFIG_NONE
+from tgis.hub.model_files import ModelNotFoundError, read_json
+from tgis.router.api.openai.fields.sampling_fields import SamplingFields
+from tgis.router.errors import StartupError
+
+logger = logging.getLogger(__name__)
+
+FILE = "generation_config.json"
+NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields that generation_config.json and requests have in common."""
+
+
+def read_default_sampling(config: RouterConfig) -> dict[str, float]:
+    """Return the values of fields that requests do not set. Raises StartupError."""
+    return _read_chosen_file(config) | _read_overrides(config.override_generation_config)
+
+
+def set_default_sampling(fields: SamplingFields, defaults: Mapping[str, float]) -> None:
+    """Set the fields that a request leaves out or sets to null."""
+    for name, value in defaults.items():
+        if getattr(fields, name) is None:
+            setattr(fields, name, value)
+
+
+def _read_chosen_file(config: RouterConfig) -> dict[str, float]:
+    if config.generation_config == GENERATION_CONFIG_NONE:
+        return {}
+    if config.generation_config != GENERATION_CONFIG_AUTO:
+        return _read_directory(Path(config.generation_config))
+    try:
+        return _read_file(Path(config.model_sampling_path)) if config.model_sampling_path else {}
+    except ModelNotFoundError as error:
+        logger.warning("the model's own sampling is not used: %s", error)
+        return {}
+
+
+def _read_directory(directory: Path) -> dict[str, float]:
+    path = directory / FILE
+    try:
+        if not path.is_file():
+            raise StartupError(f"generation_config: {path} is not a file")
+        return _read_file(path)
+    except ModelNotFoundError as error:
+        raise StartupError(f"generation_config: {error}") from error
+    except OSError as error:
+        raise StartupError(f"generation_config: {path} cannot be read: {error.strerror}") from error
+
+
+def _read_file(path: Path) -> dict[str, float]:
+    """Return the usable values of a generation_config.json. Raises ModelNotFoundError."""
+    content = read_json(path.parent, path.name)
+    if content.get("do_sample") is False:  # fields that only choose among random tokens mean nothing then
+        content = {"temperature": 0.0, "repetition_penalty": content.get("repetition_penalty")}
+    usable: dict[str, float] = {}
+    for name in NAMES:
+        if content.get(name) is None:
+            continue
+        try:
+            usable[name] = _to_value(name, content[name])
+        except ValueError as error:
+            logger.warning("a value in %s is not used: %s", path, error)
+    return usable
+
+
+def _read_overrides(text: str | None) -> dict[str, float]:
+    try:
+        content = msgspec.json.decode(text or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise StartupError("override_generation_config: it is no JSON object") from error
+    for name in content:
+        if name not in NAMES:
+            raise StartupError(f"override_generation_config: {name!r} is none of {', '.join(NAMES)}")
+    try:
+        return {name: _to_value(name, value) for name, value in content.items()}
+    except ValueError as error:
+        raise StartupError(f"override_generation_config: {error}") from error
+
+
+def _to_value(name: str, value: Any) -> float:
+    """Return a value as requests may have it. Raises ValueError, which names the field."""
+    try:
+        number: float | None = getattr(msgspec.convert({name: value}, SamplingFields), name)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{name}: {str(error).partition(' - at')[0]}") from error
+    if number is None or not math.isfinite(number):
+        raise ValueError(f"{name}: Expected a finite number")
+    return number

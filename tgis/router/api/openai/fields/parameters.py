@@ -1,0 +1,33 @@
+"""Turns a request's fields into the service's parameters."""
+
+from typing import Any
+
+from tgis.router.api.openai.errors import ApiError
+from tgis.router.api.openai.fields.sampling_fields import SamplingFields
+from tgis.router.requests.parameters import NUM_SEEDS, Parameters, same_named
+
+
+def to_parameters(fields: SamplingFields, max_tokens: int | None, **details: Any) -> Parameters:
+    """Return the parameters of a call. `details` are further fields of Parameters, such as which details
+    of tokens are returned. Raises ApiError."""
+    set_fields = {
+        "sample": True,
+        "top_k": max(fields.top_k or 0, 0),
+        "seed": None if fields.seed is None else fields.seed % NUM_SEEDS,
+        "logit_bias": _biases(fields.logit_bias or {}),
+        "max_new_tokens": max_tokens or 0,
+        "min_new_tokens": fields.min_tokens or 0,
+        "stop_sequences": (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
+        "include_stop_sequence": bool(fields.include_stop_str_in_output),
+        "truncate_input_tokens": fields.truncate_prompt_tokens or 0,
+        "cache_salt": (fields.cache_salt or "").encode(),
+        "raw_details": True,
+    }
+    return Parameters(**same_named(fields) | set_fields | details)
+
+
+def _biases(biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    for key in biases:
+        if not (key.isascii() and key.isdecimal() and len(key) <= 9):
+            raise ApiError(400, "logit_bias: keys must be token ids in decimal", "logit_bias")
+    return tuple((int(key), bias) for key, bias in biases.items())

@@ -1,0 +1,42 @@
+"""Turns the service's refusals into the API's, which name the field of the request that is wrong."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from tgis.router.api.http.errors import renamed_text
+from tgis.router.api.openai.errors import ApiError, missing_model
+from tgis.router.errors import InputTooLongError, NotFoundError, RequestError
+
+INPUT = "text"
+"""The service's name of the input, which each route calls otherwise."""
+NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "stop_sequences": "stop",
+    "top_n_tokens": "logprobs",
+    "truncate_input_tokens": "truncate_prompt_tokens",
+    "adapter_id": "model",
+}
+"""The service's names of parameters, and this API's. Other names are equal."""
+TOO_LONG = "context_length_exceeded"
+
+
+@contextmanager
+def translated_refusals(model: str | None, names: Mapping[str, str]) -> Iterator[None]:
+    """Raise the service's refusals as ApiError. `model` is the request's, and `names` are those of NAMES that
+    the request or its route has otherwise."""
+    try:
+        yield
+    except RequestError as error:
+        is_missing = isinstance(error, NotFoundError)
+        refusal = missing_model(model) if is_missing else _translate(error, {**NAMES, **names})
+        refusal.is_logged = error.is_logged
+        raise refusal from None
+
+
+def _translate(error: RequestError, names: Mapping[str, str]) -> ApiError:
+    text = renamed_text(error, names, INPUT)
+    param = names.get(error.parameter, error.parameter) or None
+    if isinstance(error, InputTooLongError):
+        return ApiError(400, f"This model's maximum context length is exceeded: {text}", param, TOO_LONG)
+    return ApiError(400, text, param)

@@ -1,0 +1,110 @@
+"""Fields that requests for completions and chat completions have in common, and how bodies are read."""
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+
+from tgis.router.api.http.call_context import media_type, read_body
+from tgis.router.api.http.json_bodies import decode_body
+from tgis.router.api.http.serving.origins import is_of_page
+from tgis.router.api.openai.errors import ApiError
+from tgis.router.errors import RequestError
+
+MOST = 2**31 - 1
+FORM = "application/x-www-form-urlencoded"  # what curl and others say of any body unless told otherwise
+NO_JSON_TYPE = "the content type must be application/json"
+MAX_TOP_LOGPROBS = 20
+
+Count = Annotated[int, Meta(ge=0, le=MOST)]
+TokenId = Annotated[int, Meta(ge=0, le=999_999_999)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+
+T = TypeVar("T")
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """Fields with ranges here are checked while the body is read. Those of the type Any are refused unless
+    they have a value that means nothing."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MOST)] | None = None
+    """0 and -1 keep all tokens."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Count | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    logit_bias: dict[str, float] | None = None
+    include_stop_str_in_output: bool | None = None
+    add_special_tokens: bool | None = None
+    prompt_logprobs: TopLogprobs | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=1, le=MOST)] | None = None
+    user: str | None = None
+
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    early_stopping: Any = None
+    guided_decoding_backend: Any = None
+    guided_whitespace_pattern: Any = None
+    kv_transfer_params: Any = None
+    length_penalty: Any = None
+    logits_processors: Any = None
+    priority: Any = None
+    skip_special_tokens: Any = None
+    spaces_between_special_tokens: Any = None
+    structural_tag: Any = None
+    use_beam_search: Any = None
+    vllm_xargs: Any = None
+
+
+async def read_fields(decoder: msgspec.json.Decoder[T], request: Request) -> T:
+    """Return what is in a request's body. Raises ApiError and RouterError."""
+    kind = media_type(request)
+    if not (kind == "" or "json" in kind or (kind == FORM and not is_of_page(request.headers))):
+        raise ApiError(415, NO_JSON_TYPE)
+    try:
+        body = await read_body(request)
+    except RequestError as error:
+        raise ApiError(400, str(error), error.parameter or None) from None
+    return decode_fields(decoder, body)
+
+
+def decode_fields(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """Return the request in a body. Raises ApiError, which names the field and quotes no value of it."""
+    try:
+        return decode_body(decoder, body)
+    except RequestError as error:
+        raise ApiError(400, str(error), error.parameter or None) from None
+
+
+def check_stream_options(fields: SamplingFields) -> None:
+    """Raise ApiError for options of a stream where there is none."""
+    if fields.stream_options is not None and not fields.stream:
+        raise ApiError(400, "stream_options needs stream", "stream_options")

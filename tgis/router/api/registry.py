@@ -1,0 +1,71 @@
+"""Lists the APIs. A new one has a package beside the others and a line here."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from tgis.config.aliases.alias import Alias
+from tgis.config.option_names import OptionNames
+from tgis.config.processes import COMPAT
+from tgis.router.api.fmaas.interface import INTERFACE as FMAAS
+from tgis.router.api.interface import AliasMetrics, Interface
+from tgis.router.api.lmi.interface import INTERFACE as LMI
+from tgis.router.api.openai.interface import INTERFACE as OPENAI
+from tgis.router.api.tgi.interface import INTERFACE as TGI
+
+if TYPE_CHECKING:
+    from tgis.router.api.http.http_api import HttpApi
+    from tgis.router.api.http.service_parts import ServiceParts
+
+INTERFACES: tuple[Interface, ...] = (FMAAS, OPENAI, TGI, LMI)
+"""All APIs. Of several APIs over HTTP that have a path, the last one is asked first whether it answers."""
+
+
+def option_names() -> tuple[OptionNames, ...]:
+    """Return the option names of other servers, in the order of COMPAT."""
+    names = [each.option_names for each in INTERFACES if each.option_names is not None]
+    return tuple(sorted(names, key=lambda one: COMPAT.index(one.name)))
+
+
+def foreign_aliases() -> tuple[Alias, ...]:
+    """Return all flags and variables of other servers."""
+    return tuple(alias for names in option_names() for alias in names.aliases)
+
+
+def metric_aliases() -> dict[str, AliasMetrics]:
+    """Return the values of `--metrics-alias`, each with what makes its series."""
+    return {name: make for each in INTERFACES for name, make in each.metric_aliases.items()}
+
+
+def http_names() -> tuple[str, ...]:
+    """Return the names of all APIs over HTTP in the order in which they are asked for a path."""
+    return tuple(each.name for each in reversed(INTERFACES) if each.build_http_api is not None)
+
+
+def served_http_names(http_api: str | None) -> tuple[str, ...]:
+    """Return the names of the APIs that a value of `--http-api` serves, in the same order."""
+    chosen = {name.strip() for name in (http_api or "").split(",") if name.strip()}
+    always = {each.name for each in INTERFACES if each.accompanies_others} if chosen else set()
+    return tuple(name for name in http_names() if name in chosen | always)
+
+
+def served_interfaces(http_api: str | None) -> list[Interface]:
+    """Return the APIs over gRPC, and those over HTTP that a value of `--http-api` serves."""
+    names = served_http_names(http_api)
+    return [each for each in INTERFACES if each.add_servicer is not None or each.name in names]
+
+
+def model_placeholders(http_api: str | None) -> tuple[str, ...]:
+    """Return the placeholders of all served APIs."""
+    return tuple(name for each in served_interfaces(http_api) for name in each.model_placeholders)
+
+
+def build_http_apis(parts: "ServiceParts") -> list["HttpApi"]:
+    """Build all APIs over HTTP, in the order in which they are asked for a path, and collect the operations
+    of those that are served. Raises StartupError."""
+    [chats] = [each.build_chat_api(parts) for each in INTERFACES if each.build_chat_api is not None]
+    builders = [each.build_http_api for each in INTERFACES if each.build_http_api is not None]
+    served = served_http_names(parts.config.http_api)
+    apis = [build(parts, chats) for build in builders]
+    apis = [replace(api, is_served=api.rules.name in served) for api in apis]
+    parts.operations.extend(operation for api in apis if api.is_served for operation in api.operations)
+    return apis[::-1]

@@ -1,0 +1,64 @@
+"""Reads bodies of requests. Those that cannot be read are refused in plain text, as TGI does."""
+
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from tgis.router.api.http.call_context import media_type, read_body
+from tgis.router.api.tgi.errors import BodyError
+from tgis.router.errors import RequestError
+
+NO_JSON_TYPE = "Expected request with `Content-Type: application/json`"
+NOT_JSON = "Failed to parse the request body as JSON: {}"
+WRONG = "Failed to deserialize the JSON body into the target type: {}"
+
+T = TypeVar("T")
+
+
+class _Keys(msgspec.Struct):
+    inputs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+_keys_decoder = msgspec.json.Decoder(_Keys)
+
+
+async def read_json(request: Request) -> bytes:
+    """Return the body of a request that says that it is JSON. Raises BodyError, PayloadTooLargeError."""
+    kind = media_type(request)
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise BodyError(415, NO_JSON_TYPE)
+    try:
+        return await read_body(request)
+    except RequestError as error:
+        raise BodyError(400, NOT_JSON.format(error)) from None
+
+
+def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """Return the request in a body. Raises BodyError, which quotes no value of it."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).partition(" - at `")
+        field = path.rstrip("`").removeprefix("$.")
+        raise BodyError(422, WRONG.format(f"{field}: {text}" if field else text)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise BodyError(400, NOT_JSON.format("it is not valid JSON in UTF-8")) from None
+    except RecursionError:
+        raise BodyError(400, NOT_JSON.format("it is nested too deeply")) from None
+
+
+def main_field(body: bytes) -> str:
+    """Return which of `inputs`, `messages` and `prompt` a body has first, in this order; empty if none.
+    Raises BodyError."""
+    keys = decode(_keys_decoder, body)
+    return next((name for name in _Keys.__struct_fields__ if getattr(keys, name) is not msgspec.UNSET), "")
+
+
+def has_inputs(body: bytes) -> bool:
+    try:
+        return main_field(body) == "inputs"
+    except BodyError:
+        return False

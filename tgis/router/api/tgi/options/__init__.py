@@ -1,0 +1,1 @@
+"""Options of TGI that the launcher reads with `--compat tgi`."""

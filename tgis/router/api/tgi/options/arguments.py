@@ -1,0 +1,21 @@
+"""Joins flags that a command line in TGI's spelling may repeat."""
+
+from collections.abc import Collection, Sequence
+
+REPEATED = ("--cors-allow-origin",)
+"""Flags whose values are joined by commas."""
+
+
+def join_repeated(arguments: Sequence[str], switches: Collection[str] = ()) -> list[str]:
+    """Return the command line with one flag for all values of each flag of REPEATED, at its end."""
+    words, values = list[str](), dict[str, list[str]]()
+    rest = iter(arguments)
+    for word in rest:
+        flag, equals, value = word.partition("=")
+        if flag not in REPEATED:
+            words.append(word)
+        elif (given := value if equals else next(rest, None)) is not None:
+            values.setdefault(flag, []).append(given)
+        else:
+            words.append(word)  # the value is missing, which the option itself refuses
+    return words + [f"{flag}={','.join(given)}" for flag, given in values.items()]

@@ -1,0 +1,66 @@
+"""Turns the service's refusals into TGI's words."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tgis.router.api.tgi.rules import TGI
+from tgis.router.errors import InputTooLongError, NotFoundError, QuotingError, RequestError
+from tgis.router.requests.parameters import Parameters
+from tgis.router.requests.validation import MAX_STOP_SEQUENCE_BYTES, RequestLimits
+
+TOTAL = "`inputs` tokens + `max_new_tokens` must be <= {}. Given: {} `inputs` tokens and {} `max_new_tokens`"
+INPUT = "`inputs` must have less than {} tokens. Given: {}"
+MOST_NEW = "`max_new_tokens` must be <= {}. Given: {}"
+STOPS = f"`stop` must have texts of 1 to {MAX_STOP_SEQUENCE_BYTES} UTF8 bytes"
+INVALID_GRAMMAR = "grammar is not valid: {}"
+GRAMMARS = ("format", "json_schema", "regex")
+"""The service's names of constraints."""
+
+
+def most_input_tokens(limits: RequestLimits) -> int:
+    """Return the most tokens that an input may have."""
+    room = limits.max_sequence_length - 1
+    return min(limits.max_input_tokens or room, room)
+
+
+@contextmanager
+def translated_refusals(parameters: Parameters, limits: RequestLimits) -> Iterator[None]:
+    """Raise the service's refusals of a call with other texts."""
+    try:
+        yield
+    except NotFoundError:
+        raise
+    except RequestError as error:
+        if (text := _translate(error, parameters, limits)) is None:
+            raise
+        is_quoting = isinstance(error, QuotingError)
+        refusal = QuotingError(text) if is_quoting else RequestError(text, error.parameter)
+        refusal.is_logged = error.is_logged
+        raise refusal from None
+
+
+def _translate(error: RequestError, parameters: Parameters, limits: RequestLimits) -> str | None:
+    """Return TGI's text for a refusal; None if its own is told."""
+    if isinstance(error, InputTooLongError):
+        return _length_text(error.num_inputs, parameters.max_new_tokens, limits)
+    match error.parameter:
+        case "max_new_tokens":
+            return MOST_NEW.format(limits.most_new_tokens(TGI), parameters.max_new_tokens)
+        case "stop_sequences":
+            return STOPS
+        case field if field in GRAMMARS:
+            reason = str(error).removeprefix(f"{field} ")
+            is_invalid = reason.startswith("is not valid: ")
+            return INVALID_GRAMMAR.format(
+                reason.removeprefix("is not valid: ") if is_invalid else f"it {reason}"
+            )
+    return None
+
+
+def _length_text(num_inputs: int, max_new_tokens: int, limits: RequestLimits) -> str:
+    """Return why an input of so many tokens is refused; 0 new tokens stand for the rest of the length."""
+    total = limits.max_sequence_length
+    num_new = max_new_tokens or max(total - num_inputs, 0)
+    if num_inputs + num_new > total:
+        return TOTAL.format(total, num_inputs, num_new)
+    return INPUT.format(most_input_tokens(limits), num_inputs)

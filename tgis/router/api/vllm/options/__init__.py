@@ -1,0 +1,1 @@
+"""Options of vLLM that the launcher reads with `--compat vllm`."""
