@@ -50,7 +50,7 @@ class ChatChunkWriter:
         ]
 
     def begin(self) -> Iterator[bytes]:
-        """Yield the first chunk of each choice, which tells the role."""
+        """Yield the first chunk of each choice, which has the role."""
         for index, spec in enumerate(self._specs):
             choice = ChunkChoice(index, Delta("assistant", ""))
             if self._body.return_token_ids:
@@ -58,7 +58,7 @@ class ChatChunkWriter:
             yield self._chunk(choice)
 
     def write(self, index: int, output: InputTokens | Output) -> bytes:
-        """Return the chunks of one output; empty if it has nothing to tell."""
+        """Return the chunks of one output; empty if it shows nothing."""
         if isinstance(output, InputTokens):
             return b""
         self._num_generated[index], self._num_cached[index] = output.num_generated, output.num_cached

@@ -171,7 +171,7 @@ def _check(body: ChatRequest, is_encoder_decoder: bool) -> None:
     if body.prompt_logprobs is not None and body.stream:
         raise ApiError(400, "prompt_logprobs cannot be streamed", "prompt_logprobs")
     if body.prompt_logprobs is not None and is_encoder_decoder:
-        raise ApiError(400, "the model tells no log-probabilities of its input", "prompt_logprobs")
+        raise ApiError(400, "prompt_logprobs is not supported for encoder-decoder models", "prompt_logprobs")
     for name in ("max_completion_tokens", "max_tokens"):
         if getattr(body, name) == 0:
             raise ApiError(400, f"{name} must be at least 1", name)

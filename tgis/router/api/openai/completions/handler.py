@@ -121,7 +121,7 @@ def _check(body: CompletionRequest, limits: RequestLimits, is_encoder_decoder: b
     """Check what fields demand of each other. Raises ApiError."""
     wants_input = body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)
     if wants_input and is_encoder_decoder:
-        raise ApiError(400, "the model tells no log-probabilities of its input", "prompt_logprobs")
+        raise ApiError(400, "prompt_logprobs is not supported for encoder-decoder models", "prompt_logprobs")
     if body.max_tokens == 0 and not (body.echo or body.prompt_logprobs is not None):
         raise ApiError(400, "max_tokens must be at least 1 unless echo is true", "max_tokens")
     if body.best_of is not None and body.best_of < (body.n or 1):
