@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tgis.router.api.models import Models
-from tgis.router.api.openai.dates import unix_time
+from tgis.router.api.openai.answers.dates import unix_time
 from tgis.router.api.openai.errors import missing_model
 
 OWNER = "tgis"

@@ -12,10 +12,11 @@ from tgis.router.api.http.answers.event_stream import DONE, EventStream, merge
 from tgis.router.api.http.call_context import HttpCall
 from tgis.router.api.http.described_fields import describe_parameters
 from tgis.router.api.http.service_parts import ServiceParts
+from tgis.router.api.openai.answers.dates import unix_time
+from tgis.router.api.openai.answers.logprobs_encoder import LogprobsEncoder
 from tgis.router.api.openai.completions.choices import CompletionJob, write_choices
 from tgis.router.api.openai.completions.chunks import ChunkWriter
 from tgis.router.api.openai.completions.types import Completion, CompletionRequest
-from tgis.router.api.openai.dates import unix_time
 from tgis.router.api.openai.errors import ApiError
 from tgis.router.api.openai.fields.default_sampling import set_default_sampling
 from tgis.router.api.openai.fields.parameters import to_parameters
@@ -23,7 +24,6 @@ from tgis.router.api.openai.fields.refusals import INPUT, translated_refusals
 from tgis.router.api.openai.fields.refused_fields import refuse_fields
 from tgis.router.api.openai.fields.sampling_fields import check_stream_options, read_fields
 from tgis.router.api.openai.fields.structured_outputs import constraint_names, read_guided
-from tgis.router.api.openai.logprobs_encoder import LogprobsEncoder
 from tgis.router.api.openai.rules import OPENAI
 from tgis.router.events import InputTokens
 from tgis.router.requests.call import GenerationCall, Parameters

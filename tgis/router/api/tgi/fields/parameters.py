@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from tgis.router.api.tgi.refusals import INVALID_GRAMMAR, most_input_tokens
+from tgis.router.api.tgi.fields.refusals import INVALID_GRAMMAR, most_input_tokens
 from tgis.router.api.tgi.rules import TGI
 from tgis.router.api.tgi.types import GenerateParameters, GenerateRequest, GrammarField
 from tgis.router.grammar.compiler import Guided
