@@ -16,7 +16,7 @@ ALLOWED = {
     "prompts/artifact_cache.py": "the age of a file",
     "prompts/snapshot.py": "the age of a file",
     "cli/top/screen.py": "the time of a frame",
-    "router/api/openai/dates.py": "when an answer was made",
+    "router/api/openai/answers/dates.py": "when an answer was made",
     "router/api/vllm/series.py": "when adapters were counted, which is a series' value in vLLM",
 }
 

@@ -155,10 +155,11 @@ def _read_foreign(context: click.Context, settings: dict[str, Setting], reads: s
 
 def _refuse_ambiguous_flags(context: click.Context, server: OptionNames) -> None:
     """Raise a usage error for a flag that means different options here and there."""
+    compat = server.name
     for flag, instead in server.ambiguous_flags.items():
         if any(one.startswith(flag) for one in context.meta[ARGUMENTS]):
             raise click.UsageError(
-                f"under --compat {server.name}, write {instead} instead of {flag}, which means one here and "
+                f"under --compat {compat}, write {instead} instead of {flag}, which means one here and "
                 "the other there",
                 context,
             )

@@ -1,4 +1,4 @@
-"""Assembles and runs the router: ports, shards, service and signals; startup, main loop and shutdown."""
+"""Assembles and runs the router: ports, engine, service and signals; startup, main loop and shutdown."""
 
 import asyncio
 import contextlib
@@ -248,7 +248,7 @@ class _Router:
         self._draining.set()
 
     async def _unless_draining(self, waiting: Coroutine[Any, Any, None]) -> bool:
-        """Wait for `waiting`. Return False if the router is told to stop first."""
+        """Wait for `waiting`. Return False if a signal to stop comes first."""
         task, draining = asyncio.create_task(waiting), asyncio.create_task(self._draining.wait())
         await asyncio.wait((task, draining), return_when=asyncio.FIRST_COMPLETED)
         for one in (task, draining):
@@ -297,7 +297,8 @@ class _Router:
             await certificates.watch()
 
     async def _stop(self, timeout_s: float) -> None:
-        """Refuse new calls at once, and wait until a second signal for generations but no other streams."""
+        """Refuse new calls at once, and wait for generations, not for other streams, until a second
+        signal."""
         stopping = asyncio.create_task(self._stop_ports(timeout_s))
         idle = asyncio.create_task(self._service.is_idle.wait())
         aborting = asyncio.create_task(self._aborting.wait())
@@ -310,7 +311,7 @@ class _Router:
         await stopping
 
     async def _stop_ports(self, timeout_s: float) -> None:
-        """Refuse new calls, and cut those that are left after the time limit."""
+        """Refuse new calls, and abort the remaining ones after the time limit."""
         await asyncio.gather(self._server.stop(timeout_s), self._http.stop(timeout_s))
 
 

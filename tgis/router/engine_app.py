@@ -1,4 +1,4 @@
-"""Assembles and runs the engine process of a router whose doors are in processes of their own."""
+"""Assembles and runs the engine process of a router whose APIs are served by other processes."""
 
 import asyncio
 import contextlib

@@ -1,1 +1,1 @@
-"""Declares the option names of other servers that the commands also accept."""
+"""Declares the option names of TGIS that the commands also accept, and what such a name is."""

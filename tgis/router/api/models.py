@@ -1,4 +1,4 @@
-"""Names that requests may give as `model`: those of the served model, and of LoRA adapters."""
+"""Names that requests may give as `model`: of the served model, and of LoRA adapters."""
 
 import re
 from collections.abc import Callable, Collection, Mapping

@@ -71,7 +71,7 @@ class RequestTimes:
 
 @dataclass
 class Progress:
-    """What a generation has delivered: its state that outlives the loss of the engine process."""
+    """Delivered part of a generation, which outlives the loss of the engine process."""
 
     generated: list[int] = field(default_factory=list)
     has_inputs: bool = False

@@ -68,4 +68,4 @@ class AliasedSeries(Protocol):
 
 
 MakeAliases = Callable[[AliasedMetrics, Storage], AliasedSeries]
-"""Makes series that show those of the service, with a storage for what only they observe."""
+"""Makes the series from the service's own, with a storage for what the service does not observe."""

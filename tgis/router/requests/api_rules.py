@@ -12,7 +12,7 @@ MAX_INPUTS = 128  # of a request to an API over HTTP
 ALMOST_GREEDY = 1e-5  # lower temperatures decode greedily where an API allows them: logits would overflow
 
 ErrorKind = Code | type[RouterError] | Callable[[Exception], bool]
-"""Kind of errors: those with a code, those of a class, or those that a predicate selects."""
+"""Kind of errors, by code, by class, or by a predicate."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,10 @@ from tgis.router.requests.http_statuses import http_status
 
 SCHEME = ":scheme"
 """Metadata key of the scheme of a call over HTTP, `http` or `https`. No client can send such a header."""
-GRPC_FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)  # of those that errors become
+GRPC_FAULTS = (
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNAVAILABLE,
+)  # statuses that count as the service's faults
 
 Attributes = dict[str, AttributeValue]
 

@@ -15,10 +15,10 @@ from tests.support.router.fake_shard import EOS, VOCAB_SIZE
 from tests.support.router.model_of_shard import next_token
 from tests.support.router.served_http import MODEL, ServedHttp, open_http
 from tests.support.tokenizers.trained import write_byte_level
+from tgis.router.api.openai.answers.logprobs_encoder import LogprobsEncoder
 from tgis.router.api.openai.completions.choices import CompletionJob, write_choices
 from tgis.router.api.openai.completions.chunks import ChunkWriter
 from tgis.router.api.openai.completions.types import Completion, CompletionRequest
-from tgis.router.api.openai.logprobs_encoder import LogprobsEncoder
 from tgis.router.api.openai.rules import OPENAI
 from tgis.router.api.service import Result
 from tgis.router.engine.handle import SequenceSpec

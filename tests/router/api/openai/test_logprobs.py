@@ -16,7 +16,7 @@ from tests.support.tokenizers.trained import (
     write_metaspace,
     write_wordpiece,
 )
-from tgis.router.api.openai.logprobs import (
+from tgis.router.api.openai.answers.logprobs import (
     LEAST,
     CompletionLogprobsWriter,
     TokenNames,

@@ -23,9 +23,9 @@ from tgis.router.api.http.answers.sliced_encoder import (
     PART_BYTES,
     SLICE_TOKENS,
 )
+from tgis.router.api.openai.answers.logprobs import CompletionLogprobsWriter, TokenNames
+from tgis.router.api.openai.answers.logprobs_encoder import LogprobsEncoder
 from tgis.router.api.openai.completions.types import Completion, CompletionChoice
-from tgis.router.api.openai.logprobs import CompletionLogprobsWriter, TokenNames
-from tgis.router.api.openai.logprobs_encoder import LogprobsEncoder
 from tgis.router.sequence import TokenDetail
 from tgis.router.text.detokenizer import Vocabulary
 from tgis.router.text.tokenizer import Tokenizer

@@ -28,7 +28,7 @@ async def test_models_are_listed_and_described(tmp_path: Path) -> None:
 async def test_loaded_adapters_are_listed() -> None:
     models = Models(("a", "b"), adapter_ids=lambda: ("x/y",))
     routes = ModelRoutes(models, 77, default_sampling={"top_k": 5})
-    answer = json.loads(bytes((await routes.list(None)).body))  # type: ignore[arg-type]
+    answer = json.loads(bytes((await routes.list_models(None)).body))  # type: ignore[arg-type]
     told = [(each["id"], each["root"], each["parent"], each["max_model_len"]) for each in answer["data"]]
     assert told == [("a", "a", None, 77), ("b", "a", None, 77), ("x/y", "x/y", "a", 77)]
     assert [each["default_sampling"] for each in answer["data"]] == [{"top_k": 5}] * 3

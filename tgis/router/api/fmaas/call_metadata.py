@@ -1,5 +1,5 @@
-"""Reads the `tgis-*` metadata of a call: parameters that fmaas's messages cannot say. They apply to all
-inputs of the call. Every other key is left alone."""
+"""Reads the `tgis-*` metadata of a call: parameters that fmaas's messages lack. They apply to all inputs
+of the call. Every other key is ignored."""
 
 import re
 from collections.abc import Callable, Mapping

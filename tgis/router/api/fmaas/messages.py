@@ -21,7 +21,7 @@ from tgis.router.sequence import Details, StopReason, TokenDetail
 _NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
 
 NO_METADATA = CallMetadata()
-MAX_ITEMS = 65_536  # of a list that are read; longer ones are beyond every limit, and reading them takes long
+MAX_ITEMS = 65_536  # of a list that are read: longer lists exceed every limit, and reading them takes long
 TOO_MANY_REQUESTS = f"a batch must be at most {MAX_ITEMS} requests"
 ECHO_GAP = "\n\n"  # between an input and its answer; a text that continues the input needs none
 
@@ -175,7 +175,7 @@ class ResponseWriter:
     def _unary(self, result: Result, echo: str) -> pb.GenerationResponse:
         spec, last = result.spec, result.last
         assert last is not None, "a generation ends with an output"
-        is_empty = not last.num_generated  # expired before anything was computed: only the reason is told
+        is_empty = not last.num_generated  # expired before anything was computed: only the reason is returned
         return pb.GenerationResponse(
             input_token_count=len(spec.input_ids),
             generated_token_count=last.num_generated,

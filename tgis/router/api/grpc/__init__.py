@@ -1,1 +1,1 @@
-"""What APIs over gRPC share: interceptors, health and server options."""
+"""Parts that APIs over gRPC share: interceptors, health and server options."""

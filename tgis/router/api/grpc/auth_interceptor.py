@@ -42,7 +42,7 @@ def warn_if_unprotected(options: PortOptions, host: str) -> None:
             host,
         )
     if options.http_api:
-        logger.warning("the same holds for the HTTP API on %s", host)
+        logger.warning("the HTTP API on %s is also unauthenticated", host)
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):

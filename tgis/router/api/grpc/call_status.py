@@ -25,7 +25,7 @@ async def end_call(context: Context, status: Status) -> None:
         await context.abort(*status)
     except grpc.aio.AbortError as error:
         drop_tracebacks(error)
-    except grpc.aio.InternalError:  # the client is gone, which gRPC may tell only after this
+    except grpc.aio.InternalError:  # the client is gone, which gRPC may report only after this
         raise asyncio.CancelledError from None
 
 

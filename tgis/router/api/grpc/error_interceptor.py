@@ -1,5 +1,5 @@
 """Intercepts every method of the public gRPC port. Bytes that are not a valid message are refused, errors
-become statuses by one table, and an unforeseen error tells a client no more than a request id."""
+become statuses by one table, and a client gets no more of an unforeseen error than a request id."""
 
 import asyncio
 import logging
@@ -53,7 +53,7 @@ class Received:
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Interceptor that wraps every method, those of gRPC's own services too."""
+    """Interceptor that wraps every method, including gRPC's own services."""
 
     def __init__(
         self, slow_clients: SlowClients, pacing: RefusalPacing, memory: MemoryRelease, failures: Counter
@@ -174,7 +174,7 @@ async def _answer_or_status(answering: Coroutine[Any, Any, Any]) -> tuple[Any, S
 
 
 def _status_of(error: Exception) -> Status:
-    """Return the client's status for `error`. For an unforeseen one it tells only the id in the log."""
+    """Return the client's status for `error`. The text for an unforeseen error has only its id in the log."""
     if isinstance(error, RouterError):
         code, text = STATUS[error.code], str(error)
         more = _retry_metadata(code.value[0], text) if isinstance(error, OverloadedError) else ()

@@ -39,7 +39,7 @@ class SlowClients:
                     await context.send_initial_metadata(())
                     has_begun = True
                 await context.write(response)
-            except grpc.aio.InternalError:  # the client is gone, which gRPC may tell only after this
+            except grpc.aio.InternalError:  # the client is gone, which gRPC may report only after this
                 raise asyncio.CancelledError from None
             except asyncio.CancelledError:
                 if task not in self._late or task.uncancel():

@@ -1,1 +1,1 @@
-"""What APIs over HTTP share, and the ports that serve them."""
+"""Parts that APIs over HTTP share, and the ports that serve them."""

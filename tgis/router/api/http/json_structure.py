@@ -1,6 +1,6 @@
 """Bounds the structure of JSON bodies before anything is built of them: depth, lists and objects, and values.
-Bytes are looked at as columns, at a cost that does not depend on what they are, mostly without the
-interpreter's lock."""
+Bytes are examined as columns, at a cost that does not depend on their values, mostly without holding the
+GIL."""
 
 import re
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from tgis.router.requests.api_rules import MAX_INPUTS
 
 MAX_DEPTH = 64
 MAX_LISTS = 32_768  # lists and objects of a body
-MAX_VALUES = 262_144  # values of a body without those of its token ids
+MAX_VALUES = 262_144  # values of a body, its token ids excluded
 FREE_VALUES = 1_024  # values that a field may have without being looked at
 SHORT_LIST = 4_096  # values of a field whose own limit is much lower
 MAX_TOKENS = 1 << 20  # of a request to turn them into a text

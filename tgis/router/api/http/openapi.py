@@ -20,13 +20,13 @@ class ErrorTexts(NamedTuple):
     """Errors of an API for the document."""
 
     kind: Any
-    """Type of those that are JSON."""
+    """Type of JSON errors."""
     texts: Mapping[str, str]
     """Descriptions by status."""
     plain: tuple[str, ...] = ("431",)
-    """Statuses of those that are plain text."""
+    """Statuses of errors in plain text."""
     mixed: tuple[str, ...] = ()
-    """Statuses of those that are either."""
+    """Statuses of errors in either form."""
     empty: tuple[str, ...] = ()
 
 
@@ -34,9 +34,9 @@ class Operation(NamedTuple):
     path: str
     summary: str
     answers: tuple[Any, ...]
-    """Types of the answer, of which it is one; none if it is a stream."""
+    """Alternative types of the answer; none if it is a stream."""
     bodies: tuple[Any, ...] = ()
-    """Types of the body, likewise; a request without one is a GET."""
+    """Alternative types of the body; a request without one is a GET."""
     has_stream: bool = False
     is_text: bool = False
 
@@ -46,7 +46,7 @@ class Operation(NamedTuple):
 
 
 def openapi_document(operations: Iterable[tuple[Operation, ErrorTexts]]) -> Json:
-    """Return the document of operations, each with its API's errors. Those that share a route are one."""
+    """Return the document of operations with their APIs' errors. Operations that share a route are one."""
     by_route: dict[tuple[str, str], tuple[Operation, tuple[ErrorTexts, ...]]] = {}
     for operation, errors in operations:
         route = operation.path, operation.method
@@ -102,11 +102,11 @@ def _describe(operation: Operation, errors: Iterable[ErrorTexts], refs: Refs) ->
 
 def _errors(errors: Iterable[ErrorTexts], refs: Refs) -> Json:
     """Return the errors of all APIs that have a route, by status."""
-    told: Json = {}
+    described: Json = {}
     objects: dict[str, list[Json]] = {}
     for api in errors:
         for status, text in api.texts.items():
-            one = told.setdefault(status, {"description": text})
+            one = described.setdefault(status, {"description": text})
             if status in TEMPORARY:
                 one["headers"] = RETRY_AFTER
             if status in (*api.plain, *api.mixed):
@@ -114,8 +114,8 @@ def _errors(errors: Iterable[ErrorTexts], refs: Refs) -> Json:
             if status not in (*api.plain, *api.empty):
                 objects.setdefault(status, []).append(refs[api.kind])
     for status, schemas in objects.items():
-        told[status].setdefault("content", {})[JSON] = _one_of(schemas)
-    return told
+        described[status].setdefault("content", {})[JSON] = _one_of(schemas)
+    return described
 
 
 def _one_of(schemas: list[Json]) -> Json:

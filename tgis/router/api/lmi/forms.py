@@ -1,4 +1,4 @@
-"""Forms of answers: the names and values of LMI's own schema, and those of `tgi_compat`."""
+"""Forms of answers: names and values of LMI's own schema, and of `tgi_compat`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +39,7 @@ class Generated(msgspec.Struct):
 
 
 class Line(msgspec.Struct, kw_only=True):
-    """Line of a stream, for one token. The whole text and the details are those of the last line."""
+    """Line of a stream, for one token. Only the last line has the whole text and the details."""
 
     index: int | UnsetType = UNSET
     token: FormedToken

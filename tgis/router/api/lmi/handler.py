@@ -52,7 +52,7 @@ class LmiJob:
 
     @property
     def has_details(self) -> bool:
-        """True if the answer has details: those of several texts are nowhere else."""
+        """True if the answer has details, which alone show several texts."""
         if self.fields.num_texts > 1:
             return True
         return self.form.is_tgi if self.fields.details is None else self.fields.details
@@ -66,7 +66,7 @@ class LmiJob:
 
 @contextmanager
 def translated_refusals(adapter_id: str | None) -> Iterator[None]:
-    """Raise the service's refusals of a call with this API's names of what they refuse."""
+    """Raise the service's refusals of a call with this API's names of parameters."""
     try:
         yield
     except RequestError as error:
@@ -161,7 +161,7 @@ class Invocations:
             yield b""
             async with aclosing(stream.outputs) as outputs:
                 async for output in outputs:
-                    assert not isinstance(output, InputTokens), "streams tell nothing of inputs"
+                    assert not isinstance(output, InputTokens), "streams return no input tokens"
                     if lines := writer.write(output, stream.spec):
                         yield lines
 
@@ -169,12 +169,12 @@ class Invocations:
         """Return the call for all inputs with an adapter."""
         texts = job.body.texts
         own = [text for text, each in zip(texts, job.adapter_ids, strict=True) if each == adapter_id]
-        tells_tokens = job.form.is_stream or job.has_details
+        shows_tokens = job.form.is_stream or job.has_details
         return GenerationCall(
             job.method,
             job.kind,
             own,
-            to_parameters(job.fields, tells_tokens, job.has_details and job.fields.wants_inputs),
+            to_parameters(job.fields, shows_tokens, job.has_details and job.fields.wants_inputs),
             partial(describe_parameters, job.fields),
             http.metadata,
             http.connection,

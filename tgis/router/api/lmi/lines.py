@@ -1,4 +1,4 @@
-"""Writes the lines of a stream, of which an error is the last."""
+"""Writes the lines of a stream. An error is the last line."""
 
 from collections.abc import Iterable, Iterator
 

@@ -1,4 +1,4 @@
-"""Parameters of a request: what they are called, their ranges, and what they ask of the service."""
+"""Parameters of a request: names, ranges, and their meaning for the service."""
 
 from typing import Annotated, Any
 
@@ -18,7 +18,7 @@ TokenId = Annotated[int, Meta(ge=0, le=999_999_999)]
 
 
 class LmiParameters(msgspec.Struct, kw_only=True):
-    """Parameters that are known. Those of the type Any change what is generated and are not honoured, so that
+    """Known parameters. Parameters of type Any would change what is generated and are not supported, so that
     they are refused. All others are ignored, as LMI's containers do."""
 
     do_sample: bool | None = None
@@ -100,7 +100,7 @@ class LmiParameters(msgspec.Struct, kw_only=True):
 
     @property
     def wants_inputs(self) -> bool:
-        """True if the answer's details are to tell of the input's tokens."""
+        """True if the answer's details include the input's tokens."""
         return bool(self.decoder_input_details) or self.prompt_logprobs is not None
 
 
@@ -143,15 +143,16 @@ def check_parameters(
     if fields.stop_sequences and fields.stop:
         raise RequestError("only one of stop_sequences and stop may be given", "stop")
     if fields.wants_inputs and is_encoder_decoder:
-        raise RequestError("the model tells no log-probabilities of its input", "decoder_input_details")
+        name = "decoder_input_details"
+        raise RequestError(f"{name} is not supported for encoder-decoder models", name)
     if is_stream and fields.wants_inputs:
         raise RequestError("decoder_input_details cannot be streamed", "decoder_input_details")
     if is_stream and fields.num_texts > 1:
         raise RequestError("n and best_of cannot be streamed", "n")
 
 
-def to_parameters(fields: LmiParameters, tells_tokens: bool, tells_inputs: bool) -> Parameters:
-    """Return the parameters of a call whose answer tells of its tokens, and of its input's."""
+def to_parameters(fields: LmiParameters, shows_tokens: bool, shows_inputs: bool) -> Parameters:
+    """Return the parameters of a call whose answer includes details of its tokens, and of its input's."""
     stops = fields.stop_sequences or fields.stop or ()
     others = {
         "sample": fields.samples,
@@ -163,10 +164,10 @@ def to_parameters(fields: LmiParameters, tells_tokens: bool, tells_inputs: bool)
         "ignore_eos": bool(fields.ignore_eos_token),
         "truncate_input_tokens": fields.truncate or 0,
         "n": fields.num_texts,
-        "generated_tokens": tells_tokens,
-        "input_tokens": tells_inputs,
-        "token_logprobs": tells_tokens,
-        "top_n_tokens": fields.num_top if tells_tokens else 0,
+        "generated_tokens": shows_tokens,
+        "input_tokens": shows_inputs,
+        "token_logprobs": shows_tokens,
+        "top_n_tokens": fields.num_top if shows_tokens else 0,
         "raw_details": True,
     }
     return Parameters(**same_named(fields) | others)

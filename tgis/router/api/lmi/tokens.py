@@ -58,8 +58,8 @@ class AnswerTokens:
             yield self._held.popleft()
 
     def finish(self, detail: TokenDetail, text: str, is_end: bool) -> Iterator[ShownToken]:
-        """Add the last token and yield those that are left. `text` is the whole answer, which may end before
-        the last token and lacks it if that is the end of sequence."""
+        """Add the last token and yield the remaining ones. `text` is the whole answer, which may end before
+        the last token, and lacks an end of sequence."""
         self._held += self._texts.finish(detail, text, is_end)
         while self._held:
             first = self._held[0].token

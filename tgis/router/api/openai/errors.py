@@ -45,7 +45,8 @@ def missing_model(name: str | None) -> ApiError:
 
 
 def describe(error: Exception) -> tuple[int, ErrorDetails]:
-    """Return the status and the details of an error. An unforeseen one is logged, and tells its id only."""
+    """Return the status and the details of an error. The text for an unforeseen error has only
+    its id in the log."""
     status, text = describe_error(error, OPENAI)
     param, code = (error.param, error.code) if isinstance(error, ApiError) else (None, CODES.get(status))
     return status, ErrorDetails(text, TYPES.get(status, "invalid_request_error"), param, code)

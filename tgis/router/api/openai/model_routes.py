@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tgis.router.api.models import Models
-from tgis.router.api.openai.dates import unix_time
+from tgis.router.api.openai.answers.dates import unix_time
 from tgis.router.api.openai.errors import missing_model
 
 OWNER = "tgis"
@@ -45,7 +45,7 @@ class ModelRoutes:
         self._models, self._max_model_len, self._default_sampling = models, max_model_len, default_sampling
         self._created = unix_time() if created is None else created
 
-    async def list(self, request: Request) -> Response:
+    async def list_models(self, request: Request) -> Response:
         return Response(msgspec.json.encode(ModelList(await self._cards())), media_type="application/json")
 
     async def retrieve(self, request: Request) -> Response:
@@ -55,7 +55,7 @@ class ModelRoutes:
                 return Response(msgspec.json.encode(card), media_type="application/json")
         raise missing_model(name)
 
-    async def _cards(self) -> "list[ModelCard]":
+    async def _cards(self) -> list[ModelCard]:
         first = self._models.names[0]
         own = [self._card(name, root=first) for name in self._models.names]
         adapters = await self._models.adapters()

@@ -50,7 +50,7 @@ def _routes(parts: ServiceParts, chats: ChatApi) -> list[Route]:
     return [
         Route("/v1/chat/completions", chats.answer_chat, methods=["POST"]),
         Route("/v1/completions", chats.answer_completion, methods=["POST"]),
-        Route("/v1/models", models.list),
+        Route("/v1/models", models.list_models),
         Route("/v1/models/{name:path}", models.retrieve),
         Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
         Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),

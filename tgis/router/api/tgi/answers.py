@@ -139,7 +139,7 @@ class _PrefillWriter:
 
 
 def _measured(result: Result, total_s: float) -> dict[str, str]:
-    """Return the headers that tell times in milliseconds, and numbers of tokens."""
+    """Return the headers of times in milliseconds, and of numbers of tokens."""
     last, timings = _last(result), _last(result).timings
     assert timings is not None, "the last output has timings"
     return {

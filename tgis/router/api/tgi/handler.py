@@ -15,11 +15,11 @@ from tgis.router.api.http.described_fields import describe_parameters
 from tgis.router.api.http.errors import OWN_FORM
 from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.tgi.answers import GenerateJob, write_answer
-from tgis.router.api.tgi.bodies import WRONG, decode, main_field, read_json
 from tgis.router.api.tgi.errors import BodyError
 from tgis.router.api.tgi.events import EventWriter
-from tgis.router.api.tgi.parameters import read_parameters
-from tgis.router.api.tgi.refusals import translated_refusals
+from tgis.router.api.tgi.fields.bodies import WRONG, decode, main_field, read_json
+from tgis.router.api.tgi.fields.parameters import read_parameters
+from tgis.router.api.tgi.fields.refusals import translated_refusals
 from tgis.router.api.tgi.rules import TGI
 from tgis.router.api.tgi.types import GenerateParameters, GenerateRequest
 from tgis.router.events import InputTokens

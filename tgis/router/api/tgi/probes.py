@@ -10,7 +10,7 @@ from starlette.responses import Response
 from tgis import __version__
 from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.tgi.errors import UNHEALTHY, TgiErrorBody
-from tgis.router.api.tgi.refusals import most_input_tokens
+from tgis.router.api.tgi.fields.refusals import most_input_tokens
 from tgis.router.api.tgi.rules import TGI
 
 _COMMIT = re.compile("[0-9a-f]{40}")

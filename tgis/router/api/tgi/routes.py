@@ -8,8 +8,8 @@ from tgis.router.api.http.chat_api import ChatApi
 from tgis.router.api.http.http_api import HttpApi
 from tgis.router.api.http.openapi import ErrorTexts, Operation
 from tgis.router.api.http.service_parts import ServiceParts
-from tgis.router.api.tgi.bodies import has_inputs
 from tgis.router.api.tgi.errors import TGI_ERRORS, TgiErrorBody
+from tgis.router.api.tgi.fields.bodies import has_inputs
 from tgis.router.api.tgi.handler import Generation
 from tgis.router.api.tgi.probes import Info, Probes
 from tgis.router.api.tgi.rules import TGI

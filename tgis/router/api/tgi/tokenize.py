@@ -7,8 +7,8 @@ from starlette.responses import Response
 from tgis.router.api.http.chat_api import ChatApi
 from tgis.router.api.http.errors import HttpError
 from tgis.router.api.http.service_parts import ServiceParts
-from tgis.router.api.tgi.bodies import decode, read_json
 from tgis.router.api.tgi.errors import TemplateError
+from tgis.router.api.tgi.fields.bodies import decode, read_json
 from tgis.router.api.tgi.rules import TGI
 from tgis.router.api.tgi.types import GenerateRequest
 from tgis.router.text.token_lists import list_chat_places, list_places

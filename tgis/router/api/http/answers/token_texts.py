@@ -1,4 +1,4 @@
-"""Text of each token of an answer: what it adds, so that all of them but special ones join to the answer."""
+"""Texts of the tokens of an answer: each is what the token adds, so that all but special ones join to it."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -90,8 +90,8 @@ class TokenTexts:
         return self._take(next(i for i, each in enumerate(self._waiting) if each.token is self._last))
 
     def finish(self, detail: TokenDetail, text: str, is_end: bool) -> list[ShownToken]:
-        """Add the last token and return those that are left. `text` is the whole answer, which may end within
-        the token, and lacks it if that is the end of sequence."""
+        """Add the last token and return the remaining ones. `text` is the whole answer, which may end within
+        the token, and lacks an end of sequence."""
         if is_end:
             shown = self._forms.show(detail)
             shown.token.special = True

@@ -46,7 +46,7 @@ class Phase(Enum):
 
 
 class ApiGate:
-    """App of all routes of the APIs. It admits requests, and ends those that outlive a drain."""
+    """App of all routes of the APIs. It admits requests, and aborts the ones that outlive a drain."""
 
     def __init__(
         self, apis: Sequence[HttpApi], config: RouterConfig, failures: Counter, memory: MemoryRelease

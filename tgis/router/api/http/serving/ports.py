@@ -37,7 +37,7 @@ class HttpPorts:
         render: Render,
         memory: MemoryRelease,
     ) -> None:
-        """Build the apps. `apis` has those that are not served too; `render` returns the text of a scrape.
+        """Build the apps. `apis` includes APIs that are not served; `render` returns the text of a scrape.
         Raises StartupError."""
         self._config, self._certificates = config, certificates
         self._served = [api for api in apis if api.is_served]
@@ -95,7 +95,7 @@ class HttpPorts:
         return [*self._probes, api_route(self._api, self._served, config, is_alone)]
 
     async def stop(self, timeout_s: float) -> None:
-        """Refuse new calls, and cut those that are left after the time limit."""
+        """Refuse new calls, and abort the remaining ones after the time limit."""
         if not self._gate:
             return
         self._gate.phase = Phase.DRAINING

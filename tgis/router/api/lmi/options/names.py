@@ -1,7 +1,7 @@
 """Lists the option names of DJL's LMI containers, which only the launcher reads and only with `--compat lmi`.
 
 A name is a key of serving.properties: with `option.` in front it belongs to the model, without to the server.
-Keys that LMI passes on to vLLM are those of vLLM's table."""
+Keys that LMI passes on to vLLM are in vLLM's table."""
 
 import difflib
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Applies what is given under LMI's option names, and says what each name became."""
+"""Applies what is given under LMI's option names, and reports the result for each name."""
 
 import logging
 import re

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
+from tgis.router.api.openai.answers.usage import finish_reason
 from tgis.router.api.openai.chat.answer_form import AnswerForm
 from tgis.router.api.openai.chat.types import (
     AnswerCall,
@@ -15,7 +16,6 @@ from tgis.router.api.openai.chat.types import (
     Delta,
     FunctionDelta,
 )
-from tgis.router.api.openai.usage import finish_reason
 from tgis.router.api.service import Result
 from tgis.router.chat.answers.parser import AnswerParser
 from tgis.router.chat.answers.pieces import (

@@ -7,12 +7,12 @@ from msgspec import UNSET, UnsetType
 
 from tgis.router.api.http.answers.event_stream import encode_event
 from tgis.router.api.http.json_bodies import encode_json
+from tgis.router.api.openai.answers.dates import unix_time
+from tgis.router.api.openai.answers.logprobs import TokenNames, chat_logprobs
+from tgis.router.api.openai.answers.usage import Usage, finish_reason, make_usage, stop_reason
 from tgis.router.api.openai.chat.answer_form import AnswerForm
 from tgis.router.api.openai.chat.answers import AnswerReader
 from tgis.router.api.openai.chat.types import ChatChunk, ChatRequest, ChunkChoice, Delta
-from tgis.router.api.openai.dates import unix_time
-from tgis.router.api.openai.logprobs import TokenNames, chat_logprobs
-from tgis.router.api.openai.usage import Usage, finish_reason, make_usage, stop_reason
 from tgis.router.chat.answers.pieces import ContentText, ReasoningText
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import InputTokens, Output
@@ -50,7 +50,7 @@ class ChatChunkWriter:
         ]
 
     def begin(self) -> Iterator[bytes]:
-        """Yield the first chunk of each choice, which tells the role."""
+        """Yield the first chunk of each choice, which has the role."""
         for index, spec in enumerate(self._specs):
             choice = ChunkChoice(index, Delta("assistant", ""))
             if self._body.return_token_ids:
@@ -58,7 +58,7 @@ class ChatChunkWriter:
             yield self._chunk(choice)
 
     def write(self, index: int, output: InputTokens | Output) -> bytes:
-        """Return the chunks of one output; empty if it has nothing to tell."""
+        """Return the chunks of one output; empty if it shows nothing."""
         if isinstance(output, InputTokens):
             return b""
         self._num_generated[index], self._num_cached[index] = output.num_generated, output.num_cached

@@ -14,13 +14,16 @@ from tgis.router.api.http.call_context import HttpCall
 from tgis.router.api.http.described_fields import describe_parameters
 from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.models import ModelChoice
+from tgis.router.api.openai.answers.dates import unix_time
+from tgis.router.api.openai.answers.logprobs import TokenNames
+from tgis.router.api.openai.answers.logprobs_encoder import LogprobsEncoder
+from tgis.router.api.openai.answers.usage import make_usage, stop_reason
 from tgis.router.api.openai.chat.answer_form import AnswerForm, constrain, read_answer_form
 from tgis.router.api.openai.chat.answers import WholeAnswer, read_answer
 from tgis.router.api.openai.chat.chunks import ChatChunkWriter
 from tgis.router.api.openai.chat.messages import TOOLS, render_chat
 from tgis.router.api.openai.chat.tools import read_tool_use
 from tgis.router.api.openai.chat.types import ChatChoice, ChatCompletion, ChatRequest
-from tgis.router.api.openai.dates import unix_time
 from tgis.router.api.openai.errors import ApiError
 from tgis.router.api.openai.fields.default_sampling import set_default_sampling
 from tgis.router.api.openai.fields.parameters import to_parameters
@@ -28,10 +31,7 @@ from tgis.router.api.openai.fields.refusals import INPUT, translated_refusals
 from tgis.router.api.openai.fields.refused_fields import IN_CHATS, refuse_fields
 from tgis.router.api.openai.fields.sampling_fields import check_stream_options, read_fields
 from tgis.router.api.openai.fields.structured_outputs import constraint_names, read_guided
-from tgis.router.api.openai.logprobs import TokenNames
-from tgis.router.api.openai.logprobs_encoder import LogprobsEncoder
 from tgis.router.api.openai.rules import OPENAI
-from tgis.router.api.openai.usage import make_usage, stop_reason
 from tgis.router.api.service import Result
 from tgis.router.grammar.compiler import Guided
 from tgis.router.requests.call import GenerationCall
@@ -172,7 +172,7 @@ def _check(body: ChatRequest, is_encoder_decoder: bool) -> None:
     if body.prompt_logprobs is not None and body.stream:
         raise ApiError(400, "prompt_logprobs cannot be streamed", "prompt_logprobs")
     if body.prompt_logprobs is not None and is_encoder_decoder:
-        raise ApiError(400, "the model tells no log-probabilities of its input", "prompt_logprobs")
+        raise ApiError(400, "prompt_logprobs is not supported for encoder-decoder models", "prompt_logprobs")
     for name in ("max_completion_tokens", "max_tokens"):
         if getattr(body, name) == 0:
             raise ApiError(400, f"{name} must be at least 1", name)

@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from tgis.router.api.openai.answers.logprobs import ChatLogprobs, PromptLogprobs
+from tgis.router.api.openai.answers.usage import SYSTEM_FINGERPRINT, Usage
 from tgis.router.api.openai.fields.sampling_fields import Count, SamplingFields, TopLogprobs
-from tgis.router.api.openai.logprobs import ChatLogprobs, PromptLogprobs
-from tgis.router.api.openai.usage import SYSTEM_FINGERPRINT, Usage
 
 
 class ContentPart(msgspec.Struct):

@@ -5,15 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tgis.router.api.openai.completions.types import Completion, CompletionChoice, CompletionRequest
-from tgis.router.api.openai.logprobs import (
+from tgis.router.api.openai.answers.logprobs import (
     CompletionLogprobsWriter,
     PromptLogprobs,
     TokenNames,
     spell_text,
 )
-from tgis.router.api.openai.logprobs_encoder import EncodedFields, LogprobsEncoder
-from tgis.router.api.openai.usage import Usage, finish_reason, make_usage, stop_reason
+from tgis.router.api.openai.answers.logprobs_encoder import EncodedFields, LogprobsEncoder
+from tgis.router.api.openai.answers.usage import Usage, finish_reason, make_usage, stop_reason
+from tgis.router.api.openai.completions.types import Completion, CompletionChoice, CompletionRequest
 from tgis.router.api.service import Result
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import Output

@@ -6,10 +6,10 @@ import msgspec
 
 from tgis.router.api.http.answers.event_stream import encode_event
 from tgis.router.api.http.json_bodies import encode_json
+from tgis.router.api.openai.answers.logprobs import CompletionLogprobs, CompletionLogprobsWriter
+from tgis.router.api.openai.answers.usage import Usage, finish_reason, make_usage, stop_reason
 from tgis.router.api.openai.completions.choices import CompletionJob, PromptPart, describe_prompt
 from tgis.router.api.openai.completions.types import Completion, CompletionChoice
-from tgis.router.api.openai.logprobs import CompletionLogprobs, CompletionLogprobsWriter
-from tgis.router.api.openai.usage import Usage, finish_reason, make_usage, stop_reason
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import Output
 from tgis.router.sequence import StopReason, TokenDetail

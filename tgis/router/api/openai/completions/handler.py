@@ -12,10 +12,11 @@ from tgis.router.api.http.answers.event_stream import DONE, EventStream, merge
 from tgis.router.api.http.call_context import HttpCall
 from tgis.router.api.http.described_fields import describe_parameters
 from tgis.router.api.http.service_parts import ServiceParts
+from tgis.router.api.openai.answers.dates import unix_time
+from tgis.router.api.openai.answers.logprobs_encoder import LogprobsEncoder
 from tgis.router.api.openai.completions.choices import CompletionJob, write_choices
 from tgis.router.api.openai.completions.chunks import ChunkWriter
 from tgis.router.api.openai.completions.types import Completion, CompletionRequest
-from tgis.router.api.openai.dates import unix_time
 from tgis.router.api.openai.errors import ApiError
 from tgis.router.api.openai.fields.default_sampling import set_default_sampling
 from tgis.router.api.openai.fields.parameters import to_parameters
@@ -23,7 +24,6 @@ from tgis.router.api.openai.fields.refusals import INPUT, translated_refusals
 from tgis.router.api.openai.fields.refused_fields import refuse_fields
 from tgis.router.api.openai.fields.sampling_fields import check_stream_options, read_fields
 from tgis.router.api.openai.fields.structured_outputs import constraint_names, read_guided
-from tgis.router.api.openai.logprobs_encoder import LogprobsEncoder
 from tgis.router.api.openai.rules import OPENAI
 from tgis.router.events import InputTokens
 from tgis.router.requests.call import GenerationCall
@@ -122,7 +122,7 @@ def _check(body: CompletionRequest, limits: RequestLimits, is_encoder_decoder: b
     """Check what fields demand of each other. Raises ApiError."""
     wants_input = body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)
     if wants_input and is_encoder_decoder:
-        raise ApiError(400, "the model tells no log-probabilities of its input", "prompt_logprobs")
+        raise ApiError(400, "prompt_logprobs is not supported for encoder-decoder models", "prompt_logprobs")
     if body.max_tokens == 0 and not (body.echo or body.prompt_logprobs is not None):
         raise ApiError(400, "max_tokens must be at least 1 unless echo is true", "max_tokens")
     if body.best_of is not None and body.best_of < (body.n or 1):

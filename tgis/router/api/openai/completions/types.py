@@ -5,9 +5,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from tgis.router.api.openai.answers.logprobs import CompletionLogprobs, PromptLogprobs
+from tgis.router.api.openai.answers.usage import SYSTEM_FINGERPRINT, Usage
 from tgis.router.api.openai.fields.sampling_fields import Count, SamplingFields, TokenId, TopLogprobs
-from tgis.router.api.openai.logprobs import CompletionLogprobs, PromptLogprobs
-from tgis.router.api.openai.usage import SYSTEM_FINGERPRINT, Usage
 
 
 class CompletionRequest(SamplingFields, kw_only=True):

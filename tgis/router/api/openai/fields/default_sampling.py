@@ -1,5 +1,5 @@
-"""Reads the values that sampling fields have where a request does not set them: those of a model's
-generation_config.json, and the operator's, which win."""
+"""Reads the values of sampling fields that a request does not set: from a model's generation_config.json, and
+from the operator's options, which override it."""
 
 import logging
 import math

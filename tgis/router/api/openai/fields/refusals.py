@@ -23,8 +23,8 @@ TOO_LONG = "context_length_exceeded"
 
 @contextmanager
 def translated_refusals(model: str | None, names: Mapping[str, str]) -> Iterator[None]:
-    """Raise the service's refusals as ApiError. `model` is the request's, and `names` are those of NAMES that
-    the request or its route has otherwise."""
+    """Raise the service's refusals as ApiError. `model` is the request's; `names` replace entries of NAMES
+    for the request or its route."""
     try:
         yield
     except RequestError as error:

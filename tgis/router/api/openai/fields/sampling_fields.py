@@ -13,7 +13,7 @@ from tgis.router.api.openai.errors import ApiError
 from tgis.router.errors import RequestError
 
 MOST = 2**31 - 1
-FORM = "application/x-www-form-urlencoded"  # what curl and others say of any body unless told otherwise
+FORM = "application/x-www-form-urlencoded"  # the default of curl and others for any body
 NO_JSON_TYPE = "the content type must be application/json"
 MAX_TOP_LOGPROBS = 20
 
@@ -31,8 +31,8 @@ class StreamOptions(msgspec.Struct):
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
-    """Fields with ranges here are checked while the body is read. Those of the type Any are refused unless
-    they have a value that means nothing."""
+    """Fields with ranges are checked while the body is read. Fields of type Any are refused unless their
+    value asks for nothing."""
 
     model: str | None = None
     stream: bool | None = None

@@ -1,4 +1,4 @@
-"""Reads bodies of requests. Those that cannot be read are refused in plain text, as TGI does."""
+"""Reads bodies of requests. A body that cannot be read is refused in plain text, as TGI does."""
 
 from typing import TypeVar
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from tgis.router.api.tgi.refusals import INVALID_GRAMMAR, most_input_tokens
+from tgis.router.api.tgi.fields.refusals import INVALID_GRAMMAR, most_input_tokens
 from tgis.router.api.tgi.rules import TGI
 from tgis.router.api.tgi.types import GenerateParameters, GenerateRequest, GrammarField
 from tgis.router.grammar.compiler import Guided
@@ -14,11 +14,11 @@ from tgis.router.requests.validation import RequestLimits
 MAX_PENALTY = 2.0
 MAX_SEED = 2**64 - 1
 UNREADABLE = Parameters()
-"""Stands for parameters that are refused."""
+"""Placeholder of parameters that are refused."""
 
 
 def read_parameters(body: GenerateRequest, is_stream: bool, limits: RequestLimits) -> tuple[Parameters, str]:
-    """Return the parameters of a call and an empty text, or what stands for them and why they are refused."""
+    """Return the parameters of a call and an empty text, or a placeholder and the reason of the refusal."""
     given = body.parameters or GenerateParameters(do_sample=True)
     refusal = next(_problems(body.inputs, given, is_stream, limits), "")
     return (UNREADABLE, refusal) if refusal else (_to_parameters(given, is_stream), "")
@@ -113,7 +113,7 @@ def _to_parameters(given: GenerateParameters, is_stream: bool) -> Parameters:
 
 
 def _samples(given: GenerateParameters) -> bool:
-    """Return True if tokens are drawn at random: asked for, or because a parameter would be idle else."""
+    """Return True if tokens are sampled: on request, or because a parameter has no effect otherwise."""
     is_warped = given.temperature not in (None, 1) or bool(given.top_k)
     return bool(given.do_sample) or is_warped or (given.top_p or 1) < 1 or (given.typical_p or 1) < 1
 

@@ -18,7 +18,7 @@ GRAMMARS = ("format", "json_schema", "regex")
 
 
 def most_input_tokens(limits: RequestLimits) -> int:
-    """Return the most tokens that an input may have."""
+    """Return the maximum number of tokens of an input."""
     room = limits.max_sequence_length - 1
     return min(limits.max_input_tokens or room, room)
 
@@ -40,7 +40,7 @@ def translated_refusals(parameters: Parameters, limits: RequestLimits) -> Iterat
 
 
 def _translate(error: RequestError, parameters: Parameters, limits: RequestLimits) -> str | None:
-    """Return TGI's text for a refusal; None if its own is told."""
+    """Return TGI's text for a refusal; None if its own text is returned."""
     if isinstance(error, InputTooLongError):
         return _length_text(error.num_inputs, parameters.max_new_tokens, limits)
     match error.parameter:

@@ -6,7 +6,7 @@ import msgspec
 
 from tgis.router.api.http.answers.sliced_encoder import SlicedEncoder
 from tgis.router.api.http.json_bodies import encode_json
-from tgis.router.api.openai.logprobs import (
+from tgis.router.api.openai.answers.logprobs import (
     ChatLogprobs,
     CompletionLogprobs,
     CompletionLogprobsWriter,

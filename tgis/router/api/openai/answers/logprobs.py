@@ -10,7 +10,7 @@ from tgis.router.sequence import TokenDetail
 from tgis.router.text.detokenizer import Vocabulary
 
 LEAST = -9999.0
-"""What stands for the log-probability of a token that cannot come, as JSON has no infinity."""
+"""Log-probability of a token that cannot come: JSON has no infinity."""
 
 
 class CompletionLogprobs(msgspec.Struct):

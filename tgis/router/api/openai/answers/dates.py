@@ -1,4 +1,4 @@
-"""Dates as answers tell them."""
+"""Dates of answers."""
 
 import time
 

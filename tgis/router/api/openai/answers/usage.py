@@ -1,4 +1,4 @@
-"""Facts that answers tell of a whole generation: numbers of tokens, reasons, fingerprint."""
+"""Facts about a whole generation that answers contain: numbers of tokens, reasons, fingerprint."""
 
 from collections.abc import Collection
 

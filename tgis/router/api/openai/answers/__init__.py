@@ -1,0 +1,1 @@
+"""Parts of answers that completions and chats share."""

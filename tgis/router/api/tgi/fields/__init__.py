@@ -1,0 +1,1 @@
+"""Fields of requests: how bodies are read, parameters checked, and refusals worded."""
