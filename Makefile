@@ -35,7 +35,7 @@ CHECKERS := checkov 'kubernetes-validate>=1.37' check-jsonschema yamllint hadoli
 # Files of tests at a time, the long ones of integration_tests first; those of one file share services and models.
 # Three, because two of them would often wait for services and leave a core of two idle.
 WORKERS ?= 3
-SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 
 # What `make clients` runs, each from requirements of its own.
 CLIENTS ?= openai langchain-openai litellm huggingface_hub text-generation langchain-huggingface botocore \
