@@ -33,7 +33,7 @@ def play(router: Setup, **fields: object) -> HttpReply:
 def test_a_further_api_is_served_by_its_own_rules(router: Setup) -> None:
     reply = play(router, heat=0.25)
     assert (reply.status, reply.json["tokens"]) == (200, 3), reply.text
-    reply = play(router, heat=0.75)
+    reply = play(router, heat=1.75)
     assert (reply.status, reply.text) == (418, "toy: a toy must not get hot")
 
 
@@ -64,7 +64,7 @@ def test_a_further_api_is_described_and_lends_its_placeholders(router: Setup) ->
 
 def test_the_command_line_knows_the_names_of_the_registry(tmp_path: Path) -> None:
     service = Service(router_command(tmp_path, "--http-api", "toys"), module=MODULE)
-    assert service.process.wait(30) == 1
+    assert service.process.wait(30) == service.end() == 1
     assert "http_api: toys is none of toy, lmi, tgi, openai" in service.output
 
 

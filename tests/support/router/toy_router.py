@@ -23,7 +23,7 @@ from tgis.sampling_parameters import Range
 
 TOY = ApiRules(
     "toy",
-    temperature=Range(0, 0.5, refusal="a toy must not get hot"),
+    temperature=Range(0, 1.5, refusal="a toy must not get hot"),
     default_max_new_tokens=3,
     paths={"Play": "/toy/play"},
     statuses={**dict.fromkeys(Code, 500), Code.INVALID_ARGUMENT: 418},

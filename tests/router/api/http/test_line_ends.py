@@ -11,8 +11,8 @@ from tests.support.router.fake_shard import EOS
 from tests.support.router.served_chats import HELLO
 from tests.support.router.served_http import MODEL, ServedHttp
 from tests.support.router.served_inputs import call, inputs, open_inputs
+from tgis.router.api.lmi.chat_lines import ChatLineErrors
 from tgis.router.api.lmi.errors import LmiErrors
-from tgis.router.api.lmi.openai_lines import OpenAiLineErrors
 from tgis.router.api.openai.errors import OPENAI_ERRORS
 from tgis.router.api.tgi.errors import TGI_ERRORS
 from tgis.router.errors import RequestError
@@ -84,7 +84,7 @@ async def test_events_are_lines(
                     assert lines[-1]["generated_text"] == TEXT + TEXT
 
 
-@pytest.mark.parametrize("form", [OPENAI_ERRORS, TGI_ERRORS, LmiErrors(MODEL), OpenAiLineErrors()])
+@pytest.mark.parametrize("form", [OPENAI_ERRORS, TGI_ERRORS, LmiErrors(MODEL), ChatLineErrors(OPENAI_ERRORS)])
 def test_errors_are_lines(form: Any) -> None:
     [line] = read_lines(form.last_events(RequestError(TEXT)))
     error = line["error"]

@@ -45,6 +45,12 @@ class ModelRoutes:
         self._models, self._max_model_len, self._default_sampling = models, max_model_len, default_sampling
         self._created = unix_time() if created is None else created
 
+    async def _cards(self) -> list[ModelCard]:
+        first = self._models.names[0]
+        own = [self._card(name, root=first) for name in self._models.names]
+        adapters = await self._models.adapters()
+        return own + [self._card(name, root=root, parent=first) for name, root in adapters.items()]
+
     async def list_models(self, request: Request) -> Response:
         return Response(msgspec.json.encode(ModelList(await self._cards())), media_type="application/json")
 
@@ -54,12 +60,6 @@ class ModelRoutes:
             if card.id == name:
                 return Response(msgspec.json.encode(card), media_type="application/json")
         raise missing_model(name)
-
-    async def _cards(self) -> list[ModelCard]:
-        first = self._models.names[0]
-        own = [self._card(name, root=first) for name in self._models.names]
-        adapters = await self._models.adapters()
-        return own + [self._card(name, root=root, parent=first) for name, root in adapters.items()]
 
     def _card(self, name: str, root: str, parent: str | None = None) -> ModelCard:
         return ModelCard(
