@@ -120,7 +120,7 @@ def test_dynamic_runs_in_our_engine_where_transformers_is_asked_for(
 def test_a_model_without_rotary_positions_is_refused(case: str, models: Models) -> None:
     with pytest.raises(UnsupportedModelError) as error:
         score(models(case), RopeOption("linear", 2.0), 100)
-    reason = "--rope-scaling and --rope-factor cannot be followed: the model has no rotary positions"
+    reason = "--rope-scaling and --rope-factor do not apply to this model: the model has no rotary positions"
     assert str(error.value) == reason
 
 
@@ -142,14 +142,14 @@ def test_other_refusals(models: Models, tmp_path: Path) -> None:
         write_model(tmp_path / case, config)
         score(tmp_path / case, RopeOption("linear", 3.0), 100)  # as the configuration says
         for other in (RopeOption("linear", 2.0), RopeOption("dynamic", 3.0)):
-            with pytest.raises(UnsupportedModelError, match="the model's configuration has another"):
+            with pytest.raises(UnsupportedModelError, match="the model's configuration already has another"):
                 score(tmp_path / case, other, 100)
-    with pytest.raises(UnsupportedModelError, match="followed: a model in ONNX form computes its positions"):
+    with pytest.raises(UnsupportedModelError, match="model: a model in ONNX form computes its positions"):
         prepare(configure(ONNX, deployment_framework="hf_optimum_ort", rope_factor=2.0))
     settings = read_config(models("llama"))
     del settings["max_position_embeddings"]
     edit_config(tmp_path, settings)
-    with pytest.raises(UnsupportedModelError, match="followed: dynamic needs the model's length"):
+    with pytest.raises(UnsupportedModelError, match="model: dynamic needs the model's length"):
         engine_choice.choose(tmp_path, settings, None, 1, False, rope=RopeOption("dynamic", 2.0))
 
 

@@ -186,5 +186,5 @@ def test_nothing_starts_with_a_contradiction(tmp_path: Path) -> None:
 def test_models_of_other_engines_are_refused(tmp_path: Path) -> None:
     config = {"model_type": "mamba", "quantization_config": {"quant_method": "gptq"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match="served by the service's own engine only"):
+    with pytest.raises(UnsupportedModelError, match="only the native engine serves quantized checkpoints"):
         load(configure(tmp_path))

@@ -21,7 +21,8 @@ class Sensitivity:
         found = _LAYER.search(path)
         if found is None or not self.num_layers:
             return slice(num_rows, num_rows)
-        layer, module = int(found[1]), path.rpartition(".")[2]
+        layer = int(found[1])
+        module = path.rpartition(".")[2]
         if layer == self.num_layers - 1 or (module == "down" and self._is_sensitive_down(layer)):
             return slice(0, num_rows)
         count = {"qkv": self.num_value_rows, "kv": num_rows // 2}.get(module, 0)

@@ -35,7 +35,9 @@ class LayerSteps:
     and are float32."""
 
     def __init__(self, spec: DecoderSpec, weights: Weights, device: torch.device):
-        self._spec, self._weights, self._kernels = spec, weights, TorchKernels(device)
+        self._spec = spec
+        self._weights = weights
+        self._kernels = TorchKernels(device)
         self._contexts: dict[int, StepContext] = {}  # by the number of tokens
 
     def embed(self, *streams: Windows) -> None:
@@ -94,7 +96,9 @@ class LayerSteps:
 
     def _open_window(self, token_ids: Tensor) -> tuple[StepInputs, "OneLayerAttention"]:
         """Return the step of a new sequence."""
-        spec, count, device = self._spec, len(token_ids), self._kernels.device
+        spec = self._spec
+        count = len(token_ids)
+        device = self._kernels.device
         num_blocks = -(-count // BLOCK_SIZE)
         sizes = (1, num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
         attention = OneLayerAttention(KVCache(*sizes, torch.float32, device))

@@ -63,11 +63,15 @@ class OutputDirectory:
 
     def finish(self, source: Path, num_layers: int, rest: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Write the tensors that are not quantized, the index and the copies of other files."""
-        number, waiting, num_bytes = num_layers, Tensors(), 0
+        number = num_layers
+        waiting = Tensors()
+        num_bytes = 0
         for name, tensor in rest:
             if waiting and num_bytes + tensor.nbytes > MAX_FILE_BYTES:
                 self._write(file_name(number), waiting)
-                number, waiting, num_bytes = number + 1, {}, 0
+                number = number + 1
+                waiting = {}
+                num_bytes = 0
             waiting[name] = tensor
             num_bytes += tensor.nbytes
         self._write(file_name(number), waiting)
@@ -113,7 +117,8 @@ class OutputDirectory:
             part.replace(self.path / name)
 
     def _write_index(self, num_files: int) -> None:
-        file_of, total = {}, 0
+        file_of = {}
+        total = 0
         for name in map(file_name, range(num_files)):
             with safe_open(self.path / name, framework="pt") as content:
                 for key in content.keys():  # noqa: SIM118

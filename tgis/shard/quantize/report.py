@@ -18,7 +18,8 @@ class Report:
     """Logs a line for each layer, and keeps the errors of all for a table."""
 
     def __init__(self, num_layers: int):
-        self._num_layers, self._errors = num_layers, list[Errors]()
+        self._num_layers = num_layers
+        self._errors = list[Errors]()
         self._began = time.monotonic()
         self._num_timed = 0
 

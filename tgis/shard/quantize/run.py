@@ -88,7 +88,9 @@ class RowQuantizer:
     """Rounds weights to 8 bits with a scale for each row."""
 
     def __init__(self, plan: Plan, settings: QuantizeSettings):
-        self._plan, self._method, self._weights = plan, settings.method, plan.open_weights()
+        self._plan = plan
+        self._method = settings.method
+        self._weights = plan.open_weights()
 
     def make(self, layer: int) -> tuple[Tensors, Errors]:
         tensors = self._plan.store(self._round(layer))
@@ -119,10 +121,12 @@ class GptqQuantizer:
 
     def __init__(self, plan: Plan, spec: DecoderSpec, settings: QuantizeSettings, found: Calibration):
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._plan, self._settings = plan, settings
+        self._plan = plan
+        self._settings = settings
         self._steps = LayerSteps(spec, plan.open_weights(), device)
         self._samples = Windows(found.samples)
-        self._held_out, self._unrounded = Windows(found.held_out), Windows(found.held_out)
+        self._held_out = Windows(found.held_out)
+        self._unrounded = Windows(found.held_out)
         self._steps.embed(self._samples, self._held_out, self._unrounded)
 
     def make(self, layer: int) -> tuple[Tensors, Errors]:

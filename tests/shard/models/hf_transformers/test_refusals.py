@@ -58,11 +58,11 @@ MODELS: dict[str, tuple[Callable[[], transformers.PretrainedConfig], str]] = {
     ),
     "no positions": (
         lambda: transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=99),
-        "its code takes no position_ids",
+        "its code does not accept position_ids",
     ),
     "shifted positions": (
         lambda: transformers.RobertaConfig(**SMALL, is_decoder=True),
-        "scores change if sequences are packed and cut",
+        "scores change if sequences are packed and split",
     ),
     "positions of a step": (
         lambda: transformers.LlamaConfig(**SMALL, rope_parameters=DYNAMIC),
@@ -172,7 +172,7 @@ def test_code_of_the_checkpoint_runs_only_where_it_is_trusted(llama: Path) -> No
     assert torch.equal(Stepper(load(llama, trust=True)).step({0: ([5, 6, 7], 0)})[0], expected)
     # Its layers look at the token before, whichever sequence that is of.
     change(llama, shift=0.01)
-    assert "scores change if sequences are packed and cut" in refusal(llama, trust=True)
+    assert "scores change if sequences are packed and split" in refusal(llama, trust=True)
     (llama / "echo.py").write_text("import nothing_that_there_is")
     assert "nothing_that_there_is" in refusal(llama, trust=True)
 
@@ -189,11 +189,11 @@ def test_calls_that_differ_from_step_to_step() -> None:
         step = PagedStep(calls, attention, plan)
         for i in modules:
             step.attend(calls[i].module, x, x, x, None, {})
-        with pytest.raises(NotServedError, match="change their order"):
+        with pytest.raises(NotServedError, match="order of its layers changes"):
             step.attend(calls[last].module, x, x, x, None, {})
     step = PagedStep(calls, attention, plan)
     step.attend(calls[0].module, x, x, x, None, {})
-    with pytest.raises(NotServedError, match="change their number"):
+    with pytest.raises(NotServedError, match="number of its layers changes"):
         step.check_complete()
 
 

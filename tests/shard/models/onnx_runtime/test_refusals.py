@@ -107,7 +107,7 @@ REFUSED = {
     "nothing": (leave, f"has no model in ONNX form, model.onnx or decoder_model_merged.onnx{TO_EXPORT}"),
     "two graphs": (
         lambda path: leave(path, "decoder_model.onnx", "decoder_with_past_model.onnx"),
-        f"in two graphs, and only one graph can be served{TO_EXPORT}",
+        f"as two graphs, and only a single graph can be served{TO_EXPORT}",
     ),
     "an encoder": (
         lambda path: leave(path, "encoder_model.onnx", "decoder_model_merged.onnx"),
@@ -204,8 +204,8 @@ HEADERS = {
         {KEYS: (HALF, ["b", 2, "p", 4])},
         "keys and values are neither all float32 nor all float16",
     ),
-    "no batch": ({KEYS: (FLOAT, ["b", 4, "p"])}, "keys and values are not of one shape"),
-    "two shapes": ({KEYS: (FLOAT, ["b", 2, "p", 8])}, "keys and values are not of one shape"),
+    "no batch": ({KEYS: (FLOAT, ["b", 4, "p"])}, "keys and values do not have one shape"),
+    "two shapes": ({KEYS: (FLOAT, ["b", 2, "p", 8])}, "keys and values do not have one shape"),
     "no vocabulary": (
         {"logits": (FLOAT, ["b", "n", "v"])},
         r"neither it nor config\.json gives the size of the vocabulary",

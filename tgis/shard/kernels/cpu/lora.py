@@ -128,7 +128,9 @@ def _multiply(adds: bool) -> Any:
         """Compute `_product` for any number of rows and columns. All rows share the reads of the matrix."""
         tall = rows // ROWS * ROWS
         for c in range(0, columns, BAND):
-            to, source, count = offset + 4 * c, matrix + 4 * c, min(BAND, columns - c)
+            to = offset + 4 * c
+            source = matrix + 4 * c
+            count = min(BAND, columns - c)
             for r in range(0, tall, ROWS):
                 multiply_tall(outs + 8 * r, to, factors + 8 * r, source, stride, n, count)
             for r in range(tall, rows):
@@ -167,7 +169,8 @@ def _add_low_rank(args: Any) -> None:
         s.product[r] = s.scratch.ctypes.data + 4 * r * max_rank
     unit = next_unit(args)
     while unit < num_tiles * num_slices:
-        tile, begin = unit // num_slices, unit % num_slices * columns
+        tile = unit // num_slices
+        begin = unit % num_slices * columns
         adapter, start, rows = tiles[tile, 0], tiles[tile, 1], tiles[tile, 2]
         for r in range(rows):
             s.x[r] = x + 4 * order[start + r] * in_features

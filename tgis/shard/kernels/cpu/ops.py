@@ -173,7 +173,9 @@ def _add_low_rank(
     y: Tensor, in_features: int, x: int, token_ids: int, deltas: Deltas, adapters: TokenAdapters
 ) -> None:
     assert y.is_contiguous()
-    tiles, order, out_features = adapters.tiles, adapters.order, y.shape[1]
+    tiles = adapters.tiles
+    order = adapters.order
+    out_features = y.shape[1]
     num_tiles, num_tokens = len(tiles), len(order)
     # Every slice of the columns computes all of x a again, so columns are sliced only where tiles are few.
     num_slices = 1 if num_tiles > _FEW_TILES else -(-out_features // _COLUMNS)

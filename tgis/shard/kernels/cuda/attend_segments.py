@@ -49,7 +49,8 @@ def choose_sizes(group: int, keys: Tensor) -> tuple[Sizes, int]:
 @triton.jit
 def find_sequence(work_starts, work, num_seqs):
     """Return the last sequence whose segments start at or before `work`. It is none of length 0."""
-    low, high = 0, num_seqs - 1
+    low = 0
+    high = num_seqs - 1
     while low < high:
         middle = (low + high + 1) // 2
         if tl.load(work_starts + middle) <= work:
@@ -117,7 +118,8 @@ def attend_segments_kernel(
     maxima, masses, sums = parts
     num_items = tl.load(work_starts + num_seqs) * SIZES.num_kv_heads
     for item in tl.range(tl.program_id(0), num_items, num_programs):
-        kv_head, work = item % SIZES.num_kv_heads, item // SIZES.num_kv_heads
+        kv_head = item % SIZES.num_kv_heads
+        work = item // SIZES.num_kv_heads
         seq, length, begin, end, first = find_part(
             seq_lens, work_starts, work, num_seqs, score.window, SEGMENT_LEN, MAX_SEGMENTS
         )
@@ -151,13 +153,16 @@ def merge_segments_kernel(
     TOGETHER: tl.constexpr,
 ):
     """Merge the segments of one head of a sequence in their order, TOGETHER at a time."""
-    seq, head, num_heads = tl.program_id(0), tl.program_id(1), SIZES.num_kv_heads * SIZES.group
+    seq = tl.program_id(0)
+    head = tl.program_id(1)
+    num_heads = SIZES.num_kv_heads * SIZES.group
     length, start = tl.load(seq_lens + seq), tl.load(work_starts + seq)
     count = tl.load(work_starts + seq + 1) - start
     first = find_first(length, window) // find_length(length, SEGMENT_LEN, MAX_SEGMENTS)
     maxima, masses, sums = parts
     channel = tl.arange(0, SIZES.width)
-    best, mass = -float("inf"), 0.0
+    best = -float("inf")
+    mass = 0.0
     acc = tl.full((SIZES.width,), 0.0, tl.float32)
     for some in tl.range(first, count, TOGETHER):
         segment = some + tl.arange(0, TOGETHER)

@@ -34,7 +34,9 @@ def choose_sizes(group: int, keys: Tensor, has_bias: bool) -> tuple[Sizes, dict[
         rows, num_keys, num_warps = (64, 32, 8) if width <= 64 else (16, 16, 4)
     else:
         is_wide = width > (128 if has_much_memory else 64)
-        rows, num_keys, num_warps = 128, 32 if is_wide or has_bias else 64, 8
+        rows = 128
+        num_keys = 32 if is_wide or has_bias else 64
+        num_warps = 8
         if width > 128 and (has_bias or not has_much_memory):
             rows = 64
         elif is_wide and not has_much_memory:  # with 8 warps and 128 rows, some registers are spilled
@@ -47,7 +49,8 @@ def choose_sizes(group: int, keys: Tensor, has_bias: bool) -> tuple[Sizes, dict[
 def find_spans(position, tokens, length, window, KEYS: tl.constexpr, CAUSAL: tl.constexpr):
     """Return the first key that any of the tokens sees, the first and the end of the whole blocks that all
     see, and the end of what any sees."""
-    last, full = length, length // KEYS * KEYS
+    last = length
+    full = length // KEYS * KEYS
     if CAUSAL:
         last = tl.minimum(position + tokens, length)
         full = tl.minimum(position + 1, length) // KEYS * KEYS
@@ -73,8 +76,10 @@ def attend_tiles_kernel(
     start = tl.program_id(2) * SIZES.rows
     if start >= count * SIZES.group:
         return
-    row, channel = start + tl.arange(0, SIZES.rows), tl.arange(0, SIZES.width)
-    token, heads = row // SIZES.group, kv_head * SIZES.group + row % SIZES.group
+    row = start + tl.arange(0, SIZES.rows)
+    channel = tl.arange(0, SIZES.width)
+    token = row // SIZES.group
+    heads = kv_head * SIZES.group + row % SIZES.group
     place = (tl.load(tile + 1).to(tl.int64) + token) * num_heads + heads
     place = place[:, None] * SIZES.head_dim + channel[None, :]
     is_stored = (token < count)[:, None] & (channel < SIZES.head_dim)[None, :]

@@ -50,7 +50,9 @@ class CudaAttention:
             pages.view(*pages.shape[:3], cache.block_size, cache.head_dim)
             for pages in (cache.keys, cache.values)
         )
-        self._kernels, self._block_size, self._device = kernels, cache.block_size, cache.keys.device
+        self._kernels = kernels
+        self._block_size = cache.block_size
+        self._device = cache.keys.device
         self.tile_tokens = tile_tokens(group_size)
 
     def plan(self, layout: StepLayout, kind: AttentionKind) -> CudaPlan:

@@ -48,7 +48,8 @@ def launch(x: Tensor, name: str, is_gated: bool) -> Tensor:
     """Return an `Activation` of contiguous x as a new tensor of its type: [num_tokens, size], or if it is
     gated [num_tokens, 2 * size] -> [num_tokens, size]. Computed in float32."""
     assert x.is_contiguous(), "rows lie side by side"
-    num_tokens, size = x.shape[0], x.shape[1] // (1 + is_gated)
+    num_tokens = x.shape[0]
+    size = x.shape[1] // (1 + is_gated)
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
     if num_tokens:
         grid = (num_tokens, triton.cdiv(size, BLOCK))

@@ -19,7 +19,8 @@ class CudaProduct:
     """`Product` with a weight [out_features, in_features]. Calls give its type, or float32 if `is_wide`."""
 
     def __init__(self, weight: Tensor, is_wide: bool):
-        self._weight, self.is_wide = weight, is_wide
+        self._weight = weight
+        self.is_wide = is_wide
         self._bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -38,7 +38,8 @@ def launch(logits: Tensor, rows: RowState, sampled_rows: Tensor, answers: Tensor
     # The highest logit and the best key of each block, and the ids of the tokens that have them.
     highest, keys = (logits.new_empty(num_samples, num_blocks) for _ in range(2))
     best, winners = (torch.empty_like(highest, dtype=torch.int32) for _ in range(2))
-    given, options = (logits, sampled_rows, rows.words), {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
+    given = (logits, sampled_rows, rows.words)
+    options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
     sizes = {"VOCAB_SIZE": vocab_size, "MAX_STOP_IDS": MAX_STOP_IDS}
     blocks = {"NUM_BLOCKS": num_blocks, "PADDED_BLOCKS": triton.next_power_of_2(num_blocks)}
     biases = rows.bias_token_ids, rows.biases
@@ -70,7 +71,8 @@ def plain(logits: Tensor, rows: RowState, sampled_rows: Tensor, answers: Tensor)
     index = sampled_rows.long()
     words = rows.words[index]  # [n, len(Word)]
     _change(logits, rows, index, words)
-    highest, best = logits.max(-1).values, logits.argmax(-1)
+    highest = logits.max(-1).values
+    best = logits.argmax(-1)
     is_usable = highest.isfinite()
     scores = logits.nan_to_num(0.0, 0.0, -torch.inf)  # rows that are not usable draw anything
     filters.filter_sorted(scores, highest, words)
@@ -130,7 +132,8 @@ def _penalise(logits: Tensor, counts: Tensor, words: Tensor) -> None:
 
 def _draw_keys(words: Tensor) -> Tensor:
     """Return the keys of `counter_rng.draw_keys`, int32 [n, 2]."""
-    low, high = words[:, Word.SEED_LOW].long() & 0xFFFFFFFF, words[:, Word.SEED_HIGH].long()
+    low = words[:, Word.SEED_LOW].long() & 0xFFFFFFFF
+    high = words[:, Word.SEED_HIGH].long()
     seeds = low | (high << 32)
     mixed = _mix64(seeds + _signed(int(GOLDEN)))
     bits = _mix64(mixed ^ (words[:, Word.LENGTH].long() * _signed(int(STRIDE))))

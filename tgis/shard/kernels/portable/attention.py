@@ -20,7 +20,8 @@ KEYS, PAIRS = 1 << 16, 1 << 22
 class TorchAttention:
     def __init__(self, cache: KVCache):
         self._cache = cache
-        self._keys, self._values = _as_pages(cache, cache.keys), _as_pages(cache, cache.values)
+        self._keys = _as_pages(cache, cache.keys)
+        self._values = _as_pages(cache, cache.values)
 
     def plan(self, layout: StepLayout, kind: AttentionKind) -> "TorchPlan":
         device, block_size = self._cache.keys.device, self._cache.block_size
@@ -71,7 +72,8 @@ class TorchPlan:
     stored: tuple[Tensor, ...]  # int64 [num_stored] each: tokens, and the blocks and offsets they go to
 
     def copy_into(self, fixed: "TorchPlan") -> None:
-        fixed.pieces, fixed.stored = self.pieces, self.stored
+        fixed.pieces = self.pieces
+        fixed.stored = self.stored
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,8 @@ Parts = dict[str, FileTensor]
 
 class Awq:
     def __init__(self, settings: QuantizationSettings):
-        bits, self._size = settings.number("bits", "w_bit"), settings.group_size("group_size", "q_group_size")
+        bits = settings.number("bits", "w_bit")
+        self._size = settings.group_size("group_size", "q_group_size")
         if bits not in (None, BITS):
             settings.refuse(f"AWQ checkpoints of {bits} bits are not served, only of {BITS}")
         version, backend = settings.text("version", "gemm"), settings.text("backend", "autoawq")
@@ -62,7 +63,8 @@ _OTHERS = {"scales": FLOATS, "qzeros": WORDS}
 def _describe_gemm(parts: Parts, size: int | None) -> GroupedMatrix:
     scales = parts["scales"]
     *stack, num_columns, num_words = parts["qweight"].shape
-    num_groups, num_rows = scales.shape[-2], num_words * PER_WORD
+    num_groups = scales.shape[-2]
+    num_rows = num_words * PER_WORD
     scales.check_shape(*stack, num_groups, num_rows)
     parts["qzeros"].check_shape(*stack, num_groups, num_words)
     size = find_group_size(scales, num_groups, num_columns, size, is_fixed=True)
@@ -72,7 +74,8 @@ def _describe_gemm(parts: Parts, size: int | None) -> GroupedMatrix:
 def _describe_gemv(parts: Parts, size: int | None) -> GroupedMatrix:
     scales = parts["scales"]
     *stack, num_rows, num_words = parts["qweight"].shape
-    num_columns, room = num_words * PER_WORD, scales.shape[-1]
+    num_columns = num_words * PER_WORD
+    room = scales.shape[-1]
     scales.check_shape(*stack, num_rows, room)
     parts["qzeros"].check_shape(*stack, num_rows, -(-room // PER_WORD))
     # The padding hides the number of groups.

@@ -24,7 +24,8 @@ _STEP = 7.874015718698502e-3  # 1 / 127, as the library has it
 
 class BitsAndBytes:
     def __init__(self, settings: QuantizationSettings):
-        kind, self._is_4bit = settings.text("bnb_4bit_quant_type", "fp4"), settings.flag("load_in_4bit")
+        kind = settings.text("bnb_4bit_quant_type", "fp4")
+        self._is_4bit = settings.flag("load_in_4bit")
         if kind not in TABLES:
             settings.refuse(f"bnb_4bit_quant_type {kind} is none of {', '.join(TABLES)}")
         # Bytes may be stored as numbers of another type.

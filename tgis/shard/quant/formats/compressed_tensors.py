@@ -87,7 +87,8 @@ class CompressedTensors:
         self, parts: ModuleParts, values: FileTensor, shape: tuple[int, ...], bits: int
     ) -> "CompressedMatrix":
         *stack, num_rows, num_columns = shape
-        scales, size = parts.fetch("weight_scale", FLOATS), num_columns
+        scales = parts.fetch("weight_scale", FLOATS)
+        size = num_columns
         found = {"values": values, "scales": scales}
         if scales.shape not in ((), (1,)):  # else there is one for all
             num_groups = scales.shape[-1]

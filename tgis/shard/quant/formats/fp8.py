@@ -50,7 +50,9 @@ class Float8Matrix(CodeMatrix):
     """Matrix, or a stack of them for experts, whose scales are a stack too."""
 
     def __init__(self, weight: FileTensor, scales: FileTensor, block: Block | None):
-        self._weight, self._scales, self._asked = weight, scales, block
+        self._weight = weight
+        self._scales = scales
+        self._asked = block
         self._block = _find_block(weight, scales, block)
         columns = self._block[1]
         group = columns if columns < weight.shape[-1] else None

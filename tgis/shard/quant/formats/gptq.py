@@ -28,7 +28,8 @@ _OFFSETS = {"gptq": 1, "gptq_v2": 0}
 
 class Gptq:
     def __init__(self, settings: QuantizationSettings):
-        self._bits, self._size = settings.number("bits"), settings.group_size("group_size")
+        self._bits = settings.number("bits")
+        self._size = settings.group_size("group_size")
         if self._bits not in (None, *BITS):
             settings.refuse(f"bits {self._bits} are not 2, 3, 4 or 8")
         version = settings.text("checkpoint_format", "gptq")
@@ -59,7 +60,8 @@ class Gptq:
         """Find bits and groups, which may differ from module to module, by the shapes."""
         *stack, num_words, num_rows = parts["qweight"].shape
         bits = self._find_bits(parts["qzeros"], num_rows)
-        scales, num_columns = parts["scales"], num_words * 32 // bits
+        scales = parts["scales"]
+        num_columns = num_words * 32 // bits
         num_groups = scales.shape[-2]
         scales.check_shape(*stack, num_groups, num_rows)
         parts["qzeros"].check_shape(*stack, num_groups, count_words(num_rows, bits))

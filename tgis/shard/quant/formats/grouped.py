@@ -33,7 +33,9 @@ class GroupedMatrix(CodeMatrix):
     their names: first the values, and "g_idx" if the groups may not be those of adjacent columns."""
 
     def __init__(self, parts: Mapping[str, FileTensor], shape: tuple[int, ...], grouping: Grouping):
-        self.parts, self.grouping, self.bits = parts, grouping, grouping.bits
+        self.parts = parts
+        self.grouping = grouping
+        self.bits = grouping.bits
         self.num_groups = -(-shape[-1] // grouping.size)
         has_order = "g_idx" in parts and len(parts["g_idx"].shape) == 1  # else it is a stack's
         self._group_of = self._read_order(parts["g_idx"], shape[-1]) if has_order else None
@@ -74,7 +76,8 @@ class GroupedMatrix(CodeMatrix):
 
     def _read_order(self, stored: FileTensor, num_columns: int) -> Tensor | None:
         """Return the groups of columns, int64 [num_columns], unless they are those of adjacent columns."""
-        group_of, adjacent = stored.read().long(), torch.arange(num_columns) // self.grouping.size
+        group_of = stored.read().long()
+        adjacent = torch.arange(num_columns) // self.grouping.size
         # Packers leave zeros, or minus ones, where columns keep their order.
         if torch.equal(group_of, adjacent) or not group_of.any() or (group_of == -1).all():
             return None

@@ -31,7 +31,8 @@ WORDS_PER_CHUNK = ROWS * COLUMNS * BITS // 32
 
 class Marlin:
     def __init__(self, settings: QuantizationSettings):
-        bits, self._size = settings.number("bits"), settings.group_size("group_size")
+        bits = settings.number("bits")
+        self._size = settings.group_size("group_size")
         if bits not in (None, BITS):
             settings.refuse(f"Marlin checkpoints of {bits} bits are not served, only of {BITS}")
         self.layout = CodeLayout(torch.uint8, BITS, self._size if (self._size or 0) > 0 else None, True)
@@ -46,7 +47,9 @@ class Marlin:
         if width % WORDS_PER_CHUNK:
             expected = f"a multiple of {WORDS_PER_CHUNK} columns"
             raise WeightsError(f"{words.label} has shape {list(words.shape)}, expected {expected}")
-        num_rows, num_columns, num_groups = width // 2, height * COLUMNS, scales.shape[-2]
+        num_rows = width // 2
+        num_columns = height * COLUMNS
+        num_groups = scales.shape[-2]
         scales.check_shape(*stack, num_groups, num_rows)
         size = find_group_size(scales, num_groups, num_columns, self._size, is_fixed=True)
         return MarlinMatrix({"B": words, "s": scales}, (*stack, num_rows, num_columns), Grouping(BITS, size))

@@ -24,7 +24,8 @@ class QuantizationSettings(Mapping[str, Any]):
     settings, for a value of a wrong type."""
 
     def __init__(self, values: Mapping[str, Any], place: str, method: str = ""):
-        self._values, self.place = values, place
+        self._values = values
+        self.place = place
         self.method = self.text("quant_method", method)
         is_marlin = self.flag("is_marlin_format") or self.text("checkpoint_format", "") == "marlin"
         if self.method == "gptq" and is_marlin:

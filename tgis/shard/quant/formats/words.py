@@ -19,7 +19,8 @@ def read_values(read: Callable[[range], Tensor], bits: int, part: range, order: 
     """Return the values `part`, uint8 [num_rows, num_values]. `read` returns words, int32 [num_rows,
     num_words]."""
     period = 32 // gcd(32, bits)  # values after which a word begins
-    first, last = part.start // period, -(-part.stop // period)
+    first = part.start // period
+    last = -(-part.stop // period)
     words = read(range(first * bits * period // 32, last * bits * period // 32))
     values = unpack(words, bits, order)
     return values[:, part.start - first * period :][:, : len(part)]

@@ -14,7 +14,9 @@ LAYOUT = CodeLayout(torch.int8, 8, GROUP, rounds_activations=True)
 
 
 class Int8:
-    layout, table_layout, bytes_per_weight = LAYOUT, None, LAYOUT.bytes_per_weight
+    layout = LAYOUT
+    table_layout = None
+    bytes_per_weight = LAYOUT.bytes_per_weight
 
     def encode(self, role: MatrixRole, stored: Stored) -> Stored:
         return Rounded(stored) if role in ("linear", "sensitive", "head") else stored
@@ -25,7 +27,9 @@ class Rounded:
     rank's part is rounded by itself."""
 
     def __init__(self, stored: Stored):
-        self._stored, self.shape, self.label = stored, stored.shape, stored.label
+        self._stored = stored
+        self.shape = stored.shape
+        self.label = stored.label
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         return self.codes(rows, columns).dequantize()

@@ -12,7 +12,8 @@ class RoundedMatrix(CodeMatrix):
 
     def __init__(self, stored: Stored, layout: CodeLayout, rounding: Rounding):
         super().__init__(stored.shape, stored.label, layout)
-        self._stored, self._round = stored, rounding
+        self._stored = stored
+        self._round = rounding
 
     def take(self, rows: range, columns: range) -> Codes:
         if self._layout.group is not None:

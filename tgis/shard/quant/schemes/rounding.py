@@ -20,7 +20,8 @@ def round_to_integers(weights: Tensor, layout: CodeLayout, num_steps: float) -> 
     """Round to integers of `layout.bits` bits: a scale is the group's largest magnitude over `num_steps`.
     Values divided by the scale are rounded half to even."""
     groups, magnitudes, largest = _split(weights, layout)
-    steps, most = torch.tensor(num_steps), 1 << (layout.bits - 1)
+    steps = torch.tensor(num_steps)
+    most = 1 << (layout.bits - 1)
     values = torch.mul(groups, _divide(steps, largest), out=magnitudes).round_().clamp_(-most, most - 1)
     return _join(weights, layout, values.to(layout.dtype), largest / steps)
 

@@ -44,8 +44,11 @@ def _search(x: Tensor, bits: int, codes: Tensor, products: Tensor) -> tuple[Tens
     """Return scales and offsets, numbers of float16, of groups, [group, num_groups], whose codes are written
     to `codes`. `products` is scratch memory, because new memory would take most of the time."""
     low, high = x.amin(0), x.amax(0)
-    is_finite, middle = (high - low).isfinite(), (low + high) / 2
-    least, scale, offset = torch.full_like(low, torch.inf), torch.zeros_like(low), middle
+    is_finite = (high - low).isfinite()
+    middle = (low + high) / 2
+    least = torch.full_like(low, torch.inf)
+    scale = torch.zeros_like(low)
+    offset = middle
     for width in RANGES:
         step = (high - low) * (width / ((1 << bits) - 1))
         # Codes are as many below -1/2 as above.

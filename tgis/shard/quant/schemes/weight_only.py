@@ -22,8 +22,10 @@ from tgis.shard.quant.schemes.rounding import (
 
 class WeightOnly:
     def __init__(self, layout: CodeLayout, rounding: Rounding):
-        self.layout, self._round = layout, rounding
-        self.table_layout, self.bytes_per_weight = None, layout.bytes_per_weight
+        self.layout = layout
+        self._round = rounding
+        self.table_layout = None
+        self.bytes_per_weight = layout.bytes_per_weight
 
     def encode(self, role: MatrixRole, stored: Stored) -> Stored:
         return RoundedMatrix(stored, self.layout, self._round) if role in ("linear", "sensitive") else stored

@@ -58,7 +58,8 @@ class SpelledCheckpoint(Container[str]):
     """Tensors of a directory. Names may have `prefix` although the checkpoint's do not."""
 
     def __init__(self, directory: Path, prefix: str):
-        self._checkpoint, self._prefix = Checkpoint(directory), prefix
+        self._checkpoint = Checkpoint(directory)
+        self._prefix = prefix
         self.list_unread = self._checkpoint.list_unread
 
     def __contains__(self, name: object) -> bool:
@@ -103,7 +104,8 @@ def _choose_type(name: str, shape: tuple[int, ...], codes: Type) -> Type:
 
 def _rearrange(source: FileTensor, target: GgufTarget, axis: int) -> Floats:
     """Return the elements in the file's order."""
-    weight, storage = source.read().float(), target.storage
+    weight = source.read().float()
+    storage = target.storage
     check_weight(weight, source.label)
     found: Floats = weight.numpy()
     if storage.is_transposed:

@@ -112,7 +112,8 @@ def _describe_kind(directory: Path, content: Mapping[str, Any]) -> tuple[str, di
 
 def _has_space_prefix(content: Mapping[str, Any]) -> bool:
     """Return True if a space is put before texts: a step of the normalizer, or of the pre-tokenizer."""
-    normalizer, pre_tokenizer = json.dumps(content["normalizer"]), content["pre_tokenizer"] or {}
+    normalizer = json.dumps(content["normalizer"])
+    pre_tokenizer = content["pre_tokenizer"] or {}
     return "Prepend" in normalizer or pre_tokenizer.get("prepend_scheme", "never") != "never"
 
 
@@ -129,9 +130,11 @@ def _list_tokens(
     texts = {id: token for token, id in tokenizer.get_vocab(with_added_tokens=True).items()}
     tokens, types = [], []
     for id in range(max(vocab_size, len(texts))):
-        token, kind = texts.get(id), NORMAL
+        token = texts.get(id)
+        kind = NORMAL
         if token is None:
-            token, kind = f"[PAD{id}]", UNUSED
+            token = f"[PAD{id}]"
+            kind = UNUSED
         elif id in added:
             kind = CONTROL if added[id].special else USER_DEFINED
         elif token in bytes_of:

@@ -27,7 +27,8 @@ def ask() -> str | None:
     """Ask for permission for all threads of this process. Return why the system refuses, None if it does
     not."""
     syscall = ctypes.CDLL(None, use_errno=True).syscall
-    syscall.restype, syscall.argtypes = ctypes.c_long, [ctypes.c_long] * 3
+    syscall.restype = ctypes.c_long
+    syscall.argtypes = [ctypes.c_long] * 3
     if syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0:
         return None
     number = ctypes.get_errno()

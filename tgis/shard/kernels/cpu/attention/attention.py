@@ -79,7 +79,8 @@ class CpuAttention:
             fields = _scoring_fields(scoring)
             self._scoring_args[layer] = (scoring, fields)
         addresses = (plan.table.data_ptr(), q.data_ptr(), out.data_ptr())
-        factors, num_threads = self._reading[layer], torch.get_num_threads()
+        factors = self._reading[layer]
+        num_threads = torch.get_num_threads()
         self._attend.parallel(*self._pages[layer], q.shape[1], *addresses, *fields, *factors, num_threads)
         return out
 

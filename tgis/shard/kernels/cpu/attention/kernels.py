@@ -37,17 +37,22 @@ def _find_unit(index: int, group: int, step: Any, p: Any, scoring: Any, size: in
     """Return the unit of work with number `index`, and which segments it attends to. `group` heads share a KV
     head; `size` is that of a token's partial results in bytes."""
     parts = (group + HEADS - 1) // HEADS
-    part, rest = index % parts, index // parts
-    kv_head, item = rest % p.num_kv_heads, step[7] + ITEM * (rest // p.num_kv_heads)
+    part = index % parts
+    rest = index // parts
+    kv_head = rest % p.num_kv_heads
+    item = step[7] + ITEM * (rest // p.num_kv_heads)
     sequence, start = read_int(item), read_int(item + 4)
     count, position = read_int(item + 8), read_int(item + 12)
     num_parts, segment, partial = read_int(item + 16), read_int(item + 20), read_int(item + 24)
-    seq_len, segment_len = read_int(step[5] + 4 * sequence), step[9]
+    seq_len = read_int(step[5] + 4 * sequence)
+    segment_len = step[9]
     tile_end = min(position + count, seq_len) if scoring.causal else seq_len
-    begin, end = find_first_key(position, scoring) // SPAN * SPAN, tile_end
+    begin = find_first_key(position, scoring) // SPAN * SPAN
+    end = tile_end
     if num_parts > 1:
         begin, end = max(begin, segment * segment_len), min(end, (segment + 1) * segment_len)
-    heads, head = min(HEADS, group - part * HEADS), kv_head * group + part * HEADS
+    heads = min(HEADS, group - part * HEADS)
+    head = kv_head * group + part * HEADS
     blocks, partials = step[6] + 4 * sequence * step[2], step[10] + partial * size
     u = WorkUnit(blocks, start, count, position, kv_head, head, heads, begin, end)
     return u, SegmentPart(tile_end, segment_len, num_parts, segment, partials)
@@ -61,7 +66,8 @@ def _count_units(group: int, step: Any, p: Any) -> Any:
 @reorderable
 def _attend_unit_number(index: int, a: Any, step: Any, p: Any, scoring: Any, s: Any, element: Any) -> bool:
     """Compute the unit of work with number `index`. Return False if there is none."""
-    group, size = a[7] // p.num_kv_heads, 4 * a[7] * result_size(s.length)
+    group = a[7] // p.num_kv_heads
+    size = 4 * a[7] * result_size(s.length)
     num_units = _count_units(group, step, p)
     if index >= num_units:
         return False
@@ -84,7 +90,8 @@ def attend_kernel(element: Any, factor: Any = _F32, columns: int = 1) -> Kernel:
         depth = round_up(p.head_dim, LANES)
         max_rows = step[4] * min(HEADS, a[7] // p.num_kv_heads) + TALL
         q, sums = max_rows * depth, max_rows * (depth + LANES)
-        maxima, gathered = round_up(max_rows, LANES), SPAN * (p.head_dim + depth)
+        maxima = round_up(max_rows, LANES)
+        gathered = SPAN * (p.head_dim + depth)
         results = max_rows * result_size(depth + LANES)
         size = LANES + q + sums + maxima + 4 * LANES + TALL * SPAN + 16 * GROUPS + gathered + results
         memory = np.empty(size, np.float32)
@@ -113,7 +120,8 @@ def _has_nan(k: Any, v: Any) -> bool:
 @reorderable
 def _write_token(k: Any, v: Any, slot: int, p: Any, element: Any) -> None:
     """Write one token's k and v, [num_kv_heads, head_dim] each, to its slot."""
-    block, offset = slot // p.block_size, slot % p.block_size
+    block = slot // p.block_size
+    offset = slot % p.block_size
     for h in range(p.num_kv_heads):
         page = (block * p.num_kv_heads + h) * p.head_dim * p.block_size * p.width
         keys = carray(pointer(p.keys + page, element), (p.head_dim, p.block_size))

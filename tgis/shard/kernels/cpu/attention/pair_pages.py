@@ -61,7 +61,8 @@ def _write_halves(b: Any, to: Any, source: Any, count: Any, is_later: Any) -> No
 def _write_token(k: int, v: int, slot: int, p: Any, buffer: int) -> None:
     """Write one token's k and v, addresses of [num_kv_heads, head_dim] each, to its slot. `buffer` is the
     address of scratch memory for a head of k."""
-    block, offset = slot // p.block_size, slot % p.block_size
+    block = slot // p.block_size
+    offset = slot % p.block_size
     num_pairs, size = (
         p.head_dim // pairs.COLUMNS,
         p.head_dim * p.block_size * pairs.NUM_BYTES // pairs.COLUMNS,
@@ -81,7 +82,8 @@ def _write_pairs(args: Any) -> None:
     a = carray(args, 12)
     p = Pages(a[1], a[2], a[3], a[4], a[5], a[6], as_float(a[10]), as_float(a[11]), pairs.COLUMNS)
     step = carray(pointer(a[7], _I64), TABLE)
-    num_tokens, token_bytes = step[0], 4 * p.num_kv_heads * p.head_dim
+    num_tokens = step[0]
+    token_bytes = 4 * p.num_kv_heads * p.head_dim
     slots = carray(pointer(step[8], _I64), (num_tokens,))
     buffer = np.empty(round_up(p.head_dim, _HALVES), np.uint32)
     first = next_unit(args) * TOKENS

@@ -41,12 +41,14 @@ class CpuPlan:
         block_tables = layout.block_tables.contiguous()
         # Their memory lives as long as a plan whose table has their addresses.
         self._tensors = (layout.seq_lens.contiguous(), block_tables, self.items, self.slots)
-        self._partials, self._partial_size = _NO_PARTIALS, 0
+        self._partials = _NO_PARTIALS
+        self._partial_size = 0
         self.table = self._make_table(layout)
 
     def copy_into(self, fixed: "CpuPlan") -> None:
         fixed.table.copy_(self.table)
-        fixed._tensors, fixed._num_partials = self._tensors, self._num_partials
+        fixed._tensors = self._tensors
+        fixed._num_partials = self._num_partials
         fixed._allocate_partials()
 
     def reserve_partials(self, size: int) -> None:
@@ -87,7 +89,9 @@ def _list_single_tokens(lengths: Any, is_cross: bool) -> Any:
     items = np.zeros((len(lengths), 7), np.int32)
     order = np.argsort(-lengths, kind="stable") if len(lengths) > 1 else 0
     items[:, 0] = items[:, 1] = order
-    items[:, 2], items[:, 3], items[:, 4] = 1, 0 if is_cross else lengths[order] - 1, 1
+    items[:, 2] = 1
+    items[:, 3] = 0 if is_cross else lengths[order] - 1
+    items[:, 4] = 1
     return items
 
 

@@ -176,7 +176,8 @@ def _add_pv(num_vectors: int) -> Any:
 def _build_pv(b: Any, args: Any, rows: int, first: int, width: int) -> None:
     """Emit the code of a tile of `rows` rows and `width` vectors from the vector `first` on."""
     sums, sums_stride, growths, weights, places, column, stride, n, element = args
-    size, columns = element.bitwidth // 8 * LANES, count_columns(element)
+    size = element.bitwidth // 8 * LANES
+    columns = count_columns(element)
     cells = [(r, 4 * LANES * (first + v)) for r in range(rows) for v in range(width)]
     results = [b.add(b.mul(I64(r), sums_stride), I64(offset)) for r, offset in cells]
     begin_column = b.add(column, I64(first * size))

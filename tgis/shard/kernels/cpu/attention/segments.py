@@ -82,7 +82,8 @@ def copy_result(result: int, sums: int, maximum: int, length: int) -> None:
 @reorderable
 def partial_address(segment: int, r: int, u: Any, part: SegmentPart, num_heads: int, length: int) -> Any:
     """Return the address of the result of row `r` of a segment that is a unit of its own."""
-    token, head = r // u.heads, u.head + r % u.heads
+    token = r // u.heads
+    head = u.head + r % u.heads
     return part.partials + 4 * result_size(length) * ((segment * u.num_tokens + token) * num_heads + head)
 
 

@@ -159,12 +159,14 @@ def _advance(s: Any) -> None:
 @reorderable
 def _gather(span: int, u: Any, p: Any, s: Any, element: Any) -> None:
     """Copy the span from pages that do not hold a whole number of vectors to contiguous memory."""
-    page, depth = p.head_dim * p.block_size * p.width, s.length - LANES
+    page = p.head_dim * p.block_size * p.width
+    depth = s.length - LANES
     gathered = carray(pointer(s.gathered, element), (SPAN * (p.head_dim + depth),))
     begin = p.head_dim * SPAN
     for j in range(min(SPAN, u.end - span)):
         block = read_int(u.blocks + 4 * ((span + j) // p.block_size))
-        base, offset = (block * p.num_kv_heads + u.kv_head) * page, (span + j) % p.block_size
+        base = (block * p.num_kv_heads + u.kv_head) * page
+        offset = (span + j) % p.block_size
         keys = carray(pointer(p.keys + base, element), (p.head_dim, p.block_size))
         values = carray(pointer(p.values + base, element), (p.block_size, p.head_dim))
         for d in range(p.head_dim):
@@ -181,7 +183,8 @@ def _gather(span: int, u: Any, p: Any, s: Any, element: Any) -> None:
 @reorderable
 def _use_widened(p: Any, s: Any) -> tuple[Pages, Scratch]:
     """Return pages and scratch memory with which products read the copies of `widen_span`."""
-    values, depth = p.head_dim * SPAN, s.length - LANES
+    values = p.head_dim * SPAN
+    depth = s.length - LANES
     places = s.places + 32 * GROUPS
     for group in range(GROUPS):
         poke(places + 8 * group, s.gathered + 4 * group * LANES)
@@ -218,7 +221,8 @@ def _find_end(position: int, u: Any, scoring: Any) -> Any:
 @reorderable
 def _adjust_rows(r: int, rows: int, span: int, u: Any, scoring: Any, s: Any) -> None:
     for i in range(rows):
-        token, head = (r + i) // u.heads, (r + i) % u.heads
+        token = (r + i) // u.heads
+        head = (r + i) % u.heads
         _adjust_scores(s.scores + 4 * SPAN * i, scoring, u.head + head, span - u.position - token)
 
 
@@ -226,7 +230,8 @@ def _adjust_rows(r: int, rows: int, span: int, u: Any, scoring: Any, s: Any) -> 
 def _write_bounds(r: int, rows: int, span: int, u: Any, scoring: Any, s: Any) -> None:
     """Write which keys of the span from `span` on rows [r, r + rows) see."""
     bounds = carray(pointer(s.bounds, _I32), (TALL, 2))
-    token, head = r // u.heads, r % u.heads
+    token = r // u.heads
+    head = r % u.heads
     for i in range(rows):
         position = u.position + min(token, u.num_tokens - 1)
         end = max(min(_find_end(position, u, scoring) - span, SPAN), 0)
@@ -240,10 +245,12 @@ def _write_bounds(r: int, rows: int, span: int, u: Any, scoring: Any, s: Any) ->
 @reorderable
 def _add_values(rows: int, seen: int, sums: int, in_place: bool, p: Any, s: Any, element: Any) -> None:
     """Add the first `seen` values of the span, with the weights of a tile's rows, to the rows' sums."""
-    depth, length = s.length - LANES, 4 * s.length
+    depth = s.length - LANES
+    length = 4 * s.length
     factors, places = s.updates + 4 * LANES, s.places + 16 * GROUPS
     stride = (p.head_dim if in_place else depth) * p.width
-    most, args = depth // SPAN * SPAN, (factors, s.scores, places)
+    most = depth // SPAN * SPAN
+    args = (factors, s.scores, places)
     for c in range(0, most, SPAN):
         add_pv_4_vectors(rows, sums + 4 * c, length, *args, c * p.width, stride, seen, element)
     for c in range(most, depth, LANES):
@@ -258,9 +265,11 @@ def _attend_span(r: int, rows: int, span: int, u: Any, p: Any, scoring: Any, s: 
     seen = min(_find_end(last, u, scoring) - span, SPAN)  # number of keys up to the last that any row sees
     if seen <= 0 or find_first_key(first, scoring) >= span + SPAN:
         return
-    depth, in_place = s.length - LANES, p.block_size % LANES == 0
+    depth = s.length - LANES
+    in_place = p.block_size % LANES == 0
     stride = (p.block_size if in_place else SPAN) * p.width
-    channels, q = p.head_dim // p.columns, s.q + 4 * r * depth
+    channels = p.head_dim // p.columns
+    q = s.q + 4 * r * depth
     num_groups = GROUPS if seen > SPAN // 2 else GROUPS // 2
     multiply_qk(rows, num_groups, s.scores, q, 4 * depth, s.places, stride, channels, element)
     if scoring.soft_cap > 0 or scoring.slopes != 0 or scoring.bias != 0:
@@ -319,7 +328,8 @@ def _attend_keys(
     element: Any,
 ) -> None:
     """Attend with all rows of a unit, of which `height` form a tile of products, to the keys [begin, end)."""
-    num_rows, in_place = u.num_tokens * u.heads, p.block_size % LANES == 0
+    num_rows = u.num_tokens * u.heads
+    in_place = p.block_size % LANES == 0
     for r in range(round_up(num_rows, height)):
         _start_row(r, u, queries, p, scoring.scale * p.key_factor, s)
     is_widened = in_place and height == TALL and is_converted(element)
@@ -374,7 +384,8 @@ def attend_unit(
     if p.block_size % LANES == 0:
         _locate_span(1, u.begin, u, p, s)
     is_whole = part.num_parts == 1
-    results, size = s.results, result_size(s.length)
+    results = s.results
+    size = result_size(s.length)
     if is_whole and u.end > part.segment_len:
         _attend_segments(height, u, following, queries, part, p, scoring, s, element)
     else:

@@ -20,7 +20,10 @@ REPLACED = "attend_pairs"  # name of the kernel that may be replaced
 _U16 = np.uint16(0)  # of a bfloat16 number's bits, and of float32 numbers rounded to bfloat16
 _PAIR = np.uint32(0)
 # Of an attention that is checked. The error is that of softmax weights that are rounded.
-_HEADS, _HEAD_DIM, _LENGTH, _TOLERANCE = 3, 32, 75, 2**-8
+_HEADS = 3
+_HEAD_DIM = 32
+_LENGTH = 75
+_TOLERANCE = 2**-8
 
 ROUNDED = CacheKernels(attend_kernel(_U16, _U16), WRITE[torch.bfloat16])
 """Kernels that round, and compute in float32, on any processor."""
@@ -64,7 +67,8 @@ def is_near(kernels: CacheKernels) -> bool:
     near that in float64."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, _LENGTH, _HEADS, _HEAD_DIM, generator=generator)
-    num_blocks, scale = -(-_LENGTH // LANES), _HEAD_DIM**-0.5
+    num_blocks = -(-_LENGTH // LANES)
+    scale = _HEAD_DIM**-0.5
     attention = CpuAttention(KVCache(1, num_blocks, LANES, _HEADS, _HEAD_DIM, torch.bfloat16), kernels)
     attention.keep(0, k, v, attention.plan(_lay_out(0, num_blocks), "self"))
     expected = _attend_plainly(q, k, v, scale)

@@ -29,7 +29,8 @@ class TileProduct:
     def __call__(self, x: Tensor) -> Tensor:
         check_rows(x, self.in_features)
         num_rows, steps = len(x), count_steps(self.in_features)
-        y, padded = empty(num_rows, self.out_features), steps * tiles.COLUMNS
+        y = empty(num_rows, self.out_features)
+        padded = steps * tiles.COLUMNS
         rounded, rows_per_unit = empty(num_rows, padded // 2), max(1, _UNIT // padded)
         if num_rows:
             run = tiles.round_pairs if num_rows <= rows_per_unit else tiles.round_pairs.parallel

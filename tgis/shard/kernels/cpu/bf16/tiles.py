@@ -68,7 +68,8 @@ def _multiply_panel(
     rows that are configured."""
     stride = steps * ROW_BYTES
     for begin in range(0, steps, _BLOCK):
-        weights, count = panel + begin * DEPTH * PANEL_ROW, min(_BLOCK, steps - begin)
+        weights = panel + begin * DEPTH * PANEL_ROW
+        count = min(_BLOCK, steps - begin)
         for row in range(0, rows, ROWS):
             height = min(ROWS, rows - row)
             if height != configured:
@@ -91,14 +92,17 @@ def _multiply_tiles(args: Any) -> None:
     group_units = -(-num_panels // unit_panels)
     scratch = np.empty(_LINE + _MAX_ROWS * PANEL_ROW + MEMORY_BYTES, np.uint8)
     sums: Any = (np.int64(scratch.ctypes.data) + _LINE - 1) // _LINE * _LINE
-    memory, configured = sums + _MAX_ROWS * PANEL_ROW, 0
+    memory = sums + _MAX_ROWS * PANEL_ROW
+    configured = 0
     unit = next_unit(args)
     while unit < groups * group_units:
         first, begin = unit // group_units * _MAX_ROWS, unit % group_units * unit_panels
         rows = min(_MAX_ROWS, m - first)
         for p in range(begin, min(begin + unit_panels, num_panels)):
             panel, source = weights + p * steps * DEPTH * PANEL_ROW, x + first * steps * ROW_BYTES
-            columns, out, stride = min(PANEL, n - p * PANEL), y + 4 * (first * n + p * PANEL), 4 * n
+            columns = min(PANEL, n - p * PANEL)
+            out = y + 4 * (first * n + p * PANEL)
+            stride = 4 * n
             to, apart = (out, stride) if columns == PANEL else (sums, PANEL_ROW)
             configured = _multiply_panel(memory, sums, to, apart, source, steps, rows, configured, panel)
             if columns < PANEL:

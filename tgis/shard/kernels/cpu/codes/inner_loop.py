@@ -81,8 +81,11 @@ class _FloatSums:
     block_units = 1
 
     def __init__(self, b: Any, kind: Kind, table: Any, rows: list[Any], num_vectors: int):
-        self._kind, self._table, self._num_vectors = kind, load_table(b, kind, table), num_vectors
-        self._rows, self._x = rows, _repeat(b, rows[0], num_vectors)
+        self._kind = kind
+        self._table = load_table(b, kind, table)
+        self._num_vectors = num_vectors
+        self._rows = rows
+        self._x = _repeat(b, rows[0], num_vectors)
         self.scales = list[Any]()
         self.initial = [llvm.constant(0.0, LANES)] * (len(rows) * num_vectors)
 
@@ -116,7 +119,9 @@ def load_float_sums(b: Any, x: list[Any]) -> list[Any]:
 
 def subtract_products(b: Any, sums: list[Any], x: list[Any], zeros: Any) -> list[Any]:
     """Emit sums - zeros * the sums of the rows of x, float32, unless `zeros`, the address of int8, is 0."""
-    before, changed, num_vectors = b.block, [], len(sums) // len(x)
+    before = b.block
+    changed = []
+    num_vectors = len(sums) // len(x)
     with b.if_then(b.icmp_signed("!=", zeros, I64(0))):
         loaded = [load_zeros(b, zeros, v) for v in range(num_vectors)]
         for i, total in enumerate(sums):
@@ -131,8 +136,11 @@ class RoundedSums:
 
     def __init__(self, b: Any, kind: Kind, stored_bits: int, rows: list[Any], num_vectors: int):
         """Load the sums of rows of x at addresses. Codes take up `stored_bits` bits."""
-        self._kind, self._stored_bits, self._num_vectors = kind, stored_bits, num_vectors
-        self._rows, self.scales = rows, [b.add(row, I64(SCALE)) for row in rows]
+        self._kind = kind
+        self._stored_bits = stored_bits
+        self._num_vectors = num_vectors
+        self._rows = rows
+        self.scales = [b.add(row, I64(SCALE)) for row in rows]
         self.block_units = count_block_units(kind, stored_bits)
         if is_centred(kind, stored_bits):
             self.initial = [llvm.constant(0, LANES, I32)] * (len(rows) * num_vectors)
@@ -144,7 +152,8 @@ class RoundedSums:
         return add_units(b, sums, self._rows, u, units, self._stored_bits, self._kind)
 
     def finish(self, b: Any, sums: list[Any], zeros: Any) -> list[Any]:
-        exact, before = [b.sitofp(total, _FLOATS) for total in sums], b.block
+        exact = [b.sitofp(total, _FLOATS) for total in sums]
+        before = b.block
         with b.if_then(b.icmp_signed("!=", zeros, I64(0))):
             loaded = [load_zeros(b, zeros, v) for v in range(self._num_vectors)]
             factors = [b.fmul(each, llvm.constant(1 / 128, LANES)) for each in loaded]
@@ -184,7 +193,8 @@ def multiply_tile(
         return  # their codes are always widened
     end = b.append_basic_block("end")
     stride = BYTES_STRIDE if kind.rounds_activations else STRIDE
-    cases, width = b.switch(rows, end), kind.column_bytes
+    cases = b.switch(rows, end)
+    width = kind.column_bytes
     for num_rows in range(1, ROWS + 1):
         block = b.append_basic_block(f"rows{num_rows}")
         cases.add_case(I64(num_rows), block)
@@ -292,7 +302,8 @@ def _add_products(b: Any, tile: Tile, sums: list[Any], strip: Strip, of_rows: li
     for i, total in enumerate(sums):
         r, v = divmod(i, strip.num_vectors)
         at = b.add(strip.out, I64(4 * LANES * (r * VECTORS + v)))
-        before, scale = llvm.load_vector(b, at, LANES), scales[v]
+        before = llvm.load_vector(b, at, LANES)
+        scale = scales[v]
         if of_rows is not None:
             before = llvm.multiply_add(b, of_rows[r], offsets[v], before)
         if tile.scales:

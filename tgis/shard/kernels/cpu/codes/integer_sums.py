@@ -61,7 +61,8 @@ def add_units(
 ) -> list[Any]:
     """Emit the addition of the products of unit u and those after it, at the addresses `units`, whose codes
     take up `stored_bits` bits. `rows` are addresses of rows of x, each with as many sums."""
-    num_vectors, pairs = len(sums) // len(rows), list[Any]()
+    num_vectors = len(sums) // len(rows)
+    pairs = list[Any]()
     for i, unit in enumerate(units):
         words = load_words(b, unit, stored_bits, num_vectors)
         weights = [take_bytes(b, each, stored_bits) for each in words]

@@ -39,7 +39,8 @@ def _split_bytes(b: Any, word: Any) -> list[Any]:
 
 def _cut_packed(b: Any, unit: Any, bits: int, wide_bits: int) -> list[list[Any]]:
     """Emit the integers of packed codes, which are in two's complement."""
-    per_word, half = 32 // wide_bits, 1 << (bits - 1)
+    per_word = 32 // wide_bits
+    half = 1 << (bits - 1)
     middle = sum(half << (wide_bits * i) for i in range(per_word))
     found = []
     for v in range(VECTORS):
@@ -81,7 +82,8 @@ def list_fields(bits: int, k: int) -> Iterator[Field]:
 
 def _move(b: Any, parts: list[Any], field: Field, to: int) -> Any:
     """Emit a field moved to the code that begins at bit `to`, and zeros."""
-    distance, word = field.begin - field.place - to, parts[field.part]
+    distance = field.begin - field.place - to
+    word = parts[field.part]
     if distance:
         shift = b.lshr if distance > 0 else b.shl
         word = shift(word, llvm.constant(abs(distance), LANES, I32))

@@ -96,7 +96,8 @@ def panel_bytes(w: Any) -> Any:
 @ordered
 def _copy_row(w: Any, x: int, piece: int, to: int) -> None:
     """Copy a piece of a row of x, filled up with zeros, and its sum."""
-    first, units = piece * w.columns, count_units(w, piece)
+    first = piece * w.columns
+    units = count_units(w, piece)
     count = min(w.columns, w.in_features - first)
     row = carray(pointer(to, _F32), (PIECE,))
     if w.order:
@@ -169,15 +170,18 @@ def _multiply_panel(
     """Compute sums[rows, COLUMNS] = x @ a panel. The thread's next panel is `following`. `wide` is scratch
     memory for the widened codes of a piece, before them for its scales and offsets."""
     carray(pointer(sums, _F32), (rows * COLUMNS,))[:] = np.float32(0)
-    at, pieces = w.panels + panel * panel_bytes(w), count_pieces(w)
+    at = w.panels + panel * panel_bytes(w)
+    pieces = count_pieces(w)
     piece_bytes, further = w.units * w.unit_bytes + w.scale_bytes, w.panels + following * panel_bytes(w)
     distance = PIECE // w.columns  # pieces: small ones follow each other faster than memory answers
     for piece in range(pieces):
-        units, of = count_units(w, piece), x + piece * rows * w.row_bytes
+        units = count_units(w, piece)
+        of = x + piece * rows * w.row_bytes
         later = piece + distance
         ahead = at + distance * piece_bytes if later < pieces else further + (later - pieces) * piece_bytes
         scales = find_scales(w, panel, piece, at, wide - 2 * PLANE, w.centre)
-        codes, offsets = at + w.scale_bytes, (scales + PLANE) * w.has_offsets
+        codes = at + w.scale_bytes
+        offsets = (scales + PLANE) * w.has_offsets
         if w.wide_unit:
             _multiply_piece(w, of, rows, panel, piece, codes, scales, offsets, ahead, sums, wide, element)
         else:
@@ -201,7 +205,9 @@ def _multiply_codes(
     element: Any,
 ) -> None:
     """Add the product of rows and the codes at an address to sums, with codes that each tile converts."""
-    units, zeros, num_tiles = count_units(w, piece), _find_zeros(w, panel, piece), -(-rows // ROWS)
+    units = count_units(w, piece)
+    zeros = _find_zeros(w, panel, piece)
+    num_tiles = -(-rows // ROWS)
     for tile in range(num_tiles):
         first = tile * rows // num_tiles
         tall = (tile + 1) * rows // num_tiles - first
@@ -225,7 +231,9 @@ def _multiply_piece(
     element: Any,
 ) -> None:
     """Add the product of rows and the codes at an address to sums, with codes that are widened once."""
-    units, zeros, codes = count_units(w, piece), _find_zeros(w, panel, piece), at
+    units = count_units(w, piece)
+    zeros = _find_zeros(w, panel, piece)
+    codes = at
     if w.unit_bytes < w.wide_unit:
         widen(wide, at, units, w.table, element)
         codes = wide
@@ -271,7 +279,8 @@ def _multiply_float(args: Any, bits: int, element: Any) -> None:
 @ordered
 def _multiply_rounded(args: Any, bits: int, wide_bits: int, element: Any) -> None:
     """Compute a product with rounded activations. Tiles convert no packed codes."""
-    m, max_unwidened = carray(args, 2)[1], ROWS if LANES == 16 else ROWS * bits // 2
+    m = carray(args, 2)[1]
+    max_unwidened = ROWS if LANES == 16 else ROWS * bits // 2
     is_wide = bits in PACKED_BITS or m > max_unwidened
     wide_unit = WIDE_UNIT // 8 * wide_bits if is_wide else 0
     row_bytes = PAIRS_STRIDE if is_wide and wide_bits == 16 else BYTES_STRIDE
@@ -284,7 +293,8 @@ def _multiply(args: Any, w: Any, element: Any) -> None:
     for its next units."""
     a = carray(args, 7)
     m, width, threads, x, y, pitch = a[1], a[2], a[3], a[4], a[5], a[6]
-    row_bytes, num_panels = count_pieces(w) * w.row_bytes, -(-w.out_features // COLUMNS)
+    row_bytes = count_pieces(w) * w.row_bytes
+    num_panels = -(-w.out_features // COLUMNS)
     max_rows = max(1, _CHUNK // (row_bytes * w.tile_rows)) * w.tile_rows
     groups = -(-m // max_rows)
     max_rows = -(-m // groups)
@@ -298,7 +308,8 @@ def _multiply(args: Any, w: Any, element: Any) -> None:
     unit = next_unit(args)
     while unit < groups * group_units:
         next_one = unit + threads  # if all threads are equally fast
-        group, begin = unit // group_units, unit % group_units * unit_panels
+        group = unit // group_units
+        begin = unit % group_units * unit_panels
         first = group * m // groups
         rows = (group + 1) * m // groups - first
         if copied_group != group:

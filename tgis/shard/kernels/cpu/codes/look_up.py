@@ -21,7 +21,10 @@ def _read_byte(address: int) -> Any:
 @ordered
 def _read_part(unit: int, bits: int, column: int, k: int) -> Any:
     """Return code k of a column of a unit of packed codes."""
-    half, code, first, taken = COLUMNS // 2, np.int64(0), 0, 0
+    half = COLUMNS // 2
+    code = np.int64(0)
+    first = 0
+    taken = 0
     part = unit + column // half * (UNIT_BIT * bits // 2)
     for size in (4, 2, 1):
         if bits & size:
@@ -61,7 +64,9 @@ def _look_up(args: Any) -> None:
     t = next_unit(args)
     while t < num_rows:
         row = carray(pointer(ids + 8 * t, _I64), (1,))[0]
-        panel, column, size = row // COLUMNS, row % COLUMNS, w.in_features
+        panel = row // COLUMNS
+        column = row % COLUMNS
+        size = w.in_features
         at = w.panels + panel * panel_bytes(w)
         found = carray(pointer(out + 4 * t * size, _F32), (size,))
         for piece in range(count_pieces(w)):
@@ -70,7 +75,8 @@ def _look_up(args: Any) -> None:
             offset = np.float32(0)
             if w.has_offsets:
                 offset = carray(pointer(scales + PLANE + 4 * column, _F32), (1,))[0]
-            units, first = count_units(w, piece), piece * w.columns
+            units = count_units(w, piece)
+            first = piece * w.columns
             for i in range(min(w.columns, size - first)):
                 unit = at + w.scale_bytes + i // UNIT * w.unit_bytes
                 code = _read_code(unit, bits, has_words, places, column, i % UNIT)

@@ -30,7 +30,8 @@ from tgis.shard.kernels.cpu.jit.llvm import I64
 
 # Most rows of a tile: its sums, the codes of a column and one number of x fill the processor's registers,
 # of which sums of integers need more with AVX2.
-ROWS, ROUNDED_ROWS = 6, 6 if LANES == 16 else 5
+ROWS = 6
+ROUNDED_ROWS = 6 if LANES == 16 else 5
 _STRIPS = 1 if LANES == 16 else 2  # that a panel is cut into
 TALL = 3  # least rows of a tile, when more than ROWS are cut into tiles of equal height
 # Bytes of a unit of codes that are widened to bytes. Float32 takes four times as many.
@@ -50,7 +51,8 @@ def widen(b: Any, to: Any, piece: Any, units: Any, table: Any, element: Any) -> 
     hold as many codes of a column as fit: [words, COLUMNS]."""
     kind = KINDS[element]
     table_vectors = load_table(b, kind, table)
-    step, wide = WIDE_UNIT // 8 * kind.bits, find_wide_unit(kind)
+    step = WIDE_UNIT // 8 * kind.bits
+    wide = find_wide_unit(kind)
 
     def widen_unit(u: Any, _: list[Any]) -> list[Any]:
         unit, target = b.add(piece, b.mul(u, I64(step))), b.add(to, b.mul(u, I64(wide)))
@@ -78,7 +80,9 @@ class _FloatTile:
     block_units = 1
 
     def __init__(self, b: Any, rows: list[Any], num_vectors: int):
-        self._rows, self._num_vectors, self.scales = rows, num_vectors, list[Any]()
+        self._rows = rows
+        self._num_vectors = num_vectors
+        self.scales = list[Any]()
         self.initial = [llvm.constant(0.0, LANES)] * (len(rows) * num_vectors)
 
     def add_units(self, b: Any, sums: list[Any], u: Any, units: list[Any]) -> list[Any]:
@@ -116,7 +120,8 @@ def multiply_wide_tile(
     """Compute out[:rows, :COLUMNS] += x[:rows] @ the widened codes of a piece. `rows` is TALL to ROWS or
     ROUNDED_ROWS, or from 1 on for rounded activations and packed codes. For each unit, the code prefetches
     `lines` cache lines from `ahead` on. For the others see `multiply_tile`."""
-    end, kind = b.append_basic_block("end"), KINDS[element]
+    end = b.append_basic_block("end")
+    kind = KINDS[element]
     cases, stride = b.switch(rows, end), find_wide_stride(kind)
     least = 1 if kind.rounds_activations and kind.is_packed else TALL
     for num_rows in range(least, (ROUNDED_ROWS if kind.rounds_activations else ROWS) + 1):

@@ -195,7 +195,8 @@ def pack(weight: Stored, rounds_activations: bool = False) -> CodeProduct:
     out_features, in_features = weight.shape
     layout = weight.layout()
     assert layout is not None
-    kind, num_panels = _find_kind(layout, rounds_activations), -(-out_features // COLUMNS)
+    kind = _find_kind(layout, rounds_activations)
+    num_panels = -(-out_features // COLUMNS)
     order = None
     if layout.is_reordered:
         group_of = weight.codes(slice(0, 0)).group_of
@@ -260,7 +261,8 @@ class _Packing(NamedTuple):
 
 
 def _describe_scales(layout: CodeLayout, pieces: _Pieces) -> _Scales:
-    form, first = ScaleForm[layout.scale_type], 0
+    form = ScaleForm[layout.scale_type]
+    first = 0
     pieces_per_factor = pieces.count
     if layout.groups_per_factor is not None and layout.group is not None:
         pieces_per_group = layout.group // pieces.columns

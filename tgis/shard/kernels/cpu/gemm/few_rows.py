@@ -24,7 +24,9 @@ def _multiply_panel(w: Any, x: Any, out: int, stride: int, panel: int, ahead: in
         for tile in range(num_tiles):
             first = tile * w.num_rows // num_tiles
             rows = (tile + 1) * w.num_rows // num_tiles - first
-            to, at, step = out + first * stride, source + first * STRIDE, kind.width
+            to = out + first * stride
+            at = source + first * STRIDE
+            step = kind.width
             multiply_tile(
                 rows, to, stride, to, stride, at, weights, following, step, count, begin == 0, kind.element
             )
@@ -37,10 +39,12 @@ def _multiply_panels(w: Any, x: Any, begin: int, end: int, following: int, sums:
     size = w.k * kind.width
     for p in range(begin, end):
         ahead = w.weights + (p + 1 if p + 1 < end else following) * size
-        to, stride = w.y + 4 * p * PANEL, 4 * w.out_features
+        to = w.y + 4 * p * PANEL
+        stride = 4 * w.out_features
         is_whole = (p + 1) * PANEL <= w.out_features
         if not is_whole:
-            to, stride = sums, 4 * PANEL
+            to = sums
+            stride = 4 * PANEL
         _multiply_panel(w, x, to, stride, w.weights + p * size, ahead, kind)
         if not is_whole:
             copy_last_panel(w, sums, w.num_rows, w.y)
@@ -62,7 +66,8 @@ def multiply_few_rows(args: Any, w: Any, kind: Any) -> None:
         copy_rows(w, 0, w.num_rows, x, kind)
     while unit < num_units:
         following = unit + w.num_threads  # if all threads are equally fast
-        begin, end = unit * unit_panels, min((unit + 1) * unit_panels, num_panels)
+        begin = unit * unit_panels
+        end = min((unit + 1) * unit_panels, num_panels)
         _multiply_panels(w, x, begin, end, following % num_units * unit_panels, sums, kind)
         unit = next_unit(args)
     keep_alive(rows_of_x)

@@ -30,7 +30,8 @@ STRIDE = 4 * (BLOCK + 16)
 # code prefetches them itself. Rows of pairs take half the time.
 STREAMED, STREAMED_PAIRS = 2, 4
 
-_VECTORS, _LINE = PANEL // LANES, 64
+_VECTORS = PANEL // LANES
+_LINE = 64
 
 
 def _load_weights(b: Any, address: Any, offset: int, element: Any) -> Any:
@@ -95,7 +96,9 @@ def _find_cells(b: Any, address: Any, stride: Any, num_rows: int) -> list[Any]:
 
 def _load_sums(b: Any, places: list[Any], is_first: Any) -> list[Any]:
     """Load a tile's sums, or return zeros."""
-    begin, load, begun = b.block, b.append_basic_block("load"), b.append_basic_block("begun")
+    begin = b.block
+    load = b.append_basic_block("load")
+    begun = b.append_basic_block("begun")
     b.cbranch(b.icmp_signed("!=", is_first, I64(0)), begun, load)
     b.position_at_end(load)
     loaded = [llvm.load_vector(b, place, LANES) for place in places]

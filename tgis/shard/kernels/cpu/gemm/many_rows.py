@@ -14,7 +14,8 @@ from tgis.shard.kernels.cpu.jit.compiler import atomic_add, keep_alive, reordera
 
 # Most rows of a group and panels of a unit. A unit's sums and a block of its rows of x fit a second-level
 # cache together.
-MAX_ROWS, _MAX_PANELS = 24 * ROWS, 4
+MAX_ROWS = 24 * ROWS
+_MAX_PANELS = 4
 
 # Parts of the counter: units that were taken from the front, from the back, and threads that came.
 _BITS = 28
@@ -59,7 +60,9 @@ def _multiply_block(
         first = tile * rows // num_tiles
         height = (tile + 1) * rows // num_tiles - first
         source, to = sums.address + first * sums.stride, out.address + first * out.stride
-        at, part, stride = x + first * STRIDE, ahead + tile * count * step, sums.stride
+        at = x + first * STRIDE
+        part = ahead + tile * count * step
+        stride = sums.stride
         multiply_tall_tile(
             height, source, stride, to, out.stride, at, weights, part, step, count, is_first, kind.factor
         )
@@ -71,10 +74,12 @@ def _multiply_panels(w: Any, group: Any, panels: Any, scratch: int, kind: Any) -
     one that the thread probably multiplies with next. `scratch` has room for the sums of [panels, rows,
     PANEL] and a converted block. The last block's sums are written to y."""
     begin, end, following = panels
-    rows, y = group.rows, w.y + 4 * group.first * w.out_features
+    rows = group.rows
+    y = w.y + 4 * group.first * w.out_features
     converted = scratch + 4 * PANEL * rows * (end - begin)
     for column in range(0, w.k, w.columns):
-        count, x = min(w.columns, w.k - column), group.x.address + column // w.columns * group.x.block
+        count = min(w.columns, w.k - column)
+        x = group.x.address + column // w.columns * group.x.block
         for p in range(begin, end):
             weights = w.weights + (p * w.k + column) * kind.width
             ahead = weights + w.k * kind.width
@@ -107,8 +112,10 @@ def multiply_many_rows(args: Any, w: Any, kind: Any) -> None:
     is_last = (_arrive(args) >> 2 * _BITS & 1) == 1
     unit = _take_unit(args, is_last, groups * group_units)
     while unit >= 0:
-        number, begin = unit // group_units, unit % group_units * unit_panels
-        first, end = number * w.num_rows // groups, min(begin + unit_panels, num_panels)
+        number = unit // group_units
+        begin = unit % group_units * unit_panels
+        first = number * w.num_rows // groups
+        end = min(begin + unit_panels, num_panels)
         rows = (number + 1) * w.num_rows // groups - first
         x = TileRows(np.int64(rows_of_x.ctypes.data), rows * STRIDE)
         if copied != number:

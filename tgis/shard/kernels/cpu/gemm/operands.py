@@ -56,10 +56,8 @@ def copy_rows(w: Any, first: int, rows: int, to: Any, kind: Any) -> None:
     for r in range(rows):
         row = w.x + 4 * (first + r) * w.in_features
         for begin in range(0, w.in_features, width):
-            place, count = (
-                to.address + begin // width * to.block + r * STRIDE,
-                min(width, w.in_features - begin),
-            )
+            place = to.address + begin // width * to.block + r * STRIDE
+            count = min(width, w.in_features - begin)
             copy_columns(place, row + 4 * begin, count, kind.factor)
 
 

@@ -28,13 +28,15 @@ class Arena:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._chunk, self._used = torch.empty(0, dtype=torch.uint8), 0
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Return zeroed uint8 [num_bytes] that starts at a cache line. Thread-safe."""
         with self._lock:
             if self._used + num_bytes > len(self._chunk):
-                self._chunk, self._used = _map(max(num_bytes, _CHUNK)), 0
+                self._chunk = _map(max(num_bytes, _CHUNK))
+                self._used = 0
             part = self._chunk[self._used : self._used + num_bytes]
             self._used += -(-num_bytes // _LINE) * _LINE
             return part

@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 # Bounds on a matrix's largest magnitude within which float16 keeps it well. Above, values become infinite;
 # below, many values are subnormal and lose digits.
-FLOAT16_MAX, FLOAT16_SMALL = 65504.0, 2.0**-10
+FLOAT16_MAX = 65504.0
+FLOAT16_SMALL = 2.0**-10
 _PIECE = 1 << 20  # approximate number of elements that are read, converted and packed at a time
 _MIN_PARALLEL = 1 << 16  # fewest multiplications for several threads
 
@@ -70,6 +71,7 @@ def pack_elements(
     size = row_bytes * PANEL  # bytes of a panel
     panels = arena.allocate(count_panels(out_features) * size)
     for rows, piece in read_pieces(weight, _PIECE, PANEL):
-        elements, to = convert(piece), panels[rows.start // PANEL * size :]
+        elements = convert(piece)
+        to = panels[rows.start // PANEL * size :]
         PACK[elements.itemsize].parallel(*elements.shape, elements.data_ptr(), to.data_ptr())
     return PackedProduct(panels, in_features, out_features, kernel)

@@ -96,7 +96,8 @@ def _load_weights_generic(b: Any, address: Any, lanes: int) -> list[Any]:
 
 
 def _multiply_generic(b: Any, sums: list[Any], w: list[Any], x: Any, lanes: int) -> list[Any]:
-    products, total = b.mul(w[0], x), sums[0]
+    products = b.mul(w[0], x)
+    total = sums[0]
     for i in range(QUAD):
         total = b.add(total, llvm.shuffle(b, products, products, list(range(i, QUAD * lanes, QUAD))))
     return [total]
@@ -222,7 +223,8 @@ def make_tile(num_rows: int, isa: InstructionSet = INSTRUCTION_SET) -> Any:
     columns, at most the panel's; an address and the number of cache lines from there on that the code
     prefetches for each group. If there are any, it prefetches its part of out, too."""
     tile = _Tile(isa, num_rows)
-    x_step, panel_step = HEADER + GROUP * isa.width, (GROUP + 4) * isa.columns
+    x_step = HEADER + GROUP * isa.width
+    panel_step = (GROUP + 4) * isa.columns
 
     @llvm_function()
     def multiply(

@@ -28,7 +28,8 @@ X_GROUP = HEADER + GROUP * WIDTH  # bytes of a group of activations
 
 _F32, _I8, _U8 = np.float32(0), np.int8(0), np.uint8(0)
 # The counter's upper 32 bits count finished units of quantization, its lower 32 bits units that were taken.
-_ONE_FINISHED, _UNITS = 1 << 32, (1 << 32) - 1
+_ONE_FINISHED = 1 << 32
+_UNITS = (1 << 32) - 1
 _MAX_POLLS = 1 << 14  # polls of the counter before a thread quantizes all rows itself
 
 TALLEST, TALL, PAIR, ONE = ROWS
@@ -61,10 +62,13 @@ def _multiply_rows(
 ) -> None:
     """Multiply rows with a panel in tiles. A row's chain of sums is the same in every tile height. If there
     are several of the tallest tiles, each of them prefetches a part of the next panel, at `ahead`."""
-    row, num_tiles = 0, rows // TALLEST
+    row = 0
+    num_tiles = rows // TALLEST
     lines = -(-PANEL_GROUP // (LINE * num_tiles)) if num_tiles > 1 else 0
     while row < rows:
-        to, of, left = out + row * width, x + row * stride, rows - row
+        to = out + row * width
+        of = x + row * stride
+        left = rows - row
         if left >= TALLEST and lines:
             _tile_tallest(to, width, of, stride, panel, groups, quads, columns, ahead, lines)
             ahead += groups * lines * LINE
@@ -104,11 +108,13 @@ def _multiply_panels(
     groups = -(-w.in_features // GROUP)
     quads = -(-(w.in_features - (groups - 1) * GROUP) // QUAD)  # quads of the last group
     panel_bytes = (groups - 1) * PANEL_GROUP + (QUAD * quads + 4) * COLUMNS
-    width, stride = 4 * w.out_features, w.row_bytes
+    width = 4 * w.out_features
+    stride = w.row_bytes
     for p in range(begin, end):
         columns = min(COLUMNS, w.out_features - p * COLUMNS)
         out, panel = w.out + first * width + 4 * p * COLUMNS, w.panels + p * panel_bytes
-        of, next_p = w.quantized + first * stride, p + 1 if p + 1 < end else following
+        of = w.quantized + first * stride
+        next_p = p + 1 if p + 1 < end else following
         ahead = w.panels + next_p * panel_bytes
         if fewest is None or rows < fewest:
             _multiply_rows(out, width, of, stride, rows, panel, groups, quads, columns, ahead)
@@ -167,7 +173,8 @@ def _pack_column(codes: int, scales: int, in_features: int, panel: int) -> None:
     """Pack a row of the matrix as a column of a panel. panel: address of the column's first quad."""
     for group in range(-(-in_features // GROUP)):
         n = min(GROUP, in_features - group * GROUP)
-        values, at = carray(pointer(codes + group * GROUP, _I8), (n,)), panel + group * PANEL_GROUP
+        values = carray(pointer(codes + group * GROUP, _I8), (n,))
+        at = panel + group * PANEL_GROUP
         num_quads = -(-n // QUAD)
         quads = carray(pointer(at, _U8), (num_quads, COLUMNS * QUAD))
         for i in range(n):
@@ -183,7 +190,8 @@ def _pack_codes(args: Any) -> None:
     """Pack rows of codes and their scales to columns of panels, from column `first` on."""
     a = carray(args, 8)
     num_rows, in_features, first, codes, scales, panels = a[1], a[2], a[3], a[4], a[5], a[6]
-    panel_bytes, num_groups = a[7], -(-in_features // GROUP)
+    panel_bytes = a[7]
+    num_groups = -(-in_features // GROUP)
     row = next_unit(args)
     while row < num_rows:
         column = first + row

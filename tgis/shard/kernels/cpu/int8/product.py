@@ -50,7 +50,8 @@ def pack(weight: Stored, kernel: Kernel | None = None) -> Int8Product:
     """Pack the codes of a weight [out_features, in_features] for a kernel, None for the one that runs on
     every processor. A scale that is NaN, and a number in a row of x that is not finite, give NaN."""
     out_features, in_features = weight.shape
-    num_panels, panel_bytes = -(-out_features // kernels.COLUMNS), _count_panel_bytes(in_features)
+    num_panels = -(-out_features // kernels.COLUMNS)
+    panel_bytes = _count_panel_bytes(in_features)
     panels = arena.allocate(num_panels * panel_bytes)
     num_rows = max(1, _PIECE // in_features)
     for first in range(0, out_features, num_rows):

@@ -74,7 +74,8 @@ def _multiply_group(
 ) -> None:
     """Compute the sums over a group, with tiles configured for whole groups. After a part of a group, the
     configuration is another one."""
-    count, rest = num_quads // DEPTH, num_quads % DEPTH
+    count = num_quads // DEPTH
+    rest = num_quads % DEPTH
     if count > 0:
         multiply(memory, sums, sums, PANEL_ROW, x, stride, rows, panel, count, True, QUADS)
     if rest > 0:

@@ -48,7 +48,8 @@ def use_cache_home(home: str | None) -> None:
     demands."""
     if home is None or not os.path.isabs(home):
         return
-    own, first = [Path(home) / _NAME], _bases.index(_BESIDE_SOURCE) + 1
+    own = [Path(home) / _NAME]
+    first = _bases.index(_BESIDE_SOURCE) + 1
     _bases[first : first + len(_user_directories)] = own
     _user_directories[:] = own
 

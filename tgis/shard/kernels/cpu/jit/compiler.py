@@ -65,7 +65,8 @@ def capture(allocate: Callable[[tuple[int, ...]], Tensor]) -> Iterator[list[Laun
     try:
         yield launches
     finally:
-        _capture.launches, _capture.allocate = None, torch.empty
+        _capture.launches = None
+        _capture.allocate = torch.empty
 
 
 def empty(*shape: int) -> Tensor:
@@ -139,7 +140,8 @@ def _compile_or_read(function: Callable[[Any], None], directory: Path | None) ->
     signature = types.void(_ADDRESS)
     if directory is None:
         return numba.cfunc(signature, error_model="numpy")(function)
-    previous, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(directory)
+    previous = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(directory)
     try:
         return numba.cfunc(signature, cache=True, error_model="numpy")(function)
     except Exception as error:  # an error in the function itself is raised again below

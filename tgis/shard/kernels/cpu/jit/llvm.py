@@ -146,12 +146,16 @@ def _prefetch(b: Any, base: Any, offset: Any, is_written: int, locality: int) ->
 
 def loop(b: Any, n: Any, initial: list[Any], build: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
     """Emit `values = initial; for k in range(n): values = build(k, values)`; return the values. n >= 1."""
-    before, body, done = b.block, b.append_basic_block("loop"), b.append_basic_block("done")
+    before = b.block
+    body = b.append_basic_block("loop")
+    done = b.append_basic_block("done")
     b.branch(body)
     b.position_at_end(body)
-    k, values = b.phi(I64), [b.phi(value.type) for value in initial]
+    k = b.phi(I64)
+    values = [b.phi(value.type) for value in initial]
     changed = build(k, values)
-    following, end = b.add(k, I64(1)), b.block
+    following = b.add(k, I64(1))
+    end = b.block
     for phi, first, next_ in zip([k, *values], [I64(0), *initial], [following, *changed], strict=True):
         phi.add_incoming(first, before)
         phi.add_incoming(next_, end)
@@ -167,11 +171,13 @@ def loop_range(
     before, test, body, done = b.block, *(b.append_basic_block(name) for name in ("test", "body", "done"))
     b.branch(test)
     b.position_at_end(test)
-    k, values = b.phi(I64), [b.phi(value.type) for value in initial]
+    k = b.phi(I64)
+    values = [b.phi(value.type) for value in initial]
     b.cbranch(b.icmp_signed("<", k, end), body, done)
     b.position_at_end(body)
     changed = build(k, values)
-    following, inside = b.add(k, I64(step)), b.block
+    following = b.add(k, I64(step))
+    inside = b.block
     b.branch(test)
     for phi, first, next_ in zip([k, *values], [begin, *initial], [following, *changed], strict=True):
         phi.add_incoming(first, before)

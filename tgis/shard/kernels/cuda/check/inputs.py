@@ -62,7 +62,8 @@ class Draw:
     """Source of the same random numbers on every device."""
 
     def __init__(self, device: torch.device):
-        self._device, self._generator = device, torch.Generator().manual_seed(0)
+        self._device = device
+        self._generator = torch.Generator().manual_seed(0)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(shape, generator=self._generator).to(self._device, dtype)
@@ -75,7 +76,8 @@ class Draw:
 
 
 def _norms(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
-    draw, size = Draw(device), sizes.hidden_size
+    draw = Draw(device)
+    size = sizes.hidden_size
     x, delta = draw.normal(3, size), draw.normal(3, size, dtype=dtype)
     weight, bias = draw.normal(size), draw.normal(size)
     yield Input((x, delta, weight, None, 1e-5, False, dtype), results=(0,))
@@ -91,8 +93,10 @@ def _gates(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL)
 
 
 def _turns(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
-    draw, num_tokens = Draw(device), 5
-    width, head_dim = sizes.num_heads + 2 * sizes.num_kv_heads, sizes.head_dim
+    draw = Draw(device)
+    num_tokens = 5
+    width = sizes.num_heads + 2 * sizes.num_kv_heads
+    head_dim = sizes.head_dim
     qkv = draw.normal(num_tokens, width * head_dim, dtype=dtype)
     angles = draw.normal(2, num_tokens, head_dim // 2)
     norm = HeadNorm(draw.normal(head_dim), draw.normal(head_dim), 1e-6)
@@ -105,7 +109,8 @@ def _turns(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL)
 
 # Scores as most models have them, and all that can change them.
 def _scorings(draw: Draw, sizes: KernelSizes) -> list[Scoring]:
-    slopes, bias = -draw.normal(sizes.num_heads).abs() / 8, draw.normal(sizes.num_heads, 41)
+    slopes = -draw.normal(sizes.num_heads).abs() / 8
+    bias = draw.normal(sizes.num_heads, 41)
     scale = sizes.head_dim**-0.5
     changed = Scoring(scale=1.6 * scale, window=100, soft_cap=5.0, slopes=slopes, bias=bias)
     return [Scoring(scale=scale), changed]
@@ -217,7 +222,8 @@ _ROWS: tuple[dict[Word, float], ...] = (
 def draw_rows(device: torch.device, vocab_size: int, num_rows: int = NUM_ROWS) -> RowState:
     """Return rows of 100 tokens, 60 of them a prompt's, with everything that can change a sample, and the
     idle row."""
-    draw, num_rows = Draw(device), num_rows + 1
+    draw = Draw(device)
+    num_rows = num_rows + 1
     words = torch.zeros(num_rows, len(Word), dtype=torch.int32)
     for row in range(num_rows):
         given = _ROWS[row % NUM_ROWS if row < num_rows - 1 else -1]

@@ -67,7 +67,9 @@ def find_failure(
     asked: Sequence[tuple[torch.dtype, KernelSizes]],
 ) -> str | None:
     """Return why a kernel fails for any of these types and sizes, None if it does not."""
-    kernel, twin, draw = getattr(kernels, name), KERNELS[name].plain, INPUTS[name]
+    kernel = getattr(kernels, name)
+    twin = KERNELS[name].plain
+    draw = INPUTS[name]
     for dtype, sizes in asked:
         about = f"with weights of {dtype}" + (" and the model's sizes" if sizes != SMALL else "")
         try:

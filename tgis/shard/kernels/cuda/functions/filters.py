@@ -122,7 +122,8 @@ def _find_best(scores: Tensor, top: Tensor, words: Tensor) -> Tensor:
 def _find_typical(scores: Tensor, top: Tensor, words: Tensor) -> Tensor:
     """Return bool [n, vocab_size], True for the tokens that typical-p leaves."""
     vocab_size = scores.shape[1]
-    scale, kept = mass_scale(vocab_size), scores > -torch.inf
+    scale = mass_scale(vocab_size)
+    kept = scores > -torch.inf
     weights = (scores - top).exp()
     distances = torch.where(weights > 0, top - scores, 0.0)
     masses = (weights * scale).long().where(kept, 0)

@@ -55,7 +55,8 @@ def list_candidates(logits, sampled_rows, words, highest, memory, SIZES: tl.cons
     top, _peak = find_highest(highest + sample * SIZES.num_peaks, SIZES.num_peaks, SIZES.padded_peaks)
     if not (tl.abs(top) < INF):
         return
-    limits, centre = memory.limits + sample * NUM_LIMITS, 0.0
+    limits = memory.limits + sample * NUM_LIMITS
+    centre = 0.0
     if TYPICAL:
         moments = memory.moments + sample * SIZES.num_blocks * 2
         centre = find_centre(moments, SIZES.num_blocks, SIZES.padded_blocks)
@@ -137,7 +138,8 @@ def _sum_masses(key, source, size, row, SIZES: tl.constexpr, TYPICAL: tl.constex
 @triton.jit
 def _find_last(key, count, source, size, row, SIZES: tl.constexpr, TYPICAL: tl.constexpr):
     """Return the id of the count-th candidate that has a key."""
-    seen, last_id = count * 0, tl.full((), -1, tl.int32)
+    seen = count * 0
+    last_id = tl.full((), -1, tl.int32)
     for start in range(0, size, CHUNK):
         keys, ids, _ = _load_keys(source, start, row, SIZES, TYPICAL)
         is_equal = (keys == key).to(tl.int32)
@@ -157,14 +159,19 @@ def find_limits(logits, sampled_rows, words, highest, memory, SIZES: tl.constexp
     top, _peak = find_highest(highest + sample * SIZES.num_peaks, SIZES.num_peaks, SIZES.padded_peaks)
     if not (tl.abs(top) < INF):
         return
-    limits, centre, best = memory.limits + sample * NUM_LIMITS, 0.0, top
+    limits = memory.limits + sample * NUM_LIMITS
+    centre = 0.0
+    best = top
     if TYPICAL:
         moments = memory.moments + sample * SIZES.num_blocks * 2
-        centre, best = find_centre(moments, SIZES.num_blocks, SIZES.padded_blocks), top * 0.0
+        centre = find_centre(moments, SIZES.num_blocks, SIZES.padded_blocks)
+        best = top * 0.0
     low, high, wanted, above, inside = find_range(memory, sample, state, True, SIZES, TYPICAL)
     number = tl.sum(inside, 0)
-    is_listed, at = number <= SIZES.max_listed, sample * SIZES.max_listed
-    own, size = logits + sample * SIZES.vocab_size, tl.where(is_listed, number, SIZES.vocab_size)
+    is_listed = number <= SIZES.max_listed
+    at = sample * SIZES.max_listed
+    own = logits + sample * SIZES.vocab_size
+    size = tl.where(is_listed, number, SIZES.vocab_size)
     source = own, memory.scores + at, memory.ids + at, number, is_listed
     row = top, centre, high, state, limits
     bounds = _order_keys(low).to(tl.int64), _order_keys(tl.minimum(high, best)).to(tl.int64)

@@ -225,7 +225,9 @@ def append(
     A program must be one warp: what it changes is loaded before by all threads."""
     sample = tl.program_id(0).to(tl.int64)
     row = tl.load(sampled_rows + sample).to(tl.int64)
-    state, answer, blocks = words + row * NUM_WORDS, answers + 2 * sample, sample * NUM_BLOCKS
+    state = words + row * NUM_WORDS
+    answer = answers + 2 * sample
+    blocks = sample * NUM_BLOCKS
     if tl.load(state + ENDED) != 0:
         tl.store(answer, 0)
         tl.store(answer + 1, 0)

@@ -39,7 +39,8 @@ def compile_only(
     Yields the list of kernels that launches in this context have loaded, each variant once. `make_launcher`
     is called with the source and metadata of each. A launch raises Triton's OutOfResources for a kernel that
     needs more than the GPU has."""
-    offline, before = _OfflineDriver(capability, make_launcher), driver._active
+    offline = _OfflineDriver(capability, make_launcher)
+    before = driver._active
     driver.set_active(offline)
     try:
         yield offline.kernels
@@ -51,7 +52,8 @@ class _OfflineDriver:
     """Triton's driver of a GPU that runs nothing. Its methods are those that Triton's launches call."""
 
     def __init__(self, capability: int, make_launcher: Callable[[Any, Any], object] | None) -> None:
-        self._capability, self._make_launcher = capability, make_launcher
+        self._capability = capability
+        self._make_launcher = make_launcher
         self._device = next(_device_numbers)
         self._loading: tuple[Any, Any] | None = None  # source and metadata
         self.kernels: list[OfflineKernel] = []

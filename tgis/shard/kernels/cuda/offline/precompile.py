@@ -49,7 +49,8 @@ def precompile(directory: Path, capabilities: list[int]) -> tuple[int, list[str]
         for capability in capabilities
         for part in range(NUM_PARTS)
     ]
-    num_kernels, failed = 0, []
+    num_kernels = 0
+    failed = []
     with tempfile.TemporaryDirectory() as stub:
         _build_stub(Path(stub) / "libcuda.so.1")
         # Triton's compiler has threads, which a forked process would lack.
