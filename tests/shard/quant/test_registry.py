@@ -56,7 +56,7 @@ WRONG_VALUES: dict[str, Any] = {
     "quantization_config is not an object": "gptq",
     "quantization_config: quant_method 4 is not a text": {"quant_method": 4},
     "quantization_config: bits '4' is not an integer": {"quant_method": "gptq", "bits": "4"},
-    "quantization_config: bits 5 are not 2, 3, 4 or 8": {"quant_method": "gptq", "bits": 5},
+    "quantization_config: bits 5 is not 2, 3, 4 or 8": {"quant_method": "gptq", "bits": 5},
     "quantization_config: group_size True is not an integer": {"quant_method": "awq", "group_size": True},
     "quantization_config: desc_act 1 is neither true nor false": {"quant_method": "gptq", "desc_act": 1},
     "quantization_config: AWQ checkpoints of 8 bits are not served, only of 4": {

@@ -76,7 +76,7 @@ def test_texts_that_cannot_be_used(model: Path, tmp_path: Path) -> None:
     assert refusal(model, missing) == f"--calibration: {missing} cannot be read: No such file or directory"
     text = "use a longer text, or a smaller --seqlen"
     assert refusal(model, write_text(short, draw_ids(16))) == (
-        f"{short} has 16 tokens, too few for a window of 16 beside those that are held out: {text}"
+        f"{short} has 16 tokens, too few for a window of 16 besides the held-out windows: {text}"
     )
     assert refusal(model, write_text(short, [])).startswith(f"{short} has 0 tokens, too few for")
     short.write_bytes(b"\xff\xfe")
@@ -90,7 +90,7 @@ def test_texts_that_cannot_be_used(model: Path, tmp_path: Path) -> None:
 
 def test_without_a_text(model: Path) -> None:
     assert refusal(model, None) == (
-        "--calibration FILE is needed: wikitext-2, which is used without it, is not in the hub's cache"
+        "--calibration FILE is needed: the default text, wikitext-2, is not in the hub's cache"
     )
 
 
@@ -99,4 +99,4 @@ def test_without_a_tokenizer(model: Path, tmp_path: Path) -> None:
     (model / "tokenizer.json").write_text("{")
     assert refusal(model, file).startswith(f"{model / 'tokenizer.json'} cannot be read: ")
     (model / "tokenizer.json").unlink()
-    assert refusal(model, file) == f"{model} has no tokenizer.json: convert-to-fast-tokenizer makes one"
+    assert refusal(model, file) == f"{model} has no tokenizer.json: run convert-to-fast-tokenizer"

@@ -260,7 +260,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert call(*words) == (0, f"Saved quantized model to {file}")
     assert "output.weight" not in open_gguf([file])
     before = file.read_bytes()
-    assert call(*words) == (1, f"{file} exists: give another name")
+    assert call(*words) == (1, f"{file} exists: use another name")
     assert file.read_bytes() == before
     missing = tmp_path / "no" / "model.gguf"
     assert call(model, missing, "--method", "gguf") == (
@@ -286,10 +286,18 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def refusals() -> Iterator[Any]:
-    yield "opt", {"model_type": "opt"}, "models of type 'opt' are not written as GGUF; written are: gemma, "
+    yield (
+        "opt",
+        {"model_type": "opt"},
+        "models of type 'opt' cannot be written as GGUF; supported are: gemma, ",
+    )
     yield "dynamic", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope "
     yield "window", {"model_type": "mistral", "sliding_window": 8}, "windows "
-    yield "activation", {"hidden_act": "gelu"}, "activation gelu of this model cannot be said in a GGUF file"
+    yield (
+        "activation",
+        {"hidden_act": "gelu"},
+        "activation gelu of this model cannot be represented in a GGUF file",
+    )
 
 
 @pytest.mark.parametrize(("changes", "text"), [pytest.param(*rest, id=id) for id, *rest in refusals()])
@@ -308,9 +316,9 @@ def test_tokenizers_that_a_file_cannot_hold_are_refused(tmp_path: Path) -> None:
     write_llama(model, vocab_size=400)
     for number, (write, text) in enumerate(
         [
-            (write_wordpiece, "tokenizers of kind WordPiece are not written as GGUF"),
-            (write_with_a_pattern, "llama.cpp has no name for the way in which this tokenizer splits texts"),
-            (write_with_spaces, "a GGUF file cannot say how this tokenizer splits "),
+            (write_wordpiece, "tokenizers of type WordPiece cannot be written as GGUF"),
+            (write_with_a_pattern, "llama.cpp has no name for this tokenizer's way of splitting texts"),
+            (write_with_spaces, "a GGUF file cannot represent how this tokenizer splits "),
             (lambda path: (path / "tokenizer.json").unlink(), "tokenizer.json is missing; "),
         ]
     ):

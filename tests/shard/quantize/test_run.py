@@ -49,7 +49,7 @@ KEPT = "embed head router .gate. wte wpe project_ vision multi_modal".split()
 DECODERS = [name for name in CASES if family_of(name) not in ("t5", "bart")]
 TEXT = draw_ids(600, 3, 40)
 LENGTH = 24
-AGAIN = "this model is quantized already; give the one that it was made of"
+AGAIN = "this model is already quantized; use the original model"
 LITTLE = QuantizeSettings(group_size=16, samples=8, seqlen=LENGTH)
 
 
@@ -282,7 +282,7 @@ def test_an_expert_without_tokens_is_rounded_plainly(
     assert len(caplog.messages) == matrices - len(rounded)
     first, *_ = caplog.messages
     assert first.startswith("blocks.0.mlp.experts.")
-    assert " is rounded plainly: only " in first
+    assert " is rounded to nearest: only " in first
     gptq_oracle.write_plain(model, output, plain)
     assert after == pytest.approx(measure_loss(plain, config), rel=1e-4)
 
@@ -390,7 +390,7 @@ def test_refusals(tmp_path: Path) -> None:
     assert not output.exists()
     output.mkdir()
     (output / "mine").write_text("")
-    refused = f"{output} exists and holds no run to go on with: give another directory"
+    refused = f"{output} exists and does not contain a run to resume: use another directory"
     assert call(model, output, "--method", "fp8") == refused
     assert os.listdir(output) == ["mine"]
     (model / "quantize_config.json").write_text('{"bits": 4}')
@@ -408,16 +408,16 @@ def test_other_settings_do_not_go_on(tmp_path: Path) -> None:
     (output / ".quantize.json").write_text(json.dumps({**facts, "calibration": "another"}))
     options = ["--groupsize", 16, "--samples", 8, "--seqlen", LENGTH, "--calibration", text]
     assert call(model, output, *options).startswith(
-        f"{output} holds a run with calibration another, and this"
+        f"{output} contains a run with calibration another, but this"
     )
     assert call(model, output, *options, "--act-order").startswith(
-        f"{output} holds a run with act_order False, and this one has True: give the same options, text and"
+        f"{output} contains a run with act_order False, but this run has True: use the same options, text and"
     )
 
 
 def test_an_encoder_decoder_needs_another_method(tmp_path: Path) -> None:
     write_model(tmp_path, CASES["t5"]())
-    text = "^GPTQ is for decoder-only models; --method int8 and fp8 are for others too$"
+    text = "^GPTQ supports only decoder-only models; use --method int8 or fp8$"
     with pytest.raises(QuantizeError, match=text):
         quantize(tmp_path, tmp_path / "x", LITTLE, None)
 
@@ -428,7 +428,7 @@ def test_weights_that_are_no_numbers_are_named(tmp_path: Path) -> None:
     tensors = load_file(model / "model.safetensors")
     tensors["model.layers.1.mlp.down_proj.weight"][3, 4] = math.inf
     save_file(tensors, model / "model.safetensors")
-    with pytest.raises(WeightsError, match=r"^blocks\.1\.mlp\.down holds numbers that are not finite"):
+    with pytest.raises(WeightsError, match=r"^blocks\.1\.mlp\.down contains values that are not finite"):
         quantize(model, tmp_path / "a", LITTLE, text)
     with pytest.raises(
         WeightsError, match=r" tensor model\.layers\.1\.mlp\.down_proj\.weight holds numbers that are not"

@@ -218,7 +218,7 @@ def test_codes_without_a_state_are_refused(tmp_path: Path) -> None:
         ("up.SCB has shape [7], expected [8]", {"SCB": torch.ones(7)}),
         ("up.SCB is stored as float16, expected float32", {"SCB": torch.ones(8, dtype=torch.float16)}),
         (
-            "up.weight_format is not 0: only rows one after the other are served, no tiles",
+            "up.weight_format is not 0: only row-major order is supported, not tiles",
             {"weight_format": torch.tensor(1, dtype=torch.uint8)},
         ),
     ],

@@ -127,5 +127,5 @@ def test_bytes_that_are_no_integers_of_so_many_bits(tmp_path: Path) -> None:
     [name] = [name for name in tensors if name.endswith("weight")]
     tensors[name][3, 5] = 8
     found = open_module(tmp_path, tensors, settings)
-    with pytest.raises(WeightsError, match=r"weight has 8, which is no signed integer of 4 bits$"):
+    with pytest.raises(WeightsError, match=r"weight has 8, which is not a signed integer of 4 bits$"):
         found.read()

@@ -1,5 +1,5 @@
-"""The scheme that rounds linear layers and the head to 8 bits when they are read. GROUP adjacent values of a
-row share a scale: the group's largest magnitude over 127. Activations are rounded too, by the products."""
+"""Scheme `int8`: 8 bits for linear layers and the head. GROUP adjacent values of a row share a scale, their
+largest magnitude divided by 127. Products also round activations to 8 bits."""
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ class Int8:
 
 
 class Rounded:
-    """View of a matrix whose weights are rounded. The groups of a part begin at its first column, so that a
-    rank's part is rounded by itself."""
+    """View of a matrix that rounds its weights. The groups of a part begin at the part's first column, so
+    that each rank rounds its part by itself."""
 
     def __init__(self, stored: Stored):
         self._stored = stored

@@ -1,6 +1,6 @@
-"""Schemes that round the weights of linear layers when they are read, and no activations. The head stays as
-it is, as in the libraries whose names they have: nothing after it makes up for its errors. So do the routers
-of experts, where an error chooses another expert, and the tables."""
+"""Schemes that quantize the weights of linear layers, but not activations. The head is not quantized, as in
+the libraries after which the schemes are named, because no later layer corrects its errors. Neither are
+embeddings and routers of experts, where an error selects another expert."""
 
 from functools import partial
 
