@@ -261,7 +261,7 @@ def test_zeros_beyond_the_codes_are_refused() -> None:
     assert codes.zeros is not None
     codes.zeros[2, 1] = 200
     with pytest.raises(
-        WeightsError, match=r"^a weight has zero points that are not in the range of its codes$"
+        WeightsError, match=r"^a weight has zero points outside the range of its codes$"
     ):
         pack(codes)
 

@@ -78,18 +78,18 @@ def test_compiling_is_told_where_nothing_is_kept(
     caplog.set_level("INFO", "tgis.shard.checkpoint.progress")
     monkeypatch.setattr(progress, "FIRST_COMPILING_S", 0.0)
 
-    def told(*bases: Path) -> list[str]:
+    def log_lines(*bases: Path) -> list[str]:
         monkeypatch.setattr(compiler, "compile_progress", CompileProgress())
         caplog.clear()
         check(monkeypatch, *bases)
         return [text.partition("; the code ")[2] for text in caplog.messages if text.startswith("compiling")]
 
     kept = tmp_path / "kept"
-    assert told(kept) == [f"is kept in {kept}, where later starts find it"]
-    assert told(kept) == []
-    assert told(NOWHERE) == ["cannot be kept, so that every start compiles"]
+    assert log_lines(kept) == [f"is stored in {kept} for later starts"]
+    assert log_lines(kept) == []
+    assert log_lines(NOWHERE) == ["cannot be stored, so every start compiles again"]
     monkeypatch.setattr(cache, "_run_directories", {tmp_path / "run"})
-    assert told(tmp_path / "run") == ["is kept for this run, so that the next one compiles again"]
+    assert log_lines(tmp_path / "run") == ["is stored for this run, so the next run compiles again"]
 
 
 def test_a_full_disk_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Products of fewer rows than MANY_ROWS: every thread multiplies all of them with some of the panels."""
+"""Products with fewer than MANY_ROWS rows. Each thread multiplies all rows by some of the panels."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from tgis.shard.kernels.cpu.gemm.operands import LINE, TileRows, copy_last_panel
 from tgis.shard.kernels.cpu.gemm.panels import PANEL
 from tgis.shard.kernels.cpu.jit.compiler import keep_alive, next_unit, reorderable
 
-_MAX_PANELS = 8  # of a unit
+_MAX_PANELS = 8  # maximum panels of a unit of work
 
 
 @reorderable
 def _multiply_panel(w: Any, x: Any, out: int, stride: int, panel: int, ahead: int, kind: Any) -> None:
-    """Compute out[rows, PANEL] = x @ one panel. Rows of out are `stride` bytes apart. `ahead` is the address
-    of the next panel."""
+    """Compute out[rows, PANEL] = x @ one panel. `stride` is the bytes between rows of out, `ahead` the
+    address of the next panel."""
     num_tiles = -(-w.num_rows // ROWS)
     for begin in range(0, w.k, w.columns):
         count = min(w.columns, w.k - begin)
@@ -34,8 +34,7 @@ def _multiply_panel(w: Any, x: Any, out: int, stride: int, panel: int, ahead: in
 
 @reorderable
 def _multiply_panels(w: Any, x: Any, begin: int, end: int, following: int, sums: int, kind: Any) -> None:
-    """Multiply with the panels [begin, end). The thread multiplies with the panel `following` next. `sums`
-    is scratch memory."""
+    """Multiply by panels [begin, end). The thread's next panel is `following`. `sums` is scratch memory."""
     size = w.k * kind.width
     for p in range(begin, end):
         ahead = w.weights + (p + 1 if p + 1 < end else following) * size
