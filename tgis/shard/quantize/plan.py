@@ -123,7 +123,7 @@ class Plan:
     @property
     def replaced(self) -> frozenset[str]:
         """Names of the tensors that the quantized checkpoint replaces."""
-        return frozenset(f"{module.name}.weight" for found in self.modules.values() for module in found)
+        return frozenset(f"{module.name}.weight" for modules in self.modules.values() for module in modules)
 
 
 def make_plan(directory: Path, settings: QuantizeSettings) -> Plan:

@@ -119,14 +119,14 @@ class GptqQuantizer:
     """Rounds layers by GPTQ. The inputs of a layer are the outputs of the quantized layers before it for the
     samples. Held-out windows run through both the quantized and the original layers."""
 
-    def __init__(self, plan: Plan, spec: DecoderSpec, settings: QuantizeSettings, found: Calibration):
+    def __init__(self, plan: Plan, spec: DecoderSpec, settings: QuantizeSettings, calibration: Calibration):
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._plan = plan
         self._settings = settings
         self._steps = LayerSteps(spec, plan.open_weights(), device)
-        self._samples = Windows(found.samples)
-        self._held_out = Windows(found.held_out)
-        self._unrounded = Windows(found.held_out)
+        self._samples = Windows(calibration.samples)
+        self._held_out = Windows(calibration.held_out)
+        self._unrounded = Windows(calibration.held_out)
         self._steps.embed(self._samples, self._held_out, self._unrounded)
 
     def make(self, layer: int) -> tuple[Tensors, Errors]:

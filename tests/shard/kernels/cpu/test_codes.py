@@ -260,9 +260,7 @@ def test_zeros_beyond_the_codes_are_refused() -> None:
     codes = draw(CASES["4 bits, zeros"], 4)
     assert codes.zeros is not None
     codes.zeros[2, 1] = 200
-    with pytest.raises(
-        WeightsError, match=r"^a weight has zero points outside the range of its codes$"
-    ):
+    with pytest.raises(WeightsError, match=r"^a weight has zero points outside the range of its codes$"):
         pack(codes)
 
 

@@ -10,7 +10,7 @@ from tests.support.cuda.interpreter import interpreted_modules
 from tests.support.shard.attention_scene import PLAIN, SCORINGS, SHAPES, Shape
 from tgis.shard.attention.interface import Scoring
 from tgis.shard.kernels.cuda import step_state
-from tgis.shard.kernels.cuda.attend_segments import most_segments
+from tgis.shard.kernels.cuda.attend_segments import max_segments
 from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
 from tgis.shard.kernels.cuda.attention import CudaPlan
 from tgis.shard.kernels.cuda.implementations import Implementations
@@ -101,7 +101,7 @@ def test_nothing_but_idle_rows(kernels: Implementations) -> None:
 def test_partial_results_fit_their_memory() -> None:
     for max_seq_len in range(6 * SEGMENT_LEN * MAX_SEGMENTS):
         lengths = torch.arange(max_seq_len + 1, dtype=torch.int32)
-        assert int(count_segments(lengths).max()) <= most_segments(max_seq_len)
+        assert int(count_segments(lengths).max()) <= max_segments(max_seq_len)
 
 
 def either(bent: Scoring) -> list[object]:

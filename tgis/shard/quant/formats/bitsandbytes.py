@@ -45,10 +45,10 @@ class BitsAndBytes:
             return FourBitMatrix(tensors, name, kind)
         if f"{module}.SCB" in tensors:
             return EightBitMatrix(tensors, module)
-        if (found := tensors.fetch_any(name)).dtype in (torch.uint8, torch.int8):
+        if (weight := tensors.fetch_any(name)).dtype in (torch.uint8, torch.int8):
             states = [f"{name}.{_STATE}{kind}" for kind in TABLES]
             missing = ", ".join((*states, f"{module}.SCB"))
-            raise WeightsError(f"{found.label} is quantized, but the checkpoint has none of {missing}")
+            raise WeightsError(f"{weight.label} is quantized, but the checkpoint has none of {missing}")
         return None
 
     def count_weights(self, name: str, shape: tuple[int, ...]) -> int | None:
@@ -175,9 +175,9 @@ class NestedScales:
         self._table, self._scales = (
             tensors.fetch_any(f"{name}.nested_{end}") for end in ("quant_map", "absmax")
         )
-        for found, count in ((self._table, 256), (self._scales, -(-num_blocks // self._nested.block))):
-            found.check_type(torch.float32)
-            found.check_shape(count)
+        for tensor, count in ((self._table, 256), (self._scales, -(-num_blocks // self._nested.block))):
+            tensor.check_type(torch.float32)
+            tensor.check_shape(count)
 
     def read(self, blocks: range) -> Tensor:
         """Return the scales of a range of blocks, float32 [num_blocks]."""

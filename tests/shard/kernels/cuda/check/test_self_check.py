@@ -112,7 +112,7 @@ def test_a_kernel_that_fails_for_one_type_is_named() -> None:
 def test_results_of_another_type_or_shape_are_named() -> None:
     for change in (Tensor.double, lambda x: x[1:]):
         found = check(CPU, ONE, replace(TWINS, norm=changed("norm", change)))
-        assert found == {"norm": "its results have other shapes or types, with weights of torch.float16"}
+        assert found == {"norm": "its results have wrong shapes or types, with weights of torch.float16"}
 
 
 def test_twins_take_the_place_of_kernels_that_fail(
@@ -143,7 +143,7 @@ def test_a_lost_device_is_not_a_kernel_s_failure(
     monkeypatch.setattr(self_check, "_synchronise", lose)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         check(CPU, ONE, replace(TWINS, gate=raises))
-    assert caplog.messages == ["the GPU is lost: kernel gate, or its twin in torch operators, broke it"]
+    assert caplog.messages == ["the GPU failed in kernel gate, or in its twin in torch operators"]
 
 
 WIDE = KernelSizes(num_heads=6, num_kv_heads=3, head_dim=96, hidden_size=288, ffn_size=400, vocab_size=700)

@@ -100,15 +100,8 @@ def attend_kernel(element: Any, factor: Any = _F32, columns: int = 1) -> Kernel:
         a = carray(args, 21)
         keys, values, num_kv_heads, head_dim, block_size, width = a[1], a[2], a[3], a[4], a[5], a[6]
         num_heads, table = a[7], a[8]
-        scale, soft_cap, window, causal, slopes, bias, num_biases = (
-            a[11],
-            a[12],
-            a[13],
-            a[14],
-            a[15],
-            a[16],
-            a[17],
-        )
+        scale, soft_cap, window, causal = a[11], a[12], a[13], a[14]
+        slopes, bias, num_biases = a[15], a[16], a[17]
         key_factor, value_factor = as_float(a[18]), as_float(a[19])
         p = Pages(keys, values, num_kv_heads, head_dim, block_size, width, key_factor, value_factor, columns)
         step = carray(pointer(table, _I64), TABLE)

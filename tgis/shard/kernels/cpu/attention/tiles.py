@@ -222,8 +222,7 @@ def _find_end(position: int, u: Any, scoring: Any) -> Any:
 @reorderable
 def _adjust_rows(r: int, rows: int, span: int, u: Any, scoring: Any, s: Any) -> None:
     for i in range(rows):
-        token = (r + i) // u.heads
-        head = (r + i) % u.heads
+        token, head = (r + i) // u.heads, (r + i) % u.heads
         _adjust_scores(s.scores + 4 * SPAN * i, scoring, u.head + head, span - u.position - token)
 
 
@@ -231,8 +230,7 @@ def _adjust_rows(r: int, rows: int, span: int, u: Any, scoring: Any, s: Any) -> 
 def _write_bounds(r: int, rows: int, span: int, u: Any, scoring: Any, s: Any) -> None:
     """Write the bounds of the keys that rows [r, r + rows) attend to in the span that begins at `span`."""
     bounds = carray(pointer(s.bounds, _I32), (TALL, 2))
-    token = r // u.heads
-    head = r % u.heads
+    token, head = r // u.heads, r % u.heads
     for i in range(rows):
         position = u.position + min(token, u.num_tokens - 1)
         end = max(min(_find_end(position, u, scoring) - span, SPAN), 0)
@@ -246,8 +244,7 @@ def _write_bounds(r: int, rows: int, span: int, u: Any, scoring: Any, s: Any) ->
 @reorderable
 def _add_values(rows: int, num_keys: int, sums: int, in_place: bool, p: Any, s: Any, element: Any) -> None:
     """Add the first `num_keys` values of the span, times the weights of a tile's rows, to the rows' sums."""
-    depth = s.length - LANES
-    length = 4 * s.length
+    depth, length = s.length - LANES, 4 * s.length
     factors, places = s.updates + 4 * LANES, s.places + 16 * GROUPS
     stride = (p.head_dim if in_place else depth) * p.width
     whole = depth // SPAN * SPAN
@@ -381,7 +378,7 @@ def attend_unit(
 ) -> None:
     """Compute a unit, and prefetch the first keys and values of the `following` one."""
     num_rows = u.num_tokens * u.heads
-    # Minimum number of tiles, all of the same height.
+    # Minimum number of tiles of equal height.
     num_tiles = (num_rows + SHORT - 1) // SHORT
     height = TALL if num_rows > MANY_ROWS else (num_rows + num_tiles - 1) // num_tiles
     if p.block_size % LANES == 0:

@@ -125,8 +125,7 @@ def _copy_rows(w: Any, x: int, width: int, rows: int, to: int) -> None:
 
 @ordered
 def _round_rows(w: Any, x: int, width: int, rows: int, to: int) -> None:
-    """Round rows of x, `width` columns each, to [pieces, rows, w.row_bytes]. Integers have 16 bits if
-    w.row_bytes is PAIRS_STRIDE, otherwise 8."""
+    """Round rows of x to 8 bits, or to 16 if w.row_bytes is PAIRS_STRIDE: [pieces, rows, w.row_bytes]."""
     scratch = np.empty(STRIDE + BYTES_STRIDE, np.uint8)
     row: Any = np.int64(scratch.ctypes.data)
     for piece in range(count_pieces(w)):
@@ -292,8 +291,7 @@ def _multiply_rounded(args: Any, bits: int, wide_bits: int, element: Any) -> Non
 
 @ordered
 def _multiply(args: Any, w: Any, element: Any) -> None:
-    """Compute a product. Units are numbered by groups of rows, so that a thread can reuse its copy of x for
-    its next units."""
+    """Compute a product. Units are ordered by groups of rows, so that threads can reuse copies of x."""
     a = carray(args, 7)
     m, width, threads, x, y, pitch = a[1], a[2], a[3], a[4], a[5], a[6]
     row_bytes = count_pieces(w) * w.row_bytes
