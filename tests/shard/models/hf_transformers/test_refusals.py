@@ -1,4 +1,4 @@
-"""What does not run through transformers' code is refused in a line that says why, and answers nothing."""
+"""Models that do not run with transformers' code are refused with one line that names the reason."""
 
 import json
 from collections.abc import Callable
@@ -38,7 +38,7 @@ MODELS: dict[str, tuple[Callable[[], transformers.PretrainedConfig], str]] = {
         ),
         "neither causal nor a sliding window",
     ),
-    "positions of a cache": (  # which count from position 100 on
+    "positions of a cache": (  # whose positions start at 100
         lambda: transformers.Llama4TextConfig(
             **SMALL,
             head_dim=8,
@@ -113,7 +113,7 @@ def change(directory: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_code_that_goes_its_own_ways(name: str, tmp_path: Path) -> None:
+def test_unsupported_code(name: str, tmp_path: Path) -> None:
     make, why = MODELS[name]
     config = make()
     write_model(tmp_path, config)
@@ -155,7 +155,7 @@ def test_weights_that_cannot_be_used(llama: Path) -> None:
 
 @pytest.fixture
 def modules(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where transformers copies code to, which would be the user's cache."""
+    """Return the directory to which transformers copies code, which would be the user's cache."""
     directory = str(tmp_path_factory.mktemp("modules"))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", directory)
 
@@ -170,7 +170,7 @@ def test_code_of_the_checkpoint_runs_only_where_it_is_trusted(llama: Path) -> No
     assert "TRUST_REMOTE_CODE=true" in refusal(llama)
     (llama / "echo.py").write_text(CODE)
     assert torch.equal(Stepper(load(llama, trust=True)).step({0: ([5, 6, 7], 0)})[0], expected)
-    # Its layers look at the token before, whichever sequence that is of.
+    # Its layers read the previous token, even if it belongs to another sequence.
     change(llama, shift=0.01)
     assert "scores change if sequences are packed and split" in refusal(llama, trust=True)
     (llama / "echo.py").write_text("import nothing_that_there_is")
@@ -197,7 +197,7 @@ def test_calls_that_differ_from_step_to_step() -> None:
         step.check_complete()
 
 
-def test_windows_are_read_off_a_masks_rule() -> None:
+def test_windows_are_inferred_from_mask_functions() -> None:
     causal = lambda b, h, q, k: k <= q  # noqa: E731
     assert find_window(causal, 100) is None
     assert find_window(lambda b, h, q, k: (k <= q) & (k > q - 7), 100) == 7

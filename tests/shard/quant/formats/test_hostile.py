@@ -1,4 +1,4 @@
-"""Damaged and contradictory checkpoints of packed integers: one line that names the file and the tensor."""
+"""Damaged and inconsistent checkpoints of packed integers: one line names the file and the tensor."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
