@@ -48,7 +48,7 @@ MODELS: dict[str, tuple[Callable[[], transformers.PretrainedConfig], str]] = {
             num_local_experts=2,
             intermediate_size_mlp=48,
         ),
-        "takes positions from a cache of its own",
+        "reads positions from its own cache",
     ),
     "own attention": (
         lambda: transformers.GPTNeoConfig(

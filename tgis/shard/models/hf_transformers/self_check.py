@@ -72,9 +72,9 @@ def check_positions(hook: AttentionHook, decoder: nn.Module, token_ids: Tensor, 
     try:
         without_positions = compute(token_ids, start, past_key_values=_cache_without_tokens(start))
     except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-        raise NotServedError("its code needs a cache of its own") from error
+        raise NotServedError("its code needs its own cache") from error
     if not scores_agree(without_positions, with_positions, TOLERANCE):
-        raise NotServedError("its code takes positions from a cache of its own")
+        raise NotServedError("its code reads positions from its own cache")
     try:
         compute(token_ids[:1], length)
     except (IndexError, RuntimeError):

@@ -30,16 +30,16 @@ ALIGNMENT = 64
 ITEM = 28  # bytes of one of `CpuPlan.items`
 TABLE = 11  # length of `CpuPlan.table`
 # Indices in `CpuPlan.table`.
-NUM_TOKENS = 0
-MAX_BLOCKS = 2
-NUM_ITEMS = 3
-MAX_TILE = 4
-SEQ_LENS = 5
-BLOCK_TABLES = 6
-ITEMS = 7
-SLOTS = 8
-SEGMENT_LEN = 9
-PARTIALS = 10
+NUM_TOKENS_AT = 0
+MAX_BLOCKS_AT = 2
+NUM_ITEMS_AT = 3
+MAX_TILE_AT = 4
+SEQ_LENS_AT = 5
+BLOCK_TABLES_AT = 6
+ITEMS_AT = 7
+SLOTS_AT = 8
+SEGMENT_LEN_AT = 9
+PARTIALS_AT = 10
 
 _F32, _I64 = np.float32(0), np.int64(0)
 
@@ -52,12 +52,12 @@ def _find_unit(index: int, group: int, step: Any, p: Any, scoring: Any, size: in
     part = index % parts
     rest = index // parts
     kv_head = rest % p.num_kv_heads
-    item = step[ITEMS] + ITEM * (rest // p.num_kv_heads)
+    item = step[ITEMS_AT] + ITEM * (rest // p.num_kv_heads)
     sequence, start = read_int(item), read_int(item + 4)
     count, position = read_int(item + 8), read_int(item + 12)
     num_parts, segment, partial = read_int(item + 16), read_int(item + 20), read_int(item + 24)
-    seq_len = read_int(step[SEQ_LENS] + 4 * sequence)
-    segment_len = step[SEGMENT_LEN]
+    seq_len = read_int(step[SEQ_LENS_AT] + 4 * sequence)
+    segment_len = step[SEGMENT_LEN_AT]
     tile_end = min(position + count, seq_len) if scoring.causal else seq_len
     begin = find_first_key(position, scoring) // SPAN * SPAN
     end = tile_end
@@ -65,15 +65,15 @@ def _find_unit(index: int, group: int, step: Any, p: Any, scoring: Any, size: in
         begin, end = max(begin, segment * segment_len), min(end, (segment + 1) * segment_len)
     heads = min(HEADS, group - part * HEADS)
     head = kv_head * group + part * HEADS
-    blocks = step[BLOCK_TABLES] + 4 * sequence * step[MAX_BLOCKS]
-    partials = step[PARTIALS] + partial * size
+    blocks = step[BLOCK_TABLES_AT] + 4 * sequence * step[MAX_BLOCKS_AT]
+    partials = step[PARTIALS_AT] + partial * size
     u = WorkUnit(blocks, start, count, position, kv_head, head, heads, begin, end)
     return u, SegmentPart(tile_end, segment_len, num_parts, segment, partials)
 
 
 @reorderable
 def _count_units(group: int, step: Any, p: Any) -> Any:
-    return step[NUM_ITEMS] * p.num_kv_heads * ((group + HEADS - 1) // HEADS)
+    return step[NUM_ITEMS_AT] * p.num_kv_heads * ((group + HEADS - 1) // HEADS)
 
 
 @reorderable
@@ -107,7 +107,7 @@ def attend_kernel(element: Any, factor: Any = _F32, columns: int = 1) -> Kernel:
         step = carray(pointer(table, _I64), TABLE)
         scoring = ScoringArgs(as_float(scale), as_float(soft_cap), window, causal, slopes, bias, num_biases)
         depth = round_up(p.head_dim, LANES)
-        max_rows = step[MAX_TILE] * min(HEADS, num_heads // p.num_kv_heads) + TALL
+        max_rows = step[MAX_TILE_AT] * min(HEADS, num_heads // p.num_kv_heads) + TALL
         q, sums = max_rows * depth, max_rows * (depth + LANES)
         maxima = round_up(max_rows, LANES)
         gathered = SPAN * (p.head_dim + depth)
@@ -161,10 +161,10 @@ def _write_kernel(element: Any) -> Kernel:
         key_factor, value_factor = as_float(a[10]), as_float(a[11])
         p = Pages(keys, values, num_kv_heads, head_dim, block_size, width, key_factor, value_factor, 1)
         step = carray(pointer(table, _I64), TABLE)
-        num_tokens = step[NUM_TOKENS]
+        num_tokens = step[NUM_TOKENS_AT]
         k = carray(pointer(new_keys, _F32), (num_tokens, p.num_kv_heads, p.head_dim))
         v = carray(pointer(new_values, _F32), (num_tokens, p.num_kv_heads, p.head_dim))
-        slots = carray(pointer(step[SLOTS], _I64), (num_tokens,))
+        slots = carray(pointer(step[SLOTS_AT], _I64), (num_tokens,))
         first = next_unit(args) * TOKENS
         while first < num_tokens:
             for t in range(first, min(num_tokens, first + TOKENS)):

@@ -9,7 +9,7 @@ import numpy as np
 from llvmlite import ir
 from numba import carray
 
-from tgis.shard.kernels.cpu.attention.kernels import NUM_TOKENS, SLOTS, TABLE, TOKENS
+from tgis.shard.kernels.cpu.attention.kernels import NUM_TOKENS_AT, SLOTS_AT, TABLE, TOKENS
 from tgis.shard.kernels.cpu.attention.tiles import Pages, round_up
 from tgis.shard.kernels.cpu.attention.vectors import LANES
 from tgis.shard.kernels.cpu.gemm import pairs
@@ -83,9 +83,9 @@ def _write_pairs(args: Any) -> None:
     factors = (as_float(a[10]), as_float(a[11]))
     p = Pages(keys, values, num_kv_heads, head_dim, block_size, width, factors[0], factors[1], pairs.COLUMNS)
     step = carray(pointer(table, _I64), TABLE)
-    num_tokens = step[NUM_TOKENS]
+    num_tokens = step[NUM_TOKENS_AT]
     token_bytes = 4 * p.num_kv_heads * p.head_dim
-    slots = carray(pointer(step[SLOTS], _I64), (num_tokens,))
+    slots = carray(pointer(step[SLOTS_AT], _I64), (num_tokens,))
     buffer = np.empty(round_up(p.head_dim, _HALVES), np.uint32)
     first = next_unit(args) * TOKENS
     while first < num_tokens:
