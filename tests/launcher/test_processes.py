@@ -223,7 +223,7 @@ def test_a_first_start_says_that_it_compiles(model: Path, tmp_path: Path) -> Non
     package = Path(tgis.__file__).parent
     shutil.copytree(package, tmp_path / "tgis", ignore=shutil.ignore_patterns("__pycache__"))
     env = {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1", "HOME": str(tmp_path)}
-    told = "compiling kernels for this processor; the code is kept in " + str(tmp_path)
+    told = "compiling kernels for this processor; the code is stored in " + str(tmp_path)
     first = launch(model, env=env).wait_until_serving(300)
     assert first.end() == 0
     lines = [line for line in first.lines if told in line]

@@ -1,5 +1,5 @@
-"""The platform of plain torch operators: piece by piece against the CPU's compiled kernels and a plain model
-of attention, whole models against transformers, and on a device of its own, where all of it must be."""
+"""The platform of plain torch operators: single kernels against the CPU's and a reference of attention, whole
+models against transformers, and everything on a separate device."""
 
 import logging
 from collections.abc import Callable
@@ -49,7 +49,7 @@ KERNELS = TorchKernels(CPU)
 assert_near = partial(torch.testing.assert_close, rtol=2e-5, atol=2e-5)
 
 
-# Where whole models are compared with transformers: also on a GPU where there is one.
+# Devices on which whole models are compared with transformers: also a GPU if there is one.
 PLATFORMS = {"cpu": plain(CPU)}
 if torch.cuda.is_available():
     PLATFORMS["cuda"] = plain(torch.device("cuda", 0))
@@ -60,7 +60,7 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-# What rounding operands to the weights' type, and the sum to it again, may cost; of sums around 8.
+# Tolerance of rounding operands and sums (around 8) to the weights' type.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 0.02, torch.bfloat16: 0.15}
 
 
@@ -103,8 +103,8 @@ def test_norms(has_delta: bool) -> None:
         for biases in ([], [None], [bias])[norm == "layer_norm" :][: 1 + (norm == "layer_norm")]:
             mine, theirs = x.clone(), x.clone()
             delta = more if has_delta else None
-            found = getattr(KERNELS, norm)(mine, delta, weight, *biases, 1e-5)
-            assert_near(found, getattr(CPU_KERNELS, norm)(theirs, delta, weight, *biases, 1e-5))
+            actual = getattr(KERNELS, norm)(mine, delta, weight, *biases, 1e-5)
+            assert_near(actual, getattr(CPU_KERNELS, norm)(theirs, delta, weight, *biases, 1e-5))
             assert torch.equal(mine, theirs), "x is not the sum"
 
 
@@ -127,9 +127,9 @@ def test_angles() -> None:
         {"growth": growth},
         {"factor_sets": factor_sets, "growth": growth},
     ):
-        found = KERNELS.angles(positions, inv_freq, amplitudes, **more)
+        actual = KERNELS.angles(positions, inv_freq, amplitudes, **more)
         torch.testing.assert_close(
-            found, CPU_KERNELS.angles(positions, inv_freq, amplitudes, **more), rtol=0, atol=2e-4
+            actual, CPU_KERNELS.angles(positions, inv_freq, amplitudes, **more), rtol=0, atol=2e-4
         )
 
 
@@ -140,26 +140,26 @@ def test_heads(turned: int, is_normed: bool) -> None:
     angles = torch.randn(2, 5, turned // 2) if turned else None
     norm = HeadNorm(torch.randn(10), torch.randn(10), 1e-6) if is_normed else None
     before = qkv.clone()
-    found, expected = (kernels.split_heads(qkv, 4, 2, angles, norm) for kernels in (portable_ops, cpu_ops))
-    for mine, theirs in zip(found, expected, strict=True):
+    actual, expected = (kernels.split_heads(qkv, 4, 2, angles, norm) for kernels in (portable_ops, cpu_ops))
+    for mine, theirs in zip(actual, expected, strict=True):
         assert_near(mine, theirs)
         assert mine.is_contiguous()
         mine.zero_()
-    assert torch.equal(qkv, before), "a result is no tensor of its own"
+    assert torch.equal(qkv, before), "results do not share memory"
 
 
 @pytest.mark.parametrize("num_tokens", [1, 60, 0])
 def test_adapters(num_tokens: int) -> None:
     scene = draw_scene(num_tokens, 40, 70)
     tuned = TokenAdapters(AdapterSet(()), scene.indices)
-    found = scene.y.clone()
-    KERNELS.add_low_rank(found, scene.x, scene.deltas, tuned)
-    assert_near(found, scene.add())
+    actual = scene.y.clone()
+    KERNELS.add_low_rank(actual, scene.x, scene.deltas, tuned)
+    assert_near(actual, scene.add())
     ids = torch.randint(0, 40, (num_tokens,))
-    found, expected = scene.y.clone(), scene.y.clone()
-    KERNELS.add_looked_up(found, ids, scene.deltas, tuned)
+    actual, expected = scene.y.clone(), scene.y.clone()
+    KERNELS.add_looked_up(actual, ids, scene.deltas, tuned)
     CPU_KERNELS.add_looked_up(expected, ids, scene.deltas, tuned)
-    assert_near(found, expected)
+    assert_near(actual, expected)
 
 
 def test_adapters_stay_on_the_device() -> None:
@@ -173,12 +173,12 @@ def test_adapters_stay_on_the_device() -> None:
             for theirs in scene.deltas.parts
         )
         tuned = TokenAdapters(AdapterSet(()), scene.indices.to(device))
-        found = scene.y.to(device)
+        actual = scene.y.to(device)
         kernels = TorchKernels(device)
         kernels.prepare_adapters()
-        kernels.add_low_rank(found, scene.x.to(device), Deltas(parts), tuned)
-        kernels.add_looked_up(found, ids.to(device), Deltas(parts), tuned)
-    assert found.tolist() == expected.tolist()
+        kernels.add_low_rank(actual, scene.x.to(device), Deltas(parts), tuned)
+        kernels.add_looked_up(actual, ids.to(device), Deltas(parts), tuned)
+    assert actual.tolist() == expected.tolist()
 
 
 class TorchScene(Scene):
@@ -200,7 +200,7 @@ MIXED = {0: (0, 1), 1: (0, 16), 2: (64, 65), 3: (70, 150), 4: (0, 33), 5: (128, 
 
 @pytest.mark.usefixtures("_pieces")
 @pytest.mark.parametrize("shape", ALL_SHAPES.values(), ids=ALL_SHAPES)
-def test_attention_agrees_with_the_rules(shape: Shape) -> None:
+def test_attention_equals_the_reference(shape: Shape) -> None:
     scene = TorchScene(shape, LENGTHS)
     scene.write_all()
     check(scene, MIXED, PLAIN)
@@ -209,7 +209,7 @@ def test_attention_agrees_with_the_rules(shape: Shape) -> None:
 @pytest.mark.usefixtures("_pieces")
 @pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
 @pytest.mark.parametrize("block_size", [16, 10])
-def test_scores_are_bent_as_asked(scoring: dict[str, Any], block_size: int) -> None:
+def test_scoring_options(scoring: dict[str, Any], block_size: int) -> None:
     scene = TorchScene(Shape(block_size=block_size), LENGTHS)
     scene.write_all()
     check(scene, MIXED, replace(PLAIN, **scoring))
@@ -217,15 +217,15 @@ def test_scores_are_bent_as_asked(scoring: dict[str, Any], block_size: int) -> N
 
 @pytest.mark.parametrize("shape", [SHAPES["odd_sizes"], SHAPES["plain"]])
 def test_reads_what_was_written(shape: Shape) -> None:
-    """The CPU's layout of pages is another, but what is read is the same."""
+    """The CPU's layout of pages differs, but the values read are the same."""
     scene, other = TorchScene(shape, [70, 50], num_layers=2), Scene(shape, [70, 50], num_layers=2)
     layout = scene.layout([(0, 70), (0, 50)], [0, 1])
     for each in (scene, other):
         each.attention.keep(1, scene.k, scene.v, each.attention.plan(layout, "self"))
     for sequence, length in ((0, 70), (1, 17), (0, 0)):
         table = layout.block_tables[sequence]
-        found = scene.attention.read(1, table, length)
-        for mine, theirs in zip(found, other.attention.read(1, table, length), strict=True):
+        actual = scene.attention.read(1, table, length)
+        for mine, theirs in zip(actual, other.attention.read(1, table, length), strict=True):
             assert mine.shape == theirs.shape
             assert torch.equal(mine, theirs)
 
@@ -248,7 +248,7 @@ def test_memory_of_scores_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(portable_attention, "PAIRS", 640)
     monkeypatch.setattr(portable_attention, "_attend", note)
     TorchScene(Shape(), [100] * 9).attend(dict.fromkeys(range(9), (99, 100)) | {3: (60, 100)}, PLAIN)
-    rounded = 112  # to whole blocks
+    rounded = 112  # rounded up to blocks
     assert max(keys for keys, _ in largest) <= 3 * rounded
     assert max(pairs for _, pairs in largest) <= 6 * rounded
     assert len(largest) == 3 + 7
@@ -268,20 +268,20 @@ def test_a_plan_is_copied() -> None:
 
 
 def test_attention_across() -> None:
-    """Sequences of 20 and 0 keys, which 3 tokens each look into that have no position there."""
+    """Sequences of 20 and 0 keys, to each of which 3 tokens attend."""
     scene = TorchScene(Shape(), [20, 5])
     scene.write_all()
     layout = scene.layout([(0, 3), (0, 3)], [0, 1])
     encoded = replace(layout, seq_lens=torch.tensor([20, 0], dtype=torch.int32))
     scoring = Scoring(scale=0.3, causal=False)
-    found = scene.attention.attend(0, scene.q[:6], scene.attention.plan(encoded, "cross"), scoring)
+    actual = scene.attention.attend(0, scene.q[:6], scene.attention.plan(encoded, "cross"), scoring)
     k, v = (x[:20].repeat_interleave(2, 1).double() for x in (scene.k, scene.v))
     weights = (torch.einsum("qhd,khd->hqk", scene.q[:3].double(), k) * 0.3).softmax(-1)
-    assert_near(found[:3].double(), torch.einsum("hqk,khd->qhd", weights, v))
-    assert not found[3:].any()
+    assert_near(actual[:3].double(), torch.einsum("hqk,khd->qhd", weights, v))
+    assert not actual[3:].any()
 
 
-def test_writes_only_where_it_is_told() -> None:
+def test_writes_only_to_its_slots() -> None:
     scene = TorchScene(Shape(), [40], num_layers=2)
     scene.tables[0][1] = -1
     scene.attention.keep(1, scene.k, scene.v, scene.plan([(0, 40)], [0]))
@@ -354,7 +354,7 @@ def test_equals_transformers(case: str, on: Platform, checkpoint: Callable[[str]
         assert request.logprobs[:certain] == pytest.approx(answer.logprobs[:certain], rel=1e-4, abs=1e-4)
 
 
-# Every way of choosing a token.
+# Every way of sampling.
 SAMPLINGS = [
     GREEDY,
     {**GREEDY, "repetition_penalty": 1.3, "min_new_tokens": 3},
@@ -366,7 +366,7 @@ SAMPLINGS = [
 
 
 class Half(ProcessGroup):
-    """The first of two ranks, which takes the other for one like itself."""
+    """First of two ranks. It uses its own part as that of the other."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x.mul_(2)
@@ -394,7 +394,7 @@ class Half(ProcessGroup):
 def test_nothing_is_left_on_the_cpu(
     case: str, dtype: str, size: int, checkpoint: Callable[[str], Path]
 ) -> None:
-    """A whole engine, loading and warm-up included, on a device of its own: the same bits as elsewhere."""
+    """A whole engine, including loading and warm-up, on a separate device gives the same bits."""
     directory, group = checkpoint(case), ProcessGroup if size == 1 else Half
     asked = [
         ask(ids, case in ("t5", "bart"), sampling)
@@ -406,15 +406,15 @@ def test_nothing_is_left_on_the_cpu(
     expected = serve(directory, plain(CPU), deepcopy(asked), group(0, size), dtype=dtype)
     with other_device.present() as device:
         ranks = group(0, size, device=device)
-        found = serve(directory, plain(device), deepcopy(asked), ranks, dtype=dtype)
-    for mine, theirs in zip(found, expected, strict=True):
+        actual = serve(directory, plain(device), deepcopy(asked), ranks, dtype=dtype)
+    for mine, theirs in zip(actual, expected, strict=True):
         assert mine.generated == theirs.generated
         assert mine.logprobs == theirs.logprobs
         assert mine.tops == theirs.tops
 
 
 def test_the_other_device_is_one() -> None:
-    """Else the test above could not fail."""
+    """Otherwise the test above could not fail."""
     with other_device.present() as device:
         x = torch.ones(3, device=device)
         assert x.device == (x + 1).device == device
@@ -426,7 +426,7 @@ def test_the_other_device_is_one() -> None:
         assert x.numpy(force=True).sum() == 3
 
 
-def test_computes_on_the_cpu_where_there_is_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_is_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert find_device("auto", 0, 1) == find_device("cpu", 0, 1) == CPU
     assert make_platform(CPU) is ON_CPU
@@ -434,10 +434,10 @@ def test_computes_on_the_cpu_where_there_is_nothing_else(monkeypatch: pytest.Mon
         find_device("cuda", 0, 1)
 
 
-def test_says_that_gpus_lie_idle(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_idle_gpus_are_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for has_gpus, messages in ((False, 0), (True, 1)):
-        monkeypatch.setattr(choose_platform, "has_gpus", lambda _, found=has_gpus: found)
+        monkeypatch.setattr(choose_platform, "has_gpus", lambda _, actual=has_gpus: actual)
         with caplog.at_level(logging.WARNING):
             assert find_device("auto", 0, 1) == CPU
         assert len(caplog.messages) == messages
@@ -451,7 +451,7 @@ def test_says_that_gpus_lie_idle(monkeypatch: pytest.MonkeyPatch, caplog: pytest
         ("13.0", True, ": the driver does not work, or is too old for CUDA 13.0"),
     ],
 )
-def test_says_why_torch_cannot_compute(
+def test_the_reason_of_an_unusable_gpu_is_reported(
     cuda: str | None, has_gpus: bool, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -465,14 +465,14 @@ def test_says_why_torch_cannot_compute(
 def test_every_shard_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    found = [find_device("auto", rank, 2) for rank in range(2)]
-    assert found == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    actual = [find_device("auto", rank, 2) for rank in range(2)]
+    assert actual == [torch.device("cuda", 0), torch.device("cuda", 1)]
     with pytest.raises(DeviceError, match=r"^3 shards configured but only 2 GPUs detected$"):
         find_device("cuda", 0, 3)
 
 
 def test_memory_of_ranks() -> None:
-    """Those of one machine, two of four here."""
+    """Ranks of one machine, here two of four."""
 
     class Two:
         size, local_size = 4, 2

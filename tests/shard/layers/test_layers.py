@@ -1,4 +1,4 @@
-"""Layers on their own: against torch, and cut over ranks."""
+"""Single layers, against torch and split over ranks."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def test_columns_are_cut_piece_by_piece(tmp_path: Path) -> None:
-    """Widths 8, 4, 4 over four ranks, the last two in two pieces that neighbours share."""
+    """Widths 8, 4, 4 on four ranks. The last two have two pieces, which neighbours share."""
     content = {"layer.weight": torch.randn(16, 6), "layer.bias": torch.randn(16)}
     save_file(content, tmp_path / "model.safetensors")
     x = torch.randn(5, 6)
@@ -30,7 +30,7 @@ def test_columns_are_cut_piece_by_piece(tmp_path: Path) -> None:
 
 
 class Summed(ProcessGroup):
-    """A rank that is told what the others' parts sum to."""
+    """Rank whose all_reduce adds given summands of the other ranks."""
 
     others = torch.tensor(0.0)
 
@@ -58,23 +58,22 @@ def test_both_ends_of_the_vocabulary(dtype: torch.dtype, tmp_path: Path) -> None
     assert x.dtype == torch.float32
     assert torch.equal(x, rounded[ids])
     x.zero_()
-    assert torch.equal(Embedding(single, "layer", 11, 6)(ids, None), rounded[ids]), (
-        "a result is the table itself"
-    )
+    assert torch.equal(Embedding(single, "layer", 11, 6)(ids, None), rounded[ids]), "the result is a copy"
     torch.testing.assert_close(
         LMHead(single, "layer", 11, 6)(table, None), table @ rounded.t(), rtol=1e-5, atol=1e-5
     )
 
 
 def tune(in_features: int, first: int, width: int) -> tuple[TokenAdapters, Tensor]:
-    """Three tokens' adapters, the second having none, and the one of the others as a matrix."""
+    """Return the adapters of three tokens, of which the second has none, and the update of the others as a
+    matrix."""
     a, b = torch.randn(in_features, 2), torch.randn(2, width)
     adapters = AdapterSet([Adapter({"layer": (LowRank(a, b, first),)})])
     return TokenAdapters(adapters, torch.tensor([0, -1, 0], dtype=torch.int32)), a @ b
 
 
-def test_adapters_are_added_before_what_all_ranks_share(tmp_path: Path) -> None:
-    """To a rank's own part of the product, but not to the bias, which is added once."""
+def test_adapters_are_added_before_the_sum_over_ranks(tmp_path: Path) -> None:
+    """They are added to a rank's part of the product. The bias is added once."""
     content = {"layer.weight": torch.randn(8, 8), "layer.bias": torch.randn(8)}
     save_file(content, tmp_path / "model.safetensors")
     weight, bias, x = content["layer.weight"], content["layer.bias"], torch.randn(3, 8)
@@ -109,11 +108,11 @@ def test_adapters_at_both_ends_of_the_vocabulary(tmp_path: Path) -> None:
     x = torch.randn(3, 6)
     expected = x @ table.t()
     expected[[0, 2], 1:] += (x @ delta)[[0, 2]]
-    found = LMHead(single, "layer", 11, 6)(x, tuned)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    actual = LMHead(single, "layer", 11, 6)(x, tuned)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_what_of_a_matrix_is_a_ranks(tmp_path: Path) -> None:
+def test_parts_of_matrices_by_rank(tmp_path: Path) -> None:
     save_file({"layer.weight": torch.randn(16, 6)}, tmp_path / "model.safetensors")
     given = parts(tmp_path, ProcessGroup(1, 2))
 

@@ -1,5 +1,5 @@
-"""Rotary embeddings against transformers' for every scaling, read from configurations of any age; and heads
-that are split, normalised and turned, bit for bit in any company."""
+"""Rotary embeddings against transformers' for every scaling, read from configurations of any age; and
+splitting, normalisation and rotation of heads, with the same bits in every batch."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ FACTORS = {
 }
 ORIGINAL = {"original_max_position_embeddings": 32}
 
-# Each as `rope_parameters`, short of the theta.
+# Each as `rope_parameters` without theta.
 SCALINGS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
     "part of the channels": {"rope_type": "default", "partial_rotary_factor": 0.5},
@@ -70,37 +70,38 @@ def configure(parameters: dict[str, Any]) -> transformers.LlamaConfig:
 
 
 def turn_oracle(embedding: torch.nn.Module, positions: Tensor, *layer_type: str) -> Tensor:
-    """[2, num_tokens, dim / 2]"""
+    """Return transformers' cosines and sines, [2, num_tokens, dim / 2]."""
     turned = embedding(torch.empty(0), positions[None], *layer_type)
     return torch.stack([half[0, :, : half.shape[-1] // 2] for half in turned])
 
 
-def assert_turned_alike(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=0.0, atol=3e-5)
+def assert_angles_are_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0.0, atol=3e-5)
 
 
 @pytest.mark.parametrize("case", SCALINGS)
 def test_scalings_are_those_of_transformers(case: str) -> None:
-    """Within the original length; 31 is the last position of a short sequence where there are long ones."""
+    """Positions are within the original length. If there are long sequences, 31 is the last position of a
+    short one."""
     config = configure(SCALINGS[case])
     rotary = Rotary(rope(config.to_dict(), HEAD_DIM), CPU_KERNELS)
     positions = torch.tensor([0, 1, 5, 31, 30] if "longrope" in case else [0, 1, 5, 31, 127, 60])
     expected = turn_oracle(Phi3RotaryEmbedding(config), positions)
-    assert_turned_alike(rotary(positions), expected)
+    assert_angles_are_close(rotary(positions), expected)
     assert torch.equal(rotary(positions), rotary(positions, torch.zeros(len(positions), dtype=torch.bool)))
 
 
 @pytest.mark.parametrize("case", [case for case in SCALINGS if "longrope" in case])
 def test_long_sequences_use_their_own_factors_everywhere(case: str) -> None:
     config = configure(SCALINGS[case])
-    found = rope(config.to_dict(), HEAD_DIM)
-    assert found.switch_len == 32
-    rotary, positions = Rotary(found, CPU_KERNELS), torch.tensor([0, 1, 5, 31, 32, 100])
+    actual = rope(config.to_dict(), HEAD_DIM)
+    assert actual.switch_len == 32
+    rotary, positions = Rotary(actual, CPU_KERNELS), torch.tensor([0, 1, 5, 31, 32, 100])
     is_long = torch.ones(len(positions), dtype=torch.bool)
     expected = turn_oracle(Phi3RotaryEmbedding(config), positions)
-    assert_turned_alike(rotary(positions, is_long), expected)
+    assert_angles_are_close(rotary(positions, is_long), expected)
     is_long[:2] = False
-    assert_turned_alike(rotary(positions, is_long)[:, 2:], expected[:, 2:])
+    assert_angles_are_close(rotary(positions, is_long)[:, 2:], expected[:, 2:])
     assert torch.equal(rotary(positions, is_long)[:, :2], rotary(positions[:2]))
 
 
@@ -109,34 +110,34 @@ def test_amplitudes_of_long_and_short_sequences_may_be_given() -> None:
     scaling = rope(configure(given).to_dict(), HEAD_DIM).scaling
     assert isinstance(scaling, LongScaling)
     assert (scaling.short_amplitude, scaling.long_amplitude) == (1.1, 1.4)
-    found = Rotary(Rope(HEAD_DIM, 5000.0, scaling), CPU_KERNELS)(
+    actual = Rotary(Rope(HEAD_DIM, 5000.0, scaling), CPU_KERNELS)(
         torch.tensor([0, 0]), torch.tensor([False, True])
     )
-    assert found[0, 0].tolist() == pytest.approx([1.1] * 8)
-    assert found[0, 1].tolist() == pytest.approx([1.4] * 8)
+    assert actual[0, 0].tolist() == pytest.approx([1.1] * 8)
+    assert actual[0, 1].tolist() == pytest.approx([1.4] * 8)
 
 
 def test_dynamic_scaling_grows_with_the_position() -> None:
-    """Every position as transformers turns the last of a prompt that ends there."""
+    """Each position is rotated like transformers rotates the last token of a prompt that ends there."""
     config = configure(SCALINGS["dynamic"])
-    found = rope(config.to_dict(), HEAD_DIM)
-    assert found.scaling == DynamicScaling(2.0, LENGTH)
-    assert found.switch_len == 0
+    actual = rope(config.to_dict(), HEAD_DIM)
+    assert actual.scaling == DynamicScaling(2.0, LENGTH)
+    assert actual.switch_len == 0
     positions = torch.tensor([0, 100, 127, 128, 129, 255, 700])
-    turned = Rotary(found, CPU_KERNELS)(positions)
+    turned = Rotary(actual, CPU_KERNELS)(positions)
     for i, position in enumerate(positions.tolist()):
         inv_freq, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, seq_len=position + 1)
         angle = position * inv_freq
-        assert_turned_alike(turned[:, i], torch.stack([angle.cos(), angle.sin()]))
+        assert_angles_are_close(turned[:, i], torch.stack([angle.cos(), angle.sin()]))
     assert torch.equal(
-        Rotary(found, CPU_KERNELS)(positions[:3]), Rotary(Rope(HEAD_DIM, 5000.0), CPU_KERNELS)(positions[:3])
+        Rotary(actual, CPU_KERNELS)(positions[:3]), Rotary(Rope(HEAD_DIM, 5000.0), CPU_KERNELS)(positions[:3])
     )
 
 
 @pytest.mark.parametrize(
     "scaling", [None, DynamicScaling(2.0, 50), LongScaling((2.0,), (3.0,), 50, 1.0, 1.2)]
 )
-def test_angles_do_not_depend_on_company(scaling: Any) -> None:
+def test_angles_do_not_depend_on_the_batch(scaling: Any) -> None:
     half = 1 if isinstance(scaling, LongScaling) else 5
     rotary, positions = Rotary(Rope(2 * half, 1e4, scaling), CPU_KERNELS), torch.arange(40, 101)
     is_long = positions % 3 == 0
@@ -177,10 +178,10 @@ def test_phi3_had_other_names_for_longrope(kind: str) -> None:
     assert rope(old, HEAD_DIM) == rope(config.to_dict(), HEAD_DIM)
     positions = torch.arange(32)
     expected = turn_oracle(Phi3RotaryEmbedding(config), positions)
-    assert_turned_alike(Rotary(rope(old, HEAD_DIM), CPU_KERNELS)(positions), expected)
+    assert_angles_are_close(Rotary(rope(old, HEAD_DIM), CPU_KERNELS)(positions), expected)
 
 
-def test_layers_of_gemma3_turn_differently() -> None:
+def test_layers_of_gemma3_have_different_angles() -> None:
     config = transformers.Gemma3TextConfig(
         hidden_size=4 * HEAD_DIM, num_attention_heads=4, head_dim=HEAD_DIM, max_position_embeddings=LENGTH,
         rope_parameters={
@@ -195,10 +196,10 @@ def test_layers_of_gemma3_turn_differently() -> None:
     }
     positions = torch.arange(100)
     for kind in ("full_attention", "sliding_attention"):
-        found = rope(config.to_dict(), HEAD_DIM, kind)
-        assert rope(old, HEAD_DIM, kind) == found
+        actual = rope(config.to_dict(), HEAD_DIM, kind)
+        assert rope(old, HEAD_DIM, kind) == actual
         expected = turn_oracle(Gemma3RotaryEmbedding(config), positions, kind)
-        assert_turned_alike(Rotary(found, CPU_KERNELS)(positions), expected)
+        assert_angles_are_close(Rotary(actual, CPU_KERNELS)(positions), expected)
     assert rope({"rope_theta": 7e3}, HEAD_DIM, "sliding_attention") == Rope(HEAD_DIM, 7e3)
 
 
@@ -238,7 +239,8 @@ def test_refuses_in_one_line(text: str) -> None:
 
 
 def turn(x: Tensor, dim: int, positions: Tensor) -> Tensor:
-    """In double precision and complex numbers; x: [num_tokens, heads, head_dim], the first `dim` channels."""
+    """Rotate the first `dim` channels of x, [num_tokens, heads, head_dim], in double precision with complex
+    numbers."""
     frequency = 100.0 ** (-torch.arange(0, dim, 2).double() / max(dim, 1)) / 2.0
     real, imaginary = x[..., :dim].double().chunk(2, -1)
     turned = torch.complex(real, imaginary) * 1.5 * torch.exp(1j * positions[:, None, None] * frequency)
@@ -248,7 +250,7 @@ def turn(x: Tensor, dim: int, positions: Tensor) -> Tensor:
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("turned", [8, 6, None])
 def test_split_heads(turned: int | None, normed: bool) -> None:
-    """Heads are normalised before their first channels are turned; without angles, nothing is."""
+    """Heads are normalised before their first channels are rotated. Without angles, they are not rotated."""
     torch.manual_seed(0)
     num_tokens, heads, kv_heads, dim = 1000, 3, 1, 8
     qkv = torch.randn(num_tokens, (heads + 2 * kv_heads) * dim)
@@ -263,9 +265,9 @@ def test_split_heads(turned: int | None, normed: bool) -> None:
         given_q = F.rms_norm(given_q, (dim,), norm.q_weight.double(), 1e-5)
         given_k = F.rms_norm(given_k, (dim,), norm.k_weight.double(), 1e-5)
     assert torch.equal(v.double(), given_v)
-    for found, given in ((q, given_q), (k, given_k)):
+    for actual, given in ((q, given_q), (k, given_k)):
         expected = turn(given, turned, positions) if turned else given
-        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
     for i in (0, 8, 999):
         own_angles = None if angles is None else angles[:, i : i + 1].contiguous()
         alone = split_heads(qkv[i : i + 1], heads, kv_heads, own_angles, norm)

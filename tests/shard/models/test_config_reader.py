@@ -1,4 +1,4 @@
-"""What a configuration asks for and we do not compute is refused, never ignored."""
+"""Options of configurations that are not supported are refused, never ignored."""
 
 import json
 import math
@@ -65,7 +65,7 @@ ONE_OF_EACH = {make().model_type: make for make in CASES.values()}
 
 @pytest.mark.parametrize("model_type", ONE_OF_EACH)
 def test_odd_values_are_refused_in_one_line_or_served(model_type: str) -> None:
-    """One after the other in every place of the configuration, also of those within it."""
+    """Each odd value replaces each value of the configuration, also of nested ones."""
     config = ONE_OF_EACH[model_type]().to_dict()
     num_refused = 0
     for section in [config, *(value for value in config.values() if isinstance(value, dict))]:
@@ -79,7 +79,7 @@ def test_odd_values_are_refused_in_one_line_or_served(model_type: str) -> None:
 
 
 def refusal(config: dict[str, Any]) -> str:
-    """Why the model cannot be served on two ranks; empty where it can."""
+    """Return why the model cannot be served on two ranks; empty if it can."""
     try:
         spec = registry.make_spec(config)
         registry.check_sharding(spec, 2)

@@ -1,5 +1,5 @@
-"""Encoder-decoder models in the engine: long inputs, inputs that rows share or that cannot be served; and
-the forms in which checkpoints come. Each family's configurations are tested where all families are."""
+"""Encoder-decoder models in the engine: long inputs, shared inputs, inputs that cannot be served, and
+variants of checkpoints. `test_every_family` tests the configurations of families."""
 
 import json
 import random
@@ -31,7 +31,7 @@ DETAILS = {"logprobs": True}
 
 
 class Served:
-    """A case's engine and the same checkpoint in transformers' hands."""
+    """Engine of a case, and the same checkpoint in transformers."""
 
     def __init__(self, directory: Path) -> None:
         self.runner = load(configure(directory, max_sequence_length=224, kv_cache_tokens=2048))
@@ -40,7 +40,7 @@ class Served:
 
     @torch.inference_mode()
     def expected(self, request: Request) -> Tensor:
-        """float32 [len(generated), vocab_size], the log-probabilities after each token but the last."""
+        """Return the logprobs after each token but the last, float32 [len(generated), vocab_size]."""
         decoder_ids = request.prompt + request.generated[:-1]
         out = self.oracle(
             input_ids=torch.tensor([request.encoder_token_ids]), decoder_input_ids=torch.tensor([decoder_ids])
@@ -48,7 +48,7 @@ class Served:
         return out.logits[0, len(request.prompt) - 1 :].log_softmax(-1)
 
     def check(self, request: Request) -> None:
-        """Greedy tokens are the best ones, or as good as these, and have their log-probabilities."""
+        """Check that greedy tokens have the highest logprobs, or equal ones within the tolerance."""
         expected = self.expected(request)
         chosen = expected.gather(1, torch.tensor(request.generated)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(request.logprobs), chosen, rtol=1e-4, atol=1e-4)
@@ -84,8 +84,8 @@ def draw(seed: int, lengths: list[int]) -> list[list[int]]:
 
 
 def make_requests(seed: int, sampling: dict[str, Any] | None = None) -> list[Request]:
-    """Inputs below and beyond the reach of a relative bias, and below what blocks and tiles hold; one twice;
-    a decoder that is ahead of its short encoder when it is computed again."""
+    """Return requests with inputs below and above the reach of a relative bias, and smaller than blocks and
+    tiles; one occurs twice. The decoder of a short input is ahead of its encoder when it is recomputed."""
     inputs = draw(seed, [200, 1, 16, 129, 17, 40])
     options = {"details": DETAILS} | ({} if sampling is None else {"sampling": sampling})
     requests = [Request([START], 4 + 3 * i, encoder_token_ids=ids, **options) for i, ids in enumerate(inputs)]
@@ -94,7 +94,7 @@ def make_requests(seed: int, sampling: dict[str, Any] | None = None) -> list[Req
     return [*requests[:3], again, *requests[3:], ahead]
 
 
-def test_in_a_crowd_and_alone_bit_by_bit(served: Served) -> None:
+def test_bits_in_a_batch_and_alone(served: Served) -> None:
     together = make_requests(1)
     Router(served.runner, seed=3).run(list(together))
     assert any(request.is_encoded for request in together), "an input was shared"
@@ -114,8 +114,8 @@ def test_sampled_tokens_survive_an_interruption(served: Served) -> None:
     assert [request.generated for request in stopped] == [request.generated for request in together]
 
 
-def test_what_was_encoded_is_not_encoded_again(served: Served) -> None:
-    """A row that names another input's blocks as its own is answered by these."""
+def test_cached_inputs_are_not_encoded_again(served: Served) -> None:
+    """A row with the blocks of another input reads that input."""
     runner = served.runner
     first, other = draw(4, [50, 50])
     steps = Steps(runner.info.block_size, runner.info.num_blocks)
@@ -160,11 +160,11 @@ def test_an_input_that_cannot_be_served_fails_alone(served: Served) -> None:
 def test_buckets_are_those_of_transformers(num_buckets: int, max_distance: int, causal: bool) -> None:
     reach = max(num_buckets, max_distance)
     distance = torch.arange(-4 * reach, 4 * reach + 1)
-    found = find_buckets(distance, RelativeBias(num_buckets, max_distance), causal)
+    actual = find_buckets(distance, RelativeBias(num_buckets, max_distance), causal)
     expected = T5Attention._relative_position_bucket(distance, not causal, num_buckets, max_distance)
-    assert found.tolist() == expected.tolist()
-    assert (found[distance <= -reach] == found[0]).all(), "the reach is far enough"
-    assert (found[distance >= reach] == found[-1]).all()
+    assert actual.tolist() == expected.tolist()
+    assert (actual[distance <= -reach] == actual[0]).all(), "the reach is far enough"
+    assert (actual[distance >= reach] == actual[-1]).all()
 
 
 def rename_for_safetensors_bot(tensors: dict[str, Tensor]) -> None:
@@ -235,8 +235,8 @@ def test_refuses_in_one_line(text: str) -> None:
         registry.make_spec({**CASES[case]().to_dict(), **changes})
 
 
-def test_tiles_of_tokens_that_look_into_other_sequences() -> None:
-    """Every token stands in one tile, in none at a position; those that see most come first."""
+def test_tiles_of_cross_attention() -> None:
+    """Every token is in exactly one tile. Tiles with the most keys come first."""
     counts, lengths = [3, 40, 1], [7, 5, 300]
     layout = StepLayout(
         torch.tensor([0, *counts]).cumsum(0).to(torch.int32),

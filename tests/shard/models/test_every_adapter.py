@@ -1,5 +1,5 @@
-"""LoRA adapters on every family, on one rank and two, alone and beside rows with other adapters or none,
-against peft. `make test` runs every family at least once; `make test-all` runs the product."""
+"""LoRA adapters on every family, on one rank and two, alone and with rows that have other adapters or none,
+against peft. `make test` runs every family at least once; `make test-all` runs all combinations."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.support.shard.adapter_cases import AdapterCase
 from tests.support.shard.ranks import Ranks
 from tests.support.shard.tuning_cells import Cases, check_case, check_plan, plan
 
-# Whose layers have other names on disk than in memory, or which have no room of their own for the head.
+# Families whose layers have other names on disk than in memory, or whose head is tied.
 PECULIAR = {"gemma3_multimodal", "granitemoe", "mixtral", "gpt_neox", "llama_tied", "opt_350m", "falcon_40b"}
 
 
@@ -16,7 +16,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases[AdapterCase]:
     return Cases(AdapterCase, tmp_path_factory.mktemp("adapters"))
 
 
-def test_every_family_is_met() -> None:
+def test_every_family_has_a_case() -> None:
     check_plan(PECULIAR)
 
 

@@ -1,6 +1,6 @@
-"""Every way that a family's checkpoints come, on one rank, two and four, alone and in a crowd, against
-transformers. `make test` runs every case once, so chosen that every family meets every number of ranks and
-both kinds of company; `make test-all` runs the product."""
+"""Every variant of each family's checkpoints, on one, two and four ranks, alone and in a batch, against
+transformers. `make test` runs every case once, such that each family runs with each number of ranks, alone
+and in a batch; `make test-all` runs all combinations."""
 
 import itertools
 from collections.abc import Iterator
@@ -18,13 +18,14 @@ from tests.support.shard.ranks import Ranks
 from tests.support.shard.relay import serve
 from tgis.shard.models.registry import FAMILIES
 
-FOUR_RANKS = ("granite", "falcon", "t5")  # families that are also cut in four
+FOUR_RANKS = ("granite", "falcon", "t5")  # families that also run on four ranks
 COMPANY = ("alone", "crowded")
 DETAILS = {"logprobs": True, "ranks": True}
 
 
 def list_cells() -> Iterator[tuple[str, int, str, bool]]:
-    """Case, ranks, company, and whether `make test` runs it; a family of one case has several such cells."""
+    """Return cells: case, ranks, batch, and whether `make test` runs it. Families with one case have several
+    such cells."""
     for family, group in itertools.groupby(CASES, family_of):
         cases, sizes = list(group), (1, 2, 4) if family in FOUR_RANKS else (1, 2)
         cells = list(itertools.product(sizes, COMPANY))
@@ -36,14 +37,14 @@ def list_cells() -> Iterator[tuple[str, int, str, bool]]:
 
 
 def plan() -> Iterator[object]:
-    """Every cell of the product; those that `make test` leaves out are slow."""
+    """Return all cells. Those that `make test` skips are marked slow."""
     for case, size, company, is_quick in list_cells():
         marks = [] if is_quick else [pytest.mark.slow]
         yield pytest.param(case, size, company, id=f"{case}, {size} ranks, {company}", marks=marks)
 
 
 class Checkpoints:
-    """Written, and asked of the oracle, when a test first needs one; only the last is kept."""
+    """Checkpoints and oracle answers, made when a test first needs them. Only the last one is kept."""
 
     def __init__(self, root: Path) -> None:
         self._root, self._case = root, ""
@@ -72,14 +73,14 @@ def ask(oracle: Oracle, input_ids: list[int], sampling: dict[str, object] = GREE
 
 
 def test_every_model_type_has_a_case() -> None:
-    """But for those that are older names of others, which have tests of their own."""
+    """Except for older names of other types, which have their own tests."""
     cases = {CASES[case]().model_type for case in CASES}
     assert FAMILIES.keys() - cases == {"RefinedWeb", "RefinedWebModel"}
     assert cases <= FAMILIES.keys()
 
 
-def test_every_family_meets_every_number_of_ranks_and_all_company() -> None:
-    """In `make test` already, and every case takes part."""
+def test_every_family_runs_with_every_number_of_ranks_and_batch() -> None:
+    """Also in `make test`, where every case runs."""
     quick = [cell for cell in list_cells() if cell[3]]
     assert {case for case, *_ in quick} == CASES.keys()
     for family in {family_of(case) for case in CASES}:

@@ -1,5 +1,5 @@
-"""Every architecture of GGUF files, with codes of several types, on one rank and on two, against transformers
-on the dequantized weights. `make test` runs every case once, neighbours on different numbers of ranks."""
+"""Every architecture of GGUF files, with codes of several types, on one rank and two, against transformers
+with the dequantized weights. `make test` runs every case once, with alternating numbers of ranks."""
 
 import itertools
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ def test_equals_transformers(case: str, size: int, ranks: Ranks, tmp_path: Path)
         check(request, answer)
 
 
-# Types of matrices of two layers. Those that are joined by rows differ.
+# Types of the matrices of two layers. Matrices that are stacked have different types.
 KINDS = {
     "model.embed_tokens": Type.Q6_K,
     "model.layers.0.self_attn.q_proj": Type.Q4_K,
@@ -72,10 +72,10 @@ KINDS = {
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_every_type_that_is_kept(
+def test_every_type_with_products(
     size: int, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a product of floats. On two ranks, columns are cut in the middle of blocks."""
+    """No product uses floats. On two ranks, columns are split inside blocks."""
     assert {kind.name for kind in KINDS.values()} == {*CODINGS}
     made = tmp_path / "made"
     config = write_llama(

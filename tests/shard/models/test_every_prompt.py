@@ -1,5 +1,5 @@
-"""Soft prompts on every family, on one rank and two, alone and beside rows with other prompts or none,
-against peft. `make test` runs every family at least once; `make test-all` runs the product."""
+"""Soft prompts on every family, on one rank and two, alone and with rows that have other prompts or none,
+against peft. `make test` runs every family at least once; `make test-all` runs all combinations."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.support.shard.prompt_cases import Case
 from tests.support.shard.ranks import Ranks
 from tests.support.shard.tuning_cells import Cases, check_case, check_plan, plan
 
-# Of families that do something else to what comes from the table of tokens than the first of them does.
+# Families that process token embeddings differently from the first case.
 PECULIAR = {"opt_350m", "granite_shared_kv_head", "bart_scaled"}
 
 
@@ -16,7 +16,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases[Case]:
     return Cases(Case, tmp_path_factory.mktemp("prompts"))
 
 
-def test_every_family_is_met() -> None:
+def test_every_family_has_a_case() -> None:
     check_plan(PECULIAR)
 
 

@@ -1,5 +1,5 @@
-"""`--quantize int8` and `--cpu-arithmetic bfloat16` on every family, against transformers in float32; `make
-test` runs a case of each with int8."""
+"""`--quantize int8` and `--cpu-arithmetic bfloat16` on every family, against transformers in float32. `make
+test` runs one case of each family with int8."""
 
 import itertools
 from collections.abc import Iterator
@@ -17,9 +17,9 @@ from tests.support.shard.family_oracle import NEW_TOKENS, draw_inputs, load_mode
 from tgis.shard.models.registry import FAMILIES
 from tgis.shard.startup.load import load
 
-# Of log-probabilities on average, of models as tiny and random as these.
+# Mean error of logprobs for small random models.
 TOLERANCES = {"int8": 0.1, "bfloat16": 0.05}
-WIDE = {"mt5": 2}  # attention scores that are not scaled make more of an error in a query
+WIDE = {"mt5": 2}  # unscaled attention scores amplify errors of queries
 OPTIONS = {"int8": {"quantize": "int8"}, "bfloat16": {"cpu_arithmetic": "bfloat16"}}
 
 
@@ -59,7 +59,7 @@ def test_is_near_float32(name: str, kept: str, tmp_path: Path) -> None:
         for ids in draw_inputs()
     ]
     Router(runner, seed=1).run(list(requests))
-    found = torch.tensor([one for request in requests for one in request.logprobs])
+    actual = torch.tensor([one for request in requests for one in request.logprobs])
     expected = torch.cat([expected_logprobs(model, request) for request in requests])
-    difference = (found - expected).abs()
+    difference = (actual - expected).abs()
     assert 0 < difference.mean() < TOLERANCES[kept] * WIDE.get(name, 1)

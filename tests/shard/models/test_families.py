@@ -1,4 +1,4 @@
-"""Whole models against transformers: what is read from disk, and what comes out of mixed steps."""
+"""Whole models against transformers: loading, and results of mixed steps."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,13 +20,13 @@ NEW_TOKENS = 6
 
 
 def read_oracle(directory: Path, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
-    """Weights rounded to `dtype`, arithmetic in float32."""
+    """Return transformers' model with weights rounded to `dtype` and float32 arithmetic."""
     return transformers.LlamaForCausalLM.from_pretrained(directory, dtype=dtype).eval().float()
 
 
 @torch.inference_mode()
 def generate_oracle(oracle: transformers.PreTrainedModel, prompt: list[int]) -> tuple[list[int], Tensor]:
-    """Prompt and greedy tokens, and the log-probabilities after each of their positions."""
+    """Return the prompt and greedy tokens, and the logprobs after each position."""
     ids = list(prompt)
     for _ in range(NEW_TOKENS):
         ids.append(int(oracle(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
@@ -34,8 +34,8 @@ def generate_oracle(oracle: transformers.PreTrainedModel, prompt: list[int]) -> 
 
 
 def run(stepper: Stepper, ids: list[list[int]], chunk: int) -> list[Tensor]:
-    """Log-probabilities after all positions: sequence i joins at step i; its prompt is computed in chunks,
-    the rest token by token, beside whatever the others are at."""
+    """Return the logprobs after all positions. Sequence i joins at step i; its prompt is computed in chunks
+    and the rest token by token, together with the other sequences."""
     done, parts = [0] * len(ids), [[] for _ in ids]
     for clock in range(1000):
         work = {}
@@ -58,13 +58,13 @@ def test_equals_transformers(case: str, checkpoint: Checkpoint) -> None:
     expected = [generate_oracle(oracle, prompt) for prompt in PROMPTS]
     for block_size, chunk in ((4, 4), (16, 100)):
         stepper = Stepper(load(directory), block_size=block_size)
-        found = run(stepper, [ids for ids, _ in expected], chunk)
-        for prompt, (ids, logprobs), ours in zip(PROMPTS, expected, found, strict=True):
+        actual = run(stepper, [ids for ids, _ in expected], chunk)
+        for prompt, (ids, logprobs), ours in zip(PROMPTS, expected, actual, strict=True):
             torch.testing.assert_close(ours, logprobs, rtol=1e-4, atol=1e-4)
             assert ours.argmax(-1)[len(prompt) - 1 : -1].tolist() == ids[len(prompt) :]
 
 
-# What the types of weights and cache may cost in log-probability: about three times what was measured.
+# Tolerance of logprobs by the types of weights and cache: about three times the measured error.
 BOUNDS = {
     (torch.float16, torch.float32): 1e-4,
     (torch.bfloat16, torch.float32): 1e-4,
@@ -76,19 +76,19 @@ BOUNDS = {
 
 @pytest.mark.parametrize(("weights", "cache"), BOUNDS, ids=str)
 def test_half_precision_is_bounded(weights: torch.dtype, cache: torch.dtype, checkpoint: Checkpoint) -> None:
-    """Against weights rounded as ours are, in float32 arithmetic."""
+    """Compare with equally rounded weights in float32 arithmetic."""
     directory = checkpoint("biases")
     expected = [generate_oracle(read_oracle(directory, weights), prompt) for prompt in PROMPTS]
     stepper = Stepper(load(directory, dtype=weights), dtype=cache)
-    found = run(stepper, [ids for ids, _ in expected], 4)
+    actual = run(stepper, [ids for ids, _ in expected], 4)
     worst = max(
-        (ours - logprobs).abs().max().item() for ours, (_, logprobs) in zip(found, expected, strict=True)
+        (ours - logprobs).abs().max().item() for ours, (_, logprobs) in zip(actual, expected, strict=True)
     )
     assert worst < BOUNDS[weights, cache]
 
 
 def test_stored_type_does_not_matter(tmp_path: Path) -> None:
-    """A bfloat16 checkpoint read as float32 is what transformers makes of it."""
+    """A bfloat16 checkpoint loaded as float32 gives transformers' results."""
     write_llama(tmp_path, dtype=torch.bfloat16)
     ids, logprobs = generate_oracle(read_oracle(tmp_path), PROMPTS[0])
     torch.testing.assert_close(run(Stepper(load(tmp_path)), [ids], 100)[0], logprobs, rtol=1e-4, atol=1e-4)
@@ -96,7 +96,7 @@ def test_stored_type_does_not_matter(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Wide enough for matrix products to choose between their algorithms."""
+    """Return a model that is wide enough for matrix products to select among their algorithms."""
     directory = tmp_path_factory.mktemp("wide")
     sizes = {"hidden_size": 192, "intermediate_size": 1104, "num_attention_heads": 6, "vocab_size": 501}
     write_llama(directory, **sizes, rope_parameters=LLAMA3_ROPE)
@@ -104,7 +104,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_bits_do_not_depend_on_company_or_chunks(dtype: torch.dtype, wide: Path) -> None:
+def test_bits_do_not_depend_on_batch_or_chunks(dtype: torch.dtype, wide: Path) -> None:
     torch.manual_seed(1)
     ids = [torch.randint(3, 500, (length,)).tolist() for length in (90, 61, 75, 8)]
     model = load(wide, dtype=dtype)
@@ -158,7 +158,7 @@ def test_refuses_in_one_line(text: str, checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize(("size", "fits"), [(1, True), (2, True), (4, True), (3, False), (8, False)])
-def test_says_what_cannot_be_cut(size: int, fits: bool, checkpoint: Checkpoint) -> None:
+def test_models_that_cannot_be_split(size: int, fits: bool, checkpoint: Checkpoint) -> None:
     spec = registry.make_spec(read_config(checkpoint("grouped_queries")))
     if fits:
         registry.check_sharding(spec, size)

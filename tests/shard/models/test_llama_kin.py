@@ -1,4 +1,4 @@
-"""Configurations of Llama's kin, as checkpoints of all ages have them: transformers knows what they mean."""
+"""Configurations of Llama and related families of all ages, interpreted like transformers does."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from tgis.shard.models.interface import UnsupportedModelError
 
 Config = dict[str, Any]
 
-# Enough for every model type; what else they need has a default.
+# Enough for every model type; other keys have defaults.
 LEAST: Config = {
     "hidden_size": 2048,
     "intermediate_size": 512,
@@ -42,7 +42,7 @@ MODEL_TYPES: dict[str, Config] = {
     "mixtral": EXPERTS,
 }
 FACTORS = [1.0 + 0.1 * i for i in range(24)]
-# As transformers 4 wrote them.
+# In the form of transformers 4.
 PUBLISHED: dict[str, Config] = {
     "no_window": {"model_type": "mistral", "sliding_window": None, "head_dim": None},
     "unused_window": {
@@ -137,7 +137,7 @@ PUBLISHED: dict[str, Config] = {
 
 
 def complete(config: Config) -> Config:
-    """With all keys that transformers derives from it, in its newest spelling."""
+    """Return the configuration with all keys that transformers derives, in its newest form."""
     return transformers.AutoConfig.for_model(**config).to_dict()
 
 
@@ -214,7 +214,7 @@ def test_refuses_in_one_line(text: str) -> None:
     assert str(caught.value) == text
 
 
-def test_a_tied_checkpoint_may_have_a_head_of_its_own(tmp_path: Path) -> None:
+def test_a_tied_checkpoint_may_have_a_separate_head(tmp_path: Path) -> None:
     write_model(tmp_path, llamas.CASES["gemma"]())
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0)
@@ -223,5 +223,5 @@ def test_a_tied_checkpoint_may_have_a_head_of_its_own(tmp_path: Path) -> None:
     ids = [5, 6, 7, 8]
     with torch.inference_mode():
         expected = oracle(torch.tensor([ids])).logits[0]
-    found = Stepper(load(tmp_path)).step({0: (ids, 0)})[0]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    actual = Stepper(load(tmp_path)).step({0: (ids, 0)})[0]
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

@@ -1,5 +1,5 @@
-"""--rope-scaling and --rope-factor beyond a model's length: the scores of transformers with the same rotary
-parameters, and refusals by name."""
+"""--rope-scaling and --rope-factor beyond a model's length: same logits as transformers with the same rotary
+parameters, and refusals with a reason."""
 
 import shutil
 from collections.abc import Callable
@@ -27,13 +27,13 @@ IDS = [5 + (7 * i) % 90 for i in range(48)]
 SIZES = {**SMALL, "max_position_embeddings": LENGTH}
 CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "llama": lambda: transformers.LlamaConfig(**SIZES),
-    # A part of each head is turned.
+    # Partial rotary embedding.
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**SIZES, rotary_pct=0.5),
-    # Layers with a window have a rotary embedding of their own, which is not scaled.
+    # Layers with a window have a separate rotary embedding, which is not scaled.
     "gemma3_text": lambda: transformers.Gemma3TextConfig(
         **{**SIZES, "num_hidden_layers": 6}, head_dim=8, sliding_window=6
     ),
-    # Served through transformers' code only.
+    # Served only with transformers' code.
     "stablelm": lambda: transformers.StableLmConfig(**SIZES, partial_rotary_factor=0.5),
     "bloom": lambda: transformers.BloomConfig(
         hidden_size=32, n_layer=2, n_head=4, vocab_size=99, bos_token_id=1, eos_token_id=2
@@ -59,18 +59,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def score_by_transformers(directory: Path, **rope: Any) -> Tensor:
-    """Log-probabilities after each token, which are computed one by one: keys keep the frequencies of the
-    length that the sequence had when they were computed."""
+    """Return the logprobs after each token. Tokens are computed one by one, so keys keep the frequencies of
+    the length at which they were computed."""
     config = transformers.AutoConfig.from_pretrained(directory)
     nested = config.rope_parameters.get("full_attention", config.rope_parameters)
     nested |= rope
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, config=config).eval()
-    cache, found = transformers.DynamicCache(config=config), []
+    cache, result = transformers.DynamicCache(config=config), []
     with torch.inference_mode():
         for place, token in enumerate(IDS):
             ids, position = torch.tensor([[token]]), torch.tensor([[place]])
-            found.append(model(ids, position_ids=position, past_key_values=cache).logits[0])
-    return torch.cat(found).log_softmax(-1)
+            result.append(model(ids, position_ids=position, past_key_values=cache).logits[0])
+    return torch.cat(result).log_softmax(-1)
 
 
 def score(directory: Path, rope: RopeOption | None, chunk: int, framework: str | None = None) -> Tensor:
@@ -98,16 +98,17 @@ def test_scores_beyond_the_length_are_those_of_transformers(
 ) -> None:
     expected = score_by_transformers(models(case), rope_type=kind, factor=3.0)
     for chunk in (7, 100):
-        found = score(models(case), RopeOption(kind, 3.0), chunk, framework)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        actual = score(models(case), RopeOption(kind, 3.0), chunk, framework)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     plain = score(models(case), None, 100, framework)
-    assert (plain - expected)[-1].abs().max() > 0.01, "without the option, they are others"
+    assert (plain - expected)[-1].abs().max() > 0.01, "the option changes the scores"
 
 
-def test_dynamic_runs_in_our_engine_where_transformers_is_asked_for(
+def test_dynamic_runs_in_the_native_engine_instead_of_transformers(
     models: Models, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """There, sequences of one step would affect each other; where only it knows a model, it is refused."""
+    """In transformers' code, sequences of one step would affect each other. Models that only it supports are
+    refused."""
     option = RopeOption("dynamic", 2.0)
     settings = read_config(models("llama"))
     choice = engine_choice.choose(models("llama"), settings, "hf_transformers", 1, False, rope=option)
@@ -120,7 +121,7 @@ def test_dynamic_runs_in_our_engine_where_transformers_is_asked_for(
 def test_a_model_without_rotary_positions_is_refused(case: str, models: Models) -> None:
     with pytest.raises(UnsupportedModelError) as error:
         score(models(case), RopeOption("linear", 2.0), 100)
-    reason = "--rope-scaling and --rope-factor cannot be followed: the model has no rotary positions"
+    reason = "--rope-scaling and --rope-factor do not apply to this model: the model has no rotary positions"
     assert str(error.value) == reason
 
 
@@ -142,14 +143,14 @@ def test_other_refusals(models: Models, tmp_path: Path) -> None:
         write_model(tmp_path / case, config)
         score(tmp_path / case, RopeOption("linear", 3.0), 100)  # as the configuration says
         for other in (RopeOption("linear", 2.0), RopeOption("dynamic", 3.0)):
-            with pytest.raises(UnsupportedModelError, match="the model's configuration has another"):
+            with pytest.raises(UnsupportedModelError, match="the model's configuration already has another"):
                 score(tmp_path / case, other, 100)
-    with pytest.raises(UnsupportedModelError, match="followed: a model in ONNX form computes its positions"):
+    with pytest.raises(UnsupportedModelError, match="model: a model in ONNX form computes its positions"):
         prepare(configure(ONNX, deployment_framework="hf_optimum_ort", rope_factor=2.0))
     settings = read_config(models("llama"))
     del settings["max_position_embeddings"]
     edit_config(tmp_path, settings)
-    with pytest.raises(UnsupportedModelError, match="followed: dynamic needs the model's length"):
+    with pytest.raises(UnsupportedModelError, match="model: dynamic needs the model's length"):
         engine_choice.choose(tmp_path, settings, None, 1, False, rope=RopeOption("dynamic", 2.0))
 
 

@@ -1,4 +1,4 @@
-"""A model's skeleton against the same model loaded: what prompts and adapters fit it must be the same."""
+"""A model's skeleton against the loaded model: the same prompts and adapters must fit."""
 
 import json
 from pathlib import Path
@@ -14,12 +14,12 @@ from tgis.shard.models import registry, skeleton
 from tgis.shard.models.interface import AdaptableModel
 from tgis.shard.models.registry import FAMILIES
 
-# The last case of each family: those of data that follows from the checkpoint.
+# The last case of each family.
 OF_FAMILY = {FAMILIES[make().model_type].__name__: name for name, make in CASES.items()}
 
 
 @pytest.mark.parametrize("case", OF_FAMILY.values())
-def test_it_is_made_as_the_model_is(case: str, tmp_path: Path) -> None:
+def test_it_equals_the_model(case: str, tmp_path: Path) -> None:
     write_model(tmp_path, CASES[case]())
     config = json.loads((tmp_path / "config.json").read_text())
     made = skeleton.build_skeleton(tmp_path, config, torch.float32)

@@ -1,4 +1,4 @@
-"""What a checkpoint has and a model does not read: known ones are ignored, all else is refused."""
+"""Tensors that a model does not read: known ones are ignored, all others are refused."""
 
 import re
 from collections.abc import Callable
@@ -28,7 +28,7 @@ FIRST_CASES = {
 LAYER_KEYS = {"t5": "num_decoder_layers", "bart": "decoder_layers"}
 LAYER_OF_NAME = re.compile(r"(?:^|\.)(?:layers|blocks?|h)\.(\d+)\.")
 
-# What published checkpoints have beside what is read, by family.
+# Additional tensors of published checkpoints, by family.
 PUBLISHED = {
     "llama": (
         "model.layers.0.self_attn.rotary_emb.inv_freq",
@@ -85,7 +85,7 @@ PUBLISHED = {
         "qa_outputs.weight",
     ),
 }
-# What no family reads and no list knows, most of it near to something that is on it.
+# Tensors that no family reads and that are not ignored, most of them with names similar to ignored ones.
 STRANGE = (
     "model.layers.0.self_attn.q_proj.bias",
     "model.layers.0.self_attn.bias_k",
@@ -105,7 +105,7 @@ STRANGE = (
 
 
 class Written:
-    """One checkpoint of each family, written when a test first needs it."""
+    """Checkpoints of each family, written when a test first needs them."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -139,7 +139,7 @@ def refusal(read: Callable[[], object]) -> str:
 
 
 def said(directory: Path, count: int, first: str) -> str:
-    """The beginning of the refusal."""
+    """Return the beginning of the refusal."""
     return (
         f"{directory}: config.json describes a model without {count} of the checkpoint's tensors, the first "
         f"of which is {first}. It names too few layers or experts, "
@@ -151,14 +151,14 @@ def stored(directory: Path) -> dict[str, Tensor]:
 
 
 def copy(source: Path, target: Path, added: dict[str, Tensor], **changes: Any) -> Path:
-    """The checkpoint with further tensors and another configuration."""
+    """Return a copy of the checkpoint with additional tensors and another configuration."""
     save_file({**stored(source), **added}, target / "model.safetensors", {"format": "pt"})
     edit_config(target, read_config(source) | changes)
     return target
 
 
 def fewer_layers(family: str, config: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """The configuration without its last layer, and the number of that."""
+    """Return the configuration without its last layer, and the index of that layer."""
     text = config.get("text_config", config)
     keys = (LAYER_KEYS.get(family, ""), "num_hidden_layers", "n_layer", "n_layers")
     key = next(key for key in keys if key in text)
@@ -178,8 +178,8 @@ def test_a_layer_that_the_configuration_leaves_out(family: str, written: Written
     left_out = [
         name
         for name in stored(source)
-        if (found := LAYER_OF_NAME.search(name))
-        and int(found[1]) == last
+        if (actual := LAYER_OF_NAME.search(name))
+        and int(actual[1]) == last
         and not name.startswith(("encoder", "model.encoder", "vision_tower"))
     ]
     assert left_out
@@ -201,7 +201,7 @@ def test_a_layer_of_the_encoder(family: str, key: str, written: Written, tmp_pat
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "granitemoe"])
 def test_an_expert_that_the_configuration_leaves_out(family: str, written: Written, tmp_path: Path) -> None:
-    """As when the router was cut with it, so that its shape does not tell."""
+    """The router is cut as well, so that its shape does not reveal the expert."""
     source = written.find(family)
     last = read_config(source)["num_local_experts"] - 1
     routers = {
@@ -219,7 +219,7 @@ def test_an_expert_that_the_configuration_leaves_out(family: str, written: Writt
 
 
 def published(family: str, source: Path) -> dict[str, Tensor]:
-    """The ignored tensors; a head is the table of tokens once more."""
+    """Return the ignored tensors. A head is a copy of the table of tokens."""
     tensors = stored(source)
     table = next(
         x for name, x in tensors.items() if re.search(r"embed_(tokens|in)|wte|word_emb|shared", name)
@@ -229,7 +229,7 @@ def published(family: str, source: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
-def test_what_published_checkpoints_have_beside(family: str, written: Written, tmp_path: Path) -> None:
+def test_additional_tensors_of_published_checkpoints(family: str, written: Written, tmp_path: Path) -> None:
     source = written.find(family)
     load(copy(source, tmp_path, published(family, source)))
 
@@ -241,7 +241,7 @@ def test_the_last_norm_of_an_opt_that_was_removed(written: Written, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", STRANGE)
-def test_what_nobody_knows(name: str, written: Written, tmp_path: Path) -> None:
+def test_unknown_tensors(name: str, written: Written, tmp_path: Path) -> None:
     copy(written.find("llama"), tmp_path, {name: torch.zeros(2, 3)})
     assert refusal(lambda: load(tmp_path)).startswith(said(tmp_path, 1, name))
 
@@ -254,7 +254,7 @@ def test_the_first_is_that_of_the_first_layer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["", "text_config"])
 def test_layers_that_predict_further_tokens(place: str, tmp_path: Path) -> None:
-    """Are known where the configuration counts them, and no others are."""
+    """They are known if the configuration counts them; others are not."""
     config = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
     config = {place: config} if place else config
     refuse_unread(tmp_path, ["model.layers.2.eh_proj.weight", "model.layers.2.mlp.up_proj.weight"], config)
@@ -273,7 +273,7 @@ def test_an_odd_number_of_layers_ahead_names_none(odd: object, tmp_path: Path) -
 
 
 def names_of(config: transformers.PretrainedConfig) -> set[str]:
-    """Of all parameters, by transformers, which makes no tensors of them."""
+    """Return the names of all parameters in transformers, built without tensors."""
     kind = (
         transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
     )
@@ -282,8 +282,8 @@ def names_of(config: transformers.PretrainedConfig) -> set[str]:
 
 
 def test_the_list_hides_nothing_that_a_model_needs() -> None:
-    """Of all families' own parameters it knows the tables that are stored under several names, the norm that
-    an OPT may lack, and what sees."""
+    """Of all families' parameters, the list contains only tables that are stored under several names, OPT's
+    optional norm, and vision parts."""
     hidden = set()
     for make in CASES.values():
         for name in names_of(make()):

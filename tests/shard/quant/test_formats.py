@@ -1,5 +1,5 @@
-"""A format of quantized checkpoints behind the seam, for every family: the same tokens as of the plain
-checkpoint that has the numbers which the quantized one stands for."""
+"""A toy format of quantized checkpoints on every family: same tokens as the plain checkpoint with the
+dequantized weights."""
 
 import ast
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from tgis.shard.quant.registry import FORMATS
 from tgis.shard.startup import engine_choice, quantize_check
 from tgis.shard.startup.cpu_platform import ON_CPU
 
-# Between them they stack, transpose, group, take entries of experts, and take the first of several names.
+# Together these stack, transpose, group, use entries of experts, and use the first of several names.
 QUICK = {"llama_grouped_queries": 1, "gpt2": 2, "granitemoe": 2, "falcon_40b": 1, "t5": 2}
 NUM_TOKENS = 6
 
@@ -38,7 +38,7 @@ def _format(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write(case: str, root: Path, group: int = halves.GROUP) -> tuple[Path, Path]:
-    """Return the directories of the plain and of the quantized checkpoint."""
+    """Return the directories of the plain and the quantized checkpoint."""
     plain, quantized, config = root / "plain", root / "quantized", CASES[case]()
     write_model(plain, config)
     halves.write_halves(plain, quantized, config.model_type == "gpt2", group)
@@ -50,7 +50,7 @@ def find_code_packer(kernels: CpuKernels, layout: CodeLayout) -> Callable[[Store
 
 
 def generate(group: ProcessGroup, directory: Path, packs_codes: bool = False) -> list[Request]:
-    """Serve requests together, on a platform that has products for the format's codes or has not."""
+    """Serve requests in one batch, on a platform with or without products for the format's codes."""
     config = read_config(directory)
     start = [config.get("decoder_start_token_id", 0)] if config.get("is_encoder_decoder") else []
     requests = [
@@ -66,7 +66,7 @@ def generate(group: ProcessGroup, directory: Path, packs_codes: bool = False) ->
 
 
 def plan() -> list[object]:
-    """Return every case on one rank and on two; `make test` runs those of `QUICK`."""
+    """Return all cases on one rank and two; `make test` runs those of `QUICK`."""
     return [
         pytest.param(
             case,
@@ -120,7 +120,7 @@ def test_a_part_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
 
 
 def test_tensors_that_no_layer_reads_are_refused(tmp_path: Path) -> None:
-    """All entries of all experts count as read, but nothing of a layer that the model does not have."""
+    """All entries of all experts count as read, but no layer that the model does not have."""
     _, quantized = write("granitemoe", tmp_path)
     load(quantized, ProcessGroup(0, 1))
     edit_config(quantized, {**read_config(quantized), "num_hidden_layers": 1})
@@ -145,9 +145,9 @@ def test_memory_is_that_of_what_is_held(tmp_path: Path, monkeypatch: pytest.Monk
     assert count_bytes() == 2 * (elements - 99 * 32) + 2 * (2 * 99 * 32), "a byte and one of the scale"
 
 
-def test_only_weights_are_asked_for_a_weight() -> None:
-    """All else but formats asks `Weights.find_matrix`, so that a format is asked too. Weights of norms are
-    vectors."""
+def test_only_weights_read_weights() -> None:
+    """All code except formats calls `Weights.find_matrix`, so that formats are considered. Weights of norms
+    are vectors."""
     root = Path(registry.__file__).parents[1]
     known = {
         "checkpoint/weights.py": {".weight"},
@@ -155,7 +155,7 @@ def test_only_weights_are_asked_for_a_weight() -> None:
         "adapters/lora_mapping.py": {"lora_A.weight", "lora_B.weight"},  # of adapters' files
         "models/hf_transformers/packed_linear.py": {".weight"},  # of transformers' modules
         "quantize/plan.py": {".weight"},  # of the checkpoint's modules, which are replaced
-        # Of GGUF files that are written.
+        # of GGUF files that are written
         "quantize/gguf/metadata.py": {".weight"},
         "quantize/gguf/output.py": {"output.weight"},
         "quantize/gguf/tensors.py": {
@@ -167,10 +167,10 @@ def test_only_weights_are_asked_for_a_weight() -> None:
     }
     patterns = root / "models" / "unread_tensors.py"
     formats = set((root / "quant" / "formats").glob("*.py"))
-    found: dict[str, set[str]] = {}
+    actual: dict[str, set[str]] = {}
     for file in set(root.rglob("*.py")) - {patterns} - formats:
         constants = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)]
         texts = {node.value for node in constants if isinstance(node.value, str)}
         if named := {text for text in texts if text.endswith(".weight")}:
-            found[file.relative_to(root).as_posix()] = named
-    assert found == known
+            actual[file.relative_to(root).as_posix()] = named
+    assert actual == known

@@ -1,4 +1,4 @@
-"""Which formats are served by which settings, and what is said of those that are not."""
+"""Formats by their settings, and the errors of unsupported ones."""
 
 import json
 from pathlib import Path
@@ -56,7 +56,7 @@ WRONG_VALUES: dict[str, Any] = {
     "quantization_config is not an object": "gptq",
     "quantization_config: quant_method 4 is not a text": {"quant_method": 4},
     "quantization_config: bits '4' is not an integer": {"quant_method": "gptq", "bits": "4"},
-    "quantization_config: bits 5 are not 2, 3, 4 or 8": {"quant_method": "gptq", "bits": 5},
+    "quantization_config: bits 5 is not 2, 3, 4 or 8": {"quant_method": "gptq", "bits": 5},
     "quantization_config: group_size True is not an integer": {"quant_method": "awq", "group_size": True},
     "quantization_config: desc_act 1 is neither true nor false": {"quant_method": "gptq", "desc_act": 1},
     "quantization_config: AWQ checkpoints of 8 bits are not served, only of 4": {
@@ -111,13 +111,13 @@ def test_wrong_values_are_refused(text: str, tmp_path: Path) -> None:
 def test_files_of_settings(tmp_path: Path) -> None:
     rounded = packers.draw(32, 64)
     (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 32}))
-    found = open_module(tmp_path, packers.pack_gptq(rounded), None)
-    assert torch.equal(found.read(), rounded.dequantize())
+    actual = open_module(tmp_path, packers.pack_gptq(rounded), None)
+    assert torch.equal(actual.read(), rounded.dequantize())
     (tmp_path / "quantize_config.json").unlink()
     of_awq = {"w_bit": 4, "q_group_size": 32, "version": "GEMM", "zero_point": True}
     (tmp_path / "quant_config.json").write_text(json.dumps(of_awq))
-    found = open_module(tmp_path, packers.pack_awq_gemm(rounded), None)
-    assert torch.equal(found.read(), rounded.dequantize())
+    actual = open_module(tmp_path, packers.pack_awq_gemm(rounded), None)
+    assert torch.equal(actual.read(), rounded.dequantize())
     for content, text in (("{", "is not valid JSON"), ("[4]", "does not hold an object")):
         (tmp_path / "quant_config.json").write_text(content)
         with pytest.raises(OperatorError, match=text) as refused:
@@ -128,7 +128,7 @@ def test_files_of_settings(tmp_path: Path) -> None:
 
 
 def test_settings_as_tensors(tmp_path: Path) -> None:
-    """TGIS's own `quantize` writes them."""
+    """TGIS's `quantize` writes them."""
     rounded = packers.draw(32, 64, 8)
     tensors = {f"m.{end}": tensor for end, tensor in packers.pack_gptq(rounded, has_order=False).items()}
     for bits, text in ((torch.tensor([8]), None), (torch.tensor([8.0]), "single"), (torch.ones(2), "single")):
@@ -186,5 +186,5 @@ def test_nothing_starts_with_a_contradiction(tmp_path: Path) -> None:
 def test_models_of_other_engines_are_refused(tmp_path: Path) -> None:
     config = {"model_type": "mamba", "quantization_config": {"quant_method": "gptq"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match="served by the service's own engine only"):
+    with pytest.raises(UnsupportedModelError, match="only the native engine serves quantized checkpoints"):
         load(configure(tmp_path))

@@ -1,4 +1,4 @@
-"""The rule that says which weights are held at 8 bits."""
+"""Rule that selects the weights with 8 bits."""
 
 from tgis.shard.quant.sensitivity import UNKNOWN, Sensitivity
 

@@ -1,4 +1,4 @@
-"""Windows of a text: drawn at random, apart from those that are held out; and every text that is refused."""
+"""Windows of a text: random ones, separate from held-out ones; and refused texts."""
 
 import json
 from pathlib import Path
@@ -35,15 +35,15 @@ def refusal(model: Path, file: Path | None, settings: QuantizeSettings = SMALL) 
 
 def test_windows_are_of_the_text_and_apart_from_its_end(model: Path, tmp_path: Path) -> None:
     ids = draw_ids(1000)
-    found = read(model, write_text(tmp_path / "text", ids))
+    calibration = read(model, write_text(tmp_path / "text", ids))
     runs = {tuple(ids[i : i + 15]): i for i in range(len(ids) - 14)}
-    assert [window[0] for window in found.samples] == [BOS] * 50
-    begins = [runs[tuple(window[1:])] for window in found.samples]
+    assert [window[0] for window in calibration.samples] == [BOS] * 50
+    begins = [runs[tuple(window[1:])] for window in calibration.samples]
     assert len(set(begins)) > 40
     assert max(begins) + 15 <= 900
     assert max(begins) > 800
-    assert [len(window) for window in found.held_out] == [16] * 6 + [11]
-    assert [i for window in found.held_out for i in window[1:]] == ids[900:]
+    assert [len(window) for window in calibration.held_out] == [16] * 6 + [11]
+    assert [i for window in calibration.held_out for i in window[1:]] == ids[900:]
 
 
 def test_the_seed_decides(model: Path, tmp_path: Path) -> None:
@@ -56,11 +56,11 @@ def test_the_seed_decides(model: Path, tmp_path: Path) -> None:
     assert first.held_out == other.held_out
 
 
-def test_windows_are_no_longer_than_the_model_takes(model: Path, tmp_path: Path) -> None:
-    found = read(model, write_text(tmp_path / "text", draw_ids(20_000)), QuantizeSettings())
-    assert {len(window) for window in found.samples} == {64}
-    assert len(found.samples) == 128
-    assert len(found.held_out) == 16
+def test_windows_fit_the_model_s_length(model: Path, tmp_path: Path) -> None:
+    calibration = read(model, write_text(tmp_path / "text", draw_ids(20_000)), QuantizeSettings())
+    assert {len(window) for window in calibration.samples} == {64}
+    assert len(calibration.samples) == 128
+    assert len(calibration.held_out) == 16
 
 
 def test_lines_of_json(model: Path, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_texts_that_cannot_be_used(model: Path, tmp_path: Path) -> None:
     assert refusal(model, missing) == f"--calibration: {missing} cannot be read: No such file or directory"
     text = "use a longer text, or a smaller --seqlen"
     assert refusal(model, write_text(short, draw_ids(16))) == (
-        f"{short} has 16 tokens, too few for a window of 16 beside those that are held out: {text}"
+        f"{short} has 16 tokens, too few for a window of 16 besides the held-out windows: {text}"
     )
     assert refusal(model, write_text(short, [])).startswith(f"{short} has 0 tokens, too few for")
     short.write_bytes(b"\xff\xfe")
@@ -90,7 +90,7 @@ def test_texts_that_cannot_be_used(model: Path, tmp_path: Path) -> None:
 
 def test_without_a_text(model: Path) -> None:
     assert refusal(model, None) == (
-        "--calibration FILE is needed: wikitext-2, which is used without it, is not in the hub's cache"
+        "--calibration FILE is needed: the default text, wikitext-2, is not in the hub's cache"
     )
 
 
@@ -99,4 +99,4 @@ def test_without_a_tokenizer(model: Path, tmp_path: Path) -> None:
     (model / "tokenizer.json").write_text("{")
     assert refusal(model, file).startswith(f"{model / 'tokenizer.json'} cannot be read: ")
     (model / "tokenizer.json").unlink()
-    assert refusal(model, file) == f"{model} has no tokenizer.json: convert-to-fast-tokenizer makes one"
+    assert refusal(model, file) == f"{model} has no tokenizer.json: run convert-to-fast-tokenizer"

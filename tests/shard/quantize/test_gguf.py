@@ -1,5 +1,4 @@
-"""Checkpoints that are written as GGUF files and read again: by the service, by the `gguf` package, and by
-llama.cpp."""
+"""Checkpoints written as GGUF files and read by the service, by the `gguf` package, and by llama.cpp."""
 
 import errno
 import json
@@ -47,14 +46,14 @@ WRITTEN_CASES = [
 ]
 # Permuted rows; norms with an offset and windows; stacked and joined experts; transposed matrices.
 QUICK = {"grouped_queries", "gemma3", "granitemoe", "gpt2"}
-WITHOUT_WINDOWS = ("starcoder2", "phi3")  # of which llama.cpp computes no windows
+WITHOUT_WINDOWS = ("starcoder2", "phi3")  # whose windows llama.cpp does not support
 DETAILS = {"logprobs": True, "ranks": True}
 KINDS = {"q8_0": Type.Q8_0, "q4_0": Type.Q4_0, "q4_1": Type.Q4_1}
 TABLES = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "lm_head.weight", "embed_out.weight")
 
 
 def write_little_tokenizer(directory: Path, size: int = SMALL["vocab_size"]) -> None:
-    """A byte-level tokenizer of so few tokens that it fits the vocabulary of small models."""
+    """Write a byte-level tokenizer that fits the vocabulary of small models."""
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
     tokens = ["<unk>", "<s>", "</s>", *letters, "Ġ", "th", "the", "Ġa"]
     vocab = {token: id for id, token in enumerate(tokens + [f"<{id}>" for id in range(len(tokens), size)])}
@@ -82,9 +81,9 @@ def write_case(directory: Path, case: str, **changes: Any) -> transformers.Pretr
 
 
 def round_weights(directory: Path, kind: str) -> dict[str, torch.Tensor]:
-    """Return the weights that the file stands for, by the package's own rounding."""
+    """Return the weights that the file represents, rounded by the package."""
     config = json.loads((directory / "config.json").read_text())
-    found = {}
+    result = {}
     for name, tensor in load_file(directory / "model.safetensors").items():
         is_transposed = config["model_type"] == "gpt2" and name.endswith(".weight") and ".c_" in name
         weight = np.ascontiguousarray((tensor.T if is_transposed else tensor).numpy())
@@ -94,8 +93,8 @@ def round_weights(directory: Path, kind: str) -> dict[str, torch.Tensor]:
         if config["model_type"].startswith("gemma") and name.endswith("norm.weight"):
             back = (weight + np.float32(1)) - np.float32(1)
         rounded = torch.from_numpy(back).reshape(weight.shape)
-        found[name] = (rounded.T if is_transposed else rounded).contiguous()
-    return found
+        result[name] = (rounded.T if is_transposed else rounded).contiguous()
+    return result
 
 
 def choose_type(name: str, weight: np.ndarray[Any, Any], kind: str) -> Type:
@@ -116,7 +115,8 @@ def test_every_architecture_that_is_written_has_a_case() -> None:
     "case", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in WRITTEN_CASES]
 )
 def test_equals_transformers(case: str, ranks: Ranks, tmp_path: Path) -> None:
-    """Each tensor is the package's rounding bit for bit, and the tokens are those of transformers on it."""
+    """Each tensor has the bits of the package's rounding, and transformers generates the same tokens from
+    it."""
     written, file, made = tmp_path / "written", tmp_path / "model.gguf", tmp_path / "made"
     config = write_case(written, case)
     kind = [*KINDS][WRITTEN_CASES.index(case) % len(KINDS)]
@@ -135,7 +135,7 @@ def test_equals_transformers(case: str, ranks: Ranks, tmp_path: Path) -> None:
 
 
 def compare_tensors(file: Path, wanted: dict[str, torch.Tensor]) -> None:
-    """Compare what the service's reader gives. Experts that transformers joins are read one by one."""
+    """Compare the tensors of the service's reader. Experts that transformers joins are read one by one."""
     checkpoint = GgufCheckpoint([file])
     names = {*checkpoint.list_names()}
     assert names == {*wanted}
@@ -143,7 +143,7 @@ def compare_tensors(file: Path, wanted: dict[str, torch.Tensor]) -> None:
         assert torch.equal(checkpoint.fetch(name).read().float(), wanted[name]), name
 
 
-def test_the_file_has_what_llama_cpp_asks_for(tmp_path: Path) -> None:
+def test_the_file_has_the_metadata_of_llama_cpp(tmp_path: Path) -> None:
     write_case(tmp_path, "llama3_rope")
     write_gguf(tmp_path, tmp_path / "model.gguf", "q4_0")
     reader = gguf.GGUFReader(tmp_path / "model.gguf")
@@ -204,7 +204,7 @@ def test_byte_level_tokens(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("has_prefix", [True, False])
 def test_sentencepiece_tokens(has_prefix: bool, tmp_path: Path) -> None:
-    """The tokenizer is made of the SentencePiece model by transformers."""
+    """transformers makes the tokenizer from the SentencePiece model."""
     model = train(
         "bpe",
         byte_fallback=True,
@@ -229,20 +229,20 @@ def convert_sentencepiece(model: Any, file: Path, has_prefix: bool) -> Tokenizer
     vocab, merges = (
         SentencePieceExtractor(str(file)).extract(models.BPE)[key] for key in ("vocab", "merges")
     )
-    found = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    found.add_special_tokens(["<unk>", "<s>", "</s>"])
+    result = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    result.add_special_tokens(["<unk>", "<s>", "</s>"])
     prefix = [normalizers.Prepend("▁")] if has_prefix else []
-    found.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
+    result.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
     strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
-    found.decoder = decoders.Sequence(
+    result.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
-    found.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return found
+    result.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return result
 
 
 def call(*words: object) -> tuple[int, str]:
-    """Return the status and what the command prints, without its log."""
+    """Return the status and the output of the command without its log."""
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
     try:
         result = CliRunner().invoke(commands.quantize, [str(word) for word in words], catch_exceptions=False)
@@ -260,7 +260,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert call(*words) == (0, f"Saved quantized model to {file}")
     assert "output.weight" not in open_gguf([file])
     before = file.read_bytes()
-    assert call(*words) == (1, f"{file} exists: give another name")
+    assert call(*words) == (1, f"{file} exists: use another name")
     assert file.read_bytes() == before
     missing = tmp_path / "no" / "model.gguf"
     assert call(model, missing, "--method", "gguf") == (
@@ -286,14 +286,24 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def refusals() -> Iterator[Any]:
-    yield "opt", {"model_type": "opt"}, "models of type 'opt' are not written as GGUF; written are: gemma, "
+    yield (
+        "opt",
+        {"model_type": "opt"},
+        "models of type 'opt' cannot be written as GGUF; supported are: gemma, ",
+    )
     yield "dynamic", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope "
     yield "window", {"model_type": "mistral", "sliding_window": 8}, "windows "
-    yield "activation", {"hidden_act": "gelu"}, "activation gelu of this model cannot be said in a GGUF file"
+    yield (
+        "activation",
+        {"hidden_act": "gelu"},
+        "activation gelu of this model cannot be represented in a GGUF file",
+    )
 
 
 @pytest.mark.parametrize(("changes", "text"), [pytest.param(*rest, id=id) for id, *rest in refusals()])
-def test_what_a_file_cannot_say_is_refused(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
+def test_models_that_a_file_cannot_represent_are_refused(
+    changes: dict[str, Any], text: str, tmp_path: Path
+) -> None:
     model = tmp_path / "model"
     write_case(model, "grouped_queries")
     edit_config(model, json.loads((model / "config.json").read_text()) | changes)
@@ -303,14 +313,14 @@ def test_what_a_file_cannot_say_is_refused(changes: dict[str, Any], text: str, t
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_tokenizers_that_a_file_cannot_hold_are_refused(tmp_path: Path) -> None:
+def test_tokenizers_that_a_file_cannot_represent_are_refused(tmp_path: Path) -> None:
     model = tmp_path / "model"
     write_llama(model, vocab_size=400)
     for number, (write, text) in enumerate(
         [
-            (write_wordpiece, "tokenizers of kind WordPiece are not written as GGUF"),
-            (write_with_a_pattern, "llama.cpp has no name for the way in which this tokenizer splits texts"),
-            (write_with_spaces, "a GGUF file cannot say how this tokenizer splits "),
+            (write_wordpiece, "tokenizers of type WordPiece cannot be written as GGUF"),
+            (write_with_a_pattern, "llama.cpp has no name for this tokenizer's way of splitting texts"),
+            (write_with_spaces, "a GGUF file cannot represent how this tokenizer splits "),
             (lambda path: (path / "tokenizer.json").unlink(), "tokenizer.json is missing; "),
         ]
     ):
@@ -330,20 +340,20 @@ def write_with_a_pattern(directory: Path) -> None:
 
 
 def write_with_spaces(directory: Path) -> None:
-    """A token that takes the spaces before it."""
+    """Add a token that absorbs preceding spaces."""
     tokenizer = write_byte_level(directory)
     tokenizer.add_tokens([transformers.AddedToken("<tool>", lstrip=True)])
     tokenizer.save(str(directory / "tokenizer.json"))
 
 
-# Not read by llama.cpp itself: longrope needs contexts that are longer than a test's.
+# Not run with llama.cpp: longrope needs longer contexts than a test's.
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in WRITTEN_CASES if case != "phi3_short_and_long"])
 def test_llama_cpp_reads_it(case: str, tmp_path: Path) -> None:
-    """Its logits are transformers'. Matrices of 48 columns are not rounded to codes, because with codes it
-    rounds activations to 8 bits."""
+    """Its logits equal transformers'. Matrices of 48 columns stay floats, because llama.cpp rounds
+    activations to 8 bits in products with codes."""
     python = llama_cpp.find_python()
-    directory = tmp_path / "model"  # llama.cpp knows some models by their names
+    directory = tmp_path / "model"  # llama.cpp recognises some models by name
     changes = {"sliding_window": None} if case in WITHOUT_WINDOWS else {}
     config = write_case(directory, case, hidden_size=48, intermediate_size=80, **changes)
     write_gguf(directory, tmp_path / "model.gguf", "q8_0")
@@ -354,6 +364,6 @@ def test_llama_cpp_reads_it(case: str, tmp_path: Path) -> None:
     for ids, scores in zip(prompts, answers["scored"], strict=True):
         with torch.no_grad():
             expected = model(torch.tensor([ids])).logits[0, -1]
-        found = torch.tensor(scores)
-        assert torch.cosine_similarity(found, expected, dim=0) > 0.999, case
+        actual = torch.tensor(scores)
+        assert torch.cosine_similarity(actual, expected, dim=0) > 0.999, case
     assert config.vocab_size == len(answers["scored"][0])

@@ -1,4 +1,4 @@
-"""Rounding by GPTQ against the paper's equations in plain float64."""
+"""Rounding by GPTQ against the paper's equations in float64."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def draw(seed: int = 0, num_inputs: int = 400) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix, and the Hessian of inputs that are like each other; two columns meet only zeros."""
+    """Return a matrix and the Hessian of correlated inputs. Two columns have only zero inputs."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(ROWS, COLUMNS, generator=generator)
     weight[0, :64] = weight[0, :64].abs()
@@ -42,7 +42,7 @@ def test_equals_the_paper(options: dict[str, Any]) -> None:
     settings = QuantizeSettings(**options)
     weight, hessian = draw()
     before = weight.clone(), hessian.clone()
-    found = solve(weight, hessian, settings)
+    actual = solve(weight, hessian, settings)
     assert torch.equal(weight, before[0])
     assert torch.equal(hessian, before[1])
     expected = gptq_oracle.solve(
@@ -56,21 +56,21 @@ def test_equals_the_paper(options: dict[str, Any]) -> None:
     )
     is_certain = expected.edges > 1e-4
     assert is_certain.mean() > 0.99
-    assert (found.codes.T.numpy() == expected.codes)[is_certain].all()
-    assert np.array_equal(found.scales.T.double().numpy(), expected.scales)
-    assert np.array_equal(found.zeros.T.numpy(), expected.zeros)
-    assert found.group_of.tolist() == [k // settings.group_length(COLUMNS) for k in range(COLUMNS)]
-    assert not found.dequantize()[:, [5, 133]].any()
-    assert found.zeros.min() > 0, "a stored zero wraps around"
+    assert (actual.codes.T.numpy() == expected.codes)[is_certain].all()
+    assert np.array_equal(actual.scales.T.double().numpy(), expected.scales)
+    assert np.array_equal(actual.zeros.T.numpy(), expected.zeros)
+    assert actual.group_of.tolist() == [k // settings.group_length(COLUMNS) for k in range(COLUMNS)]
+    assert not actual.dequantize()[:, [5, 133]].any()
+    assert actual.zeros.min() > 0, "a stored zero wraps around"
 
 
 @pytest.mark.parametrize("sym", [True, False])
 def test_tiny_weights_and_zeros(sym: bool) -> None:
     weight, hessian = draw()
     weight[0], weight[1] = 0, weight[1] * 1e-9
-    found = solve(weight, hessian, QuantizeSettings(sym=sym)).dequantize()
-    assert not found[:2].any()
-    assert found.isfinite().all()
+    actual = solve(weight, hessian, QuantizeSettings(sym=sym)).dequantize()
+    assert not actual[:2].any()
+    assert actual.isfinite().all()
 
 
 def output_error(weight: torch.Tensor, hessian: torch.Tensor, codes: GroupCodes) -> float:
@@ -79,7 +79,7 @@ def output_error(weight: torch.Tensor, hessian: torch.Tensor, codes: GroupCodes)
 
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
-def test_outputs_are_nearer_than_those_of_plain_rounding(options: dict[str, Any]) -> None:
+def test_errors_are_smaller_than_by_rounding_to_nearest(options: dict[str, Any]) -> None:
     settings = QuantizeSettings(**options)
     weight, hessian = draw(1)
     ours, nearest = solve(weight, hessian, settings), round_to_nearest(weight, settings)
@@ -87,17 +87,17 @@ def test_outputs_are_nearer_than_those_of_plain_rounding(options: dict[str, Any]
     assert (weight - nearest.dequantize()).norm() < (weight - ours.dequantize()).norm()
 
 
-def test_plain_rounding_is_to_the_nearest() -> None:
+def test_rounding_to_nearest() -> None:
     weight, _ = draw(2)
     settings = QuantizeSettings(bits=3, group_size=32, sym=False)
-    found = round_to_nearest(weight, settings)
-    steps = torch.arange(8) - found.zeros.T[:, found.group_of].unsqueeze(-1).double()
-    choices = steps * found.scales.T[:, found.group_of].unsqueeze(-1).double()  # [rows, columns, 8]
+    actual = round_to_nearest(weight, settings)
+    steps = torch.arange(8) - actual.zeros.T[:, actual.group_of].unsqueeze(-1).double()
+    choices = steps * actual.scales.T[:, actual.group_of].unsqueeze(-1).double()  # [rows, columns, 8]
     best = (choices - weight.double().unsqueeze(-1)).abs().amin(-1)
-    assert torch.equal(best, (weight.double() - found.dequantize().double()).abs())
+    assert torch.equal(best, (weight.double() - actual.dequantize().double()).abs())
 
 
-def test_a_hessian_that_is_not_one_is_named() -> None:
+def test_a_hessian_that_cannot_be_inverted_is_an_error() -> None:
     weight, hessian = draw()
     hessian[3, 4] = hessian[4, 3] = torch.nan
     with pytest.raises(QuantizeError, match="cannot be inverted: use a larger --percdamp"):

@@ -1,4 +1,4 @@
-"""The tensors of quantized modules, read by plain numpy and by compressed-tensors."""
+"""Tensors of quantized modules, read by numpy and by compressed-tensors."""
 
 import numpy as np
 import pytest
@@ -44,8 +44,8 @@ def test_words_are_filled_from_the_lowest_bit(bits: int) -> None:
     values = torch.randint(2**bits, (64, 3)).to(torch.uint8)
     expected = [sum(int(value) << bits * i for i, value in enumerate(column)) for column in values.T]
     words = pack_words(values, bits).numpy().astype(np.uint32)
-    found = [sum(int(word) << 32 * i for i, word in enumerate(column)) for column in words.T]
-    assert found == expected
+    actual = [sum(int(word) << 32 * i for i, word in enumerate(column)) for column in words.T]
+    assert actual == expected
 
 
 @pytest.mark.parametrize(("bits", "size"), [(4, 12), (3, 48), (2, 24), (8, 3)])

@@ -1,4 +1,4 @@
-"""The command that makes quantized checkpoints, from a model to the files that others read."""
+"""The quantize command, from a model to files that other programs read."""
 
 import json
 import logging
@@ -40,16 +40,16 @@ from tgis.shard.quantize.group_codes import GroupCodes
 from tgis.shard.quantize.plan import make_plan
 from tgis.shard.quantize.settings import QuantizeError, QuantizeSettings
 
-# Stacked, transposed, regrouped and expert matrices; the other decoders are slow.
+# Stacked, transposed, regrouped and expert matrices; tests of other decoders are slow.
 QUICK = {"llama_biases", "gpt2", "gpt_neox", "granitemoe"}
-# Heads of 12 channels, of which codes of 4 bits do not fill words.
+# Heads of 12 channels, whose 4-bit codes do not fill words.
 NARROW = {"gemma", "gemma3_capped_shared_kv_head", "mixtral_tied_window"}
-# Parts of names of matrices that are not quantized.
+# Parts of the names of matrices that are not quantized.
 KEPT = "embed head router .gate. wte wpe project_ vision multi_modal".split()
 DECODERS = [name for name in CASES if family_of(name) not in ("t5", "bart")]
 TEXT = draw_ids(600, 3, 40)
 LENGTH = 24
-AGAIN = "this model is quantized already; give the one that it was made of"
+AGAIN = "this model is already quantized; use the original model"
 LITTLE = QuantizeSettings(group_size=16, samples=8, seqlen=LENGTH)
 
 
@@ -72,9 +72,9 @@ def losses(lines: list[str]) -> tuple[float, float]:
 
 
 def call(*words: object, code: int = 1) -> str:
-    """What the command prints; the one line of an error."""
+    """Return the output of the command, or the line of its error."""
     num_threads, cores = torch.get_num_threads(), os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})  # else threads would wait for each other on a busy machine
+    os.sched_setaffinity(0, {min(cores)})  # several threads would wait for each other on a busy machine
     try:
         result = CliRunner().invoke(models.quantize, [str(word) for word in words], catch_exceptions=False)
     finally:
@@ -88,35 +88,35 @@ def call(*words: object, code: int = 1) -> str:
 
 @torch.inference_mode()
 def measure_loss(directory: Path, config: transformers.PretrainedConfig) -> float:
-    """The loss of the last tenth of TEXT, as transformers computes it."""
+    """Return the loss on the last tenth of TEXT, computed by transformers."""
     model, last = load_model(directory, config), TEXT[-len(TEXT) // 10 :]
-    found = []
+    result = []
     for i in range(0, len(last), LENGTH - 1):
         ids = torch.tensor([[BOS, *last[i : i + LENGTH - 1]]])
         logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
-        found.append(F.cross_entropy(logits.float(), ids[0, 1:], reduction="none"))
-    return float(torch.cat(found).mean())
+        result.append(F.cross_entropy(logits.float(), ids[0, 1:], reduction="none"))
+    return float(torch.cat(result).mean())
 
 
 @pytest.fixture
 def rounded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, GroupCodes]]:
-    """The Hessian of every matrix, and what it was rounded to."""
-    found: list[tuple[torch.Tensor, GroupCodes]] = []
+    """Return the Hessian of every matrix and its rounded weight."""
+    result: list[tuple[torch.Tensor, GroupCodes]] = []
 
     def record(weight: torch.Tensor, hessian: torch.Tensor, settings: QuantizeSettings) -> GroupCodes:
-        found.append((hessian, solve(weight, hessian, settings)))
-        return found[-1][1]
+        result.append((hessian, solve(weight, hessian, settings)))
+        return result[-1][1]
 
     solve = gptq.solve
     monkeypatch.setattr(gptq, "solve", record)
-    return found
+    return result
 
 
 @pytest.mark.parametrize(
     "case", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in DECODERS]
 )
 def test_a_family(case: str, tmp_path: Path) -> None:
-    """The loss that is told is that of transformers with the weights that are on the disk."""
+    """The reported loss equals transformers' loss with the written weights."""
     model, output, plain, config = tmp_path / "model", tmp_path / "output", tmp_path / "plain", CASES[case]()
     text = write(model, config)
     settings = replace(LITTLE, bits=8) if case in NARROW else LITTLE
@@ -133,7 +133,8 @@ def test_a_family(case: str, tmp_path: Path) -> None:
 
 
 def check_served(model: Path, output: Path, plain: Path, settings: QuantizeSettings) -> None:
-    """The service reads the same weights from what the command wrote and from what that stands for."""
+    """Check that the service reads the same weights from the quantized and from the dequantized
+    checkpoint."""
     plan = make_plan(model, settings)
     with ExitStack() as opened:
         packed, floats = (
@@ -141,8 +142,8 @@ def check_served(model: Path, output: Path, plain: Path, settings: QuantizeSetti
             for each in (output, plain)
         )
         for path, shape in plan.shapes.items():
-            found = packed.find_matrix(path, shape).read()
-            assert torch.equal(found.float(), floats.find_matrix(path, shape).read().float()), path
+            actual = packed.find_matrix(path, shape).read()
+            assert torch.equal(actual.float(), floats.find_matrix(path, shape).read().float()), path
 
 
 def test_the_files_give_exactly_the_rounded_weights(
@@ -157,18 +158,18 @@ def test_the_files_give_exactly_the_rounded_weights(
         of_layer = [codes.dequantize() for _, codes in rounded[4 * layer : 4 * layer + 4]]
         groups = ["self_attn.q self_attn.k self_attn.v", "self_attn.o", "mlp.gate mlp.up", "mlp.down"]
         for weights, names in zip(of_layer, groups, strict=True):
-            found = torch.cat([plain[f"{path}{name}_proj.weight"] for name in names.split()])
-            assert torch.equal(found, weights)
+            actual = torch.cat([plain[f"{path}{name}_proj.weight"] for name in names.split()])
+            assert torch.equal(actual, weights)
     kinds = [line.split()[:2] for line in lines if line.strip()[:1].isdigit()]
     four = ["attention.qkv", "attention.out", "mlp.up", "mlp.down"]
     assert kinds == [[str(layer), kind] for layer in range(2) for kind in four]
 
 
 @torch.inference_mode()
-def test_hessians_are_of_what_the_rounded_layers_give(
+def test_hessians_use_outputs_of_rounded_layers(
     tmp_path: Path, rounded: list[tuple[torch.Tensor, GroupCodes]]
 ) -> None:
-    """transformers' inputs of the queries depend on the layers before, and of these on the rounded ones."""
+    """In transformers, the inputs of the queries are the outputs of the rounded layers before."""
     model, output, plain = tmp_path / "model", tmp_path / "output", tmp_path / "plain"
     config = CASES["llama_grouped_queries"]()
     text = write(model, config)
@@ -179,14 +180,14 @@ def test_hessians_are_of_what_the_rounded_layers_give(
         layer.self_attn.q_proj.register_forward_pre_hook(lambda _, args, i=i: inputs[i].append(args[0][0]))
     for window in read_calibration(model, text, tmp_path, LITTLE).samples:
         reference(input_ids=torch.tensor([window]))
-    for i, found in inputs.items():
-        x = torch.cat(found)  # [num_tokens, hidden_size]
+    for i, actual in inputs.items():
+        x = torch.cat(actual)  # [num_tokens, hidden_size]
         assert len(x) == LITTLE.samples * LENGTH
         torch.testing.assert_close(rounded[4 * i][0], 2 / len(x) * x.T @ x, rtol=1e-4, atol=1e-5)
     assert len(inputs) == 2
 
 
-def test_what_others_read_beside_the_weights(tmp_path: Path) -> None:
+def test_settings_and_copied_files(tmp_path: Path) -> None:
     model, output = tmp_path / "model", tmp_path / "output"
     text = write(model, CASES["llama_grouped_queries"]())
     (model / "special_tokens_map.json").write_text("{}")
@@ -239,8 +240,8 @@ def test_what_others_read_beside_the_weights(tmp_path: Path) -> None:
     [{}, {"bits": 3}, {"bits": 2, "act_order": True}, {"bits": 8, "sym": False}, {"group_size": -1}],
     ids=str,
 )
-def test_outputs_are_nearer_than_those_of_plain_rounding(options: dict[str, Any], tmp_path: Path) -> None:
-    """Inputs are like each other: the text has few words."""
+def test_errors_are_smaller_than_by_rounding_to_nearest(options: dict[str, Any], tmp_path: Path) -> None:
+    """Inputs are correlated, because the text has few words."""
     model, output = tmp_path / "model", tmp_path / "output"
     config = transformers.LlamaConfig(**{**SMALL, "hidden_size": 64, "intermediate_size": 96})
     text = write(model, config, draw_ids(600, 3, 40))
@@ -269,7 +270,7 @@ def test_a_real_model(tmp_path: Path) -> None:
     assert 0 < ours < 0.9 * nearest
 
 
-def test_an_expert_without_tokens_is_rounded_plainly(
+def test_an_expert_without_tokens_is_rounded_to_nearest(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, rounded: list[tuple[torch.Tensor, GroupCodes]]
 ) -> None:
     model, output, plain = tmp_path / "model", tmp_path / "output", tmp_path / "plain"
@@ -282,7 +283,7 @@ def test_an_expert_without_tokens_is_rounded_plainly(
     assert len(caplog.messages) == matrices - len(rounded)
     first, *_ = caplog.messages
     assert first.startswith("blocks.0.mlp.experts.")
-    assert " is rounded plainly: only " in first
+    assert " is rounded to nearest: only " in first
     gptq_oracle.write_plain(model, output, plain)
     assert after == pytest.approx(measure_loss(plain, config), rel=1e-4)
 
@@ -291,7 +292,7 @@ def test_an_expert_without_tokens_is_rounded_plainly(
 def test_transformers_reads_eight_bits(
     method: str, most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a text. Its weights are those that the format's own routine makes of the files."""
+    """No text is needed. Weights equal those that the format's library reads from the files."""
     model, output = tmp_path / "model", tmp_path / "output"
     monkeypatch.setattr(output_files, "MAX_FILE_BYTES", most_bytes)
     write_model(model, CASES["llama_tied"]())
@@ -307,20 +308,20 @@ def test_transformers_reads_eight_bits(
     assert (len(files) == 3) == (method == "int8")
     for content in files[2:]:
         assert len(content) == 1 or sum(tensor.nbytes for tensor in content.values()) <= most_bytes
-    found, compared = read.state_dict(), 0
+    actual, compared = read.state_dict(), 0
     for name, tensor in original.items():
         if name.endswith("_proj.weight"):
-            assert torch.equal(found[name], stored[name].float() * stored[f"{name}_scale"])
-            assert 0 < (found[name] - tensor).norm() < (0.01 if method == "int8" else 0.04) * tensor.norm()
+            assert torch.equal(actual[name], stored[name].float() * stored[f"{name}_scale"])
+            assert 0 < (actual[name] - tensor).norm() < (0.01 if method == "int8" else 0.04) * tensor.norm()
             compared += 1
         else:
-            assert torch.equal(found[name], tensor)
+            assert torch.equal(actual[name], tensor)
     assert compared == 14
 
 
 @pytest.mark.parametrize("case", ["t5", "granitemoe", "gpt2"])
 def test_eight_bits_of_other_families(case: str, tmp_path: Path) -> None:
-    """Rows are those of the matrix as [out, in], whichever way the model stores it."""
+    """Scales belong to rows of the matrix as [out, in], also if the model stores it transposed."""
     model, output, config = tmp_path / "model", tmp_path / "output", CASES[case]()
     write_model(model, config)
     quantize(model, output, QuantizeSettings(method="int8"), None)
@@ -343,7 +344,7 @@ def read_all(directory: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in directory.iterdir()}
 
 
-def test_a_run_that_is_killed_goes_on(tmp_path: Path, rounded: list[tuple[torch.Tensor, GroupCodes]]) -> None:
+def test_a_killed_run_resumes(tmp_path: Path, rounded: list[tuple[torch.Tensor, GroupCodes]]) -> None:
     model, killed, whole = tmp_path / "model", tmp_path / "killed", tmp_path / "whole"
     config = transformers.LlamaConfig(**{**SMALL, "num_hidden_layers": 8})
     text = write(model, config)
@@ -357,7 +358,7 @@ def test_a_run_that_is_killed_goes_on(tmp_path: Path, rounded: list[tuple[torch.
     try:
         until = time.monotonic() + 120
         while not (killed / "model-00002.safetensors").exists():
-            assert process.poll() is None, "it ended before it was killed"
+            assert process.poll() is None, "the run ended before it was killed"
             assert time.monotonic() < until
             time.sleep(0.005)
     finally:
@@ -390,14 +391,14 @@ def test_refusals(tmp_path: Path) -> None:
     assert not output.exists()
     output.mkdir()
     (output / "mine").write_text("")
-    refused = f"{output} exists and holds no run to go on with: give another directory"
+    refused = f"{output} exists and does not contain a run to resume: use another directory"
     assert call(model, output, "--method", "fp8") == refused
     assert os.listdir(output) == ["mine"]
     (model / "quantize_config.json").write_text('{"bits": 4}')
     assert call(model, output) == f"{model / 'quantize_config.json'}: {AGAIN}"
 
 
-def test_other_settings_do_not_go_on(tmp_path: Path) -> None:
+def test_other_settings_do_not_resume(tmp_path: Path) -> None:
     model, output = tmp_path / "model", tmp_path / "output"
     text = write(model, CASES["llama_grouped_queries"]())
     quantize(model, output, LITTLE, text)
@@ -408,16 +409,16 @@ def test_other_settings_do_not_go_on(tmp_path: Path) -> None:
     (output / ".quantize.json").write_text(json.dumps({**facts, "calibration": "another"}))
     options = ["--groupsize", 16, "--samples", 8, "--seqlen", LENGTH, "--calibration", text]
     assert call(model, output, *options).startswith(
-        f"{output} holds a run with calibration another, and this"
+        f"{output} contains a run with calibration another, but this"
     )
     assert call(model, output, *options, "--act-order").startswith(
-        f"{output} holds a run with act_order False, and this one has True: give the same options, text and"
+        f"{output} contains a run with act_order False, but this run has True: use the same options, text and"
     )
 
 
 def test_an_encoder_decoder_needs_another_method(tmp_path: Path) -> None:
     write_model(tmp_path, CASES["t5"]())
-    text = "^GPTQ is for decoder-only models; --method int8 and fp8 are for others too$"
+    text = "^GPTQ supports only decoder-only models; use --method int8 or fp8$"
     with pytest.raises(QuantizeError, match=text):
         quantize(tmp_path, tmp_path / "x", LITTLE, None)
 
@@ -428,7 +429,7 @@ def test_weights_that_are_no_numbers_are_named(tmp_path: Path) -> None:
     tensors = load_file(model / "model.safetensors")
     tensors["model.layers.1.mlp.down_proj.weight"][3, 4] = math.inf
     save_file(tensors, model / "model.safetensors")
-    with pytest.raises(WeightsError, match=r"^blocks\.1\.mlp\.down holds numbers that are not finite"):
+    with pytest.raises(WeightsError, match=r"^blocks\.1\.mlp\.down contains values that are not finite"):
         quantize(model, tmp_path / "a", LITTLE, text)
     with pytest.raises(
         WeightsError, match=r" tensor model\.layers\.1\.mlp\.down_proj\.weight holds numbers that are not"
@@ -437,7 +438,7 @@ def test_weights_that_are_no_numbers_are_named(tmp_path: Path) -> None:
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """A file that may not grow fails as on a full disk; what was finished stays."""
+    """A file size limit acts like a full disk. Finished files stay."""
     model, output = tmp_path / "model", tmp_path / "output"
     write_model(model, CASES["llama_grouped_queries"]())
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,1 +1,1 @@
-"""The interface of attention over the paged KV cache. The kernels of each platform implement it."""
+"""Interface of attention over the paged KV cache. Each platform implements it."""

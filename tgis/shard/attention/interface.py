@@ -1,5 +1,5 @@
-"""The interface of attention: a step's layout, its plan, and methods. Code above it knows neither the cache's
-layout nor a plan's contents."""
+"""Interface of attention: a step's layout, its plan, and the methods. Callers know neither the cache's layout
+nor a plan's contents."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol, Self
@@ -10,22 +10,22 @@ from torch import Tensor
 
 from tgis.shard.layers.ops import HeadNorm
 
-# Attention of new tokens to their own sequences, of an encoder's tokens to each other, and of a decoder's
-# tokens to their encoder's.
+# self: new tokens attend to their own sequence. encoder: tokens of an encoder attend to each other. cross:
+# tokens of a decoder attend to those of their encoder.
 AttentionKind = Literal["self", "encoder", "cross"]
 
 
 @dataclass(frozen=True)
 class StepLayout:
-    """Places of a step's tokens, on the CPU. The new tokens of all sequences are packed along one axis.
+    """Layout of a step's tokens, on the CPU. The new tokens of all sequences are packed along one axis.
 
-    A sequence's new tokens are its last ones. Its block table lists, in order, the blocks of its keys and
-    values; entries after them are never read. Keys and values of tokens in a negative block are not stored.
+    The new tokens of a sequence are its last ones. Its block table lists the blocks of its keys and values in
+    order; later entries are never read. Keys and values of tokens in a negative block are not stored.
 
-    In cross-attention, a decoder's tokens attend to its encoder's sequence, whose cached tokens `seq_lens`
-    counts, and have no position in it. So no window, slope or bias is possible, and nothing is stored."""
+    In cross-attention, `seq_lens` counts the cached tokens of the encoder. The decoder's tokens have no
+    position among them, so windows, slopes and biases do not apply, and nothing is stored."""
 
-    cu_seqlens_q: Tensor  # int32 [num_seqs + 1], cumulative numbers of the sequences' new tokens
+    cu_seqlens_q: Tensor  # int32 [num_seqs + 1], cumulative number of new tokens
     positions: Tensor  # int64 [num_tokens]
     seq_lens: Tensor  # int32 [num_seqs], number of cached and new tokens
     block_tables: Tensor  # int32 [num_seqs, max_blocks]
@@ -40,20 +40,20 @@ class StepLayout:
 
 @dataclass(frozen=True)
 class Scoring:
-    """Changes to attention scores before the softmax, in this order: scale, cap, slope, bias and mask. A
-    distance is the key's position minus the query's."""
+    """Transformation of attention scores before the softmax, in this order: scale, soft cap, slope, bias,
+    mask. A distance is the key's position minus the query's."""
 
     scale: float
     causal: bool = True  # if False, every query attends to the whole sequence
-    window: int | None = None  # number of keys that a query attends to, its own included
+    window: int | None = None  # number of keys that a query attends to, including its own
     soft_cap: float | None = None  # scores become soft_cap * tanh(score / soft_cap)
-    slopes: Tensor | None = None  # float32 [num_heads], slope * distance is added (ALiBi)
+    slopes: Tensor | None = None  # float32 [num_heads], ALiBi: adds slope * distance
     bias: Tensor | None = None  # float32 [num_heads, 2 * reach + 1], added for distances -reach to reach
 
 
 @dataclass(frozen=True)
 class Heads:
-    """This rank's heads of queries, keys and values, as they lie in rows of qkv."""
+    """This rank's heads of queries, keys and values, in the order of a row of qkv."""
 
     num_heads: int
     num_kv_heads: int
@@ -61,18 +61,18 @@ class Heads:
 
 
 class AttentionPlan(Protocol):
-    """All that a platform's attention prepares once for all layers of a step."""
+    """Data that a platform's attention prepares once for all layers of a step."""
 
     def copy_into(self, fixed: Self) -> None:
-        """Make `fixed`, the plan of a captured step, that of this step. Both have as many new tokens."""
+        """Copy this plan into `fixed`, the plan of a captured step with the same number of new tokens."""
 
 
 class Attention(Protocol):
-    """Attention of this rank's heads, float32 in and out. All keys and values, new ones too, are read from
-    the cache."""
+    """Attention of this rank's heads, float32 in and out. It reads all keys and values, including new ones,
+    from the cache."""
 
     def plan(self, layout: StepLayout, kind: AttentionKind) -> AttentionPlan:
-        """Prepare the attention of a step. The plan is valid for this object only."""
+        """Prepare a step. The plan is valid only for this object."""
 
     def run(
         self,
@@ -83,18 +83,17 @@ class Attention(Protocol):
         plan: AttentionPlan,
         scoring: Scoring,
     ) -> Tensor:
-        """Attend with new tokens after their keys and values were written to the cache.
+        """Write the keys and values of new tokens to the cache. Return the tokens' attention.
 
-        qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]. The heads of q and k are normalised.
-        Then their first channels are rotated by `angles`, as many as it has cosines and sines; channel i is
-        paired with channel i + half of them. Returns [num_tokens, num_heads, head_dim]."""
+        qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]. First, the heads of q and k are
+        normalised. Then `angles`, [2, num_tokens, half], rotates their first 2 * half channels: channel i is
+        paired with channel i + half. Returns [num_tokens, num_heads, head_dim]."""
 
     def keep(self, layer: int, k: Tensor, v: Tensor, plan: AttentionPlan) -> None:
         """Write keys and values, [num_tokens, num_kv_heads, head_dim], to the cache."""
 
     def attend(self, layer: int, q: Tensor, plan: AttentionPlan, scoring: Scoring) -> Tensor:
-        """Compute attention of queries [num_tokens, num_heads, head_dim] to what is in the cache; return the
-        same shape."""
+        """Return the attention of queries q to the cache. q and result: [num_tokens, num_heads, head_dim]."""
 
     def read(self, layer: int, block_table: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
         """Return copies of the keys and values of a sequence's first `seq_len` tokens, each float32

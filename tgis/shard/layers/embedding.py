@@ -1,4 +1,4 @@
-"""Token embedding and head, with the vocabulary split over ranks, and learned position embeddings."""
+"""Token embedding and head, whose vocabulary is split over ranks, and learned position embeddings."""
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +20,11 @@ class Embedding:
     """Token embedding: ids int64 [num_tokens] -> float32 [num_tokens, hidden_size]."""
 
     def __init__(self, parts: Parts, path: str, vocab_size: int, hidden_size: int):
-        self._group, self._share = parts.group, _rows_of_rank(parts.group, vocab_size)
-        self._kernels, self._path = parts.kernels, path
-        # Every rank adds the whole contribution of adapters, after the sum over ranks.
+        self._group = parts.group
+        self._share = _rows_of_rank(parts.group, vocab_size)
+        self._kernels = parts.kernels
+        self._path = path
+        # Every rank adds the adapters' whole update after the sum over ranks.
         parts.cuts[path] = Cut((vocab_size, hidden_size), (slice(0, vocab_size),), is_table=True)
         self._table = parts.open_table(path, (vocab_size, hidden_size), self._share)
 
@@ -46,29 +48,32 @@ class Embedding:
 
 
 class LMHead:
-    """Head: float32 [n, hidden_size] -> logits float32 [n, vocab_size], the same on every rank."""
+    """Head: float32 [n, hidden_size] -> logits float32 [n, vocab_size], equal on all ranks."""
 
     def __init__(self, parts: Parts, path: str, vocab_size: int, hidden_size: int):
-        self._group, self._vocab_size = parts.group, vocab_size
-        shape, share = (vocab_size, hidden_size), _rows_of_rank(parts.group, vocab_size)
+        self._group = parts.group
+        self._vocab_size = vocab_size
+        shape = (vocab_size, hidden_size)
+        share = _rows_of_rank(parts.group, vocab_size)
         self._adapt = LoraAddition(parts, path, Cut(shape, (share,)))
         self._num_missing = -(-vocab_size // parts.group.size) - (share.stop - share.start)
         self._multiply = parts.pack("head", path, shape, (share,))
 
     def __call__(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
         y = self._adapt(x, self._multiply(x), adapters)
-        if self._num_missing:  # all ranks give as many logits, and the last ones may have fewer rows
+        if self._num_missing:  # all_gather needs equal widths, and the last ranks may have fewer rows
             y = F.pad(y, (0, self._num_missing))
         return self._group.all_gather(y)[:, : self._vocab_size]
 
 
 class PositionEmbedding:
-    """Position embedding: int64 [num_tokens] -> float32 [num_tokens, hidden_size], from a learned table that
-    every rank has. `offset` is the row of the first position."""
+    """Position embedding: int64 [num_tokens] -> float32 [num_tokens, hidden_size], from a learned table,
+    whole on every rank. `offset` is the row of the first position."""
 
     def __init__(self, parts: Parts, path: str, num_rows: int, hidden_size: int, offset: int):
         self._table = parts.read_table(path, (num_rows, hidden_size))
-        self._offset, self._look_up = offset, parts.kernels.look_up
+        self._offset = offset
+        self._look_up = parts.kernels.look_up
 
     def __call__(self, positions: Tensor) -> Tensor:
         return self._look_up(self._table, positions, self._offset)

@@ -8,14 +8,16 @@ from tgis.shard.layers.ops import BiasedProduct, Parts
 
 
 class LoraAddition:
-    """Part of a linear layer that adds the LoRA adapters' contribution to its product."""
+    """Addition of LoRA adapters' updates to the output of a linear layer."""
 
     def __init__(self, parts: Parts, path: str, cut: Cut):
-        self._path, self._kernels = path, parts.kernels
+        self._path = path
+        self._kernels = parts.kernels
         parts.cuts[path] = cut
 
     def __call__(self, x: Tensor, y: Tensor, adapters: TokenAdapters | None) -> Tensor:
-        """Add in place to y, [num_tokens, own rows], adapters' products of x, [num_tokens, own columns]."""
+        """Add the adapters' updates for x, [num_tokens, own columns], to y, [num_tokens, own rows], in
+        place."""
         if adapters is not None and (deltas := adapters.at(self._path)) is not None:
             self._kernels.add_low_rank(y, x, deltas, adapters)
         return y
@@ -29,7 +31,7 @@ class ColumnParallel:
     [num_tokens, own rows].
 
     W may pack several matrices (q, k, v; gate, up) of `widths` rows, each split separately into `pieces`
-    parts; there may be fewer parts than ranks if neighbouring ranks share key/value heads."""
+    parts. There are fewer parts than ranks if neighbouring ranks share key/value heads."""
 
     def __init__(
         self,
@@ -57,10 +59,11 @@ class ColumnParallel:
 
 class RowParallel:
     """Linear layer y = x W^T + b with the columns of W split over ranks: [num_tokens, own columns] ->
-    [num_tokens, out_features]. The ranks' products are summed, then the bias is added once."""
+    [num_tokens, out_features]. The ranks' outputs are summed; then the bias is added."""
 
     def __init__(self, parts: Parts, path: str, in_features: int, out_features: int, bias: bool):
-        self._group, columns = parts.group, parts.group.slice(in_features)
+        self._group = parts.group
+        columns = parts.group.slice(in_features)
         shape, whole = (out_features, in_features), (slice(0, out_features),)
         self._adapt = LoraAddition(parts, path, Cut(shape, whole, columns))
         self._multiply = parts.pack("linear", path, shape, whole, columns)
@@ -72,17 +75,17 @@ class RowParallel:
         return y if self._bias is None else self._add(y, self._bias)
 
     def as_product(self, adapters: TokenAdapters | None) -> BiasedProduct | None:
-        is_more = self._group.size > 1 or self._adapt.is_needed(adapters)
-        return None if is_more else BiasedProduct(self._multiply, self._bias)
+        does_more = self._group.size > 1 or self._adapt.is_needed(adapters)
+        return None if does_more else BiasedProduct(self._multiply, self._bias)
 
     def partial(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
-        """Return this rank's part of the sum over ranks, without the bias."""
+        """Return this rank's summand of the output, without the bias."""
         return self._adapt(x, self._multiply(x), adapters)
 
 
 class Replicated:
     """Linear layer y = x W^T, whole on every rank: [num_tokens, in_features] -> [num_tokens, out_features].
-    It is for small matrices that matter a lot, such as the router of experts."""
+    Used for small matrices where rounding matters, such as routers of experts."""
 
     def __init__(self, parts: Parts, path: str, in_features: int, out_features: int):
         shape, whole = (out_features, in_features), (slice(0, out_features),)
@@ -94,7 +97,8 @@ class Replicated:
 
 
 def _rows_of_rank(group: ProcessGroup, widths: list[int], pieces: list[int]) -> list[slice]:
-    """Return this rank's rows of the packed matrices. Adjacent slices are merged to be copied at once."""
+    """Return this rank's rows of the packed matrices. Adjacent slices are merged, so that one copy
+    suffices."""
     rows: list[slice] = []
     begin = 0
     for width, count in zip(widths, pieces, strict=True):

@@ -1,4 +1,4 @@
-"""LoRA adapters in the form that layers apply. Each token of a step has its own adapter, or none."""
+"""LoRA adapters as layers apply them. Each token of a step has at most one adapter."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,23 +10,23 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-LORA_TILE = 16  # most tokens that a kernel processes together, which saves reads of the adapter's weights
+LORA_TILE = 16  # maximum tokens per tile; the tokens of a tile share reads of the adapter's weights
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Slices of a matrix [out_features, in_features] that are this rank's. Adapters may change the matrix."""
+    """This rank's part of a matrix [out_features, in_features] that adapters may change."""
 
     shape: tuple[int, int]
     rows: tuple[slice, ...]  # in the order of the rank's own rows
     columns: slice | None = None  # None means all
-    is_table: bool = False  # True for embeddings: rows are looked up, out_features is the vocabulary
+    is_table: bool = False  # embedding: rows are looked up, and out_features is the vocabulary's size
 
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """Low-rank update of some columns of a layer's output: y[first : first + width] += x a b. `b` includes
-    the scale. For a table of embeddings, x selects rows of `a`, one for each token id."""
+    """Low-rank update of adjacent columns of a layer's output: y[:, first : first + width] += x a b. `b`
+    includes the scale. For an embedding, token ids select rows of `a` instead of x a."""
 
     a: Tensor  # float32 [own in_features, rank], contiguous
     b: Tensor  # float32 [rank, width], contiguous
@@ -40,26 +40,26 @@ class LowRank:
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """One rank's part of a LoRA adapter: the low-rank updates of layers, by their paths."""
+    """This rank's part of a LoRA adapter: low-rank updates by the path of the layer."""
 
     deltas: Mapping[str, tuple[LowRank, ...]]
 
 
 @dataclass(frozen=True, eq=False)
 class Deltas:
-    """Low-rank updates of one layer, for each adapter of a step; empty for adapters that do not change it.
-    `table` and `bounds` are for kernels that take addresses."""
+    """Low-rank updates of one layer, per adapter of a step; empty if an adapter does not change the layer.
+    `table` and `bounds` are for kernels whose operands are addresses."""
 
     parts: tuple[tuple[LowRank, ...], ...]
 
     @cached_property
     def table(self) -> Tensor:
-        """Table int64 [num_parts, 5]: `LowRank.row` of every part, adapter by adapter."""
+        """`LowRank.row` of every update, ordered by adapter, int64 [num_parts, 5]."""
         return torch.from_numpy(np.array([one.row for one in chain.from_iterable(self.parts)], np.int64))
 
     @cached_property
     def bounds(self) -> Tensor:
-        """Bounds int64 [num_adapters + 1] of each adapter's rows in `table`."""
+        """Bounds of each adapter's rows in `table`, int64 [num_adapters + 1]."""
         return torch.from_numpy(np.array([0, *accumulate(map(len, self.parts))], np.int64))
 
     @cached_property
@@ -68,7 +68,7 @@ class Deltas:
 
 
 class AdapterSet:
-    """Adapters of a step. Steps with the same adapters share this object and its cached look-ups."""
+    """Adapters of a step. Steps with the same adapters share this object, which caches look-ups."""
 
     def __init__(self, adapters: Sequence[Adapter]):
         self.adapters = tuple(adapters)
@@ -91,23 +91,23 @@ class TokenAdapters:
         return self.adapters.at(path)
 
     def take(self, tokens: Tensor | slice) -> "TokenAdapters":
-        """Return the adapters of some of the tokens, in any order."""
+        """Return the adapters of selected tokens."""
         return TokenAdapters(self.adapters, self.indices[tokens])
 
     @cached_property
     def order(self) -> Tensor:
-        """Indices int64 [n] of the tokens that have an adapter, grouped by adapter and ascending."""
+        """Indices of the tokens that have an adapter, int64 [n], sorted by adapter, then by index."""
         return torch.from_numpy(self._sorted[0]).to(self.indices.device)
 
     @cached_property
     def groups(self) -> tuple[tuple[int, Tensor], ...]:
-        """Indices of the adapters that tokens have, each with its part of `order`."""
+        """Index of each adapter in use, with its part of `order`."""
         return tuple((adapter, self.order[begin:end]) for adapter, begin, end in self._sorted[1])
 
     @cached_property
     def tiles(self) -> Tensor:
-        """Tiles int64 [num_tiles, 3], on the CPU. Each has tokens of one adapter: the adapter's index, the
-        index in `order` of the first token, and the number of tokens, at most LORA_TILE."""
+        """Tiles of tokens with one adapter, int64 [num_tiles, 3], on the CPU: the adapter's index, the index
+        of the first token in `order`, and the number of tokens, at most LORA_TILE."""
         rows = [
             (adapter, start, min(LORA_TILE, end - start))
             for adapter, begin, end in self._sorted[1]
@@ -117,10 +117,10 @@ class TokenAdapters:
 
     @cached_property
     def _sorted(self) -> tuple[npt.NDArray[np.int64], list[tuple[int, int, int]]]:
-        """Pair of `order` and, for each adapter in it, the adapter's index with its begin and end."""
+        """`order`, and each adapter's index with the begin and end of its part of `order`."""
         indices = self.indices.numpy(force=True)
         order = indices.argsort(kind="stable")
         order = order[np.count_nonzero(indices < 0) :]
-        found, begins = np.unique(indices[order], return_index=True)
+        in_use, begins = np.unique(indices[order], return_index=True)
         bounds = pairwise([*begins.tolist(), len(order)])
-        return order, [(i, begin, end) for i, (begin, end) in zip(found.tolist(), bounds, strict=True)]
+        return order, [(i, begin, end) for i, (begin, end) in zip(in_use.tolist(), bounds, strict=True)]

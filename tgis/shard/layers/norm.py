@@ -1,4 +1,4 @@
-"""Normalisation layers: of a whole width, fused with an addition before, or of one split over ranks."""
+"""Normalisation layers: over the whole width, fused with the preceding addition, or split over ranks."""
 
 from typing import Literal
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tgis.shard.layers.ops import HeadNorm, Parts
 
-# "rms_plus_one" is for checkpoints that store the weight minus one.
+# "rms_plus_one": the checkpoint stores the weight minus one.
 NormKind = Literal["rms", "rms_plus_one", "layer", "layer_no_bias"]
 
 
@@ -14,9 +14,11 @@ class Norm:
     """`NormLayer` with the checkpoint's weight at `path`, and a bias if `kind` is "layer"."""
 
     def __init__(self, parts: Parts, path: str, size: int, eps: float, kind: NormKind):
-        self.weight, self.eps = _read_weight(parts, path, size, kind), eps
+        self.weight = _read_weight(parts, path, size, kind)
+        self.eps = eps
         self.bias = parts.read_vector(f"{path}.bias", size) if kind == "layer" else None
-        self.is_centred, self._kernels = kind in ("layer", "layer_no_bias"), parts.kernels
+        self.is_centred = kind in ("layer", "layer_no_bias")
+        self._kernels = parts.kernels
 
     def __call__(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
         if self.is_centred:
@@ -25,15 +27,18 @@ class Norm:
 
 
 class SplitNorm:
-    """RMS norm of rows split over ranks. With fewer `pieces` than ranks, neighbours have the same piece."""
+    """RMS norm of rows that are split over ranks. If there are fewer `pieces` than ranks, neighbours share
+    one."""
 
     def __init__(self, parts: Parts, path: str, size: int, pieces: int, eps: float):
-        self._group, self._size, self._eps = parts.group, size, eps
+        self._group = parts.group
+        self._size = size
+        self._eps = eps
         self._ranks_per_piece = parts.group.size // pieces
         self._weight = parts.read_vector(f"{path}.weight", size, [parts.group.slice(size, pieces)])
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Normalise this rank's part, [num_tokens, own part of size]; return the same shape and type."""
+        """Normalise this rank's part, [num_tokens, own part of size]. Return the same shape and type."""
         wide = x.float()
         squares = wide.square().sum(-1, keepdim=True)  # [num_tokens, 1]
         squares = self._group.all_gather(squares)[:, :: self._ranks_per_piece]  # [num_tokens, pieces]
@@ -48,6 +53,6 @@ def read_head_norm(parts: Parts, path: str, head_dim: int, eps: float, kind: Nor
 
 
 def _read_weight(parts: Parts, path: str, size: int, kind: NormKind) -> Tensor:
-    """Read float32 [size]. One is added after rounding: 1 + weight in the weights' type would lose digits."""
+    """Read float32 [size]. Adds one after the conversion, because 1 + weight would lose digits in `dtype`."""
     weight = parts.read_vector(f"{path}.weight", size)
     return weight + 1 if kind == "rms_plus_one" else weight

@@ -1,4 +1,4 @@
-"""The interface of the kernels that a platform provides to layers, and the common arguments of all layers."""
+"""Interface of the kernels that a platform provides to layers, and the common arguments of all layers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from tgis.shard.quant.schemes.none import UNQUANTIZED
 from tgis.shard.quant.sensitivity import UNKNOWN, Sensitivity
 
 Product = Callable[[Tensor], Tensor]
-"""Product x W^T with a packed weight: [num_tokens, in_features] -> new [num_tokens, out_features]."""
+"""Product x W^T with a packed weight: [num_tokens, in_features] -> [num_tokens, out_features]."""
 
 
 class Table(Protocol):
@@ -33,7 +33,7 @@ class Table(Protocol):
 
 
 class CodeTable(Table, Protocol):
-    """Table of codes, which is a packed weight too."""
+    """Table of codes that is also a packed weight."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -49,15 +49,15 @@ class HeadNorm:
 
 @dataclass(frozen=True)
 class Activation:
-    """Activation silu, gelu, gelu_tanh, relu or quick_gelu of [num_tokens, size]; if it is gated, of the
-    first half of [num_tokens, 2 * size], which is then multiplied by the second half."""
+    """Activation silu, gelu, gelu_tanh, relu or quick_gelu of [num_tokens, size]. If it is gated, it applies
+    to the first half of [num_tokens, 2 * size] and is multiplied by the second half."""
 
     name: str
     is_gated: bool
 
 
 class NormLayer(Protocol):
-    """Normalisation layer: a layer norm if it is centred, else an RMS norm."""
+    """Layer norm if `is_centred`, else RMS norm."""
 
     weight: Tensor  # float32 [size]
     bias: Tensor | None
@@ -75,18 +75,18 @@ class BiasedProduct(NamedTuple):
 
 class LinearLayer(Protocol):
     def __call__(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
-        """Return the layer's new output, [num_tokens, out_features], with adapters' updates."""
+        """Return the layer's output with the adapters' updates, [num_tokens, out_features]."""
 
     def as_product(self, adapters: TokenAdapters | None) -> BiasedProduct | None:
-        """Return the product and bias if the layer does nothing else: no adapter of the step changes it, and
-        no other ranks' products are added. This is for platforms that fuse them with their neighbours."""
+        """Return the product and bias if the layer is nothing else: no adapter changes it, and no sum over
+        ranks follows. Platforms fuse such a product with the operations before and after it."""
 
 
 class Kernels(Protocol):
     """Kernels of a platform. Activations are contiguous. Results are new unless stated otherwise.
 
-    The residual stream, logits and products of other roles than "linear" are float32. What lies between a
-    norm and the next addition to the residual stream is float32 or, on a GPU, of the weights' type; norms
+    The residual stream, logits and products of roles other than "linear" are float32. Activations between a
+    norm and the next addition to the residual stream are float32 or, on a GPU, have the weights' type. Norms
     that are called alone return float32."""
 
     @property
@@ -94,27 +94,26 @@ class Kernels(Protocol):
         """Device of weights, activations and results."""
 
     def pack(self, weight: Stored, dtype: torch.dtype, role: MatrixRole = "linear") -> Product:
-        """Pack a weight [out_features, in_features], which is not kept. It is read a few rows at a time, so
-        that it is never in memory twice. Raises WeightsError."""
+        """Pack a weight [out_features, in_features]. It is read a few rows at a time, so that it is never in
+        memory twice. Raises WeightsError."""
 
     def find_code_packer(self, layout: CodeLayout) -> Callable[[Stored], Product] | None:
-        """Return the variant of `pack` for matrices of codes of a layout. If there is none, they are packed
-        as floats."""
+        """Return the variant of `pack` for codes of a layout, or None if they must be packed as floats."""
 
     def find_table_packer(self, layout: CodeLayout) -> Callable[[Stored], CodeTable] | None:
-        """Return the variant of `find_code_packer` whose results are tables too, if there is one."""
+        """Return the function that packs codes of a layout as a table, or None if there is none."""
 
     def join(self, products: Sequence[Product]) -> Product:
-        """Return the product with the rows of several matrices of codes."""
+        """Return the product with the concatenated rows of several matrices of codes."""
 
     def prepare_adapters(self) -> None:
-        """Prepare the next two methods before the first use of either. This may take seconds."""
+        """Compile the kernels of the next two methods. This may take seconds."""
 
     def add_low_rank(self, y: Tensor, x: Tensor, deltas: Deltas, adapters: TokenAdapters) -> None:
-        """Add to y, [num_tokens, out_features], the adapters' updates of x, [num_tokens, in_features]."""
+        """Add the adapters' updates for x, [num_tokens, in_features], to y, [num_tokens, out_features]."""
 
     def add_looked_up(self, y: Tensor, token_ids: Tensor, deltas: Deltas, adapters: TokenAdapters) -> None:
-        """Do the same as `add_low_rank` for one-hot rows of x, given as token ids int64 [num_tokens]."""
+        """Do the same for an embedding: row i of x is one-hot at token_ids[i], int64 [num_tokens]."""
 
     def rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Return the RMS norm of x + delta, [num_tokens, size]. Overwrites x with the sum."""
@@ -128,8 +127,8 @@ class Kernels(Protocol):
         """Return rows ids + offset, int64 [num_tokens], of a table of weights: [num_tokens, size]."""
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """Add y, [num_tokens, size] or [size], to x in place and return x. The rows of x, here and in the
-        next three methods, need not be contiguous with each other."""
+        """Add y, [num_tokens, size] or [size], to x in place and return x. In this and the
+        next three methods, x may have a row stride larger than `size`."""
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """Multiply x, [num_tokens, size], by a factor in place and return x."""
@@ -157,8 +156,8 @@ class Kernels(Protocol):
         """Return the cosines and sines of rotary angles times an amplitude, [2, num_tokens, half].
 
         positions: int64 [num_tokens], inv_freq: [num_sets, half], amplitudes: [num_sets]. `factor_sets`,
-        int64 [num_tokens], selects the set of each token; if None, all tokens have the first. `growth`,
-        float32 [num_tokens], is that of `DynamicScaling`."""
+        int64 [num_tokens], selects each token's set; None selects the first for all. `growth`, float32
+        [num_tokens], is defined by `DynamicScaling`."""
 
     def norm_product(
         self,
@@ -171,18 +170,17 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Return then(linear(norm(x + delta))), leaving out what is None. Overwrites x with the sum.
 
-        x, delta: [num_tokens, size]. A platform may fuse the parts, as it likes for each number of tokens."""
+        x, delta: [num_tokens, size]. A platform may fuse the parts."""
 
     def product_add(
         self, x: Tensor, y: Tensor, linear: LinearLayer, adapters: TokenAdapters | None
     ) -> Tensor | None:
-        """Add linear(y) to x, [num_tokens, size], in place and return None; or return linear(y), which the
-        next `norm_product` or norm adds. y: [num_tokens, in_features]."""
+        """Add linear(y) to x, [num_tokens, size], in place and return None, or return linear(y) for the next
+        `norm_product` or norm to add. y: [num_tokens, in_features]."""
 
 
 class Unfused:
-    """`norm_product` and `product_add` of platforms that run one layer after the other, and what platforms
-    without products of codes lack."""
+    """Default methods for platforms that do not fuse layers and have no products of codes."""
 
     def find_code_packer(self, layout: CodeLayout) -> Callable[[Stored], Product] | None:
         return None
@@ -222,20 +220,20 @@ def normalise(kernels: Kernels, x: Tensor, delta: Tensor | None, norm: NormLayer
 
 @dataclass(frozen=True)
 class Parts:
-    """Common arguments of all layers. Weights are rounded to `dtype`, unless they are held as codes."""
+    """Common arguments of all layers. Weights are converted to `dtype` unless they are held as codes."""
 
     group: ProcessGroup
     weights: Weights
     dtype: torch.dtype
     kernels: Kernels
     cuts: dict[str, Cut] = field(default_factory=dict)
-    """This rank's part of every matrix that an adapter may change, by the matrix's path."""
+    """This rank's part of every matrix that adapters may change, by path."""
     scheme: Scheme = UNQUANTIZED
     sensitivity: Sensitivity = UNKNOWN
     tables: dict[tuple[str, range, CodeLayout], CodeTable] = field(default_factory=dict)
-    """Packed tables of codes by label, rows and layout: a tied head multiplies with its table's codes."""
+    """Packed tables of codes by label, rows and layout. A tied head shares the codes of its table."""
     widened: list[float] = field(default_factory=list)
-    """Bytes that each matrix takes more than as codes, because this rank's columns cut groups of them."""
+    """Extra bytes of each matrix held as floats because this rank's columns split groups of codes."""
 
     def pack(
         self,
@@ -259,15 +257,15 @@ class Parts:
         return self.kernels.pack(part, self.dtype, role)
 
     def _encode(self, role: MatrixRole, path: str, shape: tuple[int, int]) -> Stored:
-        found = self.weights.find_matrix(path, shape)
+        stored = self.weights.find_matrix(path, shape)
         rows = self.sensitivity.find_rows(path, shape[0])
         if role != "linear" or rows.start == shape[0] or self.scheme.table_layout is None:
-            return self.scheme.encode(role, found)
-        sensitive = self.scheme.encode("sensitive", Sliced(found, rows))
+            return self.scheme.encode(role, stored)
+        sensitive = self.scheme.encode("sensitive", Sliced(stored, rows))
         if rows.start == 0:
             return sensitive
-        others = self.scheme.encode("linear", Sliced(found, slice(0, rows.start)))
-        return StackedRows([others, sensitive], found.label)
+        others = self.scheme.encode("linear", Sliced(stored, slice(0, rows.start)))
+        return StackedRows([others, sensitive], stored.label)
 
     def _pack_codes(self, part: Stored) -> Product | None:
         products = []
@@ -282,7 +280,7 @@ class Parts:
         return products[0][0](products[0][1]) if products else None
 
     def _pack_table(self, stored: Stored, rows: slice) -> CodeTable | None:
-        """Pack rows of a matrix of codes once, as a table; None if there are no tables of such codes."""
+        """Pack rows of a matrix of codes as a table, once. Return None if the platform has no such tables."""
         layout = stored.layout()
         pack = None if layout is None else self.kernels.find_table_packer(layout)
         if layout is None or pack is None:
@@ -293,7 +291,7 @@ class Parts:
         return self.tables[key]
 
     def open_table(self, path: str, shape: tuple[int, int], rows: slice = ALL) -> Table:
-        """Read `rows` of a module's weight as a table, of codes if there are tables of its codes. Raises
+        """Read `rows` of a module's weight as a table, as codes if the platform supports them. Raises
         WeightsError."""
         stored = self.scheme.encode("table", self.weights.find_matrix(path, shape))
         return self._pack_table(stored, rows) or DenseTable(self._read_dense(stored, rows), self.kernels)

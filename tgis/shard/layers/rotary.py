@@ -1,5 +1,5 @@
-"""Rotary position embedding with the frequency scalings that checkpoints use. Angles are computed for each
-step's positions, so no table limits the length."""
+"""Rotary position embedding (Su et al., "RoFormer", 2021) with the scalings that checkpoints use. Angles are
+computed for each step's positions, so no table limits the length."""
 
 import math
 from dataclasses import dataclass
@@ -34,13 +34,14 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class DynamicScaling:
-    """Dynamic NTK scaling: a position p past the original length is rotated like the last of p + 1 tokens.
+    """Dynamic NTK scaling: a position p beyond the original length is rotated as in a sequence of p + 1
+    tokens.
 
-    The slowest channel is slower by growth = factor * (p + 1) / original_length - (factor - 1). The fastest
-    channel does not change, and the factors of those between form a geometric sequence.
+    growth = factor * (p + 1) / original_length - (factor - 1) divides the lowest frequency. The highest
+    frequency does not change, and the divisors between them form a geometric sequence.
 
-    transformers rotates all tokens of a prompt by the length of the whole prompt instead. There, a key
-    depends on later tokens, and so on how a sequence was split into steps."""
+    transformers instead rotates all tokens of a prompt by the length of the whole prompt, so that a key
+    depends on later tokens and on how a sequence is split into steps."""
 
     factor: float
     original_length: int
@@ -48,7 +49,7 @@ class DynamicScaling:
 
 @dataclass(frozen=True)
 class LongScaling:
-    """Factors, [dim / 2] each, of the channels' wavelengths. The long ones apply to all positions of a
+    """Factors of the channels' wavelengths, [dim / 2] each. The long factors apply to all positions of a
     sequence that is longer than the original length. The amplitudes replace `Rope.amplitude`."""
 
     short_factors: tuple[float, ...]
@@ -72,20 +73,21 @@ class Rope:
 
     @property
     def switch_len(self) -> int:
-        """Length past which all positions of a sequence use the long factors; 0 if there is none."""
+        """Length beyond which all positions of a sequence use the long factors; 0 without such factors."""
         return self.scaling.original_length if isinstance(self.scaling, LongScaling) else 0
 
 
 class Rotary:
     def __init__(self, rope: Rope, kernels: Kernels):
-        self._scaling, self._kernels = rope.scaling, kernels
+        self._scaling = rope.scaling
+        self._kernels = kernels
         self._inv_freq = inverse_frequencies(rope).to(kernels.device)
         self._amplitudes = _amplitudes(rope).to(kernels.device)
 
     def __call__(self, positions: Tensor, is_long: Tensor | None = None) -> Tensor:
         """Return cosines and sines, [2, num_tokens, dim / 2], for positions int64 [num_tokens].
 
-        is_long: bool [num_tokens], True in sequences longer than `switch_len`; None if there are none."""
+        is_long: bool [num_tokens], True in sequences longer than `switch_len`; None: there are none."""
         factor_sets = growth = None
         if isinstance(self._scaling, LongScaling) and is_long is not None:
             factor_sets = is_long.long()
@@ -95,7 +97,7 @@ class Rotary:
 
 
 def inverse_frequencies(rope: Rope) -> Tensor:
-    """Return float32 [num_sets, dim / 2]: one row, or two if short and long sequences differ."""
+    """Return frequencies, float32 [num_sets, dim / 2]: one set, or two if short and long sequences differ."""
     inv_freq = 1.0 / (rope.theta ** (torch.arange(0, rope.dim, 2).float() / rope.dim))
     match rope.scaling:
         case LinearScaling(factor):
@@ -117,13 +119,13 @@ def _amplitudes(rope: Rope) -> Tensor:
 
 
 def _growth(positions: Tensor, scaling: DynamicScaling) -> Tensor:
-    """Return the growth of `DynamicScaling`, float32 [num_tokens]; it is 1 up to the original length."""
+    """Return the growth of `DynamicScaling`, float32 [num_tokens]. It is 1 up to the original length."""
     lengths = (positions + 1).double() / scaling.original_length
     return (scaling.factor * lengths - (scaling.factor - 1)).clamp(min=1).float()
 
 
 def _llama3(inv_freq: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Stretch long wavelengths by the factor, keep short ones, and interpolate between."""
+    """Stretch long wavelengths by the factor, keep short ones, and interpolate between them."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     turns = scaling.original_length * inv_freq / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
@@ -131,10 +133,11 @@ def _llama3(inv_freq: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def _yarn(inv_freq: Tensor, rope: Rope, scaling: YarnScaling) -> Tensor:
-    """Scale as in `_llama3`, but interpolate over the channels instead of over the wavelengths."""
+    """Scale by YaRN (Peng et al., 2023): as `_llama3`, but interpolate over channels, not over
+    wavelengths."""
 
     def channel(turns: float) -> float:
-        """Return the channel that makes this number of turns over the original length."""
+        """Return the channel that rotates `turns` times over the original length."""
         ratio = math.log(scaling.original_length / (turns * 2 * math.pi)) / math.log(rope.theta)
         return rope.dim * ratio / 2
 

@@ -1,7 +1,7 @@
-"""Reads values from a checkpoint's config.json and raises errors of one line for missing or invalid ones.
+"""Reads and validates values of a checkpoint's config.json. Errors have one line.
 
-Rotary embeddings are described in two forms: `rope_parameters` (transformers 5), with one entry for each type
-of layer if layers differ, and `rope_scaling` beside `rope_theta` (earlier versions)."""
+Rotary embeddings have two forms: `rope_parameters` (transformers 5), which may have one entry per layer type,
+and `rope_scaling` with `rope_theta` (earlier versions)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -26,7 +26,7 @@ MAX_INTEGER = (1 << 31) - 1  # sizes and ids are 32 bits wide in kernels and mes
 
 
 def integer(config: Config, key: str, default: Any = None) -> int:
-    """Return a positive integer; null counts as missing. Raises ConfigurationError."""
+    """Return a positive integer. null means missing. Raises ConfigurationError."""
     value = _value(config, key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigurationError(f"{key} {value!r} of the configuration is not a positive integer")
@@ -36,7 +36,7 @@ def integer(config: Config, key: str, default: Any = None) -> int:
 
 
 def number(config: Config, key: str, default: Any = None) -> float:
-    """Return a positive number. null counts as missing. Raises ConfigurationError."""
+    """Return a positive number. null means missing. Raises ConfigurationError."""
     value = _value(config, key, default)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not (value > 0 and isfinite(value)):
@@ -65,7 +65,8 @@ def activation(config: Config, key: str, default: str) -> str:
 
 
 def refuse_others(config: Config, **served: Any) -> None:
-    """Raise UnsupportedModelError unless each key is absent, null or has a served value, one of a tuple."""
+    """Raise UnsupportedModelError if a key has a value other than null and its served values (one or a
+    tuple)."""
     for key, values in served.items():
         given = config.get(key)
         if given is not None and given not in (values if isinstance(values, tuple) else (values,)):
@@ -73,18 +74,18 @@ def refuse_others(config: Config, **served: Any) -> None:
 
 
 def section(config: Config, key: str) -> Config:
-    """Return a nested part of the configuration, empty if it is absent. Raises UnsupportedModelError."""
-    found = config.get(key)
-    if found is not None and not isinstance(found, dict):
-        raise UnsupportedModelError(f"{key} {found!r} of the configuration is not supported")
-    return found or {}
+    """Return a nested section of the configuration, or an empty one. Raises UnsupportedModelError."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise UnsupportedModelError(f"{key} {value!r} of the configuration is not supported")
+    return value or {}
 
 
 def rope(config: Config, head_dim: int, layer_type: str = "full_attention") -> Rope:
     """Return the rotary embedding of layers of one type. Raises UnsupportedModelError.
 
-    If parameters are not given by layer type, they are those of `full_attention`. Other layers then have no
-    scaling, and their theta is `rope_local_base_freq` if it is given."""
+    Parameters without layer types belong to `full_attention`. Other layers then have no scaling, and their
+    theta is `rope_local_base_freq` if the configuration has it."""
     given = _rope_parameters(config, layer_type)
     theta = config.get("rope_theta") or DEFAULT_THETA
     if layer_type != "full_attention":
@@ -98,7 +99,7 @@ def rope(config: Config, head_dim: int, layer_type: str = "full_attention") -> R
         raise UnsupportedModelError(f"rotary embedding of {dim} channels is not supported")
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind == "su" or (kind == "yarn" and "long_factor" in given):
-        kind = "longrope"  # the first releases of Phi 3 used these names
+        kind = "longrope"  # names in the first releases of Phi 3
     if kind not in list(_SCALED):
         known = ", ".join(_SCALED)
         raise UnsupportedModelError(f"rope type {kind!r} is not supported; supported are: {known}")
@@ -110,10 +111,10 @@ def _rope_parameters(config: Config, layer_type: str) -> Config:
     if not isinstance(given, Mapping):
         raise UnsupportedModelError(f"rope parameters {given!r} are not supported")
     if any(isinstance(value, Mapping) for value in given.values()):
-        found = given.get(layer_type) or {}
-        if not isinstance(found, Mapping):
-            raise UnsupportedModelError(f"rope parameters {found!r} are not supported")
-        return found
+        parameters = given.get(layer_type) or {}
+        if not isinstance(parameters, Mapping):
+            raise UnsupportedModelError(f"rope parameters {parameters!r} are not supported")
+        return parameters
     return given if layer_type == "full_attention" else {}
 
 
@@ -132,15 +133,15 @@ def _scale_yarn(config: Config, given: Config, plain: Rope) -> Rope:
     factor = _factor(config, given, length)
     fast, slow = number(given, "beta_fast", 32.0), number(given, "beta_slow", 1.0)
     scaling = YarnScaling(factor, length, fast, slow, bool(given.get("truncate", True)))
-    over, under = optional_number(given, "mscale"), optional_number(given, "mscale_all_dim")
+    mscale, mscale_all_dim = optional_number(given, "mscale"), optional_number(given, "mscale_all_dim")
     amplitude = _magnitude(factor, 1.0)
-    if over and under:
-        amplitude = _magnitude(factor, over) / _magnitude(factor, under)
+    if mscale and mscale_all_dim:
+        amplitude = _magnitude(factor, mscale) / _magnitude(factor, mscale_all_dim)
     return replace(plain, scaling=scaling, amplitude=number(given, "attention_factor", amplitude))
 
 
-def _magnitude(factor: float, weight: float) -> float:
-    return 0.1 * weight * log(factor) + 1.0 if factor > 1 else 1.0
+def _magnitude(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _scale_long(config: Config, given: Config, plain: Rope) -> Rope:

@@ -1,6 +1,7 @@
-"""Decoder-only transformer of all families. A `DecoderSpec` holds what differs between families.
+"""Decoder-only transformer. Families differ only in their `DecoderSpec`.
 
-Tokens of all sequences are packed along one axis. No result depends on other sequences in the step."""
+The tokens of all sequences are packed along one axis. A sequence's results do not depend on the other
+sequences of the step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,8 +59,8 @@ class LayerAttention:
 
 
 class Block:
-    """Pre-norm block: x += delta; x += attention(x). It returns x and the feed-forward's output, the delta
-    that the next block's norm adds at no cost; or None if it is in x already."""
+    """Pre-norm block. Returns x after attention, and the feed-forward's output as the delta that the next
+    norm adds in the same pass; the delta is None if it was added already."""
 
     def __init__(self, spec: DecoderSpec, parts: Parts, layer: int):
         path = f"blocks.{layer}"
@@ -74,14 +75,14 @@ class Block:
 
 
 class ParallelBlock:
-    """Block whose feed-forward does not see the attention's output: both read the same x."""
+    """Block whose attention and feed-forward read the same x."""
 
     def __init__(self, spec: DecoderSpec, parts: Parts, layer: int):
         path = f"blocks.{layer}"
         self._norm_1 = make_norm(spec, parts, f"{path}.norm_1")
         self._norm_2 = make_norm(spec, parts, f"{path}.norm_2") if spec.residual == "parallel" else None
         self._add = parts.kernels.add
-        # Its output must not be in x before the feed-forward has read x.
+        # The attention's output must not be added to x before the feed-forward has read x.
         self._attend = LayerAttention(spec, parts, path, layer, finish=lambda attended: attended)
         self._feed_forward = _make_feed_forward(spec, parts, path, layer)
 
@@ -97,7 +98,7 @@ class ParallelBlock:
 
 
 class PostNormBlock:
-    """Block that normalises sums: x = norm(x + attention(x)); x = norm(x + mlp(x))."""
+    """Post-norm block: x = norm(x + attention(x)); x = norm(x + mlp(x))."""
 
     def __init__(self, spec: DecoderSpec, parts: Parts, layer: int):
         path = f"blocks.{layer}"
@@ -106,7 +107,7 @@ class PostNormBlock:
         self._feed_forward = _make_feed_forward(spec, parts, path, layer)
 
     def __call__(self, x: Tensor, delta: Tensor | None, context: StepContext) -> tuple[Tensor, Tensor | None]:
-        assert delta is None, "every block ends with the sum"
+        assert delta is None, "post-norm blocks add their outputs themselves"
         x = self._norm_1(x, self._attend(x, BranchInput(x), context))
         return self._norm_2(x, self._feed_forward(x, BranchInput(x), context.adapters)), None
 
@@ -116,7 +117,8 @@ AnyBlock = Block | ParallelBlock | PostNormBlock
 
 class Decoder:
     def __init__(self, spec: DecoderSpec, parts: Parts):
-        self.spec, self.parts = spec, parts
+        self.spec = spec
+        self.parts = parts
         self._rotary, self._local_rotary = (
             Rotary(rope, parts.kernels) if rope else None for rope in (spec.rope, spec.local_rope)
         )
@@ -159,11 +161,11 @@ class Decoder:
 
 
 class InputEmbedding:
-    """Embedding of tokens and, where they are learned, of positions: float32 [num_tokens, hidden_size]."""
+    """Embedding of tokens and of learned positions: float32 [num_tokens, hidden_size]."""
 
     def __init__(self, spec: DecoderSpec, parts: Parts):
         self._kernels = parts.kernels
-        # The scale is rounded to the weights' type, as in the training of models that have one.
+        # The scale is rounded to the weights' type, as in training.
         self._scale = torch.tensor(spec.embedding_scale, dtype=parts.dtype).item()
         self._virtual_scale = self._scale if spec.scales_virtual else 1.0
         width = spec.embedding_width
@@ -193,7 +195,7 @@ def make_block(spec: DecoderSpec, parts: Parts, layer: int) -> AnyBlock:
 
 
 def _make_norms(spec: DecoderSpec, parts: Parts, path: str, number: int) -> tuple[Norm | None, Finish | None]:
-    """Return the norm of a branch's input, and what changes its output."""
+    """Return the norm of a branch's input and the function that changes its output."""
     kernels, scale = parts.kernels, spec.residual_scale
     before = make_norm(spec, parts, f"{path}.norm_{number}") if spec.norm_place != "after" else None
     if spec.norm_place != "before":

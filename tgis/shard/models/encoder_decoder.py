@@ -1,6 +1,7 @@
-"""Encoder-decoder transformer of all families. An `EncoderDecoderSpec` holds what differs between families.
+"""Encoder-decoder transformer. Families differ only in their `EncoderDecoderSpec`.
 
-Tokens of all sequences are packed along one axis. No result depends on other sequences in the step."""
+The tokens of all sequences are packed along one axis. A sequence's results do not depend on the other
+sequences of the step."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -24,34 +25,37 @@ from tgis.shard.models.parts.blocks import (
 from tgis.shard.models.parts.relative_bias import read_bias
 from tgis.shard.models.spec import EncoderDecoderSpec, StackSpec
 
-# Cache layer for the keys and values of the encoder's current layer. The decoder overwrites it once the
+# Cache layer for the keys and values of the encoder's current layer. The decoder overwrites it after the
 # encoder has finished.
 SCRATCH_LAYER = 0
 
-# From the residual stream and the branch's input to what is still to be added to the stream.
+# (residual stream, branch's input, ...) -> output still to be added to the stream, or None if it was added.
 Branch = Callable[[Tensor, BranchInput, StepInputs, Attention], Tensor | None]
 
 
 class CrossAttention:
     def __init__(self, spec: StackSpec, parts: Parts, path: str, layer: int):
-        self._layer, self._head_dim = layer, spec.head_dim
+        self._layer = layer
+        self._head_dim = spec.head_dim
         self._scoring = Scoring(scale=spec.score_scale, causal=False)
-        size, inner = spec.hidden_size, spec.num_heads * spec.head_dim
+        size = spec.hidden_size
+        inner = spec.num_heads * spec.head_dim
         self._q = ColumnParallel(parts, f"{path}.q", size, [inner], spec.qkv_bias)
         self._kv = ColumnParallel(parts, f"{path}.kv", size, [inner, inner], spec.qkv_bias)
         out = RowParallel(parts, f"{path}.out", inner, size, spec.out_bias)
-        self._norm_product, self._output = parts.kernels.norm_product, BranchOutput(parts, out, finish=None)
+        self._norm_product = parts.kernels.norm_product
+        self._output = BranchOutput(parts, out, finish=None)
 
     def write_keys_and_values(self, states: Tensor, inputs: StepInputs, attention: Attention) -> None:
-        """Cache keys and values of the encoder's output, states [num_tokens, hidden_size]."""
+        """Cache the keys and values of the encoder's output `states`, [num_tokens, hidden_size]."""
         k, v = self._kv(states, inputs.adapters).view(len(states), 2, -1, self._head_dim).unbind(1)
         attention.keep(self._layer, k, v, inputs.plan)  # [num_tokens, num_heads, head_dim]
 
     def __call__(
         self, x: Tensor, source: BranchInput, inputs: StepInputs, attention: Attention
     ) -> Tensor | None:
-        """Return what is still to be added to x, the residual stream."""
-        assert inputs.cross is not None, "a decoder's tokens come with their encoder's"
+        """Return the output still to be added to x, the residual stream, or None if it was added."""
+        assert inputs.cross is not None, "steps of decoders have a plan for cross-attention"
         q = self._norm_product(*source, self._q, None, inputs.adapters)
         q = q.view(len(x), -1, self._head_dim)  # [num_tokens, num_heads, head_dim]
         y = attention.attend(self._layer, q, inputs.cross, self._scoring)
@@ -59,10 +63,10 @@ class CrossAttention:
 
 
 class Layer:
-    """Layer of three branches: self-attention, in a decoder cross attention, and feed-forward.
+    """Layer with the branches self-attention, cross-attention (in a decoder) and feed-forward.
 
-    With `norm_place` "before": x += branch(norm(x)), where the next layer adds the last branch's output. With
-    "sum": x = norm(x + branch(x))."""
+    If `norm_place` is "before", x += branch(norm(x)), and the next layer adds the last branch's output. If it
+    is "sum", x = norm(x + branch(x))."""
 
     def __init__(
         self,
@@ -99,19 +103,20 @@ class Layer:
 
 
 class LayerStack:
-    """Layers of the encoder, or with `cross_attentions` of the decoder."""
+    """Stack of the encoder or, with `cross_attentions`, of the decoder."""
 
     def __init__(
         self, spec: StackSpec, parts: Parts, path: str, cross_attentions: Sequence[CrossAttention] = ()
     ):
-        self._spec, self._kernels = spec, parts.kernels
+        self._spec = spec
+        self._kernels = parts.kernels
         self._embed_norm = make_norm(spec, parts, f"{path}.embed_norm") if spec.embedding_norm else None
         self._norm = make_norm(spec, parts, f"{path}.norm") if spec.final_norm else None
         self._positions = make_positions(spec, parts, f"{path}.positions")
         self._layers = list(_layers(spec, parts, f"{path}.blocks", cross_attentions))
 
     def __call__(self, x: Tensor, inputs: StepInputs, attention: Attention) -> Tensor:
-        """Compute hidden states from embedded tokens x, [num_tokens, hidden_size]. x is overwritten."""
+        """Return the hidden states of embedded tokens x, [num_tokens, hidden_size]. Overwrites x."""
         x = self._embed(x, inputs)
         delta: Tensor | None = None
         for layer in self._layers:
@@ -134,7 +139,9 @@ class LayerStack:
 
 class EncoderDecoderModel:
     def __init__(self, spec: EncoderDecoderSpec, parts: Parts):
-        self.spec, self.parts, self.prompt_width = spec, parts, spec.encoder.hidden_size
+        self.spec = spec
+        self.parts = parts
+        self.prompt_width = spec.encoder.hidden_size
         self._tokens = Embedding(parts, "embed", spec.vocab_size, spec.encoder.hidden_size)
         self._encoder = LayerStack(spec.encoder, parts, "encoder")
         self._cross_attentions = [
@@ -175,7 +182,8 @@ def _layers(
     spec: StackSpec, parts: Parts, path: str, cross_attentions: Sequence[CrossAttention]
 ) -> Iterator[Layer]:
     is_decoder = bool(cross_attentions)
-    relative, bias = spec.relative_bias, None  # bias: [own heads, any]
+    relative = spec.relative_bias
+    bias = None  # [own heads, any]
     for layer in range(spec.num_layers):
         if relative and (layer == 0 or relative.is_per_layer):
             bias = read_bias(parts, f"{path}.{layer}.bias", relative, spec.num_heads, is_decoder)

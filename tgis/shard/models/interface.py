@@ -1,4 +1,4 @@
-"""Interface between the model runner and all models: a model's shape, and a step's inputs and outputs."""
+"""Interface between the model runner and models: a model's shape, and a step's inputs and outputs."""
 
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -17,7 +17,7 @@ class UnsupportedModelError(OperatorError):
 
 
 class ConfigurationError(UnsupportedModelError):
-    """Error: the configuration has a missing or invalid value, so that no engine could serve the model."""
+    """Error: the configuration has a missing or invalid value, so no engine can serve the model."""
 
 
 class ModelSpec(AttentionShape, Protocol):
@@ -25,18 +25,19 @@ class ModelSpec(AttentionShape, Protocol):
     def vocab_size(self) -> int: ...
     @property
     def max_positions(self) -> int:
-        """Length of the longest sequence; 0 if there is no limit."""
+        """Maximum length of a sequence; 0 if there is no limit."""
 
     @property
     def is_encoder_decoder(self) -> bool: ...
     @property
     def rope_switch_len(self) -> int:
-        """Length past which all positions of a sequence use other rotary frequencies; 0 if there is none."""
+        """Length beyond which all positions of a sequence use other rotary frequencies; 0 if they never
+        change."""
 
 
 @dataclass(frozen=True)
 class VirtualTokens:
-    """Tokens of a step that have no id but embeddings of their own, learned as a soft prompt."""
+    """Tokens of a step that come from soft prompts: they have learned embeddings instead of ids."""
 
     places: Tensor  # int64 [num_virtual], indices of the step's tokens
     embeddings: Tensor  # float32 [num_virtual, prompt_width]
@@ -48,30 +49,31 @@ class StepInputs:
 
     token_ids: Tensor  # int64 [num_tokens]
     positions: Tensor  # int64 [num_tokens]
-    layout: StepLayout  # for engines that run other code
-    plan: AttentionPlan  # of the attention that `Model.forward` is given
-    cross: AttentionPlan | None = None  # of attention to the encoder's output
-    is_long: Tensor | None = None  # bool [num_tokens], of sequences past `rope_switch_len`; None: none is
-    virtual: VirtualTokens | None = None  # their `token_ids` have no meaning
+    layout: StepLayout  # for engines that run another library
+    plan: AttentionPlan  # made by the attention that `Model.forward` receives
+    cross: AttentionPlan | None = None  # for attention to the encoder's output
+    is_long: Tensor | None = None  # bool [num_tokens], True if the sequence is longer than `rope_switch_len`
+    virtual: VirtualTokens | None = None  # `token_ids` at their places have no meaning
     adapters: TokenAdapters | None = None
 
 
 class Model(Protocol):
-    """Model that computes steps. Both methods raise ProcessGroupError."""
+    """Model. Both methods raise ProcessGroupError."""
 
     @property
     def spec(self) -> ModelSpec: ...
 
     def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
-        """Write the tokens' keys and values to the cache; return the input of `logits`, [num_tokens, any]."""
+        """Write the tokens' keys and values to the cache. Return the input of `logits`, [num_tokens, any]."""
 
     def logits(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
-        """Return float32 logits, [n, vocab_size], of rows of `forward`'s result, the same on every rank."""
+        """Return float32 logits, [n, vocab_size], for rows of `forward`'s result. All ranks return the
+        same."""
 
 
 @runtime_checkable
 class AdaptableModel(Model, Protocol):
-    """Model that takes virtual tokens and adapters."""
+    """Model that supports soft prompts and LoRA adapters."""
 
     @property
     def prompt_width(self) -> int: ...
@@ -82,4 +84,5 @@ class AdaptableModel(Model, Protocol):
 @runtime_checkable
 class EncodingModel(Model, Protocol):
     def encode(self, inputs: StepInputs, attention: Attention) -> None:
-        """Compute whole encoder inputs; write cross attention's keys to the blocks of `inputs.plan`."""
+        """Encode whole inputs. Write the keys and values of cross-attention to the blocks of
+        `inputs.plan`."""

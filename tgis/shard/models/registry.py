@@ -1,4 +1,4 @@
-"""Registry of the model families that this service computes itself. It builds and loads their models."""
+"""Registry of the native model families. Builds and loads their models."""
 
 import logging
 from collections.abc import Mapping
@@ -119,7 +119,7 @@ def build(spec: Spec, parts: Parts) -> Decoder | EncoderDecoderModel:
 
 
 def open_weights(path: Path, config: Mapping[str, Any], spec: Spec, kind: type[Weights] = Weights) -> Weights:
-    """Open the checkpoint, with the names of the model's family. Raises WeightsError."""
+    """Open the checkpoint with its family's names of tensors. Raises WeightsError."""
     family = FAMILIES[config["model_type"]]
     return kind(path, family.sources(spec), getattr(family, "PREFIX", ""), find_format(config, path))
 
@@ -133,10 +133,8 @@ def load(
     scheme: Scheme = UNQUANTIZED,
     spec: Spec | None = None,
 ) -> Decoder | EncoderDecoderModel:
-    """Load this rank's part, with weights rounded to `dtype`, for the CPU's kernels if none are given, and
-    with the specification that the configuration makes if none is given.
-
-    Raises UnsupportedModelError, WeightsError."""
+    """Load this rank's part of the model with weights in `dtype`. The defaults are the CPU's kernels and the
+    specification that `config` describes. Raises UnsupportedModelError, WeightsError."""
     spec = spec or make_spec(config)
     with open_weights(path, config, spec) as weights:
         common = (group, weights, dtype, kernels or _cpu_kernels())
@@ -158,7 +156,7 @@ def _describe_sensitivity(spec: Spec) -> Sensitivity:
 
 
 def _cpu_kernels() -> Kernels:
-    from tgis.shard.kernels.cpu.ops import CPU_KERNELS  # imports numba, which no GPU needs
+    from tgis.shard.kernels.cpu.ops import CPU_KERNELS  # imports numba, which GPUs do not need
 
     return CPU_KERNELS
 
@@ -169,7 +167,7 @@ def count_embedding_elements(spec: Spec) -> int:
 
 
 def check_sharding(spec: Spec, size: int) -> None:
-    """Check that the model can be cut over `size` ranks. Raises UnsupportedModelError."""
+    """Check that `size` ranks can share the model. Raises UnsupportedModelError."""
     shared = spec.num_kv_heads % size == 0 or size % spec.num_kv_heads == 0
     fits = all(width % size == 0 for width in spec.intermediate_sizes)
     if size > spec.vocab_size:

@@ -1,4 +1,4 @@
-"""Scaling of rotary positions that the operator asks for, for models whose configuration has none."""
+"""Rotary scaling set by --rope-scaling and --rope-factor, for models whose configuration has none."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,10 +15,10 @@ FULL_ATTENTION = "full_attention"
 
 
 class RopeOptionError(UnsupportedModelError):
-    """Error: the model's positions cannot be scaled as the operator asks."""
+    """Error: the model does not support the requested rotary scaling."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"--rope-scaling and --rope-factor cannot be followed: {reason}")
+        super().__init__(f"--rope-scaling and --rope-factor do not apply to this model: {reason}")
 
 
 NO_ROPE = "the model has no rotary positions"
@@ -31,27 +31,27 @@ class RopeOption:
     factor: float
 
     def scale_spec(self, spec: ModelSpec, config: Mapping[str, Any]) -> DecoderSpec:
-        """Return the specification of config.json's model with positions scaled. Raises RopeOptionError."""
+        """Return `spec`, which `config` describes, with this scaling. Raises RopeOptionError."""
         if not isinstance(spec, DecoderSpec) or spec.rope is None:
             raise RopeOptionError(NO_ROPE)
         scaling = self._scaling(config)
         if spec.rope.scaling == scaling:
             return spec
         if spec.rope.scaling is not None:
-            raise RopeOptionError("the model's configuration has another scaling")
+            raise RopeOptionError("the model's configuration already has another scaling")
         return replace(spec, rope=Rope(spec.rope.dim, spec.rope.theta, scaling))
 
     def scale_parsed(self, parsed: Any) -> None:
-        """Scale the positions of a configuration of transformers. Raises RopeOptionError."""
+        """Set this scaling in a configuration of transformers. Raises RopeOptionError."""
         given = getattr(parsed.get_text_config(decoder=True), "rope_parameters", None) or {}
         if any(isinstance(value, Mapping) for value in given.values()):
-            given = given.get(FULL_ATTENTION) or {}  # other layers see no further than their window
+            given = given.get(FULL_ATTENTION) or {}  # layers with a window need no scaling
         if not given:
             raise RopeOptionError(NO_ROPE)
-        asked = {"rope_type": self.kind, "factor": self.factor}
-        if given.get("rope_type", "default") != "default" and not asked.items() <= given.items():
-            raise RopeOptionError("the model's configuration has another scaling")
-        given.update(asked)
+        requested = {"rope_type": self.kind, "factor": self.factor}
+        if given.get("rope_type", "default") != "default" and not requested.items() <= given.items():
+            raise RopeOptionError("the model's configuration already has another scaling")
+        given.update(requested)
 
     def _scaling(self, config: Mapping[str, Any]) -> Scaling:
         if self.kind == "linear":
@@ -63,7 +63,7 @@ class RopeOption:
 
 
 def read_rope_option(options: ModelOptions) -> RopeOption | None:
-    """Return the scaling that is asked for; None if there is none, or if it changes nothing."""
+    """Return the scaling that the options set, or None if they set none or one without effect."""
     kind, factor = options.rope_scaling or "linear", options.rope_factor or 1.0
     is_given = options.rope_scaling is not None or options.rope_factor is not None
     return RopeOption(kind, factor) if is_given and (kind, factor) != ("linear", 1.0) else None

@@ -1,4 +1,4 @@
-"""Builds a model on the meta device, for the shapes that soft prompts and adapters must match."""
+"""Builds a model on the meta device to learn the shapes that adapters must match."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,30 +22,32 @@ META = torch.device("meta")
 def build_skeleton(
     path: Path, config: Mapping[str, Any], dtype: torch.dtype
 ) -> Decoder | EncoderDecoderModel:
-    """Return a model without weights, from the headers of files. Its `parts` can read them as `dtype`.
+    """Return a model without weights, built from the files' headers. Its `parts` can read weights as `dtype`.
 
     Raises UnsupportedModelError, WeightsError."""
     spec = registry.make_spec(config)
     shapes = registry.open_weights(path, config, spec, MetaWeights)
     model = registry.build(spec, Parts(ProcessGroup(0, 1), shapes, torch.float32, TorchKernels(META)))
-    weights, cuts = registry.open_weights(path, config, spec), model.parts.cuts
+    weights = registry.open_weights(path, config, spec)
+    cuts = model.parts.cuts
     for module, cut in cuts.items():
-        weights.find_matrix(module, cut.shape)  # `weights` records what it has found
+        weights.find_matrix(module, cut.shape)  # records in `weights` how the matrix is stored
     model.parts = Parts(ProcessGroup(0, 1), weights, dtype, TorchKernels(CPU), cuts)
     return model
 
 
 class MetaWeights(Weights):
-    """Weights that have shapes but no elements."""
+    """Weights on the meta device: shapes without elements."""
 
     def find(self, path: str, shape: tuple[int, ...]) -> Stored:
-        found = super().find(path, shape)
-        return _MetaTensor(found.shape, found.label)
+        stored = super().find(path, shape)
+        return _MetaTensor(stored.shape, stored.label)
 
 
 class _MetaTensor(FloatsOnly):
     def __init__(self, shape: tuple[int, ...], label: str):
-        self.shape, self.label = shape, label
+        self.shape = shape
+        self.label = label
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         whole = torch.empty(self.shape, device=META)

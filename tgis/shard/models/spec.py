@@ -1,4 +1,4 @@
-"""Specifications of models as data: everything that our layers need to know but the tensors."""
+"""Specifications of models: all that layers need besides the tensors."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -6,12 +6,12 @@ from typing import ClassVar, Literal
 from tgis.shard.layers.norm import NormKind
 from tgis.shard.layers.rotary import Rope
 
-# Residual sums of a block's two branches, attention and feed-forward.
+# Residual additions of a block's two branches, attention and feed-forward.
 #   sequential:            x += attention(norm_1(x)); x += mlp(norm_2(x))
 #   parallel:              x += attention(norm_1(x)) + mlp(norm_2(x))
 #   parallel_shared_norm:  x += attention(norm_1(x)) + mlp(norm_1(x))
 Residual = Literal["sequential", "parallel", "parallel_shared_norm"]
-# Place of the norms of sequential branches.
+# Placement of the norms of sequential branches.
 #   before:  x += f(norm(x))
 #   after:   x += post_norm(f(x))
 #   both:    x += post_norm(f(norm(x)))
@@ -21,7 +21,7 @@ NormPlace = Literal["before", "after", "both", "sum"]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """Specification that all stacks of layers share."""
+    """Fields shared by all stacks of layers."""
 
     num_layers: int
     hidden_size: int
@@ -35,7 +35,7 @@ class LayerSpec:
     activation: str = "silu"
     gated: bool = True
 
-    num_positions: int = 0  # rows of a learned table of positions
+    num_positions: int = 0  # rows of the table of learned positions; 0: no table
     position_offset: int = 0  # row of the first position
 
     qkv_bias: bool = False
@@ -60,12 +60,12 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class Experts:
-    """Mixture of experts: a token uses a few feed-forwards, weighted by the softmax of router scores."""
+    """Mixture of experts: each token uses the few experts with the highest router probabilities."""
 
     num_experts: int
     num_active: int  # experts per token
     intermediate_size: int  # width of one expert
-    normalised: bool = True  # the weights of a token's experts sum to one
+    normalised: bool = True  # scale the weights of a token's experts to sum to one
     dense_layers: frozenset[int] = frozenset()  # layers with an ordinary MLP instead
 
 
@@ -80,12 +80,12 @@ class DecoderSpec(LayerSpec):
 
     rope: Rope | None = None
     local_rope: Rope | None = None  # rotary embedding of layers with a window, if it differs
-    windows: tuple[int | None, ...] = ()  # per layer, number of keys that a query sees; empty: no window
-    slopes: tuple[float, ...] = ()  # per head (ALiBi)
+    windows: tuple[int | None, ...] = ()  # keys that a query attends to, per layer; empty: no window
+    slopes: tuple[float, ...] = ()  # ALiBi slope per head
     attention_soft_cap: float | None = None
 
     embedding_size: int | None = None  # if it differs from hidden_size; projections convert between them
-    scales_virtual: bool = False  # virtual tokens were learned before the scaling, so they are scaled as well
+    scales_virtual: bool = False  # soft prompts were trained before the scaling, so they are scaled as well
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
     tie_embeddings: bool = False
@@ -111,8 +111,8 @@ class RelativeBias:
     """Bias learned per head and bucket of distances, added to the scores of self-attention."""
 
     num_buckets: int
-    max_distance: int  # all distances from here on share one bucket
-    is_per_layer: bool = False  # if false, all layers use the first layer's
+    max_distance: int  # this and all larger distances share one bucket
+    is_per_layer: bool = False  # False: all layers use the first layer's bias
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ class StackSpec(LayerSpec):
 
 @dataclass(frozen=True)
 class EncoderDecoderSpec:
-    """Specification of two stacks with heads of equal number and size, so that their keys fit one cache."""
+    """Specification of two stacks whose heads have equal number and size, so that one cache serves both."""
 
     is_encoder_decoder: ClassVar = True
     rope_switch_len: ClassVar = 0
@@ -133,7 +133,7 @@ class EncoderDecoderSpec:
     decoder: StackSpec
     vocab_size: int
     logit_scale: float = 1.0
-    has_head_bias: bool = False  # a checkpoint may still lack it
+    has_head_bias: bool = False  # optional in the checkpoint
 
     @property
     def num_layers(self) -> int:

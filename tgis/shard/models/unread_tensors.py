@@ -1,5 +1,5 @@
-"""Tensors of a checkpoint that a model does not read. Known ones are ignored, because no output depends on
-them. All others are refused, because without them the model would differ from the one that was trained."""
+"""Check of the tensors that a checkpoint has and a model does not read. Known kinds are ignored: no output
+depends on them. Any other tensor is an error, because the model would differ from the trained one."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ from tgis.shard.checkpoint.tensors import WeightsError
 _ANYWHERE = r"(?:.+\.)?"
 _PREFIX = re.compile(r"^(?:model|transformer)\.")
 
-# Kinds of tensors, and patterns of their whole names without a leading `model.` or `transformer.`.
+# Kind of tensor -> pattern that matches the full name without a leading `model.` or `transformer.`.
 IGNORED = {
     "rotary frequencies and angles, which are computed from config.json": _ANYWHERE + r"\w*rotary\w*\.\w+",
     "causal masks of GPT-2 and GPT-NeoX": _ANYWHERE + r"(?:attn|attention)\.(?:masked_bias|bias)",
@@ -21,11 +21,11 @@ IGNORED = {
         r"(?:(?:en|de)coder\.)?embed_positions\.(?:weights|_float_tensor)"
     ),
     "copies of T5's and BART's table of tokens": r"(?:shared|(?:en|de)coder\.embed_tokens)\.weight",
-    "the version number that fairseq gave a BART or OPT": r"(?:en|de)coder\.version",
+    "fairseq's version number in BART and OPT checkpoints": r"(?:en|de)coder\.version",
     "the relative bias of T5's cross-attention, which is never added": (
         r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
     ),
-    "the last norm of an OPT, where config.json says that it was removed": (
+    "the last norm of an OPT whose config.json says that it was removed": (
         r"decoder\.final_layer_norm\.(?:weight|bias)"
     ),
     "heads that score or classify texts": (
@@ -37,7 +37,7 @@ IGNORED = {
         r"(?:vision|visual|image|audio|speech|multi_?modal|mm_projector|embed_vision|embed_audio|talker|"
         r"token2wav|code2wav)\w*(?:\..+)?"
     ),
-    "scales to round activations, which this service does not round by them, and keys and values": (
+    "scales for quantized activations, keys and values, which this service does not use": (
         _ANYWHERE + r"(?:input_scale_ub|activation_scale|(?:input|output|kv|[qkv])_(?:scale|zero_point))"
     ),
     "the bits and the group size of a GPTQ checkpoint, as tensors": r"gptq_(?:bits|groupsize)",
@@ -48,7 +48,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 
 
 def refuse_unread(directory: Path, names: Iterable[str], config: Mapping[str, Any]) -> None:
-    """Raise WeightsError if one of `names`, the tensors that were not read, is not one to ignore."""
+    """Raise WeightsError if `names`, the tensors that were not read, contain one that must not be ignored."""
     predicting = _prediction_layers(config)
     unknown = [name for name in names if not (_is_known(name) or _layer_of(name) in predicting)]
     if unknown:
@@ -66,7 +66,7 @@ def _is_known(name: str) -> bool:
 
 
 def _prediction_layers(config: Mapping[str, Any]) -> range:
-    """Return the layers, after all others, that predict tokens after the next one."""
+    """Return the indices of the layers for multi-token prediction, which follow the model's layers."""
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config
     first, count = (text.get(key) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
@@ -74,10 +74,10 @@ def _prediction_layers(config: Mapping[str, Any]) -> range:
 
 
 def _layer_of(name: str) -> int | None:
-    found = _LAYER.search(name)
-    return int(found[1]) if found else None
+    match = _LAYER.search(name)
+    return int(match[1]) if match else None
 
 
 def _layer_order(name: str) -> str:
-    """Return a key that sorts by the numbers in names: layer 2 before layer 10."""
+    """Return a sort key that compares numbers by value: layer 2 precedes layer 10."""
     return re.sub(r"\d+", lambda number: number[0].zfill(9), name)

@@ -1,4 +1,4 @@
-"""Definitions shared by the engines that run a whole model through another library's code."""
+"""Code shared by the engines that run a model with another library: transformers and ONNX Runtime."""
 
 import logging
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ logger = logging.getLogger(__name__)
 
 
 class NotServedError(Exception):
-    """Reason why a model is not served. The text is the end of a sentence."""
+    """Reason why a model cannot be served, worded to end the sentence of the error that is reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WholeModelSpec:
-    """Shape of the model. Every rank holds it all, so key/value heads are counted once for each rank."""
+    """Shape of the model. Every rank holds all heads, so `num_kv_heads` counts them once per rank."""
 
     is_encoder_decoder: ClassVar = False
     rope_switch_len: ClassVar = 0
@@ -40,11 +40,13 @@ def warn_of_copies(group: ProcessGroup) -> None:
 
 
 def choose_tokens(vocab_size: int, count: int) -> Tensor:
-    """Return token ids, int64 [count], from the middle of the vocabulary; special tokens are at its ends."""
+    """Return token ids, int64 [count], from the middle of the vocabulary, away from the special tokens at its
+    ends."""
     return (vocab_size // 3 + 7 * torch.arange(count)) % vocab_size
 
 
 def scores_agree(scores: Tensor, expected: Tensor, tolerance: float) -> bool:
-    """Return True if no score differs by more than `tolerance` of the greatest. NaN never agrees."""
+    """Return True if no score differs by more than `tolerance` times the largest magnitude. NaN never
+    agrees."""
     bound = tolerance * expected.abs().max().clamp(min=1.0)
     return scores.shape == expected.shape and bool((scores - expected).abs().max() <= bound)

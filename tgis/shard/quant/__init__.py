@@ -1,1 +1,1 @@
-"""Quantized weights: schemes that round them when they are read, and the formats of checkpoints."""
+"""Quantized weights: schemes that quantize them while loading, and the formats of quantized checkpoints."""

@@ -1,4 +1,4 @@
-"""Numbers that codes of 4 bits stand for, in bitsandbytes' order."""
+"""Values of 4-bit codes, in bitsandbytes' order."""
 
 # Quantiles of a normal distribution, from "QLoRA: Efficient Finetuning of Quantized LLMs" (Dettmers et al.,
 # 2023), appendix E.
@@ -20,7 +20,7 @@ NF4 = (
     0.7229568362236023,
     1.0,
 )
-# A sign, two bits of an exponent and one of a mantissa, over the largest of them.
+# Sign, two exponent bits and one mantissa bit, divided by the largest value.
 _FP4_MAGNITUDES = tuple(magnitude / 12 for magnitude in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
 FP4 = (*_FP4_MAGNITUDES, *(-magnitude for magnitude in _FP4_MAGNITUDES))
 

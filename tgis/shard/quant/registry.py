@@ -1,4 +1,4 @@
-"""Registry of schemes, by the value of `--quantize`, and of the formats of quantized checkpoints, by their
+"""Registry of schemes by the value of `--quantize`, and of formats of quantized checkpoints by
 `quant_method`."""
 
 from collections.abc import Callable, Mapping
@@ -31,8 +31,8 @@ FORMATS: dict[str, Callable[[QuantizationSettings], Format]] = {
     "marlin": Marlin,
 }
 
-# Values of `--quantize` that name a format, and the methods of its checkpoints. Some name a scheme too, which
-# quantizes other checkpoints.
+# Value of `--quantize` that names a format -> `quant_method` of its checkpoints. Some values also name a
+# scheme, which applies to checkpoints that are not quantized.
 METHODS_OF = {
     "gptq": ("gptq", "marlin"),
     "marlin": ("gptq", "marlin"),
@@ -46,13 +46,13 @@ METHODS_OF = {
 
 
 def find_scheme(quantize: str | None) -> Scheme:
-    """Return the scheme of an option's value. Values that are never supported are refused earlier."""
+    """Return the scheme of a value of `--quantize` that configuration has validated."""
     return SCHEMES[quantize or "none"]
 
 
 def find_scheme_name(quantize: str | None, settings: QuantizationSettings | None) -> str | None:
-    """Return the scheme that `--quantize` means for a checkpoint: none if it names the checkpoint's own
-    format. Raises WeightsError if it names another one."""
+    """Return the scheme that `--quantize` selects for a checkpoint, or None if the option names the format in
+    which the checkpoint is stored. Raises WeightsError if it names another format."""
     methods = METHODS_OF.get(quantize or "", ())
     if settings is None and methods and quantize not in SCHEMES:
         raise WeightsError(
@@ -70,8 +70,9 @@ def find_scheme_name(quantize: str | None, settings: QuantizationSettings | None
 
 
 def find_format(config: Mapping[str, Any], directory: Path) -> Format | None:
-    """Return the format of the quantized weights of the checkpoint in `directory` with this config.json, or
-    None if they are not quantized. Raises ModelNotFoundError and WeightsError."""
+    """Return the format of the quantized checkpoint in `directory`, or None if it is not quantized.
+
+    Raises ModelNotFoundError and WeightsError."""
     settings = read_settings(config, directory)
     if settings is None:
         return None

@@ -1,4 +1,4 @@
-"""Rule that says which weights of a model lose most when they are rounded to 4 bits."""
+"""Rule that selects the weights that quantization to 4 bits harms most."""
 
 import re
 from dataclasses import dataclass
@@ -8,20 +8,21 @@ _LAYER = re.compile(r"(?:^|\.)blocks\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Sizes of a model that the rule needs. Sensitive are the values of attention, whose errors no softmax
-    dampens; all of the last layer, after which nothing makes up for an error; and the down projections of
-    the first and the last eighth of the layers and of each third layer between them, which add large numbers
-    to the residual stream."""
+    """Rule for a model of given sizes. Sensitive weights are the value projections, whose errors no softmax
+    dampens; the whole last layer, whose errors no later layer corrects; and the down projections of the first
+    and last eighth of the layers and of every third layer between, which add large values to the residual
+    stream."""
 
     num_layers: int = 0
-    num_value_rows: int = 0  # of the values in a matrix of queries, keys and values
+    num_value_rows: int = 0  # rows of values in a fused matrix of queries, keys and values
 
     def find_rows(self, path: str, num_rows: int) -> slice:
-        """Return the sensitive rows of a module's weight, which are the last ones, all or none."""
-        found = _LAYER.search(path)
-        if found is None or not self.num_layers:
+        """Return the sensitive rows of a module's weight: none, all, or the last ones."""
+        match = _LAYER.search(path)
+        if match is None or not self.num_layers:
             return slice(num_rows, num_rows)
-        layer, module = int(found[1]), path.rpartition(".")[2]
+        layer = int(match[1])
+        module = path.rpartition(".")[2]
         if layer == self.num_layers - 1 or (module == "down" and self._is_sensitive_down(layer)):
             return slice(0, num_rows)
         count = {"qkv": self.num_value_rows, "kv": num_rows // 2}.get(module, 0)
@@ -34,4 +35,4 @@ class Sensitivity:
 
 
 UNKNOWN = Sensitivity()
-"""That of a model of which no weights are sensitive."""
+"""Rule by which no weights are sensitive."""

@@ -1,1 +1,1 @@
-"""Makes quantized checkpoints: GPTQ with calibration, and 8 bits per row without."""
+"""Quantizes checkpoints: by GPTQ with calibration, or to 8 bits with a scale per row."""

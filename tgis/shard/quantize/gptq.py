@@ -1,8 +1,9 @@
-"""Rounds a matrix so that its outputs change least, by GPTQ: Frantar, Ashkboos, Hoefler, Alistarh, "GPTQ:
-Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2022 (arXiv 2210.17323).
+"""Rounds a matrix by GPTQ, which minimises the squared error of its outputs: Frantar, Ashkboos, Hoefler,
+Alistarh, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2022 (arXiv
+2210.17323).
 
-Columns are rounded one after the other. The error of each is made up for by the columns after it, by the
-inverse of the Hessian of the squared error of the outputs, 2/n sum x x^T over n inputs x."""
+Columns are rounded one after the other. Later columns compensate for the error of each, weighted by the
+inverse Hessian of the squared error, 2/n sum x x^T over n inputs x."""
 
 from itertools import pairwise
 from typing import cast
@@ -13,15 +14,15 @@ from torch import Tensor
 from tgis.shard.quantize.group_codes import Grid, GroupCodes, assemble, find_grid
 from tgis.shard.quantize.settings import QuantizeError, QuantizeSettings
 
-BLOCK = 128  # columns after whose rounding all later columns are updated at once
+BLOCK = 128  # columns that are rounded before all later columns are updated
 
 
 def solve(weight: Tensor, hessian: Tensor, settings: QuantizeSettings) -> GroupCodes:
     """Round a matrix [num_rows, num_columns], given its inputs' Hessian [num_columns, num_columns].
 
-    The grid of a group spans its weights as earlier columns have changed them. With `act_order` columns are
-    rounded by falling diagonal of the Hessian, and grids span the weights as they were. Weights that meet
-    only zeros become zeros. Raises QuantizeError if the Hessian cannot be inverted."""
+    The grid of a group spans its weights, including updates from earlier columns. With `act_order`, columns
+    are rounded in descending order of the Hessian's diagonal, and grids span the original weights. Columns
+    whose inputs are all zero become zeros. Raises QuantizeError if the Hessian cannot be inverted."""
     columns = weight.T.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
     hessian = hessian.to(torch.float64, copy=True)
     is_dead = hessian.diagonal() == 0
@@ -35,17 +36,18 @@ def solve(weight: Tensor, hessian: Tensor, settings: QuantizeSettings) -> GroupC
     grids = [find_grid(group, settings.bits, settings.sym) for group in torch.split(columns, length)]
     ordered = [grids[k // length] for k in order.tolist()]
     factor = _invert(hessian[order][:, order], settings.percdamp)
-    found, _ = _round_columns(columns[order], factor, len(columns), ordered, settings)
-    codes = torch.empty_like(found)
-    codes[order] = found
+    ordered_codes, _ = _round_columns(columns[order], factor, len(columns), ordered, settings)
+    codes = torch.empty_like(ordered_codes)
+    codes[order] = ordered_codes
     return assemble(codes, grids, length)
 
 
 def _round_columns(
     columns: Tensor, factor: Tensor, length: int, given: list[Grid], settings: QuantizeSettings
 ) -> tuple[Tensor, list[Grid]]:
-    """Return the codes of columns, float64 [num_columns, num_rows], which are overwritten, and the grids of
-    their groups of `length`; or use the grid that is given for each column. `factor` is that of `_invert`."""
+    """Return the codes of columns, float64 [num_columns, num_rows], and the grids of groups of `length`
+    columns. Overwrites `columns`. `given`, if not empty, has the grid of each column. `factor` comes from
+    `_invert`."""
     codes, grids = torch.empty_like(columns), list[Grid]()
     for begin, end in pairwise(_cut(len(columns), length)):
         if not given and begin % length == 0:
@@ -62,15 +64,15 @@ def _round_columns(
 
 
 def _cut(num_columns: int, length: int) -> list[int]:
-    """Return the bounds of blocks, none of which lies in two groups."""
+    """Return the bounds of blocks. No block crosses the bound of a group."""
     groups = range(0, num_columns, length)
     begins = [k for group in groups for k in range(group, min(group + length, num_columns), BLOCK)]
     return [*begins, num_columns]
 
 
 def _invert(hessian: Tensor, percdamp: float) -> Tensor:
-    """Return the upper Cholesky factor of the damped Hessian's inverse. Its row k has, as multiples of its
-    diagonal element, what the later columns must take over from column k."""
+    """Return the upper Cholesky factor of the damped Hessian's inverse. Row k,
+    divided by its diagonal element, holds the weights with which later columns compensate for column k."""
     damped = hessian.clone()
     damped.diagonal().add_(percdamp * hessian.diagonal().mean())
     lower, failed = torch.linalg.cholesky_ex(damped)

@@ -1,4 +1,4 @@
-"""Integer codes of a matrix in groups of columns, and the grids of numbers that they stand for."""
+"""Integer codes of a matrix in groups of columns, and the grids of values that they represent."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,19 +8,19 @@ from torch import Tensor
 
 from tgis.shard.quantize.settings import QuantizeSettings
 
-SMALLEST_SCALE = 2.0**-24  # float16's
+SMALLEST_SCALE = 2.0**-24  # smallest positive float16
 
 
 class Grid(NamedTuple):
-    """Numbers (code - zero) * scale for codes 0 ... largest, for each row of a matrix: float64 [num_rows].
-    Scales have values of float16, in which they are stored."""
+    """Values (code - zero) * scale for codes 0 to `largest`, per row of a matrix. Scales and zeros are
+    float64 [num_rows]; scales are rounded to float16, the type in which they are stored."""
 
     scales: Tensor
     zeros: Tensor
     largest: int
 
     def encode(self, weights: Tensor) -> Tensor:
-        """Return the codes of the nearest numbers to weights, float64 [..., num_rows]."""
+        """Return the codes of the values nearest to weights, float64 [..., num_rows]."""
         return (weights / self.scales).round().add(self.zeros).clamp(0, self.largest)
 
     def decode(self, codes: Tensor) -> Tensor:
@@ -28,8 +28,8 @@ class Grid(NamedTuple):
 
 
 def find_grid(weights: Tensor, bits: int, sym: bool) -> Grid:
-    """Return the grid that spans the weights of a group, float64 [group_length, num_rows]. No zero is 0, so
-    that the form in which zeros are stored, minus one, cannot wrap around."""
+    """Return the grid that spans the weights of a group, float64 [group_length, num_rows]. Zeros are at least
+    1, because they are stored minus one."""
     largest = 2**bits - 1
     if sym:
         scales = weights.abs().amax(0) * 2 / largest
@@ -46,7 +46,7 @@ def find_grid(weights: Tensor, bits: int, sym: bool) -> Grid:
 
 @dataclass(frozen=True, eq=False)
 class GroupCodes:
-    """Codes of a matrix [num_rows, num_columns], by columns, as GPTQ stores them."""
+    """Codes of a matrix [num_rows, num_columns], transposed as in GPTQ checkpoints."""
 
     codes: Tensor  # uint8 [num_columns, num_rows]
     scales: Tensor  # float16 [num_groups, num_rows]
@@ -54,7 +54,7 @@ class GroupCodes:
     group_of: Tensor  # int64 [num_columns]
 
     def dequantize(self) -> Tensor:
-        """Return the weights, float32 [num_rows, num_columns]; the products are exact."""
+        """Return the weights, float32 [num_rows, num_columns]. float32 holds them exactly."""
         steps = self.codes.float() - self.zeros.float()[self.group_of]
         return (steps * self.scales.float()[self.group_of]).T.contiguous()
 
@@ -70,7 +70,7 @@ def round_to_nearest(weight: Tensor, settings: QuantizeSettings) -> GroupCodes:
 
 
 def assemble(codes: Tensor, grids: list[Grid], group_length: int) -> GroupCodes:
-    """Return codes, float64 [num_columns, num_rows], with the grids of their groups, in small types."""
+    """Convert codes, float64 [num_columns, num_rows], and the grids of their groups to the stored types."""
     return GroupCodes(
         codes.to(torch.uint8),
         torch.stack([grid.scales for grid in grids]).half(),

@@ -1,4 +1,4 @@
-"""Runs windows of text through a decoder block by block, so that only one block need be in memory."""
+"""Runs windows of text through a decoder block by block, so that only one block is in memory at a time."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.quantize.plan import ALONE, LinearMatrix, LinearParts
 
 BLOCK_SIZE = 16
-LOGITS_ROWS = 256  # rows of logits that are computed at once
+LOGITS_ROWS = 256  # rows of logits computed at once
 
 
 @dataclass
@@ -31,15 +31,17 @@ class Windows:
 
 
 class LayerSteps:
-    """Steps of one window each, with a block or an end of the model, whose weights are read for the purpose
-    and are float32."""
+    """Runs steps of one window each. The weights of a block, or of embedding and head, are read as float32
+    when they are needed."""
 
     def __init__(self, spec: DecoderSpec, weights: Weights, device: torch.device):
-        self._spec, self._weights, self._kernels = spec, weights, TorchKernels(device)
+        self._spec = spec
+        self._weights = weights
+        self._kernels = TorchKernels(device)
         self._contexts: dict[int, StepContext] = {}  # by the number of tokens
 
     def embed(self, *streams: Windows) -> None:
-        """Set the states to the input of the first block."""
+        """Set the states of windows to the input of the first block."""
         ends = self._read_ends()
         for windows in streams:
             for ids in windows.token_ids:
@@ -49,14 +51,14 @@ class LayerSteps:
                 windows.states.append(x.cpu())
 
     def read_block(self, layer: int) -> tuple[AnyBlock, dict[str, LinearMatrix]]:
-        """Return a block, and its linear layers by their paths. Raises WeightsError."""
+        """Return a block and its linear layers by path. Raises WeightsError."""
         parts = self._make_parts()
         block = make_block(self._spec, parts, layer)
         self._weights.release()
         return block, parts.matrices
 
     def run(self, block: AnyBlock, windows: Windows) -> Iterator[Tensor]:
-        """Yield the block's output for each window. The states stay as they are."""
+        """Yield the block's output for each window without changing the states."""
         for state in windows.states:
             x = state.to(self._kernels.device, copy=True)
             x, delta = block(x, None, self._contexts[len(x)])
@@ -66,8 +68,8 @@ class LayerSteps:
         windows.states = list(self.run(block, windows))
 
     def losses(self, *streams: Windows) -> list[float]:
-        """Return the mean loss, in nats, of the tokens after the first of each window. The states are those
-        after the last block."""
+        """Return the mean loss, in nats per token, of each stream. The first token of a window has no loss.
+        The states must be those after the last block."""
         ends = self._read_ends()
         return [self._loss(ends, windows) for windows in streams]
 
@@ -93,8 +95,10 @@ class LayerSteps:
         return LinearParts(ALONE, self._weights, torch.float32, self._kernels)
 
     def _open_window(self, token_ids: Tensor) -> tuple[StepInputs, "OneLayerAttention"]:
-        """Return the step of a new sequence."""
-        spec, count, device = self._spec, len(token_ids), self._kernels.device
+        """Return the inputs and the attention of a step that computes a window as a new sequence."""
+        spec = self._spec
+        count = len(token_ids)
+        device = self._kernels.device
         num_blocks = -(-count // BLOCK_SIZE)
         sizes = (1, num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
         attention = OneLayerAttention(KVCache(*sizes, torch.float32, device))
@@ -112,7 +116,7 @@ class LayerSteps:
 
 
 class OneLayerAttention(TorchAttention):
-    """Attention with a cache of one layer, which all layers use one after the other."""
+    """Attention whose layers share a cache of one layer, which each of them overwrites."""
 
     def run(
         self,

@@ -1,5 +1,5 @@
-"""The directory of a quantized checkpoint while it is made. Each layer is a file of its own; a run that was
-interrupted goes on with the first layer that has none."""
+"""Output directory of a run. Each layer is a separate file, and an interrupted run resumes at the first layer
+without one."""
 
 import json
 import os
@@ -20,23 +20,23 @@ from tgis.shard.quantize.packing import Tensors
 from tgis.shard.quantize.settings import QuantizeError
 from tgis.tensor_files.mapped_safetensors import separate_memory
 
-RUN_FILE = ".quantize.json"  # there while a run is not finished
+RUN_FILE = ".quantize.json"  # exists until the run is finished
 MAX_FILE_BYTES = 10 * 10**9
-ERRORS = "errors"  # metadata of a layer's file
-METADATA = "__metadata__"  # in the header of a file
-# Files of a model that are copied: tokenizers, their settings, and the like.
+ERRORS = "errors"  # key in the metadata of a layer's file
+METADATA = "__metadata__"  # key in the header of a safetensors file
+# Files of the model that are copied: tokenizers, settings, code and licences.
 COPIED = ("*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja", "*.py", "LICENSE*")
 CONFIG, QUANTIZE_CONFIG = "config.json", "quantize_config.json"
 
 Errors = dict[str, tuple[float, float]]
-"""Relative errors of matrices' outputs, and those of plain rounding, by the kind of matrix."""
+"""Kind of matrix -> relative errors of its outputs by GPTQ and by rounding to nearest."""
 
 
 class OutputDirectory:
-    """Files of a run. All methods raise QuantizeError."""
+    """Output files of a run. All methods raise QuantizeError."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any], method: str):
-        """Make the directory, or go on with the run in it that has the same settings."""
+        """Create the directory, or resume the run in it, which must have the same settings."""
         self.path = path
         self._metadata = {
             "format": "pt",
@@ -46,7 +46,7 @@ class OutputDirectory:
         self._begin(dict(settings))
 
     def read_layer(self, layer: int) -> tuple[Tensors, Errors] | None:
-        """Return a layer's tensors and errors; None if it is not finished."""
+        """Return the tensors and errors of a finished layer, otherwise None."""
         path = self.path / file_name(layer)
         if not path.is_file():
             return None
@@ -62,15 +62,19 @@ class OutputDirectory:
         self._write(file_name(layer), tensors, {ERRORS: json.dumps(errors)})
 
     def finish(self, source: Path, num_layers: int, rest: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Write the tensors that are not quantized, the index and the copies of other files."""
-        number, waiting, num_bytes = num_layers, Tensors(), 0
+        """Write the tensors that are not quantized and the index, and copy other files."""
+        number = num_layers
+        pending = Tensors()
+        num_bytes = 0
         for name, tensor in rest:
-            if waiting and num_bytes + tensor.nbytes > MAX_FILE_BYTES:
-                self._write(file_name(number), waiting)
-                number, waiting, num_bytes = number + 1, {}, 0
-            waiting[name] = tensor
+            if pending and num_bytes + tensor.nbytes > MAX_FILE_BYTES:
+                self._write(file_name(number), pending)
+                number = number + 1
+                pending = {}
+                num_bytes = 0
+            pending[name] = tensor
             num_bytes += tensor.nbytes
-        self._write(file_name(number), waiting)
+        self._write(file_name(number), pending)
         self._write_index(number + 1)
         for file in sorted(file for pattern in COPIED for file in source.glob(pattern)):
             if file.name != CONFIG and not file.name.endswith(".index.json"):
@@ -91,16 +95,16 @@ class OutputDirectory:
         if RUN_FILE not in names:
             if names:
                 raise QuantizeError(
-                    f"{self.path} exists and holds no run to go on with: give another directory"
+                    f"{self.path} exists and does not contain a run to resume: use another directory"
                 )
             self._write_json(RUN_FILE, settings)
             return
-        there = model_files.read_json(self.path, RUN_FILE)
+        started = model_files.read_json(self.path, RUN_FILE)
         for key, value in settings.items():
-            if there.get(key) != value:
+            if started.get(key) != value:
                 raise QuantizeError(
-                    f"{self.path} holds a run with {key} {there.get(key)}, and this one has {value}: give "
-                    "the same options, text and model, or another directory"
+                    f"{self.path} contains a run with {key} {started.get(key)}, but this run has {value}: "
+                    "use the same options, text and model, or another directory"
                 )
 
     def _write(self, name: str, tensors: Tensors, metadata: Mapping[str, str] | None = None) -> None:
@@ -108,12 +112,13 @@ class OutputDirectory:
         with self._writing(self.path / name):
             save_file(separate_memory(tensors), part, {**self._metadata, **(metadata or {})})
             _sort_metadata(part)
-            part.chmod((self.path / RUN_FILE).stat().st_mode)  # the library lets the owner alone read it
+            part.chmod((self.path / RUN_FILE).stat().st_mode)  # safetensors permits only its owner
             _sync(part)
             part.replace(self.path / name)
 
     def _write_index(self, num_files: int) -> None:
-        file_of, total = {}, 0
+        file_of = {}
+        total = 0
         for name in map(file_name, range(num_files)):
             with safe_open(self.path / name, framework="pt") as content:
                 for key in content.keys():  # noqa: SIM118
@@ -143,32 +148,32 @@ def file_name(number: int) -> str:
 
 
 def part_name(name: str) -> str:
-    """Return the name of a file until it is whole."""
+    """Return the name of a file while it is incomplete."""
     return f".{name}.part"
 
 
 def read_rest(directory: Path, replaced: frozenset[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a checkpoint that are not replaced. Raises WeightsError."""
+    """Yield the tensors of a checkpoint that are not in `replaced`. Raises WeightsError."""
     checkpoint = Checkpoint(directory)
     for name in sorted(set(checkpoint.list_unread()) - replaced):
         yield name, checkpoint.fetch_any(name).read()
 
 
 def _sort_metadata(path: Path) -> None:
-    """Sort the metadata of a file, which the library writes in random order, so that equal runs write equal
+    """Sort the metadata of a file, which safetensors writes in random order, so that equal runs write equal
     bytes."""
     with path.open("r+b") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
         header[METADATA] = dict(sorted(header[METADATA].items()))
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        assert len(text) <= length, "only the order has changed"
+        assert len(text) <= length, "sorting does not lengthen the header"
         file.seek(8)
         file.write(text.ljust(length))
 
 
 def _count_bytes(path: Path) -> int:
-    """Return the bytes of the tensors of a file, which follow the length of the header and the header."""
+    """Return the size of a file's tensors, which follow the header and its 8-byte length."""
     with path.open("rb") as file:
         return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
 

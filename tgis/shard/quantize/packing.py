@@ -1,4 +1,4 @@
-"""The tensors in which quantized modules are stored: GPTQ's of AutoGPTQ, and 8 bits of compressed-tensors."""
+"""Storage of quantized modules: GPTQ as AutoGPTQ writes it, and 8 bits as compressed-tensors writes it."""
 
 from collections.abc import Mapping
 from math import gcd
@@ -14,15 +14,15 @@ from tgis.shard.quantize.group_codes import GroupCodes
 from tgis.shard.quantize.settings import Method, QuantizeError
 
 WORD_BITS = 32
-LARGEST_WEIGHT = torch.finfo(torch.float16).max  # of scales
+LARGEST_WEIGHT = torch.finfo(torch.float16).max  # so that scales fit float16
 Tensors = dict[str, Tensor]
 
 
 def pack_groups(codes: GroupCodes, rows: Tensor, bits: int) -> Tensors:
-    """Return GPTQ's tensors of a module that has these rows of the matrix, int64 [num_rows]:
+    """Return GPTQ's tensors of a module that holds `rows` of the matrix, int64 [num_rows]:
 
-    qweight int32 [num_columns * bits / 32, num_rows], qzeros int32 [num_groups, num_rows * bits / 32], which
-    holds zeros minus one, scales float16 [num_groups, num_rows], g_idx int32 [num_columns]."""
+    qweight int32 [num_columns * bits / 32, num_rows], qzeros int32 [num_groups, num_rows * bits / 32] (zeros
+    minus one), scales float16 [num_groups, num_rows], g_idx int32 [num_columns]."""
     tensors = {
         "qweight": pack_words(codes.codes[:, rows], bits),
         "qzeros": pack_words((codes.zeros[:, rows] - 1).T, bits).T,
@@ -43,23 +43,23 @@ def unpack_groups(tensors: Mapping[str, Tensor], bits: int) -> GroupCodes:
 
 
 def pack_words(values: Tensor, bits: int) -> Tensor:
-    """Pack values, uint8 [num_values, n], one after the other from the lowest bits of the first word on.
+    """Pack values, uint8 [num_values, n], without gaps into words, int32 [num_values * bits / 32, n].
 
-    Returns int32 [num_values * bits / 32, n]. Of 3 bits, some values lie across two words."""
+    The first value is in the lowest bits of the first word. Values of 3 bits may extend over two words."""
     shared = gcd(WORD_BITS, bits)
-    num_together, num_words = WORD_BITS // shared, bits // shared  # after which a word begins with a value
-    found = values.reshape(-1, num_together, values.shape[1]).long()  # [num_periods, num_together, n]
-    words = found.new_zeros(len(found), num_words, values.shape[1])
-    for i in range(num_together):
+    values_per_period, words_per_period = WORD_BITS // shared, bits // shared  # period of the packing
+    periods = values.reshape(-1, values_per_period, values.shape[1]).long()  # [num_periods, -1, n]
+    words = periods.new_zeros(len(periods), words_per_period, values.shape[1])
+    for i in range(values_per_period):
         word, shift = divmod(i * bits, WORD_BITS)
-        words[:, word] |= found[:, i] << shift
+        words[:, word] |= periods[:, i] << shift
         if shift + bits > WORD_BITS:
-            words[:, word + 1] |= found[:, i] >> (WORD_BITS - shift)
-    return words.flatten(0, 1).to(torch.int32)  # which takes the lower half
+            words[:, word + 1] |= periods[:, i] >> (WORD_BITS - shift)
+    return words.flatten(0, 1).to(torch.int32)  # keeps the lower half
 
 
 def check_size(name: str, num_rows: int, num_columns: int, bits: int) -> None:
-    """Raise QuantizeError unless codes of a module fill whole words."""
+    """Raise QuantizeError unless the codes of a module fill whole words."""
     for kind, size in (("rows", num_rows), ("columns", num_columns)):
         if size * bits % WORD_BITS:
             raise QuantizeError(
@@ -69,17 +69,17 @@ def check_size(name: str, num_rows: int, num_columns: int, bits: int) -> None:
 
 
 def pack_rows(weight: Tensor, method: Method) -> Tensors:
-    """Round a matrix [num_rows, num_columns] to 8 bits with a scale for each row, and return it as
-    compressed-tensors stores it: weight int8 or float8_e4m3fn, weight_scale float32 [num_rows, 1]."""
+    """Round a matrix [num_rows, num_columns] to 8 bits with a scale per row. Return the tensors of
+    compressed-tensors: weight int8 or float8_e4m3fn, weight_scale float32 [num_rows, 1]."""
     if method == "int8":
         codes = round_to_integers(weight, CodeLayout(torch.int8, 8, None), num_steps=127)
     else:
         codes = round_to_floats(weight, CodeLayout(torch.float8_e4m3fn, 8, None))
-    scales = torch.where(codes.scales > 0, codes.scales, 1.0)  # others may divide by them
+    scales = torch.where(codes.scales > 0, codes.scales, 1.0)  # other servers may divide by them
     return {"weight": codes.values, "weight_scale": scales}
 
 
 def check_weight(weight: Tensor, label: str) -> None:
-    """Raise WeightsError unless all numbers of a weight can be rounded."""
+    """Raise WeightsError if a weight has elements that cannot be quantized."""
     if not (weight.abs() <= LARGEST_WEIGHT).all():
-        raise WeightsError(f"{label} holds numbers that are not finite, or too large to be quantized")
+        raise WeightsError(f"{label} contains values that are not finite or too large to be quantized")

@@ -1,5 +1,5 @@
-"""Finds the matrices of a model that are quantized, by layers, and the modules of the checkpoint that they
-are made of, before any weights are read."""
+"""Plan of a run: the matrices of each layer to quantize, and the modules of the checkpoint that they consist
+of. Made before any weights are read."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ class LinearMatrix:
     def __init__(self, weight: Tensor):
         self.weight = weight
         self.squares: Tensor | None = None
-        """Sum of x x^T over recorded inputs x, float32 [num_columns, num_columns]; None: do not record."""
+        """Sum of x x^T over recorded inputs x, float32 [num_columns, num_columns]; None: recording is off."""
         self.num_inputs = 0
 
     def multiply(self, x: Tensor) -> Tensor:
@@ -49,11 +49,11 @@ class LinearMatrix:
 
 @dataclass(frozen=True)
 class LinearParts(Parts):
-    """Parts that keep the weights of linear layers as float32, by the path of the layer."""
+    """Parts that keep the weights of linear layers as float32, by path."""
 
     matrices: dict[str, LinearMatrix] = field(default_factory=dict)
     others: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Shapes of further matrices that are multiplied with, such as the head, by the path."""
+    """Shapes of other multiplied matrices, such as the head, by path."""
 
     def pack(
         self,
@@ -73,16 +73,17 @@ class LinearParts(Parts):
 
 @dataclass(frozen=True)
 class StoredModule:
-    """Module of the checkpoint, or the matrix of an expert in it, and its rows of a matrix of the model."""
+    """Module of the checkpoint, or an expert's entry in it, and the rows that it provides of a matrix of the
+    model."""
 
     name: str
-    entry: int | None  # number of an expert, if a tensor holds all of them
+    entry: int | None  # index of an expert in a tensor that holds all experts
     rows: Tensor  # int64 [num_rows], in the module's order
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Matrices that are quantized. Paths are the model's, such as `blocks.0.attention.qkv`."""
+    """Matrices to quantize. Paths are the model's, such as `blocks.0.attention.qkv`."""
 
     directory: Path
     config: Mapping[str, Any]
@@ -93,45 +94,43 @@ class Plan:
 
     @property
     def layers(self) -> list[list[str]]:
-        """Paths of each layer."""
-        found: dict[str, list[str]] = {}
+        """Paths of the matrices of each layer."""
+        paths_of: dict[str, list[str]] = {}
         for path in self.shapes:
             layer = _LAYER.match(path)
             assert layer is not None, "linear layers are in blocks"
-            found.setdefault(layer[1], []).append(path)
-        return list(found.values())
+            paths_of.setdefault(layer[1], []).append(path)
+        return list(paths_of.values())
 
     def open_weights(self) -> Weights:
         return registry.open_weights(self.directory, self.config, self.spec)
 
-    def store(self, of_modules: Iterator[tuple[StoredModule, Tensors]]) -> Tensors:
-        """Return tensors by their names in the checkpoint; those of experts that share a tensor, stacked."""
+    def store(self, modules: Iterator[tuple[StoredModule, Tensors]]) -> Tensors:
+        """Return tensors by their names in the checkpoint. Experts that share a tensor are stacked."""
         stacks: dict[str, dict[int, Tensor]] = {}
-        found: Tensors = {}
-        for module, tensors in of_modules:
+        stored: Tensors = {}
+        for module, tensors in modules:
             for end, tensor in tensors.items():
                 name = f"{module.name}.{end}"
                 if module.entry is None:
-                    found[name] = tensor
+                    stored[name] = tensor
                 else:
                     stacks.setdefault(name, {})[module.entry] = tensor
-        return found | {
+        return stored | {
             name: torch.stack([entries[i] for i in sorted(entries)]) for name, entries in stacks.items()
         }
 
     @property
     def replaced(self) -> frozenset[str]:
-        """Names of the tensors that the quantized checkpoint does not have, or has in another form."""
-        return frozenset(f"{module.name}.weight" for found in self.modules.values() for module in found)
+        """Names of the tensors that the quantized checkpoint replaces."""
+        return frozenset(f"{module.name}.weight" for modules in self.modules.values() for module in modules)
 
 
 def make_plan(directory: Path, settings: QuantizeSettings) -> Plan:
-    """Check that the model can be quantized. Raises UnsupportedModelError, WeightsError, QuantizeError."""
+    """Return the plan of a run. Raises UnsupportedModelError, WeightsError, QuantizeError."""
     config = model_files.read_config(directory)
-    if (found := read_settings(config, directory)) is not None:
-        raise QuantizeError(
-            f"{found.place}: this model is quantized already; give the one that it was made of"
-        )
+    if (existing := read_settings(config, directory)) is not None:
+        raise QuantizeError(f"{existing.place}: this model is already quantized; use the original model")
     spec = registry.make_spec(config)
     weights = registry.open_weights(directory, config, spec, MetaWeights)
     parts = LinearParts(ALONE, weights, torch.float32, TorchKernels(META))
@@ -151,8 +150,8 @@ def make_plan(directory: Path, settings: QuantizeSettings) -> Plan:
 
 
 def _list_modules(traced: Sequence[ModuleRows], names: frozenset[str], prefix: str) -> Iterator[StoredModule]:
-    """Yield the modules of a matrix whose rows come from these rows of modules."""
-    rows_of: dict[str, dict[int, int]] = {}  # rows of the matrix by rows of the module
+    """Yield the modules that provide the rows of a matrix. `traced` lists the origin of its rows in order."""
+    rows_of: dict[str, dict[int, int]] = {}  # per module: row of the module -> row of the matrix
     begin = 0
     for part in traced:
         rows = rows_of.setdefault(part.module, {})
@@ -165,7 +164,7 @@ def _list_modules(traced: Sequence[ModuleRows], names: frozenset[str], prefix: s
 
 
 def _find_stored(module: str, names: frozenset[str], prefix: str) -> tuple[str, int | None]:
-    """Return the checkpoint's name of a module, and the entry of its tensor."""
+    """Return the name of a module in the checkpoint and, for a stack of experts, the entry."""
     for spelled in (module, module.removeprefix(prefix), prefix + module):
         if f"{spelled}.weight" in names:
             return spelled, None

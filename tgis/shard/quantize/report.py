@@ -1,4 +1,4 @@
-"""Lines and the table that tell how a run goes."""
+"""Progress lines of a run, and the table of its errors."""
 
 import logging
 import re
@@ -15,15 +15,16 @@ _EXPERT = re.compile(r"\.\d+\.")
 
 
 class Report:
-    """Logs a line for each layer, and keeps the errors of all for a table."""
+    """Logs a line for each layer and collects errors for a table."""
 
     def __init__(self, num_layers: int):
-        self._num_layers, self._errors = num_layers, list[Errors]()
+        self._num_layers = num_layers
+        self._errors = list[Errors]()
         self._began = time.monotonic()
         self._num_timed = 0
 
     def add(self, seconds: float, errors: Errors, is_new: bool) -> None:
-        """Take note of a layer that took so long, or that an earlier run has finished."""
+        """Add a layer. `is_new` is False if an earlier run had finished it."""
         self._errors.append(errors)
         self._num_timed += is_new
         number = len(self._errors)
@@ -33,11 +34,11 @@ class Report:
         logger.info(
             "layer %d of %d: %s, about %.1f min left%s",
             *(number, self._num_layers, what, left / 60),
-            f"; errors of outputs (of plain rounding): {', '.join(parts)}" if parts else "",
+            f"; output errors (rounding to nearest): {', '.join(parts)}" if parts else "",
         )
 
     def table(self) -> str:
-        """Return the errors of all layers; empty if there are none."""
+        """Return a table of the errors of all layers, or an empty string if there are none."""
         rows = [
             f"{number:>5}  {kind:<24}{ours:>10.4f}{nearest:>10.4f}{ours / max(nearest, TINY):>8.2f}"
             for number, errors in enumerate(self._errors)
@@ -48,7 +49,7 @@ class Report:
 
 
 def mean_errors(errors: Mapping[str, tuple[float, float]]) -> Errors:
-    """Return errors by the kind of matrix, the mean over experts, of those by the path of the matrix."""
+    """Convert errors by path to errors by kind of matrix, averaged over experts."""
     by_kind: dict[str, list[tuple[float, float]]] = {}
     for path, pair in errors.items():
         kind = _EXPERT.sub(".", path.partition("blocks.")[2].partition(".")[2])

@@ -1,4 +1,4 @@
-"""Makes a quantized checkpoint of a model, layer by layer."""
+"""Quantizes a checkpoint layer by layer."""
 
 import logging
 import time
@@ -24,17 +24,17 @@ from tgis.shard.quantize.settings import QuantizeError, QuantizeSettings
 
 logger = logging.getLogger(__name__)
 
-FEW_INPUTS = 8  # a matrix needs at least one input for as many columns
+FEW_INPUTS = 8  # GPTQ needs at least one input per this many columns
 
 
 class Quantizer(Protocol):
-    """Rounds the layers of a model in order. All methods raise WeightsError and QuantizeError."""
+    """Quantizes the layers of a model in order. All methods raise WeightsError and QuantizeError."""
 
     def make(self, layer: int) -> tuple[Tensors, Errors]:
-        """Round a layer."""
+        """Quantize a layer."""
 
     def skip(self, layer: int, tensors: Tensors) -> None:
-        """Pass a layer that an earlier run has made."""
+        """Continue after a layer that an earlier run finished."""
 
     def further_tensors(self) -> Tensors: ...
 
@@ -45,7 +45,7 @@ class Quantizer(Protocol):
 def quantize(
     directory: Path, output: Path, settings: QuantizeSettings, calibration: Path | None, cache: Path
 ) -> str:
-    """Write the checkpoint to `output`; return a message. `cache` is the hub's.
+    """Write the quantized checkpoint to `output` and return a message. `cache` is the hub's cache.
 
     Raises QuantizeError, UnsupportedModelError, WeightsError and ModelNotFoundError."""
     plan = make_plan(directory, settings)
@@ -53,11 +53,11 @@ def quantize(
     quantizer: Quantizer
     if settings.method == "gptq":
         if not isinstance(plan.spec, DecoderSpec):
-            raise QuantizeError("GPTQ is for decoder-only models; --method int8 and fp8 are for others too")
-        found = read_calibration(directory, calibration, cache, settings)
-        facts["calibration"] = found.digest
+            raise QuantizeError("GPTQ supports only decoder-only models; use --method int8 or fp8")
+        windows = read_calibration(directory, calibration, cache, settings)
+        facts["calibration"] = windows.digest
         target = OutputDirectory(output, facts, settings.method)
-        quantizer = GptqQuantizer(plan, plan.spec, settings, found)
+        quantizer = GptqQuantizer(plan, plan.spec, settings, windows)
     else:
         target = OutputDirectory(output, facts, settings.method)
         quantizer = RowQuantizer(plan, settings)
@@ -85,10 +85,12 @@ def _write_layers(target: OutputDirectory, plan: Plan, quantizer: Quantizer) -> 
 
 
 class RowQuantizer:
-    """Rounds weights to 8 bits with a scale for each row."""
+    """Rounds weights to 8 bits with a scale per row."""
 
     def __init__(self, plan: Plan, settings: QuantizeSettings):
-        self._plan, self._method, self._weights = plan, settings.method, plan.open_weights()
+        self._plan = plan
+        self._method = settings.method
+        self._weights = plan.open_weights()
 
     def make(self, layer: int) -> tuple[Tensors, Errors]:
         tensors = self._plan.store(self._round(layer))
@@ -96,7 +98,7 @@ class RowQuantizer:
         return tensors, {}
 
     def skip(self, layer: int, tensors: Tensors) -> None:
-        """Do nothing: layers are rounded by themselves."""
+        """Do nothing, because layers do not depend on each other."""
 
     def further_tensors(self) -> Tensors:
         return {}
@@ -114,15 +116,17 @@ class RowQuantizer:
 
 
 class GptqQuantizer:
-    """Rounds layers by GPTQ. The inputs of a layer are what the layers before it, rounded, give for the
-    samples. Windows that are held out also run through the layers as they were."""
+    """Rounds layers by GPTQ. The inputs of a layer are the outputs of the quantized layers before it for the
+    samples. Held-out windows run through both the quantized and the original layers."""
 
-    def __init__(self, plan: Plan, spec: DecoderSpec, settings: QuantizeSettings, found: Calibration):
+    def __init__(self, plan: Plan, spec: DecoderSpec, settings: QuantizeSettings, calibration: Calibration):
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._plan, self._settings = plan, settings
+        self._plan = plan
+        self._settings = settings
         self._steps = LayerSteps(spec, plan.open_weights(), device)
-        self._samples = Windows(found.samples)
-        self._held_out, self._unrounded = Windows(found.held_out), Windows(found.held_out)
+        self._samples = Windows(calibration.samples)
+        self._held_out = Windows(calibration.held_out)
+        self._unrounded = Windows(calibration.held_out)
         self._steps.embed(self._samples, self._held_out, self._unrounded)
 
     def make(self, layer: int) -> tuple[Tensors, Errors]:
@@ -133,7 +137,7 @@ class GptqQuantizer:
             width = matrix.weight.shape[1]
             matrix.squares = matrix.weight.new_zeros(width, width)
         for _ in self._steps.run(block, self._samples):
-            pass  # inputs are recorded
+            pass  # only records inputs
         errors: dict[str, tuple[float, float]] = {}
         codes = {path: self._round(path, matrix, errors) for path, matrix in matrices.items()}
         tensors = self._plan.store(self._pack(codes))
@@ -155,7 +159,7 @@ class GptqQuantizer:
         self._steps.advance(block, self._held_out)
 
     def further_tensors(self) -> Tensors:
-        """Return the settings as TGIS reads them."""
+        """Return the tensors from which TGIS reads the settings."""
         settings = {"gptq_bits": self._settings.bits, "gptq_groupsize": self._settings.group_size}
         return {name: torch.tensor([value]) for name, value in settings.items()}
 
@@ -164,34 +168,34 @@ class GptqQuantizer:
         return f"loss on held-out text, in nats per token: {before:.4f} before, {after:.4f} after"
 
     def _round(self, path: str, matrix: LinearMatrix, errors: dict[str, tuple[float, float]]) -> GroupCodes:
-        """Round a matrix, which gets the rounded weights, and add its errors to `errors`."""
+        """Round a matrix, replace its weight by the rounded one, and add its errors to `errors`."""
         weight, squares, count = matrix.weight, matrix.squares, matrix.num_inputs
         assert squares is not None
         matrix.squares = None
         nearest = round_to_nearest(weight, self._settings)
-        found = nearest
+        chosen = nearest
         if count * FEW_INPUTS < weight.shape[1]:
-            logger.warning("%s is rounded plainly: only %d tokens of the text reach it", path, count)
+            logger.warning("%s is rounded to nearest: only %d tokens of the text reach it", path, count)
         else:
             try:
-                found = gptq.solve(weight, squares * (2 / count), self._settings)
+                chosen = gptq.solve(weight, squares * (2 / count), self._settings)
             except QuantizeError as error:
                 raise QuantizeError(f"{path}: {error}") from error
-        matrix.weight = found.dequantize()
+        matrix.weight = chosen.dequantize()
         if count:
             size = max(_measure(weight, squares), 1e-30)
             plain = _measure(weight - nearest.dequantize(), squares)
             errors[path] = _measure(weight - matrix.weight, squares) / size, plain / size
-        return found
+        return chosen
 
     def _pack(self, codes: dict[str, GroupCodes]) -> Iterator[tuple[StoredModule, Tensors]]:
-        for path, found in codes.items():
+        for path, rounded in codes.items():
             for module in self._plan.modules[path]:
-                yield module, pack_groups(found, module.rows, self._settings.bits)
+                yield module, pack_groups(rounded, module.rows, self._settings.bits)
 
 
 def _measure(matrix: Tensor, squares: Tensor) -> float:
-    """Return the norm of the outputs of a matrix for all recorded inputs."""
+    """Return the norm of the outputs of a matrix over all recorded inputs."""
     return float(((matrix @ squares) * matrix).sum().clamp(min=0).sqrt())
 
 

@@ -1,4 +1,4 @@
-"""Settings of a run that makes a quantized checkpoint, and how they are written in it."""
+"""Settings of a run, and their form in the quantized checkpoint."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,28 +9,28 @@ Method = Literal["gptq", "fp8", "int8"]
 
 
 class QuantizeError(OperatorError):
-    """Error: the checkpoint cannot be made. Its text is one line that says why, and what to do."""
+    """Error: the checkpoint cannot be quantized. The text is one line with the cause and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeSettings:
-    """Settings of one run. All but `method` are GPTQ's."""
+    """Settings of a run. All except `method` apply to GPTQ."""
 
     method: Method = "gptq"
     bits: int = 4
-    group_size: int = 128  # adjacent columns that share a scale; -1: all
+    group_size: int = 128  # adjacent columns that share a scale; -1: all columns
     act_order: bool = False  # round the columns with the largest inputs first
-    sym: bool = True  # codes are symmetric around the middle of their range
-    percdamp: float = 0.01  # share of the Hessian's mean diagonal that is added to it
+    sym: bool = True  # the zero is the middle of the codes' range
+    percdamp: float = 0.01  # fraction of the Hessian's mean diagonal that is added to the diagonal
     samples: int = 128
-    seqlen: int = 2048  # tokens of a sample, if the model takes so many
+    seqlen: int = 2048  # tokens per sample, limited by the model's length
     seed: int = 0
 
     def group_length(self, num_columns: int) -> int:
         return num_columns if self.group_size == -1 else min(self.group_size, num_columns)
 
     def describe(self, kept: list[str]) -> dict[str, Any]:
-        """Return `quantization_config`; `kept` are linear modules that are not quantized."""
+        """Return `quantization_config`. `kept` lists linear modules that are not quantized."""
         if self.method != "gptq":
             return _describe_rows(self.method, kept)
         return {
@@ -46,9 +46,9 @@ class QuantizeSettings:
 
 
 def _describe_rows(method: Method, kept: list[str]) -> dict[str, Any]:
-    """Return the `quantization_config` of compressed-tensors for 8 bits with a scale for each row.
+    """Return the `quantization_config` of compressed-tensors for 8 bits with a scale per row.
 
-    Servers that have such products also quantize activations, token by token."""
+    Servers with matching kernels also quantize activations, token by token."""
     kind = {"fp8": "float", "int8": "int"}[method]
     shared = {"num_bits": 8, "type": kind, "symmetric": True}
     return {

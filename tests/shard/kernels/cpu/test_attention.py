@@ -1,4 +1,4 @@
-"""The CPU's paged attention against a plain model of the rules, and bit by bit against itself."""
+"""The CPU's paged attention against a reference implementation, and bit by bit against itself."""
 
 import os
 import platform
@@ -31,8 +31,9 @@ BENT = replace(PLAIN, window=90, soft_cap=3.0, slopes=SLOPES, bias=BIAS)  # of n
 
 
 @pytest.mark.parametrize("shape", ALL_SHAPES.values(), ids=ALL_SHAPES)
-def test_agrees_with_the_rules(shape: Shape) -> None:
-    """Decode rows, whole prompts and chunks in one call; lengths around the edges of tiles and spans."""
+def test_equals_the_reference(shape: Shape) -> None:
+    """Single tokens, whole prompts and chunks in one step, with lengths around the edges of tiles and
+    spans."""
     scene = Scene(shape, [1, 16, 65, 150, 33, 130])
     scene.write_all()
     work = {0: (0, 1), 1: (0, 16), 2: (64, 65), 3: (70, 150), 4: (0, 33), 5: (128, 130)}
@@ -41,7 +42,7 @@ def test_agrees_with_the_rules(shape: Shape) -> None:
 
 @pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
 @pytest.mark.parametrize("block_size", [16, 10])
-def test_scores_are_bent_as_asked(scoring: dict, block_size: int) -> None:
+def test_scoring_options(scoring: dict, block_size: int) -> None:
     scene = Scene(Shape(block_size=block_size), [150, 70, 20])
     scene.write_all()
     check(scene, {0: (90, 150), 1: (69, 70), 2: (0, 20)}, replace(PLAIN, **scoring))
@@ -49,7 +50,7 @@ def test_scores_are_bent_as_asked(scoring: dict, block_size: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scoring", [PLAIN, BENT], ids=["plain", "bent"])
-def test_bits_do_not_depend_on_company_or_chunks(dtype: torch.dtype, scoring: Scoring) -> None:
+def test_bits_do_not_depend_on_batch_or_chunks(dtype: torch.dtype, scoring: Scoring) -> None:
     scene = Scene(Shape(num_heads=9, num_kv_heads=3, dtype=dtype), [140, 77, 200])
     scene.write_all()
     together = scene.attend({0: (0, 140), 1: (0, 77), 2: (0, 200)}, scoring)
@@ -62,7 +63,7 @@ def test_bits_do_not_depend_on_company_or_chunks(dtype: torch.dtype, scoring: Sc
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_do_not_depend_on_block_size_or_threads(dtype: torch.dtype) -> None:
-    """Pages of some sizes are read in place, and by many rows as copies; others are gathered."""
+    """Pages of some sizes are read in place, with copies for many rows; other pages are gathered."""
     work = {0: (20, 140), 1: (76, 77), 2: (199, 200)}
     results = []
     for block_size in (8, 10, 16, 32, 64, 128):
@@ -85,14 +86,14 @@ def test_reads_what_was_written(shape: Shape) -> None:
     layout = scene.layout(spans, [0, 1])
     scene.attention.keep(1, scene.k, scene.v, scene.attention.plan(layout, "self"))
     for sequence, length in ((0, 70), (1, 50), (1, 17), (0, 1), (0, 0)):
-        found = scene.attention.read(1, layout.block_tables[sequence], length)
-        for x, written in zip(found, (scene.k, scene.v), strict=True):
+        actual = scene.attention.read(1, layout.block_tables[sequence], length)
+        for x, written in zip(actual, (scene.k, scene.v), strict=True):
             expected = written[scene.rows(sequence, 0, length)].to(shape.dtype).float().transpose(0, 1)
             assert torch.equal(x, expected)
             assert x.dtype == torch.float32
 
 
-def test_what_is_hidden_has_no_weight_at_all() -> None:
+def test_hidden_keys_have_no_weight() -> None:
     scene = Scene(Shape(), [100])
     scene.write_all()
     before = scene.attend({0: (0, 70)}, replace(PLAIN, window=20))[0]
@@ -106,7 +107,7 @@ def test_what_is_hidden_has_no_weight_at_all() -> None:
 @pytest.mark.parametrize("drop", [80.0, 100.0, 1000.0])
 @pytest.mark.parametrize("begin", [0, 64, 70])
 def test_much_smaller_scores_of_other_spans_change_nothing(drop: float, begin: int) -> None:
-    """A running maximum never falls, however small the scores of a span are that a row sees wholly."""
+    """A running maximum never decreases, however small the scores of a fully visible span are."""
     scene = Scene(Shape(num_heads=1, num_kv_heads=1), [256])
     scene.q[:, 0], scene.k[:] = 0.0, 0.0
     scene.q[:, 0, 0], scene.k[begin : begin + 30, 0, 0] = 1 / PLAIN.scale, drop
@@ -114,7 +115,7 @@ def test_much_smaller_scores_of_other_spans_change_nothing(drop: float, begin: i
     check(scene, {0: (100, 256)}, PLAIN)
 
 
-def test_writes_only_where_it_is_told() -> None:
+def test_writes_only_to_its_slots() -> None:
     scene = Scene(Shape(), [40], num_layers=2)
     scene.tables[0][1] = -1
     scene.attention.keep(1, scene.k, scene.v, scene.plan([(0, 40)], [0]))
@@ -123,7 +124,7 @@ def test_writes_only_where_it_is_told() -> None:
     assert written == 24 * scene.k[0].numel()
 
 
-def test_a_broken_sequence_harms_no_other() -> None:
+def test_nan_in_a_sequence_does_not_affect_others() -> None:
     scene = Scene(Shape(), [50, 50])
     scene.write_all()
     alone = scene.attend({1: (30, 50)}, PLAIN)[1]
@@ -151,7 +152,7 @@ def test_rounds_as_torch_does(dtype: torch.dtype) -> None:
     torch.testing.assert_close(held, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_one_block_takes_what_is_said() -> None:
+def test_size_of_a_block() -> None:
     class Model(NamedTuple):
         num_layers: int
         num_kv_heads: int
@@ -170,7 +171,8 @@ def test_one_block_takes_what_is_said() -> None:
 
 
 def test_a_plan_is_copied() -> None:
-    """What was prepared for one step serves another of as many tokens, once that one's plan is copied."""
+    """Arguments prepared for one step serve another step with the same number of tokens after its plan is
+    copied."""
     scene = Scene(Shape(num_heads=6), [150, 40, 90])
     scene.write_all()
     first = scene.plan([(69, 70), (9, 10)], [0, 1])
@@ -183,7 +185,7 @@ def test_a_plan_is_copied() -> None:
 
 
 @pytest.mark.parametrize("counts", [[1], [1, 1, 1], [2, 0, 1], [0, 0, 1], [33, 1, 100, 32]])
-def test_every_token_stands_in_one_tile(counts: list[int]) -> None:
+def test_every_token_is_in_one_tile(counts: list[int]) -> None:
     lengths = [count + 7 * i for i, count in enumerate(counts)]
     spans = [(length - count, length) for length, count in zip(lengths, counts, strict=True)]
     plan = CpuPlan(make_layout(spans, [list(range(20))] * len(counts)), 10, is_cross=False)
@@ -201,14 +203,14 @@ def test_every_token_stands_in_one_tile(counts: list[int]) -> None:
 
 
 def test_bits_are_the_same_for_any_number_of_heads_that_share() -> None:
-    """Rows are taken in tiles of other heights then."""
+    """Tiles then have other heights."""
     results = []
     for num_heads in (1, 2, 3, 4, 5, 7, 17):
         scene = Scene(Shape(num_heads=17, num_kv_heads=1, head_dim=80), [100, 70])
         scene.write_all()
         scene.q = scene.q[:, :num_heads].contiguous()
-        found = scene.attend({0: (10, 100), 1: (69, 70)}, PLAIN)
-        results.append(torch.cat([found[0][:, 0], found[1][:, 0]]))
+        actual = scene.attend({0: (10, 100), 1: (69, 70)}, PLAIN)
+        results.append(torch.cat([actual[0][:, 0], actual[1][:, 0]]))
     assert all(torch.equal(result, results[0]) for result in results)
 
 
@@ -226,6 +228,6 @@ def test_bits_are_the_same_with_shorter_registers(tmp_path: Path) -> None:
         "NUMBA_CPU_NAME": "haswell",
         "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c,+bmi,+bmi2,+popcnt,+sse4.2",
     }
-    command = [sys.executable, "-c", _OTHER_PROCESSOR, str(tmp_path / "found")]
+    command = [sys.executable, "-c", _OTHER_PROCESSOR, str(tmp_path / "result")]
     subprocess.run(command, env={**os.environ, **target}, check=True)
-    assert torch.equal(torch.load(tmp_path / "found"), attend_some())
+    assert torch.equal(torch.load(tmp_path / "result"), attend_some())

@@ -1,5 +1,5 @@
-"""Products with bfloat16 arithmetic: against chains of fused multiply-adds of the C library, against double
-precision, and bit for bit the same in any company, on any number of threads and without AVX512_BF16."""
+"""Products with bfloat16 arithmetic: against chains of the C library's fused multiply-adds, against double
+precision, and with the same bits in every batch, for any number of threads, and without AVX512_BF16."""
 
 import ctypes
 import logging
@@ -58,14 +58,14 @@ def test_each_sum_is_one_chain(pack: Packer) -> None:
 
 
 @pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
-def test_rows_are_their_own(pack: Packer, in_features: int, out_features: int) -> None:
+def test_rows_are_independent(pack: Packer, in_features: int, out_features: int) -> None:
     weight, x = torch.randn(out_features, in_features), torch.randn(MANY_ROWS + 13, in_features)
     product = pack(stored(weight))
     whole, factors = product(x), (x.bfloat16().double(), weight.bfloat16().double().t())
     scale = factors[0].abs() @ factors[1].abs()
-    # A chain of k sums in float32; on average far less than k roundings remain.
+    # A chain of k float32 additions. On average, the error is far below k roundings.
     assert ((whole - factors[0] @ factors[1]).abs() <= 2**-24 * in_features**0.5 * 4 * scale).all()
-    # Rounding both factors changes a product by 2**-8 of itself, and the square of a half of that.
+    # Rounding both factors changes a product by a relative 2**-8 plus the square of half of it.
     assert ((whole - x.double() @ weight.double().t()).abs() <= 2.01 * 2**-8 * scale).all()
     for count in COUNTS:
         assert torch.equal(product(x[:count]), whole[:count]), f"{count} rows"
@@ -74,7 +74,7 @@ def test_rows_are_their_own(pack: Packer, in_features: int, out_features: int) -
     assert torch.equal(pack_rounded(stored(weight))(x), whole), "without the instruction"
 
 
-def test_threads_and_places_change_nothing(pack: Packer) -> None:
+def test_bits_do_not_depend_on_threads_or_alignment(pack: Packer) -> None:
     weight, x = torch.randn(10 * PANEL + 3, 1701), torch.randn(450, 1701)
     product = pack(stored(weight))
     expected = product(x)
@@ -88,7 +88,7 @@ def test_threads_and_places_change_nothing(pack: Packer) -> None:
         assert torch.equal(product(moved), expected[:5]), f"{4 * offset} bytes off"
 
 
-def test_a_captured_product_reads_what_x_is_by_then(pack: Packer) -> None:
+def test_a_captured_product_reads_the_current_x(pack: Packer) -> None:
     check_replay(pack(stored(torch.randn(70, 41))), torch.randn(3, 41))
 
 
@@ -96,7 +96,7 @@ def test_a_captured_product_reads_what_x_is_by_then(pack: Packer) -> None:
 def test_weights_are_rounded_as_torch_does(
     pack: Packer, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Piece by piece, from memory with gaps that is not kept."""
+    """Weights are packed in pieces, from memory with gaps that is released."""
     monkeypatch.setattr(gemm, "_PIECE", 2 * PANEL * 9)
     weight = torch.randn(7 * PANEL + 5, 18).to(dtype)[:, ::2]
     product, expected = pack(stored(weight)), weight.bfloat16().float().clone()
@@ -108,18 +108,18 @@ def test_numbers_are_rounded_as_torch_does(pack: Packer) -> None:
     check_rounding(lambda weight: pack(stored(weight)))
 
 
-def test_what_is_not_finite_stays_in_its_row(pack: Packer) -> None:
+def test_infinity_and_nan_stay_in_their_row(pack: Packer) -> None:
     check_not_finite(pack(stored(torch.randn(40, 21))), torch.randn(9, 21))
 
 
 def test_rows_with_gaps_are_refused(pack: Packer) -> None:
-    """Their numbers would be taken from between the rows."""
+    """The kernel would read the gaps between rows."""
     product = pack(stored(torch.randn(40, 21)))
     with pytest.raises(AssertionError):
         product(torch.randn(9, 42)[:, ::2])
 
 
-def test_what_is_chosen_here(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_kernel_for_this_processor(caplog: pytest.LogCaptureFixture) -> None:
     choice = self_check.choose_packer()
     assert choice.replaced == ()
     assert len(caplog.messages) == (kernels.MULTIPLY_PAIRS is None)
@@ -129,7 +129,7 @@ def test_what_is_chosen_here(caplog: pytest.LogCaptureFixture) -> None:
 def test_wrong_instructions_are_replaced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """float32 products stand for an instruction that does not round."""
+    """float32 products simulate an instruction that does not round."""
     monkeypatch.setattr(kernels, "MULTIPLY_PAIRS", object())
     monkeypatch.setattr(
         self_check, "pairs_packer", lambda kernel: lambda weight: gemm.pack(weight, torch.float32)

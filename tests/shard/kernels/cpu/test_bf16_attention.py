@@ -1,5 +1,5 @@
 """Attention with bfloat16 arithmetic: against its definition in double precision with the same roundings, and
-bit for bit the same with pairs and without, in any company, with any block size and number of threads."""
+with the same bits with and without pairs, in every batch, for any block size and number of threads."""
 
 import logging
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ SHAPES = {
 }
 LENGTHS = [1, 16, 65, 150, 33, 131]
 WORK = {0: (0, 1), 1: (0, 16), 2: (64, 65), 3: (70, 149), 4: (0, 33), 5: (128, 131)}
-SPAN = 64  # keys whose weights are relative to one maximum
+SPAN = 64  # keys per update of the maximum
 
 
 @pytest.fixture(autouse=True)
@@ -52,8 +52,8 @@ def make_scene(kernels: CacheKernels, shape: Shape, lengths: list[int]) -> Scene
 
 
 def attend_to_one_head(q: Tensor, k: Tensor, v: Tensor, bend: Tensor, scoring: Scoring) -> Tensor:
-    """Return the attention of one query, [head_dim], to keys and values [length, head_dim], all rounded where
-    the arithmetic rounds. `bend` is added to the scores."""
+    """Return the attention of one query, [head_dim], to keys and values [length, head_dim], rounded where the
+    arithmetic rounds. `bend` is added to the scores."""
     scores = k.bfloat16().double() @ (q * scoring.scale).bfloat16().double()
     if scoring.soft_cap:
         scores = scoring.soft_cap * (scores / scoring.soft_cap).tanh()
@@ -86,26 +86,26 @@ def expect(scene: Scene, sequence: int, position: int, head: int, scoring: Scori
 
 
 def check(scene: Scene, scoring: Scoring) -> None:
-    found = scene.attend(WORK, scoring)
+    actual = scene.attend(WORK, scoring)
     differences = []
     for sequence, (start, end) in WORK.items():
         for position in {start, (start + end) // 2, end - 1}:
             for head in range(0, scene.shape.num_heads, 3):
-                row = found[sequence][position - start, head].double()
+                row = actual[sequence][position - start, head].double()
                 differences.append(row - expect(scene, sequence, position, head, scoring))
     difference = torch.cat(differences).abs()
-    # A weight that lies at the middle between two bfloat16 numbers may be rounded to the other one.
+    # A weight halfway between two bfloat16 numbers may be rounded either way.
     assert difference.max() < 2e-3
     assert difference.mean() < 1e-4
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_agrees_with_the_rules(kernels: CacheKernels, shape: Shape) -> None:
+def test_equals_the_definition(kernels: CacheKernels, shape: Shape) -> None:
     check(make_scene(kernels, shape, LENGTHS), PLAIN)
 
 
 @pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
-def test_scores_are_bent_as_asked(kernels: CacheKernels, scoring: dict) -> None:
+def test_scoring_options(kernels: CacheKernels, scoring: dict) -> None:
     check(make_scene(kernels, SHAPES["plain"], LENGTHS), replace(PLAIN, **scoring))
 
 
@@ -118,7 +118,7 @@ def test_pairs_change_no_bit(shape: Shape, window: int | None) -> None:
     assert all(torch.equal(one[sequence], other[sequence]) for sequence in WORK)
 
 
-def test_bits_do_not_depend_on_company_chunks_or_threads(kernels: CacheKernels) -> None:
+def test_bits_do_not_depend_on_batch_chunks_or_threads(kernels: CacheKernels) -> None:
     scene = make_scene(kernels, Shape(num_heads=9, num_kv_heads=3, dtype=BF16), [140, 77, 201])
     together = scene.attend({0: (0, 140), 1: (0, 77), 2: (0, 201)}, PLAIN)
     for threads, size in ((1, 1), (1, 5), (3, 64)):
@@ -136,13 +136,13 @@ def test_bits_do_not_depend_on_block_size_or_type_of_the_processor() -> None:
         scene = Scene(Shape(num_heads=8, block_size=block_size, dtype=BF16), [140, 77, 201])
         scene.attention = make(scene.cache)
         scene.write_all()
-        found = scene.attend({0: (20, 140), 1: (76, 77), 2: (200, 201)}, PLAIN)
-        results.append(torch.cat(list(found.values())))
+        actual = scene.attend({0: (20, 140), 1: (76, 77), 2: (200, 201)}, PLAIN)
+        results.append(torch.cat(list(actual.values())))
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_tokens_one_by_one_are_kept_like_all_at_once(kernels: CacheKernels) -> None:
-    """Two tokens may share pairs, and be written by two threads or in two steps."""
+def test_tokens_are_written_one_by_one_or_at_once(kernels: CacheKernels) -> None:
+    """Two tokens may share pairs and be written by different threads or steps."""
     scene = make_scene(kernels, Shape(head_dim=40, dtype=BF16), [37, 50])
     whole, expected = scene.cache.keys.clone(), scene.cache.values.clone()
     for threads in (1, 3):
@@ -163,7 +163,7 @@ def test_tokens_one_by_one_are_kept_like_all_at_once(kernels: CacheKernels) -> N
             assert torch.equal(x, written[rows].bfloat16().float().transpose(0, 1))
 
 
-def test_writes_only_where_it_is_told(kernels: CacheKernels) -> None:
+def test_writes_only_to_its_slots(kernels: CacheKernels) -> None:
     scene = make_scene(kernels, Shape(dtype=BF16), [40])
     scene.cache.values.fill_(torch.nan)
     scene.tables[0][1] = -1
@@ -171,7 +171,7 @@ def test_writes_only_where_it_is_told(kernels: CacheKernels) -> None:
     assert (~scene.cache.values.isnan()).sum() == 3 * scene.k[0].numel()
 
 
-def test_a_broken_sequence_harms_no_other(kernels: CacheKernels) -> None:
+def test_nan_in_a_sequence_does_not_affect_others(kernels: CacheKernels) -> None:
     scene = make_scene(kernels, Shape(dtype=BF16), [50, 51])
     alone = scene.attend({1: (30, 51)}, PLAIN)[1]
     scene.v[:50], scene.k[3] = torch.nan, torch.inf
@@ -221,7 +221,7 @@ def test_pairs_are_multiplied_where_that_is_fast(
 def test_a_wrong_kernel_is_replaced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A kernel that takes pairs of keys for single ones stands for a wrong instruction."""
+    """A kernel that reads pairs of keys as single keys simulates a wrong instruction."""
     wrong = CacheKernels(ATTEND[BF16], PAIRS.write if PAIRS else WRITE[torch.float16])
     monkeypatch.setattr(attention, "PAIRS", wrong)
     monkeypatch.setattr(pairs, "are_fast", lambda: True)
@@ -233,7 +233,7 @@ def test_a_wrong_kernel_is_replaced(
 
 @pytest.mark.parametrize("factor", ["q", "k", "v"])
 def test_two_bits_fewer_are_noticed(factor: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attention whose queries, keys or values had 6 bits after the point would differ that much."""
+    """The self-check detects attention whose queries, keys or values have only 6 mantissa bits."""
     attend = attention._attend_plainly
 
     def attend_to_fewer_bits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
@@ -249,9 +249,9 @@ def test_two_bits_fewer_are_noticed(factor: str, monkeypatch: pytest.MonkeyPatch
 
 def test_a_cache_of_another_type_is_attended_to_in_float32() -> None:
     scene = Scene(Shape(dtype=torch.float16), [40])
-    found = []
+    actual = []
     for make in (CpuAttention, BfloatAttention()):
         scene.attention = make(scene.cache)
         scene.write_all()
-        found.append(scene.attend({0: (0, 40)}, PLAIN)[0])
-    assert torch.equal(*found)
+        actual.append(scene.attend({0: (0, 40)}, PLAIN)[0])
+    assert torch.equal(*actual)

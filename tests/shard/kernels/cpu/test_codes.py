@@ -1,5 +1,5 @@
-"""Products with codes of weights: against the definition in float64 within the bound of the roundings, and
-the same bits in any company, with any number of threads, in kernel graphs and on other machines."""
+"""Products with codes of weights: against the float64 definition within the error bound, with the same bits
+in every batch, for any number of threads, in kernel graphs, and on other machines."""
 
 import hashlib
 import math
@@ -26,14 +26,14 @@ from tgis.shard.kernels.cpu.codes.product import CodeProduct
 from tgis.shard.kernels.cpu.jit.compiler import Kernel
 from tgis.shard.kernels.cpu.jit.llvm import has_feature
 
-STEP = 2.0**-24  # half the distance of float32 numbers near 1
+STEP = 2.0**-24  # rounding error of float32
 TABLE = tuple(math.sin(i) for i in range(16))
 
 
 class Case(NamedTuple):
     layout: CodeLayout
     num_columns: int
-    groups: tuple[int, ...] = ()  # columns of each group of a reordered matrix
+    groups: tuple[int, ...] = ()  # columns per group of a reordered matrix
 
 
 CASES = {
@@ -87,13 +87,13 @@ def draw(case: Case, num_rows: int) -> Codes:
 
 
 def pack(codes: Codes, rounds_activations: bool = False) -> CodeProduct:
-    found = code_product.find_packer(codes.layout, rounds_activations)
-    assert found is not None
-    return found(CodesInMemory(codes))
+    actual = code_product.find_packer(codes.layout, rounds_activations)
+    assert actual is not None
+    return actual(CodesInMemory(codes))
 
 
 def expand(codes: Codes) -> tuple[Tensor, Tensor, Tensor]:
-    """Return numbers, zeros and scales of every weight, float64 [num_rows, num_columns]."""
+    """Return the value, zero and scale of every weight, float64 [num_rows, num_columns]."""
     width = codes.values.shape[1]
     group_of = codes.group_of
     if group_of is None:
@@ -124,20 +124,20 @@ def test_sums_are_within_the_bound_of_their_roundings(name: str, num_rows: int, 
     codes, x = draw(CASES[name], out_features), torch.randn(num_rows, CASES[name].num_columns)
     numbers, zeros, scales = expand(codes)
     expected = x.double() @ ((numbers - zeros) * scales).T
-    # Within a piece of at most 128 columns there is a rounding for each column, and in the sum of x, which a
-    # zero multiplies, for every eighth; then one for each piece. Unsigned codes are less half their range.
+    # Within a piece of up to 128 columns there is one rounding per column and, in the sum of x that a zero
+    # multiplies, one per eight columns; then one per piece. Half their range is subtracted from unsigned
+    # codes.
     layout = codes.layout
     centre = 0 if layout.table or layout.dtype == torch.int8 else 1 << (layout.bits - 1)
     magnitudes = x.double().abs() @ (((numbers - centre).abs() + (zeros - centre).abs()) * scales).T
     bound = (128 + 20 + -(-x.shape[1] // 16)) * STEP * magnitudes
-    found = pack(codes)(x)
-    assert found.shape == expected.shape
-    assert ((found.double() - expected).abs() <= bound).all()
+    actual = pack(codes)(x)
+    assert actual.shape == expected.shape
+    assert ((actual.double() - expected).abs() <= bound).all()
 
 
 def round_groups(x: Tensor, codes: Codes) -> Tensor:
-    """The rule for activations: integers up to 127 times a scale for each group of columns, here of at most
-    128."""
+    """Round activations: integers up to 127 times a scale per group of up to 128 columns."""
     size, rounded = codes.layout.group or 128, torch.empty_like(x, dtype=torch.float64)
     parts = torch.arange(x.shape[1]).split(size)
     if codes.group_of is not None:
@@ -156,7 +156,7 @@ def test_rounded_activations(name: str) -> None:
     product = pack(codes, rounds_activations=True)
     assert product.kind.rounds_activations
     expected = round_groups(x, codes) @ ((numbers - zeros) * scales).T
-    # Sums of integers are exact; all that is rounded are scales, their products, and sums of groups.
+    # Sums of integers are exact; only scales, their products and sums of groups are rounded.
     magnitudes = round_groups(x, codes).abs() @ ((numbers - zeros).abs() * scales).T
     bound = (4 + -(-x.shape[1] // 16)) * STEP * magnitudes
     assert ((product(x).double() - expected).abs() <= bound).all()
@@ -167,7 +167,8 @@ def test_rounded_activations(name: str) -> None:
 @pytest.mark.parametrize("zero", [None, "least", "largest"])
 @pytest.mark.parametrize("code", ["least", "largest", "both"])
 def test_the_largest_integers_do_not_saturate(bits: int, zero: str | None, code: str) -> None:
-    """Activations of one magnitude become 127 and -127, so that sums in 16 bits are the largest there are."""
+    """Activations of equal magnitude become 127 and -127, so that sums in 16 bits have the largest possible
+    magnitude."""
     largest, width = (1 << bits) - 1, 300
     numbers = {"least": torch.zeros(width), "largest": torch.full((width,), largest)}
     numbers["both"] = torch.where(torch.arange(width) // 2 % 2 == 0, 0, largest)
@@ -180,8 +181,8 @@ def test_the_largest_integers_do_not_saturate(bits: int, zero: str | None, code:
     signs = torch.cat([signs, torch.where(numbers["both"] == 0, -1.0, 1.0).expand(20, width)])
     expected = 127 * signs.double() @ (values.double() - zeros[0, 0]).T
     for count in (1, 3, 23):
-        found = pack(codes, rounds_activations=True)(127 * signs[:count])
-        assert torch.equal(found.double(), expected[:count]), f"{count} rows"
+        actual = pack(codes, rounds_activations=True)(127 * signs[:count])
+        assert torch.equal(actual.double(), expected[:count]), f"{count} rows"
 
 
 @pytest.mark.skipif(not CAN_ROUND, reason="the processor has neither AVX2 nor VNNI")
@@ -195,15 +196,15 @@ def test_the_largest_packed_integers_do_not_saturate(bits: int, is_largest: bool
     signs = torch.stack([torch.ones(width), -torch.ones(width), torch.tensor([1.0, -1.0]).repeat(width // 2)])
     signs = signs.repeat(8, 1)
     for count in (1, 3, 23):
-        found = pack(codes, rounds_activations=True)(127 * signs[:count])
-        assert torch.equal(found.double(), 127 * signs[:count].double() @ values.double().T), f"{count} rows"
+        actual = pack(codes, rounds_activations=True)(127 * signs[:count])
+        assert torch.equal(actual.double(), 127 * signs[:count].double() @ values.double().T), f"{count} rows"
 
 
 @pytest.mark.parametrize("rounds_activations", [False, True])
 @pytest.mark.parametrize(
     "name", ["4 bits", "4 bits, zeros", "8 bits", "4 bits, groups of all sizes", "a table"]
 )
-def test_rows_keep_their_bits(name: str, rounds_activations: bool, many_threads: None) -> None:
+def test_rows_are_independent(name: str, rounds_activations: bool, many_threads: None) -> None:
     product = pack(draw(CASES[name], 300), rounds_activations)
     x = torch.randn(97, CASES[name].num_columns)
     whole = product(x)
@@ -216,8 +217,8 @@ def test_rows_keep_their_bits(name: str, rounds_activations: bool, many_threads:
     assert product(x[:0]).shape == (0, 300)
 
 
-def test_rows_of_large_products_keep_their_bits(many_threads: None) -> None:
-    """A thread's copy of so many rows does not fit its cache, so that they are cut."""
+def test_rows_of_large_products_are_independent(many_threads: None) -> None:
+    """A thread's copy of this number of rows exceeds its cache, so that rows are split."""
     product, x = pack(draw(CASES["4 bits"], 70)), torch.randn(203, 1280)
     whole = product(x)
     for first in range(0, 200, 9):
@@ -225,12 +226,12 @@ def test_rows_of_large_products_keep_their_bits(many_threads: None) -> None:
 
 
 @pytest.mark.parametrize("rounds_activations", [False, True])
-def test_a_captured_product_reads_what_x_is_by_then(rounds_activations: bool) -> None:
+def test_a_captured_product_reads_the_current_x(rounds_activations: bool) -> None:
     check_replay(pack(draw(CASES["4 bits, zeros"], 70), rounds_activations), torch.randn(9, 257))
 
 
 @pytest.mark.parametrize("rounds_activations", [False, True])
-def test_what_is_not_finite_stays_in_its_row_and_column(rounds_activations: bool) -> None:
+def test_infinity_and_nan_stay_in_their_row_and_column(rounds_activations: bool) -> None:
     codes, x = draw(CASES["4 bits, zeros"], 20), torch.randn(9, 257)
     expected = pack(codes, rounds_activations)(x)
     x[2, 150], x[4, 3], codes.scales[7, 5] = math.nan, -math.inf, math.nan
@@ -260,13 +261,11 @@ def test_zeros_beyond_the_codes_are_refused() -> None:
     codes = draw(CASES["4 bits, zeros"], 4)
     assert codes.zeros is not None
     codes.zeros[2, 1] = 200
-    with pytest.raises(
-        WeightsError, match=r"^a weight has zero points that are not in the range of its codes$"
-    ):
+    with pytest.raises(WeightsError, match=r"^a weight has zero points outside the range of its codes$"):
         pack(codes)
 
 
-def test_what_has_no_products() -> None:
+def test_layouts_without_products() -> None:
     for layout in (
         CodeLayout(torch.float8_e4m3fn, 8, None),
         CodeLayout(torch.int8, 8, 128, rounds_activations=True),
@@ -276,19 +275,19 @@ def test_what_has_no_products() -> None:
     ):
         assert code_product.find_packer(layout, rounds_activations=False) is None
     table = code_product.find_packer(CASES["a table"].layout, rounds_activations=True)
-    if table is not None:  # without AVX2 there is none
+    if table is not None:  # only with AVX2
         assert not table(CodesInMemory(draw(CASES["a table"], 3))).kind.rounds_activations  # type: ignore[attr-defined]
 
 
 def digest() -> str:
-    """Return a hash of products of every kind, of any number of rows."""
+    """Return a hash of products of every kind and of several numbers of rows."""
     torch.manual_seed(1)
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for name in INTEGERS:
         product, x = pack(draw(CASES[name], 70)), torch.randn(17, CASES[name].num_columns)
         for count in (17, 4, 1):
-            found.update(product(x[:count]).numpy().tobytes())
-    return found.hexdigest()
+            result.update(product(x[:count]).numpy().tobytes())
+    return result.hexdigest()
 
 
 @pytest.mark.slow
@@ -304,7 +303,7 @@ def test_other_machines_give_the_same_bits() -> None:
 
 @pytest.mark.parametrize("kind", [Kind(8, False), Kind(8, True)])
 def test_code_is_cached(kind: Kind) -> None:
-    """Numba warns about code that it cannot keep."""
+    """Numba warns about code that it cannot cache."""
     if kind.rounds_activations and not CAN_ROUND:
         pytest.skip("the processor has neither AVX2 nor VNNI")
     with warnings.catch_warnings(record=True) as caught:

@@ -1,5 +1,5 @@
-"""Keys and values of 8 bits: what is stored and read for every number, against torch's types, scales, and
-numbers that are none."""
+"""8-bit keys and values: stored and read values of all numbers against torch's types, scales, and NaN and
+infinity."""
 
 from dataclasses import replace
 
@@ -28,18 +28,19 @@ def finite_codes(dtype: torch.dtype) -> Tensor:
 
 
 def hard_numbers(dtype: torch.dtype) -> Tensor:
-    """Return every bfloat16, every number of the type, and the middles between them with their neighbours."""
+    """Return every bfloat16, every number of the type, and the midpoints between them with their
+    neighbours."""
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     exact = finite_codes(dtype).sort().values
     between = (exact[1:] + exact[:-1]) / 2
     infinity = torch.tensor(torch.inf)
     borders = [between, between.nextafter(infinity), between.nextafter(-infinity)]
-    found = torch.cat([every, exact, *borders, torch.tensor([1e-40, -1e-40, 449.0, 464.0, 465.0, 6e4, 7e4])])
-    return torch.cat([found, torch.zeros(-len(found) % HEAD_DIM)])
+    result = torch.cat([every, exact, *borders, torch.tensor([1e-40, -1e-40, 449.0, 464.0, 465.0, 6e4, 7e4])])
+    return torch.cat([result, torch.zeros(-len(result) % HEAD_DIM)])
 
 
 def write(dtype: torch.dtype, k: Tensor, v: Tensor, scale: CacheScale | None = None) -> KVCache:
-    """One sequence whose tokens have these keys and values, [num_tokens, HEAD_DIM], in order."""
+    """Write one sequence with these keys and values, [num_tokens, HEAD_DIM]."""
     num_blocks = -(-len(k) // BLOCK_SIZE)
     cache = KVCache(1, num_blocks, BLOCK_SIZE, 1, HEAD_DIM, dtype, scales=[scale] if scale else ())
     attention = CpuAttention(cache)
@@ -49,7 +50,7 @@ def write(dtype: torch.dtype, k: Tensor, v: Tensor, scale: CacheScale | None = N
 
 
 def stored(cache: KVCache, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values as they lie in the cache, each [num_tokens, HEAD_DIM]."""
+    """Return the keys and values in the cache, [num_tokens, HEAD_DIM] each."""
     keys = cache.keys[0].view(torch.uint8).view(-1, HEAD_DIM, BLOCK_SIZE).transpose(1, 2)
     values = cache.values[0].view(torch.uint8).view(-1, HEAD_DIM)
     return tuple(x.reshape(-1, HEAD_DIM)[:num_tokens] for x in (keys, values))
@@ -64,8 +65,8 @@ def round_as_torch(x: Tensor, dtype: torch.dtype) -> Tensor:
 def test_every_number_is_stored_as_torch_rounds_it(dtype: torch.dtype) -> None:
     numbers = hard_numbers(dtype)
     x = torch.where(numbers.isnan(), 0.0, numbers).view(-1, HEAD_DIM)
-    for found in stored(write(dtype, x, x), len(x)):
-        assert torch.equal(found, round_as_torch(x, dtype))
+    for actual in stored(write(dtype, x, x), len(x)):
+        assert torch.equal(actual, round_as_torch(x, dtype))
 
 
 @DTYPES
@@ -74,13 +75,13 @@ def test_scales_divide_what_is_stored_and_multiply_what_is_read(dtype: torch.dty
     k, v = torch.randn(2, 48, HEAD_DIM) * torch.tensor([2000.0, 0.003])[:, None, None]
     scale = CacheScale(5.3, 2.0**-14)
     cache = write(dtype, k, v, scale)
-    for found, x, one in zip(stored(cache, 48), (k, v), scale, strict=True):
-        assert torch.equal(found, round_as_torch(x * torch.tensor(1 / one), dtype))
+    for actual, x, one in zip(stored(cache, 48), (k, v), scale, strict=True):
+        assert torch.equal(actual, round_as_torch(x * torch.tensor(1 / one), dtype))
     layout = make_layout([(0, 48)], [list(range(3))])
     exact = [code.view(dtype).double() * one for code, one in zip(stored(cache, 48), scale, strict=True)]
     read = CpuAttention(cache).read(0, layout.block_tables[0], 48)
-    for found, expected in zip(read, exact, strict=True):
-        torch.testing.assert_close(found[0].double(), expected, rtol=1e-7, atol=0)
+    for actual, expected in zip(read, exact, strict=True):
+        torch.testing.assert_close(actual[0].double(), expected, rtol=1e-7, atol=0)
     attention, q = CpuAttention(cache), torch.randn(48, 3, HEAD_DIM) / 5000
     out = attention.attend(0, q, attention.plan(layout, "self"), PLAIN)
     scores = torch.einsum("qhd,kd->hqk", q.double(), exact[0]) * PLAIN.scale
@@ -91,7 +92,7 @@ def test_scales_divide_what_is_stored_and_multiply_what_is_read(dtype: torch.dty
 
 @DTYPES
 def test_every_code_is_read_exactly(dtype: torch.dtype) -> None:
-    """As a value: a single key has the weight 1. As a key: it alone makes the score of one of two keys."""
+    """As a value: a single key has weight 1. As a key: it determines the score of one of two keys."""
     codes = finite_codes(dtype)
     for code in codes.split(HEAD_DIM):
         x = torch.cat([code, torch.zeros(HEAD_DIM - len(code))])
@@ -106,27 +107,27 @@ def test_every_code_is_read_exactly(dtype: torch.dtype) -> None:
         plan = attention.plan(make_layout([(0, len(k))], [list(range(len(k) // BLOCK_SIZE + 1))]), "self")
         q = torch.ones(len(k), 1, HEAD_DIM) * 0.9 / LARGEST[dtype]
         scoring = replace(PLAIN, scale=1.0, window=2)
-        found = attention.attend(0, q, plan, scoring)[1::2, 0, 0]
+        actual = attention.attend(0, q, plan, scoring)[1::2, 0, 0]
         expected = (codes.double() * 0.9 / LARGEST[dtype]).sigmoid()
-        torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=0)
 
 
 @DTYPES
 @pytest.mark.parametrize("part", ["k", "v"])
-def test_what_is_no_number_stays_none(dtype: torch.dtype, part: str) -> None:
-    """It is NaN for every query that sees the token, and for no other sequence."""
+def test_nan_stays_nan(dtype: torch.dtype, part: str) -> None:
+    """The result is NaN for every query that attends to the token, and for no other sequence."""
     for block_size, head_dim in ((16, 64), (10, 13)):
         scene = Scene(Shape(3, 1, head_dim, block_size, dtype), [90, 70])
         getattr(scene, part)[75, 0, 7] = torch.nan
         scene.write_all()
         plain, windowed = (scene.attend({0: (60, 90), 1: (0, 70)}, each) for each in (PLAIN, WINDOWED))
         at = torch.arange(60, 90)
-        for found, seen in ((plain, at >= 75), (windowed, (at >= 75) & (at < 75 + 5))):
-            is_nan = found[0].isnan().any(2)
+        for actual, seen in ((plain, at >= 75), (windowed, (at >= 75) & (at < 75 + 5))):
+            is_nan = actual[0].isnan().any(2)
             assert is_nan[seen].all()
-            # As with other types, a weight of zero times a value that is no number is none.
+            # As with other types, a weight of 0 times NaN is NaN.
             assert not is_nan[~seen].any() or (dtype, part) == (E5M2, "v")
-            assert found[1].isfinite().all()
+            assert actual[1].isfinite().all()
 
 
 WINDOWED = replace(PLAIN, window=5)
@@ -135,5 +136,5 @@ WINDOWED = replace(PLAIN, window=5)
 @DTYPES
 def test_infinite_numbers_become_the_largest(dtype: torch.dtype) -> None:
     x = torch.tensor([torch.inf, -torch.inf, 3e38, -3e38]).repeat(HEAD_DIM // 4)[None]
-    for found in stored(write(dtype, x, x), 1):
-        assert torch.equal(found.view(dtype).float(), x.sign() * LARGEST[dtype])
+    for actual in stored(write(dtype, x, x), 1):
+        assert torch.equal(actual.view(dtype).float(), x.sign() * LARGEST[dtype])

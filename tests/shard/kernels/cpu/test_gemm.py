@@ -1,5 +1,5 @@
-"""Products with packed weights: against torch in double precision, against chains of fused multiply-adds of
-the C library, and bit for bit the same in any company, on any number of threads, wherever they lie."""
+"""Products with packed weights: against torch in double precision, against chains of the C library's fused
+multiply-adds, and with the same bits in every batch, for any number of threads and alignment."""
 
 import ctypes
 import logging
@@ -37,13 +37,13 @@ def _seed() -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
-def test_rows_are_their_own(dtype: torch.dtype, in_features: int, out_features: int) -> None:
+def test_rows_are_independent(dtype: torch.dtype, in_features: int, out_features: int) -> None:
     weight, x = torch.randn(out_features, in_features), torch.randn(241, in_features)
     product = gemm.pack(TensorInMemory(weight, "a weight"), dtype)
     whole = product(x)
     expected = x.double() @ weight.to(dtype).double().t()
     scale = x.double().abs() @ weight.to(dtype).double().abs().t()
-    # A chain of k sums in float32; on average far less than k roundings remain.
+    # A chain of k float32 additions. On average, the error is far below k roundings.
     assert ((whole - expected).abs() <= 2**-24 * in_features**0.5 * 4 * scale).all()
     for count in COUNTS:
         assert torch.equal(product(x[:count]), whole[:count]), f"{count} rows"
@@ -65,8 +65,8 @@ def test_each_sum_is_one_chain(dtype: torch.dtype) -> None:
 
 
 def add_chains(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x W^T, each element added in the order of x's columns. A sum is rounded to float64 first, which
-    changes no float32 but by the rarest chance."""
+    """Return x W^T, each element added in the order of x's columns. Each sum is computed in float64 and
+    rounded to float32; double rounding almost never changes the result."""
     total = torch.zeros(len(x), len(weight))
     for column, factors in zip(x.double().T, weight.double().T, strict=True):
         total = (total + column.outer(factors)).float()
@@ -76,7 +76,7 @@ def add_chains(x: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("in_features", [BLOCK, BLOCK + 1])
 def test_many_rows_are_chains(dtype: torch.dtype, in_features: int) -> None:
-    """Sizes lie around each bound on rows, blocks of columns and panels, in one to three groups of rows."""
+    """Sizes are around each limit of rows, blocks of columns and panels, in one to three groups of rows."""
     weight, x = torch.randn(2 * PANEL + 3, in_features), torch.randn(2 * MAX_ROWS + 1, in_features)
     expected = add_chains(x, weight.to(dtype))
     counts = [*range(MANY_ROWS - 1, MANY_ROWS + ROWS + 2), MAX_ROWS, MAX_ROWS + 1, 2 * MAX_ROWS + 1]
@@ -84,19 +84,21 @@ def test_many_rows_are_chains(dtype: torch.dtype, in_features: int) -> None:
         product = gemm.pack(TensorInMemory(weight[:out_features], "a weight"), dtype)
         for num_threads, count in [*((1, count) for count in counts), (2, counts[-1])]:
             torch.set_num_threads(num_threads)
-            found = product(x[:count])
-            assert torch.equal(found, expected[:count, :out_features]), f"{count} rows, {num_threads} threads"
+            actual = product(x[:count])
+            assert torch.equal(actual, expected[:count, :out_features]), (
+                f"{count} rows, {num_threads} threads"
+            )
 
 
 def test_two_threads_meet() -> None:
-    """The second thread takes its units from the back: whatever the first one took, none is left out and none
-    is taken twice."""
+    """The second thread takes units from the back. Whatever the first one took, every unit is taken exactly
+    once."""
     weight, x = torch.randn(3 * PANEL + 1, 40), torch.randn(MAX_ROWS + 1, 40)
     product = gemm.pack(TensorInMemory(weight, "a weight"), torch.float32)
     expected, run = product(x), ctypes.CFUNCTYPE(None, ctypes.c_void_p)(product.kernel.address)
 
     def find_missing(counter: int) -> Tensor:
-        """Return what a thread leaves that finds the counter like this."""
+        """Return the units that a thread does not take if the counter starts like this."""
         y = torch.full_like(expected, torch.nan)
         sizes = (len(x), len(weight), x.shape[1], 1)
         args = array("q", (counter, *sizes, x.data_ptr(), product.panels.data_ptr(), y.data_ptr()))
@@ -113,8 +115,8 @@ def test_two_threads_meet() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_threads_and_places_change_nothing(dtype: torch.dtype) -> None:
-    """Rows in many groups, many units, and x at every place between two cache lines."""
+def test_bits_do_not_depend_on_threads_or_alignment(dtype: torch.dtype) -> None:
+    """Many groups of rows, many units, and x at every offset within a cache line."""
     weight, x = torch.randn(10 * PANEL + 3, 1700), torch.randn(450, 1700)
     product = gemm.pack(TensorInMemory(weight, "a weight"), dtype)
     expected = product(x)
@@ -143,12 +145,12 @@ assert all(torch.equal(product(x), expected) for _ in range(20))
 
 
 def test_scratch_memory_lives_as_long_as_its_kernel() -> None:
-    """With one arena for all threads, memory that is freed too soon is another thread's at once."""
+    """With one arena for all threads, memory that is freed too early is reused by another thread at once."""
     environment = os.environ | {"MALLOC_ARENA_MAX": "1"}
     subprocess.run([sys.executable, "-c", _MANY_THREADS], check=True, env=environment)
 
 
-def test_a_captured_product_reads_what_x_is_by_then() -> None:
+def test_a_captured_product_reads_the_current_x() -> None:
     product = gemm.pack(TensorInMemory(torch.randn(70, 40), "a weight"), torch.float16)
     check_replay(product, torch.randn(3, 40))
 
@@ -158,7 +160,7 @@ def test_a_captured_product_reads_what_x_is_by_then() -> None:
 def test_every_type_becomes_every_type(
     dtype: torch.dtype, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Piece by piece; numbers are rounded as torch rounds them, from memory with gaps that is not kept."""
+    """Weights are packed in pieces, rounded like torch does, from memory with gaps that is released."""
     monkeypatch.setattr(gemm, "_PIECE", 2 * PANEL * 9)
     weight = torch.randn(7 * PANEL + 5, 18).to(stored)[:, ::2]
     product, expected = gemm.pack(TensorInMemory(weight, "a weight"), dtype), weight.to(dtype).float().clone()
@@ -171,9 +173,7 @@ def test_every_type_becomes_every_type(
 @pytest.mark.parametrize(
     "weight", [[70000.0, 1.0], [-65521.0, 1.0], [3e-6, -9e-4], [torch.inf, 1.0], [torch.nan, 1.0]]
 )
-def test_what_float16_cannot_hold_is_kept_exact(
-    weight: list[float], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_values_outside_float16_stay_exact(weight: list[float], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         product = CPU_KERNELS.pack(TensorInMemory(torch.tensor([weight]), "file: tensor x"), torch.float16)
     assert caplog.messages == ["file: tensor x does not fit float16 and is kept as float32"]
@@ -182,7 +182,7 @@ def test_what_float16_cannot_hold_is_kept_exact(
 
 
 @pytest.mark.parametrize("weight", [torch.zeros(2, 2), torch.full((2, 2), 65504.0), torch.eye(2) * 2**-10])
-def test_what_float16_can_hold(weight: Tensor, caplog: pytest.LogCaptureFixture) -> None:
+def test_values_within_float16(weight: Tensor, caplog: pytest.LogCaptureFixture) -> None:
     product = CPU_KERNELS.pack(TensorInMemory(weight, "a weight"), torch.float16)
     assert not caplog.messages
     assert torch.equal(product(torch.eye(2)), weight.t())
@@ -196,7 +196,7 @@ def test_bfloat16_keeps_its_range(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype) -> None:
+def test_infinity_and_nan_stay_in_their_row(dtype: torch.dtype) -> None:
     check_not_finite(gemm.pack(TensorInMemory(torch.randn(40, 20), "a weight"), dtype), torch.randn(9, 20))
 
 
@@ -206,7 +206,7 @@ def test_memory_for_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [arena.allocate(num_bytes) for num_bytes in (100, 1, 64, 5000, 3000, 2000)]
     for i, part in enumerate(parts):
         assert part.data_ptr() % 64 == 0
-        assert not part.any(), "not zero, or another's"
+        assert not part.any(), "not zero, or overlapping"
         part.fill_(i + 1)
     assert [part.unique().tolist() for part in parts] == [[i + 1] for i in range(len(parts))]
 
@@ -214,7 +214,7 @@ def test_memory_for_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_weights_are_read_a_few_rows_at_a_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whether a matrix fits float16 is known after its last piece."""
+    """Whether a matrix fits float16 is only known after its last piece."""
     monkeypatch.setattr(gemm, "_PIECE", 3000)
     weight = torch.randn(323, 40)
     weight[:100] *= 1e-6

@@ -1,5 +1,5 @@
-"""Codes of GGUF files as the CPU keeps them: the package's numbers bit for bit, products against float64
-within the bound of their roundings, the same bits in any company, and the memory that they take."""
+"""Codes of GGUF files on the CPU: values with the bits of the `gguf` package, products against float64 within
+the error bound, the same bits in every batch, and memory."""
 
 from collections.abc import Iterator
 
@@ -21,7 +21,7 @@ from tgis.shard.kernels.cpu.codes.layout import COLUMNS
 from tgis.shard.kernels.cpu.codes.product import CodeProduct, JoinedProduct, find_table_packer
 from tgis.tensor_files.gguf_types import TYPES
 
-STEP = 2.0**-24  # half the distance of float32 numbers near 1
+STEP = 2.0**-24  # rounding error of float32
 NUM_ROWS, NUM_COLUMNS = 70, 1024
 PARTS = [slice(0, 1024), slice(96, 608), slice(896, 928)]
 NAMES = list(CODINGS)
@@ -42,7 +42,7 @@ def many_threads() -> Iterator[None]:
 
 
 def make_tensor(name: str, num_rows: int = NUM_ROWS) -> tuple[GgufTensor, Tensor]:
-    """A matrix of a type, and its numbers by the package."""
+    """Return a matrix of a type, and its values by the package."""
     weights = np.random.default_rng(0).standard_normal((num_rows, NUM_COLUMNS), np.float32)
     rows = make_blocks(weights, Type[name])
     kind = next(each for each in TYPES.values() if each.name == name)
@@ -53,9 +53,9 @@ def make_tensor(name: str, num_rows: int = NUM_ROWS) -> tuple[GgufTensor, Tensor
 def pack(stored: GgufTensor | Sliced, rounds_activations: bool = False) -> CodeProduct:
     layout = stored.layout()
     assert layout is not None
-    found = find_table_packer(layout, rounds_activations)
-    assert found is not None
-    return found(stored)
+    actual = find_table_packer(layout, rounds_activations)
+    assert actual is not None
+    return actual(stored)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -80,7 +80,7 @@ def test_memory_is_near_the_file_s(name: str) -> None:
 
 
 def count_magnitudes(codes: Codes) -> Tensor:
-    """Sums of the magnitudes of all that is added up for a weight, whose codes are less half their range."""
+    """Return the sums of magnitudes of all terms of a product. Half their range is subtracted from codes."""
     assert codes.layout.group is not None
     if codes.layout.table:
         numbers = torch.tensor(codes.layout.table, dtype=torch.float64)[codes.values.long()]
@@ -88,10 +88,10 @@ def count_magnitudes(codes: Codes) -> Tensor:
         numbers = codes.values.double()
     centre = 1 << (codes.layout.bits - 1) if codes.offsets is not None else 0
     groups = torch.arange(codes.values.shape[1]) // codes.layout.group
-    found = (numbers - centre).abs() * codes.scales[:, groups].double().abs()
+    actual = (numbers - centre).abs() * codes.scales[:, groups].double().abs()
     if codes.offsets is not None:
-        found += (codes.offsets.double().abs() + centre * codes.scales.double().abs())[:, groups]
-    return found
+        actual += (codes.offsets.double().abs() + centre * codes.scales.double().abs())[:, groups]
+    return actual
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -102,11 +102,11 @@ def test_sums_are_within_the_bound_of_their_roundings(name: str) -> None:
         product, magnitudes = pack(view), count_magnitudes(view.codes())
         for num_rows in (1, 7, 33):
             x = torch.randn(num_rows, magnitudes.shape[1])
-            # A rounding for each column of a group of at most 32, some for scales and offsets, and two for
-            # each group.
+            # One rounding per column of a group of up to 32, some for scales and offsets, and two per
+            # group.
             bound = (32 + 20 + 2 * x.shape[1] / 16) * STEP * (x.double().abs() @ magnitudes.T)
-            found = product(x)
-            assert ((found.double() - x.double() @ expected[:, part].double().T).abs() <= bound).all()
+            actual = product(x)
+            assert ((actual.double() - x.double() @ expected[:, part].double().T).abs() <= bound).all()
 
 
 @pytest.mark.skipif(not CAN_ROUND, reason="the processor has neither AVX2 nor VNNI")
@@ -124,7 +124,7 @@ def test_rounded_activations(name: str) -> None:
 
 @pytest.mark.parametrize("rounds_activations", [False, True])
 @pytest.mark.parametrize("name", ["Q4_1", "Q2_K", "Q3_K", "Q5_0", "Q6_K", "Q8_0", "IQ4_XS"])
-def test_rows_keep_their_bits(name: str, rounds_activations: bool, many_threads: None) -> None:
+def test_rows_are_independent(name: str, rounds_activations: bool, many_threads: None) -> None:
     product, x = pack(make_tensor(name)[0], rounds_activations), torch.randn(40, NUM_COLUMNS)
     whole = product(x)
     for count in (*range(1, 14), 27):

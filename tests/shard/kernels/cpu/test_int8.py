@@ -1,5 +1,5 @@
-"""int8 products: against integer arithmetic in numpy, within the bounds of rounding, and the same bits in any
-company, with any number of threads and with the instructions of other machines."""
+"""int8 products: against integer arithmetic in numpy, within the error bound, and with the same bits in every
+batch, for any number of threads and with other machines' instructions."""
 
 import importlib.util
 import math
@@ -43,7 +43,8 @@ def pack(weight: Tensor) -> Int8Product:
 
 
 def round_groups(x: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """The rule: [num_rows, num_groups, GROUP] whole numbers and [num_rows, num_groups] scales."""
+    """Return integers [num_rows, num_groups, GROUP] and scales [num_rows, num_groups] by the rule of
+    rounding."""
     num_rows, size = x.shape
     padded = np.zeros((num_rows, -(-size // GROUP) * GROUP), np.float32)
     padded[:, :size] = x.numpy()
@@ -55,7 +56,8 @@ def round_groups(x: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float
 
 
 def draw_whole(num_rows: int, size: int) -> Tensor:
-    """Numbers of which nothing is lost: whole ones, with 127 in every group, times a power of two per row."""
+    """Return numbers that rounding preserves: integers, with 127 in every group, times a power of two per
+    row."""
     x = torch.randint(-127, 128, (num_rows, size)).float()
     x[:, ::GROUP] = torch.where(torch.rand(x[:, ::GROUP].shape) < 0.5, 127.0, -127.0)
     return x * 2.0 ** torch.randint(-9, 9, (num_rows, 1))
@@ -83,29 +85,29 @@ def test_any_numbers(num_rows: int, in_features: int, out_features: int, dtype: 
     sums = np.einsum("rgk,cgk->rcg", a, b)
     expected = np.einsum("rcg,rg,cg->rc", sums, a_scales.astype(float), b_scales.astype(float))
     torch.testing.assert_close(y, torch.from_numpy(expected), rtol=1e-6, atol=1e-5)
-    # Half a step of each factor times the other one.
+    # Half a step of each factor times the other factor.
     steps = torch.from_numpy(a_scales).max() / 2, torch.from_numpy(b_scales).max() / 2
     bound = (x.abs().sum(1, True) + in_features * steps[0]) * steps[1] + weight.abs().sum(1) * steps[0]
     assert ((y - x.double() @ weight.double().t()).abs() <= bound * (1 + 1e-5)).all()
 
 
 def test_activations_are_rounded_twice() -> None:
-    """A number times the factor is rounded to float32 and then to an integer, not once: here the first
-    rounding leaves a tie, which the second one resolves to the even integer."""
+    """A product with the factor is rounded to float32 and then to an integer. Here the first rounding gives a
+    tie, which the second rounds to even."""
     factor = np.float32(127) / np.float32(3.0009909)
     halves = np.arange(-126.5, 127).astype(np.float32)
     ties = np.nextafter(halves / factor, np.float32(9), dtype=np.float32)[:, None]
     near = ties + np.spacing(ties) * np.arange(-4, 4, dtype=np.float32)
     is_tie = (near * factor == halves[:, None]) & (near.astype(float) * float(factor) != halves[:, None])
-    found = near[is_tie]
-    assert len(found) > GROUP
-    x = torch.from_numpy(found[: len(found) // 127 * 127].reshape(-1, 127))
+    actual = near[is_tie]
+    assert len(actual) > GROUP
+    x = torch.from_numpy(actual[: len(actual) // 127 * 127].reshape(-1, 127))
     x = torch.cat((torch.full((len(x), 1), 3.0009909), x), 1)
     (a, scales), y = round_groups(x), pack(torch.eye(GROUP))(x)
     assert np.array_equal(np.rint(y.numpy() / scales), a[:, 0])
 
 
-def test_rows_keep_their_bits(many_threads: None) -> None:
+def test_rows_are_independent(many_threads: None) -> None:
     product, x = pack(torch.randn(300, 700)), torch.randn(150, 700)
     whole = product(x)
     for count in (*range(1, 18), 47, 49, 97):
@@ -117,7 +119,7 @@ def test_rows_keep_their_bits(many_threads: None) -> None:
     assert product(x[:0]).shape == (0, 300)
 
 
-def test_what_is_not_finite_stays_in_its_row_and_column() -> None:
+def test_infinity_and_nan_stay_in_their_row_and_column() -> None:
     x, weight = torch.randn(9, 200), torch.randn(20, 200)
     expected = pack(weight)(x)
     x[2, 150], x[4, 3], x[5, :], x[6, 128:], weight[7, 199] = math.nan, -math.inf, 0, 1e-35, math.inf
@@ -133,7 +135,7 @@ def test_what_is_not_finite_stays_in_its_row_and_column() -> None:
 
 
 def test_a_thread_that_lost_its_core_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another one took the first unit and does not come back."""
+    """Another thread has taken the first unit and does not finish it."""
     product, x = pack(torch.randn(40, 300)), torch.randn(5, 300)
     expected = product(x)
     kernel, given, kept = kernels.multiply_int8, [], []
@@ -152,7 +154,7 @@ def test_a_thread_that_lost_its_core_is_not_waited_for(monkeypatch: pytest.Monke
 
 
 def with_instructions(isa: InstructionSet, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The kernels as they are on another machine; nothing of them is kept."""
+    """Yield the kernels of another machine. Their code is not cached."""
     monkeypatch.setattr(cache, "_bases", [])
     monkeypatch.setattr(inner_loop, "INSTRUCTION_SET", isa)
     monkeypatch.setattr(inner_loop.make_tile, "__defaults__", (isa,))

@@ -1,4 +1,4 @@
-"""Kernel graphs: kernels run in order by all threads, again and again, on memory that stays."""
+"""Kernel graphs: all threads run the kernels in order, repeatedly, on the same memory."""
 
 from collections.abc import Iterator
 from threading import Thread
@@ -19,7 +19,7 @@ LENGTH, STEPS = 1000, 200
 
 
 def _shift(args: Any) -> None:
-    """Every unit reads what units of the kernel before have written, most of them on other threads."""
+    """Each unit reads results of the preceding kernel, most of them written by other threads."""
     a = carray(args, 5)
     x, out = carray(pointer(a[2], _I64), (a[1],)), carray(pointer(a[3], _I64), (a[1],))
     unit = next_unit(args)
@@ -62,7 +62,7 @@ def graph_of(x: Tensor, y: Tensor) -> KernelGraph:
 def test_a_graph_does_what_the_calls_do(threads: int) -> None:
     x, y = torch.arange(LENGTH), torch.zeros(LENGTH, dtype=torch.int64)
     graph = graph_of(x, y)
-    assert x.equal(torch.arange(LENGTH)), "nothing is computed while it is captured"
+    assert x.equal(torch.arange(LENGTH)), "capturing computes nothing"
     for start in range(3):
         x.copy_(torch.arange(LENGTH) + start)
         graph.replay()
@@ -79,21 +79,21 @@ def test_only_the_thread_that_captures_is_captured() -> None:
     assert y[:2].tolist() == [1, 22]
 
 
-def test_buffers_are_lent_again_when_nothing_sees_them() -> None:
+def test_buffers_are_reused_after_their_last_view() -> None:
     pool = MemoryPool()
     first = pool.empty((3, 100))
     view = first[1:].flatten()
     address = first.data_ptr()
     del first
     other = pool.empty((3, 100))
-    assert other.data_ptr() != address, "a view still sees it"
+    assert other.data_ptr() != address, "a view still exists"
     del view
     assert pool.empty((290,)).data_ptr() == address
     assert pool.num_bytes == 2 * 2048
     assert other.data_ptr() % 64 == 0
 
 
-def test_what_is_kept_outlives_the_buffer() -> None:
+def test_a_read_view_outlives_the_buffer() -> None:
     pool = MemoryPool()
     x = pool.empty((4, 5)).fill_(2.0)
     kept, address = pool.read_view(x), x.data_ptr()

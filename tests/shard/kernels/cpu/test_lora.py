@@ -1,5 +1,5 @@
-"""What adapters add: against products in double precision, token by token, and bit for bit the same in any
-company, however prompts are cut, and wherever it lies."""
+"""Updates of adapters: against double precision, token by token, with the same bits in every batch, for every
+split of prompts and alignment."""
 
 from collections.abc import Iterator
 
@@ -23,7 +23,7 @@ def _seed() -> None:
 
 @pytest.fixture
 def _threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Also for the smallest products."""
+    """Also use several threads for small products."""
     monkeypatch.setattr(ops, "_PRODUCTS", 0)
     torch.set_num_threads(3)
     yield
@@ -51,7 +51,7 @@ def test_every_token_gets_its_own(shape: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_any_rank(rank: int) -> None:
-    """The rows behind what is read and written, and before it, are not numbers."""
+    """Memory before and after the operands is NaN."""
     x, y = (torch.full((9, size), torch.nan) for size in (50, 60))
     a, b = torch.full((52, rank), torch.nan), torch.full((rank + 2, 60), torch.nan)
     for x_or_y in (x, y):
@@ -63,7 +63,7 @@ def test_any_rank(rank: int) -> None:
     assert y[[0, -1]].isnan().all()
 
 
-def test_columns_beside_an_adapters_are_untouched() -> None:
+def test_other_columns_do_not_change() -> None:
     x, y = torch.ones(6, 4), torch.full((6, 50), -0.0)
     deltas = Deltas(((LowRank(torch.ones(4, 3), torch.ones(3, 21), 13),),))
     CPU_KERNELS.add_low_rank(
@@ -74,19 +74,19 @@ def test_columns_beside_an_adapters_are_untouched() -> None:
     assert torch.equal(y.view(torch.int32), expected.view(torch.int32))
 
 
-def test_one_tokens_nan_is_its_own() -> None:
+def test_nan_stays_with_its_token() -> None:
     scene = draw_scene(40, 30, 50)
     scene.indices[:] = 0
     expected = scene.add()
     scene.x[7] = torch.nan
-    found = scene.add()
-    assert found[7].isnan().any()
-    found[7] = expected[7]
-    assert torch.equal(found, expected)
+    actual = scene.add()
+    assert actual[7].isnan().any()
+    actual[7] = expected[7]
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("shape", [(61, 150, 200), (50, 37, 100), (40, 64, 19)])
-def test_bits_do_not_depend_on_the_company(shape: tuple[int, int, int]) -> None:
+def test_bits_do_not_depend_on_the_batch(shape: tuple[int, int, int]) -> None:
     for _ in range(4):
         scene = draw_scene(*shape)
         scene.indices[10:35] = draw_int(0, 2)
@@ -98,7 +98,7 @@ def test_bits_do_not_depend_on_the_company(shape: tuple[int, int, int]) -> None:
             assert torch.equal(scene.add(some), whole[some])
 
 
-def test_bits_do_not_depend_on_how_a_prompt_is_cut() -> None:
+def test_bits_do_not_depend_on_chunks() -> None:
     scene = draw_scene(150, 70, 90)
     scene.indices[:] = 1
     whole = scene.add()
@@ -126,7 +126,7 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("columns", [5, 64, 100])
 def test_bits_do_not_depend_on_slices_of_columns(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which only few tiles are cut into."""
+    """Columns are sliced only if there are few tiles."""
     scene = draw_scene(20, 40, 333)
     monkeypatch.setattr(ops, "_FEW_TILES", -1)
     whole = scene.add()
@@ -140,7 +140,7 @@ def test_bits_do_not_depend_on_where_operands_lie() -> None:
         scene = draw_scene(6, 30, width)
         scene.indices[:] = 0
         one = draw_low_rank(30, rank, 0, width)
-        found = set()
+        actual = set()
         for gap in range(40):
             arena, end = torch.zeros(20000), gap
 
@@ -152,19 +152,19 @@ def test_bits_do_not_depend_on_where_operands_lie() -> None:
             a, x, y, b = (place(source) for source in (one.a, scene.x, scene.y, one.b))
             deltas = Deltas(((LowRank(a, b, 0),),))
             CPU_KERNELS.add_low_rank(y, x, deltas, TokenAdapters(AdapterSet(()), scene.indices))
-            found.add(y.numpy().tobytes())
-        assert len(found) == 1
+            actual.add(y.numpy().tobytes())
+        assert len(actual) == 1
 
 
 @pytest.mark.parametrize("num_tokens", [1, 6, 75])
 def test_looked_up(num_tokens: int) -> None:
-    """As a product with rows of an identity matrix."""
+    """The result equals a product with rows of an identity matrix."""
     scene = draw_scene(num_tokens, 90, 70)
     ids = torch.randint(0, 90, (num_tokens,))
     scene.x = torch.eye(90)[ids]
-    found = scene.y.clone()
-    CPU_KERNELS.add_looked_up(found, ids, scene.deltas, TokenAdapters(AdapterSet(()), scene.indices))
-    torch.testing.assert_close(found, scene.add(), rtol=0, atol=0)
+    actual = scene.y.clone()
+    CPU_KERNELS.add_looked_up(actual, ids, scene.deltas, TokenAdapters(AdapterSet(()), scene.indices))
+    torch.testing.assert_close(actual, scene.add(), rtol=0, atol=0)
 
 
 def test_nothing_is_left_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +194,7 @@ def test_sorts_tokens_by_adapter() -> None:
         ]
 
 
-def test_a_layer_is_asked_once_for_a_set() -> None:
+def test_look_ups_of_layers_are_cached() -> None:
     one = Adapter({PATH: (draw_low_rank(4, 2, 0, 4),)})
     adapters = AdapterSet([Adapter({}), one])
     deltas = adapters.at(PATH)

@@ -1,6 +1,5 @@
-"""Products that are compiled for other processors than this one, in child processes that keep no code: LLVM
-ends the process where it has no instruction for what a kernel calls. Code for AVX2 is run too where it
-can."""
+"""Products compiled for other processors, in child processes without cache: LLVM ends the process if a kernel
+uses an unsupported instruction. Code for AVX2 also runs if this processor supports it."""
 
 import os
 import subprocess
@@ -14,7 +13,7 @@ from tgis.shard.kernels.cpu.jit.llvm import has_feature
 V2 = "+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+cx16"
 V3 = f"{V2},+avx,+f16c,+avx2,+fma,+bmi,+bmi2,+lzcnt,+movbe"
 V4 = f"{V3},+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512cd"
-# Features by LLVM's name of a processor, and what multiplies integers there and how many lanes vectors have.
+# LLVM's name of a processor -> features, instruction set of integer products, and lanes of vectors.
 PROCESSORS = {
     "ivybridge": (f"{V2},+avx,+f16c", "_multiply_generic 8"),
     "haswell": (V3, "_multiply_avx2 8"),
@@ -26,7 +25,7 @@ KEEP_NOTHING = """
 from tgis.shard.kernels.cpu.jit import cache
 cache._bases = []
 """
-# Tiles of one row alone take a fraction of the time to compile, and the same instructions.
+# Tiles of one row compile faster and use the same instructions.
 ONE_ROW = """
 from tgis.shard.kernels.cpu.codes import inner_loop, many_rows
 inner_loop.ROWS = many_rows.ROWS = many_rows.TALL = 1
@@ -69,10 +68,10 @@ def test_rounded_activations_compile_for_avx2() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_products_compile(processor: str) -> None:
-    found = run(processor, BUILD, "codes", "int8", "gemm").split()
+    actual = run(processor, BUILD, "codes", "int8", "gemm").split()
     chosen = PROCESSORS[processor][1].split()
     can_round = processor in ("haswell", "alderlake", "icelake-server")
-    assert found == [*chosen, str(can_round)]
+    assert actual == [*chosen, str(can_round)]
 
 
 @pytest.mark.slow

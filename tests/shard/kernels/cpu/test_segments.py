@@ -1,5 +1,5 @@
-"""Attention in segments of keys: against float64, and bit by bit whether the segments are one unit of work or
-several."""
+"""Attention in segments of keys: against float64, and with the same bits whether segments are one unit of
+work or several."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,11 +32,11 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def attend_whole(scene: Scene, scoring: Scoring) -> list[Tensor]:
-    """Return the results of whole prompts, whose tiles go through their segments one after the other."""
+    """Return the results of whole prompts, whose tiles process their segments one after the other."""
     return list(scene.attend({i: (0, n) for i, n in enumerate(scene.lengths)}, scoring).values())
 
 
-def test_agrees_with_the_rules_around_the_ends_of_segments() -> None:
+def test_equals_the_definition_around_the_ends_of_segments() -> None:
     length = plans.SEGMENT_LEN
     scene = Scene(Shape(num_heads=3, num_kv_heads=1), [length - 1, length, length + 1, 2 * length + 1, 2500])
     scene.write_all()
@@ -46,7 +46,7 @@ def test_agrees_with_the_rules_around_the_ends_of_segments() -> None:
 
 @pytest.mark.usefixtures("short_segments")
 @pytest.mark.parametrize("shape", ALL_SHAPES.values(), ids=ALL_SHAPES)
-def test_agrees_with_the_rules(shape: Shape) -> None:
+def test_equals_the_definition(shape: Shape) -> None:
     scene = Scene(shape, [63, 64, 65, 129, 300, 256])
     scene.write_all()
     check(scene, {i: (n - 1, n) for i, n in enumerate(scene.lengths)}, PLAIN)
@@ -55,7 +55,7 @@ def test_agrees_with_the_rules(shape: Shape) -> None:
 
 @pytest.mark.usefixtures("short_segments")
 @pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
-def test_scores_are_changed_as_asked(scoring: dict) -> None:
+def test_scoring_options(scoring: dict) -> None:
     scene = Scene(Shape(), [330, 65, 200])
     scene.write_all()
     changed = replace(PLAIN, **scoring)
@@ -65,8 +65,8 @@ def test_scores_are_changed_as_asked(scoring: dict) -> None:
 
 @pytest.mark.usefixtures("short_segments")
 @pytest.mark.parametrize("scoring", [PLAIN, WINDOWED], ids=["plain", "windowed"])
-def test_bits_do_not_depend_on_how_segments_are_shared_out(scoring: Scoring, threads: int) -> None:
-    """Chunks of at most eight tokens have units of work for each segment, longer ones have not."""
+def test_bits_do_not_depend_on_units_of_work(scoring: Scoring, threads: int) -> None:
+    """Chunks of up to eight tokens have one unit of work per segment, longer ones do not."""
     scene = Scene(Shape(num_heads=9, num_kv_heads=3, dtype=torch.float16), [330, 128, 65])
     scene.write_all()
     together = attend_whole(scene, scoring)
@@ -88,8 +88,8 @@ def test_segments_are_merged_whichever_thread_ends_last() -> None:
     torch.set_num_threads(5)
     try:
         for _ in range(200):
-            found = scene.attend(work, PLAIN)
-            assert all(torch.equal(found[i], expected[i]) for i in work)
+            actual = scene.attend(work, PLAIN)
+            assert all(torch.equal(actual[i], expected[i]) for i in work)
     finally:
         torch.set_num_threads(1)
 
@@ -108,7 +108,7 @@ def test_one_segment_has_the_bits_of_a_single_softmax(
 
 
 @pytest.mark.usefixtures("short_segments")
-def test_what_the_window_hides_has_no_weight_at_all() -> None:
+def test_keys_outside_the_window_have_no_weight() -> None:
     scene = Scene(Shape(), [300])
     scene.write_all()
     scoring = replace(PLAIN, window=80)
@@ -116,15 +116,15 @@ def test_what_the_window_hides_has_no_weight_at_all() -> None:
     scene.k[:190], scene.v[:190] = torch.nan, torch.nan
     scene.write_all()
     for start in (0, 269):
-        found = scene.attend({0: (start, 270)}, replace(scoring, window=78))[0][-1]
-        assert not found.isnan().any()
+        actual = scene.attend({0: (start, 270)}, replace(scoring, window=78))[0][-1]
+        assert not actual.isnan().any()
     scene.v[:190], scene.k[:190] = 3e38, 0.0
     scene.write_all()
     assert torch.equal(scene.attend({0: (269, 270)}, scoring)[0][0], before)
 
 
 @pytest.mark.usefixtures("short_segments")
-def test_a_broken_sequence_harms_no_other() -> None:
+def test_nan_in_a_sequence_does_not_affect_others() -> None:
     scene = Scene(Shape(), [200, 200])
     scene.write_all()
     alone = scene.attend({1: (199, 200)}, PLAIN)[1]
@@ -139,21 +139,21 @@ def test_a_broken_sequence_harms_no_other() -> None:
 @pytest.mark.usefixtures("short_segments")
 @pytest.mark.parametrize("length", [0, 1, 64, 65, 200])
 def test_cross_attention_reads_all_of_the_encoder(length: int) -> None:
-    """Short tiles read it in segments of their own, long ones one segment after the other."""
+    """Short tiles have one unit per segment; long tiles process one segment after the other."""
     scene = Scene(Shape(), [200])
     scene.write_all()
     q = torch.randn(40, 4, 16)
-    found = []
+    actual = []
     for count in (1, 40):
         layout = scene.layout([(0, count)], [0])
         layout = replace(layout, seq_lens=torch.tensor([length], dtype=torch.int32))
         plan = scene.attention.plan(layout, "cross")
-        found.append(scene.attention.attend(0, q[:count], plan, replace(PLAIN, causal=False)))
+        actual.append(scene.attention.attend(0, q[:count], plan, replace(PLAIN, causal=False)))
     k, v = (x[:length].double().repeat_interleave(2, 1) for x in (scene.k, scene.v))
     weights = (torch.einsum("qhd,khd->hqk", q.double(), k) * PLAIN.scale).softmax(-1)
     expected = torch.einsum("hqk,khd->qhd", weights, v)
-    torch.testing.assert_close(found[1].double(), expected, rtol=2e-5, atol=1e-5)
-    assert torch.equal(found[0], found[1][:1])
+    torch.testing.assert_close(actual[1].double(), expected, rtol=2e-5, atol=1e-5)
+    assert torch.equal(actual[0], actual[1][:1])
 
 
 @pytest.mark.usefixtures("short_segments")
@@ -177,28 +177,28 @@ def test_a_captured_step_follows_sequences_into_new_segments(threads: int) -> No
 
 @pytest.mark.parametrize("is_cross", [False, True])
 def test_a_plan_has_every_segment_of_a_short_tile_once(is_cross: bool) -> None:
-    """Segments are counted here one by one; the costliest items come first."""
+    """The test counts segments one by one. The most expensive items come first."""
     length = plans.SEGMENT_LEN
     lengths, counts = [3 * length + 5, length, 2 * length, length + 1], [1, 8, 40, 3]
     spans = [(n - count, n) for n, count in zip(lengths, counts, strict=True)]
     table = list(range(-(-max(lengths) // 16)))
     plan = plans.CpuPlan(make_layout(spans, [table] * 4), 16, is_cross)
     items = plan.items.tolist()
-    found = sorted((sequence, count, parts, segment) for sequence, _, count, _, parts, segment, _ in items)
+    actual = sorted((sequence, count, parts, segment) for sequence, _, count, _, parts, segment, _ in items)
     expected = [(0, 1, 4, segment) for segment in range(4)] + [(1, 8, 1, 0), (2, 8, 2, 0), (2, 8, 2, 1)]
-    assert found == sorted([*expected, (2, 32, 1, 0), (3, 3, 2, 0), (3, 3, 2, 1)])
+    assert actual == sorted([*expected, (2, 32, 1, 0), (3, 3, 2, 0), (3, 3, 2, 1)])
     places = [
         first + segment * count + token
         for _, _, count, _, parts, segment, first in items
         for token in range(count if parts > 1 else 0)
     ]
-    assert sorted(places) == list(range(4 * 1 + 2 * 8 + 2 * 3)), "partial results lie apart"
+    assert sorted(places) == list(range(4 * 1 + 2 * 8 + 2 * 3)), "partial results do not overlap"
     assert items[0][2] == 32
 
 
 @pytest.mark.usefixtures("short_segments")
-def test_tiles_of_a_crowd_are_not_split() -> None:
-    """They have the bits that they have alone, where they are split."""
+def test_tiles_of_large_batches_are_not_split() -> None:
+    """The bits equal those of a single sequence, whose tiles are split."""
     scene = Scene(Shape(), [70] * 20 + [700])
     scene.write_all()
     work = {i: (n - 1, n) for i, n in enumerate(scene.lengths)}

@@ -1,4 +1,4 @@
-"""Attention of GPUs, kernels in Triton's interpreter and their twins, against float64 from the definition."""
+"""Attention of GPUs, kernels in Triton's interpreter and their twins, against float64."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from tests.support.cuda.interpreter import interpreted_modules
 from tests.support.shard.attention_scene import PLAIN, SCORINGS, SHAPES, Shape
 from tgis.shard.attention.interface import Scoring
 from tgis.shard.kernels.cuda import step_state
-from tgis.shard.kernels.cuda.attend_segments import most_segments
+from tgis.shard.kernels.cuda.attend_segments import max_segments
 from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
 from tgis.shard.kernels.cuda.attention import CudaPlan
 from tgis.shard.kernels.cuda.implementations import Implementations
@@ -30,7 +30,7 @@ BENT = replace(PLAIN, **SCORINGS["all"])
 BENT_OF_SIX = replace(BENT, slopes=torch.linspace(0.01, 0.3, 6), bias=torch.linspace(-1, 1, 6 * 5).view(6, 5))
 
 
-# What "all", "not_causal_bias" and the windows of test_lengths_around_segments have too.
+# Covered by "all", "not_causal_bias" and the windows of test_lengths_around_segments.
 COVERED = {"wide_window", "soft_cap", "slopes", "not_causal"}
 
 
@@ -59,7 +59,8 @@ def test_segments_of_all_shapes(kernels: Implementations, shape: Shape) -> None:
 
 @pytest.mark.parametrize("shape", ALL_SHAPES)
 def test_tiles_of_all_shapes(kernels: Implementations, shape: Shape) -> None:
-    """Whole prompts, a single token, chunks before and at the end of a block. Fewer tokens of many heads."""
+    """Whole prompts, a single token, and chunks before and at the end of a block. With many heads, fewer
+    tokens."""
     scene = CudaScene(shape, [40, 1, 130], kernels)
     most = 3 * tile_tokens(scene.group)
     scene.check_spans([(0, 0, min(most, 40)), (1, 0, 1), (2, max(77, 130 - most), 130), (2, 62, 65)], PLAIN)
@@ -69,16 +70,14 @@ def test_tiles_of_all_shapes(kernels: Implementations, shape: Shape) -> None:
 def test_scoring(kernels: Implementations, scoring: str, block_size: int) -> None:
     scene = CudaScene(Shape(block_size=block_size), [150, 70, 20], kernels)
     asked = replace(PLAIN, **SCORINGS[scoring])
-    if (
-        asked.bias is not None
-    ):  # one that does not rise evenly, because a softmax ignores what is the same for all
+    if asked.bias is not None:  # not linear, because a softmax ignores constant offsets
         asked = replace(asked, bias=torch.randn_like(asked.bias))
     scene.check_last([(0, 150), (1, 70), (2, 20)], asked)
     scene.check_spans([(0, 81, 150), (1, 69, 70), (2, 0, 20)], asked)
 
 
 def test_lengths_around_segments(kernels: Implementations) -> None:
-    """Also those from which segments get longer; idle rows anywhere."""
+    """Also lengths with longer segments, and idle rows at any place."""
     longest = SEGMENT_LEN * MAX_SEGMENTS
     lengths = [0, 1, SEGMENT_LEN - 1, SEGMENT_LEN, 0, 0, SEGMENT_LEN + 1]
     lengths += [longest, longest + 1, 2 * longest, 2 * longest + 1, 0]
@@ -101,7 +100,7 @@ def test_nothing_but_idle_rows(kernels: Implementations) -> None:
 def test_partial_results_fit_their_memory() -> None:
     for max_seq_len in range(6 * SEGMENT_LEN * MAX_SEGMENTS):
         lengths = torch.arange(max_seq_len + 1, dtype=torch.int32)
-        assert int(count_segments(lengths).max()) <= most_segments(max_seq_len)
+        assert int(count_segments(lengths).max()) <= max_segments(max_seq_len)
 
 
 def either(bent: Scoring) -> list[object]:
@@ -112,7 +111,7 @@ def either(bent: Scoring) -> list[object]:
 def test_bits_of_segments_depend_on_their_sequence_only(
     scoring: Scoring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alone, among others in any order, and whatever the number of programs."""
+    """Alone, among others in any order, and for any number of programs."""
     scene = CudaScene(Shape(dtype=torch.bfloat16), [200, 33, 129, 64], KERNELS["kernel"]())
     work = list(enumerate(scene.lengths))
     alone = [scene.attend_last([item], scoring)[0] for item in work]
@@ -132,8 +131,8 @@ def test_bits_of_tiles_do_not_depend_on_chunks(scoring: Scoring) -> None:
     assert torch.equal(torch.cat(scene.attend_spans(chunks[::-1], scoring)[::-1]), whole)
 
 
-def test_what_is_hidden_has_no_weight_at_all(kernels: Implementations) -> None:
-    """Kernels do not read it. Twins multiply it by zero."""
+def test_hidden_keys_have_no_weight(kernels: Implementations) -> None:
+    """Kernels do not read hidden keys. Twins multiply them by zero."""
     scene, scoring = CudaScene(Shape(), [100], kernels), replace(PLAIN, window=20)
     spans, filler = [(0, 60, 70)], 3e38 if kernels.replaced else torch.nan
     tile, single = scene.attend_spans(spans, scoring)[0], scene.attend_last([(0, 70)], scoring)
@@ -146,7 +145,7 @@ def test_what_is_hidden_has_no_weight_at_all(kernels: Implementations) -> None:
         assert torch.equal(scene.attend_last([(0, 70)], scoring), single)
 
 
-def test_a_broken_sequence_harms_no_other(kernels: Implementations) -> None:
+def test_nan_in_a_sequence_does_not_affect_others(kernels: Implementations) -> None:
     scene = CudaScene(Shape(), [50, 50], kernels)
     work = [(0, 30, 50), (1, 30, 50)]
     tile, single = scene.attend_spans(work, PLAIN)[1], scene.attend_last([(0, 50), (1, 50)], PLAIN)[1]
@@ -161,8 +160,8 @@ def test_a_broken_sequence_harms_no_other(kernels: Implementations) -> None:
     assert broken.isnan().all()
 
 
-def test_queries_of_a_decoder_see_the_whole_encoder(kernels: Implementations) -> None:
-    """Tokens attend across, to more keys than their position tells, or to fewer."""
+def test_queries_of_a_decoder_attend_to_the_whole_encoder(kernels: Implementations) -> None:
+    """In cross-attention, tokens attend to more or fewer keys than their position implies."""
     scene, across = CudaScene(Shape(), [70, 20], kernels), replace(PLAIN, causal=False)
     q = torch.randn(9, 4, 16)
     # Row of the tables, first token, number of tokens, position, length of the encoder's sequence.
@@ -196,6 +195,6 @@ def test_a_step_of_single_tokens_and_chunks(kernels: Implementations) -> None:
     tiles = torch.tensor([[2, 2, 20, 30, 50]], dtype=torch.int32)
     plan = CudaPlan(single.slot_mapping, scene.where[2], single.segments, tiles, 70)
     q = torch.cat((scene.q[69:70], scene.q[109:110], scene.q[140:160]))
-    found = scene.attention.attend(0, q, plan, PLAIN)
-    for tokens, span in ((found[:1], (0, 69, 70)), (found[1:2], (1, 39, 40)), (found[2:], (2, 30, 50))):
+    actual = scene.attention.attend(0, q, plan, PLAIN)
+    for tokens, span in ((actual[:1], (0, 69, 70)), (actual[1:2], (1, 39, 40)), (actual[2:], (2, 30, 50))):
         scene.check_near(tokens, scene.expected(*span, PLAIN))

@@ -1,4 +1,5 @@
-"""begin_step against a plain reading of its contract, and against the packing of steps for CPUs."""
+"""begin_step against a reference implementation of its contract, and against the packing of steps for
+CPUs."""
 
 import itertools
 import random
@@ -33,14 +34,14 @@ def run(how: str, staged: StagedStep, rows: RowState, out: StepTensors) -> None:
 
 
 def poisoned(shape: list[int], dtype: torch.dtype, before: int = 3, after: int = 1100) -> Tensor:
-    """A tensor in the midst of memory, all of it poisoned."""
+    """Return a tensor inside memory that is poisoned."""
     numel = int(np.prod(shape))
     memory = torch.full(((before + numel + after) * dtype.itemsize,), POISON, dtype=torch.uint8).view(dtype)
     return memory[before : before + numel].view(shape)
 
 
 def placed(values: list[int] | list[list[int]] | Tensor, shape: list[int] | None = None) -> Tensor:
-    """Int32 in the midst of memory, all of it poisoned."""
+    """Return int32 values inside memory that is poisoned."""
     tensor = torch.as_tensor(values, dtype=torch.int32)
     return poisoned(shape or list(tensor.shape), torch.int32).copy_(tensor.view(shape or tensor.shape))
 
@@ -60,7 +61,7 @@ def is_poison_around(x: Tensor) -> bool:
 
 @dataclass
 class State:
-    """Rows as Python has them."""
+    """State of rows in Python."""
 
     words: list[list[int]]
     tables: list[list[int]]
@@ -88,7 +89,7 @@ class Size:
     num_rows: int
     single: int
     others: int = 0  # sequences of several tokens
-    most_tokens: int = 0  # of those
+    most_tokens: int = 0  # tokens of those
     idle: int = 0
     new_blocks: int = 0
 
@@ -124,13 +125,13 @@ def random_step(rng: random.Random, size: Size) -> StagedStep:
 
 
 def segments(seq_len: int) -> int:
-    """At most 32 segments, whose length is the least multiple of 256 for that."""
+    """Return the number of segments: up to 32, whose length is the smallest sufficient multiple of 256."""
     length = next(length for length in itertools.count(256, 256) if seq_len <= 32 * length)
     return -(-seq_len // length)
 
 
 def expect(state: State, staged: StagedStep, num_single: int) -> dict[str, list[int]]:
-    """What begin_step writes, by the contract; it also fills the tables of `state`."""
+    """Return the results of begin_step by the contract. Also update the tables of `state`."""
     lists = staged._make(column.tolist() for column in staged)
     for row, place, block in lists.new_blocks:
         state.tables[row][place] = block
@@ -190,14 +191,14 @@ def test_everything_that_a_step_reads_is_written(size: Size, how: str) -> None:
 
 
 class Planner:
-    """Attention that shows what is to be planned."""
+    """Attention that records what it plans."""
 
     def plan(self, layout: StepLayout, kind: AttentionKind) -> StepLayout:
         return layout
 
 
 class Host:
-    """A host that knows prompts, lengths and blocks, not what is sampled nor which rows have ended."""
+    """Host that knows prompts, lengths and blocks, but neither sampled tokens nor which rows have ended."""
 
     def __init__(self, num_rows: int, limits: RowLimits):
         self._block_size, max_blocks = limits.block_size, limits.max_sequence_length // limits.block_size

@@ -1,5 +1,5 @@
-"""Every family on a GPU's kernels and attention, by their twins on the CPU, against transformers; and that a
-step waits for no value of the device, so that it can be captured in a CUDA graph."""
+"""Every family with the GPU's kernels and attention, by their twins on the CPU, against transformers. A step
+does not wait for values of the device, so it can be captured in a CUDA graph."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -32,7 +32,7 @@ WITH_EXPERTS = {"mixtral", "granitemoe", "qwen2_moe", "qwen3_moe"}
 
 
 def plan() -> Iterator[object]:
-    """Each case; `make test` runs the first of each family."""
+    """Return all cases; `make test` runs the first of each family."""
     for _, cases in groupby(CASES, family_of):
         for i, case in enumerate(cases):
             yield pytest.param(case, marks=[pytest.mark.slow] if i else [])
@@ -52,7 +52,7 @@ def serve(
     is_captured: bool = False,
     device: torch.device = CPU,
 ) -> None:
-    """Warm up with the twins, which are faster than the interpreter."""
+    """Serve requests. The warm-up uses the twins, which are faster than the interpreter."""
     served = [Implementations.plain()]
     current = {name: partial(_launch, served, name) for name in KERNELS}
     sizes = {"kv_cache_tokens": 2048, "block_size": 4, "max_step_tokens": 64}
@@ -93,13 +93,13 @@ def test_equals_transformers(case: str, tmp_path: Path) -> None:
 
 
 def test_experts_cannot_be_captured(tmp_path: Path) -> None:
-    """Else the test above could not fail, and a set there is out of date."""
+    """Otherwise the test above could not fail, or a set there is out of date."""
     write_model(tmp_path, CASES["mixtral"]())
     with pytest.raises(ValueReadError):
         serve(tmp_path, Implementations.plain(), [ask([5, 6, 7], None)], "float32", is_captured=True)
 
 
-# Largest difference of log-probabilities from those of the same weights in float32, whose activations are not
+# Maximum difference of logprobs from those of the same weights in float32, whose activations are not
 # rounded.
 BOUNDS = {"bfloat16": 0.1, "float16": 0.004}
 ROUNDED = {
@@ -117,11 +117,12 @@ ROUNDED = {
 
 
 def check_rounded(request: Request, token_ids: list[int], logprobs: Tensor, bound: float) -> int:
-    """Check tokens up to the first that is another, of logprobs [num_tokens, vocab_size]. Return how many."""
-    for i, (token, found, expected) in enumerate(
+    """Check tokens up to the first different one, with logprobs [num_tokens, vocab_size]. Return the number
+    of checked tokens."""
+    for i, (token, actual, expected) in enumerate(
         zip(request.generated, request.logprobs, token_ids, strict=True)
     ):
-        assert found == pytest.approx(float(logprobs[i, token]), abs=bound)
+        assert actual == pytest.approx(float(logprobs[i, token]), abs=bound)
         if token != expected:
             assert logprobs[i, expected] - logprobs[i, token] < 2 * bound
             return i + 1
@@ -155,15 +156,15 @@ SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in ("mixtral", "bloo
 
 @pytest.mark.parametrize("case", ["phi3_short_and_long", "t5", *SLOW])
 def test_nothing_is_left_on_the_cpu(case: str, tmp_path: Path) -> None:
-    """A whole model on a device of its own gives the same bits as elsewhere."""
+    """A whole model on a separate device gives the same bits."""
     config = CASES[case]()
     write_model(tmp_path, config)
     start = 0 if config.is_encoder_decoder else None
-    expected, found = ([ask(ids, start) for ids in draw_inputs()] for _ in range(2))
+    expected, actual = ([ask(ids, start) for ids in draw_inputs()] for _ in range(2))
     serve(tmp_path, Implementations.plain(), expected, "bfloat16")
     with other_device.present() as device:
-        serve(tmp_path, Implementations.plain(), found, "bfloat16", device=device)
-    for mine, theirs in zip(found, expected, strict=True):
+        serve(tmp_path, Implementations.plain(), actual, "bfloat16", device=device)
+    for mine, theirs in zip(actual, expected, strict=True):
         assert mine.generated == theirs.generated
         assert mine.logprobs == theirs.logprobs
 

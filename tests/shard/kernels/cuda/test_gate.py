@@ -1,4 +1,4 @@
-"""Activations, by the kernel in the interpreter and by its twin, against their definitions in float64."""
+"""Activations by the kernel in the interpreter and by its twin, against their definitions in float64."""
 
 import math
 from collections.abc import Callable
@@ -24,15 +24,15 @@ DEFINITIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def check(found: Tensor, x: Tensor, name: str, is_gated: bool) -> None:
+def check(actual: Tensor, x: Tensor, name: str, is_gated: bool) -> None:
     wide = x.double()
     expected = DEFINITIONS[name](wide)
     if is_gated:
         one, other = wide.chunk(2, -1)
         expected = DEFINITIONS[name](one) * other
     rounding = 4e-6 if x.dtype == torch.float32 else 1.01 * torch.finfo(x.dtype).eps / 2
-    assert found.dtype == x.dtype
-    torch.testing.assert_close(found.double(), expected, rtol=rounding, atol=4e-6)
+    assert actual.dtype == x.dtype
+    torch.testing.assert_close(actual.double(), expected, rtol=rounding, atol=4e-6)
 
 
 def test_every_activation_has_a_definition() -> None:
@@ -43,7 +43,7 @@ def test_every_activation_has_a_definition() -> None:
 @pytest.mark.parametrize("is_gated", [True, False])
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_activations(name: str, is_gated: bool, compute: Callable[..., Tensor]) -> None:
-    """From where they vanish to where they are the identity."""
+    """From where they are 0 to where they are the identity."""
     x = torch.linspace(-30, 30, 602).repeat(2, 1 + is_gated)
     x = guard(x + torch.rand(x.shape) * 0.1)
     before = x.clone()
@@ -63,11 +63,11 @@ def test_sizes(size: int, dtype: torch.dtype, compute: Callable[..., Tensor]) ->
 
 @each_way
 @pytest.mark.parametrize("name", DEFINITIONS)
-def test_numbers_that_are_none_are_kept(name: str, compute: Callable[..., Tensor]) -> None:
+def test_nan_and_infinity(name: str, compute: Callable[..., Tensor]) -> None:
     x = torch.tensor([[torch.nan, 1.0, 9000.0, -5000.0]])
-    found = compute(x, name, False)
-    assert found.isnan().tolist() == [[True, False, False, False]]
-    assert found[0, 2:].tolist() == [9000.0, 0.0]
+    actual = compute(x, name, False)
+    assert actual.isnan().tolist() == [[True, False, False, False]]
+    assert actual[0, 2:].tolist() == [9000.0, 0.0]
 
 
 @each_way

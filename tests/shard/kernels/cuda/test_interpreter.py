@@ -1,4 +1,4 @@
-"""Triton's interpreter computes what a GPU computes."""
+"""Triton's interpreter computes the same as a GPU."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Machine code of Triton's kernels is found where it is packaged and where it is kept."""
+"""Machine code of Triton's kernels is read from the package and from the writable cache."""
 
 import shutil
 from collections.abc import Iterator
@@ -31,34 +31,34 @@ def own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 
 def launch(capability: int = 90) -> list[bool]:
-    """Launch a kernel as a new process would. Return whether its code was found."""
-    found: list[bool] = []
-    triton.knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
+    """Launch a kernel like a new process would. Return whether its code was cached."""
+    result: list[bool] = []
+    triton.knobs.compilation.listener = lambda *, cache_hit, **_: result.append(cache_hit)
     x = torch.empty(64, dtype=torch.bfloat16, device="meta")
     with compile_only(capability):
         triton.jit(copy)[1,](x, x, 64, BLOCK=64)
-    return found
+    return result
 
 
 def files(directory: Path) -> set[str]:
     return {path.name for path in directory.rglob("*") if path.is_file()}
 
 
-def test_code_is_kept_in_the_user_s_directory(tmp_path: Path) -> None:
+def test_code_is_stored_in_the_user_s_directory(tmp_path: Path) -> None:
     kernel_cache.use_cache(tmp_path / "run")
     assert (launch(), launch()) == ([False], [True])
     assert "copy.cubin" in files(tmp_path / "home/triton")
     assert not (tmp_path / "run").exists()
 
 
-def test_code_is_kept_for_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_is_stored_for_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_cache, "user_directories", lambda: [NOWHERE])
     kernel_cache.use_cache(tmp_path / "run")
     assert launch() == [False]
     assert "copy.cubin" in files(tmp_path / "run/triton")
 
 
-def test_code_is_kept_somewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_is_stored_in_a_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_cache, "user_directories", lambda: [NOWHERE])
     kernel_cache.use_cache(None)
     assert (launch(), launch()) == ([False], [True])
@@ -70,7 +70,7 @@ def test_packaged_code_is_used_wherever_it_was_moved(tmp_path: Path) -> None:
     launch()
     (tmp_path / "home/triton").rename(tmp_path / "packaged")
     assert launch() == [True]
-    assert launch(capability=80) == [False], "which is not packaged"
+    assert launch(capability=80) == [False], "it is not packaged"
     assert launch(capability=80) == [True]
     kept = [path for path in (tmp_path / "home/triton").iterdir() if files(path)]
     assert len(kept) == 1
@@ -86,7 +86,7 @@ def test_a_package_that_cannot_be_written_is_used(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "packaged").rglob("*")} == before
 
 
-def test_what_compiles_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilation_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel_cache.use_cache(None)
     seen: list[bool] = []
 
@@ -111,12 +111,12 @@ def test_what_compiles_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         triton.knobs.runtime.kernel_load_start_hook.remove(look)
 
 
-def test_what_fails_is_not_excused_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_compilation_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel_cache.use_cache(None)
     x = torch.empty(64, 64, device="meta")
     with compile_only(90), pytest.raises(triton.CompilationError):
-        triton.jit(multiply)[1,](x, x, x, 64, 64, 63)  # no power of two
-    assert kernel_cache.is_compiling(), "as far as anybody can tell"
+        triton.jit(multiply)[1,](x, x, x, 64, 64, 63)  # not a power of two
+    assert kernel_cache.is_compiling(), "the compilation has not expired yet"
     monkeypatch.setattr(kernel_cache, "MAX_COMPILE_S", 0.0)
     assert not kernel_cache.is_compiling()
     monkeypatch.undo()

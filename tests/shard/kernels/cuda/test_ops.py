@@ -1,4 +1,4 @@
-"""Layers on a GPU's kernels, by their twins on the CPU: types of activations, LoRA, float16's range."""
+"""Layers with the GPU's kernels, by their twins on the CPU: types of activations, LoRA, range of float16."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +31,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": torch.nn.functiona
 
 
 def make(directory: Path, dtype: torch.dtype, ranks: ProcessGroup | None = None, **content: Tensor) -> Parts:
-    """Parts of layers whose tensors are `content`, of the module "layer"."""
+    """Return parts of layers with the tensors `content` of module "layer"."""
     save_file({f"layer.{name}": each for name, each in content.items()}, directory / "model.safetensors")
     kernels = CudaKernels(CPU, Implementations.plain())
     return replace(parts(directory, ranks or ProcessGroup(0, 1), dtype), kernels=kernels)
@@ -41,11 +41,11 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).double()
 
 
-def check(found: Tensor, expected: Tensor, dtype: torch.dtype, roundings: int = 3) -> None:
-    """That numbers of this type were rounded about so often on the way."""
+def check(actual: Tensor, expected: Tensor, dtype: torch.dtype, roundings: int = 3) -> None:
+    """Check that values differ by at most this number of roundings of the type."""
     unit = 2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
     bound = roundings * unit * float(expected.abs().max())
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=bound)
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=bound)
 
 
 def normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -82,9 +82,9 @@ def test_a_branch_begins(
     if then is not None:
         gate, up = expected.chunk(2, -1) if then.is_gated else (expected, 1.0)
         expected = ACTIVATIONS[then.name](gate) * up
-    found = made.kernels.norm_product(x, delta, norm, linear, then, adapters if has_adapter else None)
-    assert found.dtype == dtype
-    check(found, expected, dtype)
+    actual = made.kernels.norm_product(x, delta, norm, linear, then, adapters if has_adapter else None)
+    assert actual.dtype == dtype
+    check(actual, expected, dtype)
     assert x.dtype == torch.float32
     torch.testing.assert_close(x.double(), total, rtol=1e-6, atol=1e-6)
 
@@ -110,9 +110,9 @@ def test_a_branch_ends(dtype: torch.dtype, has_bias: bool, has_adapter: bool, tm
         expected += rounded(bias, dtype)
     if has_adapter:
         expected += y.double() @ low.a.double() @ low.b.double()
-    found = made.kernels.product_add(x, y, linear, adapters if has_adapter else None)
-    assert found.dtype == (torch.float32 if dtype == torch.float16 else dtype)
-    check(x + found, expected, dtype)
+    actual = made.kernels.product_add(x, y, linear, adapters if has_adapter else None)
+    assert actual.dtype == (torch.float32 if dtype == torch.float16 else dtype)
+    check(x + actual, expected, dtype)
 
 
 @pytest.mark.parametrize("finish", [None, lambda y: y.mul_(0.5)])
@@ -121,30 +121,30 @@ def test_a_branch_ends(dtype: torch.dtype, has_bias: bool, has_adapter: bool, tm
 def test_branches_may_exceed_float16(
     finish: Callable[[Tensor], Tensor] | None, has_adapter: bool, has_bias: bool, tmp_path: Path
 ) -> None:
-    """As those of T5 do, whose next norm makes them small again."""
+    """For example those of T5, which the next norm scales down."""
     weight = torch.full((SIZE, WIDTH), 50.0)
     made = make(tmp_path, torch.float16, weight=weight, bias=torch.ones(SIZE))
     output = BranchOutput(made, RowParallel(made, "layer", WIDTH, SIZE, has_bias), finish)
     low = LowRank(torch.zeros(WIDTH, 1), torch.zeros(1, SIZE), 0)
     adapters = TokenAdapters(AdapterSet([Adapter({"layer": (low,)})]), torch.zeros(NUM_TOKENS).int())
     y = torch.full((NUM_TOKENS, WIDTH), 100.0).half()
-    found = output(torch.zeros(NUM_TOKENS, SIZE), y, adapters if has_adapter else None)
+    actual = output(torch.zeros(NUM_TOKENS, SIZE), y, adapters if has_adapter else None)
     expected = (100.0 * 50.0 * WIDTH + has_bias) * (0.5 if finish else 1)
-    assert found.tolist() == [[expected] * SIZE] * NUM_TOKENS
+    assert actual.tolist() == [[expected] * SIZE] * NUM_TOKENS
 
 
 @each_type
 @pytest.mark.parametrize("kind", ["head", "replicated"])
-def test_what_matters_most_is_float32(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Operands are rounded, and the results are not."""
+def test_head_and_router_return_float32(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Operands are rounded, results are not."""
     weight, x = torch.randn(WIDTH, SIZE), torch.randn(NUM_TOKENS, SIZE)
     made = make(tmp_path, dtype, weight=weight)
     if kind == "head":
-        found = LMHead(made, "layer", WIDTH, SIZE)(x, None)
+        actual = LMHead(made, "layer", WIDTH, SIZE)(x, None)
     else:
-        found = Replicated(made, "layer", SIZE, WIDTH)(x, None)
-    assert found.dtype == torch.float32
-    check(found, rounded(x, dtype) @ rounded(weight, dtype).t(), torch.float32)
+        actual = Replicated(made, "layer", SIZE, WIDTH)(x, None)
+    assert actual.dtype == torch.float32
+    check(actual, rounded(x, dtype) @ rounded(weight, dtype).t(), torch.float32)
 
 
 def test_a_weight_beyond_float16_stays_float32(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -156,15 +156,15 @@ def test_a_weight_beyond_float16_stays_float32(tmp_path: Path, caplog: pytest.Lo
         f"{tmp_path}/model.safetensors: tensor layer.weight does not fit float16 and is kept as float32"
     ]
     x = torch.randn(NUM_TOKENS, SIZE) / 20
-    found = made.kernels.norm_product(x, None, None, linear, None, None)
-    check(found, rounded(x, torch.float16) @ weight.double().t(), torch.float16)
+    actual = made.kernels.norm_product(x, None, None, linear, None, None)
+    check(actual, rounded(x, torch.float16) @ weight.double().t(), torch.float16)
     assert made.kernels.pack(TensorInMemory(weight, "x"), torch.float16, "head")(x).dtype == torch.float32
 
 
 @each_type
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_norms_alone_give_float32(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Such as those of a branch's output, which is of the weights' type."""
+    """For example those of a branch's output, which has the weights' type."""
     weight, bias = torch.randn(SIZE), torch.randn(SIZE)
     norm = Norm(make(tmp_path, dtype, weight=weight, bias=bias), "layer", SIZE, 1e-5, kind)
     x = torch.randn(NUM_TOKENS, SIZE).to(dtype)
@@ -172,41 +172,41 @@ def test_norms_alone_give_float32(kind: str, dtype: torch.dtype, tmp_path: Path)
     expected = normalise(expected, rounded(weight, dtype), 1e-5)
     if kind == "layer":
         expected += rounded(bias, dtype)
-    found = norm(x)
-    assert found.dtype == torch.float32
-    check(found, expected, torch.float32)
+    actual = norm(x)
+    assert actual.dtype == torch.float32
+    check(actual, expected, torch.float32)
 
 
 class Pair(ProcessGroup):
-    """The first of two ranks, which takes the other's part for one like its own."""
+    """First of two ranks. It uses its own part as that of the other."""
 
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat((x, x), -1)
 
 
 @each_type
-def test_norms_that_are_cut_keep_the_type(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_split_norms_keep_the_type(dtype: torch.dtype, tmp_path: Path) -> None:
     weight = torch.randn(2 * SIZE)
     norm = SplitNorm(make(tmp_path, dtype, Pair(0, 2), weight=weight), "layer", 2 * SIZE, 2, 1e-5)
     x = (torch.randn(NUM_TOKENS, SIZE) * 200).to(dtype)
-    found = norm(x)
-    assert found.dtype == dtype
-    check(found, normalise(x.double(), rounded(weight[:SIZE], dtype), 1e-5), dtype)
+    actual = norm(x)
+    assert actual.dtype == dtype
+    check(actual, normalise(x.double(), rounded(weight[:SIZE], dtype), 1e-5), dtype)
 
 
 @each_type
 def test_adapters_compute_in_float32(dtype: torch.dtype) -> None:
     scene = draw_scene(60, 40, 70)
     scene.x, scene.y = scene.x.to(dtype), scene.y.to(dtype)
-    kernels, found = CudaKernels(CPU, Implementations.plain()), scene.y.clone()
-    kernels.add_low_rank(found, scene.x, scene.deltas, TokenAdapters(AdapterSet(()), scene.indices))
-    assert found.dtype == dtype
-    check(found, scene.expected(), dtype)
+    kernels, actual = CudaKernels(CPU, Implementations.plain()), scene.y.clone()
+    kernels.add_low_rank(actual, scene.x, scene.deltas, TokenAdapters(AdapterSet(()), scene.indices))
+    assert actual.dtype == dtype
+    check(actual, scene.expected(), dtype)
 
 
 @each_type
 def test_small_operators(dtype: torch.dtype) -> None:
-    """Those that work in place give the tensor that they are given."""
+    """Operators in place return their argument."""
     kernels, theirs = CudaKernels(CPU, Implementations.plain()), plain(CPU).kernels
     x, other, row = (
         (torch.randn(NUM_TOKENS, SIZE) * 3).to(dtype),
@@ -225,13 +225,13 @@ def test_small_operators(dtype: torch.dtype) -> None:
         mine, expected = x.clone(), call(theirs, x.float())
         assert call(kernels, mine) is mine
         check(mine, expected.double(), dtype)
-    found = kernels.multiply_gated(x, "silu")
-    assert found.dtype == dtype
-    check(found, theirs.multiply_gated(x.float(), "silu").double(), dtype)
+    actual = kernels.multiply_gated(x, "silu")
+    assert actual.dtype == dtype
+    check(actual, theirs.multiply_gated(x.float(), "silu").double(), dtype)
 
 
 class Alone(ProcessGroup):
-    """A rank whose sums are its own part of them."""
+    """Rank whose sums are its own summand."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
@@ -239,15 +239,15 @@ class Alone(ProcessGroup):
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_embeddings_of_several_ranks(size: int, tmp_path: Path) -> None:
-    """Each id is one rank's, and zero elsewhere; the last rank of five has no rows of four."""
+    """Each id belongs to one rank, and other ranks have zeros. The last of five ranks has no rows of four."""
     table, ids = torch.randn(4, SIZE), torch.tensor([3, 0, 2, 2, 1])
     table[0] = torch.nan  # must not spread
-    found = []
+    actual = []
     for rank in range(size):
         made = make(tmp_path, torch.float32, Alone(rank, size), weight=table)
         embedding = Embedding(made, "layer", 4, SIZE)
         with NoValues():
-            found.append(embedding(ids, None))
-    owners = (~(torch.stack(found) == 0).all(-1)).sum(0)
+            actual.append(embedding(ids, None))
+    owners = (~(torch.stack(actual) == 0).all(-1)).sum(0)
     assert owners.tolist() == [1] * len(ids)
-    torch.testing.assert_close(sum(found), table[ids], equal_nan=True)
+    torch.testing.assert_close(sum(actual), table[ids], equal_nan=True)

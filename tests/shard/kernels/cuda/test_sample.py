@@ -1,4 +1,5 @@
-"""Sampling on a GPU against the CPU's sampler and row table, and the rows' state against a plain model."""
+"""Sampling on a GPU against the CPU's sampler and row table, and the state of rows against a reference
+model."""
 
 from copy import deepcopy
 
@@ -25,7 +26,7 @@ def sample(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> S
     module = interpreted_modules()["sample"]
     monkeypatch.setattr(module, "BLOCK", BLOCK)
 
-    # Infinities are no mistake, and GPUs do not warn of them.
+    # Infinities are valid, and GPUs do not warn about them.
     launch: Sample = np.errstate(all="ignore")(module.launch)
     return launch
 
@@ -34,7 +35,7 @@ def sample(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> S
     ("vocab_size", "num_rows"), [(40, 70), pytest.param(205, 70, marks=pytest.mark.slow)]
 )
 def test_chooses_as_the_cpu(sample: Sample, vocab_size: int, num_rows: int) -> None:
-    """Random rows for several steps, some of them guided, in changing company and order."""
+    """Random rows for several steps, some of them guided, in changing batches and order."""
     check_against_cpu(sample, vocab_size, num_rows, seed=vocab_size)
 
 
@@ -47,7 +48,7 @@ def test_chooses_as_the_cpu(sample: Sample, vocab_size: int, num_rows: int) -> N
     ],
 )
 def test_chooses_among_many_tokens(sample: Sample, vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In blocks of the size that GPUs compute."""
+    """With the block size of GPUs."""
     monkeypatch.setattr(interpreted_modules()["sample"], "BLOCK", compiled.BLOCK)
     check_against_cpu(sample, vocab_size, num_rows=2, seed=7, num_steps=1)
 
@@ -95,7 +96,7 @@ def test_filters_leave_what_the_cpu_leaves(
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_twenty_thousand_rows_choose_as_the_cpu() -> None:
-    """Token by token. In a few rows rounding decides."""
+    """Compare token by token. In a few rows rounding decides."""
     vocab_sizes = [3, 40, 64, 65, 150, 333, 1025]
     num_other = sum(
         check_filters(compiled.plain, vocab_size, 500, seed=100 + 10 * i + vocab_size)
@@ -106,7 +107,7 @@ def test_twenty_thousand_rows_choose_as_the_cpu() -> None:
 
 
 def check_filters(sample: Sample, vocab_size: int, num_rows: int, seed: int) -> int:
-    """Return in how many of the rows another token was chosen, because rounding decides."""
+    """Return the number of rows in which another token was chosen because rounding decides."""
     rows, cases = SampledRows(num_rows, vocab_size), FilteredCases(seed, vocab_size)
     for row in range(num_rows):
         rows.open(cases.message(row))
@@ -125,7 +126,7 @@ def check_filters(sample: Sample, vocab_size: int, num_rows: int, seed: int) -> 
 
 
 def check_state(rows: SampledRows, tokens: dict[int, list[int]]) -> None:
-    """Compare the state with that of rows which are opened with the tokens that were sampled."""
+    """Compare the state with that of new rows that contain the sampled tokens."""
     plain = deepcopy(rows.state)
     for row, message in rows.messages.items():
         write_row(plain, message)
@@ -144,7 +145,7 @@ def check_state(rows: SampledRows, tokens: dict[int, list[int]]) -> None:
 
 
 def test_logits_of_rows_that_draw_are_changed_as_on_the_cpu(sample: Sample) -> None:
-    """Bit for bit, also where length penalties have grown over hundreds of tokens."""
+    """Same bits, also after length penalties have grown for hundreds of tokens."""
     vocab_size, num_rows = 40, 32
     rows, cases = SampledRows(num_rows, vocab_size), Cases(3, vocab_size)
     rng = cases.rng
@@ -172,8 +173,8 @@ def test_logits_of_rows_that_draw_are_changed_as_on_the_cpu(sample: Sample) -> N
     assert torch.equal(logits, wanted)
 
 
-def test_rows_without_a_highest_logit_end_and_disturb_nobody(sample: Sample) -> None:
-    """One row for each block in which the fault may lie."""
+def test_unusable_rows_end_and_do_not_affect_others(sample: Sample) -> None:
+    """One row per block with a fault."""
     vocab_size = 2 * BLOCK + 9
     places = [0, BLOCK - 1, BLOCK, vocab_size - 1]
     faults = [(value, place) for value in (torch.nan, torch.inf) for place in places]
@@ -199,7 +200,7 @@ def test_rows_without_a_highest_logit_end_and_disturb_nobody(sample: Sample) -> 
 
 
 def test_a_mask_hides_what_is_not_a_number(sample: Sample) -> None:
-    """One mask for each half of a word, whose highest bit is the sign."""
+    """One mask per half of a word, whose highest bit is the sign."""
     vocab_size = 75
     rows = SampledRows(3, vocab_size)
     logits = torch.full((3, vocab_size), torch.nan)
@@ -211,7 +212,7 @@ def test_a_mask_hides_what_is_not_a_number(sample: Sample) -> None:
 
 
 def test_a_grammar_may_end_a_row_early(sample: Sample) -> None:
-    """The end is all that both rows' grammars allow; only of the first one this is known."""
+    """Both rows' grammars allow only the end; this is known only of the first row."""
     rows = SampledRows(2, 40)
     for row in range(2):
         rows.open(open_row(row, [1, 2], eos=[9], sampling={**GREEDY, "min_new_tokens": 1}))
@@ -223,7 +224,7 @@ def test_a_grammar_may_end_a_row_early(sample: Sample) -> None:
 
 @pytest.mark.parametrize("sampling", [GREEDY, {**SAMPLE, "seed": 3}])
 def test_the_lowest_of_equals_is_chosen(sample: Sample, sampling: dict[str, object]) -> None:
-    """Within a block and between blocks. A row at temperature 1 draws among equals."""
+    """Within a block and between blocks. A row with temperature 1 draws among equals."""
     vocab_size = 3 * BLOCK
     logits = torch.zeros(4, vocab_size)
     for i, tops in enumerate([[5, 6], [BLOCK - 1, BLOCK], [200, 2 * BLOCK + 5], [0, vocab_size - 1]]):
@@ -237,7 +238,7 @@ def test_the_lowest_of_equals_is_chosen(sample: Sample, sampling: dict[str, obje
         assert [token_id for token_id, _ in wanted] == [5, BLOCK - 1, 200, 0]
 
 
-def test_a_row_alone_samples_as_in_a_crowd(sample: Sample) -> None:
+def test_a_row_samples_the_same_alone_and_in_a_batch(sample: Sample) -> None:
     vocab_size, num_rows = 150, 10
     cases = Cases(5, vocab_size)
     crowd = SampledRows(num_rows, vocab_size)
@@ -251,8 +252,8 @@ def test_a_row_alone_samples_as_in_a_crowd(sample: Sample) -> None:
     assert torch.equal(alone.state.token_counts, crowd.state.token_counts)
 
 
-def test_counts_stop_at_the_most_they_can_hold(sample: Sample) -> None:
-    """Both in a prompt and not; a row whose logits do not matter, because its bias decides."""
+def test_counts_saturate(sample: Sample) -> None:
+    """Tokens in the prompt and others. A bias decides the token of the row."""
     rows = SampledRows(2, 40)
     for row in range(2):
         sampling = {**GREEDY, **make_bias({7: 100.0})}
@@ -264,7 +265,7 @@ def test_counts_stop_at_the_most_they_can_hold(sample: Sample) -> None:
 
 
 def test_rows_end_at_their_limit_and_at_stop_tokens(sample: Sample) -> None:
-    """A stop id is one of the row's first ones: others are left from rows before."""
+    """Only the first stop ids of a row count; the others remain from earlier rows."""
     rows = SampledRows(3, 40)
     for row, eos in enumerate([[9, 4], [9], []]):
         rows.open(open_row(row, [1, 2], max_new_tokens=3, eos=eos, sampling=GREEDY))

@@ -63,7 +63,7 @@ class Case:
 
 
 def inside(x: Tensor, before: int = 16, after: int = 300) -> Tensor:
-    """The same values between NaN in memory."""
+    """Return the same values surrounded by NaN in memory."""
     memory = x.new_full((before + x.numel() + after,), torch.nan)
     view = memory[before : before + x.numel()].view(x.shape)
     return view.copy_(x)
@@ -89,7 +89,7 @@ def make_case(shape: Shape, dtype: torch.dtype, slots: list[int]) -> Case:
 
 
 def turn(x: Tensor, weight: Tensor | None, eps: float, angles: Tensor | None, token: int) -> Doubles:
-    """The definition, for one head of one token."""
+    """Return one head of one token by the definition."""
     head = x.double().numpy()  # [head_dim]
     if weight is not None:
         head = head / np.sqrt((head**2).mean() + eps) * weight.double().numpy()
@@ -102,13 +102,13 @@ def turn(x: Tensor, weight: Tensor | None, eps: float, angles: Tensor | None, to
 
 
 def check_close(actual: Tensor, expected: Doubles) -> None:
-    """Check that it is the expected values after rounding, but for errors of float32."""
+    """Check the values after rounding, with a tolerance for errors of float32."""
     bound = torch.finfo(actual.dtype).eps / 2 * 1.001 * np.abs(expected) + 5e-6
     assert (np.abs(actual.double().numpy() - expected) <= bound).all()
 
 
 def check(case: Case, q: Tensor, slots: dict[int, int]) -> None:
-    """slots: where tokens were written."""
+    """Check the results. slots: slots to which tokens were written."""
     heads, dim = case.heads, case.keys.shape[3]
     num_heads, num_kv, norm = heads.num_heads, heads.num_kv_heads, heads.norm
     assert (q.shape, q.dtype) == ((len(case.qkv), num_heads, dim), case.qkv.dtype)
@@ -152,7 +152,7 @@ def run(case: Case, how: str) -> Tensor:
     ids=str,
 )
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_heads_are_turned_and_kept(shape: Shape, dtype: torch.dtype, how: str) -> None:
+def test_heads_are_rotated_and_stored(shape: Shape, dtype: torch.dtype, how: str) -> None:
     slots = [7, 2, 10][: shape.num_tokens]
     case = make_case(shape, dtype, slots)
     before = case.qkv.clone()
@@ -171,7 +171,7 @@ def test_idle_tokens_share_the_dummy_slot(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["plain", "triton"])
-def test_values_that_are_not_finite_stay_with_their_head(how: str) -> None:
+def test_infinity_and_nan_stay_with_their_head(how: str) -> None:
     case = make_case(Shape(2, 2, 16, 4, has_norm=True), torch.float16, [5])
     heads = case.qkv.view(6, 16)
     heads[1, 0], heads[3, 15], heads[4, 9] = torch.nan, torch.inf, torch.inf

@@ -1,5 +1,4 @@
-"""Models that run through transformers' code: the same answers as its own `generate`, alone, in a crowd and
-in chunks."""
+"""Models that run transformers' code: same answers as its `generate`, alone, in a batch, and in chunks."""
 
 import logging
 from collections.abc import Callable
@@ -28,9 +27,9 @@ LATENT = {
 }
 CASES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "llama": lambda: transformers.LlamaConfig(**SMALL),
-    # Parallel branches, a part of each head turned, norms with biases.
+    # Parallel branches, partial rotary embedding, norms with biases.
     "stablelm": lambda: transformers.StableLmConfig(**SMALL, use_parallel_residual=True),
-    # A window in three layers of four, no positions in the fourth, scaled logits.
+    # A window in three of four layers, no positions in the fourth, scaled logits.
     "cohere2": lambda: transformers.Cohere2Config(**{**SMALL, "num_hidden_layers": 4}, sliding_window=6),
     # The head has a bias.
     "phi": lambda: transformers.PhiConfig(**SMALL),
@@ -45,7 +44,7 @@ CASES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         topk_group=1,
         first_k_dense_replace=1,
     ),
-    # Heads of two widths; the last layers use keys and values of others.
+    # Two head sizes; the last layers reuse keys and values of other layers.
     "gemma4_text": lambda: transformers.Gemma4TextConfig(
         **{**SMALL, "num_hidden_layers": 4},
         layer_types=["sliding_attention", "full_attention"] * 2,
@@ -56,11 +55,11 @@ CASES: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         hidden_size_per_layer_input=8,
         vocab_size_per_layer_input=99,
     ),
-    # Code that uses the weights of some linear layers by itself.
+    # Code that reads the weights of some linear layers.
     "hunyuan_v1_moe": lambda: transformers.HunYuanMoEV1Config(
         **SMALL, head_dim=8, num_experts=4, moe_topk=[2, 2]
     ),
-    # A table of positions.
+    # Learned positions.
     "biogpt": lambda: transformers.BioGptConfig(**{**SMALL, "max_position_embeddings": 64}),
 }
 LENGTHS = (1, 9, 15)
@@ -86,8 +85,8 @@ def load(directory: Path, group: ProcessGroup = ALONE, dtype: torch.dtype = torc
 
 
 def compute(stepper: Stepper, sequences: dict[int, list[int]], chunk: int) -> dict[int, Tensor]:
-    """Log-probabilities after all tokens of the sequences: number i joins at step i, all advance by `chunk`
-    tokens."""
+    """Return the logprobs after all tokens of the sequences. Sequence i joins at step i; each advances by
+    `chunk` tokens per step."""
     done, parts = dict.fromkeys(sequences, 0), {i: [] for i in sequences}
     for clock in range(1000):
         work = {
@@ -107,8 +106,8 @@ def check(answer: Answer, logprobs: Tensor) -> None:
     assert greedy[: answer.certain] == answer.token_ids[: answer.certain]
     assert answer.certain > NEW_TOKENS // 2
     expected = torch.tensor(answer.logprobs)
-    found = after[torch.arange(NEW_TOKENS), torch.tensor(answer.token_ids)]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    actual = after[torch.arange(NEW_TOKENS), torch.tensor(answer.token_ids)]
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -127,19 +126,19 @@ def test_equals_generate(case: str, checkpoint: Checkpoint) -> None:
             torch.testing.assert_close(crowd[i], alone, rtol=0, atol=1e-5)
 
 
-def test_what_is_found_out_about_a_model(checkpoint: Checkpoint) -> None:
-    found = {
+def test_shapes_are_read_from_the_model(checkpoint: Checkpoint) -> None:
+    actual = {
         case: load(checkpoint(case)).spec for case in ("cohere2", "gemma4_text", "deepseek_v3", "biogpt")
     }
-    shapes = {case: (spec.num_layers, spec.num_kv_heads, spec.head_dim) for case, spec in found.items()}
+    shapes = {case: (spec.num_layers, spec.num_kv_heads, spec.head_dim) for case, spec in actual.items()}
     assert shapes == {
         "cohere2": (4, 2, 8),
         "gemma4_text": (4, 2, 16),
         "deepseek_v3": (2, 4, 12),
         "biogpt": (2, 4, 8),
     }
-    assert [spec.max_positions for spec in found.values()] == [0, 0, 0, 64]
-    assert {spec.vocab_size for spec in found.values()} == {99}
+    assert [spec.max_positions for spec in actual.values()] == [0, 0, 0, 64]
+    assert {spec.vocab_size for spec in actual.values()} == {99}
 
 
 def test_every_rank_holds_the_whole_model(checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture) -> None:
@@ -163,12 +162,12 @@ def test_weights_are_rounded_and_arithmetic_is_not(dtype: torch.dtype, checkpoin
     ids = list(range(5, 25))
     with torch.inference_mode():
         expected = rounded(torch.tensor([ids])).logits[0].log_softmax(-1)
-    found = Stepper(load(directory, dtype=dtype)).step({0: (ids, 0)})[0].log_softmax(-1)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    actual = Stepper(load(directory, dtype=dtype)).step({0: (ids, 0)})[0].log_softmax(-1)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_packed_linears() -> None:
-    """Those that several modules share stay one, and what is no plain linear layer stays what it is."""
+    """A linear layer that several modules share stays one layer; other kinds of layers are not replaced."""
 
     class Twice(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What does not run through transformers' code is refused in a line that says why, and answers nothing."""
+"""Models that do not run with transformers' code are refused with one line that names the reason."""
 
 import json
 from collections.abc import Callable
@@ -38,7 +38,7 @@ MODELS: dict[str, tuple[Callable[[], transformers.PretrainedConfig], str]] = {
         ),
         "neither causal nor a sliding window",
     ),
-    "positions of a cache": (  # which count from position 100 on
+    "positions of a cache": (  # whose positions start at 100
         lambda: transformers.Llama4TextConfig(
             **SMALL,
             head_dim=8,
@@ -48,7 +48,7 @@ MODELS: dict[str, tuple[Callable[[], transformers.PretrainedConfig], str]] = {
             num_local_experts=2,
             intermediate_size_mlp=48,
         ),
-        "takes positions from a cache of its own",
+        "reads positions from its own cache",
     ),
     "own attention": (
         lambda: transformers.GPTNeoConfig(
@@ -58,11 +58,11 @@ MODELS: dict[str, tuple[Callable[[], transformers.PretrainedConfig], str]] = {
     ),
     "no positions": (
         lambda: transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=99),
-        "its code takes no position_ids",
+        "its code does not accept position_ids",
     ),
     "shifted positions": (
         lambda: transformers.RobertaConfig(**SMALL, is_decoder=True),
-        "scores change if sequences are packed and cut",
+        "scores change if sequences are packed and split",
     ),
     "positions of a step": (
         lambda: transformers.LlamaConfig(**SMALL, rope_parameters=DYNAMIC),
@@ -113,7 +113,7 @@ def change(directory: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_code_that_goes_its_own_ways(name: str, tmp_path: Path) -> None:
+def test_unsupported_code(name: str, tmp_path: Path) -> None:
     make, why = MODELS[name]
     config = make()
     write_model(tmp_path, config)
@@ -155,7 +155,7 @@ def test_weights_that_cannot_be_used(llama: Path) -> None:
 
 @pytest.fixture
 def modules(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where transformers copies code to, which would be the user's cache."""
+    """Return the directory to which transformers copies code, which would be the user's cache."""
     directory = str(tmp_path_factory.mktemp("modules"))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", directory)
 
@@ -170,9 +170,9 @@ def test_code_of_the_checkpoint_runs_only_where_it_is_trusted(llama: Path) -> No
     assert "TRUST_REMOTE_CODE=true" in refusal(llama)
     (llama / "echo.py").write_text(CODE)
     assert torch.equal(Stepper(load(llama, trust=True)).step({0: ([5, 6, 7], 0)})[0], expected)
-    # Its layers look at the token before, whichever sequence that is of.
+    # Its layers read the previous token, even if it belongs to another sequence.
     change(llama, shift=0.01)
-    assert "scores change if sequences are packed and cut" in refusal(llama, trust=True)
+    assert "scores change if sequences are packed and split" in refusal(llama, trust=True)
     (llama / "echo.py").write_text("import nothing_that_there_is")
     assert "nothing_that_there_is" in refusal(llama, trust=True)
 
@@ -189,15 +189,15 @@ def test_calls_that_differ_from_step_to_step() -> None:
         step = PagedStep(calls, attention, plan)
         for i in modules:
             step.attend(calls[i].module, x, x, x, None, {})
-        with pytest.raises(NotServedError, match="change their order"):
+        with pytest.raises(NotServedError, match="order of its layers changes"):
             step.attend(calls[last].module, x, x, x, None, {})
     step = PagedStep(calls, attention, plan)
     step.attend(calls[0].module, x, x, x, None, {})
-    with pytest.raises(NotServedError, match="change their number"):
+    with pytest.raises(NotServedError, match="number of its layers changes"):
         step.check_complete()
 
 
-def test_windows_are_read_off_a_masks_rule() -> None:
+def test_windows_are_inferred_from_mask_functions() -> None:
     causal = lambda b, h, q, k: k <= q  # noqa: E731
     assert find_window(causal, 100) is None
     assert find_window(lambda b, h, q, k: (k <= q) & (k > q - 7), 100) == 7

@@ -1,5 +1,4 @@
-"""Code that comes with a checkpoint is never imported, whichever engine or tokenizer it is for, unless the
-operator trusts it."""
+"""A checkpoint's code is never imported, for any engine or tokenizer, unless the operator trusts it."""
 
 import json
 from pathlib import Path
@@ -21,7 +20,7 @@ TOKENIZER = {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]}
 
 @pytest.fixture(autouse=True)
 def modules(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where transformers copies such code to, which would be the user's cache."""
+    """Return the directory to which transformers copies such code, which would be the user's cache."""
     directory = tmp_path_factory.mktemp("modules")
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(directory))
     return directory
@@ -29,7 +28,7 @@ def modules(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """All of its auto classes are in a module that leaves a file where it is imported."""
+    """Return a model whose auto classes are in a module that writes a file when it is imported."""
     write_llama(tmp_path / "model")
     change(tmp_path / "model", auto_map=AUTO_MAP)
     harm = f"import os; os.mkdir({str(tmp_path / 'harm')!r})\n"
@@ -45,11 +44,11 @@ def change(model: Path, **settings: object) -> None:
 
 def check_unharmed(model: Path, modules: Path) -> None:
     assert not (model.parent / "harm").exists()
-    assert not list(modules.rglob("*.py")), "it was not even copied"
+    assert not list(modules.rglob("*.py")), "the code was not copied"
 
 
 @pytest.mark.parametrize("framework", [None, "tgis_native", "hf_transformers"])
-def test_a_known_type_needs_none_of_it(model: Path, modules: Path, framework: str | None) -> None:
+def test_a_known_type_does_not_use_it(model: Path, modules: Path, framework: str | None) -> None:
     assert load(configure(model, deployment_framework=framework)).info.vocab_size == 99
     check_unharmed(model, modules)
 
@@ -64,12 +63,12 @@ def test_an_unknown_type_is_refused(model: Path, modules: Path) -> None:
     check_unharmed(model, modules)
     with pytest.raises(UnsupportedModelError):
         load(configure(model, trust_remote_code=True))
-    assert (model.parent / "harm").exists(), "it would have been seen"
+    assert (model.parent / "harm").exists(), "an import is noticed"
 
 
 @pytest.mark.parametrize("settings", [TOKENIZER, TOKENIZER | {"tokenizer_class": "GPT2Tokenizer"}])
-def test_a_tokenizer_is_not_asked_for_code(model: Path, modules: Path, settings: dict[str, Any]) -> None:
-    """The one that transformers knows is taken instead, else there is none."""
+def test_a_tokenizer_s_code_is_not_used(model: Path, modules: Path, settings: dict[str, Any]) -> None:
+    """transformers' own tokenizer is used instead, if there is one."""
     write_gpt2(model)
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
     done = CliRunner().invoke(model_commands.convert_to_fast_tokenizer, [str(model)], input="y\n" * 9)

@@ -1,4 +1,4 @@
-"""Models in ONNX form: the answers of transformers on the same weights, alone, in a crowd, in chunks and
+"""Models in ONNX form: same answers as transformers with the same weights, alone, in a batch, in chunks, and
 after an interruption."""
 
 import logging
@@ -30,7 +30,7 @@ from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.sampling.grammar import Guides, read_tokenizer
 
 DATA = Path(__file__).parents[3] / "data" / "onnx"
-# Scores of the graph in float16 are as far from those in float32 as its arithmetic.
+# Error of float16 arithmetic, relative to float32.
 CLOSE = {"llama": 1e-4, "gpt2": 1e-4, "merged": 1e-4, "half": 1e-2}
 BLOCK_SIZE, NUM_BLOCKS = 4, 512
 
@@ -86,7 +86,7 @@ def test_equals_generate(name: str) -> None:
     assert num_certain > NEW_TOKENS * len(crowd) // 2 or name == "half"
 
 
-def test_an_interrupted_request_goes_on(runner: ModelRunner) -> None:
+def test_an_interrupted_request_continues(runner: ModelRunner) -> None:
     def sampled() -> list[Request]:
         return [
             Request(prompt, 12, [2], {**SAMPLE, "seed": seed, "top_p": 0.9, "repetition_penalty": 1.2})
@@ -146,7 +146,7 @@ def test_guided_requests_are_guided(tmp_path: Path) -> None:
     requests = [Request(prompt, 20, [1], grammar=grammar) for prompt in prompts(5, 4)]
     free = Request(prompts(5, 1)[0], 20, [1])
     Router(runner, depth=2).run([*requests, free])
-    before = tokenizer.encode("the", add_special_tokens=False).ids  # a piece at a text's beginning is marked
+    before = tokenizer.encode("the", add_special_tokens=False).ids  # the first piece of a text has a mark
     texts = [tokenizer.decode([*before, *request.generated]) for request in [*requests, free]]
     assert set(texts[:-1]) <= {"thethe fox", "thethe dog"}
     assert texts[-1] not in texts[:-1]
@@ -167,7 +167,7 @@ def test_every_rank_computes_all_heads(caplog: pytest.LogCaptureFixture) -> None
         assert torch.equal(Stepper(model, ProcessGroup(rank, 2)).step({0: (ids, 0)})[0], expected)
 
 
-def test_bits_do_not_depend_on_company() -> None:
+def test_bits_do_not_depend_on_the_batch() -> None:
     model = load(DATA / "gpt2")
     together, alone = Stepper(model), Stepper(model)
     one, other = list(range(20, 31)), list(range(50, 67))

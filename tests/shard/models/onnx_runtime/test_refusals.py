@@ -1,5 +1,5 @@
-"""What an ONNX file says of itself is read as ONNX Runtime reads it, and what cannot be served is refused in
-a line."""
+"""Descriptions of ONNX files are read like ONNX Runtime reads them. Models that cannot be served are refused
+with one line."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ def load(directory: Path) -> None:
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
-    """A copy to spoil."""
+    """Return a copy of the model that a test may modify."""
     return Path(shutil.copytree(DATA / "llama", tmp_path / "llama"))
 
 
@@ -44,23 +44,23 @@ def llama(tmp_path: Path) -> Path:
 def test_graphs_are_read_as_onnx_runtime_reads_them(file: Path) -> None:
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
     graph = read_graph(file)
-    for found, expected in ((graph.inputs, session.get_inputs()), (graph.outputs, session.get_outputs())):
-        assert list(found) == [value.name for value in expected]
+    for actual, expected in ((graph.inputs, session.get_inputs()), (graph.outputs, session.get_outputs())):
+        assert list(actual) == [value.name for value in expected]
         for value in expected:
             shape = tuple(n if isinstance(n, int) else None for n in value.shape)
-            assert (found[value.name].dtype, found[value.name].shape) == (TYPES[value.type], shape)
+            assert (actual[value.name].dtype, actual[value.name].shape) == (TYPES[value.type], shape)
 
 
-def test_what_is_found_out_about_a_model() -> None:
-    found = {
+def test_shapes_are_read_from_the_graph() -> None:
+    actual = {
         name: onnx_runtime.make_spec(DATA / name, read_config(DATA / name))
         for name in ("gpt2", "half", "merged")
     }
-    shapes = {name: (spec.num_layers, spec.num_kv_heads, spec.head_dim) for name, spec in found.items()}
+    shapes = {name: (spec.num_layers, spec.num_kv_heads, spec.head_dim) for name, spec in actual.items()}
     assert shapes == {"gpt2": (2, 4, 4), "half": (1, 2, 4), "merged": (1, 4, 4)}
-    assert [spec.dtype for spec in found.values()] == [torch.float32, torch.float16, torch.float32]
-    assert [spec.max_positions for spec in found.values()] == [256, 256, 0]
-    assert {spec.vocab_size for spec in found.values()} == {99}
+    assert [spec.dtype for spec in actual.values()] == [torch.float32, torch.float16, torch.float32]
+    assert [spec.max_positions for spec in actual.values()] == [256, 256, 0]
+    assert {spec.vocab_size for spec in actual.values()} == {99}
 
 
 def test_the_folder_of_the_hub_and_weights_beside_the_graph(llama: Path) -> None:
@@ -107,7 +107,7 @@ REFUSED = {
     "nothing": (leave, f"has no model in ONNX form, model.onnx or decoder_model_merged.onnx{TO_EXPORT}"),
     "two graphs": (
         lambda path: leave(path, "decoder_model.onnx", "decoder_with_past_model.onnx"),
-        f"in two graphs, and only one graph can be served{TO_EXPORT}",
+        f"as two graphs, and only a single graph can be served{TO_EXPORT}",
     ),
     "an encoder": (
         lambda path: leave(path, "encoder_model.onnx", "decoder_model_merged.onnx"),
@@ -150,7 +150,7 @@ def varint(number: int) -> bytes:
 
 
 def field(number: int, content: bytes | int) -> bytes:
-    """As protobuf encodes it."""
+    """Return a field in protobuf's encoding."""
     if isinstance(content, int):
         return varint(number << 3) + varint(content)
     return varint(number << 3 | 2) + varint(len(content)) + content
@@ -174,7 +174,7 @@ HEADER: dict[str, tuple[int, Shape]] = {
 
 
 def write_header(directory: Path, **changed: tuple[int, Shape]) -> None:
-    """A graph without nodes."""
+    """Write a model whose graph has no nodes."""
     values = {**HEADER, **changed}
     ends = [field(12 if name in list(HEADER)[3:] else 11, encode(name, *values[name])) for name in values]
     (directory / "model.onnx").write_bytes(field(1, 8) + field(7, b"".join(ends)))
@@ -204,8 +204,8 @@ HEADERS = {
         {KEYS: (HALF, ["b", 2, "p", 4])},
         "keys and values are neither all float32 nor all float16",
     ),
-    "no batch": ({KEYS: (FLOAT, ["b", 4, "p"])}, "keys and values are not of one shape"),
-    "two shapes": ({KEYS: (FLOAT, ["b", 2, "p", 8])}, "keys and values are not of one shape"),
+    "no batch": ({KEYS: (FLOAT, ["b", 4, "p"])}, "keys and values do not have one shape"),
+    "two shapes": ({KEYS: (FLOAT, ["b", 2, "p", 8])}, "keys and values do not have one shape"),
     "no vocabulary": (
         {"logits": (FLOAT, ["b", "n", "v"])},
         r"neither it nor config\.json gives the size of the vocabulary",
@@ -246,7 +246,7 @@ def test_damaged_files_are_named(cause: str, llama: Path) -> None:
         load(llama)
 
 
-def test_scores_that_are_not_those_described(capfd: pytest.CaptureFixture[str]) -> None:
+def test_scores_of_another_shape(capfd: pytest.CaptureFixture[str]) -> None:
     spec = onnx_runtime.make_spec(DATA / "llama", read_config(DATA / "llama"))
     with pytest.raises(UnsupportedModelError, match=r"it gives scores of shape \[9, 99\] for 9 tokens$"):
         onnx_runtime.load(dataclasses.replace(spec, vocab_size=98), ALONE, num_threads=1)

@@ -1,4 +1,4 @@
-"""Slopes of linear biases against transformers' biases, for any number of heads."""
+"""ALiBi slopes against transformers' biases, for any number of heads."""
 
 import pytest
 import torch
@@ -22,16 +22,16 @@ def test_slopes_are_those_of_bloom(num_heads: int) -> None:
 @pytest.mark.parametrize("bias_max", [8, 16, 5])
 @pytest.mark.parametrize("num_heads", HEADS)
 def test_slopes_are_those_of_mpt(num_heads: int, bias_max: int) -> None:
-    """Storywriter's greatest bias is 16, which transformers' model does not pass on to its biases."""
+    """Storywriter has a maximum bias of 16, which transformers' model ignores."""
     sizes = {"d_model": 8 * num_heads, "n_heads": num_heads, "n_layers": 1, "vocab_size": 9}
-    found = mpt.spec({**sizes, "attn_config": {"alibi_bias_max": bias_max}}).slopes
+    actual = mpt.spec({**sizes, "attn_config": {"alibi_bias_max": bias_max}}).slopes
     biases = mpt_biases(num_heads, 2, bias_max)  # [num_heads, 1, 2]
-    assert found == pytest.approx((biases[:, 0, 1] - biases[:, 0, 0]).tolist(), rel=1e-5)
+    assert actual == pytest.approx((biases[:, 0, 1] - biases[:, 0, 0]).tolist(), rel=1e-5)
 
 
 @pytest.mark.parametrize("num_heads", HEADS)
 def test_slopes_are_those_of_falcon(num_heads: int) -> None:
-    """Rounded to bfloat16, and divided like the scores by the root of the head's size."""
+    """Falcon rounds slopes to bfloat16 and scales them like scores."""
     sizes = {"hidden_size": 64 * num_heads, "num_attention_heads": num_heads, "num_hidden_layers": 1}
     spec = falcon.spec({**sizes, "model_type": "falcon", "vocab_size": 9, "alibi": True})
     biases = falcon_biases(TWO_KEYS, num_heads, torch.float32)  # [num_heads, 1, 2]

@@ -1,4 +1,4 @@
-"""bitsandbytes' checkpoints, against the library's own numbers, and files that lie."""
+"""bitsandbytes' checkpoints against the library's weights, and inconsistent files."""
 
 import json
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def make_format(settings: dict[str, Any]) -> BitsAndBytes:
     return BitsAndBytes(QuantizationSettings(settings, "config.json", "bitsandbytes"))
 
 
-SHAPES = {  # whether blocks fit rows; in others they reach into the next, and the last may be short or odd
+SHAPES = {  # whether blocks fit rows; if not, they extend into the next row, and the last may be short or odd
     (20, 128): True,
     (20, 96): False,
     (30, 20): False,
@@ -48,57 +48,57 @@ def test_four_bits_equal_the_library(
     shape: tuple[int, int], kind: str, is_nested: bool, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    found = four_bits(torch.randn(shape), kind, nested=is_nested)
-    stored = open_module(tmp_path, found.tensors)
+    quantized = four_bits(torch.randn(shape), kind, nested=is_nested)
+    stored = open_module(tmp_path, quantized.tensors)
     assert stored is not None
     assert stored.shape == shape
-    assert torch.equal(stored.read(), found.weight)
-    check_parts(stored, found.weight)
+    assert torch.equal(stored.read(), quantized.weight)
+    check_parts(stored, quantized.weight)
     if not SHAPES[shape]:
         assert stored.layout() is None
         return
     assert stored.layout() == CodeLayout(torch.uint8, 4, 64, table=TABLES[kind])
-    assert torch.equal(stored.codes(slice(3, 9)).dequantize(), found.weight[3:9])
+    assert torch.equal(stored.codes(slice(3, 9)).dequantize(), quantized.weight[3:9])
     with pytest.raises(WeightsError, match=r": columns 0 to 32 cannot be cut out of groups of 64$"):
         stored.codes(slice(3, 9), slice(0, 32))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_numbers_are_rounded_to_the_type_of_the_library(dtype: torch.dtype, tmp_path: Path) -> None:
-    found = four_bits(torch.randn(20, 128).to(dtype), "nf4")
-    stored = open_module(tmp_path, found.tensors)
+    quantized = four_bits(torch.randn(20, 128).to(dtype), "nf4")
+    stored = open_module(tmp_path, quantized.tensors)
     assert stored is not None
-    assert found.weight.dtype == dtype
-    assert torch.equal(stored.read().to(dtype), found.weight)
+    assert quantized.weight.dtype == dtype
+    assert torch.equal(stored.read().to(dtype), quantized.weight)
 
 
 @pytest.mark.parametrize("storage", [torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.float64])
 @pytest.mark.parametrize("block", [32, 256])
 def test_bytes_may_be_stored_as_other_numbers(storage: torch.dtype, block: int, tmp_path: Path) -> None:
-    found = four_bits(torch.randn(16, 64), "nf4", block, storage=storage)
-    assert found.tensors["weight"].dtype == storage
-    stored = open_module(tmp_path, found.tensors)
+    quantized = four_bits(torch.randn(16, 64), "nf4", block, storage=storage)
+    assert quantized.tensors["weight"].dtype == storage
+    stored = open_module(tmp_path, quantized.tensors)
     assert stored is not None
-    check_parts(stored, found.weight)
+    check_parts(stored, quantized.weight)
     name = str(storage).removeprefix("torch.")
     settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": name}
     assert count_elements(tmp_path, make_format(settings)) == 16 * 64
 
 
 def test_eight_bits_equal_the_library(tmp_path: Path) -> None:
-    found = eight_bits(torch.randn(33, 50))
-    stored = open_module(tmp_path, found.tensors)
+    quantized = eight_bits(torch.randn(33, 50))
+    stored = open_module(tmp_path, quantized.tensors)
     assert stored is not None
-    assert torch.equal(stored.read(), found.weight)
-    check_parts(stored, found.weight)
+    assert torch.equal(stored.read(), quantized.weight)
+    check_parts(stored, quantized.weight)
     assert stored.layout() == CodeLayout(torch.int8, 8, None)
     part = stored.codes(slice(3, 20), slice(5, 17))
-    assert torch.equal(part.values, found.tensors["weight"][3:20, 5:17])
-    torch.testing.assert_close(part.dequantize(), found.weight[3:20, 5:17], rtol=1e-6, atol=0)
+    assert torch.equal(part.values, quantized.tensors["weight"][3:20, 5:17])
+    torch.testing.assert_close(part.dequantize(), quantized.weight[3:20, 5:17], rtol=1e-6, atol=0)
     assert count_elements(tmp_path, make_format({"load_in_8bit": True})) == 33 * 50
 
 
-def test_other_tensors_are_left_alone(tmp_path: Path) -> None:
+def test_other_tensors_are_ignored(tmp_path: Path) -> None:
     assert open_module(tmp_path, {"weight": torch.randn(4, 4)}) is None
     assert open_module(tmp_path, {"bias": torch.randn(4)}) is None
 
@@ -218,7 +218,7 @@ def test_codes_without_a_state_are_refused(tmp_path: Path) -> None:
         ("up.SCB has shape [7], expected [8]", {"SCB": torch.ones(7)}),
         ("up.SCB is stored as float16, expected float32", {"SCB": torch.ones(8, dtype=torch.float16)}),
         (
-            "up.weight_format is not 0: only rows one after the other are served, no tiles",
+            "up.weight_format is not 0: only row-major order is supported, not tiles",
             {"weight_format": torch.tensor(1, dtype=torch.uint8)},
         ),
     ],

@@ -1,4 +1,4 @@
-"""compressed-tensors: what the library packs is read as the library itself reads it, bit for bit."""
+"""compressed-tensors: packed weights are read with the library's bits."""
 
 from pathlib import Path
 
@@ -53,16 +53,16 @@ WIDTH = 192
 @pytest.mark.parametrize("name", CASES)
 def test_weights_are_those_of_the_library(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     form, more = CASES[name]
-    # Zeros of 48 rows fill words of 4 bits, and those of 44 rows do not.
+    # 4-bit zeros of 48 rows fill words, those of 44 rows do not.
     weight = draw_weight(44 if "zeros" in name else 48, WIDTH, dtype)
     tensors, expected, settings = compress(weight, form, **more)
     assert expected.dtype == dtype
     assert 0 < (expected - weight).abs().mean() < 0.2, "the library quantized them"
-    found = open_module(tmp_path, tensors, settings)
-    assert found.shape == weight.shape
-    whole = found.read()
+    actual = open_module(tmp_path, tensors, settings)
+    assert actual.shape == weight.shape
+    whole = actual.read()
     assert torch.equal(whole.to(dtype), expected)
-    check_cuts(found, whole)
+    check_cuts(actual, whole)
 
 
 def test_widths_that_fill_no_words(tmp_path: Path) -> None:
@@ -70,24 +70,24 @@ def test_widths_that_fill_no_words(tmp_path: Path) -> None:
         tensors, expected, settings = compress(
             draw_weight(24, 77, torch.float32), "pack-quantized", num_bits=bits, strategy="channel"
         )
-        found = open_module(tmp_path, tensors, settings)
-        assert torch.equal(found.read(), expected)
-        check_cuts(found, expected)
+        actual = open_module(tmp_path, tensors, settings)
+        assert torch.equal(actual.read(), expected)
+        check_cuts(actual, expected)
 
 
 def test_columns_in_another_order(tmp_path: Path) -> None:
-    """The library writes no `weight_g_idx` any more, but checkpoints of its older releases have it."""
+    """The library no longer writes `weight_g_idx`, but checkpoints of its older releases have it."""
     weight, order = draw_weight(32, WIDTH, torch.float32), torch.randperm(WIDTH)
     tensors, expected, settings = compress(weight, "pack-quantized", **PACKED["groups with zeros"])
     codes = unpack_from_int32(tensors["weight_packed"], 4, weight.shape)
     tensors["weight_packed"] = pack_to_int32(codes[:, order].contiguous(), 4)
     tensors["weight_g_idx"] = (order // 32).int()
-    found = open_module(tmp_path, tensors, settings)
-    layout = found.layout()
+    actual = open_module(tmp_path, tensors, settings)
+    layout = actual.layout()
     assert layout is not None
     assert layout.is_reordered
-    assert torch.equal(found.read(), expected[:, order])
-    check_cuts(found, expected[:, order])
+    assert torch.equal(actual.read(), expected[:, order])
+    check_cuts(actual, expected[:, order])
 
 
 @pytest.mark.parametrize("idle", [-1, 0])
@@ -99,15 +99,15 @@ def test_an_order_that_was_never_set(idle: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_format_tells_the_kind_of_codes(name: str, tmp_path: Path) -> None:
-    """Platforms have products for codes that are integers, and the memory that is planned depends on it."""
+def test_the_format_has_the_kind_of_codes(name: str, tmp_path: Path) -> None:
+    """Platforms have products for integer codes, and memory planning depends on the kind."""
     form, more = CASES[name]
     tensors, _, settings = compress(draw_weight(48, WIDTH, torch.float16), form, **more)
-    found = open_module(tmp_path, tensors, settings).layout()
-    told = CompressedTensors(QuantizationSettings(settings, "config.json")).layout
-    assert found is not None
-    assert told.dtype.is_floating_point == found.dtype.is_floating_point == (more.get("type") == "float")
-    assert told.bits == found.bits == more.get("num_bits", 8)
+    actual = open_module(tmp_path, tensors, settings).layout()
+    layout = CompressedTensors(QuantizationSettings(settings, "config.json")).layout
+    assert actual is not None
+    assert layout.dtype.is_floating_point == actual.dtype.is_floating_point == (more.get("type") == "float")
+    assert layout.bits == actual.bits == more.get("num_bits", 8)
 
 
 def test_bytes_of_groups_of_several_widths_have_the_widest(tmp_path: Path) -> None:
@@ -126,6 +126,6 @@ def test_bytes_that_are_no_integers_of_so_many_bits(tmp_path: Path) -> None:
     )
     [name] = [name for name in tensors if name.endswith("weight")]
     tensors[name][3, 5] = 8
-    found = open_module(tmp_path, tensors, settings)
-    with pytest.raises(WeightsError, match=r"weight has 8, which is no signed integer of 4 bits$"):
-        found.read()
+    result = open_module(tmp_path, tensors, settings)
+    with pytest.raises(WeightsError, match=r"weight has 8, which is not a signed integer of 4 bits$"):
+        result.read()

@@ -1,4 +1,4 @@
-"""Floats of 8 bits with scales, against compressed-tensors' reader, and files that lie."""
+"""8-bit floats with scales, against compressed-tensors' reader, and inconsistent files."""
 
 import contextlib
 import random
@@ -33,12 +33,12 @@ def test_equals_compressed_tensors(
 ) -> None:
     torch.manual_seed(0)
     block = BLOCK if strategy == "block" else None
-    found = float8(torch.randn(shape), block, strategy == "row", dtype)
-    stored = open_module(tmp_path, found.tensors, weight_block_size=block and list(block))
+    quantized = float8(torch.randn(shape), block, strategy == "row", dtype)
+    stored = open_module(tmp_path, quantized.tensors, weight_block_size=block and list(block))
     assert stored is not None
     assert stored.shape == shape
-    assert found.weight.dtype == dtype
-    assert torch.equal(stored.read().to(dtype), found.weight)
+    assert quantized.weight.dtype == dtype
+    assert torch.equal(stored.read().to(dtype), quantized.weight)
     check_parts(stored, stored.read())
     group = BLOCK[1] if block and shape[1] > BLOCK[1] else None
     assert stored.layout() == CodeLayout(E4M3, 8, group)
@@ -53,9 +53,9 @@ def test_every_code_is_what_torch_converts_it_to(tmp_path: Path) -> None:
     assert stored.read().isnan().sum() == 2
 
 
-def test_codes_are_cut_between_blocks_only(tmp_path: Path) -> None:
-    found = float8(torch.randn(32, 60), BLOCK)
-    stored = open_module(tmp_path, found.tensors, weight_block_size=list(BLOCK))
+def test_codes_are_split_only_between_blocks(tmp_path: Path) -> None:
+    quantized = float8(torch.randn(32, 60), BLOCK)
+    stored = open_module(tmp_path, quantized.tensors, weight_block_size=list(BLOCK))
     assert stored is not None
     part = stored.codes(slice(5, 30), slice(24, 60))
     assert part.values.dtype == E4M3
@@ -66,7 +66,7 @@ def test_codes_are_cut_between_blocks_only(tmp_path: Path) -> None:
     assert str(refused.value) == f"{label}: columns 20 to 48 cannot be cut out of groups of 24"
 
 
-def test_other_tensors_are_left_alone(tmp_path: Path) -> None:
+def test_other_tensors_are_ignored(tmp_path: Path) -> None:
     assert open_module(tmp_path, {"weight": torch.randn(4, 4)}) is None
     assert open_module(tmp_path, {"bias": torch.randn(4)}) is None
 
@@ -100,7 +100,7 @@ def test_block_sizes_that_are_none(sizes: object) -> None:
 
 
 def test_random_scales_never_crash(tmp_path: Path) -> None:
-    """Whatever the shapes are, there is a matrix or a WeightsError."""
+    """Every combination of shapes gives a matrix or a WeightsError."""
     rng, num_read = random.Random(0), 0
     for _ in range(40):
         shape = [rng.choice((1, 2, 3, 32, 48)) for _ in range(rng.randint(0, 3))]

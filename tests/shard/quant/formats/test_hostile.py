@@ -1,4 +1,4 @@
-"""Damaged and contradictory checkpoints of packed integers: one line that names the file and the tensor."""
+"""Damaged and inconsistent checkpoints of packed integers: one line names the file and the tensor."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -48,8 +48,8 @@ def drop(end: str) -> Change:
 
 ORDER = torch.arange(96, dtype=torch.int32) // 32
 CASES: dict[tuple[str, str], Change] = {
-    ("gptq", "qweight is of no use without m.scales, which is missing"): drop("scales"),
-    ("gptq", "qweight is of no use without m.qzeros, which is missing"): drop("qzeros"),
+    ("gptq", "qweight needs m.scales, which is missing"): drop("scales"),
+    ("gptq", "qweight needs m.qzeros, which is missing"): drop("qzeros"),
     ("gptq", "qweight is stored as float32, expected int32"): put("qweight", torch.ones(12, 64)),
     ("gptq", "qweight has shape [64], expected a matrix"): put("qweight", torch.ones(64).int()),
     ("gptq", "qweight has shape [0, 64], expected a matrix"): put("qweight", torch.ones(0, 64).int()),
@@ -68,10 +68,10 @@ CASES: dict[tuple[str, str], Change] = {
     ),
     ("gptq", "g_idx has shape [95], expected [96]"): narrow("g_idx", 0),
     ("gptq", "g_idx is stored as float32, expected one of"): put("g_idx", torch.ones(96)),
-    ("gptq", "g_idx names group 3, and there are 3 groups"): put("g_idx", ORDER + 1),
-    ("gptq", "g_idx names group -1, and there are 3 groups"): put("g_idx", ORDER - 1),
-    ("gptq", "g_idx names group 2147483647, and there are 3 groups"): put("g_idx", ORDER + (2**31 - 3)),
-    ("awq", "qweight is of no use without m.qzeros, which is missing"): drop("qzeros"),
+    ("gptq", "g_idx refers to group 3 of 3"): put("g_idx", ORDER + 1),
+    ("gptq", "g_idx refers to group -1 of 3"): put("g_idx", ORDER - 1),
+    ("gptq", "g_idx refers to group 2147483647 of 3"): put("g_idx", ORDER + (2**31 - 3)),
+    ("awq", "qweight needs m.qzeros, which is missing"): drop("qzeros"),
     ("awq", "scales has shape [3, 64], expected [3, 56]"): narrow("qweight", 1),
     ("awq", "scales has 3 groups, but 60 columns are in groups of 32"): lambda tensors: tensors.update(
         qweight=tensors["qweight"][:60]
@@ -82,16 +82,16 @@ CASES: dict[tuple[str, str], Change] = {
     ("gemv", "scales has room for 2 groups, but 96 columns are in groups of 32"): lambda tensors: (
         tensors.update(scales=torch.ones(64, 2), qzeros=torch.ones(64, 1).int())
     ),
-    ("marlin", "B is of no use without m.s, which is missing"): drop("s"),
+    ("marlin", "B needs m.s, which is missing"): drop("s"),
     ("marlin", "B has shape [6, 127], expected a multiple of 128 columns"): narrow("B", 1),
     ("marlin", "s has shape [3, 63], expected [3, 64]"): narrow("s", 1),
     ("marlin", "s has 2 groups, but 96 columns are in groups of 32"): narrow("s", 0),
-    ("packed", "weight_packed is of no use without m.weight_scale, which is missing"): drop("weight_scale"),
-    ("packed", "weight_packed is of no use without m.weight_shape, which is missing"): drop("weight_shape"),
-    ("packed", "weight_shape says [64, 0], but the words are [64, 12]"): put(
+    ("packed", "weight_packed needs m.weight_scale, which is missing"): drop("weight_scale"),
+    ("packed", "weight_packed needs m.weight_shape, which is missing"): drop("weight_shape"),
+    ("packed", "weight_shape is [64, 0], but the words are [64, 12]"): put(
         "weight_shape", torch.tensor([64, 0])
     ),
-    ("packed", "weight_shape says [65, 96], but the words are [64, 12]"): put(
+    ("packed", "weight_shape is [65, 96], but the words are [64, 12]"): put(
         "weight_shape", torch.tensor([65, 96])
     ),
     ("packed", "weight_shape has shape [1, 2], expected 1 axes"): put(
@@ -103,9 +103,9 @@ CASES: dict[tuple[str, str], Change] = {
     ("packed", "weight_scale has shape [63, 3], expected [64, 3]"): narrow("weight_scale", 0),
     ("packed", "weight_zero_point has shape [7, 3], expected [8, 3]"): narrow("weight_zero_point", 0),
     ("packed", "weight_zero_point is stored as float32"): put("weight_zero_point", torch.ones(8, 3)),
-    ("packed", "weight_g_idx names group 3, and there are 3 groups"): put("weight_g_idx", ORDER + 1),
-    ("plain", "weight is of no use without m.weight_scale, which is missing"): drop("weight_scale"),
-    ("plain", "weight_scale has 7 groups, but 96 columns are in groups of one size"): put(
+    ("packed", "weight_g_idx refers to group 3 of 3"): put("weight_g_idx", ORDER + 1),
+    ("plain", "weight needs m.weight_scale, which is missing"): drop("weight_scale"),
+    ("plain", "weight_scale has 7 groups, but 96 columns are in groups of equal size"): put(
         "weight_scale", torch.ones(64, 7)
     ),
     ("plain", "weight_zero_point has shape [64, 2], expected [64, 3]"): narrow("weight_zero_point", 1),

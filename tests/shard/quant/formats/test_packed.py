@@ -1,4 +1,4 @@
-"""GPTQ, AWQ, Marlin: what was packed value by value is read again, whole and in parts."""
+"""GPTQ, AWQ, Marlin: weights packed value by value are read back, whole and in parts."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -60,14 +60,14 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_weights_are_those_that_were_packed(name: str, tmp_path: Path) -> None:
     rounded, pack, settings = CASES[name]
-    found, expected = open_module(tmp_path, pack(rounded), settings), rounded.dequantize()
-    assert found.shape == expected.shape
-    whole = found.read()
+    actual, expected = open_module(tmp_path, pack(rounded), settings), rounded.dequantize()
+    assert actual.shape == expected.shape
+    whole = actual.read()
     assert torch.equal(whole, expected)
-    assert torch.equal(found.codes().dequantize(), expected)
+    assert torch.equal(actual.codes().dequantize(), expected)
     # The packers' own kernels subtract and multiply in float16.
     assert torch.equal(whole.half(), to_half(rounded))
-    check_cuts(found, expected)
+    check_cuts(actual, expected)
 
 
 def to_half(rounded: Rounded) -> Tensor:
@@ -76,26 +76,26 @@ def to_half(rounded: Rounded) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_codes_are_cut_at_bounds_of_groups(name: str, tmp_path: Path) -> None:
+def test_codes_are_split_at_bounds_of_groups(name: str, tmp_path: Path) -> None:
     rounded, pack, settings = CASES[name]
-    found, (_, width) = open_module(tmp_path, pack(rounded), settings), rounded.codes.shape
-    layout = found.layout()
+    actual, (_, width) = open_module(tmp_path, pack(rounded), settings), rounded.codes.shape
+    layout = actual.layout()
     assert layout is not None
     assert layout.is_reordered == ("desc_act" in name)
     assert (layout.group is None) == ("whole rows" in name or "desc_act" in name)
     group = layout.group or 8
     start, rows = width // 2 // group * group, slice(3, 30)
-    part = found.codes(rows, slice(start, width))
+    part = actual.codes(rows, slice(start, width))
     assert torch.equal(part.values, torch.from_numpy(rounded.codes[3:30, start:]).to(torch.uint8))
     assert torch.equal(part.dequantize(), rounded.dequantize()[rows, start:])
     assert part.layout == layout
     if layout.group is None:
-        assert torch.equal(found.codes(rows, slice(1, 3)).dequantize(), rounded.dequantize()[rows, 1:3])
+        assert torch.equal(actual.codes(rows, slice(1, 3)).dequantize(), rounded.dequantize()[rows, 1:3])
         return
     with pytest.raises(WeightsError) as refused:
-        found.codes(rows, slice(1, 3))
+        actual.codes(rows, slice(1, 3))
     text = f"columns 1 to 3 cannot be cut out of groups of {layout.group}"
-    assert str(refused.value) == f"{found.label}: {text}"
+    assert str(refused.value) == f"{actual.label}: {text}"
 
 
 @pytest.mark.parametrize("name", ["gptq, 3 bits", "awq gemm", "marlin"])
@@ -117,10 +117,10 @@ def test_entries_of_stacks(name: str, tmp_path: Path) -> None:
     )
     packed = [pack(each) for each in others]
     stacked = {end: torch.stack([each[end] for each in packed]) for end in packed[0]}
-    found = open_module(tmp_path, stacked, settings)
-    assert found.shape == (2, *rounded.codes.shape)
+    actual = open_module(tmp_path, stacked, settings)
+    assert actual.shape == (2, *rounded.codes.shape)
     for index, each in enumerate(others):
-        entry = found.entry(index)
+        entry = actual.entry(index)
         assert torch.equal(entry.read(slice(1, 9), slice(2, 40)), each.dequantize()[1:9, 2:40])
     with pytest.raises(WeightsError, match="no entry 2"):
-        found.entry(2)
+        actual.entry(2)

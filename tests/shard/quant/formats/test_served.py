@@ -1,5 +1,5 @@
-"""Quantized checkpoints, served by several families: transformers' greedy answers with the numbers that the
-libraries, or packers in their place, make of the same codes."""
+"""Quantized checkpoints of several families: transformers' greedy answers with the weights that the
+libraries, or reference packers, make of the same codes."""
 
 import re
 from pathlib import Path
@@ -25,7 +25,7 @@ from tgis.shard.quant.registry import find_format
 
 FAMILIES = ("llama_grouped_queries", "gpt2", "granitemoe", "mixtral", "falcon_40b", "t5")
 ALL_KINDS = KINDS | PACKED_KINDS
-# `make test` runs each kind once, and families that stack, transpose, group and take entries of experts.
+# `make test` runs each kind once, and families that stack, transpose, group and use entries of experts.
 QUICK = {
     ("fp8, a scale for each matrix", "granitemoe", 2),
     ("fp8, a scale for each row", "t5", 1),
@@ -86,21 +86,21 @@ def test_adapters_are_traced_and_weights_counted(kind: str, case: str, tmp_path:
     directories = plain, quantized = tmp_path / "plain", tmp_path / "quantized"
     write_model(plain, CASES[case]())
     write_quantized(plain, quantized, PACKED_KINDS[kind])
-    expected, found = (
+    expected, actual = (
         skeleton.build_skeleton(directory, read_config(directory), torch.float32).parts
         for directory in directories
     )
-    assert found.cuts == expected.cuts
+    assert actual.cuts == expected.cuts
     for path, cut in expected.cuts.items():
         trace = expected.weights.trace(path, cut.shape)
-        assert found.weights.trace(path, cut.shape) == trace
+        assert actual.weights.trace(path, cut.shape) == trace
     format = find_format(read_config(quantized), quantized)
-    # gemv pads nothing here, and GPTQ's vectors of groups are no weights.
+    # gemv needs no padding here, and GPTQ's vectors of groups are not weights.
     assert count_elements(quantized, format) == count_elements(plain)
 
 
 def test_biases_of_zeros_are_no_part_of_the_model(tmp_path: Path) -> None:
-    """AutoGPTQ gave a bias to every module."""
+    """AutoGPTQ wrote a bias for every module."""
     plain, quantized = tmp_path / "plain", tmp_path / "quantized"
     write_model(plain, CASES["llama_grouped_queries"]())
     write_quantized(plain, quantized, PACKED_KINDS["gptq"])

@@ -1,5 +1,4 @@
-"""Soft prompts and LoRA adapters over quantized checkpoints, against peft over the numbers that these stand
-for."""
+"""Soft prompts and LoRA adapters on quantized checkpoints, against peft on the dequantized weights."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Rounding to 8 bits, number for number against numpy, and which layers it is for."""
+"""Rounding to 8 bits, value by value against numpy, and the layers to which it applies."""
 
 import math
 
@@ -27,7 +27,7 @@ def test_numbers_are_rounded_by_the_rule(shape: tuple[int, int], dtype: torch.dt
         assert np.array_equal(codes.scales[:, begin // GROUP].numpy(), largest[:, 0] / np.float32(127))
 
 
-def test_groups_of_nothing_and_of_what_is_not_finite() -> None:
+def test_groups_of_zeros_infinity_and_nan() -> None:
     weights = torch.ones(4, 2 * GROUP)
     weights[0, :GROUP], weights[1, :GROUP] = 0, 1e-31
     weights[2, 3], weights[3, 5] = math.inf, math.nan

@@ -1,4 +1,4 @@
-"""Rounding with searched scales and offsets, against a search in float64 that keeps the best."""
+"""Rounding with searched scales and offsets, against a float64 search that keeps the best result."""
 
 import numpy as np
 import pytest
@@ -25,8 +25,7 @@ def draw(kind: str) -> Tensor:
 
 
 def find_errors(group: NDArray[np.float64]) -> list[float]:
-    """Return the squared errors of a group with each of the ranges, whose scale and offset are those of a
-    linear regression."""
+    """Return the squared errors of a group for each range, with scale and offset by linear regression."""
     low, high = group.min(), group.max()
     errors = []
     for width in RANGES:
@@ -38,7 +37,7 @@ def find_errors(group: NDArray[np.float64]) -> list[float]:
 
 
 def round_plainly(group: NDArray[np.float64]) -> float:
-    """Return the squared error of the nearest of 16 numbers from the least to the largest."""
+    """Return the squared error of rounding to 16 equidistant values between minimum and maximum."""
     low, step = group.min(), (group.max() - group.min()) / 15
     return float(((np.rint((group - low) / step) * step + low - group) ** 2).sum())
 
@@ -47,9 +46,9 @@ def round_plainly(group: NDArray[np.float64]) -> float:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_errors_are_those_of_the_best_range(kind: str, dtype: torch.dtype) -> None:
     weights = draw(kind).to(dtype)
-    found = round_with_offsets(weights, LAYOUT).dequantize().double().numpy().reshape(-1, GROUP)
+    actual = round_with_offsets(weights, LAYOUT).dequantize().double().numpy().reshape(-1, GROUP)
     groups = weights.double().numpy().reshape(-1, GROUP)
-    errors = ((found - groups) ** 2).sum(1)
+    errors = ((actual - groups) ** 2).sum(1)
     best = np.array([min(find_errors(group)) for group in groups])
     largest = np.abs(groups).max(1)
     assert (np.sqrt(errors) <= np.sqrt(best) + HALF * largest * np.sqrt(GROUP) + 1e-6).all()
@@ -57,7 +56,7 @@ def test_errors_are_those_of_the_best_range(kind: str, dtype: torch.dtype) -> No
     assert errors.sum() < 0.95 * sum(map(round_plainly, groups))
 
 
-def test_numbers_are_kept_in_float16() -> None:
+def test_scales_and_offsets_are_float16() -> None:
     codes = round_with_offsets(draw("normal"), LAYOUT)
     assert codes.offsets is not None
     for numbers in (codes.scales, codes.offsets):
@@ -67,7 +66,7 @@ def test_numbers_are_kept_in_float16() -> None:
     assert codes.values.max() == 7
 
 
-def test_sixteen_even_numbers_are_kept() -> None:
+def test_sixteen_equidistant_values_are_exact() -> None:
     numbers = torch.arange(16).repeat(2).view(1, GROUP) * 0.25 - 1
     assert torch.equal(round_with_offsets(numbers, LAYOUT).dequantize(), numbers)
 

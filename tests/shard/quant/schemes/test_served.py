@@ -1,5 +1,5 @@
-"""Models whose weights are rounded when they are read: equal to the checkpoint that has these numbers, on one
-rank and on two, and what operators are told."""
+"""Models whose weights are rounded while loading: same results as a checkpoint with the rounded weights, on
+one rank and two, and log lines."""
 
 import logging
 import subprocess
@@ -32,9 +32,9 @@ from tgis.shard.startup import engine_choice, quantize_check
 from tgis.shard.startup.cpu_platform import ON_CPU
 from tgis.shard.startup.load import load
 
-ROUNDING = 2e-5  # of logits, by the order of sums
+ROUNDING = 2e-5  # error of logits by the order of sums
 SIZES = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
-# Groups of 64 and of 128 are cut over two ranks, and the last ones are partial.
+# Groups of 64 and 128 are split over two ranks, and the last ones are partial.
 WIDE = {"intermediate_size": 200}
 
 # `make test` runs one of each kind of groups; "eetq" is "bitsandbytes".
@@ -53,7 +53,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def round_file(directory: Path, rounded: Path, name: str) -> None:
-    """Write a checkpoint with the numbers that whole matrices are rounded to."""
+    """Write a checkpoint with the rounded weights of whole matrices."""
     content = load_file(directory / "model.safetensors")
     for key, tensor in content.items():
         if tensor.dim() == 2 and not NOT_QUANTIZED.fullmatch(key):
@@ -66,7 +66,7 @@ def round_file(directory: Path, rounded: Path, name: str) -> None:
 
 
 def round_sensitive(wide: dict[str, Tensor], content: dict[str, Tensor]) -> None:
-    """Round to 8 bits the values, all of the last of two layers, the embedding and the head."""
+    """Round to 8 bits the values, the last of two layers, the embedding and the head."""
     for key, tensor in wide.items():
         is_last = ".layers.1." in key and not NOT_QUANTIZED.fullmatch(key)
         if tensor.dim() == 2 and (is_last or ".v_proj." in key or "embed" in key or "lm_head" in key):
@@ -79,8 +79,8 @@ def round_sensitive(wide: dict[str, Tensor], content: dict[str, Tensor]) -> None
 def compute_logits(group: ProcessGroup, directory: Path, name: str | None) -> Tensor:
     config = stepping.read_config(directory)
     model = registry.load(directory, config, group, torch.float32, scheme=find_scheme(name))
-    found = Stepper(model, group).step({0: (list(range(5, 20)), 0), 1: ([30, 31], 0)})  # type: ignore[arg-type]
-    return torch.cat(list(found.values()))
+    result = Stepper(model, group).step({0: (list(range(5, 20)), 0), 1: ([30, 31], 0)})  # type: ignore[arg-type]
+    return torch.cat(list(result.values()))
 
 
 @pytest.mark.parametrize("name", DISTINCT)
@@ -89,18 +89,16 @@ def test_ranks_have_parts_of_the_same_weights(
 ) -> None:
     round_file(model_path, tmp_path / "rounded", name)
     for size in (1, 2):
-        found = ranks.run(size, compute_logits, model_path, name)
+        actual = ranks.run(size, compute_logits, model_path, name)
         expected = ranks.run(size, compute_logits, tmp_path / "rounded", None)
         plain = ranks.run(size, compute_logits, model_path, None)
-        for one, other in zip(found, expected, strict=True):
+        for one, other in zip(actual, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=ROUNDING)
-        assert not torch.equal(found[0], plain[0])
+        assert not torch.equal(actual[0], plain[0])
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
-def test_operators_are_told_what_is_kept(
-    name: str, model_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_log_names_what_is_kept(name: str, model_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         runner = load(configure(model_path, quantize=name, dtype="float16"))
     kept = "float16" if name == "fp8" else name
@@ -111,8 +109,8 @@ def test_operators_are_told_what_is_kept(
         "of --dtype float16, because there are no products for their codes here"
     )
     assert (text in caplog.messages) == (name == "fp8")
-    told = f"the weights of linear layers are kept as codes of {8 if name == 'int8' else 4} bits"
-    assert (told in caplog.messages) == (name != "fp8")
+    text = f"the weights of linear layers are kept as codes of {8 if name == 'int8' else 4} bits"
+    assert (text in caplog.messages) == (name != "fp8")
 
 
 def test_a_quantized_checkpoint_is_said_to_be_kept_in_the_type(
@@ -125,17 +123,17 @@ def test_a_quantized_checkpoint_is_said_to_be_kept_in_the_type(
         assert load(configure(quantized, dtype="bfloat16")).info.weight_dtype == "bfloat16"
     assert sum("of this quantized checkpoint are kept as bfloat16" in text for text in caplog.messages) == 1
     caplog.clear()
-    # Both at once: the numbers of the checkpoint are rounded again.
+    # Both at once: the checkpoint's weights are rounded again.
     assert load(configure(quantized, quantize="int8")).info.weight_dtype == "int8"
 
 
 def count_bytes_per_weight(kind: str | None, name: str | None) -> float | None:
-    """Return the bytes of a code and its part of a scale; None if weights are not kept as codes."""
+    """Return the bytes per weight, including scales, or None if weights are not held as codes."""
     if name == "fp8" or (name is None and (kind is None or kind.startswith("fp8"))):
         return None
     if name in ("eetq", "bitsandbytes") or (name is None and kind == "int8"):
         return 1 + 4 / 128
-    if name == "int4":  # a fifth of 8 bits with a scale of four bytes, the others with two numbers of two
+    if name == "int4":  # a fifth has 8 bits and scales of 4 bytes, the rest 4 bits and two values of 2 bytes
         return 0.2 * (1 + 4 / 64) + 0.8 * (0.5 + 4 / 64)
     return 0.5 + 4 / 64
 
@@ -176,8 +174,8 @@ def test_activations_are_rounded_when_asked(tmp_path: Path, caplog: pytest.LogCa
         model = registry.load(tmp_path, config, stepping.ALONE, torch.float32, kernels, scheme)
         return Stepper(model).step({0: (list(range(5, 20)), 0)})[0].log_softmax(-1)  # type: ignore[arg-type]
 
-    found, expected = compute(CpuKernels(rounds_activations=True)), compute(CpuKernels())
-    assert 1e-5 < (found - expected).abs().mean() < 0.05
+    actual, expected = compute(CpuKernels(rounds_activations=True)), compute(CpuKernels())
+    assert 1e-5 < (actual - expected).abs().mean() < 0.05
     caplog.clear()
     load(configure(tmp_path, activations="int8"))
     assert "--activations int8 has no effect: the weights are not quantized" in caplog.messages
@@ -230,8 +228,8 @@ print(peak, memory.memory_used() - used)
         ("int8", "none"),
     ],
 )
-def test_little_more_than_what_is_kept_is_taken(kind: str | None, name: str, tmp_path: Path) -> None:
-    """A model of 380 MB, read by a process of its own."""
+def test_loading_needs_little_extra_memory(kind: str | None, name: str, tmp_path: Path) -> None:
+    """A separate process loads a model of 380 MB."""
     plain, quantized = tmp_path / "plain", tmp_path / "quantized"
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 16000}
     write_model(plain, transformers.LlamaConfig(**{**SMALL, **sizes, "num_attention_heads": 16}))

@@ -1,5 +1,5 @@
-"""Weights that are rounded when they are read, against the libraries whose names the schemes have, torch's
-conversion and plain numpy."""
+"""Weights rounded while loading, against the libraries after which the schemes are named, torch's conversion,
+and numpy."""
 
 import math
 
@@ -87,10 +87,10 @@ def test_floats_are_those_of_torch_and_compressed_tensors(shape: tuple[int, int]
     assert torch.equal(encode("fp8", weights).read(), dequantize(rounded, scales, args=args))
 
 
-BOUNDS = {  # greatest errors over the largest magnitude of a group
+BOUNDS = {  # maximum error relative to the largest magnitude of a group
     "bitsandbytes": 0.5 / 127,
     "eetq": 0.5 / 127,
-    "int4": 0.15 + 0.5 / 7.5,  # numbers outside of the narrowest range, which are few
+    "int4": 0.15 + 0.5 / 7.5,  # few values are outside the narrowest range
     "bitsandbytes-nf4": (1 - 0.6961928) / 2,
     "bitsandbytes-fp4": 1 / 6,
     "fp8": 16 / 448,
@@ -112,7 +112,7 @@ def test_errors_are_bounded(name: str) -> None:
 @pytest.mark.parametrize("name", WEIGHT_ONLY)
 @pytest.mark.parametrize("width", [200, 256])
 def test_parts_are_those_of_the_whole(name: str, width: int) -> None:
-    """Wherever they are cut, groups stay those of the whole matrix."""
+    """Groups are those of the whole matrix, wherever it is split."""
     stored = encode(name, draw((23, width), torch.bfloat16))
     check_parts(stored, stored.codes().dequantize())
     assert torch.equal(
@@ -124,7 +124,7 @@ def test_parts_are_those_of_the_whole(name: str, width: int) -> None:
 
 
 @pytest.mark.parametrize("name", WEIGHT_ONLY)
-def test_groups_of_nothing_and_of_what_is_not_finite(name: str) -> None:
+def test_groups_of_zeros_infinity_and_nan(name: str) -> None:
     width = 2 * GROUPS.get(name, 128)
     weights = torch.ones(4, width)
     weights[0], weights[1], weights[2, 3], weights[3, 5] = 0, 1e-31, math.inf, math.nan

@@ -1,5 +1,5 @@
-"""Kernel graphs: record a step's kernel launches once and replay them, the CPU's counterpart of a CUDA graph.
-All threads run the list together, so between two kernels no Python runs and no thread is woken."""
+"""Kernel graphs: recorded kernel launches of a step that are replayed without Python, the CPU's counterpart
+of CUDA graphs. All threads run through the list together, so no thread is woken between two kernels."""
 
 import ctypes
 import math
@@ -29,16 +29,16 @@ from tgis.shard.kernels.cpu.jit.compiler import (
 from tgis.shard.kernels.cpu.jit.llvm import I32, I64
 
 _ALIGNMENT = 64
-# Polls after which a waiting thread yields its processor, which the awaited thread may need.
+# Polls before a waiting thread yields its processor, which the awaited thread may need.
 _MAX_POLLS = 2000
-# For each architecture, the intrinsic that tells the processor that a loop waits, and its arguments.
+# Architecture -> intrinsic that marks a spin loop for the processor, and its arguments.
 _PAUSES = {"x86_64": ("llvm.x86.sse2.pause", ()), "aarch64": ("llvm.aarch64.hint", (1,))}
 _I64 = np.int64(0)
 
 
 class MemoryPool:
-    """Memory of kernel graphs. A buffer is free again when the last view of it is gone, so graphs that are
-    captured one after the other, and replayed one at a time, share memory."""
+    """Memory of kernel graphs. A buffer is free after its last view is deleted, so graphs that are captured
+    one after the other, and replayed one at a time, share memory."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[Any]] = defaultdict(list)
@@ -47,7 +47,7 @@ class MemoryPool:
         self.num_bytes = 0
 
     def empty(self, shape: tuple[int, ...]) -> Tensor:
-        """Return uninitialised float32."""
+        """Return uninitialised float32 memory."""
         count = math.prod(shape)
         # Sizes are rounded up so that similar ones can share buffers.
         size = max(_ALIGNMENT, 1 << (4 * count - 1).bit_length())
@@ -63,7 +63,7 @@ class MemoryPool:
         return torch.from_numpy(view).view(shape)
 
     def read_view(self, x: Tensor) -> Tensor:
-        """Return a view of x, to be read after a replay, that does not reserve the buffer."""
+        """Return a view of x for reading after a replay. It does not keep the buffer allocated."""
         slab = self._slabs[x.data_ptr()]
         return torch.from_numpy(slab[: 4 * x.numel()].view(np.float32)).view(x.shape)
 
@@ -77,11 +77,12 @@ class MemoryPool:
 
 
 class KernelGraph:
-    """Kernel launches in their order. The memory that their arguments point to must not move."""
+    """Ordered kernel launches. The memory that their arguments point to must not move."""
 
     def __init__(self, launches: list[Launch]) -> None:
         self.launches = launches
-        # A kernel counts its units of work in its first argument, so no two kernels may share a cache line.
+        # A kernel counts its units of work in its first argument, so the arguments of kernels have separate
+        # cache lines.
         self._args = [_aligned([0, *launch.args]) for launch in launches]
         addresses = (args.ctypes.data for args in self._args)
         rows = [(launch.kernel.address, args) for launch, args in zip(launches, addresses, strict=True)]
@@ -96,7 +97,7 @@ class KernelGraph:
 
 
 def _aligned(values: list[int]) -> Any:
-    """Return the values as int64 in cache lines of their own."""
+    """Return the values as int64 in separate cache lines."""
     memory = np.zeros(len(values) + 2 * _ALIGNMENT // 8, np.int64)
     begin = -memory.ctypes.data % _ALIGNMENT // 8
     memory[begin : begin + len(values)] = values
@@ -116,26 +117,26 @@ def _call_kernel(b: Any, entry: Any, args: Any) -> None:
 
 @llvm_function(types.int64)
 def _call_function(b: Any, function: Any) -> Any:
-    """Call the machine code int() at an address and return its result."""
+    """Call the C function int() at an address and return its result."""
     return b.sext(b.call(llvm.pointer_to(b, _INT_OF_NOTHING, function), []), I64)
 
 
 @llvm_function()
 def _pause(b: Any) -> None:
-    """Tell the processor that this thread waits."""
+    """Mark a spin loop for the processor."""
     if platform.machine() in _PAUSES:
         name, numbers = _PAUSES[platform.machine()]
         llvm.call(b, name, ir.VoidType(), *(I32(number) for number in numbers))
 
 
-# Counts a thread that has finished a kernel. The last one also sees what the others wrote.
+# Counts a thread that has finished a kernel. Writes of all threads are visible to the last one.
 _arrive = atomic_add(1, "acq_rel")
 
 
 @ordered
-def _await(arrived: Any, wanted: int, yield_address: int) -> None:
+def _await(arrived: Any, expected: int, yield_address: int) -> None:
     polls = 0
-    while load_acquire(arrived) < wanted:
+    while load_acquire(arrived) < expected:
         _pause()
         polls += 1
         if polls > _MAX_POLLS:
@@ -144,17 +145,19 @@ def _await(arrived: Any, wanted: int, yield_address: int) -> None:
 
 def _replay(args: Any) -> None:
     a = carray(args, 6)
-    num_kernels, yield_address = a[1], a[4]
-    table = carray(pointer(a[2], _I64), (num_kernels, 2))
-    arrived = pointer(a[3], _I64)
-    num_threads = _call_function(a[5]) if a[5] else 1
+    num_kernels, table_address, arrived_address, yield_address, team_size = a[1], a[2], a[3], a[4], a[5]
+    table = carray(pointer(table_address, _I64), (num_kernels, 2))
+    arrived = pointer(arrived_address, _I64)
+    num_threads = _call_function(team_size) if team_size else 1
     for i in range(num_kernels):
         _call_kernel(table[i, 0], table[i, 1])
-        wanted = (i + 1) * num_threads
-        if _arrive(arrived) + 1 == wanted:
-            carray(pointer(table[i, 1], _I64), 1)[0] = 0  # for the next replay; all threads have left it
+        expected = (i + 1) * num_threads
+        if _arrive(arrived) + 1 == expected:
+            carray(pointer(table[i, 1], _I64), 1)[0] = (
+                0  # reset for the next replay; all threads have left the kernel
+            )
         else:
-            _await(arrived, wanted, yield_address)
+            _await(arrived, expected, yield_address)
 
 
 replay = Kernel(_replay)

@@ -1,5 +1,6 @@
-"""Compiled kernel of LoRA: one call adds the deltas of a step's adapters, y += x a b. A sum's order depends
-only on its column and the sizes of a and b, so a row's bits depend neither on other rows nor on its place."""
+"""Compiled LoRA kernel: one call adds the updates of all adapters of a step, y += x a b. The order of a sum
+depends only on its column and the sizes of a and b, so a row's bits depend neither on other rows nor on its
+position."""
 
 from collections.abc import Callable
 from itertools import chain
@@ -13,16 +14,16 @@ from tgis.shard.kernels.cpu.jit.compiler import Kernel, keep_alive, llvm_functio
 from tgis.shard.kernels.cpu.jit.llvm import I64
 
 LANES = 8
-ROWS = 4  # rows of the taller tiles
-LONG = 8  # most vectors of a single row's tile
-BAND = LONG * LANES  # columns that all rows are multiplied with before the next are read
-PARTIAL_SUMS = 4  # independent sums that a lone vector of x a is split into
+ROWS = 4  # rows of a tall tile
+LONG = 8  # maximum vectors of a tile of one row
+BAND = LONG * LANES  # columns that all rows use before the next columns are read
+PARTIAL_SUMS = 4  # independent sums for a single vector of x a
 
 _I64 = np.int64(0)
 
 
 class DeltaArgs(NamedTuple):
-    """Delta of one adapter for some columns of one layer: the fields of `LowRank.row`."""
+    """Update of one adapter for adjacent columns of one layer: the fields of `LowRank.row`."""
 
     a: int  # address of float32 [in_features, rank]
     b: int  # address of float32 [rank, width]
@@ -32,39 +33,39 @@ class DeltaArgs(NamedTuple):
 
 
 class RowAddresses(NamedTuple):
-    """Scratch memory of a thread: the addresses of the rows of a unit of work."""
+    """Scratch memory of a thread: addresses of the rows of a unit of work."""
 
     x: Any  # [max_rows]
-    product: Any  # [max_rows]: rows of x a, which are in `scratch`
+    product: Any  # [max_rows]: rows of x a in `scratch`
     y: Any  # [max_rows]
     scratch: Any  # [max_rows, max_rank]
 
 
 def _sum_in_parts(b: Any, n: Any, zeros: list[Any], add: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
-    """Emit the sum of `add` for k in range(n), as PARTIAL_SUMS sums; the first also takes the remainder."""
+    """Emit the sum of `add` over k in range(n) as PARTIAL_SUMS sums. The first includes the remainder."""
 
     def add_each(k: Any, sums: list[Any]) -> list[Any]:
         each = [add(b.add(k, I64(c)), sums[c::PARTIAL_SUMS]) for c in range(PARTIAL_SUMS)]
         return list(chain.from_iterable(zip(*each, strict=True)))
 
-    most = b.sub(n, b.srem(n, I64(PARTIAL_SUMS)))
-    each = llvm.loop_range(b, I64(0), most, PARTIAL_SUMS, zeros * PARTIAL_SUMS, add_each)
-    sums = llvm.loop_range(b, most, n, 1, each[::PARTIAL_SUMS], add)
+    split_end = b.sub(n, b.srem(n, I64(PARTIAL_SUMS)))
+    each = llvm.loop_range(b, I64(0), split_end, PARTIAL_SUMS, zeros * PARTIAL_SUMS, add_each)
+    sums = llvm.loop_range(b, split_end, n, 1, each[::PARTIAL_SUMS], add)
     for c in range(1, PARTIAL_SUMS):
         sums = [b.fadd(total, more) for total, more in zip(sums, each[c::PARTIAL_SUMS], strict=True)]
     return sums
 
 
 def _product(num_rows: int, num_vectors: int, adds: bool, is_partial: bool = False) -> Any:
-    """Build a function for kernels that computes out[:num_rows, columns] = factors[:num_rows, :n] @
-    matrix[:n, columns] in float32, or += if `adds`. It takes as many columns as the vectors have, or the
-    first `count` of them if `is_partial`.
+    """Build a kernel function: out[:num_rows, columns] = factors[:num_rows, :n] @ matrix[:n, columns] in
+    float32, or += if `adds`. It computes num_vectors * LANES columns or, if `is_partial`, the first `count`
+    of them.
 
-    Its arguments: `outs`, the address of the row addresses of out, and `offset`, the bytes from a row's start
-    to the first column; `factors`, the address of the row addresses of factors; `matrix`, the address of the
-    first column in the matrix, and `stride`, the bytes from one of its rows to the next; `n`; `count`."""
+    Arguments: `outs`, address of the row addresses of out; `offset`, bytes from the start of a row to the
+    first column; `factors`, address of the row addresses of factors; `matrix`, address of the first column of
+    the matrix; `stride`, bytes between its rows; `n`; `count`."""
     cells = [(r, v) for r in range(num_rows) for v in range(num_vectors)]
-    # A lone vector has too few independent sums to hide the latency of additions.
+    # A single vector has too few independent sums to hide the latency of additions.
     in_parts = is_partial and not adds
 
     @llvm_function()
@@ -98,37 +99,39 @@ def _product(num_rows: int, num_vectors: int, adds: bool, is_partial: bool = Fal
 
 
 def _multiply(adds: bool) -> Any:
-    """Build the product for any number of rows and columns. It overwrites out unless `adds`."""
+    """Build `_product` for any number of rows and columns. Overwrites out unless `adds`."""
     tall_2, tall_1 = _product(ROWS, 2, adds), _product(ROWS, 1, adds, is_partial=True)
     row_long, row_2 = _product(1, LONG, adds), _product(1, 2, adds)
     row_1 = _product(1, 1, adds, is_partial=True)
 
     @ordered
     def multiply_tall(o: int, to: int, f: int, matrix: int, stride: int, n: int, columns: int) -> None:
-        whole = columns // (2 * LANES) * (2 * LANES)
-        for c in range(0, whole, 2 * LANES):
+        pair_end = columns // (2 * LANES) * (2 * LANES)
+        for c in range(0, pair_end, 2 * LANES):
             tall_2(o, to + 4 * c, f, matrix + 4 * c, stride, n, 2 * LANES)
-        for c in range(whole, columns, LANES):
+        for c in range(pair_end, columns, LANES):
             tall_1(o, to + 4 * c, f, matrix + 4 * c, stride, n, min(LANES, columns - c))
 
     @ordered
     def multiply_row(o: int, to: int, f: int, matrix: int, stride: int, n: int, columns: int) -> None:
-        most, whole = columns // (LONG * LANES) * (LONG * LANES), columns // (2 * LANES) * (2 * LANES)
-        for c in range(0, most, LONG * LANES):
+        long_end, pair_end = columns // (LONG * LANES) * (LONG * LANES), columns // (2 * LANES) * (2 * LANES)
+        for c in range(0, long_end, LONG * LANES):
             row_long(o, to + 4 * c, f, matrix + 4 * c, stride, n, LONG * LANES)
-        for c in range(most, whole, 2 * LANES):
+        for c in range(long_end, pair_end, 2 * LANES):
             row_2(o, to + 4 * c, f, matrix + 4 * c, stride, n, 2 * LANES)
-        for c in range(whole, columns, LANES):
+        for c in range(pair_end, columns, LANES):
             row_1(o, to + 4 * c, f, matrix + 4 * c, stride, n, min(LANES, columns - c))
 
     @ordered
     def multiply(
         outs: int, offset: int, factors: int, rows: int, matrix: int, stride: int, n: int, columns: int
     ) -> None:
-        """Compute `_product` for any number of rows and columns. All rows share the reads of the matrix."""
+        """Multiply any number of rows and columns. All rows share the reads of the matrix."""
         tall = rows // ROWS * ROWS
         for c in range(0, columns, BAND):
-            to, source, count = offset + 4 * c, matrix + 4 * c, min(BAND, columns - c)
+            to = offset + 4 * c
+            source = matrix + 4 * c
+            count = min(BAND, columns - c)
             for r in range(0, tall, ROWS):
                 multiply_tall(outs + 8 * r, to, factors + 8 * r, source, stride, n, count)
             for r in range(tall, rows):
@@ -142,7 +145,7 @@ _set, _add = _multiply(False), _multiply(True)
 
 @ordered
 def _add_part(p: Any, rows: int, in_features: int, begin: int, end: int, s: Any) -> None:
-    """Add a delta to columns [begin, end) of y. If `in_features` is 0, x already holds rows of x a."""
+    """Add an update to columns [begin, end) of y. If `in_features` is 0, x already holds rows of x a."""
     first, last = max(p.first, begin), min(p.first + p.width, end)
     if first >= last:
         return
@@ -155,7 +158,7 @@ def _add_part(p: Any, rows: int, in_features: int, begin: int, end: int, s: Any)
 
 
 def _add_low_rank(args: Any) -> None:
-    """Add a step's deltas. A unit of work is a tile (some tokens of one adapter) and a slice of columns."""
+    """Add a step's updates. A unit of work is a tile (tokens of one adapter) and a slice of columns."""
     a = carray(args, 15)
     num_tiles, num_slices, columns, max_rows, max_rank = a[1], a[2], a[3], a[4], a[5]
     in_features, out_features, x, y, ids = a[6], a[7], a[8], a[9], a[10]
@@ -167,7 +170,8 @@ def _add_low_rank(args: Any) -> None:
         s.product[r] = s.scratch.ctypes.data + 4 * r * max_rank
     unit = next_unit(args)
     while unit < num_tiles * num_slices:
-        tile, begin = unit // num_slices, unit % num_slices * columns
+        tile = unit // num_slices
+        begin = unit % num_slices * columns
         adapter, start, rows = tiles[tile, 0], tiles[tile, 1], tiles[tile, 2]
         for r in range(rows):
             s.x[r] = x + 4 * order[start + r] * in_features

@@ -1,4 +1,4 @@
-"""`Kernels` of the CPU: float32 activations, weights that are packed once, rows that are independent."""
+"""`Kernels` of the CPU: float32 activations, packed weights, and rows that do not affect each other."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -22,25 +22,25 @@ from tgis.shard.layers.ops import CodeTable, HeadNorm, Product, Unfused
 from tgis.shard.quant.interface import MatrixRole
 from tgis.shard.quant.schemes import int8 as int8_scheme
 
-_UNIT = 16384  # fewest elements per thread; for fewer, waking a thread costs more than it saves
-_PRODUCTS = 1 << 17  # multiplications of LoRA from which on a second thread is woken
-_FEW_TILES, _COLUMNS = 8, 8192  # up to so many LoRA tiles, columns are cut into slices of this width
+_UNIT = 16384  # minimum elements per thread; below, waking a thread costs more than it saves
+_PRODUCTS = 1 << 17  # minimum multiplications of LoRA for several threads
+_FEW_TILES, _COLUMNS = 8, 8192  # with at most 8 LoRA tiles, columns are split into slices of this width
 _preparing = threading.Lock()
 
 
 class CpuKernels(Unfused):
-    """Compiled kernels as `Kernels`."""
+    """`Kernels` by compiled kernels."""
 
     device = CPU
 
     def __init__(self, rounds_activations: bool = False, int8_kernel: Kernel | None = None):
-        """Choose whether products with integer codes, if the processor has instructions for that, and with
-        the head round what they multiply to 8 bits, and the kernel of products with int8 codes."""
+        """Set whether products with the head, and with integer codes if the processor has the instructions,
+        round activations to 8 bits. `int8_kernel` replaces the default kernel of int8 products."""
         self._rounds_activations = rounds_activations
         self._pack_int8 = partial(int8.pack, kernel=int8_kernel)
 
     def pack(self, weight: Stored, dtype: torch.dtype, role: MatrixRole = "linear") -> Product:
-        # A head of 16 bits would take as long as a quarter of the layers' codes.
+        # A 16-bit head would take a quarter of the time of the layers.
         if role == "head" and self._rounds_activations:
             return self._pack_int8(int8_scheme.Rounded(weight))
         return gemm.pack(weight, dtype)
@@ -131,7 +131,7 @@ CPU_KERNELS = CpuKernels()
 
 
 class BfloatKernels(CpuKernels):
-    """Kernels whose products are those of bfloat16 arithmetic, but for small matrices that matter a lot."""
+    """Kernels with bfloat16 arithmetic, except for products where rounding matters (role "replicated")."""
 
     def __init__(
         self,
@@ -173,23 +173,25 @@ def _add_low_rank(
     y: Tensor, in_features: int, x: int, token_ids: int, deltas: Deltas, adapters: TokenAdapters
 ) -> None:
     assert y.is_contiguous()
-    tiles, order, out_features = adapters.tiles, adapters.order, y.shape[1]
+    tiles = adapters.tiles
+    order = adapters.order
+    out_features = y.shape[1]
     num_tiles, num_tokens = len(tiles), len(order)
-    # Every slice of the columns computes all of x a again, so columns are sliced only where tiles are few.
+    # Each slice of columns recomputes x a, so columns are sliced only if there are few tiles.
     num_slices = 1 if num_tiles > _FEW_TILES else -(-out_features // _COLUMNS)
     sizes = (num_tiles, num_slices, _COLUMNS if num_slices > 1 else out_features, min(num_tokens, LORA_TILE))
     products = num_tokens * deltas.max_rank * (in_features + out_features)
     is_small = num_tiles * num_slices < 2 or products < _PRODUCTS
     run = lora_kernels.add_low_rank if is_small else lora_kernels.add_low_rank.parallel
-    given = (in_features, out_features, x, y.data_ptr(), token_ids)
+    operands = (in_features, out_features, x, y.data_ptr(), token_ids)
     tables = (order.data_ptr(), tiles.data_ptr(), deltas.bounds.data_ptr(), deltas.table.data_ptr())
-    run(*sizes, deltas.max_rank, *given, *tables)
+    run(*sizes, deltas.max_rank, *operands, *tables)
 
 
 def _change(x: Tensor, kind: str, number: float = 0.0, other: int = 0, stride: int = 0) -> Tensor:
-    assert x.stride(1) == 1 or x.shape[1] == 1, "elements of a row lie side by side"
-    given = (elementwise.KINDS[kind], x.data_ptr(), x.stride(0), other, stride, as_bits(number))
-    _run(elementwise.change, x.shape, *given)
+    assert x.stride(1) == 1 or x.shape[1] == 1, "elements of a row are contiguous"
+    operands = (elementwise.KINDS[kind], x.data_ptr(), x.stride(0), other, stride, as_bits(number))
+    _run(elementwise.change, x.shape, *operands)
     return x
 
 
@@ -198,7 +200,8 @@ def _address(x: Tensor | None) -> int:
 
 
 def _run(kernel: Kernel, shape: tuple[int, ...], *args: int, width: int | None = None) -> None:
-    """Run a kernel over shape[0] rows of `width` elements, or shape[1], on all threads where that pays."""
+    """Run a kernel over shape[0] rows of `width` (default: shape[1]) elements, on all threads if that is
+    faster."""
     rows_per_unit = max(1, _UNIT // (width or shape[1]))
     run = kernel if shape[0] <= rows_per_unit else kernel.parallel
     run(*shape, rows_per_unit, *args)

@@ -1,4 +1,5 @@
-"""Attention of one query per sequence, in segments of keys that are merged afterwards."""
+"""Attention of one query per sequence, split into segments of keys that are merged afterwards
+(Flash-Decoding)."""
 
 import torch
 import triton
@@ -19,27 +20,28 @@ from tgis.shard.kernels.cuda.step_state import Segments
 from tgis.shard.kernels.portable.attention import KEYS, Piece, attend_piece
 
 NUM_WARPS, NUM_STAGES = 4, 3
-REGISTERS = 1 << 16  # of a multiprocessor
-TOGETHER = 8  # segments that are merged at once
+REGISTERS = 1 << 16  # registers per multiprocessor
+TOGETHER = 8  # segments merged at once
 
 
-def most_segments(max_seq_len: int) -> int:
-    """Return the most segments of a sequence of at most `max_seq_len` tokens."""
+def max_segments(max_seq_len: int) -> int:
+    """Return the maximum number of segments of a sequence of up to `max_seq_len` tokens."""
     return max(1, min(step_state.MAX_SEGMENTS, -(-max_seq_len // step_state.SEGMENT_LEN)))
 
 
 def choose_sizes(group: int, keys: Tensor) -> tuple[Sizes, int]:
-    """Return the sizes of a program that computes segments, and the number of programs of a multiprocessor.
+    """Return the sizes of a program that computes segments, and the number of programs per multiprocessor.
 
-    A program has two blocks of keys and values under way, of 16 KB each or less. A multiprocessor needs about
-    48 KB under way to use the memory's bandwidth; it has memory and registers for these programs at once."""
+    A program loads two blocks of keys and values ahead, each up to 16 KB. A multiprocessor needs about 48 KB
+    of loads in flight to saturate the memory bandwidth. It has shared memory and registers for the returned
+    number of programs."""
     _, num_kv_heads, block_size, head_dim = keys.shape
     width = max(16, triton.next_power_of_2(head_dim))
     rows = max(16, triton.next_power_of_2(group))
     num_keys = max(16, min(64, (1 << 14) // (width * keys.element_size())))
     sizes = Sizes(group, num_kv_heads, head_dim, block_size, width, rows, num_keys)
     capability = find_capability(keys.device)
-    # With some numbers of heads, the compiler needs more registers than three wide programs leave.
+    # For some numbers of heads, the compiler needs more registers than three wide programs leave.
     needs_more = width == 128 and (group == 2 or capability >= 100)
     if rows > 32 or width > 128 or needs_more or capability < 90:
         return sizes, 2
@@ -48,8 +50,9 @@ def choose_sizes(group: int, keys: Tensor) -> tuple[Sizes, int]:
 
 @triton.jit
 def find_sequence(work_starts, work, num_seqs):
-    """Return the last sequence whose segments start at or before `work`. It is none of length 0."""
-    low, high = 0, num_seqs - 1
+    """Return the last sequence whose segments start at or before `work`. Its length is not 0."""
+    low = 0
+    high = num_seqs - 1
     while low < high:
         middle = (low + high + 1) // 2
         if tl.load(work_starts + middle) <= work:
@@ -61,7 +64,7 @@ def find_sequence(work_starts, work, num_seqs):
 
 @triton.jit
 def find_first(length, window):
-    """Return the first key that the last token sees."""
+    """Return the first key that the last token attends to."""
     first = 0
     if window is not None:
         first = tl.maximum(length - window, 0)
@@ -70,7 +73,7 @@ def find_first(length, window):
 
 @triton.jit
 def find_length(length, SEGMENT_LEN: tl.constexpr, MAX_SEGMENTS: tl.constexpr):
-    """Return the length of a sequence's segments."""
+    """Return the length of the segments of a sequence."""
     return SEGMENT_LEN * tl.maximum(1, tl.cdiv(length, SEGMENT_LEN * MAX_SEGMENTS))
 
 
@@ -78,7 +81,7 @@ def find_length(length, SEGMENT_LEN: tl.constexpr, MAX_SEGMENTS: tl.constexpr):
 def find_part(
     seq_lens, work_starts, work, num_seqs, window, SEGMENT_LEN: tl.constexpr, MAX_SEGMENTS: tl.constexpr
 ):
-    """Return the sequence of a segment, where the segment begins and ends, and the first key that is seen."""
+    """Return the sequence of a segment, its length, the bounds of the segment, and the first visible key."""
     seq = find_sequence(work_starts, work, num_seqs)
     length = tl.load(seq_lens + seq)
     size = find_length(length, SEGMENT_LEN, MAX_SEGMENTS)
@@ -86,7 +89,7 @@ def find_part(
     return seq, length, begin, tl.minimum(begin + size, length), find_first(length, window)
 
 
-# What differs between steps, or may begin anywhere in some other tensor, makes no variants of a kernel.
+# Values that change between steps, and views into other tensors: kernels must not be specialised on them.
 STEP_SIZES = ["num_seqs", "num_programs", "table_stride"]
 STEP_TENSORS = ["block_tables", "rows", "seq_lens", "work_starts"]
 
@@ -109,7 +112,8 @@ def attend_segments_kernel(
     SEGMENT_LEN: tl.constexpr,
     MAX_SEGMENTS: tl.constexpr,
 ):
-    """Compute segments. Programs share the list of work evenly, so that the grid depends on no length."""
+    """Compute segments. Programs share the list of segments evenly, so the grid does not depend on
+    lengths."""
     row, channel = tl.arange(0, SIZES.rows), tl.arange(0, SIZES.width)
     is_stored = (row < SIZES.group)[:, None] & (channel < SIZES.head_dim)[None, :]
     head_stride: tl.constexpr = SIZES.block_size * SIZES.head_dim
@@ -117,11 +121,12 @@ def attend_segments_kernel(
     maxima, masses, sums = parts
     num_items = tl.load(work_starts + num_seqs) * SIZES.num_kv_heads
     for item in tl.range(tl.program_id(0), num_items, num_programs):
-        kv_head, work = item % SIZES.num_kv_heads, item // SIZES.num_kv_heads
+        kv_head = item % SIZES.num_kv_heads
+        work = item // SIZES.num_kv_heads
         seq, length, begin, end, first = find_part(
             seq_lens, work_starts, work, num_seqs, score.window, SEGMENT_LEN, MAX_SEGMENTS
         )
-        if first < end:  # else nobody sees the segment, and merge_segments_kernel does not read it
+        if first < end:  # otherwise the segment is not visible, and merge_segments_kernel does not read it
             heads = kv_head * SIZES.group + tl.minimum(row, SIZES.group - 1)
             place = (tl.cast(seq, tl.int64) * num_heads + heads)[:, None] * SIZES.head_dim + channel[None, :]
             q_rows = tl.load(q + place, mask=is_stored, other=0.0)
@@ -130,12 +135,12 @@ def attend_segments_kernel(
             queries = tl.full((SIZES.rows,), length - 1, tl.int32), heads
             span = tl.maximum(begin, first // SIZES.keys * SIZES.keys), end, first, end
             state = begin_softmax(SIZES.rows, SIZES.width)
-            # No key follows the query, so that causal and other attention are the same.
+            # No key follows the query, so a causal mask is not needed.
             state = attend_span(state, q_rows, pages, queries, span, score, SIZES, False, True)
-            found = tl.cast(work, tl.int64) * num_heads + heads
-            tl.store(maxima + found, state[0], mask=row < SIZES.group)
-            tl.store(masses + found, state[1], mask=row < SIZES.group)
-            tl.store(sums + found[:, None] * SIZES.head_dim + channel[None, :], state[2], mask=is_stored)
+            result = tl.cast(work, tl.int64) * num_heads + heads
+            tl.store(maxima + result, state[0], mask=row < SIZES.group)
+            tl.store(masses + result, state[1], mask=row < SIZES.group)
+            tl.store(sums + result[:, None] * SIZES.head_dim + channel[None, :], state[2], mask=is_stored)
 
 
 @triton.jit(do_not_specialize_on_alignment=STEP_TENSORS)
@@ -150,14 +155,17 @@ def merge_segments_kernel(
     MAX_SEGMENTS: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
-    """Merge the segments of one head of a sequence in their order, TOGETHER at a time."""
-    seq, head, num_heads = tl.program_id(0), tl.program_id(1), SIZES.num_kv_heads * SIZES.group
+    """Merge the segments of one head of a sequence in order, TOGETHER at a time."""
+    seq = tl.program_id(0)
+    head = tl.program_id(1)
+    num_heads = SIZES.num_kv_heads * SIZES.group
     length, start = tl.load(seq_lens + seq), tl.load(work_starts + seq)
     count = tl.load(work_starts + seq + 1) - start
     first = find_first(length, window) // find_length(length, SEGMENT_LEN, MAX_SEGMENTS)
     maxima, masses, sums = parts
     channel = tl.arange(0, SIZES.width)
-    best, mass = -float("inf"), 0.0
+    best = -float("inf")
+    mass = 0.0
     acc = tl.full((SIZES.width,), 0.0, tl.float32)
     for some in tl.range(first, count, TOGETHER):
         segment = some + tl.arange(0, TOGETHER)
@@ -168,8 +176,8 @@ def merge_segments_kernel(
         weights = tl.exp2(tops - top)  # [TOGETHER]
         shrink = tl.exp2(best - top)
         is_read = is_one[:, None] & (channel < SIZES.head_dim)[None, :]
-        found = tl.load(sums + place[:, None] * SIZES.head_dim + channel[None, :], mask=is_read, other=0.0)
-        acc = acc * shrink + tl.sum(found * weights[:, None], 0)
+        values = tl.load(sums + place[:, None] * SIZES.head_dim + channel[None, :], mask=is_read, other=0.0)
+        acc = acc * shrink + tl.sum(values * weights[:, None], 0)
         mass = mass * shrink + tl.sum(tl.load(masses + place, mask=is_one, other=0.0) * weights, 0)
         best = top
     y = acc / tl.where(mass > 0, mass, 1.0)
@@ -186,27 +194,28 @@ def launch(
     max_seq_len: int,
     scoring: Scoring,
 ) -> Tensor:
-    """Return the attention of q, contiguous [num_seqs, num_heads, head_dim], as the same shape and type.
+    """Return the attention of q, contiguous [num_seqs, num_heads, head_dim], with the same shape and type.
 
-    keys, values: [num_blocks, num_kv_heads, block_size, head_dim], one layer of the cache. A causal query is
-    its sequence's last token; others see the whole sequence. No sequence is longer than `max_seq_len`."""
+    keys, values: [num_blocks, num_kv_heads, block_size, head_dim], one layer of the cache. Causal queries are
+    the last tokens of their sequences; others attend to the whole sequence. No sequence is longer than
+    `max_seq_len`."""
     num_seqs, num_heads, head_dim = q.shape
     assert are_addressable(q, keys, values, block_tables)
     out = torch.empty_like(q)
     if not num_seqs:
         return out
-    most = num_seqs * most_segments(max_seq_len)
-    shapes = (most, num_heads), (most, num_heads), (most, num_heads, head_dim)
+    max_work = num_seqs * max_segments(max_seq_len)
+    shapes = (max_work, num_heads), (max_work, num_heads), (max_work, num_heads, head_dim)
     parts = tuple(q.new_empty(shape, dtype=torch.float32) for shape in shapes)
     sizes, per_processor = choose_sizes(num_heads // keys.shape[1], keys)
     constants = sizes, step_state.SEGMENT_LEN, step_state.MAX_SEGMENTS
-    count = min(per_processor * count_processors(q.device), most * sizes.num_kv_heads)
+    count = min(per_processor * count_processors(q.device), max_work * sizes.num_kv_heads)
     score = ScoreArguments.of(scoring)
     pages = keys, values, block_tables
     numbers = num_seqs, count, block_tables.stride(0)
-    # The compiler may use all registers that so many programs leave to each of their threads.
-    most_registers = REGISTERS // (32 * NUM_WARPS * per_processor) // 8 * 8
-    options = {"num_warps": NUM_WARPS, "num_stages": NUM_STAGES, "maxnreg": min(255, most_registers)}
+    # The compiler may use all registers that this number of programs leaves to each thread.
+    max_registers = REGISTERS // (32 * NUM_WARPS * per_processor) // 8 * 8
+    options = {"num_warps": NUM_WARPS, "num_stages": NUM_STAGES, "maxnreg": min(255, max_registers)}
     attend_segments_kernel[(count,)](q, *pages, *segments, parts, *numbers, score, *constants, **options)
     lengths = segments.seq_lens, segments.work_starts
     merge_segments_kernel[num_seqs, num_heads](
@@ -225,7 +234,7 @@ def plain(
     scoring: Scoring,
 ) -> Tensor:
     num_blocks = -(-max_seq_len // keys.shape[2])
-    count = max(1, KEYS // max(1, max_seq_len))  # sequences that are computed together
+    count = max(1, KEYS // max(1, max_seq_len))  # sequences computed at once
     parts = []
     for start in range(0, len(q), count):
         some = slice(start, start + count)

@@ -1,4 +1,4 @@
-"""Attention of several consecutive queries of a sequence, in tiles."""
+"""Attention of consecutive queries of a sequence, in tiles (FlashAttention-2: Dao, 2023)."""
 
 import torch
 import triton
@@ -16,16 +16,16 @@ from tgis.shard.kernels.cuda.functions.scoring import (
 )
 from tgis.shard.kernels.portable.attention import KEYS, Piece, attend_piece
 
-QUERIES = 128  # rows of a tile: its tokens times the query heads of one key/value head
+QUERIES = 128  # maximum rows of a tile: tokens times query heads per key/value head
 
 
 def tile_tokens(group_size: int) -> int:
-    """Return the most tokens of a tile, for `group_size` query heads per head of keys and values."""
+    """Return the maximum tokens of a tile for `group_size` query heads per key/value head."""
     return max(1, QUERIES // group_size)
 
 
 def choose_sizes(group: int, keys: Tensor, has_bias: bool) -> tuple[Sizes, dict[str, int]]:
-    """Return the sizes of a program, and how it is compiled. Larger programs run out of registers."""
+    """Return the sizes of a program and its compiler options. Larger programs run out of registers."""
     _, num_kv_heads, block_size, head_dim = keys.shape
     width = max(16, triton.next_power_of_2(head_dim))
     # 9.x and 10.x multiply from shared memory, and have 227 KB of it; others have 99 KB at least.
@@ -34,7 +34,9 @@ def choose_sizes(group: int, keys: Tensor, has_bias: bool) -> tuple[Sizes, dict[
         rows, num_keys, num_warps = (64, 32, 8) if width <= 64 else (16, 16, 4)
     else:
         is_wide = width > (128 if has_much_memory else 64)
-        rows, num_keys, num_warps = 128, 32 if is_wide or has_bias else 64, 8
+        rows = 128
+        num_keys = 32 if is_wide or has_bias else 64
+        num_warps = 8
         if width > 128 and (has_bias or not has_much_memory):
             rows = 64
         elif is_wide and not has_much_memory:  # with 8 warps and 128 rows, some registers are spilled
@@ -47,7 +49,8 @@ def choose_sizes(group: int, keys: Tensor, has_bias: bool) -> tuple[Sizes, dict[
 def find_spans(position, tokens, length, window, KEYS: tl.constexpr, CAUSAL: tl.constexpr):
     """Return the first key that any of the tokens sees, the first and the end of the whole blocks that all
     see, and the end of what any sees."""
-    last, full = length, length // KEYS * KEYS
+    last = length
+    full = length // KEYS * KEYS
     if CAUSAL:
         last = tl.minimum(position + tokens, length)
         full = tl.minimum(position + 1, length) // KEYS * KEYS
@@ -73,8 +76,10 @@ def attend_tiles_kernel(
     start = tl.program_id(2) * SIZES.rows
     if start >= count * SIZES.group:
         return
-    row, channel = start + tl.arange(0, SIZES.rows), tl.arange(0, SIZES.width)
-    token, heads = row // SIZES.group, kv_head * SIZES.group + row % SIZES.group
+    row = start + tl.arange(0, SIZES.rows)
+    channel = tl.arange(0, SIZES.width)
+    token = row // SIZES.group
+    heads = kv_head * SIZES.group + row % SIZES.group
     place = (tl.load(tile + 1).to(tl.int64) + token) * num_heads + heads
     place = place[:, None] * SIZES.head_dim + channel[None, :]
     is_stored = (token < count)[:, None] & (channel < SIZES.head_dim)[None, :]
@@ -113,12 +118,12 @@ def launch(
     scoring: Scoring,
     out: Tensor,
 ) -> None:
-    """Write the attention of the tiles' tokens to `out`, of the shape and type of q, and nothing else.
+    """Write the attention of the tiles' tokens to their rows of `out`, which has the shape and type of q.
 
     q: contiguous [num_tokens, num_heads, head_dim]. keys, values: [num_blocks, num_kv_heads, block_size,
     head_dim], one layer of the cache. tiles: int32 [num_tiles, 5]: row in the block tables, first token,
-    number of tokens (at most `tile_tokens`; 0: an idle tile), position of the first token, and length of the
-    sequence, at most `max_seq_len`. A causal query sees keys up to its position, others the whole
+    number of tokens (up to `tile_tokens`; 0: idle tile), position of the first token, and length of the
+    sequence (up to `max_seq_len`). Causal queries attend to keys up to their position, others to the whole
     sequence."""
     num_kv_heads = keys.shape[1]
     assert are_addressable(q, keys, values, block_tables)
@@ -156,15 +161,15 @@ def plain(
 ) -> None:
     num_blocks = -(-max_seq_len // keys.shape[2])
     place = torch.arange(tile_tokens(q.shape[1] // keys.shape[1]), device=q.device)
-    found = q.new_zeros(len(q) + 1, *q.shape[1:])  # the last one takes what belongs to no token
-    is_found = torch.zeros(len(q) + 1, dtype=torch.bool, device=q.device)
-    count = max(1, KEYS // max(1, max_seq_len))  # tiles that are computed together
+    results = q.new_zeros(len(q) + 1, *q.shape[1:])  # the last row receives results of no token
+    is_written = torch.zeros(len(q) + 1, dtype=torch.bool, device=q.device)
+    count = max(1, KEYS // max(1, max_seq_len))  # tiles computed at once
     for start in range(0, len(tiles), count):
         row, first, counts, position, length = tiles[start : start + count].long().unsqueeze(2).unbind(1)
         is_token = place < counts  # [n, tile_tokens]
         tokens = torch.where(is_token, first + place, len(q))
         blocks = block_tables[row.squeeze(1), :num_blocks].long()
         piece = Piece(tokens, position + place, length, blocks)
-        found[tokens] = attend_piece(q[tokens.clamp(max=len(q) - 1)], keys, values, piece, scoring)
-        is_found.index_fill_(0, tokens.flatten(), True)
-    out.copy_(torch.where(is_found[:-1, None, None], found[:-1], out))
+        results[tokens] = attend_piece(q[tokens.clamp(max=len(q) - 1)], keys, values, piece, scoring)
+        is_written.index_fill_(0, tokens.flatten(), True)
+    out.copy_(torch.where(is_written[:-1, None, None], results[:-1], out))

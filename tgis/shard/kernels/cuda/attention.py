@@ -1,4 +1,4 @@
-"""`Attention` of GPUs: single queries in segments, several queries of a sequence in tiles."""
+"""`Attention` of GPUs. Single queries are computed in segments, several queries of a sequence in tiles."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -19,22 +19,22 @@ from tgis.shard.memory.kv_cache import KVCache
 class Tile(NamedTuple):
     """Consecutive new tokens of one sequence."""
 
-    row: int  # in the block tables
+    row: int  # row in the block tables
     first: int  # index of the first token in the step
     num_tokens: int
-    position: int  # of the first token
+    position: int  # position of the first token
     seq_len: int
 
 
 @dataclass(frozen=True)
 class CudaPlan:
-    """Plan of a step whose first tokens are single queries of their sequences."""
+    """Plan of a step. Its first tokens are the only new tokens of their sequences."""
 
     slot_mapping: Tensor  # int64 [num_tokens]; not used by cross-attention
     block_tables: Tensor  # int32 [num_rows, max_blocks]
-    segments: Segments  # of the first tokens, one each
-    tiles: Tensor  # int32 [num_tiles, 5], of the other tokens: a `Tile` each
-    max_seq_len: int  # no sequence of the step is longer
+    segments: Segments  # of the sequences of the first tokens
+    tiles: Tensor  # int32 [num_tiles, 5], a `Tile` per row, for the other tokens
+    max_seq_len: int  # upper bound on the lengths of sequences
 
     def copy_into(self, fixed: "CudaPlan") -> None:
         raise AssertionError("a captured step on a GPU reads the tensors that begin_step writes")
@@ -42,7 +42,7 @@ class CudaPlan:
 
 class CudaAttention:
     """Attention over a cache whose last block is the dummy block. `group_size` is the number of query heads
-    per head of keys and values."""
+    per key/value head."""
 
     def __init__(self, cache: KVCache, kernels: Implementations, group_size: int):
         # [num_layers, num_blocks, num_kv_heads, block_size, head_dim]
@@ -50,11 +50,14 @@ class CudaAttention:
             pages.view(*pages.shape[:3], cache.block_size, cache.head_dim)
             for pages in (cache.keys, cache.values)
         )
-        self._kernels, self._block_size, self._device = kernels, cache.block_size, cache.keys.device
+        self._kernels = kernels
+        self._block_size = cache.block_size
+        self._device = cache.keys.device
         self.tile_tokens = tile_tokens(group_size)
 
     def plan(self, layout: StepLayout, kind: AttentionKind) -> CudaPlan:
-        """Plan a step whose layout the host knows, such as an encoder's. Blocks until the GPU has it."""
+        """Plan a step whose layout is on the host, such as an encoder's. Blocks until the plan is on the
+        GPU."""
         begins, lengths = layout.cu_seqlens_q.tolist(), layout.seq_lens.tolist()
         are_single = kind != "encoder" and begins == list(range(len(begins)))
         spans = []
@@ -100,16 +103,16 @@ class CudaAttention:
 
     def attend(self, layer: int, q: Tensor, plan: AttentionPlan, scoring: Scoring) -> Tensor:
         assert isinstance(plan, CudaPlan)
-        where = *self.pages(layer), plan.block_tables
+        pages = *self.pages(layer), plan.block_tables
         num_single = len(plan.segments.rows)
         if not len(plan.tiles):
-            return self._kernels.attend_segments(q, *where, plan.segments, plan.max_seq_len, scoring)
+            return self._kernels.attend_segments(q, *pages, plan.segments, plan.max_seq_len, scoring)
         out = torch.empty_like(q)
         if num_single:
             out[:num_single] = self._kernels.attend_segments(
-                q[:num_single], *where, plan.segments, plan.max_seq_len, scoring
+                q[:num_single], *pages, plan.segments, plan.max_seq_len, scoring
             )
-        self._kernels.attend_tiles(q, *where, plan.tiles, plan.max_seq_len, scoring, out)
+        self._kernels.attend_tiles(q, *pages, plan.tiles, plan.max_seq_len, scoring, out)
         return out
 
     def read(self, layer: int, block_table: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
@@ -123,8 +126,8 @@ class CudaAttention:
         return slots.where(slots >= 0, dummy_slot)
 
 
-def cut_tiles(spans: Iterable[Tile], most: int) -> Iterator[Tile]:
-    """Cut spans, tiles of any number of tokens, into tiles of at most `most` tokens."""
+def cut_tiles(spans: Iterable[Tile], max_tokens: int) -> Iterator[Tile]:
+    """Split spans, tiles with any number of tokens, into tiles of up to `max_tokens` tokens."""
     for row, first, count, position, seq_len in spans:
-        for start in range(0, count, most):
-            yield Tile(row, first + start, min(most, count - start), position + start, seq_len)
+        for start in range(0, count, max_tokens):
+            yield Tile(row, first + start, min(max_tokens, count - start), position + start, seq_len)

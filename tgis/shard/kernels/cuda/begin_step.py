@@ -1,4 +1,4 @@
-"""Begins a step on the device: reads the rows' state, and writes what the model's kernels read."""
+"""Begins a step on the device: reads the state of rows and writes the inputs of the model's kernels."""
 
 import torch
 import triton
@@ -14,8 +14,8 @@ from tgis.shard.kernels.cuda.step_state import (
     count_segments,
 )
 
-# Numbers of items of a program. Programs 0 and 1 loop over all sequences, the next ones have tokens, and the
-# last ones have new blocks.
+# Items per program. Programs 0 and 1 loop over all sequences; the next programs handle tokens, the last ones
+# new blocks.
 SEQS, TOKENS, BLOCKS = 1024, 256, 256
 NUM_WARPS = 4
 
@@ -101,8 +101,8 @@ def _append_blocks(new_blocks, block_tables, tables_stride, program, num_new_blo
     tl.store(block_tables + row * tables_stride + place, block, mask=is_new)
 
 
-# Sizes of steps and alignments of staged tensors vary. One kernel is for all of them, so that no step has to
-# wait until another is compiled.
+# One kernel serves all sizes of steps and alignments of staged tensors, so that no step waits for a
+# compilation.
 @triton.jit(do_not_specialize=range(24), do_not_specialize_on_alignment=range(24))
 def _begin_step(
     seq_rows,

@@ -32,7 +32,7 @@ def _activate(x, NAME: tl.constexpr):
     elif NAME == "quick_gelu":
         y = x * tl.sigmoid(1.702 * x)
     elif NAME == "gelu_tanh":
-        # (1 + tanh(u)) / 2 is the sigmoid of 2 u, and Triton's interpreter knows no tanh.
+        # (1 + tanh(u)) / 2 = sigmoid(2 u). Triton's interpreter does not support tanh.
         u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         y = x * tl.sigmoid(2.0 * u)
     elif NAME == "gelu":
@@ -45,10 +45,11 @@ def _activate(x, NAME: tl.constexpr):
 
 
 def launch(x: Tensor, name: str, is_gated: bool) -> Tensor:
-    """Return an `Activation` of contiguous x as a new tensor of its type: [num_tokens, size], or if it is
-    gated [num_tokens, 2 * size] -> [num_tokens, size]. Computed in float32."""
-    assert x.is_contiguous(), "rows lie side by side"
-    num_tokens, size = x.shape[0], x.shape[1] // (1 + is_gated)
+    """Return an `Activation` of contiguous x, computed in float32, in the type of x: [num_tokens, size] ->
+    same shape or, if gated, [num_tokens, 2 * size] -> [num_tokens, size]."""
+    assert x.is_contiguous(), "rows are contiguous"
+    num_tokens = x.shape[0]
+    size = x.shape[1] // (1 + is_gated)
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
     if num_tokens:
         grid = (num_tokens, triton.cdiv(size, BLOCK))

@@ -1,4 +1,4 @@
-"""Which implementation of each kernel computes: Triton's, or its twin in torch operators."""
+"""Selected implementation of each kernel: Triton's, or its twin in torch operators."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -17,7 +17,7 @@ from tgis.shard.kernels.cuda import (
     turn_and_keep,
 )
 
-# Modules with `launch` and `plain`, by the kernel's name.
+# Name of a kernel -> module with `launch` and `plain`.
 KERNELS: dict[str, ModuleType] = {
     "begin_step": begin_step,
     "norm": norm,
@@ -31,7 +31,7 @@ KERNELS: dict[str, ModuleType] = {
 
 @dataclass(frozen=True)
 class Implementations:
-    """The function that computes each kernel. Signatures are those of the modules of KERNELS."""
+    """Implementation of each kernel. Signatures are those of `launch` in the modules of KERNELS."""
 
     begin_step: Callable[..., None]
     norm: Callable[..., Tensor]
@@ -43,9 +43,9 @@ class Implementations:
 
     @classmethod
     def choose(cls, replaced: frozenset[str] = frozenset()) -> Self:
-        """Choose Triton's kernels but for those that are `replaced` by their twins."""
+        """Choose Triton's kernels, except for those `replaced` by their twins."""
         names = [each.name for each in fields(cls)]
-        assert replaced <= set(names), "an unknown kernel"
+        assert replaced <= set(names), "unknown kernel"
         return cls(
             **{name: KERNELS[name].plain if name in replaced else KERNELS[name].launch for name in names}
         )
@@ -56,5 +56,5 @@ class Implementations:
 
     @property
     def replaced(self) -> list[str]:
-        """Return the names of kernels whose twins compute."""
+        """Names of kernels that are replaced by their twins."""
         return [name for name, module in KERNELS.items() if getattr(self, name) is module.plain]

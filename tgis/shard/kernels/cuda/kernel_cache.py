@@ -1,8 +1,8 @@
-"""Triton's just-in-time compiler: where machine code is kept, and whether it compiles now.
+"""Triton's just-in-time compiler: the cache of machine code, and whether a compilation is in progress.
 
-Code is read from a directory of the installation, which `precompile` fills, and from one that can be written,
-where new code is kept. New code needs no C compiler, but Triton's driver does, and with Triton before 3.7 so
-does each list of argument types: `precompile` builds those too."""
+Code is read from a directory of the installation, which `precompile` fills, and from a writable one, where
+new code is stored. Kernels need no C compiler, but Triton's driver does and, before Triton 3.7, each list of
+argument types does; `precompile` builds those too."""
 
 import ctypes
 import json
@@ -26,22 +26,22 @@ from tgis.shard.kernels.cuda.implementations import KERNELS
 
 logger = logging.getLogger(__name__)
 
-MAX_COMPILE_S = 120.0  # a compilation that has not ended by then has failed
+MAX_COMPILE_S = 120.0  # a compilation that takes longer has failed
 PACKAGED = Path(sys.prefix) / "triton"
 
 
 class PackagedCache(FileCacheManager):  # type: ignore[misc]
-    """Triton's cache of one key. Files that are packaged come first; all others are in `knobs.cache.dir`.
+    """Triton's cache of one key. Packaged files take precedence over those in `knobs.cache.dir`.
 
-    Triton's groups of files name them by absolute paths. Here a group's files are those of the same names
-    beside it, so that a cache can be moved."""
+    Triton's groups refer to files by absolute paths. Here, the files of a group are those with the same names
+    in its directory, so that a cache can be moved."""
 
     def get_file(self, filename: str) -> str | None:
         packaged = PACKAGED / self.key / filename
         if packaged.exists():
             return str(packaged)
-        found: str | None = super().get_file(filename)
-        return found
+        path: str | None = super().get_file(filename)
+        return path
 
     def get_group(self, filename: str) -> dict[str, str] | None:
         group = self.get_file(f"__grp__{filename}")
@@ -53,11 +53,12 @@ class PackagedCache(FileCacheManager):  # type: ignore[misc]
 
 
 def use_cache(directory: Path | None) -> None:
-    """Keep compiled code in the user's cache directory, else in `directory`, the run's own, else in a
-    temporary one. Only this user may have access to the parent of `directory`, whose code is executed."""
+    """Store compiled code in the first writable directory of the user's cache directory, `directory` (the
+    run's) and a temporary one. Only this user may have access to the parent of `directory`, because stored
+    code is executed."""
     knobs.cache.manager_class = PackagedCache
     knobs.cache.dir = str(_choose(directory))
-    logger.info("compiled GPU code is kept in %s", knobs.cache.dir)
+    logger.info("compiled GPU code is stored in %s", knobs.cache.dir)
     make_keys_repeatable()
     if (driver := _find_libcuda()) is not None:
         knobs.nvidia.libcuda_path = str(driver)
@@ -67,10 +68,11 @@ def use_cache(directory: Path | None) -> None:
 
 
 def make_keys_repeatable() -> None:
-    """Make the keys of the cache those of every other process that calls this before it launches a kernel."""
-    # Triton asks the command `file`, which may be there where an image is built and not where it runs.
+    """Make cache keys equal in all processes. Must be called before the first launch of a kernel."""
+    # Triton calls the command `file`, which may exist where an image is built and not where it runs.
     build.platform_key = lambda: f"{platform.machine()},{platform.system()}"
-    # The key of a kernel depends on which of the functions that it calls had keys before.
+    # The key of a kernel depends on which of its functions had keys before, so compute all keys in a fixed
+    # order.
     for module in KERNELS.values():
         for function in vars(module).values():
             if isinstance(function, JITFunction):
@@ -83,7 +85,7 @@ def is_compiling() -> bool:
     return any(now - began < MAX_COMPILE_S for began in list(_began.values()))
 
 
-_began: dict[int, float] = {}  # by thread
+_began: dict[int, float] = {}  # thread -> start of its compilation
 
 
 def _begin(**_: Any) -> None:
@@ -95,7 +97,7 @@ def _end(*_: Any, **__: Any) -> None:
 
 
 def _end_warm_up(*, is_manual_warmup: bool, **_: Any) -> None:
-    if is_manual_warmup:  # nothing is loaded
+    if is_manual_warmup:  # the kernel is not loaded, so _end is not called
         _end()
 
 
@@ -107,7 +109,7 @@ def _choose(directory: Path | None) -> Path:
 
 
 def _find_libcuda() -> Path | None:
-    """Return the directory of the GPU's driver, if there is one. Triton would ask ldconfig."""
+    """Return the directory of the GPU's driver, if there is one. Triton would call ldconfig."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm of the residual stream, fused with the addition before."""
+"""Layer norm and RMS norm of the residual stream, fused with the preceding addition."""
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,9 @@ def _norm(
     at = tl.arange(0, BLOCK)
     mask = at < SIZE
     value = tl.load(x + first + at, mask=mask, other=0.0)  # [BLOCK]
-    scale = tl.load(weight + at, mask=mask, other=0.0)  # before the sums, which would wait for it
+    scale = tl.load(
+        weight + at, mask=mask, other=0.0
+    )  # loaded before the sums, so that they do not wait for it
     if HAS_DELTA:
         added = tl.load(delta + first + at, mask=mask, other=0.0)
         value = (value.to(tl.float32) + added.to(tl.float32)).to(x.dtype.element_ty)
@@ -53,13 +55,15 @@ def launch(
     is_centred: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the norm of x + delta as `dtype`, [num_tokens, size]: a layer norm if it is centred, else an RMS
-    norm. With a delta, which may have another type than x, x is overwritten with the sum.
+    """Return the norm of x + delta as `dtype`, [num_tokens, size]: layer norm if `is_centred`, else RMS norm.
+    Overwrites x with the sum if there is a delta, which may have another type than x.
 
-    weight and bias are float32 [size]. x and delta are contiguous. Sums are float32."""
+    weight, bias: float32 [size]. x, delta: contiguous [num_tokens, size]. Computes in float32."""
     num_tokens, size = x.shape
-    assert x.is_contiguous(), "rows lie side by side"
-    assert delta is None or (delta.is_contiguous() and delta.shape == x.shape), "x and delta do not match"
+    assert x.is_contiguous(), "rows are contiguous"
+    assert delta is None or (delta.is_contiguous() and delta.shape == x.shape), (
+        "x and delta have equal shapes"
+    )
     out = torch.empty(num_tokens, size, dtype=dtype, device=x.device)
     if not num_tokens:
         return out

@@ -1,7 +1,7 @@
-"""`Kernels` of GPUs: the norms and activations of this package between products of cuBLAS.
+"""`Kernels` of GPUs: norms and activations of this package, and products of cuBLAS.
 
-The residual stream, logits and "replicated" products are float32. What lies between is of the weights' type,
-except that branches of float16 models end in float32, because some exceed float16's range."""
+The residual stream, logits and "replicated" products are float32. Other activations have the weights' type,
+except that branches of float16 models return float32, because some exceed the range of float16."""
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,12 @@ from tgis.shard.quant.interface import MatrixRole
 
 
 class CudaProduct:
-    """`Product` with a weight [out_features, in_features]. Calls give its type, or float32 if `is_wide`."""
+    """`Product` with a weight [out_features, in_features]. Returns the weight's type, or float32 if
+    `is_wide`."""
 
     def __init__(self, weight: Tensor, is_wide: bool):
-        self._weight, self.is_wide = weight, is_wide
+        self._weight = weight
+        self.is_wide = is_wide
         self._bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -31,19 +33,20 @@ class CudaProduct:
         return F.linear(x.float(), self._weight.float())
 
     def add_bias(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the product plus `bias`, always the same one, in the weight's type."""
+        """Return the product plus `bias` in the weight's type. All calls must pass the same bias."""
         if bias is not None and self._bias is None:
             self._bias = bias.to(self._weight.dtype)
         return F.linear(x.to(self._weight.dtype), self._weight, self._bias)
 
 
 class CudaKernels(TorchKernels):
-    """All that a step of one rank needs can be captured in a CUDA graph, except adapters and experts."""
+    """`Kernels` of GPUs. Steps of a single rank without adapters and experts can be captured in a CUDA
+    graph."""
 
     def __init__(self, device: torch.device, implementations: Implementations):
         super().__init__(device)
         self._implementations = implementations
-        self._dtype = torch.float32  # of all weights, known once the first is packed
+        self._dtype = torch.float32  # type of all weights, set when the first is packed
 
     def pack(self, weight: Stored, dtype: torch.dtype, role: MatrixRole = "linear") -> CudaProduct:
         self._dtype = dtype
@@ -73,17 +76,17 @@ class CudaKernels(TorchKernels):
         then: Activation | None,
         adapters: TokenAdapters | None,
     ) -> Tensor:
-        """Implement `Kernels.norm_product`. The result is of the weights' type."""
+        """Implement `Kernels.norm_product`. The result has the weights' type."""
         y = self._multiply(self._normalise(x, delta, norm), linear, adapters)
         return y if then is None else self._implementations.gate(y, then.name, then.is_gated)
 
     def product_add(
         self, x: Tensor, y: Tensor, linear: LinearLayer, adapters: TokenAdapters | None
     ) -> Tensor:
-        found = linear.as_product(adapters)
-        if found is None or not isinstance(found.product, CudaProduct) or found.product.is_wide:
+        biased = linear.as_product(adapters)
+        if biased is None or not isinstance(biased.product, CudaProduct) or biased.product.is_wide:
             return linear(y, adapters)
-        return found.product.add_bias(y, found.bias)
+        return biased.product.add_bias(y, biased.bias)
 
     def _normalise(self, x: Tensor, delta: Tensor | None, norm: NormLayer | None) -> Tensor:
         """Return norm(x + delta) in the weights' type. Overwrites x with the sum."""
@@ -95,7 +98,7 @@ class CudaKernels(TorchKernels):
 
     def _multiply(self, x: Tensor, linear: LinearLayer, adapters: TokenAdapters | None) -> Tensor:
         """Return the layer's output in the weights' type."""
-        found = linear.as_product(adapters)
-        if found is None or not isinstance(found.product, CudaProduct):
+        biased = linear.as_product(adapters)
+        if biased is None or not isinstance(biased.product, CudaProduct):
             return linear(x, adapters).to(self._dtype)
-        return found.product.add_bias(x, found.bias).to(self._dtype)
+        return biased.product.add_bias(x, biased.bias).to(self._dtype)

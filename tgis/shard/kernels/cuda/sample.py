@@ -1,7 +1,7 @@
-"""Samples the next tokens of rows and appends them to the rows' state, all of it on the device.
+"""Samples the next tokens of rows and appends them to the rows' state on the device.
 
-The order of changes to the logits is that of `sampling.sampler`. Watermarks and token details are the host's:
-rows that have them are not given to this kernel."""
+Logits are changed in the order of `sampling.sampler`. Rows with watermarks or token details are sampled on
+the host instead."""
 
 import torch
 import triton
@@ -21,29 +21,30 @@ from tgis.shard.kernels.cuda.step_state import (
 from tgis.shard.sampling.counter_rng import GOLDEN, STRIDE, draw_columns
 from tgis.shard.sampling.sampler import MAX_FACTOR
 
-BLOCK, NUM_WARPS = 2048, 4  # a program's tokens: 16 of each thread, and one sample fills half of a GPU
+BLOCK, NUM_WARPS = 2048, 4  # 16 tokens per thread; a single sample occupies half of a GPU
 
 
 def launch(logits: Tensor, rows: RowState, sampled_rows: Tensor, answers: Tensor) -> None:
     """Sample from logits, contiguous float32 [n, vocab_size].
 
-    They are changed in place where a token is drawn; those of other rows mean nothing afterwards.
-    sampled_rows: int32 [n], each row at most once, but for the idle row. answers: int32 [n, 2] is written:
-    the token, and `Flag`s. Rows that had ended sample nothing: their flags are 0."""
+    Logits of rows that draw a token are changed in place; those of other rows are undefined afterwards.
+    sampled_rows: int32 [n], each row at most once, except the idle row. answers: int32 [n, 2], receives the
+    token and `Flag`s. Ended rows are not sampled, and their flags are 0."""
     num_samples, vocab_size = logits.shape
-    assert logits.is_contiguous(), "rows lie side by side"
+    assert logits.is_contiguous(), "rows are contiguous"
     if not num_samples:
         return
     num_blocks = triton.cdiv(vocab_size, BLOCK)
-    # The highest logit and the best key of each block, and the ids of the tokens that have them.
+    # Highest logit and best key of each block, and the ids of their tokens.
     highest, keys = (logits.new_empty(num_samples, num_blocks) for _ in range(2))
     best, winners = (torch.empty_like(highest, dtype=torch.int32) for _ in range(2))
-    given, options = (logits, sampled_rows, rows.words), {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
+    inputs = (logits, sampled_rows, rows.words)
+    options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
     sizes = {"VOCAB_SIZE": vocab_size, "MAX_STOP_IDS": MAX_STOP_IDS}
     blocks = {"NUM_BLOCKS": num_blocks, "PADDED_BLOCKS": triton.next_power_of_2(num_blocks)}
     biases = rows.bias_token_ids, rows.biases
     adjust[num_blocks, num_samples](
-        *given,
+        *inputs,
         rows.masks,
         *biases,
         rows.stop_ids,
@@ -55,14 +56,14 @@ def launch(logits: Tensor, rows: RowState, sampled_rows: Tensor, answers: Tensor
         **sizes,
         **options,
     )
-    limits = filters.find_limits(*given, highest)
-    found = keys, winners
+    limits = filters.find_limits(*inputs, highest)
+    race_results = keys, winners
     race[num_blocks, num_samples](
-        *given, highest, limits, *found, VOCAB_SIZE=vocab_size, BLOCK=BLOCK, **blocks, **options
+        *inputs, highest, limits, *race_results, VOCAB_SIZE=vocab_size, BLOCK=BLOCK, **blocks, **options
     )
     tables = rows.words, rows.stop_ids, rows.token_counts
     append[(num_samples,)](
-        sampled_rows, *tables, highest, best, *found, answers, **sizes, **blocks, num_warps=1
+        sampled_rows, *tables, highest, best, *race_results, answers, **sizes, **blocks, num_warps=1
     )
 
 
@@ -70,18 +71,19 @@ def plain(logits: Tensor, rows: RowState, sampled_rows: Tensor, answers: Tensor)
     index = sampled_rows.long()
     words = rows.words[index]  # [n, len(Word)]
     _change(logits, rows, index, words)
-    highest, best = logits.max(-1).values, logits.argmax(-1)
+    highest = logits.max(-1).values
+    best = logits.argmax(-1)
     is_usable = highest.isfinite()
-    scores = logits.nan_to_num(0.0, 0.0, -torch.inf)  # rows that are not usable draw anything
+    scores = logits.nan_to_num(0.0, 0.0, -torch.inf)  # unusable rows draw an arbitrary token
     filters.filter_sorted(scores, highest, words)
     ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     drawn = draw_columns(scores, _draw_keys(words), ids)
-    chosen = torch.where(words[:, Word.GREEDY] != 0, best, drawn)
-    _append(chosen, is_usable, rows, index, words, answers)
+    tokens = torch.where(words[:, Word.GREEDY] != 0, best, drawn)
+    _append(tokens, is_usable, rows, index, words, answers)
 
 
 def _change(logits: Tensor, rows: RowState, index: Tensor, words: Tensor) -> None:
-    """Apply all that changes logits before the draw, in place."""
+    """Apply all changes to logits before the draw, in place."""
     vocab_size = logits.shape[1]
     ids = torch.arange(vocab_size, device=logits.device)
     bits = rows.masks[index][:, ids // 32] >> (ids % 32).int()  # [n, vocab_size]
@@ -104,7 +106,7 @@ def _change(logits: Tensor, rows: RowState, index: Tensor, words: Tensor) -> Non
 
 
 def _stop_mask(stop_ids: Tensor, words: Tensor, vocab_size: int) -> Tensor:
-    """Return bool [n, vocab_size], True for the rows' stop ids."""
+    """Return bool [n, vocab_size], True for stop ids."""
     is_stop = torch.zeros((len(stop_ids), vocab_size + 1), dtype=torch.bool, device=stop_ids.device)
     is_given = _is_given(stop_ids, words) & (stop_ids < vocab_size)
     is_stop.scatter_(1, stop_ids.long().where(is_given, vocab_size), True)
@@ -116,9 +118,10 @@ def _is_given(stop_ids: Tensor, words: Tensor) -> Tensor:
 
 
 def _penalise(logits: Tensor, counts: Tensor, words: Tensor) -> None:
-    """Apply the penalties of tokens that were seen; counts are those of `RowState`, [n, vocab_size]."""
-    most = float(MAX_FACTOR)
-    penalty = as_float(words[:, Word.REPETITION_PENALTY]).clamp(1 / most, most)[:, None]
+    """Apply the penalties of tokens that occurred. counts: `RowState.token_counts` of the rows, [n,
+    vocab_size]."""
+    max_factor = float(MAX_FACTOR)
+    penalty = as_float(words[:, Word.REPETITION_PENALTY]).clamp(1 / max_factor, max_factor)[:, None]
     penalised = torch.where(logits < 0, logits * penalty, logits / penalty)
     logits.copy_(torch.where(counts != 0, penalised, logits))
     num_generated = counts.int() & MAX_COUNT
@@ -130,7 +133,8 @@ def _penalise(logits: Tensor, counts: Tensor, words: Tensor) -> None:
 
 def _draw_keys(words: Tensor) -> Tensor:
     """Return the keys of `counter_rng.draw_keys`, int32 [n, 2]."""
-    low, high = words[:, Word.SEED_LOW].long() & 0xFFFFFFFF, words[:, Word.SEED_HIGH].long()
+    low = words[:, Word.SEED_LOW].long() & 0xFFFFFFFF
+    high = words[:, Word.SEED_HIGH].long()
     seeds = low | (high << 32)
     mixed = _mix64(seeds + _signed(int(GOLDEN)))
     bits = _mix64(mixed ^ (words[:, Word.LENGTH].long() * _signed(int(STRIDE))))
@@ -138,7 +142,7 @@ def _draw_keys(words: Tensor) -> Tensor:
 
 
 def _mix64(x: Tensor) -> Tensor:
-    """Compute `counter_rng._mix64` of uint64 that are held as int64."""
+    """Compute `counter_rng._mix64` of uint64 values stored as int64."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
     return x ^ ((x >> 31) & ((1 << 33) - 1))
@@ -149,22 +153,22 @@ def _signed(bits: int) -> int:
 
 
 def _append(
-    chosen: Tensor, is_usable: Tensor, rows: RowState, index: Tensor, words: Tensor, answers: Tensor
+    tokens: Tensor, is_usable: Tensor, rows: RowState, index: Tensor, words: Tensor, answers: Tensor
 ) -> None:
-    """Write the answers, and append the tokens int64 [n] to rows that have not ended."""
+    """Write the answers, and append the tokens, int64 [n], to rows that have not ended."""
     is_live = words[:, Word.ENDED] == 0
     is_sampled = is_live & is_usable
     length = words[:, Word.LENGTH] + is_sampled
-    is_stop = (_is_given(rows.stop_ids, words) & (rows.stop_ids[index] == chosen[:, None])).any(-1)
+    is_stop = (_is_given(rows.stop_ids, words) & (rows.stop_ids[index] == tokens[:, None])).any(-1)
     has_ended = is_sampled & (is_stop | (length >= words[:, Word.LIMIT]))
     is_unusable = is_live & ~is_usable
     flags = is_sampled * int(Flag.SAMPLED) + has_ended * int(Flag.ENDED) + is_unusable * int(Flag.UNUSABLE)
-    answers.copy_(torch.stack((chosen.where(is_sampled, 0), flags), 1))
-    after = words.clone()
-    after[:, Word.LENGTH] = length
-    after[:, Word.LAST_TOKEN] = torch.where(is_sampled, chosen.int(), words[:, Word.LAST_TOKEN])
-    after[:, Word.ENDED] = (~is_live | has_ended | is_unusable).int()
-    rows.words[index] = after
-    counts = rows.token_counts[index, chosen]
+    answers.copy_(torch.stack((tokens.where(is_sampled, 0), flags), 1))
+    updated = words.clone()
+    updated[:, Word.LENGTH] = length
+    updated[:, Word.LAST_TOKEN] = torch.where(is_sampled, tokens.int(), words[:, Word.LAST_TOKEN])
+    updated[:, Word.ENDED] = (~is_live | has_ended | is_unusable).int()
+    rows.words[index] = updated
+    counts = rows.token_counts[index, tokens]
     is_counted = is_sampled & (counts & MAX_COUNT < MAX_COUNT)
-    rows.token_counts[index, chosen] = counts + is_counted.to(counts.dtype)
+    rows.token_counts[index, tokens] = counts + is_counted.to(counts.dtype)

@@ -1,7 +1,7 @@
-"""Memory of a GPU that a step's kernels share: the state of rows, and the step's own tensors.
+"""GPU memory shared by the kernels of a step: the state of rows, and the step's tensors.
 
-The last row of every table is idle: it has ended, and its blocks are the cache's last block, the dummy block,
-which belongs to no sequence. Captured steps fill up with it."""
+The last row of every table is idle. It has ended, and all its blocks are the cache's last block, the dummy
+block, which no sequence uses. Captured steps are padded with it."""
 
 from dataclasses import dataclass
 from enum import IntEnum, auto
@@ -10,18 +10,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Sequences are attended to in segments that the kernel computes independently. A segment's length depends on
-# its own sequence's length only, so other sequences cannot change the order of sums.
+# The kernel computes segments of a sequence's keys independently. The length of a segment depends only on the
+# length of its sequence, so other sequences cannot change the order of sums.
 SEGMENT_LEN = 256
-MAX_SEGMENTS = 32  # of one sequence; longer ones have longer segments
+MAX_SEGMENTS = 32  # maximum per sequence; longer sequences have longer segments
 
-# The most stop token ids and logit biases of a row; rows with more sample on the host.
+# Maximum stop token ids and logit biases of a row. Rows with more are sampled on the host.
 MAX_STOP_IDS, MAX_BIASES = 32, 1024
-MAX_COUNT = (1 << 15) - 1  # of `RowState.token_counts`, where counting ends
+MAX_COUNT = (1 << 15) - 1  # saturation value of `RowState.token_counts`
 
 
 class Word(IntEnum):
-    """Words of a row's state. Those marked float hold the bits of a float32."""
+    """Words of a row's state. Words marked float hold the bits of a float32."""
 
     LENGTH = 0  # number of prompt and generated tokens, which is the next token's position
     LIMIT = auto()  # length at which the row ends
@@ -29,14 +29,14 @@ class Word(IntEnum):
     ENDED = auto()
     LAST_TOKEN = auto()
     ENCODER_LEN = auto()
-    IS_LONG = auto()  # the sequence is past the model's rope_switch_len
+    IS_LONG = auto()  # the sequence is longer than the model's rope_switch_len
     NUM_STOP_IDS = auto()
     NUM_BIASES = auto()
     GREEDY = auto()
     SEED_LOW = auto()
     SEED_HIGH = auto()
     TEMPERATURE = auto()  # float
-    TOP_K = auto()  # 0, or the vocabulary's size and more: off
+    TOP_K = auto()  # 0, or at least the vocabulary's size: off
     TOP_P = auto()  # float; 1: off
     MIN_P = auto()  # float; 0: off
     TYPICAL_P = auto()  # float; 1: off
@@ -46,8 +46,8 @@ class Word(IntEnum):
     LENGTH_PENALTY_START = auto()
     LENGTH_PENALTY_FACTOR = auto()  # float; 1: off
     MIN_NEW_TOKENS = auto()
-    IS_GUIDED = auto()  # `RowState.masks` limits the next token
-    MUST_END = auto()  # the grammar allows nothing but the end
+    IS_GUIDED = auto()  # `RowState.masks` restricts the next token
+    MUST_END = auto()  # the grammar allows only the end
 
 
 class Flag(IntEnum):
@@ -60,16 +60,16 @@ class Flag(IntEnum):
 
 @dataclass(frozen=True)
 class RowState:
-    """State of rows. Rows of `words` are `Word`s; other tables have `num_rows` + 1 rows too."""
+    """State of rows. A row of `words` consists of `Word`s. All tables have `num_rows` + 1 rows."""
 
     words: Tensor  # int32 [num_rows + 1, len(Word)]
     block_tables: Tensor  # int32 [num_rows + 1, max_blocks]
     cross_tables: Tensor  # int32 [num_rows + 1, max_cross_blocks]
-    stop_ids: Tensor  # int32 [num_rows + 1, MAX_STOP_IDS], -1 past a row's number
-    bias_token_ids: Tensor  # int32 [num_rows + 1, MAX_BIASES], each once, -1 past a row's number
+    stop_ids: Tensor  # int32 [num_rows + 1, MAX_STOP_IDS], padded with -1
+    bias_token_ids: Tensor  # int32 [num_rows + 1, MAX_BIASES], distinct, padded with -1
     biases: Tensor  # float32 [num_rows + 1, MAX_BIASES]
-    token_counts: Tensor  # int16 [num_rows + 1, vocab_size]: 15 bits, times generated; sign, in the prompt
-    masks: Tensor  # int32 [num_rows + 1, ceil(vocab_size / 32)], bit i % 32 of word i / 32: i is allowed
+    token_counts: Tensor  # int16 [num_rows + 1, vocab_size]: lower 15 bits count generated; sign: in prompt
+    masks: Tensor  # int32 [num_rows + 1, ceil(vocab_size / 32)]; bit i % 32 of word i / 32: token i allowed
     dummy_slot: int  # first slot of the dummy block
 
     @property
@@ -78,34 +78,34 @@ class RowState:
 
 
 class StagedStep(NamedTuple):
-    """Work of a step as the host describes it, int32, in memory of the device.
+    """Description of a step by the host: int32 tensors in device memory.
 
-    Sequences with a single new token come first, and their tokens are the first ones. Captured steps have
-    nothing else, and fill up with the idle row (end 0, token 0 at position 0 of the dummy block)."""
+    Sequences with a single new token come first, and so do their tokens. Captured steps have no others, and
+    are padded with the idle row (end 0, token 0 at position 0 of the dummy block)."""
 
     seq_rows: Tensor  # [num_seqs]
-    seq_ends: Tensor  # [num_seqs], number of cached and new tokens
+    seq_ends: Tensor  # [num_seqs], numbers of cached and new tokens
     token_rows: Tensor  # [num_tokens]
-    token_ids: Tensor  # [num_tokens]; -1: the row's last token, which the host does not know yet
+    token_ids: Tensor  # [num_tokens]; -1: the row's last token, still unknown to the host
     positions: Tensor  # [num_tokens]
     slots: Tensor  # [num_tokens], block * block_size + offset
-    new_blocks: Tensor  # [num_new_blocks, 3]: row, index in its block table, block. The idle row pads them
+    new_blocks: Tensor  # [num_new_blocks, 3]: row, index in its block table, block; padded with the idle row
     tiles: Tensor  # [num_tiles, 5], see attend_tiles
     cross_tiles: Tensor  # [num_cross_tiles, 5]
     sampled_rows: Tensor  # [num_sampled]
-    sampled_x: Tensor  # [num_sampled], index of the token before each sample
+    sampled_x: Tensor  # [num_sampled], index of the token whose logits are sampled
 
 
 class StepTensors(NamedTuple):
-    """Inputs of the model, which begin_step writes."""
+    """Inputs of the model, written by begin_step."""
 
     token_ids: Tensor  # int64 [num_tokens]
     positions: Tensor  # int64 [num_tokens]
-    slot_mapping: Tensor  # int64 [num_tokens]; slots of ended rows are the dummy block's first one
+    slot_mapping: Tensor  # int64 [num_tokens]; ended rows: the first slot of the dummy block
     is_long: Tensor  # bool [num_tokens]
     seq_lens: Tensor  # int32 [num_seqs]; 0 for ended rows
-    work_starts: Tensor  # int32 [num_single + 1], numbers of segments of all sequences before
-    cross_lens: Tensor  # int32 [num_seqs], tokens of the encoder; 0 for ended rows
+    work_starts: Tensor  # int32 [num_single + 1], number of segments of all earlier sequences
+    cross_lens: Tensor  # int32 [num_seqs], number of the encoder's tokens; 0 for ended rows
     cross_work_starts: Tensor  # int32 [num_single + 1]
 
     @classmethod
@@ -126,9 +126,9 @@ class StepTensors(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Sequences of which one query each attends in segments."""
+    """Sequences with one query each, whose attention is computed in segments."""
 
-    rows: Tensor  # int32 [num_seqs], in the block tables
+    rows: Tensor  # int32 [num_seqs], rows in the block tables
     seq_lens: Tensor  # int32 [num_seqs]; 0: the result is zeros
     work_starts: Tensor  # int32 [num_seqs + 1]
 
@@ -140,11 +140,11 @@ def segment_lengths(seq_lens: Tensor) -> Tensor:
 
 
 def count_segments(seq_lens: Tensor) -> Tensor:
-    """Return the number of segments of each sequence, int32 [num_seqs]: at most MAX_SEGMENTS."""
+    """Return the number of segments of each sequence, int32 [num_seqs], up to MAX_SEGMENTS."""
     lengths = segment_lengths(seq_lens)
     return (seq_lens + lengths - 1) // lengths
 
 
 def as_float(words: Tensor) -> Tensor:
-    """Return float32 of the bits of words, int32 [n]."""
+    """Reinterpret words, int32 [n], as float32."""
     return words.contiguous().view(torch.float32)

@@ -1,4 +1,4 @@
-"""Splits queries, keys and values, normalises and rotates heads, and writes keys and values to the cache."""
+"""Splits qkv, normalises and rotates heads, and writes keys and values to the cache."""
 
 import torch
 import triton
@@ -8,23 +8,26 @@ from torch import Tensor
 from tgis.shard.attention.interface import Heads
 from tgis.shard.kernels.portable.ops import split_heads
 
-# A program has as many pairs of channels, or channels that are not rotated: a thread has eight of them, which
-# are 16 bytes of float16 or bfloat16.
+# Pairs of channels, or unrotated channels, per program. A thread has eight of them, 16 bytes of float16 or
+# bfloat16.
 ITEMS, NUM_WARPS = 512, 2
 
 
 def launch(
     qkv: Tensor, heads: Heads, angles: Tensor | None, keys: Tensor, values: Tensor, slot_mapping: Tensor
 ) -> Tensor:
-    """Return the queries, [num_tokens, num_heads, head_dim], of the type of qkv.
+    """Write keys and values to the cache. Return the queries, [num_tokens, num_heads, head_dim], in the type
+    of qkv.
 
     qkv: contiguous [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]. angles: float32
     [2, num_tokens, half], see `Attention.run`. keys, values: [num_blocks, num_kv_heads, block_size,
-    head_dim], one layer of the cache. slot_mapping: int64 [num_tokens], block * block_size + offset, each
-    valid."""
+    head_dim], one layer of the cache. slot_mapping: int64 [num_tokens], valid slots block * block_size +
+    offset."""
     num_tokens, (block_size, head_dim) = len(qkv), keys.shape[2:]
     half = 0 if angles is None else angles.shape[2]
-    assert all(x is None or x.is_contiguous() for x in (qkv, angles, keys, values)), "strides are computed"
+    assert all(x is None or x.is_contiguous() for x in (qkv, angles, keys, values)), (
+        "kernels assume contiguous tensors"
+    )
     queries = qkv.new_empty(num_tokens, heads.num_heads, head_dim)
     width = triton.next_power_of_2(max(half, head_dim - 2 * half))
     block_heads = min(max(ITEMS // width, 1), triton.next_power_of_2(heads.num_heads))
@@ -61,13 +64,13 @@ def plain(
 
 
 def keep(fresh: Tensor, pages: Tensor, slot_mapping: Tensor) -> None:
-    """Write [num_tokens, num_kv_heads, head_dim] to the cache's pages of one layer."""
+    """Write keys or values, [num_tokens, num_kv_heads, head_dim], to the pages of one layer of the cache."""
     block_size = pages.shape[2]
     blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
     pages[blocks, :, slot_mapping % block_size] = fresh.to(pages.dtype)
 
 
-# Programs of a token: those of queries, then those of keys, then those of values, BLOCK_HEADS heads each.
+# Programs of a token: first for queries, then for keys, then for values, BLOCK_HEADS heads each.
 @triton.jit
 def _turn_and_keep(
     qkv,
@@ -123,8 +126,8 @@ def _turn(
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Write heads of one token, [BLOCK_HEADS], normalised and rotated."""
-    REST: tl.constexpr = HEAD_DIM - 2 * HALF  # channels that are not rotated
+    """Normalise, rotate and write heads of one token, [BLOCK_HEADS]."""
+    REST: tl.constexpr = HEAD_DIM - 2 * HALF  # unrotated channels
     is_head = (head < num_heads)[:, None]
     x += head[:, None] * HEAD_DIM
     out += head[:, None] * out_stride

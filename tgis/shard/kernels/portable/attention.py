@@ -1,5 +1,5 @@
-"""Attention in plain torch operators, for any device. It gathers pages and computes scores in float32.
-Sequences with the same number of new tokens are computed together, within a bound on memory."""
+"""Attention in plain torch operators, for any device. Gathers pages and computes scores in float32. Sequences
+with the same number of new tokens are computed together, within a limit on memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from tgis.shard.attention.interface import AttentionKind, AttentionPlan, Heads, 
 from tgis.shard.kernels.portable.ops import split_heads
 from tgis.shard.memory.kv_cache import KVCache
 
-# Most keys that are gathered at once, and most pairs of a query and a key that are scored at once. A single
+# Maximum numbers of keys gathered at once, and of pairs of a query and a key scored at once. A single
 # sequence or query may exceed them.
 KEYS, PAIRS = 1 << 16, 1 << 22
 
@@ -20,7 +20,8 @@ KEYS, PAIRS = 1 << 16, 1 << 22
 class TorchAttention:
     def __init__(self, cache: KVCache):
         self._cache = cache
-        self._keys, self._values = _as_pages(cache, cache.keys), _as_pages(cache, cache.values)
+        self._keys = _as_pages(cache, cache.keys)
+        self._values = _as_pages(cache, cache.values)
 
     def plan(self, layout: StepLayout, kind: AttentionKind) -> "TorchPlan":
         device, block_size = self._cache.keys.device, self._cache.block_size
@@ -68,20 +69,21 @@ class TorchAttention:
 @dataclass
 class TorchPlan:
     pieces: "list[Piece]"
-    stored: tuple[Tensor, ...]  # int64 [num_stored] each: tokens, and the blocks and offsets they go to
+    stored: tuple[Tensor, ...]  # int64 [num_stored] each: tokens to store, and their blocks and offsets
 
     def copy_into(self, fixed: "TorchPlan") -> None:
-        fixed.pieces, fixed.stored = self.pieces, self.stored
+        fixed.pieces = self.pieces
+        fixed.stored = self.stored
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The same number of new tokens of each of n sequences, and the keys that they may attend to."""
+    """Equal numbers of new tokens of n sequences, and the keys that they may attend to."""
 
-    tokens: Tensor  # int64 [n, count], indices in the step
+    tokens: Tensor  # int64 [n, count], indices into the step's tokens
     positions: Tensor  # int64 [n, count]
     lengths: Tensor  # int64 [n, 1], of the sequences
-    blocks: Tensor  # int64 [n, max_blocks]; 0 past a sequence's end, which is some other sequence's block
+    blocks: Tensor  # int64 [n, max_blocks]; 0 (any block) after the end of a sequence
 
     def to(self, device: torch.device) -> "Piece":
         tensors = (self.tokens, self.positions, self.lengths, self.blocks)
@@ -92,24 +94,24 @@ def _cut_pieces(layout: StepLayout, block_size: int) -> Iterator[Piece]:
     begins, lengths = layout.cu_seqlens_q.tolist(), layout.seq_lens.tolist()
     counts = [end - begin for begin, end in pairwise(begins)]
     order = sorted(range(len(counts)), key=lambda i: (counts[i], lengths[i]))
-    for count, alike in groupby(order, counts.__getitem__):
-        for together in _cut([(i, lengths[i]) for i in alike if count]):
-            longest = lengths[together[-1]]
-            step = max(1, PAIRS // max(1, len(together) * longest))
+    for count, same_count in groupby(order, counts.__getitem__):
+        for batch in _cut([(i, lengths[i]) for i in same_count if count]):
+            longest = lengths[batch[-1]]
+            step = max(1, PAIRS // max(1, len(batch) * longest))
             for skip in range(0, count, step):
-                yield _piece(layout, block_size, together, range(skip, min(skip + step, count)), longest)
+                yield _piece(layout, block_size, batch, range(skip, min(skip + step, count)), longest)
 
 
 def _cut(sequences: list[tuple[int, int]]) -> Iterator[list[int]]:
-    """Yield runs of sequences, given with rising lengths, that may be padded to the longest of the run."""
-    together: list[int] = []
+    """Yield runs of sequences to compute batch, padded to the longest. `sequences` are sorted by length."""
+    batch: list[int] = []
     for sequence, length in sequences:
-        if together and (len(together) + 1) * length > KEYS:
-            yield together
-            together = []
-        together.append(sequence)
-    if together:
-        yield together
+        if batch and (len(batch) + 1) * length > KEYS:
+            yield batch
+            batch = []
+        batch.append(sequence)
+    if batch:
+        yield batch
 
 
 def _piece(layout: StepLayout, block_size: int, sequences: list[int], which: range, longest: int) -> Piece:
@@ -118,15 +120,15 @@ def _piece(layout: StepLayout, block_size: int, sequences: list[int], which: ran
     place = torch.arange(which.start, which.stop)  # [count]
     begins, ends = layout.cu_seqlens_q[index].long(), layout.cu_seqlens_q[index + 1].long()
     lengths = layout.seq_lens[index].long()
-    first = lengths - (ends - begins)  # positions, [n]; without meaning in cross attention
+    first = lengths - (ends - begins)  # first positions, [n]; unused in cross-attention
     num_blocks = -(-longest // block_size)
     blocks = layout.block_tables[index, :num_blocks].long()
-    behind = torch.arange(num_blocks) * block_size >= lengths.unsqueeze(1)
+    is_unused = torch.arange(num_blocks) * block_size >= lengths.unsqueeze(1)
     return Piece(
         tokens=begins.unsqueeze(1) + place,
         positions=first.unsqueeze(1) + place,
         lengths=lengths.unsqueeze(1),
-        blocks=blocks.masked_fill(behind, 0),
+        blocks=blocks.masked_fill(is_unused, 0),
     )
 
 
@@ -136,20 +138,22 @@ def _as_pages(cache: KVCache, elements: Tensor) -> Tensor:
 
 
 def _gather(pages: Tensor, piece: Piece) -> Tensor:
-    """Gather float32 [n, num_kv_heads, length, head_dim], zero past a sequence, where pages hold anything."""
-    found = pages[piece.blocks].transpose(1, 2).flatten(2, 3).float()
-    at = torch.arange(found.shape[2], device=found.device)
-    return found.masked_fill_((at >= piece.lengths)[:, None, :, None], 0.0)
+    """Gather keys or values, float32 [n, num_kv_heads, length, head_dim]. Elements after a sequence's end are
+    0."""
+    gathered = pages[piece.blocks].transpose(1, 2).flatten(2, 3).float()
+    at = torch.arange(gathered.shape[2], device=gathered.device)
+    return gathered.masked_fill_((at >= piece.lengths)[:, None, :, None], 0.0)
 
 
 def attend_piece(q: Tensor, keys: Tensor, values: Tensor, piece: Piece, scoring: Scoring) -> Tensor:
-    """Attend with q, [n, count, num_heads, head_dim], to the pages of one layer, [num_blocks, num_kv_heads,
-    block_size, head_dim]. Return the same shape and type."""
+    """Return the attention of q, [n, count, num_heads, head_dim], to the pages of one layer, [num_blocks,
+    num_kv_heads, block_size, head_dim], in the shape and type of q."""
     return _attend(q.float(), _gather(keys, piece), _gather(values, piece), piece, scoring).to(q.dtype)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, piece: Piece, scoring: Scoring) -> Tensor:
-    """Attend with q, [n, count, num_heads, head_dim]. Heads of a key/value head become rows of a product."""
+    """Return the attention of q, [n, count, num_heads, head_dim]. Query heads that share a key/value head
+    become rows of one product."""
     n, count, num_heads, head_dim = q.shape
     _, num_kv_heads, length, _ = k.shape
     rows = num_heads // num_kv_heads * count
@@ -157,13 +161,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, piece: Piece, scoring: Scoring) -> 
     distance, hidden = _mask_keys(piece, length, scoring)
     scores = _adjust_scores(scores.view(n, num_heads, count, length), distance, scoring)
     weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
-    weights = weights.masked_fill_(hidden, 0.0)  # a query that sees no key gets zeros
+    weights = weights.masked_fill_(hidden, 0.0)  # queries without visible keys get zeros
     y = weights.view(n, num_kv_heads, rows, length) @ v
     return y.view(n, num_heads, count, head_dim).transpose(1, 2)
 
 
 def _mask_keys(piece: Piece, length: int, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    """Return the distances (int64) and the mask of hidden keys (bool), [n, 1, count, length] each."""
+    """Return distances (int64) and the mask of hidden keys (bool), [n, 1, count, length] each."""
     at = torch.arange(length, device=piece.positions.device)
     distance = at - piece.positions.unsqueeze(-1)  # [n, count, length]
     hidden = (at >= piece.lengths).unsqueeze(1).expand_as(distance)

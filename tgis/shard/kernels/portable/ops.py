@@ -1,5 +1,5 @@
-"""`Kernels` in plain torch operators, for any device. Activations are float32. Weights keep the type that
-they are rounded to; products convert their operands to it and return sums of it."""
+"""`Kernels` in plain torch operators, for any device. Activations are float32. Products convert activations
+to the weights' type."""
 
 import logging
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from tgis.shard.quant.interface import MatrixRole
 
 logger = logging.getLogger(__name__)
 
-_PIECE = 1 << 22  # approximate number of weights that are read at a time
+_PIECE = 1 << 22  # approximate number of weights read at a time
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -27,13 +27,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class TorchKernels(Unfused):
-    """Torch operators as `Kernels`. `pack` takes weights from any device; everything else is on `device`."""
+    """`Kernels` by torch operators on `device`. `pack` accepts weights from any device."""
 
     def __init__(self, device: torch.device):
         self.device = device
 
     def pack(self, weight: Stored, dtype: torch.dtype, role: MatrixRole = "linear") -> Product:
-        """Implement `Kernels.pack`. A matrix beyond float16's range stays float32, with a warning."""
+        """Implement `Kernels.pack`. A matrix outside the range of float16 stays float32, with a warning."""
         packed = read_packed(weight, dtype, self.device)
         return lambda x: F.linear(x.to(packed.dtype), packed).float()
 
@@ -42,9 +42,9 @@ class TorchKernels(Unfused):
 
     def add_low_rank(self, y: Tensor, x: Tensor, deltas: Deltas, adapters: TokenAdapters) -> None:
         for i, tokens in adapters.groups:
-            mine = x[tokens].float() if deltas.parts[i] else x  # [n, in_features]
+            rows = x[tokens].float() if deltas.parts[i] else x  # [n, in_features]
             for one in deltas.parts[i]:
-                _columns(y, one).index_add_(0, tokens, (mine @ one.a @ one.b).to(y.dtype))
+                _columns(y, one).index_add_(0, tokens, (rows @ one.a @ one.b).to(y.dtype))
 
     def add_looked_up(self, y: Tensor, token_ids: Tensor, deltas: Deltas, adapters: TokenAdapters) -> None:
         for i, tokens in adapters.groups:
@@ -103,7 +103,7 @@ class TorchKernels(Unfused):
 
 
 def read_packed(weight: Stored, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Read a weight a few rows at a time. It stays float32 if it is beyond float16's range."""
+    """Read a weight a few rows at a time. It stays float32 if it is outside the range of float16."""
     packed, largest = torch.empty(weight.shape, dtype=dtype, device=device), torch.tensor(0.0)
     for rows, piece in read_pieces(weight, _PIECE):
         packed[rows] = piece.to(device)

@@ -1,1 +1,2 @@
-"""Model families, one module each: `MODEL_TYPES`, `spec` of a configuration, `sources` of tensors."""
+"""Model families. Each module has `MODEL_TYPES`, `spec` (reads a configuration) and `sources` (names of
+tensors)."""

@@ -1,4 +1,4 @@
-"""BART and mBART: learned positions; norms after the residual sums, in mBART before the branches."""
+"""BART and mBART: learned positions; post-norm in BART, pre-norm in mBART."""
 
 from tgis.shard.checkpoint.weights import Source, first_of, stack
 from tgis.shard.models.config_reader import Config, activation, divide_heads, integer
@@ -8,7 +8,7 @@ from tgis.shard.models.spec import EncoderDecoderSpec, StackSpec
 MODEL_TYPES: tuple[str, ...] = ("bart", "mbart")
 PREFIX = "model."
 _TABLES = ("model.shared", "model.encoder.embed_tokens", "model.decoder.embed_tokens")
-# Rows of the table of positions before the row of the first position.
+# Unused rows at the beginning of the table of positions.
 _OFFSET = 2
 
 

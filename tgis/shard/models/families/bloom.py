@@ -1,4 +1,4 @@
-"""BLOOM: LayerNorm, on the embeddings too; ALiBi instead of position embeddings."""
+"""BLOOM: LayerNorm, also on the embeddings; ALiBi instead of position embeddings."""
 
 from tgis.shard.checkpoint.weights import Source, first_of, grouped
 from tgis.shard.models.config_reader import Config, divide_heads, integer, number, refuse_others

@@ -1,6 +1,5 @@
 """Falcon: attention parallel to the feed-forward with one shared norm (7B, 11B) or a norm each (40B, 180B),
-or sequential with ALiBi (RW). `RefinedWeb` and `RefinedWebModel` are the first names of 40B and of the
-others."""
+or sequential with ALiBi (RW). `RefinedWeb` and `RefinedWebModel` are early names of 40B and of the others."""
 
 import torch
 
@@ -82,7 +81,7 @@ def _residual(config: Config) -> Residual:
 
 
 def _is_set(config: Config, key: str) -> bool:
-    # The default is true, but false under the first names.
+    # The default is true, but false under the early names.
     return bool(config.get(key, config["model_type"] == "falcon"))
 
 

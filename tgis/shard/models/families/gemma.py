@@ -13,12 +13,12 @@ sources = llama.sources
 
 def spec(config: Config) -> DecoderSpec:
     config = {"num_key_value_heads": 16, **config}
-    # The first checkpoints name gelu but were trained with the tanh approximation.
+    # The first checkpoints say gelu but were trained with the tanh approximation.
     return make_shared_spec(config, None if config.get("hidden_act") == "gelu" else config.get("hidden_act"))
 
 
 def make_shared_spec(config: Config, activation: str | None) -> DecoderSpec:
-    """Return what all Gemma families share. Raises UnsupportedModelError."""
+    """Return the specification that all Gemma families share. Raises UnsupportedModelError."""
     if config.get("use_bidirectional_attention"):
         raise UnsupportedModelError("bidirectional attention is not supported")
     defaults = {"head_dim": 256, "tie_word_embeddings": True}

@@ -1,5 +1,5 @@
 """Gemma 3, also the text part of multimodal checkpoints: Gemma 2 with norms of queries and keys per head
-instead of soft caps on scores; layers with a sliding window have a rotary embedding of their own."""
+instead of soft caps on scores; layers with a sliding window have their own rotary embedding."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""GPT-2: LayerNorm, learned positions, weights stored as [in, out]. SantaCoder's own variant shares one key
-and value head between all heads."""
+"""GPT-2: LayerNorm, learned positions, weights stored as [in, out]. SantaCoder's variant has multi-query
+attention."""
 
 from tgis.shard.checkpoint.weights import Source, first_of, stack, transposed
 from tgis.shard.models.config_reader import (

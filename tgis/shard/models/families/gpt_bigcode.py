@@ -1,4 +1,4 @@
-"""GPT-BigCode (StarCoder): GPT-2 with weights stored as [out, in], mostly with one key and value head."""
+"""GPT-BigCode (StarCoder): GPT-2 with weights stored as [out, in], usually with multi-query attention."""
 
 from dataclasses import replace
 

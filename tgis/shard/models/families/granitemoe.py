@@ -1,4 +1,4 @@
-"""Granite 3 MoE: Granite 3 with experts in every layer; the experts of a layer share tensors."""
+"""Granite 3 MoE: Granite 3 with experts in every layer. One tensor holds all experts of a layer."""
 
 from dataclasses import replace
 

@@ -62,7 +62,7 @@ def _num_kv_heads(attention: Config, num_heads: int) -> int | None:
 
 
 def _refuse_variants(config: Config, attention: Config) -> None:
-    # The models' original code offers them, but no published model uses them.
+    # Options of the original code that no published model uses.
     refuse_others(config, no_bias=True, logit_scale=None, final_logit_softcapping=None, block_overrides=None)
     refuse_others(config, norm_type=("low_precision_layernorm", "layernorm"))
     refuse_others(section(config, "ffn_config"), ffn_type="mptmlp", ffn_act_fn=None, ffn_hidden_size=None)

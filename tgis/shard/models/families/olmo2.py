@@ -1,4 +1,4 @@
-"""OLMo 2: Llama with norms after its branches, and norms of queries and of keys over all heads."""
+"""OLMo 2: Llama with norms after its branches, and norms of queries and keys over all heads."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
-"""OPT: ReLU, learned positions that begin at the third row of their table. OPT-350M normalises after each
-residual sum, and its embeddings are narrower than its layers."""
+"""OPT: ReLU, learned positions from the third row of their table. OPT-350M is post-norm, and its embeddings
+are narrower than its layers."""
 
 from tgis.shard.checkpoint.weights import Source, first_of, stack
 from tgis.shard.models.config_reader import Config, activation, divide_heads, integer, refuse_others

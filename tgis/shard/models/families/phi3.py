@@ -1,5 +1,5 @@
-"""Phi 3 and 4: Llama stored in fewer, wider tensors; some have a sliding window, or
-other rotary frequencies for long sequences."""
+"""Phi 3 and 4: Llama with fused tensors; some models have a sliding window, or other rotary frequencies for
+long sequences."""
 
 from dataclasses import replace
 

@@ -34,7 +34,8 @@ def sources(spec: DecoderSpec) -> dict[str, Source]:
 
 
 def _dense_layers(config: Config, num_layers: int) -> frozenset[int]:
-    named, step = config.get("mlp_only_layers") or [], integer(config, "decoder_sparse_step", 1)
+    named = config.get("mlp_only_layers") or []
+    step = integer(config, "decoder_sparse_step", 1)
     if not isinstance(named, list):
         raise UnsupportedModelError(f"mlp_only_layers {named!r} of the configuration is not a list")
     return frozenset(i for i in range(num_layers) if i in named or (i + 1) % step)

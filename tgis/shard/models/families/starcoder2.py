@@ -1,4 +1,4 @@
-"""StarCoder 2: Llama's structure with LayerNorm, biases in all linear layers, no gate in feed-forwards."""
+"""StarCoder 2: Llama's structure with LayerNorm, biases in all linear layers and no gate."""
 
 from dataclasses import replace
 
@@ -13,7 +13,8 @@ MODEL_TYPES: tuple[str, ...] = ("starcoder2",)
 
 def spec(config: Config) -> DecoderSpec:
     shared = llama.spec({"num_key_value_heads": 2, **config, "hidden_act": "silu"})
-    has_bias, has_window = bool(config.get("use_bias", True)), config.get("sliding_window") is not None
+    has_bias = bool(config.get("use_bias", True))
+    has_window = config.get("sliding_window") is not None
     return replace(
         shared,
         norm="layer",

@@ -1,4 +1,4 @@
-"""T5 and mT5, also Flan-T5, UL2, mT0 and UMT5: unscaled attention scores, a bias by distance."""
+"""T5 and mT5, also Flan-T5, UL2, mT0 and UMT5: unscaled attention scores, relative position bias."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from tgis.shard.models.interface import UnsupportedModelError
 from tgis.shard.models.spec import EncoderDecoderSpec, RelativeBias, StackSpec
 
 MODEL_TYPES: tuple[str, ...] = ("t5", "mt5", "umt5")
-# Names of the token embedding, which both stacks and often the head share. A checkpoint has some of them.
+# Names of the token embedding, which both stacks and often the head share. A checkpoint has one or more.
 _TABLES = ("shared", "encoder.embed_tokens", "decoder.embed_tokens")
 
 
@@ -52,8 +52,8 @@ def _relative_bias(config: Config, model_type: str) -> RelativeBias:
 
 
 def _scales_logits(config: Config, model_type: str) -> bool:
-    # Models of the first release scale logits; their head is the token embedding. An untied head marks later
-    # models. Newer configurations call every head tied and have a key for the scaling. mT5 never scales.
+    # T5 1.0 scales logits and ties the head; T5 1.1 does neither. Newer configurations tie every head and
+    # have a key for the scaling. mT5 never scales.
     given = config.get("scale_decoder_outputs")
     return model_type != "mt5" and (
         config.get("tie_word_embeddings") is not False if given is None else given
@@ -68,7 +68,9 @@ def sources(spec: EncoderDecoderSpec) -> dict[str, Source]:
 def _stack_sources(spec: EncoderDecoderSpec, name: str, last: int) -> dict[str, Source]:
     # `last` is the index of the feed-forward in a block.
     ours, layer = name + ".blocks.{i}.", name + ".block.{i}.layer."
-    attention, cross, feed = layer + "0.SelfAttention.", layer + "1.EncDecAttention.", f"{layer}{last}."
+    attention = layer + "0.SelfAttention."
+    cross = layer + "1.EncDecAttention."
+    feed = f"{layer}{last}."
     gates = ("wi_0", "wi_1") if spec.decoder.gated else ("wi",)
     cross_sources: dict[str, Source] = {
         ours + "cross_norm": layer + "1.layer_norm",

@@ -1,5 +1,5 @@
-"""Attention and mask functions that transformers' code calls. A handler gets every call: a `CallRecorder`
-finds out once which attention the model needs, a `PagedStep` computes it with this service's cache."""
+"""Attention and mask functions registered with transformers. They pass each call to a handler: `CallRecorder`
+records once which attention the model needs, `PagedStep` computes it with this service's cache."""
 
 import itertools
 from collections.abc import Callable
@@ -14,16 +14,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from tgis.shard.attention.interface import Attention, AttentionPlan, Scoring
 from tgis.shard.models.whole_model import NotServedError
 
-# (sequence, head, query's position, key's position) -> True if the query sees the key; arguments broadcast.
+# (sequence, head, query position, key position) -> True if the query attends to the key. Arguments broadcast.
 MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # Arguments of attention functions that do not change what they compute.
 _IGNORED_ARGUMENTS = {
     *("position_ids", "cache_position", "past_key_values", "past_key_value", "use_cache"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
-    "sliding_window",  # the mask holds it too; transformers' eager attention reads only the mask
+    "sliding_window",  # contained in the mask, the only one that transformers' eager attention reads
 }
-# Number of queries whose masks are examined, the last ones. They have every place in a block of up to 64
-# tokens. Larger blocks show too, because within one the number of keys grows from query to query.
+# Number of queries, the last ones, whose masks are examined. They cover every offset in a block of up to 64
+# tokens. Larger blocks are noticed too, because the number of keys then differs between queries.
 _PROBED_ROWS = 64
 
 _numbers = itertools.count()
@@ -43,15 +43,15 @@ class AttentionHandler(Protocol):
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, more: Any) -> Tensor:
         """Return the attention's output, [1, num_tokens, num_heads, value_dim].
 
-        q: [1, num_heads, num_tokens, key_dim], k and v: [1, num_kv_heads, num_tokens, any]. `more` holds the
-        further arguments by name."""
+        q: [1, num_heads, num_tokens, key_dim]; k, v: [1, num_kv_heads, num_tokens, any]. `more` holds the
+        other arguments by name."""
 
     def make_mask(self, rule: MaskRule) -> Tensor:
-        """Return a placeholder for a mask, which transformers' code only passes on to `attend`."""
+        """Return a placeholder for a mask. transformers' code only passes it to `attend`."""
 
 
 class AttentionHook:
-    """Functions registered with transformers under `name`, for the process's lifetime."""
+    """Functions registered with transformers under `name` for the lifetime of the process."""
 
     def __init__(self) -> None:
         self.name = f"tgis_paged_{next(_numbers)}"
@@ -60,7 +60,7 @@ class AttentionHook:
         AttentionMaskInterface.register(self.name, self._make_mask)
 
     def call(self, handler: AttentionHandler, forward: Callable[[], Any]) -> Any:
-        """Return the result of `forward`, whose attention calls the handler gets."""
+        """Return the result of `forward`. The handler computes its attention."""
         self._handler = handler
         try:
             return forward()
@@ -79,8 +79,9 @@ class AttentionHook:
 
 
 class CallRecorder:
-    """Handler that records and computes the calls of a forward of one short sequence, the n-th of which uses
-    layer n of the cache. It examines masks on positions below `max_length`. Raises NotServedError."""
+    """Handler that records and computes the attention calls of a forward pass over one short sequence. Call n
+    will use layer n of the cache. Masks are examined at positions below `max_length`. Raises
+    NotServedError."""
 
     def __init__(self, max_length: int) -> None:
         self.calls: list[AttentionCall] = []
@@ -96,7 +97,7 @@ class CallRecorder:
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, more: Any) -> Tensor:
         _check_arguments(more)
         if len({len(q), len(k), len(v), 1}) > 1 or not q.shape[2] == k.shape[2] == v.shape[2]:
-            raise NotServedError("its queries, keys and values are of different tokens")
+            raise NotServedError("its queries, keys and values belong to different tokens")
         if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1] or q.shape[3] != k.shape[3]:
             raise NotServedError("the shapes of its queries, keys and values do not match")
         scale, soft_cap = more.get("scaling"), more.get("softcap")
@@ -121,12 +122,15 @@ class CallRecorder:
 
 
 class PagedStep:
-    """Handler for one forward over a step's new tokens. The calls must match the recorded ones."""
+    """Handler for one forward pass over a step's new tokens. The calls must match the recorded ones."""
 
     _MASK = torch.zeros(1, 1, 1, 1)
 
     def __init__(self, calls: list[AttentionCall], attention: Attention, plan: AttentionPlan) -> None:
-        self._calls, self._attention, self._plan, self._layer = calls, attention, plan, 0
+        self._calls = calls
+        self._attention = attention
+        self._plan = plan
+        self._layer = 0
 
     def make_mask(self, rule: MaskRule) -> Tensor:
         return self._MASK
@@ -136,7 +140,7 @@ class PagedStep:
         self._layer += 1
         call = self._calls[layer] if layer < len(self._calls) else None
         if call is None or call.module is not module:
-            raise NotServedError("its layers change their order from step to step")
+            raise NotServedError("the order of its layers changes from step to step")
         heads, width = cache_shape(self._calls)
         keys, values = (_pad(x[0].transpose(0, 1), heads, width) for x in (k, v))
         self._attention.keep(layer, keys, values, self._plan)
@@ -145,27 +149,28 @@ class PagedStep:
         return y[None, :, : call.num_heads, : call.value_dim].to(q.dtype)
 
     def check_complete(self) -> None:
-        """Raise NotServedError unless the forward made all recorded calls."""
+        """Raise NotServedError unless the forward pass made all recorded calls."""
         if self._layer != len(self._calls):
-            raise NotServedError("its layers change their number from step to step")
+            raise NotServedError("the number of its layers changes from step to step")
 
 
 def cache_shape(calls: list[AttentionCall]) -> tuple[int, int]:
-    """Return the most key/value heads and channels of any layer. Smaller layers are padded with zeros."""
+    """Return the maximum numbers of key/value heads and channels of a layer. Smaller layers are
+    zero-padded."""
     return max(c.num_kv_heads for c in calls), max(max(c.key_dim, c.value_dim) for c in calls)
 
 
 def find_window(rule: MaskRule, length: int) -> int | None:
-    """Return how many keys up to its own each query sees, None for all. Raises NotServedError for others."""
+    """Return the window of a mask, None for full causal attention. Raises NotServedError for other masks."""
     q = torch.arange(max(0, length - _PROBED_ROWS), length)[:, None]  # [rows, 1]
     k = torch.arange(length)[None]  # [1, length]
     zero = torch.zeros((), dtype=torch.int64)
     try:
-        seen = rule(zero, zero, q, k).expand(len(q), length)
+        is_visible = rule(zero, zero, q, k).expand(len(q), length)
     except (RuntimeError, IndexError, TypeError, AttributeError) as error:
         raise NotServedError("its attention masks are not functions of positions") from error
-    window = int(seen.sum(1).max())
-    if not torch.equal(seen, (k <= q) & (k > q - window)):
+    window = int(is_visible.sum(1).max())
+    if not torch.equal(is_visible, (k <= q) & (k > q - window)):
         raise NotServedError("its attention masks are neither causal nor a sliding window")
     return None if window == length else window
 

@@ -1,6 +1,6 @@
-"""Loads models that transformers' modelling code runs with this service's attention and cache.
+"""Loads models whose modelling code is transformers', with this service's attention and cache.
 
-Nothing is downloaded. Code of the checkpoint runs only if it is trusted."""
+Nothing is downloaded. The checkpoint's code runs only if it is trusted."""
 
 import inspect
 import warnings
@@ -39,19 +39,20 @@ from tgis.shard.quant.formats.settings import read_settings
 
 CAUSAL = "AutoModelForCausalLM"
 NOT_QUANTIZED = (
-    "quantized checkpoints are served by the service's own engine only, which does not run this model: serve "
-    "the checkpoint from which it was quantized"
+    "only the native engine serves quantized checkpoints, and it does not support this model: serve the "
+    "checkpoint from which it was quantized"
 )
-# Rotary embeddings whose frequencies, for all positions of a step, depend on its longest sequence.
+# Rotary embeddings whose frequencies depend on the longest sequence of a step.
 STEP_WIDE_ROPES = ("dynamic", "longrope")
-# Numbers of positions over which masks are examined: without one in the configuration, and at most.
-DEFAULT_LENGTH, MAX_LENGTH = 2048, 1 << 20
+# Number of positions at which masks are examined if the configuration has none, and its maximum.
+DEFAULT_LENGTH = 2048
+MAX_LENGTH = 1 << 20
 
 
 def make_spec(
     directory: Path, config: Mapping[str, Any], trust_remote_code: bool, rope: RopeOption | None = None
 ) -> WholeModelSpec:
-    """Return the shape that the configuration implies; `load` finds the actual one.
+    """Return the shape that the configuration implies. `load` determines the actual one.
 
     Runs the checkpoint's configuration code if it is trusted. Raises UnsupportedModelError."""
     if read_settings(config, directory) is not None:
@@ -78,8 +79,8 @@ def load(
     trust_remote_code: bool,
     rope: RopeOption | None = None,
 ) -> Model:
-    """Load the model with weights rounded to `dtype`, and check that its scores are those of its own code.
-    Its positions are scaled by `rope` if that is given.
+    """Load the model with weights in `dtype`, and check that its logits equal those of its unmodified code.
+    `rope` scales its positions.
 
     Raises UnsupportedModelError and WeightsError."""
     warn_of_copies(group)
@@ -122,7 +123,7 @@ def _read_config(directory: Path, config: Mapping[str, Any], trust_remote_code: 
         raise NotServedError("transformers does not know this type")
     if not known and not trust_remote_code:
         raise NotServedError(
-            "its code is part of the checkpoint, and runs only with TRUST_REMOTE_CODE=true (or "
+            "its code is part of the checkpoint and runs only with TRUST_REMOTE_CODE=true (or "
             "--trust-remote-code)"
         )
     parsed = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
@@ -165,10 +166,11 @@ def _replace_attention(whole: Any, vocab_size: int, group: ProcessGroup) -> Tran
     if not all(scores.isfinite().all() for scores in expected):
         raise NotServedError("its scores are not finite numbers; its weights may be damaged")
     if (width := expected[0].shape[1]) != vocab_size:
-        raise NotServedError(f"it scores {width} tokens, its configuration says {vocab_size}")
+        raise NotServedError(f"it returns scores of {width} tokens, but its configuration says {vocab_size}")
     hook, decoder, length = AttentionHook(), _find_decoder(whole), _find_length(whole.config)
     whole.set_attn_implementation(hook.name)
-    recorder, token_ids = CallRecorder(length), sequences[0]
+    recorder = CallRecorder(length)
+    token_ids = sequences[0]
     positions = torch.arange(len(token_ids))
     output = hook.call(recorder, lambda: compute_states(decoder, token_ids, positions))
     if not recorder.calls:
@@ -191,7 +193,7 @@ def _replace_attention(whole: Any, vocab_size: int, group: ProcessGroup) -> Tran
 def _read_checkpoint(directory: Path, dtype: torch.dtype, trust_remote_code: bool, parsed: Any) -> Any:
     """Read the model with the configuration `parsed`, or with the checkpoint's own if that is None."""
     try:
-        whole, found = AutoModelForCausalLM.from_pretrained(
+        whole, loading_info = AutoModelForCausalLM.from_pretrained(
             directory,
             config=parsed,
             dtype=dtype,
@@ -199,16 +201,16 @@ def _read_checkpoint(directory: Path, dtype: torch.dtype, trust_remote_code: boo
             local_files_only=True,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are then returned, not printed as a table
+            ignore_mismatched_sizes=True,  # returns the mismatches instead of printing a table
         )
     except Exception:
         Checkpoint(directory).check_files()  # raises clearer errors than transformers
         raise
-    for name, stored, expected in sorted(found["mismatched_keys"]):
+    for name, stored, expected in sorted(loading_info["mismatched_keys"]):
         raise WeightsError(f"{directory}: tensor {name} has shape {[*stored]}, expected {[*expected]}")
-    for name in sorted(found["missing_keys"]):
+    for name in sorted(loading_info["missing_keys"]):
         raise WeightsError(f"{directory}: tensor {name} is missing")
-    refuse_unread(directory, found["unexpected_keys"], model_files.read_json(directory, "config.json"))
+    refuse_unread(directory, loading_info["unexpected_keys"], model_files.read_json(directory, "config.json"))
     return whole.eval()
 
 
@@ -226,12 +228,12 @@ def _check_state(whole: Any) -> None:
 
 
 def _rope_kinds(whole: Any) -> set[Any]:
-    """Return the scalings of the rotary embeddings of all modules that have one."""
-    found: set[Any] = set()
+    """Return the kinds of rotary scaling of all modules."""
+    kinds_in_use: set[Any] = set()
     for module in whole.modules():
         kinds = getattr(module, "rope_type", None)
-        found.update(kinds.values() if isinstance(kinds, Mapping) else [kinds])
-    return found
+        kinds_in_use.update(kinds.values() if isinstance(kinds, Mapping) else [kinds])
+    return kinds_in_use
 
 
 def _find_decoder(whole: Any) -> nn.Module:
@@ -242,7 +244,7 @@ def _find_decoder(whole: Any) -> nn.Module:
             parameters = inspect.signature(part.forward).parameters
             if "input_ids" in parameters and "position_ids" in parameters:
                 return part
-    raise NotServedError("its code takes no position_ids")
+    raise NotServedError("its code does not accept position_ids")
 
 
 def _find_length(config: Any) -> int:
@@ -251,6 +253,6 @@ def _find_length(config: Any) -> int:
 
 
 def _largest(config: Any, name: str) -> int:
-    """Return a number of the configuration: the greatest of all layers, 0 if there is none."""
+    """Return a number of the configuration: the maximum over all layers, 0 if it is missing."""
     value = config.to_dict().get(config.attribute_map.get(name, name))
     return max(value, default=0) if isinstance(value, list | tuple) else value or 0

@@ -1,4 +1,4 @@
-"""Adapter from transformers' models to `Model`. A sequence's only state is its keys and values."""
+"""Implementation of `Model` with transformers' code. A sequence's only state is its keys and values."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +15,8 @@ from tgis.shard.models.interface import ModelSpec, StepInputs
 
 
 class TransformersModel:
-    """Model that runs transformers' code. `whole` is a causal language model; `decoder` is its part that
-    computes hidden states and returns them in an `output_type`."""
+    """Model that runs transformers' code. `whole` is a causal language model; its part `decoder` computes
+    hidden states and returns them as `output_type`."""
 
     def __init__(
         self,
@@ -28,8 +28,11 @@ class TransformersModel:
         calls: list[AttentionCall],
     ) -> None:
         self.spec = spec
-        self._whole, self._decoder, self._output_type = whole, decoder, output_type
-        self._hook, self._calls = hook, calls
+        self._whole = whole
+        self._decoder = decoder
+        self._output_type = output_type
+        self._hook = hook
+        self._calls = calls
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
@@ -41,7 +44,7 @@ class TransformersModel:
 
     @torch.inference_mode()
     def logits(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
-        # The head's code is that of the whole model, so the model runs with a decoder that returns x.
+        # Only the whole model has the head's code, so it runs with a decoder that returns x.
         with self._returning(x[None]):
             return read_logits(
                 self._whole(input_ids=torch.zeros(1, len(x), dtype=torch.int64), use_cache=False)
@@ -49,7 +52,7 @@ class TransformersModel:
 
     @contextmanager
     def _returning(self, states: Tensor) -> Iterator[None]:
-        """Let the decoder return `states`, [1, n, hidden_size]."""
+        """Replace the decoder's forward by one that returns `states`, [1, n, hidden_size]."""
         is_record = issubclass(self._output_type, ModelOutput)
         output = self._output_type(last_hidden_state=states) if is_record else (states,)
         forward = self._decoder.forward
@@ -61,7 +64,7 @@ class TransformersModel:
 
 
 def compute_states(decoder: nn.Module, token_ids: Tensor, positions: Tensor, **more: Any) -> Any:
-    """Return the decoder's output, first of it the hidden states, [1, num_tokens, hidden_size].
+    """Return the decoder's output. Its first element is the hidden states, [1, num_tokens, hidden_size].
 
     token_ids, positions: int64 [num_tokens]."""
     use_cache = "past_key_values" in more

@@ -1,4 +1,4 @@
-"""Replaces linear layers of a model with this service's products, whose rows do not affect each other."""
+"""Replaces linear layers of a model with this service's kernels, whose rows do not affect each other."""
 
 import re
 from collections.abc import Set
@@ -14,11 +14,13 @@ _NUMBER = re.compile(r"\b\d+\b")
 
 
 class PackedLinear(nn.Module):
-    """Linear layer in float32, with any leading axes. Code that reads `weight` fails and sets `was_read`."""
+    """Linear layer in float32 with any leading axes. Reading `weight` raises AttributeError and sets
+    `was_read`."""
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype, label: str):
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
         self.was_read = False
         self._multiply: PackedProduct = pack(TensorInMemory(linear.weight.detach(), label), dtype)
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.float(), requires_grad=False)
@@ -37,7 +39,7 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: nn.Module, dtype: torch.dtype, unpacked: Set[str] = frozenset()) -> None:
-    """Pack plain linear layers as `dtype`. All else, and the layers named in `unpacked`, becomes float32."""
+    """Pack plain linear layers as `dtype`. Convert everything else, and layers in `unpacked`, to float32."""
     packed: dict[nn.Module, PackedLinear] = {}
     for path, module in list(model.named_modules()):
         for name, child in module._modules.items():
@@ -51,10 +53,10 @@ def pack_linears(model: nn.Module, dtype: torch.dtype, unpacked: Set[str] = froz
 
 
 def find_read_weights(model: nn.Module) -> set[str]:
-    """Return packed layers whose weight is read, as names for `unpacked`. A name covers all blocks."""
-    found = model.named_modules()
+    """Return the packed layers whose weight was read, as names for `unpacked`. A name covers all blocks."""
+    modules = model.named_modules()
     return {
-        _block_name(path) for path, module in found if isinstance(module, PackedLinear) and module.was_read
+        _block_name(path) for path, module in modules if isinstance(module, PackedLinear) and module.was_read
     }
 
 

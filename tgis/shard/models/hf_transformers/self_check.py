@@ -1,4 +1,4 @@
-"""Checks on a few tokens that a model's scores with this service's cache are those of its own code."""
+"""Checks with a few tokens that a model returns the same logits with this service's cache as with its own."""
 
 from functools import partial
 from typing import Any
@@ -17,11 +17,11 @@ from tgis.shard.models.interface import StepInputs
 from tgis.shard.models.whole_model import NotServedError, choose_tokens, scores_agree
 
 LENGTHS = (14, 9)  # tokens of two sequences
-# (sequence, start, end) of the tokens that each step computes: beginnings, chunks and single tokens.
+# (sequence, start, end) of the tokens of each step: first chunks, later chunks and single tokens.
 STEPS = (((0, 0, 5),), ((0, 5, 12), (1, 0, 8)), ((1, 8, 9), (0, 12, 14)))
 BLOCK_SIZE = 4
 TABLES = ((3, 5, 1, 7), (2, 0, 4, 6))
-# Largest difference, relative to the greatest score. float32 arithmetic in another order stays far below.
+# Maximum difference, relative to the largest score. Reordered float32 arithmetic stays far below.
 TOLERANCE = 2e-4
 
 
@@ -30,15 +30,16 @@ def choose_sequences(vocab_size: int) -> list[Tensor]:
 
 
 def score_alone(whole: nn.Module, token_ids: Tensor) -> Tensor:
-    """Return scores of the model's own code, float32 [num_tokens, vocab_size]."""
+    """Return logits of the model's unmodified code, float32 [num_tokens, vocab_size]."""
     return read_logits(whole(input_ids=token_ids[None], use_cache=True))
 
 
 def check_scores(
     model: TransformersModel, group: ProcessGroup, sequences: list[Tensor], expected: list[Tensor]
 ) -> None:
-    """Check that packed chunks of sequences get the expected scores. Raises NotServedError."""
-    spec, num_blocks = model.spec, sum(map(len, TABLES))
+    """Check the logits of packed chunks of sequences. Raises NotServedError."""
+    spec = model.spec
+    num_blocks = sum(map(len, TABLES))
     shape = (BLOCK_SIZE, local_kv_heads(spec, group), spec.head_dim)
     attention = CpuAttention(KVCache(spec.num_layers, num_blocks, *shape, torch.float32))
     for step in STEPS:
@@ -46,10 +47,10 @@ def check_scores(
         layout = _make_layout(step)
         inputs = StepInputs(ids, layout.positions, layout, attention.plan(layout, "self"))
         x = model.forward(inputs, attention)
-        wanted = torch.cat([expected[i][start:end] for i, start, end in step])
-        if not scores_agree(model.logits(x), wanted, TOLERANCE):
+        expected_scores = torch.cat([expected[i][start:end] for i, start, end in step])
+        if not scores_agree(model.logits(x), expected_scores, TOLERANCE):
             raise NotServedError(
-                "its scores change if sequences are packed and cut, so its code uses more of them than "
+                "its scores change if sequences are packed and split, so its code depends on more than "
                 "keys, values and plain positions"
             )
 
@@ -57,7 +58,7 @@ def check_scores(
 def check_positions(hook: AttentionHook, decoder: nn.Module, token_ids: Tensor, length: int) -> int:
     """Return the number of the model's positions: `length`, or 0 if there is no limit.
 
-    Raises NotServedError if its code does not use the positions that it is given."""
+    Raises NotServedError if its code ignores `position_ids`."""
     token_ids = token_ids[: length - 1]
     start = length - len(token_ids)
 
@@ -71,9 +72,9 @@ def check_positions(hook: AttentionHook, decoder: nn.Module, token_ids: Tensor, 
     try:
         without_positions = compute(token_ids, start, past_key_values=_cache_without_tokens(start))
     except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-        raise NotServedError("its code needs a cache of its own") from error
+        raise NotServedError("its code needs its own cache") from error
     if not scores_agree(without_positions, with_positions, TOLERANCE):
-        raise NotServedError("its code takes positions from a cache of its own")
+        raise NotServedError("its code reads positions from its own cache")
     try:
         compute(token_ids[:1], length)
     except (IndexError, RuntimeError):
@@ -82,7 +83,7 @@ def check_positions(hook: AttentionHook, decoder: nn.Module, token_ids: Tensor, 
 
 
 def _cache_without_tokens(length: int) -> Any:
-    cache = DynamicCache()  # that reports `length` tokens but holds none
+    cache = DynamicCache()  # reports `length` tokens but holds none
     cache.get_seq_length = lambda *_, **__: length
     cache.update = lambda k, v, *_, **__: (k, v)
     return cache

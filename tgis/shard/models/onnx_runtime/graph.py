@@ -10,7 +10,7 @@ import torch
 from tgis.errors import first_line
 from tgis.shard.checkpoint.tensors import WeightsError
 
-# Types of fields in protobuf's encoding, and the bytes of the types of fixed length.
+# Wire types of protobuf, and the sizes in bytes of those with a fixed size.
 VARINT, BYTES = 0, 2
 FIXED = {1: 8, 5: 4}
 # Field numbers of ONNX's schema.
@@ -21,7 +21,7 @@ TYPE_TENSOR = 1
 TENSOR_ELEMENT, TENSOR_SHAPE = 1, 2
 SHAPE_DIMENSION = 1
 DIMENSION_SIZE = 1
-# Element types that language models take and return, by their numbers in the schema.
+# Element types of inputs and outputs of language models, by their numbers in the schema.
 ELEMENTS = {1: torch.float32, 6: torch.int32, 7: torch.int64, 9: torch.bool, 10: torch.float16}
 
 Field = int | memoryview
@@ -29,7 +29,7 @@ Field = int | memoryview
 
 @dataclass(frozen=True)
 class OnnxValue:
-    """Input or output tensor. None stands for an unsupported type and for sizes that are left open."""
+    """Input or output tensor. None means an unsupported type or a dynamic size."""
 
     dtype: torch.dtype | None
     shape: tuple[int | None, ...]
@@ -45,7 +45,7 @@ def read_graph(file: Path) -> OnnxGraph:
     """Read the graph of a file. Raises WeightsError if the file is not ONNX."""
     try:
         with file.open("rb") as opened:
-            # The file is unmapped when the last view of it is gone.
+            # The last view of the file unmaps it.
             model = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
         parts = list(_fields(_last(model, MODEL_GRAPH)))
         inputs, outputs = (
@@ -63,7 +63,7 @@ def _value(message: Field) -> tuple[str, OnnxValue]:
     dimensions = [part for number, part in _fields(_last(tensor, TENSOR_SHAPE)) if number == SHAPE_DIMENSION]
     name = _last(message, VALUE_NAME)
     if not isinstance(element, int) or not isinstance(name, memoryview):
-        raise ValueError("an input or output is not as its schema says")
+        raise ValueError("an input or output does not follow the schema")
     return str(name, "utf-8"), OnnxValue(ELEMENTS.get(element), tuple(map(_size, dimensions)))
 
 
@@ -73,21 +73,22 @@ def _size(dimension: Field) -> int | None:
 
 
 def _last(message: Field, number: int) -> Field:
-    """Return a field, the last if it is repeated, as protobuf does."""
-    found = [part for one, part in _fields(message) if one == number]
-    if not found:
+    """Return the last occurrence of a field, as protobuf does."""
+    contents = [part for one, part in _fields(message) if one == number]
+    if not contents:
         raise ValueError(f"field {number} is missing")
-    return found[-1]
+    return contents[-1]
 
 
 def _fields(message: Field) -> Iterator[tuple[int, Field]]:
-    """Yield numbers and contents of a message's fields."""
+    """Yield the number and the content of each field of a message."""
     if isinstance(message, int):
-        raise ValueError("there is a number in place of a message")
+        raise ValueError("a message was expected, not a number")
     at = 0
     while at < len(message):
         key, at = _varint(message, at)
-        number, kind = key >> 3, key & 7
+        number = key >> 3
+        kind = key & 7
         if kind == VARINT:
             content, at = _varint(message, at)
             yield number, content
@@ -97,15 +98,15 @@ def _fields(message: Field) -> Iterator[tuple[int, Field]]:
         elif kind in FIXED:
             size = FIXED[kind]
         else:
-            raise ValueError("a field is of no known type")
+            raise ValueError("a field has an unknown type")
         if at + size > len(message):
-            raise ValueError("it ends too early")
+            raise ValueError("the file is truncated")
         yield number, message[at : at + size]
         at += size
 
 
 def _varint(message: memoryview, at: int) -> tuple[int, int]:
-    """Return a number and the offset of its end."""
+    """Return a variable-length integer and the offset of its end."""
     number, shift = 0, 0
     while True:
         byte = message[at]

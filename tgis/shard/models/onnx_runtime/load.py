@@ -34,25 +34,26 @@ HOW_TO_EXPORT = (
     "text-generation-with-past DIRECTORY`"
 )
 FILES = ("model.onnx", "decoder_model_merged.onnx")
-FOLDERS = ("", "onnx")  # folders of the model's directory; the second is usual on the hub
+FOLDERS = ("", "onnx")  # in the model's directory; the second is usual on the hub
 PARTS = ("decoder_model.onnx", "decoder_with_past_model.onnx")
 ENCODER = "encoder_model.onnx"
 CPU = "CPUExecutionProvider"
-QUIET = 4  # level of ONNX Runtime's log that suppresses even errors, which are raised as well
-# Number of tokens that are scored whole, and ends of the chunks in which they are scored again, as a check.
-NUM_CHECKED, CHUNK_ENDS = 9, (0, 4, 5, 9)
-# Largest difference, relative to the greatest score.
+QUIET = 4  # log level that suppresses even errors, which ONNX Runtime also raises
+# Tokens of the self-check, and the ends of the chunks in which they are scored a second time.
+NUM_CHECKED = 9
+CHUNK_ENDS = (0, 4, 5, 9)
+# Maximum difference, relative to the largest score.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2}
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxSpec(WholeModelSpec):
     file: Path
-    dtype: torch.dtype  # of the graph's keys and values; a cache of this type loses nothing
+    dtype: torch.dtype  # of the graph's keys and values, and so of the cache
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights on disk: files whose names begin with the graph's hold some too."""
+        """Size of the weights on disk, including external data files, whose names begin with the graph's."""
         return sum(file.stat().st_size for file in self.file.parent.glob(f"{self.file.name}*"))
 
 
@@ -90,7 +91,7 @@ def _find_file(directory: Path, config: Mapping[str, Any]) -> Path:
             if (folder / name).is_file():
                 return folder / name
     if any((folder / name).exists() for folder in folders for name in PARTS):
-        cause = "has its model in ONNX form in two graphs, and only one graph can be served"
+        cause = "has its model in ONNX form as two graphs, and only a single graph can be served"
     else:
         cause = "has no model in ONNX form, " + " or ".join(FILES)
     raise UnsupportedModelError(f"{directory} {cause}: {HOW_TO_EXPORT}")
@@ -125,10 +126,10 @@ def _check_names(graph: OnnxGraph, num_layers: int) -> None:
     layers = range(num_layers)
     past = {name for layer in layers for name in model.past_names(layer)}
     known = past | {model.TOKENS, model.MASK, model.POSITIONS, model.HAS_PAST}
-    wanted = {model.LOGITS, *(name for layer in layers for name in model.present_names(layer))}
-    if strange := [name for name, value in graph.inputs.items() if name not in known or value.dtype is None]:
-        raise NotServedError(f"its input {strange[0]} has an unknown name or type")
-    if missing := [*({model.TOKENS, *past} - set(graph.inputs)), *(wanted - set(graph.outputs))]:
+    expected = {model.LOGITS, *(name for layer in layers for name in model.present_names(layer))}
+    if unknown := [name for name, value in graph.inputs.items() if name not in known or value.dtype is None]:
+        raise NotServedError(f"its input {unknown[0]} has an unknown name or type")
+    if missing := [*({model.TOKENS, *past} - set(graph.inputs)), *(expected - set(graph.outputs))]:
         raise NotServedError(f"it has no {min(missing)}")
 
 
@@ -136,7 +137,7 @@ def _cache_shape(cached: list[OnnxValue]) -> tuple[int, int]:
     """Return the number and size of key/value heads."""
     shapes = {value.shape[1::2] for value in cached if len(value.shape) == 4}
     if len(shapes) != 1 or any(len(value.shape) != 4 for value in cached):
-        raise NotServedError("its keys and values are not of one shape, [batch, heads, tokens, head size]")
+        raise NotServedError("its keys and values do not have one shape, [batch, heads, tokens, head size]")
     num_kv_heads, head_dim = shapes.pop()
     if not num_kv_heads or not head_dim:
         raise NotServedError("it does not give the number and size of the key/value heads")
@@ -150,20 +151,21 @@ def _open_session(file: Path, num_threads: int) -> Any:
     onnxruntime.set_default_logger_severity(QUIET)
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
-    options.intra_op_num_threads, options.inter_op_num_threads = num_threads, 1
-    # Freed memory returns to the process, so that a step's memory can be measured.
+    options.intra_op_num_threads = num_threads
+    options.inter_op_num_threads = 1
+    # Without arenas, freed memory returns to the process, so that a step's memory can be measured.
     options.enable_cpu_mem_arena = options.enable_mem_pattern = False
     options.add_session_config_entry("session.force_spinning_stop", "1")
     try:
         return onnxruntime.InferenceSession(str(file), options, providers=[CPU])
-    except Exception as error:  # of the runtime's own kinds, which have nothing else in common
+    except Exception as error:  # ONNX Runtime's exceptions have no common base class
         raise WeightsError(f"{file} cannot be loaded: {first_line(error)}") from error
 
 
 def _check_chunks(spec: OnnxSpec, runner: GraphRunner) -> None:
     try:
         whole, cut = (_score(spec, runner, ends) for ends in ((0, NUM_CHECKED), CHUNK_ENDS))
-    except Exception as error:  # of the runtime's own kinds, which have nothing else in common
+    except Exception as error:  # ONNX Runtime's exceptions have no common base class
         raise NotServedError(f"ONNX Runtime failed with {first_line(error)}") from error
     if whole.shape != (NUM_CHECKED, spec.vocab_size):
         raise NotServedError(f"it gives scores of shape {[*whole.shape]} for {NUM_CHECKED} tokens")
@@ -175,10 +177,11 @@ def _check_chunks(spec: OnnxSpec, runner: GraphRunner) -> None:
 
 
 def _score(spec: OnnxSpec, runner: GraphRunner, ends: Sequence[int]) -> Tensor:
-    """Return scores, [NUM_CHECKED, vocab_size], computed in chunks with these ends."""
+    """Return logits, [NUM_CHECKED, vocab_size], computed in chunks with these ends."""
     token_ids = choose_tokens(spec.vocab_size, NUM_CHECKED)
     nothing = torch.empty(spec.num_kv_heads, 0, spec.head_dim)
-    past, parts = [(nothing, nothing)] * spec.num_layers, []
+    past = [(nothing, nothing)] * spec.num_layers
+    parts = []
     for start, end in pairwise(ends):
         logits, past = runner.run(token_ids[start:end], torch.arange(start, end), past)
         parts.append(logits)

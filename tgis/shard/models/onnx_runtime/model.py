@@ -1,5 +1,5 @@
-"""Adapter from a graph in ONNX form, run by ONNX Runtime, to `Model`. Keys and values are in this service's
-cache and are inputs of the graph together with the tokens that follow them."""
+"""Implementation of `Model` with ONNX Runtime. Keys and values are stored in this service's cache; a step
+passes them to the graph together with the new tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -28,7 +28,7 @@ def present_names(layer: int) -> tuple[str, str]:
 
 
 class GraphRunner:
-    """Runner of the graph for one sequence at a time. ONNX Runtime's session keeps no state of it."""
+    """Runs the graph for one sequence at a time. The session keeps no state between calls."""
 
     def __init__(self, graph: OnnxGraph, session: Any, num_layers: int) -> None:
         self._session = session
@@ -37,34 +37,37 @@ class GraphRunner:
         self._outputs = [LOGITS, *(name for layer in range(num_layers) for name in present_names(layer))]
 
     def run(self, token_ids: Tensor, positions: Tensor, past: Sequence[Pair]) -> tuple[Tensor, list[Pair]]:
-        """Return the logits, [n, vocab_size], and for each layer all keys and values.
+        """Return the logits, [n, vocab_size], and the keys and values of all tokens for each layer.
 
         token_ids, positions: int64 [n]. Keys and values, past and returned, are [num_kv_heads, num_tokens,
-        head_dim]; the new tokens come last. Results are of the graph's own type."""
-        num_past, num_new = past[0][0].shape[1], len(token_ids)
-        found = {
+        head_dim]; the new tokens come last. Results have the graph's own type."""
+        num_past = past[0][0].shape[1]
+        num_new = len(token_ids)
+        inputs = {
             TOKENS: token_ids,
             MASK: torch.ones(num_past + num_new, dtype=torch.int64),
             POSITIONS: positions,
             HAS_PAST: torch.tensor(num_past > 0),
             **dict(zip(self._past, (x for pair in past for x in pair), strict=True)),
         }
-        # ONNX Runtime takes a batch, here of one row.
-        feeds = {name: found[name].to(dtype)[None].numpy() for name, dtype in self._dtypes.items()}
+        # ONNX Runtime needs a batch axis, here of size one.
+        feeds = {name: inputs[name].to(dtype)[None].numpy() for name, dtype in self._dtypes.items()}
         logits, *present = (torch.from_numpy(x)[0] for x in self._session.run(self._outputs, feeds))
         return logits, list(zip(present[::2], present[1::2], strict=True))
 
 
 class OnnxModel:
-    """Model in ONNX form. `num_kv_heads` counts the graph's heads, all of which this rank computes."""
+    """Model in ONNX form. `num_kv_heads` is the graph's number of heads; each rank computes all of them."""
 
     def __init__(self, spec: ModelSpec, runner: GraphRunner, num_kv_heads: int) -> None:
         self.spec = spec
-        self._runner, self._num_kv_heads = runner, num_kv_heads
+        self._runner = runner
+        self._num_kv_heads = num_kv_heads
 
     def forward(self, inputs: StepInputs, attention: Attention) -> Tensor:
-        """Return float32 logits, [num_tokens, vocab_size]: the graph does not return hidden states."""
-        spec, num_tokens = self.spec, len(inputs.token_ids)
+        """Return float32 logits, [num_tokens, vocab_size], because the graph returns no hidden states."""
+        spec = self.spec
+        num_tokens = len(inputs.token_ids)
         logits = torch.empty(num_tokens, spec.vocab_size)
         k, v = torch.empty(2, spec.num_layers, num_tokens, self._num_kv_heads, spec.head_dim)
         for new, num_past, table in _sequences(inputs.layout):
@@ -79,14 +82,15 @@ class OnnxModel:
     def _score(
         self, token_ids: Tensor, positions: Tensor, past: Callable[[int], Pair]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits, [n, vocab_size], new keys and values, [num_layers, n, num_kv_heads, head_dim]."""
+        """Return logits, [n, vocab_size], and new keys and values, [num_layers, n, num_kv_heads,
+        head_dim]."""
         layers = [past(layer) for layer in range(self.spec.num_layers)]
         logits, present = self._runner.run(token_ids, positions, layers)
         k, v = (torch.stack([x[:, -len(token_ids) :] for x in part]) for part in zip(*present, strict=True))
         return logits, k.transpose(1, 2), v.transpose(1, 2)
 
     def logits(self, x: Tensor, adapters: TokenAdapters | None = None) -> Tensor:
-        return x  # the result of `forward` is logits already
+        return x  # `forward` returned logits
 
 
 def _sequences(layout: StepLayout) -> Iterator[tuple[slice, int, Tensor]]:

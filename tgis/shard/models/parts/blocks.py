@@ -1,4 +1,4 @@
-"""Building blocks of transformer layers, cut over ranks: self-attention and feed-forward."""
+"""Self-attention and feed-forward, split over ranks."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -27,32 +27,37 @@ def make_positions(spec: LayerSpec, parts: Parts, path: str) -> PositionEmbeddin
 
 
 class BranchInput(NamedTuple):
-    """Input norm(x + delta) of a branch. The branch computes it and leaves the sum in x. None: left out."""
+    """Input norm(x + delta) of a branch, where None is left out. The branch computes it and writes the sum to
+    x."""
 
     x: Tensor  # [num_tokens, hidden_size]
     delta: Tensor | None = None
     norm: Norm | None = None
 
 
-# Changes a branch's output, [num_tokens, hidden_size], before it is added to the residual stream.
+# Transforms a branch's output, [num_tokens, hidden_size], before it is added to the residual stream.
 Finish = Callable[[Tensor], Tensor]
 
 
 class BranchOutput:
-    """Last product of a branch. The platform may add it to the residual stream if no `finish` changes it."""
+    """Last linear layer of a branch. Without `finish`, the platform may add its output to the residual
+    stream."""
 
     def __init__(self, parts: Parts, linear: RowParallel, finish: Finish | None):
-        self._linear, self._finish, self._product_add = linear, finish, parts.kernels.product_add
+        self._linear = linear
+        self._finish = finish
+        self._product_add = parts.kernels.product_add
 
     def __call__(self, x: Tensor, y: Tensor, adapters: TokenAdapters | None) -> Tensor | None:
-        """Return what is still to be added to x, [num_tokens, hidden_size], or None if it was added."""
+        """Return the output still to be added to x, [num_tokens, hidden_size], or None if it was added."""
         if self._finish is None:
             return self._product_add(x, y, self._linear, adapters)
         return self._finish(self._linear(y, adapters))
 
 
 class SelfAttention:
-    """Self-attention. `layer` is the cache's; `scoring` has slopes and bias of this rank's heads only."""
+    """Self-attention of cache layer `layer`. Slopes and biases in `scoring` are those of this rank's
+    heads."""
 
     def __init__(
         self,
@@ -65,14 +70,18 @@ class SelfAttention:
     ):
         size = parts.group.size
         kv_pieces = min(size, spec.num_kv_heads)
-        self._layer, self._scoring, self._norm_product = layer, scoring, parts.kernels.norm_product
+        self._layer = layer
+        self._scoring = scoring
+        self._norm_product = parts.kernels.norm_product
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         widths, pieces = [q_size, kv_size, kv_size], [size, kv_pieces, kv_pieces]
         self._qkv = ColumnParallel(parts, f"{path}.qkv", spec.hidden_size, widths, spec.qkv_bias, pieces)
         out = RowParallel(parts, f"{path}.out", q_size, spec.hidden_size, spec.out_bias)
         self._output = BranchOutput(parts, out, finish)
-        self._clip, self._clamp = spec.clip_qkv, parts.kernels.clamp
-        head_norm, self._whole_norms = None, None
+        self._clip = spec.clip_qkv
+        self._clamp = parts.kernels.clamp
+        head_norm = None
+        self._whole_norms = None
         if spec.qk_norm == "head":
             head_norm = read_head_norm(parts, path, spec.head_dim, spec.norm_eps, spec.norm)
         self._heads = Heads(spec.num_heads // size, spec.num_kv_heads // kv_pieces, head_norm)
@@ -91,7 +100,7 @@ class SelfAttention:
         plan: AttentionPlan,
         adapters: TokenAdapters | None,
     ) -> Tensor | None:
-        """Return what is still to be added to x, the residual stream."""
+        """Return the output still to be added to x, the residual stream, or None if it was added."""
         qkv = self._norm_product(*source, self._qkv, None, adapters)  # [num_tokens, own q, k and v]
         if self._clip is not None:
             self._clamp(qkv, self._clip)
@@ -110,18 +119,20 @@ class SelfAttention:
 
 class MLP:
     def __init__(self, spec: LayerSpec, parts: Parts, path: str, finish: Finish | None = None):
-        size, widths = spec.hidden_size, [spec.intermediate_size] * (1 + spec.gated)
+        size = spec.hidden_size
+        widths = [spec.intermediate_size] * (1 + spec.gated)
         self._up = ColumnParallel(parts, f"{path}.up", size, widths, spec.mlp_bias)
         self._down = RowParallel(parts, f"{path}.down", spec.intermediate_size, size, spec.mlp_bias)
         self._activation = Activation(NAMES[spec.activation], spec.gated)
-        self._norm_product, self._output = parts.kernels.norm_product, BranchOutput(parts, self._down, finish)
+        self._norm_product = parts.kernels.norm_product
+        self._output = BranchOutput(parts, self._down, finish)
 
     def __call__(self, x: Tensor, source: BranchInput, adapters: TokenAdapters | None) -> Tensor | None:
-        """Return what is still to be added to x, the residual stream."""
+        """Return the output still to be added to x, the residual stream, or None if it was added."""
         return self._output(x, self._activate(source, adapters), adapters)
 
     def partial(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
-        """Return this rank's part of the sum, without the bias."""
+        """Return this rank's summand of the output, without the bias."""
         return self._down.partial(self._activate(BranchInput(x), adapters), adapters)
 
     def _activate(self, source: BranchInput, adapters: TokenAdapters | None) -> Tensor:

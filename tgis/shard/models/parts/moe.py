@@ -1,5 +1,5 @@
-"""Feed-forward layer with many experts, of which every token uses a few. Each expert is cut over all ranks,
-so ranks have equal work whichever experts a step needs."""
+"""Mixture-of-experts layer. Each expert is split over all ranks, so ranks have equal work whichever experts a
+step uses."""
 
 from dataclasses import replace
 
@@ -16,19 +16,23 @@ from tgis.shard.models.spec import DecoderSpec
 class SparseMLP:
     def __init__(self, spec: DecoderSpec, parts: Parts, path: str, finish: Finish | None = None):
         experts = spec.experts
-        assert experts is not None, "only models with experts have such layers"
-        self._group, self._kernels, self._spec, self._finish = parts.group, parts.kernels, experts, finish
+        assert experts is not None, "only models with experts have this layer"
+        self._group = parts.group
+        self._kernels = parts.kernels
+        self._spec = experts
+        self._finish = finish
         self._score = Replicated(parts, f"{path}.router", spec.hidden_size, experts.num_experts)
         sizes = replace(spec, intermediate_size=experts.intermediate_size)
         self._experts = [MLP(sizes, parts, f"{path}.experts.{e}") for e in range(experts.num_experts)]
 
     def __call__(self, x: Tensor, source: BranchInput, adapters: TokenAdapters | None) -> Tensor:
-        """Return what is still to be added to x, the residual stream."""
+        """Return the output still to be added to x, the residual stream."""
         out = self._mix(normalise(self._kernels, *source), adapters)
         return out if self._finish is None else self._finish(out)
 
     def _mix(self, x: Tensor, adapters: TokenAdapters | None) -> Tensor:
-        """Add up each token's experts in numerical order, so its bits do not depend on other tokens."""
+        """Add each token's experts in the order of their numbers, so that its bits do not depend on other
+        tokens."""
         weights = self._score(x, adapters).softmax(-1)  # [num_tokens, num_experts]
         weights, chosen = weights.topk(self._spec.num_active)  # [num_tokens, num_active]
         if self._spec.normalised:
@@ -39,7 +43,7 @@ class SparseMLP:
         for expert, places in zip(self._experts, torch.split(order, counts), strict=True):
             if len(places):
                 tokens = places // self._spec.num_active
-                theirs = adapters and adapters.take(tokens)
-                y = expert.partial(x[tokens], theirs)  # [len(places), hidden_size]
+                expert_adapters = adapters and adapters.take(tokens)
+                y = expert.partial(x[tokens], expert_adapters)  # [len(places), hidden_size]
                 out.index_add_(0, tokens, y * weights.flatten()[places].unsqueeze(-1))
         return self._group.all_reduce(out)

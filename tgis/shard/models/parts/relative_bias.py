@@ -1,4 +1,4 @@
-"""Relative position bias: reads learned numbers per head and bucket of distances into a table by distance."""
+"""Relative position bias of T5 (Raffel et al., 2020): one learned number per head and bucket of distances."""
 
 import math
 
@@ -11,7 +11,8 @@ from tgis.shard.models.spec import RelativeBias
 
 def read_bias(parts: Parts, path: str, bias: RelativeBias, num_heads: int, causal: bool) -> Tensor:
     """Return float32 [own heads, 2 * reach + 1] for `Scoring.bias`. Raises WeightsError."""
-    shape, columns = (bias.num_buckets, num_heads), parts.group.slice(num_heads)
+    shape = (bias.num_buckets, num_heads)
+    columns = parts.group.slice(num_heads)
     table = parts.read_table(path, shape, columns=columns).float()  # [buckets, own heads]
     reach = max(bias.num_buckets, bias.max_distance)
     buckets = find_buckets(torch.arange(-reach, reach + 1), bias, causal)
@@ -21,8 +22,8 @@ def read_bias(parts: Parts, path: str, bias: RelativeBias, num_heads: int, causa
 def find_buckets(distance: Tensor, bias: RelativeBias, causal: bool) -> Tensor:
     """Return the buckets, int64 [n], of distances, int64 [n]: the key's position minus the query's.
 
-    Half of the buckets hold one distance each; the others grow wider. A causal query sees no later key;
-    otherwise later keys use the second half of all buckets."""
+    Half of the buckets hold one distance each; the widths of the others grow logarithmically. Without a
+    causal mask, later keys use the second half of all buckets."""
     if causal:
         return _bucket(-distance.clamp(max=0), bias.num_buckets, bias.max_distance)
     half = bias.num_buckets // 2
@@ -31,7 +32,7 @@ def find_buckets(distance: Tensor, bias: RelativeBias, causal: bool) -> Tensor:
 
 def _bucket(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
     num_single = num_buckets // 2
-    # This is computed in float32, because its rounding decides where a bucket's edge is.
+    # float32, as in training: its rounding decides where a bucket begins.
     share = torch.log(distance.clamp(min=1).float() / num_single) / math.log(max_distance / num_single)
     wide = num_single + (share * (num_buckets - num_single)).long()
     return torch.where(distance < num_single, distance, wide.clamp(max=num_buckets - 1))

@@ -9,9 +9,9 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def layer_windows(config: Config, is_local: Sequence[bool]) -> tuple[int | None, ...]:
-    """Return how many keys a query of each layer sees, None for all; nothing if no layer has a window.
+    """Return the window of each layer, None for full attention; empty if no layer has a window.
 
-    `is_local` decides if the configuration has no `layer_types`. Raises UnsupportedModelError."""
+    `is_local` applies if the configuration has no `layer_types`. Raises UnsupportedModelError."""
     kinds = config.get("layer_types")
     if kinds is None:
         kinds = [SLIDING if local else FULL for local in is_local]

@@ -1,1 +1,1 @@
-"""Formats, in which checkpoints store quantized weights."""
+"""Storage formats of quantized checkpoints."""

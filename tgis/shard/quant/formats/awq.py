@@ -1,9 +1,10 @@
-"""AWQ, as AutoAWQ writes it: integers of 4 bits.
+"""AWQ as AutoAWQ writes it: 4-bit integers.
 
 gemm: `qweight`, int32 [in_features, num_words], `qzeros`, int32 [num_groups, num_words], and `scales`
 [num_groups, out_features] are packed along the rows of the weight, in the order of its kernel.
 gemv: `qweight`, int32 [out_features, num_words], `qzeros`, int32 [out_features, num_words], and `scales`
-[out_features, 8 num_words] are packed along the columns in their order, with padding after the last group."""
+[out_features, 8 num_words] are packed along the columns in ascending order, with padding after the last
+group."""
 
 from collections.abc import Callable
 
@@ -25,7 +26,7 @@ from tgis.shard.quant.formats.settings import SERVED, QuantizationSettings
 from tgis.shard.quant.formats.words import count_weights, read_values
 
 BITS, PER_WORD = 4, 8
-# Places in a word of its eight values.
+# Positions of the eight values of a word.
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 Parts = dict[str, FileTensor]
@@ -33,7 +34,8 @@ Parts = dict[str, FileTensor]
 
 class Awq:
     def __init__(self, settings: QuantizationSettings):
-        bits, self._size = settings.number("bits", "w_bit"), settings.group_size("group_size", "q_group_size")
+        bits = settings.number("bits", "w_bit")
+        self._size = settings.group_size("group_size", "q_group_size")
         if bits not in (None, BITS):
             settings.refuse(f"AWQ checkpoints of {bits} bits are not served, only of {BITS}")
         version, backend = settings.text("version", "gemm"), settings.text("backend", "autoawq")
@@ -47,10 +49,10 @@ class Awq:
         parts = ModuleParts(tensors, module, "qweight")
         if not parts.has("qweight"):
             return None
-        found = {"qweight": parts.fetch_values(*WORDS)}
-        num_axes = len(found["qweight"].shape)
-        found |= {end: parts.fetch(end, types, num_axes) for end, types in _OTHERS.items()}
-        return self._describe(found, self._size)
+        tensors_by_end = {"qweight": parts.fetch_values(*WORDS)}
+        num_axes = len(tensors_by_end["qweight"].shape)
+        tensors_by_end |= {end: parts.fetch(end, types, num_axes) for end, types in _OTHERS.items()}
+        return self._describe(tensors_by_end, self._size)
 
     def count_weights(self, name: str, shape: tuple[int, ...]) -> int | None:
         return count_weights(name, shape, "qweight", tuple(_OTHERS), BITS)
@@ -62,7 +64,8 @@ _OTHERS = {"scales": FLOATS, "qzeros": WORDS}
 def _describe_gemm(parts: Parts, size: int | None) -> GroupedMatrix:
     scales = parts["scales"]
     *stack, num_columns, num_words = parts["qweight"].shape
-    num_groups, num_rows = scales.shape[-2], num_words * PER_WORD
+    num_groups = scales.shape[-2]
+    num_rows = num_words * PER_WORD
     scales.check_shape(*stack, num_groups, num_rows)
     parts["qzeros"].check_shape(*stack, num_groups, num_words)
     size = find_group_size(scales, num_groups, num_columns, size, is_fixed=True)
@@ -72,10 +75,11 @@ def _describe_gemm(parts: Parts, size: int | None) -> GroupedMatrix:
 def _describe_gemv(parts: Parts, size: int | None) -> GroupedMatrix:
     scales = parts["scales"]
     *stack, num_rows, num_words = parts["qweight"].shape
-    num_columns, room = num_words * PER_WORD, scales.shape[-1]
+    num_columns = num_words * PER_WORD
+    room = scales.shape[-1]
     scales.check_shape(*stack, num_rows, room)
     parts["qzeros"].check_shape(*stack, num_rows, -(-room // PER_WORD))
-    # The padding hides the number of groups.
+    # The number of groups is unknown because of the padding.
     size = size if size and size > 0 else num_columns
     if room < -(-num_columns // size):
         text = f"has room for {room} groups, but {num_columns} columns are in groups of {size}"
@@ -105,7 +109,7 @@ class AwqGemvMatrix(GroupedMatrix):
         return read_values(lambda words: self.read_part("qzeros", rows, words), BITS, groups)
 
 
-# "exllama" and "ipex" name kernels for the layout of gemm.
+# "exllama" and "ipex" are kernels that read the layout of gemm.
 _VERSIONS: dict[str, Callable[[Parts, int | None], GroupedMatrix]] = {
     "gemm": _describe_gemm,
     "exllama": _describe_gemm,

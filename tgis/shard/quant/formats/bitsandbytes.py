@@ -1,5 +1,5 @@
-"""Format `bitsandbytes`: codes of 4 bits with a scale for each block of the matrix's elements, row by row, or
-integers of 8 bits with a scale for each row. Tensors are those of its release 0.50."""
+"""Format `bitsandbytes`, as release 0.50 writes it: 4-bit codes with a scale for each block of elements in
+row-major order, or 8-bit integers with a scale for each row."""
 
 import json
 from dataclasses import dataclass
@@ -19,19 +19,20 @@ from tgis.shard.quant.formats.settings import QuantizationSettings
 DEFAULT_BLOCK = 64
 _STATE = "quant_state.bitsandbytes__"
 _MAX_STATE_BYTES = 4096
-_STEP = 7.874015718698502e-3  # 1 / 127, as the library has it
+_STEP = 7.874015718698502e-3  # 1 / 127 as rounded in the library
 
 
 class BitsAndBytes:
     def __init__(self, settings: QuantizationSettings):
-        kind, self._is_4bit = settings.text("bnb_4bit_quant_type", "fp4"), settings.flag("load_in_4bit")
+        kind = settings.text("bnb_4bit_quant_type", "fp4")
+        self._is_4bit = settings.flag("load_in_4bit")
         if kind not in TABLES:
-            settings.refuse(f"bnb_4bit_quant_type {kind} is none of {', '.join(TABLES)}")
-        # Bytes may be stored as numbers of another type.
+            settings.refuse(f"bnb_4bit_quant_type {kind} is not one of {', '.join(TABLES)}")
+        # The type of the tensors in which the codes' bytes are stored.
         name = settings.text("bnb_4bit_quant_storage", "uint8")
         storage = getattr(torch, name, None)
         if not isinstance(storage, torch.dtype):
-            settings.refuse(f"bnb_4bit_quant_storage {name} is no type of numbers")
+            settings.refuse(f"bnb_4bit_quant_storage {name} is not a type of numbers")
         self._storage = storage
         self.layout = make_layout(kind, DEFAULT_BLOCK) if self._is_4bit else CodeLayout(torch.int8, 8, None)
 
@@ -44,10 +45,10 @@ class BitsAndBytes:
             return FourBitMatrix(tensors, name, kind)
         if f"{module}.SCB" in tensors:
             return EightBitMatrix(tensors, module)
-        if (found := tensors.fetch_any(name)).dtype in (torch.uint8, torch.int8):
+        if (weight := tensors.fetch_any(name)).dtype in (torch.uint8, torch.int8):
             states = [f"{name}.{_STATE}{kind}" for kind in TABLES]
             missing = ", ".join((*states, f"{module}.SCB"))
-            raise WeightsError(f"{found.label} is quantized, but the checkpoint has none of {missing}")
+            raise WeightsError(f"{weight.label} is quantized, but the checkpoint has none of {missing}")
         return None
 
     def count_weights(self, name: str, shape: tuple[int, ...]) -> int | None:
@@ -60,8 +61,8 @@ def make_layout(kind: str, block: int) -> CodeLayout:
 
 
 class EightBitMatrix(CodeMatrix):
-    """Matrix of weights code * scale / 127. `read` gives the library's bits; codes, whose scales are divided
-    already, differ from it in the last one."""
+    """Matrix with weights code * scale / 127. `read` returns the same bits as the library. Products of codes,
+    whose scales include the division, differ in the last bit."""
 
     def __init__(self, tensors: Tensors, module: str):
         self._weight, self._scales = (tensors.fetch_any(f"{module}.{end}") for end in ("weight", "SCB"))
@@ -81,15 +82,15 @@ class EightBitMatrix(CodeMatrix):
         return Codes(self._layout, values, self._scales.read(as_slice(rows)).unsqueeze(1) * _STEP)
 
 
-def _check_format(found: FileTensor) -> None:
-    """Raise WeightsError unless rows lie one after the other."""
-    if found.read().flatten().tolist() != [0]:
-        raise WeightsError(f"{found.label} is not 0: only rows one after the other are served, no tiles")
+def _check_format(stored: FileTensor) -> None:
+    """Raise WeightsError unless the matrix is stored in row-major order."""
+    if stored.read().flatten().tolist() != [0]:
+        raise WeightsError(f"{stored.label} is not 0: only row-major order is supported, not tiles")
 
 
 class FourBitMatrix(CodeMatrix):
-    """Matrix whose elements, row by row, are in blocks of codes; two codes are in a byte, the first one in
-    its upper half. Blocks may reach from one row into the next; then parts can be read as floats alone."""
+    """Matrix in blocks of 4-bit codes in row-major order, two per byte, the first in the upper half. If
+    blocks extend over the ends of rows, the matrix can only be read as floats."""
 
     def __init__(self, tensors: Tensors, name: str, kind: str):
         packed, state = tensors.fetch_any(name), _read_state(tensors.fetch_any(f"{name}.{_STATE}{kind}"))
@@ -111,22 +112,22 @@ class FourBitMatrix(CodeMatrix):
         return None if self.shape[1] % self._block else super().layout(columns)
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        asked, width = range(self.shape[0])[rows], self.shape[1]
-        first, last = asked.start * width, asked.stop * width
+        row_range, width = range(self.shape[0])[rows], self.shape[1]
+        first, last = row_range.start * width, row_range.stop * width
         blocks = range(first // self._block, -(-last // self._block))
         weights = self._take_blocks(blocks).dequantize().flatten()
         first -= blocks.start * self._block
-        return weights[first:][: len(asked) * width].view(-1, width)[:, columns].contiguous()
+        return weights[first:][: len(row_range) * width].view(-1, width)[:, columns].contiguous()
 
     def take(self, rows: range, columns: range) -> Codes:
         per_row = self.shape[1] // self._block
-        found = self._take_blocks(range(rows.start * per_row, rows.stop * per_row))
-        values = found.values.view(-1, self.shape[1])[:, as_slice(columns)]
+        codes = self._take_blocks(range(rows.start * per_row, rows.stop * per_row))
+        values = codes.values.view(-1, self.shape[1])[:, as_slice(columns)]
         groups = slice(columns.start // self._block, columns.stop // self._block)
-        return Codes(self._layout, values.contiguous(), found.scales.view(-1, per_row)[:, groups])
+        return Codes(self._layout, values.contiguous(), codes.scales.view(-1, per_row)[:, groups])
 
     def _take_blocks(self, blocks: range) -> Codes:
-        """Return blocks as rows of a matrix, the last of which may be filled up."""
+        """Return blocks as rows of a matrix. The last one may be padded."""
         half = self._block // 2
         pairs = self._bytes.read(slice(blocks.start * half, blocks.stop * half))
         pairs = F.pad(pairs, (0, -len(pairs) % half)).unsqueeze(1)  # [num_bytes, 1]
@@ -136,7 +137,7 @@ class FourBitMatrix(CodeMatrix):
 
 @dataclass(frozen=True)
 class _State:
-    """Numbers that are stored beside a matrix of 4 bits."""
+    """Metadata of a 4-bit matrix."""
 
     shape: tuple[int, int]
     block: int
@@ -145,7 +146,7 @@ class _State:
 
 @dataclass(frozen=True)
 class _Nested:
-    """Numbers of scales that are codes of 8 bits themselves."""
+    """Metadata of scales that are stored as 8-bit codes."""
 
     block: int
     offset: float
@@ -158,12 +159,12 @@ class PlainScales:
         self._scales.check_shape(num_blocks)
 
     def read(self, blocks: range) -> Tensor:
-        """Return the scales of some blocks, float32 [num_blocks]."""
+        """Return the scales of a range of blocks, float32 [num_blocks]."""
         return self._scales.read(as_slice(blocks))
 
 
 class NestedScales:
-    """Scales table[code] * scale + offset, with a scale for some adjacent codes."""
+    """Scales table[code] * scale + offset. Each block of adjacent codes has an outer scale."""
 
     def __init__(self, tensors: Tensors, name: str, state: _State, num_blocks: int):
         assert state.nested is not None
@@ -174,42 +175,42 @@ class NestedScales:
         self._table, self._scales = (
             tensors.fetch_any(f"{name}.nested_{end}") for end in ("quant_map", "absmax")
         )
-        for found, count in ((self._table, 256), (self._scales, -(-num_blocks // self._nested.block))):
-            found.check_type(torch.float32)
-            found.check_shape(count)
+        for tensor, count in ((self._table, 256), (self._scales, -(-num_blocks // self._nested.block))):
+            tensor.check_type(torch.float32)
+            tensor.check_shape(count)
 
     def read(self, blocks: range) -> Tensor:
-        """Return the scales of some blocks, float32 [num_blocks]."""
+        """Return the scales of a range of blocks, float32 [num_blocks]."""
         numbers = self._table.read()[self._codes.read(as_slice(blocks)).int()]
         outer = torch.arange(blocks.start, blocks.stop) // self._nested.block
         return numbers * self._scales.read()[outer] + self._nested.offset
 
 
-def _read_state(found: FileTensor) -> _State:
-    """Read JSON that is stored as bytes. Raises WeightsError."""
-    found.check_type(torch.uint8)
-    if prod(found.shape) > _MAX_STATE_BYTES:
-        raise WeightsError(f"{found.label} has {prod(found.shape)} bytes, more than {_MAX_STATE_BYTES}")
+def _read_state(stored: FileTensor) -> _State:
+    """Read metadata, JSON in a tensor of bytes. Raises WeightsError."""
+    stored.check_type(torch.uint8)
+    if prod(stored.shape) > _MAX_STATE_BYTES:
+        raise WeightsError(f"{stored.label} has {prod(stored.shape)} bytes, more than {_MAX_STATE_BYTES}")
     try:
-        state = json.loads(bytes(found.read().flatten().tolist()))
+        state = json.loads(bytes(stored.read().flatten().tolist()))
         [height, width], block = state["shape"], state["blocksize"]
         nested = None
         if "nested_offset" in state:
             nested = _Nested(state["nested_blocksize"], float(state["nested_offset"]))
         sizes = (height, width, block, nested.block if nested else 1)
         if not all(type(size) is int and size > 0 for size in sizes) or block % 2:
-            raise ValueError("a size is no positive integer")
+            raise ValueError("a size is not a positive integer")
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise WeightsError(
-            f"{found.label} is not the JSON of a matrix's shape and blocksize, and of nested_blocksize and "
+            f"{stored.label} is not the JSON of a matrix's shape and blocksize, and of nested_blocksize and "
             "nested_offset where scales are codes"
         ) from error
     return _State((height, width), block, nested)
 
 
-def _check_table(found: FileTensor, kind: str) -> None:
-    """Raise WeightsError unless a stored table is that of its kind."""
-    found.check_type(torch.float32)
-    found.check_shape(16)
-    if not torch.allclose(found.read(), torch.tensor(TABLES[kind]), rtol=0, atol=1e-3):
-        raise WeightsError(f"{found.label} is not the table of {kind}")
+def _check_table(stored: FileTensor, kind: str) -> None:
+    """Raise WeightsError unless a stored table equals the known one."""
+    stored.check_type(torch.float32)
+    stored.check_shape(16)
+    if not torch.allclose(stored.read(), torch.tensor(TABLES[kind]), rtol=0, atol=1e-3):
+        raise WeightsError(f"{stored.label} is not the table of {kind}")

@@ -1,12 +1,11 @@
 """compressed-tensors, as llm-compressor writes it.
 
-pack-quantized: `weight_packed`, int32 [out_features, num_words], along the columns of the weight, and
-`weight_shape`; `weight_scale` [out_features, num_groups]; `weight_zero_point`, int32 [num_words, num_groups],
-along the rows, if the zeros are not all the same; `weight_g_idx`, [in_features], if the groups are not those
-of adjacent columns. Packed integers are signed ones plus half their range.
-int-quantized and naive: `weight`, int8 of which fewer bits may be in use, and `weight_scale` and
-`weight_zero_point` for each group, row or matrix.
-float-quantized and naive: as the format `fp8`."""
+pack-quantized: `weight_packed`, int32 [out_features, num_words], packed along the columns of the weight;
+`weight_shape`; `weight_scale`, [out_features, num_groups]; optionally `weight_zero_point`, int32 [num_words,
+num_groups], packed along the rows; optionally `weight_g_idx`, [in_features], the groups of the columns if
+they are not adjacent. Packed values are signed integers plus half their range. int-quantized and naive:
+`weight`, int8 with up to 8 bits in use, and `weight_scale` and `weight_zero_point` for each group, row or
+matrix. float-quantized and naive: like the format `fp8`."""
 
 from collections.abc import Iterator
 
@@ -30,7 +29,7 @@ from tgis.shard.quant.formats.settings import SERVED, QuantizationSettings
 from tgis.shard.quant.formats.words import BITS, count_weights, count_words, read_values
 
 PACKED, PLAIN = "weight_packed", "weight"
-# "dense" leaves weights unquantized, and in "mixed-precision" each group of modules has a format of its own.
+# "dense" weights are not quantized. In "mixed-precision" each group of modules has its own format.
 SERVED_FORMATS = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
     *("mixed-precision", "dense"),
@@ -48,7 +47,7 @@ class CompressedTensors:
         weights = [group.section("weights") for group in groups]
         numbers = [bits for each in weights if (bits := each.number("num_bits")) is not None]
         self._bits = [bits for bits in numbers if bits in BITS]
-        # Nothing tells which group a module is in. The integers of all of them fit the widest.
+        # The group of a module is not known, so the widest integers of all groups are assumed.
         self._bits_of_bytes = widest if (widest := max(numbers, default=8)) in BITS else 8
         self._sizes = [size for each in weights if (size := each.group_size("group_size") or 0) > 0]
         blocks = (_find_block(each) for each in weights)
@@ -76,7 +75,7 @@ class CompressedTensors:
         packed, size = parts.fetch_values(*WORDS), parts.fetch("weight_shape", INTEGERS, 1)
         shape = tuple(size.read().tolist())
         if shape[:-1] != packed.shape[:-1] or shape[-1] < 1:
-            raise WeightsError(f"{size.label} says {list(shape)}, but the words are {list(packed.shape)}")
+            raise WeightsError(f"{size.label} is {list(shape)}, but the words are {list(packed.shape)}")
         fitting = [bits for bits in BITS if count_words(shape[-1], bits) == packed.shape[-1]]
         if not fitting:
             text = f"has shape {list(packed.shape)}, which are not {list(shape)} values of 2, 3, 4 or 8 bits"
@@ -87,22 +86,23 @@ class CompressedTensors:
         self, parts: ModuleParts, values: FileTensor, shape: tuple[int, ...], bits: int
     ) -> "CompressedMatrix":
         *stack, num_rows, num_columns = shape
-        scales, size = parts.fetch("weight_scale", FLOATS), num_columns
-        found = {"values": values, "scales": scales}
-        if scales.shape not in ((), (1,)):  # else there is one for all
+        scales = parts.fetch("weight_scale", FLOATS)
+        size = num_columns
+        tensors_by_kind = {"values": values, "scales": scales}
+        if scales.shape not in ((), (1,)):  # otherwise one scale for the matrix
             num_groups = scales.shape[-1]
             scales.check_shape(*stack, num_rows, num_groups)
-            said = next((each for each in self._sizes if -(-num_columns // each) == num_groups), None)
-            size = find_group_size(scales, num_groups, num_columns, said, is_fixed=False)
+            given = next((each for each in self._sizes if -(-num_columns // each) == num_groups), None)
+            size = find_group_size(scales, num_groups, num_columns, given, is_fixed=False)
         if parts.has("weight_zero_point"):
-            found["zeros"] = _fetch_zeros(parts, scales, bits)
+            tensors_by_kind["zeros"] = _fetch_zeros(parts, scales, bits)
         if parts.has("weight_g_idx"):
-            found["g_idx"] = parts.fetch("weight_g_idx", INTEGERS)
-            found["g_idx"].check_shape(*stack, num_columns)
+            tensors_by_kind["g_idx"] = parts.fetch("weight_g_idx", INTEGERS)
+            tensors_by_kind["g_idx"].check_shape(*stack, num_columns)
         is_packed = values.dtype in WORDS
         dtype, offset = (torch.uint8, 1 << (bits - 1)) if is_packed else (torch.int8, 0)
-        grouping = Grouping(bits, size, dtype, is_packed or "zeros" in found, offset)
-        return CompressedMatrix(found, shape, grouping)
+        grouping = Grouping(bits, size, dtype, is_packed or "zeros" in tensors_by_kind, offset)
+        return CompressedMatrix(tensors_by_kind, shape, grouping)
 
 
 class CompressedMatrix(GroupedMatrix):
@@ -114,13 +114,14 @@ class CompressedMatrix(GroupedMatrix):
         return read_values(lambda words: self.read_part("values", rows, words), self.bits, columns)
 
     def _check_range(self, values: Tensor) -> None:
-        """Raise WeightsError unless integers have as many bits as the settings say: products keep no more."""
-        most = (1 << (self.bits - 1)) - 1
+        """Raise WeightsError if an integer exceeds the bits in the settings, because products drop higher
+        bits."""
+        largest = (1 << (self.bits - 1)) - 1
         if values.numel():
             for bound in map(int, values.aminmax()):
-                if not -most - 1 <= bound <= most:
+                if not -largest - 1 <= bound <= largest:
                     raise WeightsError(
-                        f"{self.label} has {bound}, which is no signed integer of {self.bits} bits"
+                        f"{self.label} has {bound}, which is not a signed integer of {self.bits} bits"
                     )
 
     def _read_scales(self, rows: range, groups: range) -> Tensor:
@@ -134,7 +135,7 @@ class CompressedMatrix(GroupedMatrix):
         return self._read_groups("zeros", rows, groups).int() + self.grouping.offset
 
     def _read_groups(self, end: str, rows: range, groups: range) -> Tensor:
-        """Return a number for each row and group, of which there may be only one."""
+        """Return a number for each row and group. The tensor may hold one number for all."""
         stored = self.parts[end]
         if len(stored.shape) < 2:
             return stored.read().flatten().expand(len(rows), len(groups))
@@ -148,8 +149,8 @@ def _list_groups(settings: QuantizationSettings) -> Iterator[QuantizationSetting
 
 
 def _find_block(weights: QuantizationSettings) -> Block | None:
-    """Return the numbers of rows and columns that share a scale, if they are neither whole rows nor a matrix.
-    Raises WeightsError."""
+    """Return the rows and columns that share a scale, or None if rows or the matrix do. Raises
+    WeightsError."""
     columns = weights.group_size("group_size") or 0
     return weights.pair("block_structure") or ((1, columns) if columns > 0 else None)
 

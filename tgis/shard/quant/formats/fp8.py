@@ -1,5 +1,5 @@
-"""Formats `fp8` and `fbgemm_fp8`: weights as floats of 8 bits, e4m3, and scales that multiply them. A scale
-is shared by a matrix, by a row, or by a block of some rows and columns."""
+"""Formats `fp8` and `fbgemm_fp8`: weights as 8-bit floats (e4m3) with one scale per matrix, row or block of
+rows and columns."""
 
 import torch
 
@@ -10,11 +10,11 @@ from tgis.shard.checkpoint.tensors import DTYPES, FileTensor, StoredTensor, Weig
 from tgis.shard.quant.formats.settings import QuantizationSettings
 
 E4M3 = torch.float8_e4m3fn
-# Scales of blocks have a name of their own. Despite it they are no inverses.
+# Scales of blocks have the second name, although they are not inverses.
 _SCALES = ("weight_scale", "weight_scale_inv")
 
 Block = tuple[int, int]
-"""Numbers of rows and of columns that share a scale."""
+"""Numbers of rows and columns that share a scale."""
 
 
 class Fp8:
@@ -30,27 +30,29 @@ class Fp8:
 
 
 def open_float8(tensors: Tensors, module: str, block: Block | None) -> StoredTensor | None:
-    """Return a module's weight, or None if it is not stored as floats of 8 bits. `block` is that of scales
-    which are neither one for all nor one for each row. Raises WeightsError."""
+    """Return a module's weight, or None if it is not stored as 8-bit floats. `block` applies to scales that
+    are neither per matrix nor per row. Raises WeightsError."""
     if f"{module}.weight" not in tensors:
         return None
     weight = tensors.fetch_any(f"{module}.weight")
     if weight.dtype != E4M3 or len(weight.shape) < 2:
         return None
     names = [f"{module}.{end}" for end in _SCALES]
-    found = next((name for name in names if name in tensors), None)
-    if found is None:
+    scales_name = next((name for name in names if name in tensors), None)
+    if scales_name is None:
         raise WeightsError(f"{weight.label} has no scales: there is neither {names[0]} nor {names[1]}")
-    scales = tensors.fetch_any(found)
+    scales = tensors.fetch_any(scales_name)
     scales.check_type(*DTYPES.values())
     return Float8Matrix(weight, scales, block)
 
 
 class Float8Matrix(CodeMatrix):
-    """Matrix, or a stack of them for experts, whose scales are a stack too."""
+    """Matrix, or a stack of experts' matrices with a stack of scales."""
 
     def __init__(self, weight: FileTensor, scales: FileTensor, block: Block | None):
-        self._weight, self._scales, self._asked = weight, scales, block
+        self._weight = weight
+        self._scales = scales
+        self._asked = block
         self._block = _find_block(weight, scales, block)
         columns = self._block[1]
         group = columns if columns < weight.shape[-1] else None
@@ -69,7 +71,7 @@ class Float8Matrix(CodeMatrix):
 
 
 def _find_block(weight: FileTensor, scales: FileTensor, block: Block | None) -> Block:
-    """Return the block of a matrix's scales by their shape. Raises WeightsError."""
+    """Infer the block of a matrix's scales from their shape. Raises WeightsError."""
     *stack, height, width = weight.shape
     whole, row = (height, width), (1, width)
     known = {(): whole, (1,): whole, (1, 1): whole, (height,): row, (height, 1): row}

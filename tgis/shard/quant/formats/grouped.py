@@ -1,5 +1,5 @@
-"""Weights as integers, whose columns share scales and zeros in groups: what GPTQ, AWQ, Marlin and
-compressed-tensors have in common."""
+"""Integer weights whose columns share scales and zeros in groups: common code of GPTQ, AWQ, Marlin and
+compressed-tensors."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -23,19 +23,22 @@ WORDS = (torch.int32,)
 class Grouping:
     bits: int
     size: int  # columns of a group
-    dtype: torch.dtype = torch.uint8  # of values
+    dtype: torch.dtype = torch.uint8  # type of the values
     has_zeros: bool = True
-    offset: int = 0  # that is added to stored zeros
+    offset: int = 0  # added to stored zeros
 
 
 class GroupedMatrix(CodeMatrix):
-    """Weight [out_features, in_features], or a stack of such matrices. `parts` are its tensors by the ends of
-    their names: first the values, and "g_idx" if the groups may not be those of adjacent columns."""
+    """Weight [out_features, in_features], or a stack of such matrices. `parts` are its tensors by the suffix
+    of their names. The first holds the values; "g_idx" is present if groups may not be adjacent columns."""
 
     def __init__(self, parts: Mapping[str, FileTensor], shape: tuple[int, ...], grouping: Grouping):
-        self.parts, self.grouping, self.bits = parts, grouping, grouping.bits
+        self.parts = parts
+        self.grouping = grouping
+        self.bits = grouping.bits
         self.num_groups = -(-shape[-1] // grouping.size)
-        has_order = "g_idx" in parts and len(parts["g_idx"].shape) == 1  # else it is a stack's
+        # The entries of a stack read their own order.
+        has_order = "g_idx" in parts and len(parts["g_idx"].shape) == 1
         self._group_of = self._read_order(parts["g_idx"], shape[-1]) if has_order else None
         is_reordered = self._group_of is not None
         size = None if is_reordered or self.num_groups == 1 else grouping.size
@@ -73,21 +76,22 @@ class GroupedMatrix(CodeMatrix):
         """Return integers, [num_rows, num_groups]."""
 
     def _read_order(self, stored: FileTensor, num_columns: int) -> Tensor | None:
-        """Return the groups of columns, int64 [num_columns], unless they are those of adjacent columns."""
-        group_of, adjacent = stored.read().long(), torch.arange(num_columns) // self.grouping.size
-        # Packers leave zeros, or minus ones, where columns keep their order.
+        """Return the group of each column, int64 [num_columns], or None if groups are adjacent columns."""
+        group_of = stored.read().long()
+        adjacent = torch.arange(num_columns) // self.grouping.size
+        # Some packers write zeros or minus ones if the columns are not reordered.
         if torch.equal(group_of, adjacent) or not group_of.any() or (group_of == -1).all():
             return None
-        least, most = (int(bound) for bound in group_of.aminmax())
-        if least < 0 or most >= self.num_groups:
-            found = least if least < 0 else most
-            raise WeightsError(f"{stored.label} names group {found}, and there are {self.num_groups} groups")
+        least, largest = (int(bound) for bound in group_of.aminmax())
+        if least < 0 or largest >= self.num_groups:
+            outside = least if least < 0 else largest
+            raise WeightsError(f"{stored.label} refers to group {outside} of {self.num_groups}")
         return group_of
 
 
 @dataclass(frozen=True)
 class ModuleParts:
-    """Tensors of a module, which is quantized if it has `first`, the one with the values."""
+    """Tensors of a module. It is quantized if it has `first`, the tensor with the values."""
 
     tensors: Tensors
     module: str
@@ -97,35 +101,35 @@ class ModuleParts:
         return f"{self.module}.{end}" in self.tensors
 
     def fetch_values(self, *dtypes: torch.dtype) -> FileTensor:
-        """Return the tensor with the values: a matrix or a stack of matrices. Raises WeightsError."""
-        found = self.tensors.fetch_any(f"{self.module}.{self.first}")
-        found.check_type(*dtypes)
-        if len(found.shape) < 2 or not all(found.shape):
-            raise WeightsError(f"{found.label} has shape {list(found.shape)}, expected a matrix")
-        return found
+        """Return the values: a matrix or a stack of matrices. Raises WeightsError."""
+        values = self.tensors.fetch_any(f"{self.module}.{self.first}")
+        values.check_type(*dtypes)
+        if len(values.shape) < 2 or not all(values.shape):
+            raise WeightsError(f"{values.label} has shape {list(values.shape)}, expected a matrix")
+        return values
 
     def fetch(self, end: str, dtypes: tuple[torch.dtype, ...], num_axes: int | None = None) -> FileTensor:
-        """Return a tensor that a quantized module must have. Raises WeightsError."""
+        """Return a required tensor of a quantized module. Raises WeightsError."""
         name = f"{self.module}.{end}"
         if name not in self.tensors:
             label = self.tensors.fetch_any(f"{self.module}.{self.first}").label
-            raise WeightsError(f"{label} is of no use without {name}, which is missing")
-        found = self.tensors.fetch_any(name)
-        found.check_type(*dtypes)
-        if num_axes is not None and len(found.shape) != num_axes:
-            raise WeightsError(f"{found.label} has shape {list(found.shape)}, expected {num_axes} axes")
-        return found
+            raise WeightsError(f"{label} needs {name}, which is missing")
+        tensor = self.tensors.fetch_any(name)
+        tensor.check_type(*dtypes)
+        if num_axes is not None and len(tensor.shape) != num_axes:
+            raise WeightsError(f"{tensor.label} has shape {list(tensor.shape)}, expected {num_axes} axes")
+        return tensor
 
 
 def find_group_size(
-    scales: FileTensor, num_groups: int, num_columns: int, said: int | None, is_fixed: bool
+    scales: FileTensor, num_groups: int, num_columns: int, given: int | None, is_fixed: bool
 ) -> int:
-    """Return the columns of a group: as many as the settings say, or, if they do not fit and are not fixed,
-    as the number of groups implies. Raises WeightsError."""
-    size = num_columns if said is not None and said <= 0 else said
+    """Return the number of columns of a group: `given` by the settings or, if that does not fit and is not
+    fixed, the one that the number of groups implies. Raises WeightsError."""
+    size = num_columns if given is not None and given <= 0 else given
     if size and -(-num_columns // size) == num_groups:
         return size
     if (size and is_fixed) or num_groups < 1 or num_columns < 1 or num_columns % num_groups:
-        kind = f"groups of {size} by the checkpoint's settings" if size else "groups of one size"
+        kind = f"groups of {size} by the checkpoint's settings" if size else "groups of equal size"
         raise WeightsError(f"{scales.label} has {num_groups} groups, but {num_columns} columns are in {kind}")
     return num_columns // num_groups

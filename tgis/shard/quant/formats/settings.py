@@ -1,4 +1,4 @@
-"""Settings of quantized checkpoints. They are in config.json, in a file of their own, or in tensors."""
+"""Settings of quantized checkpoints, which are in config.json, in a separate file, or in tensors."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,19 +12,20 @@ SERVED = (
     "serve a GPTQ, AWQ, compressed-tensors, fp8 or bitsandbytes checkpoint of this model, or the original "
     "with --quantize"
 )
-# Files that AutoGPTQ and AutoAWQ write, with their methods.
+# Files that AutoGPTQ and AutoAWQ write -> method.
 _OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 MAX_GROUP_SIZE = (1 << 31) - 1
-# Tensors of one element each that TGIS writes instead.
+# Tensors of one element that TGIS writes instead.
 _TENSORS = {"bits": "gptq_bits", "group_size": "gptq_groupsize"}
 
 
 class QuantizationSettings(Mapping[str, Any]):
-    """Settings by the names that the packers give them. Getters raise WeightsError, with the place of the
-    settings, for a value of a wrong type."""
+    """Settings by the names in the checkpoint. Getters raise WeightsError, which names the place of the
+    settings, if a value has the wrong type."""
 
     def __init__(self, values: Mapping[str, Any], place: str, method: str = ""):
-        self._values, self.place = values, place
+        self._values = values
+        self.place = place
         self.method = self.text("quant_method", method)
         is_marlin = self.flag("is_marlin_format") or self.text("checkpoint_format", "") == "marlin"
         if self.method == "gptq" and is_marlin:
@@ -40,14 +41,14 @@ class QuantizationSettings(Mapping[str, Any]):
         return len(self._values)
 
     def text(self, key: str, default: str) -> str:
-        """Return a text in lower case."""
+        """Return a string in lower case."""
         value = self.get(key) or default
         if not isinstance(value, str):
             self.refuse(f"{key} {value!r} is not a text")
         return value.lower()
 
     def number(self, *keys: str) -> int | None:
-        """Return the integer under the first of the keys that is there."""
+        """Return the integer at the first key that is present."""
         key = next((key for key in keys if self.get(key) is not None), keys[0])
         value = self.get(key)
         if value is not None and type(value) is not int:
@@ -77,7 +78,7 @@ class QuantizationSettings(Mapping[str, Any]):
         return value
 
     def section(self, key: str) -> "QuantizationSettings":
-        """Return the settings under a key; empty if there are none."""
+        """Return the nested settings at a key, or empty ones."""
         value = self.get(key) or {}
         if not isinstance(value, dict):
             self.refuse(f"{key} is not an object")
@@ -88,13 +89,14 @@ class QuantizationSettings(Mapping[str, Any]):
 
 
 def read_settings(config: Mapping[str, Any], directory: Path) -> QuantizationSettings | None:
-    """Return the settings of the checkpoint in `directory` with this config.json; None if it is not
-    quantized. Raises ModelNotFoundError and WeightsError."""
+    """Return the settings of the quantized checkpoint in `directory`, or None if it is not quantized.
+
+    Raises ModelNotFoundError and WeightsError."""
     text = config.get("text_config")
     for place in (config, text if isinstance(text, dict) else {}):
         for key in ("quantization_config", "compression_config"):
-            if found := place.get(key):
-                return _from_config(found, f"{directory / 'config.json'}: {key}")
+            if values := place.get(key):
+                return _from_config(values, f"{directory / 'config.json'}: {key}")
     for name, method in _OWN_FILES.items():
         if values := model_files.read_json(directory, name):
             return QuantizationSettings(values, str(directory / name), method)
@@ -104,7 +106,7 @@ def read_settings(config: Mapping[str, Any], directory: Path) -> QuantizationSet
 def _from_config(values: object, place: str) -> QuantizationSettings:
     if not isinstance(values, dict):
         raise WeightsError(f"{place} is not an object")
-    # Early releases of transformers wrote no method for bitsandbytes, the only one that they knew.
+    # Early releases of transformers supported only bitsandbytes and wrote no method.
     is_early = values.get("load_in_8bit") or values.get("load_in_4bit")
     return QuantizationSettings(values, place, "bitsandbytes" if is_early else "")
 
@@ -120,8 +122,8 @@ def _from_tensors(directory: Path) -> QuantizationSettings | None:
 
 
 def _read_number(checkpoint: Checkpoint, name: str) -> int:
-    found = checkpoint.fetch_any(name)
-    value = found.read().flatten()
+    tensor = checkpoint.fetch_any(name)
+    value = tensor.read().flatten()
     if len(value) != 1 or value.is_floating_point():
-        raise WeightsError(f"{found.label} is not a single integer")
+        raise WeightsError(f"{tensor.label} is not a single integer")
     return int(value)

@@ -1,5 +1,5 @@
-"""Unpacks integers of 2, 3, 4 or 8 bits from words of 32 bits. They lie one after the other from the lowest
-bit of the first word on; of 3 bits, some lie across two words."""
+"""Unpacks integers of 2, 3, 4 or 8 bits from words of 32 bits. They are packed without gaps, the first in the
+lowest bits of the first word. Integers of 3 bits may extend over two words."""
 
 from collections.abc import Callable, Sequence
 from math import gcd, prod
@@ -16,20 +16,21 @@ def count_words(num_values: int, bits: int) -> int:
 
 
 def read_values(read: Callable[[range], Tensor], bits: int, part: range, order: Sequence[int] = ()) -> Tensor:
-    """Return the values `part`, uint8 [num_rows, num_values]. `read` returns words, int32 [num_rows,
-    num_words]."""
-    period = 32 // gcd(32, bits)  # values after which a word begins
-    first, last = part.start // period, -(-part.stop // period)
+    """Return the values in the range `part`, uint8 [num_rows, num_values]. `read` returns a range of words,
+    int32 [num_rows, num_words]."""
+    period = 32 // gcd(32, bits)  # number of values after which one begins at a word
+    first = part.start // period
+    last = -(-part.stop // period)
     words = read(range(first * bits * period // 32, last * bits * period // 32))
     values = unpack(words, bits, order)
     return values[:, part.start - first * period :][:, : len(part)]
 
 
 def unpack(words: Tensor, bits: int, order: Sequence[int] = ()) -> Tensor:
-    """Unpack all values of words, int32 [num_rows, num_words] -> uint8 [num_rows, num_values]. With an order,
-    value i of a word is in its place `order[i]`."""
-    num_bytes = 4 if order else bits // gcd(bits, 8)  # after as many, a value begins with a byte again
-    # The lowest byte comes first, on all processors that we serve on.
+    """Unpack words, int32 [num_rows, num_words], to values, uint8 [num_rows, num_values]. With `order`, value
+    i of a word is at position `order[i]`."""
+    num_bytes = 4 if order else bits // gcd(bits, 8)  # number of bytes after which a value begins at a byte
+    # All supported processors are little-endian.
     rows = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     padding = -rows.shape[1] % num_bytes
     units = F.pad(rows, (0, padding)).view(len(rows), (rows.shape[1] + padding) // num_bytes, num_bytes)
@@ -41,8 +42,8 @@ def unpack(words: Tensor, bits: int, order: Sequence[int] = ()) -> Tensor:
 def count_weights(
     name: str, shape: tuple[int, ...], words: str, others: tuple[str, ...], bits: int
 ) -> int | None:
-    """Return the weights in a tensor of a format whose words have a name that ends with `words`: 0 for
-    `others`, None for a tensor that is not of the format."""
+    """Return the number of weights in a tensor of a packed format: 0 if its suffix is in `others`, None if
+    the tensor does not belong to the format. `words` is the suffix of tensors with values."""
     end = name.rpartition(".")[2]
     if end == words:
         return prod(shape) * 32 // bits
@@ -50,7 +51,7 @@ def count_weights(
 
 
 def _extract(units: Tensor, first_bit: int, bits: int) -> Tensor:
-    """Return the value that begins at a bit of each unit, uint8 [num_rows, num_units, num_bytes]."""
+    """Return the value at `first_bit` of each unit, uint8 [num_rows, num_units, num_bytes]."""
     index, shift = divmod(first_bit, 8)
     value = units[:, :, index] >> shift
     if shift + bits > 8:

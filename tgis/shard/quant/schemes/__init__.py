@@ -1,1 +1,1 @@
-"""Schemes, which round the weights of a model when they are read."""
+"""Schemes that quantize the weights of a model while loading."""

@@ -1,5 +1,5 @@
-"""The scheme that rounds linear layers to 4 bits when they are read, and what is sensitive, the head and the
-embedding to 8 bits. Activations and the routers of experts stay as they are."""
+"""Scheme `int4`: 4 bits for linear layers; 8 bits for sensitive weights, the head and the embedding. Routers
+of experts and activations are not quantized."""
 
 from functools import partial
 
@@ -23,7 +23,7 @@ class Int4:
 
     @property
     def bytes_per_weight(self) -> float:
-        """Bytes where a fifth of the weights is sensitive, as in models of dozens of layers."""
+        """Bytes per weight if a fifth of the weights is sensitive, as in models with dozens of layers."""
         return 0.8 * LAYOUT.bytes_per_weight + 0.2 * SENSITIVE_LAYOUT.bytes_per_weight
 
     def encode(self, role: MatrixRole, stored: Stored) -> Stored:

@@ -1,5 +1,5 @@
-"""The scheme that rounds linear layers and the head to 8 bits when they are read. GROUP adjacent values of a
-row share a scale: the group's largest magnitude over 127. Activations are rounded too, by the products."""
+"""Scheme `int8`: 8 bits for linear layers and the head. GROUP adjacent values of a row share a scale, their
+largest magnitude divided by 127. Products also round activations to 8 bits."""
 
 import torch
 from torch import Tensor
@@ -14,18 +14,22 @@ LAYOUT = CodeLayout(torch.int8, 8, GROUP, rounds_activations=True)
 
 
 class Int8:
-    layout, table_layout, bytes_per_weight = LAYOUT, None, LAYOUT.bytes_per_weight
+    layout = LAYOUT
+    table_layout = None
+    bytes_per_weight = LAYOUT.bytes_per_weight
 
     def encode(self, role: MatrixRole, stored: Stored) -> Stored:
         return Rounded(stored) if role in ("linear", "sensitive", "head") else stored
 
 
 class Rounded:
-    """View of a matrix whose weights are rounded. The groups of a part begin at its first column, so that a
-    rank's part is rounded by itself."""
+    """View of a matrix that rounds its weights. The groups of a part begin at the part's first column, so
+    that each rank rounds its part by itself."""
 
     def __init__(self, stored: Stored):
-        self._stored, self.shape, self.label = stored, stored.shape, stored.label
+        self._stored = stored
+        self.shape = stored.shape
+        self.label = stored.label
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         return self.codes(rows, columns).dequantize()

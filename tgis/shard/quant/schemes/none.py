@@ -1,4 +1,4 @@
-"""The scheme that holds weights as the checkpoint has them."""
+"""Scheme `none`: weights stay as they are in the checkpoint."""
 
 from tgis.shard.checkpoint.tensors import Stored
 from tgis.shard.quant.interface import MatrixRole
@@ -6,7 +6,7 @@ from tgis.shard.quant.interface import MatrixRole
 
 class Unquantized:
     layout = table_layout = None
-    bytes_per_weight = 0.0  # that the scheme changes
+    bytes_per_weight = 0.0  # no weights are quantized
 
     def encode(self, role: MatrixRole, stored: Stored) -> Stored:
         return stored

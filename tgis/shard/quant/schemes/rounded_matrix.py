@@ -1,4 +1,4 @@
-"""View of a matrix whose weights are rounded when they are read."""
+"""View of a matrix that rounds weights when they are read."""
 
 from tgis.shard.checkpoint.code_matrix import CodeMatrix, as_slice
 from tgis.shard.checkpoint.codes import CodeLayout, Codes
@@ -7,12 +7,13 @@ from tgis.shard.quant.schemes.rounding import Rounding
 
 
 class RoundedMatrix(CodeMatrix):
-    """View of a matrix whose weights are rounded. Groups are those of the whole matrix: of any number of
-    ranks, each has its part of the same weights."""
+    """View of a matrix that rounds its weights. Groups are those of the whole matrix, so the rounded weights
+    do not depend on the number of ranks."""
 
     def __init__(self, stored: Stored, layout: CodeLayout, rounding: Rounding):
         super().__init__(stored.shape, stored.label, layout)
-        self._stored, self._round = stored, rounding
+        self._stored = stored
+        self._round = rounding
 
     def take(self, rows: range, columns: range) -> Codes:
         if self._layout.group is not None:

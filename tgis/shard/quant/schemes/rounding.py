@@ -1,5 +1,5 @@
 """Rounding of weights to codes. Groups of adjacent values of a row, or whole rows, share a scale. A group
-with a number that is not finite has the scale NaN; one whose largest magnitude is tiny becomes zeros."""
+that contains infinity or NaN has scale NaN; a group with only tiny magnitudes becomes zeros."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tgis.shard.checkpoint.codes import CodeLayout, Codes
 
-# Rounds weights of any float type, [num_rows, num_columns], whose groups begin at the first column.
+# Rounds weights of any float type, [num_rows, num_columns]. Groups begin at the first column.
 Rounding = Callable[[Tensor, CodeLayout], Codes]
 
 _TINY = 1e-30  # groups whose largest magnitude is smaller become zeros
@@ -17,25 +17,27 @@ _ZERO, _ONE, _NAN = torch.tensor(0.0), torch.tensor(1.0), torch.tensor(float("na
 
 
 def round_to_integers(weights: Tensor, layout: CodeLayout, num_steps: float) -> Codes:
-    """Round to integers of `layout.bits` bits: a scale is the group's largest magnitude over `num_steps`.
-    Values divided by the scale are rounded half to even."""
+    """Round to integers of `layout.bits` bits, half to even. A scale is the group's largest magnitude divided
+    by `num_steps`."""
     groups, magnitudes, largest = _split(weights, layout)
-    steps, most = torch.tensor(num_steps), 1 << (layout.bits - 1)
-    values = torch.mul(groups, _divide(steps, largest), out=magnitudes).round_().clamp_(-most, most - 1)
+    steps = torch.tensor(num_steps)
+    bound = 1 << (layout.bits - 1)
+    values = torch.mul(groups, _divide(steps, largest), out=magnitudes).round_().clamp_(-bound, bound - 1)
     return _join(weights, layout, values.to(layout.dtype), largest / steps)
 
 
 def round_to_floats(weights: Tensor, layout: CodeLayout) -> Codes:
-    """Round to floats of 8 bits, half to even: a scale is the group's largest magnitude over theirs."""
+    """Round to 8-bit floats, half to even. A scale is the group's largest magnitude divided by the largest
+    float."""
     groups, magnitudes, largest = _split(weights, layout)
-    most = torch.tensor(torch.finfo(layout.dtype).max)
-    scales = largest / most
+    largest_float = torch.tensor(torch.finfo(layout.dtype).max)
+    scales = largest / largest_float
     values = torch.div(groups, torch.where(scales > 0, scales, _ONE), out=magnitudes)
     return _join(weights, layout, values.to(layout.dtype), scales)
 
 
 def round_to_table(weights: Tensor, layout: CodeLayout) -> Codes:
-    """Round to the nearest numbers of `layout.table`, within -1 to 1, the lower one if two are as near: a
+    """Round to the nearest values of `layout.table`, which are within -1 to 1; ties go to the lower value. A
     scale is the group's largest magnitude."""
     groups, magnitudes, largest = _split(weights, layout)
     table, order = torch.tensor(layout.table).sort(stable=True)
@@ -49,7 +51,7 @@ def round_to_table(weights: Tensor, layout: CodeLayout) -> Codes:
 
 def _split(weights: Tensor, layout: CodeLayout) -> tuple[Tensor, Tensor, Tensor]:
     """Return weights and magnitudes, float32 [num_rows, num_groups, group], and the groups' largest
-    magnitudes, [num_rows, num_groups, 1]. The last group is filled up with zeros."""
+    magnitudes, [num_rows, num_groups, 1]. The last group is zero-padded."""
     group = layout.group or weights.shape[1]
     padded = F.pad(weights, (0, -weights.shape[1] % group)).float()
     groups = padded.view(len(weights), padded.shape[1] // group, group)

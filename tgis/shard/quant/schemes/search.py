@@ -1,6 +1,6 @@
-"""Rounding to integers of few bits with a scale and an offset for each group, which are searched: those of
-the ranges of codes, the group's own and narrower ones, that give the least squared error, as linear
-regression of the weights on their codes finds them."""
+"""Rounding to integers of few bits with a scale and an offset per group. A search tries several ranges of
+values, the group's own range and narrower ones. For each, it fits scale and offset by linear regression of
+the weights on their codes, and it keeps the fit with the least squared error."""
 
 import torch
 import torch.nn.functional as F
@@ -9,14 +9,14 @@ from torch import Tensor
 from tgis.shard.checkpoint.codes import CodeLayout, Codes
 
 RANGES = (1.0, 0.95, 0.9, 0.85)
-"""Widths of the ranges that are tried, in widths of a group's own."""
-_CHUNK = 1 << 17  # weights that are searched at a time, which a core's cache holds with what is computed
+"""Widths of the ranges that are tried, relative to the group's own range."""
+_CHUNK = 1 << 17  # weights per pass, so that operands and results fit a core's cache
 _TINY = 1e-30  # groups whose largest magnitude is smaller become zeros
 
 
 def round_with_offsets(weights: Tensor, layout: CodeLayout) -> Codes:
-    """Round weights [num_rows, num_columns] of any float type to signed codes. A group with a number that is
-    not finite has the scale NaN. The last group of a row is filled up with its last weight."""
+    """Round weights [num_rows, num_columns] of any float type to signed codes. A group that contains infinity
+    or NaN has scale NaN. The last group of a row is padded with the row's last weight."""
     num_rows, num_columns = weights.shape
     group = layout.group or num_columns
     if num_columns % group:
@@ -29,7 +29,7 @@ def round_with_offsets(weights: Tensor, layout: CodeLayout) -> Codes:
     for first in range(0, len(groups), count):
         chunk = groups[first : first + count]
         part = slice(first, first + len(chunk))
-        # Groups are columns here, so that sums over a group add whole vectors.
+        # Groups are columns here, so that sums over a group are vectorised.
         x, codes, products = memory.flatten(1)[:, : chunk.numel()].view(3, group, len(chunk))
         x.copy_(chunk.T)
         scales[part], offsets[part] = _search(x, layout.bits, codes, products)
@@ -41,19 +41,22 @@ def round_with_offsets(weights: Tensor, layout: CodeLayout) -> Codes:
 
 
 def _search(x: Tensor, bits: int, codes: Tensor, products: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scales and offsets, numbers of float16, of groups, [group, num_groups], whose codes are written
-    to `codes`. `products` is scratch memory, because new memory would take most of the time."""
+    """Return scales and offsets, rounded to float16, of groups x, [group, num_groups], and write their codes
+    to `codes`. `products` is scratch memory, because allocating it would take most of the time."""
     low, high = x.amin(0), x.amax(0)
-    is_finite, middle = (high - low).isfinite(), (low + high) / 2
-    least, scale, offset = torch.full_like(low, torch.inf), torch.zeros_like(low), middle
+    is_finite = (high - low).isfinite()
+    middle = (low + high) / 2
+    least_error = torch.full_like(low, torch.inf)
+    scale = torch.zeros_like(low)
+    offset = middle
     for width in RANGES:
         step = (high - low) * (width / ((1 << bits) - 1))
-        # Codes are as many below -1/2 as above.
+        # The range of codes is symmetric around -1/2.
         _round(x, step, middle + step / 2, bits, codes)
-        error, *found = _fit(x, codes, products)
-        is_better = error < least
-        least = torch.where(is_better, error, least)
-        scale, offset = (torch.where(is_better, *pair) for pair in zip(found, (scale, offset), strict=True))
+        error, *fit = _fit(x, codes, products)
+        is_better = error < least_error
+        least_error = torch.where(is_better, error, least_error)
+        scale, offset = (torch.where(is_better, *pair) for pair in zip(fit, (scale, offset), strict=True))
     is_zero = torch.maximum(low.abs(), high.abs()) < _TINY
     scale, offset = (torch.where(is_zero, 0.0, each).half().float() for each in (scale, offset))
     scale = torch.where(is_finite & offset.isfinite(), scale, torch.nan)
@@ -62,15 +65,15 @@ def _search(x: Tensor, bits: int, codes: Tensor, products: Tensor) -> tuple[Tens
 
 
 def _round(x: Tensor, scale: Tensor, offset: Tensor, bits: int, codes: Tensor) -> None:
-    """Write the codes, as floats, whose numbers are nearest to x. Those of the scale 0 are 0."""
-    most = 1 << (bits - 1)
+    """Write the codes nearest to x, as floats. Codes of groups with scale 0 are 0."""
+    bound = 1 << (bits - 1)
     torch.sub(x, offset, out=codes).mul_(torch.where(scale > 0, 1 / scale, 0.0))
-    codes.round_().clamp_(-most, most - 1)
+    codes.round_().clamp_(-bound, bound - 1)
 
 
 def _fit(x: Tensor, codes: Tensor, products: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the least squared error is more than that of each group's mean, and the scale and the
-    offset that have it."""
+    """Fit scale and offset of each group by least squares. Return the squared error minus that of the group's
+    mean, the scale and the offset."""
     count = len(x)
     mean, centre = x.mean(0), codes.mean(0)
     spread = torch.mul(codes, codes, out=products).sum(0) - count * centre * centre

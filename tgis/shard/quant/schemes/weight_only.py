@@ -1,6 +1,6 @@
-"""Schemes that round the weights of linear layers when they are read, and no activations. The head stays as
-it is, as in the libraries whose names they have: nothing after it makes up for its errors. So do the routers
-of experts, where an error chooses another expert, and the tables."""
+"""Schemes that quantize the weights of linear layers, but not activations. The head is not quantized, as in
+the libraries after which the schemes are named, because no later layer corrects its errors. Neither are
+embeddings and routers of experts, where an error selects another expert."""
 
 from functools import partial
 
@@ -22,8 +22,10 @@ from tgis.shard.quant.schemes.rounding import (
 
 class WeightOnly:
     def __init__(self, layout: CodeLayout, rounding: Rounding):
-        self.layout, self._round = layout, rounding
-        self.table_layout, self.bytes_per_weight = None, layout.bytes_per_weight
+        self.layout = layout
+        self._round = rounding
+        self.table_layout = None
+        self.bytes_per_weight = layout.bytes_per_weight
 
     def encode(self, role: MatrixRole, stored: Stored) -> Stored:
         return RoundedMatrix(stored, self.layout, self._round) if role in ("linear", "sensitive") else stored

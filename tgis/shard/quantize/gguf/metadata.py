@@ -1,4 +1,4 @@
-"""Metadata of a GGUF file that describe a model, and the check that they describe all of it."""
+"""Metadata of a GGUF file that describe a model, and the check that nothing is lost."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -28,39 +28,39 @@ from tgis.shard.quantize.settings import QuantizeError
 Value = str | int | float | bool | list[str] | list[int] | list[float]
 Config = Mapping[str, Any]
 
-# By the names of config.json, where they are not those of files.
+# `model_type` of config.json -> name and architecture in GGUF files.
 _MODEL_TYPES: Mapping[str, tuple[str, Architecture]] = {
     "mixtral": ("llama", MIXTRAL),
     "mistral": ("llama", ARCHITECTURES["llama"]),
     **{each.model_type: (name, each) for name, each in ARCHITECTURES.items()},
 }
-# Architectures whose files say more than is written here.
+# Architectures that need metadata which this module does not write.
 _NOT_WRITTEN = ("bloom", "falcon", "mpt")
 WRITTEN = {name: each for name, each in _MODEL_TYPES.items() if each[0] not in _NOT_WRITTEN}
-# Keys of config.json whose numbers files have as they are.
+# Keys of config.json -> metadata keys with the same values.
 _SCALES = {
     "attention_multiplier": "attention.scale",
     "residual_multiplier": "residual_scale",
     "embedding_multiplier": "embedding_scale",
     "logits_scaling": "logit_scale",
 }
-_TOLERANCE = 1e-6  # files have float32 numbers
+_TOLERANCE = 1e-6  # metadata are float32
 
 
 def find_written(directory: Path, config: Config) -> tuple[str, Architecture]:
-    """Return the name and the architecture that a model has in a file. Raises QuantizeError."""
+    """Return the name and the architecture of a model in GGUF files. Raises QuantizeError."""
     model_type = config.get("model_type")
     if model_type not in WRITTEN:
         raise QuantizeError(
-            f"{directory}: models of type {model_type!r} are not written as GGUF; written are: "
+            f"{directory}: models of type {model_type!r} cannot be written as GGUF; supported are: "
             f"{', '.join(sorted(WRITTEN))}"
         )
     return WRITTEN[model_type]
 
 
 def describe_model(name: str, config: Config, spec: DecoderSpec) -> dict[str, Value]:
-    """Return the metadata of an architecture, with the tensors' part of rotary embeddings left out."""
-    of_architecture = {
+    """Return the metadata of an architecture. Some rotary scalings are tensors instead (`rope_factors`)."""
+    metadata = {
         "context_length": model_files.max_sequence_length(config),
         "embedding_length": spec.hidden_size,
         "block_count": spec.num_layers,
@@ -78,8 +78,8 @@ def describe_model(name: str, config: Config, spec: DecoderSpec) -> dict[str, Va
         **{key: float(config[ours]) for ours, key in _SCALES.items() if config.get(ours) is not None},
     }
     if name == "gptneox":
-        of_architecture["use_parallel_residual"] = spec.residual == "parallel"
-    return {f"{name}.{key}": value for key, value in of_architecture.items()}
+        metadata["use_parallel_residual"] = spec.residual == "parallel"
+    return {f"{name}.{key}": value for key, value in metadata.items()}
 
 
 def _feed_forward_length(spec: DecoderSpec) -> int:
@@ -120,7 +120,7 @@ def _describe_scores(spec: DecoderSpec) -> Iterator[tuple[str, Value]]:
 
 
 def rope_factors(rope: Rope | None) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
-    """Return the tensors that files have for some scalings of rotary embeddings, by name."""
+    """Return the tensors, by name, that represent some rotary scalings in GGUF files."""
     scaling = rope.scaling if rope else None
     if rope is not None and isinstance(scaling, Llama3Scaling):
         plain = inverse_frequencies(Rope(rope.dim, rope.theta))
@@ -134,14 +134,14 @@ def rope_factors(rope: Rope | None) -> dict[str, np.ndarray[Any, np.dtype[np.flo
     return {}
 
 
-def check_equal(directory: Path, wanted: DecoderSpec, read_back: Config) -> None:
-    """Check that the configuration that a file stands for is that of the model. Raises QuantizeError."""
-    found = registry.make_spec(read_back)
-    for field in fields(wanted):
-        ours, theirs = getattr(wanted, field.name), getattr(found, field.name)
-        if not _is_equal(ours, theirs):
+def check_equal(directory: Path, expected: DecoderSpec, read_back: Config) -> None:
+    """Check that the configuration read back from a file describes the same model. Raises QuantizeError."""
+    actual = registry.make_spec(read_back)
+    for field in fields(expected):
+        original = getattr(expected, field.name)
+        if not _is_equal(original, getattr(actual, field.name)):
             raise QuantizeError(
-                f"{directory}: {field.name} {ours} of this model cannot be said in a GGUF file of its kind"
+                f"{directory}: {field.name} {original} of this model cannot be represented in a GGUF file"
             )
 
 
@@ -156,7 +156,7 @@ def _is_equal(first: Any, second: Any) -> bool:
 
 
 def _is_equal_rope(first: Rope, second: Rope) -> bool:
-    """Compare the angles: a list of factors stands for several scalings."""
+    """Compare frequencies and amplitudes, because a list of factors may represent several scalings."""
     if first.dim != second.dim or any(isinstance(x.scaling, DynamicScaling) for x in (first, second)):
         return False
     angles, others = (inverse_frequencies(each).expand(2, -1) for each in (first, second))

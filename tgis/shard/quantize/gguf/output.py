@@ -43,16 +43,15 @@ _TYPES = {
 
 
 def write_gguf(directory: Path, output: Path, kind: GgufKind) -> str:
-    """Write the model in a directory to the file `output`; return a message. Raises QuantizeError,
-    ConversionError, UnsupportedModelError, WeightsError and ModelNotFoundError."""
+    """Write the model in a directory to the file `output` and return a message.
+
+    Raises QuantizeError, ConversionError, UnsupportedModelError, WeightsError and ModelNotFoundError."""
     config = model_files.read_config(directory)
     name, architecture = find_written(directory, config)
-    if (found := read_settings(config, directory)) is not None:
-        raise QuantizeError(
-            f"{found.place}: this model is quantized already; give the one that it was made of"
-        )
+    if (existing := read_settings(config, directory)) is not None:
+        raise QuantizeError(f"{existing.place}: this model is already quantized; use the original model")
     spec = registry.make_spec(config)
-    assert isinstance(spec, DecoderSpec), "architectures that are written are decoders"
+    assert isinstance(spec, DecoderSpec), "GGUF architectures are decoders"
     prefix = getattr(registry.FAMILIES[config["model_type"]], "PREFIX", "")
     checkpoint = SpelledCheckpoint(directory, prefix)
     targets = [
@@ -93,13 +92,14 @@ def _plan_factors(spec: DecoderSpec) -> list[PlannedTensor]:
 
 
 def _check(part: Path, directory: Path, spec: DecoderSpec, targets: Sequence[GgufTarget]) -> None:
-    """Check that a file, some of whose tensors may still be empty, stands for the model. Raises QuantizeError
-    and ConversionError."""
+    """Check that a file represents the model. Its tensors may still be empty.
+
+    Raises QuantizeError and ConversionError."""
     files = open_gguf([part])
     architecture = find_architecture(files)
     check_equal(directory, spec, make_config(files, architecture))
-    wanted = {name for target in targets for name in target.sources}
-    assert {*list_sources(files, architecture.names)} == wanted, "both directions have the same names"
+    expected = {name for target in targets for name in target.sources}
+    assert {*list_sources(files, architecture.names)} == expected, "reading and writing use the same names"
     check_tokenizer(directory, files.metadata)
 
 
@@ -111,8 +111,8 @@ def _write(
     others: Sequence[PlannedTensor],
     check: Callable[[Path], None],
 ) -> None:
-    """Write the header and the tensors of factors, which are part of the configuration; then, if the check
-    raises no error, the other tensors."""
+    """Write the header and the factors, which are part of the configuration. If the check raises no error,
+    write the other tensors."""
     writer = gguf.GGUFWriter(part, architecture)
     for key, value in metadata.items():
         _add(writer, key, value)
@@ -151,10 +151,9 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Value) -> None:
 
 @contextmanager
 def _writing(output: Path) -> Iterator[Path]:
-    """Yield the name that the file has until it is whole. After an error, there is no file. Raises
-    QuantizeError."""
+    """Yield the name of the file while it is incomplete. An error removes it. Raises QuantizeError."""
     if output.exists():
-        raise QuantizeError(f"{output} exists: give another name")
+        raise QuantizeError(f"{output} exists: use another name")
     part = output.with_name(part_name(output.name))
     try:
         yield part

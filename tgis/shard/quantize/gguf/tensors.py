@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file as they are made of a checkpoint's, one matrix at a time."""
+"""Conversion of a checkpoint's tensors to those of a GGUF file, one matrix at a time."""
 
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
@@ -18,16 +18,16 @@ from tgis.shard.quantize.packing import check_weight
 
 Floats = NDArray[np.float32]
 
-# Matrices that few products read and many outputs depend on.
+# Matrices that get 8 bits: they are read rarely, and many outputs depend on them.
 _TABLES = ("token_embd.weight", "output.weight")
-# Matrices that llama.cpp has as floats.
+# Matrices that llama.cpp stores as floats.
 _WIDE = ("ffn_gate_inp.weight", "position_embd.weight")
-_PIECE_BYTES = 64 << 20  # of float32 that are rounded at once
+_PIECE_BYTES = 64 << 20  # float32 values rounded at once
 
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """Tensor of a file. `read` gives its matrices, or the vector, one by one."""
+    """Tensor of a GGUF file. `read` yields its matrices, or the vector."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class PlannedTensor:
         return -(-self.num_bytes // gguf.GGUF_DEFAULT_ALIGNMENT) * gguf.GGUF_DEFAULT_ALIGNMENT
 
     def write(self, file: BinaryIO) -> None:
-        """Write the elements, rounded as llama.cpp's reference does, up to the next tensor's place."""
+        """Write the elements, rounded like llama.cpp's reference, and the padding after them."""
         for matrix in self.read():
             rows = matrix.reshape(-1, matrix.shape[-1])
             step = max(1, _PIECE_BYTES // (4 * rows.shape[1]))
@@ -55,10 +55,11 @@ class PlannedTensor:
 
 
 class SpelledCheckpoint(Container[str]):
-    """Tensors of a directory. Names may have `prefix` although the checkpoint's do not."""
+    """Tensors of a directory. Names may have a prefix that the checkpoint omits."""
 
     def __init__(self, directory: Path, prefix: str):
-        self._checkpoint, self._prefix = Checkpoint(directory), prefix
+        self._checkpoint = Checkpoint(directory)
+        self._prefix = prefix
         self.list_unread = self._checkpoint.list_unread
 
     def __contains__(self, name: object) -> bool:
@@ -73,11 +74,11 @@ class SpelledCheckpoint(Container[str]):
 
 
 def plan_tensor(checkpoint: SpelledCheckpoint, target: GgufTarget, codes: Type) -> PlannedTensor:
-    """Return a tensor whose matrices get the type `codes` if they can be rounded. Raises WeightsError."""
+    """Plan a tensor. Its matrices get the type `codes` if their shapes permit it. Raises WeightsError."""
     sources = [checkpoint.fetch(name) for name in target.sources]
     shape = sources[0].shape
     if any(source.shape != shape for source in sources):
-        raise WeightsError(f"{sources[0].label} and the other experts differ in their shapes")
+        raise WeightsError(f"{sources[0].label} and the other experts have different shapes")
     if target.storage.is_transposed:
         shape = shape[::-1]
     axis = len(shape) - 2 if len(shape) > 1 else 0
@@ -103,12 +104,13 @@ def _choose_type(name: str, shape: tuple[int, ...], codes: Type) -> Type:
 
 def _rearrange(source: FileTensor, target: GgufTarget, axis: int) -> Floats:
     """Return the elements in the file's order."""
-    weight, storage = source.read().float(), target.storage
+    weight = source.read().float()
+    storage = target.storage
     check_weight(weight, source.label)
-    found: Floats = weight.numpy()
+    elements: Floats = weight.numpy()
     if storage.is_transposed:
-        found = found.T
+        elements = elements.T
     if storage.order is not None:
-        found = found[np.argsort(storage.order.index(len(found)))]
-    found = np.split(found, target.count, axis)[target.number]
-    return found + np.float32(storage.added) if storage.added else found
+        elements = elements[np.argsort(storage.order.index(len(elements)))]
+    elements = np.split(elements, target.count, axis)[target.number]
+    return elements + np.float32(storage.added) if storage.added else elements

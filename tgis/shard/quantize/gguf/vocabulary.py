@@ -1,5 +1,5 @@
-"""Metadata of a GGUF file that describe a tokenizer. What the metadata cannot say is refused: the tokenizer
-that they stand for must split a set of texts as the model's own."""
+"""Metadata of a GGUF file that describe a tokenizer. A tokenizer that they cannot represent is refused: the
+one read back must split a set of texts in the same way."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -49,43 +49,49 @@ def describe_tokenizer(directory: Path, vocab_size: int) -> dict[str, Value]:
     """Return the metadata of the tokenizer in a directory. Raises QuantizeError and ModelNotFoundError."""
     tokenizer = _load(directory / FILE)
     content = json.loads(tokenizer.to_str())
-    kind, own = _describe_kind(directory, content)
+    kind, further = _describe_kind(directory, content)
     tokens, types = _list_tokens(tokenizer, content["model"], vocab_size)
     if kind == "llama":
-        own["scores"] = _make_scores(tokens, content["model"]["merges"])
+        further["scores"] = _make_scores(tokens, content["model"]["merges"])
     ends = _describe_ends(directory, tokenizer)
-    found: dict[str, Value] = {"model": kind, "tokens": tokens, "token_type": types, **own, **ends}
-    return {KEY + key: value for key, value in found.items()}
+    metadata: dict[str, Value] = {
+        "model": kind,
+        "tokens": tokens,
+        "token_type": types,
+        **further,
+        **ends,
+    }
+    return {KEY + key: value for key, value in metadata.items()}
 
 
 def check_tokenizer(directory: Path, metadata: Metadata) -> None:
-    """Check that the metadata of a file stand for the tokenizer in a directory. Raises QuantizeError and
+    """Check that metadata represent the tokenizer in a directory. Raises QuantizeError and
     ConversionError."""
     tokenizer, vocabulary = _load(directory / FILE), Vocabulary(metadata)
     read_back = make_tokenizer(vocabulary)
     for text in _list_probes(tokenizer):
         if read_back.encode(text).ids != tokenizer.encode(text).ids:
             raise QuantizeError(
-                f"{directory / FILE}: a GGUF file cannot say how this tokenizer splits {text[:40]!r}"
+                f"{directory / FILE}: a GGUF file cannot represent how this tokenizer splits {text[:40]!r}"
             )
     if metadata.text(KEY + "model") == "llama" and not _has_merges(vocabulary, tokenizer):
         raise QuantizeError(f"{directory / FILE}: the merges are not in the order of a SentencePiece model")
 
 
 def _has_merges(vocabulary: Vocabulary, tokenizer: Tokenizer) -> bool:
-    """Return True if the scores of a vocabulary stand for the tokenizer's merges. Those of control tokens,
-    which SentencePiece never merges, and the order of pairs that make the same token are left out."""
-    derived = list_merges(vocabulary)
+    """Return True if the scores of a vocabulary imply the tokenizer's merges. Ignores merges of control
+    tokens, which SentencePiece never applies, and the order of pairs that form the same token."""
+    implied = list_merges(vocabulary)
     merges = [(first, second) for first, second in json.loads(tokenizer.to_str())["model"]["merges"]]
     merged = {vocabulary.tokens[id] for id, kind in enumerate(vocabulary.types) if kind in MERGED}
     usable = [pair for pair in merges if merged.issuperset((*pair, "".join(pair)))]
-    in_order = (list(dict.fromkeys(map("".join, pairs))) for pairs in (derived, usable))
-    return {*derived} == {*usable} and len({*map(tuple, in_order)}) == 1
+    in_order = (list(dict.fromkeys(map("".join, pairs))) for pairs in (implied, usable))
+    return {*implied} == {*usable} and len({*map(tuple, in_order)}) == 1
 
 
 def _load(path: Path) -> Tokenizer:
     if not path.is_file():
-        raise QuantizeError(f"{path} is missing; text-generation-server convert-to-fast-tokenizer makes one")
+        raise QuantizeError(f"{path} is missing: run text-generation-server convert-to-fast-tokenizer")
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain exceptions
@@ -96,7 +102,7 @@ def _describe_kind(directory: Path, content: Mapping[str, Any]) -> tuple[str, di
     model = content["model"]
     if model["type"] != "BPE":
         raise QuantizeError(
-            f"{directory / FILE}: tokenizers of kind {model['type']} are not written as GGUF; written is BPE"
+            f"{directory / FILE}: tokenizers of type {model['type']} cannot be written as GGUF; only BPE can"
         )
     if model.get("byte_fallback"):
         return "llama", {"add_space_prefix": _has_space_prefix(content)}
@@ -106,13 +112,14 @@ def _describe_kind(directory: Path, content: Mapping[str, Any]) -> tuple[str, di
         if is_same and (splitting.patterns, splitting.is_composed) == (patterns, is_composed):
             return "gpt2", {"pre": name, "merges": [" ".join(merge) for merge in model["merges"]]}
     raise QuantizeError(
-        f"{directory / FILE}: llama.cpp has no name for the way in which this tokenizer splits texts"
+        f"{directory / FILE}: llama.cpp has no name for this tokenizer's way of splitting texts"
     )
 
 
 def _has_space_prefix(content: Mapping[str, Any]) -> bool:
-    """Return True if a space is put before texts: a step of the normalizer, or of the pre-tokenizer."""
-    normalizer, pre_tokenizer = json.dumps(content["normalizer"]), content["pre_tokenizer"] or {}
+    """Return True if the normalizer or the pre-tokenizer prepends a space to texts."""
+    normalizer = json.dumps(content["normalizer"])
+    pre_tokenizer = content["pre_tokenizer"] or {}
     return "Prepend" in normalizer or pre_tokenizer.get("prepend_scheme", "never") != "never"
 
 
@@ -123,15 +130,17 @@ def _is_composed(normalizer: Mapping[str, Any] | None) -> bool:
 def _list_tokens(
     tokenizer: Tokenizer, model: Mapping[str, Any], vocab_size: int
 ) -> tuple[list[str], list[int]]:
-    """Return the tokens and their types. Rows of the embedding that no token has get one that is not used."""
+    """Return the tokens and their types. Rows of the embedding without a token get an unused one."""
     added = tokenizer.get_added_tokens_decoder()
     bytes_of = {f"<0x{value:02X}>" for value in range(NUM_BYTES)} if model.get("byte_fallback") else set()
     texts = {id: token for token, id in tokenizer.get_vocab(with_added_tokens=True).items()}
     tokens, types = [], []
     for id in range(max(vocab_size, len(texts))):
-        token, kind = texts.get(id), NORMAL
+        token = texts.get(id)
+        kind = NORMAL
         if token is None:
-            token, kind = f"[PAD{id}]", UNUSED
+            token = f"[PAD{id}]"
+            kind = UNUSED
         elif id in added:
             kind = CONTROL if added[id].special else USER_DEFINED
         elif token in bytes_of:
@@ -144,7 +153,7 @@ def _list_tokens(
 
 
 def _make_scores(tokens: list[str], merges: list[list[str]]) -> list[float]:
-    """Return scores by which SentencePiece merges in the order of the merges: the lower, the later."""
+    """Return scores with which SentencePiece applies the merges in their order: lower scores come later."""
     first: dict[str, int] = {}
     for number, merge in enumerate(merges):
         first.setdefault("".join(merge), number)
@@ -152,31 +161,31 @@ def _make_scores(tokens: list[str], merges: list[list[str]]) -> list[float]:
 
 
 def _describe_ends(directory: Path, tokenizer: Tokenizer) -> dict[str, Value]:
-    """Return the ids of special tokens, and which of them texts get."""
+    """Return the ids of special tokens, and whether texts get them."""
     settings = model_files.read_json(directory, SETTINGS)
     texts = {name: _text_of(settings.get(name)) for name in SPECIAL}
-    found: dict[str, int] = {
+    ids_by_key: dict[str, int] = {
         SPECIAL[name]: id
         for name, text in texts.items()
         if text is not None and (id := tokenizer.token_to_id(text)) is not None
     }
-    ends = [id for id in model_files.eos_token_ids(directory) if id != found.get("eos_token_id")]
-    found |= dict(zip([key for key in END_KEYS if key not in found], ends, strict=False))
+    ends = [id for id in model_files.eos_token_ids(directory) if id != ids_by_key.get("eos_token_id")]
+    ids_by_key |= dict(zip([key for key in END_KEYS if key not in ids_by_key], ends, strict=False))
     before, after = _list_around(tokenizer)
     for name, ids in (("bos", before), ("eos", after)):
-        if ids not in ([], [found.get(f"{name}_token_id")]):
-            raise QuantizeError(f"{directory / FILE}: texts get the tokens {ids}, which are not {name}_token")
-    return {**found, "add_bos_token": bool(before), "add_eos_token": bool(after)}
+        if ids not in ([], [ids_by_key.get(f"{name}_token_id")]):
+            raise QuantizeError(f"{directory / FILE}: the tokenizer adds {ids}, which are not {name}_token")
+    return {**ids_by_key, "add_bos_token": bool(before), "add_eos_token": bool(after)}
 
 
 def _text_of(token: object) -> str | None:
-    """Return the text of a special token, which settings have as a text or with further fields."""
+    """Return the text of a special token, which settings hold as a string or an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
 
 def _list_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Return the ids that are put before and after a text."""
+    """Return the ids that the tokenizer adds before and after a text."""
     whole, plain = tokenizer.encode("x"), tokenizer.encode("x", add_special_tokens=False)
     flags = whole.special_tokens_mask
     num_before = flags.index(0) if 0 in flags else len(flags)
@@ -190,7 +199,7 @@ def _list_probes(tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def describe_templates(directory: Path) -> dict[str, Value]:
-    """Return the metadata of the chat templates; empty without one. Raises ModelNotFoundError."""
+    """Return the metadata of the chat templates, if any. Raises ModelNotFoundError."""
     templates = _read_templates(directory)
     default = templates.pop("default", None)
     if default is None:
@@ -200,12 +209,12 @@ def describe_templates(directory: Path) -> dict[str, Value]:
 
 
 def _read_templates(directory: Path) -> dict[str, str]:
-    """Return the templates by name. A file of one template is preferred to the settings."""
+    """Return the templates by name. A template file takes precedence over the settings."""
     file, folder = directory / "chat_template.jinja", directory / "additional_chat_templates"
-    found = model_files.read_json(directory, SETTINGS).get("chat_template")
+    templates = model_files.read_json(directory, SETTINGS).get("chat_template")
     if file.is_file():
-        found = file.read_text(encoding="utf-8")
-    if isinstance(found, str):
-        found = [{"name": "default", "template": found}]
-    named = {each["name"]: each["template"] for each in found or ()}
+        templates = file.read_text(encoding="utf-8")
+    if isinstance(templates, str):
+        templates = [{"name": "default", "template": templates}]
+    named = {each["name"]: each["template"] for each in templates or ()}
     return named | {each.stem: each.read_text(encoding="utf-8") for each in sorted(folder.glob("*.jinja"))}

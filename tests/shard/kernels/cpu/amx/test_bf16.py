@@ -1,6 +1,5 @@
-"""Products with bfloat16 arithmetic on AMX tiles, emulated and the processor's: against the manual's rule,
-written with the C library's fused multiply-add, against double precision, and bit for bit the same in any
-company."""
+"""Products with bfloat16 arithmetic on AMX tiles, emulated or real: against the manual's definition with the
+C library's fused multiply-add, against double precision, and with the same bits in every batch."""
 
 import ctypes
 import logging
@@ -25,7 +24,7 @@ from tgis.shard.kernels.cpu.jit.compiler import Kernel
 
 pytestmark = pytest.mark.skipif(panels.PANEL != 32, reason="processors with AMX have AVX-512")
 
-SHAPES = [(1, 1), (33, 7), (1500, 40), (64, 32), (513, 97)]  # inputs, outputs
+SHAPES = [(1, 1), (33, 7), (1500, 40), (64, 32), (513, 97)]  # input and output sizes
 COUNTS = [1, 2, 15, 16, 17, 31, 32, 33, 48, 49, 64, 127, 128, 129, 144, 145]
 
 
@@ -70,22 +69,22 @@ def multiply_by_the_manual(x: Tensor, weight: Tensor) -> npt.NDArray[np.float32]
 
 def test_sums_are_those_of_the_manual(kernel: Kernel) -> None:
     weight, x = torch.randn(35, 530), torch.randn(18, 530)
-    found = pack(weight, kernel)(x)
-    assert np.array_equal(found.numpy(), multiply_by_the_manual(x, weight))
-    assert torch.equal(self_check.multiply_plainly_by_tiles(x, weight), found), "the check at the start"
-    assert not torch.equal(self_check.multiply_plainly(x, weight), found), "one chain is something else"
+    actual = pack(weight, kernel)(x)
+    assert np.array_equal(actual.numpy(), multiply_by_the_manual(x, weight))
+    assert torch.equal(self_check.multiply_plainly_by_tiles(x, weight), actual), "the self-check"
+    assert not torch.equal(self_check.multiply_plainly(x, weight), actual), "one chain gives other bits"
 
 
 def test_tiny_numbers_are_zeros(kernel: Kernel) -> None:
-    """They are as factors, in chains, and as sums of both chains."""
+    """Tiny factors, sums within chains, and sums of both chains are flushed."""
     weight = torch.tensor([[1.0, 1.0], [2.0**-130, 1.0], [1.0, -1.0], [2.0**-30, 2.0**30]])
     x = torch.tensor([[2.0**-127, 1.0], [1.5 * 2.0**-126, 2.0**-126], [2.0**100, 2.0**-100], [1.0, 1.0]])
     assert np.array_equal(pack(weight, kernel)(x).numpy(), multiply_by_the_manual(x, weight))
-    assert pack(weight, kernel)(x)[1, 2] == 0, "2**-127 is left of two sums"
+    assert pack(weight, kernel)(x)[1, 2] == 0, "two sums leave 2**-127"
 
 
 @pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
-def test_rows_are_their_own(kernel: Kernel, in_features: int, out_features: int) -> None:
+def test_rows_are_independent(kernel: Kernel, in_features: int, out_features: int) -> None:
     weight, x = torch.randn(out_features, in_features), torch.randn(145, in_features)
     product = pack(weight, kernel)
     whole, factors = product(x), (x.bfloat16().double(), weight.bfloat16().double().t())
@@ -111,7 +110,7 @@ def test_nothing_else_is_read_or_written(
     assert torch.equal(pack(weight, kernel)(guarded), expected)
 
 
-def test_threads_change_nothing(kernel: Kernel) -> None:
+def test_bits_do_not_depend_on_threads(kernel: Kernel) -> None:
     weight, x = torch.randn(10 * 32 + 3, 701), torch.randn(450, 701)
     product = pack(weight, kernel)
     expected = product(x)
@@ -121,7 +120,7 @@ def test_threads_change_nothing(kernel: Kernel) -> None:
             assert torch.equal(product(x[:count]), expected[:count]), f"{count} rows, {num_threads} threads"
 
 
-def test_a_captured_product_reads_what_x_is_by_then(kernel: Kernel) -> None:
+def test_a_captured_product_reads_the_current_x(kernel: Kernel) -> None:
     check_replay(pack(torch.randn(70, 41), kernel), torch.randn(3, 41))
 
 
@@ -129,7 +128,7 @@ def test_numbers_are_rounded_as_torch_does(kernel: Kernel) -> None:
     check_rounding(partial(pack, kernel=kernel))
 
 
-def test_what_is_not_finite_stays_in_its_row(kernel: Kernel) -> None:
+def test_infinity_and_nan_stay_in_their_row(kernel: Kernel) -> None:
     check_not_finite(pack(torch.randn(40, 21), kernel), torch.randn(9, 21))
 
 
@@ -151,7 +150,7 @@ def test_tiles_are_chosen_where_they_are_right(
 def test_wrong_tiles_are_replaced(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Sums in one chain stand for tiles that add in another order."""
+    """A kernel that sums in one chain simulates tiles that add in another order."""
     monkeypatch.setattr(tiles, "MULTIPLY_TILES", kernel)
     monkeypatch.setattr(kernels, "MULTIPLY_PAIRS", None)
     monkeypatch.setattr(tile_product, "pack", lambda weight, kernel: pack_rounded(weight))

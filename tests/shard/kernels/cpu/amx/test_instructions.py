@@ -1,5 +1,5 @@
-"""AMX as far as any machine shows it: shapes of tiles by the rules of Intel's manual, the system's
-permission, and the code that is built for a processor that has it, which is not run."""
+"""Parts of AMX that every machine can test: shapes of tiles by the rules of Intel's manual, the system's
+permission, and code compiled for a processor with AMX, which is not run."""
 
 import ctypes
 import os
@@ -40,8 +40,8 @@ def read_shapes(rows: int, depth: int) -> tuple[list[int], list[int]]:
     return widths[:8], heights[:8]
 
 
-def test_shapes_are_those_that_instructions_take() -> None:
-    """The processor raises an exception for all others."""
+def test_shapes_are_valid_for_instructions() -> None:
+    """The processor raises an exception for all other shapes."""
     for rows in range(1, 33):
         for depth in range(1, 17):
             widths, heights = read_shapes(rows, depth)
@@ -59,13 +59,13 @@ def test_shapes_are_those_that_instructions_take() -> None:
 
 def test_permission_is_the_systems() -> None:
     supported = ctypes.c_uint64()
-    get_supported = 0x1021  # ARCH_GET_XCOMP_SUPP, which knows the features that there are
+    get_supported = 0x1021  # ARCH_GET_XCOMP_SUPP: the supported features
     assert ctypes.CDLL(None).syscall(158, get_supported, ctypes.byref(supported)) == 0
     refused = permission.ask()
     assert (refused is None) == bool(supported.value >> 18 & 1), refused
 
 
-def test_a_refusal_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refusal_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     if permission.ask() is None:
         pytest.skip("the system permits AMX")
     monkeypatch.setattr(instructions, "INSTRUCTIONS", instructions.ProcessorTiles)
@@ -74,7 +74,7 @@ def test_a_refusal_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
     assert re.fullmatch(r"the system does not permit the use of AMX, so it is not used: E\w+, .+", line)
     monkeypatch.setattr(instructions, "INSTRUCTIONS", None)
     assert not permission.may_use_tiles()
-    assert len(caplog.messages) == 1, "nothing is asked without AMX"
+    assert len(caplog.messages) == 1, "without AMX, permission is not requested"
 
 
 @pytest.fixture(scope="module")
@@ -97,13 +97,13 @@ def test_code_for_the_processor(built: Path, name: str, product: str) -> None:
     used = {words[0] for words in code}
     assert used == {"ldtilecfg", "tilezero", "tileloadd", "tilestored", "tilerelease", product}
     function = {"bf16": "tiles._multiply_tiles", "int8": "kernels._multiply_int8_tiles"}[name]
-    assert len(list(built.glob(f"kept/**/{function}-*.nbc"))) == 1, "later starts do not compile again"
-    # Operands are weights, x and sums. Each product has its x in 4 or 5, and its weights in 6 or 7.
+    assert len(list(built.glob(f"kept/**/{function}-*.nbc"))) == 1, "later starts use the cache"
+    # Operands are weights, x and sums. x is in tile 4 or 5, weights are in tile 6 or 7.
     for words in code:
         if words[0] == product:
             weights, x, sums = (int(number) for number in re.findall(r"%tmm(\d)", words[1]))
             assert sums == 2 * (x - 4) + weights - 6
-    # A tile that spills would be stored beside the sums; a product stores its 2 or 4 sums once.
+    # Spilled tiles would add stores; a product stores its 2 or 4 sums once.
     stores = [int(re.findall(r"%tmm(\d)", words[1])[0]) for words in code if words[0] == "tilestored"]
     assert set(stores) == {0, 1, 2, 3}
     calls = stores.count(2)

@@ -1,5 +1,5 @@
-"""int8 products on AMX tiles, emulated and the processor's: the bits of products without tiles, which have
-their own oracles."""
+"""int8 products on AMX tiles, emulated or real: the bits of products without tiles, which have their own
+oracles."""
 
 import logging
 import math
@@ -27,7 +27,7 @@ pytestmark = [
     ),
 ]
 
-# Inputs, outputs: groups of 128, parts of them, of tiles and of quads.
+# Input and output sizes: whole and partial groups of 128, tiles and quads.
 SHAPES = [(1, 1), (128, 32), (64, 33), (66, 40), (1500, 70), (257, 97), (700, 31)]
 COUNTS = [1, 16, 17, 31, 32, 33, 48, 49, 96, 97, 145]
 
@@ -55,12 +55,12 @@ def stored(weight: Tensor) -> Rounded:
 @pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
 def test_bits_are_those_without_tiles(kernel: Kernel, in_features: int, out_features: int) -> None:
     weight, x = stored(torch.randn(out_features, in_features)), torch.randn(145, in_features)
-    found, expected = product.pack(weight, kernel), product.pack(weight)
+    actual, expected = product.pack(weight, kernel), product.pack(weight)
     for count in COUNTS:
-        assert torch.equal(found(x[:count]), expected(x[:count])), f"{count} rows"
+        assert torch.equal(actual(x[:count]), expected(x[:count])), f"{count} rows"
     torch.set_num_threads(3)
-    assert torch.equal(found(x), expected(x)), "on threads"
-    assert found(x[:0]).shape == (0, out_features)
+    assert torch.equal(actual(x), expected(x)), "on several threads"
+    assert actual(x[:0]).shape == (0, out_features)
 
 
 @pytest.mark.parametrize(
@@ -84,12 +84,12 @@ def test_the_largest_sums_are_exact(kernel: Kernel) -> None:
     assert torch.equal(y, signs.repeat(10).outer(signs) * 127 * 127 * 512)
 
 
-def test_what_is_not_finite_stays_in_its_row_and_column(kernel: Kernel) -> None:
+def test_infinity_and_nan_stay_in_their_row_and_column(kernel: Kernel) -> None:
     x, weight = torch.randn(40, 200), torch.randn(20, 200)
     x[2, 150], x[4, 3], x[5, :], weight[7, 199] = math.nan, -math.inf, 0, math.inf
-    found, expected = product.pack(stored(weight), kernel)(x), product.pack(stored(weight))(x)
-    assert found[2].isnan().all()
-    assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
+    actual, expected = product.pack(stored(weight), kernel)(x), product.pack(stored(weight))(x)
+    assert actual[2].isnan().all()
+    assert torch.equal(actual.nan_to_num(7), expected.nan_to_num(7))
 
 
 def test_tiles_are_chosen_where_they_are_right(
@@ -105,7 +105,7 @@ def test_tiles_are_chosen_where_they_are_right(
 def test_wrong_tiles_are_replaced(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A kernel that computes nothing stands for tiles that add up something else."""
+    """A kernel that does nothing simulates tiles with wrong sums."""
     monkeypatch.setattr(kernels, "MULTIPLY_INT8_TILES", Kernel(_do_nothing))
     assert self_check.choose_kernel(has_tiles=True) == (kernels.multiply_int8, ("multiply_int8_tiles",))
     [line] = caplog.messages

@@ -1,4 +1,5 @@
-"""Compiled code is found again where it may be kept, and not being able to keep it is no error."""
+"""Compiled code is stored where that is permitted and found by later starts. An unwritable cache is not an
+error."""
 
 import os
 import shutil
@@ -21,7 +22,7 @@ from tgis.shard.kernels.cpu.jit import cache, compiler
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, next_unit, pointer
 
 NOWHERE = Path("/proc/nowhere")
-USER_ID = 1000660000  # of a user whom nobody knows
+USER_ID = 1000660000  # a user that does not exist
 _I64 = np.int64(0)
 
 
@@ -36,14 +37,14 @@ def _set(args: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def no_memory() -> Iterator[None]:
-    """Of what could be written in other tests."""
+    """Clear results cached by other tests."""
     cache.can_be_written.cache_clear()
     yield
     cache.can_be_written.cache_clear()
 
 
 def check(monkeypatch: pytest.MonkeyPatch, *bases: Path) -> list[Path]:
-    """A kernel gives the right numbers when code may be kept there; the files below the last base."""
+    """Check a kernel's result with these base directories. Return the files below the last one."""
     monkeypatch.setattr(cache, "_bases", list(bases))
     numbers = torch.zeros(3, dtype=torch.int64)
     Kernel(_set)(3, numbers.data_ptr())
@@ -55,41 +56,41 @@ def files(base: Path) -> list[Path]:
     return sorted(base.glob("kernels-*/**/*.nbc"))
 
 
-def test_code_is_kept_where_it_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_is_stored_where_permitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = check(monkeypatch, NOWHERE, tmp_path / "kept")
     assert kept
     assert check(monkeypatch, NOWHERE, tmp_path / "kept") == kept, "compiled again"
 
 
-def test_code_is_not_kept_where_it_may_not_be(
+def test_code_is_not_stored_elsewhere(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):
         for _ in range(2):
             check(monkeypatch, NOWHERE)
-    told = [record for record in caplog.records if record.name == cache.__name__]
-    assert len(told) == 1, "it is said once; progress of compiling is told besides where that is slow"
+    records = [record for record in caplog.records if record.name == cache.__name__]
+    assert len(records) == 1, "one line; slow compilations also log progress"
 
 
-def test_compiling_is_told_where_nothing_is_kept(
+def test_compilation_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With how long the code lasts."""
+    """The log line says how long the code is stored."""
     caplog.set_level("INFO", "tgis.shard.checkpoint.progress")
     monkeypatch.setattr(progress, "FIRST_COMPILING_S", 0.0)
 
-    def told(*bases: Path) -> list[str]:
+    def log_lines(*bases: Path) -> list[str]:
         monkeypatch.setattr(compiler, "compile_progress", CompileProgress())
         caplog.clear()
         check(monkeypatch, *bases)
         return [text.partition("; the code ")[2] for text in caplog.messages if text.startswith("compiling")]
 
     kept = tmp_path / "kept"
-    assert told(kept) == [f"is kept in {kept}, where later starts find it"]
-    assert told(kept) == []
-    assert told(NOWHERE) == ["cannot be kept, so that every start compiles"]
+    assert log_lines(kept) == [f"is stored in {kept} for later starts"]
+    assert log_lines(kept) == []
+    assert log_lines(NOWHERE) == ["cannot be stored, so every start compiles again"]
     monkeypatch.setattr(cache, "_run_directories", {tmp_path / "run"})
-    assert told(tmp_path / "run") == ["is kept for this run, so that the next one compiles again"]
+    assert log_lines(tmp_path / "run") == ["is stored for this run, so the next run compiles again"]
 
 
 def test_a_full_disk_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +102,7 @@ def test_a_full_disk_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_code_that_came_with_the_package_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where it cannot be written."""
+    """Also in a directory that cannot be written."""
     packaged = tmp_path / "packaged"
     names = [file.relative_to(packaged) for file in check(monkeypatch, packaged)]
     monkeypatch.setattr(cache, "_BESIDE_SOURCE", packaged)
@@ -116,9 +117,9 @@ def test_sources_of_a_kernel_include_modules_that_are_imported_whole() -> None:
     assert {"inner_loop.py", "panels.py", "llvm.py", "compiler.py"} <= sources
 
 
-def test_the_run_keeps_code_where_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_run_stores_code_if_there_is_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "_bases", [])
-    cache.add_run_directory(Path("/proc/kernels"))  # which has no room at all
+    cache.add_run_directory(Path("/proc/kernels"))  # without any space
     assert not cache._bases
     for _ in range(2):
         cache.add_run_directory(tmp_path / "kernels")
@@ -136,14 +137,14 @@ def test_the_directory_of_a_users_caches(tmp_path: Path, monkeypatch: pytest.Mon
     assert cache._bases == [cache._BESIDE_SOURCE, tmp_path / "tgis", tmp_path / "run"]
 
 
-def test_no_code_is_kept_where_others_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_code_is_stored_where_others_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache.can_be_written(tmp_path)
     cache.can_be_written.cache_clear()
     tmp_path.chmod(0o777)
     assert not cache.can_be_written(tmp_path)
     tmp_path.chmod(0o700)
     cache.can_be_written.cache_clear()
-    monkeypatch.setattr(cache, "_owners", {os.geteuid() + 1})  # as if this user were another
+    monkeypatch.setattr(cache, "_owners", {os.geteuid() + 1})  # as another user
     assert not cache.can_be_written(tmp_path)
     assert not check(monkeypatch, tmp_path)
     monkeypatch.setattr(cache, "_BESIDE_SOURCE", tmp_path)
@@ -165,7 +166,7 @@ print(change._compiled.cache_hits, *code_cache._BESIDE_SOURCE.glob("kernels-*/**
 @pytest.mark.slow
 @pytest.mark.parametrize("is_packaged", [False, True])
 def test_a_read_only_installation_of_another_user(is_packaged: bool) -> None:
-    """Kernels are kept in the caches of the user who runs it; those that came with it are not compiled."""
+    """Kernels are stored in the cache of the user who runs them. Packaged ones are not compiled."""
     with tempfile.TemporaryDirectory() as directory:
         installed, home = Path(directory) / "installed", Path(directory) / "caches"
         shutil.copytree(
@@ -200,7 +201,7 @@ def test_a_read_only_installation_of_another_user(is_packaged: bool) -> None:
 
 
 def test_a_user_without_a_home() -> None:
-    """Whom no list of users knows."""
+    """The user has no passwd entry."""
     command = [
         sys.executable,
         "-c",

@@ -1,4 +1,4 @@
-"""Compiled kernels: who runs them, and what they may count on."""
+"""Compiled kernels: threads, units of work and arguments."""
 
 import math
 from collections.abc import Iterator

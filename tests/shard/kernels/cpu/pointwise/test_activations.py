@@ -1,4 +1,4 @@
-"""Activations against transformers' table of them, and bit for bit in any company."""
+"""Activations against transformers', with the same bits in every batch."""
 
 import pytest
 import torch
@@ -8,11 +8,12 @@ from transformers.activations import ACT2FN
 from tgis.shard.kernels.cpu.ops import CPU_KERNELS
 from tgis.shard.layers.activation import NAMES
 
-SIZE = 1009  # no multiple of what a vector loop takes at once
+SIZE = 1009  # not a multiple of a vector
 
 
 def values() -> Tensor:
-    """[300, SIZE] around zero, beyond where float32's exponential ends, and evenly in between."""
+    """Return values [300, SIZE] around zero, beyond the range of float32's exponential, and evenly spaced
+    between."""
     torch.manual_seed(0)
     x = torch.randn(300, SIZE) * 20
     x[5, :8] = torch.tensor([1000.0, -1000.0, 88.5, -88.5, 0.0, 1e10, -1e10, 13.0])
@@ -24,9 +25,9 @@ def values() -> Tensor:
 def test_activations_are_those_of_transformers(name: str) -> None:
     x = values()
     expected = ACT2FN[name](x.double())
-    found = x.clone()
-    assert CPU_KERNELS.activate(found, NAMES[name]) is found
-    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=5e-7)
+    actual = x.clone()
+    assert CPU_KERNELS.activate(actual, NAMES[name]) is actual
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=5e-7)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -34,13 +35,13 @@ def test_gates_come_before_values(name: str) -> None:
     x, up = values(), torch.randn(300, SIZE)
     both = torch.cat((x, up), -1)
     kept = both.clone()
-    found = CPU_KERNELS.multiply_gated(both, NAMES[name])
-    torch.testing.assert_close(found.double(), ACT2FN[name](x.double()) * up.double(), rtol=1e-6, atol=2e-6)
+    actual = CPU_KERNELS.multiply_gated(both, NAMES[name])
+    torch.testing.assert_close(actual.double(), ACT2FN[name](x.double()) * up.double(), rtol=1e-6, atol=2e-6)
     assert torch.equal(both, kept)
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES.values())))
-def test_bits_do_not_depend_on_company(name: str) -> None:
+def test_bits_do_not_depend_on_the_batch(name: str) -> None:
     x = values()
     whole = CPU_KERNELS.activate(x.clone(), name)
     multiplied = CPU_KERNELS.multiply_gated(x[:, 1:].contiguous(), name)
@@ -54,7 +55,7 @@ def test_bits_do_not_depend_on_company(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "rtol"), [("gelu", 1e-6), ("gelu_tanh", 4e-6)])
 def test_small_results_are_as_good_as_large_ones(name: str, rtol: float) -> None:
-    """Far out on the negative side, where one plus something near minus one would leave little."""
+    """Far on the negative side, 1 + tanh would lose all digits."""
     x = torch.linspace(-5, 5, 2001)[None]
     expected = torch.nn.functional.gelu(x.double(), approximate="tanh" if name == "gelu_tanh" else "none")
     torch.testing.assert_close(CPU_KERNELS.activate(x, name).double(), expected, rtol=rtol, atol=0.0)

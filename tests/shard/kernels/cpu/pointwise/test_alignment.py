@@ -1,4 +1,4 @@
-"""The kernels between matrix products give a row the same bits wherever its operands happen to lie."""
+"""Kernels between matrix products give a row the same bits wherever its operands are in memory."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,7 +12,8 @@ from tgis.shard.kernels.cpu.jit.compiler import as_bits
 from tgis.shard.kernels.cpu.pointwise import activations, heads, norms
 from tgis.shard.kernels.cpu.pointwise.activations import KINDS
 
-# Floats; narrow, so that neighbours lie within what a vector loop takes at once, which differs by machine.
+# Number of floats; small, so that neighbours are within one iteration of a vector loop, whose width depends
+# on the machine.
 WIDTHS = (16, 24, 32, 40)
 GAPS = range(0, 66, 3)
 EPS = as_bits(1e-6)
@@ -46,13 +47,13 @@ def _activate(name: str, inputs: list[Tensor], out: Tensor) -> None:
 
 
 def _multiply(name: str, inputs: list[Tensor], out: Tensor) -> None:
-    """Its two inputs are the halves of one row."""
+    """The two inputs are the halves of one row."""
     addresses = (inputs[0].data_ptr(), out.data_ptr())
     activations.multiply_gated(1, len(out) // 2, 1, KINDS[name], *addresses)
 
 
 def _split(inputs: list[Tensor], out: Tensor, unturned: int = 0) -> None:
-    """Two heads for q, one each for k and v; a third input has the weights of norms."""
+    """Split two heads for q and one each for k and v. A third input holds the weights of norms."""
     qkv, angles, *weights = inputs
     dim = len(out) // 4
     q, k, v = (place.data_ptr() for place in (out[: 2 * dim], out[2 * dim : 3 * dim], out[3 * dim :]))
@@ -61,7 +62,7 @@ def _split(inputs: list[Tensor], out: Tensor, unturned: int = 0) -> None:
     heads.split_heads(*shape, *addresses, *norm)
 
 
-# Each with the number of its inputs.
+# Function -> number of inputs.
 KERNELS: dict[str, tuple[Run, int]] = {
     "rms_norm": (_rms, 3),
     "rms_norm without delta": (_rms_without_delta, 2),
@@ -76,7 +77,7 @@ KERNELS: dict[str, tuple[Run, int]] = {
 
 
 def places(count: int, width: int) -> Iterator[list[int]]:
-    """Where in an arena the operands begin: two of them near each other, the others far away."""
+    """Return the offsets of operands in an arena: two of them close to each other, the others far away."""
     for one, other in permutations(range(count), 2):
         for gap in GAPS:
             place = [1000 * (i + 1) for i in range(count)]
@@ -92,11 +93,11 @@ def test_bits_do_not_depend_on_where_operands_lie(kernel: str, width: int) -> No
     values *= torch.tensor([1.0, 1.0, 3.0, 3.0, 10.0, 100.0])[:, None, None]
     arena = torch.zeros(1000 * (num_inputs + 2))
     for row in values:
-        found = set()
+        actual = set()
         for place in places(num_inputs + 1, width):
             *inputs, out = (arena[at : at + width] for at in place)
             for target, source in zip(inputs, row, strict=True):
                 target.copy_(source)
             run(inputs, out.zero_())
-            found.add(out.numpy().tobytes())
-        assert len(found) == 1
+            actual.add(out.numpy().tobytes())
+        assert len(actual) == 1

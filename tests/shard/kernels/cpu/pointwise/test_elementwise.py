@@ -1,4 +1,4 @@
-"""Small changes of states, and rows of tables: the compiled kernels against torch."""
+"""Elementwise operations and look-ups of rows: compiled kernels against torch."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ ROWS, SIZE = 5, 37
 
 @pytest.fixture(params=["together", "apart"])
 def x(request: pytest.FixtureRequest) -> Tensor:
-    """Rows side by side, or with something between them that must stay as it is."""
+    """Return contiguous rows, or rows with gaps that must not change."""
     whole = torch.randn(ROWS, SIZE + 6) * 3
     return whole[:, :SIZE] if request.param == "apart" else whole[:, :SIZE].contiguous()
 
@@ -29,7 +29,7 @@ def test_a_factor(x: Tensor) -> None:
     assert CPU_KERNELS.scale(x, 0.3).equal(expected)
 
 
-def test_limits_leave_what_is_no_number(x: Tensor) -> None:
+def test_clamping_keeps_nan(x: Tensor) -> None:
     x[1, 2], x[2, 3] = torch.nan, torch.inf
     expected = x.clamp(-1.5, 1.5)
     assert CPU_KERNELS.clamp(x, 1.5).allclose(expected, equal_nan=True)
@@ -40,7 +40,7 @@ def test_a_soft_cap(x: Tensor) -> None:
     assert CPU_KERNELS.soft_cap(x, 2.5).allclose(expected, rtol=0, atol=2e-6)
 
 
-def test_nothing_beside_the_rows_changes() -> None:
+def test_gaps_between_rows_do_not_change() -> None:
     whole = torch.ones(ROWS, SIZE + 6)
     CPU_KERNELS.scale(whole[:, :SIZE], 2.0)
     assert whole[:, :SIZE].unique().tolist() == [2.0]

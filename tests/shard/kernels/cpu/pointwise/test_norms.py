@@ -1,4 +1,4 @@
-"""Norms against torch in double precision, bit for bit in any company, and read from a checkpoint."""
+"""Norms against torch in double precision, with the same bits in every batch, and read from a checkpoint."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +23,7 @@ Function = Callable[[Tensor, Tensor | None], Tensor]
 
 
 def _functions(kind: str, weight: Tensor, bias: Tensor) -> tuple[Function, Function]:
-    """Ours, and torch's in double precision."""
+    """Return the kernel, and torch's function in double precision."""
     size, wide = weight.shape, weight.double()
     if kind == "rms":
         ours = partial(CPU_KERNELS.rms_norm, weight=weight, eps=EPS)
@@ -51,16 +51,16 @@ def test_norms(kind: str, size: int) -> None:
 
 @pytest.mark.parametrize("offset", [0.0, 5.0, 300.0])
 def test_layer_norm_is_as_accurate_as_torch(offset: float) -> None:
-    """Also where the mean is large beside the spread, which a difference of sums would lose."""
+    """Also if the mean is large relative to the spread, where a difference of sums would lose digits."""
     torch.manual_seed(0)
     x, weight, bias = torch.randn(50, 1024) + offset, torch.randn(1024), torch.randn(1024)
     exact = F.layer_norm(x.double(), (1024,), weight.double(), bias.double(), EPS)
     expected = F.layer_norm(x, (1024,), weight, bias, EPS)
-    found = CPU_KERNELS.layer_norm(x, None, weight, bias, EPS)
-    assert (found - exact).abs().mean() <= 1.2 * (expected - exact).abs().mean()
+    actual = CPU_KERNELS.layer_norm(x, None, weight, bias, EPS)
+    assert (actual - exact).abs().mean() <= 1.2 * (expected - exact).abs().mean()
 
 
-def test_nothing_but_nan_comes_of_nan() -> None:
+def test_nan_gives_nan() -> None:
     x = torch.tensor([[1.0, torch.nan, 2.0]])
     assert CPU_KERNELS.layer_norm(x.clone(), None, torch.ones(3), None, EPS).isnan().all()
     assert CPU_KERNELS.rms_norm(x.clone(), None, torch.ones(3), EPS).isnan().all()
@@ -68,7 +68,7 @@ def test_nothing_but_nan_comes_of_nan() -> None:
 
 @pytest.mark.parametrize("kind", ["rms", "rms_plus_one", "layer", "layer_no_bias"])
 def test_norms_of_checkpoints(kind: NormKind, tmp_path: Path) -> None:
-    """Weights are rounded to the weights' type as they are stored: before one is added."""
+    """Weights are rounded to the weights' type before one is added."""
     torch.manual_seed(0)
     weight, bias, x, delta = torch.randn(4, 12).unbind()
     save_file({"layer.weight": weight, "layer.bias": bias}, tmp_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""The check at start finds kernels that fail in any way, and replaces these alone."""
+"""The self-check at startup detects kernels that fail in any way, and replaces only these."""
 
 import logging
 from collections.abc import Callable
@@ -43,12 +43,12 @@ def raises(*_: Any) -> None:
     raise RuntimeError("error: too many registers\nand some advice")
 
 
-def gives_nothing(*_: Any) -> None:
+def returns_nothing(*_: Any) -> None:
     pass
 
 
 def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    """The twin of a kernel, the first of whose results is changed."""
+    """Return the twin of a kernel with its first result changed."""
     results = next(iter(INPUTS[name](CPU, torch.float32))).results
 
     def compute(*args: Any) -> Any:
@@ -77,50 +77,50 @@ def make_nan(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_that_does_not_compile_is_named(name: str) -> None:
-    found = check(CPU, ONE, replace(TWINS, **{name: raises}))
+    actual = check(CPU, ONE, replace(TWINS, **{name: raises}))
     reason = "it does not run, with weights of torch.float16: RuntimeError: error: too many registers"
-    assert found == {name: reason}
+    assert actual == {name: reason}
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_kernel_that_gives_one_wrong_number_is_named(name: str) -> None:
-    found = check(CPU, ONE, replace(TWINS, **{name: changed(name, spoil_last)}))
-    assert found.keys() == {name}
-    assert "differ" in found[name]
+def test_a_kernel_with_one_wrong_number_is_named(name: str) -> None:
+    actual = check(CPU, ONE, replace(TWINS, **{name: changed(name, spoil_last)}))
+    assert actual.keys() == {name}
+    assert "differ" in actual[name]
 
 
 @pytest.mark.parametrize("name", ["norm", "turn_and_keep", "attend_segments", "attend_tiles", "gate"])
-def test_a_kernel_that_gives_no_number_is_named(name: str) -> None:
-    found = check(CPU, ONE, replace(TWINS, **{name: changed(name, make_nan)}))
-    assert found == {name: "it differs by nan, more than 0.01, with weights of torch.float16"}
+def test_a_kernel_that_returns_nan_is_named(name: str) -> None:
+    actual = check(CPU, ONE, replace(TWINS, **{name: changed(name, make_nan)}))
+    assert actual == {name: "it differs by nan, more than 0.01, with weights of torch.float16"}
 
 
 @pytest.mark.parametrize("name", ["begin_step", "attend_tiles", "sample"])
 def test_a_kernel_that_writes_nothing_is_named(name: str) -> None:
-    assert check(CPU, ONE, replace(TWINS, **{name: gives_nothing})).keys() == {name}
+    assert check(CPU, ONE, replace(TWINS, **{name: returns_nothing})).keys() == {name}
 
 
 def test_a_kernel_that_fails_for_one_type_is_named() -> None:
     def compute(x: Tensor, *rest: Any) -> Tensor:
         return KERNELS["gate"].plain(x, *rest) * (0.5 if x.dtype == torch.bfloat16 else 1)
 
-    found = check(CPU, HALVES, replace(TWINS, gate=compute))
-    assert found["gate"].endswith("with weights of torch.bfloat16")
+    actual = check(CPU, HALVES, replace(TWINS, gate=compute))
+    assert actual["gate"].endswith("with weights of torch.bfloat16")
     assert not check(CPU, [torch.float16], replace(TWINS, gate=compute))
 
 
 def test_results_of_another_type_or_shape_are_named() -> None:
     for change in (Tensor.double, lambda x: x[1:]):
-        found = check(CPU, ONE, replace(TWINS, norm=changed("norm", change)))
-        assert found == {"norm": "its results have other shapes or types, with weights of torch.float16"}
+        actual = check(CPU, ONE, replace(TWINS, norm=changed("norm", change)))
+        assert actual == {"norm": "its results have wrong shapes or types, with weights of torch.float16"}
 
 
-def test_twins_take_the_place_of_kernels_that_fail(
+def test_twins_replace_kernels_that_fail(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kernels = replace(TWINS, gate=raises, sample=gives_nothing)
+    kernels = replace(TWINS, gate=raises, sample=returns_nothing)
     for name, module in KERNELS.items():
-        # A kernel is another function than its twin.
+        # A kernel and its twin are different functions.
         kernel = getattr(kernels, name)
         monkeypatch.setattr(module, "launch", lambda *args, kernel=kernel: kernel(*args))
     with caplog.at_level(logging.WARNING):
@@ -143,7 +143,7 @@ def test_a_lost_device_is_not_a_kernel_s_failure(
     monkeypatch.setattr(self_check, "_synchronise", lose)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         check(CPU, ONE, replace(TWINS, gate=raises))
-    assert caplog.messages == ["the GPU is lost: kernel gate, or its twin in torch operators, broke it"]
+    assert caplog.messages == ["the GPU failed in kernel gate, or in its twin in torch operators"]
 
 
 WIDE = KernelSizes(num_heads=6, num_kv_heads=3, head_dim=96, hidden_size=288, ffn_size=400, vocab_size=700)
@@ -155,8 +155,8 @@ def test_a_kernel_that_fails_at_the_model_s_sizes_is_replaced(
     def compute(x: Tensor, *rest: Any) -> Tensor:
         if x.shape[1] == WIDE.hidden_size:
             raise RuntimeError("out of resource: shared memory")
-        found: Tensor = KERNELS["norm"].plain(x, *rest)
-        return found
+        actual: Tensor = KERNELS["norm"].plain(x, *rest)
+        return actual
 
     for module in KERNELS.values():
         monkeypatch.setattr(module, "launch", lambda *args, module=module: module.plain(*args))
@@ -168,7 +168,7 @@ def test_a_kernel_that_fails_at_the_model_s_sizes_is_replaced(
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_inputs_have_the_model_s_sizes(name: str) -> None:
-    """All kernels but the first of a step are compiled for sizes of the model."""
+    """All kernels except begin_step are compiled for sizes of the model."""
     small, wide = (list(INPUTS[name](CPU, torch.float16, sizes)) for sizes in (SMALL, WIDE))
     assert len(small) == len(wide)
     shapes = [[x.shape for x in each.args if isinstance(x, Tensor)] for each in (small[0], wide[0])]

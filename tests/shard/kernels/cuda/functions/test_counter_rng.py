@@ -1,4 +1,4 @@
-"""Random numbers of GPUs against the CPU's and a plain model of them, and the race's arithmetic."""
+"""Random numbers of GPUs against the CPU's and a reference model, and the arithmetic of the race."""
 
 import random
 
@@ -58,7 +58,7 @@ def halves(seeds: list[int]) -> Tensor:
 
 
 def highest_id(low: int, high: int) -> int:
-    """Return the id of the highest number that a key gives: the hash backwards."""
+    """Return the id with the highest number for a key, by inverting the hash."""
     x = 0x7FFFFFFF ^ 0x7FFFFFFF >> 16
     x = x * pow(0x846CA68B, -1, 2**32) % 2**32
     x = ((x ^ x >> 15 ^ x >> 30) - high) * pow(0x7FEB352D, -1, 2**32) % 2**32
@@ -66,7 +66,7 @@ def highest_id(low: int, high: int) -> int:
 
 
 def test_draws_are_those_of_the_cpu() -> None:
-    """Keys and uniform numbers, bit for bit, of ids up to the largest vocabularies'."""
+    """Keys and uniform numbers have the same bits, for ids up to the largest vocabulary's."""
     seeds, positions = make_draws()
     token_ids = torch.randint(0, 300_000, (NUM_IDS,), dtype=torch.int32)
     wanted = counter_rng.draw_keys(np.array(seeds, np.uint64), np.array(positions))
@@ -100,7 +100,7 @@ def test_keys_of_the_twin_are_those_of_the_cpu() -> None:
 
 
 def uniform_numbers(size: int) -> Tensor:
-    """Return numbers of `counter_rng.uniforms`, among them the least, the greatest and many small ones."""
+    """Return numbers of `counter_rng.uniforms`, including the minimum, the maximum and many small ones."""
     generator = torch.Generator().manual_seed(2)
     bits = torch.randint(0, 2**31, (size,), generator=generator) >> torch.arange(size) % 31
     bits[:100], bits[100:200] = torch.arange(100), 2**31 - 1 - torch.arange(100)
@@ -108,7 +108,7 @@ def uniform_numbers(size: int) -> Tensor:
 
 
 def test_keys_of_the_race_are_the_cpus_to_one_unit() -> None:
-    """Weights and times; their quotient once more rounds differences of both."""
+    """Weights and times; their quotient adds a rounding error."""
     size = 1 << 17
     numbers = uniform_numbers(size)
     scores = -(torch.rand(size, generator=torch.Generator().manual_seed(3)) ** 3) * 87
@@ -143,11 +143,11 @@ def test_logarithms_are_within_one_unit() -> None:
 
 
 def units_between(a: Tensor, b: Tensor) -> Tensor:
-    """Return the numbers of float32 from a to b, which have equal signs."""
+    """Return the number of float32 values from a to b, which have equal signs."""
     return (a.view(torch.int32).long() - b.view(torch.int32)).abs()
 
 
 def errors(x: Tensor, exact: Tensor) -> Tensor:
-    """Return the errors of float32 numbers in units of the last place."""
+    """Return the errors of float32 values in units in the last place."""
     spacing = torch.from_numpy(np.spacing(np.abs(exact.float().numpy()))).double()
     return (x.double() - exact).abs() / spacing

@@ -1,4 +1,4 @@
-"""What a GPU's filters leave, by Triton's kernels and by their twin, against the plain model of the rules."""
+"""Tokens that a GPU's filters keep, by Triton's kernels and by their twin, against a reference model."""
 
 import math
 import random
@@ -19,7 +19,7 @@ from tgis.shard.kernels.cuda.functions import filter_kernels, filters
 from tgis.shard.kernels.cuda.step_state import Word
 
 INF = math.inf
-PEAKS = 32  # tokens of a block whose highest score is known
+PEAKS = 32  # tokens per block of highest scores
 Keep = Callable[[Tensor, Tensor], Tensor]
 KINDS = {"normal": 3.0, "flat": 0.05, "ties": 2.0, "peaked": 12.0, "excluded": 3.0, "zeros": 1.0}
 
@@ -29,9 +29,9 @@ def write_kept(logits, words, highest, limits, kept, SIZE: tl.constexpr, WIDTH: 
     state, own = words + sample * filter_kernels.NUM_WORDS, limits + sample * filter_kernels.NUM_LIMITS
     scores = tl.load(logits + sample * SIZE + ids, mask=ids < SIZE, other=-INF)
     top = tl.load(highest + sample)
-    found = filter_kernels.are_kept(scores, ids, top, state, own, SIZE)
-    found &= filter_kernels.are_typical(scores, top, state, own)
-    tl.store(kept + sample * SIZE + ids, found, mask=ids < SIZE)
+    result = filter_kernels.are_kept(scores, ids, top, state, own, SIZE)
+    result &= filter_kernels.are_typical(scores, top, state, own)
+    tl.store(kept + sample * SIZE + ids, result, mask=ids < SIZE)
 
 
 def keep_plain(logits: Tensor, words: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def draw_logits(rng: random.Random, vocab_size: int, kind: str) -> list[float]:
 
 
 def draw_row(rng: random.Random, vocab_size: int) -> Row:
-    """One filter in half of the rows, any of them in the others."""
+    """Return a row with one filter in half of the cases, otherwise with any filters."""
     row = Row(draw_logits(rng, vocab_size, rng.choice(list(KINDS))), [1])
     asked = {
         "top_k": rng.choice([1, 2, 5, 20, vocab_size - 1, vocab_size, vocab_size + 1, 2**31 - 1]),
@@ -101,10 +101,10 @@ def draw_row(rng: random.Random, vocab_size: int) -> Row:
 
 
 def check(keep: Keep, rows: Sequence[Row]) -> int:
-    """Compare with the rules, unless rounding decides. Return the number of rows that were compared."""
-    found = keep(torch.tensor([row.logits for row in rows], dtype=torch.float32), make_words(rows))
+    """Compare with the reference, unless rounding decides. Return the number of compared rows."""
+    actual = keep(torch.tensor([row.logits for row in rows], dtype=torch.float32), make_words(rows))
     num_compared = 0
-    for row, mask in zip(rows, found.tolist(), strict=True):
+    for row, mask in zip(rows, actual.tolist(), strict=True):
         wanted = plain_sampling.process(row)
         if wanted.mass > 1e-6 and wanted.typical_order > 1e-5:
             num_compared += 1
@@ -116,7 +116,7 @@ def check(keep: Keep, rows: Sequence[Row]) -> int:
     ("vocab_size", "count", "num_interpreted"),
     [(1, 20, 1), (2, 60, 1), (7, 300, 1), (40, 300, 2), (150, 200, 4)],
 )
-def test_what_the_rules_leave_stays(keep: Keep, vocab_size: int, count: int, num_interpreted: int) -> None:
+def test_equals_the_reference(keep: Keep, vocab_size: int, count: int, num_interpreted: int) -> None:
     rng = random.Random(vocab_size)
     count = count if keep is keep_plain else num_interpreted
     rows = [draw_row(rng, vocab_size) for _ in range(count)]
@@ -125,25 +125,25 @@ def test_what_the_rules_leave_stays(keep: Keep, vocab_size: int, count: int, num
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
-def test_what_the_rules_leave_stays_at_length(keep: Keep, seed: int) -> None:
-    """Of kernels at several sizes of lists and blocks; twins of more rows."""
+def test_equals_the_reference_for_many_rows(keep: Keep, seed: int) -> None:
+    """Kernels with several sizes of lists and blocks; twins with more rows."""
     rng, vocab_size = random.Random(seed), [130, 257, 64, 300, 500, 700][seed]
     rows = [draw_row(rng, vocab_size) for _ in range(400 if keep is keep_plain else 15)]
     assert check(keep, rows) > len(rows) * 0.6
 
 
-def test_of_equal_scores_the_lower_ids_stay_for_top_p(keep: Keep) -> None:
-    """Ties at the k-th score all stay, and count for top-p. Ties may lie in several blocks."""
+def test_top_p_keeps_the_lower_ids_of_equal_scores(keep: Keep) -> None:
+    """All ties at the k-th score are kept and count for top-p. Ties may be in several blocks."""
     many = [1.0] * 150
-    some = [0.0 if i % 3 else 5.0 for i in range(150)]  # 50 equal ones that have almost everything
+    some = [0.0 if i % 3 else 5.0 for i in range(150)]  # 50 equal ones with almost all mass
     rows = [
         Row(many, [1], top_p=single(0.333)),  # 49.95 tokens
         Row(some, [1], top_k=7, top_p=single(0.29)),  # 14.5 of 50
         Row(some, [1], top_k=51),
         Row([2.0, *many[1:]], [1], top_p=1e-6),
     ]
-    found = keep(torch.tensor([row.logits for row in rows]), make_words(rows))
-    assert [mask.nonzero().flatten().tolist() for mask in found] == [
+    actual = keep(torch.tensor([row.logits for row in rows]), make_words(rows))
+    assert [mask.nonzero().flatten().tolist() for mask in actual] == [
         list(range(50)),
         list(range(0, 45, 3)),
         list(range(150)),
@@ -151,18 +151,18 @@ def test_of_equal_scores_the_lower_ids_stay_for_top_p(keep: Keep) -> None:
     ]
 
 
-def test_rows_that_cannot_be_sampled_disturb_nobody(keep: Keep) -> None:
+def test_unusable_rows_do_not_affect_others(keep: Keep) -> None:
     rng = random.Random(4)
     good = Row(draw_logits(rng, 70, "normal"), [1], top_k=9, top_p=single(0.8))
     bad = [[math.nan, *good.logits[1:]], [*good.logits[1:], INF], [-INF] * 70]
     rows = [good, *(Row(logits, [1], top_k=3, typical_p=0.5) for logits in bad), good]
-    found = keep(torch.tensor([row.logits for row in rows]), make_words(rows))
+    actual = keep(torch.tensor([row.logits for row in rows]), make_words(rows))
     wanted = [x > -INF for x in plain_sampling.process(good).values]
-    assert [found[0].tolist(), found[-1].tolist()] == [wanted, wanted]
+    assert [actual[0].tolist(), actual[-1].tolist()] == [wanted, wanted]
 
 
 def test_masses_are_counted_to_the_last_bit() -> None:
-    """Four thousand tokens of little mass together, where sums of float32 lose some."""
+    """Four thousand tokens of small mass, whose float32 sum would lose some."""
     logits = [0.0, *[single(math.log(1e-7))] * 4000]
     row = Row(logits, [1], top_p=single(0.9998))
     kept = int(keep_plain(torch.tensor([logits]), make_words([row])).sum())

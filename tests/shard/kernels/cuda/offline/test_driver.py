@@ -1,4 +1,4 @@
-"""Launches on the meta device compile as real ones do, for a GPU that is not there."""
+"""Launches on the meta device compile like real ones, for a GPU that the machine does not have."""
 
 from collections.abc import Iterator
 
@@ -35,7 +35,7 @@ def test_variants_are_those_of_a_launch() -> None:
     with compile_only(90) as kernels:
         COPY[4,](x, x, 4096, BLOCK=1024)
         COPY[2,](x, x, 2048, BLOCK=1024)
-        assert len(kernels) == 1, "the same again"
+        assert len(kernels) == 1, "the same variant"
         COPY[4,](x[1:], x, 4095, BLOCK=1024)
         COPY[1,](x.float(), x, 1, BLOCK=1024)
     assert [kernel.name for kernel in kernels] == ["copy"] * 3
@@ -56,7 +56,7 @@ def test_code_is_for_the_capability(capability: int) -> None:
     assert driver._active is before
 
 
-def test_the_driver_of_before_is_back_after_an_error() -> None:
+def test_the_previous_driver_is_restored_after_an_error() -> None:
     before = driver._active
     with pytest.raises(ZeroDivisionError), compile_only(90):
         _ = 1 / 0

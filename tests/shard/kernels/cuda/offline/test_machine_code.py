@@ -1,7 +1,6 @@
-"""What kernels cost, read from their machine code for sm_90a without a GPU, is what `golden_sm90.json` says.
-
-A change of a kernel that changes its row is not wrong, but is looked at: narrow loads and lost instructions
-for tensor cores are found by no other test. `python -m tests.support.cuda.golden` writes the table anew."""
+"""Resources of kernels, read from their machine code for sm_90a without a GPU, equal `golden_sm90.json`. A
+change of a kernel that changes its row is not an error, but must be reviewed: no other test detects narrow
+loads and missing tensor core instructions. `python -m tests.support.cuda.golden` rewrites the table."""
 
 import subprocess
 import sys
@@ -32,9 +31,9 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def _compare(*models: str) -> None:
     version, expected = golden.read()
     assert version == triton.__version__, "the table is another Triton's: python -m tests.support.cuda.golden"
-    found, faults = golden.measure(golden.of_models(*models))
+    actual, faults = golden.measure(golden.of_models(*models))
     assert faults == []
-    assert found == {name: code for name, code in expected.items() if name.split()[1].rstrip(":") in models}
+    assert actual == {name: code for name, code in expected.items() if name.split()[1].rstrip(":") in models}
 
 
 def test_the_table_is_of_the_image_s_triton() -> None:
@@ -48,7 +47,7 @@ def test_a_model_costs_what_the_table_says() -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_steps_of_all_sizes_launch_the_same(kernel: str) -> None:
-    """A step never waits until a kernel is compiled for its numbers of tokens and sequences."""
+    """A step never waits for the compilation of a kernel for its numbers of tokens and sequences."""
     with compile_only(90) as kernels:
         for num_tokens in SIZES:
             for variant in golden.of_models(*QUICK, num_tokens=num_tokens):
@@ -74,7 +73,7 @@ def test_all_models_compile(capability: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_all_models_compile_with_the_oldest_triton(tmp_path: Path) -> None:
-    """It comes with the oldest torch that the package allows."""
+    """It comes with the oldest supported torch."""
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
     python = tmp_path / "venv/bin/python"
     install = [python, "-m", "pip", "install", "-q", "--no-deps", f"triton=={OLDEST}"]

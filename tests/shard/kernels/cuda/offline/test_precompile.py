@@ -1,4 +1,4 @@
-"""Precompiled kernels are those that a shard asks for."""
+"""A shard uses the precompiled kernels."""
 
 import re
 import shutil
@@ -19,7 +19,7 @@ from tgis.shard.kernels.cuda.offline.driver import MAX_SHARED_BYTES, compile_onl
 
 pytestmark = pytest.mark.timeout(1200)
 slow = pytest.mark.slow
-# In a process of its own, because worker processes import its main module.
+# In a separate process, because worker processes import its main module.
 COMMAND = """
 import dataclasses, sys
 from pathlib import Path
@@ -32,7 +32,7 @@ variants.DTYPES = variants.DTYPES[:1]
 if __name__ == "__main__":
     precompile.main()
 """
-# A machine with a driver and no C compiler loads a model that nobody knew.
+# A machine with a driver and without a C compiler loads an unknown model.
 USE = """
 import ctypes, sys
 from pathlib import Path
@@ -86,10 +86,10 @@ def settings(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_nothing_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variants, "DTYPES", variants.DTYPES[:1])  # as in the command
     compiled: list[str] = []
-    found: list[str] = []
+    actual: list[str] = []
 
     def listen(*, src: object, cache_hit: bool, **_: object) -> None:
-        (found if cache_hit else compiled).append(src.name)  # type: ignore[attr-defined]
+        (actual if cache_hit else compiled).append(src.name)  # type: ignore[attr-defined]
 
     triton.knobs.compilation.listener = listen
     with compile_only(90):
@@ -97,12 +97,12 @@ def test_nothing_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
         for variant in known[::-1] + variants.find_check_variants():
             variant.run()
     assert compiled == []
-    assert len(found) > 10
+    assert len(actual) > 10
 
 
 @slow
 def test_modules_in_c_are_packaged(package: Path) -> None:
-    """With Triton before 3.7, there is one for each list of types of arguments too."""
+    """With Triton before 3.7, there is also one for each list of argument types."""
     modules = [path.name.partition(".")[0] for path in package.rglob("*.so")]
     assert modules.count("cuda_utils") == 1
     assert ("__triton_launcher" in modules) == hasattr(nvidia, "make_launcher")
@@ -119,7 +119,7 @@ def test_only_what_runs_is_packaged(package: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["75"], ["90", "90a"]])
-def test_words_that_are_no_capability_are_refused(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_capabilities_are_refused(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["precompile", *words])
     with pytest.raises(SystemExit, match="usage: precompile CAPABILITY"):
         precompile.main()

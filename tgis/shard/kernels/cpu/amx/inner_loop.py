@@ -1,7 +1,7 @@
-"""Products of up to two tiles of rows and a panel of weights, and the configuration of the tiles.
+"""Products of up to two tiles of rows with a panel of weights, and the configuration of the tiles.
 
-A panel's row is PANEL elements of 4 bytes: pairs of bfloat16 numbers, or quads of bytes. Tiles 0 to 3 hold
-sums, 4 and 5 rows of x, 6 and 7 both halves of a panel."""
+A row of a panel has PANEL elements of 4 bytes: pairs of bfloat16 or quads of bytes. Tiles 0 to 3 hold sums, 4
+and 5 hold rows of x, 6 and 7 hold the halves of a panel."""
 
 from typing import Any
 
@@ -14,19 +14,19 @@ from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function, ordered, pointer
 from tgis.shard.kernels.cpu.jit.llvm import I64
 
-ROWS = 2 * TILE_ROWS  # most rows of a product
+ROWS = 2 * TILE_ROWS  # maximum rows of a product
 PANEL = 2 * ROW_BYTES // ELEMENT_BYTES  # columns of a panel
 PANEL_ROW = 2 * ROW_BYTES  # bytes
-DEPTH = TILE_ROWS  # most rows of a panel that an instruction multiplies with
-SUMS_BYTES = ROWS * PANEL_ROW  # of the sums of a product
+DEPTH = TILE_ROWS  # maximum rows of a panel per instruction
+SUMS_BYTES = ROWS * PANEL_ROW  # bytes of the sums of a product
 MEMORY_BYTES = SHAPES_BYTES if instructions.INSTRUCTIONS is None else instructions.INSTRUCTIONS.memory_bytes
 
-PAIRS, QUADS = np.uint32(0), np.uint8(0)  # types of elements, as numbers of those types
+PAIRS, QUADS = np.uint32(0), np.uint8(0)  # values of the types that stand for pairs and quads
 _PAIRS = types.uint32
 _U8, _U16 = np.uint8(0), np.uint16(0)
-_SUMS, _X, _WEIGHTS = 0, 4, 6  # first tiles
+_SUMS, _X, _WEIGHTS = 0, 4, 6  # first tile of each operand
 _PALETTE = 1
-_WIDTHS_AT, _ROWS_AT, _NUM_SHAPES = 16, 48, 16  # in the configuration
+_WIDTHS_AT, _ROWS_AT, _NUM_SHAPES = 16, 48, 16  # offsets in the configuration, and its number of tiles
 
 
 def _instructions(b: Any, memory: Any) -> instructions.Tiles:
@@ -36,7 +36,8 @@ def _instructions(b: Any, memory: Any) -> instructions.Tiles:
 
 @ordered
 def write_shapes(memory: int, rows: int, depth: int) -> None:
-    """Write the configuration for `rows` rows of x, 1 to ROWS, and `depth` rows of a panel, 1 to DEPTH."""
+    """Write the tile configuration for `rows` (1 to ROWS) rows of x and `depth` (1 to DEPTH) rows of a
+    panel."""
     carray(pointer(memory, _U8), (SHAPES_BYTES,))[:] = 0
     carray(pointer(memory, _U8), (1,))[0] = _PALETTE
     widths = carray(pointer(memory + _WIDTHS_AT, _U16), (_NUM_SHAPES,))
@@ -61,11 +62,11 @@ def release(b: Any, memory: Any) -> None:
 
 
 def _make_product(num_halves: int) -> Any:
-    """Build a function for kernels that adds the product of rows of x, in `num_halves` tiles, and `count`
-    times as many rows of a panel as are configured, to the sums, [rows, PANEL] of 4 bytes, and stores them
-    in rows of `out` that are `out_stride` bytes apart.
+    """Build a kernel function that adds the product of rows of x, in `num_halves` tiles, and `count` tiles of
+    a panel to sums, [rows, PANEL] of 4 bytes, and stores the result in `out`.
 
-    If `is_first`, the sums begin at 0. All are addresses; `stride` is of rows of x."""
+    If `is_first`, the sums start at 0. `memory` to `panel` are addresses or strides: `out_stride` and
+    `stride` are the bytes between rows of out and x."""
 
     @llvm_function()
     def multiply(
@@ -129,7 +130,7 @@ def multiply(
     is_first: bool,
     element: Any,
 ) -> None:
-    """Do what `_make_product` says, for any number of rows that is configured."""
+    """Run the function of `_make_product` for the configured number of rows."""
     if rows > TILE_ROWS:
         _multiply_two(memory, sums, out, out_stride, x, stride, panel, count, is_first, element)
     else:
@@ -138,7 +139,7 @@ def multiply(
 
 @ordered
 def copy_sums(sums: int, rows: int, columns: int, out: int, stride: int, number: Any) -> None:
-    """Copy the first columns of sums of `number`'s type to rows that are `stride` bytes apart."""
+    """Copy the first columns of sums, which have `number`'s type, to rows that are `stride` bytes apart."""
     for r in range(rows):
         source = carray(pointer(sums + r * PANEL_ROW, number), (PANEL,))
         to = carray(pointer(out + r * stride, number), (columns,))

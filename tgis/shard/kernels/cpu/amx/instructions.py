@@ -1,7 +1,7 @@
-"""AMX instructions: eight tiles, registers of up to 16 rows of up to 64 bytes.
+"""AMX instructions. AMX has eight tiles, registers of up to 16 rows of up to 64 bytes.
 
-`INSTRUCTIONS` builds their code. It is the only part of the products that another processor cannot run, so
-tests run everything else with an emulation in its place."""
+`INSTRUCTIONS` builds the code of the instructions. No other part needs AMX, so tests on other processors
+replace it by an emulation."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -12,21 +12,21 @@ from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.llvm import I8
 
 TILE_ROWS, ROW_BYTES = 16, 64
-ELEMENT_BYTES = 4  # of float32 and int32 sums, of a pair of bfloat16 numbers, of a quad of bytes
-SHAPES_BYTES = 64  # of the configuration: the shapes of all tiles
+ELEMENT_BYTES = 4  # of a float32 or int32 sum, a pair of bfloat16, or a quad of bytes
+SHAPES_BYTES = 64  # size of the configuration, the shapes of all tiles
 _FEATURES = ("amx-tile", "amx-bf16", "amx-int8")
 
 
 class Tiles(Protocol):
-    """Builder of the code of AMX instructions. Tiles are numbered from 0; strides are bytes between rows."""
+    """Builder of AMX instructions. Tiles are numbered from 0. Strides are bytes between rows."""
 
     memory_bytes: ClassVar[int]
-    """Bytes that must be at `memory`; the first are the configuration."""
+    """Size of `memory`, which begins with the configuration."""
 
     def __init__(self, b: Any, memory: Any): ...
 
     def configure(self) -> None:
-        """Take the shapes at `memory`, in the processor's format. Tiles become zeros."""
+        """Load the configuration at `memory` and clear all tiles."""
 
     def clear(self, tile: int) -> None: ...
 
@@ -35,22 +35,22 @@ class Tiles(Protocol):
     def store(self, tile: int, address: Any, stride: Any) -> None: ...
 
     def add_pairs(self, sums: int, x: int, weights: int) -> None:
-        """Add a product of bfloat16 numbers to float32 sums.
+        """Add a product of bfloat16 values to float32 sums.
 
-        By Intel's manual, each sum of a tile adds the pairs' first products in one chain of fused
-        multiply-adds from 0 and their second ones in another, then both chains to each other, and that to the
-        sum. It rounds to nearest even after each; numbers below 2**-126 are zeros."""
+        According to Intel's manual, for each element one chain of fused multiply-adds, starting at 0, adds
+        the products of the pairs' first values, and another chain those of the second values. The sum of both
+        chains is then added. Every operation rounds to nearest even and flushes values below 2**-126."""
 
     def add_quads(self, sums: int, x: int, weights: int) -> None:
-        """Add a product of signed bytes (x) and unsigned ones (weights) to int32 sums."""
+        """Add a product of signed (x) and unsigned (weights) bytes to int32 sums."""
 
     def release(self) -> None:
-        """Return the tiles to their initial state, in which the system need not save them."""
+        """Reset the tiles, so that the system does not need to save them."""
 
 
 @dataclass(frozen=True)
 class ProcessorTiles:
-    """`Tiles` of the processor."""
+    """`Tiles` by the processor's instructions."""
 
     b: Any
     memory: Any

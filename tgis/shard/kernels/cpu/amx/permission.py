@@ -1,4 +1,4 @@
-"""Permission to use AMX tiles, which a process must ask the system for before its first instruction."""
+"""Permission to use AMX tiles, which a process must request from the system before the first instruction."""
 
 import ctypes
 import errno
@@ -14,7 +14,7 @@ _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 0x1023, 18  # from Linux's asm/prctl
 
 
 def may_use_tiles() -> bool:
-    """Return True if there is AMX and the system permits its use to this process."""
+    """Return True if the processor has AMX and the system permits this process to use it."""
     if instructions.INSTRUCTIONS is None:
         return False
     refused = ask()
@@ -24,10 +24,11 @@ def may_use_tiles() -> bool:
 
 
 def ask() -> str | None:
-    """Ask for permission for all threads of this process. Return why the system refuses, None if it does
-    not."""
+    """Request permission for all threads of this process. Return the system's error, or None if it
+    permits."""
     syscall = ctypes.CDLL(None, use_errno=True).syscall
-    syscall.restype, syscall.argtypes = ctypes.c_long, [ctypes.c_long] * 3
+    syscall.restype = ctypes.c_long
+    syscall.argtypes = [ctypes.c_long] * 3
     if syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0:
         return None
     number = ctypes.get_errno()

@@ -1,8 +1,8 @@
-"""Paged attention on the CPU, in float32 whatever the cache's type, or as given kernels compute it. Kernels
-read the cache's pages in place.
+"""Paged attention on the CPU, in float32 by default, whatever the type of the cache. Kernels read pages in
+place.
 
-A row's result is bit-identical alone or in any batch, with any number of threads, with any block size, and
-however its sequence was cut into chunks."""
+The result of a row has the same bits in every batch, for every number of threads and block size, and for
+every split of its sequence into chunks."""
 
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ class CacheKernels(NamedTuple):
 
     attend: Kernel
     write: Kernel
-    columns: int = 1  # numbers of an element of the cache
+    columns: int = 1  # numbers in an element of the cache
 
 
 class CpuAttention:
@@ -40,11 +40,11 @@ class CpuAttention:
         self._result_size = -(-cache.head_dim // LANES) * LANES + EXTRA
         # For each layer, the fields of the kernels' `Pages`.
         self._pages = [(k.data_ptr(), v.data_ptr(), *sizes) for k, v in layers]
-        # For each layer, the pages' factors.
+        # For each layer, the factors of `Pages` as bits.
         read = READ_FACTORS.get(cache.dtype, 1.0)
         self._reading = [(as_bits(each.key * read), as_bits(each.value * read)) for each in cache.scales]
         self._writing = [(as_bits(1 / each.key), as_bits(1 / each.value)) for each in cache.scales]
-        # For each layer, its last `Scoring` and the fields of the kernel's `ScoringArgs` made from it.
+        # For each layer, its last `Scoring` and the fields of the kernel's `ScoringArgs`.
         self._scoring_args: list[tuple[Scoring | None, tuple[int, ...]]] = [(None, ())] * cache.num_layers
 
     def plan(self, layout: StepLayout, kind: AttentionKind) -> CpuPlan:
@@ -79,7 +79,8 @@ class CpuAttention:
             fields = _scoring_fields(scoring)
             self._scoring_args[layer] = (scoring, fields)
         addresses = (plan.table.data_ptr(), q.data_ptr(), out.data_ptr())
-        factors, num_threads = self._reading[layer], torch.get_num_threads()
+        factors = self._reading[layer]
+        num_threads = torch.get_num_threads()
         self._attend.parallel(*self._pages[layer], q.shape[1], *addresses, *fields, *factors, num_threads)
         return out
 
@@ -92,7 +93,7 @@ class CpuAttention:
         return k * cache.scales[layer].key, v * cache.scales[layer].value
 
     def _pages_of(self, memory: Tensor, height: int, width: int) -> Tensor:
-        """Return pages [num_blocks, num_kv_heads, height, width] of the memory of some blocks."""
+        """View the memory of blocks as pages [num_blocks, num_kv_heads, height, width]."""
         columns = self._columns
         elements = memory.view(*memory.shape[:2], height // columns, width, columns)
         return elements.flip(-1).transpose(3, 4).flatten(2, 3)

@@ -1,9 +1,9 @@
-"""Floats of 8 bits as elements of the cache: e4m3 has 4 bits of exponent and 3 of mantissa, e5m2 has 5 and 2.
+"""8-bit floats as elements of the cache: e4m3 has 4 exponent bits and 3 mantissa bits, e5m2 has 5 and 2.
 
-They are read as float16. An e5m2 is the upper byte of one. The bits of an e4m3 fit into one that is 2^8 times
-smaller, subnormals included; the factor belongs to `Pages`, so that no key or value is multiplied by it. Only
-NaN is lost so: therefore a token whose key or value has a NaN gets one in the first channel of its key, and
-scores begin with the NaNs that are there."""
+They are read as float16. e5m2 is the upper byte of a float16. The bits of an e4m3, moved into a float16, give
+the value times 2^-8, also for subnormals; `Pages` holds the factor, so that keys and values need no
+multiplication. Only NaN gets lost. Therefore a token whose key or value contains NaN gets NaN in the first
+channel of its key, and its scores start from that NaN."""
 
 from typing import Any, NamedTuple
 
@@ -17,21 +17,21 @@ from tgis.shard.kernels.cpu.jit.compiler import intrinsic, llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import FLOAT, HALF, I1, I8, I16, I32
 from tgis.shard.kernels.cpu.jit.scalar_math import ELEMENTS, build_stored
 
-NAN = 0x7F  # code of NaN, as it is written
+NAN = 0x7F  # code with which NaN is written
 
 
 class Float8(NamedTuple):
-    mantissa: int  # bits
-    bias: int  # of the exponent
+    mantissa: int  # bits of the mantissa
+    bias: int  # bias of the exponent
     largest: float
     read_factor: float
-    """Factor that makes a number of what is read as float16."""
+    """Value of a number divided by its bits read as float16."""
 
 
-# By the type that numba uses for elements.
+# numba type of the elements -> format.
 FORMATS = {types.int8: Float8(3, 7, 448.0, 2.0**8), types.uint8: Float8(2, 15, 57344.0, 1.0)}
 _E4M3, _E5M2 = np.int8(0), np.uint8(0)
-# For each type of the cache, a value of the type that numba uses for its elements.
+# Type of the cache -> a value of the numba type of its elements.
 CACHE_ELEMENTS = {**ELEMENTS, torch.float8_e4m3fn: _E4M3, torch.float8_e5m2: _E5M2}
 READ_FACTORS = {
     dtype: FORMATS[kind].read_factor
@@ -44,7 +44,7 @@ def load_float8(b: Any, address: Any, lanes: int, element: Any) -> Any:
     codes, words = (ir.VectorType(kind, lanes) for kind in (I8, I16))
     x = b.load(llvm.pointer_to(b, codes, address), align=1)
     if element == types.int8:
-        # The copy of the sign that would be in the exponent is cleared.
+        # Clear the copy of the sign in the exponent.
         x = b.and_(b.shl(b.sext(x, words), _constant(7, lanes)), _constant(0xBFFF, lanes))
     else:
         x = b.shl(b.zext(x, words), _constant(8, lanes))
@@ -56,7 +56,7 @@ def _constant(value: int, lanes: int) -> Any:
 
 
 def find_nan(b: Any, address: Any, lanes: int) -> Any:
-    """Load a vector of e4m3; return float32 NaN for those that are NaN, and 0 for others."""
+    """Load a vector of e4m3. Return float32 NaN where an element is NaN, otherwise 0."""
     codes = ir.VectorType(I8, lanes)
     x = b.load(llvm.pointer_to(b, codes, address), align=1)
     is_nan = b.icmp_signed("==", x, llvm.constant(NAN, lanes, I8))
@@ -65,14 +65,13 @@ def find_nan(b: Any, address: Any, lanes: int) -> Any:
 
 @llvm_function(types.boolean)
 def loses_nan(b: Any, element: Any) -> Any:
-    """Return True if elements of that type are read without regard to NaN."""
+    """Return True if reading elements of this type loses NaN."""
     return I1(element == types.int8)
 
 
 @intrinsic
 def as_element(typingctx: Any, x: Any, element: Any) -> Any:
-    """Convert float32 `x` to a type of CACHE_ELEMENTS. What is larger than all numbers of 8 bits becomes the
-    largest of them."""
+    """Convert float32 `x` to a type of CACHE_ELEMENTS. 8-bit floats saturate."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         if element in FORMATS:
@@ -83,7 +82,7 @@ def as_element(typingctx: Any, x: Any, element: Any) -> Any:
 
 
 def _build_float8(b: Any, x: Any, form: Float8) -> Any:
-    """Round to 8 bits, half to even."""
+    """Emit the rounding to 8 bits, half to even."""
     bits = b.bitcast(x, I32)
     magnitude = b.and_(bits, I32(0x7FFFFFFF))
     largest = b.bitcast(FLOAT(form.largest), I32)
@@ -93,7 +92,7 @@ def _build_float8(b: Any, x: Any, form: Float8) -> Any:
     even = b.and_(b.lshr(magnitude, I32(dropped)), I32(1))
     rounded = b.add(b.add(magnitude, I32((1 << (dropped - 1)) - 1)), even)
     normal = b.sub(b.lshr(rounded, I32(dropped)), I32((127 - form.bias) << form.mantissa))
-    # The addition rounds to a multiple of the smallest number, which is then in the lowest bits.
+    # The addition rounds to a multiple of the smallest subnormal, which is then in the lowest bits.
     step = 2.0 ** (24 - form.bias - form.mantissa)
     subnormal = b.bitcast(b.fadd(b.bitcast(magnitude, FLOAT), FLOAT(step)), I32)
     subnormal = b.sub(subnormal, b.bitcast(FLOAT(step), I32))

@@ -1,7 +1,7 @@
-"""Compiled kernels of paged attention: one writes new keys and values to the cache, one attends in place.
+"""Compiled kernels of paged attention: one writes new keys and values to the cache, one computes attention.
 
-They read everything that differs from step to step from the step's table (`CpuPlan.table`), so the
-same arguments serve any step with the same number of tokens."""
+All data that change between steps are in the step's table (`CpuPlan.table`), so the same arguments serve
+every step with the same number of tokens."""
 
 from typing import Any
 
@@ -24,67 +24,93 @@ from tgis.shard.kernels.cpu.attention.tiles import (
 from tgis.shard.kernels.cpu.attention.vectors import LANES
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_float, keep_alive, next_unit, pointer, reorderable
 
-HEADS = 16  # most query heads of a unit of work
-TOKENS = 8  # tokens whose keys and values a thread writes as one unit of work
+HEADS = 16  # maximum query heads of a unit of work
+TOKENS = 8  # tokens in a unit of work of the writing kernel
 ALIGNMENT = 64
-ITEM, TABLE = 28, 11  # bytes of one of `CpuPlan.items`, numbers of `CpuPlan.table`
+ITEM = 28  # bytes of one of `CpuPlan.items`
+TABLE = 11  # length of `CpuPlan.table`
+# Indices in `CpuPlan.table`.
+NUM_TOKENS_AT = 0
+MAX_BLOCKS_AT = 2
+NUM_ITEMS_AT = 3
+MAX_TILE_AT = 4
+SEQ_LENS_AT = 5
+BLOCK_TABLES_AT = 6
+ITEMS_AT = 7
+SLOTS_AT = 8
+SEGMENT_LEN_AT = 9
+PARTIALS_AT = 10
 
 _F32, _I64 = np.float32(0), np.int64(0)
 
 
 @reorderable
 def _find_unit(index: int, group: int, step: Any, p: Any, scoring: Any, size: int) -> Any:
-    """Return the unit of work with number `index`, and which segments it attends to. `group` heads share a KV
-    head; `size` is that of a token's partial results in bytes."""
+    """Return unit of work number `index` and the segments that it attends to. `group` query heads share a KV
+    head. `size` is the number of bytes of a token's partial results."""
     parts = (group + HEADS - 1) // HEADS
-    part, rest = index % parts, index // parts
-    kv_head, item = rest % p.num_kv_heads, step[7] + ITEM * (rest // p.num_kv_heads)
+    part = index % parts
+    rest = index // parts
+    kv_head = rest % p.num_kv_heads
+    item = step[ITEMS_AT] + ITEM * (rest // p.num_kv_heads)
     sequence, start = read_int(item), read_int(item + 4)
     count, position = read_int(item + 8), read_int(item + 12)
     num_parts, segment, partial = read_int(item + 16), read_int(item + 20), read_int(item + 24)
-    seq_len, segment_len = read_int(step[5] + 4 * sequence), step[9]
+    seq_len = read_int(step[SEQ_LENS_AT] + 4 * sequence)
+    segment_len = step[SEGMENT_LEN_AT]
     tile_end = min(position + count, seq_len) if scoring.causal else seq_len
-    begin, end = find_first_key(position, scoring) // SPAN * SPAN, tile_end
+    begin = find_first_key(position, scoring) // SPAN * SPAN
+    end = tile_end
     if num_parts > 1:
         begin, end = max(begin, segment * segment_len), min(end, (segment + 1) * segment_len)
-    heads, head = min(HEADS, group - part * HEADS), kv_head * group + part * HEADS
-    blocks, partials = step[6] + 4 * sequence * step[2], step[10] + partial * size
+    heads = min(HEADS, group - part * HEADS)
+    head = kv_head * group + part * HEADS
+    blocks = step[BLOCK_TABLES_AT] + 4 * sequence * step[MAX_BLOCKS_AT]
+    partials = step[PARTIALS_AT] + partial * size
     u = WorkUnit(blocks, start, count, position, kv_head, head, heads, begin, end)
     return u, SegmentPart(tile_end, segment_len, num_parts, segment, partials)
 
 
 @reorderable
 def _count_units(group: int, step: Any, p: Any) -> Any:
-    return step[3] * p.num_kv_heads * ((group + HEADS - 1) // HEADS)
+    return step[NUM_ITEMS_AT] * p.num_kv_heads * ((group + HEADS - 1) // HEADS)
 
 
 @reorderable
 def _attend_unit_number(index: int, a: Any, step: Any, p: Any, scoring: Any, s: Any, element: Any) -> bool:
-    """Compute the unit of work with number `index`. Return False if there is none."""
-    group, size = a[7] // p.num_kv_heads, 4 * a[7] * result_size(s.length)
+    """Compute unit of work number `index`. Return False if there is none."""
+    num_heads, q, out, num_threads = a[7], a[9], a[10], a[20]
+    group = num_heads // p.num_kv_heads
+    size = 4 * num_heads * result_size(s.length)
     num_units = _count_units(group, step, p)
     if index >= num_units:
         return False
     u, segments = _find_unit(index, group, step, p, scoring, size)
-    # This thread's next unit if all threads are equally fast.
-    following, _ = _find_unit(min(index + a[20], num_units - 1), group, step, p, scoring, size)
-    attend_unit(u, following, Queries(a[9], a[10], a[7]), segments, p, scoring, s, element)
+    # The next unit of this thread if all threads are equally fast.
+    following, _ = _find_unit(min(index + num_threads, num_units - 1), group, step, p, scoring, size)
+    attend_unit(u, following, Queries(q, out, num_heads), segments, p, scoring, s, element)
     return True
 
 
 def attend_kernel(element: Any, factor: Any = _F32, columns: int = 1) -> Kernel:
-    """Return the kernel that attends to a cache whose elements are `columns` numbers each. `element` and
-    `factor` are numbers of the types of elements, and of what they are multiplied with."""
+    """Return the kernel of attention to a cache whose elements hold `columns` numbers. `element` and `factor`
+    are values of the types of elements and of their factors, queries and softmax weights."""
 
     def attend(args: Any) -> None:
         a = carray(args, 21)
-        p = Pages(a[1], a[2], a[3], a[4], a[5], a[6], as_float(a[18]), as_float(a[19]), columns)
-        step = carray(pointer(a[8], _I64), TABLE)
-        scoring = ScoringArgs(as_float(a[11]), as_float(a[12]), a[13], a[14], a[15], a[16], a[17])
+        keys, values, num_kv_heads, head_dim, block_size, width = a[1], a[2], a[3], a[4], a[5], a[6]
+        num_heads, table = a[7], a[8]
+        scale, soft_cap, window, causal = a[11], a[12], a[13], a[14]
+        slopes, bias, num_biases = a[15], a[16], a[17]
+        key_factor, value_factor = as_float(a[18]), as_float(a[19])
+        p = Pages(keys, values, num_kv_heads, head_dim, block_size, width, key_factor, value_factor, columns)
+        step = carray(pointer(table, _I64), TABLE)
+        scoring = ScoringArgs(as_float(scale), as_float(soft_cap), window, causal, slopes, bias, num_biases)
         depth = round_up(p.head_dim, LANES)
-        max_rows = step[4] * min(HEADS, a[7] // p.num_kv_heads) + TALL
+        max_rows = step[MAX_TILE_AT] * min(HEADS, num_heads // p.num_kv_heads) + TALL
         q, sums = max_rows * depth, max_rows * (depth + LANES)
-        maxima, gathered = round_up(max_rows, LANES), SPAN * (p.head_dim + depth)
+        maxima = round_up(max_rows, LANES)
+        gathered = SPAN * (p.head_dim + depth)
         results = max_rows * result_size(depth + LANES)
         size = LANES + q + sums + maxima + 4 * LANES + TALL * SPAN + 16 * GROUPS + gathered + results
         memory = np.empty(size, np.float32)
@@ -104,16 +130,17 @@ def attend_kernel(element: Any, factor: Any = _F32, columns: int = 1) -> Kernel:
 
 @reorderable
 def _has_nan(k: Any, v: Any) -> bool:
-    found = False
+    has_nan = False
     for d in range(len(k)):
-        found |= np.isnan(k[d]) or np.isnan(v[d])
-    return found
+        has_nan |= np.isnan(k[d]) or np.isnan(v[d])
+    return has_nan
 
 
 @reorderable
 def _write_token(k: Any, v: Any, slot: int, p: Any, element: Any) -> None:
-    """Write one token's k and v, [num_kv_heads, head_dim] each, to its slot."""
-    block, offset = slot // p.block_size, slot % p.block_size
+    """Write the key and value of one token, [num_kv_heads, head_dim] each, to its slot."""
+    block = slot // p.block_size
+    offset = slot % p.block_size
     for h in range(p.num_kv_heads):
         page = (block * p.num_kv_heads + h) * p.head_dim * p.block_size * p.width
         keys = carray(pointer(p.keys + page, element), (p.head_dim, p.block_size))
@@ -129,12 +156,15 @@ def _write_token(k: Any, v: Any, slot: int, p: Any, element: Any) -> None:
 def _write_kernel(element: Any) -> Kernel:
     def write(args: Any) -> None:
         a = carray(args, 12)
-        p = Pages(a[1], a[2], a[3], a[4], a[5], a[6], as_float(a[10]), as_float(a[11]), 1)
-        step = carray(pointer(a[7], _I64), TABLE)
-        num_tokens = step[0]
-        k = carray(pointer(a[8], _F32), (num_tokens, p.num_kv_heads, p.head_dim))
-        v = carray(pointer(a[9], _F32), (num_tokens, p.num_kv_heads, p.head_dim))
-        slots = carray(pointer(step[8], _I64), (num_tokens,))
+        keys, values, num_kv_heads, head_dim, block_size, width = a[1], a[2], a[3], a[4], a[5], a[6]
+        table, new_keys, new_values = a[7], a[8], a[9]
+        key_factor, value_factor = as_float(a[10]), as_float(a[11])
+        p = Pages(keys, values, num_kv_heads, head_dim, block_size, width, key_factor, value_factor, 1)
+        step = carray(pointer(table, _I64), TABLE)
+        num_tokens = step[NUM_TOKENS_AT]
+        k = carray(pointer(new_keys, _F32), (num_tokens, p.num_kv_heads, p.head_dim))
+        v = carray(pointer(new_values, _F32), (num_tokens, p.num_kv_heads, p.head_dim))
+        slots = carray(pointer(step[SLOTS_AT], _I64), (num_tokens,))
         first = next_unit(args) * TOKENS
         while first < num_tokens:
             for t in range(first, min(num_tokens, first + TOKENS)):

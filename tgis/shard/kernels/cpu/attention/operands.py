@@ -1,8 +1,9 @@
-"""Builders of LLVM code for the operands of attention's products. Elements of the cache are numbers, which
-are multiplied with float32, or pairs of bfloat16, which are multiplied with pairs of queries or weights.
+"""Builders of LLVM code for the operands of attention's products. Elements of the cache are single numbers,
+which are multiplied in float32, or pairs of bfloat16, which are multiplied by pairs of queries or softmax
+weights.
 
-What is multiplied with the elements, queries and softmax weights, has a type of its own: float32; uint16,
-which are float32 rounded to bfloat16; or PAIR."""
+Queries and softmax weights have one of three types: float32; uint16, which means float32 rounded to bfloat16;
+or PAIR."""
 
 from typing import Any
 
@@ -22,32 +23,32 @@ from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import FUSED, I32, I64
 
-_UPPER = 0xFFFF0000  # bits of an earlier number in a pair
+_UPPER = 0xFFFF0000  # bits of the first number of a pair
 
 
 def count_columns(element: Any) -> int:
-    """Return how many numbers an element holds."""
+    """Return the count of numbers in an element."""
     return pairs.COLUMNS if element == PAIR else 1
 
 
 def load_elements(b: Any, base: Any, offset: Any, element: Any) -> Any:
-    """Load LANES elements of the cache, ready for `add_products`."""
+    """Load LANES elements of the cache as operands of `add_products`."""
     if element == PAIR:
         return pairs.load(b, b.add(base, offset), LANES, align=4)
     return load_cached(b, base, offset, element)
 
 
 def drop_later(b: Any, loaded: Any) -> Any:
-    """Return pairs with 0 as their later numbers."""
+    """Return pairs whose second numbers are replaced by 0."""
     kept = b.and_(b.bitcast(loaded, INTEGERS), llvm.constant(_UPPER, LANES, I32))
     return b.bitcast(kept, loaded.type)
 
 
 def store_weights(b: Any, weights: list[Any], address: Any, element: Any) -> Any:
-    """Store vectors of softmax weights as the type that values are multiplied with, and return their sums,
-    lane by lane.
+    """Store vectors of softmax weights in the type for products with values. Return their sum by lane.
 
-    Rounded weights are added as such, in the order of pairs, so that errors of all weights cancel."""
+    The sum is that of the rounded weights, in the order of pairs, so that rounding errors cancel in the
+    softmax."""
     total = ZERO
     if element == types.float32:
         for v, weight in enumerate(weights):
@@ -73,8 +74,8 @@ def store_weights(b: Any, weights: list[Any], address: Any, element: Any) -> Any
 
 @llvm_function()
 def round_query(b: Any, address: Any, count: Any, element: Any) -> None:
-    """Convert `count` float32 numbers at an address to the type that keys are multiplied with, in place. They
-    may be followed by others up to a whole vector, which are arbitrary afterwards."""
+    """Convert `count` float32 numbers at an address, in place, to the type for products with keys. The rest
+    of the last vector is overwritten with arbitrary values."""
     if element == PAIR:
         pairs.copy_rounded(b, address, address, count)
     elif element == types.uint16:
@@ -88,5 +89,5 @@ def round_query(b: Any, address: Any, count: Any, element: Any) -> None:
 
 
 def round_vector(b: Any, x: Any) -> Any:
-    """Round a vector of float32 to bfloat16, kept as float32."""
+    """Round a vector of float32 to values of bfloat16."""
     return b.bitcast(llvm.round_to_bfloat16(b, x), VECTOR)

@@ -1,7 +1,7 @@
-"""Pages of pairs of bfloat16 numbers: a layout of the cache that products of pairs read in place. A pair of a
-page of keys, [head_dim / 2, block_size], is two channels of a key; one of a page of values, [block_size / 2,
-head_dim], is a channel of two values. The earlier number is the pair's upper half, so it comes last in
-memory."""
+"""Pages of pairs of bfloat16, a layout of the cache that products of pairs read in place. A pair in a page of
+keys, [head_dim / 2, block_size], holds two channels of a key. A pair in a page of values, [block_size / 2,
+head_dim], holds one channel of two values. The first number is the upper half of the pair, so it comes last
+in memory."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 from llvmlite import ir
 from numba import carray
 
-from tgis.shard.kernels.cpu.attention.kernels import TABLE, TOKENS
+from tgis.shard.kernels.cpu.attention.kernels import NUM_TOKENS_AT, SLOTS_AT, TABLE, TOKENS
 from tgis.shard.kernels.cpu.attention.tiles import Pages, round_up
 from tgis.shard.kernels.cpu.attention.vectors import LANES
 from tgis.shard.kernels.cpu.gemm import pairs
@@ -26,7 +26,7 @@ from tgis.shard.kernels.cpu.jit.compiler import (
 from tgis.shard.kernels.cpu.jit.llvm import I1, I16, I32, I64
 
 _U32, _I64 = np.uint32(0), np.int64(0)
-_HALVES = pairs.COLUMNS * LANES  # of a vector of pairs
+_HALVES = pairs.COLUMNS * LANES  # numbers in a vector of pairs
 _MASK = ir.VectorType(I1, _HALVES)
 
 
@@ -37,8 +37,8 @@ def _round_channels(b: Any, to: Any, source: Any, count: Any) -> None:
 
 @llvm_function()
 def _write_halves(b: Any, to: Any, source: Any, count: Any, is_later: Any) -> None:
-    """Round `count` float32 numbers, and write them as the earlier or later halves of the pairs at `to`.
-    Other threads may write the other halves meanwhile."""
+    """Round `count` float32 numbers and write them as the first or second numbers of the pairs at `to`. Other
+    threads may write the other numbers at the same time."""
     is_later = b.trunc(is_later, I1)
     shift = llvm.broadcast(b, b.select(is_later, I32(16), I32(0)), LANES)
     halves = b.select(is_later, *(ir.Constant(_MASK, [part, 1 - part] * LANES) for part in (1, 0)))
@@ -59,13 +59,12 @@ def _write_halves(b: Any, to: Any, source: Any, count: Any, is_later: Any) -> No
 
 @reorderable
 def _write_token(k: int, v: int, slot: int, p: Any, buffer: int) -> None:
-    """Write one token's k and v, addresses of [num_kv_heads, head_dim] each, to its slot. `buffer` is the
-    address of scratch memory for a head of k."""
-    block, offset = slot // p.block_size, slot % p.block_size
-    num_pairs, size = (
-        p.head_dim // pairs.COLUMNS,
-        p.head_dim * p.block_size * pairs.NUM_BYTES // pairs.COLUMNS,
-    )
+    """Write the key and value of one token, at addresses of [num_kv_heads, head_dim], to its slot. `buffer`
+    is the address of scratch memory for a head of k."""
+    block = slot // p.block_size
+    offset = slot % p.block_size
+    num_pairs = p.head_dim // pairs.COLUMNS
+    size = p.head_dim * p.block_size * pairs.NUM_BYTES // pairs.COLUMNS
     rounded = carray(pointer(buffer, _U32), (num_pairs,))
     for h in range(p.num_kv_heads):
         page, head = (block * p.num_kv_heads + h) * size, 4 * h * p.head_dim
@@ -79,16 +78,20 @@ def _write_token(k: int, v: int, slot: int, p: Any, buffer: int) -> None:
 
 def _write_pairs(args: Any) -> None:
     a = carray(args, 12)
-    p = Pages(a[1], a[2], a[3], a[4], a[5], a[6], as_float(a[10]), as_float(a[11]), pairs.COLUMNS)
-    step = carray(pointer(a[7], _I64), TABLE)
-    num_tokens, token_bytes = step[0], 4 * p.num_kv_heads * p.head_dim
-    slots = carray(pointer(step[8], _I64), (num_tokens,))
+    keys, values, num_kv_heads, head_dim, block_size, width = a[1], a[2], a[3], a[4], a[5], a[6]
+    table, new_keys, new_values = a[7], a[8], a[9]
+    factors = (as_float(a[10]), as_float(a[11]))
+    p = Pages(keys, values, num_kv_heads, head_dim, block_size, width, factors[0], factors[1], pairs.COLUMNS)
+    step = carray(pointer(table, _I64), TABLE)
+    num_tokens = step[NUM_TOKENS_AT]
+    token_bytes = 4 * p.num_kv_heads * p.head_dim
+    slots = carray(pointer(step[SLOTS_AT], _I64), (num_tokens,))
     buffer = np.empty(round_up(p.head_dim, _HALVES), np.uint32)
     first = next_unit(args) * TOKENS
     while first < num_tokens:
         for t in range(first, min(num_tokens, first + TOKENS)):
             if slots[t] >= 0:
-                k, v = a[8] + t * token_bytes, a[9] + t * token_bytes
+                k, v = new_keys + t * token_bytes, new_values + t * token_bytes
                 _write_token(k, v, slots[t], p, buffer.ctypes.data)
         first = next_unit(args) * TOKENS
     keep_alive(buffer)

@@ -1,10 +1,9 @@
-"""The QK and PV tiles of attention, vectorised by hand: QK multiplies queries and keys to scores, PV
-multiplies softmax weights and values to sums.
+"""QK and PV tiles of attention, vectorised by hand. QK multiplies queries by keys, PV softmax weights by
+values.
 
-A tile takes up to four vectors of columns, each at an address of its own, so a span of keys need not be
-contiguous. Each result stays in a register and is one chain of fused multiply-adds, along the head's channels
-(QK) or along the keys (PV), so its bits depend only on its own row and column. Pairs of bfloat16 are two
-channels, or two keys."""
+A tile has up to four vectors of columns, each with its own address, so a span of keys need not be contiguous.
+Each result stays in a register and is one chain of fused multiply-adds over the channels (QK) or keys (PV),
+so its bits depend only on its row and column. A pair of bfloat16 is two channels, or two keys."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,19 +24,20 @@ from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import I1, I64
 
 GROUPS = 4
-SPAN = GROUPS * LANES  # keys of one update of the online softmax
-TALL, SHORT = 6, 4  # most rows of a tile: where a unit has many rows, and where it has few
+SPAN = GROUPS * LANES  # keys per update of the online softmax
+TALL, SHORT = 6, 4  # maximum rows of a tile in units with many rows, and with few
 LINE = 64
-# Orders in which rows fetch vectors in turns. A line may hold two vectors, of this and of the next row.
+# Order in which successive rows prefetch vectors. A cache line may hold two vectors, of this and of the next
+# row.
 _TURNS = {1: (0,), 2: (0, 1), 4: (0, 2, 1, 3)}
 
-TILES = (1, 2, 3, 4, TALL)  # numbers of rows that tiles are built for
-# Most result vectors of a tile, so that all fit the registers.
+TILES = (1, 2, 3, 4, TALL)  # numbers of rows for which tiles are compiled
+# Maximum result vectors of a tile, so that all of them fit the registers.
 _MAX_VECTORS = 24 if llvm.has_feature("avx512f") and llvm.has_feature("avx512vl") else 6
 
 
 def _width(num_rows: int, num_vectors: int) -> int:
-    """Return how many of the vectors a tile of `num_rows` rows takes at once."""
+    """Return the number of vectors that a tile of `num_rows` rows computes at once."""
     return next(n for n in (4, 2, 1) if n <= num_vectors and num_rows * n <= _MAX_VECTORS)
 
 
@@ -91,10 +91,10 @@ def multiply_qk(
 ) -> None:
     """Compute scores[:rows, :SPAN] = q[:rows, :n] @ keys[:n, :SPAN], or only the first half of each row.
 
-    `rows` is 1 to SHORT, or TALL; `num_groups` is GROUPS, or half of them; `n` is at least 1. `scores` and
-    `q` are addresses. `places` is the address of an array of 2 * GROUPS addresses: those of the keys'
-    vectors, then those of the vectors to prefetch. Strides are the bytes from one row of q or keys to the
-    next. `element` is a value of the keys' type; where keys are pairs, `n` counts pairs."""
+    rows: 1 to SHORT, or TALL. num_groups: GROUPS, or half of it. scores, q: addresses. places: address of
+    2 * GROUPS addresses, those of the keys' vectors and then those of the vectors to prefetch. q_stride,
+    stride: bytes between rows of q and of keys. n: at least 1; counts pairs if keys are pairs. element: a
+    value of the keys' type."""
 
     def build_tile(num_rows: int, first: int, width: int) -> None:
         bases, ahead = (
@@ -121,20 +121,20 @@ def multiply_qk(
 
 
 def _first_scores(b: Any, bases: list[Any], element: Any) -> list[Any]:
-    """Return a vector for each base: zeros, or NaNs for the keys that have them."""
+    """Return a vector of initial scores for each base: NaN for keys with NaN, otherwise 0."""
     return [find_nan(b, base, LANES) if element == types.int8 else ZERO for base in bases]
 
 
 def _prefetch_keys(b: Any, ahead: list[Any], k: Any, row: Any, element: Any) -> None:
-    """Prefetch row `k` of the next keys. A vector of 16-bit elements is half a cache line, one of 8 bits a
-    quarter, so each row fetches only some of the vectors, in turns."""
+    """Prefetch row `k` of the next keys. A vector of 16-bit elements is half a cache line, one of 8-bit
+    elements a quarter, so rows take turns in prefetching the vectors."""
     turns = min(len(ahead), {8: 4, 16: 2}.get(element.bitwidth, 1))
     for chosen in zip(*(ahead[turn::turns] for turn in _TURNS[turns]), strict=True):
         llvm.prefetch(b, _choose(b, k, chosen), row)
 
 
 def _choose(b: Any, k: Any, choices: Sequence[Any]) -> Any:
-    """Return the one of 1, 2 or 4 values that the lowest bits of k say."""
+    """Return the choice, of 1, 2 or 4, with the number in the lowest bits of k."""
     if len(choices) == 1:
         return choices[0]
     is_odd, pairs = b.trunc(k, I1), zip(choices[::2], choices[1::2], strict=True)
@@ -142,15 +142,13 @@ def _choose(b: Any, k: Any, choices: Sequence[Any]) -> Any:
 
 
 def _add_pv(num_vectors: int) -> Any:
-    """Build a function for kernels that computes
+    """Build a kernel function:
     sums[:rows, : num_vectors * LANES] = factors[:rows] * sums + weights[:rows, :n] @ values[:n].
 
-    Its arguments: `rows`, 1 to SHORT, or TALL; `sums`, an address, and `sums_stride`, the bytes from one row
-    to the next; `factors`, the address of [rows]; `weights`, that of [rows, SPAN]; `places`, the address of
-    an array of 2 * GROUPS addresses: one for every LANES rows of values, then those of the rows to prefetch;
-    `column`, the bytes from such an address to the first column; `stride`, the bytes from one row to the
-    next, of pairs of values where there are pairs; `n`, 1 to SPAN; and `element`, a value of the values'
-    type."""
+    rows: 1 to SHORT, or TALL. sums, factors [rows], weights [rows, SPAN]: addresses. places: address of
+    2 * GROUPS addresses, one for every LANES rows of values and then those of the rows to prefetch. column:
+    bytes from such an address to the first column. sums_stride, stride: bytes between rows of sums and of
+    values (or pairs of values). n: 1 to SPAN. element: a value of the values' type."""
 
     @llvm_function()
     def add_pv(
@@ -174,9 +172,10 @@ def _add_pv(num_vectors: int) -> Any:
 
 
 def _build_pv(b: Any, args: Any, rows: int, first: int, width: int) -> None:
-    """Emit the code of a tile of `rows` rows and `width` vectors from the vector `first` on."""
+    """Emit the code of a tile of `rows` rows and `width` vectors, beginning with vector `first`."""
     sums, sums_stride, growths, weights, places, column, stride, n, element = args
-    size, columns = element.bitwidth // 8 * LANES, count_columns(element)
+    size = element.bitwidth // 8 * LANES
+    columns = count_columns(element)
     cells = [(r, 4 * LANES * (first + v)) for r in range(rows) for v in range(width)]
     results = [b.add(b.mul(I64(r), sums_stride), I64(offset)) for r, offset in cells]
     begin_column = b.add(column, I64(first * size))
@@ -204,7 +203,7 @@ def _build_pv(b: Any, args: Any, rows: int, first: int, width: int) -> None:
             return llvm.loop(b, count, group_sums, add_key)
         whole, end = (b.udiv(x, I64(columns)) for x in (count, b.add(count, I64(columns - 1))))
         pair_sums = llvm.loop_range(b, I64(0), whole, 1, group_sums, add_key)
-        # The memory of a key that no row sees may hold anything.
+        # The value of a key that no row attends to may be uninitialised.
         return llvm.loop_range(b, whole, end, 1, pair_sums, partial(add_key, is_half=True))
 
     groups = b.sdiv(b.add(n, I64(LANES - 1)), I64(LANES))

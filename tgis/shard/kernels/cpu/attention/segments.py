@@ -1,10 +1,10 @@
-"""Segments of keys. A row's softmax is computed for each segment of its keys alone, and the segments' results
-are merged in their order. So it makes no difference to a row's bits whether one unit of work goes through all
-segments or each of them is a unit of its own.
+"""Segments of keys. The softmax of a row is computed for each segment, and the results are merged in the
+order of segments. So a row's bits are the same whether one unit of work computes all segments or each segment
+is a unit.
 
-A result is the sums of a row as `Scratch` describes them, then a vector that begins with the maximum that
-they are relative to. That vector also has the counter of segments that are done, in the first result of a
-tile's first row."""
+A result has the sums of a row (see `Scratch`) and a vector that begins with the maximum to which the sums are
+relative. In the first result of a tile's first row, this vector also holds the counter of finished
+segments."""
 
 from typing import Any, NamedTuple
 
@@ -15,34 +15,34 @@ from tgis.shard.kernels.cpu.attention.softmax import merge_results
 from tgis.shard.kernels.cpu.attention.vectors import LANES, peek, poke
 from tgis.shard.kernels.cpu.jit.compiler import atomic_add, pointer, reorderable
 
-EXTRA = 2 * LANES  # float32 of a result beside the sums of values: sums of weights, and the maximum
+EXTRA = 2 * LANES  # float32 values of a result besides the sums of values: sums of weights, and the maximum
 
 _F32, _I64 = np.float32(0), np.int64(0)
 
 
 class SegmentPart(NamedTuple):
-    """The segments of a tile that a unit of work attends to."""
+    """Segments of a tile that a unit of work computes."""
 
-    tile_end: int  # no row of the tile sees this key or a later one
+    tile_end: int  # end of the keys that any row of the tile attends to
     segment_len: int
-    num_parts: int  # number of units that the tile's segments are; 1 if this one goes through all of them
-    number: int  # which of those units this is
-    partials: int  # address of the results of a tile whose segments are units of their own
+    num_parts: int  # number of units into which the tile is split; 1: this unit computes all segments
+    number: int  # number of this unit among them
+    partials: int  # address of the partial results of a split tile
 
 
-# Counts a segment that is done. The thread that counts the last one sees what the others wrote.
+# Counts a finished segment. Writes of all threads are visible to the thread that counts the last one.
 _count = atomic_add(1, "acq_rel")
 
 
 @reorderable
 def result_size(length: int) -> int:
-    """Return the number of float32 of a result with `length` sums."""
+    """Return the number of float32 values of a result with `length` sums."""
     return length + LANES
 
 
 @reorderable
 def find_first_key(position: Any, scoring: Any) -> Any:
-    """Return the first key that a token sees."""
+    """Return the first key that the token at a position attends to."""
     return max(position - scoring.window + 1, 0) if scoring.window else 0
 
 
@@ -58,7 +58,7 @@ def add_segment(
     scoring: Any,
     length: int,
 ) -> None:
-    """Add what row `r` got from a segment to `result`, which has that of all segments before.
+    """Merge row `r` of a segment into `result`, which holds all earlier segments.
 
     `result`, `sums` and `maximum` are addresses."""
     position = u.position + r // u.heads
@@ -81,14 +81,15 @@ def copy_result(result: int, sums: int, maximum: int, length: int) -> None:
 
 @reorderable
 def partial_address(segment: int, r: int, u: Any, part: SegmentPart, num_heads: int, length: int) -> Any:
-    """Return the address of the result of row `r` of a segment that is a unit of its own."""
-    token, head = r // u.heads, u.head + r % u.heads
+    """Return the address of the partial result of row `r` of a segment."""
+    token = r // u.heads
+    head = u.head + r % u.heads
     return part.partials + 4 * result_size(length) * ((segment * u.num_tokens + token) * num_heads + head)
 
 
 @reorderable
 def keep_partials(u: Any, part: SegmentPart, num_heads: int, s: Any) -> Any:
-    """Keep the results of a unit that is one segment. Return True if it is the last one of its tile."""
+    """Store the partial results of a unit. Return True if it is the last unit of its tile to finish."""
     for r in range(u.num_tokens * u.heads if u.begin < u.end else 0):
         place = partial_address(part.number, r, u, part, num_heads, s.length)
         copy_result(place, s.sums + 4 * s.length * r, s.maxima + 4 * r, s.length)
@@ -101,7 +102,7 @@ def keep_partials(u: Any, part: SegmentPart, num_heads: int, s: Any) -> Any:
 
 @reorderable
 def merge_partials(u: Any, part: SegmentPart, num_heads: int, scoring: Any, s: Any) -> None:
-    """Merge the results of all segments of a tile in their order to `s.results`."""
+    """Merge the partial results of a tile into `s.results` in the order of segments."""
     for r in range(u.num_tokens * u.heads):
         result = s.results + 4 * result_size(s.length) * r
         for segment in range(part.num_parts):

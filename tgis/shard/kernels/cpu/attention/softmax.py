@@ -1,6 +1,6 @@
-"""Online softmax over one span of keys, vectorised by hand so that every row has the same arithmetic. Rows
-that see all keys of a span have code without masks: a mask changes no bit of what is visible, and adds
-zeros."""
+"""Online softmax over one span of keys (Milakov, Gimelshein, "Online normalizer calculation for softmax",
+2018), vectorised by hand so that every row has the same arithmetic. Rows that attend to all keys of a span
+use code without masks, which gives the same bits: masked keys only add zeros."""
 
 from functools import reduce
 from typing import Any, NamedTuple
@@ -24,8 +24,8 @@ from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import FLOAT, FUSED, I1, I32, I64
 
-# Coefficients of a polynomial for 2^f, |f| <= 1/2, the highest power first. Its relative error is 1e-7, and
-# it is exactly 1 for f = 0.
+# Coefficients of a polynomial for 2^f, |f| <= 1/2, highest power first. The relative error is 1e-7, and the
+# value at 0 is exactly 1.
 _POWERS = [
     llvm.constant(coefficient, LANES)
     for coefficient in (
@@ -34,8 +34,8 @@ _POWERS = [
     )
 ]
 _LOG2_E = llvm.constant(1.4426950216293335, LANES)
-# Adding this to a moderate number rounds it to an integer; the sum's lowest bits are then that integer with
-# the bias of an exponent.
+# Adding this rounds a number of moderate size to an integer. The lowest bits of the sum then hold the integer
+# plus the bias of the exponent.
 _ROUNDING = llvm.constant(1.5 * 2**23 + 127, LANES)
 _MIN_EXPONENT = llvm.constant(-86.0, LANES)  # smaller exponents are clamped to this
 _HIDDEN = llvm.constant(float("-inf"), LANES)
@@ -65,7 +65,8 @@ def _exp(b: Any, x: Any) -> Any:
 
 
 def _find_visible(b: Any, bounds: Any, num_groups: int) -> list[Any]:
-    """Return a mask for each group: the keys that a row sees, whose `bounds` are at an address."""
+    """Return the mask of visible keys of a row for each group. `bounds` is the address of the row's
+    bounds."""
     first, end = (_load_broadcast_int(b, b.add(bounds, I64(4 * i))) for i in range(2))
     count = b.sub(end, first)
     lanes = [ir.Constant(INTEGERS, list(range(v * LANES, (v + 1) * LANES))) for v in range(num_groups)]
@@ -77,7 +78,7 @@ def _load_broadcast_int(b: Any, address: Any) -> Any:
 
 
 def _find_row_maxima(b: Any, rows: list[Any]) -> Any:
-    """Return the maxima of up to LANES vectors, that of vector r in lane r. Other lanes hold anything."""
+    """Return the maximum of vector r in lane r, for up to LANES vectors. Other lanes are undefined."""
     for distance in (8, 4, 2, 1):
         low = [lane for lane in range(LANES) if not lane & distance]
         chosen = [lane + begin for begin in (0, LANES) for lane in low]
@@ -94,18 +95,18 @@ def _load_row(b: Any, scores: Any, num_groups: int) -> list[Any]:
 
 
 def _update_maxima(b: Any, tile: "_Tile", rows: int) -> None:
-    """Update the running maxima of a tile's rows; write them, and what earlier sums are to be multiplied
-    with, to the tile's scratch memory. The factor of a row whose maximum stays is exactly 1."""
-    found = []
+    """Update the running maxima of a tile's rows. Write them and the factors of earlier sums to the tile's
+    scratch memory. The factor of a row with an unchanged maximum is exactly 1."""
+    row_maxima = []
     for r in range(rows):
         row = _load_row(b, b.add(tile.scores, I64(4 * SPAN * r)), tile.num_groups)
         if tile.bounds is not None:
             visible = _find_visible(b, b.add(tile.bounds, I64(8 * r)), tile.num_groups)
             row = [b.select(mask, x, _HIDDEN) for mask, x in zip(visible, row, strict=True)]
-        found.append(reduce(lambda x, y: _maximum(b, x, y), row))
+        row_maxima.append(reduce(lambda x, y: _maximum(b, x, y), row))
     mask = ir.Constant(ir.VectorType(I1, LANES), [int(lane < rows) for lane in range(LANES)])
     before = llvm.load_vector(b, tile.maxima, LANES, mask)
-    after = _maximum(b, _find_row_maxima(b, found), before)
+    after = _maximum(b, _find_row_maxima(b, row_maxima), before)
     llvm.store_vector(b, after, tile.maxima, mask)
     store(b, after, tile.updates, I64(0))
     store(b, _exp(b, b.fsub(before, after, **FUSED)), tile.updates, I64(4 * LANES))
@@ -135,14 +136,14 @@ def _write_weights(b: Any, tile: "_Tile", rows: Any) -> None:
 
 
 class _Tile(NamedTuple):
-    """Arguments of `update_softmax` for rows that are alike."""
+    """Arguments of `update_softmax` and `update_masked_softmax`."""
 
     scores: Any
     maxima: Any
     updates: Any
     sums: Any
     length: Any
-    bounds: Any  # None if all rows see all keys
+    bounds: Any  # None: all rows attend to all keys
     num_groups: int
     element: Any
 
@@ -156,14 +157,13 @@ def _update_tile(b: Any, tile: _Tile, rows: Any) -> None:
 def update_softmax(
     b: Any, rows: Any, scores: Any, maxima: Any, updates: Any, sums: Any, length: Any, element: Any
 ) -> None:
-    """Turn the scores of a tile's rows, each of SPAN keys that the row sees, into softmax weights in place;
-    update the rows' running maxima and their sums of weights.
+    """Convert the scores of a tile, [rows, SPAN], to softmax weights in place. Update the rows' running
+    maxima and sums of weights. All rows attend to all keys.
 
-    Weights are exponentials relative to the new maximum. `rows` is one of TILES. `scores`, `maxima`,
-    `updates` and `sums` are addresses. A row has `length` sums, in whole vectors; the last accumulates the
-    weights lane by lane. At `updates` stand, afterwards, two vectors: the rows' maxima, and the factors that
-    their other sums are still to be multiplied with. `element` is a value of the weights' type, see
-    `operands`."""
+    Weights are exponentials relative to the new maximum. rows: one of TILES. scores, maxima, updates, sums:
+    addresses. A row has `length` sums in whole vectors; the last vector sums the weights by lane. `updates`
+    receives two vectors: the maxima, and the factors by which the caller must multiply the other sums.
+    element: a value of the weights' type (see `operands`)."""
     prefer_512_bits(b)
     _update_tile(b, _Tile(scores, maxima, updates, sums, length, None, GROUPS, element), rows)
 
@@ -181,9 +181,9 @@ def update_masked_softmax(
     bounds: Any,
     element: Any,
 ) -> None:
-    """Do what `update_softmax` does, for rows that see some of the keys; the others get weight 0. `bounds`
-    is the address of int32 [rows, 2], the first key that a row sees and the one after the last. No row sees
-    more than `num_groups` groups of keys, GROUPS or half of them; scores behind are not read."""
+    """Do the same as `update_softmax` for rows that attend to some of the keys. The other keys get weight 0.
+    bounds: address of int32 [rows, 2], begin and end of each row's keys. num_groups: GROUPS, or half of it if
+    no row attends to later keys, whose scores are not read."""
     prefer_512_bits(b)
 
     def build(groups: int) -> None:
@@ -194,8 +194,8 @@ def update_masked_softmax(
 
 @llvm_function()
 def merge_results(b: Any, result: Any, sums: Any, maximum: Any, length: Any) -> None:
-    """Add `length` sums that are relative to a maximum to those of `result`, which its own maximum follows.
-    The arguments are addresses but for `length`, a multiple of LANES."""
+    """Add sums, relative to `maximum`, to those of `result`, which are followed by their own maximum.
+    `length`, a multiple of LANES, is the number of sums; the other arguments are addresses."""
     prefer_512_bits(b)
     own_maximum = b.add(result, b.mul(length, I64(4)))
     own, other = (llvm.load_broadcast(b, x, LANES) for x in (own_maximum, maximum))
@@ -218,7 +218,7 @@ def _rotate_lanes(b: Any, x: Any, distance: int) -> Any:
 
 @llvm_function(types.float32)
 def sum_lanes(b: Any, address: Any) -> Any:
-    """Return the sum of the vector at an address, always added in the same order."""
+    """Return the sum of the vector at an address, in a fixed order."""
     total = load(b, address, I64(0))
     for distance in (8, 4, 2, 1):
         total = _add(b, total, _rotate_lanes(b, total, distance))

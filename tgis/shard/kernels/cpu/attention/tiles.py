@@ -1,9 +1,8 @@
-"""Attention of one unit of work: a tile (some tokens of one sequence), a kv head, some of the query heads
-that share it, and all segments of the tile's keys or one of them. The unit's rows are the pairs of a token
-and a query head.
+"""Attention of one unit of work: a tile (tokens of one sequence), a KV head, query heads that share it, and
+one or all segments of the tile's keys. The rows of a unit are pairs of a token and a query head.
 
-Every row sees keys span by span from its sequence's start, with the same arithmetic, so its bits depend
-neither on the rows beside it nor on how its sequence was cut into chunks."""
+Every row processes the keys span by span from the start of the sequence with the same arithmetic, so its bits
+depend neither on other rows nor on the split of its sequence into chunks."""
 
 from typing import Any, NamedTuple
 
@@ -37,14 +36,14 @@ from tgis.shard.kernels.cpu.attention.widening import is_converted, widen_span
 from tgis.shard.kernels.cpu.jit.compiler import pointer, reorderable
 from tgis.shard.kernels.cpu.jit.scalar_math import tanh
 
-MANY_ROWS = 16  # a unit with more rows than this takes them TALL at a time
+MANY_ROWS = 16  # units with more rows use tiles of TALL rows
 INITIAL_MAXIMUM = np.float32(-1e30)  # initial running maximum, below any score
 
 _F32, _I32, _I64 = np.float32(0), np.int32(0), np.int64(0)
 
 
 class Pages(NamedTuple):
-    """One layer of the cache: addresses, and sizes in numbers."""
+    """One layer of the cache: addresses and sizes."""
 
     keys: int  # [num_blocks, num_kv_heads] pages of [head_dim, block_size]
     values: int  # [num_blocks, num_kv_heads] pages of [block_size, head_dim]
@@ -52,10 +51,10 @@ class Pages(NamedTuple):
     head_dim: int
     block_size: int
     width: int  # bytes of an element
-    # Factors of what is read, to make keys and values of it; of what is written, to make elements of it.
+    # When reading, factors of elements; when writing, factors of keys and values.
     key_factor: Any
     value_factor: Any
-    columns: int  # numbers of an element: in pairs, two channels of a key, or a channel of two values
+    columns: int  # numbers per element; a pair has two channels of a key, or a channel of two values
 
 
 class ScoringArgs(NamedTuple):
@@ -79,8 +78,8 @@ class Queries(NamedTuple):
 
 
 class WorkUnit(NamedTuple):
-    """Unit of work: `num_tokens` tokens from token `start` of the step, which begin at `position` of their
-    sequence, `heads` query heads from `head` on, and the keys [begin, end)."""
+    """Unit of work: `num_tokens` tokens beginning with token `start` of the step, at `position` of their
+    sequence; `heads` query heads beginning with `head`; and keys [begin, end)."""
 
     blocks: int  # address of the sequence's block table, int32
     start: int
@@ -94,22 +93,22 @@ class WorkUnit(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Addresses in a thread's own scratch memory, of float32 unless stated otherwise."""
+    """Addresses in a thread's scratch memory, of float32 unless stated otherwise."""
 
-    q: int  # [max_rows, depth], scaled, and of the type of `factor`; depth is head_dim in whole vectors
-    sums: int  # [max_rows, length]: weighted sums of values; the last vector sums the weights lane by lane
+    q: int  # [max_rows, depth], scaled, in the type of `factor`; depth is head_dim rounded up to vectors
+    sums: int  # [max_rows, length]: weighted sums of values; the last vector sums the weights by lane
     length: int
     maxima: int  # [max_rows], running maximum of the scores
-    results: int  # [max_rows, result_size(length)], results of several segments
-    updates: int  # [2, LANES], maxima of a tile's rows, and factors of their sums
-    bounds: int  # int32 [TALL, 2], keys of the current span that a tile's rows see
-    scores: int  # [TALL, SPAN], overwritten by the softmax weights, of the type of `factor`
-    # int64 [4, GROUPS], addresses: the current span's vectors of keys, those of the span that is prefetched,
-    # then one for every LANES rows of values of either span. The same follows for widened copies.
+    results: int  # [max_rows, result_size(length)], merged results of segments
+    updates: int  # [2, LANES], maxima of a tile's rows and factors of their sums
+    bounds: int  # int32 [TALL, 2], begin and end of each row's keys in the span
+    scores: int  # [TALL, SPAN], replaced by softmax weights in the type of `factor`
+    # int64 [4, GROUPS], addresses: vectors of keys of the current and of the prefetched span, then one for
+    # every LANES rows of values of both. A second such array for widened copies follows.
     places: int
-    # Copies of keys [head_dim, SPAN], then of values [SPAN, depth], where pages are not read in place.
+    # Copies of keys [head_dim, SPAN] and of values [SPAN, depth] if pages are not read in place.
     gathered: int
-    factor: Any  # a number of the type of what keys and values are multiplied with
+    factor: Any  # a value of the type of queries and softmax weights
 
 
 @reorderable
@@ -124,7 +123,8 @@ def round_up(n: int, step: int) -> int:
 
 @reorderable
 def _locate_span(which: int, span: int, u: Any, p: Any, s: Any) -> None:
-    """Store the addresses of a span's keys and values; those of groups that no row sees are arbitrary."""
+    """Store the addresses of a span's keys and values. Those of groups that no row attends to are
+    arbitrary."""
     page = p.head_dim * p.block_size * p.width // p.columns
     for group in range(GROUPS):
         key = span + group * LANES
@@ -140,7 +140,8 @@ def _locate_span(which: int, span: int, u: Any, p: Any, s: Any) -> None:
 
 @reorderable
 def _locate_next_span(span: int, u: Any, following: Any, p: Any, s: Any) -> None:
-    """Store the addresses of the span to prefetch: the unit's next one, or the `following` unit's first."""
+    """Store the addresses of the span to prefetch: the next span, or the first one of the `following`
+    unit."""
     if span < u.end:
         _locate_span(1, span, u, p, s)
     else:
@@ -158,13 +159,15 @@ def _advance(s: Any) -> None:
 
 @reorderable
 def _gather(span: int, u: Any, p: Any, s: Any, element: Any) -> None:
-    """Copy the span from pages that do not hold a whole number of vectors to contiguous memory."""
-    page, depth = p.head_dim * p.block_size * p.width, s.length - LANES
+    """Copy a span to contiguous memory, from pages that do not hold a whole number of vectors."""
+    page = p.head_dim * p.block_size * p.width
+    depth = s.length - LANES
     gathered = carray(pointer(s.gathered, element), (SPAN * (p.head_dim + depth),))
     begin = p.head_dim * SPAN
     for j in range(min(SPAN, u.end - span)):
         block = read_int(u.blocks + 4 * ((span + j) // p.block_size))
-        base, offset = (block * p.num_kv_heads + u.kv_head) * page, (span + j) % p.block_size
+        base = (block * p.num_kv_heads + u.kv_head) * page
+        offset = (span + j) % p.block_size
         keys = carray(pointer(p.keys + base, element), (p.head_dim, p.block_size))
         values = carray(pointer(p.values + base, element), (p.block_size, p.head_dim))
         for d in range(p.head_dim):
@@ -180,8 +183,9 @@ def _gather(span: int, u: Any, p: Any, s: Any, element: Any) -> None:
 
 @reorderable
 def _use_widened(p: Any, s: Any) -> tuple[Pages, Scratch]:
-    """Return pages and scratch memory with which products read the copies of `widen_span`."""
-    values, depth = p.head_dim * SPAN, s.length - LANES
+    """Return pages and scratch memory that refer to the copies of `widen_span`."""
+    values = p.head_dim * SPAN
+    depth = s.length - LANES
     places = s.places + 32 * GROUPS
     for group in range(GROUPS):
         poke(places + 8 * group, s.gathered + 4 * group * LANES)
@@ -193,7 +197,7 @@ def _use_widened(p: Any, s: Any) -> tuple[Pages, Scratch]:
 
 @reorderable
 def _adjust_scores(address: int, scoring: Any, head: int, distance: int) -> None:
-    """Apply soft cap, slope and bias to a row of scores. `distance` is that of the span's first key."""
+    """Apply soft cap, slope and bias to a row of scores. `distance` belongs to the span's first key."""
     scores = carray(pointer(address, _F32), (SPAN,))
     if scoring.soft_cap > 0:
         for c in range(SPAN):
@@ -211,7 +215,7 @@ def _adjust_scores(address: int, scoring: Any, head: int, distance: int) -> None
 
 @reorderable
 def _find_end(position: int, u: Any, scoring: Any) -> Any:
-    """Return the key after the last one that the token at a position sees."""
+    """Return the end of the keys that the token at a position attends to."""
     return min(position + 1, u.end) if scoring.causal else u.end
 
 
@@ -224,7 +228,7 @@ def _adjust_rows(r: int, rows: int, span: int, u: Any, scoring: Any, s: Any) -> 
 
 @reorderable
 def _write_bounds(r: int, rows: int, span: int, u: Any, scoring: Any, s: Any) -> None:
-    """Write which keys of the span from `span` on rows [r, r + rows) see."""
+    """Write the bounds of the keys that rows [r, r + rows) attend to in the span that begins at `span`."""
     bounds = carray(pointer(s.bounds, _I32), (TALL, 2))
     token, head = r // u.heads, r % u.heads
     for i in range(rows):
@@ -238,30 +242,35 @@ def _write_bounds(r: int, rows: int, span: int, u: Any, scoring: Any, s: Any) ->
 
 
 @reorderable
-def _add_values(rows: int, seen: int, sums: int, in_place: bool, p: Any, s: Any, element: Any) -> None:
-    """Add the first `seen` values of the span, with the weights of a tile's rows, to the rows' sums."""
+def _add_values(rows: int, num_keys: int, sums: int, in_place: bool, p: Any, s: Any, element: Any) -> None:
+    """Add the first `num_keys` values of the span, times the weights of a tile's rows, to the rows' sums."""
     depth, length = s.length - LANES, 4 * s.length
     factors, places = s.updates + 4 * LANES, s.places + 16 * GROUPS
     stride = (p.head_dim if in_place else depth) * p.width
-    most, args = depth // SPAN * SPAN, (factors, s.scores, places)
-    for c in range(0, most, SPAN):
-        add_pv_4_vectors(rows, sums + 4 * c, length, *args, c * p.width, stride, seen, element)
-    for c in range(most, depth, LANES):
-        add_pv_1_vector(rows, sums + 4 * c, length, *args, c * p.width, stride, seen, element)
+    whole = depth // SPAN * SPAN
+    args = (factors, s.scores, places)
+    for c in range(0, whole, SPAN):
+        add_pv_4_vectors(rows, sums + 4 * c, length, *args, c * p.width, stride, num_keys, element)
+    for c in range(whole, depth, LANES):
+        add_pv_1_vector(rows, sums + 4 * c, length, *args, c * p.width, stride, num_keys, element)
 
 
 @reorderable
 def _attend_span(r: int, rows: int, span: int, u: Any, p: Any, scoring: Any, s: Any, element: Any) -> None:
-    """Attend with rows [r, r + rows) of a unit to the span of keys from `span` on."""
+    """Process the span that begins at key `span` for rows [r, r + rows) of a unit."""
     first = u.position + r // u.heads
     last = u.position + min((r + rows - 1) // u.heads, u.num_tokens - 1)
-    seen = min(_find_end(last, u, scoring) - span, SPAN)  # number of keys up to the last that any row sees
-    if seen <= 0 or find_first_key(first, scoring) >= span + SPAN:
+    num_keys = min(
+        _find_end(last, u, scoring) - span, SPAN
+    )  # keys up to the last one that any row attends to
+    if num_keys <= 0 or find_first_key(first, scoring) >= span + SPAN:
         return
-    depth, in_place = s.length - LANES, p.block_size % LANES == 0
+    depth = s.length - LANES
+    in_place = p.block_size % LANES == 0
     stride = (p.block_size if in_place else SPAN) * p.width
-    channels, q = p.head_dim // p.columns, s.q + 4 * r * depth
-    num_groups = GROUPS if seen > SPAN // 2 else GROUPS // 2
+    channels = p.head_dim // p.columns
+    q = s.q + 4 * r * depth
+    num_groups = GROUPS if num_keys > SPAN // 2 else GROUPS // 2
     multiply_qk(rows, num_groups, s.scores, q, 4 * depth, s.places, stride, channels, element)
     if scoring.soft_cap > 0 or scoring.slopes != 0 or scoring.bias != 0:
         _adjust_rows(r, rows, span, u, scoring, s)
@@ -273,12 +282,12 @@ def _attend_span(r: int, rows: int, span: int, u: Any, p: Any, scoring: Any, s: 
         update_masked_softmax(
             rows, num_groups, s.scores, maxima, s.updates, sums, s.length, s.bounds, s.factor
         )
-    _add_values(rows, seen, sums, in_place, p, s, element)
+    _add_values(rows, num_keys, sums, in_place, p, s, element)
 
 
 @reorderable
 def _start_row(r: int, u: Any, queries: Any, p: Any, scale: Any, s: Any) -> None:
-    """Scale and round the query of row `r` and clear its sums. Rows past the unit's last token repeat it."""
+    """Scale and round the query of row `r` and clear its sums. Rows after the last token repeat it."""
     token = min(r // u.heads, u.num_tokens - 1)
     index = (u.start + token) * queries.num_heads + u.head + r % u.heads
     q = carray(pointer(queries.q + 4 * index * p.head_dim, _F32), (p.head_dim,))
@@ -295,7 +304,7 @@ def _start_row(r: int, u: Any, queries: Any, p: Any, scale: Any, s: Any) -> None
 
 @reorderable
 def _finish_row(r: int, sums: int, u: Any, queries: Any, p: Any, length: int) -> None:
-    """Write the result of row `r`, whose sums are at an address, to the step's output."""
+    """Write the result of row `r` to the step's output. `sums` is the address of its sums."""
     index = (u.start + r // u.heads) * queries.num_heads + u.head + r % u.heads
     out = carray(pointer(queries.out + 4 * index * p.head_dim, _F32), (p.head_dim,))
     values = carray(pointer(sums, _F32), (p.head_dim,))
@@ -318,8 +327,9 @@ def _attend_keys(
     s: Any,
     element: Any,
 ) -> None:
-    """Attend with all rows of a unit, of which `height` form a tile of products, to the keys [begin, end)."""
-    num_rows, in_place = u.num_tokens * u.heads, p.block_size % LANES == 0
+    """Process keys [begin, end) for all rows of a unit in tiles of `height` rows."""
+    num_rows = u.num_tokens * u.heads
+    in_place = p.block_size % LANES == 0
     for r in range(round_up(num_rows, height)):
         _start_row(r, u, queries, p, scoring.scale * p.key_factor, s)
     is_widened = in_place and height == TALL and is_converted(element)
@@ -352,7 +362,7 @@ def _attend_segments(
     s: Any,
     element: Any,
 ) -> None:
-    """Attend to all segments of a unit's keys one after the other, and merge them to `s.results`."""
+    """Process all segments of a unit's keys one after the other and merge them into `s.results`."""
     for segment in range(u.begin // part.segment_len, (u.end - 1) // part.segment_len + 1):
         first = segment * part.segment_len
         begin, end = max(u.begin, first), min(u.end, first + part.segment_len)
@@ -368,13 +378,14 @@ def attend_unit(
 ) -> None:
     """Compute a unit, and prefetch the first keys and values of the `following` one."""
     num_rows = u.num_tokens * u.heads
-    # As few tiles as possible, all of the same height.
+    # Minimum number of tiles of equal height.
     num_tiles = (num_rows + SHORT - 1) // SHORT
     height = TALL if num_rows > MANY_ROWS else (num_rows + num_tiles - 1) // num_tiles
     if p.block_size % LANES == 0:
         _locate_span(1, u.begin, u, p, s)
     is_whole = part.num_parts == 1
-    results, size = s.results, result_size(s.length)
+    results = s.results
+    size = result_size(s.length)
     if is_whole and u.end > part.segment_len:
         _attend_segments(height, u, following, queries, part, p, scoring, s, element)
     else:

@@ -1,5 +1,5 @@
-"""Builders of LLVM code that attention's kernels share: vectors of LANES float32 at addresses. Where
-registers are shorter, LLVM uses several for one vector, with the same results."""
+"""Builders of LLVM code shared by the kernels of attention: vectors of LANES float32 at addresses. If
+registers are shorter, LLVM splits vectors, with the same results."""
 
 from typing import Any
 
@@ -13,14 +13,16 @@ from tgis.shard.kernels.cpu.jit.llvm import FLOAT, I32
 
 LANES = 16
 
-VECTOR, INTEGERS, ZERO = ir.VectorType(FLOAT, LANES), ir.VectorType(I32, LANES), llvm.constant(0.0, LANES)
+VECTOR = ir.VectorType(FLOAT, LANES)
+INTEGERS = ir.VectorType(I32, LANES)
+ZERO = llvm.constant(0.0, LANES)
 
 
 def prefer_512_bits(b: Any) -> None:
-    """Make LLVM use 512-bit vectors in the function being built. By default it avoids them on processors that
-    once ran slower with them; it would split vectors and spill the parts."""
+    """Make LLVM use 512-bit vectors in the function being built. By default it avoids them on processors
+    whose clock they may reduce, and would then split vectors and spill the parts."""
     for name in ("prefer-vector-width", "min-legal-vector-width"):
-        set.add(b.function.attributes, f'"{name}"="512"')  # llvmlite knows no attributes with values
+        set.add(b.function.attributes, f'"{name}"="512"')  # llvmlite does not support attributes with values
 
 
 def load(b: Any, base: Any, offset: Any) -> Any:
@@ -32,12 +34,13 @@ def store(b: Any, x: Any, base: Any, offset: Any) -> None:
 
 
 def multiply_add(b: Any, x: Any, y: Any, z: Any) -> Any:
-    """Return x * y + z of vectors, rounded once."""
+    """Return x * y + z for vectors, with one rounding."""
     return llvm.call(b, f"llvm.fma.v{LANES}f32", VECTOR, x, y, z)
 
 
 def load_cached(b: Any, base: Any, offset: Any, element: Any) -> Any:
-    """Load LANES elements of the cache and convert them to float32. Those of 8 bits still lack a factor."""
+    """Load LANES elements of the cache and convert them to float32. 8-bit elements still lack their
+    `read_factor`."""
     if element in FORMATS:
         return load_float8(b, b.add(base, offset), LANES, element)
     return llvm.load_stored(b, b.add(base, offset), LANES, element, align=2)
@@ -45,7 +48,7 @@ def load_cached(b: Any, base: Any, offset: Any, element: Any) -> Any:
 
 @intrinsic
 def peek(typingctx: Any, address: Any, element: Any) -> Any:
-    """Load a value of `element`'s type from an address, without the reference counting of arrays."""
+    """Load a value of `element`'s type from an address, without the reference counts of arrays."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         return b.load(llvm.pointer_to(b, args[1].type, args[0]))

@@ -1,5 +1,5 @@
-"""Copies of a span's keys and values as float32. Conversion costs as much as some products, so a unit of many
-rows converts each span once, and not in every tile."""
+"""Copies of a span's keys and values as float32. Conversion is expensive, so a unit with many rows converts
+each span once instead of in every tile."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import FUSED, I1, I64
 
-_ROW = 4 * SPAN  # bytes of a channel of the copied keys
+_ROW = 4 * SPAN  # bytes per channel of copied keys
 _CONVERTED = (*FORMATS, types.uint16, types.int16)
 
 
 @llvm_function(types.boolean)
 def is_converted(b: Any, element: Any) -> Any:
-    """Return True if products convert elements of that type to float32."""
+    """Return True if products convert elements of this type to float32."""
     return I1(element in _CONVERTED)
 
 
@@ -26,9 +26,9 @@ def is_converted(b: Any, element: Any) -> Any:
 def widen_span(
     b: Any, to: Any, places: Any, key_stride: Any, value_stride: Any, head_dim: Any, depth: Any, element: Any
 ) -> None:
-    """Write keys [head_dim, SPAN], then values [SPAN, depth], as float32 to an address. `places` is that of
-    int64 [4, GROUPS], see `Scratch`; strides are the bytes from one row of a page to the next. Elements that
-    are pairs are not converted."""
+    """Write keys [head_dim, SPAN], then values [SPAN, depth], as float32 to the address `to`. places: address
+    of int64 [4, GROUPS] (see `Scratch`). key_stride, value_stride: bytes between rows of a page. Does nothing
+    for pairs."""
     if element not in _CONVERTED:
         return
     prefer_512_bits(b)

@@ -1,5 +1,5 @@
 """Attention with bfloat16 arithmetic: queries, keys, values and softmax weights are rounded to bfloat16, and
-sums are float32. A sum adds its products in the same order with pairs and without, and has the same bits."""
+sums are float32. A sum has the same order, and so the same bits, with pairs and without."""
 
 from dataclasses import dataclass
 
@@ -17,13 +17,16 @@ from tgis.shard.kernels.cpu.replaced import warn_of_rounding
 from tgis.shard.memory.kv_cache import KVCache
 
 REPLACED = "attend_pairs"  # name of the kernel that may be replaced
-_U16 = np.uint16(0)  # of a bfloat16 number's bits, and of float32 numbers rounded to bfloat16
+_U16 = np.uint16(0)  # stands for bits of bfloat16, and for float32 values rounded to bfloat16
 _PAIR = np.uint32(0)
-# Of an attention that is checked. The error is that of softmax weights that are rounded.
-_HEADS, _HEAD_DIM, _LENGTH, _TOLERANCE = 3, 32, 75, 2**-8
+# Sizes and tolerance of the self-check. The error comes from rounded softmax weights.
+_HEADS = 3
+_HEAD_DIM = 32
+_LENGTH = 75
+_TOLERANCE = 2**-8
 
 ROUNDED = CacheKernels(attend_kernel(_U16, _U16), WRITE[torch.bfloat16])
-"""Kernels that round, and compute in float32, on any processor."""
+"""Kernels for all processors, which round and compute in float32."""
 
 PAIRS = (
     None
@@ -35,11 +38,11 @@ PAIRS = (
 
 @dataclass(frozen=True)
 class BfloatAttention:
-    """Makes the attention of a cache. What is kept in another type is attended to in float32."""
+    """Factory of attention for a cache. Caches of other types than bfloat16 get float32 arithmetic."""
 
     kernels: CacheKernels | None = PAIRS
     replaced: tuple[str, ...] = ()
-    """Names of kernels that give wrong results here."""
+    """Names of kernels that failed the self-check."""
 
     def __call__(self, cache: KVCache) -> CpuAttention:
         if cache.dtype != torch.bfloat16:
@@ -49,8 +52,8 @@ class BfloatAttention:
 
 
 def choose_attention(multiplies_pairs: bool) -> BfloatAttention:
-    """Return the attention that multiplies pairs if that is fast and right here. `multiplies_pairs` tells if
-    products of pairs are right."""
+    """Return attention with products of pairs if they are fast and correct on this processor.
+    `multiplies_pairs` is False if matrix products of pairs failed their self-check."""
     if PAIRS is None or not multiplies_pairs or not pairs.are_fast():
         return BfloatAttention(ROUNDED)
     if not is_near(PAIRS):
@@ -60,24 +63,25 @@ def choose_attention(multiplies_pairs: bool) -> BfloatAttention:
 
 
 def is_near(kernels: CacheKernels) -> bool:
-    """Return True if attention to small random keys and values, of a prompt and of its last token alone, is
-    near that in float64."""
+    """Return True if attention to random keys and values, for a prompt and for its last token alone, is close
+    to float64 results."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, _LENGTH, _HEADS, _HEAD_DIM, generator=generator)
-    num_blocks, scale = -(-_LENGTH // LANES), _HEAD_DIM**-0.5
+    num_blocks = -(-_LENGTH // LANES)
+    scale = _HEAD_DIM**-0.5
     attention = CpuAttention(KVCache(1, num_blocks, LANES, _HEADS, _HEAD_DIM, torch.bfloat16), kernels)
     attention.keep(0, k, v, attention.plan(_lay_out(0, num_blocks), "self"))
     expected = _attend_plainly(q, k, v, scale)
-    found = [
+    differences = [
         attention.attend(0, q[start:], attention.plan(_lay_out(start, num_blocks), "self"), Scoring(scale))
         - expected[start:]
         for start in (0, _LENGTH - 1)
     ]
-    return all(bool((difference.abs() <= _TOLERANCE).all()) for difference in found)
+    return all(bool((difference.abs() <= _TOLERANCE).all()) for difference in differences)
 
 
 def _lay_out(start: int, num_blocks: int) -> StepLayout:
-    """Return the step of one sequence's tokens from `start` on."""
+    """Return the step of one sequence whose new tokens begin at `start`."""
     return StepLayout(
         cu_seqlens_q=torch.tensor([0, _LENGTH - start], dtype=torch.int32),
         positions=torch.arange(start, _LENGTH),
@@ -87,7 +91,7 @@ def _lay_out(start: int, num_blocks: int) -> StepLayout:
 
 
 def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Return causal attention, [length, heads, head_dim], in float64 of what is rounded to bfloat16."""
+    """Return causal attention, [length, heads, head_dim], in float64 with operands rounded to bfloat16."""
     q, k, v = (x.bfloat16().double() for x in (q * scale, k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k)
     hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)

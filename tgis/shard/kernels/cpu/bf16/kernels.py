@@ -1,5 +1,5 @@
-"""Compiled kernels of products with bfloat16 arithmetic: one for processors that multiply pairs of bfloat16
-numbers, and one that only rounds, after which products in float32 give the same."""
+"""Compiled kernels of products with bfloat16 arithmetic: one for processors that multiply pairs of bfloat16,
+and one that only rounds, after which float32 products give the same bits."""
 
 from typing import Any
 
@@ -25,13 +25,13 @@ def _round(x: int, out: int, n: int) -> None:
 
 
 def _round_rows(args: Any) -> None:
-    """Round rows of float32 to bfloat16, kept as float32."""
+    """Round rows of float32 to values of bfloat16."""
     a = carray(args, 6)
-    num_rows, size, rows_per_unit = a[1], a[2], a[3]
+    num_rows, size, rows_per_unit, x, out = a[1], a[2], a[3], a[4], a[5]
     first = next_unit(args) * rows_per_unit
     while first < num_rows:
         rows = min(num_rows - first, rows_per_unit)
-        _round(a[4] + 4 * first * size, a[5] + 4 * first * size, rows * size)
+        _round(x + 4 * first * size, out + 4 * first * size, rows * size)
         first = next_unit(args) * rows_per_unit
 
 

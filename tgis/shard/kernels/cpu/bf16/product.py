@@ -1,5 +1,5 @@
-"""Matrix products with bfloat16 arithmetic: x and the weights are rounded to bfloat16, and the sums are
-float32. An element is one sum in the order of x's columns, so its bits do not depend on other rows."""
+"""Matrix products with bfloat16 arithmetic: x and weights are rounded to bfloat16, and sums are float32. An
+element is one sum in the order of x's columns, so its bits do not depend on other rows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,26 +19,27 @@ from tgis.shard.kernels.cpu.jit.compiler import Kernel, empty
 
 Packer = Callable[[Stored], "PackedProduct | RoundedProduct | TileProduct"]
 
-_UNIT = 16384  # numbers that a thread rounds at a time
+_UNIT = 16384  # numbers per unit of work when rounding
 
 
 @dataclass(frozen=True, eq=False)
 class RoundedProduct:
-    """Product of rounded numbers in float32: slower than float32 arithmetic, but on any processor."""
+    """Product of rounded numbers in float32, for all processors. Slower than float32 arithmetic."""
 
     product: PackedProduct
 
     def __call__(self, x: Tensor) -> Tensor:
         check_rows(x, self.product.in_features)
         num_rows, size = x.shape
-        rounded, rows_per_unit = empty(num_rows, size), max(1, _UNIT // size)
+        rounded = empty(num_rows, size)
+        rows_per_unit = max(1, _UNIT // size)
         run = kernels.round_rows if num_rows <= rows_per_unit else kernels.round_rows.parallel
         run(num_rows, size, rows_per_unit, x.data_ptr(), rounded.data_ptr())
         return self.product(rounded)
 
 
 def pack_rounded(weight: Stored) -> RoundedProduct:
-    """Pack a weight for any processor."""
+    """Pack a weight for all processors."""
     return RoundedProduct(gemm.pack(weight, torch.bfloat16))
 
 
@@ -54,8 +55,8 @@ def pairs_packer(kernel: Kernel) -> Packer:
 
 def _pair_up(piece: Tensor) -> Tensor:
     """Round [num_rows, in_features] to pairs, int32 [num_rows, num_pairs]. An odd last column is paired with
-    zeros."""
+    0."""
     rounded = functional.pad(piece.to(torch.bfloat16), (0, piece.shape[1] % pairs.COLUMNS))
-    # Of two numbers in memory, the second is the upper half of a pair.
+    # The second number in memory is the upper half of a pair.
     swapped = rounded.view(len(piece), -1, pairs.COLUMNS).flip(-1)
     return swapped.flatten(1).view(torch.int32)

@@ -1,5 +1,5 @@
-"""Chooses what computes products with bfloat16 arithmetic, when a shard starts: the processor's instructions
-if they give the bits of plain arithmetic."""
+"""Chooses the kernel of products with bfloat16 arithmetic when a shard starts: the processor's instructions,
+if they return the bits of the reference."""
 
 import logging
 from collections.abc import Callable
@@ -18,18 +18,21 @@ logger = logging.getLogger(__name__)
 
 REPLACED = "multiply_pairs"  # name of the kernel that may be replaced
 REPLACED_TILES = "multiply_tiles"
-_ROWS, _IN_FEATURES, _OUT_FEATURES = (1, 14, 50), 71, 40  # rows of products that are checked
+# Sizes of the products of the self-check.
+_ROWS = (1, 14, 50)
+_IN_FEATURES = 71
+_OUT_FEATURES = 40
 
 
 class PackerChoice(NamedTuple):
     pack: Packer
     replaced: tuple[str, ...] = ()
-    """Names of kernels that give wrong products here."""
+    """Names of kernels that failed the self-check."""
 
 
 def choose_packer(has_tiles: bool = False) -> PackerChoice:
-    """Return the fastest way to pack weights that gives the right products here. `has_tiles` tells whether
-    AMX may be used."""
+    """Return the packer of the fastest correct kernel on this processor. `has_tiles` is True if AMX may be
+    used."""
     if not has_tiles or tiles.MULTIPLY_TILES is None:
         return _choose_without_tiles()
     pack = partial(tile_product.pack, kernel=tiles.MULTIPLY_TILES)
@@ -44,7 +47,7 @@ def choose_packer(has_tiles: bool = False) -> PackerChoice:
 def _choose_without_tiles() -> PackerChoice:
     if kernels.MULTIPLY_PAIRS is None:
         logger.warning(
-            "the processor has no AVX512_BF16: bfloat16 arithmetic is emulated, and slower than float32"
+            "the processor has no AVX512_BF16: bfloat16 arithmetic is emulated and slower than float32"
         )
         return PackerChoice(pack_rounded)
     pack = pairs_packer(kernels.MULTIPLY_PAIRS)
@@ -57,7 +60,8 @@ def _choose_without_tiles() -> PackerChoice:
 def multiply_plainly(x: Tensor, weight: Tensor) -> Tensor:
     """Return the product of numbers rounded to bfloat16, added one after the other in float32.
 
-    A sum is rounded to float64 first, which changes no float32 but by the rarest chance."""
+    Each sum is computed in float64 and rounded to float32. Double rounding almost never changes the
+    result."""
     x, weight = x.bfloat16().double(), weight.bfloat16().double()
     total = torch.zeros(len(x), len(weight))
     for column, factors in zip(x.T, weight.T, strict=True):
@@ -67,7 +71,7 @@ def multiply_plainly(x: Tensor, weight: Tensor) -> Tensor:
 
 def multiply_plainly_by_tiles(x: Tensor, weight: Tensor) -> Tensor:
     """Return the product of numbers rounded to bfloat16 in the order of AMX: for each tile of columns, the
-    sum of even columns and that of odd ones."""
+    sum of even columns plus the sum of odd columns."""
     total = torch.zeros(len(x), len(weight))
     for begin in range(0, x.shape[1], tiles.COLUMNS):
         halves = [slice(begin + first, begin + tiles.COLUMNS, 2) for first in range(2)]
@@ -77,7 +81,7 @@ def multiply_plainly_by_tiles(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def is_exact(pack: Packer, multiply: Callable[[Tensor, Tensor], Tensor] = multiply_plainly) -> bool:
-    """Return True if small random products have the bits of plain arithmetic."""
+    """Return True if small random products have the bits of the reference `multiply`."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(_OUT_FEATURES, _IN_FEATURES, generator=generator)
     x = torch.randn(max(_ROWS), _IN_FEATURES, generator=generator)

@@ -1,5 +1,5 @@
-"""Matrix products with bfloat16 arithmetic on AMX tiles. A sum is that of 32 columns of x after the other, so
-its bits do not depend on other rows; they differ from those of other processors."""
+"""Matrix products with bfloat16 arithmetic on AMX tiles. A sum adds 32 columns of x at a
+time, so its bits do not depend on other rows, but differ from those of other processors."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,8 @@ from tgis.shard.kernels.cpu.gemm import product as gemm
 from tgis.shard.kernels.cpu.gemm.launch import check_rows, choose_run
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, empty
 
-_UNIT = 16384  # numbers that a thread rounds at a time
-_MIN_PARALLEL = 1 << 18  # fewest multiplications for several threads
+_UNIT = 16384  # numbers per unit of work when rounding
+_MIN_PARALLEL = 1 << 18  # minimum multiplications for several threads
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,8 +29,10 @@ class TileProduct:
     def __call__(self, x: Tensor) -> Tensor:
         check_rows(x, self.in_features)
         num_rows, steps = len(x), count_steps(self.in_features)
-        y, padded = empty(num_rows, self.out_features), steps * tiles.COLUMNS
-        rounded, rows_per_unit = empty(num_rows, padded // 2), max(1, _UNIT // padded)
+        y = empty(num_rows, self.out_features)
+        padded = steps * tiles.COLUMNS
+        rounded = empty(num_rows, padded // 2)
+        rows_per_unit = max(1, _UNIT // padded)
         if num_rows:
             run = tiles.round_pairs if num_rows <= rows_per_unit else tiles.round_pairs.parallel
             run(num_rows, self.in_features, padded, rows_per_unit, x.data_ptr(), rounded.data_ptr())
@@ -49,7 +51,7 @@ def pack(weight: Stored, kernel: Kernel) -> TileProduct:
 
 
 def count_steps(in_features: int) -> int:
-    """Return the number of tiles that hold a row of x."""
+    """Return the number of tiles per row of x."""
     return -(-in_features // tiles.COLUMNS)
 
 

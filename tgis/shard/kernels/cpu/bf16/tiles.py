@@ -1,5 +1,5 @@
-"""Compiled kernels of products with bfloat16 arithmetic on AMX tiles. x is rounded once, to rows of pairs;
-panels are rows of pairs too, and both are padded with zeros to whole tiles."""
+"""Compiled kernels of products with bfloat16 arithmetic on AMX tiles. x is rounded once to rows of pairs.
+Panels are also rows of pairs, and both are zero-padded to whole tiles."""
 
 from typing import Any
 
@@ -27,8 +27,8 @@ from tgis.shard.kernels.cpu.jit.scalar_math import stored
 COLUMNS = 32  # columns of x in a row of a tile
 
 _F32, _BF16 = np.float32(0), np.uint16(0)
-_BLOCK = 8  # tiles of x's columns at a time: a panel's and those of x fill two thirds of a first-level cache
-_MAX_ROWS, _MAX_PANELS = 128, 8  # of a unit
+_BLOCK = 8  # tiles of columns per pass; with those of a panel, they fill two thirds of the first-level cache
+_MAX_ROWS, _MAX_PANELS = 128, 8  # maximum rows and panels of a unit of work
 _LINE = 64  # bytes of a cache line
 
 
@@ -42,13 +42,13 @@ def _round_row(x: int, n: int, out: int, padded: int) -> None:
 
 
 def _round_pairs(args: Any) -> None:
-    """Round rows of float32 to bfloat16, padded with zeros."""
+    """Round rows of float32 to bfloat16, zero-padded."""
     a = carray(args, 7)
-    num_rows, size, padded, rows_per_unit = a[1], a[2], a[3], a[4]
+    num_rows, size, padded, rows_per_unit, x, out = a[1], a[2], a[3], a[4], a[5], a[6]
     first = next_unit(args) * rows_per_unit
     while first < num_rows:
         for row in range(first, min(first + rows_per_unit, num_rows)):
-            _round_row(a[5] + 4 * row * size, size, a[6] + 2 * row * padded, padded)
+            _round_row(x + 4 * row * size, size, out + 2 * row * padded, padded)
         first = next_unit(args) * rows_per_unit
 
 
@@ -64,11 +64,12 @@ def _multiply_panel(
     configured: int,
     panel: int,
 ) -> int:
-    """Compute the sums of rows of x and a panel of `steps` tiles, and store them in rows of out. Return the
-    rows that are configured."""
+    """Compute the product of rows of x and a panel of `steps` tiles, and store it in out. Return the number
+    of rows for which tiles are configured."""
     stride = steps * ROW_BYTES
     for begin in range(0, steps, _BLOCK):
-        weights, count = panel + begin * DEPTH * PANEL_ROW, min(_BLOCK, steps - begin)
+        weights = panel + begin * DEPTH * PANEL_ROW
+        count = min(_BLOCK, steps - begin)
         for row in range(0, rows, ROWS):
             height = min(ROWS, rows - row)
             if height != configured:
@@ -83,7 +84,7 @@ def _multiply_panel(
 
 
 def _multiply_tiles(args: Any) -> None:
-    """Compute a product. A unit of work is some rows and some panels."""
+    """Compute a product. A unit of work is several rows and panels."""
     a = carray(args, 8)
     m, n, steps, threads, x, weights, y = a[1], a[2], a[3], a[4], a[5], a[6], a[7]
     groups, num_panels = -(-m // _MAX_ROWS), -(-n // PANEL)
@@ -91,14 +92,17 @@ def _multiply_tiles(args: Any) -> None:
     group_units = -(-num_panels // unit_panels)
     scratch = np.empty(_LINE + _MAX_ROWS * PANEL_ROW + MEMORY_BYTES, np.uint8)
     sums: Any = (np.int64(scratch.ctypes.data) + _LINE - 1) // _LINE * _LINE
-    memory, configured = sums + _MAX_ROWS * PANEL_ROW, 0
+    memory = sums + _MAX_ROWS * PANEL_ROW
+    configured = 0
     unit = next_unit(args)
     while unit < groups * group_units:
         first, begin = unit // group_units * _MAX_ROWS, unit % group_units * unit_panels
         rows = min(_MAX_ROWS, m - first)
         for p in range(begin, min(begin + unit_panels, num_panels)):
             panel, source = weights + p * steps * DEPTH * PANEL_ROW, x + first * steps * ROW_BYTES
-            columns, out, stride = min(PANEL, n - p * PANEL), y + 4 * (first * n + p * PANEL), 4 * n
+            columns = min(PANEL, n - p * PANEL)
+            out = y + 4 * (first * n + p * PANEL)
+            stride = 4 * n
             to, apart = (out, stride) if columns == PANEL else (sums, PANEL_ROW)
             configured = _multiply_panel(memory, sums, to, apart, source, steps, rows, configured, panel)
             if columns < PANEL:

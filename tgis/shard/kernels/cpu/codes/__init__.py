@@ -1,1 +1,1 @@
-"""Matrix products with weights of 4 or 8 bits that share scales in groups."""
+"""Matrix products with codes of 2 to 8 bits that share scales in groups."""

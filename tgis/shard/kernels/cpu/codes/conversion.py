@@ -1,5 +1,5 @@
-"""Builders of the LLVM code that loads the codes of a unit and converts them to the float32 numbers that they
-stand for. All conversions are exact, so sums have the same bits whichever instructions convert the codes."""
+"""Builders of the LLVM code that loads the codes of a unit and converts them to float32. All conversions are
+exact, so sums have the same bits whichever instructions convert the codes."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -17,8 +17,8 @@ _ROW, _PAIRS = ir.VectorType(I8, COLUMNS), ir.VectorType(I16, COLUMNS // 2)
 
 
 def load_table(b: Any, kind: Kind, address: Any) -> list[Any]:
-    """Emit the loads of the numbers that codes of 4 bits stand for, as `emit_numbers` takes them: with AVX2
-    the vectors of their first, second, third and fourth bytes, without those that are zero in all numbers."""
+    """Emit the loads of the table of 4-bit codes in the form that `emit_numbers` needs. With AVX2 it is a
+    vector for each of the four bytes of the numbers, without bytes that are zero in all numbers."""
     if kind.is_packed:
         return []
     if not kind.has_halves:
@@ -32,7 +32,7 @@ def _load_half(b: Any, address: Any, offset: int) -> Any:
 
 
 class Numbers(NamedTuple):
-    """Numbers that codes stand for, of a row of a unit and adjacent vectors of columns."""
+    """Values of the codes in row `k` of a unit, for adjacent vectors of columns beginning with `first`."""
 
     k: int
     first: int
@@ -42,8 +42,8 @@ class Numbers(NamedTuple):
 def emit_numbers(
     b: Any, kind: Kind, unit: Any, table: list[Any], num_vectors: int = VECTORS
 ) -> Iterator[Numbers]:
-    """Emit the loads and conversions of a unit whose activations are not rounded, part by part in the order
-    of rows, so that few numbers wait in registers."""
+    """Emit the loads and conversions of a unit for products without rounded activations. Yields rows in
+    order, so that few numbers occupy registers at a time."""
     if kind.has_halves:
         yield from _convert_halves(b, unit, table, num_vectors)
     elif kind.is_packed:
@@ -56,14 +56,14 @@ def emit_numbers(
 
 
 def load_words(b: Any, unit: Any, bits: int, num_vectors: int = VECTORS) -> list[list[Any]]:
-    """Emit the loads of a unit of words from an address: for each vector of columns, its words."""
+    """Emit the loads of a unit of words at an address: for each vector of columns, its words."""
     words = range(bits * UNIT // 32)
     offsets = [[4 * (i * COLUMNS + v * LANES) for i in words] for v in range(num_vectors)]
     return [[_load(b, _WORDS, unit, offset) for offset in each] for each in offsets]
 
 
 def _convert_words(b: Any, words: list[Any], k: int, table: Any) -> list[Any]:
-    """Emit the numbers that codes k of words, of 4 bits, stand for."""
+    """Emit the values of the 4-bit codes k of words."""
     indices = [b.lshr(word, llvm.constant(8 * (k % 4) + 4 * (k // 4), LANES, I32)) for word in words]
     if LANES == 16:  # the instruction ignores the upper bits of indices
         return [llvm.call(b, "llvm.x86.avx512.permvar.sf.512", _FLOATS, table, each) for each in indices]
@@ -72,21 +72,20 @@ def _convert_words(b: Any, words: list[Any], k: int, table: Any) -> list[Any]:
 
 
 def _convert_halves(b: Any, unit: Any, table: list[Any], num_vectors: int) -> Iterator[Numbers]:
-    """Emit the numbers of bytes that hold two codes each: look-ups of each byte of the numbers, then what
-    interleaves the bytes. A look-up finds bytes of two rows of half a panel's columns."""
+    """Emit the values of bytes that hold two codes: look-ups of each byte of the numbers, then interleaving
+    of the bytes. A look-up covers two rows of half of a panel's columns."""
     for k, first in product(range(0, UNIT, 2), range(0, num_vectors, 2)):
         place = I64(UNIT * COLUMNS // 8 * first + COLUMNS * (k // 4))
         row = b.load(llvm.pointer_to(b, _WORDS, unit, place), align=COLUMNS)
         codes = b.lshr(row, llvm.constant(4, LANES, I32)) if k % 4 else row
         indices = b.bitcast(b.and_(codes, llvm.constant(0x0F0F0F0F, LANES, I32)), _ROW)
-        found = [llvm.call(b, "llvm.x86.avx2.pshuf.b", _ROW, plane, indices) for plane in table]
+        looked_up = [llvm.call(b, "llvm.x86.avx2.pshuf.b", _ROW, plane, indices) for plane in table]
         for high in range(2):
-            yield Numbers(k + high, first, _join_bytes(b, found, high))
+            yield Numbers(k + high, first, _join_bytes(b, looked_up, high))
 
 
 def _join_bytes(b: Any, planes: list[Any], high: int) -> list[Any]:
-    """Emit two vectors of numbers from the vectors of their bytes, of which those that are zero are left
-    out."""
+    """Emit two vectors of numbers from the vectors of their bytes. Bytes that are always zero are omitted."""
     upper = _interleave(b, planes[-2], planes[-1], high)
     if len(planes) == 4:
         lower = _interleave(b, planes[0], planes[1], high)
@@ -100,7 +99,7 @@ def _join_bytes(b: Any, planes: list[Any], high: int) -> list[Any]:
 
 
 def _interleave(b: Any, first: Any, second: Any, high: int) -> Any:
-    """Emit the elements of the lower (0) or the upper (1) parts of both halves of vectors, in turns."""
+    """Emit the interleaved elements of the lower (0) or upper (1) parts of both halves of vectors."""
     size = first.type.count
     begins = (high * size // 4, size // 2 + high * size // 4)
     lanes = [lane for begin in begins for i in range(begin, begin + size // 4) for lane in (i, size + i)]
@@ -110,7 +109,7 @@ def _interleave(b: Any, first: Any, second: Any, high: int) -> Any:
 def _convert_bytes(b: Any, unit: Any, k: int, num_vectors: int) -> list[Any]:
     """Emit the integers of 8 bits in row k of a unit of bytes."""
     places = [COLUMNS * k + LANES * v for v in range(num_vectors)]
-    # A load that widens bytes takes one instruction less than cutting them out of words.
+    # A widening load takes one instruction less than extracting bytes from words.
     return [b.sitofp(b.sext(_load(b, _BYTES, unit, place), _WORDS), _FLOATS) for place in places]
 
 
@@ -126,28 +125,28 @@ def _convert_packed(b: Any, unit: Any, bits: int, num_vectors: int) -> Iterator[
 
 
 def load_parts(b: Any, strip: Any, bits: int, column: int) -> list[Any]:
-    """Emit the loads of the parts of a vector of columns, as words."""
-    found = []
+    """Emit the loads of the parts of a vector of columns as words."""
+    words = []
     for part in list_parts(bits):
         place = I64(COLUMNS // 2 * part.offset + part.size * column)
         kind = ir.VectorType(ir.IntType(8 * part.size), LANES)
         loaded = b.load(llvm.pointer_to(b, kind, strip, place), align=part.size)
-        found.append(loaded if part.size == 4 else b.zext(loaded, _WORDS))
-    return found
+        words.append(loaded if part.size == 4 else b.zext(loaded, _WORDS))
+    return words
 
 
 def _cut_code(b: Any, words: list[Any], bits: int, k: int) -> Any:
-    """Emit code k of words with parts of columns."""
+    """Emit code k from the words of a column's parts."""
     pieces = []
     parts = list_parts(bits)
     for part, word in zip(parts, words, strict=True):
         if part.first <= k < part.first + part.num_codes:
-            left = b.shl(word, llvm.constant(32 - bits * (k - part.first + 1), LANES, I32))
-            return b.ashr(left, llvm.constant(32 - bits, LANES, I32))
+            shifted = b.shl(word, llvm.constant(32 - bits * (k - part.first + 1), LANES, I32))
+            return b.ashr(shifted, llvm.constant(32 - bits, LANES, I32))
         if part.rest:
-            left = b.shl(word, llvm.constant(32 - 8 * part.size, LANES, I32))
+            shifted = b.shl(word, llvm.constant(32 - 8 * part.size, LANES, I32))
             shift = b.ashr if part is parts[-1] else b.lshr
-            piece = shift(left, llvm.constant(32 - part.rest, LANES, I32))
+            piece = shift(shifted, llvm.constant(32 - part.rest, LANES, I32))
             pieces.append(b.shl(piece, llvm.constant(part.taken, LANES, I32)))
     return b.or_(*pieces)
 

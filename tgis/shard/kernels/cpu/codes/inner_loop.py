@@ -1,10 +1,10 @@
-"""Builders of the LLVM code of products with codes: some rows of x times a piece of a panel, with the sums in
+"""Builders of the LLVM code of products with codes: rows of x times a piece of a panel, with the sums in
 registers.
 
-Within a piece, an element is one chain of fused multiply-adds of x and the numbers that codes stand for, in
-the order of x's columns; where activations are rounded, it is a sum of integers, which is exact. The pieces'
-sums, times their scales, are one chain, with the sums of x's columns times offsets between them. An
-element's bits therefore depend only on its row and weights."""
+Within a piece, an element is one chain of fused multiply-adds of x and the values of codes in the order of
+x's columns or, with rounded activations, an exact sum of integers. Another chain adds the sums of pieces
+times their scales, and the sums of x's columns times offsets. So an element's bits depend only on its row and
+weights."""
 
 from collections.abc import Callable
 from functools import partial
@@ -29,10 +29,10 @@ from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import FLOAT, FUSED, I8, I32, I64
 
-# Most rows of a tile: its sums, the words and numbers of a unit and the table fill the processor's registers.
+# Maximum rows of a tile. Its sums, the words and numbers of a unit, and the table fill the registers.
 ROWS = 5
-# Bytes between rows of a piece of x: its columns, then their sum. No power of two, so that rows do not evict
-# each other from the cache.
+# Bytes between rows of a piece of x: its columns, then their sum. Not a power of two, so that rows do not
+# evict each other from the cache.
 STRIDE = 4 * (PIECE + 16)
 _LINE = 64  # bytes of a cache line
 
@@ -46,10 +46,10 @@ def load_zeros(b: Any, zeros: Any, v: int) -> Any:
 
 
 def _repeat(b: Any, x: Any, count: int) -> list[Any]:
-    """Emit copies of an address, one for each vector of columns, that LLVM does not know to be equal.
+    """Emit copies of an address, one per vector of columns, whose equality is hidden from LLVM.
 
-    LLVM broadcasts a number of x that several products share to a register, which takes a vector instruction.
-    AVX-512's products that load the number themselves broadcast it at no cost."""
+    Otherwise LLVM would broadcast a number of x that several products share with a vector instruction.
+    AVX-512's multiply-adds with a memory operand broadcast at no cost."""
     if LANES != 16:
         return [x] * count
     copy = ir.InlineAsm(ir.FunctionType(I64, [I64]), "", "=r,0", side_effect=True)
@@ -57,22 +57,22 @@ def _repeat(b: Any, x: Any, count: int) -> list[Any]:
 
 
 class Tile(Protocol):
-    """Builder of the sums of some rows of x and a strip of a panel."""
+    """Builder of the sums of rows of x and a strip of a panel."""
 
     initial: list[Any]
     block_units: int
-    """Units that `add_units` adds up best at once."""
+    """Preferred number of units per call of `add_units`."""
     scales: list[Any]
-    """Addresses of the scales of rows, if these have scales."""
+    """Addresses of the scales of rows, if rows have scales."""
 
     def add_units(self, b: Any, sums: list[Any], u: Any, units: list[Any]) -> list[Any]:
-        """Emit the addition of the products of unit u and those after it, at the addresses `units`."""
+        """Emit the addition of the products of units u, u + 1, ..., at the addresses `units`."""
 
     def finish(self, b: Any, sums: list[Any], zeros: Any) -> list[Any]:
-        """Emit sums - `zeros`, at an address that may be 0, * the sums of the rows, as float32."""
+        """Emit sums - zeros * row sums, as float32. The address `zeros` may be 0."""
 
     def load_row_sums(self, b: Any) -> list[Any]:
-        """Emit the loads of the sums of the rows, scaled, for all lanes."""
+        """Emit the loads of the rows' scaled sums, broadcast to all lanes."""
 
 
 class _FloatSums:
@@ -81,8 +81,11 @@ class _FloatSums:
     block_units = 1
 
     def __init__(self, b: Any, kind: Kind, table: Any, rows: list[Any], num_vectors: int):
-        self._kind, self._table, self._num_vectors = kind, load_table(b, kind, table), num_vectors
-        self._rows, self._x = rows, _repeat(b, rows[0], num_vectors)
+        self._kind = kind
+        self._table = load_table(b, kind, table)
+        self._num_vectors = num_vectors
+        self._rows = rows
+        self._x = _repeat(b, rows[0], num_vectors)
         self.scales = list[Any]()
         self.initial = [llvm.constant(0.0, LANES)] * (len(rows) * num_vectors)
 
@@ -110,29 +113,34 @@ class _FloatSums:
 
 
 def load_float_sums(b: Any, x: list[Any]) -> list[Any]:
-    """Emit the loads of the sums behind pieces of rows of float32."""
+    """Emit the loads of the sums that follow the pieces of float32 rows."""
     return [llvm.load_broadcast(b, b.add(row, I64(4 * PIECE)), LANES) for row in x]
 
 
 def subtract_products(b: Any, sums: list[Any], x: list[Any], zeros: Any) -> list[Any]:
-    """Emit sums - zeros * the sums of the rows of x, float32, unless `zeros`, the address of int8, is 0."""
-    before, changed, num_vectors = b.block, [], len(sums) // len(x)
+    """Emit sums - zeros * row sums of float32 x. If the address `zeros` is 0, return the sums."""
+    before = b.block
+    changed = []
+    num_vectors = len(sums) // len(x)
     with b.if_then(b.icmp_signed("!=", zeros, I64(0))):
         loaded = [load_zeros(b, zeros, v) for v in range(num_vectors)]
         for i, total in enumerate(sums):
-            of_row = llvm.load_broadcast(b, b.add(x[i // num_vectors], I64(4 * PIECE)), LANES)
-            changed.append(b.fsub(total, b.fmul(loaded[i % num_vectors], of_row, **FUSED), **FUSED))
+            row_sum = llvm.load_broadcast(b, b.add(x[i // num_vectors], I64(4 * PIECE)), LANES)
+            changed.append(b.fsub(total, b.fmul(loaded[i % num_vectors], row_sum, **FUSED), **FUSED))
         inside = b.block
     return [llvm.choose(b, before, old, inside, new) for old, new in zip(sums, changed, strict=True)]
 
 
 class RoundedSums:
-    """Sums of integers, which begin with what they are too large by because codes are unsigned."""
+    """Sums of integers. They start with the negative of the excess that unsigned codes cause."""
 
     def __init__(self, b: Any, kind: Kind, stored_bits: int, rows: list[Any], num_vectors: int):
-        """Load the sums of rows of x at addresses. Codes take up `stored_bits` bits."""
-        self._kind, self._stored_bits, self._num_vectors = kind, stored_bits, num_vectors
-        self._rows, self.scales = rows, [b.add(row, I64(SCALE)) for row in rows]
+        """Emit the initial sums for rows of x at addresses. Codes occupy `stored_bits` bits."""
+        self._kind = kind
+        self._stored_bits = stored_bits
+        self._num_vectors = num_vectors
+        self._rows = rows
+        self.scales = [b.add(row, I64(SCALE)) for row in rows]
         self.block_units = count_block_units(kind, stored_bits)
         if is_centred(kind, stored_bits):
             self.initial = [llvm.constant(0, LANES, I32)] * (len(rows) * num_vectors)
@@ -144,12 +152,13 @@ class RoundedSums:
         return add_units(b, sums, self._rows, u, units, self._stored_bits, self._kind)
 
     def finish(self, b: Any, sums: list[Any], zeros: Any) -> list[Any]:
-        exact, before = [b.sitofp(total, _FLOATS) for total in sums], b.block
+        exact = [b.sitofp(total, _FLOATS) for total in sums]
+        before = b.block
         with b.if_then(b.icmp_signed("!=", zeros, I64(0))):
             loaded = [load_zeros(b, zeros, v) for v in range(self._num_vectors)]
             factors = [b.fmul(each, llvm.constant(1 / 128, LANES)) for each in loaded]
-            of_rows = [b.sitofp(self._load_integer(b, row, CORRECTION), _FLOATS) for row in self._rows]
-            changed = llvm.add_products(b, exact, of_rows, factors)
+            row_sums = [b.sitofp(self._load_integer(b, row, CORRECTION), _FLOATS) for row in self._rows]
+            changed = llvm.add_products(b, exact, row_sums, factors)
             inside = b.block
         return [llvm.choose(b, before, old, inside, new) for old, new in zip(exact, changed, strict=True)]
 
@@ -175,16 +184,19 @@ def multiply_tile(
     ahead: Any,
     element: Any,
 ) -> None:
-    """Compute out[:rows, :COLUMNS] += x[:rows] @ a piece of a panel, `rows` being 1 to ROWS. Rows of out are
-    COLUMNS float32 apart, those of x STRIDE or BYTES_STRIDE bytes. `table` is the address of the numbers that
-    codes of 4 bits stand for, `scales` and `offsets` those of COLUMNS float32, `zeros` that of COLUMNS int8;
-    the last two may be 0. The code prefetches as many units from the address `ahead` on."""
+    """Compute out[:rows, :COLUMNS] += x[:rows] @ a piece of a panel.
+
+    rows: 1 to ROWS. Rows of out are COLUMNS float32 apart, rows of x STRIDE or BYTES_STRIDE bytes. table:
+    address of the values of 4-bit codes. scales, offsets: addresses of float32 [COLUMNS]. zeros: address of
+    int8 [COLUMNS]. offsets and zeros may be 0. The code prefetches the same number of units at the address
+    `ahead`."""
     kind = KINDS[element]
     if kind.rounds_activations and kind.is_packed:
-        return  # their codes are always widened
+        return  # packed codes are always widened
     end = b.append_basic_block("end")
     stride = BYTES_STRIDE if kind.rounds_activations else STRIDE
-    cases, width = b.switch(rows, end), kind.column_bytes
+    cases = b.switch(rows, end)
+    width = kind.column_bytes
     for num_rows in range(1, ROWS + 1):
         block = b.append_basic_block(f"rows{num_rows}")
         cases.add_case(I64(num_rows), block)
@@ -199,12 +211,13 @@ def multiply_tile(
 
 
 def _count_strips(kind: Kind, num_rows: int) -> int:
-    """Return the number of strips of a panel for a tile: without AVX-512 there are 16 registers."""
+    """Return the number of strips into which a tile splits a panel. Without AVX-512 there are only 16
+    registers."""
     return 2 if LANES != 16 and num_rows > (1 if kind.has_any_numbers else 2) else 1
 
 
 class Strip(NamedTuple):
-    """Adjacent vectors of a panel's columns, whose sums fit the processor's registers, at addresses."""
+    """Adjacent vectors of a panel's columns whose sums fit the registers. Fields are addresses."""
 
     out: Any
     codes: Any
@@ -218,8 +231,8 @@ class Strip(NamedTuple):
 def multiply_strips(
     b: Any, count: int, panel: Strip, multiply: Callable[[Strip], None], code_bytes: int
 ) -> None:
-    """Emit `multiply` for each of the strips that a panel is cut into. Codes of adjacent columns are
-    `code_bytes` bytes apart."""
+    """Emit `multiply` for each of `count` strips of a panel. Codes of adjacent columns are `code_bytes` bytes
+    apart."""
     if count == 1:
         multiply(panel)
         return
@@ -241,7 +254,8 @@ def multiply_strips(
 def _multiply_strip(
     b: Any, kind: Kind, table: Any, rows: list[Any], units: Any, ahead: Any, strip: Strip
 ) -> None:
-    """Emit the product of rows of x and a strip, and prefetches of its part of the memory at `ahead`."""
+    """Emit the product of rows of x and a strip, and prefetches of the strip's share of the memory at
+    `ahead`."""
     step = UNIT_BIT * kind.bits
     if kind.rounds_activations:
         tile: Tile = RoundedSums(b, kind, kind.bits, rows, strip.num_vectors)
@@ -264,8 +278,8 @@ def _multiply_strip(
 def loop_units(
     b: Any, tile: Tile, units: Any, build: Callable[[Any, int, list[Any]], list[Any]]
 ) -> list[Any]:
-    """Emit the addition of units to a tile's sums, one by one or as many as it adds up best. `build` gets the
-    number of the first one and their count."""
+    """Emit the addition of units to a tile's sums, in blocks of the tile's preferred size. `build` gets the
+    number of the first unit and the count."""
     block, sums = tile.block_units, tile.initial
     if block == 1:
         return llvm.loop(b, units, sums, lambda u, sums: build(u, 1, sums))
@@ -275,7 +289,7 @@ def loop_units(
 
 
 def add_scaled(b: Any, tile: Tile, sums: list[Any], strip: Strip) -> None:
-    """Emit out += the sums of the rows * offsets, if there are any, then out += sums * scales."""
+    """Emit out += row sums * offsets, if there are offsets, then out += sums * scales."""
     with b.if_else(b.icmp_signed("!=", strip.offsets, I64(0))) as (has_offsets, has_none):
         with has_offsets:
             _add_products(b, tile, sums, strip, tile.load_row_sums(b))
@@ -283,18 +297,19 @@ def add_scaled(b: Any, tile: Tile, sums: list[Any], strip: Strip) -> None:
             _add_products(b, tile, sums, strip, None)
 
 
-def _add_products(b: Any, tile: Tile, sums: list[Any], strip: Strip, of_rows: list[Any] | None) -> None:
-    """Emit `add_scaled`; `of_rows` are the sums of the rows, if there are offsets."""
+def _add_products(b: Any, tile: Tile, sums: list[Any], strip: Strip, row_sums: list[Any] | None) -> None:
+    """Emit the additions of `add_scaled`. `row_sums` is None without offsets."""
     places = [I64(4 * LANES * v) for v in range(strip.num_vectors)]
     scales = [llvm.load_vector(b, b.add(strip.scales, place), LANES) for place in places]
-    if of_rows is not None:
+    if row_sums is not None:
         offsets = [llvm.load_vector(b, b.add(strip.offsets, place), LANES) for place in places]
     for i, total in enumerate(sums):
         r, v = divmod(i, strip.num_vectors)
         at = b.add(strip.out, I64(4 * LANES * (r * VECTORS + v)))
-        before, scale = llvm.load_vector(b, at, LANES), scales[v]
-        if of_rows is not None:
-            before = llvm.multiply_add(b, of_rows[r], offsets[v], before)
+        before = llvm.load_vector(b, at, LANES)
+        scale = scales[v]
+        if row_sums is not None:
+            before = llvm.multiply_add(b, row_sums[r], offsets[v], before)
         if tile.scales:
             scale = b.fmul(llvm.load_broadcast(b, tile.scales[r], LANES), scale)
         llvm.store_vector(b, llvm.multiply_add(b, total, scale, before), at)
@@ -302,7 +317,7 @@ def _add_products(b: Any, tile: Tile, sums: list[Any], strip: Strip, of_rows: li
 
 @llvm_function()
 def prefetch_lines(b: Any, at: Any, num_bytes: Any) -> None:
-    """Prefetch the cache lines of a number of bytes."""
+    """Prefetch `num_bytes` bytes at an address."""
 
     def prefetch(begin: Any, _: list[Any]) -> list[Any]:
         llvm.prefetch(b, at, begin)
@@ -313,7 +328,7 @@ def prefetch_lines(b: Any, at: Any, num_bytes: Any) -> None:
 
 @llvm_function()
 def add_columns(b: Any, x: Any, units: Any) -> None:
-    """Write the sum of units of a row of x behind its piece, in an order that is always the same."""
+    """Write the sum of a piece of a row of x after the piece. The order of additions is fixed."""
 
     def add_unit(u: Any, sums: list[Any]) -> list[Any]:
         loaded = llvm.load_vector(b, b.add(x, b.mul(u, I64(4 * UNIT))), UNIT)

@@ -1,10 +1,10 @@
-"""Builders of the LLVM code that adds up products of codes, unsigned integers, and rounded activations. Sums
-are of integers and exact, so they have the same bits with every instruction set.
+"""Builders of the LLVM code that sums products of codes, unsigned integers, and rounded activations. Sums of
+integers are exact, so they have the same bits with every instruction set.
 
-VNNI multiplies four bytes and adds the products up in 32 bits. AVX2 takes two instructions: `vpmaddubsw`
-multiplies unsigned bytes with signed ones and adds adjacent products up in 16 bits, which may saturate, and
-`vpmaddwd` with ones adds adjacent sums up in 32 bits. For codes of 6 and 8 bits, of which few or no products
-may be added up in 16 bits, `vpmaddwd` multiplies codes and activations of 16 bits each."""
+VNNI multiplies four bytes and adds the products in 32 bits. AVX2 needs two instructions: `vpmaddubsw`
+multiplies unsigned by signed bytes and adds adjacent products in 16 bits, which may saturate; `vpmaddwd` with
+ones adds adjacent sums in 32 bits. For codes of 6 and 8 bits, whose products would saturate, `vpmaddwd`
+multiplies codes and activations of 16 bits."""
 
 from typing import Any
 
@@ -18,50 +18,49 @@ from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.llvm import I8, I16, I32, I64
 
 CAN_ROUND = INSTRUCTION_SET in (AVX512_VNNI, AVX_VNNI, AVX2) and INSTRUCTION_SET.lanes == LANES
-"""True if the processor has the instructions of products that round activations."""
+"""True if the processor has instructions for products with rounded activations."""
 _HAS_VNNI = INSTRUCTION_SET is not AVX2
-# Offsets in a piece of a row of rounded activations: their sum times their scale, float32; what sums of
-# products are too large by because codes are unsigned, negated, int32; then what int8 products have, too:
-# the scale, float32, the sum times -128, int32, and the activations, of 8 or 16 bits.
+# Offsets in a piece of a row of rounded activations: the scaled sum (float32); the negative of the excess
+# that unsigned codes cause in sums (int32); then the fields of int8 products: the scale (float32), the sum
+# times -128 (int32), and the activations (8 or 16 bits).
 ROW_SUM, EXCESS, SCALE, CORRECTION = 0, 4, 8, 12
 VALUES = SCALE + HEADER
 BYTES_STRIDE, PAIRS_STRIDE = VALUES + PIECE, VALUES + 2 * PIECE
-"""Bytes between pieces of rows of activations of 8 and of 16 bits."""
+"""Bytes between pieces of rows of 8-bit and of 16-bit activations."""
 
-_WORDS, _BYTES, _PAIRS = (
-    ir.VectorType(I32, LANES),
-    ir.VectorType(I8, 4 * LANES),
-    ir.VectorType(I16, 2 * LANES),
-)
+_WORDS = ir.VectorType(I32, LANES)
+_BYTES = ir.VectorType(I8, 4 * LANES)
+_PAIRS = ir.VectorType(I16, 2 * LANES)
 
 
 def find_wide_bits(bits: int) -> int:
-    """Return the bits that a code takes up in a widened piece: 16 if `vpmaddubsw` would saturate."""
+    """Return the bits of a code in a widened piece: 16 if `vpmaddubsw` would saturate, otherwise 8."""
     return 8 if _HAS_VNNI or bits <= 5 else 16
 
 
 def count_block_units(kind: Kind, stored_bits: int) -> int:
-    """Return the units whose products are added up in 16 bits before they are in 32.
+    """Return the number of units whose products are added in 16 bits before the sums are widened to 32 bits.
 
-    A code of 4 bits is at most 15 and an activation at most 127 in magnitude, so a pair of products is at
-    most 2 * 15 * 127 = 3,810. A unit adds two pairs to each sum, and four units 8 * 3,810 = 30,480, which is
-    less than 2**15: nothing saturates. So it is for two units of codes of 5 bits, 4 * 7,874 = 31,496."""
+    With 4-bit codes, up to 15, and activations of magnitude up to 127, a pair of products is at most
+    2 * 15 * 127 = 3,810. A unit adds two pairs to each sum, so four units give 8 * 3,810 = 30,480 < 2**15,
+    which does not saturate. Neither do two units of 5-bit codes: 4 * 7,874 = 31,496."""
     if _HAS_VNNI or stored_bits == 16 or kind.bits == 8:
         return 1
     return 2 if kind.bits == 5 else 4
 
 
 def is_centred(kind: Kind, stored_bits: int) -> bool:
-    """Return True if `add_units` multiplies by codes minus half their range, not by codes."""
+    """Return True if `add_units` multiplies by codes minus half their range."""
     return kind.bits == 8 and not _HAS_VNNI and stored_bits == 8
 
 
 def add_units(
     b: Any, sums: list[Any], rows: list[Any], u: Any, units: list[Any], stored_bits: int, kind: Kind
 ) -> list[Any]:
-    """Emit the addition of the products of unit u and those after it, at the addresses `units`, whose codes
-    take up `stored_bits` bits. `rows` are addresses of rows of x, each with as many sums."""
-    num_vectors, pairs = len(sums) // len(rows), list[Any]()
+    """Emit the addition of the products of units u, u + 1, ..., at the addresses `units`, with codes of
+    `stored_bits` bits. `rows` are addresses of rows of x. Each row has the same number of sums."""
+    num_vectors = len(sums) // len(rows)
+    pairs = list[Any]()
     for i, unit in enumerate(units):
         words = load_words(b, unit, stored_bits, num_vectors)
         weights = [take_bytes(b, each, stored_bits) for each in words]
@@ -83,7 +82,7 @@ def add_units(
 
 
 def take_bytes(b: Any, words: list[Any], bits: int) -> list[Any]:
-    """Emit the words of a unit whose codes take up 8 or 16 bits, or of 4 bits codes 0 to 3, and 4 to 7."""
+    """Emit words whose codes have 8 or 16 bits. 4-bit codes become two words, codes 0 to 3 and 4 to 7."""
     if bits >= 8:
         return words
     mask = llvm.constant(0x0F0F0F0F, LANES, I32)
@@ -91,7 +90,8 @@ def take_bytes(b: Any, words: list[Any], bits: int) -> list[Any]:
 
 
 def _load_factors(b: Any, rows: list[Any], u: Any, j: int, count: int) -> list[Any]:
-    """Emit the loads of part j of `count` of the activations of unit u of rows of x, for all lanes."""
+    """Emit the loads of word j of `count` words of activations of unit u, per row of x, broadcast to all
+    lanes."""
     offset = b.add(b.mul(u, I64(4 * count)), I64(VALUES + 4 * j))
     places = [llvm.pointer_to(b, I32, row, offset) for row in rows]
     return [llvm.broadcast(b, b.load(place, align=1), LANES) for place in places]
@@ -107,8 +107,8 @@ def _multiply_pairs(b: Any, unsigned: Any, signed: Any) -> Any:
 
 
 def _multiply_centred(b: Any, x: Any, codes: Any) -> Any:
-    """Emit the sums of pairs of activations times codes of 8 bits minus 128. The sign of a code goes to the
-    activation, so a pair is at most 2 * 128 * 127 = 32,512, which is less than 2**15: nothing saturates."""
+    """Emit the sums of pairs of activations times 8-bit codes minus 128. The sign of the code is moved to the
+    activation, so a pair is at most 2 * 128 * 127 = 32,512 < 2**15, which does not saturate."""
     centred = b.bitcast(b.xor(codes, llvm.constant(-0x7F7F7F80, LANES, I32)), _BYTES)
     magnitude = llvm.call(b, f"llvm.abs.v{4 * LANES}i8", _BYTES, centred, llvm.I1(0))
     signed = llvm.call(b, "llvm.x86.avx2.psign.b", _BYTES, b.bitcast(x, _BYTES), centred)
@@ -116,11 +116,11 @@ def _multiply_centred(b: Any, x: Any, codes: Any) -> Any:
 
 
 def _widen_pairs(b: Any, total: Any, pairs: Any) -> Any:
-    """Emit total + the sums of adjacent numbers of 16 bits."""
+    """Emit total + the sums of adjacent 16-bit numbers."""
     return b.add(total, _add_pairs(b, pairs, llvm.constant(1, 2 * LANES, I16)))
 
 
 def _add_pairs(b: Any, first: Any, second: Any) -> Any:
-    """Emit the sums of products of adjacent numbers of 16 bits."""
+    """Emit the sums of products of adjacent 16-bit numbers."""
     values = [b.bitcast(each, _PAIRS) for each in (first, second)]
     return llvm.call(b, "llvm.x86.avx2.pmadd.wd", _WORDS, *values)

@@ -1,5 +1,5 @@
-"""Builders of the LLVM code that converts the codes of a unit to unsigned integers of 8 or 16 bits: codes
-plus half their range."""
+"""Builders of the LLVM code that converts the codes of a unit to unsigned integers of 8 or 16 bits, which are
+the codes plus half their range."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ _WORDS, _BYTES = ir.VectorType(I32, LANES), ir.VectorType(I8, 4 * LANES)
 
 
 def emit_words(b: Any, kind: Kind, unit: Any, wide_bits: int) -> list[list[Any]]:
-    """Emit the integers of a unit: for each vector of columns words of 32 bits, which hold codes of a column
-    in order, the first in the lowest bits."""
+    """Emit the integers of a unit: for each vector of columns, 32-bit words with a column's codes in order,
+    the first in the lowest bits."""
     if kind.is_packed:
         return _cut_packed(b, unit, kind.bits, wide_bits)
     words = [take_bytes(b, each, kind.bits) for each in load_words(b, unit, kind.bits)]
@@ -28,20 +28,21 @@ def emit_words(b: Any, kind: Kind, unit: Any, wide_bits: int) -> list[list[Any]]
 
 
 def _split_bytes(b: Any, word: Any) -> list[Any]:
-    """Emit the lower and the upper two bytes of words as numbers of 16 bits."""
+    """Emit the lower and the upper two bytes of words as 16-bit numbers."""
     values, zero = b.bitcast(word, _BYTES), llvm.constant(0, 4 * LANES, I8)
-    found = []
+    halves = []
     for half in range(2):
         lanes = [4 * LANES if i % 2 else 4 * (i // 4) + 2 * half + i % 4 // 2 for i in range(4 * LANES)]
-        found.append(b.bitcast(llvm.shuffle(b, values, zero, lanes), _WORDS))
-    return found
+        halves.append(b.bitcast(llvm.shuffle(b, values, zero, lanes), _WORDS))
+    return halves
 
 
 def _cut_packed(b: Any, unit: Any, bits: int, wide_bits: int) -> list[list[Any]]:
-    """Emit the integers of packed codes, which are in two's complement."""
-    per_word, half = 32 // wide_bits, 1 << (bits - 1)
+    """Emit the integers of packed codes."""
+    per_word = 32 // wide_bits
+    half = 1 << (bits - 1)
     middle = sum(half << (wide_bits * i) for i in range(per_word))
-    found = []
+    words_of_vectors = []
     for v in range(VECTORS):
         strip, column = divmod(v, VECTORS // 2)
         begin = b.add(unit, I64(UNIT * bits * LANES // 8 * (VECTORS // 2) * strip))
@@ -57,21 +58,21 @@ def _cut_packed(b: Any, unit: Any, bits: int, wide_bits: int) -> list[list[Any]]
             for each in bits_of_codes[1:]:
                 joined = b.or_(joined, each)
             words.append(b.xor(joined, llvm.constant(middle, LANES, I32)))
-        found.append(words)
-    return found
+        words_of_vectors.append(words)
+    return words_of_vectors
 
 
 class Field(NamedTuple):
-    """Bits of a code that lie together in a part of a strip."""
+    """Contiguous bits of a code in a part of a strip."""
 
     part: int
     begin: int  # first bit in the part
     num_bits: int
-    place: int  # of the first bit in the code
+    place: int  # position of the first bit in the code
 
 
 def list_fields(bits: int, k: int) -> Iterator[Field]:
-    """Yield the fields of code k of a unit of codes of PACKED_BITS."""
+    """Yield the fields of code k of a unit of packed codes."""
     for i, part in enumerate(list_parts(bits)):
         if part.first <= k < part.first + part.num_codes:
             yield Field(i, bits * (k - part.first), bits, 0)
@@ -80,8 +81,9 @@ def list_fields(bits: int, k: int) -> Iterator[Field]:
 
 
 def _move(b: Any, parts: list[Any], field: Field, to: int) -> Any:
-    """Emit a field moved to the code that begins at bit `to`, and zeros."""
-    distance, word = field.begin - field.place - to, parts[field.part]
+    """Emit a field, moved to its position in the code that begins at bit `to`, with all other bits zero."""
+    distance = field.begin - field.place - to
+    word = parts[field.part]
     if distance:
         shift = b.lshr if distance > 0 else b.shl
         word = shift(word, llvm.constant(abs(distance), LANES, I32))

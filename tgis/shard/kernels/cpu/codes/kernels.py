@@ -1,5 +1,5 @@
-"""Compiled kernels of products with codes. Threads share the work in units of some rows and panels. Each
-copies the rows that it multiplies to the layout that tiles read."""
+"""Compiled kernels of products with codes. A unit of work is several rows and panels. Each thread copies the
+rows that it multiplies to the layout for tiles."""
 
 from typing import Any, NamedTuple
 
@@ -36,9 +36,9 @@ from tgis.shard.kernels.cpu.gemm.panels import LANES
 from tgis.shard.kernels.cpu.int8.quantize import make_quantizer
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, keep_alive, next_unit, ordered, pointer
 
-_MAX_PANELS = 8  # of a unit
+_MAX_PANELS = 8  # maximum panels of a unit of work
 _WIDE_PIECE = 4 * PIECE * COLUMNS  # bytes of a piece whose codes are widened to float32
-_PAGE = 4096  # alignment of scratch memory: speed depends on it
+_PAGE = 4096  # alignment of scratch memory; affects speed
 _CHUNK = 5 << 17  # bytes of a copy of x, which stays in a core's cache
 _F32, _I32, _U8, _I8 = np.float32(0), np.int32(0), np.uint8(0), np.int8(0)
 _U16, _I16, _U32 = np.uint16(0), np.int16(0), np.uint32(0)
@@ -52,28 +52,30 @@ _quantize_group = make_quantizer(1)
 
 
 class Matrix(NamedTuple):
-    """Weight in the layout of `layout.py`, at addresses."""
+    """Weight in the layout of `layout.py`: sizes and addresses."""
 
     out_features: int
     in_features: int
-    columns: int  # of x in a piece but the last
-    units: int  # of a piece but the last
+    columns: int  # columns of x per piece, except the last
+    units: int  # units per piece, except the last
     scale_form: int
-    scale_bytes: int  # of a piece
-    centre: int  # codes are multiplied after it is subtracted: 0, or if there are offsets half their range
+    scale_bytes: int  # bytes of a piece's scales and offsets
+    centre: (
+        int  # subtracted from codes before multiplication: half their range if there are offsets, otherwise 0
+    )
     has_offsets: int
     pieces_per_factor: int
-    first_piece: int  # place of the first piece among those that share its factors
+    first_piece: int  # index of the first piece among the pieces that share its factors
     panels: int
     factors: int  # float32 [panels, factors, 1 or 2, COLUMNS], or 0
     zeros: int  # int8 [panels, pieces, COLUMNS], or 0
     table: int
-    order: int  # int32: columns of x in the order of the codes, or 0; -1 is a column of zeros
+    order: int  # int32: columns of x in the order of the codes (-1: zeros), or 0
     unit_bytes: int
     code_bits: int
-    row_bytes: int  # of a piece of x
-    wide_unit: int  # bytes of a unit of widened codes, or 0 if tiles convert codes
-    tile_rows: int  # most rows of a tile
+    row_bytes: int  # bytes of a row of a piece of x
+    wide_unit: int  # bytes of a unit of widened codes; 0: tiles convert codes
+    tile_rows: int  # maximum rows of a tile
 
 
 @ordered
@@ -95,8 +97,9 @@ def panel_bytes(w: Any) -> Any:
 
 @ordered
 def _copy_row(w: Any, x: int, piece: int, to: int) -> None:
-    """Copy a piece of a row of x, filled up with zeros, and its sum."""
-    first, units = piece * w.columns, count_units(w, piece)
+    """Copy a piece of a row of x, zero-padded, and write its sum."""
+    first = piece * w.columns
+    units = count_units(w, piece)
     count = min(w.columns, w.in_features - first)
     row = carray(pointer(to, _F32), (PIECE,))
     if w.order:
@@ -122,8 +125,7 @@ def _copy_rows(w: Any, x: int, width: int, rows: int, to: int) -> None:
 
 @ordered
 def _round_rows(w: Any, x: int, width: int, rows: int, to: int) -> None:
-    """Copy rows of x, `width` columns each, to [pieces, rows, w.row_bytes], rounded to integers of 8 bits, or
-    of 16 where a row is PAIRS_STRIDE bytes."""
+    """Round rows of x to 8 bits, or to 16 if w.row_bytes is PAIRS_STRIDE: [pieces, rows, w.row_bytes]."""
     scratch = np.empty(STRIDE + BYTES_STRIDE, np.uint8)
     row: Any = np.int64(scratch.ctypes.data)
     for piece in range(count_pieces(w)):
@@ -141,15 +143,15 @@ def _round_rows(w: Any, x: int, width: int, rows: int, to: int) -> None:
 
 @ordered
 def _widen_row(x: int, size: int, to: int) -> None:
-    """Copy a piece of a row of `size` integers of 8 bits as integers of 16 bits."""
-    found = carray(pointer(x, _I8), (BYTES_STRIDE,))
-    carray(pointer(to, _I8), (VALUES,))[:] = found[:VALUES]
-    carray(pointer(to + VALUES, _I16), (size,))[:] = found[VALUES : VALUES + size]
+    """Convert a piece of a row of `size` 8-bit integers to 16 bits."""
+    source = carray(pointer(x, _I8), (BYTES_STRIDE,))
+    carray(pointer(to, _I8), (VALUES,))[:] = source[:VALUES]
+    carray(pointer(to + VALUES, _I16), (size,))[:] = source[VALUES : VALUES + size]
 
 
 @ordered
 def _describe_row(at: int, code_bits: int) -> None:
-    """Write what sums need of a piece of a rounded row."""
+    """Write the row sum and the excess of a piece of a rounded row."""
     correction = carray(pointer(at + CORRECTION, _I32), (1,))[0]
     scale = carray(pointer(at + SCALE, _F32), (1,))[0]
     exact = np.float32(correction) * np.float32(-1 / 128)
@@ -166,23 +168,27 @@ def _find_zeros(w: Any, panel: int, piece: int) -> Any:
 def _multiply_panel(
     w: Any, x: int, rows: int, panel: int, following: int, sums: int, wide: int, element: Any
 ) -> None:
-    """Compute sums[rows, COLUMNS] = x @ a panel. The thread's next panel is `following`. `wide` is scratch
-    memory for the widened codes of a piece, before them for its scales and offsets."""
+    """Compute sums[rows, COLUMNS] = x @ a panel. The thread's next panel is `following`. `wide` is the
+    address source scratch memory for a piece's widened codes; memory for its scales and offsets precedes
+    it."""
     carray(pointer(sums, _F32), (rows * COLUMNS,))[:] = np.float32(0)
-    at, pieces = w.panels + panel * panel_bytes(w), count_pieces(w)
+    at = w.panels + panel * panel_bytes(w)
+    pieces = count_pieces(w)
     piece_bytes, further = w.units * w.unit_bytes + w.scale_bytes, w.panels + following * panel_bytes(w)
-    distance = PIECE // w.columns  # pieces: small ones follow each other faster than memory answers
+    distance = PIECE // w.columns  # in pieces; small pieces take less time than a memory access
     for piece in range(pieces):
-        units, of = count_units(w, piece), x + piece * rows * w.row_bytes
+        units = count_units(w, piece)
+        source = x + piece * rows * w.row_bytes
         later = piece + distance
         ahead = at + distance * piece_bytes if later < pieces else further + (later - pieces) * piece_bytes
         scales = find_scales(w, panel, piece, at, wide - 2 * PLANE, w.centre)
-        codes, offsets = at + w.scale_bytes, (scales + PLANE) * w.has_offsets
+        codes = at + w.scale_bytes
+        offsets = (scales + PLANE) * w.has_offsets
         if w.wide_unit:
-            _multiply_piece(w, of, rows, panel, piece, codes, scales, offsets, ahead, sums, wide, element)
+            _multiply_piece(w, source, rows, panel, piece, codes, scales, offsets, ahead, sums, wide, element)
         else:
             prefetch_lines(ahead + units * w.unit_bytes, w.scale_bytes)
-            _multiply_codes(w, of, rows, panel, piece, codes, scales, offsets, ahead, sums, element)
+            _multiply_codes(w, source, rows, panel, piece, codes, scales, offsets, ahead, sums, element)
         at += units * w.unit_bytes + w.scale_bytes
 
 
@@ -200,13 +206,15 @@ def _multiply_codes(
     sums: int,
     element: Any,
 ) -> None:
-    """Add the product of rows and the codes at an address to sums, with codes that each tile converts."""
-    units, zeros, num_tiles = count_units(w, piece), _find_zeros(w, panel, piece), -(-rows // ROWS)
+    """Add the product source rows and the codes at an address to sums. Each tile converts the codes."""
+    units = count_units(w, piece)
+    zeros = _find_zeros(w, panel, piece)
+    num_tiles = -(-rows // ROWS)
     for tile in range(num_tiles):
         first = tile * rows // num_tiles
         tall = (tile + 1) * rows // num_tiles - first
-        to, of = sums + 4 * COLUMNS * first, x + first * w.row_bytes
-        multiply_tile(tall, to, of, at, w.table, scales, offsets, zeros, units, ahead, element)
+        to, source = sums + 4 * COLUMNS * first, x + first * w.row_bytes
+        multiply_tile(tall, to, source, at, w.table, scales, offsets, zeros, units, ahead, element)
 
 
 @ordered
@@ -224,8 +232,10 @@ def _multiply_piece(
     wide: int,
     element: Any,
 ) -> None:
-    """Add the product of rows and the codes at an address to sums, with codes that are widened once."""
-    units, zeros, codes = count_units(w, piece), _find_zeros(w, panel, piece), at
+    """Add the product source rows and the codes at an address to sums. The codes are widened once."""
+    units = count_units(w, piece)
+    zeros = _find_zeros(w, panel, piece)
+    codes = at
     if w.unit_bytes < w.wide_unit:
         widen(wide, at, units, w.table, element)
         codes = wide
@@ -234,15 +244,14 @@ def _multiply_piece(
     for tile in range(num_tiles):
         first = tile * rows // num_tiles
         tall = (tile + 1) * rows // num_tiles - first
-        to, of = sums + 4 * COLUMNS * first, x + first * w.row_bytes
-        multiply_wide_tile(tall, to, of, codes, scales, offsets, zeros, units, ahead, lines, element)
+        to, source = sums + 4 * COLUMNS * first, x + first * w.row_bytes
+        multiply_wide_tile(tall, to, source, codes, scales, offsets, zeros, units, ahead, lines, element)
         ahead += units * lines * LINE
 
 
 @ordered
 def _copy_sums(sums: int, rows: int, y: int, pitch: int, n: int, panel: int) -> None:
-    """Copy sums[rows, COLUMNS] to a panel's columns of y, whose rows are `pitch` numbers apart, without those
-    past the last of n."""
+    """Copy sums[rows, COLUMNS] to a panel's columns of y, [rows, n]. Rows of y are `pitch` numbers apart."""
     first = panel * COLUMNS
     for r in range(rows):
         copy(y + 4 * (r * pitch + first), sums + 4 * COLUMNS * r, 4 * min(COLUMNS, n - first))
@@ -250,7 +259,7 @@ def _copy_sums(sums: int, rows: int, y: int, pitch: int, n: int, panel: int) -> 
 
 @ordered
 def read_matrix(args: Any, first: int, bits: int, row_bytes: int, wide_unit: int, tile_rows: int) -> Any:
-    """Return the matrix that arguments from one on describe."""
+    """Return the matrix that a kernel's arguments, beginning with `first`, describe."""
     a = carray(args, first + 15)
     sizes = (a[first], a[first + 1], a[first + 2], a[first + 3], a[first + 4], a[first + 5], a[first + 6])
     more = (a[first + 7], a[first + 8], a[first + 9])
@@ -262,7 +271,8 @@ def read_matrix(args: Any, first: int, bits: int, row_bytes: int, wide_unit: int
 def _multiply_float(args: Any, bits: int, element: Any) -> None:
     """Compute a product with float32 activations."""
     m = carray(args, 2)[1]
-    # AVX2 converts codes of 4 bits for two tiles, and of 8 bits for four, as fast as it stores widened codes.
+    # With AVX2, converting 4-bit codes for two tiles, or 8-bit codes for four, takes as long as widening them
+    # once.
     max_unwidened = ROWS if LANES == 16 or bits in PACKED_BITS else ROWS * bits // 2
     wide_unit = 4 * WIDE_UNIT if m > max_unwidened else 0
     _multiply(args, read_matrix(args, 7, bits, STRIDE, wide_unit, WIDE_ROWS), element)
@@ -270,8 +280,9 @@ def _multiply_float(args: Any, bits: int, element: Any) -> None:
 
 @ordered
 def _multiply_rounded(args: Any, bits: int, wide_bits: int, element: Any) -> None:
-    """Compute a product with rounded activations. Tiles convert no packed codes."""
-    m, max_unwidened = carray(args, 2)[1], ROWS if LANES == 16 else ROWS * bits // 2
+    """Compute a product with rounded activations. Packed codes are always widened."""
+    m = carray(args, 2)[1]
+    max_unwidened = ROWS if LANES == 16 else ROWS * bits // 2
     is_wide = bits in PACKED_BITS or m > max_unwidened
     wide_unit = WIDE_UNIT // 8 * wide_bits if is_wide else 0
     row_bytes = PAIRS_STRIDE if is_wide and wide_bits == 16 else BYTES_STRIDE
@@ -280,11 +291,11 @@ def _multiply_rounded(args: Any, bits: int, wide_bits: int, element: Any) -> Non
 
 @ordered
 def _multiply(args: Any, w: Any, element: Any) -> None:
-    """Compute a product. Units are numbered row group by row group, so that a thread can reuse its copy of x
-    for its next units."""
+    """Compute a product. Units are ordered by groups of rows, so that threads can reuse copies of x."""
     a = carray(args, 7)
     m, width, threads, x, y, pitch = a[1], a[2], a[3], a[4], a[5], a[6]
-    row_bytes, num_panels = count_pieces(w) * w.row_bytes, -(-w.out_features // COLUMNS)
+    row_bytes = count_pieces(w) * w.row_bytes
+    num_panels = -(-w.out_features // COLUMNS)
     max_rows = max(1, _CHUNK // (row_bytes * w.tile_rows)) * w.tile_rows
     groups = -(-m // max_rows)
     max_rows = -(-m // groups)
@@ -298,11 +309,12 @@ def _multiply(args: Any, w: Any, element: Any) -> None:
     unit = next_unit(args)
     while unit < groups * group_units:
         next_one = unit + threads  # if all threads are equally fast
-        group, begin = unit // group_units, unit % group_units * unit_panels
+        group = unit // group_units
+        begin = unit % group_units * unit_panels
         first = group * m // groups
         rows = (group + 1) * m // groups - first
         if copied_group != group:
-            # A function that is passed as an argument would keep the code from being cached.
+            # Passing one of these functions as an argument would prevent caching of the compiled code.
             if w.row_bytes == STRIDE:
                 _copy_rows(w, x + 4 * first * width, width, rows, rows_of_x)
             else:

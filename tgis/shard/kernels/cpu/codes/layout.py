@@ -1,21 +1,22 @@
-"""Memory layout of codes for products. A matrix is cut into panels of COLUMNS columns of W^T, and a panel
-into pieces of at most PIECE columns of x that share a scale. A piece has scales of the columns of the panel,
-then their offsets if there are any, both of a `ScaleForm`, then units of UNIT columns of x.
+"""Memory layout of codes for products. A matrix is split into panels of COLUMNS columns of W^T, and a panel
+into pieces of up to PIECE columns of x that share a scale. A piece consists of the scales of the panel's
+columns, optional offsets, both in a `ScaleForm`, and units of UNIT columns of x.
 
-A unit of 2, 3, 5 or 6 bits (`PACKED_BITS`) is two strips of half the panel's columns. A strip has a part of
-4, 2 or 1 bytes for each one in the sum that these make of the number of bits: 5 bits are 4 + 1. The bytes of
-a column's codes in a part hold as many codes as fit, from the lowest bit on; the last code is in the bits
-that are left over, its lowest bits in the first part. Codes are integers in two's complement.
+A unit of 2, 3, 5 or 6 bits (`PACKED_BITS`) has two strips, each with half of the panel's columns. A strip has
+parts of 4, 2 or 1 bytes per column whose sizes add up to the number of bits: 5 bits are parts of 4 and 1
+bytes. The bytes of a column in a part hold as many whole codes as fit, from the lowest bit. The remaining
+bits of all parts hold the last code, its lowest bits in the first part. Codes are integers in two's
+complement.
 
-A unit of 8 bits whose activations are not rounded is UNIT rows of COLUMNS bytes. Other units hold words of
-32 bits, each with codes of one column: of 8 bits, two words with four codes each, the first in the lowest
-byte; of 4 bits, one word whose bytes hold codes 0 to 3 in their lower and 4 to 7 in their upper halves. This
-is the order in which VNNI multiplies.
+A unit of 8 bits without rounded activations has UNIT rows of COLUMNS bytes. Other units consist of 32-bit
+words, each with codes of one column: for 8 bits, two words of four codes, the first in the lowest byte; for 4
+bits, one word whose bytes hold codes 0 to 3 in the lower halves and 4 to 7 in the upper halves. VNNI
+multiplies in this order.
 
-With AVX2, a unit of 4 bits whose activations are not rounded is two strips of half the panel's columns, each
-of UNIT / 4 rows of COLUMNS bytes. Two bytes of row i hold codes 4i to 4i + 3 of a column: codes 4i and 4i + 2
-the lower and upper half of a byte, 4i + 1 and 4i + 3 those of the byte that is AFTER bytes behind. Columns
-are in the order (`find_places`) in which instructions that interleave bytes leave the numbers."""
+With AVX2, a unit of 4 bits without rounded activations has two strips, each with half of the panel's columns
+in UNIT / 4 rows of COLUMNS bytes. Row i holds codes 4i to 4i + 3 of a column in two bytes that are AFTER
+bytes apart: 4i and 4i + 2 in the lower and upper half of the first, 4i + 1 and 4i + 3 in those of the second.
+The order of columns (`find_places`) is the one that interleaving instructions produce."""
 
 from enum import IntEnum
 from typing import NamedTuple
@@ -26,16 +27,16 @@ from tgis.shard.kernels.cpu.gemm.panels import LANES
 from tgis.shard.kernels.cpu.jit.llvm import has_feature
 
 HAS_AVX2 = LANES == 8 and has_feature("avx2")
-"""True if vectors are those of AVX2."""
+"""True if products use AVX2."""
 HAS_TABLES = LANES == 16 or HAS_AVX2
-"""True if the processor has instructions that look numbers up in a table of 16."""
+"""True if the processor has instructions for look-ups in a table of 16 numbers."""
 
 
 PACKED_BITS = (2, 3, 5, 6)
 
 
 class ScaleForm(IntEnum):
-    """Form of scales and offsets. Integers are multiples of float32 factors that several pieces share; of 4
+    """Form of scales and offsets. Integers are multiples of float32 factors that several pieces share. With 4
     bits, the lower half of a byte is a scale and the upper half an offset."""
 
     float32 = 0
@@ -46,7 +47,7 @@ class ScaleForm(IntEnum):
 
     @property
     def size(self) -> int:
-        """Bytes of a scale, or of a scale and an offset of 4 bits."""
+        """Bytes of a scale, or of a scale with its offset in 4 bits each."""
         return (4, 2, 2, 1, 1)[self]
 
     def count_bytes(self, has_offsets: bool) -> int:
@@ -55,13 +56,14 @@ class ScaleForm(IntEnum):
 
 
 class Kind(NamedTuple):
-    """Kind of products. Codes of 4 bits are indices of a table of 16 floats. Where activations are rounded,
-    codes of 4 and 8 bits are integers plus half their range, unsigned; else those of 8 bits are integers."""
+    """Kind of products. If activations are rounded, codes of 4 and 8 bits are unsigned, integers plus half
+    their range. Otherwise, codes of 4 bits are indices of a table of 16 floats, and codes of 8 bits are
+    signed integers."""
 
     bits: int
     rounds_activations: bool
     has_any_numbers: bool = False
-    """True if AVX2 looks up all bits of numbers. Else the table is that of the integers from -8 on there."""
+    """AVX2: True if look-ups cover all bytes of numbers. If False, the numbers fit bfloat16."""
 
     @property
     def is_packed(self) -> bool:
@@ -73,14 +75,14 @@ class Kind(NamedTuple):
 
     @property
     def column_bytes(self) -> int:
-        """Distance between the codes of adjacent columns of W^T, or their average between two strips."""
+        """Bytes between the codes of adjacent columns of W^T, on average over a strip."""
         if self.is_packed:
             return self.bits
         return 4 if self.is_unsigned else 1
 
     @property
     def has_halves(self) -> bool:
-        """True if bytes hold two codes of one column of W^T in the order of AVX2."""
+        """True if bytes hold two codes of a column of W^T in the layout for AVX2."""
         return HAS_AVX2 and self.bits == 4 and not self.rounds_activations
 
 
@@ -99,20 +101,20 @@ KINDS = {
     types.int64: Kind(5, True),
     types.complex128: Kind(6, True),
 }
-"""Kinds by the numba type that stands for them."""
+"""Kinds by the numba type that represents them in kernels."""
 
 VECTORS = 4
 COLUMNS = LANES * VECTORS
 UNIT = 8
 PIECE = 128
-UNIT_BIT = UNIT * COLUMNS // 8  # bytes of a unit for each bit of a code
+UNIT_BIT = UNIT * COLUMNS // 8  # bytes of a unit per bit of a code
 PLANE = 4 * COLUMNS  # bytes of float32 scales, offsets or factors of a panel's columns
 AFTER = 8
 
 
 def find_places(kind: Kind) -> list[int]:
-    """Return the places of columns' first bytes in a unit whose bytes hold two codes each. Instructions
-    interleave the bytes of each half of a vector of 32."""
+    """Return the offset of each column's first byte in a unit whose bytes hold two codes. Instructions
+    interleave the bytes of each half of a 32-byte vector."""
     if kind.has_any_numbers:
         within = [[4 * v + i for i in range(4)] for v in range(2)]
     else:
@@ -124,12 +126,12 @@ def find_places(kind: Kind) -> list[int]:
 class Part(NamedTuple):
     """Part of a strip of packed codes."""
 
-    size: int  # bytes of a column
-    offset: int  # from the strip's beginning, in bytes of a column
-    first: int  # code
-    num_codes: int  # that fit
-    rest: int  # bits left over, of the last code
-    taken: int  # lower bits of the last code that are in parts before
+    size: int  # bytes per column
+    offset: int  # bytes per column in earlier parts
+    first: int  # first code
+    num_codes: int  # whole codes
+    rest: int  # remaining bits, which hold bits of the last code
+    taken: int  # lower bits of the last code in earlier parts
 
 
 def list_parts(bits: int) -> list[Part]:

@@ -1,4 +1,5 @@
-"""Compiled kernel that looks up rows of a table of codes: columns of panels, dequantized."""
+"""Compiled kernel that looks up rows of a table of codes, which are columns of panels, and dequantizes
+them."""
 
 from typing import Any
 
@@ -21,7 +22,10 @@ def _read_byte(address: int) -> Any:
 @ordered
 def _read_part(unit: int, bits: int, column: int, k: int) -> Any:
     """Return code k of a column of a unit of packed codes."""
-    half, code, first, taken = COLUMNS // 2, np.int64(0), 0, 0
+    half = COLUMNS // 2
+    code = np.int64(0)
+    first = 0
+    taken = 0
     part = unit + column // half * (UNIT_BIT * bits // 2)
     for size in (4, 2, 1):
         if bits & size:
@@ -52,7 +56,7 @@ def _read_code(unit: int, bits: int, has_words: int, places: int, column: int, k
 
 
 def _look_up(args: Any) -> None:
-    """Write rows of a table. `numbers`: those that codes stand for, float32 [2^bits]."""
+    """Write rows of a table. numbers: values of the codes, float32 [2^bits]."""
     a = carray(args, 8)
     num_rows, ids, out, bits, has_words, places, numbers_at = a[1], a[2], a[3], a[4], a[5], a[6], a[7]
     w = read_matrix(args, 8, bits, 0, 0, 1)
@@ -61,20 +65,23 @@ def _look_up(args: Any) -> None:
     t = next_unit(args)
     while t < num_rows:
         row = carray(pointer(ids + 8 * t, _I64), (1,))[0]
-        panel, column, size = row // COLUMNS, row % COLUMNS, w.in_features
+        panel = row // COLUMNS
+        column = row % COLUMNS
+        size = w.in_features
         at = w.panels + panel * panel_bytes(w)
-        found = carray(pointer(out + 4 * t * size, _F32), (size,))
+        out_row = carray(pointer(out + 4 * t * size, _F32), (size,))
         for piece in range(count_pieces(w)):
             scales = find_scales(w, panel, piece, at, scratch.ctypes.data, 0)
             scale = carray(pointer(scales + 4 * column, _F32), (1,))[0]
             offset = np.float32(0)
             if w.has_offsets:
                 offset = carray(pointer(scales + PLANE + 4 * column, _F32), (1,))[0]
-            units, first = count_units(w, piece), piece * w.columns
+            units = count_units(w, piece)
+            first = piece * w.columns
             for i in range(min(w.columns, size - first)):
                 unit = at + w.scale_bytes + i // UNIT * w.unit_bytes
                 code = _read_code(unit, bits, has_words, places, column, i % UNIT)
-                found[first + i] = numbers[code] * scale + offset
+                out_row[first + i] = numbers[code] * scale + offset
             at += w.scale_bytes + units * w.unit_bytes
         t = next_unit(args)
     keep_alive(scratch)

@@ -1,9 +1,9 @@
-"""Builders of the LLVM code of products of many rows with codes. A piece's codes are widened once for all
-tiles of rows, to float32 or, where activations are rounded, to integers of 8 or 16 bits. The tiles share the
-prefetching of the piece that follows.
+"""Builders of the LLVM code of products of many rows with codes. The codes of a piece are widened once for
+all tiles, to float32 or, with rounded activations, to integers of 8 or 16 bits. The tiles share the
+prefetching of the next piece.
 
-An element has the bits that `inner_loop.py` gives it: float32 numbers are multiplied and added in the same
-order, and sums of integers are exact in any order."""
+An element has the same bits as in `inner_loop.py`: float32 operations have the same order, and sums of
+integers are exact in any order."""
 
 from functools import partial
 from typing import Any
@@ -28,12 +28,13 @@ from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import I64
 
-# Most rows of a tile: its sums, the codes of a column and one number of x fill the processor's registers,
-# of which sums of integers need more with AVX2.
-ROWS, ROUNDED_ROWS = 6, 6 if LANES == 16 else 5
-_STRIPS = 1 if LANES == 16 else 2  # that a panel is cut into
-TALL = 3  # least rows of a tile, when more than ROWS are cut into tiles of equal height
-# Bytes of a unit of codes that are widened to bytes. Float32 takes four times as many.
+# Maximum rows of a tile. Its sums, the codes of a column and one number of x fill the registers. Sums of
+# integers need more of them with AVX2.
+ROWS = 6
+ROUNDED_ROWS = 6 if LANES == 16 else 5
+_STRIPS = 1 if LANES == 16 else 2  # strips of a panel
+TALL = 3  # minimum rows of a tile if more than ROWS rows are split into tiles of equal height
+# Bytes of a unit of codes widened to bytes. float32 needs four times as many.
 WIDE_UNIT = UNIT * COLUMNS
 LINE = 64  # bytes of a cache line
 
@@ -45,12 +46,13 @@ def find_wide_unit(kind: Kind) -> int:
 
 @llvm_function()
 def widen(b: Any, to: Any, piece: Any, units: Any, table: Any, element: Any) -> None:
-    """Write the codes of a piece's units as the numbers that they stand for, [UNIT, COLUMNS] of float32 for
-    each unit, or where activations are rounded as unsigned integers of `find_wide_bits`, in words that each
-    hold as many codes of a column as fit: [words, COLUMNS]."""
+    """Widen the codes of a piece's units to values, float32 [UNIT, COLUMNS] per unit, or with rounded
+    activations to unsigned integers of `find_wide_bits` bits, words [words, COLUMNS] with as many codes of a
+    column as fit."""
     kind = KINDS[element]
     table_vectors = load_table(b, kind, table)
-    step, wide = WIDE_UNIT // 8 * kind.bits, find_wide_unit(kind)
+    step = WIDE_UNIT // 8 * kind.bits
+    wide = find_wide_unit(kind)
 
     def widen_unit(u: Any, _: list[Any]) -> list[Any]:
         unit, target = b.add(piece, b.mul(u, I64(step))), b.add(to, b.mul(u, I64(wide)))
@@ -78,7 +80,9 @@ class _FloatTile:
     block_units = 1
 
     def __init__(self, b: Any, rows: list[Any], num_vectors: int):
-        self._rows, self._num_vectors, self.scales = rows, num_vectors, list[Any]()
+        self._rows = rows
+        self._num_vectors = num_vectors
+        self.scales = list[Any]()
         self.initial = [llvm.constant(0.0, LANES)] * (len(rows) * num_vectors)
 
     def add_units(self, b: Any, sums: list[Any], u: Any, units: list[Any]) -> list[Any]:
@@ -113,10 +117,12 @@ def multiply_wide_tile(
     lines: Any,
     element: Any,
 ) -> None:
-    """Compute out[:rows, :COLUMNS] += x[:rows] @ the widened codes of a piece. `rows` is TALL to ROWS or
-    ROUNDED_ROWS, or from 1 on for rounded activations and packed codes. For each unit, the code prefetches
-    `lines` cache lines from `ahead` on. For the others see `multiply_tile`."""
-    end, kind = b.append_basic_block("end"), KINDS[element]
+    """Compute out[:rows, :COLUMNS] += x[:rows] @ the widened codes of a piece.
+
+    rows: TALL (1 for rounded activations and packed codes) to ROWS or ROUNDED_ROWS. The code prefetches
+    `lines` cache lines per unit, beginning at `ahead`. For other arguments see `multiply_tile`."""
+    end = b.append_basic_block("end")
+    kind = KINDS[element]
     cases, stride = b.switch(rows, end), find_wide_stride(kind)
     least = 1 if kind.rounds_activations and kind.is_packed else TALL
     for num_rows in range(least, (ROUNDED_ROWS if kind.rounds_activations else ROWS) + 1):
@@ -131,7 +137,7 @@ def multiply_wide_tile(
 
 
 def find_wide_stride(kind: Kind) -> int:
-    """Return the bytes between rows of x of a piece that is widened."""
+    """Return the bytes between rows of x for widened pieces."""
     if kind.rounds_activations:
         return BYTES_STRIDE if find_wide_bits(kind.bits) == 8 else PAIRS_STRIDE
     return STRIDE
@@ -140,7 +146,7 @@ def find_wide_stride(kind: Kind) -> int:
 def _multiply_strip(
     b: Any, kind: Kind, rows: list[Any], units: Any, ahead: Any, lines: Any, strip: Strip
 ) -> None:
-    """Emit the product of rows of x and a strip, the first of which prefetches."""
+    """Emit the product of rows of x and a strip. Only the first strip prefetches."""
     if kind.rounds_activations:
         tile: Tile = RoundedSums(b, kind, find_wide_bits(kind.bits), rows, strip.num_vectors)
     else:

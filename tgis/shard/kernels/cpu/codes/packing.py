@@ -13,7 +13,7 @@ _U8, _I32 = np.uint8(0), np.int32(0)
 
 @ordered
 def _pack_words(codes: int, units: int, to: int, bits: int) -> None:
-    """Pack codes of a column of a piece, bytes padded to whole units, as words from an address on."""
+    """Pack codes of a column of a piece, bytes padded to whole units, as words at an address."""
     words = bits * UNIT // 32
     values = carray(pointer(codes, _U8), (units, UNIT))
     stored = carray(pointer(to, _I32), (units * words, COLUMNS))
@@ -30,7 +30,7 @@ def _pack_words(codes: int, units: int, to: int, bits: int) -> None:
 
 @ordered
 def _pack_bytes(codes: int, units: int, to: int) -> None:
-    """Pack codes of a column of a piece as bytes from an address on."""
+    """Pack codes of a column of a piece as bytes at an address."""
     values = carray(pointer(codes, _U8), (units * UNIT,))
     stored = carray(pointer(to, _U8), (units * UNIT, COLUMNS))
     for i in range(units * UNIT):
@@ -39,7 +39,7 @@ def _pack_bytes(codes: int, units: int, to: int) -> None:
 
 @ordered
 def _pack_halves(codes: int, units: int, to: int) -> None:
-    """Pack codes of a column of a piece as bytes of two codes each, from an address on."""
+    """Pack codes of a column of a piece as bytes of two codes at an address."""
     values = carray(pointer(codes, _U8), (units, 2, 4))
     stored = carray(pointer(to, _U8), (units, UNIT * COLUMNS // 2))
     for u in range(units):
@@ -51,15 +51,19 @@ def _pack_halves(codes: int, units: int, to: int) -> None:
 
 @ordered
 def _pack_parts(codes: int, units: int, to: int, bits: int, column: int) -> None:
-    """Pack codes of a column of a piece, bytes padded to whole units, in two's complement, as parts of strips
-    from an address on."""
-    values, half = carray(pointer(codes, _U8), (units, UNIT)), COLUMNS // 2
-    strip, mask = column // half, (1 << bits) - 1
+    """Pack codes of a column of a piece, bytes padded to whole units, as parts of strips at an address."""
+    values = carray(pointer(codes, _U8), (units, UNIT))
+    half = COLUMNS // 2
+    strip = column // half
+    mask = (1 << bits) - 1
     for u in range(units):
-        begin, first, taken = to + (u * UNIT_BIT + strip * UNIT_BIT // 2) * bits, 0, 0
+        begin = to + (u * UNIT_BIT + strip * UNIT_BIT // 2) * bits
+        first = 0
+        taken = 0
         for size in (4, 2, 1):
             if bits & size:
-                count, word = 8 * size // bits, np.int64(0)
+                count = 8 * size // bits
+                word = np.int64(0)
                 for k in range(count):
                     word |= np.int64(values[u, first + k] & mask) << (bits * k)
                 rest = 8 * size - bits * count
@@ -73,16 +77,18 @@ def _pack_parts(codes: int, units: int, to: int, bits: int, column: int) -> None
 
 def _pack_codes(args: Any) -> None:
     """Pack rows of codes, uint8 [rows, all units of pieces], and scales and offsets, uint8 [rows, pieces,
-    planes, size], as columns of panels from column `first` on. `places`: of columns, int32 [COLUMNS], if
-    bytes hold two codes, else 0."""
+    planes, size], as columns of panels, beginning with column `first`. places: offsets of columns, int32
+    [COLUMNS], if bytes hold two codes, otherwise 0."""
     a = carray(args, 14)
     num_rows, first, codes, scales, panels, bits, has_words = a[1], a[2], a[3], a[4], a[5], a[6], a[7]
     places, units, last_units, pieces, planes, size = a[8], a[9], a[10], a[11], a[12], a[13]
-    width, scale_bytes = (pieces - 1) * units + last_units, COLUMNS * planes * size
+    width = (pieces - 1) * units + last_units
+    scale_bytes = COLUMNS * planes * size
     panel_bytes = width * UNIT_BIT * bits + pieces * scale_bytes
     row = next_unit(args)
     while row < num_rows:
-        panel, column = panels + (first + row) // COLUMNS * panel_bytes, (first + row) % COLUMNS
+        panel = panels + (first + row) // COLUMNS * panel_bytes
+        column = (first + row) % COLUMNS
         for piece in range(pieces):
             count = units if piece + 1 < pieces else last_units
             source = codes + (row * width + piece * units) * UNIT

@@ -32,19 +32,19 @@ from tgis.shard.kernels.cpu.gemm.launch import check_rows, choose_run
 from tgis.shard.kernels.cpu.gemm.panels import arena
 from tgis.shard.kernels.cpu.jit.compiler import empty
 
-_ROWS = 1 << 18  # approximate number of codes that are read and packed at a time
-_MIN_PARALLEL = 1 << 16  # fewest multiplications for several threads
-_MIN_LOOKED_UP = 1 << 13  # fewest numbers that are looked up by several threads
-_FEWEST_COLUMNS = 16  # of a piece: with fewer, scales outweigh the codes
+_ROWS = 1 << 18  # approximate number of codes read and packed at a time
+_MIN_PARALLEL = 1 << 16  # minimum multiplications for several threads
+_MIN_LOOKED_UP = 1 << 13  # minimum looked-up numbers for several threads
+_MIN_COLUMNS = 16  # minimum columns of a piece; with fewer, scales need more memory than codes
 _INTEGERS = (torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True)
 class _Pieces:
-    """Cut of a matrix's columns into pieces that share a scale."""
+    """Split of a matrix's columns into pieces that share a scale."""
 
-    in_features: int  # with columns that are filled up
-    columns: int  # of a piece but the last
+    in_features: int  # including padding
+    columns: int  # columns per piece, except the last
 
     @property
     def count(self) -> int:
@@ -69,7 +69,7 @@ class _Scales(NamedTuple):
     form: ScaleForm
     has_offsets: bool
     pieces_per_factor: int
-    first_piece: int  # place of the first piece among those that share its factors
+    first_piece: int  # index of the first piece among the pieces that share its factors
 
     @property
     def piece_bytes(self) -> int:
@@ -79,7 +79,7 @@ class _Scales(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class CodeProduct:
     """Product x W^T, float32 [num_tokens, in_features] -> [num_tokens, out_features]. An element's bits do
-    not depend on the other rows."""
+    not depend on other rows."""
 
     kind: Kind
     pieces: _Pieces
@@ -87,13 +87,13 @@ class CodeProduct:
     out_features: int
     panels: Tensor  # uint8, as `layout.py` describes
     zeros: Tensor | None  # int8 [num_panels, num_pieces, COLUMNS]
-    table: Tensor  # float32 [16]; with AVX2, the first, second, third and fourth bytes of numbers
-    order: Tensor | None  # int32 [pieces.in_features]: columns of x; -1 is a column of zeros
+    table: Tensor  # float32 [16]; with AVX2, uint8 [4, 16], the bytes of the numbers
+    order: Tensor | None  # int32 [pieces.in_features]: columns of x; -1 means zeros
     scales: _Scales
     factors: Tensor | None  # float32 [num_panels, num_factors, 1 or 2, COLUMNS]
-    centre: int  # half the range of codes, if there are offsets
-    numbers: Tensor  # float32 [2^bits], which codes stand for
-    places: Tensor | None  # int32 [COLUMNS], of columns in a unit, if bytes hold two codes
+    centre: int  # half the range of codes if there are offsets, otherwise 0
+    numbers: Tensor  # float32 [2^bits], values of the codes
+    places: Tensor | None  # int32 [COLUMNS], offsets of columns in a unit if bytes hold two codes
 
     def __call__(self, x: Tensor) -> Tensor:
         y = empty(len(x), self.out_features)
@@ -101,7 +101,7 @@ class CodeProduct:
         return y
 
     def multiply(self, x: Tensor, y: Tensor, first: int) -> None:
-        """Write the product to the columns of y, [num_tokens, any], from one on."""
+        """Write the product to columns of y, [num_tokens, any], beginning with column `first`."""
         check_rows(x, self.in_features)
         num_rows, pitch = y.shape
         if num_rows:
@@ -119,7 +119,7 @@ class CodeProduct:
         return self.out_features
 
     def look_up(self, ids: Tensor) -> Tensor:
-        """Return rows of the matrix as a table, float32 [num_ids, in_features]."""
+        """Return rows of the matrix, float32 [num_ids, in_features]."""
         out = empty(len(ids), self.in_features)
         run = choose_run(look_up, len(ids) * self.in_features, _MIN_LOOKED_UP)
         addresses = (ids.data_ptr(), out.data_ptr())
@@ -128,7 +128,7 @@ class CodeProduct:
         return out
 
     def _describe(self) -> tuple[int, ...]:
-        """Return the matrix as kernels take it."""
+        """Return the arguments that describe the matrix to kernels."""
         scales = self.scales
         return (
             *(self.out_features, self.pieces.in_features, self.pieces.columns, self.pieces.units),
@@ -140,7 +140,7 @@ class CodeProduct:
 
 
 class JoinedProduct:
-    """Product with the rows of several matrices."""
+    """Product with the concatenated rows of several matrices."""
 
     def __init__(self, products: Sequence[CodeProduct]):
         ends = [*accumulate(product.out_features for product in products)]
@@ -155,12 +155,12 @@ class JoinedProduct:
 
 
 def find_packer(layout: CodeLayout, rounds_activations: bool) -> Callable[[Stored], CodeProduct] | None:
-    """Return `pack` if there are products for codes of this layout. They round activations to 8 bits if they
-    are to do so and can: not for codes that are indices of a table, nor without the instructions."""
+    """Return `pack` if products support this layout. With `rounds_activations`, they round activations to 8
+    bits, except for indices of a table and on processors without the instructions."""
     if layout.rounds_activations or layout.dtype not in _INTEGERS:
         return None
     if layout.dtype == torch.uint8 and not (layout.has_zeros or layout.table or layout.has_offsets):
-        return None  # kernels take such codes for numbers around 0, and without zeros they are not
+        return None  # kernels would read these codes as signed numbers
     if layout.table and not HAS_TABLES:
         return None
     is_packed = _is_packed(layout)
@@ -172,7 +172,7 @@ def find_packer(layout: CodeLayout, rounds_activations: bool) -> Callable[[Store
 
 
 def find_table_packer(layout: CodeLayout, rounds_activations: bool) -> Callable[[Stored], CodeProduct] | None:
-    """Return `pack` if the rows of what it packs can be looked up."""
+    """Return `pack` if rows of the packed matrix can be looked up."""
     if layout.has_zeros or layout.is_reordered:
         return None
     return find_packer(layout, rounds_activations)
@@ -183,11 +183,11 @@ def _is_packed(layout: CodeLayout) -> bool:
 
 
 def _find_columns(group: int | None) -> int:
-    """Return the columns of a piece: the largest part of a group that fits; 0 if it is too small."""
+    """Return the columns of a piece: the largest divisor of a group that fits, or 0 if it is too small."""
     if group is None:
         return PIECE
-    found = next(size for size in range(min(group, PIECE), 0, -1) if group % size == 0)
-    return found if found >= _FEWEST_COLUMNS else 0
+    columns = next(size for size in range(min(group, PIECE), 0, -1) if group % size == 0)
+    return columns if columns >= _MIN_COLUMNS else 0
 
 
 def pack(weight: Stored, rounds_activations: bool = False) -> CodeProduct:
@@ -195,7 +195,8 @@ def pack(weight: Stored, rounds_activations: bool = False) -> CodeProduct:
     out_features, in_features = weight.shape
     layout = weight.layout()
     assert layout is not None
-    kind, num_panels = _find_kind(layout, rounds_activations), -(-out_features // COLUMNS)
+    kind = _find_kind(layout, rounds_activations)
+    num_panels = -(-out_features // COLUMNS)
     order = None
     if layout.is_reordered:
         group_of = weight.codes(slice(0, 0)).group_of
@@ -230,7 +231,7 @@ def pack(weight: Stored, rounds_activations: bool = False) -> CodeProduct:
 
 
 class _Packing(NamedTuple):
-    """Matrix that is being packed, a few rows at a time."""
+    """Matrix that is packed a few rows at a time."""
 
     kind: Kind
     pieces: _Pieces
@@ -242,7 +243,7 @@ class _Packing(NamedTuple):
     places: Tensor | None
 
     def add(self, codes: Codes, first: int, label: str) -> None:
-        """Pack rows from one on. Raises WeightsError."""
+        """Pack rows, beginning with row `first`. Raises WeightsError."""
         kind, pieces, layout = self.kind, self.pieces, codes.layout
         values, groups = _arrange(codes, kind, pieces, self.order)
         if self.zeros is not None and codes.zeros is not None:
@@ -260,7 +261,8 @@ class _Packing(NamedTuple):
 
 
 def _describe_scales(layout: CodeLayout, pieces: _Pieces) -> _Scales:
-    form, first = ScaleForm[layout.scale_type], 0
+    form = ScaleForm[layout.scale_type]
+    first = 0
     pieces_per_factor = pieces.count
     if layout.groups_per_factor is not None and layout.group is not None:
         pieces_per_group = layout.group // pieces.columns
@@ -277,7 +279,7 @@ def _allocate_factors(scales: _Scales, pieces: _Pieces, num_panels: int) -> Tens
 
 
 def _store_scales(codes: Codes, groups: Tensor, scales: _Scales) -> Tensor:
-    """Return scales and offsets as panels hold them, uint8 [num_rows, num_pieces, planes, bytes]."""
+    """Return scales and offsets in the form of panels, uint8 [num_rows, num_pieces, planes, bytes]."""
     planes = [codes.scales] if codes.offsets is None else [codes.scales, codes.offsets]
     if codes.factors is not None:
         assert codes.layout.groups_per_factor is not None
@@ -285,7 +287,7 @@ def _store_scales(codes: Codes, groups: Tensor, scales: _Scales) -> Tensor:
         factors = codes.factors[
             :, numbers // codes.layout.groups_per_factor
         ]  # [num_rows, num_groups, 1 or 2]
-        # Where a factor is 0, so are its products, and any integer is right.
+        # If a factor is 0, its scales are 0 whatever the integers are.
         planes = [(plane / factors[:, :, i]).nan_to_num() for i, plane in enumerate(planes)]
     stacked = torch.stack([plane[:, groups] for plane in planes], -1)  # [num_rows, num_pieces, planes]
     if scales.form == ScaleForm.uint4:
@@ -306,7 +308,8 @@ def _fits_bfloat16(table: tuple[float, ...]) -> bool:
 
 
 def _find_order(group_of: Tensor) -> tuple[Tensor, _Pieces]:
-    """Return columns in the order of their groups, -1 where a group's last piece is filled up, and pieces."""
+    """Return the columns in the order of their groups, with -1 as padding of a group's last piece, and the
+    pieces."""
     counts = group_of.bincount()
     sizes = counts[counts > 0]
     largest = int(sizes.max())
@@ -318,8 +321,8 @@ def _find_order(group_of: Tensor) -> tuple[Tensor, _Pieces]:
 
 
 def _arrange(codes: Codes, kind: Kind, pieces: _Pieces, order: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return values in the order of the pieces, uint8 [num_rows, units * UNIT], and the pieces' groups, int64
-    [num_pieces]. Values are codes as products of the kind have them."""
+    """Return the codes of a kind of products in the order of pieces, uint8 [num_rows, units * UNIT], and the
+    group of each piece, int64 [num_pieces]."""
     layout = codes.layout
     values = codes.values.view(torch.uint8) + _find_offset(layout, kind)
     firsts = torch.arange(0, pieces.in_features, pieces.columns)  # of pieces
@@ -337,7 +340,7 @@ def _arrange(codes: Codes, kind: Kind, pieces: _Pieces, order: Tensor | None) ->
 
 
 def _find_offset(layout: CodeLayout, kind: Kind) -> int:
-    """Return what codes of a kind of products are more than values of a layout, modulo 256."""
+    """Return the difference, modulo 256, between codes of a kind of products and values of a layout."""
     if layout.table:
         return 0
     centre = 0 if layout.dtype == torch.int8 else 1 << (layout.bits - 1)
@@ -345,12 +348,12 @@ def _find_offset(layout: CodeLayout, kind: Kind) -> int:
     return (half - centre) % 256
 
 
-def _put_zeros(zeros: Tensor, found: Tensor, first: int, label: str) -> None:
-    """Write zeros of rows from `first` on, [num_rows, num_pieces], to those of panels."""
-    if found.numel() and not (found.min() >= -128 and found.max() <= 127):
-        raise WeightsError(f"{label} has zero points that are not in the range of its codes")
-    rows = torch.arange(first, first + len(found))
-    zeros[rows // COLUMNS, :, rows % COLUMNS] = found.to(torch.int8)
+def _put_zeros(zeros: Tensor, stored: Tensor, first: int, label: str) -> None:
+    """Write the zeros of rows, [num_rows, num_pieces], beginning with row `first`, to those of panels."""
+    if stored.numel() and not (stored.min() >= -128 and stored.max() <= 127):
+        raise WeightsError(f"{label} has zero points outside the range of its codes")
+    rows = torch.arange(first, first + len(stored))
+    zeros[rows // COLUMNS, :, rows % COLUMNS] = stored.to(torch.int8)
 
 
 def _make_table(layout: CodeLayout, kind: Kind) -> Tensor:
@@ -359,7 +362,7 @@ def _make_table(layout: CodeLayout, kind: Kind) -> Tensor:
 
 
 def _list_numbers(layout: CodeLayout, kind: Kind) -> Tensor:
-    """Return the numbers that stored codes stand for, before scales and offsets."""
+    """Return the values of stored codes before scales and offsets."""
     if layout.table:
         return torch.tensor(layout.table)
     codes = torch.arange(1 << kind.bits) - _find_offset(layout, kind)

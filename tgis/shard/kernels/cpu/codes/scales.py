@@ -1,4 +1,4 @@
-"""Scales and offsets of pieces, converted to float32."""
+"""Conversion of the scales and offsets of pieces to float32."""
 
 from typing import Any
 
@@ -22,9 +22,8 @@ _IS_FLOAT32, _IS_FLOAT16, _IS_BFLOAT16, _IS_INT8 = (
 
 @ordered
 def find_scales(w: Any, panel: int, piece: int, at: int, to: int, centre: int) -> int:
-    """Return the address of the float32 scales of a piece that begins at an address, and behind them of its
-    offsets, if it has any, with which codes less `centre` stand for the same numbers. They may be written
-    to `to`."""
+    """Return the address of the float32 scales of the piece at an address, followed by its offsets, if any.
+    Offsets are adapted to codes from which `centre` is subtracted. Converted values are written to `to`."""
     if w.scale_form == _IS_FLOAT32 and not w.has_offsets:
         return at
     if w.scale_form == _IS_FLOAT16:
@@ -52,7 +51,7 @@ def _find_factors(w: Any, panel: int, piece: int) -> Any:
 
 @ordered
 def _convert(w: Any, at: int, to: int, factors: int, after: int, element: Any, of_offsets: Any) -> None:
-    """Convert scales, and offsets that are `after` bytes behind them."""
+    """Convert scales, and offsets, which follow after `after` bytes."""
     _convert_plane(at, to, factors, element)
     if w.has_offsets:
         _convert_plane(at + after, to + PLANE, factors + PLANE, of_offsets)
@@ -60,23 +59,21 @@ def _convert(w: Any, at: int, to: int, factors: int, after: int, element: Any, o
 
 @llvm_function()
 def _convert_plane(b: Any, at: Any, to: Any, factors: Any, element: Any) -> None:
-    """Write numbers of a panel's columns as float32: stored ones, or integers times factors."""
+    """Write one number per column of a panel as float32: a stored float, or an integer times its factor."""
     for v in range(VECTORS):
         place = I64(4 * LANES * v)
         if element in llvm.STORED:
             size = {types.float32: 4}.get(element, 2)
-            found = llvm.load_stored(b, b.add(at, I64(size * LANES * v)), LANES, element, size)
+            converted = llvm.load_stored(b, b.add(at, I64(size * LANES * v)), LANES, element, size)
         else:
             integers = _load_integers(b, b.add(at, I64(LANES * v)), element)
-            found = b.fmul(b.sitofp(integers, ir.VectorType(FLOAT, LANES)), _load(b, factors, place))
-        llvm.store_vector(b, found, b.add(to, place))
+            converted = b.fmul(b.sitofp(integers, ir.VectorType(FLOAT, LANES)), _load(b, factors, place))
+        llvm.store_vector(b, converted, b.add(to, place))
 
 
 def _load_integers(b: Any, at: Any, element: Any) -> Any:
-    loaded, words = (
-        b.load(llvm.pointer_to(b, ir.VectorType(I8, LANES), at), align=1),
-        ir.VectorType(I32, LANES),
-    )
+    loaded = b.load(llvm.pointer_to(b, ir.VectorType(I8, LANES), at), align=1)
+    words = ir.VectorType(I32, LANES)
     if element == types.int8:
         return b.sext(loaded, words)
     shifted = b.lshr(loaded, llvm.constant(4, LANES, I8)) if element == types.uint32 else loaded

@@ -1,4 +1,4 @@
-"""Products of fewer rows than MANY_ROWS: every thread multiplies all of them with some of the panels."""
+"""Products with fewer than MANY_ROWS rows. Each thread multiplies all rows by some of the panels."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from tgis.shard.kernels.cpu.gemm.operands import LINE, TileRows, copy_last_panel
 from tgis.shard.kernels.cpu.gemm.panels import PANEL
 from tgis.shard.kernels.cpu.jit.compiler import keep_alive, next_unit, reorderable
 
-_MAX_PANELS = 8  # of a unit
+_MAX_PANELS = 8  # maximum panels of a unit of work
 
 
 @reorderable
 def _multiply_panel(w: Any, x: Any, out: int, stride: int, panel: int, ahead: int, kind: Any) -> None:
-    """Compute out[rows, PANEL] = x @ one panel. Rows of out are `stride` bytes apart. `ahead` is the address
-    of the next panel."""
+    """Compute out[rows, PANEL] = x @ one panel. `stride` is the bytes between rows of out, `ahead` the
+    address of the next panel."""
     num_tiles = -(-w.num_rows // ROWS)
     for begin in range(0, w.k, w.columns):
         count = min(w.columns, w.k - begin)
@@ -24,7 +24,9 @@ def _multiply_panel(w: Any, x: Any, out: int, stride: int, panel: int, ahead: in
         for tile in range(num_tiles):
             first = tile * w.num_rows // num_tiles
             rows = (tile + 1) * w.num_rows // num_tiles - first
-            to, at, step = out + first * stride, source + first * STRIDE, kind.width
+            to = out + first * stride
+            at = source + first * STRIDE
+            step = kind.width
             multiply_tile(
                 rows, to, stride, to, stride, at, weights, following, step, count, begin == 0, kind.element
             )
@@ -32,15 +34,16 @@ def _multiply_panel(w: Any, x: Any, out: int, stride: int, panel: int, ahead: in
 
 @reorderable
 def _multiply_panels(w: Any, x: Any, begin: int, end: int, following: int, sums: int, kind: Any) -> None:
-    """Multiply with the panels [begin, end). The thread multiplies with the panel `following` next. `sums`
-    is scratch memory."""
+    """Multiply by panels [begin, end). The thread's next panel is `following`. `sums` is scratch memory."""
     size = w.k * kind.width
     for p in range(begin, end):
         ahead = w.weights + (p + 1 if p + 1 < end else following) * size
-        to, stride = w.y + 4 * p * PANEL, 4 * w.out_features
+        to = w.y + 4 * p * PANEL
+        stride = 4 * w.out_features
         is_whole = (p + 1) * PANEL <= w.out_features
         if not is_whole:
-            to, stride = sums, 4 * PANEL
+            to = sums
+            stride = 4 * PANEL
         _multiply_panel(w, x, to, stride, w.weights + p * size, ahead, kind)
         if not is_whole:
             copy_last_panel(w, sums, w.num_rows, w.y)
@@ -62,7 +65,8 @@ def multiply_few_rows(args: Any, w: Any, kind: Any) -> None:
         copy_rows(w, 0, w.num_rows, x, kind)
     while unit < num_units:
         following = unit + w.num_threads  # if all threads are equally fast
-        begin, end = unit * unit_panels, min((unit + 1) * unit_panels, num_panels)
+        begin = unit * unit_panels
+        end = min((unit + 1) * unit_panels, num_panels)
         _multiply_panels(w, x, begin, end, following % num_units * unit_panels, sums, kind)
         unit = next_unit(args)
     keep_alive(rows_of_x)

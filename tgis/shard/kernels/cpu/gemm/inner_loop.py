@@ -1,6 +1,6 @@
-"""Builders of the LLVM code of matrix products' inner loop: some rows of x times one panel of a weight, with
+"""Builders of the LLVM code of the inner loop of matrix products: rows of x times one panel of a weight, with
 the sums in registers. Every sum is one chain of fused multiply-adds in the order of x's columns, so its bits
-depend only on its own row and weights. In panels of pairs (`pairs.py`), a column is a pair of x's columns."""
+depend only on its row and weights. In panels of pairs (`pairs.py`), a column means a pair of columns of x."""
 
 import functools
 from dataclasses import dataclass
@@ -15,22 +15,24 @@ from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import I8, I64
 
-# Most rows of a tile: its sums, two vectors of weights and one of x fill the processor's registers.
+# Maximum rows of a tile. Its sums, two vectors of weights and one of x fill the registers.
 ROWS = 12 if LANES == 16 else 6
-# Most columns of x at a time. A tile's rows fit the first-level cache; a panel's come from the second-level
-# cache, which keeps up.
+# Maximum columns of x per block, so that the rows of a tile fit the first-level cache. Panels come from the
+# second-level cache, which is fast enough.
 BLOCK = 384
-MANY_ROWS = 4 * ROWS  # from this many rows on, weights are converted to float32 once and not for each tile
-# Cutting MANY_ROWS rows or more into tiles of equal height gives no smaller tile: less code to compile.
+MANY_ROWS = 4 * ROWS  # minimum rows for which weights are converted to float32 once, not in each tile
+# Minimum rows of a tile if at least MANY_ROWS rows are split into tiles of equal height. Saves code to
+# compile.
 TALL = ROWS * 3 // 4
-# Bytes between rows of a copy of x. With a power of two, rows would evict each other from the cache.
+# Bytes between rows of a copy of x. Not a power of two, so that rows do not evict each other from the cache.
 STRIDE = 4 * (BLOCK + 16)
 
-# With at most this many rows the processor's own prefetching keeps up with the weights; with more rows the
-# code prefetches them itself. Rows of pairs take half the time.
+# Maximum rows for which the processor's own prefetching of weights is fast enough. With more rows, the code
+# prefetches. Rows of pairs take half the time.
 STREAMED, STREAMED_PAIRS = 2, 4
 
-_VECTORS, _LINE = PANEL // LANES, 64
+_VECTORS = PANEL // LANES
+_LINE = 64
 
 
 def _load_weights(b: Any, address: Any, offset: int, element: Any) -> Any:
@@ -41,13 +43,12 @@ def _load_weights(b: Any, address: Any, offset: int, element: Any) -> Any:
 
 
 def _make_tile(is_tall: bool) -> Any:
-    """Build a function for kernels that computes
+    """Build a kernel function:
     out[:rows, :PANEL] = sums[:rows, :PANEL] + x[:rows, :count] @ weights[:count, :PANEL].
 
-    If `is_first`, the sums are zeros, which are not read. `rows` is at most ROWS, and at least TALL if
-    `is_tall`, `count` at least 1. `sums`, `out` and `x` are addresses of float32, x's rows are STRIDE bytes
-    apart. `weights` is the address of a panel of `element`'s type. The code may prefetch `ahead_step` bytes
-    for each column from the address `ahead`."""
+    If `is_first`, the sums are 0 and not read. rows: up to ROWS, and at least TALL if `is_tall`. count: at
+    least 1. sums, out, x: addresses of float32; rows of x are STRIDE bytes apart. weights: address of a panel
+    of `element`'s type. The code may prefetch `ahead_step` bytes per column, beginning at address `ahead`."""
 
     @llvm_function()
     def multiply(
@@ -94,8 +95,10 @@ def _find_cells(b: Any, address: Any, stride: Any, num_rows: int) -> list[Any]:
 
 
 def _load_sums(b: Any, places: list[Any], is_first: Any) -> list[Any]:
-    """Load a tile's sums, or return zeros."""
-    begin, load, begun = b.block, b.append_basic_block("load"), b.append_basic_block("begun")
+    """Emit the load of a tile's sums, or zeros."""
+    begin = b.block
+    load = b.append_basic_block("load")
+    begun = b.append_basic_block("begun")
     b.cbranch(b.icmp_signed("!=", is_first, I64(0)), begun, load)
     b.position_at_end(load)
     loaded = [llvm.load_vector(b, place, LANES) for place in places]
@@ -131,20 +134,20 @@ class _Tile:
         changed = []
         for r in range(self.num_rows):
             factor = pairs.load_factor(b, b.add(column, I64(r * STRIDE)), LANES, self.element)
-            mine = sums[r * _VECTORS : (r + 1) * _VECTORS]
-            changed += pairs.add_products(b, mine, [factor], loaded, self.element)
+            row_sums = sums[r * _VECTORS : (r + 1) * _VECTORS]
+            changed += pairs.add_products(b, row_sums, [factor], loaded, self.element)
         return changed
 
 
 def _prefetch_panel(b: Any, tile: _Tile, k: Any) -> None:
-    """Prefetch a row of a panel, if there is much to do meanwhile."""
+    """Prefetch a row of a panel unless the tile has few rows."""
     if tile.num_rows > (STREAMED_PAIRS if tile.element == PAIR else STREAMED):
         for offset in range(0, tile.step, _LINE):
             llvm.prefetch(b, b.add(tile.ahead, b.mul(k, tile.ahead_step)), I64(offset))
 
 
 def _prefetch_for_tall(b: Any, tile: _Tile, k: Any) -> None:
-    """Prefetch from `ahead`, of which other tiles prefetch other parts, and the next tile's rows of x."""
+    """Prefetch this tile's share of the memory at `ahead`, and the next tile's rows of x."""
     llvm.prefetch(b, b.add(tile.ahead, b.mul(k, tile.ahead_step)), I64(0))
     llvm.prefetch(b, b.add(tile.x, b.mul(k, I64(_LINE))), I64(tile.num_rows * STRIDE))
 
@@ -154,7 +157,7 @@ multiply_tile, multiply_tall_tile = _make_tile(is_tall=False), _make_tile(is_tal
 
 @llvm_function()
 def widen(b: Any, to: Any, weights: Any, count: Any, element: Any) -> None:
-    """Convert `count` rows of a panel of `element`'s type to float32 rows at the address `to`."""
+    """Convert `count` rows of a panel of `element`'s type to float32 at the address `to`."""
     step = PANEL * element.bitwidth // 8
 
     def widen_row(k: Any, _: list[Any]) -> list[Any]:
@@ -169,8 +172,8 @@ def widen(b: Any, to: Any, weights: Any, count: Any, element: Any) -> None:
 
 @llvm_function()
 def copy_columns(b: Any, to: Any, source: Any, count: Any, element: Any) -> None:
-    """Copy `count` columns of a row of x, float32, to the address `to`, as tiles of `element`'s type read
-    them. There are at least one; an odd one of pairs is paired with 0."""
+    """Copy `count` (at least 1) float32 columns of a row of x to the address `to`, in the form that tiles of
+    `element`'s type read. If the form is pairs, an odd last column is paired with 0."""
     if element == PAIR:
         pairs.copy_rounded(b, to, source, count)
     else:

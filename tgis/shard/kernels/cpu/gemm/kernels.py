@@ -21,7 +21,7 @@ _BFLOAT16 = Kind(width=2 * PANEL, element=np.uint16(0), factor=_F32)
 
 @reorderable
 def multiply(args: Any, kind: Any) -> None:
-    """Compute a matrix product. Threads share the work in units of some rows and panels."""
+    """Compute a matrix product. A unit of work is several rows and panels."""
     w = describe_product(carray(args, 8), kind)
     if w.num_rows < MANY_ROWS:
         multiply_few_rows(args, w, kind)

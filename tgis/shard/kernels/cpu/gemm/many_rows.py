@@ -1,7 +1,7 @@
-"""Products of MANY_ROWS rows or more, in groups of rows that a thread copies before it multiplies them.
+"""Products with at least MANY_ROWS rows, in groups of rows that a thread copies before it multiplies them.
 
-Weights are converted to float32 once for all rows of a group. Threads take their units from both ends of the
-list, so that two of them copy only one group twice, the one where they meet."""
+Weights are converted to float32 once for all rows of a group. Threads take units from both ends of the list,
+so that two threads copy at most one group twice, the one where they meet."""
 
 from typing import Any, NamedTuple
 
@@ -12,18 +12,19 @@ from tgis.shard.kernels.cpu.gemm.operands import LINE, TileRows, copy_last_panel
 from tgis.shard.kernels.cpu.gemm.panels import PANEL
 from tgis.shard.kernels.cpu.jit.compiler import atomic_add, keep_alive, reorderable
 
-# Most rows of a group and panels of a unit. A unit's sums and a block of its rows of x fit a second-level
-# cache together.
-MAX_ROWS, _MAX_PANELS = 24 * ROWS, 4
+# Maximum rows of a group and panels of a unit. A unit's sums and a block of its rows of x together fit the
+# second-level cache.
+MAX_ROWS = 24 * ROWS
+_MAX_PANELS = 4
 
-# Parts of the counter: units that were taken from the front, from the back, and threads that came.
+# Parts of the counter: units taken from the front, units taken from the back, and threads that entered.
 _BITS = 28
 _PART = (1 << _BITS) - 1
 _arrive, _take_first, _take_last = (atomic_add(1 << bit, "monotonic") for bit in (2 * _BITS, 0, _BITS))
 
 
 class _Group(NamedTuple):
-    """Rows of x that are multiplied together."""
+    """Group of rows of x."""
 
     first: Any
     rows: Any
@@ -31,7 +32,7 @@ class _Group(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Sums of rows with a panel, [rows, PANEL] of float32."""
+    """Sums of rows and a panel, float32 [rows, PANEL]."""
 
     address: Any
     stride: Any  # bytes from one row to the next
@@ -39,7 +40,7 @@ class _Sums(NamedTuple):
 
 @reorderable
 def _take_unit(args: Any, is_last: bool, num_units: int) -> Any:
-    """Return the number of a unit that no other thread gets, -1 if there is none left."""
+    """Return the number of a unit that no other thread gets, or -1 if none is left."""
     taken = _take_last(args) if is_last else _take_first(args)
     first, last = taken & _PART, taken >> _BITS & _PART
     if first + last >= num_units:
@@ -52,14 +53,16 @@ def _multiply_block(
     x: int, rows: int, sums: Any, out: Any, weights: int, ahead: int, count: int, is_first: bool, kind: Any
 ) -> None:
     """Compute out[rows, PANEL] = sums + x @ a block of weights of x's type. The tiles share the prefetching
-    of a block from `ahead`."""
+    of the block at `ahead`."""
     num_tiles = -(-rows // ROWS)
     step = -(-kind.width // num_tiles)
     for tile in range(num_tiles):
         first = tile * rows // num_tiles
         height = (tile + 1) * rows // num_tiles - first
         source, to = sums.address + first * sums.stride, out.address + first * out.stride
-        at, part, stride = x + first * STRIDE, ahead + tile * count * step, sums.stride
+        at = x + first * STRIDE
+        part = ahead + tile * count * step
+        stride = sums.stride
         multiply_tall_tile(
             height, source, stride, to, out.stride, at, weights, part, step, count, is_first, kind.factor
         )
@@ -67,14 +70,16 @@ def _multiply_block(
 
 @reorderable
 def _multiply_panels(w: Any, group: Any, panels: Any, scratch: int, kind: Any) -> None:
-    """Multiply with some panels by blocks of x's columns: the first panel, the one after the last, and the
-    one that the thread probably multiplies with next. `scratch` has room for the sums of [panels, rows,
-    PANEL] and a converted block. The last block's sums are written to y."""
+    """Multiply by panels, block by block of x's columns. panels: begin, end, and the probable next panel of
+    the thread. scratch: address of memory for sums [panels, rows, PANEL] and a converted block. The sums of
+    the last block are written to y."""
     begin, end, following = panels
-    rows, y = group.rows, w.y + 4 * group.first * w.out_features
+    rows = group.rows
+    y = w.y + 4 * group.first * w.out_features
     converted = scratch + 4 * PANEL * rows * (end - begin)
     for column in range(0, w.k, w.columns):
-        count, x = min(w.columns, w.k - column), group.x.address + column // w.columns * group.x.block
+        count = min(w.columns, w.k - column)
+        x = group.x.address + column // w.columns * group.x.block
         for p in range(begin, end):
             weights = w.weights + (p * w.k + column) * kind.width
             ahead = weights + w.k * kind.width
@@ -107,8 +112,10 @@ def multiply_many_rows(args: Any, w: Any, kind: Any) -> None:
     is_last = (_arrive(args) >> 2 * _BITS & 1) == 1
     unit = _take_unit(args, is_last, groups * group_units)
     while unit >= 0:
-        number, begin = unit // group_units, unit % group_units * unit_panels
-        first, end = number * w.num_rows // groups, min(begin + unit_panels, num_panels)
+        number = unit // group_units
+        begin = unit % group_units * unit_panels
+        first = number * w.num_rows // groups
+        end = min(begin + unit_panels, num_panels)
         rows = (number + 1) * w.num_rows // groups - first
         x = TileRows(np.int64(rows_of_x.ctypes.data), rows * STRIDE)
         if copied != number:

@@ -7,17 +7,17 @@ from tgis.shard.kernels.cpu.gemm.panels import PANEL
 from tgis.shard.kernels.cpu.jit.compiler import reorderable
 
 LINE = 64  # bytes of a cache line
-_ALIGNED = 16  # columns that a block's size is a multiple of, as BLOCK is
+_ALIGNED = 16  # divisor of the columns of a block
 
 
 class Kind(NamedTuple):
-    """Kind of panels, constant in each kernel. Types are given as numbers of those types."""
+    """Kind of panels, constant in each kernel. Types are given by values."""
 
     width: int  # bytes of a row of a panel
     element: Any  # type of weights
     factor: Any  # type of x
-    columns: int = 1  # columns of x that a row of a panel is multiplied with
-    is_widened: bool = True  # many rows are multiplied with weights that were converted to the type of x
+    columns: int = 1  # columns of x per row of a panel
+    is_widened: bool = True  # products of many rows convert weights to the type of x
 
 
 class Product(NamedTuple):
@@ -35,7 +35,7 @@ class Product(NamedTuple):
 
 
 class TileRows(NamedTuple):
-    """Rows of x in the layout that tiles read: blocks of columns, whose rows are STRIDE bytes apart."""
+    """Rows of x in the layout for tiles: blocks of columns, in which rows are STRIDE bytes apart."""
 
     address: Any
     block: Any  # bytes of a block
@@ -43,36 +43,35 @@ class TileRows(NamedTuple):
 
 @reorderable
 def divide_columns(k: int) -> int:
-    """Return the columns of a block. Blocks are of about equal size, because each of them prefetches as much
-    as it reads, and begin at a cache line."""
+    """Return the columns of a block. Blocks have about equal sizes, because each prefetches as much as it
+    reads, and begin at cache lines."""
     num_blocks = -(-k // BLOCK)
     return -(-k // (num_blocks * _ALIGNED)) * _ALIGNED
 
 
 @reorderable
 def copy_rows(w: Any, first: int, rows: int, to: Any, kind: Any) -> None:
-    """Copy rows of x from `first` on as tiles of `kind` read them."""
+    """Copy `rows` rows of x, beginning with `first`, in the form that tiles of `kind` read."""
     width = w.columns * kind.columns
     for r in range(rows):
         row = w.x + 4 * (first + r) * w.in_features
         for begin in range(0, w.in_features, width):
-            place, count = (
-                to.address + begin // width * to.block + r * STRIDE,
-                min(width, w.in_features - begin),
-            )
+            place = to.address + begin // width * to.block + r * STRIDE
+            count = min(width, w.in_features - begin)
             copy_columns(place, row + 4 * begin, count, kind.factor)
 
 
 @reorderable
 def describe_product(a: Any, kind: Any) -> Any:
-    """Return the product of a kernel's arguments."""
-    k = -(-a[3] // kind.columns)
-    return Product(a[1], a[2], a[3], a[4], a[5], a[6], a[7], k, divide_columns(k))
+    """Return the product that a kernel's arguments describe."""
+    num_rows, out_features, in_features, num_threads, x, weights, y = a[1], a[2], a[3], a[4], a[5], a[6], a[7]
+    k = -(-in_features // kind.columns)
+    return Product(num_rows, out_features, in_features, num_threads, x, weights, y, k, divide_columns(k))
 
 
 @reorderable
 def copy_last_panel(w: Any, sums: int, rows: int, y: int) -> None:
-    """Copy sums of the last panel, [rows, PANEL] at an address, to the columns that rows of y have of it."""
+    """Copy sums of the last panel, [rows, PANEL] at an address, to the remaining columns of y."""
     column = (-(-w.out_features // PANEL) - 1) * PANEL
     for r in range(rows):
         copy(y + 4 * (r * w.out_features + column), sums + 4 * PANEL * r, 4 * (w.out_features - column))

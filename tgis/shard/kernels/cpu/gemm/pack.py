@@ -8,17 +8,17 @@ from numba import carray
 from tgis.shard.kernels.cpu.gemm.panels import PANEL
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, next_unit, pointer, reorderable
 
-_SQUARE = 16  # columns at a time, so that both the read and the written lines stay in the cache
+_SQUARE = 16  # columns per pass, so that cache lines that are read and written stay in the cache
 
 
 @reorderable
 def _pack(args: Any, element: Any) -> None:
-    """Pack a matrix. A unit of work is a panel. Elements are copied without conversion."""
+    """Pack a matrix without converting its elements. A unit of work is a panel."""
     a = carray(args, 5)
-    n, k = a[1], a[2]
-    source = carray(pointer(a[3], element), (n, k))
+    n, k, matrix, panels = a[1], a[2], a[3], a[4]
+    source = carray(pointer(matrix, element), (n, k))
     num_panels = -(-n // PANEL)
-    out = carray(pointer(a[4], element), (num_panels, k, PANEL))
+    out = carray(pointer(panels, element), (num_panels, k, PANEL))
     panel = next_unit(args)
     while panel < num_panels:
         first = panel * PANEL

@@ -1,8 +1,8 @@
-"""Pairs of bfloat16 numbers, the elements of panels and of x in products with bfloat16 arithmetic.
+"""Pairs of bfloat16, the elements of panels and of x in products with bfloat16 arithmetic.
 
-The processor's instruction adds two products to a float32 sum, first that of a pair's upper half, and rounds
-after each, like two fused multiply-adds. The earlier column is the upper half, so a sum is the same chain as
-in a product of float32 numbers that were rounded to bfloat16. Only numbers below 2**-126 are zeros here."""
+The processor's instruction adds two products to a float32 sum, that of the upper halves first, and rounds
+after each, like two fused multiply-adds. The first column is in the upper half, so a sum is the same chain as
+in a float32 product of values rounded to bfloat16, except that values below 2**-126 are flushed to zero."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ from tgis.shard.kernels.cpu.jit import llvm
 from tgis.shard.kernels.cpu.jit.llvm import BFLOAT, I32, I64
 
 PAIR = types.uint32
-COLUMNS, NUM_BYTES = 2, 4  # of a pair
-_LANES = 16  # pairs of a vector
-_BITS = 16  # of a half
-_ONES = 0x3F803F80  # a pair's bits
+COLUMNS, NUM_BYTES = 2, 4  # columns and bytes of a pair
+_LANES = 16  # pairs in a vector
+_BITS = 16  # bits of a half
+_ONES = 0x3F803F80  # bits of the pair (1, 1)
 
 
 def is_supported() -> bool:
@@ -25,8 +25,8 @@ def is_supported() -> bool:
 
 
 def are_fast() -> bool:
-    """Return True if multiplying pairs is faster than rounding and float32's multiply-adds. Processors with
-    AMX run the instruction at half the rate of AMD's."""
+    """Return True if products of pairs are faster than rounding and float32 arithmetic. Processors with AMX
+    run the instruction at half the rate of AMD's."""
     return is_supported() and not llvm.has_feature("amx-bf16")
 
 
@@ -39,7 +39,7 @@ def load(b: Any, address: Any, lanes: int, align: int = 64) -> Any:
 
 
 def load_factor(b: Any, address: Any, lanes: int, element: Any) -> Any:
-    """Load what vectors of `element`'s type are multiplied with, one pair or one float32, into all lanes."""
+    """Load the factor of vectors of `element`'s type, one pair or one float32, and broadcast it."""
     if element != PAIR:
         return llvm.load_broadcast(b, address, lanes)
     pair = b.load(llvm.pointer_to(b, I32, address), align=4)
@@ -47,23 +47,24 @@ def load_factor(b: Any, address: Any, lanes: int, element: Any) -> Any:
 
 
 def ones(b: Any, lanes: int) -> Any:
-    """Return a vector with 1 in both halves of all pairs."""
+    """Return a vector of pairs (1, 1)."""
     return b.bitcast(llvm.constant(_ONES, lanes, I32), vector_type(lanes))
 
 
 def add_products(b: Any, sums: list[Any], factors: list[Any], vectors: list[Any], element: Any) -> list[Any]:
-    """Do what `llvm.add_products` does, for pairs too. `element` is the type of the vectors."""
+    """Do the same as `llvm.add_products`, also for pairs. `element` is the type of the vectors."""
     if element != PAIR:
         return llvm.add_products(b, sums, factors, vectors)
-    # Weights come first. If they came last, the instruction would read them itself, which is slower.
+    # Weights are the first operand. As the second one, they would be read from memory by the instruction,
+    # which is slower.
     cells = [(x, factor) for factor in factors for x in vectors]
     name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * _LANES}"
     return [llvm.call(b, name, total.type, total, *cell) for total, cell in zip(sums, cells, strict=True)]
 
 
 def copy_rounded(b: Any, to: Any, source: Any, count: Any) -> None:
-    """Emit the copy of `count` float32 numbers as pairs, rounded to nearest even; the last one is paired with
-    0 if they are odd. Writes whole vectors of pairs; what is behind the last pair is 0."""
+    """Emit the copy of `count` float32 numbers as pairs, rounded half to even. Writes whole vectors, padded
+    with 0."""
     width = COLUMNS * _LANES
     whole = b.and_(count, I64(-width))
 
@@ -86,13 +87,12 @@ def copy_rounded(b: Any, to: Any, source: Any, count: Any) -> None:
 
 
 def _store_rounded(b: Any, to: Any, k: Any, halves: list[Any]) -> None:
-    """Emit the store of two vectors of float32 as pairs. They are the columns from k on."""
+    """Emit the store of two vectors of float32, columns k and following, as pairs."""
     llvm.store_vector(b, round_two(b, halves), b.add(to, b.mul(k, I64(NUM_BYTES // COLUMNS))))
 
 
 def round_two(b: Any, halves: list[Any]) -> Any:
-    """Return the numbers of two vectors of float32, rounded to nearest even, as one vector of pairs, which
-    are int32."""
+    """Round two vectors of float32, half to even, to one vector of pairs (int32)."""
     name = f"llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * _LANES}"
     rounded = b.bitcast(llvm.call(b, name, vector_type(_LANES), halves[1], halves[0]), _INTEGERS)
     bits = llvm.constant(_BITS, _LANES, I32)

@@ -1,5 +1,5 @@
-"""Memory layout of weights for products that stream them: consecutive panels of a few columns of W^T, in
-memory that the system may map in huge pages."""
+"""Memory layout of streamed weights: consecutive panels of a few columns of W^T, in memory for which huge
+pages are requested."""
 
 import logging
 import mmap
@@ -12,7 +12,9 @@ from tgis.shard.kernels.cpu.jit.llvm import has_feature
 
 logger = logging.getLogger(__name__)
 
-_HUGE, _CHUNK, _LINE = 1 << 21, 1 << 26, 64  # bytes of a huge page, of an allocation, of a cache line
+_HUGE = 1 << 21  # bytes of a huge page
+_CHUNK = 1 << 26  # bytes of an allocation
+_LINE = 64  # bytes of a cache line
 
 LANES = 16 if has_feature("avx512f") else 8  # float32 elements of a vector
 PANEL = 2 * LANES  # outputs of a panel; a panel is [in_features, PANEL]
@@ -24,32 +26,34 @@ def count_panels(out_features: int) -> int:
 
 
 class Arena:
-    """Allocator of memory for weights. A chunk returns to the system when everything in it is freed."""
+    """Allocator of memory for weights. A chunk is returned to the system when all memory in it is freed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._chunk, self._used = torch.empty(0, dtype=torch.uint8), 0
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return zeroed uint8 [num_bytes] that starts at a cache line. Thread-safe."""
+        """Return zeroed uint8 [num_bytes] that begins at a cache line. Thread-safe."""
         with self._lock:
             if self._used + num_bytes > len(self._chunk):
-                self._chunk, self._used = _map(max(num_bytes, _CHUNK)), 0
+                self._chunk = _map(max(num_bytes, _CHUNK))
+                self._used = 0
             part = self._chunk[self._used : self._used + num_bytes]
             self._used += -(-num_bytes // _LINE) * _LINE
             return part
 
 
 def _map(num_bytes: int) -> Tensor:
-    """Map memory that begins at a huge page. Pages that are never touched take no memory."""
-    # The default is shared memory, which gets no huge pages.
+    """Map memory that begins at a huge page. Untouched pages use no memory."""
+    # Private, because shared memory, the default, gets no huge pages.
     memory = mmap.mmap(-1, num_bytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     start = -whole.data_ptr() % _HUGE
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except (AttributeError, OSError) as error:
-        logger.info("the system gives no huge pages for weights: %s", error)
+        logger.info("huge pages for weights are not available: %s", error)
     return whole[start : start + num_bytes]
 
 

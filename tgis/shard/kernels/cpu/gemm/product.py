@@ -1,4 +1,4 @@
-"""Matrix product of float32 rows with a weight packed in panels."""
+"""Matrix product of float32 rows and a weight packed in panels."""
 
 import logging
 from collections.abc import Callable
@@ -16,19 +16,20 @@ from tgis.shard.kernels.cpu.jit.compiler import Kernel, empty
 
 logger = logging.getLogger(__name__)
 
-# Bounds on a matrix's largest magnitude within which float16 keeps it well. Above, values become infinite;
-# below, many values are subnormal and lose digits.
-FLOAT16_MAX, FLOAT16_SMALL = 65504.0, 2.0**-10
-_PIECE = 1 << 20  # approximate number of elements that are read, converted and packed at a time
-_MIN_PARALLEL = 1 << 16  # fewest multiplications for several threads
+# Range of a matrix's largest magnitude in which float16 is precise. Above, values become infinite; below,
+# many values are subnormal and lose digits.
+FLOAT16_MAX = 65504.0
+FLOAT16_SMALL = 2.0**-10
+_PIECE = 1 << 20  # approximate number of elements read, converted and packed at a time
+_MIN_PARALLEL = 1 << 16  # minimum multiplications for several threads
 
 
 @dataclass(frozen=True, eq=False)
 class PackedProduct:
     """Product x W^T, float32 [num_tokens, in_features] -> [num_tokens, out_features]. Each element is one sum
-    in the order of x's columns, so its bits do not depend on the other rows."""
+    in the order of x's columns, so its bits do not depend on other rows."""
 
-    panels: Tensor  # uint8 memory of panels of the kind that `kernel` reads
+    panels: Tensor  # uint8, panels in the layout of `kernel`
     in_features: int
     out_features: int
     kernel: Kernel
@@ -45,7 +46,7 @@ class PackedProduct:
 
 
 def pack(weight: Stored, dtype: torch.dtype) -> PackedProduct:
-    """Implement `Kernels.pack`. A matrix that does not fit float16 stays float32, with a warning."""
+    """Implement `Kernels.pack`. A matrix outside the range of float16 stays float32, with a warning."""
     largest = torch.tensor(0.0)  # NaN if a weight is
 
     def convert(piece: Tensor) -> Tensor:
@@ -64,12 +65,13 @@ def pack(weight: Stored, dtype: torch.dtype) -> PackedProduct:
 def pack_elements(
     weight: Stored, convert: Callable[[Tensor], Tensor], row_bytes: int, kernel: Kernel
 ) -> PackedProduct:
-    """Pack a weight for a kernel. `convert` turns some of its rows into rows of elements of panels, of
-    `row_bytes` bytes each."""
+    """Pack a weight for a kernel. `convert` converts rows to elements of panels, `row_bytes` bytes per
+    row."""
     out_features, in_features = weight.shape
     size = row_bytes * PANEL  # bytes of a panel
     panels = arena.allocate(count_panels(out_features) * size)
     for rows, piece in read_pieces(weight, _PIECE, PANEL):
-        elements, to = convert(piece), panels[rows.start // PANEL * size :]
+        elements = convert(piece)
+        to = panels[rows.start // PANEL * size :]
         PACK[elements.itemsize].parallel(*elements.shape, elements.data_ptr(), to.data_ptr())
     return PackedProduct(panels, in_features, out_features, kernel)

@@ -1,6 +1,6 @@
 """Builders of the LLVM code of int8 products: tiles whose sums stay in registers, for each instruction set.
-Integer sums are exact in any order, and floats are added group after group in one chain. An element's bits
-therefore depend only on its own row and column, and are the same with every instruction set."""
+Integer sums are exact in any order, and floats are added group by group in one chain. So an element's bits
+depend only on its row and column, and are the same with every instruction set."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ from tgis.shard.kernels.cpu.jit.compiler import llvm_function
 from tgis.shard.kernels.cpu.jit.llvm import FLOAT, FUSED, I8, I16, I32, I64
 from tgis.shard.quant.schemes.int8 import GROUP
 
-QUAD = 4  # adjacent values that an instruction multiplies at once
+QUAD = 4  # adjacent values that an instruction multiplies and adds
 LINE = 64  # bytes of a cache line
-HEADER = 8  # bytes before a group of activations: its scale, float32, and the correction of its sums, int32
+HEADER = 8  # bytes before a group of activations: its scale (float32) and the correction of its sums (int32)
 
 
 @dataclass(frozen=True)
 class InstructionSet:
-    lanes: int  # columns of a vector
-    vectors: int  # vectors of a panel
-    rows: tuple[int, ...]  # numbers of rows that tiles are built for, tallest first; the last is 1
-    width: int  # bytes of an activation
-    sums: int  # accumulators for each row and vector
+    lanes: int  # columns per vector
+    vectors: int  # vectors per panel
+    rows: tuple[int, ...]  # numbers of rows for which tiles are built, in descending order down to 1
+    width: int  # bytes per activation
+    sums: int  # accumulators per row and vector
     broadcast_quad: Callable[[Any, Any, int], Any]
-    """Emits the load of a row's quad of activations for all lanes."""
+    """Emits the load of a row's quad of activations and broadcasts it."""
     load_weights: Callable[[Any, Any, int], list[Any]]
     """Emits the load of a quad of weights for each lane."""
     multiply: Callable[[Any, list[Any], list[Any], Any, int], list[Any]]
@@ -34,7 +34,7 @@ class InstructionSet:
 
     @property
     def columns(self) -> int:
-        """Columns of a panel."""
+        """Columns per panel."""
         return self.lanes * self.vectors
 
 
@@ -51,7 +51,7 @@ def _prefetch_lines(b: Any, address: Any, count: Any) -> None:
     llvm.loop_range(b, I64(0), count, 1, [], build)
 
 
-# VNNI: one instruction multiplies a quad of unsigned bytes with signed ones and adds the products up.
+# VNNI: one instruction multiplies a quad of unsigned bytes by signed ones and sums the products.
 
 
 def _broadcast_quad_vnni(b: Any, address: Any, lanes: int) -> Any:
@@ -66,7 +66,7 @@ def _multiply_vnni(b: Any, sums: list[Any], w: list[Any], x: Any, lanes: int) ->
     return [llvm.call(b, f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", sums[0].type, sums[0], w[0], x)]
 
 
-# AVX2: pairs of 16-bit values, whose products and sums fit 32 bits. A column has two adjacent sums.
+# AVX2: pairs of 16-bit values, whose products and sums fit 32 bits. Each column has two adjacent sums.
 
 
 def _broadcast_quad_avx2(b: Any, address: Any, lanes: int) -> Any:
@@ -96,7 +96,8 @@ def _load_weights_generic(b: Any, address: Any, lanes: int) -> list[Any]:
 
 
 def _multiply_generic(b: Any, sums: list[Any], w: list[Any], x: Any, lanes: int) -> list[Any]:
-    products, total = b.mul(w[0], x), sums[0]
+    products = b.mul(w[0], x)
+    total = sums[0]
     for i in range(QUAD):
         total = b.add(total, llvm.shuffle(b, products, products, list(range(i, QUAD * lanes, QUAD))))
     return [total]
@@ -134,8 +135,8 @@ class _Tile:
         return [(r, v) for r in range(self.num_rows) for v in range(self.isa.vectors)]
 
     def add_quads(self, b: Any, headers: list[Any], panel: Any, num_quads: Any) -> list[Any]:
-        """Emit the corrected sums over a group, [lanes] of int32 for every cell. headers: addresses of the
-        rows' group headers."""
+        """Emit the corrected sums over a group, int32 [lanes] per cell. headers: addresses of the rows' group
+        headers."""
         isa = self.isa
         x = [b.add(header, I64(HEADER)) for header in headers]
         corrections = [self._load_correction(b, header) for header in headers]
@@ -157,8 +158,8 @@ class _Tile:
         return [self._add_pairs(b, flat[i : i + isa.sums]) for i in range(0, len(flat), isa.sums)]
 
     def _load_correction(self, b: Any, header: Any) -> Any:
-        """Emit the load of a row's correction as the initial value of each accumulator. Of a column's
-        adjacent sums, the first one begins with it, the others with 0."""
+        """Emit the initial value of a row's accumulators. The first of a column's adjacent sums starts with
+        the correction, the others with 0."""
         isa = self.isa
         correction = b.zext(_load(b, b.add(header, I64(4)), I32), ir.IntType(32 * isa.sums))
         spread = llvm.broadcast(b, correction, isa.lanes // isa.sums)
@@ -176,12 +177,12 @@ class _Tile:
     def add_group(
         self, b: Any, totals: list[Any], headers: list[Any], panel: Any, num_quads: Any
     ) -> list[Any]:
-        """Emit totals + sums over a group times the scales."""
+        """Emit totals + scales * sums over a group."""
         isa = self.isa
         sums = self.add_quads(b, headers, panel, num_quads)
-        behind = b.add(panel, b.mul(num_quads, I64(QUAD * isa.columns)))
+        scales_address = b.add(panel, b.mul(num_quads, I64(QUAD * isa.columns)))
         offsets = [I64(4 * isa.lanes * v) for v in range(isa.vectors)]
-        scales = [_load(b, b.add(behind, offset), FLOAT, isa.lanes) for offset in offsets]
+        scales = [_load(b, b.add(scales_address, offset), FLOAT, isa.lanes) for offset in offsets]
         rows = [llvm.broadcast(b, _load(b, header, FLOAT), isa.lanes) for header in headers]
         changed = []
         for total, exact, (r, v) in zip(totals, sums, self.cells, strict=True):
@@ -190,15 +191,15 @@ class _Tile:
         return changed
 
     def prefetch_out(self, b: Any, out: Any, stride: Any) -> None:
-        """Emit prefetches of the memory that `store` writes: its lines arrive while the sums are computed."""
+        """Emit prefetches of the memory that `store` writes, so that it arrives while sums are computed."""
         for r in range(self.num_rows):
             begin = b.add(out, b.mul(stride, I64(r)))
             for offset in range(0, 4 * self.isa.columns, LINE):
                 llvm.prefetch_for_writing(b, begin, I64(offset))
 
     def store(self, b: Any, totals: list[Any], out: Any, stride: Any, num_columns: Any) -> None:
-        """Emit the store of the first `num_columns` columns. A whole panel is stored without a mask, because
-        masked stores take many times as long on some machines."""
+        """Emit the store of the first `num_columns` columns. Whole panels are stored without a mask, because
+        masked stores are several times slower on some machines."""
         lanes = self.isa.lanes
         begins = [b.add(out, b.mul(stride, I64(r))) for r in range(self.num_rows)]
         places = [b.add(begins[r], I64(4 * lanes * v)) for r, v in self.cells]
@@ -215,14 +216,15 @@ class _Tile:
 
 
 def make_tile(num_rows: int, isa: InstructionSet = INSTRUCTION_SET) -> Any:
-    """Build a function for kernels: out[:num_rows, :num_columns] = activations[:num_rows] @ a panel.
+    """Build a kernel function: out[:num_rows, :num_columns] = activations[:num_rows] @ a panel.
 
-    Its arguments: the addresses of out and of activations, each followed by the bytes from one row to the
-    next; the panel's address; the number of groups; the number of quads in the last group; the number of
-    columns, at most the panel's; an address and the number of cache lines from there on that the code
-    prefetches for each group. If there are any, it prefetches its part of out, too."""
+    Arguments: addresses of out and of activations, each with the bytes between rows; address of the panel;
+    number of groups; number of quads in the last group; number of columns; `ahead` and `num_lines`, an
+    address and the number of cache lines to prefetch per group. If there are any, the code also prefetches
+    its part of out."""
     tile = _Tile(isa, num_rows)
-    x_step, panel_step = HEADER + GROUP * isa.width, (GROUP + 4) * isa.columns
+    x_step = HEADER + GROUP * isa.width
+    panel_step = (GROUP + 4) * isa.columns
 
     @llvm_function()
     def multiply(

@@ -1,6 +1,6 @@
-"""Compiled kernels of int8 products. Codes of weights are packed once; activations are quantized at each
-product, by the rule of `quant/int8.py`. Codes are stored plus 128, as unsigned bytes; a correction for each
-group of activations removes the offset from the sums."""
+"""Compiled kernels of int8 products. Codes of weights are packed once. Activations are quantized in each
+product by the rule of `quant/schemes/int8.py`. Codes are stored plus 128, as unsigned bytes; a correction for
+each group of activations removes the offset from the sums."""
 
 from typing import Any, NamedTuple
 
@@ -20,16 +20,18 @@ from tgis.shard.kernels.cpu.jit.compiler import (
 )
 from tgis.shard.quant.schemes.int8 import GROUP
 
-COLUMNS = INSTRUCTION_SET.columns  # columns of a panel
+COLUMNS = INSTRUCTION_SET.columns  # columns per panel
 ROWS = INSTRUCTION_SET.rows
 PANEL_GROUP = (GROUP + 4) * COLUMNS  # bytes of a group and its scales
 WIDTH = INSTRUCTION_SET.width
 X_GROUP = HEADER + GROUP * WIDTH  # bytes of a group of activations
 
 _F32, _I8, _U8 = np.float32(0), np.int8(0), np.uint8(0)
-# The counter's upper 32 bits count finished units of quantization, its lower 32 bits units that were taken.
-_ONE_FINISHED, _UNITS = 1 << 32, (1 << 32) - 1
-_MAX_POLLS = 1 << 14  # polls of the counter before a thread quantizes all rows itself
+# The upper 32 bits of the counter count finished units of quantization, the lower 32 bits count started
+# units.
+_ONE_FINISHED = 1 << 32
+_UNITS = (1 << 32) - 1
+_MAX_POLLS = 1 << 14  # polls of the counter before a waiting thread quantizes all rows itself
 
 TALLEST, TALL, PAIR, ONE = ROWS
 _tile_tallest, _tile_tall, _tile_pair, _tile_one = (make_tile(rows) for rows in ROWS)
@@ -59,27 +61,30 @@ def _multiply_rows(
     columns: int,
     ahead: int,
 ) -> None:
-    """Multiply rows with a panel in tiles. A row's chain of sums is the same in every tile height. If there
-    are several of the tallest tiles, each of them prefetches a part of the next panel, at `ahead`."""
-    row, num_tiles = 0, rows // TALLEST
+    """Multiply rows by a panel in tiles. A row's chain source sums is the same for every tile height. If
+    there are several source the tallest tiles, each prefetches a part source the next panel, at `ahead`."""
+    row = 0
+    num_tiles = rows // TALLEST
     lines = -(-PANEL_GROUP // (LINE * num_tiles)) if num_tiles > 1 else 0
     while row < rows:
-        to, of, left = out + row * width, x + row * stride, rows - row
+        to = out + row * width
+        source = x + row * stride
+        left = rows - row
         if left >= TALLEST and lines:
-            _tile_tallest(to, width, of, stride, panel, groups, quads, columns, ahead, lines)
+            _tile_tallest(to, width, source, stride, panel, groups, quads, columns, ahead, lines)
             ahead += groups * lines * LINE
             row += TALLEST
-        elif left >= TALLEST:  # the constant 0 leaves no code for prefetching
-            _tile_tallest(to, width, of, stride, panel, groups, quads, columns, ahead, 0)
+        elif left >= TALLEST:  # the constant 0 removes the code for prefetching
+            _tile_tallest(to, width, source, stride, panel, groups, quads, columns, ahead, 0)
             row += TALLEST
         elif left >= TALL:
-            _tile_tall(to, width, of, stride, panel, groups, quads, columns, ahead, 0)
+            _tile_tall(to, width, source, stride, panel, groups, quads, columns, ahead, 0)
             row += TALL
         elif left >= PAIR:
-            _tile_pair(to, width, of, stride, panel, groups, quads, columns, ahead, 0)
+            _tile_pair(to, width, source, stride, panel, groups, quads, columns, ahead, 0)
             row += PAIR
         else:
-            _tile_one(to, width, of, stride, panel, groups, quads, columns, ahead, 0)
+            _tile_one(to, width, source, stride, panel, groups, quads, columns, ahead, 0)
             row += ONE
 
 
@@ -96,30 +101,32 @@ class _Product(NamedTuple):
 
 @ordered
 def _multiply_panels(
-    w: Any, first: int, rows: int, begin: int, end: int, following: int, fewest: int | None
+    w: Any, first: int, rows: int, begin: int, end: int, following: int, min_tile_rows: int | None
 ) -> None:
-    """Multiply `rows` rows from `first` on with the panels [begin, end), in tiles of AMX from `fewest` rows
-    on. The thread's next panel after those is `following`. None means no tiles: numba does not compile what
-    is behind it."""
+    """Multiply `rows` rows, beginning with `first`, by panels [begin, end). AMX is used for at least
+    `min_tile_rows` rows; None: never, and numba does not compile that code. The thread's next panel is
+    `following`."""
     groups = -(-w.in_features // GROUP)
-    quads = -(-(w.in_features - (groups - 1) * GROUP) // QUAD)  # quads of the last group
+    quads = -(-(w.in_features - (groups - 1) * GROUP) // QUAD)  # quads source the last group
     panel_bytes = (groups - 1) * PANEL_GROUP + (QUAD * quads + 4) * COLUMNS
-    width, stride = 4 * w.out_features, w.row_bytes
+    width = 4 * w.out_features
+    stride = w.row_bytes
     for p in range(begin, end):
         columns = min(COLUMNS, w.out_features - p * COLUMNS)
         out, panel = w.out + first * width + 4 * p * COLUMNS, w.panels + p * panel_bytes
-        of, next_p = w.quantized + first * stride, p + 1 if p + 1 < end else following
+        source = w.quantized + first * stride
+        next_p = p + 1 if p + 1 < end else following
         ahead = w.panels + next_p * panel_bytes
-        if fewest is None or rows < fewest:
-            _multiply_rows(out, width, of, stride, rows, panel, groups, quads, columns, ahead)
+        if min_tile_rows is None or rows < min_tile_rows:
+            _multiply_rows(out, width, source, stride, rows, panel, groups, quads, columns, ahead)
         else:
-            tiles.multiply_rows(out, width, of, stride, rows, panel, groups, quads, columns)
+            tiles.multiply_rows(out, width, source, stride, rows, panel, groups, quads, columns)
 
 
 @ordered
 def _await_quantized(args: Any, num_parts: int, w: Any) -> None:
     """Wait until all rows are quantized. If another thread seems to have lost its core, quantize all rows
-    here: writing the same bytes twice does no harm."""
+    here. Writing the same bytes twice is harmless."""
     polls = 0
     while load_acquire(args) >> 32 < num_parts:
         polls += 1
@@ -129,8 +136,9 @@ def _await_quantized(args: Any, num_parts: int, w: Any) -> None:
 
 
 @ordered
-def _multiply(args: Any, fewest: int | None) -> None:
-    """Compute a product. The first units quantize rows, the rest multiply rows with runs of panels."""
+def _multiply(args: Any, min_tile_rows: int | None) -> None:
+    """Compute a product. The first units of work quantize rows; the others multiply rows by runs of
+    panels."""
     a = carray(args, 13)
     w = _Product(a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8])
     rows_per_part, rows_per_chunk, panels_per_run, threads = a[9], a[10], a[11], a[12]
@@ -150,7 +158,7 @@ def _multiply(args: Any, fewest: int | None) -> None:
         next_one = unit + threads  # if all threads are equally fast
         first, begin = unit // num_runs * rows_per_chunk, unit % num_runs * panels_per_run
         rows, end = min(rows_per_chunk, w.num_rows - first), min(begin + panels_per_run, num_panels)
-        _multiply_panels(w, first, rows, begin, end, next_one % num_runs * panels_per_run, fewest)
+        _multiply_panels(w, first, rows, begin, end, next_one % num_runs * panels_per_run, min_tile_rows)
         unit = (next_unit(args) & _UNITS) - num_parts
 
 
@@ -167,23 +175,25 @@ def _pack_column(codes: int, scales: int, in_features: int, panel: int) -> None:
     """Pack a row of the matrix as a column of a panel. panel: address of the column's first quad."""
     for group in range(-(-in_features // GROUP)):
         n = min(GROUP, in_features - group * GROUP)
-        values, at = carray(pointer(codes + group * GROUP, _I8), (n,)), panel + group * PANEL_GROUP
+        values = carray(pointer(codes + group * GROUP, _I8), (n,))
+        at = panel + group * PANEL_GROUP
         num_quads = -(-n // QUAD)
         quads = carray(pointer(at, _U8), (num_quads, COLUMNS * QUAD))
         for i in range(n):
             quads[i // QUAD, i % QUAD] = np.int32(values[i]) + OFFSET
         for i in range(n, num_quads * QUAD):
             quads[i // QUAD, i % QUAD] = OFFSET
-        # The scales follow the quads; a column's scale is as wide as its quad.
-        behind = at + num_quads * QUAD * COLUMNS
-        carray(pointer(behind, _F32), (1,))[0] = carray(pointer(scales + 4 * group, _F32), (1,))[0]
+        # The scales follow the quads. A scale has the size of a quad.
+        scale_address = at + num_quads * QUAD * COLUMNS
+        carray(pointer(scale_address, _F32), (1,))[0] = carray(pointer(scales + 4 * group, _F32), (1,))[0]
 
 
 def _pack_codes(args: Any) -> None:
-    """Pack rows of codes and their scales to columns of panels, from column `first` on."""
+    """Pack rows of codes and their scales as columns of panels, beginning with column `first`."""
     a = carray(args, 8)
     num_rows, in_features, first, codes, scales, panels = a[1], a[2], a[3], a[4], a[5], a[6]
-    panel_bytes, num_groups = a[7], -(-in_features // GROUP)
+    panel_bytes = a[7]
+    num_groups = -(-in_features // GROUP)
     row = next_unit(args)
     while row < num_rows:
         column = first + row

@@ -1,5 +1,5 @@
-"""Matrix products with int8 weights and activations. Sums are of integers, so a row's bits do not depend on
-other rows."""
+"""Matrix products with int8 weights and activations. Sums of integers are exact, so a row's bits do not
+depend on other rows."""
 
 from dataclasses import dataclass
 
@@ -14,11 +14,11 @@ from tgis.shard.kernels.cpu.int8.inner_loop import HEADER, QUAD
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, empty
 from tgis.shard.quant.schemes.int8 import GROUP
 
-_PIECE = 1 << 17  # approximate number of weights that are read and packed at a time; they fit a core's cache
-_PART = 1 << 14  # approximate number of activations that a thread quantizes at a time
-_RUN = 8  # most panels that a thread multiplies at a time
+_PIECE = 1 << 17  # approximate number of weights read and packed at a time, so that they fit a core's cache
+_PART = 1 << 14  # approximate number of activations per unit of quantization
+_RUN = 8  # maximum panels per unit of multiplication
 _CHUNK = 1 << 19  # bytes of activations that fit a core's cache
-_MIN_PARALLEL = 1 << 19  # fewest multiplications for several threads
+_MIN_PARALLEL = 1 << 19  # minimum multiplications for several threads
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,10 +47,11 @@ class Int8Product:
 
 
 def pack(weight: Stored, kernel: Kernel | None = None) -> Int8Product:
-    """Pack the codes of a weight [out_features, in_features] for a kernel, None for the one that runs on
-    every processor. A scale that is NaN, and a number in a row of x that is not finite, give NaN."""
+    """Pack the codes of a weight [out_features, in_features] for a kernel; None: the one that every processor
+    supports. NaN scales, and rows of x with infinity or NaN, give NaN."""
     out_features, in_features = weight.shape
-    num_panels, panel_bytes = -(-out_features // kernels.COLUMNS), _count_panel_bytes(in_features)
+    num_panels = -(-out_features // kernels.COLUMNS)
+    panel_bytes = _count_panel_bytes(in_features)
     panels = arena.allocate(num_panels * panel_bytes)
     num_rows = max(1, _PIECE // in_features)
     for first in range(0, out_features, num_rows):
@@ -71,6 +72,6 @@ def _count_row_bytes(in_features: int) -> int:
 
 
 def _divide(in_features: int) -> tuple[int, int]:
-    """Return the number of groups before the last, and the last one's size (1 to GROUP) in whole quads."""
+    """Return the number of groups before the last one, and the size of the last one, rounded up to quads."""
     groups, rest = divmod(in_features - 1, GROUP)
     return groups, (rest // QUAD + 1) * QUAD

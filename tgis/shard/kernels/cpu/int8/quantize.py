@@ -1,4 +1,4 @@
-"""Builder of the LLVM code that rounds a group of activations to 8 bits, by the rule of
+"""Builder of the LLVM code that rounds a group of activations to 8 bits by the rule of
 `quant/schemes/int8.py`. The group stays in registers between the search for its largest magnitude and the
 rounding."""
 
@@ -16,28 +16,28 @@ from tgis.shard.quant.schemes.int8 import GROUP
 
 LARGEST, OFFSET = 127, 128
 _LANES = 16
-_MOST = GROUP // _LANES  # vectors of a group
+_VECTORS = GROUP // _LANES  # vectors per group
 _TINY = 1e-30  # groups whose largest magnitude is smaller become zeros
 _MAGNITUDE = 0x7FFFFFFF
 _INTEGERS = ir.VectorType(I32, _LANES)
 
 
 def make_quantizer(width: int) -> Any:
-    """Build a function for kernels that writes a group of n activations, 1 to GROUP: its scale, the
-    correction of its sums, and its values of `width` bytes, filled up with zeros to `padded`."""
+    """Build a kernel function that writes a group of n (1 to GROUP) activations: its scale, the correction of
+    its sums, and its values of `width` bytes, zero-padded to `padded` values."""
 
     @llvm_function()
     def quantize_group(b: Any, x: Any, n: Any, padded: Any, out: Any) -> None:
         ragged, end = b.append_basic_block("ragged"), b.append_basic_block("end")
         cases = b.switch(n, ragged)
-        for count in range(1, _MOST + 1):
+        for count in range(1, _VECTORS + 1):
             block = b.append_basic_block(f"vectors{count}")
             cases.add_case(I64(_LANES * count), block)
             b.position_at_end(block)
             _quantize(b, x, out, [(None, None)] * count, width)
             b.branch(end)
         b.position_at_end(ragged)
-        begins = [I64(_LANES * i) for i in range(_MOST)]
+        begins = [I64(_LANES * i) for i in range(_VECTORS)]
         masks = [[llvm.first_lanes(b, b.sub(m, begin), _LANES) for m in (n, padded)] for begin in begins]
         _quantize(b, x, out, masks, width)
         b.branch(end)
@@ -47,13 +47,13 @@ def make_quantizer(width: int) -> Any:
 
 
 def _quantize(b: Any, x: Any, out: Any, masks: Sequence[Sequence[Any]], width: int) -> None:
-    """Emit the code for a group. masks: for each vector, those of its activations and of what is stored."""
+    """Emit the code for a group. masks: for each vector, the masks for loading and for storing."""
     values = [
         llvm.load_vector(b, b.add(x, I64(4 * _LANES * i)), _LANES, inside)
         for i, (inside, _) in enumerate(masks)
     ]
     largest = _find_largest(b, values)
-    # Neither is so if a value is not finite.
+    # Infinity and NaN are neither small nor finite.
     is_small, is_finite = (b.fcmp_ordered("<", largest, FLOAT(bound)) for bound in (_TINY, math.inf))
     is_zero = b.or_(is_small, b.not_(is_finite))
     factor = b.select(is_zero, FLOAT(0.0), b.fdiv(FLOAT(float(LARGEST)), largest))
@@ -71,14 +71,14 @@ def _round(b: Any, x: Any) -> Any:
 
 
 def _find_largest(b: Any, values: list[Any]) -> Any:
-    """Emit the largest magnitude, which is infinite or NaN if a value is."""
+    """Emit the largest magnitude. It is infinite or NaN if a value is."""
     mask = llvm.constant(_MAGNITUDE, _LANES, I32)
     magnitudes = [b.and_(b.bitcast(value, _INTEGERS), mask) for value in values]
     return b.bitcast(_reduce(b, "smax", magnitudes), FLOAT)
 
 
 def _reduce(b: Any, operation: str, vectors: list[Any]) -> Any:
-    """Emit the sum ("add") or the maximum ("smax") of all integers."""
+    """Emit the sum ("add") or the maximum ("smax") of all lanes."""
     while len(vectors) > 1:
         pairs = zip(vectors[::2], vectors[1::2], strict=False)
         rest = vectors[len(vectors) // 2 * 2 :]
@@ -93,7 +93,7 @@ def _combine(b: Any, operation: str, first: Any, second: Any) -> Any:
 
 
 def _store(b: Any, rounded: Any, address: Any, mask: Any, bits: int) -> None:
-    """Emit the store of integers, of those in the mask if there is one."""
+    """Emit the store of integers, only those in the mask if there is one."""
     values = b.trunc(rounded, ir.VectorType(ir.IntType(bits), _LANES))
     place = llvm.pointer_to(b, values.type, address)
     if mask is None:

@@ -1,4 +1,4 @@
-"""Chooses the kernel of int8 products when a shard starts: that with AMX tiles if it gives the same bits."""
+"""Chooses the kernel of int8 products when a shard starts: the one with AMX if it returns the same bits."""
 
 import logging
 from typing import NamedTuple
@@ -14,18 +14,20 @@ from tgis.shard.quant.schemes.int8 import Rounded
 logger = logging.getLogger(__name__)
 
 REPLACED = "multiply_int8_tiles"  # name of the kernel that may be replaced
-_ROWS, _IN_FEATURES, _OUT_FEATURES = (17, 50), 212, 40  # of products that are checked
+# Sizes of the products of the self-check.
+_ROWS = (17, 50)
+_IN_FEATURES = 212
+_OUT_FEATURES = 40
 
 
 class KernelChoice(NamedTuple):
     kernel: Kernel
     replaced: tuple[str, ...] = ()
-    """Names of kernels that give wrong products here."""
+    """Names of kernels that failed the self-check."""
 
 
 def choose_kernel(has_tiles: bool) -> KernelChoice:
-    """Return the fastest kernel that gives the right products here. `has_tiles` tells whether AMX may be
-    used."""
+    """Return the fastest correct kernel on this processor. `has_tiles` is True if AMX may be used."""
     if not has_tiles or kernels.MULTIPLY_INT8_TILES is None:
         return KernelChoice(kernels.multiply_int8)
     if is_same(kernels.MULTIPLY_INT8_TILES):
@@ -41,5 +43,5 @@ def is_same(kernel: Kernel) -> bool:
     weight = torch.randn(_OUT_FEATURES, _IN_FEATURES, generator=generator)
     x = torch.randn(max(_ROWS), _IN_FEATURES, generator=generator)
     stored = Rounded(TensorInMemory(weight, "random numbers"))
-    found, expected = product.pack(stored, kernel), product.pack(stored)
-    return all(torch.equal(found(x[:count]), expected(x[:count])) for count in _ROWS)
+    actual, expected = product.pack(stored, kernel), product.pack(stored)
+    return all(torch.equal(actual(x[:count]), expected(x[:count])) for count in _ROWS)

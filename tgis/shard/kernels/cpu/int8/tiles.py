@@ -1,7 +1,7 @@
-"""int8 products on AMX tiles, of the same panels and activations as in `kernels.py` and to the same bits:
-integer sums are exact, and floats are added group after group in one chain.
+"""int8 products on AMX tiles, with the panels, activations and resulting bits of `kernels.py`: integer sums
+are exact, and floats are added group by group in one chain.
 
-At FEWEST_ROWS rows they take as long as products without tiles, from 32 rows on less time."""
+At FEWEST_ROWS rows they are as fast as products without tiles; from 32 rows they are faster."""
 
 from typing import Any
 
@@ -44,8 +44,8 @@ _LINE = 64  # bytes of a cache line
 def _add_group(
     b: Any, totals: Any, sums: Any, headers: Any, stride: Any, scales: Any, rows: Any, is_first: Any
 ) -> None:
-    """Add the sums over a group plus their corrections, times the scales, to float32 totals. If `is_first`,
-    totals are overwritten."""
+    """Add scales * (sums over a group + corrections) to float32 totals. If `is_first`, overwrite the
+    totals."""
     floats, integers = ir.VectorType(FLOAT, _LANES), ir.VectorType(I32, _LANES)
     offsets = [I64(v * ROW_BYTES) for v in range(2)]
     factors = [llvm.load_vector(b, b.add(scales, offset), _LANES) for offset in offsets]
@@ -72,9 +72,10 @@ def _add_group(
 def _multiply_group(
     memory: int, sums: int, x: int, stride: int, rows: int, panel: int, num_quads: int
 ) -> None:
-    """Compute the sums over a group, with tiles configured for whole groups. After a part of a group, the
-    configuration is another one."""
-    count, rest = num_quads // DEPTH, num_quads % DEPTH
+    """Compute the sums over a group with tiles configured for whole groups. A partial group changes the
+    configuration."""
+    count = num_quads // DEPTH
+    rest = num_quads % DEPTH
     if count > 0:
         multiply(memory, sums, sums, PANEL_ROW, x, stride, rows, panel, count, True, QUADS)
     if rest > 0:
@@ -88,8 +89,8 @@ def _multiply_group(
 def multiply_rows(
     out: int, width: int, x: int, stride: int, rows: int, panel: int, groups: int, quads: int, columns: int
 ) -> None:
-    """Multiply rows with a panel. `quads` are those of the last group; rows of out are `width` bytes apart,
-    those of x `stride`."""
+    """Multiply rows by a panel. quads: number of quads in the last group. width, stride: bytes between rows
+    of out and of x."""
     scratch = np.empty(_LINE + 2 * SUMS_BYTES + MEMORY_BYTES, np.uint8)
     sums: Any = (np.int64(scratch.ctypes.data) + _LINE - 1) // _LINE * _LINE
     totals, memory = sums + SUMS_BYTES, sums + 2 * SUMS_BYTES

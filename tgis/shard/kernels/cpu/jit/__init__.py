@@ -1,1 +1,1 @@
-"""Compiles kernels, caches their machine code, and helps to write LLVM code."""
+"""Compiler of kernels, cache of their machine code, and helpers for LLVM code."""

@@ -1,6 +1,6 @@
-"""Directory of compiled code: beside the source if that is this user's, else in the user's cache directory,
-else in the run's own directory, where restarted shards find it, else none. Code beside the source is read in
-any case."""
+"""Directory of compiled code: the first writable one of the source's directory (if this user owns it), the
+user's cache directory, and the run's directory, which restarted shards share. Code in the source's directory
+is always read."""
 
 import ast
 import errno
@@ -18,16 +18,16 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-MIN_FREE_BYTES = 64 << 20  # space in the run's directory that is left for more important files
+MIN_FREE_BYTES = 64 << 20  # free space that code leaves for more important files
 _PACKAGE = __name__.split(".")[0]
 _BESIDE_SOURCE = Path(__file__).parent / "__pycache__"
 
 
-_NAME = "tgis"  # of the directory in that of the user's caches
+_NAME = "tgis"  # directory in the user's cache directory
 
 
 def user_directories() -> list[Path]:
-    """Return the directory for code of this user; none if there is no place for it."""
+    """Return the user's directory for code, if there is one."""
     return list(_user_directories)
 
 
@@ -44,17 +44,18 @@ _run_directories: set[Path] = set()
 
 
 def use_cache_home(home: str | None) -> None:
-    """Keep the user's code in this directory of caches. A relative path has no effect, as XDG's specification
-    demands."""
+    """Store the user's code in the cache directory `home`. A relative path has no effect, as the XDG
+    specification requires."""
     if home is None or not os.path.isabs(home):
         return
-    own, first = [Path(home) / _NAME], _bases.index(_BESIDE_SOURCE) + 1
+    own = [Path(home) / _NAME]
+    first = _bases.index(_BESIDE_SOURCE) + 1
     _bases[first : first + len(_user_directories)] = own
     _user_directories[:] = own
 
 
 def keep_beside_source() -> None:
-    """Keep code beside the source only, whoever owns it."""
+    """Store code only in the source's directory, whoever owns it."""
     _bases[:] = [_BESIDE_SOURCE]
     can_be_written.cache_clear()
     if _BESIDE_SOURCE.exists():
@@ -62,8 +63,8 @@ def keep_beside_source() -> None:
 
 
 def add_run_directory(directory: Path) -> None:
-    """Let code be kept in `directory` if no other directory is writable. Only this user may have access to
-    its parent, because the code kept there is executed."""
+    """Store code in `directory` if no other directory is writable. Only this user may have access to its
+    parent, because the stored code is executed."""
     if has_room(directory) and directory not in _bases:
         _bases.append(directory)
         _run_directories.add(directory)
@@ -72,16 +73,16 @@ def add_run_directory(directory: Path) -> None:
 def has_room(directory: Path) -> bool:
     """Return True if code in `directory` leaves enough space for more important files."""
     try:
-        found = shutil.disk_usage(directory.parent).free >= MIN_FREE_BYTES
+        is_enough = shutil.disk_usage(directory.parent).free >= MIN_FREE_BYTES
     except OSError:
-        found = False
-    if not found:
-        logger.info("%s has no room for compiled code", directory.parent)
-    return found
+        is_enough = False
+    if not is_enough:
+        logger.info("%s has too little free space for compiled code", directory.parent)
+    return is_enough
 
 
 def cache_directory(function: Callable[[Any], None]) -> Path | None:
-    """Return the directory for a kernel's compiled code, None if nothing is writable. Its name is a hash of
+    """Return the directory for a kernel's compiled code, or None if none is writable. Its name is a hash of
     all source files that the kernel may call, because numba checks only one file."""
     sources = (Path(file).read_bytes() for file in sorted(_sources(function.__code__.co_filename)))
     name = f"kernels-{hashlib.sha256(b''.join(sources)).hexdigest()[:16]}"
@@ -94,16 +95,16 @@ def cache_directory(function: Callable[[Any], None]) -> Path | None:
 
 
 def describe_lifetime(directory: Path | None) -> str:
-    """Describe for log lines how long code in a `cache_directory` is kept."""
+    """Return text for log lines: how long code in a `cache_directory` is stored."""
     if directory is None:
-        return "cannot be kept, so that every start compiles"
+        return "cannot be stored, so every start compiles again"
     if directory.parent in _run_directories:
-        return "is kept for this run, so that the next one compiles again"
-    return f"is kept in {directory.parent}, where later starts find it"
+        return "is stored for this run, so the next run compiles again"
+    return f"is stored in {directory.parent} for later starts"
 
 
 def packaged_files() -> list[Path]:
-    """Return the files of compiled code beside the source, one for each kernel."""
+    """Return the files of compiled code in the source's directory, one per kernel."""
     return sorted(_BESIDE_SOURCE.glob("kernels-*/**/*.nbc"))
 
 
@@ -115,33 +116,33 @@ def can_be_written(base: Path) -> bool:
     """Return True if this user owns the directory and can write to it."""
     try:
         base.mkdir(parents=True, exist_ok=True)
-        found = base.stat()
-        if found.st_uid not in _owners:
+        status = base.stat()
+        if status.st_uid not in _owners:
             raise PermissionError(errno.EPERM, "it belongs to another user")
-        if found.st_mode & stat.S_IWOTH:  # what is kept is executed
-            raise PermissionError(errno.EPERM, "everybody may write there")
+        if status.st_mode & stat.S_IWOTH:  # stored code is executed
+            raise PermissionError(errno.EPERM, "other users may write to it")
         with tempfile.TemporaryFile(dir=base):
             return True
     except OSError as error:
-        logger.info("compiled code cannot be kept in %s: %s", base, error.strerror)
+        logger.info("compiled code cannot be stored in %s: %s", base, error.strerror)
         return False
 
 
-def _copy(packaged: Path, kept: Path) -> None:
-    """Copy packaged code to a writable directory, because numba reads none where it cannot write. Several
-    ranks may copy at once; the first one's copy is used."""
-    if kept.exists() or not packaged.is_dir():
+def _copy(packaged: Path, stored: Path) -> None:
+    """Copy packaged code to a writable directory, because numba reads only from directories to which it can
+    write. Several ranks may copy at once; the first copy is used."""
+    if stored.exists() or not packaged.is_dir():
         return
     try:
-        with tempfile.TemporaryDirectory(dir=kept.parent, ignore_cleanup_errors=True) as unfinished:
-            os.rename(_copy_writable(packaged, Path(unfinished) / "copy"), kept)
+        with tempfile.TemporaryDirectory(dir=stored.parent, ignore_cleanup_errors=True) as unfinished:
+            os.rename(_copy_writable(packaged, Path(unfinished) / "copy"), stored)
     except OSError as error:
-        if not kept.exists():
-            logger.info("%s was not copied to %s: %s", packaged, kept, error)
+        if not stored.exists():
+            logger.info("%s was not copied to %s: %s", packaged, stored, error)
 
 
 def _copy_writable(source: Path, target: Path) -> Path:
-    """Copy a directory, which may be read-only, to one that can be renamed and written to."""
+    """Copy a directory, which may be read-only, and make the copy writable."""
     shutil.copytree(source, target)
     for path in (target, *target.rglob("*")):
         path.chmod(path.stat().st_mode | stat.S_IWUSR)
@@ -150,17 +151,17 @@ def _copy_writable(source: Path, target: Path) -> Path:
 
 @functools.cache
 def _sources(file: str) -> frozenset[str]:
-    """Return the file and all files of this package that it imports, directly or indirectly."""
-    found = {file}
+    """Return the file and all files of this package that it imports directly or indirectly."""
+    files = {file}
     for node in ast.walk(ast.parse(Path(file).read_bytes())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == _PACKAGE:
             for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names)):
-                found |= _sources_of_module(name)
-    return frozenset(found)
+                files |= _sources_of_module(name)
+    return frozenset(files)
 
 
 def _sources_of_module(name: str) -> frozenset[str]:
-    """Return `_sources` of a module; none if `name` is something else in a module."""
+    """Return `_sources` of a module, or nothing if `name` is not a module."""
     try:
         spec = importlib.util.find_spec(name)
     except ModuleNotFoundError:

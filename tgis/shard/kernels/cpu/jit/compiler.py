@@ -1,9 +1,9 @@
 """Kernels written in Python. Numba compiles a kernel at its first call; torch's OpenMP threads run it.
 
-Numba's parallel loops are not used, because they cannot share torch's threads: their OpenMP layer needs a
-second runtime from the system, which slim images lack, and their built-in layer costs a hundred microseconds
-per call. A kernel takes the address of its arguments. Its threads share the units of work by incrementing
-`args[0]` with `next_unit`."""
+Numba's parallel loops cannot share torch's threads: their OpenMP layer needs a second runtime from the
+system, which slim images lack, and their built-in layer takes a hundred microseconds per call. A kernel
+receives the address of its arguments. Its threads share the units of work by incrementing `args[0]` with
+`next_unit`."""
 
 import contextlib
 import ctypes
@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# LLVM may fuse products into sums (both) and reorder sums by shape (_REORDERED). NaN and infinity stay.
+# LLVM may fuse multiplications and additions (both) and reorder sums (_REORDERED). NaN and infinity are
+# preserved.
 _FUSED = {"contract", "nsz"}
 _REORDERED = _FUSED | {"reassoc", "arcp"}
 _ADDRESS = types.CPointer(types.int64)
@@ -46,7 +47,7 @@ class Launch(NamedTuple):
 
 class _Capture(threading.local):
     def __init__(self) -> None:
-        self.launches: list[Launch] | None = None  # None means that nothing is captured
+        self.launches: list[Launch] | None = None  # None: not capturing
         self.allocate: Callable[[tuple[int, ...]], Tensor] = torch.empty
 
 
@@ -57,15 +58,16 @@ compile_progress = CompileProgress()
 
 @contextlib.contextmanager
 def capture(allocate: Callable[[tuple[int, ...]], Tensor]) -> Iterator[list[Launch]]:
-    """Record the kernels that this thread launches in the context, instead of running them. `allocate`
-    returns uninitialised float32 memory for their outputs, valid as long as the launches are replayed."""
+    """Record the kernel launches of this thread instead of running them. `allocate` returns uninitialised
+    float32 memory for outputs, valid as long as the launches are replayed."""
     assert _capture.launches is None, "one capture at a time"
     launches = _capture.launches = []
     _capture.allocate = allocate
     try:
         yield launches
     finally:
-        _capture.launches, _capture.allocate = None, torch.empty
+        _capture.launches = None
+        _capture.allocate = torch.empty
 
 
 def empty(*shape: int) -> Tensor:
@@ -76,8 +78,8 @@ def empty(*shape: int) -> Tensor:
 class Kernel:
     """Compiled function. `kernel(*args)` runs it on this thread, `kernel.parallel(*args)` on all threads.
 
-    The arguments are integers: sizes, addresses, and floats through `as_bits`. They are not checked. Any
-    number of threads may enter; they share the work, and a thread that finds none left returns."""
+    The arguments are integers: sizes, addresses, and floats converted by `as_bits`. They are not checked. Any
+    number of threads may enter. They share the work, and each returns when none is left."""
 
     def __init__(self, function: Callable[[Any], None]):
         self._function = function
@@ -110,7 +112,7 @@ class Kernel:
 
     @functools.cached_property
     def _compiled(self) -> Any:
-        """Compiled function, which owns the machine code."""
+        """Compiled function. It owns the machine code."""
         return _compile(self._function)
 
     @functools.cached_property
@@ -139,18 +141,19 @@ def _compile_or_read(function: Callable[[Any], None], directory: Path | None) ->
     signature = types.void(_ADDRESS)
     if directory is None:
         return numba.cfunc(signature, error_model="numpy")(function)
-    previous, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(directory)
+    previous = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(directory)
     try:
         return numba.cfunc(signature, cache=True, error_model="numpy")(function)
     except Exception as error:  # an error in the function itself is raised again below
-        logger.warning("compiled code cannot be kept: %s", error)
+        logger.warning("compiled code cannot be stored: %s", error)
         return numba.cfunc(signature, error_model="numpy")(function)
     finally:
         numba.config.CACHE_DIR = previous
 
 
 def _find_parallel() -> Callable[..., None] | None:
-    """Return `GOMP_parallel` of torch's OpenMP runtime, which runs a function on several threads."""
+    """Return `GOMP_parallel`, with which torch's OpenMP runtime runs a function on several threads."""
     try:
         parallel = ctypes.CDLL("libgomp.so.1").GOMP_parallel
     except OSError:
@@ -165,39 +168,40 @@ _parallel = _find_parallel()
 
 
 def team_size_address() -> int:
-    """Return the address of the code int() that returns a kernel's number of threads; 0 if it is always 1."""
+    """Return the address of a C function int() that returns a kernel's number of threads; 0 if it is always
+    1."""
     if _parallel is None:
         return 0
     return address_of(ctypes.CDLL("libgomp.so.1").omp_get_num_threads)
 
 
 def address_of(function: Any) -> int:
-    """Return the address of the machine code of a library's function."""
+    """Return the address of a library's function."""
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 def reorderable(function: Function) -> Function:
-    """Compile a function that kernels call. LLVM may reorder its sums to vectorise them."""
+    """Compile a function for kernels. LLVM may reorder its sums to vectorise them."""
     compiled: Function = numba.njit(fastmath=_REORDERED, error_model="numpy", nogil=True)(function)
     return compiled
 
 
 def ordered(function: Function) -> Function:
-    """Compile a function that kernels call. Its sums and differences keep their order."""
+    """Compile a function for kernels. LLVM keeps the order of its sums."""
     compiled: Function = numba.njit(fastmath=_FUSED, error_model="numpy", nogil=True)(function)
     return compiled
 
 
 def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a function that returns a signature and a builder of LLVM code, which its docstring describes."""
+    """Make an intrinsic of a function that returns a signature and a builder of LLVM code."""
     marked: Callable[..., Any] = untyped_intrinsic(function)
     return marked
 
 
 def llvm_function(result: Any = types.void, takes: Any = types.int64) -> Callable[..., Any]:
-    """Turn `build(b, *values)`, which emits LLVM code and returns its value, into a function for kernels.
-    Arguments are converted to the type `takes`; instead of the value of one named `element`, `build` gets its
-    numba type."""
+    """Convert `build(b, *values)`, which emits LLVM code and returns its value, to a function for kernels.
+    Arguments are converted to the type `takes`. For an argument named `element`, `build` receives the numba
+    type instead of the value."""
 
     def mark(build: Callable[..., Any]) -> Any:
         names = list(inspect.signature(build).parameters)[1:]
@@ -225,12 +229,12 @@ def as_bits(value: float) -> int:
 
 @llvm_function(types.float32)
 def as_float(b: Any, bits: Any) -> Any:
-    """Return the float that `as_bits` packed, as float32."""
+    """Convert the result of `as_bits` to float32."""
     return b.fptrunc(b.bitcast(bits, ir.DoubleType()), FLOAT)
 
 
 def atomic_add(amount: int, ordering: str) -> Any:
-    """Build a function for kernels that adds an amount to a counter and returns what it was before."""
+    """Build a function for kernels that adds an amount to a counter and returns the previous value."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         return b.atomic_rmw("add", args[0], I64(amount), ordering)
@@ -241,13 +245,13 @@ def atomic_add(amount: int, ordering: str) -> Any:
     return intrinsic(add)
 
 
-# Returns the number of a unit of work that no other thread gets. Kernels call it with their `args`.
+# Returns the number of a unit of work that no other thread gets. The argument is the kernel's `args`.
 next_unit = atomic_add(1, "monotonic")
 
 
 @intrinsic
 def load_acquire(typingctx: Any, counter: Any) -> Any:
-    """Read a counter. What other threads wrote before they last incremented it is visible afterwards."""
+    """Read a counter. Writes of other threads before their last increment are visible afterwards."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         return b.load_atomic(args[0], "acquire", 8)
@@ -257,7 +261,8 @@ def load_acquire(typingctx: Any, counter: Any) -> Any:
 
 @intrinsic
 def keep_alive(typingctx: Any, array: Any) -> Any:
-    """Keep an array that is used through its address: numba frees it after the last line that names it."""
+    """Keep an array alive that is used by address, because numba frees it after the last line that names
+    it."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         return context.get_dummy_value()

@@ -1,4 +1,4 @@
-"""Helpers that builders of LLVM code for kernels share: pointers, vectors, calls, loops."""
+"""Helpers for builders of LLVM code: pointers, vectors, calls, loops."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +30,7 @@ STORED = {types.float32: FLOAT, types.uint16: I16, types.int16: HALF}
 
 
 def has_feature(name: str) -> bool:
-    """Return True if kernels are compiled for a processor with the feature of that LLVM name."""
+    """Return True if kernels are compiled for a processor with an LLVM feature."""
     features: str = cpu_target.target_context.codegen().magic_tuple()[2]
     return f"+{name}" in features.split(",")
 
@@ -47,12 +47,12 @@ def broadcast(b: Any, x: Any, lanes: int) -> Any:
 
 
 def shuffle(b: Any, x: Any, y: Any, lanes: list[int]) -> Any:
-    """Return a vector of some lanes of x and y; those of y are numbered after those of x."""
+    """Return a vector of selected lanes of x and y. Lanes of y are numbered after those of x."""
     return b.shuffle_vector(x, y, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
 
 
 def call(b: Any, name: str, result: Any, *args: Any) -> Any:
-    """Call an LLVM intrinsic or a library's function by its name."""
+    """Call an LLVM intrinsic or a library's function by name."""
     kind = ir.FunctionType(result, [arg.type for arg in args])
     return b.call(get_or_insert_function(b.module, kind, name), args)
 
@@ -75,8 +75,8 @@ def load_stored(b: Any, address: Any, lanes: int, element: Any, align: int) -> A
 
 
 def round_to_bfloat16(b: Any, x: Any) -> Any:
-    """Round float32, one number or a vector, to bfloat16, half to even. Return the bits of float32, of which
-    the lower half is zero. NaN is apart: rounding would make some NaNs infinite."""
+    """Round float32, a number or a vector, to bfloat16, half to even. Return the bits of the float32, whose
+    lower half is zero. NaN is handled separately, because rounding would make some NaNs infinite."""
     integers = ir.VectorType(I32, x.type.count) if isinstance(x.type, ir.VectorType) else I32
 
     def same(value: int) -> Any:
@@ -94,13 +94,13 @@ def load_broadcast(b: Any, address: Any, lanes: int) -> Any:
 
 
 def first_lanes(b: Any, count: Any, lanes: int) -> Any:
-    """Return a mask of the first `count` lanes; all lanes if `count` is larger."""
+    """Return a mask of the first `count` lanes."""
     numbers = ir.Constant(ir.VectorType(count.type, lanes), list(range(lanes)))
     return b.icmp_signed("<", numbers, broadcast(b, count, lanes))
 
 
 def load_vector(b: Any, address: Any, lanes: int, mask: Any = None) -> Any:
-    """Load float32. Lanes that are not in the mask are zero."""
+    """Load float32. Lanes outside the mask are zero."""
     zero = constant(0.0, lanes)
     place = pointer_to(b, zero.type, address)
     if mask is None:
@@ -109,7 +109,7 @@ def load_vector(b: Any, address: Any, lanes: int, mask: Any = None) -> Any:
 
 
 def store_vector(b: Any, x: Any, address: Any, mask: Any = None, align: int = 4) -> None:
-    """Store float32, of the lanes in the mask if there is one."""
+    """Store float32, only lanes in the mask if there is one."""
     place = pointer_to(b, x.type, address)
     if mask is None:
         b.store(x, place, align=align)
@@ -124,8 +124,8 @@ def add_products(b: Any, sums: list[Any], factors: list[Any], vectors: list[Any]
 
 
 def multiply_add(b: Any, x: Any, y: Any, z: Any) -> Any:
-    """Return x * y + z of float32 vectors, rounded once. After a condition, LLVM does not always fuse the
-    product into the sum by itself."""
+    """Return x * y + z for float32 vectors, with one rounding. LLVM does not always fuse after a
+    condition."""
     return call(b, f"llvm.fma.v{x.type.count}f32", x.type, x, y, z)
 
 
@@ -135,7 +135,7 @@ def prefetch(b: Any, base: Any, offset: Any) -> None:
 
 
 def prefetch_for_writing(b: Any, base: Any, offset: Any) -> None:
-    """Prefetch a cache line into the first-level cache, for this core alone."""
+    """Prefetch a cache line into the first-level cache for exclusive use by this core."""
     _prefetch(b, base, offset, is_written=1, locality=3)
 
 
@@ -146,12 +146,16 @@ def _prefetch(b: Any, base: Any, offset: Any, is_written: int, locality: int) ->
 
 def loop(b: Any, n: Any, initial: list[Any], build: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
     """Emit `values = initial; for k in range(n): values = build(k, values)`; return the values. n >= 1."""
-    before, body, done = b.block, b.append_basic_block("loop"), b.append_basic_block("done")
+    before = b.block
+    body = b.append_basic_block("loop")
+    done = b.append_basic_block("done")
     b.branch(body)
     b.position_at_end(body)
-    k, values = b.phi(I64), [b.phi(value.type) for value in initial]
+    k = b.phi(I64)
+    values = [b.phi(value.type) for value in initial]
     changed = build(k, values)
-    following, end = b.add(k, I64(1)), b.block
+    following = b.add(k, I64(1))
+    end = b.block
     for phi, first, next_ in zip([k, *values], [I64(0), *initial], [following, *changed], strict=True):
         phi.add_incoming(first, before)
         phi.add_incoming(next_, end)
@@ -167,11 +171,13 @@ def loop_range(
     before, test, body, done = b.block, *(b.append_basic_block(name) for name in ("test", "body", "done"))
     b.branch(test)
     b.position_at_end(test)
-    k, values = b.phi(I64), [b.phi(value.type) for value in initial]
+    k = b.phi(I64)
+    values = [b.phi(value.type) for value in initial]
     b.cbranch(b.icmp_signed("<", k, end), body, done)
     b.position_at_end(body)
     changed = build(k, values)
-    following, inside = b.add(k, I64(step)), b.block
+    following = b.add(k, I64(step))
+    inside = b.block
     b.branch(test)
     for phi, first, next_ in zip([k, *values], [begin, *initial], [following, *changed], strict=True):
         phi.add_incoming(first, before)
@@ -181,7 +187,7 @@ def loop_range(
 
 
 def choose(b: Any, block: Any, value: Any, other_block: Any, other: Any) -> Any:
-    """Return the value of the block that control came from."""
+    """Return `value` or `other`, depending on the block from which control came."""
     chosen = b.phi(value.type)
     chosen.add_incoming(value, block)
     chosen.add_incoming(other, other_block)

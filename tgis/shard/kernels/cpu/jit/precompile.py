@@ -1,5 +1,5 @@
-"""Command that compiles every kernel and keeps the code beside the source, to be part of an image:
-`python -m tgis.shard.kernels.cpu.jit.precompile`. Processors unlike this one compile at the first start."""
+"""Command for building images: compiles all kernels and stores the code in the source's directory.
+`python -m tgis.shard.kernels.cpu.jit.precompile`. Other kinds of processors compile at the first start."""
 
 import gc
 import importlib
@@ -14,15 +14,15 @@ from tgis import shard
 from tgis.shard.kernels.cpu.jit.cache import keep_beside_source, packaged_files
 from tgis.shard.kernels.cpu.jit.compiler import Kernel
 
-# Modules that need triton, which is not installed beside torch's build for CPUs.
+# Modules that need triton, which torch's build for CPUs lacks.
 _OF_GPUS = tuple(f"{shard.__name__}.{name}" for name in ("kernels.cuda.", "runner.device.", "startup.cuda"))
 
 
 def main() -> None:
     keep_beside_source()
     kernels, num_workers = _all_kernels(), len(os.sched_getaffinity(0))
-    # Kernels of one name are variants of one function and share one index file of compiled code, so one
-    # process compiles them all.
+    # Kernels with the same name are variants of one function and share an index file of compiled code, so one
+    # process compiles all of them.
     by_name: dict[str, list[Kernel]] = defaultdict(list)
     for kernel in kernels:
         by_name[kernel.name].append(kernel)
@@ -34,12 +34,12 @@ def main() -> None:
         worker.join()
     num_files = len(packaged_files())
     if any(worker.exitcode for worker in workers) or num_files < len(kernels):
-        sys.exit(f"error: of {len(kernels)} kernels, the code of {num_files} is beside the source")
+        sys.exit(f"error: only {num_files} of {len(kernels)} kernels were compiled and stored")
     print(f"compiled {len(kernels)} kernels")
 
 
 def _all_kernels() -> list[Kernel]:
-    """Import every module of the shard but those of GPUs, and return the kernels that they create."""
+    """Import all modules of the shard except those for GPUs, and return the kernels that they create."""
     for module in pkgutil.walk_packages(shard.__path__, f"{shard.__name__}."):
         if not module.name.startswith(_OF_GPUS):
             importlib.import_module(module.name)

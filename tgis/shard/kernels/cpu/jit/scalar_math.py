@@ -1,5 +1,5 @@
-"""Scalar arithmetic for compiled kernels. It is in LLVM code where numba would widen integers to 64 bits,
-which prevents the vectorisation of loops."""
+"""Scalar arithmetic for compiled kernels. It uses LLVM code where numba would widen integers to 64 bits,
+which would prevent vectorisation."""
 
 from typing import Any
 
@@ -10,15 +10,15 @@ from numba import types
 from tgis.shard.kernels.cpu.jit.compiler import intrinsic, llvm_function, ordered
 from tgis.shard.kernels.cpu.jit.llvm import FLOAT, HALF, I16, I32, round_to_bfloat16
 
-# For each type of stored weights and keys, a value of the type that numba uses for its elements: uint16 means
-# bfloat16 bits, int16 means float16 bits.
+# Type of stored weights and keys -> a value of the numba type of its elements. uint16 means bits of bfloat16,
+# int16 bits of float16.
 ELEMENTS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0), torch.float16: np.int16(0)}
 
 
 @llvm_function(types.float32, takes=types.float32)
 def multiply_add(b: Any, x: Any, y: Any, z: Any) -> Any:
-    """Return x * y + z, float32, rounded once. After a condition, LLVM on its own fuses the product into the
-    sum in only one of the vectorised and the scalar version of a loop."""
+    """Return x * y + z, float32, with one rounding. After a condition, LLVM would fuse in only one of the
+    vectorised and the scalar version of a loop."""
     return b.fma(x, y, z)
 
 
@@ -67,11 +67,11 @@ def loaded(typingctx: Any, x: Any) -> Any:
 
 @ordered
 def exp(x: Any) -> Any:
-    """Return e^x for float32, with a relative error of 2e-7. x is clamped to [-86, 86]. NaN gives NaN."""
+    """Return e^x for float32 with a relative error of 2e-7. x is clamped to [-86, 86]. NaN gives NaN."""
     x = np.float32(-86) if x < np.float32(-86) else x
     x = np.float32(86) if x > np.float32(86) else x
     n = _truncate(x * np.float32(1.44269504) + np.float32(127.5)) - np.float32(127)
-    # ln 2 is split in two parts; the first has so few bits that n * first is exact.
+    # ln 2 is split into two parts. The first has so few bits that its product with n is exact.
     r = multiply_add(n, np.float32(-0.693359375), x) + n * np.float32(2.12194440e-4)
     p = np.float32(1 / 720) + r * np.float32(1 / 5040)
     p = np.float32(1 / 24) + r * (np.float32(1 / 120) + r * p)

@@ -1,1 +1,1 @@
-"""Norms, activations and other kernels that work on each row or element by itself."""
+"""Norms, activations and other kernels that compute each row or element by itself."""

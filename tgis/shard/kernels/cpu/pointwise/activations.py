@@ -1,6 +1,6 @@
-"""Compiled kernels of activations. One kernel has all functions, because functions passed to kernels would be
-compiled again in every process. Loops are over rows, so an element runs the same code in any batch and its
-bits depend only on its own value."""
+"""Compiled kernels of activations. One kernel contains all functions, because functions passed to kernels
+would be compiled in every process. Loops are over rows, so an element runs the same code in every batch, and
+its bits depend only on its value."""
 
 from typing import Any
 
@@ -22,10 +22,11 @@ def _silu(x: Any) -> Any:
 
 @ordered
 def _gelu(x: Any, shrunk: Any) -> Any:
-    """Return x times the probability that a standard normal value is less than x.
-    `shrunk` is e^(-x^2 / 2). The loops compute it, because LLVM would not inline a function longer than this
-    one, and does not vectorise a loop with a call. The tail probability beyond |x|, divided by `shrunk`, is a
-    quotient of polynomials with a relative error of 5e-9 up to 12.5."""
+    """Return x times the probability that a standard normal variable is less than x.
+
+    `shrunk` is e^(-x^2 / 2). The caller's loop computes it, because LLVM would not inline a longer function,
+    and does not vectorise loops with calls. The probability beyond |x|, divided by `shrunk`, is approximated
+    by a quotient of polynomials with a relative error of 5e-9 up to 12.5."""
     size = abs(x)
     a = np.float32(12.5) if size > np.float32(12.5) else size
     p = np.float32(0.03992635573) + a * np.float32(0.004011668488)

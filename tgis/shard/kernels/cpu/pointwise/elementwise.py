@@ -1,4 +1,4 @@
-"""Compiled kernel of elementwise changes of activations in place: add, scale, clamp, soft cap."""
+"""Compiled kernel of elementwise operations in place: add, scale, clamp, soft cap."""
 
 from typing import Any
 
@@ -33,14 +33,14 @@ def _change_row(kind: int, x: Any, other: Any, number: Any) -> None:
 
 def _change(args: Any) -> None:
     a = carray(args, 10)
-    num_rows, size, rows_per_unit, kind = a[1], a[2], a[3], a[4]
-    pitch, stride = 4 * a[6], 4 * a[8]  # bytes from one row to the next
+    num_rows, size, rows_per_unit, kind, x_address, other_address = a[1], a[2], a[3], a[4], a[5], a[7]
+    pitch, stride = 4 * a[6], 4 * a[8]  # bytes between rows of x and of other
     number = as_float(a[9])
     first = next_unit(args) * rows_per_unit
     while first < num_rows:
         for t in range(first, min(num_rows, first + rows_per_unit)):
-            x = carray(pointer(a[5] + t * pitch, _F32), (size,))
-            other = carray(pointer(a[7] + t * stride, _F32), (size if a[7] else 0,))
+            x = carray(pointer(x_address + t * pitch, _F32), (size,))
+            other = carray(pointer(other_address + t * stride, _F32), (size if other_address else 0,))
             _change_row(kind, x, other, number)
         first = next_unit(args) * rows_per_unit
 

@@ -22,13 +22,13 @@ def _look_up_kernel(element: Any) -> Kernel:
 
     def look_up(args: Any) -> None:
         a = carray(args, 8)
-        num_rows, size, rows_per_unit, offset = a[1], a[2], a[3], a[7]
+        num_rows, size, rows_per_unit, table, offset = a[1], a[2], a[3], a[5], a[7]
         ids = carray(pointer(a[4], _I64), (num_rows,))
         out = carray(pointer(a[6], _F32), (num_rows, size))
         first = next_unit(args) * rows_per_unit
         while first < num_rows:
             for t in range(first, min(num_rows, first + rows_per_unit)):
-                row = a[5] + (ids[t] + offset) * size * width
+                row = table + (ids[t] + offset) * size * width
                 _read_row(carray(pointer(row, element), (size,)), out[t])
             first = next_unit(args) * rows_per_unit
 

@@ -1,5 +1,5 @@
-"""Compiled kernels of rotary angles and of splitting qkv rows into heads, with head norms and rotary
-embeddings. A row's bits depend only on its own values and the sizes. As in `norms.py`, only sums over one
+"""Compiled kernels that compute rotary angles, and that split rows of qkv into heads with head norms and
+rotary embeddings. A row's bits depend only on its values and the sizes. As in `norms.py`, only sums over one
 array may be reordered."""
 
 from typing import Any
@@ -49,7 +49,7 @@ def _normalise_heads(x: Any, weight: Any, eps: Any, out: Any) -> None:
 
 @ordered
 def _rotate_heads(x: Any, dim: int, cosines: Any, sines: Any, out: Any) -> None:
-    """Apply rotary embeddings to heads. x, out: [num_heads * dim]. Channels past the rotated are copied."""
+    """Apply rotary embeddings to heads. x, out: [num_heads * dim]. Other channels are copied."""
     half = cosines.shape[0]
     for h in range(0, x.shape[0] if half else 0, dim):
         source, target = x[h : h + dim], out[h : h + dim]

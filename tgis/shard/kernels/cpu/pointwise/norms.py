@@ -1,8 +1,8 @@
-"""Compiled kernels of norms. Rows are independent and a row's arithmetic depends only on its width, so its
-bits are the same in any batch.
+"""Compiled kernels of norms. Rows are independent, and a row's arithmetic depends only on its width, so its
+bits are the same in every batch.
 
-Only sums over one array may be reordered. LLVM compiles a loop over several arrays twice, for arrays that may
-overlap and for others, and both versions must add in the same order."""
+Only sums over one array may be reordered. LLVM compiles a loop over several arrays twice, for overlapping and
+for separate arrays, and both versions must add in the same order."""
 
 from typing import Any
 
@@ -32,7 +32,8 @@ def _mean(x: Any) -> Any:
 
 @reorderable
 def _variance(x: Any, mean: Any) -> Any:
-    """Return the variance in a second pass: a difference of sums would lose digits if the mean is large."""
+    """Return the variance, computed in a second pass because a difference of sums loses digits for a large
+    mean."""
     total = np.float32(0)
     for i in range(x.shape[0]):
         total += (x[i] - mean) * (x[i] - mean)

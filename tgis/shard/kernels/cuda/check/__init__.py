@@ -1,1 +1,1 @@
-"""The comparison of kernels with their twins when a shard starts."""
+"""Self-check of kernels against their twins when a shard starts."""

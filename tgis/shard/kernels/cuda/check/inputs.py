@@ -1,4 +1,4 @@
-"""Random inputs of all kernels, of a few tokens, for weights of a given type and models of given sizes."""
+"""Random inputs of a few tokens for all kernels, by the type of weights and the sizes of a model."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -29,7 +29,7 @@ DUMMY_SLOT = (NUM_BLOCKS - 1) * BLOCK_SIZE
 
 @dataclass(frozen=True)
 class KernelSizes:
-    """Sizes of a model, or of a rank's share of it, which kernels are compiled for."""
+    """Sizes of a model, or of a rank's share of it, for which kernels are compiled."""
 
     num_heads: int = 8
     num_kv_heads: int = 2
@@ -43,26 +43,27 @@ SMALL = KernelSizes()
 
 
 class Input(NamedTuple):
-    """Arguments of one launch. Those that it changes are copied first, so that `run` can be called again."""
+    """Arguments of one launch. `run` copies those that a launch changes, so that it can be repeated."""
 
     args: tuple[Any, ...]
-    results: tuple[int, ...] = ()  # indices of arguments that it writes
-    overwritten: int | None = None  # index of an argument that has no meaning afterwards
+    results: tuple[int, ...] = ()  # indices of arguments that are results
+    overwritten: int | None = None  # index of an argument that is undefined afterwards
 
     def run(self, kernel: Callable[..., Any]) -> list[Tensor]:
-        """Return all that a kernel or its twin returns and writes."""
+        """Return the results, returned and written, of a kernel or its twin."""
         changed = {*self.results, self.overwritten}
         args = [_copy(arg) if i in changed else arg for i, arg in enumerate(self.args)]
         returned = kernel(*args)
-        found = [] if returned is None else [returned]
-        return found + [tensor for i in self.results for tensor in _list_tensors(args[i])]
+        results = [] if returned is None else [returned]
+        return results + [tensor for i in self.results for tensor in _list_tensors(args[i])]
 
 
 class Draw:
-    """Source of the same random numbers on every device."""
+    """Random numbers that are the same on every device."""
 
     def __init__(self, device: torch.device):
-        self._device, self._generator = device, torch.Generator().manual_seed(0)
+        self._device = device
+        self._generator = torch.Generator().manual_seed(0)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(shape, generator=self._generator).to(self._device, dtype)
@@ -75,7 +76,8 @@ class Draw:
 
 
 def _norms(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
-    draw, size = Draw(device), sizes.hidden_size
+    draw = Draw(device)
+    size = sizes.hidden_size
     x, delta = draw.normal(3, size), draw.normal(3, size, dtype=dtype)
     weight, bias = draw.normal(size), draw.normal(size)
     yield Input((x, delta, weight, None, 1e-5, False, dtype), results=(0,))
@@ -91,8 +93,10 @@ def _gates(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL)
 
 
 def _turns(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
-    draw, num_tokens = Draw(device), 5
-    width, head_dim = sizes.num_heads + 2 * sizes.num_kv_heads, sizes.head_dim
+    draw = Draw(device)
+    num_tokens = 5
+    width = sizes.num_heads + 2 * sizes.num_kv_heads
+    head_dim = sizes.head_dim
     qkv = draw.normal(num_tokens, width * head_dim, dtype=dtype)
     angles = draw.normal(2, num_tokens, head_dim // 2)
     norm = HeadNorm(draw.normal(head_dim), draw.normal(head_dim), 1e-6)
@@ -103,9 +107,10 @@ def _turns(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL)
         yield Input((qkv, heads, angles, *pages, slots), results=(3, 4))
 
 
-# Scores as most models have them, and all that can change them.
+# The scoring of most models, and one with all options.
 def _scorings(draw: Draw, sizes: KernelSizes) -> list[Scoring]:
-    slopes, bias = -draw.normal(sizes.num_heads).abs() / 8, draw.normal(sizes.num_heads, 41)
+    slopes = -draw.normal(sizes.num_heads).abs() / 8
+    bias = draw.normal(sizes.num_heads, 41)
     scale = sizes.head_dim**-0.5
     changed = Scoring(scale=1.6 * scale, window=100, soft_cap=5.0, slopes=slopes, bias=bias)
     return [Scoring(scale=scale), changed]
@@ -117,7 +122,7 @@ def _draw_pages(draw: Draw, dtype: torch.dtype, sizes: KernelSizes) -> tuple[Ten
 
 
 def _draw_cache(draw: Draw, dtype: torch.dtype, sizes: KernelSizes) -> tuple[Tensor, ...]:
-    """Return keys, values and block tables of 3 rows without common blocks."""
+    """Return keys, values and block tables of 3 rows that share no blocks."""
     return *_draw_pages(draw, dtype, sizes), draw.permutation(NUM_BLOCKS - 1).view(3, -1)
 
 
@@ -145,7 +150,7 @@ def _tiles(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL)
 
 
 def _steps(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL) -> Iterator[Input]:
-    """Two single tokens, the second of an ended row, and two tokens of one more sequence."""
+    """Yield a step with two single tokens, the second in an ended row, and two tokens of another sequence."""
     draw, rows = Draw(device), draw_rows(device, sizes.vocab_size)
     staged = StagedStep(
         seq_rows=draw.integers([1, 4, 2]),
@@ -176,7 +181,7 @@ def _samples(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMAL
     yield Input((*filtered, draw.integers([[-1, -1]] * 2)), results=(1, 3), overwritten=0)
 
 
-# Functions of a device, a type of weights, and sizes.
+# Name of a kernel -> function of a device, a type of weights, and sizes.
 INPUTS: dict[str, Callable[..., Iterator[Input]]] = {
     "begin_step": _steps,
     "norm": _norms,
@@ -187,7 +192,7 @@ INPUTS: dict[str, Callable[..., Iterator[Input]]] = {
     "sample": _samples,
 }
 
-# Words of rows beside their lengths: what each changes is off unless it is listed.
+# Words of rows other than their lengths. Parameters that a row does not list are off.
 _OFF = {
     Word.LIMIT: 500,
     Word.TEMPERATURE: 1.0,
@@ -215,9 +220,10 @@ _ROWS: tuple[dict[Word, float], ...] = (
 
 
 def draw_rows(device: torch.device, vocab_size: int, num_rows: int = NUM_ROWS) -> RowState:
-    """Return rows of 100 tokens, 60 of them a prompt's, with everything that can change a sample, and the
-    idle row."""
-    draw, num_rows = Draw(device), num_rows + 1
+    """Return rows of 100 tokens, of which 60 are prompt, with all sampling parameters in use, and the idle
+    row."""
+    draw = Draw(device)
+    num_rows = num_rows + 1
     words = torch.zeros(num_rows, len(Word), dtype=torch.int32)
     for row in range(num_rows):
         given = _ROWS[row % NUM_ROWS if row < num_rows - 1 else -1]
@@ -230,7 +236,7 @@ def draw_rows(device: torch.device, vocab_size: int, num_rows: int = NUM_ROWS) -
     bias_ids = torch.full((num_rows, MAX_BIASES), -1, dtype=torch.int32)
     bias_ids[:, :9] = torch.arange(9) * min(111, vocab_size // 9)
     counts = draw.normal(num_rows, vocab_size).clamp(min=0).short()
-    seen = draw.normal(num_rows, vocab_size) > 1
+    in_prompt = draw.normal(num_rows, vocab_size) > 1
     num_masks = -(-vocab_size // 32)
     return RowState(
         words=words.to(device),
@@ -239,7 +245,7 @@ def draw_rows(device: torch.device, vocab_size: int, num_rows: int = NUM_ROWS) -
         stop_ids=stop_ids,
         bias_token_ids=bias_ids.to(device),
         biases=4 * draw.normal(num_rows, MAX_BIASES),
-        token_counts=counts | (seen.short() << 15),
+        token_counts=counts | (in_prompt.short() << 15),
         masks=(draw.normal(num_rows, num_masks) * 2**30).int(),
         dummy_slot=DUMMY_SLOT,
     )

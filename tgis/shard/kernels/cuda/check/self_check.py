@@ -1,5 +1,5 @@
-"""Compares each kernel with its twin on random input of a few tokens, when a shard starts on a GPU: at small
-sizes and at those of the model, which kernels are compiled for."""
+"""Compares each kernel with its twin on random inputs of a few tokens when a shard starts on a GPU, at small
+sizes and at those of the model, for which kernels are compiled."""
 
 import json
 import logging
@@ -15,22 +15,22 @@ from tgis.shard.kernels.cuda.kernel_cache import use_cache
 
 logger = logging.getLogger(__name__)
 
-# Largest difference, relative to 1 + |number|, of kernels that read and write weights of these types. It is
-# some times their rounding, and float32's is that of products of tensor cores. Integers must be equal.
+# Maximum difference, relative to 1 + |expected|, by the type of weights: several times their rounding error;
+# for float32, that of tensor cores. Integers must be equal.
 TOLERANCES = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
-DTYPES = (torch.bfloat16, torch.float16)  # of weights that GPUs usually have
+DTYPES = (torch.bfloat16, torch.float16)  # usual types of weights on GPUs
 
 
 class _DifferenceError(Exception):
-    """Error: a kernel computes something else than its twin."""
+    """Error: a kernel and its twin return different results."""
 
 
 def choose_implementations(
     device: torch.device, dtypes: Sequence[torch.dtype] = DTYPES, model: KernelSizes = SMALL
 ) -> Implementations:
-    """Choose Triton's kernels, or their twins in the place of those that fail the check, at small sizes or at
-    those of the model."""
+    """Choose Triton's kernels. Those that fail the check at small sizes or at the model's are replaced by
+    twins."""
     failures = check(device, dtypes, all_sizes=dict.fromkeys((SMALL, model)))
     for name, reason in failures.items():
         logger.warning("GPU kernel %s is replaced by torch operators, which are slower: %s", name, reason)
@@ -43,17 +43,17 @@ def check(
     kernels: Implementations | None = None,
     all_sizes: Iterable[KernelSizes] = (SMALL,),
 ) -> dict[str, str]:
-    """Return the kernels that fail for weights of any of these types and sizes, with the reason.
+    """Return the kernels that fail for any of these types of weights and sizes, with the reason.
 
     Raises RuntimeError if the device is lost."""
     kernels = kernels or Implementations.choose()
     failures: dict[str, str] = {}
-    asked = [(dtype, sizes) for sizes in all_sizes for dtype in dtypes]
+    cases = [(dtype, sizes) for sizes in all_sizes for dtype in dtypes]
     for name in KERNELS:
         try:
-            reason = find_failure(name, kernels, device, asked)
+            reason = find_failure(name, kernels, device, cases)
         except RuntimeError:
-            logger.error("the GPU is lost: kernel %s, or its twin in torch operators, broke it", name)
+            logger.error("the GPU failed in kernel %s, or in its twin in torch operators", name)
             raise
         if reason is not None:
             failures[name] = reason
@@ -64,11 +64,13 @@ def find_failure(
     name: str,
     kernels: Implementations,
     device: torch.device,
-    asked: Sequence[tuple[torch.dtype, KernelSizes]],
+    cases: Sequence[tuple[torch.dtype, KernelSizes]],
 ) -> str | None:
-    """Return why a kernel fails for any of these types and sizes, None if it does not."""
-    kernel, twin, draw = getattr(kernels, name), KERNELS[name].plain, INPUTS[name]
-    for dtype, sizes in asked:
+    """Return the reason why a kernel fails for any of these types and sizes, or None if it passes."""
+    kernel = getattr(kernels, name)
+    twin = KERNELS[name].plain
+    draw = INPUTS[name]
+    for dtype, sizes in cases:
         about = f"with weights of {dtype}" + (" and the model's sizes" if sizes != SMALL else "")
         try:
             for each in draw(device, dtype, sizes):
@@ -81,23 +83,23 @@ def find_failure(
     return None
 
 
-def _compare(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> None:
+def _compare(actual: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> None:
     """Raise _DifferenceError if the results differ."""
-    for mine, theirs in zip(found, expected, strict=True):
-        if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
-            raise _DifferenceError("its results have other shapes or types")
-        if not mine.is_floating_point():
-            if not torch.equal(mine, theirs):
+    for result, twin_result in zip(actual, expected, strict=True):
+        if result.shape != twin_result.shape or result.dtype != twin_result.dtype:
+            raise _DifferenceError("its results have wrong shapes or types")
+        if not result.is_floating_point():
+            if not torch.equal(result, twin_result):
                 raise _DifferenceError("its integers differ")
             continue
-        mine, theirs = mine.double(), theirs.double()
-        difference = ((mine - theirs).abs() / (1 + theirs.abs())).max().item()
+        result, twin_result = result.double(), twin_result.double()
+        difference = ((result - twin_result).abs() / (1 + twin_result.abs())).max().item()
         if not difference <= tolerance:  # also if it is NaN
             raise _DifferenceError(f"it differs by {difference:.2g}, more than {tolerance:g}")
 
 
 def _synchronise(device: torch.device) -> None:
-    """Raise RuntimeError if the device computes nothing any more."""
+    """Raise RuntimeError if the device has failed."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -1,1 +1,1 @@
-"""Functions that kernels call, and what launches ask of a device."""
+"""Functions of kernels, and properties of devices."""

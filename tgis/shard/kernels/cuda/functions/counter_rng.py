@@ -1,4 +1,4 @@
-"""`sampling.counter_rng` in Triton: the same random numbers, bit for bit."""
+"""Counter-based RNG in Triton, with the bits of `sampling.counter_rng`."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ BELOW_ONE = tl.constexpr(counter_rng.BELOW_ONE)
 
 @triton.jit
 def draw_key(seed_low, seed_high, position):
-    """Hash an int32 position and a seed, whose halves are int32, to a key of two uint32."""
+    """Hash an int32 position and a seed, given as two int32, to a key of two uint32."""
     seed = _as_unsigned(seed_low).to(tl.uint64) | (_as_unsigned(seed_high).to(tl.uint64) << 32)
     bits = _mix64(_mix64(seed + GOLDEN) ^ (position.to(tl.uint64) * STRIDE))
     return bits.to(tl.uint32), (bits >> 32).to(tl.uint32)
@@ -19,7 +19,7 @@ def draw_key(seed_low, seed_high, position):
 
 @triton.jit
 def uniforms(key_low, key_high, token_ids):
-    """Return uniform numbers in (0, 1), float32, of int32 token ids."""
+    """Return a uniform float32 in (0, 1) for each int32 token id."""
     bits = (_as_unsigned(token_ids) * 0x9E3779B1) ^ key_low
     bits = (bits ^ (bits >> 16)) * 0x7FEB352D + key_high
     bits = (bits ^ (bits >> 15)) * 0x846CA68B

@@ -1,11 +1,11 @@
 """Triton kernels of `filters`: limits of top-k, top-p and typical-p without sorting.
 
-Tokens are ranked by score, or for typical-p by how near their information is to the entropy. A limit is the
-lowest rank that stays: the highest one such that the tokens from there on are enough, in number or in mass.
-It is found between pivots, first of the whole vocabulary, then of the tokens between two pivots.
+Tokens are ranked by score or, for typical-p, by the distance of their information from the entropy. A limit
+is the lowest rank that is kept: the highest rank such that the tokens of at least this rank suffice in number
+or mass. It is searched between pivots, first of the whole vocabulary, then of the tokens between two pivots.
 
-Masses are integers, so that no order of additions changes a sum. Rows without these filters, and those that
-cannot be sampled, end every program at once. No program reads what another one of the same launch writes."""
+Masses are integers, so sums do not depend on the order of additions. Programs return at once for rows without
+these filters or without usable logits. No program reads results of another program of the same launch."""
 
 import triton
 import triton.language as tl
@@ -26,21 +26,22 @@ from tgis.shard.kernels.cuda.functions.row_words import (
 )
 
 NUM_PIVOTS = tl.constexpr(16)
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32 that are finite
-# Exponent of 2 of the first pivots' spacing, and the distance, in nats, beyond which tokens have no mass.
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # lowest finite float32
+# Exponent of 2 of the first pivots' spacing, and the distance from the highest score, in nats, beyond which
+# masses are 0.
 FIRST_EXPONENT, REACH = tl.constexpr(-4.0), tl.constexpr(43.0)
-TYPICAL_SPREAD = tl.constexpr(4.0)  # between the first pivots of typical-p
-# Words of a sample's limits, int32: those marked float hold the bits of a float32.
-LOWEST_SCORE = tl.constexpr(0)  # float: of top-k and top-p
-LAST_ID = tl.constexpr(1)  # of the tokens that have it
-CENTRE = tl.constexpr(2)  # float: the score below the highest whose information is the entropy
-LOWEST_RANK = tl.constexpr(3)  # float: of typical-p
+TYPICAL_SPREAD = tl.constexpr(4.0)  # spread of the first pivots of typical-p
+# Words of a sample's limits, int32. Words marked float hold the bits of a float32.
+LOWEST_SCORE = tl.constexpr(0)  # float: limit of top-k and top-p
+LAST_ID = tl.constexpr(1)  # last kept token with the lowest score
+CENTRE = tl.constexpr(2)  # float: score, relative to the highest, whose information equals the entropy
+LOWEST_RANK = tl.constexpr(3)  # float: limit of typical-p
 NUM_LIMITS = tl.constexpr(4)
 
 
 @triton.jit
 def read_filters(state, VOCAB_SIZE: tl.constexpr):
-    """Return top_k and top_p, 0 and 1 if they are off."""
+    """Return top_k and top_p. Their off values are 0 and 1."""
     top_k = tl.load(state + TOP_K)
     return tl.where(top_k < VOCAB_SIZE, top_k, 0), load_float(state + TOP_P)
 
@@ -56,7 +57,7 @@ def is_filtered(state, VOCAB_SIZE: tl.constexpr, TYPICAL: tl.constexpr):
 
 @triton.jit
 def read_wanted(state, VOCAB_SIZE: tl.constexpr, TYPICAL: tl.constexpr):
-    """Return how many tokens are wanted first, 0 if a share of the mass is, and the share."""
+    """Return the number of tokens to keep, 0 if only a share of the mass limits them, and the share."""
     top_k, share = read_filters(state, VOCAB_SIZE)
     if TYPICAL:
         top_k, share = top_k * 0, load_float(state + TYPICAL_P)
@@ -65,7 +66,7 @@ def read_wanted(state, VOCAB_SIZE: tl.constexpr, TYPICAL: tl.constexpr):
 
 @triton.jit
 def are_kept(scores, ids, top, state, limits, VOCAB_SIZE: tl.constexpr):
-    """Return which tokens top-k, top-p and min-p leave. `top` is the row's highest score."""
+    """Return True for tokens that top-k, top-p and min-p keep. `top` is the row's highest score."""
     top_k, top_p = read_filters(state, VOCAB_SIZE)
     kept = scores > -INF
     if (top_k > 0) | (top_p < 1.0):
@@ -79,7 +80,7 @@ def are_kept(scores, ids, top, state, limits, VOCAB_SIZE: tl.constexpr):
 
 @triton.jit
 def are_typical(scores, top, state, limits):
-    """Return which tokens typical-p leaves of those that other filters leave."""
+    """Return True for tokens that typical-p keeps, provided that the other filters keep them."""
     typical = scores == scores
     if load_float(state + TYPICAL_P) < 1.0:
         typical = _typicality(scores, top, load_float(limits + CENTRE)) >= load_float(limits + LOWEST_RANK)
@@ -93,7 +94,7 @@ def _typicality(scores, top, centre):
 
 @triton.jit
 def rank_tokens(scores, ids, top, centre, state, limits, VOCAB_SIZE: tl.constexpr, TYPICAL: tl.constexpr):
-    """Return ranks, float32; -inf of tokens that are left out before."""
+    """Return ranks, float32. Tokens that earlier filters removed have -inf."""
     ranks = scores
     if TYPICAL:
         kept = are_kept(scores, ids, top, state, limits, VOCAB_SIZE)
@@ -103,7 +104,7 @@ def rank_tokens(scores, ids, top, centre, state, limits, VOCAB_SIZE: tl.constexp
 
 @triton.jit
 def count_mass(scores, top, SCALE: tl.constexpr):
-    """Return masses relative to the highest score's, int64."""
+    """Return masses, int64. A token with the highest score has mass SCALE."""
     return (exp_negative(scores - top) * SCALE).to(tl.int64)
 
 
@@ -116,7 +117,8 @@ def load_block(logits, block, SIZES: tl.constexpr):
 
 @triton.jit
 def find_centre(moments, NUM_BLOCKS: tl.constexpr, PADDED_BLOCKS: tl.constexpr):
-    """Return the mean of the scores, relative to the highest: that less it is information less entropy."""
+    """Return the mean score relative to the highest, which is the score whose information equals the
+    entropy."""
     block = tl.arange(0, PADDED_BLOCKS)
     mass = tl.sum(tl.load(moments + 2 * block, mask=block < NUM_BLOCKS, other=0), 0)
     moment = tl.sum(tl.load(moments + 2 * block + 1, mask=block < NUM_BLOCKS, other=0), 0)
@@ -125,22 +127,22 @@ def find_centre(moments, NUM_BLOCKS: tl.constexpr, PADDED_BLOCKS: tl.constexpr):
 
 @triton.jit
 def find_share(share, total):
-    """Return the share of a mass, at least 1, so that a token stays."""
+    """Return a share of a mass, at least 1, so that a token is kept."""
     return tl.maximum((share.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
 
 
 @triton.jit
 def _pick(values, place):
-    """Return the value at a place, 0 if it is -1. values: [NUM_PIVOTS]."""
+    """Return the value at an index, or 0 for index -1. values: [NUM_PIVOTS]."""
     return tl.sum(tl.where(tl.arange(0, NUM_PIVOTS) == place, values, 0), 0)
 
 
 @triton.jit
 def _narrow(sums, top_k, share, wanted, keeps_upper, SIZES: tl.constexpr):
-    """Return the pivots between which the limit is, what is wanted in number or mass, what of it is above,
-    and the number of each block's tokens between the pivots, [padded_blocks].
+    """Return the pivots around the limit, the number or mass to keep, the part of it above the pivots, and
+    the number of each block's tokens between the pivots, [padded_blocks].
 
-    `wanted` is 0 if it is not known yet. `keeps_upper`: the range has no upper end."""
+    wanted: the number or mass to keep, or 0 to compute it. keeps_upper: the range has no upper end."""
     pivots, counts, masses = sums
     i, b = tl.arange(0, NUM_PIVOTS), tl.arange(0, SIZES.padded_blocks)
     at = b[:, None] * NUM_PIVOTS + i[None, :]
@@ -161,16 +163,17 @@ def _narrow(sums, top_k, share, wanted, keeps_upper, SIZES: tl.constexpr):
 
 @triton.jit
 def find_range(memory, sample, state, IS_SECOND: tl.constexpr, SIZES: tl.constexpr, TYPICAL: tl.constexpr):
-    """Return what `_narrow` does of the first pivots, or of the second ones if the first leave too many."""
+    """Return the result of `_narrow` for the first pivots, or for the second ones if too many tokens
+    remain."""
     top_k, share = read_wanted(state, SIZES.vocab_size, TYPICAL)
-    keeps_upper = (top_k > 0) & (share < 1.0)  # the second limit lies above the first
+    keeps_upper = (top_k > 0) & (share < 1.0)  # the second limit is above the first
     size: tl.constexpr = SIZES.num_blocks * NUM_PIVOTS
     pivots, counts = memory.pivots + sample * 2 * NUM_PIVOTS, memory.counts + sample * 2 * size
     masses, unknown = memory.masses + sample * 2 * size, tl.full((), 0, tl.int64)
     low, high, wanted, above, inside = _narrow(
         (pivots, counts, masses), top_k, share, unknown, keeps_upper, SIZES
     )
-    if IS_SECOND:  # noqa: SIM102 - the first condition is the compiler's
+    if IS_SECOND:  # noqa: SIM102 - the compiler evaluates the first condition
         if tl.sum(inside, 0) > SIZES.max_listed:
             sums = pivots + NUM_PIVOTS, counts + size, masses + size
             low, high, wanted, above, inside = _narrow(sums, top_k, share, wanted, keeps_upper, SIZES)
@@ -179,7 +182,7 @@ def find_range(memory, sample, state, IS_SECOND: tl.constexpr, SIZES: tl.constex
 
 @triton.jit
 def _find_spread(highest, top, SIZES: tl.constexpr):
-    """Return how far the lowest of the blocks' highest scores is from the highest."""
+    """Return the difference between the highest score and the lowest maximum of a block."""
     block = tl.arange(0, SIZES.padded_peaks)
     values = tl.load(highest + block, mask=block < SIZES.num_peaks, other=INF)
     return top - tl.min(tl.where(values > -INF, values, INF), 0)
@@ -187,7 +190,7 @@ def _find_spread(highest, top, SIZES: tl.constexpr):
 
 @triton.jit
 def _choose_pivot(i, best, spread):
-    """Return the i-th pivot of the whole vocabulary, falling: the highest rank first, the lowest last."""
+    """Return pivot i of the whole vocabulary. Pivots decrease from the highest to the lowest rank."""
     distance = spread * tl.exp2(i * 0.5 + FIRST_EXPONENT)
     distance = tl.where(i == NUM_PIVOTS - 2, tl.maximum(distance, REACH), distance)
     pivot = tl.maximum(best - distance, LOWEST)
@@ -196,14 +199,14 @@ def _choose_pivot(i, best, spread):
 
 @triton.jit
 def _divide_range(i, low, high):
-    """Return the i-th pivot of a range with too many tokens, falling from its upper end to its lower one."""
+    """Return pivot i of a range with too many tokens. Pivots decrease from its upper to its lower end."""
     pivot = tl.maximum(high - (high - low) * (i / (NUM_PIVOTS - 1.0)), low)
     return tl.where(i == 0, high, tl.where(i == NUM_PIVOTS - 1, low, pivot))
 
 
 @triton.jit(do_not_specialize_on_alignment=STAGED)
 def sum_moments(logits, sampled_rows, words, highest, memory, SIZES: tl.constexpr):
-    """Write the masses of blocks, and the masses times the distances from the highest score."""
+    """Write for each block the sum of masses, and of masses times distances from the highest score."""
     sample = tl.program_id(1).to(tl.int64)
     state = words + tl.load(sampled_rows + sample).to(tl.int64) * NUM_WORDS
     if not is_filtered(state, SIZES.vocab_size, True):
@@ -233,7 +236,7 @@ def sum_above_pivots(
     IS_SECOND: tl.constexpr,
     TYPICAL: tl.constexpr,
 ):
-    """Write the number of each block's tokens from each pivot on, and their mass if that is limited."""
+    """Write the number and, unless top-k limits, the mass of each block's tokens at or above each pivot."""
     sample = tl.program_id(1).to(tl.int64)
     state = words + tl.load(sampled_rows + sample).to(tl.int64) * NUM_WORDS
     if not is_filtered(state, SIZES.vocab_size, TYPICAL):

@@ -1,4 +1,4 @@
-"""Triton kernels that find the limits of filters among candidates, after those of `filter_kernels`."""
+"""Triton kernels that find the limits of filters among candidates. They run after `filter_kernels`."""
 
 import triton
 import triton.language as tl
@@ -20,14 +20,14 @@ from tgis.shard.kernels.cuda.functions.filter_kernels import (
 )
 from tgis.shard.kernels.cuda.functions.row_words import INF, NUM_WORDS, STAGED, find_highest
 
-CHUNK = tl.constexpr(2048)  # candidates that are computed at once
+CHUNK = tl.constexpr(2048)  # candidates processed at once
 HIGHEST_ID = tl.constexpr((1 << 31) - 1)
 NO_KEY = tl.constexpr(-(1 << 40))
 
 
 @triton.jit
 def _order_keys(ranks):
-    """Return int32 that are ordered as the ranks are. Zeros of both signs are equal."""
+    """Return int32 keys in the order of the ranks. Zeros of both signs are equal."""
     bits = ranks.to(tl.int32, bitcast=True)
     bits = tl.where(bits == -2147483648, 0, bits)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -40,14 +40,14 @@ def _float_bits(x):
 
 @triton.jit
 def _bits_of(key):
-    """Return the bits of the rank that a key stands for."""
+    """Return the bits of a key's rank."""
     bits = key.to(tl.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit(do_not_specialize_on_alignment=STAGED)
 def list_candidates(logits, sampled_rows, words, highest, memory, SIZES: tl.constexpr, TYPICAL: tl.constexpr):
-    """List the tokens of the range by rising id, if they are few enough."""
+    """List the tokens of the range in ascending order of ids, unless there are too many."""
     sample = tl.program_id(1).to(tl.int64)
     state = words + tl.load(sampled_rows + sample).to(tl.int64) * NUM_WORDS
     if not is_filtered(state, SIZES.vocab_size, TYPICAL):
@@ -55,7 +55,8 @@ def list_candidates(logits, sampled_rows, words, highest, memory, SIZES: tl.cons
     top, _peak = find_highest(highest + sample * SIZES.num_peaks, SIZES.num_peaks, SIZES.padded_peaks)
     if not (tl.abs(top) < INF):
         return
-    limits, centre = memory.limits + sample * NUM_LIMITS, 0.0
+    limits = memory.limits + sample * NUM_LIMITS
+    centre = 0.0
     if TYPICAL:
         moments = memory.moments + sample * SIZES.num_blocks * 2
         centre = find_centre(moments, SIZES.num_blocks, SIZES.padded_blocks)
@@ -87,7 +88,7 @@ def _load_candidates(source, start, SIZES: tl.constexpr):
 
 @triton.jit
 def _load_keys(source, start, row, SIZES: tl.constexpr, TYPICAL: tl.constexpr):
-    """Return keys, ids and masses of a chunk. Keys are int64, and those of other tokens are NO_KEY."""
+    """Return keys (int64), ids and masses of a chunk. Tokens that are not candidates have NO_KEY."""
     top, centre, high, state, limits = row
     scores, ids = _load_candidates(source, start, SIZES)
     ranks = rank_tokens(scores, ids, top, centre, state, limits, SIZES.vocab_size, TYPICAL)
@@ -98,9 +99,10 @@ def _load_keys(source, start, row, SIZES: tl.constexpr, TYPICAL: tl.constexpr):
 
 @triton.jit
 def _find_key(bounds, counted, wanted, source, size, row, SIZES: tl.constexpr, TYPICAL: tl.constexpr):
-    """Return the highest key from which on there are as many candidates, or as much mass, as is wanted.
+    """Return the highest key such that the candidates with at least this key have the number, or the mass,
+    `wanted`.
 
-    bounds: lowest and highest key that it may be. Two of its bits are found at a time."""
+    bounds: lowest and highest possible key. The search determines two bits at a time."""
     key, last = bounds
     shift = (last - key) * 0
     while ((last - key) >> shift) > 0:
@@ -123,7 +125,7 @@ def _find_key(bounds, counted, wanted, source, size, row, SIZES: tl.constexpr, T
 
 @triton.jit
 def _sum_masses(key, source, size, row, SIZES: tl.constexpr, TYPICAL: tl.constexpr):
-    """Return the mass above a key, and the mass and the number of candidates that have it."""
+    """Return the mass of candidates above a key, and the mass and the number of candidates with the key."""
     above, equal = tl.zeros((CHUNK,), tl.int64), tl.zeros((CHUNK,), tl.int64)
     number = tl.zeros((CHUNK,), tl.int64)
     for start in range(0, size, CHUNK):
@@ -136,20 +138,22 @@ def _sum_masses(key, source, size, row, SIZES: tl.constexpr, TYPICAL: tl.constex
 
 @triton.jit
 def _find_last(key, count, source, size, row, SIZES: tl.constexpr, TYPICAL: tl.constexpr):
-    """Return the id of the count-th candidate that has a key."""
-    seen, last_id = count * 0, tl.full((), -1, tl.int32)
+    """Return the id of the count-th candidate with a key."""
+    num_before = count * 0
+    last_id = tl.full((), -1, tl.int32)
     for start in range(0, size, CHUNK):
         keys, ids, _ = _load_keys(source, start, row, SIZES, TYPICAL)
         is_equal = (keys == key).to(tl.int32)
-        is_last = (is_equal != 0) & (seen + tl.cumsum(is_equal, 0) == count)
+        is_last = (is_equal != 0) & (num_before + tl.cumsum(is_equal, 0) == count)
         last_id = tl.maximum(last_id, tl.max(tl.where(is_last, ids, -1), 0))
-        seen += tl.sum(is_equal, 0)
+        num_before += tl.sum(is_equal, 0)
     return last_id
 
 
 @triton.jit(do_not_specialize_on_alignment=STAGED)
 def find_limits(logits, sampled_rows, words, highest, memory, SIZES: tl.constexpr, TYPICAL: tl.constexpr):
-    """Find the lowest rank that stays in sample program_id(0), and of top-p the last token that has it."""
+    """Find the lowest rank that sample program_id(0) keeps and, for top-p, the last kept token with that
+    rank."""
     sample = tl.program_id(0).to(tl.int64)
     state = words + tl.load(sampled_rows + sample).to(tl.int64) * NUM_WORDS
     if not is_filtered(state, SIZES.vocab_size, TYPICAL):
@@ -157,14 +161,19 @@ def find_limits(logits, sampled_rows, words, highest, memory, SIZES: tl.constexp
     top, _peak = find_highest(highest + sample * SIZES.num_peaks, SIZES.num_peaks, SIZES.padded_peaks)
     if not (tl.abs(top) < INF):
         return
-    limits, centre, best = memory.limits + sample * NUM_LIMITS, 0.0, top
+    limits = memory.limits + sample * NUM_LIMITS
+    centre = 0.0
+    best = top
     if TYPICAL:
         moments = memory.moments + sample * SIZES.num_blocks * 2
-        centre, best = find_centre(moments, SIZES.num_blocks, SIZES.padded_blocks), top * 0.0
+        centre = find_centre(moments, SIZES.num_blocks, SIZES.padded_blocks)
+        best = top * 0.0
     low, high, wanted, above, inside = find_range(memory, sample, state, True, SIZES, TYPICAL)
     number = tl.sum(inside, 0)
-    is_listed, at = number <= SIZES.max_listed, sample * SIZES.max_listed
-    own, size = logits + sample * SIZES.vocab_size, tl.where(is_listed, number, SIZES.vocab_size)
+    is_listed = number <= SIZES.max_listed
+    at = sample * SIZES.max_listed
+    own = logits + sample * SIZES.vocab_size
+    size = tl.where(is_listed, number, SIZES.vocab_size)
     source = own, memory.scores + at, memory.ids + at, number, is_listed
     row = top, centre, high, state, limits
     bounds = _order_keys(low).to(tl.int64), _order_keys(tl.minimum(high, best)).to(tl.int64)
@@ -179,11 +188,11 @@ def find_limits(logits, sampled_rows, words, highest, memory, SIZES: tl.constexp
 
 @triton.jit
 def _find_limit(bounds, wanted, source, size, row, SIZES: tl.constexpr, TYPICAL: tl.constexpr):
-    """Return the key of the lowest rank that stays, and the id of the last token that has it."""
+    """Return the key of the lowest rank that is kept, and the id of the last kept token with that rank."""
     key, last = bounds
     top_k, share = read_wanted(row[3], SIZES.vocab_size, TYPICAL)
     num_equal, num_kept = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
-    for phase in range(2):  # a number of tokens first, then a mass of those that are left
+    for phase in range(2):  # first a number of tokens, then a share of the mass of the remaining ones
         counted = phase == 0
         if tl.where(counted, top_k > 0, share < 1.0):
             key = _find_key((key, last), counted, wanted, source, size, row, SIZES, TYPICAL)
@@ -192,7 +201,7 @@ def _find_limit(bounds, wanted, source, size, row, SIZES: tl.constexpr, TYPICAL:
             num_kept = tl.where(counted, num_equal, (wanted - above + each - 1) // each)
             wanted = find_share(share, above + equal)
     last_id = tl.full((), HIGHEST_ID, tl.int32)
-    if not TYPICAL:  # noqa: SIM102 - the first condition is the compiler's
+    if not TYPICAL:  # noqa: SIM102 - the compiler evaluates the first condition
         if num_kept < num_equal:
             last_id = _find_last(key, num_kept.to(tl.int32), source, size, row, SIZES, TYPICAL)
     return key, last_id

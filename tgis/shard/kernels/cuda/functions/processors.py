@@ -5,7 +5,7 @@ from functools import lru_cache
 import torch
 from triton.runtime import driver
 
-# Of devices without kernels of their own: the interpreter's, and the one for which kernels are precompiled.
+# Numbers for the interpreter's device and for the device of precompilation.
 _OTHERS = {"cpu": 2, "meta": 132}
 
 
@@ -17,5 +17,6 @@ def count_processors(device: torch.device) -> int:
 
 
 def find_capability(device: torch.device) -> int:
-    """Return the compute capability for which kernels are compiled, 90 for 9.0; in the interpreter 90."""
+    """Return the compute capability for which kernels are compiled, such as 90 for 9.0. The interpreter has
+    90."""
     return 90 if device.type == "cpu" else int(driver.active.get_current_target().arch)

@@ -1,4 +1,4 @@
-"""Words of rows, and what else all kernels of sampling read first."""
+"""Words of rows, and functions shared by the kernels of sampling."""
 
 import triton
 import triton.language as tl
@@ -23,7 +23,7 @@ IS_GUIDED = tl.constexpr(Word.IS_GUIDED)
 
 INF = tl.constexpr(float("inf"))
 
-# Parts of larger tensors, which begin anywhere: none of them is a reason to compile again.
+# Views into larger tensors, whose alignment varies. Kernels must not be specialised on it.
 STAGED = ["sampled_rows", "answers"]
 
 
@@ -34,7 +34,7 @@ def load_float(word):
 
 @triton.jit
 def find_highest(highest, NUM_BLOCKS: tl.constexpr, PADDED_BLOCKS: tl.constexpr):
-    """Return the highest value of a sample's blocks, NaN if there is one, and the first such block."""
+    """Return the highest value of a sample's blocks (NaN if there is one) and the first block that has it."""
     block = tl.arange(0, PADDED_BLOCKS)
     values = tl.load(highest + block, mask=block < NUM_BLOCKS, other=-INF)
     is_nan = values != values

@@ -1,6 +1,6 @@
-"""Triton kernels of `sample`. A block is BLOCK tokens of one sample's vocabulary.
+"""Triton kernels of `sample`. A block is BLOCK tokens of the vocabulary for one sample.
 
-What a row does not ask for costs it a look at its words. Only `append` answers for rows that have ended."""
+A parameter that is off costs a row only a load of its words. Only `append` handles rows that have ended."""
 
 import triton
 import triton.language as tl
@@ -63,15 +63,15 @@ def adjust(
     MAX_STOP_IDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Change the logits of block program_id(0) of sample program_id(1) as its row asks.
+    """Apply the row's parameters to the logits of block program_id(0) of sample program_id(1).
 
-    Writes the block's highest logit, NaN if there is one, and its token id, the lowest among equals. The
-    logits themselves are written only where they changed and a token will be drawn."""
+    Writes the block's highest logit (NaN if there is one) and its token id, the lowest of equals. The logits
+    are written only if they have changed and a token will be drawn."""
     sample = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK
     ids = first + tl.arange(0, BLOCK)
     own = logits + sample * VOCAB_SIZE
-    # Loaded before it is known what to do with them, so that memory is waited for once.
+    # Loaded before the row's words are known, so that both loads overlap.
     scores = tl.load(own + ids, mask=ids < VOCAB_SIZE, other=-INF)  # [BLOCK]
     row = tl.load(sampled_rows + sample).to(tl.int64)
     state = words + row * NUM_WORDS
@@ -81,7 +81,7 @@ def adjust(
     if num_biases > 0:
         at = row * MAX_BIASES
         _add_biases(own, bias_token_ids + at, biases + at, num_biases, first, BLOCK, MAX_BIASES)
-        tl.debug_barrier()  # other threads wrote what this one loads
+        tl.debug_barrier()  # other threads wrote the logits that this thread loads
         scores = tl.load(own + ids, mask=ids < VOCAB_SIZE, other=-INF)
     allowed = masks + row * ((VOCAB_SIZE + 31) // 32)
     stops, counts = stop_ids + row * MAX_STOP_IDS, token_counts + row * VOCAB_SIZE
@@ -97,7 +97,7 @@ def adjust(
 
 @triton.jit
 def _change(scores, ids, state, allowed, stop_ids, token_counts, VOCAB_SIZE: tl.constexpr):
-    """Apply all but the biases; also return whether there is anything to apply."""
+    """Apply all parameters except biases. Also return whether any was applied."""
     is_guided = tl.load(state + IS_GUIDED) != 0
     if is_guided:
         bits = tl.load(allowed + ids // 32, mask=ids < VOCAB_SIZE, other=0)
@@ -142,7 +142,7 @@ def _find_stops(ids, stop_ids, num_stop_ids):
 
 @triton.jit
 def _treat_stops(scores, is_early, factor, overdue):
-    """Return the scores of stop tokens where no more than these are due."""
+    """Return the scores of stop tokens: -inf before `min_new_tokens`, later with the length penalty."""
     exponent = tl.where(is_early, 0, overdue)
     power, square = tl.full((), 1.0, tl.float64), factor.to(tl.float64)
     while exponent > 0:
@@ -150,13 +150,13 @@ def _treat_stops(scores, is_early, factor, overdue):
         square *= square
         exponent >>= 1
     growth = (tl.minimum(power, MAX_FACTOR) - 1.0).to(tl.float32)
-    sizes = tl.where(tl.abs(scores) == INF, 0.0, tl.abs(scores))  # infinities stay what they are
+    sizes = tl.where(tl.abs(scores) == INF, 0.0, tl.abs(scores))  # infinities do not change
     return tl.where(is_early, -INF, scores + sizes * growth)
 
 
 @triton.jit
 def _penalise(scores, counts, repetition, presence, frequency):
-    """Apply the penalties of tokens that were seen; counts are those of `RowState`."""
+    """Apply the penalties of tokens that occurred. counts: `RowState.token_counts` of the row."""
     factor = tl.minimum(tl.maximum(repetition, MIN_FACTOR), MAX_FACTOR)
     penalised = tl.where(scores < 0.0, scores * factor, tl.div_rn(scores, factor))
     scores = tl.where(counts != 0, penalised, scores)
@@ -179,9 +179,9 @@ def race(
     PADDED_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the best key of `counter_rng.draw_columns` in the block, and its token id, the lowest of equals.
+    """Write the best key of `counter_rng.draw_columns` in the block and its token id, the lowest of equals.
 
-    Grid and `highest` are those of `adjust`, and limits those of filters."""
+    The grid and `highest` are those of `adjust`. limits come from `filters.find_limits`."""
     sample = tl.program_id(1).to(tl.int64)
     state = words + tl.load(sampled_rows + sample).to(tl.int64) * NUM_WORDS
     if (tl.load(state + ENDED) != 0) | (tl.load(state + GREEDY) != 0):
@@ -222,10 +222,12 @@ def append(
 ):
     """Choose the token of sample program_id(0), append it to its row and write the answer.
 
-    A program must be one warp: what it changes is loaded before by all threads."""
+    A program must be one warp, because all its threads load the state before it is changed."""
     sample = tl.program_id(0).to(tl.int64)
     row = tl.load(sampled_rows + sample).to(tl.int64)
-    state, answer, blocks = words + row * NUM_WORDS, answers + 2 * sample, sample * NUM_BLOCKS
+    state = words + row * NUM_WORDS
+    answer = answers + 2 * sample
+    blocks = sample * NUM_BLOCKS
     if tl.load(state + ENDED) != 0:
         tl.store(answer, 0)
         tl.store(answer + 1, 0)

@@ -1,4 +1,4 @@
-"""Scores and online softmax of the attention kernels, and the arguments that both take."""
+"""Scores and online softmax of the attention kernels, and their common arguments."""
 
 from typing import NamedTuple
 
@@ -8,24 +8,24 @@ from torch import Tensor
 
 from tgis.shard.attention.interface import Scoring
 
-# Scores are multiplied by this, because the hardware computes powers of 2.
+# Factor of scores, because the hardware computes powers of 2.
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Sizes(NamedTuple):
-    """Constants of a kernel of attention."""
+    """Constants of an attention kernel."""
 
-    group: int  # query heads of a key/value head
+    group: int  # query heads per key/value head
     num_kv_heads: int
     head_dim: int
     block_size: int
     width: int  # head_dim, padded to a power of 2
-    rows: int  # of a program: queries times heads
-    keys: int  # that a program computes at once
+    rows: int  # rows per program: queries times heads
+    keys: int  # keys per block
 
 
 class ScoreArguments(NamedTuple):
-    """A kernel's `Scoring`. What is None is left out of the compiled kernel."""
+    """`Scoring` of a kernel. Fields that are None are omitted from the compiled code."""
 
     scale: float
     soft_cap: float | None
@@ -36,14 +36,14 @@ class ScoreArguments(NamedTuple):
 
     @classmethod
     def of(cls, scoring: Scoring) -> "ScoreArguments":
-        assert scoring.scale > 0, "the largest product must have the largest score"
+        assert scoring.scale > 0, "a positive scale keeps the order of products"
         reach = 0 if scoring.bias is None else scoring.bias.shape[1] // 2
         optional = scoring.soft_cap or None, scoring.slopes, scoring.bias
         return cls(scoring.scale, *optional, reach, scoring.window or None)
 
 
 def are_addressable(q: Tensor, keys: Tensor, values: Tensor, block_tables: Tensor) -> bool:
-    """Return whether tensors lie as the kernels address them."""
+    """Return True if the tensors have the strides that kernels assume."""
     assert q.dtype == keys.dtype == values.dtype, "queries, keys and values have one type"
     assert keys.shape == values.shape
     return all(x.is_contiguous() for x in (q, keys, values)) and block_tables.stride(1) == 1
@@ -56,7 +56,7 @@ def tanh(x):
 
 @triton.jit
 def adjust(products, distance, heads, slope, score):
-    """Return scores for exponents of 2, [rows, keys]. heads and slope: [rows]."""
+    """Return scores times LOG2_E, [rows, keys]. heads, slope: [rows]."""
     if score.soft_cap is None:
         scores = products * (score.scale * LOG2_E)
     else:
@@ -71,19 +71,19 @@ def adjust(products, distance, heads, slope, score):
 
 @triton.jit
 def begin_softmax(ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the state of a softmax without keys: maxima, masses, and sums of values."""
+    """Return the initial state of a softmax: maxima, sums of weights, and weighted sums of values."""
     none = tl.full((ROWS,), -float("inf"), tl.float32)
     return none, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, WIDTH), tl.float32)
 
 
 @triton.jit
 def add_keys(state, scores, factor, v, MASKED: tl.constexpr):
-    """Return the state with one more block of keys, whose scores are scores * factor, [rows, keys]."""
+    """Return the state after one more block of keys with scores * factor, [rows, keys]."""
     best, mass, acc = state
-    # The factor is applied together with the subtraction, in one instruction.
+    # The factor and the subtraction are one instruction.
     top = tl.maximum(best, tl.max(scores, 1) * factor)
     base = top
-    if MASKED:  # a row may have seen no key yet
+    if MASKED:  # all keys so far may be hidden
         base = tl.where(top == -float("inf"), 0.0, top)
     p = tl.exp2(scores * factor - base[:, None])
     shrink = tl.exp2(best - base)
@@ -95,11 +95,11 @@ def add_keys(state, scores, factor, v, MASKED: tl.constexpr):
 def attend_span(
     state, q, pages, rows, span, score, SIZES: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Return the state with the keys of a span, in blocks. q: [rows, width].
+    """Return the state after the keys of a span, block by block. q: [rows, width].
 
-    pages: keys and values of the head in its first page, and the sequence's block table. rows: positions and
-    heads, [rows]. span: where blocks begin and end, and the first key that any row sees and the one after
-    the last. If it is not MASKED, every row sees all keys of the span."""
+    pages: keys and values of the head in page 0, and the sequence's block table. rows: positions and heads,
+    [rows]. span: begin and end of the blocks, and begin and end of the keys that any row attends to. Without
+    MASKED, every row attends to all keys of the span."""
     keys, values, block_table = pages
     position, heads = rows
     begin, end, first, last = span
@@ -108,7 +108,7 @@ def attend_span(
     if score.slopes is not None:
         slope = tl.load(score.slopes + heads)
     at, channel = tl.arange(0, SIZES.keys), tl.arange(0, SIZES.width)
-    # Pages are looked up one block ahead, so that keys and values can be copied several blocks ahead.
+    # Pages are looked up one block ahead, so that keys and values can be loaded several blocks ahead.
     page = tl.load(block_table + (begin + at) // SIZES.block_size, mask=begin + at < last, other=0)
     for start in tl.range(begin, end, SIZES.keys):
         key = start + at

@@ -1,1 +1,1 @@
-"""Compiles kernels in advance, on machines without the GPUs that they are for."""
+"""Compiler of kernels for GPUs that the machine does not have."""

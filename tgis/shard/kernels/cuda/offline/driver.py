@@ -1,5 +1,5 @@
-"""Compiles kernels for GPUs that this machine lacks. Launches with tensors on the meta device go through
-Triton's just-in-time path, and end where the GPU would begin."""
+"""Compiles kernels for GPUs that this machine does not have. Launches with tensors on the meta device use
+Triton's just-in-time path and stop before the GPU would be used."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,20 +12,20 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 KIB = 1 << 10
-# Shared memory of a block, by compute capability.
+# Compute capability -> maximum shared memory per block.
 MAX_SHARED_BYTES = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}
 _MAX_THREADS = 1024
-# Triton keeps kernels by the number of their device. These are no GPU's, and each is one context's.
+# Triton caches kernels by device number. Negative numbers belong to no GPU, and each context has its own.
 _device_numbers = count(-1, -1)
 
 
 @dataclass(frozen=True)
 class OfflineKernel:
-    """One variant of a kernel, as a launch has loaded it."""
+    """Variant of a kernel that a launch has loaded."""
 
     name: str
-    types: dict[str, Any]  # of arguments, by name
-    constants: dict[str, Any]  # values of arguments that are compiled in, by name
+    types: dict[str, Any]  # argument -> type
+    constants: dict[str, Any]  # constant argument -> value
     metadata: Any  # Triton's: shared, num_warps, num_stages, ...
     cubin: bytes
 
@@ -34,12 +34,12 @@ class OfflineKernel:
 def compile_only(
     capability: int, make_launcher: Callable[[Any, Any], object] | None = None
 ) -> Iterator[list[OfflineKernel]]:
-    """Compile what is launched in the context for a compute capability, 90 for sm_90a, and run nothing.
+    """Compile the kernels launched in the context for a compute capability (90: sm_90a) without running them.
 
-    Yields the list of kernels that launches in this context have loaded, each variant once. `make_launcher`
-    is called with the source and metadata of each. A launch raises Triton's OutOfResources for a kernel that
-    needs more than the GPU has."""
-    offline, before = _OfflineDriver(capability, make_launcher), driver._active
+    Yields the list of loaded kernels, each variant once. `make_launcher` is called with the source and
+    metadata of each. A launch raises Triton's OutOfResources if a kernel needs more than the GPU has."""
+    offline = _OfflineDriver(capability, make_launcher)
+    before = driver._active
     driver.set_active(offline)
     try:
         yield offline.kernels
@@ -48,14 +48,15 @@ def compile_only(
 
 
 class _OfflineDriver:
-    """Triton's driver of a GPU that runs nothing. Its methods are those that Triton's launches call."""
+    """Driver for Triton that runs nothing. It has the methods that launches call."""
 
     def __init__(self, capability: int, make_launcher: Callable[[Any, Any], object] | None) -> None:
-        self._capability, self._make_launcher = capability, make_launcher
+        self._capability = capability
+        self._make_launcher = make_launcher
         self._device = next(_device_numbers)
         self._loading: tuple[Any, Any] | None = None  # source and metadata
         self.kernels: list[OfflineKernel] = []
-        self.utils = self  # Triton calls `load_binary` and `get_device_properties` of it
+        self.utils = self  # Triton calls utils.load_binary and utils.get_device_properties
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
         if self._make_launcher is not None:

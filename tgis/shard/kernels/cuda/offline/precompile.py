@@ -1,6 +1,6 @@
-"""Command that compiles the kernels of well-known models for GPUs that this machine need not have, and keeps
-the code in the installation: `python -m tgis.shard.kernels.cuda.offline.precompile 80 89 90 100`. It needs
-gcc and Python's headers for what Triton writes in C; what is compiled later needs neither."""
+"""Command that compiles the kernels of well-known models, for GPUs that the machine does not need to have,
+and stores the code in the installation: `python -m tgis.shard.kernels.cuda.offline.precompile 80 89 90 100`.
+It needs gcc and Python's headers for Triton's C code. Kernels that are compiled later need neither."""
 
 import ctypes
 import multiprocessing
@@ -22,7 +22,7 @@ from tgis.shard.kernels.cuda.kernel_cache import PACKAGED, make_keys_repeatable
 from tgis.shard.kernels.cuda.offline.driver import MAX_SHARED_BYTES, compile_only
 from tgis.shard.kernels.cuda.offline.variants import find_check_variants, find_variants
 
-NUM_PARTS = 4  # of a kernel's variants, for processes that share the work
+NUM_PARTS = 4  # parts of a kernel's variants, to share the work between processes
 
 
 class Task(NamedTuple):
@@ -41,18 +41,19 @@ def main() -> None:
 
 
 def precompile(directory: Path, capabilities: list[int]) -> tuple[int, list[str]]:
-    """Compile into `directory`. Return the number of kernels, and a line for each launch that failed: on such
-    a GPU its twin in torch operators computes."""
+    """Compile into `directory`. Return the number of kernels, and a line for each launch that failed. On such
+    GPUs, the kernel is replaced by its twin."""
     tasks = [
         Task(capability, kernel, part)
         for kernel in reversed(KERNELS)
         for capability in capabilities
         for part in range(NUM_PARTS)
     ]
-    num_kernels, failed = 0, []
+    num_kernels = 0
+    failed = []
     with tempfile.TemporaryDirectory() as stub:
         _build_stub(Path(stub) / "libcuda.so.1")
-        # Triton's compiler has threads, which a forked process would lack.
+        # Triton's compiler has threads, which a forked process would not have.
         spawn = multiprocessing.get_context("spawn")
         arguments = str(directory), stub
         with ProcessPoolExecutor(len(os.sched_getaffinity(0)), spawn, _begin_worker, arguments) as pool:
@@ -65,7 +66,7 @@ def precompile(directory: Path, capabilities: list[int]) -> tuple[int, list[str]
 def _begin_worker(directory: str, stub: str) -> None:
     _keep_in(directory)
     make_keys_repeatable()
-    # The modules that Triton builds link the driver's library, and are loaded once they are built.
+    # The modules that Triton builds are linked with the driver's library and loaded after the build.
     ctypes.CDLL(f"{stub}/libcuda.so.1", ctypes.RTLD_GLOBAL)
     knobs.nvidia.libcuda_path = stub
     nvidia.CudaUtils()
@@ -93,12 +94,12 @@ def _compile(task: Task) -> tuple[int, list[str]]:
 
 
 def _make_launcher(source: object, metadata: object) -> None:
-    if hasattr(nvidia, "make_launcher"):  # before Triton 3.7: a module in C for each list of types
+    if hasattr(nvidia, "make_launcher"):  # before Triton 3.7: a C module for each list of argument types
         nvidia.CudaLauncher(source, metadata)
 
 
 def _build_stub(path: Path) -> None:
-    """Build a library with all functions of the driver that Triton's modules link."""
+    """Build a library with all functions of the driver that Triton's modules use."""
     directory = Path(nvidia.__file__).parent
     sources = [(directory / name).read_text() for name in ("driver.c", "driver.py")]
     names = sorted({name for text in sources for name in re.findall(r"\bcu[A-Z]\w+(?=\()", text)})

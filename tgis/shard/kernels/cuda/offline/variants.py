@@ -1,6 +1,7 @@
-"""Launches whose kernels an installation compiles in advance: those of well-known models, on the meta device.
+"""Launches, on the meta device, whose kernels an installation compiles in advance: those of well-known
+models.
 
-Kernels are compiled for shapes, so other models compile theirs when they are loaded."""
+Kernels are specific to shapes, so other models compile theirs while loading."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,8 +29,8 @@ from tgis.shard.layers.ops import HeadNorm
 BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS = 16, 64, 128
 MAX_SEQ_LEN = BLOCK_SIZE * MAX_BLOCKS
 DTYPES = (torch.bfloat16, torch.float16)
-REACH = 128  # of biases by distance
-NUM_TOKENS = 24  # of a step
+REACH = 128  # reach of relative position biases
+NUM_TOKENS = 24  # tokens of a step
 
 
 class Variant(NamedTuple):
@@ -40,7 +41,7 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes and features that a model's kernels are compiled for."""
+    """Sizes and features for which a model's kernels are compiled."""
 
     name: str
     hidden_size: int
@@ -53,16 +54,16 @@ class ModelShape:
     is_gated: bool = True
     is_centred: bool = False  # layer norm
     has_norm_bias: bool = False
-    rotated: int | None = None  # channels of a head that are rotated, None: all
+    rotated: int | None = None  # rotated channels per head; None: all
     has_head_norm: bool = False
     has_slopes: bool = False
-    windows: tuple[int | None, ...] = (None,)  # of the layers
+    windows: tuple[int | None, ...] = (None,)  # distinct windows of the layers
     soft_cap: float | None = None
-    has_encoder: bool = False  # with biases by distance, and cross-attention
+    has_encoder: bool = False  # also has relative position biases and cross-attention
     shards: tuple[int, ...] = (1,)
 
     def divided(self, size: int) -> "ModelShape":
-        """Return the shape of one of `size` ranks. The vocabulary is whole where it is sampled from."""
+        """Return the shape of one of `size` ranks. Sampling uses the whole vocabulary."""
         return replace(
             self,
             name=f"{self.name}/{size}",
@@ -81,7 +82,7 @@ class LayerNormShape(ModelShape):
     rotated: int | None = 0
 
 
-# Sizes are: hidden, feed-forward, heads, key/value heads, channels of a head, vocabulary.
+# Sizes: hidden, feed-forward, heads, key/value heads, channels per head, vocabulary.
 MODELS = (
     ModelShape("llama-3.1-8b", 4096, 14336, 32, 8, 128, 128256, shards=(1, 2)),
     ModelShape("llama-3.3-70b", 8192, 28672, 64, 8, 128, 128256, shards=(2, 4, 8)),
@@ -120,16 +121,16 @@ MODELS = (
 
 
 def find_variants(num_tokens: int = NUM_TOKENS) -> list[Variant]:
-    """Return the launches of all models in steps of `num_tokens` tokens, some of which launch the same."""
-    found = [find_begin_step(num_tokens)]
+    """Return the launches of all models in steps of `num_tokens` tokens. Some launches are equal."""
+    variants = [find_begin_step(num_tokens)]
     for model in MODELS:
         for size in model.shards:
-            found += find_model_variants(model.divided(size), num_tokens)
-    return found
+            variants += find_model_variants(model.divided(size), num_tokens)
+    return variants
 
 
 def find_check_variants() -> list[Variant]:
-    """Return the launches of the check that a shard makes when it starts."""
+    """Return the launches of the self-check at startup."""
     triton_kernels, device = Implementations.choose(), torch.device("meta")
     return [
         Variant(name, f"check {dtype}", partial(each.run, getattr(triton_kernels, name)))
@@ -200,7 +201,7 @@ def _rows(vocab_size: int) -> RowState:
 
 
 def find_begin_step(num_tokens: int) -> Variant:
-    """Return the launch that begins a step of any model."""
+    """Return the launch of begin_step, which is the same for all models."""
     kernels = Implementations.choose()
     staged = StagedStep(
         seq_rows=_empty(num_tokens),
@@ -265,16 +266,16 @@ def _attend_segments(
     kernels: Implementations, model: ModelShape, num_seqs: int, dtype: torch.dtype, scoring: Scoring
 ) -> Callable[[], object]:
     q = _empty(num_seqs, model.num_heads, model.head_dim, dtype=dtype)
-    where = *_pages(model, dtype), _empty(9, MAX_BLOCKS)
+    pages = *_pages(model, dtype), _empty(9, MAX_BLOCKS)
     segments = Segments(_empty(num_seqs), _empty(num_seqs), _empty(num_seqs + 1))
-    return lambda: kernels.attend_segments(q, *where, segments, MAX_SEQ_LEN, scoring)
+    return lambda: kernels.attend_segments(q, *pages, segments, MAX_SEQ_LEN, scoring)
 
 
 def _attend_tiles(
     kernels: Implementations, model: ModelShape, num_tokens: int, dtype: torch.dtype, scoring: Scoring
 ) -> Callable[[], object]:
     q = _empty(num_tokens, model.num_heads, model.head_dim, dtype=dtype)
-    where = *_pages(model, dtype), _empty(9, MAX_BLOCKS)
+    pages = *_pages(model, dtype), _empty(9, MAX_BLOCKS)
     num_tiles = -(-num_tokens // tile_tokens(model.num_heads // model.num_kv_heads))
     tiles, out = _empty(num_tiles, 5), torch.empty_like(q)
-    return lambda: kernels.attend_tiles(q, *where, tiles, MAX_SEQ_LEN, scoring, out)
+    return lambda: kernels.attend_tiles(q, *pages, tiles, MAX_SEQ_LEN, scoring, out)
