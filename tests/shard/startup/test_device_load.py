@@ -113,8 +113,8 @@ def test_float32_weights_on_a_gpu(
 
 
 MEMORY = (
-    "the GPU had no memory for a step, and this process exits: a smaller --max-step-tokens, --max-batch-size "
-    "or --kv-cache-tokens leaves more"
+    "a step ran out of GPU memory, and this process exits: reduce --max-step-tokens, --max-batch-size "
+    "or --kv-cache-tokens"
 )
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 ASSERTED = "Triton Error [CUDA]: device-side assert triggered"

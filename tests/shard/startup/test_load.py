@@ -130,7 +130,7 @@ def test_an_engine_that_takes_no_soft_prompts_says_so(
     with pytest.raises(AdapterError, match=f"^{text}$"):
         runner.adapters.load("0" * 64)
     assert f"prefix_store_path: the directory {tmp_path / 'none'} does not exist" in caplog.text
-    assert f"requests for soft prompts and adapters fail: {text}" in caplog.text
+    assert f"requests for soft prompts and adapters will fail: {text}" in caplog.text
 
 
 def test_a_disk_too_small_for_copies_is_said_at_the_start(
@@ -154,7 +154,7 @@ def test_a_disk_too_small_for_copies_is_said_at_the_start(
 
 def test_adapters_to_be_loaded_are_refused_where_nothing_takes_them(model_path: Path) -> None:
     options = {"deployment_framework": "hf_transformers", "lora_adapters": "one=/a"}
-    text = f"^--lora-adapters need the service's own engine: {UNSET}$"
+    text = f"^--lora-adapters needs the service's own engine: {UNSET}$"
     with pytest.raises(UnsupportedModelError, match=text):
         load(configure(model_path, **options))
 
