@@ -56,11 +56,11 @@ def test_one_scale_for_both_and_layers_without_any(tmp_path: Path) -> None:
 
 
 REFUSED = [
-    ([0.5, 0.25], r"has shape \[2\], expected one number: only scales of whole layers are served; .+"),
-    ([0.0], r"is 0\.0, which is no scale"),
-    ([-1.0], r"is -1\.0, which is no scale"),
-    ([torch.nan], "is nan, which is no scale"),
-    ([torch.inf], "is inf, which is no scale"),
+    ([0.5, 0.25], r"has shape \[2\], expected one number: only per-layer scales are supported; .+"),
+    ([0.0], r"is 0\.0, which is not a valid scale"),
+    ([-1.0], r"is -1\.0, which is not a valid scale"),
+    ([torch.nan], "is nan, which is not a valid scale"),
+    ([torch.inf], "is inf, which is not a valid scale"),
 ]
 
 

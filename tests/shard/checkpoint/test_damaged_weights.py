@@ -149,7 +149,7 @@ def test_a_file_that_only_the_index_knows(
     file = copy(model, tmp_path, kind, is_split=True)
     [index] = tmp_path.glob("*.index.json")
     file.unlink()
-    text = f"{index} names {file.name}, which is not there: the checkpoint is truncated or damaged"
+    text = f"{index} names {file.name}, which does not exist: the checkpoint is truncated or damaged"
     assert refusal(read, tmp_path) == text
 
 
@@ -165,8 +165,7 @@ def test_a_tensor_that_only_the_index_knows(
     content["weight_map"][name] = file.name
     index.write_text(json.dumps(content))
     assert refusal(read, tmp_path) == (
-        f"{file}: tensor {name} is not in the file, though the index says so: the checkpoint is truncated or "
-        "damaged"
+        f"{file}: tensor {name} is in the index, but not in the file: the checkpoint is truncated or damaged"
     )
 
 

@@ -110,7 +110,9 @@ def test_rows_that_heads_do_not_divide(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     checkpoint = GgufCheckpoint([tmp_path / "a.gguf"])
-    with pytest.raises(WeightsError, match=r"attn_q\.weight has 8 rows, which the heads do not divide"):
+    with pytest.raises(
+        WeightsError, match=r"attn_q\.weight has 8 rows, which is no multiple of the number of heads"
+    ):
         checkpoint.fetch("model.layers.0.self_attn.q_proj.weight")
     with pytest.raises(WeightsError, match=r"tensor lm_head\.weight is missing"):
         checkpoint.fetch("lm_head.weight")

@@ -59,7 +59,7 @@ def test_reads_several_files(tmp_path: Path) -> None:
     check_slices(weights, "blocks.11.out.weight", content["model.layers.11.o.weight"])
     check_slices(weights, "embed.weight", content["model.embed_tokens.weight"])
     if file_of["model.layers.3.q.weight"] != file_of["model.layers.3.k.weight"]:
-        with pytest.raises(WeightsError, match=r"k\.weight is not in the file, though the index says so: "):
+        with pytest.raises(WeightsError, match=r"k\.weight is in the index, but not in the file: "):
             weights.find("blocks.3.qkv.weight", (8, 4))
 
 

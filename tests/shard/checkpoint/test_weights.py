@@ -80,7 +80,8 @@ def test_names_what_is_missing_or_odd(tmp_path: Path) -> None:
         f"{file}: tensor model.layers.0.q.weight + model.layers.0.k.weight has shape [8, 4], expected [9, 4]"
     )
     assert fail(tmp_path, "blocks.4.qkv.weight", (8, 4)) == (
-        f"{file}: tensor model.layers.4.q.weight + model.layers.4.k.weight differ in width: [6, 4], [2, 5]"
+        f"{file}: tensor model.layers.4.q.weight + model.layers.4.k.weight "
+        "have different widths: [6, 4], [2, 5]"
     )
     assert fail(tmp_path, "blocks.5.out.weight", (4, 6)) == (
         f"{file}: tensor model.layers.5.o.weight is stored as int8, "
@@ -108,9 +109,9 @@ def test_names_a_corrupt_file(tmp_path: Path) -> None:
     [
         ("{", "cannot be read: it is truncated or damaged: "),
         ("[" * 100_000, "cannot be read: it is truncated or damaged: "),
-        ("{}", "is not an index of weights: 'weight_map'"),
-        ('{"weight_map": ["a"]}', "is not an index of weights: "),
-        ('{"weight_map": {"model.embed_tokens.weight": 3}}', "is not an index of weights: "),
+        ("{}", "is not a weight index: 'weight_map'"),
+        ('{"weight_map": ["a"]}', "is not a weight index: "),
+        ('{"weight_map": {"model.embed_tokens.weight": 3}}', "is not a weight index: "),
         (
             '{"weight_map": {"model.embed_tokens.weight": "../a.safetensors"}}',
             "names a file outside its directory",
@@ -131,13 +132,13 @@ def test_names_a_missing_file(tmp_path: Path) -> None:
     save_sharded(tmp_path, tensors())
     (tmp_path / "b.safetensors").unlink()
     index = tmp_path / "model.safetensors.index.json"
-    text = "names b.safetensors, which is not there: the checkpoint is truncated or damaged"
+    text = "names b.safetensors, which does not exist: the checkpoint is truncated or damaged"
     assert fail(tmp_path) == f"{index} {text}"
 
 
 def test_an_empty_directory_says_so(tmp_path: Path) -> None:
     assert fail(tmp_path) == (
-        f"{tmp_path} holds no weights: there is no model.safetensors or model.safetensors.index.json or "
+        f"{tmp_path} has no weights: there is no model.safetensors or model.safetensors.index.json or "
         "pytorch_model.bin or pytorch_model.bin.index.json"
     )
 
@@ -173,7 +174,7 @@ def test_names_a_tensor_that_the_index_puts_elsewhere(tmp_path: Path) -> None:
     index = {"weight_map": {"model.embed_tokens.weight": "a.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     label = f"{tmp_path}/a.safetensors: tensor model.embed_tokens.weight"
-    text = "is not in the file, though the index says so: the checkpoint is truncated or damaged"
+    text = "is in the index, but not in the file: the checkpoint is truncated or damaged"
     assert fail(tmp_path) == f"{label} {text}"
 
 
