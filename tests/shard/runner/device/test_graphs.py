@@ -125,7 +125,7 @@ def test_prompts_that_cannot_be_captured_cost_no_other_graphs(caplog: pytest.Log
     graphs = graphs_on(device)
     graphs.capture([GraphSize(2, 4), GraphSize(1, 2)])
     assert graphs.sizes == []
-    assert "no CUDA graphs: steps of 1 rows and 2 tokens of prompts cannot be captured" in caplog.text
+    assert "no CUDA graphs: steps of 1 rows and 2 prompt tokens cannot be captured" in caplog.text
     device = Device(error=lambda number: RuntimeError("not permitted") if number == 4 else None)
     graphs = graphs_on(device)
     graphs.capture([GraphSize(2, 4), GraphSize(1, 2), GraphSize(1)])
@@ -179,14 +179,14 @@ def test_captures_end_when_their_time_is_over(caplog: pytest.LogCaptureFixture) 
     step = graphs.find(1)
     assert step is not None
     assert step.size == GraphSize(4)
-    assert "2 rows and fewer share larger CUDA graphs: 3 graphs took 36 s and 60 MiB" in caplog.text
+    assert "2 rows and fewer use larger CUDA graphs: 3 graphs took 36 s and 60 MiB" in caplog.text
 
 
 def test_captures_end_when_there_is_no_memory(caplog: pytest.LogCaptureFixture) -> None:
     graphs = graphs_on(Device(error=lambda count: torch.OutOfMemoryError("7 GiB") if count == 3 else None))
     graphs.capture(of_rows(1, 2, 4))
     assert graphs.sizes == of_rows(4)
-    assert "no memory for CUDA graphs of steps of 2 rows: smaller steps share larger graphs" in caplog.text
+    assert "no memory for CUDA graphs of steps of 2 rows: smaller steps use larger graphs" in caplog.text
 
 
 def test_a_model_that_cannot_be_captured_has_no_graphs(caplog: pytest.LogCaptureFixture) -> None:
