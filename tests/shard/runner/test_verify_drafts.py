@@ -77,9 +77,9 @@ class ProposerInShard:
         self.truths: list[list[int]] = []
         self.num_proposed = 0
 
-    def propose(self, rows: Integers, token_ids: Sequence[TokenIds], most: Integers) -> list[TokenIds]:
+    def propose(self, rows: Integers, token_ids: Sequence[TokenIds], max_drafts: Integers) -> list[TokenIds]:
         proposed = []
-        for known, limit in zip((ids.tolist() for ids in token_ids), most.tolist(), strict=True):
+        for known, limit in zip((ids.tolist() for ids in token_ids), max_drafts.tolist(), strict=True):
             (truth, *_) = (truth for truth in self.truths if truth[: len(known)] == known)
             ids = [7 if place % 4 == 0 else truth[place] for place in range(len(known), len(truth))]
             proposed.append(np.array(ids[:limit], np.int32))

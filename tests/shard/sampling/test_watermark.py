@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.plain_sampling import permute
 from tests.support.watermark_detector import list_green
-from tgis.shard.sampling.watermark import MAX_KEPT, green_tokens
+from tgis.shard.sampling.watermark import MAX_CACHED, green_tokens
 
 
 @pytest.mark.parametrize("vocab_size", [3, 99, 32_003])
@@ -25,7 +25,7 @@ def test_green_lists_are_those_of_tgi(vocab_size: int) -> None:
 
 
 def test_lists_that_were_dropped_are_drawn_again() -> None:
-    previous = np.arange(MAX_KEPT + 50, dtype=np.int32)
+    previous = np.arange(MAX_CACHED + 50, dtype=np.int32)
     gammas = np.full(len(previous), 0.5)
     first = green_tokens(previous, gammas, 64)
     assert (green_tokens(previous[:50], gammas[:50], 64) == first[:50]).all()

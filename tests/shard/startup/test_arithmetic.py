@@ -27,7 +27,7 @@ from tgis.shard.startup.host_runner import HostRunners
 from tgis.shard.startup.load import load, prepare
 
 TOLERANCE = 0.01  # of log-probabilities on average, of models as tiny and random as these
-SAID = "matrix products and attention round what they multiply to bfloat16, and add in float32"
+SAID = "matrix products and attention multiply in bfloat16 and accumulate in float32"
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def test_rounding_is_told_where_there_is_any(
 
 def test_codes_stay_codes(model_path: Path) -> None:
     plan = prepare(configure(model_path, cpu_arithmetic="bfloat16", quantize="int8"))
-    assert (plan.kept_type, plan.cache_type.name) == ("int8", "bfloat16")
+    assert (plan.weight_type, plan.cache_type.name) == ("int8", "bfloat16")
 
 
 def test_a_cache_of_8_bits_stays_one(model_path: Path) -> None:

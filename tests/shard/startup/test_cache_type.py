@@ -101,15 +101,15 @@ def test_without_scales_they_are_1(model_path: Path, scaled: Path, caplog: pytes
         request = answer(model_path, kv_cache_dtype="fp8")
     expected = score(model_path, request, E4M3, ((1.0, 1.0),) * 2)
     torch.testing.assert_close(torch.tensor(request.logprobs), expected, rtol=0, atol=2e-4)
-    said = "keys and values are kept as fp8_e4m3"
-    missing = "their scales are 1 in 2 of 2 layers, for which the checkpoint has none"
+    said = "the KV cache uses fp8_e4m3"
+    missing = "the checkpoint has no scales for 2 of 2 layers, which use 1"
     assert f"{said}; {missing}" in caplog.messages
-    assert "GiB are cache of fp8_e4m3; it holds" in caplog.text
+    assert "GiB (fp8_e4m3): " in caplog.text
     with caplog.at_level(logging.INFO):
         assert (
             prepare(configure(scaled, kv_cache_dtype="fp8_e4m3fn")).describe_shard().cache_dtype == "fp8_e4m3"
         )
-    assert f"{said}, with the checkpoint's scales" in caplog.messages
+    assert f"{said} with the checkpoint's scales" in caplog.messages
 
 
 @KIND
@@ -166,8 +166,8 @@ def test_a_checkpoint_that_was_made_for_it_says_so(scaled: Path, tmp_path: Path,
     (tmp_path / "config.json").write_text(json.dumps(read_config(scaled) | {"quantization_config": settings}))
     with caplog.at_level(logging.INFO):
         assert prepare(configure(tmp_path)).describe_shard().cache_dtype == "float32"
-    made = "the checkpoint was made for 8 bits, which --kv-cache-dtype fp8_e4m3 selects"
-    assert f"keys and values are kept as float32; {made}" in caplog.messages
+    made = "the checkpoint is calibrated for 8 bits, which --kv-cache-dtype fp8_e4m3 selects"
+    assert f"the KV cache uses float32; {made}" in caplog.messages
     caplog.clear()
     with caplog.at_level(logging.INFO):
         prepare(configure(scaled))
@@ -178,9 +178,9 @@ def test_who_cannot_refuses(model_path: Path) -> None:
     on = replace(late_platform(LateDevice()), device=torch.device("cuda", 0))
     with pytest.raises(DeviceError) as refused:
         prepare(configure(model_path, kv_cache_dtype="fp8"), on)
-    text = "--kv-cache-dtype fp8 works on the CPU only: leave the option out, or give --device cpu"
+    text = "--kv-cache-dtype fp8 works only on the CPU: remove the option, or set --device cpu"
     assert str(refused.value) == text
     framework = "hf_optimum_ort"
     with pytest.raises(UnsupportedModelError) as unserved:
         prepare(configure(ONNX_MODEL, kv_cache_dtype="fp8_e5m2", deployment_framework=framework))
-    assert str(unserved.value) == f"--kv-cache-dtype fp8_e5m2 is not for {framework}: leave the option out"
+    assert str(unserved.value) == f"--kv-cache-dtype fp8_e5m2 does not support {framework}: remove the option"

@@ -72,7 +72,7 @@ def test_graphs_need_the_kernels_that_attend(replaced: str, sizes: list[GraphSiz
 
 def test_options_of_gpus_on_a_cpu(model_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     load(configure(model_path, cuda_graphs="1,2", cuda_memory_fraction=0.5))
-    text = "has no effect: a CPU computes"
+    text = "has no effect: the model runs on a CPU"
     assert caplog.messages[:2] == [f"--cuda-graphs {text}", f"--cuda-memory-fraction {text}"]
     caplog.clear()
     load(configure(model_path, rank=0))
@@ -88,7 +88,7 @@ def test_arithmetic_of_cpus_on_a_gpu(
     assert prepare(configure(model_path)).on is on
     assert not caplog.messages
     prepare(configure(model_path, cpu_arithmetic="bfloat16"))
-    assert caplog.messages == ["--cpu-arithmetic has no effect: a GPU computes"]
+    assert caplog.messages == ["--cpu-arithmetic has no effect: the model runs on a GPU"]
 
 
 @pytest.mark.parametrize(

@@ -56,10 +56,10 @@ def test_types_and_memory_are_reported(directory: Path, caplog: pytest.LogCaptur
     with caplog.at_level(logging.INFO):
         runner = load(configure(directory))
     assert runner.info.weight_dtype == "Q4_0"
-    assert "the weights are kept as the codes of the GGUF file, most of them Q4_0" in caplog.messages
+    assert "the weights are stored as the GGUF file's codes, most of them Q4_0" in caplog.messages
     assert (
-        "weights of type IQ2_XS are kept as float32, because there are no products for their codes: they "
-        "take 0.5 MiB instead of 0.0 MiB"
+        "weights of type IQ2_XS are stored as float32, because this platform has no matrix products for "
+        "their codes: they take 0.5 MiB instead of 0.0 MiB"
     ) in caplog.messages
     measured = measure_gguf(directory)
     assert measured is not None
@@ -102,9 +102,9 @@ def test_matrices_that_ranks_cut_inside_groups_are_reported(
 def test_other_devices_widen_all(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     elsewhere = replace(ON_CPU, kernels=TorchKernels(torch.device("cpu")))
     with caplog.at_level(logging.INFO):
-        assert prepare(configure(directory), on=elsewhere).kept_type == "float32"
+        assert prepare(configure(directory), on=elsewhere).weight_type == "float32"
     assert any(
-        "are kept as float32: memory and speed are those of --dtype" in each for each in caplog.messages
+        "are stored as float32, with the memory and speed of --dtype" in each for each in caplog.messages
     )
 
 
