@@ -52,9 +52,9 @@ class SharedNames:
             if message.is_again and names.ids.get(name) == adapter_id:
                 pass  # the engine that was lost has made the change
             elif adapter_id is None:
-                names.take_away(name)
+                names.remove(name)
             else:
-                names.give(name, adapter_id, message.is_replacing)
+                names.assign(name, adapter_id, message.is_replacing)
         except RequestError as error:
             reply(wire.refused(message.ticket, error))
             return
