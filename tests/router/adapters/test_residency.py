@@ -312,7 +312,7 @@ async def test_adapters_that_cannot_be_preloaded_are_told_in_one_line(group: Gro
         group.library.errors[0, "a2"] = (grpc.StatusCode.INVALID_ARGUMENT, "directory does not exist")
     else:
         told = "the adapter 'adapter-4' cannot be preloaded: it does not fit into memory with the others; "
-        told += "--adapter-cache-size-mb or preload fewer"
+        told += "increase --adapter-cache-size-mb or preload fewer"
     group.shards[0].info.preloaded_adapter_ids.extend(names)
     with pytest.raises(StartupError) as caught:
         await group.registry.start()

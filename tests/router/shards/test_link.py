@@ -218,7 +218,7 @@ async def test_shards_of_a_larger_group_are_not_connected(
     link = ShardClient(UnixShardLink(str(tmp_path / "shard"), 2))
     with caplog.at_level(logging.DEBUG), pytest.raises(TimeoutError):
         await asyncio.wait_for(link.connect(), 0.4)
-    assert "it is one of 3 shards, but 2 are expected" in caplog.text
+    assert "it belongs to 3 shards, but 2 are expected" in caplog.text
     await link.close()
     for server in servers:
         server.stop()
