@@ -192,7 +192,7 @@ def test_one_process_writes_a_file(tmp_path: Path) -> None:
     command = [sys.executable, "-c", f"{code}; MetricFile(Path(sys.argv[1]))", str(path)]
     refused = subprocess.run(command, capture_output=True, text=True, check=False)
     assert refused.returncode != 0
-    assert f"StartupError: another process keeps its metrics in {path}" in refused.stderr
+    assert f"StartupError: another process stores its metrics in {path}" in refused.stderr
     with pytest.raises(StartupError, match="another process"):
         MetricFile(path)
     file.close()
@@ -201,7 +201,7 @@ def test_one_process_writes_a_file(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StartupError, match="metrics cannot be kept in"):
+    with pytest.raises(StartupError, match="metrics cannot be stored in"):
         MetricFile(tmp_path / "file" / f"a{SUFFIX}")
 
 

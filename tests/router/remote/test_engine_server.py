@@ -135,7 +135,7 @@ async def test_gauges_of_the_workers_that_answer(scene: Scene, answering: list[i
         others[0].writer.close()
     for number in answering:
         question = questions[number - 1]
-        assert isinstance(question, wire.TellGauges)
+        assert isinstance(question, wire.RequestGauges)
         values = GaugeValues({"tgi_tasks": [((), float(number))]})
         others[number - 1].send(wire.OwnGauges(question.number, values))
     answer = await asker.receive()

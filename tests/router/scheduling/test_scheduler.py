@@ -58,17 +58,17 @@ class LuckyProposer:
         self.left = 0
         self.left_to_shards = r.choice([0.0, 0.5, 1.0])
 
-    def begin(self, num_sequences: int, most: int) -> bool:
-        self.left = most
-        return most > 0
+    def begin(self, num_sequences: int, max_drafts: int) -> bool:
+        self.left = max_drafts
+        return max_drafts > 0
 
-    def propose(self, sequence: Sequence, most: int) -> Drafts:
+    def propose(self, sequence: Sequence, max_drafts: int) -> Drafts:
         r, known = self.random, sequence.num_tokens
-        most = min(most, self.left)
-        if most <= 0 or r.random() > self.zeal:
+        max_drafts = min(max_drafts, self.left)
+        if max_drafts <= 0 or r.random() > self.zeal:
             return NO_DRAFTS
         if r.random() < self.left_to_shards:
-            allowed = r.randint(1, most)
+            allowed = r.randint(1, max_drafts)
             self.left -= allowed
             return Drafts(max_proposed=allowed)
         truth = self.workload.expected[sequence]
@@ -76,16 +76,16 @@ class LuckyProposer:
             truth[place]
             if place < len(truth) and r.random() <= self.luck
             else r.randrange(self.workload.vocab_size)
-            for place in range(known, known + r.randint(1, most))
+            for place in range(known, known + r.randint(1, max_drafts))
         ]
         if not sequence.num_unanswered:
             self.left -= len(drafts)
         return Drafts(drafts)
 
-    def propose_in_shard(self, row: Row, most: int) -> list[int]:
-        """Alike on every rank: drawn from nothing but the row."""
+    def propose_in_shard(self, row: Row, max_drafts: int) -> list[int]:
+        """Propose drafts that depend only on the row, so that they are equal on every rank."""
         r, ids = random.Random(repr(row.token_ids)), list(row.token_ids)
-        for _ in range(r.randint(0, most)):
+        for _ in range(r.randint(0, max_drafts)):
             ids.append(next_token(ids, self.workload.vocab_size, row.context))
             if r.random() > self.luck:
                 ids[-1] = r.randrange(self.workload.vocab_size)
@@ -307,7 +307,7 @@ class Workload:
         inputs = [row.encoder_token_ids for row in request.opened_rows if not row.is_encoded]
         num_encoder_tokens = sum(len(integers(column)) for column in inputs)
         chunks = [work.end - work.start for work in step.work]
-        num_drafts = sum(work.drafts.most for work in step.work)
+        num_drafts = sum(work.drafts.max_tokens for work in step.work)
         self.num_sent_drafts += len(integers(request.draft_ids))
         assert step.num_tokens == num_encoder_tokens + sum(chunks) + num_drafts
         assert step.num_prompt_tokens == num_encoder_tokens + sum(chunks[step.num_decodes :])

@@ -1,5 +1,5 @@
-"""The worker's half of a handle whose engine is in another process. It keeps what is needed to continue every
-call with the next engine process: what the call holds, what it waits for, and the tokens that it has."""
+"""Worker's half of a handle whose engine is in another process. It keeps the state that continues every call
+with the next engine process: the call's tickets, its unanswered questions, and its tokens so far."""
 
 import asyncio
 import time
@@ -29,7 +29,7 @@ from tgis.router.remote import messages as wire
 from tgis.router.remote.names import NamesCopy
 from tgis.router.sequence import CallAdapters, StopReason, TokenDetail
 
-_NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
+_NOT_FINISHED = StopReason.NOT_FINISHED  # cached, because every token needs it
 NO_LEASE = Lease()
 
 
@@ -46,7 +46,7 @@ class _Held:
 
 @dataclass(eq=False)
 class _OpenSequence:
-    """Sequence without a final event, and what is known of it."""
+    """State of a sequence without a final event."""
 
     sequence_id: SequenceId
     ticket: Ticket
@@ -55,11 +55,11 @@ class _OpenSequence:
     generated: list[int]
     has_inputs: bool
     times: RequestTimes
-    """Times that the engine has told, the last of them with the first token."""
+    """Times that the engine has reported; the last report comes with the first token."""
     events: EventQueue
     last_token_at: float
     expiry: asyncio.TimerHandle | None = None
-    """Timer of its deadline, which is the engine's while there is one."""
+    """Timer of its deadline while there is no engine; otherwise the engine has one."""
 
     def resume(self) -> wire.Open:
         times = self.times._replace(last_token_at=self.last_token_at)
@@ -68,23 +68,26 @@ class _OpenSequence:
 
 
 class RemoteHandle:
-    """Implements EngineHandle. `info` may be called once `attach` has been called."""
+    """`EngineHandle` of an engine in another process. `info` must not be called before `attach`."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._timeouts = metrics.request_failure
         self._send: Callable[[Any], None] = lambda message: None
         self._is_attached = False
         self._lost: Failed | None = None
-        """Final event of all sequences while the engine is given up."""
-        self._numbers, self._wake_ups = count(), WakeUps()
+        """Final event of all sequences while the engine is considered lost."""
+        self._numbers = count()
+        self._wake_ups = WakeUps()
         self._held: dict[Ticket, _Held] = {}
         self._asked: dict[Ticket, tuple[Any, asyncio.Future[Any]]] = {}
-        """Questions without an answer, at most one per ticket."""
+        """Unanswered questions, at most one per ticket."""
         self._open: dict[SequenceId, _OpenSequence] = {}
         self._events: dict[SequenceId, EventQueue] = {}
         self._info: EngineInfo | None = None
-        self._names, self._is_current = NamesCopy(), asyncio.Event()
-        """Copy of the adapters' names, and whether it is the engine's or there is none to wait for."""
+        self._names = NamesCopy()
+        """Copy of the adapter names."""
+        self._is_current = asyncio.Event()
+        """Set if the copy is current, or if there is no engine to wait for."""
         self._take: dict[type, Callable[[Any], None]] = {
             wire.Tokens: self._take_tokens,
             wire.Finished: self._take_final,
@@ -104,14 +107,14 @@ class RemoteHandle:
         return len(self._open)
 
     def info(self) -> EngineInfo:
-        assert self._info is not None, "nothing is asked before the engine has started"
+        assert self._info is not None, "the engine has not started"
         return self._info
 
     async def acquire(self, count: int, work: LimitedWork = LimitedWork.GENERATION) -> Ticket:
         ticket = Ticket(next(self._numbers))
         try:
             await self._ask(ticket, wire.Acquire(ticket, work, count))
-        except BaseException:  # the engine may have the ticket already, or else ignores the message
+        except BaseException:  # the engine may have the ticket; otherwise it ignores the message
             self._send(wire.Release(ticket))
             raise
         self._held[ticket] = _Held(work, count)
@@ -122,10 +125,12 @@ class RemoteHandle:
     ) -> Lease:
         if prefix_id is None and not adapter_id:
             return NO_LEASE
-        held, ids = self._held[ticket], wire.AdapterIds(prefix_id, adapter_id, request_id)
+        held = self._held[ticket]
+        ids = wire.AdapterIds(prefix_id, adapter_id, request_id)
         answer = await self._ask(ticket, wire.TakeLease(ticket, ids))
         assert isinstance(answer, wire.Leased)
-        held.ids, held.adapters = ids, answer.adapters
+        held.ids = ids
+        held.adapters = answer.adapters
         return answer.lease
 
     async def adapter_names(self) -> Mapping[str, str]:
@@ -158,7 +163,8 @@ class RemoteHandle:
             times.last_token_at,
         )
         self._held[ticket].sequences.append(sequence_id)
-        self._open[sequence_id], self._events[sequence_id] = opened, opened.events
+        self._open[sequence_id] = opened
+        self._events[sequence_id] = opened.events
         if self._lost is not None:
             self._end(opened, self._lost)
         elif self._is_attached:
@@ -184,9 +190,10 @@ class RemoteHandle:
                 self._events.pop(sequence_id, None)
 
     def greet(self, worker: int, send: Callable[[Any], None]) -> None:
-        """Use a new connection, whose first message says what this worker holds. Questions and sequences wait
-        for `attach`."""
-        self._send, self._is_attached = send, False
+        """Use a new connection, and send this worker's tickets as its first message. Questions and sequences
+        wait for `attach`."""
+        self._send = send
+        self._is_attached = False
         tickets = [
             wire.HeldTicket(ticket, held.work, held.count, held.ids, held.adapters)
             for ticket, held in self._held.items()
@@ -195,8 +202,10 @@ class RemoteHandle:
         send(wire.Hello(worker, tickets, names.version, names.ids))
 
     def attach(self, info: EngineInfo) -> None:
-        """Ask again what has no answer, and continue all sequences, because the engine has started."""
-        self._info, self._is_attached, self._lost = info, True, None
+        """Repeat unanswered questions and continue all sequences, because the engine has started."""
+        self._info = info
+        self._is_attached = True
+        self._lost = None
         self._is_current.set()
         for message, _ in self._asked.values():
             is_change = isinstance(message, wire.ChangeName)
@@ -207,14 +216,15 @@ class RemoteHandle:
             self._send(opened.resume())
 
     def detach(self) -> None:
-        """Send nothing until the next connection."""
-        self._send, self._is_attached = lambda message: None, False
+        """Stop sending until the next connection."""
+        self._send = lambda message: None
+        self._is_attached = False
         self._is_current.clear()
         for opened in self._open.values():
             self._watch_deadline(opened)
 
     def give_up(self, lost: Failed) -> None:
-        """End all sequences and questions with this event, and those that come until `attach` is called."""
+        """End all sequences and questions with this event, also new ones until `attach` is called."""
         self._lost = lost
         self._is_current.set()
         for opened in list(self._open.values()):
@@ -224,11 +234,12 @@ class RemoteHandle:
                 answer.set_exception(UnavailableError(lost.message))
 
     def take(self, message: Any) -> None:
-        """Take in a message of the engine, except for its state."""
+        """Handle a message from the engine other than its state."""
         self._take[type(message)](message)
 
     async def _ask(self, ticket: Ticket, message: Any) -> Any:
-        """Return the answer. Raises RouterError."""
+        """Send a question, also to the next engine if this one is lost, and return the answer. Raises
+        RouterError."""
         if self._lost is not None:
             raise UnavailableError(self._lost.message)
         answer = asyncio.get_running_loop().create_future()
@@ -262,8 +273,8 @@ class RemoteHandle:
             opened.events.deliver(InputTokens(tuple(message.tokens)))
 
     def _take_tokens(self, message: wire.Tokens) -> None:
-        """Push a step's tokens, and end the sequences in which they complete a stop sequence. Tokens of
-        sequences that have ended here are on their way until the engine knows."""
+        """Push a step's tokens, and end the sequences in which they complete a stop sequence. Ignore tokens
+        of sequences that have ended here but not yet in the engine."""
         now = time.monotonic()
         for sequence_id, token in _tokens(message):
             opened = self._open.get(sequence_id)
@@ -277,9 +288,10 @@ class RemoteHandle:
                 opened.events.deliver(token)
 
     def _stop(self, opened: _OpenSequence, token: TokenDetail) -> None:
-        times, reason = opened.times, StopReason.STOP_SEQUENCE
+        times = opened.times
         timings = times.timings(time.monotonic())
-        self._end(opened, Ended(token, len(opened.generated), reason, timings, times.num_cached))
+        num_generated = len(opened.generated)
+        self._end(opened, Ended(token, num_generated, StopReason.STOP_SEQUENCE, timings, times.num_cached))
         self._send(wire.Cancel(opened.sequence_id))
 
     def _take_final(self, message: wire.Finished) -> None:
@@ -294,7 +306,7 @@ class RemoteHandle:
         self._end(opened, final)
 
     def _watch_deadline(self, opened: _OpenSequence) -> None:
-        """End a sequence at its deadline, unless there is an engine by then."""
+        """End a sequence at its deadline unless an engine is connected by then."""
         deadline = opened.spec.stopping.deadline
         if deadline is not None:
             delay = max(deadline - time.monotonic(), 0.0)
@@ -303,7 +315,8 @@ class RemoteHandle:
     def _expire(self, opened: _OpenSequence) -> None:
         if self._is_attached or opened.sequence_id not in self._open:
             return
-        times, num_generated = opened.times, len(opened.generated)
+        times = opened.times
+        num_generated = len(opened.generated)
         if times.started_at is None:
             self._timeouts.add("timeout")
         timings = times.timings(time.monotonic())
@@ -317,9 +330,9 @@ class RemoteHandle:
 def _tokens(message: wire.Tokens) -> Iterable[tuple[SequenceId, TokenDetail]]:
     if not message.logprobs:
         return zip(message.sequence_ids, map(TokenDetail, message.token_ids), strict=True)
-    return _described(message)
+    return _detailed_tokens(message)
 
 
-def _described(message: wire.Tokens) -> Iterator[tuple[SequenceId, TokenDetail]]:
+def _detailed_tokens(message: wire.Tokens) -> Iterator[tuple[SequenceId, TokenDetail]]:
     details = zip(message.token_ids, message.logprobs, message.ranks, message.top_tokens, strict=True)
     return zip(message.sequence_ids, map(TokenDetail._make, details), strict=True)
