@@ -1,4 +1,4 @@
-"""What pages say of commands, flags and variables, and where their links lead, read from their Markdown."""
+"""Parses pages' Markdown for commands, flags, variables and links."""
 
 import re
 import shlex
@@ -20,7 +20,7 @@ STEPS_OVER = ("sudo", "nohup", "exec", "export", "timeout")
 
 @dataclass(frozen=True)
 class Command:
-    """Words of a line of a shell, the program first, and the variables that are set before it."""
+    """Words of a shell line, the program first, and the variables set before it."""
 
     words: tuple[str, ...]
     variables: tuple[str, ...]
@@ -36,7 +36,7 @@ class Page:
 
     @property
     def prose(self) -> str:
-        """Without blocks of code."""
+        """Return the text without code blocks."""
         return FENCE.sub("", self.text)
 
     @property
@@ -53,7 +53,7 @@ class Page:
 
     @property
     def anchors(self) -> set[str]:
-        """As both GitHub and the site name headings."""
+        """Return the anchors of headings, which are the same on GitHub and on the site."""
         found: set[str] = set()
         for heading in HEADING.findall(self.prose):
             text = re.sub(r"[`*]|\]\([^)]*\)|\[", "", heading).strip().lower()
@@ -68,7 +68,7 @@ class Page:
 
 
 def split(block: str) -> Iterator[list[str]]:
-    """The commands of a block, one after the other."""
+    """Yield the commands of a block in order."""
     lexer = shlex.shlex(COMMENT.sub("", block).replace("\\\n", " "), posix=True, punctuation_chars=";&|()\n")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t", True, ""
     words: list[str] = []

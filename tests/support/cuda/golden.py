@@ -1,6 +1,5 @@
-"""Table of what kernels cost on sm_90a. `python -m tests.support.cuda.golden` writes it anew;
-`python -m tests.support.cuda.golden 80` writes nothing, and prints what is wrong with the kernels of all
-models on sm_80."""
+"""Table of kernel resources on sm_90a. `python -m tests.support.cuda.golden` rewrites it; `python -m
+tests.support.cuda.golden 80` writes nothing, and prints the faults of all models' kernels on sm_80."""
 
 import json
 import sys
@@ -18,7 +17,7 @@ from tgis.shard.kernels.cuda.offline.variants import NUM_TOKENS, Variant, find_v
 
 FILE = Path(__file__).parents[2] / "shard/kernels/cuda/golden_sm90.json"
 CAPABILITY = 90
-# Between them these have every feature.
+# Together, these models use every feature.
 MODELS = ("all", "llama-3.1-8b/1", "gemma-2-9b/1", "qwen3-8b/1", "bloom-7b1/1", "flan-t5-xl/1", "starcoder/1")
 Table = dict[str, MachineCode]
 Code = TypeVar("Code", bound=Resources)
@@ -31,12 +30,12 @@ def of_models(*models: str, num_tokens: int = NUM_TOKENS) -> list[Variant]:
 
 
 def measure(variants: Iterable[Variant]) -> tuple[Table, list[str]]:
-    """Compile the kernels of variants. Return what they cost, and a line for each fault."""
+    """Compile the kernels of variants. Return their resources, and one line per fault."""
     return _read_all(variants, CAPABILITY, read_machine_code)
 
 
 def find_faults(variants: Iterable[Variant], capability: int) -> list[str]:
-    """Compile the kernels of variants. Return a line for each fault."""
+    """Compile the kernels of variants. Return one line per fault."""
     return _read_all(variants, capability, read_resources)[1]
 
 
@@ -58,7 +57,7 @@ def _read_all(
 
 
 def read() -> tuple[str, Table]:
-    """Return the version of Triton, and the table."""
+    """Return the version of Triton and the table."""
     found = json.loads(FILE.read_text())
     return found["triton"], {name: MachineCode(**code) for name, code in found["kernels"].items()}
 

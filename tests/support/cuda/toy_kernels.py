@@ -1,5 +1,5 @@
-"""Kernels whose results and machine code are known, for tests of the tools. They are plain functions, because
-`triton.jit` chooses between its compiler and its interpreter when it is called."""
+"""Kernels with known results and machine code, for tests of the tools. They are plain functions, because
+`triton.jit` chooses between compiler and interpreter when it is called."""
 
 import triton
 import triton.language as tl

@@ -1,7 +1,7 @@
-"""Answers for a GGUF file by llama.cpp, in an environment that has it. Argument: the file. On standard
-input: a JSON object with `texts` to split into tokens, `prompts` of token ids with `num_tokens` to add to
-each, and `scored` prompts. On standard output: the ids of the texts, greedy ids, and the logits of the next
-token."""
+"""Answers questions about a GGUF file with llama.cpp, in an environment that has it. Its argument is the
+file. Standard input is a JSON object with `texts` to tokenize, `prompts` of token ids to continue by
+`num_tokens`, and `scored` prompts. Standard output has the ids of the texts, greedy ids, and the logits of
+the next token."""
 
 import json
 import sys

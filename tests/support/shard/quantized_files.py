@@ -1,5 +1,5 @@
-"""Writes checkpoints of floats of 8 bits and of bitsandbytes. The libraries quantize, and say what numbers
-that stands for."""
+"""Writes checkpoints of 8-bit floats and of bitsandbytes. The libraries quantize, and also compute the
+numbers that the result represents."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
-# Tables, heads and routers, which quantizers leave out.
+# Tables, heads and routers, which quantizers skip.
 NOT_QUANTIZED = re.compile(
     r".*(embed|wte|wpe|lm_head|shared|router|relative_attention_bias|\.gate\.weight).*"
 )
@@ -25,7 +25,7 @@ TRANSPOSED = re.compile(r".*\.(c_attn|c_proj|c_fc)\.weight")  # of GPT-2
 
 @dataclass(frozen=True)
 class Quantized:
-    """A module's tensors by the ends of their names, and the numbers of the library, in its type."""
+    """Tensors of a module by name suffix, and the library's dequantized numbers in its type."""
 
     tensors: dict[str, Tensor]
     weight: Tensor
@@ -35,9 +35,9 @@ class Quantized:
 class Kind:
     settings: dict[str, Any]
     quantize: Callable[[Tensor], Quantized | None]
-    """Returns None for a matrix that stays as it is."""
+    """Function that quantizes a matrix, or returns None for a matrix that is not quantized."""
     of_stacks: bool = False
-    """Stacks of experts are quantized too."""
+    """True if stacks of experts are quantized too."""
 
 
 def float8(
@@ -76,8 +76,8 @@ def four_bits(
     )
     kept: QuantState = state
     tensors = {f"weight.{end}": tensor for end, tensor in kept.as_dict(packed=True).items()}
-    # Given the matrix's shape, the library's kernel for CPUs takes blocks to begin with rows, also where it
-    # has quantized blocks that do not.
+    # Given the matrix's shape, the library's CPU kernel assumes that blocks begin with rows, even if they do
+    # not.
     kept.shape = torch.Size((1, matrix.numel()))
     return Quantized({"weight": packed, **tensors}, dequantize_4bit(packed, kept).view(matrix.shape))
 
@@ -116,7 +116,7 @@ KINDS = {
 
 
 def write_quantized(plain: Path, quantized: Path, kind: Kind) -> None:
-    """Write a checkpoint's matrices in this way. Those of `plain` become what they stand for."""
+    """Write a checkpoint's matrices in this format, and replace those in `plain` by the rounded numbers."""
     content, written = load_file(plain / "model.safetensors"), {}
     for name, tensor in list(content.items()):
         is_matrix = name.endswith(".weight") and tensor.dim() in (2, 3 if kind.of_stacks else 2)

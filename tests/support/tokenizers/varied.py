@@ -1,4 +1,4 @@
-"""Texts of many kinds, and SentencePiece models that are trained on them."""
+"""Texts of many kinds, and SentencePiece models trained on them."""
 
 import io
 import random
@@ -65,7 +65,7 @@ def texts(count: int, seed: int = 1) -> list[str]:
 
 
 def train(kind: str, **options: Any) -> Any:
-    """A SentencePiece model, as the message that its file holds."""
+    """Return a SentencePiece model as the message in its file."""
     written = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([*TEXT * 4, *PIECES]),
