@@ -98,12 +98,12 @@ def test_listens_on_loopback_only(tmp_path: Path) -> None:
 
     def function(group: ProcessGroup) -> set[Any]:
         group.min(0)
-        found = set(listening()) - before
+        result = set(listening()) - before
         group.min(0)  # nobody leaves before all have looked
-        return found
+        return result
 
-    for found in in_threads(2, tmp_path / "rendezvous", function):
-        assert {address.ip for address in found} == {"127.0.0.1"}
+    for result in in_threads(2, tmp_path / "rendezvous", function):
+        assert {address.ip for address in result} == {"127.0.0.1"}
     assert set(listening()) == before
 
 
@@ -116,13 +116,13 @@ def test_ranks_meet_at_a_port(tmp_path: Path) -> None:
 
     def function(group: ProcessGroup) -> tuple[Tensor, set[Any]]:
         total = group.all_reduce(torch.tensor([2.0**group.rank]))
-        found = {address.ip for address in set(listening()) - before}
+        result = {address.ip for address in set(listening()) - before}
         group.min(0)
-        return total, found
+        return total, result
 
-    for total, found in in_threads(3, points, function):
+    for total, result in in_threads(3, points, function):
         assert total.tolist() == [7.0]
-        assert found == {"127.0.0.2", "127.0.0.3", "127.0.0.4"}
+        assert result == {"127.0.0.2", "127.0.0.3", "127.0.0.4"}
 
 
 def test_a_rank_that_hangs_is_noticed(tmp_path: Path) -> None:

@@ -178,8 +178,8 @@ def expected_under(model_path: Path, prompt: torch.Tensor, token_ids: list[int],
     tokens: list[int] = []
     with torch.inference_mode():
         for _ in range(count):
-            found = oracle.model.embed_tokens(torch.tensor([token_ids + tokens]))
-            out = oracle(inputs_embeds=torch.cat([prompt[None], found], 1))
+            result = oracle.model.embed_tokens(torch.tensor([token_ids + tokens]))
+            out = oracle(inputs_embeds=torch.cat([prompt[None], result], 1))
             tokens.append(int(out.logits[0, -1].argmax()))
     return tokens
 
@@ -195,27 +195,27 @@ def test_a_prompt_is_found_loaded_replaced_and_unloaded(model_path: Path, pair: 
     first, steps = pair.stubs[0], Steps(16, 32)
 
     def load(directory: str) -> pb.FindResponse:
-        found = first.Find(pb.FindRequest(kind=pb.CONTENT_KIND_PROMPT, id=directory), timeout=20)
+        result = first.Find(pb.FindRequest(kind=pb.CONTENT_KIND_PROMPT, id=directory), timeout=20)
         for stub in pair.stubs:
-            stub.Load(pb.LoadRequest(digest=found.digest))
-        return found
+            stub.Load(pb.LoadRequest(digest=result.digest))
+        return result
 
     old = write_prompt(pair.store / "a" / "b.1", 1)
-    found = load("a/b.1")
-    assert (found.kind, found.num_decoder_tokens, found.num_encoder_tokens) == (1, 3, 0)
-    [answer] = stream.send(steps.step([(0, 0, 6)], [under(0, found.digest)]))
+    result = load("a/b.1")
+    assert (result.kind, result.num_decoder_tokens, result.num_encoder_tokens) == (1, 3, 0)
+    [answer] = stream.send(steps.step([(0, 0, 6)], [under(0, result.digest)]))
     tokens = integers(answer.token_ids)
     new = write_prompt(pair.store / "a" / "b.1", 2)
     again = load("a/b.1")
-    assert again.digest != found.digest
+    assert again.digest != result.digest
     for stub in pair.stubs:
-        stub.Unload(pb.UnloadRequest(digests=[found.digest]))
+        stub.Unload(pb.UnloadRequest(digests=[result.digest]))
     [answer] = stream.send(steps.step([(0, 6, 7), (1, 0, 6)], [under(1, again.digest)]))
     assert integers(answer.rows) == [0, 1]
     tokens.append(integers(answer.token_ids)[0])
     assert tokens == expected_under(model_path, old, [7, 8, 9], 2)
     assert integers(answer.token_ids)[1:] == expected_under(model_path, new, [7, 8, 9], 1)
-    [answer] = stream.send(steps.step([(1, 6, 7), (2, 0, 6)], [under(2, found.digest)]))
+    [answer] = stream.send(steps.step([(1, 6, 7), (2, 0, 6)], [under(2, result.digest)]))
     assert integers(answer.rows) == [1]
     assert [error.message for error in answer.errors] == ["its soft prompt is not loaded"]
 

@@ -42,15 +42,15 @@ def differences(http: str, baseline: Mapping[str, float]) -> dict[str, float]:
 
 
 def differences_of(samples: Mapping[str, float], baseline: Mapping[str, float]) -> dict[str, float]:
-    found = {}
+    result = {}
     for kind in KINDS:
         created, released = (
             samples[f'tgi_resources_{half}_total{{kind="{kind}"}}'] for half in ("created", "released")
         )
-        found[kind] = created - released  # negative if something was released twice
-    found |= {name: samples[name] for name in EMPTY}
-    found |= {name: max(samples[name] - most, 0) for name, most in baseline.items()}
-    return {name: value for name, value in found.items() if value}
+        result[kind] = created - released  # negative if something was released twice
+    result |= {name: samples[name] for name in EMPTY}
+    result |= {name: max(samples[name] - most, 0) for name, most in baseline.items()}
+    return {name: value for name, value in result.items() if value}
 
 
 def assert_nothing_left(http: str, baseline: Mapping[str, float], timeout_s: float = 10.0) -> None:

@@ -98,12 +98,12 @@ class Format:
         calls, rest = [], text
         while rest:
             rest = _after(rest, self.trigger + self.begin if self.begins_each or not calls else "")
-            found = re.match(_pattern(self.head), rest)
-            if not found:
+            match = re.match(_pattern(self.head), rest)
+            if not match:
                 raise ValueError(f"no head: {rest!r}")
-            arguments, length = json.JSONDecoder().raw_decode(rest[found.end() :])
-            calls.append((found[1], arguments))
-            rest = _after(rest[found.end() + length :], self.tail)
+            arguments, length = json.JSONDecoder().raw_decode(rest[match.end() :])
+            calls.append((match[1], arguments))
+            rest = _after(rest[match.end() + length :], self.tail)
             if rest == self.end:
                 return calls
             rest = _after(rest, self.between)

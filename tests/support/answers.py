@@ -89,11 +89,11 @@ class Kind:
     def read(self, text: str) -> Answer:
         """Parse a text whose calls of known functions are complete."""
         content, position, calls, more = "", 0, list[tuple[str, Any]](), list[tuple[str, Any]]()
-        while found := re.compile(r"\s*" + self.begin).search(text, position):
+        while match := re.compile(r"\s*" + self.begin).search(text, position):
             is_dropping = self.drops_rest and bool(more)
-            content += "" if is_dropping else text[position : found.start()]
-            more, position = self._read_calls(text, found.end())
-            content += "" if more else found[0].lstrip() if is_dropping else found[0]
+            content += "" if is_dropping else text[position : match.start()]
+            more, position = self._read_calls(text, match.end())
+            content += "" if more else match[0].lstrip() if is_dropping else match[0]
             calls += more
             if self.begin.startswith(r"\A"):
                 break

@@ -20,10 +20,10 @@ def run(
     config_type: type, arguments: list[str], env: dict[str, str] | None = None, reads: str = ""
 ) -> tuple[Any, Result]:
     """Return the configuration that a command creates from its arguments and environment, and its output."""
-    found: list[Any] = []
-    test = process_command("test", config_type, found.append, "", reads=reads)
+    results: list[Any] = []
+    test = process_command("test", config_type, results.append, "", reads=reads)
     result = CliRunner().invoke(test, arguments, env={**BLANK, **(env or {})}, catch_exceptions=False)
-    return (found or [None])[0], result
+    return (results or [None])[0], result
 
 
 def parse(config_type: type, arguments: list[str], env: dict[str, str] | None = None) -> Any:

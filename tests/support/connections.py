@@ -11,8 +11,8 @@ ESTABLISHED, NO_INODE = "01", "0"
 
 def count_connections(pid: int, *ports: int) -> int:
     """Return the number of client connections to these ports that a process has accepted."""
-    found = psutil.Process(pid).net_connections("tcp")
-    return sum(each.laddr.port in ports and each.status == psutil.CONN_ESTABLISHED for each in found)
+    result = psutil.Process(pid).net_connections("tcp")
+    return sum(each.laddr.port in ports and each.status == psutil.CONN_ESTABLISHED for each in result)
 
 
 def find_waiting(*ports: int) -> set[str]:

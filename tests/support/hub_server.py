@@ -115,10 +115,10 @@ class _Handler(BaseHTTPRequestHandler):
         if path.startswith("/stored/"):
             name, content = hub.stored[path.removeprefix("/stored/").split("/")[0]]
             self._send_content(name, content)
-        elif found := re.fullmatch(r"/api/models/(.+?)(?:/revision/([^/]+))?", path):
-            self._describe(found[1], found[2] or "main")
-        elif found := re.fullmatch(r"/(.+?)/resolve/([^/]+)/(.+)", path):
-            self._resolve(*found.groups())
+        elif match := re.fullmatch(r"/api/models/(.+?)(?:/revision/([^/]+))?", path):
+            self._describe(match[1], match[2] or "main")
+        elif match := re.fullmatch(r"/(.+?)/resolve/([^/]+)/(.+)", path):
+            self._resolve(*match.groups())
         else:
             self.reply(404)
 

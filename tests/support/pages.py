@@ -54,12 +54,12 @@ class Page:
     @property
     def anchors(self) -> set[str]:
         """Return the anchors of headings, which are the same on GitHub and on the site."""
-        found: set[str] = set()
+        result: set[str] = set()
         for heading in HEADING.findall(self.prose):
             text = re.sub(r"[`*]|\]\([^)]*\)|\[", "", heading).strip().lower()
             slug = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
-            found.add(slug if slug not in found else f"{slug}_1")
-        return found
+            result.add(slug if slug not in result else f"{slug}_1")
+        return result
 
     def commands(self) -> Iterator[Command]:
         for block in self.shell:
@@ -85,8 +85,8 @@ def split(block: str) -> Iterator[list[str]]:
 
 def take_variables(words: list[str]) -> Command:
     variables = []
-    while words and (found := ASSIGNMENT.match(words[0])):
-        variables.append(found[1])
+    while words and (match := ASSIGNMENT.match(words[0])):
+        variables.append(match[1])
         words = words[1:]
     if words and words[0] in STEPS_OVER:
         return take_variables(words[1:])

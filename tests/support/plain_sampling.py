@@ -265,8 +265,8 @@ def best_tokens(scores: Sequence[float], n: int) -> list[int]:
     if n == 0:
         return []
     edge = sorted(scores, reverse=True)[min(n, len(scores)) - 1]
-    found = [i for i, x in enumerate(scores) if x >= edge and x > -INF][: 4 * n]
-    return sorted(found, key=lambda i: (-scores[i], i))
+    results = [i for i, x in enumerate(scores) if x >= edge and x > -INF][: 4 * n]
+    return sorted(results, key=lambda i: (-scores[i], i))
 
 
 def least_gap(scores: Sequence[float], token_ids: Sequence[int]) -> float:

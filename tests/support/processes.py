@@ -55,8 +55,8 @@ class Service:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line.rstrip("\n"))
-            if found := ADDRESSES.search(line):
-                self.grpc_port, self.http_port = int(found[2]), int(found[4])
+            if match := ADDRESSES.search(line):
+                self.grpc_port, self.http_port = int(match[2]), int(match[4])
                 self._num_awaited -= 1
                 if self._num_awaited <= 0:
                     self._serving.set()
@@ -114,7 +114,7 @@ def num_workers(command: Sequence[str], env: Mapping[str, str]) -> int:
 
 def children_of(pid: int) -> dict[str, list[int]]:
     """Return the process ids below `pid`, by their tgis command."""
-    found: dict[str, list[int]] = {}
+    result: dict[str, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -123,5 +123,5 @@ def children_of(pid: int) -> dict[str, list[int]]:
             except OSError:
                 continue  # it has just ended
             if parent == pid and "tgis" in words:
-                found.setdefault(words[words.index("tgis") + 1], []).append(int(entry.name))
-    return found
+                result.setdefault(words[words.index("tgis") + 1], []).append(int(entry.name))
+    return result

@@ -80,7 +80,7 @@ def claim_numbers(old: int, new: int) -> Callable[[bytes], bytes]:
 
     def change(content: bytes) -> bytes:
         places = [
-            at for operation, found, at in pickletools.genops(content) if found == old and at is not None
+            at for operation, result, at in pickletools.genops(content) if result == old and at is not None
         ]
         for at in reversed(places):
             content = content[:at] + b"\x8a\x08" + new.to_bytes(8, "little") + content[at + 2 :]

@@ -194,14 +194,14 @@ async def test_what_is_removed_between_look_up_and_load_is_told_as_removed(group
     find = group.link.find
 
     async def find_and_change(*args: object) -> object:
-        found = await find(*args)  # type: ignore[arg-type]
+        result = await find(*args)  # type: ignore[arg-type]
         if group.library.finds["prompt-1"] == 1:
             group.library.copies.clear()
             group.library.store[PROMPT, "prompt-1"] = Item("new")
         if group.library.finds["prompt-2"] == 1:
             group.library.copies.clear()
             group.library.store.clear()
-        return found
+        return result
 
     group.link.find = find_and_change  # type: ignore[method-assign, assignment]
     assert await group.use("prompt-1") == ["new"]

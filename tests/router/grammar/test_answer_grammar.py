@@ -198,6 +198,6 @@ def test_tokens_are_those_of_the_rules() -> None:
     rules = AnswerRules(reasoning(lambda mark: 151_600 + MARKS.index(mark), True, 9))
     rules = replace(rules, calls=form.rules(False, lambda mark: 151_600 + MARKS.index(mark)))
     grammar = COMPILER.compile(FREE, "", rules)
-    ids = {int(found) for found in re.findall(r"<\[(\d+)\]>", grammar)}
+    ids = {int(result) for result in re.findall(r"<\[(\d+)\]>", grammar)}
     used = ["</think>", form.trigger, *form.marks]
     assert ids == {151_600 + MARKS.index(mark) for mark in used}

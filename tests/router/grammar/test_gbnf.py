@@ -224,11 +224,11 @@ def test_digits_are_those_of_ascii(kind: str, write: Callable[[str], str]) -> No
     quote = '"' if kind == "json_schema" else ""
     for regex, allowed in ((r"\d", "5"), (r"[\dx]", "5x"), (r"\D", "x٤५５"), (r"[^\d]", "x٤५５")):
         matcher = LLMatcher(BYTES, convert(kind, write(regex)), log_level=0)
-        found = ""
+        result = ""
         for char in "5x٤५５":
             data = list(f"{quote}{char}{quote}".encode())
-            found += char if matcher.validate_tokens(data) == len(data) else ""
-        assert sorted(found) == sorted(allowed), regex
+            result += char if matcher.validate_tokens(data) == len(data) else ""
+        assert sorted(result) == sorted(allowed), regex
 
 
 def test_words_and_spaces_of_regexes_are_unicodes() -> None:

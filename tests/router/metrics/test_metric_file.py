@@ -38,12 +38,12 @@ def fill(file: MetricFile, keys: Mapping[tuple[SeriesKey, Labels], list[float]])
 
 
 def random_contents(r: random.Random, num_records: int) -> Contents:
-    found: Contents = {}
+    results: Contents = {}
     for number in range(num_records):
         key = SeriesKey(f"series {number % 7}", r.choice(ODD), r.choice((1, 2, 37)))
         labels = (*r.choices(ODD, k=r.randrange(4)), str(number))
-        found[key, labels] = [r.random() for _ in range(key.num_cells)]
-    return found
+        results[key, labels] = [r.random() for _ in range(key.num_cells)]
+    return results
 
 
 def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -80,10 +80,10 @@ def test_it_grows(tmp_path: Path, num_cells: int) -> None:
             break
     for number, cells in enumerate(kept.values()):
         cells[0] = number + 0.5
-    found = contents(tmp_path)
-    assert len(found) == len(kept)
+    result = contents(tmp_path)
+    assert len(result) == len(kept)
     for number, labels in enumerate(kept):
-        cells = found[SeriesKey("series", "kind", num_cells), labels]
+        cells = result[SeriesKey("series", "kind", num_cells), labels]
         assert (cells[0], cells[-1]) == (number + 0.5, number)
         assert not any(cells[1:-1])
     file.close()

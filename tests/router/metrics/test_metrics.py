@@ -211,9 +211,9 @@ def test_every_series_has_the_name_kind_and_labels_of_the_list(lost: Setup) -> N
         for shown_name, type_name in shown:
             family = families[shown_name]
             assert family.type == type_name, name
-            found = [set(sample.labels) - {"le", "quantile"} for sample in family.samples]
-            assert all(names == labels for names in found), name
-            assert found or name == "tgi_batch_inference_failure", name
+            results = [set(sample.labels) - {"le", "quantile"} for sample in family.samples]
+            assert all(names == labels for names in results), name
+            assert results or name == "tgi_batch_inference_failure", name
 
 
 def test_without_an_alias_no_series_has_vllms_name(lost: Setup) -> None:

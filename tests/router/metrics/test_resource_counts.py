@@ -135,12 +135,12 @@ def test_leaks_are_found(tmp_path: Path) -> None:
         assert call(setup, "batch") is grpc.StatusCode.OK
         with pytest.raises(AssertionError):
             assert_nothing_left(setup.http, baseline, timeout_s=0.5)
-        found = differences(setup.http, baseline)
+        result = differences(setup.http, baseline)
     finally:
         with pytest.raises(AssertionError, match="leaked"):
             setup.service.end()
         stop_shards(setup)
-    assert found["permit"] < 0, "what was given back twice"
-    assert all(found[kind] > 0 for kind in ("request", "block", "row", "tgi_tasks", "tgi_open_descriptors"))
+    assert result["permit"] < 0, "what was given back twice"
+    assert all(result[kind] > 0 for kind in ("request", "block", "row", "tgi_tasks", "tgi_open_descriptors"))
     leaked = set(re.findall(r"WARNING.*leaked (\w+): \d+ created, \d+ released", setup.service.output))
     assert leaked == {"request", "block", "row", "permit"}

@@ -94,9 +94,9 @@ class Process:
 
 @pytest.fixture
 def processes(tmp_path: Path) -> Iterator[dict[str, Process]]:
-    found = {slot: Process(tmp_path, slot) for slot in SLOTS}
-    yield found
-    for each in found.values():
+    result = {slot: Process(tmp_path, slot) for slot in SLOTS}
+    yield result
+    for each in result.values():
         if each.process is not None:
             each.kill()
 
@@ -124,8 +124,10 @@ def scrape(directory: Path) -> dict[Sample, float]:
 
 
 def differences(directory: Path, accounts: Sequence[ProcessAccount]) -> dict[Sample, tuple[float, float]]:
-    found, wanted = scrape(directory), expected(accounts, BOUNDS)
-    return {key: (found.get(key, -1), value) for key, value in wanted.items() if found.get(key, -1) != value}
+    actual, wanted = scrape(directory), expected(accounts, BOUNDS)
+    return {
+        key: (actual.get(key, -1), value) for key, value in wanted.items() if actual.get(key, -1) != value
+    }
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])

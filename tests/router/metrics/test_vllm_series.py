@@ -102,14 +102,14 @@ class Watched:
 
     def value(self, name: str, **labels: str) -> float:
         """Sum of the samples that have these labels."""
-        found = [
+        results = [
             sample.value
             for family in self.families.values()
             for sample in family.samples
             if sample.name == name and labels.items() <= sample.labels.items()
         ]
-        assert found, name
-        return sum(found)
+        assert results, name
+        return sum(results)
 
     def take(self, answers: list[pb.GenerationResponse]) -> None:
         self.num_input += [one.input_token_count for one in answers]
@@ -368,8 +368,8 @@ def test_a_view_counts_as_prometheus_client_does() -> None:
         for one in expected:
             one.observe(value)
     for shown, reference in zip((source, view), expected, strict=True):
-        [found], [wanted] = shown.collect(), reference.collect()
-        samples = [(each.name, each.labels.get("le"), each.value) for each in found.samples]
+        [actual], [wanted] = shown.collect(), reference.collect()
+        samples = [(each.name, each.labels.get("le"), each.value) for each in actual.samples]
         wanted_samples = [
             (each.name, each.labels.get("le"), each.value)
             for each in wanted.samples

@@ -55,10 +55,10 @@ def test_the_answer_has_tokens_row_after_row() -> None:
     step = make_step(DRAFTS)
     answer = decode_answer(step, response())
     rows = {item.sequence: item.row for item in step.work}
-    found = [
+    results = [
         (rows[each.sequence], each.token.token_id, each.token.rank, each.ended) for each in answer.sampled
     ]
-    assert found == [
+    assert results == [
         (2, 10, 1, False),
         (4, 7, 2, False),
         (4, 11, 3, False),

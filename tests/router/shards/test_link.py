@@ -151,12 +151,12 @@ def test_files_and_addresses_that_cannot_be_used(tmp_path: Path) -> None:
     def refusals(address: str = "localhost:1") -> set[str]:
         router = RouterConfig(tokenizer_path="", shard_addresses=address, **options_of(files))
         shard = ShardConfig(model_path="", listen_address=address, **options_of(files))
-        found = set()
+        result = set()
         for open_it in (lambda: open_link(router), lambda: choose_endpoint(shard)):
             with pytest.raises(OperatorError) as caught:
                 open_it()
-            found.add(str(caught.value))
-        return found
+            result.add(str(caught.value))
+        return result
 
     other = LinkFiles(tmp_path / "other").write(authority, "a.example.com").path("cert").read_bytes()
     cert, key, ca = (files.path(name) for name in ("cert", "key", "ca"))

@@ -87,8 +87,8 @@ def test_refusals(router: Setup) -> None:
         (refusal(router, [LONGEST * 300], 60, 141), too_long_with(60, "at least 141")),
         (refusal(router, [LONGEST * 200], 60), too_long("at least 200")),
     ]
-    for found, expected in by_bytes:
-        assert found == expected
+    for actual, expected in by_bytes:
+        assert actual == expected
     assert num_tokenized(router) == before
     small = "." * 300
     num_tokens = len(router.tokenizer.encode(small).ids)

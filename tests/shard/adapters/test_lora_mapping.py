@@ -153,9 +153,9 @@ def test_equals_a_change_of_the_checkpoint(root: Path, case: str) -> None:
         parts, changed = load(directory, group).parts, dict(own_parts(load(merged, group).parts))
         adapter = read_adapter(parts, drawn.tensors, drawn.scales)
         for path, weight in own_parts(parts):
-            found = unfold(adapter, path, weight, parts.cuts[path].is_table)
+            actual = unfold(adapter, path, weight, parts.cuts[path].is_table)
             expected = changed[path] - weight
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, msg=f"{path} of {group}")
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4, msg=f"{path} of {group}")
             assert bool(adapter.deltas.get(path)) == bool(expected.count_nonzero())
 
 

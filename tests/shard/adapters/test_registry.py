@@ -129,9 +129,9 @@ def test_many_threads_agree_with_the_last_word() -> None:
         rng, mine = random.Random(seed), f"{seed}"
         for _ in range(300):
             adapters.load(mine)
-            found = adapters.prompt(mine)
-            assert found is not None
-            assert int(found.decoder) == seed
+            result = adapters.prompt(mine)
+            assert result is not None
+            assert int(result.decoder) == seed
             adapters.unload([mine])
             assert adapters.prompt(mine) is None
             adapters.unload_others([str(i) for i in range(4)])

@@ -37,23 +37,23 @@ def pack(work: list[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray, np.n
 
 def unpack(virtual: VirtualTokens | None, num_tokens: int) -> list[list[float] | None]:
     """Of every token its embedding, or none."""
-    found: list[list[float] | None] = [None] * num_tokens
+    results: list[list[float] | None] = [None] * num_tokens
     if virtual is not None:
         assert virtual.embeddings.dtype == torch.float32
         assert len(virtual.places) == len(virtual.embeddings) > 0
         for place, embedding in zip(virtual.places.tolist(), virtual.embeddings.tolist(), strict=True):
-            assert found[place] is None
-            found[place] = embedding
-    return found
+            assert results[place] is None
+            results[place] = embedding
+    return results
 
 
 def expect(rows: dict[int, Row], work: list[tuple[int, int, int]], part: str) -> list[list[float] | None]:
-    found: list[list[float] | None] = []
+    results: list[list[float] | None] = []
     for number, start, end in work:
         row = rows.get(number)
         embeddings = getattr(row.prompt, part).tolist() if row and row.prompt else []
-        found += [embeddings[p] if p < len(embeddings) else None for p in range(start, end)]
-    return found
+        results += [embeddings[p] if p < len(embeddings) else None for p in range(start, end)]
+    return results
 
 
 def test_random_rows() -> None:
@@ -84,24 +84,24 @@ def test_random_rows() -> None:
             placed = unpack(row_adapters.virtual_tokens(part, packed, starts_of, begins), len(sequence))
             assert placed == expect(rows, work, part)
             num_virtual += sum(one is not None for one in placed)
-        found = row_adapters.token_adapters(packed, sequence)
+        actual = row_adapters.token_adapters(packed, sequence)
         expected = [
             rows[n].adapter if n in rows else None for n, start, end in work for _ in range(start, end)
         ]
-        if found is None:
+        if actual is None:
             assert not any(expected)
         else:
-            indices = found.indices.tolist()
-            assert [found.adapters.adapters[i] if i >= 0 else None for i in indices] == expected
-            assert set(found.adapters.adapters) == {row.adapter for row in rows.values()} - {None}
+            indices = actual.indices.tolist()
+            assert [actual.adapters.adapters[i] if i >= 0 else None for i in indices] == expected
+            assert set(actual.adapters.adapters) == {row.adapter for row in rows.values()} - {None}
             num_adapted += 1
     assert num_virtual > 1000
     assert num_adapted > 300
 
 
 def adapters_of(row_adapters: RowAdapters, *rows: int) -> AdapterSet | None:
-    found = row_adapters.token_adapters(np.array(rows), np.arange(len(rows)))
-    return None if found is None else found.adapters
+    result = row_adapters.token_adapters(np.array(rows), np.arange(len(rows)))
+    return None if result is None else result.adapters
 
 
 def test_a_set_lasts_while_its_adapters_do() -> None:

@@ -168,13 +168,13 @@ def test_what_cannot_be_loaded_is_not_found_again(tmp_path: Path) -> None:
     try:
         served.reading.error = AdapterError("its rank is odd")
         served.reading.error.__cause__ = OSError("no disk")
-        found = served.find("a", pb.CONTENT_KIND_ADAPTER)
+        result = served.find("a", pb.CONTENT_KIND_ADAPTER)
         with pytest.raises(grpc.RpcError, match="its rank is odd"):
-            served.load(found.digest)
-        assert served.find("a", pb.CONTENT_KIND_ADAPTER) == found
+            served.load(result.digest)
+        assert served.find("a", pb.CONTENT_KIND_ADAPTER) == result
         served.reading.error.__cause__ = None
         with pytest.raises(grpc.RpcError, match="its rank is odd"):
-            served.load(found.digest)
+            served.load(result.digest)
         with pytest.raises(grpc.RpcError) as caught:
             served.find("a", pb.CONTENT_KIND_ADAPTER)
         text = "can't retrieve adapter with id 'a': its rank is odd"
@@ -191,15 +191,15 @@ def test_copies_go_with_what_is_unloaded(served: Served) -> None:
         served.load(digest)
 
     def kept() -> list[bool]:
-        found = []
+        results = []
         for digest in digests:
             try:
                 served.artifacts.open(digest)
-                found.append(True)
+                results.append(True)
             except MissingArtifactError:
-                found.append(False)
-        assert [served.adapters.prompt(digest) is not None for digest in digests] == found
-        return found
+                results.append(False)
+        assert [served.adapters.prompt(digest) is not None for digest in digests] == results
+        return results
 
     assert kept() == [True, True, True]
     served.stub.Unload(pb.UnloadRequest(digests=digests[:1]))

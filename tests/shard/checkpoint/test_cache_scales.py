@@ -49,10 +49,10 @@ def test_one_scale_for_both_and_layers_without_any(tmp_path: Path) -> None:
         LAYER.format(10) + "k_scale": torch.tensor(2.0),
         LAYER.format(10) + "kv_scale": torch.tensor(3.0),
     }
-    found = read(tmp_path, tensors, 11)
-    assert (found[0], found[2]) == (CacheScale(0.5, 0.5), CacheScale(1.0, 0.125))
-    assert found[10] == CacheScale(2.0, 3.0)
-    assert [i for i, scale in enumerate(found) if scale is None] == [1, *range(3, 10)]
+    result = read(tmp_path, tensors, 11)
+    assert (result[0], result[2]) == (CacheScale(0.5, 0.5), CacheScale(1.0, 0.125))
+    assert result[10] == CacheScale(2.0, 3.0)
+    assert [i for i, scale in enumerate(result) if scale is None] == [1, *range(3, 10)]
 
 
 REFUSED = [

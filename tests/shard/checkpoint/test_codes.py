@@ -79,8 +79,8 @@ def test_views_give_codes_of_the_numbers_that_they_give(name: str) -> None:
         outer, inner = (sorted(rng.randint(0, 12) for _ in range(2)) for _ in range(2))
         part = Sliced(stored, slice(*outer))
         assert part.layout() == LAYOUTS[name]
-        found = part.codes(slice(*inner))
-        assert torch.equal(found.dequantize(), stored.read()[slice(*outer)][slice(*inner)])
+        result = part.codes(slice(*inner))
+        assert torch.equal(result.dequantize(), stored.read()[slice(*outer)][slice(*inner)])
     assert Sliced(stored, ALL, slice(0, 8)).layout() is None, "the tensor cannot cut columns"
 
 

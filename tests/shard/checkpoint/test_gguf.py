@@ -53,9 +53,9 @@ def test_every_type_has_the_package_s_numbers(number: int, tmp_path: Path) -> No
     expected = torch.from_numpy(write_tensor(tmp_path / "a.gguf", number, np.random.default_rng(number)))
     tensor = GgufCheckpoint([tmp_path / "a.gguf"]).fetch("model.embed_tokens.weight")
     for rows, columns in PARTS:
-        found = tensor.read(rows, columns)
-        assert found.is_contiguous()
-        assert torch.equal(found.float(), expected[rows, columns])
+        actual = tensor.read(rows, columns)
+        assert actual.is_contiguous()
+        assert torch.equal(actual.float(), expected[rows, columns])
 
 
 @pytest.fixture
@@ -75,9 +75,9 @@ def test_a_converted_model_has_the_package_s_numbers(
     result = CliRunner().invoke(convert_to_safetensors, [str(file), str(out), "--dtype", dtype])
     assert result.exit_code == 0, result.output
     assert result.stdout == f"Converted model.gguf to {out}\n"
-    expected, found = load_file(written / "model.safetensors"), load_file(out / "model-00001.safetensors")
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
+    expected, actual = load_file(written / "model.safetensors"), load_file(out / "model-00001.safetensors")
+    assert actual.keys() == expected.keys()
+    for name, tensor in actual.items():
         assert tensor.dtype == getattr(torch, dtype)
         assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
     index = json.loads((out / "model.safetensors.index.json").read_text())

@@ -36,7 +36,7 @@ def without(prefix: str, *extra: str) -> Callable[[Tensors], Tensors]:
     """Names lose the prefix; `extra` tensors are in every layer, under names with {i}."""
 
     def rewrite(tensors: Tensors) -> Tensors:
-        layers = {found[1] for name in tensors if (found := re.search(r"\.(\d+)\.", name))}
+        layers = {match[1] for name in tensors if (match := re.search(r"\.(\d+)\.", name))}
         useless = {name.format(i=i): torch.full((3, 3), torch.nan) for name in extra for i in layers}
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()} | useless
 
@@ -186,5 +186,5 @@ def test_mpt_shares_keys_and_values(kind: str, num_kv_heads: int, tmp_path: Path
     write_model(tmp_path / "new", gpts.CASES["mpt"]())
     rewrite(tmp_path / "new", tmp_path / "shared", shared)
     rewrite(tmp_path / "new", tmp_path / "repeated", Rewriting("mpt", repeat_first(group)))
-    found, expected = compute(tmp_path / "shared"), compute(tmp_path / "repeated")
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    actual, expected = compute(tmp_path / "shared"), compute(tmp_path / "repeated")
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)

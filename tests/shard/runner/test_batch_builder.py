@@ -60,9 +60,9 @@ class Row:
 def load_some() -> LoadedAdapters:
     """Prompts of three tokens of the decoder, "p", and two of the encoder, "e", and an adapter, "a"."""
     none, numbers = torch.empty(0, 2), torch.arange(14.0).view(7, 2) // 2
-    found = {"p": LoadedPrompt(numbers[:3], none), "e": LoadedPrompt(none, numbers[5:]), "a": Adapter({})}
-    adapters = LoadedAdapters(found.__getitem__)
-    for digest in found:
+    result = {"p": LoadedPrompt(numbers[:3], none), "e": LoadedPrompt(none, numbers[5:]), "a": Adapter({})}
+    adapters = LoadedAdapters(result.__getitem__)
+    for digest in result:
         adapters.load(digest)
     return adapters
 

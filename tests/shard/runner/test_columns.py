@@ -91,9 +91,9 @@ def test_a_row_opens_with_what_its_message_says() -> None:
 
 
 def test_a_greedy_row_has_nothing_that_it_ignores() -> None:
-    found = read(open_row(0, [1], sampling=SAMPLED | {"greedy": True}))
+    actual = read(open_row(0, [1], sampling=SAMPLED | {"greedy": True}))
     expected = OFF | {name: SAMPLED[name] for name in HEEDED_BY_GREEDY}
-    assert {name: found[name] for name in OFF} == expected
+    assert {name: actual[name] for name in OFF} == expected
 
 
 @pytest.mark.parametrize("name", OFF)
@@ -121,9 +121,9 @@ def test_declarations_are_the_messages_fields() -> None:
         item = WorkItem(sequence, 0, 0, 2, samples=True, opens=True, new_blocks=[0])
         step = Step(0, [item], 0, 0, 0, 0, joins=False, closed_rows=[])
         message = encode_step(step).opened_rows[0]
-        found = read(message)
-        assert {name: found[name] for name in OFF} == asked
-        assert (found["raw"], found["is_plain"]) == (asked is SAMPLED, False)
+        result = read(message)
+        assert {name: result[name] for name in OFF} == asked
+        assert (result["raw"], result["is_plain"]) == (asked is SAMPLED, False)
         sampling = message.sampling
         assert tuple(zip(integers(sampling.bias_token_ids), floats(sampling.biases), strict=True)) == BIAS
 
@@ -145,9 +145,9 @@ def test_lists_of_any_length(dtype: str, pad: float) -> None:
         plain[row] = [rng.randrange(100) for _ in range(length)]
         values.open(row, pb.OpenRow(cross_blocks=np.array(plain[row], dtype).tobytes()))
         rows = rng.sample(range(8), rng.randint(1, 8))
-        found = values.take(np.array(rows))
-        assert found.dtype == dtype
-        assert found.shape == (len(rows), max(len(plain[row]) for row in rows))
-        for row, line in zip(rows, found.tolist(), strict=True):
+        result = values.take(np.array(rows))
+        assert result.dtype == dtype
+        assert result.shape == (len(rows), max(len(plain[row]) for row in rows))
+        for row, line in zip(rows, result.tolist(), strict=True):
             assert line[: len(plain[row])] == plain[row]
             assert set(line[len(plain[row]) :]) <= {pad}

@@ -102,9 +102,9 @@ def test_nothing_is_left_on_the_cpu(either: Served) -> None:
 
     expected = serve(torch.device("cpu"))
     with other_device.present() as device:
-        found = serve(device)
-    assert [request.generated for request in found] == [request.generated for request in expected]
-    assert [request.logprobs for request in found] == [request.logprobs for request in expected]
+        actual = serve(device)
+    assert [request.generated for request in actual] == [request.generated for request in expected]
+    assert [request.logprobs for request in actual] == [request.logprobs for request in expected]
 
 
 @pytest.mark.parametrize(("number", "cuts"), [(2, (0, 4, 7)), (3, (0, 4))], ids=["before a text", "alone"])

@@ -241,5 +241,5 @@ def test_other_devices_sample_the_same(directory: Path) -> None:
 
     expected = generate(torch.device("cpu"))
     with other_device.present() as device:
-        found = generate(device)
-    assert results(found) == results(expected)
+        actual = generate(device)
+    assert results(actual) == results(expected)

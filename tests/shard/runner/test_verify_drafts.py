@@ -188,11 +188,11 @@ def near(runner: ModelRunner, values: Sequence[float]) -> Any:
     return list(values) if is_exact else pytest.approx(list(values), rel=1e-4, abs=1e-4)
 
 
-def equal_tops(runner: ModelRunner, found: Request, expected: Request) -> bool:
+def equal_tops(runner: ModelRunner, actual: Request, expected: Request) -> bool:
     """Return whether best tokens are equal; neighbours whose scores are too near may change places."""
     if isinstance(runner, HostModelRunner):
-        return found.tops == expected.tops
-    scores = [[score for _, score in tops] for tops in found.tops]
+        return actual.tops == expected.tops
+    scores = [[score for _, score in tops] for tops in actual.tops]
     return len(scores) == len(expected.tops) and all(
         one == near(runner, [score for _, score in tops])
         for one, tops in zip(scores, expected.tops, strict=True)

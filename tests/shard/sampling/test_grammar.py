@@ -74,12 +74,12 @@ def allowed(guides: Guides, row: int = 0) -> set[int]:
     logits = torch.zeros(1, VOCAB_SIZE)
     _, problems = guides.mask(logits, np.array([row]))
     assert not problems
-    found = set(logits[0].isfinite().nonzero().flatten().tolist())
+    result = set(logits[0].isfinite().nonzero().flatten().tolist())
     masks, problems = guides.pack_masks(np.array([row]))
     assert not problems
     words = masks.words[0].tolist() if len(masks.at) else [-1] * VOCAB_SIZE  # without a grammar
-    assert {i for i in range(VOCAB_SIZE) if words[i // 32] >> (i % 32) & 1} == found
-    return found
+    assert {i for i in range(VOCAB_SIZE) if words[i // 32] >> (i % 32) & 1} == result
+    return result
 
 
 def advance(guides: Guides, token_id: int, row: int = 0) -> None:

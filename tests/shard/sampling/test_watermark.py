@@ -16,9 +16,9 @@ def test_green_lists_are_those_of_tgi(vocab_size: int) -> None:
     rng = random.Random(vocab_size)
     previous = [0, vocab_size - 1, rng.randrange(vocab_size)] * 2
     gammas = [rng.choice([0.25, 0.5, 0.7, 0.1, 1.0, 1e-9]) for _ in previous]
-    found = green_tokens(np.array(previous, np.int32), np.array(gammas), vocab_size)
-    assert found.shape == (len(previous), vocab_size)
-    for line, token_id, gamma in zip(found, previous, gammas, strict=True):
+    result = green_tokens(np.array(previous, np.int32), np.array(gammas), vocab_size)
+    assert result.shape == (len(previous), vocab_size)
+    for line, token_id, gamma in zip(result, previous, gammas, strict=True):
         green = set(line.nonzero()[0].tolist())
         assert green == list_green(token_id, gamma, vocab_size)
         assert green == set(permute(token_id, vocab_size)[: int(vocab_size * gamma)])

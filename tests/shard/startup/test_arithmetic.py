@@ -45,13 +45,13 @@ def load_rounded(directory: Path) -> Decoder:
 def test_steps_are_near_float32_and_the_same_in_any_company(model_path: Path) -> None:
     ids, other = list(range(5, 20)), [30, 31]
     exact, whole = (Stepper(each) for each in (stepping.load(model_path), load_rounded(model_path)))
-    expected, found = (each.step({0: (ids, 0)})[0] for each in (exact, whole))
-    difference = (found.log_softmax(-1) - expected.log_softmax(-1)).abs()
+    expected, actual = (each.step({0: (ids, 0)})[0] for each in (exact, whole))
+    difference = (actual.log_softmax(-1) - expected.log_softmax(-1)).abs()
     assert 0 < difference.mean() < TOLERANCE
     chunks = Stepper(load_rounded(model_path))
     first = chunks.step({0: (ids[:9], 0)})[0]
     last = chunks.step({0: (ids, 9), 1: (other, 0)})[0]
-    assert torch.equal(torch.cat((first, last)), found)
+    assert torch.equal(torch.cat((first, last)), actual)
 
 
 def test_who_chooses_experts_is_not_rounded(tmp_path: Path) -> None:

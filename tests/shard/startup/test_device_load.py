@@ -66,8 +66,8 @@ def test_default_graphs_and_none(model_path: Path) -> None:
 )
 def test_graphs_need_the_kernels_that_attend(replaced: str, sizes: list[GraphSize]) -> None:
     implementations = Implementations.choose(frozenset({replaced}))
-    found = choose_graph_sizes(implementations, None, max_rows=3, max_prompt_tokens=20)
-    assert list(found) == sizes
+    result = choose_graph_sizes(implementations, None, max_rows=3, max_prompt_tokens=20)
+    assert list(result) == sizes
 
 
 def test_options_of_gpus_on_a_cpu(model_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -103,11 +103,11 @@ def test_half_a_record_does_not_keep_a_newer_router_waiting(ends: Ends) -> None:
 
 def strangers(ends: Ends, stack: ExitStack, count: int) -> list[socket.socket]:
     """Who begin a handshake and then say nothing more."""
-    found = []
+    results = []
     for _ in range(count):
-        found.append(stack.enter_context(socket.create_connection(ends.address, timeout=8)))
-        found[-1].sendall(b"\x16\x03\x01")
-    return found
+        results.append(stack.enter_context(socket.create_connection(ends.address, timeout=8)))
+        results[-1].sendall(b"\x16\x03\x01")
+    return results
 
 
 def test_strangers_who_fall_silent_are_in_nobodys_way(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,21 +69,21 @@ class CudaScene(Scene):
         return list(out.split([span.num_tokens for span in spans]))
 
     def check_last(self, work: Sequence[tuple[int, int]], scoring: Scoring) -> None:
-        for (i, length), found in zip(work, self.attend_last(work, scoring), strict=True):
+        for (i, length), result in zip(work, self.attend_last(work, scoring), strict=True):
             if length:
-                self.check_near(found, self.expected(i, length - 1, length, scoring)[0])
+                self.check_near(result, self.expected(i, length - 1, length, scoring)[0])
             else:
-                assert not found.any()
+                assert not result.any()
 
     def check_spans(self, work: Sequence[tuple[int, int, int]], scoring: Scoring) -> None:
-        for span, found in zip(work, self.attend_spans(work, scoring), strict=True):
-            self.check_near(found, self.expected(*span, scoring))
+        for span, result in zip(work, self.attend_spans(work, scoring), strict=True):
+            self.check_near(result, self.expected(*span, scoring))
 
     def check_scoring(self, scoring: Scoring) -> None:
         """Check that every head has its slope and biases, so that no kernel reads beyond them."""
         for of_heads in (scoring.slopes, scoring.bias):
             assert of_heads is None or len(of_heads) == self.shape.num_heads
 
-    def check_near(self, found: Tensor, expected: Tensor) -> None:
-        assert found.dtype == self.shape.dtype
-        torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=TOLERANCES[self.shape.dtype])
+    def check_near(self, actual: Tensor, expected: Tensor) -> None:
+        assert actual.dtype == self.shape.dtype
+        torch.testing.assert_close(actual.double(), expected, rtol=2e-5, atol=TOLERANCES[self.shape.dtype])

@@ -25,8 +25,8 @@ Code = TypeVar("Code", bound=Resources)
 
 def of_models(*models: str, num_tokens: int = NUM_TOKENS) -> list[Variant]:
     """Return the variants of models in bfloat16."""
-    found = [each for each in find_variants(num_tokens) if each.label.split()[0] in models]
-    return [each for each in found if "float16" not in each.label.split()]
+    results = [each for each in find_variants(num_tokens) if each.label.split()[0] in models]
+    return [each for each in results if "float16" not in each.label.split()]
 
 
 def measure(variants: Iterable[Variant]) -> tuple[Table, list[str]]:
@@ -43,23 +43,25 @@ def _read_all(
     variants: Iterable[Variant], capability: int, read_code: Callable[[OfflineKernel], Code]
 ) -> tuple[dict[str, Code], list[str]]:
     table: dict[str, Code] = {}
-    found = []
+    results = []
     for variant in variants:
         name = f"{variant.kernel} {variant.label}"
         try:
             with compile_only(capability) as kernels:
                 variant.run()
         except Exception as error:
-            found.append(f"{name}: {error!r}")
+            results.append(f"{name}: {error!r}")
         table |= {f"{name}: {kernel.name}": read_code(kernel) for kernel in kernels}
     limit = MAX_SHARED_BYTES[capability]
-    return table, found + [f"{name}: {fault}" for name, code in table.items() for fault in code.faults(limit)]
+    return table, results + [
+        f"{name}: {fault}" for name, code in table.items() for fault in code.faults(limit)
+    ]
 
 
 def read() -> tuple[str, Table]:
     """Return the version of Triton and the table."""
-    found = json.loads(FILE.read_text())
-    return found["triton"], {name: MachineCode(**code) for name, code in found["kernels"].items()}
+    result = json.loads(FILE.read_text())
+    return result["triton"], {name: MachineCode(**code) for name, code in result["kernels"].items()}
 
 
 def write(table: Table) -> None:
@@ -71,12 +73,12 @@ def main() -> int:
     with TemporaryDirectory() as directory:
         triton.knobs.cache.dir = directory
         if sys.argv[1:]:
-            found = find_faults(find_variants(), int(sys.argv[1]))
+            result = find_faults(find_variants(), int(sys.argv[1]))
         else:
-            table, found = measure(of_models(*MODELS))
+            table, result = measure(of_models(*MODELS))
             write(table)
-    print("\n".join(found))
-    return bool(found)
+    print("\n".join(result))
+    return bool(result)
 
 
 if __name__ == "__main__":

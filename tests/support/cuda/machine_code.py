@@ -24,12 +24,12 @@ class Resources:
 
     def faults(self, max_shared_bytes: int) -> list[str]:
         """Return the faults that no kernel may have, one per line."""
-        found = []
+        results = []
         if self.stack_bytes:
-            found.append(f"{self.stack_bytes} bytes of registers are spilled")
+            results.append(f"{self.stack_bytes} bytes of registers are spilled")
         if self.shared_bytes > max_shared_bytes:
-            found.append(f"{self.shared_bytes} bytes of shared memory, at most {max_shared_bytes}")
-        return found
+            results.append(f"{self.shared_bytes} bytes of shared memory, at most {max_shared_bytes}")
+        return results
 
 
 @dataclass(frozen=True)

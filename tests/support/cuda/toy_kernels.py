@@ -18,10 +18,10 @@ def multiply(a, b, c, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):  # typ
 
 
 def count(number, total):  # type: ignore[no-untyped-def]
-    found = 0
+    result = 0
     for i in range(tl.load(number)):
-        found += i
-    tl.store(total, found)
+        result += i
+    tl.store(total, result)
 
 
 def interpreted(function: object) -> object:

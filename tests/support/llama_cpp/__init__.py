@@ -23,5 +23,5 @@ def ask(python: Path, file: Path, **asked: Any) -> dict[str, Any]:
     command = [str(python), str(WORKER), str(file)]
     done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result

@@ -15,12 +15,12 @@ def split(model: llama_cpp.Llama, text: str) -> list[int]:
 
 
 def generate(model: llama_cpp.Llama, prompt: list[int], num_tokens: int) -> list[int]:
-    found: list[int] = []
+    results: list[int] = []
     for token in model.generate(prompt, temp=0.0, top_k=1, repeat_penalty=1.0, reset=True):
-        found.append(token)
-        if len(found) == num_tokens:
-            return found
-    return found
+        results.append(token)
+        if len(results) == num_tokens:
+            return results
+    return results
 
 
 def score(model: llama_cpp.Llama, prompt: list[int]) -> list[float]:

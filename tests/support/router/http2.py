@@ -108,8 +108,8 @@ class Connection:
         """Yield received frames until the other end closes or nothing arrives in time."""
         deadline = time.monotonic() + timeout_s
         while True:
-            while (found := self._next_frame()) is not None:
-                yield found
+            while (result := self._next_frame()) is not None:
+                yield result
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return

@@ -48,8 +48,8 @@ def status_of(port: int, *data: bytes) -> int:
         received = b""
         while b"\r\n" not in received and (more := end.recv(1 << 16)):
             received += more
-        if found := re.match(rb"HTTP/1\.1 (\d{3}) ", received):
-            return int(found[1])
+        if match := re.match(rb"HTTP/1\.1 (\d{3}) ", received):
+            return int(match[1])
     return 0
 
 

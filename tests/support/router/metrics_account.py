@@ -136,14 +136,14 @@ def _histogram(
 
 def read_samples(text: bytes) -> dict[Sample, float]:
     """Return every sample of a scrape, with bucket bounds as numbers."""
-    found = {}
+    result = {}
     for family in text_string_to_metric_families(text.decode()):
         for sample in family.samples:
             labels = dict(sample.labels)
             if "le" in labels:
                 labels["le"] = str(float(labels["le"]))
-            found[sample.name, frozenset(labels.items())] = sample.value
-    return found
+            result[sample.name, frozenset(labels.items())] = sample.value
+    return result
 
 
 def after(account: ProcessAccount, operations: Sequence[Operation], num_ticks: int) -> list[ProcessAccount]:

@@ -242,8 +242,8 @@ class ModelOfShard:
         assert row.is_long or not self.switch_len or end <= self.switch_len, "a short row grew too long"
         self.num_computed += end - start
         for position in range(len(row.encoder_ids)):
-            found = self._read(row.cross_blocks, position)
-            assert found == (row.digests, row.encoder_ids, position), (
+            result = self._read(row.cross_blocks, position)
+            assert result == (row.digests, row.encoder_ids, position), (
                 "the cross blocks are not this encoder input's"
             )
         prefix = row.context
@@ -251,8 +251,8 @@ class ModelOfShard:
             prefix = zlib.crc32(array("q", [prefix, token]).tobytes())
             if position >= start:
                 self._write(row.block_table, position, prefix)
-            found = self._read(row.block_table, position)
-            assert found == prefix, "a cached token is of another prefix"
+            result = self._read(row.block_table, position)
+            assert result == prefix, "a cached token is of another prefix"
 
     def _read(self, blocks: list[int], position: int) -> object:
         return self.cache.get((blocks[position // self.block_size], position % self.block_size))

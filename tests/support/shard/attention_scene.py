@@ -131,11 +131,11 @@ SCORINGS = {
 
 
 def attend_some() -> Tensor:
-    found = []
+    results = []
     for dtype in (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
         scene = Scene(Shape(num_heads=9, num_kv_heads=3, head_dim=64, dtype=dtype), [100, 40])
         scene.write_all()
         work = {0: (20, 100), 1: (39, 40)}
         check(scene, work, PLAIN)
-        found += scene.attend(work, PLAIN).values()
-    return torch.cat(found)
+        results += scene.attend(work, PLAIN).values()
+    return torch.cat(results)

@@ -101,9 +101,9 @@ def rename(architecture: str, config: dict[str, Any], name: str) -> str:
     count = first(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     names = gguf.get_tensor_name_map(ARCHITECTURES[architecture], count)
     name = name.removeprefix("transformer.") if architecture == "bloom" else name
-    found = names.get_name(name, try_suffixes=(".weight", ".bias"))
-    assert found is not None, name
-    return found
+    result = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert result is not None, name
+    return result
 
 
 def rearrange(architecture: str, config: dict[str, Any], name: str, rows: Array) -> dict[str, Array]:
@@ -141,12 +141,12 @@ def falcon_groups(config: dict[str, Any]) -> int:
 
 def join_experts(stored: dict[str, tuple[Array, Type]]) -> dict[str, tuple[Array, Type]]:
     """Stack the experts of a layer, all with the type of the first, because a stack has one type."""
-    found: dict[str, tuple[Array, Type]] = {}
+    result: dict[str, tuple[Array, Type]] = {}
     stacks: dict[str, dict[int, tuple[Array, Type]]] = {}
     for name, entry in stored.items():
         before, _, after = name.partition(".experts.")
         if not after:
-            found[name] = entry
+            result[name] = entry
             continue
         number, _, rest = after.partition(".")
         stacks.setdefault(f"{before}.experts.{rest}", {})[int(number)] = entry
@@ -156,8 +156,8 @@ def join_experts(stored: dict[str, tuple[Array, Type]]) -> dict[str, tuple[Array
         for _, (codes, own) in sorted(entries.items()):
             assert own == kind, "experts of a layer have one type"
             parts.append(codes)
-        found[name] = (np.stack(parts), kind)
-    return found
+        result[name] = (np.stack(parts), kind)
+    return result
 
 
 def first(config: dict[str, Any], *keys: str) -> Any:

@@ -32,8 +32,8 @@ class Halves:
     def open(self, tensors: Tensors, module: str) -> "HalvesTensor | None":
         if f"{module}.codes" not in tensors:
             return None
-        found = (tensors.fetch_any(f"{module}.{kind}") for kind in ("codes", "scales"))
-        return HalvesTensor(*found, self._group)
+        result = (tensors.fetch_any(f"{module}.{kind}") for kind in ("codes", "scales"))
+        return HalvesTensor(*result, self._group)
 
     def count_weights(self, name: str, shape: tuple[int, ...]) -> int | None:
         if name.endswith(".scales"):

@@ -83,14 +83,14 @@ def pack_bits(rows: np.ndarray, bits: int) -> np.ndarray:
 def pack_gptq(rounded: Rounded, is_v2: bool = False, has_order: bool = True) -> Tensors:
     """Pack like AutoGPTQ, or like GPTQModel's version 2."""
     stored_zeros = rounded.zeros if is_v2 else (rounded.zeros - 1) & ((1 << rounded.bits) - 1)
-    found = {
+    result = {
         "qweight": pack_bits(rounded.codes, rounded.bits).T,
         "qzeros": pack_bits(stored_zeros.T, rounded.bits),
         "scales": rounded.scales.T,
     }
     if has_order:
-        found["g_idx"] = rounded.group_of.astype(np.int32)
-    return _as_tensors(found)
+        result["g_idx"] = rounded.group_of.astype(np.int32)
+    return _as_tensors(result)
 
 
 def pack_awq_gemm(rounded: Rounded) -> Tensors:

@@ -39,7 +39,7 @@ def check_not_finite(product: Callable[[Tensor], Tensor], x: Tensor) -> None:
     expected = product(x)
     x[4, 3], x[5, 0], x[7, -1] = torch.nan, torch.nan, torch.inf
     x[5].view(torch.int32)[0] = 0x7FFFFFFF  # a NaN that a carry would turn into -0
-    found = product(x)
+    actual = product(x)
     finite = [i for i in range(len(x)) if i not in (4, 5, 7)]
-    assert torch.equal(found[finite], expected[finite])
-    assert not found[[4, 5, 7]].isfinite().any()
+    assert torch.equal(actual[finite], expected[finite])
+    assert not actual[[4, 5, 7]].isfinite().any()

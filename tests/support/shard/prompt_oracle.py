@@ -79,8 +79,8 @@ class PromptOracle:
     def embed(self, prompt: Tensor | None, token_ids: list[int]) -> Tensor:
         """Return [1, num_virtual + len(token_ids), width]."""
         table = self.model.get_input_embeddings()
-        found = table(torch.tensor([token_ids], dtype=torch.int64))
-        return found if prompt is None else torch.cat([prompt[None], found], 1)
+        result = table(torch.tensor([token_ids], dtype=torch.int64))
+        return result if prompt is None else torch.cat([prompt[None], result], 1)
 
     def _find(self, num_tokens: int, seed: int) -> Path:
         return self._directory / f"{num_tokens}-{seed}"

@@ -60,8 +60,8 @@ def float8(
     return Quantized({"weight": codes, end: scales}, dequantize(codes, scales, args=args))
 
 
-def with_input_scale(found: Quantized) -> Quantized:
-    return Quantized({**found.tensors, "input_scale": torch.tensor(0.5)}, found.weight)
+def with_input_scale(result: Quantized) -> Quantized:
+    return Quantized({**result.tensors, "input_scale": torch.tensor(0.5)}, result.weight)
 
 
 def four_bits(
@@ -124,13 +124,13 @@ def write_quantized(plain: Path, quantized: Path, kind: Kind) -> None:
         if not is_matrix or NOT_QUANTIZED.fullmatch(name):
             continue
         turned = TRANSPOSED.fullmatch(name) is not None and "GPT2" in (plain / "config.json").read_text()
-        found = _quantize(tensor.T if turned else tensor, kind.quantize)
-        if found is None:
+        result = _quantize(tensor.T if turned else tensor, kind.quantize)
+        if result is None:
             continue
         del written[name]
         module = name.removesuffix(".weight")
-        written |= {f"{module}.{end}": each.contiguous() for end, each in found.tensors.items()}
-        weight = found.weight.float()
+        written |= {f"{module}.{end}": each.contiguous() for end, each in result.tensors.items()}
+        weight = result.weight.float()
         content[name] = (weight.T if turned else weight).contiguous()
     quantized.mkdir()
     save_file(content, plain / "model.safetensors")
@@ -145,8 +145,8 @@ def write_quantized(plain: Path, quantized: Path, kind: Kind) -> None:
 def _quantize(tensor: Tensor, quantize: Callable[[Tensor], Quantized | None]) -> Quantized | None:
     if tensor.dim() == 2:
         return quantize(tensor)
-    found = [each for matrix in tensor if (each := quantize(matrix))]
-    ends = found[0].tensors
-    stacked = {end: torch.stack([each.tensors[end] for each in found]) for end in ends}
+    results = [each for matrix in tensor if (each := quantize(matrix))]
+    ends = results[0].tensors
+    stacked = {end: torch.stack([each.tensors[end] for each in results]) for end in ends}
     stacked |= {end: each.unsqueeze(1) for end, each in stacked.items() if each.dim() == 1}
-    return Quantized(stacked, torch.stack([each.weight for each in found]))
+    return Quantized(stacked, torch.stack([each.weight for each in results]))

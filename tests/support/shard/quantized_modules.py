@@ -22,16 +22,16 @@ def open_module(
     save_file({f"m.{end}": tensor for end, tensor in tensors.items()}, directory / "model.safetensors")
     format = find_format({"quantization_config": settings} if settings else {}, directory)
     assert format is not None
-    found = format.open(Checkpoint(directory), "m")
-    assert found is not None
-    return found
+    result = format.open(Checkpoint(directory), "m")
+    assert result is not None
+    return result
 
 
-def check_cuts(found: StoredTensor, expected: Tensor, seed: int = 0) -> None:
+def check_cuts(actual: StoredTensor, expected: Tensor, seed: int = 0) -> None:
     """Assert that parts of a matrix at random bounds equal those of the whole."""
     rng = random.Random(seed)
     cuts = [[slice(*sorted(rng.choices(range(size + 1), k=2))) for size in expected.shape] for _ in range(25)]
     for rows, columns in [*cuts, (slice(5, 6), slice(7, 8)), (slice(0), slice(None))]:
-        part = found.read(rows, columns)
+        part = actual.read(rows, columns)
         assert torch.equal(part, expected[rows, columns]), (rows, columns)
         assert part.is_contiguous()

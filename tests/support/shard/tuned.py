@@ -31,8 +31,8 @@ class Tuned:
 
     def answer(self, input_ids: list[int]) -> Answer:
         with quiet():
-            found = generate(self.model, input_ids, max_new_tokens=NEW_TOKENS)
-        return describe(input_ids, *found)
+            result = generate(self.model, input_ids, max_new_tokens=NEW_TOKENS)
+        return describe(input_ids, *result)
 
 
 def write_adapter(model: Any, directory: Path, seed: int = 0, **options: Any) -> peft.PeftModel:
@@ -51,8 +51,8 @@ def list_targets(model: Any) -> list[str]:
     """Return peft's "all-linear" modules and the two ends of the model, by the last parts of their names."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     kinds = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)
-    found = (name for name, module in model.named_modules() if isinstance(module, kinds) or module in ends)
-    return sorted({name.rpartition(".")[2] for name in found})
+    result = (name for name, module in model.named_modules() if isinstance(module, kinds) or module in ends)
+    return sorted({name.rpartition(".")[2] for name in result})
 
 
 @contextmanager

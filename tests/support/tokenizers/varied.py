@@ -76,9 +76,9 @@ def train(kind: str, **options: Any) -> Any:
         minloglevel=2,
         **options,
     )
-    found = sentencepiece_model_pb2.ModelProto()
-    found.ParseFromString(written.getvalue())
-    return found
+    result = sentencepiece_model_pb2.ModelProto()
+    result.ParseFromString(written.getvalue())
+    return result
 
 
 def pieces_of(model: Any) -> tuple[list[str], list[int], list[float]]:

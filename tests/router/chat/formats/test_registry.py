@@ -128,8 +128,8 @@ def test_reasoning_of_a_history_is_read_back(family: str, calls: list[tuple[str,
     formats = find(template_text(family))
     message = message_of("Yes.", calls, "Hm,\n\nso.")
     prompt, answer = write(family, message, thinks=True)
-    content, found, reasoning = read(formats, prompt, answer)
-    assert (content, found, reasoning.strip("\n")) == ("Yes.", calls, "Hm,\n\nso.")
+    content, result, reasoning = read(formats, prompt, answer)
+    assert (content, result, reasoning.strip("\n")) == ("Yes.", calls, "Hm,\n\nso.")
 
 
 def test_options_name_formats() -> None:

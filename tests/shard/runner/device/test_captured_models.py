@@ -107,14 +107,14 @@ def test_idle_rows_change_nothing(tmp_path: Path) -> None:
     model = load(tmp_path, "llama_grouped_queries", kernels)
     exact, padded = (DecodeScene(model, kernels, torch.float32) for _ in range(2))
     for count in (3, 1, 6, 2, 5, 4, 6, 1, 3):
-        found = []
+        results = []
         for scene, size in ((exact, count), (padded, MAX_ROWS)):
             scene.stage(size, count)
             parts = scene.make_parts(GraphSize(size))
             parts.forward()
-            found.append(scene.bucket(size).logits[:count].clone())
+            results.append(scene.bucket(size).logits[:count].clone())
             parts.sample()
-        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
         assert exact.rows.words.equal(padded.rows.words)
 
 

@@ -93,8 +93,8 @@ def test_steps_are_captured_largest_first_and_found_by_their_rows() -> None:
     graphs.capture(of_rows(1, 4, 2, 8))
     assert steps.made == [8, 4, 2, 1]
     assert graphs.sizes == of_rows(1, 2, 4, 8)
-    found = [graphs.find(n) for n in range(1, 10)]
-    assert [step and step.size.num_rows for step in found] == [1, 2, 4, 4, 8, 8, 8, 8, None]
+    results = [graphs.find(n) for n in range(1, 10)]
+    assert [step and step.size.num_rows for step in results] == [1, 2, 4, 4, 8, 8, 8, 8, None]
 
 
 def test_prompts_have_sizes_of_their_own() -> None:
@@ -113,8 +113,8 @@ def test_prompts_are_captured_first_and_found_by_both_numbers() -> None:
     graphs = graphs_on(Device(), steps)
     graphs.capture([GraphSize(1), small, GraphSize(8), large])
     assert steps.made == [16, 6, 8, 1], "the largest step first, and of each kind"
-    found = {asked: graphs.find(*asked) for asked in [(2, 4), (0, 1), (3, 1), (2, 5), (4, 13), (5, 1)]}
-    assert [step and step.size for step in found.values()] == [small, small, large, large, None, None]
+    result = {asked: graphs.find(*asked) for asked in [(2, 4), (0, 1), (3, 1), (2, 5), (4, 13), (5, 1)]}
+    assert [step and step.size for step in result.values()] == [small, small, large, large, None, None]
     assert [step and step.size for step in map(graphs.find, (1, 2, 3, 8, 9))] == [
         *(GraphSize(1), small, GraphSize(8), GraphSize(8), None)
     ]

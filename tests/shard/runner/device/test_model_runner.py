@@ -117,12 +117,12 @@ def make_crowd() -> list[Request]:
 def expected(directory: Path) -> dict[str, list[Request]]:
     """What a runner on the host says to one request after the other."""
     host = load(configure(directory), on=plain(torch.device("cpu")))
-    found = {"fast": make_requests(FAST), "guided": make_guided(), "crowd": make_crowd()}
-    for request in itertools.chain(*found.values()):
+    result = {"fast": make_requests(FAST), "guided": make_guided(), "crowd": make_crowd()}
+    for request in itertools.chain(*result.values()):
         Router(host, depth=1, whole=True).run([request])
         host.reset()
-    assert any(len(request.generated) < request.max_new_tokens for request in found["fast"])
-    return found
+    assert any(len(request.generated) < request.max_new_tokens for request in result["fast"])
+    return result
 
 
 def check(requests: list[Request], expected: list[Request]) -> None:

@@ -34,6 +34,6 @@ def test_memory_that_is_given() -> None:
     uploads.send_to(memory, arrays)
     assert memory.tolist() == [-1] * 12
     device.finish()
-    found = view_arrays(memory, [(3,), (2, 2)])
-    assert [tensor.tolist() for tensor in found] == [[0, 1, 2], [[4, 5], [6, 7]]]
+    result = view_arrays(memory, [(3,), (2, 2)])
+    assert [tensor.tolist() for tensor in result] == [[0, 1, 2], [[4, 5], [6, 7]]]
     assert memory[8:].tolist() == [-1] * 4
