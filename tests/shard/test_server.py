@@ -1,4 +1,4 @@
-"""Server processes behind their sockets, spoken to as the router does."""
+"""Check server processes over their sockets, driven as the router drives them."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ serve(ShardConfig(**eval(sys.argv[1])))
 
 
 class Shard:
-    """One rank's process."""
+    """The process of one rank."""
 
     def __init__(self, model: Path, uds_path: Path, **options: object) -> None:
         rank = options.get("rank", 0)
@@ -79,7 +79,7 @@ class Call:
         self.socket.sendall(b"".join(map(frame, steps)))
 
     def receive(self, count: int) -> list[pb.StepResponse]:
-        """Raises EOFError at the end of the stream."""
+        """Return the next message, or raise EOFError at the end of the stream."""
         return [self._next() for _ in range(count)]
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ def expected_tokens(model_path: Path, prompt: list[int], count: int) -> list[int
 
 @dataclass
 class Pair:
-    """Two ranks, and a store of soft prompts that the first one looks into."""
+    """Two ranks and a store of soft prompts that the first rank reads."""
 
     shards: list[Shard]
     stubs: list[ShardServiceStub]
@@ -128,7 +128,7 @@ class Both:
         self.calls = calls
 
     def send(self, *steps: pb.StepRequest) -> list[pb.StepResponse]:
-        """The first rank's answers."""
+        """Return the first rank's answers."""
         for call in self.calls:
             call.send(*steps)
         answers = [call.receive(len(steps)) for call in self.calls]
@@ -191,7 +191,7 @@ def under(row: int, digest: str) -> pb.OpenRow:
 
 
 def test_a_prompt_is_found_loaded_replaced_and_unloaded(model_path: Path, pair: Pair, stream: Both) -> None:
-    """Rows go on with what they began with, as all ranks loaded it."""
+    """Check that rows keep the content they started with, as loaded by all ranks."""
     first, steps = pair.stubs[0], Steps(16, 32)
 
     def load(directory: str) -> pb.FindResponse:

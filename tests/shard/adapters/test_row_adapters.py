@@ -1,5 +1,6 @@
-"""Which tokens of a step get which embeddings and adapters, against a plain model of the rows; and the cost
-where nobody has any."""
+"""Check which tokens of a step get which embeddings and adapters, against a plain model of the rows.
+
+Another test bounds the cost when no row has an adapter."""
 
 import random
 import time
@@ -29,14 +30,14 @@ def draw_prompt(rng: random.Random) -> LoadedPrompt:
 
 
 def pack(work: list[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Rows, starts, begins and sequence of (row, start, end)."""
+    """Return rows, starts, begins and sequences of the (row, start, end) triples."""
     counts = [end - start for _, start, end in work]
     rows, starts = (np.array([one[i] for one in work]) for i in (0, 1))
     return rows, starts, np.cumsum([0, *counts]), np.repeat(np.arange(len(work)), counts)
 
 
 def unpack(virtual: VirtualTokens | None, num_tokens: int) -> list[list[float] | None]:
-    """Of every token its embedding, or none."""
+    """Return the embedding of every token, or None where it has none."""
     results: list[list[float] | None] = [None] * num_tokens
     if virtual is not None:
         assert virtual.embeddings.dtype == torch.float32
@@ -105,7 +106,7 @@ def adapters_of(row_adapters: RowAdapters, *rows: int) -> AdapterSet | None:
 
 
 def test_a_set_lasts_while_its_adapters_do() -> None:
-    """What has been looked up in it is worth keeping."""
+    """Check that the set is reused, because lookups are cached in it."""
     one, two = Adapter({}), Adapter({})
     row_adapters = RowAdapters(NUM_ROWS, CPU)
     row_adapters.open(0, None, one)
@@ -133,7 +134,7 @@ def test_nothing_outlives_its_rows() -> None:
 
 
 def test_it_costs_next_to_nothing_where_nobody_has_any() -> None:
-    """Nor much where all have, once they are past their prompts."""
+    """Check that the cost is small without adapters, and also when all rows are past their prompts."""
     row_adapters = RowAdapters(256, CPU)
     rows, starts, begins, sequence = pack([(row, 900, 901) for row in range(256)])
 

@@ -1,4 +1,4 @@
-"""Scales of keys and values by the names that packers of checkpoints give them."""
+"""Check that KV cache scales are found under the names that quantization tools give them."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tensors of GGUF files: the package's numbers bit for bit, in any part; models that are converted."""
+"""Check GGUF tensors bit for bit against the gguf package, in any slice, and converted models."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ PARTS = [
 
 
 def write_tensor(path: Path, number: int, rng: np.random.Generator) -> np.ndarray:
-    """A matrix of random bytes as codes whose scales are no NaN, and its numbers by the package."""
+    """Write a matrix of random codes with finite scales and return its values by the gguf package."""
     type = GGMLQuantizationType(number)
     size, num_bytes = GGML_QUANT_SIZES[type]
     codes = np.empty((ROWS, 0), np.uint8)
@@ -60,7 +60,7 @@ def test_every_type_has_the_package_s_numbers(number: int, tmp_path: Path) -> No
 
 @pytest.fixture
 def model(tmp_path: Path) -> tuple[Path, Path]:
-    """A checkpoint and a GGUF file of it, both rounded."""
+    """Return a checkpoint and a GGUF file of it, both rounded."""
     write_llama(tmp_path / "written", tie_word_embeddings=True)
     write_gguf(tmp_path / "written", tmp_path / "model.gguf", "llama")
     return tmp_path / "written", tmp_path / "model.gguf"

@@ -1,4 +1,4 @@
-"""The packed tensors of random steps against a row-by-row reading of the protocol."""
+"""Check the packed tensors of random steps against a row-by-row reading of the protocol."""
 
 import random
 import time
@@ -23,7 +23,7 @@ SWITCH_LEN = 22
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan that shows what it is made of."""
+    """A plan that records its inputs."""
 
     layout: StepLayout
     kind: AttentionKind
@@ -43,7 +43,7 @@ def builder(max_rows: int, limits: RowLimits, adapters: LoadedAdapters = NOTHING
 
 @dataclass
 class Row:
-    """What a plain reader keeps of a row."""
+    """The state that a plain reader keeps of a row."""
 
     token_ids: list[int]
     prompt_len: int
@@ -58,7 +58,7 @@ class Row:
 
 
 def load_some() -> LoadedAdapters:
-    """Prompts of three tokens of the decoder, "p", and two of the encoder, "e", and an adapter, "a"."""
+    """Load soft prompts "p" with three decoder tokens, "e" with two encoder tokens, and an adapter "a"."""
     none, numbers = torch.empty(0, 2), torch.arange(14.0).view(7, 2) // 2
     result = {"p": LoadedPrompt(numbers[:3], none), "e": LoadedPrompt(none, numbers[5:]), "a": Adapter({})}
     adapters = LoadedAdapters(result.__getitem__)
@@ -280,7 +280,7 @@ def test_a_row_keeps_nothing_of_the_one_before() -> None:
 
 
 def test_virtual_tokens_are_placed_and_not_penalised() -> None:
-    """Though they are called as any token is, here 7, which comes after them too or does not."""
+    """Check that virtual tokens are not counted as seen, although they share the ID 7 with real tokens."""
     adapters = load_some()
     table, steps = builder(4, RowLimits(64, 4, 50), adapters), Steps(4, 64)
     penalised = {**SAMPLE, "repetition_penalty": 2.0}

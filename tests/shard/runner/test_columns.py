@@ -1,5 +1,7 @@
-"""What a row's columns hold when it opens, against values written down by hand; lists of any length; and that
-a parameter's declaration, its field in the message and its column are one."""
+"""Check the initial values of a row's columns against values written by hand.
+
+Other tests cover lists of any length, and that each parameter's declaration, message field and column
+agree."""
 
 import random
 from operator import attrgetter
@@ -108,7 +110,7 @@ def test_a_row_with_a_bias_is_not_plain() -> None:
 
 
 def test_declarations_are_the_messages_fields() -> None:
-    """And what a request asked for reaches its column, whatever the parameter is called."""
+    """Check that a request's value reaches the column of its parameter, for every parameter."""
     names = [each.name for each in PARAMETERS]
     lists = {"bias_token_ids", "biases"}
     assert {each.name for each in pb.Sampling.DESCRIPTOR.fields} - lists == set(names) == OFF.keys()
@@ -137,7 +139,9 @@ def test_each_column_is_declared_once_and_sampling_needs_no_other_than_the_devic
 
 @pytest.mark.parametrize(("dtype", "pad"), [("<i4", -1), ("<f4", 0.0)])
 def test_lists_of_any_length(dtype: str, pad: float) -> None:
-    """As biases and stop ids are: against lists of Python's. Only the longest of those asked for counts."""
+    """Check lists, as for biases and stop IDs, against Python lists.
+
+    Only the longest of the requested rows counts."""
     column = RaggedColumn("any", dtype, Place.BOTH, attrgetter("cross_blocks"), pad)
     rng, values, plain = random.Random(1), RaggedValues(column, 8), {row: [] for row in range(8)}
     for _ in range(200):

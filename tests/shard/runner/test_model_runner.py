@@ -1,4 +1,4 @@
-"""A whole engine, driven by the router's messages, against transformers on the same checkpoint."""
+"""Check a whole engine, driven by the router's messages, against transformers on the same checkpoint."""
 
 import math
 import random
@@ -57,7 +57,7 @@ def generate(oracle: Any, request: Request, **options: Any) -> list[int]:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_greedy_tokens_are_those_of_transformers(runner: ModelRunner, oracle: Any, depth: int) -> None:
-    """Random chunks, rows reused, and steps that name rows which have ended meanwhile."""
+    """Check random chunks, reused rows, and steps with rows that have ended meanwhile."""
     requests = [
         Request(prompt, 5 + i, eos=list(range(20 * (i % 2)))) for i, prompt in enumerate(prompts(1, 14))
     ]
@@ -255,7 +255,7 @@ def test_a_row_that_cannot_be_served_fails_alone(runner: ModelRunner, oracle: An
 
 @pytest.fixture(scope="module")
 def poisoned(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    """The model, but whoever reads token 50 knows nothing any more."""
+    """Load a copy of the model in which the embedding of token 50 is NaN."""
     path = tmp_path_factory.mktemp("poisoned")
     (path / "config.json").write_bytes((model_path / "config.json").read_bytes())
     tensors = load_file(model_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Sampling against the plain model of its rules, which works on one row at a time."""
+"""Check the batched sampler against a plain model of its rules, which computes one row at a time."""
 
 import math
 import random
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """As many as it takes to split the sum over a row that is alone."""
+    """Use two threads, which is enough to split the sum over a single row."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -37,7 +37,7 @@ def two_threads() -> Iterator[None]:
 
 
 def run(rows: list[Row], wants_details: bool = True) -> tuple[list[int], torch.Tensor, list[bool]]:
-    """The batched code: tokens, scores after all processors, usable."""
+    """Return the tokens, the scores after all processors, and whether each row is usable."""
     values = [tuple(getattr(row, name) for name in ROW_PARAMETERS.names) for row in rows]
     params = np.array(values, ROW_PARAMETERS)
     eos = np.full((len(rows), max(1, *(len(row.eos) for row in rows), 1)), -1, np.int32)
@@ -71,7 +71,7 @@ REPETITION = [1.0, 1.0, 1.0, 0.5, 1.25, 4.0, 100.0, 1e-38, 3e38]
 
 
 def random_row(rng: random.Random, vocab_size: int) -> Row:
-    """Every processor is on or off independently of the others."""
+    """Return a row in which every processor is on or off independently of the others."""
     kind = rng.choice(list(SPREADS))
     logits = [rng.gauss(0, SPREADS[kind]) for _ in range(vocab_size)]
     if kind == "ties":
@@ -125,7 +125,7 @@ def combination(row: Row) -> tuple[bool, ...]:
     ("vocab_size", "batches"), [(3, 220), (40, 220), (150, 50), (300, 25), (2500, 4), (20_000, 1)]
 )
 def test_agrees_with_the_rules(vocab_size: int, batches: int) -> None:
-    """The scores after all processors, and the choice with them."""
+    """Check the scores after all processors and the tokens chosen with them."""
     rng = random.Random(vocab_size)
     num_scores = num_choices = 0
     combinations = set()
@@ -199,7 +199,7 @@ def test_filters_that_leave_everything_change_nothing() -> None:
 
 @pytest.mark.parametrize("more", [{}, {"top_k": 30}, {"top_p": 0.9}, {"typical_p": 0.9, "top_k": 50}])
 def test_min_p_leaves_what_transformers_leaves(more: dict[str, float]) -> None:
-    """After the same temperature and behind the same other filters."""
+    """Check min_p against transformers with the same temperature and filters before it."""
     rng = random.Random(3)
     for min_p in (1e-6, 0.01, 0.05, 0.2, 0.7, 1.0):
         logits = np.float32([rng.gauss(0, 3) for _ in range(400)]).tolist()
@@ -269,11 +269,12 @@ def agree(got: list[float], scores: list[float]) -> bool:
 
 @pytest.mark.parametrize("place", range(len(ORDER) - 1))
 def test_no_two_neighbours_may_be_exchanged(place: int) -> None:
-    """But the temperature and top_k, which commute."""
+    """Check that exchanging any two neighbouring processors changes the scores, except temperature and
+    top_k."""
     exchanged = [*ORDER]
     exchanged[place], exchanged[place + 1] = ORDER[place + 1], ORDER[place]
     rng = random.Random(place)
-    # The bias and the watermark differ only in what is rounded away.
+    # The order of bias and watermark changes only the rounding.
     rounded = {"logit_bias": {0: -1e8}, "watermark_gamma": 1.0, "watermark_delta": 2.0}
     rows = [Row([1e8, *[0.0] * 39], [1], **rounded)]
     rows += [everything_on(rng) for _ in range(60)]
@@ -289,7 +290,9 @@ def test_no_two_neighbours_may_be_exchanged(place: int) -> None:
 
 
 def test_the_beginning_of_the_order_is_transformers() -> None:
-    """Of what it has: its watermark has another list, and it has no penalties of generated tokens alone."""
+    """Check the processors that transformers also has.
+
+    Its watermark uses another green list, and it has no penalties for generated tokens alone."""
     rng = random.Random(8)
     for _ in range(20):
         row = everything_on(rng)
@@ -308,7 +311,7 @@ def test_the_beginning_of_the_order_is_transformers() -> None:
 
 
 def test_generated_tokens_are_penalised_as_openai_says() -> None:
-    """Against numbers written down by hand."""
+    """Check the penalties against values computed by hand."""
     row = Row([1.0, 2.0, -3.0, 4.0], [3, 3, 0, 1, 2, 1, 1], num_generated=4, greedy=True)
     row.presence_penalty, row.frequency_penalty = 0.5, 0.25
     assert run([row])[1].tolist() == [[1.0, 2.0 - 0.5 - 3 * 0.25, -3.0 - 0.5 - 0.25, 4.0]]

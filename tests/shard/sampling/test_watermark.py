@@ -1,5 +1,6 @@
-"""Green lists, against those that TGI draws, and against MT19937 and Fisher and Yates without torch. The
-watermark of transformers has another list: it hashes, and draws it on the model's device."""
+"""Check the green lists against TGI's, and against MT19937 and Fisher-Yates without torch.
+
+The watermark of transformers differs: it hashes the tokens and draws its list on the model's device."""
 
 import random
 

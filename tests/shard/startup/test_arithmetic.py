@@ -1,5 +1,6 @@
-"""`--cpu-arithmetic bfloat16`: whole models and engines, against float32 and against themselves in other
-company, what is said, and who refuses."""
+"""Check `--cpu-arithmetic bfloat16` for whole models and engines, against float32 and in other batches.
+
+Other tests check the log lines and the refusals."""
 
 import logging
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from tgis.shard.startup.cpu_platform import ON_CPU, on_cpu
 from tgis.shard.startup.host_runner import HostRunners
 from tgis.shard.startup.load import load, prepare
 
-TOLERANCE = 0.01  # of log-probabilities on average, of models as tiny and random as these
+TOLERANCE = 0.01  # mean difference of log-probabilities for models this small and random
 SAID = "matrix products and attention multiply in bfloat16 and accumulate in float32"
 
 

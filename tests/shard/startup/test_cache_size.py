@@ -1,4 +1,4 @@
-"""The cache of a GPU is sized by what is measured, on a device of numbers that runs out of memory too."""
+"""Check how measurements set the size of a GPU's cache, on a simulated device that can run out of memory."""
 
 import gc
 import random
@@ -34,12 +34,12 @@ from tgis.shard.startup.memory_plan import (
 BLOCK = 2 * MIB
 SIZES = tuple(of_rows(1, 2, 4, 8))
 LARGEST = 512  # tokens
-DEMAND = Demand(16, 160, 8, None)  # 10 blocks a request, and 80 are wanted
+DEMAND = Demand(16, 160, 8, None)  # 10 blocks per request, 80 in total
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _few_objects() -> Iterator[None]:
-    """Garbage collections are slow where transformers is imported."""
+    """Disable garbage collection, which is slow once transformers is imported."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -47,13 +47,13 @@ def _few_objects() -> Iterator[None]:
 
 @dataclass
 class Device:
-    """Memory of a GPU. What a step took is kept for the next one until it is released."""
+    """A simulated GPU memory, which caches what a step used until it is released."""
 
     total: int
     used: int = 0
     kept: int = 0
-    most: int = 0  # used and kept since the last `begin_peak`
-    takes: int = 0  # of the driver for kernels that are loaded at the first step
+    most: int = 0  # the peak since the last `begin_peak`, cached memory included
+    takes: int = 0  # driver memory for kernels that are loaded at the first step
 
     def allocate(self, num_bytes: int) -> None:
         if self.used + num_bytes > self.total:
@@ -92,7 +92,7 @@ class Costs:
     token: int = MIB
     first_graph: int = 200 * MIB
     other_graph: Callable[[int], int] = lambda size: 10 * MIB
-    code: int = 90 * MIB  # of kernels, at the first step
+    code: int = 90 * MIB  # code of kernels, loaded at the first step
     fails: bool = False
 
 
@@ -118,7 +118,7 @@ class Graphs:
 
 
 class Runner:
-    """Takes memory for as long as it lives."""
+    """A runner that owns memory for its lifetime."""
 
     max_pending = 1
 
@@ -146,7 +146,7 @@ class Runner:
 def size_cache(
     device: Device, costs: Costs = Costs(), cache_fraction: float = 1, **other: Any
 ) -> tuple[Runner, list[int]]:
-    """Return the runner, and the numbers of blocks of all runners that were made."""
+    """Return the runner, and the number of blocks of every runner that was made."""
     made: list[int] = []
 
     def make_runner(num_blocks: int) -> Runner:
@@ -168,7 +168,7 @@ def size_cache(
     return runner, made
 
 
-LIMITED = Demand(16, 160, 800, None)  # more blocks than there is memory for
+LIMITED = Demand(16, 160, 800, None)  # more blocks than fit into memory
 
 
 def find_free(device: Device) -> int:
@@ -177,8 +177,10 @@ def find_free(device: Device) -> int:
 
 
 def test_the_cache_has_what_steps_and_graphs_leave() -> None:
-    """Of 4,096 MiB: 300 of tables, 90 of code, the steps' 512, of graphs 200 + 3 * 10, and 2 % are not the
-    cache's; the dummy block and the one of the first measurement are 4."""
+    """Check the arithmetic for 4,096 MiB.
+
+    Tables of 300, code of 90, 512 for the steps, graphs of 200 + 3 * 10, and 2 % do not belong to the cache;
+    the dummy block and the first measurement's block add 4."""
     device = Device(4 * GIB)
     runner, made = size_cache(device, demand=LIMITED)
     left = 4096 - 300 - 90 - 4 - 512 - 230 - 4 * GIB // 50 / MIB
@@ -224,7 +226,7 @@ def test_a_model_that_cannot_be_captured_gets_the_memory() -> None:
 
 
 def test_graphs_that_take_more_than_planned_shrink_the_cache_once() -> None:
-    """The smallest takes 10 MiB, those between take 200."""
+    """Check graphs whose smallest size takes 10 MiB while the sizes between take 200."""
     device = Device(4 * GIB)
     costs = Costs(other_graph=lambda size: 10 * MIB if size == 1 else 200 * MIB)
     runner, made = size_cache(device, costs, demand=LIMITED)
@@ -318,7 +320,7 @@ def test_what_is_missing() -> None:
         (100, 100, 0.5, 50),
         (100, 70, 0.5, 20),
         (100, 40, 0.5, 0),
-        (60, 60, 0.5, 50),  # another process has 40
+        (60, 60, 0.5, 50),  # another process uses 40
         (30, 30, 0.5, 30),
         (60, 65, 0.5, 50),  # it has released some
     ],

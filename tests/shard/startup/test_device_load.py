@@ -1,4 +1,4 @@
-"""A shard on a device, from its configuration to tokens, and what it says of itself."""
+"""Check a shard on a device, from its configuration to tokens, and the information it reports."""
 
 import logging
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def model_path(checkpoint: Callable[[str], Path]) -> Path:
 
 
 def test_a_shard_with_graphs(model_path: Path) -> None:
-    """Its cache has a block that is not counted, and the steps of its graphs give the CPU's tokens."""
+    """Check that the dummy block is not counted and that captured steps give the CPU's tokens."""
     on, runs = late_platform(LateDevice()), []
     for runner in (
         load(configure(model_path), on=plain(CPU)),

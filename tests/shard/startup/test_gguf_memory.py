@@ -1,4 +1,4 @@
-"""Memory of GGUF files whose codes are kept: what is counted before they are read, and what is reported."""
+"""Check the memory of GGUF files whose codes are kept: the count before loading and the reported total."""
 
 import logging
 from dataclasses import replace
@@ -30,7 +30,7 @@ EMBEDDING, LAYERS, WIDENED = 99 * 256, 2 * (4 * 256 * 256 + 3 * 256 * 512), 256 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose types are Q4_0, Q8_0 and one whose codes are not kept."""
+    """A model with tensors of Q4_0, Q8_0 and a type whose codes are not kept."""
     written = tmp_path_factory.mktemp("written")
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
     heads = {
@@ -71,8 +71,9 @@ def test_types_and_memory_are_reported(directory: Path, caplog: pytest.LogCaptur
 def test_matrices_that_ranks_cut_inside_groups_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each of two ranks has 48 columns of the down projections, which are one and a half groups. The output
-    projections are cut between groups."""
+    """Check two ranks whose 48 columns of the down projections are one and a half groups.
+
+    The output projections are cut between groups."""
     config = write_llama(
         tmp_path,
         hidden_size=512,

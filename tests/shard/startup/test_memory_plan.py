@@ -1,4 +1,4 @@
-"""How large the cache becomes, and the arithmetic that a refusal shows."""
+"""Check the size of the cache, and the arithmetic in a refusal."""
 
 from itertools import product
 
@@ -43,7 +43,7 @@ def test_blocks_are_the_least_of_three_bounds() -> None:
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 8, 16])
 def test_blocks_of_the_worst_request(block_size: int) -> None:
-    """Every way to part a sequence's tokens over an input and an output."""
+    """Try every division of a sequence's tokens into input and output."""
     for length in range(2, 70):
         whole = -(-length // block_size)
         assert Demand(block_size, length, 1, None).blocks_per_request == whole

@@ -1,5 +1,5 @@
-"""`--quantize int8`: whole models and engines, against float32 and against themselves in other company, and
-who refuses."""
+"""Check `--quantize int8` for whole models and engines, against float32 and in other batches, and the
+refusals."""
 
 import logging
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from tgis.shard.startup.cpu_platform import ON_CPU
 from tgis.shard.startup.load import load
 from tgis.shard.startup.platform import DeviceError
 
-TOLERANCE = 0.05  # of log-probabilities on average, of models as tiny and random as these
+TOLERANCE = 0.05  # mean difference of log-probabilities for models this small and random
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def quantized(directory: Path, group: ProcessGroup = stepping.ALONE) -> Decoder:
 
 
 def compute_steps(group: ProcessGroup, directory: Path) -> Tensor:
-    """Log-probabilities of two sequences, in chunks and together."""
+    """Return the log-probabilities of two sequences, in chunks and together."""
     stepper = Stepper(quantized(directory, group), group)
     first, second = list(range(5, 20)), [30, 31]
     steps = [{0: (first[:9], 0)}, {0: (first, 9), 1: (second, 0)}]

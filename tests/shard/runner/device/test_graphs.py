@@ -1,4 +1,4 @@
-"""Which steps are captured, and which one a number of rows takes."""
+"""Check which steps are captured, and which graph serves a number of rows."""
 
 import gc
 import logging
@@ -18,7 +18,7 @@ GRAPH_BYTES, FREE_BYTES = 10 << 20, 1000 << 20
 
 
 class Device(FakeStream):
-    """Device on which captures take time and memory, and fail if `error` says so."""
+    """A device whose captures take time and memory, and fail if `error` is set."""
 
     def __init__(self, capture_s: float = 0.0, error: Callable[[int], Exception | None] | None = None):
         super().__init__()
@@ -37,7 +37,7 @@ class Device(FakeStream):
 
 
 class Steps:
-    """Steps that add 1 to as many rows, and then copy them to the answers."""
+    """Steps that add 1 to each row and then copy the rows to the answers."""
 
     def __init__(self) -> None:
         self.rows, self.logits, self.answers = torch.zeros(16), torch.zeros(16), torch.zeros(16)
@@ -221,7 +221,9 @@ def test_a_trial_can_be_dropped_and_repeated() -> None:
 
 @pytest.mark.parametrize("error", [None, RuntimeError("operation not permitted when stream is capturing")])
 def test_no_garbage_is_collected_meanwhile(error: Exception | None) -> None:
-    """A cycle with memory of a device may be anywhere, and its end would end the capture."""
+    """Check that garbage collection is off during a capture.
+
+    A cycle may own device memory, and freeing it would end the capture."""
     collected: list[int] = []
     meanwhile: list[int] = []
 

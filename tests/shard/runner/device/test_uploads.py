@@ -1,4 +1,4 @@
-"""Copies to a late device: what the host writes next must not change what is still to be copied."""
+"""Check copies to a late device: later writes on the host must not change pending copies."""
 
 import numpy as np
 import torch
@@ -8,7 +8,7 @@ from tgis.shard.runner.device.uploads import NUM_SLOTS, Uploads, view_arrays
 
 
 def test_arrays_arrive_as_they_were() -> None:
-    """More of them than there are slots, of any size, while nobody waits; the last are larger than a slot."""
+    """Check more copies than slots, of any size, without waiting; the last ones are larger than a slot."""
     device, rng = LateDevice(), np.random.default_rng(1)
     uploads, sent = Uploads(device, num_words=64), []
     for i in range(5 * NUM_SLOTS):
