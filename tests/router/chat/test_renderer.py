@@ -1,4 +1,4 @@
-"""Rendered chats are those of transformers, for templates in the manner of published families."""
+"""Check rendered chats against transformers, for templates in the style of published families."""
 
 import asyncio
 import subprocess
@@ -144,16 +144,18 @@ async def test_failures_and_times_are_counted() -> None:
         renderer = ChatRenderer(ChatTemplate(text), metrics=metrics)
         await prompt_or_none(renderer, Chat(HELLO))
         renderer.close()
-    told = metrics.render().decode()
-    assert {line for line in told.splitlines() if line.startswith("tgi_chat_template_failure_total")} == {
+    exposition = metrics.render().decode()
+    assert {
+        line for line in exposition.splitlines() if line.startswith("tgi_chat_template_failure_total")
+    } == {
         'tgi_chat_template_failure_total{err="killed"} 1.0',
         'tgi_chat_template_failure_total{err="template"} 2.0',
     }
-    assert "tgi_chat_template_duration_count 4.0\n" in told
+    assert "tgi_chat_template_duration_count 4.0\n" in exposition
 
 
 async def test_chats_of_owners_take_turns(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One owner's many slow chats keep another's waiting for a turn, and only its own are refused."""
+    """Check that one tenant's slow chats delay its own turn, and that only its own chats are refused."""
     monkeypatch.setattr(worker_pool, "MAX_WAITING", 20)
     slow = "{% for i in range(500) %}{% for j in range(500) %}{% endfor %}{% endfor %}"
     renderer = make(f"{{% if messages|length > 1 %}}{slow}{{% endif %}}x")

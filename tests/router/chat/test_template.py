@@ -1,4 +1,4 @@
-"""Templates and special tokens are found where transformers finds them."""
+"""Check that templates and special tokens are read from the files that transformers reads."""
 
 import json
 import logging
@@ -72,7 +72,7 @@ def test_other_places(tmp_path: Path) -> None:
 
 
 def test_another_file_than_the_tokenizer_s(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It counts before every file of the model, for the template and for the texts of special tokens."""
+    """Check that it overrides every file of the model, for the template and for special tokens."""
 
     def load_with(file: str | None, config: dict[str, object]) -> tuple[ChatTemplate | None, str]:
         write(tmp_path, mine_json=config)

@@ -220,7 +220,7 @@ def test_lark_that_the_library_does_not_read_is_refused_with_the_reason() -> Non
     ids=["regex", "Lark", "Lark's terminals", "pattern"],
 )
 def test_digits_are_those_of_ascii(kind: str, write: Callable[[str], str]) -> None:
-    """Which digits `\\d` means has changed between releases of the library."""
+    """Check `\\d`, whose digits have changed between releases of the library."""
     quote = '"' if kind == "json_schema" else ""
     for regex, allowed in ((r"\d", "5"), (r"[\dx]", "5x"), (r"\D", "x٤५５"), (r"[^\d]", "x٤५５")):
         matcher = LLMatcher(BYTES, convert(kind, write(regex)), log_level=0)

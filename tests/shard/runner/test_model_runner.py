@@ -187,14 +187,14 @@ def test_no_column_is_sent_that_nobody_asked_for(runner: ModelRunner) -> None:
     assert len({response.digest for response in router.responses}) > 1
 
 
-@pytest.mark.parametrize("wanted", [{"logprobs": True, "ranks": True, "top_n": 2}, {"top_n": 1}, {}])
+@pytest.mark.parametrize("requested", [{"logprobs": True, "ranks": True, "top_n": 2}, {"top_n": 1}, {}])
 @pytest.mark.parametrize("first", [0, 1, 70])
 def test_details_of_the_input(
-    runner: ModelRunner, logprobs_of: Any, wanted: dict[str, Any], first: int
+    runner: ModelRunner, logprobs_of: Any, requested: dict[str, Any], first: int
 ) -> None:
     rng = random.Random(7)
     prompt = [rng.randrange(3, 99) for _ in range(150)]
-    details = {**wanted, "input_tokens": True, "input_from": first}
+    details = {**requested, "input_tokens": True, "input_from": first}
     router = Router(runner, seed=first)
     request = Request(prompt, 3, details=details)
     router.run([request, *(Request(p, 3) for p in prompts(8, 3))])
@@ -205,7 +205,7 @@ def test_details_of_the_input(
     for span in spans:
         assert span.row == request.row
         reported += range(span.start, span.start + span.count)
-        if not wanted:
+        if not requested:
             assert not span.logprobs
             assert not span.ranks
             assert not span.HasField("top_tokens")
@@ -219,7 +219,7 @@ def test_details_of_the_input(
             row, token = expected[position - 1], prompt[position]
             assert logprob == pytest.approx(row[token].item(), abs=1e-4)
             assert rank == 1 + (row > row[token]).sum()
-            assert [token for token, _ in top] == row.topk(wanted["top_n"]).indices.tolist()
+            assert [token for token, _ in top] == row.topk(requested["top_n"]).indices.tolist()
     assert reported == list(range(first, 150))
 
 

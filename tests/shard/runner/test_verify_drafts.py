@@ -117,14 +117,14 @@ class Speculator(Router):
         return (sum(truth) + self.rng.randrange(1, VOCAB_SIZE)) % VOCAB_SIZE
 
     def send(self, running: list[Request], fresh: list[Request]) -> None:
-        work, drafts, most = [], {}, {}
+        work, drafts, limits = [], {}, {}
         for request in running:
             start, known = request.scheduled, len(request.prompt) + len(request.generated)
             if request.row in self.busy or start == request.length:
                 continue
             room = len(request.prompt) + request.max_new_tokens - request.length - 1
             if start + 1 == request.length and room > 0 and self.rng.random() < self.left_to_shard:
-                most[request.row] = self.rng.randint(1, min(room, 6))
+                limits[request.row] = self.rng.randint(1, min(room, 6))
                 self.busy[request.row] = self.steps.step_id + 1
                 request.scheduled = request.length
                 work.append((request.row, start, request.length))
@@ -140,7 +140,7 @@ class Speculator(Router):
                 request.length += 1
             request.scheduled = end
             work.append((request.row, start, end))
-        step = self.steps.step(work, [opening(request) for request in fresh], self.closed, drafts, most)
+        step = self.steps.step(work, [opening(request) for request in fresh], self.closed, drafts, limits)
         self.closed = []
         response = self.runner.launch(step).answer()
         self.num_guessed += sum(map(len, drafts.values()))

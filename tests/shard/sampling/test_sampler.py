@@ -132,19 +132,19 @@ def test_agrees_with_the_rules(vocab_size: int, batches: int) -> None:
     for _ in range(batches):
         rows = [random_row(rng, vocab_size) for _ in range(rng.randint(1, 24))]
         tokens, scores, usable = run(rows)
-        for row, token, got, fit in zip(rows, tokens, scores.tolist(), usable, strict=True):
+        for row, token, actual, fit in zip(rows, tokens, scores.tolist(), usable, strict=True):
             if all(x == -INF for x in plain_sampling.treat_eos(row.logits, row).values):
                 assert not fit, row
                 continue
             assert fit, row
-            wanted = plain_sampling.process(row)
-            if wanted.mass < 1e-5 or wanted.typical_order < 1e-4:
+            expected = plain_sampling.process(row)
+            if expected.mass < 1e-5 or expected.typical_order < 1e-4:
                 continue
             num_scores += 1
             combinations.add(combination(row))
-            assert [x == -INF for x in got] == [x == -INF for x in wanted.values], row
-            assert np.allclose(got, wanted.values, rtol=2e-5, atol=1e-6)
-            chosen, margin = plain_sampling.choose(row, wanted.values)
+            assert [x == -INF for x in actual] == [x == -INF for x in expected.values], row
+            assert np.allclose(actual, expected.values, rtol=2e-5, atol=1e-6)
+            chosen, margin = plain_sampling.choose(row, expected.values)
             if margin > 1e-4 or row.greedy:
                 num_choices += 1
                 assert token == chosen, row
@@ -220,9 +220,9 @@ def test_a_typical_p_below_zero_leaves_the_most_typical_token() -> None:
     rng = random.Random(12)
     logits = np.float32([rng.gauss(0, 3) for _ in range(300)]).tolist()
     (token,), scores, _ = run([row := Row(logits, [1], typical_p=-0.5)])
-    wanted = plain_sampling.process(row).values
-    assert [x > -INF for x in scores[0].tolist()] == [x > -INF for x in wanted]
-    assert token == max(range(300), key=wanted.__getitem__)
+    expected = plain_sampling.process(row).values
+    assert [x > -INF for x in scores[0].tolist()] == [x > -INF for x in expected]
+    assert token == max(range(300), key=expected.__getitem__)
 
 
 def test_min_p_changes_no_other_row_and_no_greedy_one() -> None:
@@ -262,9 +262,9 @@ def everything_on(rng: random.Random) -> Row:
     )
 
 
-def agree(got: list[float], scores: list[float]) -> bool:
-    is_excluded = [x == -INF for x in got] == [x == -INF for x in scores]
-    return is_excluded and np.allclose(got, scores, rtol=2e-5, atol=1e-6)
+def agree(actual: list[float], scores: list[float]) -> bool:
+    is_excluded = [x == -INF for x in actual] == [x == -INF for x in scores]
+    return is_excluded and np.allclose(actual, scores, rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("place", range(len(ORDER) - 1))
@@ -279,12 +279,12 @@ def test_no_two_neighbours_may_be_exchanged(place: int) -> None:
     rows = [Row([1e8, *[0.0] * 39], [1], **rounded)]
     rows += [everything_on(rng) for _ in range(60)]
     num_different = 0
-    for row, got in zip(rows, run(rows)[1].tolist(), strict=True):
-        wanted, other = plain_sampling.process(row), plain_sampling.process(row, exchanged)
-        if min(wanted.mass, other.mass) < 1e-5 or min(wanted.typical_order, other.typical_order) < 1e-4:
+    for row, actual in zip(rows, run(rows)[1].tolist(), strict=True):
+        expected, other = plain_sampling.process(row), plain_sampling.process(row, exchanged)
+        if min(expected.mass, other.mass) < 1e-5 or min(expected.typical_order, other.typical_order) < 1e-4:
             continue
-        assert agree(got, wanted.values)
-        num_different += not agree(got, other.values)
+        assert agree(actual, expected.values)
+        num_different += not agree(actual, other.values)
     commute = ORDER[place : place + 2] == (plain_sampling.divide, plain_sampling.keep_best)
     assert (num_different == 0) == commute
 
@@ -378,14 +378,14 @@ def test_details_follow_the_rules() -> None:
         scores[0] = 1.0
         token_ids = [rng.choice([i for i, x in enumerate(row) if x > -INF]) for row in scores.tolist()]
         top_n = np.array([rng.choice([0, 1, 2, 5, 10]) for _ in token_ids])
-        got = compute_details(scores, torch.tensor(token_ids), top_n)
+        actual = compute_details(scores, torch.tensor(token_ids), top_n)
         oracle = scores.double().log_softmax(-1)
-        starts = np.concatenate([[0], np.cumsum(got.top_counts)])
+        starts = np.concatenate([[0], np.cumsum(actual.top_counts)])
         for i, (row, token) in enumerate(zip(scores.tolist(), token_ids, strict=True)):
-            assert got.logprobs[i] == pytest.approx(oracle[i, token].item(), abs=1e-5)
-            assert got.ranks[i] == plain_sampling.rank(row, token)
-            ids = got.top_ids[starts[i] : starts[i + 1]].tolist()
+            assert actual.logprobs[i] == pytest.approx(oracle[i, token].item(), abs=1e-5)
+            assert actual.ranks[i] == plain_sampling.rank(row, token)
+            ids = actual.top_ids[starts[i] : starts[i + 1]].tolist()
             assert ids == plain_sampling.best_tokens(row, int(top_n[i]))
-            assert got.top_logprobs[starts[i] : starts[i + 1]] == pytest.approx(
+            assert actual.top_logprobs[starts[i] : starts[i + 1]] == pytest.approx(
                 oracle[i, ids].numpy(), abs=1e-5
             )

@@ -52,7 +52,7 @@ class Device:
     total: int
     used: int = 0
     kept: int = 0
-    most: int = 0  # the peak since the last `begin_peak`, cached memory included
+    max_bytes: int = 0  # the peak since the last `begin_peak`, cached memory included
     takes: int = 0  # driver memory for kernels that are loaded at the first step
 
     def allocate(self, num_bytes: int) -> None:
@@ -60,7 +60,7 @@ class Device:
             raise torch.OutOfMemoryError("CUDA out of memory")
         self.used += num_bytes
         self.kept = min(self.kept, self.total - self.used)
-        self.most = max(self.most, self.used + self.kept)
+        self.max_bytes = max(self.max_bytes, self.used + self.kept)
 
     def free(self, num_bytes: int) -> None:
         self.used -= num_bytes
@@ -79,11 +79,11 @@ class Device:
         return self.used
 
     def begin_peak(self) -> int:
-        self.most = self.used + self.kept
-        return self.most
+        self.max_bytes = self.used + self.kept
+        return self.max_bytes
 
     def peak(self) -> int:
-        return self.most
+        return self.max_bytes
 
 
 @dataclass(frozen=True)
@@ -204,9 +204,9 @@ def test_no_more_than_requests_can_use() -> None:
 
 def test_soft_prompts_and_adapters_keep_their_share() -> None:
     without, with_them = Device(4 * GIB), Device(4 * GIB)
-    [_, most] = size_cache(without, demand=LIMITED)[1]
+    [_, more] = size_cache(without, demand=LIMITED)[1]
     [_, fewer] = size_cache(with_them, demand=LIMITED, adapter_bytes=256 * MIB)[1]
-    assert most - fewer == 128
+    assert more - fewer == 128
 
 
 @pytest.mark.parametrize("sizes", [(), (4,)])
@@ -293,7 +293,7 @@ def test_whatever_is_taken_the_largest_step_has_memory_in_the_end() -> None:
         assert made[-1] == 8000 or free - needed < device.margin() // 2 + 3 * BLOCK + 200 * MIB
         shrunk, served = shrunk + (len(made) == 3), served + 1
     assert served > 80
-    assert shrunk == 0, "other graphs take at most 7 MiB more than the smallest, of which the margin is"
+    assert shrunk == 0, "other graphs take up to 7 MiB more than the smallest, which the margin covers"
 
 
 def test_graphs_share_what_the_first_one_took() -> None:

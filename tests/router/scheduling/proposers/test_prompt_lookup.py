@@ -1,4 +1,4 @@
-"""What is guessed, against a plain search of the text; when a guess is worth it; and what room there is."""
+"""Check n-gram drafts against a plain search of the text, the cost model, and the limits on drafts."""
 
 import random
 from itertools import pairwise
@@ -14,8 +14,10 @@ from tgis.router.sequence import Sequence, Stopping
 
 
 def plain_source(token_ids: list[int]) -> int:
-    """Where the token stands that is expected next: for as long as that was right, the one after; otherwise
-    behind the last earlier occurrence of the newest four tokens, or of the newest two."""
+    """Return the position of the predicted next token.
+
+    After a right prediction it is the next position; otherwise it follows the last earlier occurrence of the
+    newest four tokens, or of the newest two."""
     source = -1
     for length in range(1, len(token_ids) + 1):
         if source >= 0 and token_ids[source] == token_ids[length - 1]:
@@ -109,7 +111,8 @@ def test_nothing_is_guessed_before_a_step_was_timed_or_where_steps_are_full() ->
 
 
 def test_a_step_of_one_size_does_not_forbid_to_try() -> None:
-    """All that is known then is that a step of one token takes so long; two need not take twice that."""
+    """Check that the time of one-token steps alone is no evidence that a two-token step takes twice as
+    long."""
     one = proposer(0.0, 10.0)
     assert one.begin(1, 100)
     assert one.propose(new_sequence(LOOP), 100).max_tokens
@@ -127,10 +130,10 @@ def test_a_step_has_so_many_drafts_together() -> None:
 @pytest.mark.parametrize(
     ("num_tokens", "free", "switch_len", "room"),
     [
-        (10, 20, 0, 7),  # max_new_tokens 8 of which the last is not computed
+        (10, 20, 0, 7),  # max_new_tokens is 8, and the last token is not computed
         (13, 20, 0, 4),
         (17, 20, 0, 0),
-        (10, 2, 0, 2),  # two running, so that both free blocks are for others: to the end of its own
+        (10, 2, 0, 2),  # two are running, so the free blocks are for others and drafts end at the block's end
         (10, 3, 0, 6),
         (12, 2, 0, 0),
         (10, 20, 12, 2),
@@ -149,7 +152,7 @@ def test_room(num_tokens: int, free: int, switch_len: int, room: int) -> None:
 
 
 def test_a_sequence_with_nothing_to_guess_runs_ahead() -> None:
-    """And one that has something waits for its last token, then sends it with the drafts."""
+    """Check that a sequence with drafts waits for its last token and then sends it with the drafts."""
     one = proposer(10.0, 0.1, max_drafts=3)
     scheduler = Scheduler(BlockPool(40, 4), 8, proposer=one)
     plain, looping = new_sequence(list(range(10, 30))), new_sequence(LOOP)
