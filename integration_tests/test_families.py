@@ -269,7 +269,7 @@ REFUSALS = {
     ),
     "short": Refusal(
         write_short,
-        "the model has 64 positions; --max-sequence-length 65 is more",
+        "--max-sequence-length 65 exceeds the model's 64 positions",
         ["--max-sequence-length", "65"],
     ),
     "uncut": Refusal(

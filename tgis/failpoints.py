@@ -1,7 +1,8 @@
 """Injects faults at named points in the code, for tests; inactive unless the option `failpoints` names some.
 
-Its rules `POINT[FACT;FACT]=ACTION:SECONDS@TIME`, separated by commas, run when the process reaches the point
-and all facts hold, only for the TIME-th time if TIME is given. Facts, seconds and TIME are optional."""
+The option has rules `POINT[FACT;FACT]=ACTION:SECONDS@TIME`, separated by commas. A rule runs when the process
+reaches POINT and all facts hold. Facts, SECONDS and TIME are optional; with TIME, only the TIME-th such hit
+runs the rule."""
 
 import os
 import re
@@ -32,7 +33,7 @@ class _Rule:
     facts: frozenset[str]
     action: str
     seconds: float
-    turn: int | None
+    hit_number: int | None
     """Number of the hit at which the rule acts, from 1; None: every hit."""
     num_hits: int = 0
 
@@ -40,7 +41,7 @@ class _Rule:
         if not self.facts <= facts:
             return False
         self.num_hits += 1
-        return self.turn in (None, self.num_hits)
+        return self.hit_number in (None, self.num_hits)
 
 
 _rules: dict[str, list[_Rule]] = {}
@@ -48,33 +49,33 @@ _own_facts: frozenset[str] = frozenset()
 
 
 def arm(text: str | None, *facts: str) -> None:
-    """Replace the rules by those in `text`; `facts` hold for this process. Raises FailpointError."""
+    """Replace all rules with the rules in `text`; `facts` hold for this process. Raises FailpointError."""
     global _own_facts
-    read = [_read(part.strip()) for part in (text or "").split(",") if part.strip()]
+    parsed = [_parse(part.strip()) for part in (text or "").split(",") if part.strip()]
     _rules.clear()
     _own_facts = frozenset(facts)
-    for point, rule in read:
+    for point, rule in parsed:
         _rules.setdefault(point, []).append(rule)
 
 
 def hit(point: str, facts: Callable[[], list[str]] = list) -> bool:
-    """Run the point's rules, if it has any, with `facts`; return True if the caller must produce garbage."""
+    """Run the point's rules that match `facts`. Return True if the caller must produce garbage."""
     if not _rules or point not in _rules:
         return False
-    known = _own_facts | frozenset(facts())
-    active = [rule for rule in _rules[point] if rule.applies(known)]
+    current_facts = _own_facts | frozenset(facts())
+    active = [rule for rule in _rules[point] if rule.applies(current_facts)]
     for rule in active:
         _run(rule)
     return any(rule.action == "garbage" for rule in active)
 
 
-def _read(text: str) -> tuple[str, _Rule]:
-    found = _RULE.fullmatch(text)
-    if found is None or found["action"] not in ACTIONS:
+def _parse(text: str) -> tuple[str, _Rule]:
+    match = _RULE.fullmatch(text)
+    if match is None or match["action"] not in ACTIONS:
         raise FailpointError(f"failpoints: {text!r} is not POINT[FACTS]=ACTION:SECONDS@TIME")
-    facts = frozenset(fact for fact in (found["facts"] or "").split(";") if fact)
-    turn = int(found["time"]) if found["time"] else None
-    return found["point"], _Rule(facts, found["action"], float(found["seconds"] or 0), turn)
+    facts = frozenset(fact for fact in (match["facts"] or "").split(";") if fact)
+    hit_number = int(match["time"]) if match["time"] else None
+    return match["point"], _Rule(facts, match["action"], float(match["seconds"] or 0), hit_number)
 
 
 def _run(rule: _Rule) -> None:

@@ -1,4 +1,4 @@
-"""Limits of what is logged again and again: lines of one kind, and tracebacks of one place."""
+"""Rate limits for repeated log records: lines of one kind, and tracebacks from one place."""
 
 import logging
 import time
@@ -8,11 +8,12 @@ from collections.abc import Callable
 from types import TracebackType
 
 KIND = "log_kind"
-"""Key of `extra` for lines that anybody can cause: `extra={KIND: "unauthenticated"}`. One of each kind is
-logged a second."""
+"""Key of `extra` for lines that any client can cause: `extra={KIND: "unauthenticated"}`. At most one line of
+each kind is logged per second."""
 OMITTED = "omitted"
-"""Attribute of a record: number of lines of its kind, or of tracebacks of its place, since the last one."""
-KIND_S, TRACEBACK_S = 1.0, 60.0
+"""Attribute of a record: number of lines of its kind, or of tracebacks from its place, omitted before it."""
+KIND_S = 1.0
+TRACEBACK_S = 60.0
 MAX_FRAMES = 20
 MAX_PLACES = 256
 
@@ -20,13 +21,13 @@ _ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None]
 
 
 class RecordLimits(logging.Filter):
-    """Filter of a handler. Omitted lines and tracebacks are counted, and the next one has their number."""
+    """Handler filter that omits repeated lines and tracebacks, and adds their number to the next record."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
         self._last: OrderedDict[object, tuple[float, int]] = OrderedDict()
-        """Time of the last line or traceback, and number of those omitted since, by kind or place."""
+        """Time of the last line or traceback, and number omitted since then, by kind or place."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         kind = getattr(record, KIND, None)
@@ -54,7 +55,7 @@ class RecordLimits(logging.Filter):
 
 
 def place_of(error: BaseException) -> tuple[str, str, int]:
-    """Return the error's type, and file and line where it was raised."""
+    """Return the error's type, and the file and line that raised it."""
     end = error.__traceback__
     while end is not None and end.tb_next is not None:
         end = end.tb_next
@@ -64,5 +65,5 @@ def place_of(error: BaseException) -> tuple[str, str, int]:
 
 
 def format_traceback(exc_info: _ExcInfo | tuple[None, None, None]) -> str:
-    """Return a traceback, with the last `MAX_FRAMES` frames of each error."""
+    """Format a traceback with at most the last `MAX_FRAMES` frames of each error."""
     return "".join(traceback.format_exception(*exc_info, limit=-MAX_FRAMES)).rstrip("\n")

@@ -1,4 +1,5 @@
-"""Configures logging to stderr, as text or JSON lines. No text can look like another record or field."""
+"""Configures logging to stderr, as text or JSON lines. Escaping keeps any text from imitating a record or
+field."""
 
 import contextlib
 import functools
@@ -28,21 +29,21 @@ _CONSTANTS = frozenset(("true", "false", "null"))
 class TextFormatter(logging.Formatter):
     """Formatter of lines `2026-01-31T12:00:00.123Z INFO tgis.router.app: message key=value other="a value"`.
 
-    A message or string value is written as a JSON string only if it could be misread otherwise."""
+    A message or value is written as a JSON string only if it would otherwise be ambiguous."""
 
     def format(self, record: logging.LogRecord) -> str:
-        about = f"{timestamp(record.created)} {record.levelname} {record.name}"
-        head = f"{about}: {_text_message(record.getMessage())}"
+        prefix = f"{timestamp(record.created)} {record.levelname} {record.name}"
+        head = f"{prefix}: {_text_message(record.getMessage())}"
         fields = [f" {_key(name)}={_text_value(value)}" for name, value in _fields(record).items()]
         lines = [head + "".join(fields)]
-        if record.exc_info:  # indented, because a traceback ends with a text that a user may have chosen
+        if record.exc_info:  # indented, because a traceback ends with text that a client may control
             traceback = format_traceback(record.exc_info)
             lines += ["    " + printable(line) for line in traceback.splitlines()]
         return "\n".join(lines)
 
 
 class JsonFormatter(logging.Formatter):
-    """Formatter of JSON lines; a field named like a key that every record has gets a trailing underscore."""
+    """Formatter of JSON lines. A field whose name is a standard key gets a trailing underscore."""
 
     def __init__(self, process: Mapping[str, Scalar] = MappingProxyType({})) -> None:
         super().__init__()
@@ -66,7 +67,7 @@ class JsonFormatter(logging.Formatter):
 
 class _JsonHandler(logging.StreamHandler[TextIO]):
     def handleError(self, record: logging.LogRecord) -> None:
-        """Write one JSON object about a record that could not be formatted, instead of `logging`'s lines."""
+        """Report a record that could not be formatted as one JSON object, not as `logging`'s plain lines."""
         text = "a log record could not be written"
         failure = logging.LogRecord(record.name, logging.ERROR, "", 0, text, (), sys.exc_info())
         with contextlib.suppress(OSError, ValueError):  # the stream may be closed
@@ -75,7 +76,7 @@ class _JsonHandler(logging.StreamHandler[TextIO]):
 
 
 def setup(level: str, json_output: bool, process: Mapping[str, Scalar] = MappingProxyType({})) -> None:
-    """Replace the root logger's handlers. `process` has fields for every JSON object."""
+    """Replace the root logger's handlers. The fields in `process` are added to every JSON object."""
     handler = _JsonHandler(sys.stderr) if json_output else logging.StreamHandler(sys.stderr)
     handler.addFilter(RecordLimits())
     handler.setFormatter(JsonFormatter(process) if json_output else TextFormatter())
@@ -84,7 +85,7 @@ def setup(level: str, json_output: bool, process: Mapping[str, Scalar] = Mapping
 
 
 def catch_unlogged() -> None:
-    """Log warnings and uncaught exceptions from now on, which Python would print."""
+    """Log warnings and uncaught exceptions, which Python would otherwise print."""
     logging.captureWarnings(True)
     sys.excepthook = lambda kind, error, traceback: _log_uncaught(logging.CRITICAL, error, traceback)
     threading.excepthook = lambda args: _log_uncaught(logging.ERROR, args.exc_value, args.exc_traceback)
@@ -97,8 +98,8 @@ def _log_uncaught(level: int, error: BaseException | None, traceback: TracebackT
 
 
 def process_fields(process: str, options: Mapping[str, Any]) -> dict[str, Scalar]:
-    """Return the fields that identify a process in its JSON lines: its kind, its node, and its rank or the
-    number of a router worker."""
+    """Return the fields that identify a process in its JSON lines: its kind, its node, and its rank or router
+    worker number."""
     fields: dict[str, Scalar] = {"process": process}
     if options.get("nnodes", 1) > 1:
         fields["node"] = options["node_rank"]
@@ -110,13 +111,13 @@ def process_fields(process: str, options: Mapping[str, Any]) -> dict[str, Scalar
 
 
 def timestamp(seconds: float) -> str:
-    """Format a time, in seconds since the epoch, in UTC with milliseconds."""
+    """Format seconds since the epoch as UTC time with milliseconds."""
     day_and_time = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
     return f"{day_and_time}.{int(seconds * 1000 % 1000):03d}Z"
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Scalar]:
-    """Return the record's fields; values that JSON does not have become their text."""
+    """Return the record's fields; values without a JSON type are converted to text."""
     fields = getattr(record, FIELDS, None)
     if not isinstance(fields, dict):  # another library may use an attribute of this name
         fields = {}
@@ -134,7 +135,7 @@ def _scalar(value: object) -> Scalar:
 
 
 def _text_message(message: str) -> str:
-    """Return the message as it is if it is printable and cannot look like a field, else as a JSON string."""
+    """Return a printable message without `=` unchanged, and any other message as a JSON string."""
     is_clear = message.isprintable() and not message.startswith('"')
     return message if is_clear and "=" not in message else _quoted(message)
 
@@ -152,13 +153,13 @@ def _key(name: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Format the text as a JSON string in which printable characters of every script stay readable."""
+    """Format the text as a JSON string that keeps printable non-ASCII characters."""
     plain = (c if c.isprintable() and c not in '"\\' else json.dumps(c)[1:-1] for c in text)
     return f'"{"".join(plain)}"'
 
 
 def printable(text: str) -> str:
-    """Escape unprintable characters, so the text stays on one line and cannot control the terminal."""
+    """Escape unprintable characters, so that the text stays on one line and cannot control the terminal."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -1,7 +1,7 @@
-"""Sampling parameters: what the router and the shards both know of them, declared once.
+"""Sampling parameters: the single declaration that the router and the shards share.
 
 A declaration gives the parameter's field in `Sampling`, its column in the shards' row table and its range.
-The message Sampling of shard.proto has a field of the same name; `shard/sampling` gives it its effect."""
+The message Sampling in shard.proto has a field of the same name; `shard/sampling` implements it."""
 
 import math
 import sys
@@ -13,12 +13,12 @@ FINITE = sys.float_info.max
 
 
 class Range(NamedTuple):
-    """Closed interval of the values that a request may have."""
+    """Closed interval of the accepted values."""
 
     low: float
     high: float
     refusal: str
-    """The contract's text for all other values, NaN among them."""
+    """Contract's error text for any other value, including NaN."""
 
     def allows(self, value: float) -> bool:
         return self.low <= value <= self.high
@@ -28,17 +28,17 @@ class Range(NamedTuple):
 class Parameter:
     name: str
     dtype: str
-    """numpy's name for the type of its column."""
+    """numpy dtype of its column."""
     off: bool | int | float
-    """Value that changes nothing."""
+    """Value that has no effect."""
     random_only: bool = False
-    """True if it has an effect only where tokens are drawn at random: greedy rows ignore it."""
+    """True if only random sampling uses it; greedy sequences ignore it."""
     range: Range | None = None
-    """None if the contract has no text about it: its type alone bounds it."""
+    """None if the contract has no error text for it, so only its type limits it."""
 
 
 def parameter(dtype: str, off: bool | float, **more: Any) -> Any:
-    """Declare a field of Sampling; `more` are further fields of Parameter."""
+    """Declare a field of Sampling; `more` sets further fields of Parameter."""
     return field(default=off, metadata={"dtype": dtype, "off": off, **more})
 
 
@@ -72,8 +72,8 @@ class Sampling:
     frequency_penalty: float = parameter(
         "f4", 0.0, range=Range(-2, 2, refusal="frequency_penalty must be >= -2.0 and <= 2.0")
     )
-    # The watermark's share of green tokens, and what is added to their logits. A share of 0 means none. Its
-    # type is that of the multiplication by which TGI counts green tokens.
+    # Fraction of green tokens in the watermark (0: no watermark), and the bias added to their logits. The
+    # fraction is a double because TGI computes the number of green tokens in double precision.
     watermark_gamma: float = parameter("f8", 0.0)
     watermark_delta: float = parameter("f4", 0.0)
     length_penalty_start: int = parameter("i8", 0)
@@ -81,12 +81,12 @@ class Sampling:
         "f4", 1.0, range=Range(1, 10, refusal="length_penalty must be >= 1.0 and <= 10.0")
     )
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Token ids, each once, and what is added to their logits."""
+    """Unique token ids, each with the bias that is added to its logit."""
 
 
 PARAMETERS = (
     *(Parameter(each.name, **each.metadata) for each in fields(Sampling) if each.metadata),
-    # For the router this one is a criterion of stopping, because it also applies to stop strings.
+    # The router treats this one as a stopping criterion, because it also applies to stop strings.
     Parameter("min_new_tokens", "i8", 0),
 )
 RANGES = {each.name: each.range for each in PARAMETERS if each.range is not None}

@@ -252,7 +252,7 @@ def test_a_file_that_cannot_be_converted(tmp_path: Path, write: Callable[[Path],
 @pytest.mark.parametrize(
     ("also", "text"),
     [
-        ({"z": "other.bin"}, f"names other.bin, which is not there: {INCOMPLETE}"),
+        ({"z": "other.bin"}, f"names other.bin, which does not exist: {INCOMPLETE}"),
         (
             {"z": "pytorch_model.bin"},
             f"names z in pytorch_model.bin, which holds no such tensor: {INCOMPLETE}",

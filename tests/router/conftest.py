@@ -1,4 +1,4 @@
-"""A real router process, in front of shards that are the plain model of one, behind real sockets."""
+"""Start a real router process in front of shards that simulate a model, behind real sockets."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +45,7 @@ def collector() -> Iterator[tuple[Collector, str]]:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """The server's key is of the kind that every cipher suite can be tried with."""
+    """Use a server key that allows every cipher suite."""
     directory = tmp_path_factory.mktemp("pem")
     authority = trustme.CA()
     server = authority.issue_cert("127.0.0.1", "localhost", key_type=trustme.KeyType.RSA)

@@ -1,5 +1,7 @@
-"""A router that has no descriptor left: who is connected is served on, others wait or are turned away, and
-when there are some again all is as before."""
+"""Check a router without free file descriptors.
+
+Connected clients are served, others wait or are refused, and the router recovers when descriptors are
+free."""
 
 import resource
 import socket
@@ -29,7 +31,7 @@ LENGTH = 190
 
 @pytest.fixture
 def narrow(tmp_path: Path) -> Iterator[tuple[Setup, dict[str, float]]]:
-    """A router that may open few descriptors more than it has."""
+    """A router that may open only a few more descriptors."""
     setup = start_router(tmp_path, 1)
     setup.stub.ModelInfo(pb.ModelInfoRequest())
     baseline = take_baseline(setup.http)
@@ -40,7 +42,7 @@ def narrow(tmp_path: Path) -> Iterator[tuple[Setup, dict[str, float]]]:
 
 
 def ask_anew(setup: Setup, timeout_s: float) -> None:
-    """On a connection of its own."""
+    """Send a call on a new connection."""
     own = [("grpc.use_local_subchannel_pool", 1)]
     with grpc.insecure_channel(f"127.0.0.1:{setup.service.grpc_port}", own) as channel:
         stub = GenerationServiceStub(channel)
@@ -48,7 +50,7 @@ def ask_anew(setup: Setup, timeout_s: float) -> None:
 
 
 def cpu_s(setup: Setup, during_s: float) -> float:
-    """What the router computes meanwhile."""
+    """Return the CPU time of the router in this interval."""
     process = psutil.Process(setup.service.process.pid)
     before = process.cpu_times()
     time.sleep(during_s)
@@ -57,7 +59,7 @@ def cpu_s(setup: Setup, during_s: float) -> float:
 
 
 def wait_for(works: Callable[[], object]) -> float:
-    """Seconds until it does."""
+    """Return the seconds until the call succeeds."""
     began = time.monotonic()
     while True:
         try:

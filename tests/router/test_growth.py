@@ -1,4 +1,4 @@
-"""A router's memory after thousands of requests, with cancelled and failed ones among them."""
+"""Check a router's memory after thousands of requests, some of them cancelled or failed."""
 
 import contextlib
 import time
@@ -21,16 +21,17 @@ NUM_REQUESTS = 20_000
 NUM_LARGE = 60
 LARGE_TEXT = "word " * 800_000
 TOKENIZED_TEXT = LARGE_TEXT[: 1 << 20]  # which takes longer
-MOST_OF_LARGE = 100 << 20  # bytes
+MAX_LARGE_GROWTH = 100 << 20  # bytes
 
 
 def growth(
     setup: Setup, num_requests: int, serve: Callable[[int], None] | None = None
 ) -> tuple[float, float]:
-    """Over NUM_REQUESTS, and the most that it may be; `serve` makes so many, else they are gRPC's."""
+    """Return the growth over NUM_REQUESTS and its limit; `serve` sends the requests, by default through
+    gRPC."""
     serve = serve or mix(setup.stub)
     setup.shards[0].step_s = 0
-    serve(20 * NUM_THREADS)  # starts the processes that are started when they are needed
+    serve(20 * NUM_THREADS)  # starts the processes that are started on demand
     baseline, began = take_baseline(setup.http), time.monotonic()
     per_request, size = growth_per_request(setup.service.process.pid, num_requests, serve)
     print(
@@ -45,19 +46,19 @@ def growth(
 def test_memory_does_not_grow_with_requests(tmp_path: Path) -> None:
     setup = start_router(tmp_path, 1)
     try:
-        grown, most = growth(setup, NUM_REQUESTS)
-        assert grown < most
+        grown, limit = growth(setup, NUM_REQUESTS)
+        assert grown < limit
     finally:
         assert stop_router(setup) == 0
 
 
 @pytest.mark.slow
 def test_growth_is_found(tmp_path: Path) -> None:
-    """Else the test above would show nothing: a router that keeps a kilobyte per request."""
+    """Check that the test above fails for a router that leaks a kilobyte per request."""
     setup = start_router(tmp_path, 1, module="tests.support.router.growing_router")
     try:
-        grown, most = growth(setup, NUM_REQUESTS // 4)
-        assert grown > most
+        grown, limit = growth(setup, NUM_REQUESTS // 4)
+        assert grown > limit
     finally:
         stop_router(setup)
 
@@ -66,8 +67,8 @@ def test_growth_is_found(tmp_path: Path) -> None:
 def test_memory_does_not_grow_with_requests_of_openais_api(tmp_path: Path) -> None:
     setup = start_api_router(tmp_path)
     try:
-        grown, most = growth(setup, NUM_REQUESTS // 2, http_mix(setup.service.http_port))
-        assert grown < most
+        grown, limit = growth(setup, NUM_REQUESTS // 2, http_mix(setup.service.http_port))
+        assert grown < limit
     finally:
         assert stop_router(setup) == 0
 
@@ -76,8 +77,8 @@ def test_memory_does_not_grow_with_requests_of_openais_api(tmp_path: Path) -> No
 def test_growth_of_openais_api_is_found(tmp_path: Path) -> None:
     setup = start_api_router(tmp_path, module="tests.support.router.growing_router")
     try:
-        grown, most = growth(setup, NUM_REQUESTS // 4, http_mix(setup.service.http_port))
-        assert grown > most
+        grown, limit = growth(setup, NUM_REQUESTS // 4, http_mix(setup.service.http_port))
+        assert grown > limit
     finally:
         stop_router(setup)
 
@@ -89,8 +90,7 @@ def start_api_router(directory: Path, module: str | None = None) -> Setup:
 
 
 def large_mix(setup: Setup) -> None:
-    """Texts of megabytes: refused, each on a connection of its own, so that none has to wait; cancelled; and
-    truncated."""
+    """Send texts of megabytes: refused ones on separate connections, cancelled ones, and truncated ones."""
     options = [("grpc.use_local_subchannel_pool", 1)]
     refused = batch(LARGE_TEXT, stopping=pb.StoppingCriteria(min_new_tokens=21))
 
@@ -109,19 +109,19 @@ def large_mix(setup: Setup) -> None:
 
 
 def memory_of(setup: Setup) -> int:
-    """Bytes of the router and its processes."""
+    """Return the bytes of the router and its processes."""
     router = psutil.Process(setup.service.process.pid)
     return sum(process.memory_info().rss for process in (router, *router.children(recursive=True)))
 
 
 def grow_with_large_prompts(setup: Setup, wait_s: float) -> int:
-    """Bytes that the router keeps of them after at most `wait_s`, or fewer than MOST_OF_LARGE."""
+    """Return the bytes that the router keeps after at limit `wait_s`, or earlier if below the limit."""
     setup.stub.Generate(batch(TOKENIZED_TEXT[: 1 << 16], truncate_input_tokens=9))  # starts its processes
     before = memory_of(setup)
     large_mix(setup)
     at_once = kept = memory_of(setup) - before
     begun = time.monotonic()
-    while kept > MOST_OF_LARGE and time.monotonic() - begun < wait_s:
+    while kept > MAX_LARGE_GROWTH and time.monotonic() - begun < wait_s:
         time.sleep(0.1)
         kept = memory_of(setup) - before
     print(f"{at_once >> 20} MiB more, {kept >> 20} MiB after {time.monotonic() - begun:.1f} s")
@@ -130,10 +130,10 @@ def grow_with_large_prompts(setup: Setup, wait_s: float) -> int:
 
 @pytest.mark.slow
 def test_memory_of_large_prompts_comes_back(tmp_path: Path) -> None:
-    """Although the router is idle afterwards."""
+    """Check that memory is released although the router is idle afterwards."""
     setup = start_router(tmp_path, 1)
     try:
-        assert grow_with_large_prompts(setup, wait_s=30) < MOST_OF_LARGE
+        assert grow_with_large_prompts(setup, wait_s=30) < MAX_LARGE_GROWTH
     finally:
         assert stop_router(setup) == 0
 

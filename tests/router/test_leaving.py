@@ -1,5 +1,6 @@
-"""Clients that leave, one way or another, and clients that are too many: what they had is free at once, and
-who waits gets a turn."""
+"""Check clients that disconnect in several ways, and too many clients.
+
+Their resources are free at once, and waiting requests start."""
 
 import random
 import signal
@@ -40,7 +41,7 @@ for number, _ in enumerate(stream):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Setup, dict[str, float]]]:
-    """A router with room for two at once, and for few to wait; and what it holds when idle."""
+    """A router that runs two requests and queues a few, and its counts when idle."""
     flags = ["--max-batch-size", "2", "--max-concurrent-requests", str(LIMIT)]
     flags += ["--keepalive-time", str(KEEPALIVE_S)]
     setup = start_router(tmp_path_factory.mktemp("small"), 1, *flags)
@@ -56,7 +57,7 @@ def _usual_speed(small: tuple[Setup, dict[str, float]]) -> Iterator[None]:
 
 
 class Opened:
-    """The prompts that the shard began to compute, in order."""
+    """Return the prompts that the shard has started to compute, in order."""
 
     def __init__(self, setup: Setup) -> None:
         self.prompts: list[list[int]] = []
@@ -87,7 +88,7 @@ def test_a_cancelled_call_is_computed_no_further(small: tuple[Setup, dict[str, f
     assert num_steps
     call.cancel()
     assert_nothing_left(setup.http, baseline)
-    # One may be under way, two are in flight, and one may be sent before the router hears of it.
+    # One may be running, two are in flight, and one may be sent before the router is notified.
     assert shard.num_steps - num_steps <= 4
     num_steps = shard.num_steps
     time.sleep(0.3)
@@ -109,7 +110,7 @@ def test_a_killed_client_leaves_nothing(small: tuple[Setup, dict[str, float]]) -
 
 
 def test_a_client_whose_network_vanishes_leaves_nothing(small: tuple[Setup, dict[str, float]]) -> None:
-    """Before its call is over, which would end it as well."""
+    """Check that resources are free before the call ends, which would release them as well."""
     setup, baseline = small
     setup.shards[0].step_s = 0.1
     proxy = Proxy(setup.service.grpc_port)
@@ -173,7 +174,7 @@ def test_too_many_are_refused_at_once_and_cost_nobody_a_place(small: tuple[Setup
 
 
 def test_nobody_starves_behind_a_stream_of_newcomers(small: tuple[Setup, dict[str, float]]) -> None:
-    """A long prompt with a long answer starts before all that come after it."""
+    """Check that a long prompt with a long answer starts before all later requests."""
     setup, baseline = small
     setup.shards[0].step_s = 0.005
     until = time.monotonic() + 1

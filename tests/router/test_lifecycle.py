@@ -1,4 +1,4 @@
-"""From the start to the end of a router: who is told what of it, and what becomes of whom it serves."""
+"""Check a router from start to end: what it reports to clients, and what happens to their requests."""
 
 import contextlib
 import logging
@@ -38,7 +38,7 @@ SERVING, NOT_SERVING, SERVICE_UNKNOWN = (
     health_pb2.HealthCheckResponse.SERVICE_UNKNOWN,
 )
 NAME = "fmaas.GenerationService"
-# What clients of several replicas are told to use.
+# The documented settings for clients of several replicas.
 SERVICE_CONFIG = Path(__file__).parents[2] / "deployment" / "client" / "service-config.json"
 
 
@@ -64,7 +64,9 @@ def connects(port: int) -> bool:
 
 
 def test_who_connects_while_the_model_loads_is_refused(tmp_path: Path) -> None:
-    """And goes elsewhere, instead of waiting; the process is live, not ready, and has both ports."""
+    """Check that clients can try another replica instead of waiting.
+
+    The process is live, not ready, and has both ports."""
     write_usual(tmp_path)
     uds_path, grpc_port, http_port = str(tmp_path / "shard"), free_port(), free_port()
     ports = ["--bind", "127.0.0.1", "--port", str(http_port), "--grpc-port", str(grpc_port)]
@@ -141,7 +143,7 @@ def test_watchers_are_told_of_each_change(router: Setup) -> None:
 
 @pytest.mark.slow
 def test_who_asks_for_health_is_answered_under_overload(router: Setup) -> None:
-    """By gRPC and by HTTP, while calls are refused; all permits come back."""
+    """Check health by gRPC and HTTP while calls are refused; all slots become free again."""
     streams = Streams(router, count=4, step_s=0.05)
     health = health_pb2_grpc.HealthStub(router.channel)
     slowest, refused = 0.0, 0
@@ -169,7 +171,8 @@ def overloaded(setup: Setup) -> bool:
 
 
 def wait_for_calls(setup: Setup) -> None:
-    """The clients know of it; a restart of the other before that leaves them with nobody."""
+    """Wait until the clients use this replica; restarting the other one earlier would leave them without
+    any."""
     deadline = time.monotonic() + 20
     while metric(setup, 'tgi_request_count{kind="single"}') < 20:
         assert time.monotonic() < deadline
@@ -178,7 +181,7 @@ def wait_for_calls(setup: Setup) -> None:
 
 @pytest.mark.slow
 def test_a_rolling_restart_of_two_replicas_loses_nothing(tmp_path: Path) -> None:
-    """With the client's configuration that is documented, and calls that never pause."""
+    """Check the documented client configuration under uninterrupted calls."""
     homes = [tmp_path / str(i) for i in range(2)]
     for home in homes:
         home.mkdir()

@@ -1,4 +1,4 @@
-"""The suites of the router's APIs once more, against an engine process and three router workers."""
+"""Run the suites of the router's APIs again, against an engine process and three router workers."""
 
 from pathlib import Path
 

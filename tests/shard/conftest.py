@@ -1,4 +1,4 @@
-"""What the shard's tests share: checkpoints on disk, and ranks beside the first."""
+"""Share fixtures among the shard's tests: checkpoints on disk, and further ranks."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,13 +12,13 @@ from tgis.shard.startup.platform import configure_torch
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
-    """Several threads are slow on a busy machine; the tests that are about them set their number."""
+    """Use one thread, since several are slow on a busy machine; tests of threading set their own number."""
     configure_torch(1)
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Name of a case -> the directory of its checkpoint."""
+    """Return the checkpoint directory of a case."""
     root = tmp_path_factory.mktemp("checkpoints")
 
     def find(case: str) -> Path:
@@ -32,6 +32,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """Groups of two and four ranks, for as long as the session lasts."""
+    """Start groups of two and four ranks for the whole session."""
     with Ranks() as group:
         yield group

@@ -1,4 +1,4 @@
-"""Ranks: how things are cut, what collectives give, and that nothing waits or listens where it should not."""
+"""Check tensor-parallel ranks: sharding, collectives, timeouts, and the addresses they listen on."""
 
 import logging
 import os
@@ -28,8 +28,9 @@ def in_threads(
     function: Callable[[ProcessGroup], Any],
     timeout_s: float = 30.0,
 ) -> list[Any]:
-    """What function(group) gives, or raises, on each rank of a group whose ranks are threads, and meet in a
-    file or as they are told."""
+    """Return what function(group) returns or raises on each rank.
+
+    The ranks are threads that rendezvous in a file or at the given address."""
     points = [RendezvousPoint(str(place))] * size if isinstance(place, Path) else place
     results: list[Any] = [None] * size
 
@@ -98,17 +99,17 @@ def test_listens_on_loopback_only(tmp_path: Path) -> None:
 
     def function(group: ProcessGroup) -> set[Any]:
         group.min(0)
-        found = set(listening()) - before
-        group.min(0)  # nobody leaves before all have looked
-        return found
+        result = set(listening()) - before
+        group.min(0)  # no rank leaves before all have looked
+        return result
 
-    for found in in_threads(2, tmp_path / "rendezvous", function):
-        assert {address.ip for address in found} == {"127.0.0.1"}
+    for result in in_threads(2, tmp_path / "rendezvous", function):
+        assert {address.ip for address in result} == {"127.0.0.1"}
     assert set(listening()) == before
 
 
 def test_ranks_meet_at_a_port(tmp_path: Path) -> None:
-    """Which one of them was given, and listen nowhere but at their own addresses."""
+    """Check that the ranks use the given listener and listen only at their own addresses."""
     before = set(listening())
     with socket.create_server(("127.0.0.2", 0)) as listener:
         place, fd = f"127.0.0.2:{listener.getsockname()[1]}", os.dup(listener.fileno())
@@ -116,13 +117,13 @@ def test_ranks_meet_at_a_port(tmp_path: Path) -> None:
 
     def function(group: ProcessGroup) -> tuple[Tensor, set[Any]]:
         total = group.all_reduce(torch.tensor([2.0**group.rank]))
-        found = {address.ip for address in set(listening()) - before}
+        result = {address.ip for address in set(listening()) - before}
         group.min(0)
-        return total, found
+        return total, result
 
-    for total, found in in_threads(3, points, function):
+    for total, result in in_threads(3, points, function):
         assert total.tolist() == [7.0]
-        assert found == {"127.0.0.2", "127.0.0.3", "127.0.0.4"}
+        assert result == {"127.0.0.2", "127.0.0.3", "127.0.0.4"}
 
 
 def test_a_rank_that_hangs_is_noticed(tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ def test_a_rank_that_hangs_is_noticed(tmp_path: Path) -> None:
         if group.rank:
             time.sleep(2.0)
             return 0.0
-        with pytest.raises(ProcessGroupError, match=r"^a rank of the group was lost or hangs: .+") as caught:
+        with pytest.raises(ProcessGroupError, match=r"^a rank was lost or does not respond: .+") as caught:
             group.all_reduce(torch.ones(3))
         assert "\n" not in str(caught.value)
         return time.monotonic() - began
@@ -177,7 +178,7 @@ def test_two_ranks_equal_one_with_a_cache_of_8_bits(
 
 
 def count_bytes_read(group: ProcessGroup, directory: Path) -> int:
-    """As the log says it at the end."""
+    """Return the number of bytes read, as the log reports it at the end."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
@@ -193,7 +194,9 @@ def count_bytes_read(group: ProcessGroup, directory: Path) -> int:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_rank_reads_its_slices_only(size: int, ranks: Ranks, checkpoint: Callable[[str], Path]) -> None:
-    """Norms and the biases of sums are whole on every rank; of the vocabulary the last has fewer rows."""
+    """Check the bytes that each rank reads.
+
+    Norms and summed biases are replicated, and the last rank has fewer vocabulary rows."""
     directory = checkpoint("biases")
     expected = [0] * size
     for name, tensor in load_file(directory / "model.safetensors").items():
@@ -206,6 +209,6 @@ def test_a_rank_reads_its_slices_only(size: int, ranks: Ranks, checkpoint: Calla
                 begin = rank * -(-rows // size)
                 share = (min(rows, begin + -(-rows // size)) - begin) * width
             elif size == 4 and ("k_proj" in name or "v_proj" in name):
-                share = num_bytes // 2  # two heads: neighbours have the same one
+                share = num_bytes // 2  # two heads: neighbouring ranks have the same one
             expected[rank] += num_bytes if is_whole else share
     assert ranks.run(size, count_bytes_read, directory) == expected

@@ -1,4 +1,4 @@
-"""Server processes behind their sockets, spoken to as the router does."""
+"""Check server processes over their sockets, driven as the router drives them."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ serve(ShardConfig(**eval(sys.argv[1])))
 
 
 class Shard:
-    """One rank's process."""
+    """The process of one rank."""
 
     def __init__(self, model: Path, uds_path: Path, **options: object) -> None:
         rank = options.get("rank", 0)
@@ -79,7 +79,7 @@ class Call:
         self.socket.sendall(b"".join(map(frame, steps)))
 
     def receive(self, count: int) -> list[pb.StepResponse]:
-        """Raises EOFError at the end of the stream."""
+        """Return the next message, or raise EOFError at the end of the stream."""
         return [self._next() for _ in range(count)]
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ def expected_tokens(model_path: Path, prompt: list[int], count: int) -> list[int
 
 @dataclass
 class Pair:
-    """Two ranks, and a store of soft prompts that the first one looks into."""
+    """Two ranks and a store of soft prompts that the first rank reads."""
 
     shards: list[Shard]
     stubs: list[ShardServiceStub]
@@ -128,7 +128,7 @@ class Both:
         self.calls = calls
 
     def send(self, *steps: pb.StepRequest) -> list[pb.StepResponse]:
-        """The first rank's answers."""
+        """Return the first rank's answers."""
         for call in self.calls:
             call.send(*steps)
         answers = [call.receive(len(steps)) for call in self.calls]
@@ -178,8 +178,8 @@ def expected_under(model_path: Path, prompt: torch.Tensor, token_ids: list[int],
     tokens: list[int] = []
     with torch.inference_mode():
         for _ in range(count):
-            found = oracle.model.embed_tokens(torch.tensor([token_ids + tokens]))
-            out = oracle(inputs_embeds=torch.cat([prompt[None], found], 1))
+            result = oracle.model.embed_tokens(torch.tensor([token_ids + tokens]))
+            out = oracle(inputs_embeds=torch.cat([prompt[None], result], 1))
             tokens.append(int(out.logits[0, -1].argmax()))
     return tokens
 
@@ -191,31 +191,31 @@ def under(row: int, digest: str) -> pb.OpenRow:
 
 
 def test_a_prompt_is_found_loaded_replaced_and_unloaded(model_path: Path, pair: Pair, stream: Both) -> None:
-    """Rows go on with what they began with, as all ranks loaded it."""
+    """Check that rows keep the content they started with, as loaded by all ranks."""
     first, steps = pair.stubs[0], Steps(16, 32)
 
     def load(directory: str) -> pb.FindResponse:
-        found = first.Find(pb.FindRequest(kind=pb.CONTENT_KIND_PROMPT, id=directory), timeout=20)
+        result = first.Find(pb.FindRequest(kind=pb.CONTENT_KIND_PROMPT, id=directory), timeout=20)
         for stub in pair.stubs:
-            stub.Load(pb.LoadRequest(digest=found.digest))
-        return found
+            stub.Load(pb.LoadRequest(digest=result.digest))
+        return result
 
     old = write_prompt(pair.store / "a" / "b.1", 1)
-    found = load("a/b.1")
-    assert (found.kind, found.num_decoder_tokens, found.num_encoder_tokens) == (1, 3, 0)
-    [answer] = stream.send(steps.step([(0, 0, 6)], [under(0, found.digest)]))
+    result = load("a/b.1")
+    assert (result.kind, result.num_decoder_tokens, result.num_encoder_tokens) == (1, 3, 0)
+    [answer] = stream.send(steps.step([(0, 0, 6)], [under(0, result.digest)]))
     tokens = integers(answer.token_ids)
     new = write_prompt(pair.store / "a" / "b.1", 2)
     again = load("a/b.1")
-    assert again.digest != found.digest
+    assert again.digest != result.digest
     for stub in pair.stubs:
-        stub.Unload(pb.UnloadRequest(digests=[found.digest]))
+        stub.Unload(pb.UnloadRequest(digests=[result.digest]))
     [answer] = stream.send(steps.step([(0, 6, 7), (1, 0, 6)], [under(1, again.digest)]))
     assert integers(answer.rows) == [0, 1]
     tokens.append(integers(answer.token_ids)[0])
     assert tokens == expected_under(model_path, old, [7, 8, 9], 2)
     assert integers(answer.token_ids)[1:] == expected_under(model_path, new, [7, 8, 9], 1)
-    [answer] = stream.send(steps.step([(1, 6, 7), (2, 0, 6)], [under(2, found.digest)]))
+    [answer] = stream.send(steps.step([(1, 6, 7), (2, 0, 6)], [under(2, result.digest)]))
     assert integers(answer.rows) == [1]
     assert [error.message for error in answer.errors] == ["its soft prompt is not loaded"]
 

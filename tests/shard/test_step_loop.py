@@ -1,5 +1,6 @@
-"""The loop of steps over runners that let steps be pending: what is launched when, what is answered in which
-order and to whom, and what ends it."""
+"""Check the step loop with runners whose steps may be pending.
+
+The tests check when steps are launched, the order and receiver of the answers, and how the loop ends."""
 
 import os
 import socket
@@ -32,7 +33,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 class Step:
-    """Computed as soon as the test says so."""
+    """A pending step that is computed when the test says so."""
 
     def __init__(self, number: int) -> None:
         self.number, self.computed, self.error = number, threading.Event(), False
@@ -50,7 +51,7 @@ class Runner:
     def __init__(self, max_pending: int) -> None:
         self.max_pending = max_pending
         self.launched: list[Step] = []
-        self.resets: list[int] = []  # numbers of steps launched before
+        self.resets: list[int] = []  # the number of steps launched before each reset
 
     def launch(self, request: pb.StepRequest) -> Step:
         if request.step_id == FAILS:
@@ -83,7 +84,7 @@ class Stream:
         self.socket.sendall(b"".join(map(frame, steps)))
 
     def receive(self) -> list[int]:
-        """Numbers of the next answers, none at the end of the stream."""
+        """Return the numbers of the next answers, or an empty list at the end of the stream."""
         bodies = self._frames.push(self.socket.recv(1 << 16))
         return [pb.StepResponse.FromString(body).step_id for body in bodies]
 
@@ -98,7 +99,7 @@ class Stream:
 
 
 class Served:
-    """A loop on a thread of its own, and its first stream."""
+    """A loop in its own thread, and its first stream."""
 
     def __init__(self, directory: Path, max_pending: int, heartbeat_fd: int | None) -> None:
         self.runner, self.failures = Runner(max_pending), list[BaseException | None]()
@@ -231,7 +232,7 @@ def test_a_step_that_cannot_be_launched_ends_all(serve: Serve, max_pending: int)
 
 @pytest.mark.parametrize("max_pending", [1, 2])
 def test_a_step_that_fails_late_is_noticed_at_once(serve: Serve, max_pending: int) -> None:
-    """Though nothing more is sent."""
+    """Check that pending answers are sent although no further step arrives."""
     served = serve(max_pending)
     served.stream.send(1)
     served.wait_for([1])
@@ -241,7 +242,7 @@ def test_a_step_that_fails_late_is_noticed_at_once(serve: Serve, max_pending: in
 
 
 def listen(heartbeats: int, count: int) -> bytes:
-    """Return so many heartbeats, or those up to one that says that a step hangs."""
+    """Return that many heartbeats, or those up to the first that reports a hanging step."""
     heard = b""
     while len(heard) < count and b"!" not in heard:
         heard += os.read(heartbeats, 1)

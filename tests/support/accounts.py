@@ -1,5 +1,4 @@
-"""Whether a router holds anything that it should have given back: by its own accounts, as a scrape shows
-them."""
+"""Checks by a router's own metrics whether it has released all its resources."""
 
 import time
 import urllib.request
@@ -17,15 +16,15 @@ GROWING = ("tgi_tasks", "tgi_open_descriptors")
 
 
 def scrape(http: str) -> dict[str, float]:
-    """Samples by name and labels, as they are written."""
+    """Return the samples of a scrape by name and labels, as written."""
     with urllib.request.urlopen(f"{http}/metrics", timeout=10) as response:
         lines = response.read().decode().splitlines()
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
 
 def take_baseline(http: str, settle_s: float = 10.0) -> dict[str, float]:
-    """Tasks and descriptors of a router that is warm and idle, once two looks see the same. Its clients'
-    connections are descriptors, and so are the pipes of the processes that compile grammars."""
+    """Return the numbers of tasks and descriptors of a warm, idle router, when two consecutive scrapes agree.
+    They include the descriptors of clients' connections and of the pipes to grammar workers."""
     deadline, before = time.monotonic() + settle_s, scrape(http)
     while True:
         time.sleep(0.1)
@@ -37,25 +36,25 @@ def take_baseline(http: str, settle_s: float = 10.0) -> dict[str, float]:
 
 
 def differences(http: str, baseline: Mapping[str, float]) -> dict[str, float]:
-    """What is held now, by name; empty where nothing is left. Without a baseline, tasks and descriptors are
-    not looked at."""
+    """Return the resources in use, by name; empty if all are released. Tasks and descriptors are compared
+    with the baseline, if there is one."""
     return differences_of(scrape(http), baseline)
 
 
 def differences_of(samples: Mapping[str, float], baseline: Mapping[str, float]) -> dict[str, float]:
-    found = {}
+    result = {}
     for kind in KINDS:
         created, released = (
             samples[f'tgi_resources_{half}_total{{kind="{kind}"}}'] for half in ("created", "released")
         )
-        found[kind] = created - released  # below 0 where something was given back twice
-    found |= {name: samples[name] for name in EMPTY}
-    found |= {name: max(samples[name] - most, 0) for name, most in baseline.items()}
-    return {name: value for name, value in found.items() if value}
+        result[kind] = created - released  # negative if something was released twice
+    result |= {name: samples[name] for name in EMPTY}
+    result |= {name: max(samples[name] - most, 0) for name, most in baseline.items()}
+    return {name: value for name, value in result.items() if value}
 
 
 def assert_nothing_left(http: str, baseline: Mapping[str, float], timeout_s: float = 10.0) -> None:
-    """Waits for it; what is cancelled ends a little later than its client."""
+    """Wait until all resources are released. Cancelled work ends slightly later than its client."""
     deadline = time.monotonic() + timeout_s
     while left := differences(http, baseline):
         assert time.monotonic() < deadline, left

@@ -1,4 +1,4 @@
-"""Rules for answers in several formats, and a plain reader of what follows them, which knows no grammar."""
+"""Rules for answers in several formats, and an independent parser of answers that uses no grammar."""
 
 import json
 import random
@@ -22,11 +22,11 @@ SCHEMA = {
 ARGUMENTS = [{"n": 3}, {"n": 12, "s": "é\n"}, {"n": 0, "b": [True, False]}, {"n": 7, "s": "</a>", "b": []}]
 THINK, END_THINK = "<think>", "</think>"
 NAMES = ("find", "find_all", "go.on-2")
-"""`find` takes arguments that fit SCHEMA; the others take any object."""
+"""Tool rules: the arguments of `find` must match SCHEMA; the others accept any object."""
 
 
 def fits(name: str, arguments: Any) -> bool:
-    """Read SCHEMA in plain Python."""
+    """Check the arguments against SCHEMA in plain Python."""
     if name != NAMES[0] or not isinstance(arguments, dict):
         return isinstance(arguments, dict)
     n, s, b = arguments.get("n"), arguments.get("s", ""), arguments.get("b", [])
@@ -37,7 +37,8 @@ def fits(name: str, arguments: Any) -> bool:
 
 @dataclass(frozen=True)
 class Format:
-    """A format as texts. `head` and `tail` are around the arguments of a call, and %s is the name."""
+    """Format given as texts. `head` and `tail` surround the arguments of a call; %s is the function's
+    name."""
 
     head: str
     tail: str
@@ -47,7 +48,7 @@ class Format:
     between: str = ""
     end: str = ""
     marks: tuple[str, ...] = ()
-    """Marks that are tokens where the model has tokens for marks."""
+    """Marks that are single tokens if the model has tokens for marks."""
     optional_mark: str = ""
 
     def rules(
@@ -84,7 +85,7 @@ class Format:
         return lead + (self.between + (lead if self.begins_each else "")).join(bodies) + self.end
 
     def read(self, text: str) -> tuple[str, list[tuple[str, Any]]]:
-        """Return the text before the calls and the calls. Raises ValueError where their form is broken."""
+        """Return the text before the calls, and the calls. Raises ValueError for malformed calls."""
         if not self.trigger:
             head = rf'\s*(<\|python\|>|\{{\s*"name"\s*:\s*"({_ANY_NAME})"\s*,\s*"parameters"\s*:)'
             if not re.match(head, text):
@@ -97,12 +98,12 @@ class Format:
         calls, rest = [], text
         while rest:
             rest = _after(rest, self.trigger + self.begin if self.begins_each or not calls else "")
-            found = re.match(_pattern(self.head), rest)
-            if not found:
+            match = re.match(_pattern(self.head), rest)
+            if not match:
                 raise ValueError(f"no head: {rest!r}")
-            arguments, length = json.JSONDecoder().raw_decode(rest[found.end() :])
-            calls.append((found[1], arguments))
-            rest = _after(rest[found.end() + length :], self.tail)
+            arguments, length = json.JSONDecoder().raw_decode(rest[match.end() :])
+            calls.append((match[1], arguments))
+            rest = _after(rest[match.end() + length :], self.tail)
             if rest == self.end:
                 return calls
             rest = _after(rest, self.between)
@@ -150,8 +151,8 @@ def reasoning(
 
 
 def split_reasoning(text: str, has_begun: bool) -> tuple[str | None, str]:
-    """Return the reasoning, which is None if there is none, and the rest. Raises ValueError if it does not
-    end."""
+    """Return the reasoning, or None if there is none, and the rest. Raises ValueError if the reasoning does
+    not end."""
     if not has_begun:
         if not text.lstrip().startswith(THINK):
             return None, text
@@ -163,7 +164,7 @@ def split_reasoning(text: str, has_begun: bool) -> tuple[str | None, str]:
 
 
 def random_answer(r: random.Random, form: Format, has_begun: bool) -> str:
-    """Return an answer as a model may write it, often with a fault."""
+    """Return an answer like a model's, often with an error."""
     thoughts = r.choice(["", "hm ", "a <call> or [CALL]? ", "<", "é🙂"])
     text = r.choice([thoughts + END_THINK + r.choice(["", "\n\n"]), ""])
     text = text if has_begun or not text else r.choice(["", "\n"]) + THINK + text
@@ -181,7 +182,7 @@ def random_answer(r: random.Random, form: Format, has_begun: bool) -> str:
 
 
 def _pattern(head: str) -> str:
-    """Return a pattern of the head of any call, with any white space between the parts of its JSON."""
+    """Return a pattern of the head of any call that allows white space between the parts of its JSON."""
     before, _, after = head.partition("%s")
     loose = [re.sub(r'\\?\s+|(?<=[{:,"])(?=[{:,"])', r"\\s*", re.escape(part)) for part in (before, after)]
     return rf"\s*{loose[0]}({_ANY_NAME}){loose[1]}\s*"

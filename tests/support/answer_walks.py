@@ -1,5 +1,4 @@
-"""Follows grammars of answers token by token, for models that have tokens for marks and for those that have
-none."""
+"""Follows answer grammars token by token, for models with and without tokens for marks."""
 
 import random
 import re
@@ -16,7 +15,8 @@ FIRST = 257
 
 
 class Vocabulary(ByteVocabulary):
-    """All bytes, an end, and the tokens of marks, which texts match too unless they `are_special`."""
+    """Vocabulary of all bytes, an end token, and tokens for marks. Texts match the marks' tokens too unless
+    they `are_special`."""
 
     def __init__(self, are_special: bool) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ KINDS: dict[str, tuple[LLTokenizer, Callable[[str], int | None]]] = {
 
 
 def token_ids(text: str, kind: str) -> Iterator[int]:
-    """Yield the tokens of a text, in which marks are tokens if the model has them."""
+    """Yield the tokens of a text. Marks in it are tokens if the model has them."""
     pattern = f"({'|'.join(map(re.escape, MARKS))})"
     for part in [text] if kind == "text" else re.split(pattern, text):
         yield from [token_of(part)] if part in MARKS and kind != "text" else part.encode()
@@ -52,7 +52,7 @@ def spell(ids: list[int]) -> str:
 
 
 class Walk:
-    """Follows a grammar token by token."""
+    """Matcher that follows a grammar token by token."""
 
     def __init__(self, grammar: str, kind: str) -> None:
         self._matcher = LLMatcher(KINDS[kind][0], grammar, log_level=0)
@@ -84,8 +84,8 @@ def takes(grammar: str, text: str, kind: str) -> bool:
 
 
 def wander(grammar: str, kind: str, intent: list[int], r: random.Random) -> str | None:
-    """Write what a model intends as far as the grammar allows it, else any token. Return None if the text
-    does not end."""
+    """Write the intended text as far as the grammar allows it, and any allowed token otherwise. Return None
+    if the text does not end."""
     walk = Walk(grammar, kind)
     for _ in range(600):
         allowed = walk.allowed()

@@ -1,4 +1,5 @@
-"""Answers of models with calls, and a second reader of them: regular expressions over the whole text."""
+"""Answers of models with calls, and an independent parser of them that uses regular expressions on the whole
+text."""
 
 import json
 import random
@@ -17,7 +18,7 @@ SPACES = ["", "", "", " ", "\n", "\n\n", " \t\r\n"]
 class Answer(NamedTuple):
     content: str
     calls: list[tuple[str, Any]]
-    """Names and arguments, the latter read as JSON."""
+    """Names, and arguments parsed as JSON."""
     reasoning: str = ""
 
 
@@ -27,7 +28,7 @@ class CallText(NamedTuple):
 
 
 def join(pieces: Iterable[Piece]) -> list[Piece]:
-    """Return the pieces with neighbours of one kind as one."""
+    """Join adjacent pieces of one kind."""
     joined: list[Piece] = []
     for piece in pieces:
         last = joined[-1] if joined else None
@@ -72,27 +73,27 @@ def split_at_random(r: random.Random, text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Kind:
-    """A format as regular expressions, with the white space that is no part of it."""
+    """Format given as regular expressions, without surrounding white space."""
 
     begin: str
-    """What comes before the calls, or before each if nothing is between them."""
+    """Pattern before the calls, or before each call if nothing separates them."""
     head: str
-    """What comes before the object of a call, or of its arguments; its group is the name of the function."""
+    """Pattern before the object of a call or of its arguments. Its group is the function's name."""
     tail: str = ""
     between: str | None = None
     end: str = ""
     keys: tuple[str, str] | None = ("name", "arguments")
-    """Keys of the object; None if it is the arguments."""
+    """Keys of the object; None if the object is the arguments."""
     drops_rest: bool = False
 
     def read(self, text: str) -> Answer:
-        """Read a text in which calls of known functions are whole."""
+        """Parse a text whose calls of known functions are complete."""
         content, position, calls, more = "", 0, list[tuple[str, Any]](), list[tuple[str, Any]]()
-        while found := re.compile(r"\s*" + self.begin).search(text, position):
+        while match := re.compile(r"\s*" + self.begin).search(text, position):
             is_dropping = self.drops_rest and bool(more)
-            content += "" if is_dropping else text[position : found.start()]
-            more, position = self._read_calls(text, found.end())
-            content += "" if more else found[0].lstrip() if is_dropping else found[0]
+            content += "" if is_dropping else text[position : match.start()]
+            more, position = self._read_calls(text, match.end())
+            content += "" if more else match[0].lstrip() if is_dropping else match[0]
             calls += more
             if self.begin.startswith(r"\A"):
                 break
@@ -157,7 +158,7 @@ KINDS = {
 
 
 class Writer:
-    """Writer of answers at random, in one of the formats."""
+    """Writer of random answers in one format."""
 
     def __init__(self, kind: str, seed: int) -> None:
         self._kind, self._r = kind, random.Random(seed)

@@ -1,4 +1,4 @@
-"""A GenerationService with canned answers on a real port, for what talks to the service rather than is it."""
+"""GenerationService with fixed answers on a real port, for tests of its clients."""
 
 import time
 from collections.abc import Iterator
@@ -17,16 +17,17 @@ WORDS = ("one", " two", " three")
 
 @dataclass
 class CannedService(GenerationServiceServicer):
-    """Counts to three, whatever is asked; the text `fail` is refused, in a stream after the first word."""
+    """Service that answers every request with the words of three numbers. It rejects the text `fail`, in a
+    stream after the first word."""
 
     delay: float = 0.0
-    """Seconds before each word of a stream and before a unary answer."""
+    """Delay in seconds before each word of a stream and before a unary answer."""
     asked: list[Any] = field(default_factory=list)
-    """Every request, in order of arrival."""
+    """All requests in order of arrival."""
     metadata: list[dict[str, str | bytes]] = field(default_factory=list)
-    """What came with each of them."""
+    """Metadata of each request."""
     trailers: tuple[tuple[str, str], ...] = ()
-    """What goes with the end of each answer."""
+    """Trailing metadata of each answer."""
 
     def Generate(self, request: Any, context: Any) -> pb.BatchedGenerationResponse:
         self._note(request, context)
@@ -72,7 +73,7 @@ class CannedService(GenerationServiceServicer):
 def serve(
     service: CannedService, credentials: grpc.ServerCredentials | None = None, workers: int = 8
 ) -> Iterator[str]:
-    """Gives `localhost:PORT`, open inside the block."""
+    """Yield `localhost:PORT`, which is open within the context."""
     server = grpc.server(ThreadPoolExecutor(workers))
     add_GenerationServiceServicer_to_server(service, server)
     address = "localhost:0"
@@ -101,7 +102,7 @@ def _token(word: str, index: int) -> pb.TokenInfo:
 
 
 def _tokenize(text: str, offsets_wanted: bool) -> pb.TokenizeResponse:
-    """A token for each character."""
+    """Tokenize the text by characters."""
     ends = [len(text[: index + 1].encode()) for index in range(len(text))]
     offsets = [pb.TokenizeResponse.Offset(start=start, end=end) for start, end in zip([0, *ends], ends)]  # noqa: B905
     return pb.TokenizeResponse(

@@ -1,4 +1,4 @@
-"""Random chats, and the same chats rendered by transformers."""
+"""Random chats, and transformers' rendering of them."""
 
 import random
 from pathlib import Path
@@ -22,7 +22,7 @@ def template_text(family: str) -> str:
 
 
 class Reference:
-    """Transformers' rendering with a tokenizer that knows the template and special tokens alone."""
+    """Transformers' rendering with a tokenizer that has only the template and special tokens."""
 
     def __init__(self, template: str) -> None:
         tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1}, unk_token="<s>"))

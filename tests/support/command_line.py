@@ -1,4 +1,4 @@
-"""Commands made of a configuration's options, run in this process."""
+"""Runs commands with a configuration's options in this process."""
 
 from typing import Any
 
@@ -13,17 +13,17 @@ REQUIRED = {
     ShardConfig: ["--model-path", "/x"],
 }
 TYPES = {"launcher": LauncherConfig, "router": RouterConfig, "serve": ShardConfig}
-BLANK = {"HOME": None, "HF_HUB_OFFLINE": None}  # not of this machine, nor of another test
+BLANK = {"HOME": None, "HF_HUB_OFFLINE": None}  # do not use settings of this machine or of another test
 
 
 def run(
     config_type: type, arguments: list[str], env: dict[str, str] | None = None, reads: str = ""
 ) -> tuple[Any, Result]:
-    """The configuration that a command makes of its arguments and environment, and what it printed."""
-    found: list[Any] = []
-    test = process_command("test", config_type, found.append, "", reads=reads)
+    """Return the configuration that a command creates from its arguments and environment, and its output."""
+    results: list[Any] = []
+    test = process_command("test", config_type, results.append, "", reads=reads)
     result = CliRunner().invoke(test, arguments, env={**BLANK, **(env or {})}, catch_exceptions=False)
-    return (found or [None])[0], result
+    return (results or [None])[0], result
 
 
 def parse(config_type: type, arguments: list[str], env: dict[str, str] | None = None) -> Any:
@@ -35,7 +35,7 @@ def parse(config_type: type, arguments: list[str], env: dict[str, str] | None = 
 def refusal(
     arguments: list[str], env: dict[str, str] | None = None, code: int = 1, reads: str = "launcher"
 ) -> str:
-    """The one line that a start ends with."""
+    """Return the single line of a failed start."""
     config, result = run(TYPES[reads], [*arguments, *REQUIRED[TYPES[reads]]], env, reads)
     assert (config, result.exit_code) == (None, code), result.output
     lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]

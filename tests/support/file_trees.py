@@ -1,4 +1,4 @@
-"""Files in directories, written for what reads them."""
+"""Writes files in directories."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""GGUF files, put together byte by byte, so that any of them can be wrong."""
+"""Builds GGUF files byte by byte, so that any part of them can be wrong."""
 
 import struct
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ def key(name: str, kind: int, value: object) -> bytes:
 
 
 def array(name: str, kind: int, values: Sequence[object], count: int | None = None) -> bytes:
-    """`count` is what the file says, if it is not the truth."""
+    """Encode an array. `count` replaces its true length."""
     head = struct.pack("<IIQ", ARRAY, kind, len(values) if count is None else count)
     return text(name) + head + b"".join(scalar(kind, value) for value in values)
 
 
 def place(name: str, shape: Sequence[int] = (32,), kind: int = 0, start: int = 0) -> bytes:
-    """`shape` has the rows last, as in the file."""
+    """Encode a tensor's entry. `shape` has the rows last, as in the file."""
     sizes = struct.pack(f"<{len(shape)}Q", *shape)
     return text(name) + struct.pack("<I", len(shape)) + sizes + struct.pack("<IQ", kind, start)
 
@@ -39,7 +39,7 @@ def file(
     counts: tuple[int, int] | None = None,
     version: int = 3,
 ) -> bytes:
-    """`counts` of tensors and keys are what the file says, if it is not the truth."""
+    """Build a file. `counts` replaces the true numbers of tensors and keys."""
     head = b"GGUF" + struct.pack("<IQQ", version, *(counts or (len(places), len(keys))))
     header = head + b"".join((*keys, *places))
     return header + bytes(-len(header) % 32) + data

@@ -1,4 +1,4 @@
-"""Runs cases as a run on a GPU does, without one."""
+"""Runs cases of a GPU run without a GPU."""
 
 from collections.abc import Sequence
 from pathlib import Path

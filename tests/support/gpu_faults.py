@@ -1,4 +1,4 @@
-"""Cases of a run on a GPU that end in all ways in which one can end. Each records a figure before."""
+"""Cases of a GPU run that end in every possible way. Each records a figure first."""
 
 import ctypes
 import os
@@ -42,7 +42,7 @@ def fail_to_compile(target: Target) -> None:
     work(target)
     with compile_only(90):
         x = torch.empty(64, 64, device="meta")
-        triton.jit(multiply)[1,](x, x, x, 64, 64, 63)  # no power of two
+        triton.jit(multiply)[1,](x, x, x, 64, 64, 63)  # not a power of two
 
 
 def fail_an_assertion(target: Target) -> None:
@@ -57,7 +57,7 @@ def leave(target: Target) -> None:
 
 
 def hang(target: Target) -> None:
-    """Hang, and ignore what asks to end."""
+    """Hang, and ignore requests to end."""
     work(target)
     Path(tempfile.mkdtemp(), "service.log").write_text("what its service logged\n")
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -71,11 +71,11 @@ def break_memory(target: Target) -> None:
 
 
 def leave_services(target: Target, pids: str) -> None:
-    """Leave processes behind: one in a session of its own, one whose parent has ended."""
+    """Leave processes behind: one in its own session, and one whose parent has ended."""
     work(target)
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
     first = subprocess.Popen(sleep, start_new_session=True)
-    options = "start_new_session=True, stdout=-3, stderr=-3"  # no pipe stays open
+    options = "start_new_session=True, stdout=-3, stderr=-3"  # so that no pipe stays open
     orphan = f"import subprocess; print(subprocess.Popen({sleep!r}, {options}).pid)"
     second = subprocess.run([sys.executable, "-c", orphan], capture_output=True, text=True, check=True)
     Path(pids).write_text(f"{first.pid} {second.stdout}")
@@ -92,7 +92,7 @@ def import_slowly(target: Target) -> None:
 
 
 def need_a_fresh_process(target: Target) -> None:
-    """Fail as torch does in a process that is forked from one that has used CUDA."""
+    """Fail like torch in a process forked from one that has used CUDA."""
     if sys.argv[0].endswith("forker.py"):
         raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
     work(target)

@@ -1,4 +1,4 @@
-"""transformers' greedy answer to one unpadded input: what every oracle of ours begins with."""
+"""transformers' greedy answer to one unpadded input, the basis of all oracles."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Scores so near each other do not tell which token must be chosen.
+# For scores this close, either token may be chosen.
 CLOSE = 1e-4
 
 
 @torch.inference_mode()
 def generate(model: Any, input_ids: Sequence[int], **settings: Any) -> tuple[list[int], Tensor]:
-    """Generated tokens, and the log-probabilities they were chosen by, [num_tokens, vocab_size]."""
+    """Return the generated tokens, and their log-probabilities [num_tokens, vocab_size]."""
     out = model.generate(
         input_ids=torch.tensor([list(input_ids)]),
         attention_mask=torch.ones(1, len(input_ids), dtype=torch.int64),
@@ -26,7 +26,7 @@ def generate(model: Any, input_ids: Sequence[int], **settings: Any) -> tuple[lis
 
 
 def count_certain(logprobs: Tensor) -> int:
-    """Tokens before the first whose two best scores are too close."""
+    """Return the number of tokens before the first one whose two best scores are too close."""
     best = logprobs.topk(2).values
     close = (best[:, 0] - best[:, 1] < CLOSE).nonzero().flatten().tolist()
     return min(close, default=len(logprobs))

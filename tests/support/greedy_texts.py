@@ -1,4 +1,4 @@
-"""Greedy texts of a service, and of transformers."""
+"""Greedy texts of a service and of transformers."""
 
 from pathlib import Path
 from typing import Any

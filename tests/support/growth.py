@@ -1,5 +1,4 @@
-"""How much a process grows per request, measured so that a small leak cannot hide and noise does not look
-like one."""
+"""Measures a process's memory growth per request, such that small leaks are detected and noise is not."""
 
 import contextlib
 import http.client
@@ -17,15 +16,15 @@ from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 NUM_SAMPLES = 100
-MOST = 20 << 20  # bytes, over so many requests
-MOST_SHARE = 0.02  # of what it has
+MOST = 20 << 20  # bytes, for NUM_REQUESTS requests
+MOST_SHARE = 0.02  # fraction of its memory
 NUM_THREADS = 4
-NUM_WORDS = 100  # the tokenizer remembers up to 10,000 different words, which is no leak
+NUM_WORDS = 100  # the tokenizer caches up to 10,000 different words, which is no leak
 
 
 def growth_per_request(pid: int, num_requests: int, serve: Callable[[int], None]) -> tuple[float, float]:
-    """Bytes of resident memory, by least squares over the second half of the samples; and the memory at the
-    end. `serve` makes that many requests of all that are asked for."""
+    """Return the bytes of growth per request, by least squares over the second half of the samples, and the
+    memory at the end. `serve` makes a number of requests."""
     process, share = psutil.Process(pid), num_requests // NUM_SAMPLES
     samples = []
     for _ in range(NUM_SAMPLES):
@@ -35,15 +34,15 @@ def growth_per_request(pid: int, num_requests: int, serve: Callable[[int], None]
 
 
 def slope(values: list[int]) -> float:
-    """Of the line through them that fits best, per value."""
+    """Return the slope of the least-squares line through the values."""
     middle, mean = (len(values) - 1) / 2, sum(values) / len(values)
     covariance = sum((i - middle) * (value - mean) for i, value in enumerate(values))
     return covariance / sum((i - middle) ** 2 for i in range(len(values)))
 
 
 def mix(stub: GenerationServiceStub) -> Callable[[int], None]:
-    """Makes so many requests; of a hundred inputs sixty are in batches, twenty single, ten streamed, five
-    cancelled and five refused."""
+    """Return a function that makes a number of requests. Of a hundred inputs, sixty are in batches, twenty
+    single, ten streamed, five cancelled and five rejected."""
     numbers = count()
 
     def twenty() -> None:
@@ -71,8 +70,8 @@ def _repeat(twenty: Callable[[], None], num_requests: int) -> None:
 
 
 def http_mix(port: int) -> Callable[[int], None]:
-    """Makes so many requests of OpenAI's API. Of twenty, half are chats, half are streamed, one is refused
-    and one is cut off in its stream."""
+    """Return a function that makes a number of requests to OpenAI's API. Of twenty, half are chats, half are
+    streamed, one is rejected and one is cut off in its stream."""
     numbers = count()
 
     def twenty() -> None:

@@ -1,4 +1,4 @@
-"""Ids of prompts and adapters that must not be found, and files that lead out of a store."""
+"""Prompt and adapter ids that must not be found, and files that lead out of a store."""
 
 import os
 from pathlib import Path
@@ -95,7 +95,7 @@ HOSTILE = [
 
 
 def write_ways_out(root: Path, outside: Path, seen_as: Path) -> None:
-    """A way out of every kind, to what must not be reached; who follows it finds `outside` at `seen_as`."""
+    """Write links of every kind that lead out of the store to `outside`, which is visible at `seen_as`."""
     for directory in (outside, outside / "b", root / ".hidden", root / "a.swp", root / "b" / "a.swp"):
         save_prompt(directory, random_prompt())
     save_prompt(root / ("n" * 200) / ("o" * 100), random_prompt())

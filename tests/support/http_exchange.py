@@ -1,4 +1,4 @@
-"""Requests over HTTP whose replies are looked at whatever their status."""
+"""HTTP requests whose replies are returned with any status."""
 
 import http.client
 import json
@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 class HttpReply(NamedTuple):
     status: int
     headers: Mapping[str, str]
-    """By names in lower case."""
+    """Headers by name in lower case."""
     body: bytes
 
     @property
@@ -33,9 +33,9 @@ def exchange(
     method: str | None = None,
     timeout: float = 60,
 ) -> HttpReply:
-    """Send `body`, bytes as they are and anything else as JSON; without it, the method is GET.
+    """Send `body`: bytes unchanged, anything else as JSON. Without a body, the method is GET.
 
-    Headers without a value are left out."""
+    Headers without a value are omitted."""
     parts = urlsplit(url)
     content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     method = method or ("GET" if body is None else "POST")

@@ -1,6 +1,6 @@
-"""A hub over real sockets: the part of its API that a download uses, and what can go wrong with it.
+"""Hub over real sockets: the part of its API that a download uses, and its possible failures.
 
-Large files are kept on another host, as the hub keeps them; `requests` tells what was asked of both."""
+Like the real hub, it stores large files on another host; `requests` has the requests to both."""
 
 import hashlib
 import json
@@ -19,14 +19,14 @@ LARGE = (".bin", ".safetensors", ".model")
 
 @dataclass
 class Repo:
-    """The files of each revision; a branch is a name of a commit."""
+    """Files of each revision. A branch maps to a commit."""
 
     files: dict[str, bytes]
     commit: str = "c0ffee" + 34 * "0"
     branches: tuple[str, ...] = ("main",)
     needs_token: str | None = None
     error_code: str | None = None
-    """Sent with 403 instead of an answer, as GatedRepo is."""
+    """Error code that is sent with status 403 instead of an answer, such as GatedRepo."""
 
 
 @dataclass
@@ -39,12 +39,12 @@ class Request:
 
 Fault = Callable[
     ["_Handler", bytes], None
-]  # answers in place of the content, of which it gets what is wanted
+]  # functions that answer in place of the content, of which they get the requested part
 
 
 @dataclass
 class Hub:
-    """What is served, what shall go wrong with a file's next answers, and what was asked."""
+    """Repositories, failures of a file's next answers, and received requests."""
 
     repos: dict[str, Repo] = field(default_factory=dict)
     faults: dict[str, deque[Fault]] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Hub:
         return f"http://127.0.0.1:{self._servers[1].server_port}"
 
     def asked(self, method: str, name: str) -> list[Request]:
-        """Requests of an address that ends so."""
+        """Return the requests whose address ends with `name`."""
         return [one for one in self.requests if one.method == method and one.path.endswith(name)]
 
 
@@ -84,7 +84,7 @@ class _Server(ThreadingHTTPServer):
     hub: Hub
 
     def handle_error(self, request: object, address: object) -> None:
-        """A client that goes away is part of the tests."""
+        """Ignore errors, because clients that disconnect are part of the tests."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -115,15 +115,15 @@ class _Handler(BaseHTTPRequestHandler):
         if path.startswith("/stored/"):
             name, content = hub.stored[path.removeprefix("/stored/").split("/")[0]]
             self._send_content(name, content)
-        elif found := re.fullmatch(r"/api/models/(.+?)(?:/revision/([^/]+))?", path):
-            self._describe(found[1], found[2] or "main")
-        elif found := re.fullmatch(r"/(.+?)/resolve/([^/]+)/(.+)", path):
-            self._resolve(*found.groups())
+        elif match := re.fullmatch(r"/api/models/(.+?)(?:/revision/([^/]+))?", path):
+            self._describe(match[1], match[2] or "main")
+        elif match := re.fullmatch(r"/(.+?)/resolve/([^/]+)/(.+)", path):
+            self._resolve(*match.groups())
         else:
             self.reply(404)
 
     def _find(self, name: str, revision: str) -> Repo | None:
-        """Answers where there is none."""
+        """Return the repository, or answer with an error."""
         repo = self.server.hub.repos.get(name)
         if repo is None:
             self.reply(401, X_Error_Code="RepoNotFound", X_Error_Message="Repository not found")
@@ -171,7 +171,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.reply(302, **header)
 
     def _send_content(self, name: str, content: bytes, **headers: str) -> None:
-        """All of it, or from where the request says."""
+        """Send all of the content, or the rest from the requested position on."""
         if self.command == "GET" and self._fails(name, content):
             return
         first = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
@@ -193,7 +193,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def cut_after(num_bytes: int, reset: bool = False) -> Fault:
-    """The connection ends in the middle, politely or not."""
+    """Return a failure that ends the connection in the middle, either orderly or by a reset."""
 
     def answer(handler: _Handler, content: bytes) -> None:
         is_rest = bool(handler.headers.get("Range"))
@@ -215,17 +215,17 @@ def status(code: int) -> Fault:
 
 
 def other_bytes(handler: _Handler, content: bytes) -> None:
-    """As many as there should be."""
+    """Send the right number of wrong bytes."""
     handler.reply(200, content[:-1] + bytes([content[-1] ^ 1]))
 
 
 def fewer_bytes(handler: _Handler, content: bytes) -> None:
-    """All that were announced, and yet too few."""
+    """Send fewer bytes than the file has, with a matching length."""
     handler.reply(200, content[:-10])
 
 
 def hold(begun: threading.Event, num_bytes: int) -> Fault:
-    """Sends some bytes, then nothing for a long time."""
+    """Return a failure that sends some bytes and then nothing for a long time."""
 
     def answer(handler: _Handler, content: bytes) -> None:
         handler.send_response(200)

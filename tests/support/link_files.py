@@ -1,5 +1,5 @@
-"""What links over TCP need: certificates for both ends, ports beside each other, and a relay between the ends
-that can be cut."""
+"""Files for links over TCP: certificates for both ends, adjacent ports, and a relay between the ends that can
+be cut."""
 
 import contextlib
 import random
@@ -16,12 +16,12 @@ import trustme
 
 @dataclass(frozen=True)
 class LinkFiles:
-    """One end's certificate, key and authority."""
+    """Certificate, key and authority of one end."""
 
     directory: Path
 
     def path(self, name: str) -> Path:
-        """Of `cert`, `key` or `ca`."""
+        """Return the path of `cert`, `key` or `ca`."""
         return self.directory / f"{name}.pem"
 
     @property
@@ -30,7 +30,7 @@ class LinkFiles:
         return ["--link-cert-path", cert, "--link-key-path", key, "--link-ca-cert-path", ca]
 
     def write(self, own: trustme.CA, name: str, other: trustme.CA | None = None, **more: Any) -> "LinkFiles":
-        """`own` vouches for this end, `other` for the other one, if they are not the same."""
+        """Write the files. `own` signs this end's certificate, `other` the other end's if it differs."""
         self.directory.mkdir(exist_ok=True)
         leaf = own.issue_cert(name, **more)
         texts = {
@@ -50,7 +50,7 @@ class LinkFiles:
 
 
 def free_ports() -> int:
-    """The first of two. None that the system would give away by itself meanwhile."""
+    """Return the first of two adjacent free ports that the system does not assign by itself."""
     while True:
         port = random.randrange(20000, 32000, 2)
         with contextlib.suppress(OSError):
@@ -60,7 +60,7 @@ def free_ports() -> int:
 
 
 class Relay:
-    """Passes both ports of a shard on, as a network would."""
+    """Relay for both ports of a shard."""
 
     def __init__(self, shard_port: int) -> None:
         self.port = free_ports()
@@ -74,7 +74,7 @@ class Relay:
             thread.start()
 
     def cut(self) -> None:
-        """All there is between the ends; they may connect again."""
+        """Cut all connections between the ends. New connections are possible."""
         ends, self._ends = self._ends, []
         _shut(*ends)
 
@@ -124,7 +124,7 @@ def _shut(*ends: socket.socket) -> None:
 
 
 def is_refused(port: int, context: ssl.SSLContext) -> bool:
-    """Nobody waits: what is not closed at once is let in."""
+    """Return whether the other end closes the connection immediately."""
     with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
         try:
             with context.wrap_socket(plain, server_hostname="localhost") as connection:

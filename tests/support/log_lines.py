@@ -1,4 +1,4 @@
-"""A strict reader of log lines, and texts that try to forge them."""
+"""Strict parser of log lines, and texts that try to forge them."""
 
 import json
 import re
@@ -35,7 +35,8 @@ HEAD = re.compile(r"(\S+Z) ([A-Z]+) (\S+): ")
 
 
 def read_value(text: str) -> tuple[Scalar, str]:
-    """A JSON string, or a run without spaces that is JSON's or a bare word; and what follows it."""
+    """Parse a JSON string, or a JSON value or bare word without spaces. Return it and the rest of the
+    text."""
     if text.startswith('"'):
         value, end = json.JSONDecoder().raw_decode(text)
         return value, text[end:]
@@ -48,8 +49,8 @@ def read_value(text: str) -> tuple[Scalar, str]:
 
 
 def parse(line: str, about: tuple[str, str] = ("INFO", "tgis.test")) -> tuple[str, dict[str, Scalar]]:
-    """What a strict reader finds in a line of text: a message, JSON or free of `=`, then ` key=value` to the
-    end. `about` is its level and its logger."""
+    """Parse a text line strictly: a message, as JSON or without `=`, followed by ` key=value` pairs up to the
+    end. `about` has its level and logger."""
     assert line.isprintable()
     head = HEAD.match(line)
     assert head is not None

@@ -1,4 +1,4 @@
-"""Packages of npm for tests, as a lock file has them; kept below .cache."""
+"""npm packages for tests, as pinned by a lock file, stored below .cache."""
 
 import hashlib
 import os
@@ -11,7 +11,7 @@ CACHE = Path(__file__).parents[2] / ".cache"
 
 
 class InstallError(Exception):
-    """npm could not; the text is what it said."""
+    """Error when npm fails. The text is npm's output."""
 
 
 def has_npm() -> bool:
@@ -19,7 +19,7 @@ def has_npm() -> bool:
 
 
 def install(sources: Path, name: str) -> Path:
-    """The directory that has node_modules; made once per lock file. Raises InstallError."""
+    """Return the directory that contains node_modules, created once per lock file. Raises InstallError."""
     digest = hashlib.sha256((sources / "package-lock.json").read_bytes()).hexdigest()
     installed = CACHE / f"{name}-{digest[:16]}"
     if not installed.is_dir():

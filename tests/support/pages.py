@@ -1,4 +1,4 @@
-"""What pages say of commands, flags and variables, and where their links lead, read from their Markdown."""
+"""Parses pages' Markdown for commands, flags, variables and links."""
 
 import re
 import shlex
@@ -20,7 +20,7 @@ STEPS_OVER = ("sudo", "nohup", "exec", "export", "timeout")
 
 @dataclass(frozen=True)
 class Command:
-    """Words of a line of a shell, the program first, and the variables that are set before it."""
+    """Words of a shell line, the program first, and the variables set before it."""
 
     words: tuple[str, ...]
     variables: tuple[str, ...]
@@ -36,7 +36,7 @@ class Page:
 
     @property
     def prose(self) -> str:
-        """Without blocks of code."""
+        """Return the text without code blocks."""
         return FENCE.sub("", self.text)
 
     @property
@@ -53,13 +53,13 @@ class Page:
 
     @property
     def anchors(self) -> set[str]:
-        """As both GitHub and the site name headings."""
-        found: set[str] = set()
+        """Return the anchors of headings, which are the same on GitHub and on the site."""
+        result: set[str] = set()
         for heading in HEADING.findall(self.prose):
             text = re.sub(r"[`*]|\]\([^)]*\)|\[", "", heading).strip().lower()
             slug = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
-            found.add(slug if slug not in found else f"{slug}_1")
-        return found
+            result.add(slug if slug not in result else f"{slug}_1")
+        return result
 
     def commands(self) -> Iterator[Command]:
         for block in self.shell:
@@ -68,7 +68,7 @@ class Page:
 
 
 def split(block: str) -> Iterator[list[str]]:
-    """The commands of a block, one after the other."""
+    """Yield the commands of a block in order."""
     lexer = shlex.shlex(COMMENT.sub("", block).replace("\\\n", " "), posix=True, punctuation_chars=";&|()\n")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t", True, ""
     words: list[str] = []
@@ -85,8 +85,8 @@ def split(block: str) -> Iterator[list[str]]:
 
 def take_variables(words: list[str]) -> Command:
     variables = []
-    while words and (found := ASSIGNMENT.match(words[0])):
-        variables.append(found[1])
+    while words and (match := ASSIGNMENT.match(words[0])):
+        variables.append(match[1])
         words = words[1:]
     if words and words[0] in STEPS_OVER:
         return take_variables(words[1:])

@@ -1,5 +1,5 @@
-"""The rules of sampling once more, for one row, as plain Python: penalties, filters, choice and what is told
-of a token. It shares no code with `tgis`; how near a decision was is told with every result."""
+"""Independent implementation of sampling for one row in plain Python: penalties, filters, choice and token
+details. It shares no code with `tgis`. Every result includes how close its decisions were."""
 
 import math
 import struct
@@ -12,13 +12,13 @@ import numpy as np
 
 INF = math.inf
 MASK32, MASK64 = 2**32 - 1, 2**64 - 1
-# Penalties beyond this, or below its inverse, act like it.
+# Larger penalties, and those below its inverse, have the same effect.
 MAX_FACTOR = 1e16
 
 
 @dataclass
 class Row:
-    """What decides one token. Floats are those that the wire can hold."""
+    """Inputs for one token. Floats are limited to those that a message can represent."""
 
     logits: list[float]
     token_ids: list[int]
@@ -44,8 +44,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Scores:
-    """After all processors, with the least differences that decided what was left out: between two scores,
-    between the typicality of two tokens, and between a sum of probabilities and its limit."""
+    """Scores after all processors, with the smallest differences that decided what was filtered: between two
+    scores, between the typicality of two tokens, and between a sum of probabilities and its limit."""
 
     values: list[float]
     order: float = INF
@@ -57,7 +57,7 @@ MARGINS = ("order", "typical_order", "mass")
 
 
 def single(x: float) -> float:
-    """Rounded to float32, so that ties are the same ones."""
+    """Round to float32, so that ties are identical."""
     try:
         rounded: float = struct.unpack("f", struct.pack("f", x))[0]
     except OverflowError:
@@ -70,7 +70,8 @@ def add_bias(scores: list[float], row: Row) -> Scores:
 
 
 def add_watermark(scores: list[float], row: Row) -> Scores:
-    """TGI's: the token before seeds the order of the vocabulary, whose first part is green."""
+    """Add TGI's watermark: the previous token seeds a permutation of the vocabulary, whose first part is
+    green."""
     if row.watermark_gamma == 0:
         return Scores(scores)
     green = set(permute(row.token_ids[-1], len(scores))[: int(len(scores) * row.watermark_gamma)])
@@ -79,7 +80,8 @@ def add_watermark(scores: list[float], row: Row) -> Scores:
 
 @cache
 def permute(token_id: int, size: int) -> list[int]:
-    """As Fisher and Yates shuffle, with the remainders of MT19937's numbers, which numpy has as well."""
+    """Return the Fisher-Yates shuffle with the remainders of MT19937's numbers, which numpy also
+    implements."""
     draw = np.random.RandomState(15485863 * token_id & MASK32)
     numbers = draw.randint(0, 2**32, size, np.uint32).tolist()
     ids = list(range(size))
@@ -90,14 +92,14 @@ def permute(token_id: int, size: int) -> list[int]:
 
 
 def treat_eos(scores: list[float], row: Row) -> Scores:
-    """The minimum and the length penalty."""
+    """Apply the minimum length and the length penalty."""
     eos = {i for i in row.eos if 0 <= i < len(scores)}
     if row.num_generated < row.min_new_tokens:
         return Scores([-INF if i in eos else x for i, x in enumerate(scores)])
     overdue = row.num_generated - row.length_penalty_start
     if overdue <= 0 or row.length_penalty_factor == 1:
         return Scores(scores)
-    # A float holds no more than 1e308.
+    # A float's maximum is about 1e308.
     in_reach = overdue * math.log10(row.length_penalty_factor) < 16
     growth = (row.length_penalty_factor**overdue if in_reach else MAX_FACTOR) - 1
     return Scores([single(x + abs(x) * growth) if i in eos and x > -INF else x for i, x in enumerate(scores)])
@@ -112,7 +114,7 @@ def penalise_repetition(scores: list[float], row: Row) -> Scores:
 
 
 def penalise_generated(scores: list[float], row: Row) -> Scores:
-    """OpenAI's: counts are of the answer alone."""
+    """Apply OpenAI's penalties, which count only the answer."""
     counts = Counter(row.token_ids[len(row.token_ids) - row.num_generated :] if row.num_generated else [])
     changed = list(scores)
     for i, count in counts.items():
@@ -134,7 +136,7 @@ def keep_best(scores: list[float], row: Row) -> Scores:
 
 
 def keep_mass(scores: list[float], row: Row) -> Scores:
-    """Rising scores are left out while together they have at most 1 - top_p; of equals, high ids first."""
+    """Remove ascending scores while their sum is at most 1 - top_p; among equal scores, higher ids first."""
     if row.top_p >= 1:
         return Scores(scores)
     probabilities = softmax(scores)
@@ -150,7 +152,8 @@ def keep_mass(scores: list[float], row: Row) -> Scores:
 
 
 def keep_likely(scores: list[float], row: Row) -> Scores:
-    """All with at least so much of the highest probability; and how near the nearest is to that, in nats."""
+    """Keep all tokens with at least the given fraction of the highest probability. Also record how close the
+    nearest score is to it, in nats."""
     if row.min_p <= 0:
         return Scores(scores)
     highest = max(scores)
@@ -173,7 +176,7 @@ def keep_typical(scores: list[float], row: Row) -> Scores:
         if total >= limit:
             edge = distance[i]
             break
-    # Two tokens at almost the same distance on either side of the entropy may change places.
+    # Two tokens at almost equal distances on both sides of the entropy may swap places.
     gaps = [abs(d - edge) for d in distance if d != edge and not math.isinf(d)]
     kept = [x if d <= edge else -INF for x, d in zip(scores, distance, strict=True)]
     return Scores(kept, typical_order=min(gaps, default=INF), mass=nearest)
@@ -215,7 +218,7 @@ def softmax(scores: Sequence[float]) -> list[float]:
 
 
 def uniform(seed: int, position: int, token_id: int) -> float:
-    """The noise of one token at one place of a sequence, in (0, 1)."""
+    """Return the random number in (0, 1) of a token at a position."""
     bits = _mix64((seed + 0x9E3779B97F4A7C15) & MASK64)
     bits = _mix64(bits ^ (position * 0xD1B54A32D192ED03 & MASK64))
     low, high = bits & MASK32, bits >> 32
@@ -233,7 +236,8 @@ def _mix64(x: int) -> int:
 
 
 def choose(row: Row, scores: Sequence[float]) -> tuple[int, float]:
-    """The token, and by how much it won: infinite where only equals were beaten, by their id."""
+    """Return the token and its margin, which is infinite if only equal scores, with other ids, were
+    beaten."""
     ranked = list(scores)
     if not row.greedy:
         place, highest = len(row.token_ids), max(scores)
@@ -256,15 +260,17 @@ def rank(scores: Sequence[float], token_id: int) -> int:
 
 
 def best_tokens(scores: Sequence[float], n: int) -> list[int]:
-    """By falling score, equals by rising id: all that reach the n-th highest, of these the first 4n by id."""
+    """Return the tokens with the n-th highest score or more, by descending score, then ascending id: of
+    these, the first 4n by id."""
     if n == 0:
         return []
     edge = sorted(scores, reverse=True)[min(n, len(scores)) - 1]
-    found = [i for i, x in enumerate(scores) if x >= edge and x > -INF][: 4 * n]
-    return sorted(found, key=lambda i: (-scores[i], i))
+    results = [i for i, x in enumerate(scores) if x >= edge and x > -INF][: 4 * n]
+    return sorted(results, key=lambda i: (-scores[i], i))
 
 
 def least_gap(scores: Sequence[float], token_ids: Sequence[int]) -> float:
-    """Between the scores of these and any other that is not its equal: what their rank or place hangs on."""
+    """Return the smallest gap between the scores of these tokens and any unequal score. Their ranks depend on
+    it."""
     gaps = [abs(scores[i] - x) for i in set(token_ids) for x in scores if x != scores[i] and x > -INF]
     return min(gaps, default=INF)

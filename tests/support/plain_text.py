@@ -1,12 +1,11 @@
-"""The rules of text and stopping as a plain model: whole sequences, no state kept from step to step.
+"""Independent model of text and stopping for whole sequences, without state between steps.
 
-On invalid bytes the library's decoding of the whole sequence (`continuation`) and the text of a stream
-(`text`) differ for tokenizers with byte fallback, and only there. The library looks at a whole run of byte
-tokens: one invalid byte makes every byte of the run a replacement character. A stream has shown the valid
-beginning of the run by then. The reading that holds, for unary answers and streams alike, is that of the
-stream: tokens are decoded in units, and a unit ends with the first token after which its text does not end in
-a replacement character.
-"""
+For invalid bytes, the library's decoding of the whole sequence (`continuation`) and the text of a stream
+(`text`) differ for tokenizers with byte fallback, and only for those. The library decodes a whole run of byte
+tokens: one invalid byte makes every byte of the run a replacement character. By then, a stream has already
+sent the run's valid beginning. The stream's result is the specified one, also for unary answers: tokens are
+decoded in units, and a unit ends with the first token after which its text does not end in a replacement
+character."""
 
 import json
 from collections.abc import Collection, Sequence
@@ -20,17 +19,17 @@ from tokenizers import Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 Entry = tuple[str, str, str]
-"""(text, name of the stop reason, stop sequence)"""
+"""Text, name of the stop reason, and stop sequence."""
 
 
 def begin_of_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:
-    """The tokens that the encodings of these texts have in common at their beginning."""
+    """Return the common first tokens of these texts' encodings."""
     places = zip(*(tokenizer.encode(text).ids for text in texts), strict=False)
     return [ids[0] for ids in takewhile(lambda ids: len({*ids}) == 1, places)]
 
 
 def continuation(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-    """The text of `ids` after some other text, decoded at once by the library."""
+    """Return the library's decoding of all `ids` at once, as the continuation of another text."""
     whole = _decode_at_once(tokenizer, ids, skip_special_tokens)
     return whole if kind_of(tokenizer) in ("BPEDecoder", "none") else whole.rstrip(REPLACEMENT)
 
@@ -38,8 +37,8 @@ def continuation(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: 
 def text(
     tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool = True, begins: bool = False
 ) -> str:
-    """The text of `ids` as it holds for answers; as `continuation` but for invalid bytes. `begins`: nothing
-    stands before it."""
+    """Return the specified text of `ids`, which equals `continuation` except for invalid bytes. `begins`:
+    nothing precedes it."""
     return _read(tokenizer, ids, skip_special_tokens, begins).whole
 
 
@@ -56,7 +55,7 @@ def stream(
     output_special_tokens: bool = False,
     begins: bool = False,
 ) -> list[Entry]:
-    """What a stream shows for each token, up to the one that ends it; `ids` may go on after that one.
+    """Return the text that a stream sends for each token, up to the last one. `ids` may continue after it.
     `begins`: as for `text`."""
     skip, stops = not output_special_tokens, [stop.encode() for stop in stop_sequences]
     hold_back = 0 if not stops else 1 if include else max(map(len, stops))
@@ -97,9 +96,9 @@ def _is_one_behind(tokenizer: Tokenizer) -> bool:
 @dataclass(frozen=True)
 class _Reading:
     certain: list[str]
-    """What each token made certain."""
+    """Text that each token makes certain."""
     whole: str
-    """The text if nothing follows."""
+    """Text if nothing follows."""
 
 
 def _read(tokenizer: Tokenizer, ids: Sequence[int], skip: bool, begins: bool) -> _Reading:
@@ -118,7 +117,7 @@ def _read(tokenizer: Tokenizer, ids: Sequence[int], skip: bool, begins: bool) ->
 
 
 def _read_beginning(tokenizer: Tokenizer, ids: Sequence[int], skip: bool) -> _Reading:
-    """Of vocabularies without byte tokens: what each token adds to the library's own text."""
+    """Read ids of vocabularies without byte tokens: each token's addition to the library's own text."""
     assert kind_of(tokenizer) in ("Metaspace", "WordPiece")
     texts = [tokenizer.decode(list(ids[:n]), skip_special_tokens=skip) for n in range(len(ids) + 1)]
     assert all(after.startswith(before) for before, after in pairwise(texts))
@@ -126,7 +125,7 @@ def _read_beginning(tokenizer: Tokenizer, ids: Sequence[int], skip: bool) -> _Re
 
 
 def _read_one_behind(tokenizer: Tokenizer, ids: Sequence[int], skip: bool) -> _Reading:
-    """The last token's text depends on whether a further one follows."""
+    """Read ids of vocabularies in which the last token's text depends on whether another token follows."""
     texts = []
     for n in range(len(ids) + 1):
         seen = [token for token in ids[:n] if not (skip and token in _special_ids(tokenizer))]
@@ -151,7 +150,7 @@ def _special_ids(tokenizer: Tokenizer) -> set[int]:
 
 
 def _cut(reading: _Reading, stops: Sequence[bytes], include: bool) -> tuple[str, bytes]:
-    """(stop sequence that uses a byte of the last token, the text up to where it cuts)."""
+    """Return the stop sequence that includes a byte of the last token, and the text up to the cut."""
     text = "".join(reading.certain).encode()
     num_old = len("".join(reading.certain[:-1]).encode())
     for stop in stops:
@@ -162,7 +161,7 @@ def _cut(reading: _Reading, stops: Sequence[bytes], include: bool) -> tuple[str,
 
 
 def _num_shown(tokenizer: Tokenizer, reading: _Reading, hold_back: int) -> int:
-    """How many bytes of the certain text are shown after the last token."""
+    """Return how many bytes of the certain text are sent after the last token."""
     shown = 0
     for n in range(1, len(reading.certain) + 1):
         if not reading.certain[n - 1]:

@@ -1,4 +1,4 @@
-"""Real processes for tests: started as a user would, found by what they print, stopped in every case."""
+"""Real processes for tests: started like a user would, recognized by their output, and always stopped."""
 
 import os
 import re
@@ -16,12 +16,12 @@ from tests.support.spread_channel import spread_channel
 
 LEAKED = re.compile(
     r"leaked (request|block|row|permit|tokenize permit|content): "
-)  # a router's last words, if need be
+)  # include a router's last output
 ADDRESSES = re.compile(r"serving gRPC on (\S+):(\d+), HTTP on (\S+):(\d+)")
 
 
 class Service:
-    """A router or a launcher with free ports on loopback."""
+    """Router or launcher with free ports on loopback."""
 
     def __init__(
         self,
@@ -31,8 +31,9 @@ class Service:
         python: Sequence[str] = (sys.executable,),
         num_routers: int | None = None,
     ) -> None:
-        """It serves once `num_routers` processes of it have said so; None: as many as its options say."""
-        # The default depends on the machine's cores, and tests must not.
+        """Start the process. It serves when `num_routers` of its processes have reported that; None: the
+        number in its options."""
+        # The default depends on the machine's cores, but tests must not.
         environment = {"ROUTER_WORKERS": "1", **os.environ, **(env or {})}
         self.num_routers = num_routers or num_workers(command, environment)
         self._num_awaited = self.num_routers
@@ -54,8 +55,8 @@ class Service:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line.rstrip("\n"))
-            if found := ADDRESSES.search(line):
-                self.grpc_port, self.http_port = int(found[2]), int(found[4])
+            if match := ADDRESSES.search(line):
+                self.grpc_port, self.http_port = int(match[2]), int(match[4])
                 self._num_awaited -= 1
                 if self._num_awaited <= 0:
                     self._serving.set()
@@ -83,12 +84,13 @@ class Service:
         return f"http://127.0.0.1:{self.http_port}"
 
     def channel(self) -> Channel:
-        """A channel whose calls reach all router workers, where suites run again with several."""
+        """Return a channel whose calls reach all router workers, if suites run again with several."""
         target, is_again = f"127.0.0.1:{self.grpc_port}", "ROUTER_WORKERS" in os.environ
         return spread_channel(target) if is_again else insecure_channel(target)
 
     def end(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = 30) -> int:
-        """Exit code, of a process that may have ended before; a router must have given back all it took."""
+        """End the process, which may have ended before, and return its exit code. A router must have released
+        all resources."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
@@ -104,15 +106,15 @@ class Service:
 
 
 def num_workers(command: Sequence[str], env: Mapping[str, str]) -> int:
-    """Return the number of router workers that a launcher is told to start; 1 for other commands."""
+    """Return the number of router workers that a launcher is configured to start; 1 for other commands."""
     if "--router-workers" in command:
         return int(command[command.index("--router-workers") + 1])
     return int(env["ROUTER_WORKERS"]) if "launcher" in command else 1
 
 
 def children_of(pid: int) -> dict[str, list[int]]:
-    """Process ids below `pid`, by the tgis command they run."""
-    found: dict[str, list[int]] = {}
+    """Return the process ids below `pid`, by their tgis command."""
+    result: dict[str, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -121,5 +123,5 @@ def children_of(pid: int) -> dict[str, list[int]]:
             except OSError:
                 continue  # it has just ended
             if parent == pid and "tgis" in words:
-                found.setdefault(words[words.index("tgis") + 1], []).append(int(entry.name))
-    return found
+                result.setdefault(words[words.index("tgis") + 1], []).append(int(entry.name))
+    return result

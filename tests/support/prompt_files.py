@@ -1,4 +1,5 @@
-"""Directories of soft prompts and adapters, good and bad ones, written by the libraries that write them."""
+"""Valid and invalid directories of soft prompts and adapters, written by the libraries that normally write
+them."""
 
 import json
 import os
@@ -29,7 +30,7 @@ HARM = "harm"
 
 
 class Payload:
-    """What a hostile file does to whoever unpickles it."""
+    """Hostile payload that runs when it is unpickled."""
 
     def __init__(self, call: Callable[..., object], *arguments: object) -> None:
         self._made = call, arguments
@@ -66,7 +67,7 @@ def save_lora(directory: Path, seed: int = 0, rank: int = 2, width: int = WIDTH)
 def rewrite_pickle(
     file: Path, change: Callable[[bytes], bytes], compression: int = zipfile.ZIP_STORED
 ) -> None:
-    """What torch.save wrote, with another pickle in it; checksums are right again."""
+    """Replace the pickle in a file by torch.save, with correct checksums."""
     with zipfile.ZipFile(file) as archive:
         records = {record.filename: archive.read(record) for record in archive.infolist()}
     with zipfile.ZipFile(file, "w", compression) as archive:
@@ -75,11 +76,11 @@ def rewrite_pickle(
 
 
 def claim_numbers(old: int, new: int) -> Callable[[bytes], bytes]:
-    """A change of a pickle that says `new` wherever it said `old`, a small number."""
+    """Return a change of a pickle that replaces the small number `old` by `new` everywhere."""
 
     def change(content: bytes) -> bytes:
         places = [
-            at for operation, found, at in pickletools.genops(content) if found == old and at is not None
+            at for operation, result, at in pickletools.genops(content) if result == old and at is not None
         ]
         for at in reversed(places):
             content = content[:at] + b"\x8a\x08" + new.to_bytes(8, "little") + content[at + 2 :]
@@ -89,7 +90,7 @@ def claim_numbers(old: int, new: int) -> Callable[[bytes], bytes]:
 
 
 def age(directory: Path) -> Path:
-    """Waits until the directory's files are so old that the clock tells further changes apart."""
+    """Wait until the directory's files are so old that the clock distinguishes later changes."""
     changed = max((os.stat(path).st_ctime for path in directory.iterdir()), default=0.0)
     while time.time() < changed + 0.06:
         time.sleep(0.005)
@@ -98,9 +99,9 @@ def age(directory: Path) -> Path:
 
 @contextmanager
 def bounded_memory(max_growth_bytes: int) -> Iterator[None]:
-    """Fails where the process meanwhile holds more than that above what it held before."""
-    release_memory()  # else what is taken may be what was freed before, which does not show
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is the present
+    """Fail if the process's memory grows by more than that within the context."""
+    release_memory()  # otherwise allocations may reuse freed memory and not show
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak to the present
     before = _peak_bytes()
     yield
     assert _peak_bytes() - before < max_growth_bytes

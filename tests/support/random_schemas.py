@@ -1,4 +1,4 @@
-"""Random JSON schemas, each with a plain reading of what fits it."""
+"""Random JSON schemas, each with an independent validator."""
 
 import random
 from collections.abc import Callable
@@ -11,7 +11,7 @@ class Schema(NamedTuple):
 
 
 def random_object(r: random.Random, depth: int = 3) -> Schema:
-    """Return an object whose properties may be required, and which has no others."""
+    """Return an object schema with properties that may be required, and no others."""
     names = r.sample(["a", "b", 'quote"', "é", "two words", "$ref"], r.randint(0, 4))
     parts = {name: random_schema(r, depth - 1) for name in names}
     required = [name for name in names if r.random() < 0.6]

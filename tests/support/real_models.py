@@ -1,4 +1,4 @@
-"""GGUF files of real models, which `make test` and `make gemma` fetch."""
+"""GGUF files of real models, which `make test` and `make gemma` download."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Module that takes longer to import than anybody waits."""
+"""Module whose import takes longer than any time limit."""
 
 import time
 

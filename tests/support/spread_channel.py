@@ -1,4 +1,4 @@
-"""A gRPC channel over several connections, so that the calls of one client reach several router workers."""
+"""gRPC channel over several connections, so that one client's calls reach several router workers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
@@ -9,12 +9,13 @@ import grpc
 from tests.support.connections import OWN_CONNECTION
 
 NUM_CONNECTIONS = 6
-"""That all of them reach the same of three workers happens once in 243 times."""
+"""Number of connections: the probability that all reach the same of three workers is 1/243."""
 CONNECT_S = 20.0
 
 
 def spread_channel(target: str) -> grpc.Channel:
-    """Open a channel whose connections are all there, so that later looks at the router count them alike."""
+    """Open a channel whose connections are all established, so that later measurements of the router include
+    them."""
     channels = [grpc.insecure_channel(target, OWN_CONNECTION) for _ in range(NUM_CONNECTIONS)]
     for channel in channels:
         grpc.channel_ready_future(channel).result(CONNECT_S)
@@ -22,7 +23,7 @@ def spread_channel(target: str) -> grpc.Channel:
 
 
 class SpreadChannel(grpc.Channel):
-    """Takes the next connection for each call."""
+    """Channel that uses the next connection for each call."""
 
     def __init__(self, channels: Sequence[grpc.Channel]) -> None:
         self._channels = channels
@@ -59,7 +60,7 @@ class SpreadChannel(grpc.Channel):
 
 
 class _Spread:
-    """Implements the callables of gRPC's stubs."""
+    """Callables of gRPC's stubs that use the connections in turn."""
 
     def __init__(self, calls: Sequence[Any]) -> None:
         self._next: Iterator[Any] = cycle(calls)

@@ -1,4 +1,4 @@
-"""Streams of the public service as a client reads them."""
+"""Streams of the public service as read by clients."""
 
 import json
 from collections.abc import Iterable
@@ -10,8 +10,8 @@ Response = TypeVar("Response", bound=pb.GenerationResponse)
 
 
 def join_stream(messages: Iterable[Response]) -> Response:
-    """Return the messages of a stream as one: texts and lists are appended, and later values replace earlier
-    ones. How many tokens share a message depends on the load, so streams are compared joined."""
+    """Join the messages of a stream into one: texts and lists are concatenated, and later values replace
+    earlier ones. The number of tokens per message depends on load, so streams are compared joined."""
     first, *rest = messages
     whole = type(first)()
     whole.CopyFrom(first)
@@ -23,14 +23,14 @@ def join_stream(messages: Iterable[Response]) -> Response:
 
 
 def read_chunks(body: bytes) -> list[Any]:
-    """Return the events of a stream of completions or chats, without the one that ends it."""
+    """Return the events of a stream of completions or chats, without the final `[DONE]`."""
     *frames, done, end = body.split(b"\n\n")
     assert (done, end) == (b"data: [DONE]", b"")
     return [json.loads(frame.removeprefix(b"data: ")) for frame in frames]
 
 
 def join_choices(chunks: list[Any]) -> tuple[dict[int, Any], Any]:
-    """Return the choices by index and the usage of the whole call."""
+    """Return the choices by index, and the usage of the whole call."""
     choices: dict[int, Any] = {}
     for chunk in chunks:
         for choice in chunk["choices"]:
@@ -45,7 +45,7 @@ def join_choices(chunks: list[Any]) -> tuple[dict[int, Any], Any]:
 
 
 def join_parts(told: Any, more: Any) -> Any:
-    """Join what two chunks say: texts and lists are appended, objects are joined by field."""
+    """Join two chunks: texts and lists are concatenated, objects are joined by field."""
     if told is None or more is None:
         return more if told is None else told
     if isinstance(told, dict):

@@ -1,4 +1,4 @@
-"""Suites that run again in another environment, and tests that make no sense there."""
+"""Suites that run again in another environment, and tests that do not apply there."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-NO_TESTS = 5  # pytest's exit status when it has deselected all
+NO_TESTS = 5  # pytest's exit status if all tests are deselected
 
 
 def run_suite(suite: Path, env: Mapping[str, str], options: Sequence[str]) -> None:
@@ -18,7 +18,7 @@ def run_suite(suite: Path, env: Mapping[str, str], options: Sequence[str]) -> No
 
 
 def skip_tests_of_one_worker(items: Sequence[pytest.Item]) -> None:
-    """Skip tests marked `one_worker`, with the reason that each gives."""
+    """Skip tests marked `one_worker`, with the reason of each mark."""
     for item in items:
         if (mark := item.get_closest_marker("one_worker")) is not None:
             item.add_marker(pytest.mark.skip(reason=mark.args[0]))

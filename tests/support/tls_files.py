@@ -10,7 +10,7 @@ import trustme
 
 @dataclass(frozen=True)
 class Files:
-    """Of an authority, and of a server it vouches for."""
+    """Files of an authority and of a server certificate that it has signed."""
 
     directory: Path
     authority: trustme.CA
@@ -20,12 +20,13 @@ class Files:
         return [part for name in names for part in (f"--{files[name]}", str(self.directory / f"{name}.pem"))]
 
     def client(self, **more: Any) -> grpc.ChannelCredentials:
-        """Of one whom the authority vouches for."""
+        """Return the credentials of a client whose certificate the authority has signed."""
         return credentials(self.authority, self.authority.issue_cert("client@example.com", **more))
 
 
 def issue(authority: trustme.CA, directory: Path, **more: Any) -> None:
-    """As Kubernetes mounts a secret: real files in a new directory, a link to it that is swapped at once."""
+    """Write certificates like a Kubernetes secret mount: real files in a new directory, and a link to it that
+    is swapped atomically."""
     fresh = directory / f"..{len(list(directory.iterdir()))}"
     fresh.mkdir()
     server = authority.issue_cert("localhost", **more)

@@ -1,4 +1,4 @@
-"""A collector of OpenTelemetry traces on a real port."""
+"""Collector of OpenTelemetry traces on a real port."""
 
 import threading
 
@@ -15,7 +15,7 @@ TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
 
 
 class Collector(TraceServiceServicer):
-    """Keeps what it gets; `open_gate` is when it starts to answer."""
+    """Collector that records what it receives; it starts to answer when `open_gate` is set."""
 
     def __init__(self) -> None:
         self.requests: list[ExportTraceServiceRequest] = []

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 WIRE = ROOT / "tests" / "wire"
 SHAPES = ["served", "caikit", "original"]
 BUF = Path(sys.executable).parent / "buf"
-NOWHERE = "http://127.0.0.1:9"  # buf has nothing to fetch; it would fail if it tried
+NOWHERE = "http://127.0.0.1:9"  # buf has nothing to download, and would fail if it tried
 
 
 def buf(*arguments: str, home: Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:

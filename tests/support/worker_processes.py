@@ -1,4 +1,4 @@
-"""Worker processes of this one, and their memory."""
+"""Worker processes of this process, and their memory."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def children(module: str) -> Iterator[int]:
-    """The child processes of this one that run a module."""
+    """Yield the child processes of this process that run a module."""
     listed = subprocess.run(
         ["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True
     )

@@ -159,9 +159,9 @@ def _read_index(index: Path, files: list[Path]) -> dict[str, Any]:
     content = model_files.read_json(index.parent, index.name)
     file_of = content.get("weight_map")
     if not isinstance(file_of, dict):
-        raise ConversionError(f"{index} is not an index of weights")
+        raise ConversionError(f"{index} is not a weight index")
     if missing := sorted({str(name) for name in file_of.values()} - {file.name for file in files}):
-        raise ConversionError(f"{index} names {', '.join(missing)}, which is not there: {INCOMPLETE}")
+        raise ConversionError(f"{index} names {', '.join(missing)}, which does not exist: {INCOMPLETE}")
     return content
 
 

@@ -1,6 +1,6 @@
-"""The process group of one model: this process's rank, its share of split dimensions, and the collectives.
+"""Process group of one model: this process's rank, its share of split dimensions, and the collectives.
 
-Sums are taken in an order that depends only on the number of ranks, so all ranks hold the same bits."""
+The order of a sum depends only on the number of ranks, so all ranks get identical bits."""
 
 import builtins
 from collections.abc import Callable
@@ -21,7 +21,7 @@ _c10d: Any = dist  # the parts used here have no type stubs
 
 
 class ProcessGroupError(OperatorError):
-    """Error: the ranks did not connect, or one of them was lost."""
+    """Error when the ranks do not connect, or one of them is lost."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,11 @@ class ProcessGroup:
 
     def slice(self, length: int, pieces: int | None = None) -> builtins.slice:
         """Return this rank's share of a dimension of `length`. If there are fewer `pieces` than ranks,
-        neighbouring ranks share a piece."""
+        adjacent ranks share a piece."""
         pieces = pieces or self.size
         assert length % pieces == 0, f"{length} cannot be cut into {pieces}"
-        piece, width = self.rank * pieces // self.size, length // pieces
+        piece = self.rank * pieces // self.size
+        width = length // pieces
         return builtins.slice(piece * width, (piece + 1) * width)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -53,7 +54,7 @@ class ProcessGroup:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Concatenate [..., n] of every rank to [..., size * n]. Raises ProcessGroupError."""
+        """Concatenate every rank's [..., n] into [..., size * n]. Raises ProcessGroupError."""
         return x if self.size == 1 else torch.cat(self._gather(x), -1)
 
     def min(self, value: int) -> int:
@@ -78,15 +79,15 @@ class RendezvousPoint:
     """Rendezvous of the ranks for one start of the group. Each start needs a new one."""
 
     place: str  # a file, or HOST:PORT
-    address: str = LOOPBACK  # at which the other ranks connect to this one
+    address: str = LOOPBACK  # where the other ranks connect to this one
     listener: int | None = None  # file descriptor of rank 0's open socket, if `place` is HOST:PORT
 
 
 def connect(
     rank: int, size: int, rendezvous: RendezvousPoint, timeout_s: float, device: torch.device = CPU
 ) -> ProcessGroup:
-    """Connect to the other ranks. No rank waits longer than the time limit for another, here or in a
-    collective. Raises ProcessGroupError."""
+    """Connect to the other ranks. `timeout_s` limits each wait for another rank, here and in collectives.
+    Raises ProcessGroupError."""
     if size == 1:
         return ProcessGroup(rank, size, device=device)
     timeout = timedelta(seconds=timeout_s)
@@ -111,7 +112,7 @@ def _open_store(rank: int, size: int, rendezvous: RendezvousPoint, timeout: time
     try:
         address = parse(rendezvous.place)
     except AddressError as error:
-        raise ProcessGroupError(f"the rendezvous address cannot be used: {error}") from error
+        raise ProcessGroupError(f"invalid rendezvous address: {error}") from error
     return _c10d.TCPStore(
         address.host,
         address.port,
@@ -126,18 +127,19 @@ def _open_store(rank: int, size: int, rendezvous: RendezvousPoint, timeout: time
 def _connect_gloo(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> Any:
     gloo = _c10d.ProcessGroupGloo
     options = gloo._Options()
-    options._timeout, options._devices = timeout, [gloo.create_device(hostname=address)]
+    options._timeout = timeout
+    options._devices = [gloo.create_device(hostname=address)]
     return gloo(store, rank, size, options)
 
 
 def _connect_nccl(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> Any:
-    # `address` is unused, because NCCL is configured by network interface, not by address. NCCL_SOCKET_IFNAME
-    # names the interface; the launcher sets it if all ranks are on one machine.
+    # `address` is unused: NCCL is configured by network interface, with NCCL_SOCKET_IFNAME. The launcher sets
+    # it if all ranks are on one machine.
     nccl = _c10d.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = timeout
     backend = nccl(store, rank, size, options)
-    # NCCL connects the ranks in their first collective. It runs here so that connection errors show now.
+    # NCCL connects the ranks in the first collective. Running one here reports connection errors now.
     backend.allreduce([torch.zeros(1, device="cuda")]).wait()
     torch.cuda.synchronize()
     return backend
@@ -147,4 +149,4 @@ def _complete(begin: Callable[[], Any]) -> None:
     try:
         begin().wait()
     except RuntimeError as error:
-        raise ProcessGroupError(f"a rank of the group was lost or hangs: {first_line(error)}") from error
+        raise ProcessGroupError(f"a rank was lost or does not respond: {first_line(error)}") from error

@@ -1,4 +1,4 @@
-"""The service of one rank: the main thread launches steps; gRPC's threads answer all other calls."""
+"""Service of one rank: the main thread launches steps, and gRPC's threads answer all other calls."""
 
 import gc
 import logging
@@ -66,7 +66,7 @@ class ShardService(AdapterServicer):
 def serve(config: ShardConfig) -> NoReturn:
     """Load the model and compute steps. Raises OperatorError before the first step.
 
-    The process exits with status 0 on SIGTERM and with status 1 after a step fails."""
+    The process exits with status 0 on SIGTERM or SIGINT, and with status 1 when a step fails."""
     _exit_on_signals()
     endpoint = choose_endpoint(config)
     failpoints.hit("shard.before_loading")
@@ -75,7 +75,7 @@ def serve(config: ShardConfig) -> NoReturn:
     length = sequence_length(config, model_files.read_json(Path(config.model_path), "config.json"))
     store = open_store(config, runner.model, length)
     service = ShardService(runner.info, store, open_artifact_cache(config), runner.adapters)
-    # Open the socket for steps first: a router that finds the gRPC socket may connect to this one at once.
+    # Open the step socket first: a router that sees the gRPC socket may connect to the step socket at once.
     steps = StepSocket(endpoint.open_steps())
     server = _listen(service, endpoint)
     _stop_garbage_collector()
@@ -93,11 +93,11 @@ def serve(config: ShardConfig) -> NoReturn:
 
 
 def log_failure(error: BaseException | None) -> None:
-    """Log why a step failed. A GPU's errors are reported late, so the code that found them says nothing."""
+    """Log why a step failed. GPU errors are reported late, so their traceback would be misleading."""
     if isinstance(error, torch.OutOfMemoryError):
         logger.critical(
-            "the GPU had no memory for a step, and this process exits: a smaller --max-step-tokens, "
-            "--max-batch-size or --kv-cache-tokens leaves more"
+            "a step ran out of GPU memory, and this process exits: reduce --max-step-tokens, "
+            "--max-batch-size or --kv-cache-tokens"
         )
     elif isinstance(error, Exception) and is_gpu_failure(error):
         logger.critical("the GPU failed in a step, and this process exits: %s", first_line(error))
@@ -114,15 +114,18 @@ def _listen(service: ShardService, endpoint: Endpoint) -> grpc.Server:
 
 
 class StepLoop:
-    """Launches steps as they arrive, at most `max_pending` that are not answered, and answers them in order.
+    """Launches steps as they arrive, with at most `max_pending` unanswered ones, and answers them in order.
 
-    If that is more than one, another thread waits for answers and sends them, so that launches go on. `fail`
-    is called on either thread when an exception ends it."""
+    If `max_pending` is more than one, another thread waits for the results and sends the answers, so that
+    launches continue. Either thread calls `fail` when an exception ends it."""
 
     def __init__(
         self, runner: ModelRunner, steps: StepSocket, heartbeat: Heartbeat, fail: Callable[[], NoReturn]
     ) -> None:
-        self._runner, self._steps, self._heartbeat, self._fail = runner, steps, heartbeat, fail
+        self._runner = runner
+        self._steps = steps
+        self._heartbeat = heartbeat
+        self._fail = fail
         self._free = threading.Semaphore(runner.max_pending)
         self._pending = SimpleQueue[Pending]()
         self._num_steps = 0
@@ -176,15 +179,16 @@ class StepLoop:
 
 
 def _stop_garbage_collector() -> None:
-    """Leave garbage collection to `StepLoop`, and exclude the objects loaded so far from it."""
+    """Disable automatic garbage collection, which `StepLoop` runs instead, and exempt the objects loaded so
+    far."""
     gc.collect()
     gc.freeze()
     gc.disable()
 
 
 def _exit_on_signals() -> None:
-    # Python runs signal handlers only on the main thread, which may be computing a step. The wake-up file
-    # descriptor is written immediately, so a thread that reads it can exit.
+    # Python runs signal handlers only on the main thread, which may be computing a step. The signal writes to
+    # the wake-up file descriptor immediately, so a thread that reads it can exit.
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)

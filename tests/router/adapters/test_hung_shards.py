@@ -1,4 +1,4 @@
-"""Shards that hang or are lost while adapters are found and loaded: calls pause, and none is refused."""
+"""Check shards that hang or are lost during adapter lookups and loads: calls pause, and none is refused."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,7 +13,7 @@ from tgis.router.errors import UnavailableError
 from tgis.router.shards import client
 
 ALIVE_S = 0.3
-WATCH_S = LIMIT_S + 2 * ALIVE_S  # until the launcher would notice a shard that hangs
+WATCH_S = LIMIT_S + 2 * ALIVE_S  # until the launcher would notice a hanging shard
 NUM_CALLS = 9
 
 
@@ -57,7 +57,7 @@ async def test_a_shard_that_hangs_is_a_pause(group: Group, rank: int, method: st
 
 @pytest.mark.slow
 async def test_who_waits_for_a_look_up_that_hangs_waits_on(group: Group) -> None:
-    """More calls than look-ups at once, so that some have not been sent when the shard is found to hang."""
+    """Check more calls than concurrent lookups, so that some are still queued when the hang is detected."""
     group.library.store.clear()
     for i in range(40):
         group.library.put(Item(f"x{i}", num_bytes=10), f"many-{i}")
@@ -71,7 +71,7 @@ async def test_who_waits_for_a_look_up_that_hangs_waits_on(group: Group) -> None
 
 @pytest.mark.slow
 async def test_an_adapter_in_use_is_loaded_again_after_a_second_hang(group: Group) -> None:
-    """The shards that came back hang too, while they load what is in use."""
+    """Check replacement shards that hang as well, while they load the adapters in use."""
     with group.lease("prompt-1") as lease:
         adapters = await lease.take()
         group.stop()
@@ -91,7 +91,7 @@ async def test_an_adapter_in_use_is_loaded_again_after_a_second_hang(group: Grou
 async def test_a_loss_that_nobody_notices_ends_the_call(
     group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not before whoever watches the shards has had the time for it, and from the last loss noticed on."""
+    """Check the pause's limit, which leaves the launcher time to react and restarts with every loss."""
     monkeypatch.setattr(residency, "UNNOTICED_S", 1.0)
     loop = asyncio.get_running_loop()
     group.stop()

@@ -1,5 +1,7 @@
-"""Soft prompts and adapters through the public service: what a client gets, what is shared and what never is,
-and that a call lets go of what it used whatever way it ends."""
+"""Check soft prompts and adapters through the public API.
+
+The tests cover the answers, what is shared between requests, and that a call releases its adapters however it
+ends."""
 
 import random
 import threading
@@ -26,11 +28,11 @@ from tgis.pb import shard_pb2
 
 TEXT = "The quick brown fox"
 KIB = 1024
-ROOM = 4  # contents of one KiB, of each kind
+ROOM = 4  # entries of one KiB, for each kind
 INFO = shard_pb2.InfoResponse(prompt_cache_bytes=ROOM * KIB, adapter_cache_bytes=ROOM * KIB)
 NUM_VIRTUAL = 11
 Ids = tuple[str | None, str | None]
-"""prefix_id and adapter_id."""
+"""A prefix_id and an adapter_id."""
 
 
 def library() -> Library:
@@ -43,13 +45,13 @@ def library() -> Library:
 
 
 def write_no_bos(directory: Path) -> Tokenizer:
-    """To which an empty text has no token."""
+    """Write a tokenizer that adds no token to an empty text."""
     return write_byte_level(directory, VOCAB_SIZE, bos=False)
 
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
-    """With room for one long sequence, so that others are preempted."""
+    """A router with blocks for one long sequence, so that others are preempted."""
     few = shard_pb2.InfoResponse(num_blocks=26)
     few.MergeFrom(INFO)
     directory = tmp_path_factory.mktemp("bare")
@@ -99,7 +101,7 @@ def refusal(setup: Setup, message: pb.BatchedGenerationRequest) -> tuple[grpc.St
 
 
 def check_nothing_is_held(setup: Setup) -> None:
-    """What takes all the room can be loaded only when nobody refers to anything else."""
+    """Check that no entry is referenced, by loading entries that need the whole cache."""
     for item in (Item("all", num_bytes=ROOM * KIB), adapter("all too", ROOM * KIB)):
         setup.library.put(item, "all")
     assert setup.stub.Generate(request("a", ("all", "all"), stopping=stopping(1))).responses
@@ -143,7 +145,7 @@ ALONE: Ids = ("prompt/1.x", None)
 
 @pytest.mark.parametrize("limit", [0, 1])
 def test_an_empty_text_is_an_input_behind_a_prompt(bare: Setup, limit: int) -> None:
-    """Of no token as a client counts it, with the virtual ones to be told of."""
+    """Check that a client sees no input token, and that details report the virtual tokens."""
     options = pb.ResponseOptions(
         input_tokens=True, generated_tokens=True, token_ranks=True, token_logprobs=True, input_text=True
     )
@@ -175,7 +177,7 @@ def test_limits_of_a_prompt_alone(bare: Setup) -> None:
 
 
 def test_prompts_alone_are_preempted_and_resumed(bare: Setup) -> None:
-    """In company that has a text too; all of them are cut off and computed again."""
+    """Check empty texts in a batch with others; all of them are preempted and computed again."""
     before, texts = metric(bare, "tgi_preemptions"), ["", "girl", "", "a little girl"] * 4
     ids = [("prompt/1.x", None), ("prompt/2.x", "adapter-2")]
     asked = [(text, ids[i % 5 == 0]) for i, text in enumerate(texts)]
@@ -190,7 +192,7 @@ def test_prompts_alone_are_preempted_and_resumed(bare: Setup) -> None:
 
 
 def test_an_empty_text_without_virtual_tokens_is_refused(bare: Setup) -> None:
-    """An adapter adds none, whichever id names it."""
+    """Check that an adapter adds no tokens, whichever ID names it."""
     text = "tokenizer error the input has no tokens"
     for ids in ((None, None), (None, "adapter-1"), ("lora", None)):
         assert refusal(bare, request("", ids)) == (grpc.StatusCode.INVALID_ARGUMENT, text)
@@ -219,7 +221,7 @@ def test_refusals(tuned: Setup) -> None:
             list(tuned.stub.GenerateStream(stream(TEXT, ids)))
         assert caught.value.details() == text
     bad = request("", ("nobody", "nobody"), stopping=stopping(5000))
-    assert refusal(tuned, bad)[1].startswith("max_new_tokens must be <=")  # parameters come first
+    assert refusal(tuned, bad)[1].startswith("max_new_tokens must be <=")  # parameters are checked first
     check_nothing_is_held(tuned)
 
 
@@ -269,11 +271,11 @@ def test_one_prompt_is_computed_once_and_nothing_is_shared_across(tuned: Setup) 
         num_tokens = num_inputs + NUM_VIRTUAL * (ids[0] is not None)
         tuned.library.put(Item("p4", NUM_VIRTUAL), "same")
         assert num_computed(tuned, TEXT * 5, ids) == num_tokens, ids
-        again = ("same" if ids[0] == "prompt/4.x" else ids[0], ids[1])  # another id of the same content
+        again = ("same" if ids[0] == "prompt/4.x" else ids[0], ids[1])  # another ID of the same content
         assert num_computed(tuned, TEXT * 5, again) == (num_tokens - 1) % BLOCK_SIZE + 1, ids
         seen.add(ids)
     assert len(seen) == 9
-    # Of another text under a prompt that is there, the virtual tokens' full blocks are.
+    # For another text under a known prompt, the full blocks of the virtual tokens are cached.
     assert num_computed(tuned, "0 else", ("prompt/4.x", None)) == (
         len(tuned.tokenizer.encode("0 else").ids) + NUM_VIRTUAL % BLOCK_SIZE
     )
@@ -332,7 +334,7 @@ def test_metrics_and_log(tuned: Setup) -> None:
 
 
 def test_storms_of_calls_that_end_in_every_way_hold_nothing(tuned: Setup) -> None:
-    """More contents than there is room for; whoever gets an answer gets the right one."""
+    """Check more entries than fit into the cache; every answer must be of the right entry."""
     wrong, served = [], []
 
     def client(seed: int) -> None:
@@ -371,7 +373,7 @@ def test_storms_of_calls_that_end_in_every_way_hold_nothing(tuned: Setup) -> Non
 
 @pytest.fixture
 def lost(tmp_path: Path) -> Iterator[Setup]:
-    """A router of its own, whose shards the test may take away; two adapters are loaded at the start."""
+    """A separate router whose shards the test may stop; two adapters are preloaded."""
     info = shard_pb2.InfoResponse(preloaded_adapter_ids=["adapter-1", "adapter-2"])
     info.MergeFrom(INFO)
     setup = start_router(tmp_path, 2, info=info, library=library())
@@ -381,7 +383,7 @@ def lost(tmp_path: Path) -> Iterator[Setup]:
 
 
 def test_streams_go_on_with_their_prompts_when_the_shards_come_back(lost: Setup) -> None:
-    """Those whose copy is gone too fail alone. What nobody uses any more is not loaded again."""
+    """Check that only requests whose copy is also lost fail, and that unused entries are not reloaded."""
     setup = lost
     assert [set(shard.shelf.loaded) for shard in setup.shards] == [{"a1", "a2"}] * 2  # before any request
     for shard in setup.shards:
@@ -429,7 +431,7 @@ def serve_again(setup: Setup) -> None:
 
 
 def test_a_call_waits_for_room(tuned: Setup) -> None:
-    """As long as the look-up's limit."""
+    """Check that a call waits for space up to the lookup's time limit."""
     check_nothing_is_held(tuned)
     for shard in tuned.shards:
         shard.step_s = 0.02

@@ -1,5 +1,7 @@
-"""What the router keeps loaded on shards behind real sockets: one load for many, no more than there is room
-for, nothing that is referred to unloaded, and every reference given up."""
+"""Check which adapters the router keeps loaded on shards behind real sockets.
+
+Concurrent calls share one load, the cache limit holds, referenced entries stay, and every reference is
+released."""
 
 import asyncio
 import itertools
@@ -49,7 +51,7 @@ async def test_many_calls_share_one_look_up_and_one_load(group: Group) -> None:
 
 
 async def test_a_machine_without_a_copy_gets_one(group: Group) -> None:
-    """Once, and again when it was lost with the machine."""
+    """Check one copy to each machine, and a second one after the machine was replaced."""
     group.library.elsewhere[1] = {"p1"}
     await group.use("prompt-1", "adapter-1")
     assert group.loaded() == {"p1", "a1"}
@@ -65,7 +67,7 @@ async def test_a_machine_without_a_copy_gets_one(group: Group) -> None:
 
 
 async def test_a_machine_that_takes_no_copy(group: Group) -> None:
-    """Says why, and the next call is served."""
+    """Check that the error gives its cause and that the next call is served."""
     full = (grpc.StatusCode.RESOURCE_EXHAUSTED, "no room is left for a copy")
     group.library.elsewhere[1], group.library.put_error = {"p1"}, full
     with pytest.raises(RouterError, match="no room is left for a copy"):
@@ -79,7 +81,7 @@ async def test_those_who_stay_are_not_cancelled_with_those_who_go(group: Group, 
     setattr(group.library, slow, 0.15)
     calls = [asyncio.create_task(group.use("prompt-1")) for _ in range(4)]
     await asyncio.sleep(0.05)
-    for call in calls[:3]:  # the first of them began it
+    for call in calls[:3]:  # the first of them started the lookup
         call.cancel()
     assert await calls[3] == ["p1"]
     assert [call.cancelled() for call in calls] == [True, True, True, False]
@@ -107,7 +109,7 @@ async def test_stuck_look_ups_end_and_leave_threads_for_others(group: Group) -> 
     texts = [f"can't retrieve prompt prefix with id 'prompt-{i}': Timeout expired" for i in range(40)]
     assert [str(error) for error in errors] == texts
     assert {type(error) for error in errors} == {RequestError}
-    # On a slow machine a look-up may still begin when those before it time out, whose threads are stuck here.
+    # On a slow machine, a lookup may still start when earlier ones time out; their threads are stuck here.
     assert 16 <= group.library.most_finding < NUM_THREADS
     await asyncio.sleep(0.1)
     assert await group.use("prompt-1") == ["p1"]
@@ -135,7 +137,7 @@ async def test_what_is_referred_to_stays_and_who_finds_no_room_is_told(group: Gr
                 await group.use("prompt-5")
             assert LIMIT_S - 0.1 < asyncio.get_running_loop().time() - began < LIMIT_S + 0.5
             waiting = asyncio.create_task(group.use("prompt-6"))
-            assert await group.use(adapter_id="adapter-1") == ["a1"]  # adapters have room of their own
+            assert await group.use(adapter_id="adapter-1") == ["a1"]  # adapters have their own memory
             await asyncio.sleep(0.1)
             assert not waiting.done()
         assert await waiting == ["p6"]
@@ -179,7 +181,7 @@ async def test_a_replaced_one_is_found_and_the_old_one_stays_while_it_is_used(gr
         assert "p1" in group.loaded()
 
 
-async def test_a_copy_that_goes_between_look_up_and_load_is_made_again(group: Group) -> None:
+async def test_a_copy_lost_between_lookup_and_load_is_made_again(group: Group) -> None:
     for adapter_id in ("prompt-1", "prompt-2"):
         info = await group.registry.find(AdapterKind.SOFT_PROMPT, adapter_id)
         del group.library.copies[info.digest]
@@ -189,19 +191,19 @@ async def test_a_copy_that_goes_between_look_up_and_load_is_made_again(group: Gr
         assert group.library.finds[adapter_id] == 2
 
 
-async def test_what_is_removed_between_look_up_and_load_is_told_as_removed(group: Group) -> None:
-    """And what is replaced then is the new one."""
+async def test_an_entry_removed_between_lookup_and_load_is_refused(group: Group) -> None:
+    """Check that an entry replaced in between is loaded with its new content."""
     find = group.link.find
 
     async def find_and_change(*args: object) -> object:
-        found = await find(*args)  # type: ignore[arg-type]
+        result = await find(*args)  # type: ignore[arg-type]
         if group.library.finds["prompt-1"] == 1:
             group.library.copies.clear()
             group.library.store[PROMPT, "prompt-1"] = Item("new")
         if group.library.finds["prompt-2"] == 1:
             group.library.copies.clear()
             group.library.store.clear()
-        return found
+        return result
 
     group.link.find = find_and_change  # type: ignore[method-assign, assignment]
     assert await group.use("prompt-1") == ["new"]
@@ -221,12 +223,12 @@ REFUSED = [
 
 
 async def test_a_load_that_fails_on_any_rank_is_undone_on_all(group: Group) -> None:
-    told = "Request failed during generation: internal error, request an-id"
+    expected = "Request failed during generation: internal error, request an-id"
     for rank, (code, details, error, cause) in itertools.product(range(2), REFUSED):
         group.library.errors = {(rank, "a1"): (code, details), (rank, "p1"): (code, details)}
         texts = {
-            "adapter-1": f"can't retrieve adapter with id 'adapter-1': {cause}" if cause else told,
-            "prompt-1": f"can't retrieve prompt prefix with id 'prompt-1': {cause}" if cause else told,
+            "adapter-1": f"can't retrieve adapter with id 'adapter-1': {cause}" if cause else expected,
+            "prompt-1": f"can't retrieve prompt prefix with id 'prompt-1': {cause}" if cause else expected,
         }
         for ids in ((None, "adapter-1"), ("prompt-1", None)):
             with pytest.raises(error) as caught:
@@ -236,7 +238,7 @@ async def test_a_load_that_fails_on_any_rank_is_undone_on_all(group: Group) -> N
         assert group.loaded() == set()
         group.library.errors.clear()
         assert await group.use("prompt-2", "adapter-2") == ["a2", "p2"]
-        await group.residency.connect()  # forgets what nobody uses
+        await group.residency.connect()  # removes entries without references
 
 
 async def test_a_load_waits_for_an_unload_that_is_on_its_way(group: Group) -> None:
@@ -254,7 +256,7 @@ async def test_a_load_waits_for_an_unload_that_is_on_its_way(group: Group) -> No
 async def test_a_call_that_goes_while_it_waits_for_an_unload_leaves_nothing_behind(
     group: Group,
 ) -> None:
-    """The next call for the same adapter waits for both unloads."""
+    """Check that the next call for the same adapter waits for both unloads."""
     group.library.errors[1, "p1"] = (grpc.StatusCode.INVALID_ARGUMENT, "bad")
     group.library.unload_s = 0.1
     with pytest.raises(RequestError):
@@ -305,18 +307,20 @@ async def test_preloaded_adapters_stay_as_what_their_names_stand_for_now(group: 
 async def test_adapters_that_cannot_be_preloaded_are_told_in_one_line(group: Group, error: str) -> None:
     names = [f"adapter-{i}" for i in range(1, 5)]
     cause = "can't retrieve adapter with id 'adapter-2': directory does not exist"
-    told = f"the adapter 'adapter-2' cannot be preloaded: {cause}"
+    expected = f"the adapter 'adapter-2' cannot be preloaded: {cause}"
     if error == "missing":
         del group.library.store[ADAPTER, "adapter-2"]
     elif error == "bad":
         group.library.errors[0, "a2"] = (grpc.StatusCode.INVALID_ARGUMENT, "directory does not exist")
     else:
-        told = "the adapter 'adapter-4' cannot be preloaded: it does not fit beside the others; raise "
-        told += "--adapter-cache-size-mb or preload fewer"
+        expected = (
+            "the adapter 'adapter-4' cannot be preloaded: it does not fit into memory with the others; "
+        )
+        expected += "increase --adapter-cache-size-mb or preload fewer"
     group.shards[0].info.preloaded_adapter_ids.extend(names)
     with pytest.raises(StartupError) as caught:
         await group.registry.start()
-    assert str(caught.value) == told
+    assert str(caught.value) == expected
     for entry in group.registry._pinned.values():
         group.residency.release(entry)
 
@@ -334,7 +338,7 @@ async def test_a_look_up_that_fails_is_told_as_it_is_or_not_at_all(group: Group)
 
 
 async def test_nothing_is_unloaded_before_the_steps_on_their_way_are_answered(group: Group) -> None:
-    """A row of a call that is over must find the same on all ranks."""
+    """Check that unloading waits for steps in flight, whose rows need the entry on all ranks."""
     with group.lease("prompt-1") as lease:
         adapters = await lease.take()
         scheduler = Scheduler(BlockPool(64, 8), max_sequences=4)
@@ -362,7 +366,7 @@ async def test_a_loss_of_the_shards_is_a_pause(group: Group) -> None:
         on_its_way = asyncio.create_task(group.use("prompt-4", "adapter-4"))
         await asyncio.sleep(0.03)
         group.stop()
-        group.library.store.clear()  # what is in use needs its copy alone
+        group.library.store.clear()  # an entry in use needs only its copy
         del group.library.copies["p2"]
         group.serve(epoch=2)
         group.shards[0].shelf.loaded["left over"] = Item("left over")
@@ -394,7 +398,8 @@ async def test_calls_wait_for_shards_until_they_are_given_up(group: Group) -> No
 
 @pytest.mark.parametrize("seed", range(2))
 async def test_storms_leave_no_reference_and_no_stray(group: Group, seed: int) -> None:
-    """Many calls over little room: some are cancelled, some fail, contents are replaced, shards are lost."""
+    """Check random calls with a small cache: some are cancelled, some fail, entries are replaced, shards are
+    lost."""
     r = random.Random(seed)
     group.library.errors = {
         (1, "p0"): (grpc.StatusCode.INVALID_ARGUMENT, "bad"),
@@ -425,7 +430,7 @@ async def test_storms_leave_no_reference_and_no_stray(group: Group, seed: int) -
     await asyncio.gather(*calls, return_exceptions=True)
     assert {str(call.exception()) for call in calls if not call.cancelled()} == {"None"}
     await group.settle()
-    assert served > 10  # a slow machine serves few before their time limit
+    assert served > 10  # a slow machine serves few calls before their time limit
     assert group.residency.num_references == 0
     assert group.loaded() == {entry.info.digest for entry in group.residency._all_entries()}
     assert group.library.faults == []
@@ -436,7 +441,7 @@ async def test_storms_leave_no_reference_and_no_stray(group: Group, seed: int) -
 
 
 async def test_who_fits_does_not_wait_behind_who_does_not(group: Group) -> None:
-    """Nor does anybody wait for what its caller wants no more."""
+    """Check that calls do not wait for an entry whose caller has left."""
     group.library.put(adapter("large", num_bytes=3 * 1024), "large")
     with group.lease(adapter_id="adapter-1") as one:
         await one.take()
@@ -450,7 +455,7 @@ async def test_who_fits_does_not_wait_behind_who_does_not(group: Group) -> None:
         gone.cancel()
         with group.lease(adapter_id="adapter-3") as three, group.lease(adapter_id="adapter-4") as four:
             await three.take()
-            await asyncio.wait_for(four.take(), LIMIT_S / 2)  # a2 makes way: nobody is in front
+            await asyncio.wait_for(four.take(), LIMIT_S / 2)  # a2 is evicted: no call is ahead
     await group.settle()
     assert await group.use(adapter_id="large") == ["large"]
 
@@ -468,7 +473,7 @@ async def test_room_is_promised_to_the_one_that_others_make_way_for(group: Group
 
 
 async def test_an_adapter_of_the_start_makes_way_for_its_successor(group: Group) -> None:
-    """Also where there is no room for both; what can never have room beside it is refused at once."""
+    """Check entries that do not fit together; a combination that can never fit is refused at once."""
     group.library.put(adapter("old", num_bytes=2 * 1024), "kept")
     group.library.put(adapter("large", num_bytes=2 * 1024), "large")
     group.shards[0].info.preloaded_adapter_ids.append("kept")

@@ -1,4 +1,4 @@
-"""Templates that loop, allocate or try to leave their sandbox cost one short refusal."""
+"""Check that templates which loop, allocate or try to leave their sandbox cost one short refusal."""
 
 import asyncio
 import json
@@ -59,7 +59,7 @@ async def renderer() -> AsyncIterator[ChatRenderer]:
 
 
 async def ask_template(renderer: ChatRenderer, text: str) -> str:
-    """Let the workers of a renderer render another template."""
+    """Make the workers of a renderer render another template."""
     renderer._template = ChatTemplate(text)
     try:
         return await renderer.render(chat_of("é"))

@@ -1,4 +1,4 @@
-"""Rendered chats are those of transformers, for templates in the manner of published families."""
+"""Check rendered chats against transformers, for templates in the style of published families."""
 
 import asyncio
 import subprocess
@@ -45,9 +45,9 @@ async def check_family(family: str, make: Make, seed: int, count: int) -> None:
     kinds = Counter[tuple[bool, bool]]()
     for chat in random_chats(seed, count):
         expected = reference.render(chat)
-        found = await prompt_or_none(renderer, chat)
-        assert found == expected, chat
-        kinds[chat.continue_final_message, found is not None] += 1
+        actual = await prompt_or_none(renderer, chat)
+        assert actual == expected, chat
+        kinds[chat.continue_final_message, actual is not None] += 1
     assert kinds[False, True] > count / 5, "most chats must be rendered, for the test to see something"
     assert kinds[True, True] > count / 20
 
@@ -69,9 +69,9 @@ async def test_content_parts_are_continued_as_by_transformers(ending: str, make:
     parts = [{"type": "text", "text": "One."}, {"type": "text", "text": "Two" + ending}, {"type": "image"}]
     messages = [*HELLO, {"role": "assistant", "content": parts}]
     chat = Chat(messages, add_generation_prompt=False, continue_final_message=True)
-    found = await make(text).render(chat)
-    assert found == Reference(text).render(chat)
-    assert found.endswith("One.Two" + ending)
+    result = await make(text).render(chat)
+    assert result == Reference(text).render(chat)
+    assert result.endswith("One.Two" + ending)
 
 
 async def test_a_text_to_continue_must_occur(make: Make) -> None:
@@ -144,16 +144,18 @@ async def test_failures_and_times_are_counted() -> None:
         renderer = ChatRenderer(ChatTemplate(text), metrics=metrics)
         await prompt_or_none(renderer, Chat(HELLO))
         renderer.close()
-    told = metrics.render().decode()
-    assert {line for line in told.splitlines() if line.startswith("tgi_chat_template_failure_total")} == {
+    exposition = metrics.render().decode()
+    assert {
+        line for line in exposition.splitlines() if line.startswith("tgi_chat_template_failure_total")
+    } == {
         'tgi_chat_template_failure_total{err="killed"} 1.0',
         'tgi_chat_template_failure_total{err="template"} 2.0',
     }
-    assert "tgi_chat_template_duration_count 4.0\n" in told
+    assert "tgi_chat_template_duration_count 4.0\n" in exposition
 
 
 async def test_chats_of_owners_take_turns(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One owner's many slow chats keep another's waiting for a turn, and only its own are refused."""
+    """Check that one tenant's slow chats delay its own turn, and that only its own chats are refused."""
     monkeypatch.setattr(worker_pool, "MAX_WAITING", 20)
     slow = "{% for i in range(500) %}{% for j in range(500) %}{% endfor %}{% endfor %}"
     renderer = make(f"{{% if messages|length > 1 %}}{slow}{{% endif %}}x")
@@ -174,7 +176,7 @@ async def test_chats_of_owners_take_turns(make: Make, monkeypatch: pytest.Monkey
     await asyncio.sleep(0)
     gone.cancel()
     assert [await ask("few", 1) for _ in range(3)] == ["x"] * 3
-    found = Counter(await asyncio.gather(*many))
-    assert 10 <= found["refused"] <= 12, "two are rendered while the others wait"
-    served = [owner for owner in ends[found["refused"] :] if owner != "gone"]
+    result = Counter(await asyncio.gather(*many))
+    assert 10 <= result["refused"] <= 12, "two are rendered while the others wait"
+    served = [owner for owner in ends[result["refused"] :] if owner != "gone"]
     assert max(at for at, owner in enumerate(served) if owner == "few") < 12

@@ -1,4 +1,4 @@
-"""Templates and special tokens are found where transformers finds them."""
+"""Check that templates and special tokens are read from the files that transformers reads."""
 
 import json
 import logging
@@ -27,9 +27,9 @@ def write(directory: Path, **files: object) -> None:
 
 
 def load(directory: Path, file: str | None = None) -> ChatTemplate:
-    found = load_template(directory, file)
-    assert found is not None
-    return found
+    result = load_template(directory, file)
+    assert result is not None
+    return result
 
 
 @pytest.mark.parametrize(
@@ -72,14 +72,14 @@ def test_other_places(tmp_path: Path) -> None:
 
 
 def test_another_file_than_the_tokenizer_s(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It counts before every file of the model, for the template and for the texts of special tokens."""
+    """Check that it overrides every file of the model, for the template and for special tokens."""
 
     def load_with(file: str | None, config: dict[str, object]) -> tuple[ChatTemplate | None, str]:
         write(tmp_path, mine_json=config)
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            found = load_template(model, file, str(tmp_path / "mine.json"))
-        return found, caplog.text
+            result = load_template(model, file, str(tmp_path / "mine.json"))
+        return result, caplog.text
 
     model = tmp_path / "model"
     model.mkdir()
@@ -91,22 +91,22 @@ def test_another_file_than_the_tokenizer_s(tmp_path: Path, caplog: pytest.LogCap
     )
     own: dict[str, object] = {"chat_template": "mine", "bos_token": "<mine>"}
     tokens = {"bos_token": "<mine>", "pad_token": "<pad>"}
-    found, text = load_with(None, own)
-    assert found == ChatTemplate("mine", special_tokens=tokens)
+    result, text = load_with(None, own)
+    assert result == ChatTemplate("mine", special_tokens=tokens)
     assert f"chats use the template of {tmp_path}/mine.json" in text
-    found, text = load_with(None, {"bos_token": "<mine>"})
-    assert found == ChatTemplate("old", special_tokens=tokens), "the model's own file is not read"
+    result, text = load_with(None, {"bos_token": "<mine>"})
+    assert result == ChatTemplate("old", special_tokens=tokens), "the model's own file is not read"
     assert f"chats use the template of {model}/chat_template.json" in text
     write(model, chat_template_jinja="newest")
-    found, text = load_with(None, own)
-    assert found == ChatTemplate("mine", special_tokens=tokens)
-    found, text = load_with(None, {})
-    assert found is not None
-    assert found.default == "newest"
+    result, text = load_with(None, own)
+    assert result == ChatTemplate("mine", special_tokens=tokens)
+    result, text = load_with(None, {})
+    assert result is not None
+    assert result.default == "newest"
     assert f"chats use the template of {model}/chat_template.jinja" in text
     write(tmp_path, given_jinja="given")
-    found, text = load_with(f"{tmp_path}/given.jinja", own)
-    assert found == ChatTemplate("given", special_tokens=tokens)
+    result, text = load_with(f"{tmp_path}/given.jinja", own)
+    assert result == ChatTemplate("given", special_tokens=tokens)
     assert f"chats use the template of {tmp_path}/given.jinja" in text
     with pytest.raises(StartupError, match=r"^tokenizer_config_path: .*none\.json is not a file$"):
         load_template(model, None, str(tmp_path / "none.json"))

@@ -37,12 +37,12 @@ PROMPTS = [[5 + i, 6, 7 + i, 8] * (1 + i % 3) for i in range(8)]
 class LeaveToShards:
     """Lets the shards propose as many as they may."""
 
-    def begin(self, num_sequences: int, most: int) -> bool:
-        self.left = most
+    def begin(self, num_sequences: int, max_drafts: int) -> bool:
+        self.left = max_drafts
         return True
 
-    def propose(self, sequence: Sequence, most: int) -> Drafts:
-        allowed = min(most, self.left, MOST)
+    def propose(self, sequence: Sequence, max_drafts: int) -> Drafts:
+        allowed = min(max_drafts, self.left, MOST)
         if allowed <= 0:
             return NO_DRAFTS
         self.left -= allowed

@@ -1,4 +1,4 @@
-"""What is refused of rules for answers, and how; and what is remembered of them."""
+"""Check which answer rules are refused, with which errors, and which compiled rules are cached."""
 
 import json
 from collections.abc import AsyncIterator
@@ -95,7 +95,7 @@ HOPELESS = {**OBJECT, "patternProperties": {"^a": {"type": "string"}, "b$": {"ty
 
 
 async def test_a_schema_that_no_grammar_keeps_does_not_disable_other_tools(grammars: GrammarCompiler) -> None:
-    """If it is not strict; its own arguments are then any object."""
+    """Check a function that is not strict; its own arguments may then be any object."""
     other = {**OBJECT, "properties": {"n": {"type": "integer"}}, "additionalProperties": False}
     grammar = await text_of(grammars, guided(HOPELESS, other, is_strict=False))
     call = '</think><call>\n{"name": "f%d", "arguments": %s}\n</call>'
@@ -116,7 +116,7 @@ async def test_formats_that_are_not_enforced_are_logged_once(
         await text_of(grammars, guided(schema))
         await text_of(grammars, guided(OBJECT))
     assert [record.getMessage() for record in caplog.records] == [
-        "a JSON schema has formats that are not enforced: any string is allowed for them"
+        "a JSON schema has unsupported formats, which allow any string"
     ]
 
 

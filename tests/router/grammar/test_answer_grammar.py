@@ -1,4 +1,4 @@
-"""Whole answers under their rules, token by token, against a plain reader of the finished text."""
+"""Check whole answers under their rules, token by token, against a plain reader of the finished text."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ from tgis.router.grammar.answer_rules import AnswerRules
 from tgis.router.grammar.worker import FREE, Compiler
 
 COMPILER = Compiler()
-# One format of each kind of marks; `make test-all` tries all pairs.
+# One format of each kind of markers; `make test-all` tries all pairs.
 FAST = {("tags", "added"), ("array", "special"), ("section", "special"), ("names", "text"), ("bare", "added")}
 kinds = pytest.mark.parametrize("kind", KINDS)
 forms = pytest.mark.parametrize(
@@ -41,7 +41,7 @@ forms = pytest.mark.parametrize(
 @forms
 @pytest.mark.parametrize("is_required", [True, False])
 def test_every_answer_is_what_its_rules_say(name: str, kind: str, is_required: bool) -> None:
-    """Calls are read as JSON that fits its schema, whatever a model wants to write."""
+    """Check that calls are JSON that matches its schema, whatever tokens the model prefers."""
     (_, token_id), form = KINDS[kind], FORMATS[name]
     num_calls = num_texts = num_thoughts = 0
     for seed in range(2):
@@ -54,7 +54,7 @@ def test_every_answer_is_what_its_rules_say(name: str, kind: str, is_required: b
         grammar = COMPILER.compile(FREE, "", rules)
         for _ in range(30):
             answer = random_answer(r, form, has_begun and rules.reasoning is not None)
-            # Marks may be spelt, though the model has tokens for them.
+            # Markers may be spelled out, although the model has tokens for them.
             text = wander(grammar, kind, [*token_ids(answer, kind if r.random() < 0.7 else "text")], r)
             if text is None:
                 continue
@@ -147,7 +147,7 @@ def test_the_answer_is_a_constrained_text_or_calls(
 @pytest.mark.parametrize("has_begun", [True, False])
 @pytest.mark.parametrize("budget", [0, 1, 2, 5])
 def test_a_budget_ends_the_reasoning(kind: str, has_begun: bool, budget: int) -> None:
-    """Every token of the reasoning counts, also if the text is followed at once, as after a lost shard."""
+    """Check that every reasoning token counts, also those that are replayed after a lost shard."""
     rule = reasoning(token_of, has_begun, budget, kind == "special")
     grammar = COMPILER.compile(FREE, "", AnswerRules(rule, FORMATS["tags"].rules(False, token_of)))
     end, r = token_of("</think>"), random.Random(budget)
@@ -173,7 +173,7 @@ def test_a_budget_ends_the_reasoning(kind: str, has_begun: bool, budget: int) ->
 
 
 def test_arguments_fit_random_schemas() -> None:
-    """Of several functions, each with a schema of its own; answers are written token by token at random."""
+    """Check several functions with separate schemas; answers are written with random tokens."""
     num_calls = 0
     form, token_id = FORMATS["tags"], KINDS["added"][1]
     for seed in range(40):
@@ -198,6 +198,6 @@ def test_tokens_are_those_of_the_rules() -> None:
     rules = AnswerRules(reasoning(lambda mark: 151_600 + MARKS.index(mark), True, 9))
     rules = replace(rules, calls=form.rules(False, lambda mark: 151_600 + MARKS.index(mark)))
     grammar = COMPILER.compile(FREE, "", rules)
-    ids = {int(found) for found in re.findall(r"<\[(\d+)\]>", grammar)}
+    ids = {int(result) for result in re.findall(r"<\[(\d+)\]>", grammar)}
     used = ["</think>", form.trigger, *form.marks]
     assert ids == {151_600 + MARKS.index(mark) for mark in used}

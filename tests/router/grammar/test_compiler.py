@@ -1,5 +1,5 @@
-"""From constraints to grammars: what is refused and how, what the grammars accept, and what hostile texts
-can do to others."""
+"""Check the grammars compiled from constraints: refusals, accepted texts, and isolation from hostile
+inputs."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ from tgis.router.grammar.worker import ByteVocabulary
 Decoding = pb.DecodingParameters
 MAX_BYTES = 1 << 16
 BYTES = LLTokenizer(TokenizerWrapper(ByteVocabulary()))
-HUGE = "\N{PILE OF POO}" * (MAX_BYTES // 4)  # of bytes, not of characters
+HUGE = "\N{PILE OF POO}" * (MAX_BYTES // 4)  # in bytes, not in characters
 
 
 def choice(*choices: str) -> pb.DecodingParameters:
@@ -56,7 +56,7 @@ async def compile_text(grammars: GrammarCompiler, decoding: pb.DecodingParameter
 
 
 def matches(grammar: str, text: str) -> bool:
-    """Whether the grammar takes the whole text, byte by byte."""
+    """Return whether the grammar accepts the whole text, byte by byte."""
     matcher = LLMatcher(BYTES, grammar, log_level=0)
     return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
 
@@ -117,7 +117,7 @@ REFUSED = [
 
 
 async def test_what_cannot_be_compiled_is_refused_in_one_short_line(grammars: GrammarCompiler) -> None:
-    """Twice, the second time from memory."""
+    """Compile twice, the second time from the cache."""
     for decoding, expected in REFUSED * 2:
         began = time.monotonic()
         with pytest.raises(RequestError) as error:
@@ -234,7 +234,7 @@ async def test_json_is_any_object(grammars: GrammarCompiler) -> None:
 
 
 def valid(value: Any) -> bool:
-    """By the schema of the test below."""
+    """Check a value by the schema of the test below."""
     if not isinstance(value, dict) or set(value) - {"n", "t"} or "n" not in value:
         return False
     n, t = value["n"], value.get("t", [])
@@ -322,7 +322,7 @@ async def test_a_forced_text_may_be_cut_into_tokens_in_any_way(
 
 
 async def test_one_constraint_is_compiled_once(grammars: GrammarCompiler) -> None:
-    """However many ask, also those of a slow one, whose first asker has gone."""
+    """Check concurrent requests for one grammar, also for a slow one whose first requester has left."""
     constraint = Constraint("json_schema", "json_schema", json.dumps(SLOW))
     tasks = [asyncio.create_task(grammars.compile(constraint)) for _ in range(20)]
     await asyncio.sleep(0.05)

@@ -136,14 +136,14 @@ REFUSED = {
     'root ::= "a")': "expected the end of the line at line 1, column 13",
     'root ::= "a"{': "expected {m}, {m,} or {m,n} at line 1, column 13",
     'root ::= "a"{,3}': "expected {m}, {m,} or {m,n} at line 1, column 13",
-    'root ::= "a"{99999}': "expected 2000 repetitions at most at line 1, column 13",
+    'root ::= "a"{99999}': "expected at most 2000 repetitions at line 1, column 13",
     r'root ::= "\d"': r"expected one of \t \r \n \\ \" \[ \] \xXX \uXXXX \UXXXXXXXX at line 1, column 11",
     r'root ::= "\x4"': r"expected one of",
     r'root ::= "\uD800"': "expected the code of a character",
     r'root ::= "\U00110000"': "expected the code of a character",
     "root ::= [z-a]": "expected a range that begins with its smaller character",
     "root ::= []": "expected a character between [ and ]",
-    'root ::= "a"\nroot ::= "b"': "expected another name, because this rule is there already",
+    'root ::= "a"\nroot ::= "b"': "expected another name, because this rule exists already",
     'root ::= "a"\n| "b"': "expected the name of a rule at line 2, column 1",
     'root ::= <think> "a"': "expected the end of the line at line 1, column 10",
     "root ::= " + "(" * 9999: "it is nested too deeply",
@@ -220,15 +220,15 @@ def test_lark_that_the_library_does_not_read_is_refused_with_the_reason() -> Non
     ids=["regex", "Lark", "Lark's terminals", "pattern"],
 )
 def test_digits_are_those_of_ascii(kind: str, write: Callable[[str], str]) -> None:
-    """Which digits `\\d` means has changed between releases of the library."""
+    """Check `\\d`, whose digits have changed between releases of the library."""
     quote = '"' if kind == "json_schema" else ""
     for regex, allowed in ((r"\d", "5"), (r"[\dx]", "5x"), (r"\D", "x٤५５"), (r"[^\d]", "x٤५５")):
         matcher = LLMatcher(BYTES, convert(kind, write(regex)), log_level=0)
-        found = ""
+        result = ""
         for char in "5x٤५５":
             data = list(f"{quote}{char}{quote}".encode())
-            found += char if matcher.validate_tokens(data) == len(data) else ""
-        assert sorted(found) == sorted(allowed), regex
+            result += char if matcher.validate_tokens(data) == len(data) else ""
+        assert sorted(result) == sorted(allowed), regex
 
 
 def test_words_and_spaces_of_regexes_are_unicodes() -> None:

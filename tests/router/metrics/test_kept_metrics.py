@@ -1,5 +1,6 @@
-"""Routers that keep their metrics in files: one is killed in the middle of a stream and started again, and
-another one shares the files."""
+"""Check routers that keep their metrics in files.
+
+One router is killed during a stream and restarted; another router shares the files."""
 
 import signal
 from pathlib import Path
@@ -27,7 +28,7 @@ def generate(setup: Setup, count: int) -> None:
 
 
 def kill_in_a_stream(setup: Setup) -> dict[str, float]:
-    """What the last scrape before it shows."""
+    """Kill the router during a stream and return its last scrape."""
     setup.shards[0].step_s = 0.02
     stream = setup.stub.GenerateStream(single("one", stopping=stopping(LENGTH, min_new_tokens=LENGTH)))
     next(stream), next(stream)
@@ -68,7 +69,7 @@ def test_counters_outlive_their_process(tmp_path: Path) -> None:
         generate(following, 2)
         generate(other, 4)
         assert [scrape(setup.http)["tgi_request_duration_count"] for setup in (following, other)] == [9, 9]
-        # Nobody has asked for what a killed process counted last, but its last step has written it.
+        # Nothing scraped the last counts of the killed process, but its last step has written them.
         before = scrape(following.http)
         generate(other, 3)
         other.service.end(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Files of metrics: what is left of damaged ones, how they grow, and who may write them."""
+"""Check metric files: recovery from damage, growth, and exclusive writing."""
 
 import logging
 import random
@@ -23,7 +23,7 @@ Contents = dict[tuple[SeriesKey, Labels], list[float]]
 
 
 def contents(directory: Path) -> Contents:
-    """The records of the only file, as a reader sees them."""
+    """Return the records of the only file, as a reader sees them."""
     [records] = read_records(directory)
     return {
         (key, labels): cells.tolist() for key, of_key in records.items() for labels, cells in of_key.items()
@@ -38,38 +38,38 @@ def fill(file: MetricFile, keys: Mapping[tuple[SeriesKey, Labels], list[float]])
 
 
 def random_contents(r: random.Random, num_records: int) -> Contents:
-    found: Contents = {}
+    results: Contents = {}
     for number in range(num_records):
         key = SeriesKey(f"series {number % 7}", r.choice(ODD), r.choice((1, 2, 37)))
         labels = (*r.choices(ODD, k=r.randrange(4)), str(number))
-        found[key, labels] = [r.random() for _ in range(key.num_cells)]
-    return found
+        results[key, labels] = [r.random() for _ in range(key.num_cells)]
+    return results
 
 
 def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
-    wanted = random_contents(random.Random(1), 60)
-    fill(MetricFile(tmp_path / f"a{SUFFIX}"), wanted)
-    assert contents(tmp_path) == wanted
+    expected = random_contents(random.Random(1), 60)
+    fill(MetricFile(tmp_path / f"a{SUFFIX}"), expected)
+    assert contents(tmp_path) == expected
 
 
 def test_the_next_process_continues(tmp_path: Path) -> None:
-    path, wanted = tmp_path / f"a{SUFFIX}", random_contents(random.Random(2), 30)
+    path, expected = tmp_path / f"a{SUFFIX}", random_contents(random.Random(2), 30)
     first = MetricFile(path)
     assert not first.is_reopened
-    fill(first, wanted)
+    fill(first, expected)
     first.close()
     second = MetricFile(path)
     assert second.is_reopened
-    for key, labels in wanted:
-        assert second.allocate(key, labels).tolist() == wanted[key, labels]
+    for key, labels in expected:
+        assert second.allocate(key, labels).tolist() == expected[key, labels]
         assert labels in second.labels(key)
     fill(second, {(KEY, ("new",)): [1.0, 2.0, 3.0]})
-    assert contents(tmp_path) == wanted | {(KEY, ("new",)): [1.0, 2.0, 3.0]}
+    assert contents(tmp_path) == expected | {(KEY, ("new",)): [1.0, 2.0, 3.0]}
 
 
 @pytest.mark.parametrize("num_cells", [2, 40, SEGMENT // 4])
 def test_it_grows(tmp_path: Path, num_cells: int) -> None:
-    """Over several segments, and by records that are larger than one; earlier cells stay in use."""
+    """Check growth over several segments, with records larger than one; earlier cells stay in use."""
     path, r = tmp_path / f"a{SUFFIX}", random.Random(3)
     file, kept = MetricFile(path), {}
     for number in count():
@@ -80,10 +80,10 @@ def test_it_grows(tmp_path: Path, num_cells: int) -> None:
             break
     for number, cells in enumerate(kept.values()):
         cells[0] = number + 0.5
-    found = contents(tmp_path)
-    assert len(found) == len(kept)
+    result = contents(tmp_path)
+    assert len(result) == len(kept)
     for number, labels in enumerate(kept):
-        cells = found[SeriesKey("series", "kind", num_cells), labels]
+        cells = result[SeriesKey("series", "kind", num_cells), labels]
         assert (cells[0], cells[-1]) == (number + 0.5, number)
         assert not any(cells[1:-1])
     file.close()
@@ -91,19 +91,19 @@ def test_it_grows(tmp_path: Path, num_cells: int) -> None:
 
 
 def test_a_file_that_ends_anywhere(tmp_path: Path) -> None:
-    """A reader and the next process find the whole records before the end, and no other."""
-    path, wanted = tmp_path / "whole" / f"a{SUFFIX}", {}
+    """Check that a reader and the next process read exactly the complete records before the cut."""
+    path, expected = tmp_path / "whole" / f"a{SUFFIX}", {}
     file, ends = MetricFile(path), [metric_file.HEADER.size]
     for number in range(3):
-        wanted[KEY, (str(number), "é")] = [number + 0.1] * 3
-        fill(file, wanted)
+        expected[KEY, (str(number), "é")] = [number + 0.1] * 3
+        fill(file, expected)
         ends.append(file._end)
     whole, cut = path.read_bytes(), tmp_path / "cut" / f"a{SUFFIX}"
     cut.parent.mkdir()
     for size in range(metric_file.HEADER.size, ends[-1] + 1):
         cut.write_bytes(whole[:size])
         num_whole = sum(end <= size for end in ends) - 1
-        left = dict([*wanted.items()][:num_whole])
+        left = dict([*expected.items()][:num_whole])
         assert contents(cut.parent) == left, size
         if size % 5 and size < ends[-1]:
             continue
@@ -114,7 +114,7 @@ def test_a_file_that_ends_anywhere(tmp_path: Path) -> None:
 
 
 def test_a_record_is_seen_only_when_the_length_covers_it(tmp_path: Path) -> None:
-    """Which a writer that dies in the middle of a record leaves behind."""
+    """Check the incomplete record of a writer that died while writing it."""
     path = tmp_path / f"a{SUFFIX}"
     file = MetricFile(path)
     fill(file, {(KEY, ("a",)): [1.0, 1.0, 1.0]})
@@ -158,7 +158,7 @@ def test_what_is_no_file_of_metrics_is_replaced(
 
 
 def test_other_buckets_are_other_records(tmp_path: Path) -> None:
-    """Of as many buckets, too: numbers of other buckets are neither continued nor added."""
+    """Check histograms with as many but different buckets: their values are neither continued nor added."""
     path = tmp_path / f"a{SUFFIX}"
     first = MetricFile(path)
     for bounds in ([1.0, 2.0, 3.0], [1.0, 2.0, 4.0], [1.0, 2.0]):
@@ -192,7 +192,7 @@ def test_one_process_writes_a_file(tmp_path: Path) -> None:
     command = [sys.executable, "-c", f"{code}; MetricFile(Path(sys.argv[1]))", str(path)]
     refused = subprocess.run(command, capture_output=True, text=True, check=False)
     assert refused.returncode != 0
-    assert f"StartupError: another process keeps its metrics in {path}" in refused.stderr
+    assert f"StartupError: another process stores its metrics in {path}" in refused.stderr
     with pytest.raises(StartupError, match="another process"):
         MetricFile(path)
     file.close()
@@ -201,14 +201,14 @@ def test_one_process_writes_a_file(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StartupError, match="metrics cannot be kept in"):
+    with pytest.raises(StartupError, match="metrics cannot be stored in"):
         MetricFile(tmp_path / "file" / f"a{SUFFIX}")
 
 
 def test_a_full_disk_takes_no_process_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What no longer fits counts in the process alone, and is told once."""
+    """Check that values without space in the file count in the process alone, with one warning."""
     file = MetricFile(tmp_path / f"a{SUFFIX}")
     fill(file, {(KEY, ()): [1.0, 1.0, 1.0]})
 
@@ -226,7 +226,7 @@ def test_a_full_disk_takes_no_process_down(
 
 
 def test_a_directory_that_disappears(tmp_path: Path) -> None:
-    """A reader may come when a service has removed its files; the process that writes goes on."""
+    """Check that a reader accepts the removal of a service's files, and that the writer continues."""
     path = tmp_path / "gone" / f"a{SUFFIX}"
     file = MetricFile(path)
     shutil.rmtree(path.parent)

@@ -1,4 +1,4 @@
-"""A live scrape against the list that TGIS's dashboards were written for, and every series' moments."""
+"""Check a live scrape against the metrics that TGIS's dashboards use, and when every series changes."""
 
 import re
 import time
@@ -20,7 +20,7 @@ MAX_BATCH_SIZE = 16
 MAX_NEW_TOKENS = MAX_SEQUENCE_LENGTH - 1
 PROMPT = "The quick brown fox"
 
-# Name: kind, labels. The kind is the one of the TYPE line; counters are looked for under both names.
+# Name: kind, labels. The kind is from the TYPE line; counters are looked up under both names.
 TGIS = {
     "tgi_request_count": ("counter", {"kind"}),
     "tgi_request_input_count": ("counter", set()),
@@ -95,7 +95,7 @@ OURS = {
         )
     },
 }
-# Labels of series that a service without an API over HTTP does not have.
+# Labels of series that a service without an HTTP API lacks.
 OF_HTTP = {
     "tgi_http_api_request_count": ("counter", {"api", "route", "code"}),
     "tgi_chat_template_failure": ("counter", {"err"}),
@@ -116,7 +116,7 @@ BOUNDS = {
 
 @pytest.fixture(scope="module")
 def lost(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
-    """A router of its own, whose shards the test may take away."""
+    """A separate router, whose shards the test may stop."""
     flags = ["--max-batch-size", str(MAX_BATCH_SIZE), "--max-concurrent-requests", "20"]
     info = shard_pb.InfoResponse(replaced_kernels=["gate"])
     setup = start_router(tmp_path_factory.mktemp("lost"), 1, *flags, info=info)
@@ -125,7 +125,7 @@ def lost(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
 
 
 def scrape(setup: Setup) -> dict[str, Metric]:
-    """Families by the name in their TYPE line, which the parser cuts from counters."""
+    """Return the families by the name in their TYPE line, which the parser strips from counters."""
     with urllib.request.urlopen(setup.http + "/metrics", timeout=10) as response:
         assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         text = response.read().decode()
@@ -134,7 +134,7 @@ def scrape(setup: Setup) -> dict[str, Metric]:
 
 
 def values(setup: Setup) -> dict[str, float]:
-    """Samples as `name{label="value"}`, labels by name."""
+    """Return the samples as `name{label="value"}`, with labels in order."""
     samples = [sample for family in scrape(setup).values() for sample in family.samples]
     return {
         sample.name
@@ -146,7 +146,7 @@ def values(setup: Setup) -> dict[str, float]:
 
 
 def settle(setup: Setup) -> None:
-    """Until the steps of what was cancelled before are answered."""
+    """Wait until the steps of cancelled requests are answered."""
     deadline = time.monotonic() + 5
     while True:
         seen = values(setup)
@@ -168,7 +168,7 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float = 5) -> None:
 
 
 class Difference:
-    """What changed between its making and `of`."""
+    """The change of a series since this object was created."""
 
     def __init__(self, setup: Setup) -> None:
         settle(setup)
@@ -191,7 +191,7 @@ def fail(setup: Setup, *texts: str, **params: object) -> grpc.StatusCode:
 
 
 def exercise(setup: Setup) -> None:
-    """Touches every label that TGIS's own clients would, and that of metadata."""
+    """Use every label that TGIS's own clients would use, and the label of metadata."""
     request = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="a")])
     setup.stub.Generate(request, metadata=[("tgis-watermark", "true")])
     generate(setup, "a", "b")
@@ -211,9 +211,9 @@ def test_every_series_has_the_name_kind_and_labels_of_the_list(lost: Setup) -> N
         for shown_name, type_name in shown:
             family = families[shown_name]
             assert family.type == type_name, name
-            found = [set(sample.labels) - {"le", "quantile"} for sample in family.samples]
-            assert all(names == labels for names in found), name
-            assert found or name == "tgi_batch_inference_failure", name
+            results = [set(sample.labels) - {"le", "quantile"} for sample in family.samples]
+            assert all(names == labels for names in results), name
+            assert results or name == "tgi_batch_inference_failure", name
 
 
 def test_without_an_alias_no_series_has_vllms_name(lost: Setup) -> None:
@@ -296,7 +296,7 @@ def test_failures_by_label(lost: Setup) -> None:
     )
     fail(lost, "fox " * 300)
     assert changed.of("tgi_request_failure", err="validation") == 2  # once per call
-    assert changed.of("tgi_request_raw_input_length_count") == 1  # of what was tokenized, refused or not
+    assert changed.of("tgi_request_raw_input_length_count") == 1  # for tokenized texts, refused or not
     assert changed.of("tgi_request_input_length_count") == 0
     assert fail(lost, *["a"] * 21) is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert changed.of("tgi_request_failure", err="conc_limit") == 1
@@ -464,10 +464,10 @@ def test_lost_steps(lost: Setup) -> None:
 def test_the_page_tells_of_every_series_and_no_other(lost: Setup) -> None:
     exercise(lost)
     page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
-    told = re.findall(r"^\| `(tgi_\w+)` \| (\w+) \| (.*?) \|", page, re.MULTILINE)
+    documented = re.findall(r"^\| `(tgi_\w+)` \| (\w+) \| (.*?) \|", page, re.MULTILINE)
     shown = {name.removesuffix("_total"): family for name, family in scrape(lost).items()}
-    assert {name for name, _, _ in told} == set(shown)
-    for name, kind, labels in told:
+    assert {name for name, _, _ in documented} == set(shown)
+    for name, kind, labels in documented:
         assert (kind, set(re.findall(r"`(\w+)`", labels))) == (TGIS | OURS | OF_HTTP).get(
             name, (kind, set())
         ), name

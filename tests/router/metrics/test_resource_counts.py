@@ -1,5 +1,6 @@
-"""What was taken is given back, however a call ends: by the router's own accounts, while it runs and when it
-ends, and by what its shard was told."""
+"""Check that every resource is released, however a call ends.
+
+The router's own counts are checked while it runs and at its end, and its shard's state as well."""
 
 import re
 import time
@@ -21,7 +22,7 @@ KINDS = {"unary": ["one"], "stream": ["one"], "batch": ["one", "two", "three"]}
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Setup, dict[str, float]]]:
-    """A warm router, and what it holds when idle."""
+    """A warm router and its counts when idle."""
     setup = start_router(tmp_path_factory.mktemp("watched"), 1)
     for kind in KINDS:
         call(setup, kind)
@@ -32,7 +33,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Setup, d
 def call(
     setup: Setup, kind: str, length: int = 5, timeout: float | None = None, **more: object
 ) -> grpc.StatusCode:
-    """How a call of that kind ends."""
+    """Make a call of that kind and return its status."""
     params = {"stopping": stopping(length, min_new_tokens=length)} | more
     try:
         if kind == "stream":
@@ -45,7 +46,7 @@ def call(
 
 
 def cancel(setup: Setup, kind: str) -> grpc.StatusCode:
-    """Of a call that is being computed."""
+    """Cancel a call that is running."""
     params = {"stopping": stopping(LENGTH, min_new_tokens=LENGTH)}
     if kind == "stream":
         begun = setup.stub.GenerateStream(single("one", **params))
@@ -66,7 +67,7 @@ def wait_until_running(setup: Setup, num_inputs: int) -> None:
 
 
 def fail(setup: Setup, kind: str) -> grpc.StatusCode:
-    """For a row that the shard refuses."""
+    """Make a call with a row that the shard refuses."""
     model = setup.shards[0].model
     model.refuses = lambda message: True
     try:
@@ -116,7 +117,7 @@ def test_what_is_refused_takes_nothing(watched: tuple[Setup, dict[str, float]]) 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_left_at_the_end(tmp_path: Path, kind: str) -> None:
-    """Of calls that the end cuts short."""
+    """Check calls that the shutdown aborts."""
     setup = start_router(tmp_path, 1, "--shutdown-timeout", "0.2")
     setup.shards[0].step_s = 0.02
     with ThreadPoolExecutor(1) as threads:
@@ -128,19 +129,19 @@ def test_nothing_is_left_at_the_end(tmp_path: Path, kind: str) -> None:
 
 
 def test_leaks_are_found(tmp_path: Path) -> None:
-    """Else all of the above would show nothing: a router that leaks some of everything."""
+    """Check that the tests above fail for a router that leaks some of every resource."""
     setup = start_router(tmp_path, 1, module="tests.support.router.leaky_router")
     try:
         baseline = take_baseline(setup.http)
         assert call(setup, "batch") is grpc.StatusCode.OK
         with pytest.raises(AssertionError):
             assert_nothing_left(setup.http, baseline, timeout_s=0.5)
-        found = differences(setup.http, baseline)
+        result = differences(setup.http, baseline)
     finally:
         with pytest.raises(AssertionError, match="leaked"):
             setup.service.end()
         stop_shards(setup)
-    assert found["permit"] < 0, "what was given back twice"
-    assert all(found[kind] > 0 for kind in ("request", "block", "row", "tgi_tasks", "tgi_open_descriptors"))
+    assert result["permit"] < 0, "what was given back twice"
+    assert all(result[kind] > 0 for kind in ("request", "block", "row", "tgi_tasks", "tgi_open_descriptors"))
     leaked = set(re.findall(r"WARNING.*leaked (\w+): \d+ created, \d+ released", setup.service.output))
     assert leaked == {"request", "block", "row", "permit"}

@@ -1,4 +1,4 @@
-"""One scrape of several processes, some killed and some started again, against lists of what they did."""
+"""Check one scrape of several processes, some killed and restarted, against lists of their operations."""
 
 import asyncio
 import gc
@@ -46,7 +46,7 @@ BOUNDS = {
 
 
 class Process:
-    """The process of a slot, and the account of everything that the slot's processes did."""
+    """The process of a slot, and the record of all operations of the slot's processes."""
 
     def __init__(self, directory: Path, slot: str) -> None:
         self._command = [sys.executable, "-m", "tests.support.router.metrics_writer", str(directory), slot]
@@ -94,15 +94,15 @@ class Process:
 
 @pytest.fixture
 def processes(tmp_path: Path) -> Iterator[dict[str, Process]]:
-    found = {slot: Process(tmp_path, slot) for slot in SLOTS}
-    yield found
-    for each in found.values():
+    result = {slot: Process(tmp_path, slot) for slot in SLOTS}
+    yield result
+    for each in result.values():
         if each.process is not None:
             each.kill()
 
 
 def operation(r: random.Random, allows_publishing: bool = True) -> Operation:
-    """Sums of these values are exact."""
+    """Return a random operation, with values whose sums are exact."""
     value = r.choice((0.0, 5000.0, r.randrange(1, 640) / 64, r.randrange(1, 64) / 64))
     choices: list[Operation] = [
         ("add", "request_count", 1, r.choice(ODD)),
@@ -124,8 +124,10 @@ def scrape(directory: Path) -> dict[Sample, float]:
 
 
 def differences(directory: Path, accounts: Sequence[ProcessAccount]) -> dict[Sample, tuple[float, float]]:
-    found, wanted = scrape(directory), expected(accounts, BOUNDS)
-    return {key: (found.get(key, -1), value) for key, value in wanted.items() if found.get(key, -1) != value}
+    actual, wanted = scrape(directory), expected(accounts, BOUNDS)
+    return {
+        key: (actual.get(key, -1), value) for key, value in wanted.items() if actual.get(key, -1) != value
+    }
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
@@ -152,7 +154,7 @@ def test_sums_are_exact_whoever_dies(tmp_path: Path, processes: dict[str, Proces
 def killed_while_writing(
     directory: Path, chosen: Process, others: list[ProcessAccount], r: random.Random
 ) -> ProcessAccount:
-    """Return the account that agrees with what a process has left that was killed at any point."""
+    """Return the account that agrees with what a killed process has left."""
     operations = [operation(r, allows_publishing=False) for _ in range(5000)]
     chosen.send(operations)
     time.sleep(r.random() * 0.03)
@@ -162,14 +164,14 @@ def killed_while_writing(
     possible = after(chosen.account, operations, num_done)
     agreeing = [one for one in possible if not differences(directory, [one, *others])]
     assert agreeing, num_done
-    # The first of a series' samples is not looked for by accounts that lack it.
+    # An account that lacks a series does not check the series' first sample.
     return agreeing[-1]
 
 
 def test_a_process_that_is_stopped_forever_keeps_nobody(
     tmp_path: Path, processes: dict[str, Process]
 ) -> None:
-    """A scrape reads files, and waits for no process."""
+    """Check that a scrape reads only files, and waits for no process."""
     for each in processes.values():
         each.start(is_first=True)
         each.do([("add", "tokenize_count", 1)])
@@ -204,7 +206,7 @@ def open_metrics(path: Path, process: str = ENGINE) -> Metrics:
 
 
 def test_quantiles_are_those_of_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the last minute, as a plain sort has them."""
+    """Check the quantiles of the last minute against a plain sort."""
     r, now = random.Random(3), 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     files = [MetricFile(tmp_path / f"worker-{i}{SUFFIX}") for i in range(3)]
@@ -232,7 +234,7 @@ def test_quantiles_are_those_of_all_processes(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_machine_that_has_just_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Places of the ring that nothing was written to are not observations at the time 0."""
+    """Check that unwritten slots of the ring are not observations at the time 0."""
     monkeypatch.setattr(time, "monotonic", lambda: 2.0)
     summary = Summary("seconds", "")
     summary.observe(5.0)
@@ -242,7 +244,7 @@ def test_a_machine_that_has_just_started(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_file_shows_what_memory_shows(tmp_path: Path) -> None:
-    """The text of one process is the same, byte for byte, whether it gathers or not."""
+    """Check that the text of one process is the same, byte for byte, with and without sharing."""
     alone, shared = Metrics(LIMITS, ALIASES), Metrics(LIMITS, ALIASES, MetricFile(tmp_path / f"a{SUFFIX}"))
     for metrics in (alone, shared):
         r = random.Random(1)
@@ -264,7 +266,7 @@ def test_a_file_shows_what_memory_shows(tmp_path: Path) -> None:
 
 
 def test_nothing_of_a_scrape_waits_for_the_garbage_collector(tmp_path: Path) -> None:
-    """Which comes seldom to a router, while each scrape maps the files of all processes."""
+    """Check that file mappings are closed at once: garbage collection is rare in a router."""
     file = MetricFile(tmp_path / f"a{SUFFIX}")
     Metrics(LIMITS, ALIASES, file).request_duration.observe(1.0)
 

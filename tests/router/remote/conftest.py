@@ -5,6 +5,7 @@ import uvloop
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """The service's event loop. Asyncio's own forgets a connection that it accepts just as its server closes,
-    without ending it."""
+    """Use the service's event loop.
+
+    Asyncio's own loop leaves a connection open that it accepts just as its server closes."""
     return {"uvloop": uvloop.new_event_loop}

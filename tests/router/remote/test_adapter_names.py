@@ -1,5 +1,5 @@
-"""Names of adapters that clients give to one worker of several, and what is left of them when a worker or the
-engine process is lost."""
+"""Check adapter names assigned through one of several workers, and after the loss of a worker or the
+engine."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -32,7 +32,7 @@ class Scene:
         return worker
 
     async def names(self) -> list[dict[str, str]]:
-        """What each worker knows, without duplicates."""
+        """Return the names that each worker knows, without duplicates."""
         async with asyncio.timeout(20):
             known = [dict(await worker.remote.handle.adapter_names()) for worker in self.workers]
         return [each for number, each in enumerate(known) if each not in known[:number]]
@@ -110,7 +110,7 @@ async def test_names_outlive_the_engine_process(scene: Scene) -> None:
 
 @pytest.mark.parametrize("is_done", [False, True])
 async def test_a_change_in_progress_is_made_once_when_the_engine_is_lost(scene: Scene, is_done: bool) -> None:
-    """A worker that does not answer keeps the change open until the engine is lost."""
+    """Check that a worker which does not answer keeps the change pending until the engine is lost."""
     handle, deaf = scene.workers[0].remote.handle, scene.workers[1].remote
     channel = deaf._channel
     assert channel is not None
@@ -131,7 +131,7 @@ async def test_a_change_in_progress_is_made_once_when_the_engine_is_lost(scene: 
 async def test_a_worker_that_ends_holds_up_no_change(scene: Scene) -> None:
     reader, writer = await asyncio.open_unix_connection(scene.config.engine_path)
     writer.write(frame_body(wire.encode(wire.Hello(9, []))))
-    await reader.readexactly(4)  # it is connected, and answers nothing
+    await reader.readexactly(4)  # it is connected and does not answer
     giving = asyncio.create_task(scene.workers[0].remote.handle.give_name("sql", "id", False))
     await asyncio.sleep(0.1)
     assert not giving.done()

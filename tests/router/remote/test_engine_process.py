@@ -1,4 +1,4 @@
-"""The engine process itself, whose worker is a socket of the test."""
+"""Check the engine process itself, with a socket of the test as its worker."""
 
 import asyncio
 from pathlib import Path
@@ -15,7 +15,7 @@ from tgis.router.remote import messages as wire
 
 
 async def acquire(path: Path) -> None:
-    """Connect as a worker, and wait until the engine has admitted a request, which is never begun."""
+    """Connect as a worker, and wait until the engine has admitted a request, which never starts."""
     reader, writer = await asyncio.open_unix_connection(str(path))
     for message in wire.Hello(0, []), wire.Acquire(ClaimId(1), LimitedWork.GENERATION, 1):
         writer.write(frame_body(wire.encode(message)))
@@ -27,7 +27,7 @@ async def acquire(path: Path) -> None:
 
 
 async def test_it_leaves_all_its_counts(tmp_path: Path) -> None:
-    """Those too that it has not published while it served."""
+    """Check counts that the process had not published while it served."""
     shard = ShardServer(FakeShard(0, 1), str(tmp_path / "shard"))
     flags = ["--shard-uds-path", str(tmp_path / "shard"), "--engine-path", str(tmp_path / "engine")]
     command = router_command(tmp_path, *flags, "--metrics-dir", str(tmp_path / "metrics"))

@@ -1,4 +1,4 @@
-"""Connections to an engine process, from a worker's side of the socket."""
+"""Check connections to an engine process from a worker's side of the socket."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -28,13 +28,13 @@ class Socket:
         self.writer.write(frame_body(wire.encode(message)))
 
     async def receive(self) -> object:
-        """The next message of the engine."""
+        """Return the next message of the engine."""
         async with asyncio.timeout(20):
             length = int.from_bytes(await self.reader.readexactly(4), "little")
             return wire.decode_engine_message(await self.reader.readexactly(length))
 
     async def is_closed(self) -> bool:
-        """Wait for the end of the connection, and return whether nothing else came."""
+        """Wait for the end of the connection, and return whether no data came."""
         async with asyncio.timeout(5):
             try:
                 return await self.reader.read(1) == b""
@@ -42,7 +42,7 @@ class Socket:
                 return True
 
     async def is_cut(self) -> bool:
-        """Read all that there is, and return whether it ends in the middle of a message."""
+        """Read to the end, and return whether the data ends inside a message."""
         async with asyncio.timeout(20):
             try:
                 while True:
@@ -79,7 +79,7 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
 
 @pytest.mark.parametrize("num_turns", range(6))
 async def test_a_worker_that_greets_a_closed_server_is_cut(scene: Scene, num_turns: int) -> None:
-    """Wherever its connection stands when the server closes, its end must be seen by the worker."""
+    """Check that a worker sees the server close, in every state of its connection."""
     worker = await scene.connect()
     for _ in range(num_turns):
         await asyncio.sleep(0)
@@ -122,8 +122,9 @@ async def test_a_worker_that_reads_nothing_is_cut(scene: Scene, monkeypatch: pyt
 
 @pytest.mark.parametrize("answering", [[], [1], [1, 2], [2, 3, 1]])
 async def test_gauges_of_the_workers_that_answer(scene: Scene, answering: list[int]) -> None:
-    """An asker gets the engine's and those of the other workers, but not its own. One that hangs or has gone
-    takes only its own values away."""
+    """Check that a worker gets the values of the engine and of the other workers, but not its own.
+
+    Only the values of a hanging or lost worker are missing."""
     asker, *others = [await scene.connect() for _ in range(4)]
     for each in asker, *others:
         each.send(HELLO)
@@ -135,7 +136,7 @@ async def test_gauges_of_the_workers_that_answer(scene: Scene, answering: list[i
         others[0].writer.close()
     for number in answering:
         question = questions[number - 1]
-        assert isinstance(question, wire.TellGauges)
+        assert isinstance(question, wire.RequestGauges)
         values = GaugeValues({"tgi_tasks": [((), float(number))]})
         others[number - 1].send(wire.OwnGauges(question.number, values))
     answer = await asker.receive()
@@ -147,7 +148,7 @@ async def test_gauges_of_the_workers_that_answer(scene: Scene, answering: list[i
 
 
 async def test_gauges_without_other_workers(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine waits for nobody."""
+    """Check that the engine waits for no worker."""
     monkeypatch.setattr(gauges, "ANSWER_S", 3600.0)
     asker = await scene.connect()
     asker.send(HELLO)

@@ -1,5 +1,6 @@
-"""Requests outlive the engine process, the shards and other workers, whatever is lost, and when. The model is
-plain: an undisturbed generation's tokens follow from its prompt, its seed and its adapters alone."""
+"""Check that requests survive any loss of the engine process, the shards and other workers, at any time.
+
+In the model, the tokens of an undisturbed generation depend only on its prompt, seed and adapters."""
 
 import asyncio
 import random
@@ -83,7 +84,7 @@ class Case:
     adapter_id: str | None
     has_inputs: bool
     stop_at: int | None
-    """Number of tokens after which the router worker finds a stop sequence."""
+    """Number of tokens after which a stop sequence is detected."""
 
     def expected(self) -> list[int]:
         digests = join_digests(LORAS[self.adapter_id], IDS[self.prefix_id])
@@ -167,7 +168,9 @@ def assert_undisturbed(case: Case, events: list[Event]) -> None:
 
 @dataclass
 class Crowd:
-    """Requests of all workers. Those of a lost worker and those that are cancelled end without an answer."""
+    """Requests of all workers.
+
+    Requests of a lost worker and cancelled ones end without an answer."""
 
     scene: Scene
     r: random.Random
@@ -194,7 +197,7 @@ class Crowd:
         await self.scene.start_worker()
 
     def cut_connection(self) -> None:
-        """Break the connection between a worker and the engine process, which both live on."""
+        """Break the connection between a worker and the engine process, which both stay alive."""
         channel = self.r.choice(self.scene.workers).remote._channel
         if channel is not None and channel._transport is not None:
             channel._transport.abort()
@@ -272,8 +275,9 @@ async def test_a_lost_worker_takes_its_own_requests_only(scene: Scene) -> None:
 async def test_adapters_in_use_are_kept_though_their_ids_name_others(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The new engine process takes them by what they are, before the shards unload the others, although the
-    workers find it late."""
+    """Check that the new engine process leases the adapters by digest, before the shards unload unused ones.
+
+    The workers connect to it late."""
     monkeypatch.setattr(remote_engine, "RETRY_INTERVAL_S", 0.5)
     scene.shards.shard.step_s = 0.01
     case = Case((5, 6, 7), 60, "prompt-1", "adapter-1", has_inputs=False, stop_at=None)
@@ -283,7 +287,7 @@ async def test_adapters_in_use_are_kept_though_their_ids_name_others(
     scene.library.put(Item("p2", num_decoder_tokens=1), "prompt-1")
     scene.library.put(adapter("a2"), "adapter-1")
     await scene.engine.kill()
-    await asyncio.sleep(0.1)  # the workers have looked for it in vain
+    await asyncio.sleep(0.1)  # the workers have tried to connect in vain
     await scene.engine.start()
     assert_undisturbed(case, await task)
     assert set(scene.library.loads) == set(num_loads)
@@ -335,7 +339,7 @@ async def test_a_worker_that_gives_up_on_an_engine_without_shards_holds_nothing_
     claim_id = await worker.handle.acquire(3)
     await asyncio.to_thread(scene.shards.stop)
     await scene.engine.kill()
-    await scene.engine.start()  # the worker is connected, and waits with it
+    await scene.engine.start()  # the worker is connected and waits with it
     await asyncio.sleep(0.4)
     scene.shards.start()
     async with asyncio.timeout(10):
@@ -386,7 +390,7 @@ async def test_what_resumes_may_be_more_than_a_connection_holds(
 
 
 async def test_durations_are_those_of_an_undisturbed_engine(scene: Scene) -> None:
-    """The time between two tokens begins with the first of them, and a request waits in the queue once."""
+    """Check that the time between two tokens starts at the first of them, and that a request queues once."""
     handle, shard = scene.workers[0].remote.handle, scene.shards.shard
     shard.step_s = 0.01
     streaming = asyncio.create_task(generate(handle, LONG))

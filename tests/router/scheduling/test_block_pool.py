@@ -1,4 +1,4 @@
-"""The prefix forest: exact, shared, reused oldest first."""
+"""Check the prefix cache: exact matches, sharing, and eviction of the least recently used blocks."""
 
 from collections.abc import Hashable
 
@@ -58,7 +58,7 @@ def test_what_does_not_fit_changes_nothing() -> None:
     pool.release(blocks)
     assert (
         pool.allocate(blocks, 2) is None
-    )  # the cached ones are free, but cannot be both kept and handed out
+    )  # the cached blocks are free, but cannot be both kept and allocated
     assert pool.num_free == 3
     assert pool.allocate(blocks, 1) is not None
     assert pool.num_free == 0
@@ -71,5 +71,5 @@ def test_children_of_a_reused_block_are_not_found_through_its_successor() -> Non
     pool.release([blocks[0]])
     [again] = allocate(pool, 1)
     assert again == blocks[0]
-    publish_all(pool, (), [1], [again])  # the same token, but another prefix than the one [2] follows
+    publish_all(pool, (), [1], [again])  # the same token, but under another prefix than [2]
     assert pool.match((), [1, 2])[0] == [again]

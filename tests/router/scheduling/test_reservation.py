@@ -1,5 +1,5 @@
-"""Reservation of whole lengths: who runs when, against a plain model of the rule, and what others find in the
-cache meanwhile."""
+"""Check reservation of whole lengths against a plain model of the rule, and the cache hits between
+requests."""
 
 import random
 from collections import deque
@@ -15,7 +15,7 @@ WORKLOADS = 60
 
 
 class Wish(NamedTuple):
-    """A text as the model of the rule knows it: numbers of tokens, and the step before which it arrives."""
+    """A request in the model: numbers of tokens, and the step before which it arrives."""
 
     prompt_len: int
     max_new_tokens: int
@@ -24,7 +24,7 @@ class Wish(NamedTuple):
 
 
 class Ledger:
-    """The rule in numbers: whoever is next begins once its whole length fits beside those that run."""
+    """A model of the rule: the next request starts once its whole length fits beside the running ones."""
 
     def __init__(self, wishes: list[Wish], num_blocks: int, block_size: int, num_rows: int) -> None:
         self.wishes, self.num_rows = wishes, num_rows
@@ -35,7 +35,7 @@ class Ledger:
         self.running: list[int] = []
 
     def step(self, number: int) -> set[int]:
-        """Return the texts that step `number` computes."""
+        """Return the requests that step `number` computes."""
         while self.waiting and self.wishes[self.waiting[0]].arrival <= number:
             if len(self.running) == self.num_rows or self.price[self.waiting[0]] > self.purse:
                 break
@@ -67,7 +67,7 @@ def test_whoever_fits_whole_begins_and_stays(seed: int) -> None:
     wishes = draw_wishes(r, num_blocks * block_size)
     ledger = Ledger(wishes, num_blocks, block_size, num_rows)
     scheduler = Scheduler(BlockPool(num_blocks, block_size), num_rows, reserves_output=True)
-    # The first token differs, so that nobody finds another's blocks.
+    # The first token differs, so that requests share no blocks.
     sequences = [
         Sequence([number] * wish.prompt_len, Stopping(max_new_tokens=wish.max_new_tokens))
         for number, wish in enumerate(wishes)
@@ -94,7 +94,7 @@ def test_whoever_fits_whole_begins_and_stays(seed: int) -> None:
 
 
 def test_shared_blocks_are_reserved_once() -> None:
-    """Of 8 blocks, two siblings share the 3 of their prompt and have 2 each for themselves."""
+    """Check two siblings with 8 blocks: they share 3 of the prompt and have 2 each of their own."""
     siblings = Siblings()
     first, second = (
         Sequence(list(range(13)), Stopping(max_new_tokens=8), siblings=siblings) for _ in range(2)
@@ -114,7 +114,7 @@ def test_shared_blocks_are_reserved_once() -> None:
 
 
 def test_what_was_reserved_and_not_used_evicts_no_cached_prefix() -> None:
-    """Texts that end early give back blocks that nobody wrote, which are taken again first."""
+    """Check requests that end early: their unwritten blocks are reused first."""
     scheduler = Scheduler(BlockPool(20, 4), max_sequences=4, reserves_output=True)
     prompt = list(range(9))
     for number in range(6):

@@ -1,7 +1,8 @@
-"""Random workloads through scheduler, blocks and messages, against the plain model of a shard: late answers,
-cancels, stops that only the router sees, refused rows, preemption, lost shards; decoder-only models and
-encoder-decoder ones, with and without a length that switches rotary frequencies, prompts and adapters, salts
-and siblings, and with and without reservation of whole lengths."""
+"""Check random workloads through scheduler, block pool and messages, against the plain model of a shard.
+
+The workloads include late answers, cancels, stops that only the router sees, refused rows, preemption and
+lost shards. They use decoder-only and encoder-decoder models, long rotary frequencies, prompts, adapters,
+salts, siblings, and reservation of whole lengths."""
 
 import random
 import zlib
@@ -37,8 +38,8 @@ from tgis.router.sequence import (
 )
 from tgis.router.shards.codec import decode_answer, encode_step
 
-BATCHES = 40  # of random workloads, in one test each
-QUICK_BATCHES = 20  # of them in `make test`
+BATCHES = 40  # of random workloads, one test each
+QUICK_BATCHES = 20  # batches in `make test`
 WORKLOADS = 50  # per batch
 DECODER_START, PAD = 1, 0
 
@@ -49,8 +50,10 @@ def is_refused(message: pb.OpenRow) -> bool:
 
 
 class LuckyProposer:
-    """Right as often as it likes, for it knows what comes; as long as the scheduler lets it. Some drafts, or
-    all, it leaves to the shards, whose `propose_in_shard` is as lucky and may propose fewer."""
+    """Propose the true tokens with some chance, within the scheduler's limits.
+
+    Some or all drafts are left to the shards, whose `propose_in_shard` has the same chance and may propose
+    fewer."""
 
     def __init__(self, workload: "Workload", r: random.Random) -> None:
         self.workload, self.random = workload, r
@@ -58,17 +61,17 @@ class LuckyProposer:
         self.left = 0
         self.left_to_shards = r.choice([0.0, 0.5, 1.0])
 
-    def begin(self, num_sequences: int, most: int) -> bool:
-        self.left = most
-        return most > 0
+    def begin(self, num_sequences: int, max_drafts: int) -> bool:
+        self.left = max_drafts
+        return max_drafts > 0
 
-    def propose(self, sequence: Sequence, most: int) -> Drafts:
+    def propose(self, sequence: Sequence, max_drafts: int) -> Drafts:
         r, known = self.random, sequence.num_tokens
-        most = min(most, self.left)
-        if most <= 0 or r.random() > self.zeal:
+        max_drafts = min(max_drafts, self.left)
+        if max_drafts <= 0 or r.random() > self.zeal:
             return NO_DRAFTS
         if r.random() < self.left_to_shards:
-            allowed = r.randint(1, most)
+            allowed = r.randint(1, max_drafts)
             self.left -= allowed
             return Drafts(max_proposed=allowed)
         truth = self.workload.expected[sequence]
@@ -76,16 +79,16 @@ class LuckyProposer:
             truth[place]
             if place < len(truth) and r.random() <= self.luck
             else r.randrange(self.workload.vocab_size)
-            for place in range(known, known + r.randint(1, most))
+            for place in range(known, known + r.randint(1, max_drafts))
         ]
         if not sequence.num_unanswered:
             self.left -= len(drafts)
         return Drafts(drafts)
 
-    def propose_in_shard(self, row: Row, most: int) -> list[int]:
-        """Alike on every rank: drawn from nothing but the row."""
+    def propose_in_shard(self, row: Row, max_drafts: int) -> list[int]:
+        """Propose drafts that depend only on the row, so that they are equal on every rank."""
         r, ids = random.Random(repr(row.token_ids)), list(row.token_ids)
-        for _ in range(r.randint(0, most)):
+        for _ in range(r.randint(0, max_drafts)):
             ids.append(next_token(ids, self.workload.vocab_size, row.context))
             if r.random() > self.luck:
                 ids[-1] = r.randrange(self.workload.vocab_size)
@@ -93,7 +96,7 @@ class LuckyProposer:
 
 
 class Workload:
-    """Drives a scheduler as the engine does, with everything that can happen to it drawn from one seed."""
+    """Drive a scheduler as the engine does, with random events from one seed."""
 
     def __init__(self, seed: int) -> None:
         self.random = r = random.Random(seed)
@@ -115,14 +118,14 @@ class Workload:
         self.loss, self.cancel = r.choice([0.0, 0.02]), r.choice([0.0, 0.02])
         self.num_proposed = self.num_sent_drafts = self.num_counted = 0
         self.num_losses = self.num_refusals = self.num_culprits = 0
-        # Where shards die of sequences, they die of nothing else, or innocents might seem to be the cause.
+        # Where sequences kill the shards, nothing else does; otherwise innocent sequences might be blamed.
         self.deadly_share = 0.0 if self.loss else random.Random(~seed).choice([0.0, 0.0, 0.1, 0.3])
-        self.deadly: dict[Sequence, int] = {}  # how many tokens the shards can compute of each
+        self.deadly: dict[Sequence, int] = {}  # the number of tokens of each that the shards can compute
         self.suspects: list[Sequence] = []
         self.sent: deque[tuple[Step, pb.StepRequest]] = deque()
         self.executed: deque[tuple[Step, pb.StepResponse]] = deque()
         self.expected: dict[Sequence, list[int]] = {}
-        self.queue: list[Sequence] = []  # who has not started, oldest first
+        self.queue: list[Sequence] = []  # sequences that have not started, oldest first
         self.reported: dict[Sequence, list[int]] = {}
         self.ends: Counter[Sequence] = Counter()
         self.adapters = self._adapters(random.Random(seed))
@@ -145,7 +148,7 @@ class Workload:
         return shard
 
     def _adapters(self, r: random.Random) -> list[CallAdapters]:
-        """Prompts and adapters in all combinations, in every third workload."""
+        """Use prompts and adapters in all combinations, in every third workload."""
         if r.random() < 0.67:
             return [CallAdapters()]
         prompts: list[AdapterInfo | None] = [None]
@@ -181,7 +184,7 @@ class Workload:
         )
 
     def _with_siblings(self, r: random.Random) -> list[Sequence]:
-        """The requests in the order of their arrival, with salts and with siblings, whose limits differ."""
+        """Return the requests in order of arrival, with salts and with siblings of different limits."""
         salts = r.choice([(CacheSalt(),), (CacheSalt("a"), CacheSalt("b"), CacheSalt("a", b"x"))])
         share, arrivals = r.choice([0.0, 0.0, 0.3, 1.0]), []
         for request in self._requests():
@@ -277,7 +280,7 @@ class Workload:
             self.sent.append((step, pb.StepRequest.FromString(request.SerializeToString())))
 
     def check_turns(self, step: Step) -> None:
-        """Nobody starts before an older one, whatever its size, unless that one waits for a sibling."""
+        """Check that no sequence starts before an older one, unless the older one waits for a sibling."""
         for work in step.work:
             if work.sequence in self.queue:
                 place = self.queue.index(work.sequence)
@@ -286,14 +289,14 @@ class Workload:
                 del self.queue[place]
 
     def may_wait_for_sibling(self, sequence: Sequence) -> bool:
-        """One whose prompt is not all in the cache."""
+        """Return whether the sequence's prompt is not entirely in the cache."""
         return any(
             other.siblings is sequence.siblings and other.num_computed < other.prompt_len
             for other in self.scheduler.running
         )
 
     def check_salts(self, step: Step) -> None:
-        """What a sequence reads was written under its own salt."""
+        """Check that every block a sequence reads was written under its own salt."""
         for work in step.work:
             sequence, first = work.sequence, work.start // self.block_size
             read, written = sequence.block_table[:first], sequence.block_table[first:]
@@ -303,11 +306,11 @@ class Workload:
             self.salts_of_blocks |= dict.fromkeys(written, sequence.cache_salt)
 
     def check_size(self, step: Step, request: pb.StepRequest) -> None:
-        """Prompts share the budget; an encoder's input may exceed it, beside no other prompt."""
+        """Check that prompts share the budget; a larger encoder input runs without other prompts."""
         inputs = [row.encoder_token_ids for row in request.opened_rows if not row.is_encoded]
         num_encoder_tokens = sum(len(integers(column)) for column in inputs)
         chunks = [work.end - work.start for work in step.work]
-        num_drafts = sum(work.drafts.most for work in step.work)
+        num_drafts = sum(work.drafts.max_tokens for work in step.work)
         self.num_sent_drafts += len(integers(request.draft_ids))
         assert step.num_tokens == num_encoder_tokens + sum(chunks) + num_drafts
         assert step.num_prompt_tokens == num_encoder_tokens + sum(chunks[step.num_decodes :])
@@ -338,9 +341,9 @@ class Workload:
                 self.take_token(sampled.sequence, sampled.token.token_id, sampled.ended)
 
     def execute(self, step: Step, request: pb.StepRequest) -> None:
-        """Unless it kills the shards."""
+        """Compute the step, unless it kills the shards."""
         if any(work.end > self.deadly.get(work.sequence, work.end) for work in step.work):
-            # What an earlier step has answered may still be on its way; here it is lost as well.
+            # Answers of earlier steps may still be in transit; here they are lost as well.
             self.sent.appendleft((step, request))
             self.lose_shards()
         else:
@@ -357,7 +360,7 @@ class Workload:
             assert self.reported[sequence] == expected[: sequence.prompt_len], (
                 "all inputs before the first token"
             )
-        if ended or self.random.random() < self.cancel:  # as by a stop sequence, which only the router sees
+        if ended or self.random.random() < self.cancel:  # like a stop sequence, which only the router sees
             self.end(sequence)
 
     def end(self, sequence: Sequence) -> None:
@@ -387,7 +390,7 @@ class Workload:
             self.end(culprit)
 
     def check_blocks(self) -> None:
-        """No block lost, none in two places that are not one prefix."""
+        """Check that no block is lost, and that a block has one place unless a prefix is shared."""
         pool, holders = self.scheduler.pool, Counter[int]()
         row_counts = self.scheduler.rows.resource_count
         for sequence in self.scheduler.running:
@@ -420,7 +423,7 @@ def test_outcomes_never_depend_on_scheduling(batch: int) -> None:
 
 
 def test_the_workloads_meet_what_they_are_for() -> None:
-    """Else the test above would show nothing."""
+    """Check that the random workloads reach every case."""
     met: Counter[str] = Counter()
     for seed in range(250):
         workload = Workload(seed)
@@ -488,7 +491,7 @@ def test_a_preempted_sequence_goes_before_newcomers() -> None:
     scheduler.add(young)
     step = scheduler.next_step(100)
     scheduler.add(newcomer)
-    for _ in range(2):  # the second token needs a further block for each of the two
+    for _ in range(2):  # each of the two needs another block for its second token
         assert step is not None
         scheduler.apply_answer(step)
         for work in step.work:
@@ -529,7 +532,7 @@ def test_a_sequence_that_outgrows_the_switch_length_starts_over_once() -> None:
         scheduler.apply_answer(step)
         for work in step.work:
             scheduler.append_token(work.sequence, 5)
-    start_over = [(0, 7, True)] * 2  # although the cache holds their beginnings, as short ones
+    start_over = [(0, 7, True)] * 2  # although the cache holds the prefixes, as those of short sequences
     once, then = [(4, 5, False)] * 2, [(7, 8, False)] * 2
     assert spans == [[(0, 4, True)] * 2, once, [(5, 6, False)] * 2, start_over, then, [(8, 9, False)] * 2]
     assert scheduler.num_preemptions == 0

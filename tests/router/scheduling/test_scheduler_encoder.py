@@ -1,4 +1,4 @@
-"""Encoder inputs in the schedule: computed whole, in cross blocks that equal inputs share, all or nothing."""
+"""Check the schedule of encoder inputs: each is computed whole, in cross blocks that equal inputs share."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def next_step(scheduler: Scheduler, max_prompt_tokens: int = 100) -> Step:
 
 
 def answer(scheduler: Scheduler, step: Step) -> None:
-    """Everything that the step samples is token 5."""
+    """Return an answer in which every sampled token is 5."""
     scheduler.apply_answer(step)
     for work in step.work:
         if work.samples:
@@ -32,8 +32,8 @@ def answer(scheduler: Scheduler, step: Step) -> None:
 
 
 def opened(step: Step) -> list[int]:
-    """Numbers of encoder tokens of the sequences that the step opens, those that are encoded already as
-    0."""
+    """Return the numbers of encoder tokens of the sequences that the step opens; 0 for inputs already
+    encoded."""
     rows = encode_step(step).opened_rows
     return [0 if row.is_encoded else len(integers(row.encoder_token_ids)) for row in rows]
 
@@ -73,7 +73,7 @@ def test_it_waits_neither_for_decoding_rows_nor_for_a_larger_budget() -> None:
 
 
 def test_it_waits_for_a_prompt_that_is_being_computed() -> None:
-    """One of a sequence that goes on after a loss of the shards."""
+    """Check an encoder input whose sequence continues after the shards were lost."""
     scheduler = Scheduler(BlockPool(100, 4), max_sequences=8)
     resumed = sequence(1, 2)
     resumed.token_ids += [5] * 6
@@ -118,7 +118,7 @@ def test_an_output_that_is_gone_in_part_is_computed_again() -> None:
     scheduler.add(first)
     answer(scheduler, next_step(scheduler))
     scheduler.finish(first)
-    others = pool.allocate([], 8)  # what was never used, the decoder's block and the last of the encoder's
+    others = pool.allocate([], 8)  # the unused blocks, the decoder's block and the encoder's last block
     assert others is not None
     pool.release(others)
     scheduler.add(sequence(*range(12)))
@@ -177,14 +177,14 @@ def test_a_preempted_sequence_gives_its_cross_blocks_to_the_older_and_comes_back
     old, young = sequence(1, 2), sequence(3, 4)
     scheduler.add(old)
     scheduler.add(young)
-    for _ in range(3):  # the third token of each needs a second block, of which there is one
+    for _ in range(3):  # the third token of each needs a second block, and only one is left
         step = next_step(scheduler)
         answer(scheduler, step)
     assert scheduler.num_preemptions == 1
     assert list(scheduler.waiting) == [young]
     assert young.cross_blocks == young.block_table == []
     scheduler.finish(old)
-    assert opened(next_step(scheduler)) == [0]  # nobody has used the block of its encoder meanwhile
+    assert opened(next_step(scheduler)) == [0]  # the block of its encoder has not been reused
     assert len(young.cross_blocks) == 1
     assert young.token_ids == [START, 5, 5]
 

@@ -1,4 +1,4 @@
-"""Sequences of one prompt: one computes it, and the others find it; sequences of other salts find nothing."""
+"""Check sequences of one prompt: one computes it and the others hit the cache, but never across salts."""
 
 import random
 from collections import deque
@@ -17,7 +17,7 @@ PROMPT = list(range(1, 11))
 ENCODER_INPUT = (5, 6, 7, 8, 9)
 BLOCK_SIZE = 4
 NUM_SHARED = 8
-"""Tokens of the prompt in full blocks."""
+"""The number of prompt tokens in full blocks."""
 VOCAB_SIZE = 50
 
 
@@ -48,7 +48,7 @@ def spans(step: Step) -> list[tuple[Sequence, int, int]]:
 
 
 def answer(scheduler: Scheduler, step: Step) -> None:
-    """Everything that the step samples is token 5."""
+    """Return an answer in which every sampled token is 5."""
     scheduler.apply_answer(step)
     for work in step.work:
         if work.samples:
@@ -73,7 +73,8 @@ def test_siblings_wait_for_the_prompt_and_hold_up_nobody() -> None:
 
 
 def test_the_next_sibling_takes_the_place_of_one_that_ends_before_its_prompt_is_computed() -> None:
-    """Whether it waits, is computed in part or is on its way; with its place in the queue."""
+    """Return whether the sequence waits, is computed in part or is in flight, and its position in the
+    queue."""
     *ended, last = family(4)
     other = Sequence([30, 31], Stopping(4))
     scheduler = scheduler_of(*ended, last)
@@ -85,7 +86,7 @@ def test_the_next_sibling_takes_the_place_of_one_that_ends_before_its_prompt_is_
     scheduler.add(other)
     scheduler.finish(ended[1])
     taking_over = next_step(scheduler, 5)
-    assert spans(taking_over) == [(ended[2], 4, 9)]  # what was answered is found
+    assert spans(taking_over) == [(ended[2], 4, 9)]  # answered blocks hit the cache
     scheduler.finish(ended[2])
     assert spans(next_step(scheduler, 100)) == [(last, 4, 10), (other, 0, 2)]
     answer(scheduler, on_its_way)
@@ -171,7 +172,7 @@ def test_only_equal_salts_share(encoder_ids: tuple[int, ...]) -> None:
 
 
 class Calm:
-    """Families of sequences, and others, with room for all, in front of the model of a shard."""
+    """Families of sequences, and single ones, that all fit, in front of the model of a shard."""
 
     def __init__(self, seed: int) -> None:
         self.random = r = random.Random(seed)
@@ -196,7 +197,7 @@ class Calm:
         self.live = set(self.arrivals)
 
     def family(self, number: int) -> list[Sequence]:
-        """Sequences of one prompt; no two families share a block."""
+        """Return sequences of one prompt; no two families share a block."""
         r, siblings, count = self.random, Siblings(), self.random.randint(1, 6)
         ids = [number] + [r.randrange(VOCAB_SIZE) for _ in range(r.randint(0, 40))]
         prompt, encoder_ids = ([1], tuple(ids)) if self.has_encoder else (ids, ())
@@ -237,7 +238,7 @@ class Calm:
 
 @pytest.mark.parametrize("batch", range(4))
 def test_siblings_cost_one_prompt(batch: int) -> None:
-    """Whatever the sizes, the budget and the steps in flight, if nothing is preempted or lost."""
+    """Check any sizes, budgets and pipeline depths, without preemption and losses."""
     for seed in range(40 * batch, 40 * (batch + 1)):
         calm = Calm(seed)
         calm.run()

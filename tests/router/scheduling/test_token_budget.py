@@ -1,4 +1,4 @@
-"""The prediction of step times, and what follows for prompts."""
+"""Check the prediction of step times, and the prompt budget derived from it."""
 
 import random
 
@@ -35,12 +35,12 @@ def test_one_size_of_step_says_nothing_of_the_fixed_part() -> None:
 
 def test_prompts_get_everything_while_nobody_decodes() -> None:
     assert observed(0.01, 0.001, [1, 300, 20]).prompt_tokens(0, 3) == 2048
-    assert TokenBudget(2048, 0.1).prompt_tokens(8, 3) == 2040  # nothing is known yet
+    assert TokenBudget(2048, 0.1).prompt_tokens(8, 3) == 2040  # nothing is measured yet
 
 
 def test_prompts_get_what_fits_beside_those_that_decode() -> None:
     budget = observed(0.01, 0.001, [1, 300, 20])
-    assert budget.prompt_tokens(10, 1) == pytest.approx(20, abs=1)  # 40 ms, twice as long as without
+    assert budget.prompt_tokens(10, 1) == pytest.approx(20, abs=1)  # 40 ms, twice as long as without prompts
     assert budget.prompt_tokens(10, 2) == pytest.approx(40, abs=1)
     assert budget.prompt_tokens(10, 9) == pytest.approx(80, abs=1)  # 100 ms
     assert budget.prompt_tokens(70, 1) == pytest.approx(20, abs=1)
@@ -66,7 +66,7 @@ def test_a_step_may_take_ten_times_as_long_as_predicted() -> None:
 
 
 def test_steps_larger_than_any_before_get_more_time_in_proportion() -> None:
-    """Small steps may all take as long as reading the weights does, which says nothing of large ones."""
+    """Check small steps of equal time, which is spent reading the weights and says nothing of large steps."""
     budget = TokenBudget(2048, 1.0)
     for num_tokens in (1, 2, 1, 2):
         budget.observe(num_tokens, 0.5)

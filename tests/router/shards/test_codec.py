@@ -1,4 +1,4 @@
-"""Steps with drafts as columns, and answers with counts: what cannot be an answer is refused."""
+"""Check steps with drafts as columns and answers with token counts; invalid answers are refused."""
 
 from typing import Any
 
@@ -21,12 +21,12 @@ def make_step(drafts: dict[int, Drafts]) -> Step:
         for sequence, (row, each) in zip(sequences, drafts.items(), strict=True)
     ]
     num_drafts = sum(len(each.token_ids) for each in drafts.values())
-    most = sum(each.max_proposed for each in drafts.values())
-    return Step(6, work, len(work), num_drafts, most, 0, joins=False, closed_rows=[])
+    max_proposed = sum(each.max_proposed for each in drafts.values())
+    return Step(6, work, len(work), num_drafts, max_proposed, 0, joins=False, closed_rows=[])
 
 
 def response(**columns: Any) -> pb.StepResponse:
-    """Row 4 got its first draft and one more, row 9 one of its own two, row 5 none."""
+    """Build an answer in which row 4 accepts its draft, row 9 one of its own two, and row 5 none."""
     usual = {
         "rows": [2, 4, 9, 5],
         "num_tokens": [1, 2, 2, 1],
@@ -55,10 +55,10 @@ def test_the_answer_has_tokens_row_after_row() -> None:
     step = make_step(DRAFTS)
     answer = decode_answer(step, response())
     rows = {item.sequence: item.row for item in step.work}
-    found = [
+    results = [
         (rows[each.sequence], each.token.token_id, each.token.rank, each.ended) for each in answer.sampled
     ]
-    assert found == [
+    assert results == [
         (2, 10, 1, False),
         (4, 7, 2, False),
         (4, 11, 3, False),

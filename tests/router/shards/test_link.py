@@ -1,5 +1,5 @@
-"""A router whose shards are reached over TCP: whom it takes for a shard, what it says of others, and what it
-shows of itself."""
+"""Check a router whose shards are reached over TCP: shard authentication, refusals in the log, and its own
+certificate."""
 
 import asyncio
 import logging
@@ -35,7 +35,7 @@ NO_STREAM = "Hostname mismatch, certificate is not valid for 'localhost'"
 
 
 class CallersShard(FakeShard):
-    """Remembers who asked it to find something."""
+    """A shard that records the callers of Find."""
 
     callers: tuple[bytes, ...] = ()
 
@@ -45,7 +45,7 @@ class CallersShard(FakeShard):
 
 
 class TcpShardServer(ShardServer):
-    """Behind two TCP ports, for who shows a certificate."""
+    """Serve a shard on two TCP ports with a certificate."""
 
     def __init__(self, shard: FakeShard, port: int, files: LinkFiles, of_steps: LinkFiles) -> None:
         self._files = files
@@ -69,7 +69,7 @@ class TcpShardServer(ShardServer):
 
 
 class Linked(Setup):
-    """A router, and two shards, of which one has had the wrong name at first."""
+    """A router and two shards, one of which had the wrong name at first."""
 
     authority: trustme.CA
     own: LinkFiles
@@ -95,7 +95,7 @@ def linked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Linked]:
     try:
         for reason, names in ((NOT_CALLED, (RIGHT, WRONG)), (NO_STREAM, (RIGHT, RIGHT))):
             service.wait_for_line(reason, 20)
-            time.sleep(0.4)  # for some further attempts
+            time.sleep(0.4)  # time for further attempts
             assert service.grpc_port == 0, "it waits for the right one"
             servers[1].stop()
             servers[1] = serve(1, *names)
@@ -112,7 +112,7 @@ def linked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Linked]:
 
 
 def test_a_shard_of_another_name_is_refused_in_one_line(linked: Linked) -> None:
-    """On either port."""
+    """Check both ports."""
     for reason in (NOT_CALLED, NO_STREAM):
         [line] = [line for line in linked.service.lines if reason in line]
         assert " WARNING " in line
@@ -127,7 +127,7 @@ def test_a_cut_stream_is_made_again(linked: Linked) -> None:
 
 
 def test_new_files_are_shown_to_shards_that_are_connected(linked: Linked) -> None:
-    """For a link may live for longer than a certificate."""
+    """Check that new calls show a new certificate while the step stream stays open."""
     shard = linked.shards[0]
     assert isinstance(shard, CallersShard)
     request, num_streams = batch("a"), shard.num_streams
@@ -145,18 +145,18 @@ def options_of(files: LinkFiles) -> dict[str, str]:
 
 
 def test_files_and_addresses_that_cannot_be_used(tmp_path: Path) -> None:
-    """At either end."""
+    """Check refusals on both ends."""
     files, authority = LinkFiles(tmp_path / "own"), trustme.CA()
 
     def refusals(address: str = "localhost:1") -> set[str]:
         router = RouterConfig(tokenizer_path="", shard_addresses=address, **options_of(files))
         shard = ShardConfig(model_path="", listen_address=address, **options_of(files))
-        found = set()
+        result = set()
         for open_it in (lambda: open_link(router), lambda: choose_endpoint(shard)):
             with pytest.raises(OperatorError) as caught:
                 open_it()
-            found.add(str(caught.value))
-        return found
+            result.add(str(caught.value))
+        return result
 
     other = LinkFiles(tmp_path / "other").write(authority, "a.example.com").path("cert").read_bytes()
     cert, key, ca = (files.path(name) for name in ("cert", "key", "ca"))
@@ -181,7 +181,7 @@ def test_files_and_addresses_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 async def test_addresses_in_a_file_may_change(tmp_path: Path) -> None:
-    """What is no address any more is not taken, and ends nobody."""
+    """Check that invalid addresses in a file are ignored and disturb no connection."""
     path = tmp_path / "addresses"
     files = LinkFiles(tmp_path / "tls").write(trustme.CA(), "a.example.com")
     cert, key, ca = (str(files.path(name)) for name in ("cert", "key", "ca"))
@@ -218,7 +218,7 @@ async def test_shards_of_a_larger_group_are_not_connected(
     link = ShardClient(UnixShardLink(str(tmp_path / "shard"), 2))
     with caplog.at_level(logging.DEBUG), pytest.raises(TimeoutError):
         await asyncio.wait_for(link.connect(), 0.4)
-    assert "it is one of 3 shards, but 2 are expected" in caplog.text
+    assert "it belongs to 3 shards, but 2 are expected" in caplog.text
     await link.close()
     for server in servers:
         server.stop()

@@ -1,4 +1,4 @@
-"""Text, token by token, against the library's decoding of whole sequences."""
+"""Check incremental text, token by token, against the library's decoding of whole sequences."""
 
 import random
 import time
@@ -18,7 +18,7 @@ from tgis.router.text.tokenizer import Tokenizer
 
 
 def pieces_of(vocabulary: Vocabulary, token_ids: list[int]) -> list[str]:
-    """What each token releases, then the end."""
+    """Return the text that each token releases, then the text at the end."""
     detokenizer = vocabulary.detokenizer()
     return [*map(detokenizer.push, token_ids), detokenizer.flush()]
 
@@ -46,7 +46,7 @@ def test_pieces_are_the_whole_text(tmp_path: Path, kind: str, output_special_tok
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_special_tokens_that_are_shown_are_the_only_ones(tmp_path: Path, kind: str) -> None:
-    """As the library decodes the tokens without those that are left out."""
+    """Return the library's decoding of the tokens without the skipped ones."""
     fast = KINDS[kind](tmp_path)
     fast.add_special_tokens(["[CALL]", "<|é|>"])
     fast.save(str(tmp_path / "tokenizer.json"))
@@ -72,7 +72,7 @@ def test_special_tokens_that_are_shown_are_the_only_ones(tmp_path: Path, kind: s
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_of_its_own_begins_without_a_space(tmp_path: Path, kind: str) -> None:
-    """As for an encoder-decoder model: what the library decodes, with nothing before it."""
+    """Return the library's decoding with no text before it, as for an encoder-decoder model."""
     fast = KINDS[kind](tmp_path)
     vocabulary = Vocabulary(Tokenizer(tmp_path, 1), is_continuation=False)
     for seed in range(1000):
@@ -105,7 +105,7 @@ def test_characters_appear_with_their_last_byte(tmp_path: Path, write: Callable[
 
 
 BYTE = 2
-"""Id of byte 0 in vocabularies with byte tokens."""
+"""The ID of byte 0 in vocabularies with byte tokens."""
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_special_tokens_are_shown_on_request(tmp_path: Path) -> None:
 
 
 def test_no_space_is_cleaned_up(tmp_path: Path) -> None:
-    """Beyond what the decoder itself does."""
+    """Check that only the decoder removes spaces."""
     fast = write_wordpiece(tmp_path)
     fast.decoder = decoders.WordPiece(cleanup=False)
     fast.save(str(tmp_path / "tokenizer.json"))

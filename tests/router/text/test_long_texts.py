@@ -1,4 +1,4 @@
-"""Calls with long texts, which a process of their own tokenizes, beside calls with short ones."""
+"""Check calls with long texts, which a separate process tokenizes, beside calls with short ones."""
 
 import os
 import signal
@@ -77,7 +77,7 @@ def test_connections_take_turns(setup: Setup) -> None:
         for call in calls:
             call.result(20)
         wait_until(lambda: len(ended) == 5)
-    # One is asked already; then each connection has its turn. Callbacks of two answers may change places.
+    # One request is already sent; then each connection has its turn. Callbacks of two answers may swap.
     assert ended.index("second") <= 2
 
 
@@ -150,7 +150,7 @@ def own_connection(setup: Setup) -> Iterator[GenerationServiceStub]:
 
 @contextmanager
 def stopped_child(setup: Setup) -> Iterator[int]:
-    """The tokenizer process, which does nothing inside the block."""
+    """Stop the tokenizer process inside the block."""
     answer_to(setup, tokenize_call(LONG))
     child = find_child(setup)
     assert child is not None
@@ -176,13 +176,13 @@ def find_child(setup: Setup) -> int | None:
 
 
 def num_calls(setup: Setup) -> float:
-    """Return how many Tokenize calls the router has read; those are queued by then, too."""
+    """Return how many Tokenize calls the router has read; those calls are queued by then, too."""
     return scrape(setup.http)["tgi_tokenize_request_count"]
 
 
 @contextmanager
 def new_calls(setup: Setup, number: int) -> Iterator[None]:
-    """Wait at the end of the block until the router has read the `number` calls that the block makes."""
+    """Wait at the end of the block until the router has read the `number` calls made inside it."""
     before = num_calls(setup)
     yield
     wait_until(lambda: num_calls(setup) == before + number)

@@ -1,4 +1,4 @@
-"""Texts that are too long by their bytes alone are refused before they are tokenized, and nothing else is."""
+"""Check that only texts which are too long by their bytes alone are refused before tokenization."""
 
 import random
 import time
@@ -17,7 +17,7 @@ from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import generation_pb2 as pb
 
 LONGEST = " 👩\u200d👩\u200d👧"
-"""The longest entry of the vocabulary: as many tokens as there are of it."""
+"""The longest entry of the vocabulary; its repetitions have one token each."""
 BOUND = 19
 COUNT = "tgi_request_raw_input_length_count"
 
@@ -87,8 +87,8 @@ def test_refusals(router: Setup) -> None:
         (refusal(router, [LONGEST * 300], 60, 141), too_long_with(60, "at least 141")),
         (refusal(router, [LONGEST * 200], 60), too_long("at least 200")),
     ]
-    for found, expected in by_bytes:
-        assert found == expected
+    for actual, expected in by_bytes:
+        assert actual == expected
     assert num_tokenized(router) == before
     small = "." * 300
     num_tokens = len(router.tokenizer.encode(small).ids)
@@ -116,7 +116,7 @@ def test_an_empty_text_is_refused_for_having_no_tokens(router: Setup) -> None:
 
 
 def test_refusals_cost_less_than_tokenizing(router: Setup) -> None:
-    """In time of the processor, which other processes do not lengthen."""
+    """Compare CPU times, which other processes do not affect."""
     text = "".join(random.Random(0).choices(["word", " ", "an", "\n", "é"], k=300_000))
     began = time.process_time()
     router.tokenizer.encode_batch_fast([text])
@@ -129,8 +129,9 @@ def test_refusals_cost_less_than_tokenizing(router: Setup) -> None:
 
 
 def outcome_of_rules(setup: Setup, texts: list[str], min_new: int, truncate: int) -> str | list[int]:
-    """Return the lengths of the inputs, or the refusal: that of the first text that cannot be served, whose
-    number is the least possible one where that is enough."""
+    """Return the lengths of the inputs, or the refusal.
+
+    The refusal is of the first text that is too long; it gives the lower bound where that is enough."""
     lengths = []
     for text in texts:
         num_tokens, num_least = len(setup.tokenizer.encode(text).ids), -(-len(text.encode()) // BOUND)

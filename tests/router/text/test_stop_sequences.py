@@ -1,4 +1,4 @@
-"""What a stream shows and when it ends, against the plain model and TGIS's own examples."""
+"""Check the text that a stream shows and when it ends, against a plain model and TGIS's own examples."""
 
 import random
 import time
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
 
 
 class Generation:
-    """A text stream as the engine drives it: the engine's own reasons come first."""
+    """A text stream driven as by the engine, which checks its own stop reasons first."""
 
     def __init__(self, vocabulary: Vocabulary, stopping: Stopping, stops: StopSequences) -> None:
         self._text, self._stopping, self._num_tokens = TextStream(vocabulary, stops), stopping, 0
@@ -73,7 +73,7 @@ def entries(text_stream: Generation, token_ids: list[int]) -> list[plain_text.En
 
 
 def random_stops(r: random.Random, text: str) -> tuple[str, ...]:
-    """Mostly parts of the text, some with one character changed."""
+    """Return stop sequences, mostly parts of the text, some with one character changed."""
     stops = []
     for _ in range(r.choice([0, 1, 1, 2, 3, 6])):
         start = r.randrange(len(text) + 1)
@@ -117,7 +117,7 @@ def test_streams_against_the_plain_model(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stream_joined_is_the_text(tmp_path: Path, kind: str) -> None:
-    """What a stream shows does not depend on how it is held back, and `flush` shows the rest."""
+    """Check that the shown text does not depend on how it is held back, and that `flush` shows the rest."""
     fast = KINDS[kind](tmp_path)
     vocabulary = Vocabulary(Tokenizer(tmp_path, 1))
     for seed in range(300):
@@ -134,7 +134,7 @@ def test_a_stream_joined_is_the_text(tmp_path: Path, kind: str) -> None:
 
 
 def word_level(directory: Path, words: list[str], decoder: decoders.Decoder | None) -> Vocabulary:
-    """Token i + 2 is word i; 0 and 1 are never used."""
+    """Return a vocabulary in which token i + 2 is word i; tokens 0 and 1 are unused."""
     vocab = {word: i for i, word in enumerate(["<s>", "</s>", *words])}
     fast = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<s>"))
     if decoder is not None:
@@ -248,7 +248,7 @@ def test_a_passed_deadline_comes_before_all(tokenizer: Tokenizer) -> None:
 
 
 def test_the_end_of_sequence_ends_before_min_new_tokens(tokenizer: Tokenizer) -> None:
-    """A grammar that leaves nothing else must end a generation that its minimum would keep going."""
+    """Check that a grammar with only the end token left ends a generation before its minimum."""
     piece = stream(Vocabulary(tokenizer), min_new_tokens=4).push(EOS)
     assert (piece.text, piece.reason) == ("", StopReason.EOS_TOKEN)
 

@@ -1,4 +1,4 @@
-"""The bound on bytes per token, held against the tokens that the library makes of texts meant to break it."""
+"""Check the bound on bytes per token against the library's tokens for adversarial texts."""
 
 import json
 import random
@@ -12,10 +12,10 @@ from tgis.router.text.token_bound import NFC_FACTOR, max_bytes_per_token
 
 TO_BYTES = normalizers.ByteLevel()
 SHRINKING = "\u1fbe\u0308\u0301"
-"""7 bytes, and 2 as U+0390: iota has a double of 3 bytes."""
+"""A text of 7 bytes that NFC shortens to U+0390, which has 2 bytes."""
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 UNITS = [" ", "ab", "1", "k", "K", "\n", "=-", "é", "\u0390", "각", "\u1e69", "東", "🙂", "▁", "\u00c5"]
-"""What long entries of vocabularies are runs of."""
+"""Units that long vocabulary entries repeat."""
 CONTENTS = [
     "<x>",
     "<|end of text|>",
@@ -39,14 +39,14 @@ LLAMA3 = (
 
 
 class Vocabulary:
-    """Entries and merges of a BPE model."""
+    """The entries and merges of a BPE model."""
 
     def __init__(self, entries: Iterable[str]) -> None:
         self.entries = {entry: i for i, entry in enumerate(["<s>", *entries])}
         self.merges: list[tuple[str, str]] = []
 
     def add_run(self, unit: str, doublings: int) -> None:
-        """Add 2 ** `doublings` times the unit, and all that it is merged from."""
+        """Add 2 ** `doublings` repetitions of the unit, and all entries that merge into it."""
         word = unit[0]
         self._add(word)
         for character in unit[1:]:
@@ -69,7 +69,7 @@ class Vocabulary:
 
 
 def byte_level(*units: str, doublings: int = 4, **options: Any) -> Tokenizer:
-    """As GPT-2: no space before the first word, and no splitting, so that runs of anything are one token."""
+    """Build a tokenizer like GPT-2's, without a leading space or splitting, so that any run is one token."""
     vocabulary = Vocabulary(sorted(pre_tokenizers.ByteLevel.alphabet()))
     for unit in units:
         vocabulary.add_run(TO_BYTES.normalize_str(unit), doublings)
@@ -79,7 +79,7 @@ def byte_level(*units: str, doublings: int = 4, **options: Any) -> Tokenizer:
 
 
 def byte_fallback(*units: str, doublings: int = 4, **options: Any) -> Tokenizer:
-    """As Llama 2: spaces are ▁, and characters that are not in the vocabulary are spelt in bytes."""
+    """Build a tokenizer like Llama 2's: spaces are ▁, and unknown characters are spelled in bytes."""
     vocabulary = Vocabulary(["<unk>", *BYTE_TOKENS])
     for unit in units:
         vocabulary.add_run(unit.replace(" ", "▁"), doublings)
@@ -97,7 +97,7 @@ def changed(tokenizer: Tokenizer, **parts: Any) -> Tokenizer:
 
 
 def rewritten(tokenizer: Tokenizer, **parts: Any) -> Tokenizer:
-    """Return it with parts that only its file can say."""
+    """Return the tokenizer with parts that only its file can express."""
     return Tokenizer.from_str(json.dumps(json.loads(tokenizer.to_str()) | parts))
 
 
@@ -117,11 +117,11 @@ def least(text: str, bound: int) -> int:
 
 
 def test_no_text_has_more_bytes_for_each_of_its_composition_than_the_factor_says() -> None:
-    """An exhaustive search of Unicode, as the library knows it.
+    """Check the bound for NFC by an exhaustive search of Unicode, as the library implements it.
 
-    A text and its NFC decompose to the same characters. Let each of these weigh the most bytes of a
-    character that decomposes to it alone. Then no text has more bytes than its decomposition weighs, and it
-    is enough to weigh the characters that NFC leaves."""
+    A text and its NFC have the same decomposition. Each decomposed character is weighted with the most bytes
+    of any character that decomposes to it alone. No text then has more bytes than the weight of its
+    decomposition, so it is enough to weigh the characters that NFC keeps."""
     nfc, nfd = normalizers.NFC(), normalizers.NFD()
     everything = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000 and i != ord("\n")]
     pairs = zip(everything, nfd.normalize_str("\n".join(everything)).split("\n"), strict=True)
@@ -135,7 +135,7 @@ def test_no_text_has_more_bytes_for_each_of_its_composition_than_the_factor_says
         return sum(max(len(part.encode()), weights.get(part, 0)) for part in parts)
 
     assert all(len(character.encode()) <= weigh(parts) for character, parts in decomposed.items())
-    # All others stay as they are, and weigh what they have.
+    # All other characters stay unchanged and weigh their own bytes.
     left = [
         character
         for character in decomposed.keys() | weights.keys()
@@ -147,7 +147,7 @@ def test_no_text_has_more_bytes_for_each_of_its_composition_than_the_factor_says
 
 
 def test_a_text_and_its_composition_decompose_to_the_same_characters() -> None:
-    """What the search above goes by."""
+    """Check the assumptions of the search above."""
     r, nfc, nfd = random.Random(0), normalizers.NFC(), normalizers.NFD()
     marks = [
         "\u0301",
@@ -184,8 +184,9 @@ LIKE_FALCON = pre_tokenizers.Sequence(
 
 
 def one_id_for_two() -> Tokenizer:
-    """An entry has the id that the library gives to the next added token, and is an added token itself: what
-    is kept of its normal form then stands for the new one."""
+    """Build a tokenizer whose entry and next added token share an ID.
+
+    The entry is itself an added token, so the library confuses the normal forms of the two."""
     parts = json.loads(changed(byte_level(), normalizer=normalizers.Replace(" ", "▁")).to_str())
     vocab, flags = parts["model"]["vocab"], {"special": False, "single_word": False, "normalized": True}
     size = len(vocab) + 1
@@ -195,7 +196,7 @@ def one_id_for_two() -> Tokenizer:
     return Tokenizer.from_str(json.dumps(parts | {"added_tokens": added}))
 
 
-# A tokenizer, its bound, and a text that has as few tokens as the bound allows.
+# A tokenizer, its bound, and a text with as few tokens as the bound allows.
 BOUNDED: dict[str, tuple[Tokenizer, int, str]] = {
     "GPT-2": (with_added(changed(byte_level(" "), pre_tokenizer=LIKE_GPT2), END), 16, " " * 160),
     "GPT-NeoX": (with_added(changed(byte_level(" "), normalizer=normalizers.NFC()), SPACES, END), 84, ""),
@@ -264,8 +265,7 @@ def test_bounds_are_as_low_as_they_can_be(name: str) -> None:
 
 
 def shared_ids() -> Tokenizer:
-    """Entries of 2 and of 8 characters have one id, so that what is merged of the short one is merged of the
-    long one."""
+    """Build a tokenizer in which entries of 2 and 8 characters share an ID, so that merges confuse them."""
     tokenizer = byte_level("a", "b", doublings=3)
     model = json.loads(tokenizer.to_str())["model"]
     model["vocab"]["aa"] = model["vocab"]["bbbbbbbb"]
@@ -305,7 +305,7 @@ BEGIN = {"SpecialToken": {"id": "<s>", "type_id": 0}}
 TWO_TEMPLATES = {"type": "Sequence", "processors": [template([BEGIN, A], [A, B]), template([A], [A])]}
 NFC, NFD, KELVINS = normalizers.NFC(), normalizers.NFD(), "\u212a" * 1000
 
-# What has no bound, and a text with fewer tokens than its entries would make believe.
+# Tokenizers without a bound, and a text with fewer tokens than the entries suggest.
 UNBOUNDED: dict[str, tuple[Tokenizer, str]] = {
     "strips on the left": (with_added(byte_level(" "), AddedToken("<x>", lstrip=True)), " " * 1000 + "<x>"),
     "strips on the right": (
@@ -377,7 +377,7 @@ def test_there_is_no_bound_for_what_is_not_understood(step: pre_tokenizers.PreTo
     assert max_bytes_per_token(split_by(step)) is None
 
 
-# The random search. What is drawn is bounded more often than not, and is as odd as files may be.
+# The random search. Most tokenizers it draws have a bound, and they are as unusual as files may be.
 NORMALIZERS: list[tuple[normalizers.Normalizer, int]] = [
     (NFC, 8),
     (normalizers.Prepend("▁"), 2),
@@ -417,12 +417,12 @@ FORMS: list[Callable[[str], str]] = [
 PROCESSORS = [None, TEMPLATE, processors.ByteLevel(), processors.BertProcessing(("<s>", 0), ("<s>", 0))]
 
 
-def draw_some(r: random.Random, parts: list[tuple[Any, int]], most: int) -> list[Any]:
-    return r.choices([part for part, _ in parts], [weight for _, weight in parts], k=r.randint(0, most))
+def draw_some(r: random.Random, parts: list[tuple[Any, int]], max_count: int) -> list[Any]:
+    return r.choices([part for part, _ in parts], [weight for _, weight in parts], k=r.randint(0, max_count))
 
 
 def draw_tokenizer(r: random.Random) -> tuple[Tokenizer, list[str]]:
-    """Return it with what its long entries and added tokens are made of."""
+    """Return the tokenizer, and the units of its long entries and added tokens."""
     options = {
         "fuse_unk": r.random() < 0.5,
         "ignore_merges": r.random() < 0.3,
@@ -451,7 +451,8 @@ def draw_tokenizer(r: random.Random) -> tuple[Tokenizer, list[str]]:
 
 
 def draw_text(r: random.Random, own: list[str]) -> str:
-    """Return a run of one thing, or of several, composed or not; half of the time of the tokenizer's own."""
+    """Return a run of one unit or of several, composed or not; half of them from the tokenizer's own
+    units."""
     if own and r.random() < 0.5:
         spaces = r.choice(["", "", " " * 400, " \n\u3000" * 99])
         text = spaces + r.choice(own) * r.choice([1, 64, 320]) + spaces

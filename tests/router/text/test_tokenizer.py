@@ -1,4 +1,4 @@
-"""Encoding, truncation and offsets, for every kind of tokenizer."""
+"""Check encoding, truncation and offsets for every kind of tokenizer."""
 
 import json
 import random
@@ -106,7 +106,7 @@ async def test_offsets_cut_the_same_characters_out_of_bytes(tmp_path: Path, kind
 
 
 async def test_tokens_of_one_character_have_all_of_its_bytes(tmp_path: Path) -> None:
-    """As the library counts bytes itself: a character in three byte tokens is three times the same place."""
+    """Check the library's offsets in bytes: three byte tokens of a character have the same position."""
     write_byte_fallback(tmp_path)
     tokenizer = Tokenizer(tmp_path, 1)
     [response] = await tokenize(tokenizer, ["é東"])
@@ -183,7 +183,7 @@ async def test_a_text_that_is_no_unicode_is_a_request_error(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("length", [1, LONG_TEXT_BYTES])
 async def test_a_text_that_the_library_panics_at_is_a_request_error(tmp_path: Path, length: int) -> None:
-    """A panic is no Exception."""
+    """Check that a panic of the library, which is not an Exception, is handled."""
     library = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
     library.normalizer = normalizers.Strip()
     library.add_tokens([AddedToken("  ", normalized=True)])

@@ -1,4 +1,4 @@
-"""Token ids that the tokenizer has and the model has not."""
+"""Check token IDs that the tokenizer has and the model lacks."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +19,7 @@ KINDS = shard_pb2.InfoResponse.ModelKind
 
 
 def write_with_more_tokens(directory: Path) -> Tokenizer:
-    """`<i>` is the token i, up to three that the model does not have."""
+    """Build a tokenizer where `<i>` is token i, with three tokens that the model lacks."""
     tokenizer = write_byte_level(directory, VOCAB_SIZE)
     tokenizer.add_tokens([f"<{i}>" for i in range(tokenizer.get_vocab_size(), VOCAB_SIZE + 3)])
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -50,12 +50,12 @@ def test_a_request_that_has_one_is_refused(setup: Setup) -> None:
         with pytest.raises(grpc.RpcError) as caught:
             ask()
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        told = f"input token id {VOCAB_SIZE + 1} is beyond the model's vocabulary of {VOCAB_SIZE} tokens"
-        assert caught.value.details() == told
+        message = f"input token id {VOCAB_SIZE + 1} is beyond the model's vocabulary of {VOCAB_SIZE} tokens"
+        assert caught.value.details() == message
 
 
 def test_all_others_are_served(setup: Setup) -> None:
-    """Those too whose unknown token is cut off, and those who only count tokens."""
+    """Check calls whose unknown token is cut off, and calls that only count tokens."""
     last = f"<{VOCAB_SIZE - 1}>"
     assert setup.stub.Generate(batch(last)).responses
     assert setup.stub.Generate(batch(f"<{VOCAB_SIZE}> {last}", truncate_input_tokens=2)).responses

@@ -1,5 +1,6 @@
-"""What read_adapter makes of an adapter: for every packing and on every rank, what the model's own part would
-be more had the change been written into its checkpoint."""
+"""Check that read_adapter computes the same weight change as a checkpoint into which the change was merged.
+
+The tests cover every weight packing, on every rank."""
 
 import re
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from tgis.shard.layers.lora import Adapter
 from tgis.shard.layers.ops import Parts
 from tgis.shard.models.skeleton import build_skeleton
 
-# Layers that are looked up, and what is no layer at all.
+# Lookup layers, and tensors that are not layers.
 TABLES = re.compile(r".*(embed_tokens|wte|word_embeddings|embed_in|shared)")
 OTHERS = re.compile(r".*(norm|ln_|wpe|embed_positions|relative_attention_bias|layernorm).*")
 TURNED = re.compile(r"transformer\.h\.\d+\.(attn|mlp)\.(c_attn|c_proj|c_fc|q_attn|kv_attn)")  # in GPT-2
@@ -28,8 +29,8 @@ Tensors = dict[str, Tensor]
 
 
 class Drawn:
-    """A change of every layer that the checkpoint has, or of those that are asked for, and the checkpoint
-    with the changes written into it."""
+    """An adapter for all layers of a checkpoint, or for those that match `only`, and the merged
+    checkpoint."""
 
     def __init__(self, directory: Path, is_turned: bool, only: str = ".*", seed: int = 0) -> None:
         self.tensors: Tensors = {}
@@ -51,7 +52,7 @@ class Drawn:
                 change = self._draw(module, *shape)
                 self.merged[name] = weight + (change.T if turn else change)
         head = "embed_out.weight" if any("gpt_neox" in name for name in base) else "lm_head.weight"
-        if head not in base:  # it is tied, until one of the two is changed
+        if head not in base:  # the head is tied until one of the two changes
             [tied] = [base[name] for name in base if TABLES.fullmatch(name.removesuffix(".weight"))]
             is_drawn = re.fullmatch(only, "lm_head")
             self.merged[head] = tied + self._draw("lm_head", *tied.shape) if is_drawn else tied.clone()
@@ -63,7 +64,7 @@ class Drawn:
         return self.scales[module] * b @ a
 
     def _experts(self, module: str, weight: Tensor) -> Tensor:
-        """As PEFT has the parameters that GraniteMoE's experts are in memory."""
+        """Create LoRA weights in PEFT's in-memory layout of GraniteMoE's experts."""
         count, rows, columns = weight.shape
         names = {"input_linear": "experts.gate_up_proj", "output_linear": "experts.down_proj"}
         parent, _, last = module.rpartition(".")
@@ -101,7 +102,7 @@ def write_merged(root: Path, directory: Path, drawn: Drawn) -> Path:
 
 
 def own_parts(parts: Parts) -> Iterator[tuple[str, Tensor]]:
-    """The rank's part of every layer, as loaded."""
+    """Return this rank's part of every layer, as loaded."""
     for path, cut in parts.cuts.items():
         stored = parts.weights.find(f"{path}.weight", cut.shape)
         rows = torch.cat([stored.read(part) for part in cut.rows])
@@ -109,7 +110,7 @@ def own_parts(parts: Parts) -> Iterator[tuple[str, Tensor]]:
 
 
 def unfold(adapter: Adapter, path: str, like: Tensor, is_table: bool) -> Tensor:
-    """What the adapter adds to a layer's weight."""
+    """Return the dense change that the adapter adds to a layer's weight."""
     whole = torch.zeros_like(like)
     for one in adapter.deltas.get(path, ()):
         product = one.a @ one.b
@@ -153,9 +154,9 @@ def test_equals_a_change_of_the_checkpoint(root: Path, case: str) -> None:
         parts, changed = load(directory, group).parts, dict(own_parts(load(merged, group).parts))
         adapter = read_adapter(parts, drawn.tensors, drawn.scales)
         for path, weight in own_parts(parts):
-            found = unfold(adapter, path, weight, parts.cuts[path].is_table)
+            actual = unfold(adapter, path, weight, parts.cuts[path].is_table)
             expected = changed[path] - weight
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, msg=f"{path} of {group}")
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4, msg=f"{path} of {group}")
             assert bool(adapter.deltas.get(path)) == bool(expected.count_nonzero())
 
 
@@ -254,7 +255,8 @@ def test_one_layer_under_two_names(root: Path) -> None:
 @pytest.mark.parametrize("case", ["llama_grouped_queries", "llama_tied", "gpt_neox", "t5"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_copies_of_the_models_tables(root: Path, case: str, dtype: torch.dtype) -> None:
-    """They are the model's but for rounding; others are refused, also where the vocabulary has grown."""
+    """Check that copies which differ only by rounding are accepted and others refused, also with a grown
+    vocabulary."""
     directory = write(root, case)
     base = load_file(directory / "model.safetensors")
     names = {"t5": ("shared", "lm_head"), "gpt_neox": ("gpt_neox.embed_in", "embed_out")}
@@ -278,7 +280,7 @@ def test_copies_of_the_models_tables(root: Path, case: str, dtype: torch.dtype) 
 
 
 def test_a_model_that_vanished(root: Path, tmp_path: Path) -> None:
-    """It is read again only where there is something to compare."""
+    """Check that the model's tables are read again only when the adapter contains copies of them."""
     write_model(tmp_path / "model", CASES["llama_tied"]())
     parts = load(tmp_path / "model").parts
     (tmp_path / "model" / "model.safetensors").unlink()
@@ -290,7 +292,8 @@ def test_a_model_that_vanished(root: Path, tmp_path: Path) -> None:
 
 
 def test_an_outline_tells_as_much(root: Path) -> None:
-    """Without the model's weights, as a check before deployment does it."""
+    """Check that an outline without the model's weights finds the same errors, as a check before deployment
+    does."""
     directory = write(root, "falcon_40b")
     drawn = Drawn(directory, False)
     parts = build_skeleton(directory, read_config(directory), torch.float32).parts

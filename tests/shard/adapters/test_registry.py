@@ -1,4 +1,5 @@
-"""What a rank keeps loaded, while many load, unload and read at once; and what becomes of errors."""
+"""Check which adapters a rank keeps while threads load, unload and read concurrently, and how errors
+propagate."""
 
 import random
 import threading
@@ -60,7 +61,7 @@ def test_what_is_unloaded_goes_back_to_the_system_now_and_then(monkeypatch: pyte
 
 
 class Reader:
-    """Counts, and takes as long as it is told."""
+    """A reader that counts its calls and blocks until `go` is set."""
 
     def __init__(self) -> None:
         self.count, self.go, self.error = 0, threading.Event(), None
@@ -129,9 +130,9 @@ def test_many_threads_agree_with_the_last_word() -> None:
         rng, mine = random.Random(seed), f"{seed}"
         for _ in range(300):
             adapters.load(mine)
-            found = adapters.prompt(mine)
-            assert found is not None
-            assert int(found.decoder) == seed
+            result = adapters.prompt(mine)
+            assert result is not None
+            assert int(result.decoder) == seed
             adapters.unload([mine])
             assert adapters.prompt(mine) is None
             adapters.unload_others([str(i) for i in range(4)])
@@ -146,7 +147,9 @@ def test_many_threads_agree_with_the_last_word() -> None:
 
 @pytest.mark.parametrize("others", [False, True])
 def test_what_is_unloaded_while_it_is_read_is_not_kept(others: bool) -> None:
-    """Whoever wanted it has given up, and nobody would ever unload it. Who wants it later reads it again."""
+    """Check that a load whose caller gave up is not kept, because nobody would unload it.
+
+    A later load reads the adapter again."""
     entered, gates = SimpleQueue[None](), [threading.Event(), threading.Event()]
     waiting = iter(gates)
 

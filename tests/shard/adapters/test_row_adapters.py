@@ -1,5 +1,6 @@
-"""Which tokens of a step get which embeddings and adapters, against a plain model of the rows; and the cost
-where nobody has any."""
+"""Check which tokens of a step get which embeddings and adapters, against a plain model of the rows.
+
+Another test bounds the cost when no row has an adapter."""
 
 import random
 import time
@@ -29,31 +30,31 @@ def draw_prompt(rng: random.Random) -> LoadedPrompt:
 
 
 def pack(work: list[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Rows, starts, begins and sequence of (row, start, end)."""
+    """Return rows, starts, begins and sequences of the (row, start, end) triples."""
     counts = [end - start for _, start, end in work]
     rows, starts = (np.array([one[i] for one in work]) for i in (0, 1))
     return rows, starts, np.cumsum([0, *counts]), np.repeat(np.arange(len(work)), counts)
 
 
 def unpack(virtual: VirtualTokens | None, num_tokens: int) -> list[list[float] | None]:
-    """Of every token its embedding, or none."""
-    found: list[list[float] | None] = [None] * num_tokens
+    """Return the embedding of every token, or None where it has none."""
+    results: list[list[float] | None] = [None] * num_tokens
     if virtual is not None:
         assert virtual.embeddings.dtype == torch.float32
         assert len(virtual.places) == len(virtual.embeddings) > 0
         for place, embedding in zip(virtual.places.tolist(), virtual.embeddings.tolist(), strict=True):
-            assert found[place] is None
-            found[place] = embedding
-    return found
+            assert results[place] is None
+            results[place] = embedding
+    return results
 
 
 def expect(rows: dict[int, Row], work: list[tuple[int, int, int]], part: str) -> list[list[float] | None]:
-    found: list[list[float] | None] = []
+    results: list[list[float] | None] = []
     for number, start, end in work:
         row = rows.get(number)
         embeddings = getattr(row.prompt, part).tolist() if row and row.prompt else []
-        found += [embeddings[p] if p < len(embeddings) else None for p in range(start, end)]
-    return found
+        results += [embeddings[p] if p < len(embeddings) else None for p in range(start, end)]
+    return results
 
 
 def test_random_rows() -> None:
@@ -84,28 +85,28 @@ def test_random_rows() -> None:
             placed = unpack(row_adapters.virtual_tokens(part, packed, starts_of, begins), len(sequence))
             assert placed == expect(rows, work, part)
             num_virtual += sum(one is not None for one in placed)
-        found = row_adapters.token_adapters(packed, sequence)
+        actual = row_adapters.token_adapters(packed, sequence)
         expected = [
             rows[n].adapter if n in rows else None for n, start, end in work for _ in range(start, end)
         ]
-        if found is None:
+        if actual is None:
             assert not any(expected)
         else:
-            indices = found.indices.tolist()
-            assert [found.adapters.adapters[i] if i >= 0 else None for i in indices] == expected
-            assert set(found.adapters.adapters) == {row.adapter for row in rows.values()} - {None}
+            indices = actual.indices.tolist()
+            assert [actual.adapters.adapters[i] if i >= 0 else None for i in indices] == expected
+            assert set(actual.adapters.adapters) == {row.adapter for row in rows.values()} - {None}
             num_adapted += 1
     assert num_virtual > 1000
     assert num_adapted > 300
 
 
 def adapters_of(row_adapters: RowAdapters, *rows: int) -> AdapterSet | None:
-    found = row_adapters.token_adapters(np.array(rows), np.arange(len(rows)))
-    return None if found is None else found.adapters
+    result = row_adapters.token_adapters(np.array(rows), np.arange(len(rows)))
+    return None if result is None else result.adapters
 
 
 def test_a_set_lasts_while_its_adapters_do() -> None:
-    """What has been looked up in it is worth keeping."""
+    """Check that the set is reused, because lookups are cached in it."""
     one, two = Adapter({}), Adapter({})
     row_adapters = RowAdapters(NUM_ROWS, CPU)
     row_adapters.open(0, None, one)
@@ -133,7 +134,7 @@ def test_nothing_outlives_its_rows() -> None:
 
 
 def test_it_costs_next_to_nothing_where_nobody_has_any() -> None:
-    """Nor much where all have, once they are past their prompts."""
+    """Check that the cost is small without adapters, and also when all rows are past their prompts."""
     row_adapters = RowAdapters(256, CPU)
     rows, starts, begins, sequence = pack([(row, 900, 901) for row in range(256)])
 

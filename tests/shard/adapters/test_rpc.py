@@ -1,5 +1,6 @@
-"""What the calls about soft prompts and adapters answer over a socket: every error, and nothing of it that is
-none of the client's business; and what goes on beside a disk that hangs."""
+"""Check the answers of the prompt and adapter RPCs over a socket.
+
+Error texts reveal nothing internal, and a hanging disk blocks only the calls that need it."""
 
 import asyncio
 import errno
@@ -41,7 +42,7 @@ ERRORS = [
 
 
 class Answers:
-    """What the next calls meet."""
+    """How the next calls behave: they block, fail or succeed."""
 
     error: Exception | None = None
 
@@ -59,7 +60,7 @@ class Answers:
 
 
 class OddStore(AdapterStore):
-    """Finds the same prompt under any id, or fails."""
+    """A store that finds the same prompt under any ID, or fails."""
 
     def __init__(self, artifacts: ArtifactCache, answers: Answers) -> None:
         super().__init__(artifacts, None, None, None, {})
@@ -74,7 +75,9 @@ class OddStore(AdapterStore):
 
 
 class Served:
-    """A service without a model, on a socket; `finding` and `reading` are what finding and loading meet."""
+    """A service without a model on a socket.
+
+    `finding` and `reading` control how lookups and loads behave."""
 
     def __init__(self, directory: Path, prompts: Path | None = None) -> None:
         self.finding, self.reading, self.artifacts = (
@@ -161,20 +164,20 @@ def test_a_full_disk_is_one_line_for_the_operator(served: Served, caplog: pytest
 
 
 def test_what_cannot_be_loaded_is_not_found_again(tmp_path: Path) -> None:
-    """But where something else is to blame."""
+    """Check that a digest which fails to load is found again only after transient errors."""
     prompts = tmp_path / "prompts"
     age(save_lora(prompts / "a"))
     served = Served(tmp_path, prompts)
     try:
         served.reading.error = AdapterError("its rank is odd")
         served.reading.error.__cause__ = OSError("no disk")
-        found = served.find("a", pb.CONTENT_KIND_ADAPTER)
+        result = served.find("a", pb.CONTENT_KIND_ADAPTER)
         with pytest.raises(grpc.RpcError, match="its rank is odd"):
-            served.load(found.digest)
-        assert served.find("a", pb.CONTENT_KIND_ADAPTER) == found
+            served.load(result.digest)
+        assert served.find("a", pb.CONTENT_KIND_ADAPTER) == result
         served.reading.error.__cause__ = None
         with pytest.raises(grpc.RpcError, match="its rank is odd"):
-            served.load(found.digest)
+            served.load(result.digest)
         with pytest.raises(grpc.RpcError) as caught:
             served.find("a", pb.CONTENT_KIND_ADAPTER)
         text = "can't retrieve adapter with id 'a': its rank is odd"
@@ -191,15 +194,15 @@ def test_copies_go_with_what_is_unloaded(served: Served) -> None:
         served.load(digest)
 
     def kept() -> list[bool]:
-        found = []
+        results = []
         for digest in digests:
             try:
                 served.artifacts.open(digest)
-                found.append(True)
+                results.append(True)
             except MissingArtifactError:
-                found.append(False)
-        assert [served.adapters.prompt(digest) is not None for digest in digests] == found
-        return found
+                results.append(False)
+        assert [served.adapters.prompt(digest) is not None for digest in digests] == results
+        return results
 
     assert kept() == [True, True, True]
     served.stub.Unload(pb.UnloadRequest(digests=digests[:1]))
@@ -209,7 +212,9 @@ def test_copies_go_with_what_is_unloaded(served: Served) -> None:
 
 
 def test_a_copy_from_another_machine(served: Served, tmp_path: Path) -> None:
-    """In pieces; what is cut off or changed on the way is not kept, and strange names are nobody's file."""
+    """Check that a copy arrives in pieces.
+
+    A truncated or modified copy is dropped, and invalid names never become file paths."""
     other = ArtifactCache(tmp_path / "other")
     digest = other.put("adapter", {"a": torch.arange(1 << 19, dtype=torch.float32)}, {"scales": {}})
     pieces = list(other.read_pieces(digest))
@@ -232,7 +237,7 @@ def test_a_copy_from_another_machine(served: Served, tmp_path: Path) -> None:
 
 
 async def test_relaying_says_why_it_failed(served: Served, tmp_path: Path) -> None:
-    """Whatever fails while pieces are on their way, which are many."""
+    """Check the error for every failure while many pieces are in transit."""
     target = Served(tmp_path)
     digest = served.artifacts.put("adapter", {"a": torch.zeros(8 << 18)}, {"scales": {}})
     paths = (f"unix:{one.path}" for one in (served, target))
@@ -268,7 +273,8 @@ async def test_relaying_says_why_it_failed(served: Served, tmp_path: Path) -> No
 
 
 def test_a_copy_of_what_nobody_waits_for_is_removed(served: Served) -> None:
-    """But not where it is loaded: then it must outlive this process."""
+    """Check that an unused copy is removed, but not while it is loaded, since it must then survive a
+    restart."""
     digest = served.find("copied").digest
     assert digest in served.artifacts
     give_up_finding(served, "copied")
@@ -290,17 +296,17 @@ def give_up_finding(served: Served, id: str) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while served.finding.num_waiting and time.monotonic() < deadline:
         time.sleep(0.01)
-    time.sleep(0.1)  # what it found is looked at next
+    time.sleep(0.1)  # the next lookup waits behind this one
 
 
 def test_a_hanging_store_holds_up_finding_alone(served: Served) -> None:
-    """Many more hang than there are threads; those whose caller has gone are not begun afterwards."""
+    """Check that more lookups than threads may hang, and that abandoned lookups never start."""
     served.finding.gate.clear()
     served.finding.num_met = 0
     with ThreadPoolExecutor(24) as threads:
         hanging = [threads.submit(served.find, str(i)) for i in range(24)]
         deadline = time.monotonic() + TIMEOUT_S
-        while served.finding.num_waiting < 16:  # or the next one might be begun
+        while served.finding.num_waiting < 16:  # otherwise the next one might start
             assert time.monotonic() < deadline
             time.sleep(0.01)
         with pytest.raises(grpc.RpcError) as caught:

@@ -1,4 +1,4 @@
-"""Scales of keys and values by the names that packers of checkpoints give them."""
+"""Check that KV cache scales are found under the names that quantization tools give them."""
 
 import re
 from pathlib import Path
@@ -49,18 +49,18 @@ def test_one_scale_for_both_and_layers_without_any(tmp_path: Path) -> None:
         LAYER.format(10) + "k_scale": torch.tensor(2.0),
         LAYER.format(10) + "kv_scale": torch.tensor(3.0),
     }
-    found = read(tmp_path, tensors, 11)
-    assert (found[0], found[2]) == (CacheScale(0.5, 0.5), CacheScale(1.0, 0.125))
-    assert found[10] == CacheScale(2.0, 3.0)
-    assert [i for i, scale in enumerate(found) if scale is None] == [1, *range(3, 10)]
+    result = read(tmp_path, tensors, 11)
+    assert (result[0], result[2]) == (CacheScale(0.5, 0.5), CacheScale(1.0, 0.125))
+    assert result[10] == CacheScale(2.0, 3.0)
+    assert [i for i, scale in enumerate(result) if scale is None] == [1, *range(3, 10)]
 
 
 REFUSED = [
-    ([0.5, 0.25], r"has shape \[2\], expected one number: only scales of whole layers are served; .+"),
-    ([0.0], r"is 0\.0, which is no scale"),
-    ([-1.0], r"is -1\.0, which is no scale"),
-    ([torch.nan], "is nan, which is no scale"),
-    ([torch.inf], "is inf, which is no scale"),
+    ([0.5, 0.25], r"has shape \[2\], expected one number: only per-layer scales are supported; .+"),
+    ([0.0], r"is 0\.0, which is not a valid scale"),
+    ([-1.0], r"is -1\.0, which is not a valid scale"),
+    ([torch.nan], "is nan, which is not a valid scale"),
+    ([torch.inf], "is inf, which is not a valid scale"),
 ]
 
 

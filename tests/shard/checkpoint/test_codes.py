@@ -1,4 +1,4 @@
-"""Codes of quantized weights: what they stand for, one weight at a time, and parts of views as codes."""
+"""Check the values of quantized weights one at a time, and that slices of views return the right codes."""
 
 import random
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def draw(layout: CodeLayout, rows: int = ROWS) -> Codes:
 
 
 def expected(codes: Codes) -> Tensor:
-    """Return the weights by the definition."""
+    """Return the dequantized weights by the definition."""
     layout, out = codes.layout, torch.empty(codes.values.shape)
     for n, k in torch.cartesian_prod(*(torch.arange(size) for size in out.shape)).tolist():
         g = k // (layout.group or COLUMNS) if codes.group_of is None else int(codes.group_of[k])
@@ -79,13 +79,15 @@ def test_views_give_codes_of_the_numbers_that_they_give(name: str) -> None:
         outer, inner = (sorted(rng.randint(0, 12) for _ in range(2)) for _ in range(2))
         part = Sliced(stored, slice(*outer))
         assert part.layout() == LAYOUTS[name]
-        found = part.codes(slice(*inner))
-        assert torch.equal(found.dequantize(), stored.read()[slice(*outer)][slice(*inner)])
+        result = part.codes(slice(*inner))
+        assert torch.equal(result.dequantize(), stored.read()[slice(*outer)][slice(*inner)])
     assert Sliced(stored, ALL, slice(0, 8)).layout() is None, "the tensor cannot cut columns"
 
 
 def test_what_has_no_common_layout_is_read_as_floats() -> None:
-    """Reordered parts have an order each, and one is not asked for codes of the other's kind."""
+    """Check that parts without a common layout are read as floats.
+
+    Reordered parts each have their own order."""
     assert stack(["groups", "zeros"]).layout() is None
     assert stack(["reordered", "reordered"]).layout() is None
     alone = CodesInMemory(draw(LAYOUTS["reordered"]))

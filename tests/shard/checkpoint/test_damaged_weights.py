@@ -1,5 +1,4 @@
-"""Weights that a copy or a download has damaged: whoever opens them says so in one line that names the file,
-and nothing is served."""
+"""Check that damaged weight files are refused with one line that names the file."""
 
 import json
 import re
@@ -28,7 +27,7 @@ NATIVE = {"deployment_framework": "tgis_native"}
 
 
 def point_beyond(content: bytes) -> bytes:
-    """A header whose last tensor ends behind the end of the file."""
+    """Return a header whose last tensor ends beyond the end of the file."""
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])
     last = max(
@@ -56,7 +55,7 @@ ZIP: dict[str, Damage] = {
     "damaged at its end": lambda content: content[:-300] + bytes(300),
     "damaged in its index": lambda content: content.replace(b"ctorch._utils", b"\xff" * 13),
 }
-# From before torch 1.6; the cuts are in the middle of a name, after one, and in the data.
+# The format before torch 1.6, cut inside a name, after a name, and inside the data.
 OLD: dict[str, Damage] = {
     "cut in a name": lambda content: content[: content.index(b"_rebuild_tensor_v2") + 8],
     "cut in a module's name": lambda content: content[: content.index(b"torch._utils") + 6],
@@ -74,12 +73,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copy(model: Path, directory: Path, kind: str, is_split: bool) -> Path:
-    """The model in files of that kind, one or two of them; gives the last."""
+    """Write the model into one or two files of that kind and return the last one."""
     shutil.copy(model / "config.json", directory)
     tensors = load_file(model / "model.safetensors")
     single = "model.safetensors" if kind == "safetensors" else "pytorch_model.bin"
     stem, _, end = single.rpartition(".")
-    names = sorted(tensors, reverse=True)  # so that both have what a damage looks for
+    names = sorted(tensors, reverse=True)  # so that both files have the tensors that get damaged
     parts = (
         {f"{stem}-{i + 1:05}-of-00002.{end}": names[i::2] for i in range(2)} if is_split else {single: names}
     )
@@ -127,7 +126,7 @@ def cases() -> list[tuple[str, str]]:
     return [(kind, name) for kind, damages in kinds.items() for name in damages]
 
 
-@pytest.mark.parametrize("read", READERS[:3])  # the last opens files as the second does
+@pytest.mark.parametrize("read", READERS[:3])  # the last reader opens files as the second does
 @pytest.mark.parametrize("is_split", [False, True])
 @pytest.mark.parametrize(("kind", "name"), cases())
 def test_a_damaged_file_is_named(
@@ -149,7 +148,7 @@ def test_a_file_that_only_the_index_knows(
     file = copy(model, tmp_path, kind, is_split=True)
     [index] = tmp_path.glob("*.index.json")
     file.unlink()
-    text = f"{index} names {file.name}, which is not there: the checkpoint is truncated or damaged"
+    text = f"{index} names {file.name}, which does not exist: the checkpoint is truncated or damaged"
     assert refusal(read, tmp_path) == text
 
 
@@ -165,8 +164,7 @@ def test_a_tensor_that_only_the_index_knows(
     content["weight_map"][name] = file.name
     index.write_text(json.dumps(content))
     assert refusal(read, tmp_path) == (
-        f"{file}: tensor {name} is not in the file, though the index says so: the checkpoint is truncated or "
-        "damaged"
+        f"{file}: tensor {name} is in the index, but not in the file: the checkpoint is truncated or damaged"
     )
 
 
@@ -186,7 +184,7 @@ def test_a_file_that_may_not_be_opened_is_not_called_damaged(tmp_path: Path) -> 
         '{"weight_map": {"model.embed_tokens.weight": "a.safetensors"}}'
     )
     (tmp_path / "config.json").write_text(json.dumps(transformers.LlamaConfig(**SMALL).to_dict()))
-    (tmp_path / "a.safetensors").symlink_to("/proc/self/mem")  # which can be opened and not mapped
+    (tmp_path / "a.safetensors").symlink_to("/proc/self/mem")  # it can be opened but not mapped
     text = refusal(load_natively, tmp_path)
     assert "damaged" not in text
     assert "a.safetensors" in text

@@ -1,4 +1,4 @@
-"""Tensors of GGUF files: the package's numbers bit for bit, in any part; models that are converted."""
+"""Check GGUF tensors bit for bit against the gguf package, in any slice, and converted models."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ PARTS = [
 
 
 def write_tensor(path: Path, number: int, rng: np.random.Generator) -> np.ndarray:
-    """A matrix of random bytes as codes whose scales are no NaN, and its numbers by the package."""
+    """Write a matrix of random codes with finite scales and return its values by the gguf package."""
     type = GGMLQuantizationType(number)
     size, num_bytes = GGML_QUANT_SIZES[type]
     codes = np.empty((ROWS, 0), np.uint8)
@@ -53,14 +53,14 @@ def test_every_type_has_the_package_s_numbers(number: int, tmp_path: Path) -> No
     expected = torch.from_numpy(write_tensor(tmp_path / "a.gguf", number, np.random.default_rng(number)))
     tensor = GgufCheckpoint([tmp_path / "a.gguf"]).fetch("model.embed_tokens.weight")
     for rows, columns in PARTS:
-        found = tensor.read(rows, columns)
-        assert found.is_contiguous()
-        assert torch.equal(found.float(), expected[rows, columns])
+        actual = tensor.read(rows, columns)
+        assert actual.is_contiguous()
+        assert torch.equal(actual.float(), expected[rows, columns])
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> tuple[Path, Path]:
-    """A checkpoint and a GGUF file of it, both rounded."""
+    """Return a checkpoint and a GGUF file of it, both rounded."""
     write_llama(tmp_path / "written", tie_word_embeddings=True)
     write_gguf(tmp_path / "written", tmp_path / "model.gguf", "llama")
     return tmp_path / "written", tmp_path / "model.gguf"
@@ -75,9 +75,9 @@ def test_a_converted_model_has_the_package_s_numbers(
     result = CliRunner().invoke(convert_to_safetensors, [str(file), str(out), "--dtype", dtype])
     assert result.exit_code == 0, result.output
     assert result.stdout == f"Converted model.gguf to {out}\n"
-    expected, found = load_file(written / "model.safetensors"), load_file(out / "model-00001.safetensors")
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
+    expected, actual = load_file(written / "model.safetensors"), load_file(out / "model-00001.safetensors")
+    assert actual.keys() == expected.keys()
+    for name, tensor in actual.items():
         assert tensor.dtype == getattr(torch, dtype)
         assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
     index = json.loads((out / "model.safetensors.index.json").read_text())
@@ -110,7 +110,9 @@ def test_rows_that_heads_do_not_divide(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     checkpoint = GgufCheckpoint([tmp_path / "a.gguf"])
-    with pytest.raises(WeightsError, match=r"attn_q\.weight has 8 rows, which the heads do not divide"):
+    with pytest.raises(
+        WeightsError, match=r"attn_q\.weight has 8 rows, which is no multiple of the number of heads"
+    ):
         checkpoint.fetch("model.layers.0.self_attn.q_proj.weight")
     with pytest.raises(WeightsError, match=r"tensor lm_head\.weight is missing"):
         checkpoint.fetch("lm_head.weight")

@@ -1,5 +1,6 @@
-"""Checkpoints as they were published, rewritten from what transformers writes today: without a prefix, under
-old keys, with tensors that are of no use, laid out for the code that they came with."""
+"""Check checkpoints in their published layouts, rewritten from what transformers writes today.
+
+They lack a prefix, use old configuration keys, hold unused tensors, or follow their own code's layout."""
 
 import json
 import re
@@ -23,7 +24,7 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Rewriting:
-    """`keys` are pairs of a new key and its old name; `removed` are keys that old configurations lack."""
+    """`keys` are pairs of a new key and its old name; `removed` lists keys that old configurations lack."""
 
     case: str
     tensors: Callable[[Tensors], Tensors] = dict
@@ -33,10 +34,11 @@ class Rewriting:
 
 
 def without(prefix: str, *extra: str) -> Callable[[Tensors], Tensors]:
-    """Names lose the prefix; `extra` tensors are in every layer, under names with {i}."""
+    """Return a rewriting that strips the prefix and adds the `extra` tensors to every layer, under names with
+    {i}."""
 
     def rewrite(tensors: Tensors) -> Tensors:
-        layers = {found[1] for name in tensors if (found := re.search(r"\.(\d+)\.", name))}
+        layers = {match[1] for name in tensors if (match := re.search(r"\.(\d+)\.", name))}
         useless = {name.format(i=i): torch.full((3, 3), torch.nan) for name in extra for i in layers}
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()} | useless
 
@@ -48,7 +50,8 @@ def with_head(table: str) -> Callable[[Tensors], Tensors]:
 
 
 def as_santacoder(tensors: Tensors) -> Tensors:
-    """GPT-BigCode with the queries apart from the key and value that they share, all stored [in, out]."""
+    """Return GPT-BigCode tensors with queries apart from the shared key and value, all stored as [in,
+    out]."""
     rewritten = {}
     for name, tensor in tensors.items():
         if ".c_attn." in name:
@@ -170,8 +173,8 @@ def test_reads_what_was_published(name: str, tmp_path: Path) -> None:
     ("kind", "num_kv_heads"), [("multiquery_attention", 1), ("grouped_query_attention", 2)]
 )
 def test_mpt_shares_keys_and_values(kind: str, num_kv_heads: int, tmp_path: Path) -> None:
-    """As a model of separate heads whose keys and values repeat."""
-    group = 4 // num_kv_heads  # queries of a key
+    """Check MPT against a model of separate heads whose keys and values repeat."""
+    group = 4 // num_kv_heads  # queries per key
 
     def repeat_first(copies: int) -> Callable[[Tensors], Tensors]:
         def rewrite_qkv(qkv: Tensor) -> Tensor:
@@ -186,5 +189,5 @@ def test_mpt_shares_keys_and_values(kind: str, num_kv_heads: int, tmp_path: Path
     write_model(tmp_path / "new", gpts.CASES["mpt"]())
     rewrite(tmp_path / "new", tmp_path / "shared", shared)
     rewrite(tmp_path / "new", tmp_path / "repeated", Rewriting("mpt", repeat_first(group)))
-    found, expected = compute(tmp_path / "shared"), compute(tmp_path / "repeated")
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    actual, expected = compute(tmp_path / "shared"), compute(tmp_path / "repeated")
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)

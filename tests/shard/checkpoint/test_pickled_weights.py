@@ -1,4 +1,4 @@
-"""Checkpoints of .bin files: the tensors they hold, and that nothing else of them is ever run."""
+"""Check that .bin checkpoints give their tensors, and that no other code in them ever runs."""
 
 import json
 import os
@@ -21,7 +21,7 @@ DAMAGED = "cannot be read: it is truncated or damaged"
 
 
 class Payload:
-    """What a hostile file does to whoever unpickles it."""
+    """An object that creates a directory when something unpickles it."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -59,7 +59,7 @@ def test_reads_several_files(tmp_path: Path) -> None:
     check_slices(weights, "blocks.11.out.weight", content["model.layers.11.o.weight"])
     check_slices(weights, "embed.weight", content["model.embed_tokens.weight"])
     if file_of["model.layers.3.q.weight"] != file_of["model.layers.3.k.weight"]:
-        with pytest.raises(WeightsError, match=r"k\.weight is not in the file, though the index says so: "):
+        with pytest.raises(WeightsError, match=r"k\.weight is in the index, but not in the file: "):
             weights.find("blocks.3.qkv.weight", (8, 4))
 
 
@@ -88,7 +88,8 @@ def test_names_a_truncated_file(share: float, is_zip: bool, tmp_path: Path) -> N
 
 
 def test_names_an_old_file_that_is_cut_anywhere(tmp_path: Path) -> None:
-    """Also within the name of what builds a tensor, whose rest would be a call that is not known."""
+    """Check every cut, including one inside a constructor's name, which leaves the name of an unknown
+    call."""
     file = tmp_path / BIN
     content = {"model.embed_tokens.weight": torch.zeros(10, 4)}
     torch.save(content, file, _use_new_zipfile_serialization=False)

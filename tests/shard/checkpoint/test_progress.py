@@ -1,4 +1,4 @@
-"""What the log says while a checkpoint is read and kernels are compiled."""
+"""Check the log lines written while a checkpoint is read and kernels are compiled."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def test_a_line_for_ten_percent_or_half_a_minute(caplog: pytest.LogCaptureFixtur
     now = 0.0
     progress = Progress(1000, lambda: now)
     said = []
-    for i in range(100):  # ten bytes of each of a hundred tensors, half of which this rank reads
+    for i in range(100):  # ten bytes of each of a hundred tensors; this rank reads half of them
         now += 0.25 if i < 50 else 6.0
         progress.add(f"tensor {i}", 10, 5)
         said.append(len(caplog.records))

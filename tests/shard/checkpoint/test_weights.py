@@ -1,4 +1,5 @@
-"""Reading checkpoints: from one file or several, slices alone, and one clear line for every fault."""
+"""Check that checkpoints are read from one file or several, in slices, and that every fault gives one clear
+line."""
 
 import json
 from itertools import product
@@ -51,7 +52,7 @@ def test_gives_what_is_stored(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 def test_does_not_read_what_is_not_asked_for(tmp_path: Path) -> None:
-    """The file of `k` is broken; rows of `q` can be read all the same, those of `k` cannot."""
+    """Check that rows of `q` can be read although the file of `k` is broken, and that those of `k` cannot."""
     content = tensors()
     save_sharded(tmp_path, content)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
@@ -80,7 +81,8 @@ def test_names_what_is_missing_or_odd(tmp_path: Path) -> None:
         f"{file}: tensor model.layers.0.q.weight + model.layers.0.k.weight has shape [8, 4], expected [9, 4]"
     )
     assert fail(tmp_path, "blocks.4.qkv.weight", (8, 4)) == (
-        f"{file}: tensor model.layers.4.q.weight + model.layers.4.k.weight differ in width: [6, 4], [2, 5]"
+        f"{file}: tensor model.layers.4.q.weight + model.layers.4.k.weight "
+        "have different widths: [6, 4], [2, 5]"
     )
     assert fail(tmp_path, "blocks.5.out.weight", (4, 6)) == (
         f"{file}: tensor model.layers.5.o.weight is stored as int8, "
@@ -108,9 +110,9 @@ def test_names_a_corrupt_file(tmp_path: Path) -> None:
     [
         ("{", "cannot be read: it is truncated or damaged: "),
         ("[" * 100_000, "cannot be read: it is truncated or damaged: "),
-        ("{}", "is not an index of weights: 'weight_map'"),
-        ('{"weight_map": ["a"]}', "is not an index of weights: "),
-        ('{"weight_map": {"model.embed_tokens.weight": 3}}', "is not an index of weights: "),
+        ("{}", "is not a weight index: 'weight_map'"),
+        ('{"weight_map": ["a"]}', "is not a weight index: "),
+        ('{"weight_map": {"model.embed_tokens.weight": 3}}', "is not a weight index: "),
         (
             '{"weight_map": {"model.embed_tokens.weight": "../a.safetensors"}}',
             "names a file outside its directory",
@@ -131,19 +133,19 @@ def test_names_a_missing_file(tmp_path: Path) -> None:
     save_sharded(tmp_path, tensors())
     (tmp_path / "b.safetensors").unlink()
     index = tmp_path / "model.safetensors.index.json"
-    text = "names b.safetensors, which is not there: the checkpoint is truncated or damaged"
+    text = "names b.safetensors, which does not exist: the checkpoint is truncated or damaged"
     assert fail(tmp_path) == f"{index} {text}"
 
 
 def test_an_empty_directory_says_so(tmp_path: Path) -> None:
     assert fail(tmp_path) == (
-        f"{tmp_path} holds no weights: there is no model.safetensors or model.safetensors.index.json or "
+        f"{tmp_path} has no weights: there is no model.safetensors or model.safetensors.index.json or "
         "pytorch_model.bin or pytorch_model.bin.index.json"
     )
 
 
 def header(**offsets: list[int]) -> bytes:
-    """Of a file that says where the table's sixteen bytes lie, and may lie."""
+    """Return the header of a file that gives these offsets for the table's sixteen bytes."""
     entries = {name: {"dtype": "F32", "shape": [2, 2], "data_offsets": at} for name, at in offsets.items()}
     text = json.dumps(entries).encode()
     return len(text).to_bytes(8, "little") + text
@@ -173,7 +175,7 @@ def test_names_a_tensor_that_the_index_puts_elsewhere(tmp_path: Path) -> None:
     index = {"weight_map": {"model.embed_tokens.weight": "a.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     label = f"{tmp_path}/a.safetensors: tensor model.embed_tokens.weight"
-    text = "is not in the file, though the index says so: the checkpoint is truncated or damaged"
+    text = "is in the index, but not in the file: the checkpoint is truncated or damaged"
     assert fail(tmp_path) == f"{label} {text}"
 
 
@@ -220,7 +222,7 @@ def test_a_transposed_matrix(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("groups", "queries", "head_dim"), [(1, 1, 1), (4, 1, 3), (2, 3, 4), (1, 5, 2)])
 def test_grouped_heads(groups: int, queries: int, head_dim: int, tmp_path: Path) -> None:
-    """Falcon's, BLOOM's and GPT-NeoX's rows, sorted by indexing as their own code does."""
+    """Check the row order of Falcon, BLOOM and GPT-NeoX against indexing as their own code does it."""
     rows = groups * (queries + 2) * head_dim
     matrix, bias = torch.randn(rows, 5), torch.randn(rows)
 
@@ -308,7 +310,7 @@ def test_pages_that_were_read_do_not_pile_up(
 def test_pages_of_a_large_matrix_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_single(tmp_path, {"layers.0.weight": torch.ones(32 << 10, 256)})  # 32 MiB
     monkeypatch.setattr(files, "REOPEN_BYTES", 2 << 20)
-    HostMemory().release_memory()  # else what the loop releases may hide what it takes
+    HostMemory().release_memory()  # otherwise memory that the loop frees could hide what it allocates
     weights, before = Weights(tmp_path, {"blocks.{i}.up": "layers.{i}"}), HostMemory().begin_peak()
     stored, num_rows = weights.find("blocks.0.up.weight", (32 << 10, 256)), 0
     for rows, piece in read_pieces(stored, 100_000, 7):

@@ -446,7 +446,7 @@ def test_idle_gpus_are_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
 @pytest.mark.parametrize(
     ("cuda", "has_gpus", "reason"),
     [
-        (None, True, ": its build is for CPUs only"),
+        (None, True, ": its build supports only CPUs"),
         ("13.0", False, ""),
         ("13.0", True, ": the driver does not work, or is too old for CUDA 13.0"),
     ],
@@ -457,7 +457,7 @@ def test_the_reason_of_an_unusable_gpu_is_reported(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(choose_platform, "has_gpus", lambda _: has_gpus)
-    text = f"there is no GPU that torch can compute on{reason}; --device cpu needs none"
+    text = f"torch cannot use a GPU{reason}; --device cpu needs none"
     with pytest.raises(DeviceError, match=f"^{text}$"):
         find_device("cuda", 0, 1)
 

@@ -1,4 +1,4 @@
-"""How memory is found out, in pictures of the files that containers see; and on this machine."""
+"""Check how memory limits are read, from copies of the files that containers see, and on this machine."""
 
 from pathlib import Path
 

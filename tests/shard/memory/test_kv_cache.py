@@ -1,4 +1,4 @@
-"""The cache's memory is there before a step needs it."""
+"""Check that the KV cache's memory is resident before a step needs it."""
 
 import ctypes
 import mmap
@@ -14,7 +14,7 @@ from tgis.shard.memory.kv_cache import KVCache
 
 
 def resident_share(memory: Tensor) -> float:
-    """Of its whole pages, as the system counts them."""
+    """Return the resident share of the memory's whole pages, as the system counts them."""
     begin = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     num_pages = (memory.data_ptr() + memory.nbytes - begin) // mmap.PAGESIZE
     flags = (ctypes.c_ubyte * num_pages)()
@@ -24,7 +24,8 @@ def resident_share(memory: Tensor) -> float:
 
 
 def test_memory_is_touched_without_being_waited_for() -> None:
-    """Layers that do not begin where a page does, too."""
+    """Check that memory is touched in the background, also for layers that do not start at a page
+    boundary."""
     cache = KVCache(
         num_layers=3, num_blocks=1001, block_size=4, num_kv_heads=3, head_dim=40, dtype=torch.float16
     )

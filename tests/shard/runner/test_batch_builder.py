@@ -1,4 +1,4 @@
-"""The packed tensors of random steps against a row-by-row reading of the protocol."""
+"""Check the packed tensors of random steps against a row-by-row reading of the protocol."""
 
 import random
 import time
@@ -23,7 +23,7 @@ SWITCH_LEN = 22
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan that shows what it is made of."""
+    """A plan that records its inputs."""
 
     layout: StepLayout
     kind: AttentionKind
@@ -43,7 +43,7 @@ def builder(max_rows: int, limits: RowLimits, adapters: LoadedAdapters = NOTHING
 
 @dataclass
 class Row:
-    """What a plain reader keeps of a row."""
+    """The state that a plain reader keeps of a row."""
 
     token_ids: list[int]
     prompt_len: int
@@ -58,11 +58,11 @@ class Row:
 
 
 def load_some() -> LoadedAdapters:
-    """Prompts of three tokens of the decoder, "p", and two of the encoder, "e", and an adapter, "a"."""
+    """Load soft prompts "p" with three decoder tokens, "e" with two encoder tokens, and an adapter "a"."""
     none, numbers = torch.empty(0, 2), torch.arange(14.0).view(7, 2) // 2
-    found = {"p": LoadedPrompt(numbers[:3], none), "e": LoadedPrompt(none, numbers[5:]), "a": Adapter({})}
-    adapters = LoadedAdapters(found.__getitem__)
-    for digest in found:
+    result = {"p": LoadedPrompt(numbers[:3], none), "e": LoadedPrompt(none, numbers[5:]), "a": Adapter({})}
+    adapters = LoadedAdapters(result.__getitem__)
+    for digest in result:
         adapters.load(digest)
     return adapters
 
@@ -215,7 +215,7 @@ def test_random_steps(has_encoder: bool) -> None:
         (open_row(0, [3], sampling=GREEDY | make_bias({-1: 1.0})), "a bias is not below"),
         (open_row(0, [3], sampling=GREEDY | {"bias_token_ids": pack([4])}), "not as many"),
         (open_row(0, [3], sampling=GREEDY | make_bias({4: 1.0}) | {"bias_token_ids": b""}), "not as many"),
-        (open_row(0, [1] * 60, max_new_tokens=5), "65 tokens are more than the sequence length 64"),
+        (open_row(0, [1] * 60, max_new_tokens=5), "65 tokens exceed the maximum sequence length 64"),
         (tuned(open_row(0, [1] * 9), adapter="x"), "its adapter is not loaded"),
         (tuned(open_row(0, [1] * 9), adapter="p"), "its adapter is not loaded"),
         (tuned(open_row(0, [1] * 9), prompt="x"), "its soft prompt is not loaded"),
@@ -244,7 +244,7 @@ def test_a_row_that_cannot_be_served_has_ended(message: pb.OpenRow, problem: str
         ([-1], [1], "for the encoder is not below the model's vocabulary size 50"),
         ([1] * 5, [1], "5 tokens for the encoder do not fit into 1 cross blocks"),
         ([1], [], "1 tokens for the encoder do not fit into 0 cross blocks"),
-        ([1] * 65, range(17), "65 tokens for the encoder are more than 64"),
+        ([1] * 65, range(17), "65 tokens for the encoder exceed the maximum 64"),
         ([1] * 64, range(16), None),
         ([1] * 5, [1, 2, 3], None),
     ],
@@ -280,7 +280,7 @@ def test_a_row_keeps_nothing_of_the_one_before() -> None:
 
 
 def test_virtual_tokens_are_placed_and_not_penalised() -> None:
-    """Though they are called as any token is, here 7, which comes after them too or does not."""
+    """Check that virtual tokens are not counted as seen, although they share the ID 7 with real tokens."""
     adapters = load_some()
     table, steps = builder(4, RowLimits(64, 4, 50), adapters), Steps(4, 64)
     penalised = {**SAMPLE, "repetition_penalty": 2.0}

@@ -1,5 +1,7 @@
-"""What a row's columns hold when it opens, against values written down by hand; lists of any length; and that
-a parameter's declaration, its field in the message and its column are one."""
+"""Check the initial values of a row's columns against values written by hand.
+
+Other tests cover lists of any length, and that each parameter's declaration, message field and column
+agree."""
 
 import random
 from operator import attrgetter
@@ -91,9 +93,9 @@ def test_a_row_opens_with_what_its_message_says() -> None:
 
 
 def test_a_greedy_row_has_nothing_that_it_ignores() -> None:
-    found = read(open_row(0, [1], sampling=SAMPLED | {"greedy": True}))
+    actual = read(open_row(0, [1], sampling=SAMPLED | {"greedy": True}))
     expected = OFF | {name: SAMPLED[name] for name in HEEDED_BY_GREEDY}
-    assert {name: found[name] for name in OFF} == expected
+    assert {name: actual[name] for name in OFF} == expected
 
 
 @pytest.mark.parametrize("name", OFF)
@@ -108,7 +110,7 @@ def test_a_row_with_a_bias_is_not_plain() -> None:
 
 
 def test_declarations_are_the_messages_fields() -> None:
-    """And what a request asked for reaches its column, whatever the parameter is called."""
+    """Check that a request's value reaches the column of its parameter, for every parameter."""
     names = [each.name for each in PARAMETERS]
     lists = {"bias_token_ids", "biases"}
     assert {each.name for each in pb.Sampling.DESCRIPTOR.fields} - lists == set(names) == OFF.keys()
@@ -121,9 +123,9 @@ def test_declarations_are_the_messages_fields() -> None:
         item = WorkItem(sequence, 0, 0, 2, samples=True, opens=True, new_blocks=[0])
         step = Step(0, [item], 0, 0, 0, 0, joins=False, closed_rows=[])
         message = encode_step(step).opened_rows[0]
-        found = read(message)
-        assert {name: found[name] for name in OFF} == asked
-        assert (found["raw"], found["is_plain"]) == (asked is SAMPLED, False)
+        result = read(message)
+        assert {name: result[name] for name in OFF} == asked
+        assert (result["raw"], result["is_plain"]) == (asked is SAMPLED, False)
         sampling = message.sampling
         assert tuple(zip(integers(sampling.bias_token_ids), floats(sampling.biases), strict=True)) == BIAS
 
@@ -137,7 +139,9 @@ def test_each_column_is_declared_once_and_sampling_needs_no_other_than_the_devic
 
 @pytest.mark.parametrize(("dtype", "pad"), [("<i4", -1), ("<f4", 0.0)])
 def test_lists_of_any_length(dtype: str, pad: float) -> None:
-    """As biases and stop ids are: against lists of Python's. Only the longest of those asked for counts."""
+    """Check lists, as for biases and stop IDs, against Python lists.
+
+    Only the longest of the requested rows counts."""
     column = RaggedColumn("any", dtype, Place.BOTH, attrgetter("cross_blocks"), pad)
     rng, values, plain = random.Random(1), RaggedValues(column, 8), {row: [] for row in range(8)}
     for _ in range(200):
@@ -145,9 +149,9 @@ def test_lists_of_any_length(dtype: str, pad: float) -> None:
         plain[row] = [rng.randrange(100) for _ in range(length)]
         values.open(row, pb.OpenRow(cross_blocks=np.array(plain[row], dtype).tobytes()))
         rows = rng.sample(range(8), rng.randint(1, 8))
-        found = values.take(np.array(rows))
-        assert found.dtype == dtype
-        assert found.shape == (len(rows), max(len(plain[row]) for row in rows))
-        for row, line in zip(rows, found.tolist(), strict=True):
+        result = values.take(np.array(rows))
+        assert result.dtype == dtype
+        assert result.shape == (len(rows), max(len(plain[row]) for row in rows))
+        for row, line in zip(rows, result.tolist(), strict=True):
             assert line[: len(plain[row])] == plain[row]
             assert set(line[len(plain[row]) :]) <= {pad}

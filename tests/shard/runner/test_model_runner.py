@@ -1,4 +1,4 @@
-"""A whole engine, driven by the router's messages, against transformers on the same checkpoint."""
+"""Check a whole engine, driven by the router's messages, against transformers on the same checkpoint."""
 
 import math
 import random
@@ -57,7 +57,7 @@ def generate(oracle: Any, request: Request, **options: Any) -> list[int]:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_greedy_tokens_are_those_of_transformers(runner: ModelRunner, oracle: Any, depth: int) -> None:
-    """Random chunks, rows reused, and steps that name rows which have ended meanwhile."""
+    """Check random chunks, reused rows, and steps with rows that have ended meanwhile."""
     requests = [
         Request(prompt, 5 + i, eos=list(range(20 * (i % 2)))) for i, prompt in enumerate(prompts(1, 14))
     ]
@@ -187,14 +187,14 @@ def test_no_column_is_sent_that_nobody_asked_for(runner: ModelRunner) -> None:
     assert len({response.digest for response in router.responses}) > 1
 
 
-@pytest.mark.parametrize("wanted", [{"logprobs": True, "ranks": True, "top_n": 2}, {"top_n": 1}, {}])
+@pytest.mark.parametrize("requested", [{"logprobs": True, "ranks": True, "top_n": 2}, {"top_n": 1}, {}])
 @pytest.mark.parametrize("first", [0, 1, 70])
 def test_details_of_the_input(
-    runner: ModelRunner, logprobs_of: Any, wanted: dict[str, Any], first: int
+    runner: ModelRunner, logprobs_of: Any, requested: dict[str, Any], first: int
 ) -> None:
     rng = random.Random(7)
     prompt = [rng.randrange(3, 99) for _ in range(150)]
-    details = {**wanted, "input_tokens": True, "input_from": first}
+    details = {**requested, "input_tokens": True, "input_from": first}
     router = Router(runner, seed=first)
     request = Request(prompt, 3, details=details)
     router.run([request, *(Request(p, 3) for p in prompts(8, 3))])
@@ -205,7 +205,7 @@ def test_details_of_the_input(
     for span in spans:
         assert span.row == request.row
         reported += range(span.start, span.start + span.count)
-        if not wanted:
+        if not requested:
             assert not span.logprobs
             assert not span.ranks
             assert not span.HasField("top_tokens")
@@ -219,7 +219,7 @@ def test_details_of_the_input(
             row, token = expected[position - 1], prompt[position]
             assert logprob == pytest.approx(row[token].item(), abs=1e-4)
             assert rank == 1 + (row > row[token]).sum()
-            assert [token for token, _ in top] == row.topk(wanted["top_n"]).indices.tolist()
+            assert [token for token, _ in top] == row.topk(requested["top_n"]).indices.tolist()
     assert reported == list(range(first, 150))
 
 
@@ -255,7 +255,7 @@ def test_a_row_that_cannot_be_served_fails_alone(runner: ModelRunner, oracle: An
 
 @pytest.fixture(scope="module")
 def poisoned(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    """The model, but whoever reads token 50 knows nothing any more."""
+    """Load a copy of the model in which the embedding of token 50 is NaN."""
     path = tmp_path_factory.mktemp("poisoned")
     (path / "config.json").write_bytes((model_path / "config.json").read_bytes())
     tensors = load_file(model_path / "model.safetensors")

@@ -1,5 +1,7 @@
-"""Rows with soft prompts in an engine: details of virtual tokens, penalties that do not see them, rows that
-are interrupted, that read another's blocks, or whose prompt is unloaded or missing."""
+"""Check rows with soft prompts in an engine.
+
+The tests cover details of virtual tokens, penalties, preempted rows, shared blocks, and prompts that are
+unloaded or missing."""
 
 import math
 from copy import deepcopy
@@ -62,14 +64,15 @@ def _fresh(request: pytest.FixtureRequest) -> None:
 def execute(
     runner: ModelRunner, steps: Steps, work: list[tuple[int, int, int]], *opened: Request
 ) -> list[int]:
-    """The tokens of a step."""
+    """Return the tokens of a step."""
     response = runner.launch(steps.step(work, [opening(request) for request in opened])).answer()
     assert not response.errors
     return integers(response.token_ids)
 
 
 def test_interrupted_rows_go_on_as_if_nothing_had_happened(either: Served) -> None:
-    """In company and with steps ahead; what was generated before comes with the tokens of the second time."""
+    """Check rows in a batch and with steps in flight; a preempted row continues with the tokens it had
+    generated."""
     case, runner = either.case, either.runner
     requests = [case.request(asked) for asked in case.asked]
     sampled = [case.request(asked) for asked in case.asked]
@@ -89,7 +92,7 @@ def test_interrupted_rows_go_on_as_if_nothing_had_happened(either: Served) -> No
 
 
 def test_nothing_is_left_on_the_cpu(either: Served) -> None:
-    """Of prompts that are loaded for another device: the same bits as elsewhere."""
+    """Check that prompts loaded for another device give the same bits."""
 
     def serve(device: torch.device) -> list[Request]:
         config = configure(either.case.directory, uds_path=either.case.copies.uds_path, kv_cache_tokens=1024)
@@ -102,14 +105,14 @@ def test_nothing_is_left_on_the_cpu(either: Served) -> None:
 
     expected = serve(torch.device("cpu"))
     with other_device.present() as device:
-        found = serve(device)
-    assert [request.generated for request in found] == [request.generated for request in expected]
-    assert [request.logprobs for request in found] == [request.logprobs for request in expected]
+        actual = serve(device)
+    assert [request.generated for request in actual] == [request.generated for request in expected]
+    assert [request.logprobs for request in actual] == [request.logprobs for request in expected]
 
 
 @pytest.mark.parametrize(("number", "cuts"), [(2, (0, 4, 7)), (3, (0, 4))], ids=["before a text", "alone"])
 def test_details_of_virtual_tokens(decoder: Served, number: int, cuts: tuple[int, ...]) -> None:
-    """They are reported as the pad token is, under what comes before them."""
+    """Check that virtual tokens are reported as the pad token, with the probabilities at their positions."""
     case = decoder.case
     asked = case.asked[number]
     request = case.request(asked)
@@ -136,7 +139,8 @@ def test_details_of_virtual_tokens(decoder: Served, number: int, cuts: tuple[int
 
 
 def test_virtual_tokens_count_where_long_sequences_turn_differently(root: Path) -> None:
-    """Here from the 21st token on: neither the input nor the prompt is so long, but both are."""
+    """Check the switch of rotary frequencies at the 21st token, which input and prompt reach only
+    together."""
     served = Served("phi3_short_and_long", root)
     token_ids, length = list(range(20, 37)), served.case.lengths["a"][0]
     asked = Asked(token_ids, "a", served.case.oracle.answer(token_ids, length, 1))
@@ -147,7 +151,7 @@ def test_virtual_tokens_count_where_long_sequences_turn_differently(root: Path) 
 
 @pytest.mark.parametrize("pad", ["an end of sequence", "the best token"])
 def test_the_repetition_penalty_does_not_see_virtual_tokens(decoder: Served, pad: str) -> None:
-    """Whatever they are called: here what would be chosen first, or what ends the row."""
+    """Check that penalties ignore virtual tokens, whose ID is the most likely token or the end token."""
     case = decoder.case
     asked = case.asked[0]
     length, options = case.lengths[asked.content][0], {"repetition_penalty": 1.7}
@@ -166,7 +170,7 @@ def test_the_repetition_penalty_does_not_see_virtual_tokens(decoder: Served, pad
 
 
 def test_the_repetition_penalty_of_a_prompt_alone(decoder: Served) -> None:
-    """Begins with nothing that it could see."""
+    """Check a row that starts without visible tokens."""
     case = decoder.case
     [asked] = [asked for asked in case.asked if not asked.token_ids]
     expected = case.oracle.answer_to_nothing(case.lengths[asked.content][0], 1, 1.7)
@@ -178,7 +182,7 @@ def test_the_repetition_penalty_of_a_prompt_alone(decoder: Served) -> None:
 
 
 def test_blocks_of_another_row_under_the_same_prompt_are_read(decoder: Served) -> None:
-    """From within the virtual tokens on, and after them."""
+    """Check shared blocks that end inside the virtual tokens and after them."""
     case, runner = decoder.case, decoder.runner
     first, other = case.request(case.asked[0]), case.request(case.asked[2])
     size = runner.info.block_size

@@ -1,5 +1,7 @@
-"""Rows with every sampling parameter at once in whole engines: in company, interrupted, in half precision, on
-two ranks, under grammars and soft prompts; and details of the model's own logits."""
+"""Check rows with every sampling parameter at once in whole engines.
+
+The tests cover batches, preemption, half precision, two ranks, grammars, soft prompts, and details of the
+model's own logits."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -28,7 +30,7 @@ from tgis.shard.startup.load import load
 
 EOS = [2, 11, 30]
 ALL_DETAILS = {"logprobs": True, "ranks": True, "top_n": 3}
-# In Lark, as the router writes it.
+# The grammar in Lark, as the router writes it.
 GRAMMAR = '%llguidance {"no_forcing": true}\nstart: /([a-c]{1,3} ){2,9}\\./'
 PENALTIES = {"presence_penalty": 1.5, "frequency_penalty": 0.75}
 MARK = {"watermark_gamma": 0.5, "watermark_delta": 2.5}
@@ -58,7 +60,7 @@ def oracle(directory: Path) -> transformers.LlamaForCausalLM:
 
 
 def make_requests() -> list[Request]:
-    """Return rows with everything, with each parameter alone and with nothing."""
+    """Return rows with all parameters, with each parameter alone, and with none."""
     samplings: list[dict[str, Any]] = [
         EVERY_PARAMETER,
         {**EVERY_PARAMETER, "greedy": True},
@@ -144,7 +146,7 @@ def check_against_the_rules(
 
 
 def test_a_watermark_is_found_and_only_where_there_is_one(runner: ModelRunner) -> None:
-    """By TGI's formula, in rows beside each other; by its share of green tokens, too."""
+    """Check the watermark by TGI's formula in neighbouring rows, and by the share of green tokens."""
     runner.reset()
     mark = {"watermark_gamma": 0.25, "watermark_delta": 4.0}
     samplings = [{**SAMPLE, "temperature": 3.0, "seed": i, **(mark if i % 2 else {})} for i in range(6)]
@@ -193,7 +195,7 @@ def test_virtual_tokens_are_not_counted(tmp_path: Path) -> None:
 
 
 def test_grammars_hold_whatever_is_added(runner: ModelRunner, directory: Path) -> None:
-    """And what is added chooses among what they allow."""
+    """Check that the bias chooses among the tokens that the grammar allows."""
     runner.reset()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
     banned, wanted = tokenizer.encode("z")[-1], tokenizer.encode("b")[-1]
@@ -210,7 +212,9 @@ def test_grammars_hold_whatever_is_added(runner: ModelRunner, directory: Path) -
 
 @pytest.mark.parametrize("sampling", [EVERY_PARAMETER, GREEDY])
 def test_raw_details_are_those_of_the_model(runner: ModelRunner, oracle: Any, sampling: Any) -> None:
-    """Beside a row whose details are of what is left, which for a mask of all but one token is certain."""
+    """Check a row with raw details beside a row whose details are of the masked logits.
+
+    If the mask leaves one token, its masked probability is 1."""
     runner.reset()
     raw = Request([5, 6, 7], 8, [], {**sampling, "seed": 3}, {**ALL_DETAILS, "raw": True}, GRAMMAR)
     usual = deepcopy(raw)
@@ -230,7 +234,7 @@ def test_raw_details_are_those_of_the_model(runner: ModelRunner, oracle: Any, sa
 
 
 def test_other_devices_sample_the_same(directory: Path) -> None:
-    """What is added to logits and subtracted from them is moved to where they are."""
+    """Check that penalties and biases are moved to the device of the logits."""
 
     def generate(device: torch.device) -> list[Request]:
         config = configure(directory, kv_cache_tokens=1024)
@@ -241,5 +245,5 @@ def test_other_devices_sample_the_same(directory: Path) -> None:
 
     expected = generate(torch.device("cpu"))
     with other_device.present() as device:
-        found = generate(device)
-    assert results(found) == results(expected)
+        actual = generate(device)
+    assert results(actual) == results(expected)

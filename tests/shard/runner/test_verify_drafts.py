@@ -1,5 +1,7 @@
-"""Drafts change nothing but the number of steps: an engine that gets right ones and wrong ones, against the
-same engine without any, for every kind of parameters at once."""
+"""Check that drafts change only the number of steps.
+
+An engine with right and wrong drafts is compared with the same engine without drafts, for every parameter at
+once."""
 
 import math
 import random
@@ -58,7 +60,7 @@ DETAILS: list[dict[str, Any]] = [
     {**EVERYTHING, "raw": True},
 ]
 GRAMMAR = '%llguidance {"no_forcing": true}\nstart: /([a-c]{1,3} ){2,9}\\./'
-# Seven tokens, a token that ends them, and a text.
+# Seven tokens, an end token, and a text.
 BUDGET = """%llguidance {"no_forcing": true}
 start: thoughts <[300]> /[a-z ]*/
 thoughts[max_tokens=7]: /(?s:.*)/"""
@@ -67,19 +69,19 @@ thoughts[max_tokens=7]: /(?s:.*)/"""
 @dataclass
 class Foreseen(Request):
     truth: list[int] = field(default_factory=list)
-    """What it will generate."""
+    """The tokens that the request will generate."""
 
 
 class ProposerInShard:
-    """Foresees what its rows generate, but for one token of four."""
+    """Propose the tokens that the rows will generate, with one wrong token of four."""
 
     def __init__(self) -> None:
         self.truths: list[list[int]] = []
         self.num_proposed = 0
 
-    def propose(self, rows: Integers, token_ids: Sequence[TokenIds], most: Integers) -> list[TokenIds]:
+    def propose(self, rows: Integers, token_ids: Sequence[TokenIds], max_drafts: Integers) -> list[TokenIds]:
         proposed = []
-        for known, limit in zip((ids.tolist() for ids in token_ids), most.tolist(), strict=True):
+        for known, limit in zip((ids.tolist() for ids in token_ids), max_drafts.tolist(), strict=True):
             (truth, *_) = (truth for truth in self.truths if truth[: len(known)] == known)
             ids = [7 if place % 4 == 0 else truth[place] for place in range(len(known), len(truth))]
             proposed.append(np.array(ids[:limit], np.int32))
@@ -88,14 +90,16 @@ class ProposerInShard:
 
 
 class Speculator(Router):
-    """Guesses right with the chance `luck`, or leaves that to the shard with the chance `left_to_shard`. A
-    row with guesses is in no later unread step, and one with guesses from here in no earlier one either."""
+    """Propose right drafts with the chance `luck`, or leave them to the shard with the chance
+    `left_to_shard`.
+
+    A row with drafts is in no later unread step; a row with the shard's drafts is also in no earlier one."""
 
     def __init__(self, runner: ModelRunner, luck: float, seed: int, left_to_shard: float = 0.0) -> None:
         super().__init__(runner, seed)
         self.luck, self.left_to_shard = luck, left_to_shard
         self.busy: dict[int, int] = {}
-        """Step with guesses, by row."""
+        """The step with drafts, by row."""
         self.num_guessed = self.num_right = self.num_proposed = 0
 
     def guess(self, request: Foreseen) -> list[int]:
@@ -107,26 +111,26 @@ class Speculator(Router):
         return [self.guess_one(request.truth[place : place + 1]) for place in places]
 
     def guess_one(self, truth: list[int]) -> int:
-        """Return the truth, which is empty after the end, or anything else."""
+        """Return the true continuation, which is empty after the end, or random tokens."""
         if truth and self.rng.random() <= self.luck:
             return truth[0]
         return (sum(truth) + self.rng.randrange(1, VOCAB_SIZE)) % VOCAB_SIZE
 
     def send(self, running: list[Request], fresh: list[Request]) -> None:
-        work, drafts, most = [], {}, {}
+        work, drafts, limits = [], {}, {}
         for request in running:
             start, known = request.scheduled, len(request.prompt) + len(request.generated)
             if request.row in self.busy or start == request.length:
                 continue
             room = len(request.prompt) + request.max_new_tokens - request.length - 1
             if start + 1 == request.length and room > 0 and self.rng.random() < self.left_to_shard:
-                most[request.row] = self.rng.randint(1, min(room, 6))
+                limits[request.row] = self.rng.randint(1, min(room, 6))
                 self.busy[request.row] = self.steps.step_id + 1
                 request.scheduled = request.length
                 work.append((request.row, start, request.length))
                 continue
             if known < request.length and self.rng.random() < 0.7:
-                continue  # as one that means to guess, once its last token is known
+                continue  # a row that waits for its last token before it proposes
             end = self.rng.randint(start + 1, request.length)
             guess = self.guess(request) if start + 1 == known == request.length else []
             if guess:
@@ -136,7 +140,7 @@ class Speculator(Router):
                 request.length += 1
             request.scheduled = end
             work.append((request.row, start, end))
-        step = self.steps.step(work, [opening(request) for request in fresh], self.closed, drafts, most)
+        step = self.steps.step(work, [opening(request) for request in fresh], self.closed, drafts, limits)
         self.closed = []
         response = self.runner.launch(step).answer()
         self.num_guessed += sum(map(len, drafts.values()))
@@ -183,16 +187,17 @@ def host(directory: Path) -> ModelRunner:
 
 
 def near(runner: ModelRunner, values: Sequence[float]) -> Any:
-    """A device computes several tokens of a row by another kernel, which rounds differently."""
+    """Return `values` with a tolerance for devices, where several tokens of a row run through another
+    kernel."""
     is_exact = isinstance(runner, HostModelRunner)
     return list(values) if is_exact else pytest.approx(list(values), rel=1e-4, abs=1e-4)
 
 
-def equal_tops(runner: ModelRunner, found: Request, expected: Request) -> bool:
-    """Return whether best tokens are equal; neighbours whose scores are too near may change places."""
+def equal_tops(runner: ModelRunner, actual: Request, expected: Request) -> bool:
+    """Return whether the best tokens are equal; neighbours with nearly equal scores may change places."""
     if isinstance(runner, HostModelRunner):
-        return found.tops == expected.tops
-    scores = [[score for _, score in tops] for tops in found.tops]
+        return actual.tops == expected.tops
+    scores = [[score for _, score in tops] for tops in actual.tops]
     return len(scores) == len(expected.tops) and all(
         one == near(runner, [score for _, score in tops])
         for one, tops in zip(scores, expected.tops, strict=True)
@@ -238,7 +243,7 @@ def test_outputs_are_those_without_drafts(runner: ModelRunner, luck: float) -> N
 
 @pytest.mark.parametrize("left_to_shard", [0.5, 1.0])
 def test_outputs_are_those_without_drafts_of_the_shard(host: HostModelRunner, left_to_shard: float) -> None:
-    """Beside the router's, and alone; and the router is told how many there were."""
+    """Check the shard's drafts with and without the router's, and that the answer reports their number."""
     proposer, adapters, forward = ProposerInShard(), host.adapters, host.forward
     limits = RowLimits(192, 16, VOCAB_SIZE)
     table = BatchBuilder(8, limits, torch.device("cpu"), adapters, forward.attention, proposer)
@@ -263,7 +268,7 @@ def test_outputs_are_those_without_drafts_of_the_shard(host: HostModelRunner, le
 
 
 def test_a_row_ends_where_it_would_have_ended(runner: ModelRunner) -> None:
-    """Whatever is guessed to come after; and what it leaves in the cache harms nobody."""
+    """Check any tokens as drafts; their leftovers in the cache must not affect other rows."""
     runner.reset()
     known = Request([5, 6, 7], 12, row=0)
     Router(runner).run([known])
@@ -294,7 +299,7 @@ def test_the_last_token_ends_the_row_behind_its_drafts(runner: ModelRunner) -> N
 
 
 def poison(directory: Path, target: Path, token_id: int) -> None:
-    """Write the model, but whoever reads that token knows nothing any more."""
+    """Write a copy of the model in which the embedding of that token is NaN."""
     for file in ("config.json", "tokenizer.json"):
         (target / file).write_bytes((directory / file).read_bytes())
     tensors = load_file(directory / "model.safetensors")
@@ -305,7 +310,7 @@ def poison(directory: Path, target: Path, token_id: int) -> None:
 def test_what_goes_wrong_behind_a_draft(
     runner: ModelRunner, load_runner: Callable[[ShardConfig], ModelRunner], directory: Path, tmp_path: Path
 ) -> None:
-    """Is told after the tokens before it, which are a client's; and harms nobody if the draft was wrong."""
+    """Check that the error comes after the tokens before it, and that a wrong draft causes no error."""
     runner.reset()
     known = Request([5, 6, 7], 12, row=0)
     Router(runner).run([known])

@@ -1,5 +1,6 @@
-"""Whole answers of random weights: calls that are required parse and fit, budgets hold, and what is resumed
-goes on as it was."""
+"""Check whole answers of a model with random weights.
+
+Required tool calls parse and match their schemas, budgets hold, and a resumed answer continues as before."""
 
 import random
 from pathlib import Path
@@ -24,7 +25,7 @@ BUDGET = 7
 
 
 class Model:
-    """Random weights, and a tokenizer that has the marks as tokens, which may be special."""
+    """A model with random weights and a tokenizer whose markers are tokens, which may be special."""
 
     def __init__(self, directory: Path, are_special: bool) -> None:
         write_llama(directory, vocab_size=VOCAB_SIZE, eos_token_id=EOS)
@@ -58,7 +59,7 @@ def make_requests(model: Model, name: str, count: int, is_required: bool, thinks
     requests = []
     for seed in range(count):
         rules = AnswerRules(rule, form.rules(is_required, token_id, seed % 3 == 0))
-        # A model that knows nothing would seldom begin a call.
+        # A model with random weights would seldom start a call.
         bias = {} if is_required else make_bias({token_id(form.trigger): 6.0})
         sampling = {**SAMPLE, "seed": seed, "temperature": r.choice([0.5, 1.0, 2.0]), **bias}
         prompt = [r.randrange(2, 380) for _ in range(r.randint(1, 20))]
@@ -68,7 +69,7 @@ def make_requests(model: Model, name: str, count: int, is_required: bool, thinks
 
 
 def read(model: Model, name: str, request: Request, thinks: bool) -> tuple[str, list[tuple[str, Any]]]:
-    """Return the text before the calls and the calls, once the reasoning has been within its budget."""
+    """Return the text before the calls and the calls, after checking the reasoning budget."""
     text = model.text(request.generated)
     if thinks:
         assert request.generated.index(model.tokenizer.token_to_id(END_THINK)) <= BUDGET
@@ -76,7 +77,7 @@ def read(model: Model, name: str, request: Request, thinks: bool) -> tuple[str, 
     return FORMATS[name].read(text)
 
 
-# The others take part in `make test-all`.
+# The other cases run in `make test-all`.
 FAST = ("tags", "bare")
 forms = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FORMATS]
@@ -102,7 +103,7 @@ def test_required_calls_of_random_weights_parse_and_fit(model: Model, name: str,
     "name", ["tags", *(pytest.param(name, marks=pytest.mark.slow) for name in ("array", "names", "section"))]
 )
 def test_a_call_that_has_begun_parses_and_fits(model: Model, name: str) -> None:
-    """The same where a shard is lost: it follows what there is of the answer, and goes on."""
+    """Check a call that is resumed after a shard was lost, with the tokens generated so far."""
     requests = make_requests(model, name, 12, False, True)
     model.run(requests[:])
     num_calls = 0

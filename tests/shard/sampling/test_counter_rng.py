@@ -1,4 +1,4 @@
-"""The choice follows its probabilities, and its noise has no pattern that counts can show."""
+"""Check that sampling follows the probabilities and that its noise shows no pattern in counts."""
 
 import math
 
@@ -10,7 +10,7 @@ from tgis.shard.sampling.counter_rng import draw_columns, draw_keys, uniforms
 
 
 def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    """How many standard deviations the statistic lies from what chance gives."""
+    """Return how many standard deviations the statistic lies from its expected value."""
     expected = probabilities * counts.sum()
     freedom = len(counts) - 1
     return float((((counts - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom))
@@ -52,7 +52,7 @@ def test_noise_of_neighbours_is_independent() -> None:
 
 
 def test_noise_is_pinned() -> None:
-    """A change of these numbers changes every seeded answer that users have seen."""
+    """Check fixed noise values: a change of them changes every seeded answer that users have seen."""
     keys = draw_keys(np.array([0, 42, 2**64 - 1], np.uint64), np.array([0, 7, 100_000]))
     assert keys.tolist() == PINNED_KEYS
     assert (

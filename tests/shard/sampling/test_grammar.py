@@ -1,5 +1,6 @@
-"""What grammars allow, against languages listed in full and other libraries' readings of them; and a guided
-engine against a plain loop over transformers' logits."""
+"""Check which tokens grammars allow, against languages listed in full and against other libraries.
+
+A guided engine is compared with a plain loop over the logits of transformers."""
 
 import json
 import random
@@ -27,9 +28,9 @@ from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.sampling.grammar import Guides, read_tokenizer
 from tgis.shard.startup.load import load
 
-VOCAB_SIZE = 403  # more than the tokenizer has tokens
+VOCAB_SIZE = 403  # more than the tokenizer's tokens
 EOS, OTHER_EOS = 1, 7
-# Kinds whose tokens have no text of their own: it depends on what follows, or a decoder rewrites it.
+# Tokenizers whose tokens have no fixed text: it depends on the next token, or a decoder rewrites it.
 WITHOUT_SPELLING = {"byte_level_and_more", "plain", "suffix", "suffix_in_sequence"}
 HEADER = '%llguidance {"no_forcing": true}\n'
 
@@ -44,7 +45,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pieces(directory: Path) -> list[bytes]:
-    """The bytes of every token but the special ones, which are empty."""
+    """Return the bytes of every token; special tokens are empty."""
     tokenizer, byte_of = Tokenizer.from_file(str(directory / "tokenizer.json")), bytes_to_unicode()
     byte_of = {character: byte for byte, character in byte_of.items()}
     texts = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
@@ -74,12 +75,12 @@ def allowed(guides: Guides, row: int = 0) -> set[int]:
     logits = torch.zeros(1, VOCAB_SIZE)
     _, problems = guides.mask(logits, np.array([row]))
     assert not problems
-    found = set(logits[0].isfinite().nonzero().flatten().tolist())
+    result = set(logits[0].isfinite().nonzero().flatten().tolist())
     masks, problems = guides.pack_masks(np.array([row]))
     assert not problems
     words = masks.words[0].tolist() if len(masks.at) else [-1] * VOCAB_SIZE  # without a grammar
-    assert {i for i in range(VOCAB_SIZE) if words[i // 32] >> (i % 32) & 1} == found
-    return found
+    assert {i for i in range(VOCAB_SIZE) if words[i // 32] >> (i % 32) & 1} == result
+    return result
 
 
 def advance(guides: Guides, token_id: int, row: int = 0) -> None:
@@ -89,8 +90,8 @@ def advance(guides: Guides, token_id: int, row: int = 0) -> None:
 def fitting(
     language: set[bytes], text: bytes, pieces: list[bytes], eos: tuple[int, ...] = (EOS,)
 ) -> set[int]:
-    """The tokens after which `text` is still the beginning of something in the language; the end after all of
-    it."""
+    """Return the tokens after which `text` is still a prefix of the language, and the end token once it is
+    complete."""
     starts = {word[:length] for word in language for length in range(len(word) + 1)}
     tokens = {i for i, piece in enumerate(pieces) if piece and text + piece in starts and i not in eos}
     return tokens | (set(eos) if text in language else set())
@@ -105,7 +106,7 @@ def choices(words: list[str]) -> str:
 
 
 class Pattern:
-    """A random regular expression, and all that matches it."""
+    """A random regular expression and all strings that match it."""
 
     def __init__(self, r: random.Random, depth: int = 3) -> None:
         kind = r.choice(["text", "text", "either", "both", "optional", "count", "class"]) if depth else "text"
@@ -133,7 +134,7 @@ def _combine(kind: str, one: Pattern, two: Pattern) -> tuple[str, set[str]]:
 
 
 def walk(guides: Guides, language: set[str], grammar: str, pieces: list[bytes], r: random.Random) -> str:
-    """A random way through the grammar, every state checked against the language listed in full."""
+    """Walk a random path through the grammar and check every state against the language listed in full."""
     words = {word.encode() for word in language}
     text = b""
     guides.open(opened(grammar))
@@ -246,7 +247,7 @@ def test_a_resumed_row_goes_on_where_it_was(guides: Guides, pieces: list[bytes])
 def test_every_end_of_the_row_ends_the_grammar_and_nothing_else_does(
     guides: Guides, pieces: list[bytes]
 ) -> None:
-    """An end may be a token that has a text, and may be none of the model's."""
+    """Check every end token: one may have text, and one may be unknown to the model."""
     text = pieces[OTHER_EOS].decode()
     eos = (EOS, OTHER_EOS, VOCAB_SIZE + 5)
     guides.open(opened(choices([f"a{text}", f"a{text}b", "a"]), eos=eos))
@@ -263,7 +264,7 @@ def test_every_end_of_the_row_ends_the_grammar_and_nothing_else_does(
 def test_what_others_have_used_up_of_a_grammar_fails_no_row(
     directory: Path, pieces: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of one grammar share what is known of it, which is limited."""
+    """Check rows that share one grammar's limited cache."""
     limits = LLParserLimits(max_lexer_states=1000, verbose_errors=False)
     monkeypatch.setattr("tgis.shard.sampling.grammar.LIMITS", limits)
     guides = Guides(partial(read_tokenizer, directory, VOCAB_SIZE, [EOS]), VOCAB_SIZE)
@@ -302,7 +303,7 @@ def test_what_the_library_raises_ends_its_row_alone(guides: Guides) -> None:
     guides.reset()
     for row in (0, 1):
         guides.open(opened(choices(["a", "b"]), row=row))
-    advance(guides, -1)  # no token: the library does not take it for one
+    advance(guides, -1)  # not a valid token: the library refuses it
     _, problems = guides.mask(torch.zeros(2, VOCAB_SIZE), np.array([0, 1]))
     assert problems == {0: "its grammar cannot be followed: OverflowError"}
 
@@ -334,8 +335,10 @@ def test_a_tokenizer_that_cannot_be_read_concerns_guided_rows_only(tmp_path: Pat
 @pytest.mark.parametrize("num_more", [5, -3])
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - WITHOUT_SPELLING))
 def test_every_kind_of_tokenizer_spells_what_matches(tmp_path: Path, kind: str, num_more: int) -> None:
-    """By the tokenizers library's decoder, in models with more and with fewer ids than the tokenizer has. A
-    word piece shows its prefix at the beginning of a text only, so there the text has one before it."""
+    """Check every kind of tokenizer with the tokenizers library's decoder.
+
+    The models have more or fewer IDs than the tokenizer. WordPiece shows its prefix only at the start of a
+    text, so the texts begin with one."""
     tokenizer = KINDS[kind](tmp_path)
     vocab_size = tokenizer.get_vocab_size() + num_more
     guides = Guides(partial(read_tokenizer, tmp_path, vocab_size, [EOS]), vocab_size)
@@ -357,7 +360,7 @@ def test_every_kind_of_tokenizer_spells_what_matches(tmp_path: Path, kind: str, 
 
 
 class Oracle:
-    """transformers' logits, one token at a time, and the listed language's opinion of each."""
+    """Compute the logits with transformers, one token at a time, and mask them by the listed language."""
 
     def __init__(self, directory: Path, pieces: list[bytes]) -> None:
         self.model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
@@ -367,7 +370,7 @@ class Oracle:
     def generate(
         self, prompt: list[int], language: set[bytes], min_new_tokens: int = 0
     ) -> tuple[list[int], list[float]]:
-        """Greedy: tokens up to the end, and their log-probabilities among the allowed ones."""
+        """Return the greedy tokens up to the end, and their log-probabilities among the allowed tokens."""
         ids, logprobs, text = list(prompt), [], b""
         while True:
             logits = self.model(torch.tensor([ids])).logits[0, -1]
@@ -474,7 +477,7 @@ def test_a_sampled_row_resumes_with_the_same_tokens(runner: ModelRunner) -> None
     ("pattern", "num_tokens"), [("(", range(1)), ("((a{1,1000}){1,1000}){1,1000}", range(3, 100))]
 )
 def test_a_row_whose_grammar_fails_fails_alone(runner: ModelRunner, pattern: str, num_tokens: range) -> None:
-    """At once, or when following it becomes too much."""
+    """Check grammars that fail at once, and grammars that grow too large during generation."""
     runner.reset()
     steps = Steps(runner.info.block_size, runner.info.num_blocks)
     good = Request([5, 6, 7], 120, grammar=f"{HEADER}start: /[a-z]*/", row=1)

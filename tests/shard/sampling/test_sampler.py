@@ -1,4 +1,4 @@
-"""Sampling against the plain model of its rules, which works on one row at a time."""
+"""Check the batched sampler against a plain model of its rules, which computes one row at a time."""
 
 import math
 import random
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """As many as it takes to split the sum over a row that is alone."""
+    """Use two threads, which is enough to split the sum over a single row."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -37,7 +37,7 @@ def two_threads() -> Iterator[None]:
 
 
 def run(rows: list[Row], wants_details: bool = True) -> tuple[list[int], torch.Tensor, list[bool]]:
-    """The batched code: tokens, scores after all processors, usable."""
+    """Return the tokens, the scores after all processors, and whether each row is usable."""
     values = [tuple(getattr(row, name) for name in ROW_PARAMETERS.names) for row in rows]
     params = np.array(values, ROW_PARAMETERS)
     eos = np.full((len(rows), max(1, *(len(row.eos) for row in rows), 1)), -1, np.int32)
@@ -71,7 +71,7 @@ REPETITION = [1.0, 1.0, 1.0, 0.5, 1.25, 4.0, 100.0, 1e-38, 3e38]
 
 
 def random_row(rng: random.Random, vocab_size: int) -> Row:
-    """Every processor is on or off independently of the others."""
+    """Return a row in which every processor is on or off independently of the others."""
     kind = rng.choice(list(SPREADS))
     logits = [rng.gauss(0, SPREADS[kind]) for _ in range(vocab_size)]
     if kind == "ties":
@@ -125,26 +125,26 @@ def combination(row: Row) -> tuple[bool, ...]:
     ("vocab_size", "batches"), [(3, 220), (40, 220), (150, 50), (300, 25), (2500, 4), (20_000, 1)]
 )
 def test_agrees_with_the_rules(vocab_size: int, batches: int) -> None:
-    """The scores after all processors, and the choice with them."""
+    """Check the scores after all processors and the tokens chosen with them."""
     rng = random.Random(vocab_size)
     num_scores = num_choices = 0
     combinations = set()
     for _ in range(batches):
         rows = [random_row(rng, vocab_size) for _ in range(rng.randint(1, 24))]
         tokens, scores, usable = run(rows)
-        for row, token, got, fit in zip(rows, tokens, scores.tolist(), usable, strict=True):
+        for row, token, actual, fit in zip(rows, tokens, scores.tolist(), usable, strict=True):
             if all(x == -INF for x in plain_sampling.treat_eos(row.logits, row).values):
                 assert not fit, row
                 continue
             assert fit, row
-            wanted = plain_sampling.process(row)
-            if wanted.mass < 1e-5 or wanted.typical_order < 1e-4:
+            expected = plain_sampling.process(row)
+            if expected.mass < 1e-5 or expected.typical_order < 1e-4:
                 continue
             num_scores += 1
             combinations.add(combination(row))
-            assert [x == -INF for x in got] == [x == -INF for x in wanted.values], row
-            assert np.allclose(got, wanted.values, rtol=2e-5, atol=1e-6)
-            chosen, margin = plain_sampling.choose(row, wanted.values)
+            assert [x == -INF for x in actual] == [x == -INF for x in expected.values], row
+            assert np.allclose(actual, expected.values, rtol=2e-5, atol=1e-6)
+            chosen, margin = plain_sampling.choose(row, expected.values)
             if margin > 1e-4 or row.greedy:
                 num_choices += 1
                 assert token == chosen, row
@@ -199,7 +199,7 @@ def test_filters_that_leave_everything_change_nothing() -> None:
 
 @pytest.mark.parametrize("more", [{}, {"top_k": 30}, {"top_p": 0.9}, {"typical_p": 0.9, "top_k": 50}])
 def test_min_p_leaves_what_transformers_leaves(more: dict[str, float]) -> None:
-    """After the same temperature and behind the same other filters."""
+    """Check min_p against transformers with the same temperature and filters before it."""
     rng = random.Random(3)
     for min_p in (1e-6, 0.01, 0.05, 0.2, 0.7, 1.0):
         logits = np.float32([rng.gauss(0, 3) for _ in range(400)]).tolist()
@@ -220,9 +220,9 @@ def test_a_typical_p_below_zero_leaves_the_most_typical_token() -> None:
     rng = random.Random(12)
     logits = np.float32([rng.gauss(0, 3) for _ in range(300)]).tolist()
     (token,), scores, _ = run([row := Row(logits, [1], typical_p=-0.5)])
-    wanted = plain_sampling.process(row).values
-    assert [x > -INF for x in scores[0].tolist()] == [x > -INF for x in wanted]
-    assert token == max(range(300), key=wanted.__getitem__)
+    expected = plain_sampling.process(row).values
+    assert [x > -INF for x in scores[0].tolist()] == [x > -INF for x in expected]
+    assert token == max(range(300), key=expected.__getitem__)
 
 
 def test_min_p_changes_no_other_row_and_no_greedy_one() -> None:
@@ -262,34 +262,37 @@ def everything_on(rng: random.Random) -> Row:
     )
 
 
-def agree(got: list[float], scores: list[float]) -> bool:
-    is_excluded = [x == -INF for x in got] == [x == -INF for x in scores]
-    return is_excluded and np.allclose(got, scores, rtol=2e-5, atol=1e-6)
+def agree(actual: list[float], scores: list[float]) -> bool:
+    is_excluded = [x == -INF for x in actual] == [x == -INF for x in scores]
+    return is_excluded and np.allclose(actual, scores, rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("place", range(len(ORDER) - 1))
 def test_no_two_neighbours_may_be_exchanged(place: int) -> None:
-    """But the temperature and top_k, which commute."""
+    """Check that exchanging any two neighbouring processors changes the scores, except temperature and
+    top_k."""
     exchanged = [*ORDER]
     exchanged[place], exchanged[place + 1] = ORDER[place + 1], ORDER[place]
     rng = random.Random(place)
-    # The bias and the watermark differ only in what is rounded away.
+    # The order of bias and watermark changes only the rounding.
     rounded = {"logit_bias": {0: -1e8}, "watermark_gamma": 1.0, "watermark_delta": 2.0}
     rows = [Row([1e8, *[0.0] * 39], [1], **rounded)]
     rows += [everything_on(rng) for _ in range(60)]
     num_different = 0
-    for row, got in zip(rows, run(rows)[1].tolist(), strict=True):
-        wanted, other = plain_sampling.process(row), plain_sampling.process(row, exchanged)
-        if min(wanted.mass, other.mass) < 1e-5 or min(wanted.typical_order, other.typical_order) < 1e-4:
+    for row, actual in zip(rows, run(rows)[1].tolist(), strict=True):
+        expected, other = plain_sampling.process(row), plain_sampling.process(row, exchanged)
+        if min(expected.mass, other.mass) < 1e-5 or min(expected.typical_order, other.typical_order) < 1e-4:
             continue
-        assert agree(got, wanted.values)
-        num_different += not agree(got, other.values)
+        assert agree(actual, expected.values)
+        num_different += not agree(actual, other.values)
     commute = ORDER[place : place + 2] == (plain_sampling.divide, plain_sampling.keep_best)
     assert (num_different == 0) == commute
 
 
 def test_the_beginning_of_the_order_is_transformers() -> None:
-    """Of what it has: its watermark has another list, and it has no penalties of generated tokens alone."""
+    """Check the processors that transformers also has.
+
+    Its watermark uses another green list, and it has no penalties for generated tokens alone."""
     rng = random.Random(8)
     for _ in range(20):
         row = everything_on(rng)
@@ -308,7 +311,7 @@ def test_the_beginning_of_the_order_is_transformers() -> None:
 
 
 def test_generated_tokens_are_penalised_as_openai_says() -> None:
-    """Against numbers written down by hand."""
+    """Check the penalties against values computed by hand."""
     row = Row([1.0, 2.0, -3.0, 4.0], [3, 3, 0, 1, 2, 1, 1], num_generated=4, greedy=True)
     row.presence_penalty, row.frequency_penalty = 0.5, 0.25
     assert run([row])[1].tolist() == [[1.0, 2.0 - 0.5 - 3 * 0.25, -3.0 - 0.5 - 0.25, 4.0]]
@@ -375,14 +378,14 @@ def test_details_follow_the_rules() -> None:
         scores[0] = 1.0
         token_ids = [rng.choice([i for i, x in enumerate(row) if x > -INF]) for row in scores.tolist()]
         top_n = np.array([rng.choice([0, 1, 2, 5, 10]) for _ in token_ids])
-        got = compute_details(scores, torch.tensor(token_ids), top_n)
+        actual = compute_details(scores, torch.tensor(token_ids), top_n)
         oracle = scores.double().log_softmax(-1)
-        starts = np.concatenate([[0], np.cumsum(got.top_counts)])
+        starts = np.concatenate([[0], np.cumsum(actual.top_counts)])
         for i, (row, token) in enumerate(zip(scores.tolist(), token_ids, strict=True)):
-            assert got.logprobs[i] == pytest.approx(oracle[i, token].item(), abs=1e-5)
-            assert got.ranks[i] == plain_sampling.rank(row, token)
-            ids = got.top_ids[starts[i] : starts[i + 1]].tolist()
+            assert actual.logprobs[i] == pytest.approx(oracle[i, token].item(), abs=1e-5)
+            assert actual.ranks[i] == plain_sampling.rank(row, token)
+            ids = actual.top_ids[starts[i] : starts[i + 1]].tolist()
             assert ids == plain_sampling.best_tokens(row, int(top_n[i]))
-            assert got.top_logprobs[starts[i] : starts[i + 1]] == pytest.approx(
+            assert actual.top_logprobs[starts[i] : starts[i + 1]] == pytest.approx(
                 oracle[i, ids].numpy(), abs=1e-5
             )

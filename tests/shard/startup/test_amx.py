@@ -1,4 +1,4 @@
-"""`--cpu-amx`: when AMX is asked for, and an engine on emulated tiles."""
+"""Check `--cpu-amx`: when AMX is requested, and an engine on emulated tiles."""
 
 import logging
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def test_amx_is_asked_for_where_it_has_a_use(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The log says that AMX is used, or that the system refuses."""
+    """Check that the log says that AMX is used, or that the system refuses it."""
     is_permitted = permission.ask() is None
     if is_permitted and instructions.INSTRUCTIONS is None:
         pytest.skip("kernels are compiled for a processor without AMX")

@@ -1,5 +1,6 @@
-"""`--cpu-arithmetic bfloat16`: whole models and engines, against float32 and against themselves in other
-company, what is said, and who refuses."""
+"""Check `--cpu-arithmetic bfloat16` for whole models and engines, against float32 and in other batches.
+
+Other tests check the log lines and the refusals."""
 
 import logging
 from collections.abc import Callable
@@ -26,8 +27,8 @@ from tgis.shard.startup.cpu_platform import ON_CPU, on_cpu
 from tgis.shard.startup.host_runner import HostRunners
 from tgis.shard.startup.load import load, prepare
 
-TOLERANCE = 0.01  # of log-probabilities on average, of models as tiny and random as these
-SAID = "matrix products and attention round what they multiply to bfloat16, and add in float32"
+TOLERANCE = 0.01  # mean difference of log-probabilities for models this small and random
+SAID = "matrix products and attention multiply in bfloat16 and accumulate in float32"
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +46,13 @@ def load_rounded(directory: Path) -> Decoder:
 def test_steps_are_near_float32_and_the_same_in_any_company(model_path: Path) -> None:
     ids, other = list(range(5, 20)), [30, 31]
     exact, whole = (Stepper(each) for each in (stepping.load(model_path), load_rounded(model_path)))
-    expected, found = (each.step({0: (ids, 0)})[0] for each in (exact, whole))
-    difference = (found.log_softmax(-1) - expected.log_softmax(-1)).abs()
+    expected, actual = (each.step({0: (ids, 0)})[0] for each in (exact, whole))
+    difference = (actual.log_softmax(-1) - expected.log_softmax(-1)).abs()
     assert 0 < difference.mean() < TOLERANCE
     chunks = Stepper(load_rounded(model_path))
     first = chunks.step({0: (ids[:9], 0)})[0]
     last = chunks.step({0: (ids, 9), 1: (other, 0)})[0]
-    assert torch.equal(torch.cat((first, last)), found)
+    assert torch.equal(torch.cat((first, last)), actual)
 
 
 def test_who_chooses_experts_is_not_rounded(tmp_path: Path) -> None:
@@ -114,7 +115,7 @@ def test_rounding_is_told_where_there_is_any(
 
 def test_codes_stay_codes(model_path: Path) -> None:
     plan = prepare(configure(model_path, cpu_arithmetic="bfloat16", quantize="int8"))
-    assert (plan.kept_type, plan.cache_type.name) == ("int8", "bfloat16")
+    assert (plan.weight_type, plan.cache_type.name) == ("int8", "bfloat16")
 
 
 def test_a_cache_of_8_bits_stays_one(model_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The cache of a GPU is sized by what is measured, on a device of numbers that runs out of memory too."""
+"""Check how measurements set the size of a GPU's cache, on a simulated device that can run out of memory."""
 
 import gc
 import random
@@ -27,19 +27,19 @@ from tgis.shard.startup.memory_plan import (
     Demand,
     MemoryBudget,
     ModelTooLargeError,
+    count_missing,
     extrapolate_graphs,
-    find_lack,
 )
 
 BLOCK = 2 * MIB
 SIZES = tuple(of_rows(1, 2, 4, 8))
 LARGEST = 512  # tokens
-DEMAND = Demand(16, 160, 8, None)  # 10 blocks a request, and 80 are wanted
+DEMAND = Demand(16, 160, 8, None)  # 10 blocks per request, 80 in total
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _few_objects() -> Iterator[None]:
-    """Garbage collections are slow where transformers is imported."""
+    """Disable garbage collection, which is slow once transformers is imported."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -47,20 +47,20 @@ def _few_objects() -> Iterator[None]:
 
 @dataclass
 class Device:
-    """Memory of a GPU. What a step took is kept for the next one until it is released."""
+    """A simulated GPU memory, which caches what a step used until it is released."""
 
     total: int
     used: int = 0
     kept: int = 0
-    most: int = 0  # used and kept since the last `begin_peak`
-    takes: int = 0  # of the driver for kernels that are loaded at the first step
+    max_bytes: int = 0  # the peak since the last `begin_peak`, cached memory included
+    takes: int = 0  # driver memory for kernels that are loaded at the first step
 
     def allocate(self, num_bytes: int) -> None:
         if self.used + num_bytes > self.total:
             raise torch.OutOfMemoryError("CUDA out of memory")
         self.used += num_bytes
         self.kept = min(self.kept, self.total - self.used)
-        self.most = max(self.most, self.used + self.kept)
+        self.max_bytes = max(self.max_bytes, self.used + self.kept)
 
     def free(self, num_bytes: int) -> None:
         self.used -= num_bytes
@@ -79,11 +79,11 @@ class Device:
         return self.used
 
     def begin_peak(self) -> int:
-        self.most = self.used + self.kept
-        return self.most
+        self.max_bytes = self.used + self.kept
+        return self.max_bytes
 
     def peak(self) -> int:
-        return self.most
+        return self.max_bytes
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Costs:
     token: int = MIB
     first_graph: int = 200 * MIB
     other_graph: Callable[[int], int] = lambda size: 10 * MIB
-    code: int = 90 * MIB  # of kernels, at the first step
+    code: int = 90 * MIB  # code of kernels, loaded at the first step
     fails: bool = False
 
 
@@ -118,7 +118,7 @@ class Graphs:
 
 
 class Runner:
-    """Takes memory for as long as it lives."""
+    """A runner that owns memory for its lifetime."""
 
     max_pending = 1
 
@@ -146,7 +146,7 @@ class Runner:
 def size_cache(
     device: Device, costs: Costs = Costs(), cache_fraction: float = 1, **other: Any
 ) -> tuple[Runner, list[int]]:
-    """Return the runner, and the numbers of blocks of all runners that were made."""
+    """Return the runner, and the number of blocks of every runner that was made."""
     made: list[int] = []
 
     def make_runner(num_blocks: int) -> Runner:
@@ -168,7 +168,7 @@ def size_cache(
     return runner, made
 
 
-LIMITED = Demand(16, 160, 800, None)  # more blocks than there is memory for
+LIMITED = Demand(16, 160, 800, None)  # more blocks than fit into memory
 
 
 def find_free(device: Device) -> int:
@@ -177,8 +177,10 @@ def find_free(device: Device) -> int:
 
 
 def test_the_cache_has_what_steps_and_graphs_leave() -> None:
-    """Of 4,096 MiB: 300 of tables, 90 of code, the steps' 512, of graphs 200 + 3 * 10, and 2 % are not the
-    cache's; the dummy block and the one of the first measurement are 4."""
+    """Check the arithmetic for 4,096 MiB.
+
+    Tables of 300, code of 90, 512 for the steps, graphs of 200 + 3 * 10, and 2 % do not belong to the cache;
+    the dummy block and the first measurement's block add 4."""
     device = Device(4 * GIB)
     runner, made = size_cache(device, demand=LIMITED)
     left = 4096 - 300 - 90 - 4 - 512 - 230 - 4 * GIB // 50 / MIB
@@ -202,9 +204,9 @@ def test_no_more_than_requests_can_use() -> None:
 
 def test_soft_prompts_and_adapters_keep_their_share() -> None:
     without, with_them = Device(4 * GIB), Device(4 * GIB)
-    [_, most] = size_cache(without, demand=LIMITED)[1]
+    [_, more] = size_cache(without, demand=LIMITED)[1]
     [_, fewer] = size_cache(with_them, demand=LIMITED, adapter_bytes=256 * MIB)[1]
-    assert most - fewer == 128
+    assert more - fewer == 128
 
 
 @pytest.mark.parametrize("sizes", [(), (4,)])
@@ -224,7 +226,7 @@ def test_a_model_that_cannot_be_captured_gets_the_memory() -> None:
 
 
 def test_graphs_that_take_more_than_planned_shrink_the_cache_once() -> None:
-    """The smallest takes 10 MiB, those between take 200."""
+    """Check graphs whose smallest size takes 10 MiB while the sizes between take 200."""
     device = Device(4 * GIB)
     costs = Costs(other_graph=lambda size: 10 * MIB if size == 1 else 200 * MIB)
     runner, made = size_cache(device, costs, demand=LIMITED)
@@ -256,7 +258,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     assert "the largest step takes 0.50 GiB and CUDA graphs take 0.22 GiB and 0.02 GiB stay free" in str(
         error.value
     )
-    assert "or fewer --cuda-graphs makes it smaller" in str(error.value)
+    assert "or --cuda-graphs" in str(error.value)
     with pytest.raises(CacheTooSmallError, match=r"less 230 MiB for CUDA graphs less 24 MiB that stay free"):
         size_cache(Device(1175 * MIB))
 
@@ -291,7 +293,7 @@ def test_whatever_is_taken_the_largest_step_has_memory_in_the_end() -> None:
         assert made[-1] == 8000 or free - needed < device.margin() // 2 + 3 * BLOCK + 200 * MIB
         shrunk, served = shrunk + (len(made) == 3), served + 1
     assert served > 80
-    assert shrunk == 0, "other graphs take at most 7 MiB more than the smallest, of which the margin is"
+    assert shrunk == 0, "other graphs take up to 7 MiB more than the smallest, which the margin covers"
 
 
 def test_graphs_share_what_the_first_one_took() -> None:
@@ -306,8 +308,8 @@ def test_what_is_missing() -> None:
         left=1000, step=100, num_ranks=2, cache_fraction=1, adapter_bytes=30, graphs=50, margin=20
     )
     assert budget.taken == 2 * (100 + 30 + 50 + 20)
-    assert find_lack(budget, 2 * 140) == 0
-    assert find_lack(budget, 2 * 100) == 40
+    assert count_missing(budget, 2 * 140) == 0
+    assert count_missing(budget, 2 * 100) == 40
 
 
 @pytest.mark.parametrize(
@@ -318,7 +320,7 @@ def test_what_is_missing() -> None:
         (100, 100, 0.5, 50),
         (100, 70, 0.5, 20),
         (100, 40, 0.5, 0),
-        (60, 60, 0.5, 50),  # another process has 40
+        (60, 60, 0.5, 50),  # another process uses 40
         (30, 30, 0.5, 30),
         (60, 65, 0.5, 50),  # it has released some
     ],

@@ -1,5 +1,7 @@
-"""`--kv-cache-dtype`: whole engines against transformers with rounded keys and values, and against themselves
-in other company; scales; who refuses, and what is said."""
+"""Check `--kv-cache-dtype` in whole engines against transformers with rounded keys and values, and in other
+batches.
+
+Other tests check the scales, the refusals and the log lines."""
 
 import json
 import logging
@@ -31,7 +33,7 @@ from tgis.shard.startup.platform import DeviceError
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TYPES = {"fp8_e4m3": E4M3, "fp8_e5m2": E5M2}
 ONNX_MODEL = Path(__file__).parents[2] / "data" / "onnx" / "llama"
-SCALES = ((0.03, 0.02), (0.005, 0.3))  # of keys and values of each layer
+SCALES = ((0.03, 0.02), (0.005, 0.3))  # keys and values of each layer
 KIND = pytest.mark.parametrize("kind", TYPES)
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 
@@ -43,7 +45,7 @@ def model_path(checkpoint: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def scaled(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a checkpoint of the same weights with scales, as llm-compressor names them."""
+    """Return a checkpoint of the same weights with scales, named as llm-compressor names them."""
     directory = tmp_path_factory.mktemp("scaled")
     shutil.copytree(model_path, directory, dirs_exist_ok=True)
     tensors = load_file(directory / "model.safetensors")
@@ -55,7 +57,7 @@ def scaled(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class RoundingCache(transformers.DynamicCache):
-    """Cache of transformers' code whose keys and values are those that 8 bits can hold."""
+    """A cache for transformers whose keys and values are rounded to 8 bits."""
 
     def __init__(self, dtype: torch.dtype, scales: tuple[tuple[float, float], ...]):
         super().__init__()
@@ -72,7 +74,7 @@ class RoundingCache(transformers.DynamicCache):
 
 @torch.inference_mode()
 def score(directory: Path, request: Request, dtype: torch.dtype, scales: Any) -> Tensor:
-    """Return the log-probabilities of the generated tokens, by transformers."""
+    """Return the log-probabilities that transformers gives the generated tokens."""
     oracle = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     ids = torch.tensor([request.prompt + request.generated])
     logits = oracle(input_ids=ids, past_key_values=RoundingCache(dtype, scales), use_cache=True).logits
@@ -101,20 +103,20 @@ def test_without_scales_they_are_1(model_path: Path, scaled: Path, caplog: pytes
         request = answer(model_path, kv_cache_dtype="fp8")
     expected = score(model_path, request, E4M3, ((1.0, 1.0),) * 2)
     torch.testing.assert_close(torch.tensor(request.logprobs), expected, rtol=0, atol=2e-4)
-    said = "keys and values are kept as fp8_e4m3"
-    missing = "their scales are 1 in 2 of 2 layers, for which the checkpoint has none"
+    said = "the KV cache uses fp8_e4m3"
+    missing = "the checkpoint has no scales for 2 of 2 layers, which use 1"
     assert f"{said}; {missing}" in caplog.messages
-    assert "GiB are cache of fp8_e4m3; it holds" in caplog.text
+    assert "GiB (fp8_e4m3): " in caplog.text
     with caplog.at_level(logging.INFO):
         assert (
             prepare(configure(scaled, kv_cache_dtype="fp8_e4m3fn")).describe_shard().cache_dtype == "fp8_e4m3"
         )
-    assert f"{said}, with the checkpoint's scales" in caplog.messages
+    assert f"{said} with the checkpoint's scales" in caplog.messages
 
 
 @KIND
 def test_an_engine_answers_the_same_alone_and_in_company(kind: str, scaled: Path) -> None:
-    """A request that is computed again gives the rest of its answer too."""
+    """Check that a preempted request continues with the same tokens."""
     runner = load(configure(scaled, kv_cache_dtype=kind, cpu_threads=2))
     whole = check_company(runner)[0]
     resumed = Request(list(whole.prompt), 8, generated=whole.generated[:4], details={"logprobs": True})
@@ -166,8 +168,8 @@ def test_a_checkpoint_that_was_made_for_it_says_so(scaled: Path, tmp_path: Path,
     (tmp_path / "config.json").write_text(json.dumps(read_config(scaled) | {"quantization_config": settings}))
     with caplog.at_level(logging.INFO):
         assert prepare(configure(tmp_path)).describe_shard().cache_dtype == "float32"
-    made = "the checkpoint was made for 8 bits, which --kv-cache-dtype fp8_e4m3 selects"
-    assert f"keys and values are kept as float32; {made}" in caplog.messages
+    made = "the checkpoint is calibrated for 8 bits, which --kv-cache-dtype fp8_e4m3 selects"
+    assert f"the KV cache uses float32; {made}" in caplog.messages
     caplog.clear()
     with caplog.at_level(logging.INFO):
         prepare(configure(scaled))
@@ -178,9 +180,9 @@ def test_who_cannot_refuses(model_path: Path) -> None:
     on = replace(late_platform(LateDevice()), device=torch.device("cuda", 0))
     with pytest.raises(DeviceError) as refused:
         prepare(configure(model_path, kv_cache_dtype="fp8"), on)
-    text = "--kv-cache-dtype fp8 works on the CPU only: leave the option out, or give --device cpu"
+    text = "--kv-cache-dtype fp8 works only on the CPU: remove the option, or set --device cpu"
     assert str(refused.value) == text
     framework = "hf_optimum_ort"
     with pytest.raises(UnsupportedModelError) as unserved:
         prepare(configure(ONNX_MODEL, kv_cache_dtype="fp8_e5m2", deployment_framework=framework))
-    assert str(unserved.value) == f"--kv-cache-dtype fp8_e5m2 is not for {framework}: leave the option out"
+    assert str(unserved.value) == f"--kv-cache-dtype fp8_e5m2 does not support {framework}: remove the option"

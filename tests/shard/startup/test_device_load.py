@@ -1,4 +1,4 @@
-"""A shard on a device, from its configuration to tokens, and what it says of itself."""
+"""Check a shard on a device, from its configuration to tokens, and the information it reports."""
 
 import logging
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def model_path(checkpoint: Callable[[str], Path]) -> Path:
 
 
 def test_a_shard_with_graphs(model_path: Path) -> None:
-    """Its cache has a block that is not counted, and the steps of its graphs give the CPU's tokens."""
+    """Check that the dummy block is not counted and that captured steps give the CPU's tokens."""
     on, runs = late_platform(LateDevice()), []
     for runner in (
         load(configure(model_path), on=plain(CPU)),
@@ -66,13 +66,13 @@ def test_default_graphs_and_none(model_path: Path) -> None:
 )
 def test_graphs_need_the_kernels_that_attend(replaced: str, sizes: list[GraphSize]) -> None:
     implementations = Implementations.choose(frozenset({replaced}))
-    found = choose_graph_sizes(implementations, None, max_rows=3, max_prompt_tokens=20)
-    assert list(found) == sizes
+    result = choose_graph_sizes(implementations, None, max_rows=3, max_prompt_tokens=20)
+    assert list(result) == sizes
 
 
 def test_options_of_gpus_on_a_cpu(model_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     load(configure(model_path, cuda_graphs="1,2", cuda_memory_fraction=0.5))
-    text = "has no effect: a CPU computes"
+    text = "has no effect: the model runs on a CPU"
     assert caplog.messages[:2] == [f"--cuda-graphs {text}", f"--cuda-memory-fraction {text}"]
     caplog.clear()
     load(configure(model_path, rank=0))
@@ -88,7 +88,7 @@ def test_arithmetic_of_cpus_on_a_gpu(
     assert prepare(configure(model_path)).on is on
     assert not caplog.messages
     prepare(configure(model_path, cpu_arithmetic="bfloat16"))
-    assert caplog.messages == ["--cpu-arithmetic has no effect: a GPU computes"]
+    assert caplog.messages == ["--cpu-arithmetic has no effect: the model runs on a GPU"]
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,8 @@ def test_float32_weights_on_a_gpu(
 
 
 MEMORY = (
-    "the GPU had no memory for a step, and this process exits: a smaller --max-step-tokens, --max-batch-size "
-    "or --kv-cache-tokens leaves more"
+    "a step ran out of GPU memory, and this process exits: reduce --max-step-tokens, --max-batch-size "
+    "or --kv-cache-tokens"
 )
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 ASSERTED = "Triton Error [CUDA]: device-side assert triggered"

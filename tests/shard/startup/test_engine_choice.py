@@ -1,4 +1,4 @@
-"""Which engine a model gets, by DEPLOYMENT_FRAMEWORK, its type and the number of shards."""
+"""Check which engine a model gets, by DEPLOYMENT_FRAMEWORK, model type and number of shards."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ from tgis.shard.startup import engine_choice
 from tgis.shard.startup.load import load
 
 Checkpoint = Callable[[str], Path]
-# In files of transformers' types that we have no family for, a feature that our family lacks, and ours.
+# Checkpoints of types without a native family, with a feature that our family lacks, and of native types.
 CONFIGS = {
     "ours": transformers.LlamaConfig(**SMALL),
     "theirs": transformers.StableLmConfig(**SMALL, pad_token_id=0),
@@ -85,7 +85,7 @@ def test_gguf_files_are_served_by_ours_only(
         engine_choice.choose(tmp_path, CONFIGS["a feature of theirs"].to_dict(), framework, 1, True)
 
 
-# A case of each kind that transformers' code cannot run with our cache; `make test-all` tries all families.
+# One case of each kind that transformers cannot run with our cache; `make test-all` tries all families.
 OBSTACLES = {"mt5", "bart", "bloom", "mpt", "falcon_7b", "falcon_alibi", "phi3_short_and_long"}
 
 
@@ -95,7 +95,7 @@ OBSTACLES = {"mt5", "bart", "bloom", "mpt", "falcon_7b", "falcon_alibi", "phi3_s
 def test_what_asks_for_transformers_code_gets_it_where_it_can_run(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And is served by ours exactly where the other engine refuses what it finds."""
+    """Check that our engine serves a model exactly where the other engine refuses it."""
     write_model(tmp_path, CASES[name]())
     settings = read_config(tmp_path)
     choice = engine_choice.choose(tmp_path, settings, "hf_accelerate", 1, trust_remote_code=False)
@@ -146,7 +146,7 @@ ONNX = Path(__file__).parents[2] / "data" / "onnx"
 
 
 def test_a_model_in_onnx_form_is_served(tmp_path: Path) -> None:
-    """Loaded as a shard loads it, in the type that its graph computes in, and driven."""
+    """Check a model loaded as a shard loads it, in its compute type."""
     runner = load(configure(ONNX / "half", deployment_framework="hf_optimum_ort", dtype="float32"))
     assert runner.info.cache_dtype == "float16"
     request = Request([5, 6, 7], max_new_tokens=4)
@@ -155,7 +155,7 @@ def test_a_model_in_onnx_form_is_served(tmp_path: Path) -> None:
 
 
 def test_a_broken_configuration_is_not_served_by_guesses(tmp_path: Path) -> None:
-    """transformers would take a value of its own for what is missing, and blame the weights."""
+    """Check that a missing value is reported; transformers would use a default and blame the weights."""
     settings = {**CONFIGS["ours"].to_dict(), "hidden_size": None}
     edit_config(tmp_path, settings)
     with pytest.raises(UnsupportedModelError, match="hidden_size is missing in the model"):
@@ -177,7 +177,8 @@ def test_both_reasons_are_told(framework: str | None, tmp_path: Path) -> None:
 def test_says_that_ours_would_be_faster(
     model: str, is_known: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where it would be: the family may know the type alone."""
+    """Check that the log recommends tgis_native only for models that it can run; a known type is not
+    enough."""
     settings = CONFIGS[model].to_dict()
     edit_config(tmp_path, settings)
     engine_choice.choose(tmp_path, settings, "hf_transformers", 1, trust_remote_code=False)

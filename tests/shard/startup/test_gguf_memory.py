@@ -1,4 +1,4 @@
-"""Memory of GGUF files whose codes are kept: what is counted before they are read, and what is reported."""
+"""Check the memory of GGUF files whose codes are kept: the count before loading and the reported total."""
 
 import logging
 from dataclasses import replace
@@ -30,7 +30,7 @@ EMBEDDING, LAYERS, WIDENED = 99 * 256, 2 * (4 * 256 * 256 + 3 * 256 * 512), 256 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose types are Q4_0, Q8_0 and one whose codes are not kept."""
+    """A model with tensors of Q4_0, Q8_0 and a type whose codes are not kept."""
     written = tmp_path_factory.mktemp("written")
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
     heads = {
@@ -56,10 +56,10 @@ def test_types_and_memory_are_reported(directory: Path, caplog: pytest.LogCaptur
     with caplog.at_level(logging.INFO):
         runner = load(configure(directory))
     assert runner.info.weight_dtype == "Q4_0"
-    assert "the weights are kept as the codes of the GGUF file, most of them Q4_0" in caplog.messages
+    assert "the weights are stored as the GGUF file's codes, most of them Q4_0" in caplog.messages
     assert (
-        "weights of type IQ2_XS are kept as float32, because there are no products for their codes: they "
-        "take 0.5 MiB instead of 0.0 MiB"
+        "weights of type IQ2_XS are stored as float32, because this platform has no matrix products for "
+        "their codes: they take 0.5 MiB instead of 0.0 MiB"
     ) in caplog.messages
     measured = measure_gguf(directory)
     assert measured is not None
@@ -71,8 +71,9 @@ def test_types_and_memory_are_reported(directory: Path, caplog: pytest.LogCaptur
 def test_matrices_that_ranks_cut_inside_groups_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each of two ranks has 48 columns of the down projections, which are one and a half groups. The output
-    projections are cut between groups."""
+    """Check two ranks whose 48 columns of the down projections are one and a half groups.
+
+    The output projections are cut between groups."""
     config = write_llama(
         tmp_path,
         hidden_size=512,
@@ -102,9 +103,9 @@ def test_matrices_that_ranks_cut_inside_groups_are_reported(
 def test_other_devices_widen_all(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     elsewhere = replace(ON_CPU, kernels=TorchKernels(torch.device("cpu")))
     with caplog.at_level(logging.INFO):
-        assert prepare(configure(directory), on=elsewhere).kept_type == "float32"
+        assert prepare(configure(directory), on=elsewhere).weight_type == "float32"
     assert any(
-        "are kept as float32: memory and speed are those of --dtype" in each for each in caplog.messages
+        "are stored as float32, with the memory and speed of --dtype" in each for each in caplog.messages
     )
 
 

@@ -1,11 +1,11 @@
-"""A platform's kernels are imported only where it computes."""
+"""Check that a platform's kernels are imported only on that platform."""
 
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-# First a platform that is no CPU's, though its memory is, then the CPU's.
+# First a non-CPU platform with CPU memory, then the CPU.
 SCRIPT = """
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What an engine makes of a directory and its options, and how it says no."""
+"""Check the engine that a directory and its options give, and the refusals."""
 
 import json
 import math
@@ -86,7 +86,7 @@ def test_info_of_an_encoder_decoder(tmp_path: Path) -> None:
 
 
 def test_info_of_soft_prompts_and_adapters(model_path: Path, tmp_path: Path) -> None:
-    """How much there may be of what the configuration asks for."""
+    """Check that the info reports the configured cache sizes where the model supports them."""
 
     def bytes_of(**options: Any) -> tuple[int, int]:
         sizes = {"prompt_cache_size_mb": 3, "adapter_cache_size_mb": 5}
@@ -111,7 +111,7 @@ UNSET = "leave DEPLOYMENT_FRAMEWORK unset"
 def test_an_engine_that_takes_no_soft_prompts_says_so(
     is_known: bool, model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And what to do, where our engine knows the model and would take them."""
+    """Check that the refusal also says what to do, if our engine knows the model."""
     remedy = f": {UNSET}" if is_known else ", which does not run this model"
     if not is_known:
         model_path = tmp_path / "model"
@@ -130,7 +130,7 @@ def test_an_engine_that_takes_no_soft_prompts_says_so(
     with pytest.raises(AdapterError, match=f"^{text}$"):
         runner.adapters.load("0" * 64)
     assert f"prefix_store_path: the directory {tmp_path / 'none'} does not exist" in caplog.text
-    assert f"requests for soft prompts and adapters fail: {text}" in caplog.text
+    assert f"requests for soft prompts and adapters will fail: {text}" in caplog.text
 
 
 def test_a_disk_too_small_for_copies_is_said_at_the_start(
@@ -154,13 +154,13 @@ def test_a_disk_too_small_for_copies_is_said_at_the_start(
 
 def test_adapters_to_be_loaded_are_refused_where_nothing_takes_them(model_path: Path) -> None:
     options = {"deployment_framework": "hf_transformers", "lora_adapters": "one=/a"}
-    text = f"^--lora-adapters need the service's own engine: {UNSET}$"
+    text = f"^--lora-adapters needs the service's own engine: {UNSET}$"
     with pytest.raises(UnsupportedModelError, match=text):
         load(configure(model_path, **options))
 
 
 def test_a_model_that_can_never_answer_is_refused(model_path: Path, tmp_path: Path) -> None:
-    """Rather than to be ready, and to fail every request."""
+    """Check that the start fails, rather than every request of a ready server."""
     shutil.copytree(model_path, tmp_path, dirs_exist_ok=True)
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.norm.weight"].fill_(math.nan)
@@ -198,7 +198,7 @@ def test_a_model_without_weights_is_refused(model_path: Path, tmp_path: Path) ->
 def test_a_model_that_cannot_fit_is_refused_unread(
     model_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The arithmetic is of the files' headers: matrices alone, in the type they will have."""
+    """Check the memory arithmetic from the files' headers: matrices only, in their loaded type."""
     caplog.set_level("INFO")
     with safe_open(model_path / "model.safetensors", framework="pt") as file:
         shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
@@ -230,11 +230,12 @@ def test_the_cache_gets_a_share_of_what_the_largest_step_leaves(
     held: int,
     fraction: float | None,
 ) -> None:
-    """A quarter unless another is asked for, and of what soft prompts and adapters leave, `held` MiB."""
+    """Check that the cache takes a quarter by default of the memory left by soft prompts and adapters (`held`
+    MiB)."""
     caplog.set_level("INFO")
     left, step, block_bytes = 160 * MIB, 8 * MIB, 4 * KIB
     monkeypatch.setattr(HostMemory, "memory_left", lambda _: left)
-    # A process that has taken larger steps before takes no further memory for this one.
+    # A process that ran larger steps before needs no further memory for this one.
     monkeypatch.setattr(HostMemory, "begin_peak", lambda _: 0)
     monkeypatch.setattr(HostMemory, "peak", lambda _: step)
     monkeypatch.setattr(warm_up, "MAX_STEP_S", 100.0)

@@ -1,4 +1,4 @@
-"""How large the cache becomes, and the arithmetic that a refusal shows."""
+"""Check the size of the cache, and the arithmetic in a refusal."""
 
 from itertools import product
 
@@ -43,7 +43,7 @@ def test_blocks_are_the_least_of_three_bounds() -> None:
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 8, 16])
 def test_blocks_of_the_worst_request(block_size: int) -> None:
-    """Every way to part a sequence's tokens over an input and an output."""
+    """Try every division of a sequence's tokens into input and output."""
     for length in range(2, 70):
         whole = -(-length // block_size)
         assert Demand(block_size, length, 1, None).blocks_per_request == whole
@@ -92,9 +92,9 @@ def test_soft_prompts_and_adapters_are_part_of_the_arithmetic() -> None:
     with pytest.raises(ModelTooLargeError) as refused:
         check_budget(MemoryBudget(2 * GIB - 1, GIB // 2, 2, adapter_bytes=GIB // 2))
     assert str(refused.value) == (
-        "the model does not fit: beside its weights the largest step takes 1.00 GiB and soft prompts and "
-        "adapters may take 1.00 GiB, 2.00 GiB of memory are left; a smaller --max-step-tokens or "
-        "--max-batch-size or a smaller --prompt-cache-size-mb or --adapter-cache-size-mb makes it smaller"
+        "the model does not fit: in addition to its weights the largest step takes 1.00 GiB and soft prompts "
+        "and adapters may take 1.00 GiB, but only 2.00 GiB of memory are free; reduce --max-step-tokens or "
+        "--max-batch-size or --prompt-cache-size-mb or --adapter-cache-size-mb"
     )
 
 
@@ -119,7 +119,7 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_read() -> None:
     with pytest.raises(ModelTooLargeError) as error:
         check_fit(SPEC, group, torch.bfloat16, demand, 3 * GIB, budget(2 * GIB))
     assert str(error.value) == (
-        "the model does not fit: its weights take 3.00 GiB as bfloat16, 2.00 GiB of memory are left"
+        "the model does not fit: its weights take 3.00 GiB as bfloat16, but only 2.00 GiB of memory are free"
     )
     with pytest.raises(CacheTooSmallError, match=r"leave room for 6$"):
         check_fit(SPEC, group, torch.float32, demand, 3 * GIB, budget(3 * GIB + needed - 1))
@@ -128,7 +128,9 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_read() -> None:
         check_fit(
             SPEC, group, torch.float32, demand, 3 * GIB, budget(4 * GIB + needed - 1, adapter_bytes=GIB)
         )
-    with pytest.raises(ModelTooLargeError, match=r"weights soft prompts and adapters may take 1\.00 GiB, 0"):
+    with pytest.raises(
+        ModelTooLargeError, match=r"weights soft prompts and adapters may take 1\.00 GiB, but only 0"
+    ):
         check_fit(SPEC, group, torch.float32, demand, 3 * GIB, budget(7 * GIB // 2, adapter_bytes=GIB))
 
 
@@ -137,6 +139,6 @@ def test_the_largest_step_must_fit() -> None:
     with pytest.raises(ModelTooLargeError) as error:
         check_budget(MemoryBudget(2 * GIB - 1, GIB, 2))
     assert str(error.value) == (
-        "the model does not fit: beside its weights the largest step takes 2.00 GiB, 2.00 GiB of memory are "
-        "left; a smaller --max-step-tokens or --max-batch-size makes it smaller"
+        "the model does not fit: in addition to its weights the largest step takes 2.00 GiB, but only "
+        "2.00 GiB of memory are free; reduce --max-step-tokens or --max-batch-size"
     )

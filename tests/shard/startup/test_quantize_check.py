@@ -1,5 +1,5 @@
-"""`--quantize int8`: whole models and engines, against float32 and against themselves in other company, and
-who refuses."""
+"""Check `--quantize int8` for whole models and engines, against float32 and in other batches, and the
+refusals."""
 
 import logging
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from tgis.shard.startup.cpu_platform import ON_CPU
 from tgis.shard.startup.load import load
 from tgis.shard.startup.platform import DeviceError
 
-TOLERANCE = 0.05  # of log-probabilities on average, of models as tiny and random as these
+TOLERANCE = 0.05  # mean difference of log-probabilities for models this small and random
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def quantized(directory: Path, group: ProcessGroup = stepping.ALONE) -> Decoder:
 
 
 def compute_steps(group: ProcessGroup, directory: Path) -> Tensor:
-    """Log-probabilities of two sequences, in chunks and together."""
+    """Return the log-probabilities of two sequences, in chunks and together."""
     stepper = Stepper(quantized(directory, group), group)
     first, second = list(range(5, 20)), [30, 31]
     steps = [{0: (first[:9], 0)}, {0: (first, 9), 1: (second, 0)}]
@@ -64,9 +64,9 @@ def test_both_numbers_of_ranks_are_near_float32(
     expected = torch.cat((first, second)).log_softmax(-1)
     one, (two, same) = compute_steps(stepping.ALONE, directory), ranks.run(2, compute_steps, directory)
     assert torch.equal(two, same)
-    for found in (one, two):
-        assert not torch.equal(found, expected)
-        difference = (found - expected).abs()
+    for actual in (one, two):
+        assert not torch.equal(actual, expected)
+        difference = (actual - expected).abs()
         assert difference.mean() < TOLERANCE
         assert difference.max() < 5 * TOLERANCE
 
@@ -79,8 +79,8 @@ def test_experts_are_quantized_and_who_chooses_them_is_not(tmp_path: Path) -> No
     assert isinstance(feed._score._multiply, PackedProduct)
     assert isinstance(feed._experts[3]._down._multiply, Int8Product)
     assert isinstance(model._head._multiply, Int8Product)
-    found, expected = (Stepper(each).step({0: (ids, 0)})[0] for each in (model, stepping.load(tmp_path)))
-    difference = (found.log_softmax(-1) - expected.log_softmax(-1)).abs()
+    actual, expected = (Stepper(each).step({0: (ids, 0)})[0] for each in (model, stepping.load(tmp_path)))
+    difference = (actual.log_softmax(-1) - expected.log_softmax(-1)).abs()
     assert 0 < difference.mean() < TOLERANCE
 
 

@@ -1,4 +1,4 @@
-"""How the largest step is found and its memory measured, on steps whose memory is known."""
+"""Check how the largest step is determined and its memory measured, on steps with known memory."""
 
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 @dataclass
 class Steps:
-    """Stands where an engine stands; a step takes memory by its tokens."""
+    """A stand-in for an engine; a step uses memory by its number of tokens."""
 
     limits: RowLimits
     bytes_per_token: int
@@ -96,7 +96,7 @@ def test_no_larger_step_is_run_than_is_needed(monkeypatch: pytest.MonkeyPatch) -
     warm.measure(largest_step(demand, 512), lambda step: bool(upper_bounds.append(step) or True), 1 << 50)
     assert steps.tokens == [32]
     assert upper_bounds[0] > 60 * MIB
-    # A step that would not fit is not tried; nor one that would take long.
+    # A step that would not fit is not tried, nor a step that would take long.
     steps.tokens.clear()
     assert warm.measure(largest_step(demand, 512), lambda step: False, 10 * MIB) > 50 * MIB
     assert steps.tokens == [32]

@@ -1,4 +1,5 @@
-"""The port where streams arrive over TCP, and the thread behind it that must never wait for a stranger."""
+"""Check the listener for step streams over TCP, whose thread must never wait for an unauthenticated
+client."""
 
 import socket
 import ssl
@@ -24,15 +25,15 @@ class Ends(NamedTuple):
     steps: StepSocket
     address: tuple[str, int]
     context: ssl.SSLContext
-    """Of a router."""
+    """The TLS context of a router."""
 
     def open(self, stack: ExitStack) -> ssl.SSLSocket:
-        """As a router does."""
+        """Open a connection as a router does."""
         plain = socket.create_connection(self.address, timeout=10)
         return stack.enter_context(self.context.wrap_socket(plain, server_hostname="localhost"))
 
     def connect(self, stack: ExitStack) -> ssl.SSLSocket:
-        """Whose stream is the newest from then on."""
+        """Open a connection and return it once its stream is the newest."""
         connection = self.open(stack)
         assert self.steps.receive() is None
         self.steps.accept()
@@ -62,7 +63,7 @@ def soon(timeout_s: float = 8) -> Iterator[None]:
 
 
 def test_steps_of_any_size_arrive_whole(ends: Ends) -> None:
-    """Larger than a record, and several in one."""
+    """Check steps larger than a TLS record, and several steps in one record."""
     sent = [step(1), step(2, 100_000), step(3), step(4, 40_000), step(5)]
     with ExitStack() as stack:
         router = ends.connect(stack)
@@ -102,12 +103,12 @@ def test_half_a_record_does_not_keep_a_newer_router_waiting(ends: Ends) -> None:
 
 
 def strangers(ends: Ends, stack: ExitStack, count: int) -> list[socket.socket]:
-    """Who begin a handshake and then say nothing more."""
-    found = []
+    """Open connections that start a handshake and then send nothing."""
+    results = []
     for _ in range(count):
-        found.append(stack.enter_context(socket.create_connection(ends.address, timeout=8)))
-        found[-1].sendall(b"\x16\x03\x01")
-    return found
+        results.append(stack.enter_context(socket.create_connection(ends.address, timeout=8)))
+        results[-1].sendall(b"\x16\x03\x01")
+    return results
 
 
 def test_strangers_who_fall_silent_are_in_nobodys_way(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Scenes of attention whose kernels are those of GPUs."""
+"""Attention scenes with GPU kernels."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,12 +15,12 @@ from tgis.shard.kernels.cuda.step_state import Segments, count_segments
 
 KERNELS: dict[str, Callable[[], Implementations]] = {"kernel": interpreted, "twin": Implementations.plain}
 
-# What rounding weights and results costs, of values up to 4.
+# Rounding errors of weights and results, for values up to 4.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 class CudaScene(Scene):
-    """A scene whose queries have the cache's type. Rows of its block tables end with a block of NaN."""
+    """Scene whose queries have the cache's type. The rows of its block tables end with a block of NaN."""
 
     attention: CudaAttention
 
@@ -40,11 +40,11 @@ class CudaScene(Scene):
 
     @property
     def where(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return keys, values and block tables. Keys and values are those of the only layer."""
+        """Return keys, values and block tables of the only layer."""
         return *self.attention.pages(0), torch.tensor(self.tables, dtype=torch.int32)
 
     def attend_last(self, work: Sequence[tuple[int, int]], scoring: Scoring) -> Tensor:
-        """Attend with the last token of (sequence, length) each. A length of 0 is an idle row."""
+        """Attend with the last token of each (sequence, length). A length of 0 is an idle row."""
         q = torch.stack([self.q[self.rows(i, 0, max(1, length))][-1] for i, length in work])
         rows, lengths = torch.tensor(work, dtype=torch.int32).unbind(1)
         starts = torch.zeros(len(work) + 1, dtype=torch.int32)
@@ -55,7 +55,7 @@ class CudaScene(Scene):
             return self.kernels.attend_segments(q, *self.where, segments, int(lengths.max()), scoring)
 
     def attend_spans(self, work: Sequence[tuple[int, int, int]], scoring: Scoring) -> list[Tensor]:
-        """Attend with tokens [start, end) of (sequence, start, end) each."""
+        """Attend with the tokens [start, end) of each (sequence, start, end)."""
         q = torch.cat([self.q[self.rows(*span)] for span in work])
         spans, first = [], 0
         for i, start, end in work:
@@ -69,21 +69,21 @@ class CudaScene(Scene):
         return list(out.split([span.num_tokens for span in spans]))
 
     def check_last(self, work: Sequence[tuple[int, int]], scoring: Scoring) -> None:
-        for (i, length), found in zip(work, self.attend_last(work, scoring), strict=True):
+        for (i, length), result in zip(work, self.attend_last(work, scoring), strict=True):
             if length:
-                self.check_near(found, self.expected(i, length - 1, length, scoring)[0])
+                self.check_near(result, self.expected(i, length - 1, length, scoring)[0])
             else:
-                assert not found.any()
+                assert not result.any()
 
     def check_spans(self, work: Sequence[tuple[int, int, int]], scoring: Scoring) -> None:
-        for span, found in zip(work, self.attend_spans(work, scoring), strict=True):
-            self.check_near(found, self.expected(*span, scoring))
+        for span, result in zip(work, self.attend_spans(work, scoring), strict=True):
+            self.check_near(result, self.expected(*span, scoring))
 
     def check_scoring(self, scoring: Scoring) -> None:
-        """Check that every head has its slope and biases: a kernel would read what lies behind them."""
+        """Check that every head has its slope and biases, so that no kernel reads beyond them."""
         for of_heads in (scoring.slopes, scoring.bias):
             assert of_heads is None or len(of_heads) == self.shape.num_heads
 
-    def check_near(self, found: Tensor, expected: Tensor) -> None:
-        assert found.dtype == self.shape.dtype
-        torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=TOLERANCES[self.shape.dtype])
+    def check_near(self, actual: Tensor, expected: Tensor) -> None:
+        assert actual.dtype == self.shape.dtype
+        torch.testing.assert_close(actual.double(), expected, rtol=2e-5, atol=TOLERANCES[self.shape.dtype])

@@ -1,4 +1,4 @@
-"""A late device whose graphs replay what they captured, and nothing else."""
+"""Late device whose graphs replay exactly the captured work."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Steps of a model in which every row has one new token, in memory that stays: what is captured on a GPU."""
+"""Steps of a model with one new token per row in fixed memory, as captured on a GPU."""
 
 import random
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ NO_TILES = torch.empty((0, 5), dtype=torch.int32)
 
 @dataclass(frozen=True)
 class Bucket:
-    """Fixed memory of steps with as many rows."""
+    """Fixed memory of steps with the same number of rows."""
 
     staged: StagedStep
     tensors: StepTensors
@@ -34,7 +34,7 @@ class Bucket:
 
 
 class DecodeScene:
-    """Rows of one model. Two scenes of one seed are alike, step for step."""
+    """Rows of one model. Two scenes with the same seed have identical steps."""
 
     def __init__(self, model: Any, kernels: Implementations, dtype: torch.dtype, seed: int = 0):
         self._model, self._kernels, self._rng = model, kernels, random.Random(seed)
@@ -50,7 +50,7 @@ class DecodeScene:
         self._attention = CudaAttention(self.cache, kernels, group_size)
         limits = RowLimits(MAX_LEN, BLOCK_SIZE, spec.vocab_size, is_encoder_decoder=spec.is_encoder_decoder)
         self.rows = allocate_rows(MAX_ROWS, limits, num_blocks, CPU)
-        self._lengths = [0] * MAX_ROWS  # that the host plans; 0: not open
+        self._lengths = [0] * MAX_ROWS  # planned by the host; 0: not open
         self._tables: list[list[int]] = [[] for _ in range(MAX_ROWS)]
         self._buckets: dict[int, Bucket] = {}
         for row in range(MAX_ROWS if spec.is_encoder_decoder else 0):
@@ -78,7 +78,7 @@ class DecodeScene:
         return self._buckets[num_rows]
 
     def stage(self, num_rows: int, count: int) -> None:
-        """Stage a step of `count` rows, some of which may be new, or may have ended already."""
+        """Stage a step of `count` rows, some of which may be new or may have ended."""
         rows = self._rng.sample(range(MAX_ROWS), count)
         for row in rows:
             if self._lengths[row] in (0, MAX_LEN) or self._rng.random() < 0.1:
@@ -86,7 +86,7 @@ class DecodeScene:
         self._stage(num_rows, rows)
 
     def _stage(self, num_rows: int, rows: list[int]) -> None:
-        """Describe the rows' next tokens, and fill up with the idle row."""
+        """Stage the rows' next tokens, padded with the idle row."""
         staged, idle, blocks = self.bucket(num_rows).staged, self.rows.idle_row, []
         tokens = []
         for row in rows:
@@ -116,7 +116,7 @@ class DecodeScene:
             memory.copy_(values)
 
     def _open(self, row: int) -> None:
-        """Begin another sequence, of one token, which may end before the host knows."""
+        """Begin another sequence of one token, which may end before the host knows."""
         self._blocks = self._tables[row] + self._blocks
         self._tables[row], self._lengths[row] = [], 1
         words = self.rows.words[row]
@@ -137,7 +137,7 @@ class DecodeScene:
         self.rows.block_tables[row] = self.rows.dummy_slot // BLOCK_SIZE
 
     def _encode(self, row: int) -> None:
-        """Write keys and values as an encoder would."""
+        """Write keys and values like an encoder."""
         blocks = [self._blocks.pop() for _ in range(CROSS_BLOCKS)]
         self.rows.cross_tables[row, :CROSS_BLOCKS] = torch.tensor(blocks)
         self.rows.words[row, Word.ENCODER_LEN] = self._rng.randrange(1, CROSS_BLOCKS * BLOCK_SIZE)

@@ -1,8 +1,8 @@
-"""CUDA graphs on the CPU. Work is captured as its torch operators and launches of interpreted kernels, with
-the numbers and the memory that they were called with, and replayed without the Python between them.
+"""CUDA graphs on the CPU. A capture records torch operators and launches of interpreted kernels, with their
+scalar arguments and memory. A replay runs them without the Python code between them.
 
-What a GPU would not allow fails: values that the host looks at, and memory that is not the same in each run.
-The memory that graphs share holds nothing that the graph did not write since its replay began."""
+Work that a GPU cannot capture fails: reads of values by the host, and memory that changes between runs.
+Memory shared by graphs is poisoned before each replay, except for what the graph writes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,13 +21,13 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 aten = torch.ops.aten
 
-# Tags of operators whose result's shape or whose result depends on values, or on the state of an RNG.
+# Tags of operators whose result or its shape depends on values, or on the state of an RNG.
 REFUSED_TAGS = {
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
     torch.Tag.nondeterministic_seeded,
 }
-# Operators that wait for the device, although no tag says so, or that give a tensor other memory.
+# Operators that wait for the device without such a tag, or that replace a tensor's memory.
 REFUSED = {
     aten.equal.default: "values of tensors",
     aten._pin_memory.default: "memory of the host",
@@ -36,14 +36,15 @@ REFUSED = {
     aten.set_.source_Storage_storage_offset: "memory that changes",
     aten.set_.source_Tensor: "memory that changes",
 }
-# Functions that read or make tensors without an operator, or with the same one as a stored number.
+# Functions that read or create tensors without an operator, or with an operator that is also used for
+# constants.
 REFUSED_FUNCTIONS = {
     **dict.fromkeys((Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__), "values on the host"),
     **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray), "memory of the host"),
 }
-# Operators to which a number of the host is uploaded; others take it as a parameter.
+# Operators to which a number of the host is uploaded; other operators get it as a parameter.
 UPLOADING = {aten.copy_.default: 1, aten.index_put_.default: 2, aten.index_put.default: 2}
-# Operators whose second argument is a list of indices, or of masks, whose places the host must know.
+# Operators whose second argument is a list of indices or masks, whose number the host must know.
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 
 Run = Callable[[], None]
@@ -76,11 +77,11 @@ class FakeGraphs:
         self._graphs = WeakSet[FakeGraph]()
 
     def capture(self, work: Callable[[], None]) -> FakeGraph:
-        """Run the work, and capture it."""
+        """Run the work, then capture it."""
         first = Recorder(None)
         with first.recording():
             work()
-        # What the first run left to its owners stays, too.
+        # Memory that the first run returned to its owners is kept, too.
         second = Recorder(first.fixed | {key: x.untyped_storage() for key, x in first.private.items()})
         try:
             with second.recording():
@@ -98,7 +99,7 @@ class FakeGraphs:
 
 
 class FakeStream:
-    """`DeviceStream` that has done its work when it returns."""
+    """`DeviceStream` that computes work immediately."""
 
     device = torch.device("cpu")
 
@@ -115,23 +116,24 @@ class FakeStream:
         return self
 
     def wait(self) -> None:
-        """Wait for nothing."""
+        """Return immediately, because all work is done."""
 
     def capture(self, work: Callable[[], None]) -> FakeGraph:
         return self.graphs.capture(work)
 
 
 class Recorder(TorchDispatchMode):
-    """Records what runs. `known` is the fixed memory that the run before used; None: there was none, and
-    kernels are launched too. Operators run in any case: nothing else tells the shapes of their results."""
+    """Recorder of operators and kernels. `known` is the fixed memory of the previous run; None: there was
+    none, and kernels are launched too. Operators always run, because only that gives the shapes of their
+    results."""
 
     def __init__(self, known: dict[int, torch.UntypedStorage] | None) -> None:
         super().__init__()
         self._known = known
         self.runs: list[Run] = []
-        self.private: dict[int, Tensor] = {}  # memory taken since
-        self.fixed: dict[int, torch.UntypedStorage] = {}  # other memory that is used
-        self._before: dict[int, Tensor] = {}  # copies of fixed memory that was written
+        self.private: dict[int, Tensor] = {}  # memory allocated since the start
+        self.fixed: dict[int, torch.UntypedStorage] = {}  # other used memory
+        self._before: dict[int, Tensor] = {}  # copies of fixed memory before it was written
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -145,7 +147,7 @@ class Recorder(TorchDispatchMode):
 
     @torch.inference_mode()
     def restore(self) -> None:
-        """Undo what operators wrote to fixed memory: captured work does not run."""
+        """Undo writes of operators to fixed memory, because captured work does not run."""
         for key, copy in self._before.items():
             as_bytes(self.fixed[key]).copy_(copy)
 
@@ -153,7 +155,7 @@ class Recorder(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        with self:  # operators made of others, which inference mode leaves whole
+        with self:  # composite operators, which inference mode leaves whole
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
@@ -169,7 +171,7 @@ class Recorder(TorchDispatchMode):
             self.private[key_of(x)] = whole(x)
         if "empty" in func.name():
             for x in made:
-                x.zero_()  # no index is out of range
+                x.zero_()  # so that no index is out of range
         elif made or func._schema.is_mutable:
             self._record(func, args, kwargs, result, made)
         return result
@@ -201,7 +203,7 @@ class Recorder(TorchDispatchMode):
         self.runs.append(run)
 
     def _use(self, tree: Any) -> set[int]:
-        """Return the memory of all tensors, and note which of it is fixed."""
+        """Return the memory of all tensors, and record which of it is fixed."""
         given = {key_of(x): x for x in tensors(tree)}
         for key, x in given.items():
             if key in self.private or self._is_number(x):
@@ -222,8 +224,8 @@ class Recorder(TorchDispatchMode):
                 self._before[key] = as_bytes(self.fixed[key]).clone()
 
     def _freeze(self, tree: Any) -> Callable[[], Any]:
-        """Return a function that returns the tree with the same memory. Fixed memory must still be its
-        owner's then, so it is not kept."""
+        """Return a function that returns the tree with the same memory. Fixed memory must still have its
+        owner then, so it is not kept alive here."""
         frozen = tree_map_only(Tensor, self._freeze_tensor, tree)
         return lambda: tree_map_only(Frozen, lambda x: x.thaw(), frozen)
 
@@ -234,7 +236,7 @@ class Recorder(TorchDispatchMode):
 
 
 class Frozen:
-    """Tensor in memory that somebody else keeps."""
+    """Tensor in memory that another object keeps alive."""
 
     def __init__(self, x: Tensor):
         storage = x.untyped_storage()
@@ -285,13 +287,13 @@ def as_bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def whole(x: Tensor) -> Tensor:
-    """Return all of a tensor's memory as its type, [n]."""
+    """Return all of a tensor's memory as [n] in its type."""
     storage = x.untyped_storage()
     return torch.empty(0, dtype=x.dtype).set_(storage, 0, (storage.nbytes() // x.itemsize,))
 
 
 def poison(x: Tensor) -> None:
-    """Fill a tensor with NaN, or with integers that are no index."""
+    """Fill a tensor with NaN, or with integers that are invalid indices."""
     if x.is_floating_point():
         x.fill_(torch.nan)
     else:

@@ -1,6 +1,5 @@
-"""Table of what kernels cost on sm_90a. `python -m tests.support.cuda.golden` writes it anew;
-`python -m tests.support.cuda.golden 80` writes nothing, and prints what is wrong with the kernels of all
-models on sm_80."""
+"""Table of kernel resources on sm_90a. `python -m tests.support.cuda.golden` rewrites it; `python -m
+tests.support.cuda.golden 80` writes nothing, and prints the faults of all models' kernels on sm_80."""
 
 import json
 import sys
@@ -18,7 +17,7 @@ from tgis.shard.kernels.cuda.offline.variants import NUM_TOKENS, Variant, find_v
 
 FILE = Path(__file__).parents[2] / "shard/kernels/cuda/golden_sm90.json"
 CAPABILITY = 90
-# Between them these have every feature.
+# Together, these models use every feature.
 MODELS = ("all", "llama-3.1-8b/1", "gemma-2-9b/1", "qwen3-8b/1", "bloom-7b1/1", "flan-t5-xl/1", "starcoder/1")
 Table = dict[str, MachineCode]
 Code = TypeVar("Code", bound=Resources)
@@ -26,17 +25,17 @@ Code = TypeVar("Code", bound=Resources)
 
 def of_models(*models: str, num_tokens: int = NUM_TOKENS) -> list[Variant]:
     """Return the variants of models in bfloat16."""
-    found = [each for each in find_variants(num_tokens) if each.label.split()[0] in models]
-    return [each for each in found if "float16" not in each.label.split()]
+    results = [each for each in find_variants(num_tokens) if each.label.split()[0] in models]
+    return [each for each in results if "float16" not in each.label.split()]
 
 
 def measure(variants: Iterable[Variant]) -> tuple[Table, list[str]]:
-    """Compile the kernels of variants. Return what they cost, and a line for each fault."""
+    """Compile the kernels of variants. Return their resources, and one line per fault."""
     return _read_all(variants, CAPABILITY, read_machine_code)
 
 
 def find_faults(variants: Iterable[Variant], capability: int) -> list[str]:
-    """Compile the kernels of variants. Return a line for each fault."""
+    """Compile the kernels of variants. Return one line per fault."""
     return _read_all(variants, capability, read_resources)[1]
 
 
@@ -44,23 +43,25 @@ def _read_all(
     variants: Iterable[Variant], capability: int, read_code: Callable[[OfflineKernel], Code]
 ) -> tuple[dict[str, Code], list[str]]:
     table: dict[str, Code] = {}
-    found = []
+    results = []
     for variant in variants:
         name = f"{variant.kernel} {variant.label}"
         try:
             with compile_only(capability) as kernels:
                 variant.run()
         except Exception as error:
-            found.append(f"{name}: {error!r}")
+            results.append(f"{name}: {error!r}")
         table |= {f"{name}: {kernel.name}": read_code(kernel) for kernel in kernels}
     limit = MAX_SHARED_BYTES[capability]
-    return table, found + [f"{name}: {fault}" for name, code in table.items() for fault in code.faults(limit)]
+    return table, results + [
+        f"{name}: {fault}" for name, code in table.items() for fault in code.faults(limit)
+    ]
 
 
 def read() -> tuple[str, Table]:
-    """Return the version of Triton, and the table."""
-    found = json.loads(FILE.read_text())
-    return found["triton"], {name: MachineCode(**code) for name, code in found["kernels"].items()}
+    """Return the version of Triton and the table."""
+    result = json.loads(FILE.read_text())
+    return result["triton"], {name: MachineCode(**code) for name, code in result["kernels"].items()}
 
 
 def write(table: Table) -> None:
@@ -72,12 +73,12 @@ def main() -> int:
     with TemporaryDirectory() as directory:
         triton.knobs.cache.dir = directory
         if sys.argv[1:]:
-            found = find_faults(find_variants(), int(sys.argv[1]))
+            result = find_faults(find_variants(), int(sys.argv[1]))
         else:
-            table, found = measure(of_models(*MODELS))
+            table, result = measure(of_models(*MODELS))
             write(table)
-    print("\n".join(found))
-    return bool(found)
+    print("\n".join(result))
+    return bool(result)
 
 
 if __name__ == "__main__":

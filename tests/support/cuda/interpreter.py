@@ -1,6 +1,6 @@
-"""Triton's kernels in its interpreter, on the CPU, beside those that compile.
+"""Triton kernels in its interpreter on the CPU, in addition to compiled kernels.
 
-Triton chooses between both when a kernel is declared, so the modules of the kernels are imported twice."""
+Triton chooses between the two when a kernel is declared, so the kernels' modules are imported twice."""
 
 import importlib
 import sys
@@ -19,7 +19,7 @@ import triton.runtime.interpreter as interpreter
 from tgis.shard.kernels.cuda.implementations import KERNELS, Implementations
 
 PACKAGE = "tgis.shard.kernels.cuda"
-# Modules whose classes both copies share.
+# Modules whose classes are shared by both copies.
 SHARED = {f"{PACKAGE}.step_state"}
 
 
@@ -32,7 +32,7 @@ def interpreted() -> Implementations:
 
 @cache
 def interpreted_modules() -> dict[str, ModuleType]:
-    """Return the copies of the kernels' modules, by the kernel's name."""
+    """Return the copies of the kernels' modules by kernel name."""
     _correct()
     with _removed(), triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = True
@@ -40,14 +40,15 @@ def interpreted_modules() -> dict[str, ModuleType]:
 
 
 def interpret(kernel: Callable[..., None]) -> Any:
-    """Return a test's own kernel, which may call functions of any kernels, such that it runs on the CPU."""
+    """Return a test's own kernel, which may call functions of other kernels, in a form that runs on the
+    CPU."""
     _correct()
     return interpreter.InterpretedFunction(kernel)
 
 
 @contextmanager
 def _removed() -> Iterator[None]:
-    """Import the package's modules again; afterwards they are those of before."""
+    """Remove the package's modules, so that they are imported again; restore them afterwards."""
     package = sys.modules[PACKAGE]
     before, names = dict(vars(package)), [name for name in sys.modules if name.startswith(f"{PACKAGE}.")]
     kept = {name: sys.modules.pop(name) for name in names if name not in SHARED}
@@ -62,14 +63,14 @@ def _removed() -> Iterator[None]:
 
 @cache
 def _correct() -> None:
-    """Correct faults of the interpreter of Triton 3.6 and 3.7.
+    """Correct errors of the interpreter of Triton 3.6 and 3.7.
 
-    Products of bfloat16 are those of its bits. A row of a float32 product has other bits in another place on
-    some processors, so products are float64 before they are rounded. bfloat16 is not rounded to the nearest,
-    as GPUs do. NumPy 2.4 makes no index of an array with one element. Triton's own functions, such as max,
-    which were imported to be compiled, cannot be called; they see the language through tl.core, so a launch
-    must replace that too. Numbers beyond the range are infinite, as on GPUs, and no warning. Types are looked
-    up at every operation, in a table that is made for each look-up."""
+    It multiplies the bit patterns of bfloat16 numbers. On some processors, the bits of a float32 product
+    depend on the row's position, so products are computed in float64 and rounded. It does not round to the
+    nearest bfloat16, as GPUs do. NumPy 2.4 does not accept an array with one element as an index. Triton's
+    own functions, such as max, were imported for compilation and cannot be called; they use the language
+    through tl.core, so a launch must replace that too. Overflow yields infinity, as on GPUs, without a
+    warning. Every operation looks up types in a new table, so the look-up is cached."""
     patch, create_dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
     convert, find_type = interpreter._convert_float, cache(interpreter._get_np_dtype)
     patch_lang, whole_language = (
@@ -112,7 +113,7 @@ def _correct() -> None:
 
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a function in a kernel, whose launch has replaced the language."""
+    """Call a function in a kernel whose launch has replaced the language."""
     return _rewrite(function.fn)(*args, **kwargs)
 
 

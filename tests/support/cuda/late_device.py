@@ -1,7 +1,7 @@
-"""A device in the CPU's memory whose work is done only when somebody waits for it.
+"""Device in the CPU's memory that computes work only when something waits for it.
 
-Work that reads what the host has changed since, or memory that an earlier step still needs, gives other
-results than on a device that is never late. So does a host that reads answers before they are there."""
+Results differ from those of a prompt device if work reads memory that the host has changed since, or that an
+earlier step still needs, or if the host reads answers too early."""
 
 import threading
 from collections import deque
@@ -15,7 +15,7 @@ POISON = -1
 
 
 class LateDevice:
-    """`DeviceStream`. What is queued is computed by the thread that waits for it."""
+    """`DeviceStream` whose queued work is computed by the waiting thread."""
 
     def __init__(self, device: torch.device = CPU) -> None:
         self.device = device
@@ -23,7 +23,7 @@ class LateDevice:
         self._queue = deque[Callable[[], None]]()
         self._num_queued = self._num_done = 0
         self.most_queued = 0
-        """Most pieces of work that were ever behind the host."""
+        """Maximum number of pieces of work in the queue so far."""
 
     def run(self, work: Callable[[], None]) -> None:
         with self._lock:
@@ -63,7 +63,7 @@ class LateEvent:
 
 
 class LateGraph:
-    """Work that is simply done again."""
+    """Graph that simply runs the work again."""
 
     def __init__(self, device: LateDevice, work: Callable[[], None]) -> None:
         self._device, self._work = device, work

@@ -1,4 +1,4 @@
-"""A platform as that of GPUs, on the CPU: kernels by their twins, work that is done late, graphs."""
+"""Platform like a GPU's on the CPU: fallback kernels, late work, and graphs."""
 
 from dataclasses import replace
 from functools import partial

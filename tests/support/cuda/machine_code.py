@@ -1,4 +1,4 @@
-"""Reads what a kernel costs from its machine code, with the tools in Triton's wheel."""
+"""Reads a kernel's resources from its machine code with the tools in Triton's wheel."""
 
 import re
 import subprocess
@@ -17,27 +17,27 @@ _USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 
 @dataclass(frozen=True)
 class Resources:
-    registers: int  # of a thread
-    stack_bytes: int  # of a thread; registers that do not suffice are kept there
+    registers: int  # per thread
+    stack_bytes: int  # per thread, for spilled registers
     shared_bytes: int
     warps: int
 
     def faults(self, max_shared_bytes: int) -> list[str]:
-        """Return what no kernel may do, each in a line."""
-        found = []
+        """Return the faults that no kernel may have, one per line."""
+        results = []
         if self.stack_bytes:
-            found.append(f"{self.stack_bytes} bytes of registers are spilled")
+            results.append(f"{self.stack_bytes} bytes of registers are spilled")
         if self.shared_bytes > max_shared_bytes:
-            found.append(f"{self.shared_bytes} bytes of shared memory, at most {max_shared_bytes}")
-        return found
+            results.append(f"{self.shared_bytes} bytes of shared memory, at most {max_shared_bytes}")
+        return results
 
 
 @dataclass(frozen=True)
 class MachineCode(Resources):
-    warpgroup_products: int  # instructions for tensor cores of sm_90
-    tensor_products: int  # the same of a single warp
+    warpgroup_products: int  # tensor-core instructions of sm_90
+    tensor_products: int  # tensor-core instructions of single warps
     loads: int  # instructions that read global memory
-    wide_loads: int  # those of them that read 16 bytes a thread
+    wide_loads: int  # instructions that read 16 bytes per thread of global memory
 
 
 def read_resources(kernel: OfflineKernel) -> Resources:
@@ -52,7 +52,7 @@ def read_resources(kernel: OfflineKernel) -> Resources:
 
 
 def read_machine_code(kernel: OfflineKernel) -> MachineCode:
-    """Read the instructions too, which takes a hundred times as long."""
+    """Read the resources and the instructions. The latter takes a hundred times as long."""
     names = _INSTRUCTION.findall(_dump("--dump-sass", kernel.cubin))
 
     def count(pattern: str) -> int:
@@ -68,7 +68,7 @@ def read_machine_code(kernel: OfflineKernel) -> MachineCode:
 
 
 def read_target(kernel: OfflineKernel) -> str:
-    """Return what the code was compiled for, like sm_90a."""
+    """Return the compilation target, such as sm_90a."""
     target = re.search(r"\.(sm_\w+)\.cubin", _dump("--list-elf", kernel.cubin))
     assert target, "cuobjdump says nothing of the target"
     return target[1]

@@ -1,4 +1,4 @@
-"""Finds operators that a CUDA graph cannot capture, because they look at values, or at memory of the host."""
+"""Detects operators that a CUDA graph cannot capture, because they read values or host memory."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Operators whose results' sizes, or the host, depend on values.
+# Operators whose result sizes, or the host, depend on values.
 _NAMES = {
     "_local_scalar_dense",
     "bincount",
@@ -20,11 +20,11 @@ _NAMES = {
 
 
 class ValueReadError(Exception):
-    """Error: an operator waits for the device. Its text is the operator's name."""
+    """Error when an operator waits for the device. Its text is the operator's name."""
 
 
 class NoValues(TorchDispatchMode):
-    """Dispatch mode that refuses operators that wait for values of the device."""
+    """Dispatch mode that rejects operators that wait for values of the device."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function._schema.name.removeprefix("aten::")

@@ -1,4 +1,4 @@
-"""GPUs' kernels and attention on the CPU: by their twins, or by Triton's interpreter."""
+"""GPU kernels and attention on the CPU, with fallback kernels or Triton's interpreter."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.startup.host_runner import HostRunners
 from tgis.shard.startup.platform import Platform
 
-GROUP_SIZE = 8  # at least that of any model of the tests; smaller ones could have longer tiles
+GROUP_SIZE = 8  # at least the group size of all test models; smaller groups could have longer tiles
 
 
 def make_platform(implementations: Implementations, device: torch.device = CPU) -> Platform:

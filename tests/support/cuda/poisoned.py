@@ -1,4 +1,4 @@
-"""Memory in which what nobody wrote shows."""
+"""Memory that shows reads of unwritten values."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,12 +6,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-GUARD = 3  # rows before and after
+GUARD = 3  # rows before and after the data
 
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Let new tensors hold NaN, or the largest integer, until they are written."""
+    """Fill new tensors with NaN, or with the largest integer."""
     torch.use_deterministic_algorithms(True)
     assert torch.empty(5).isnan().all()
     try:
@@ -28,7 +28,7 @@ def guard(x: Tensor) -> Tensor:
 
 
 def is_guarded(x: Tensor) -> bool:
-    """Return whether the rows around x, which `guard` returned, are still NaN."""
+    """Return whether the rows that `guard` added around x are still NaN."""
     around = x._base
     assert around is not None
     return bool(around[:GUARD].isnan().all() and around[-GUARD:].isnan().all())

@@ -1,4 +1,4 @@
-"""The order of a kernel's programs in Triton's interpreter, which on a GPU is any."""
+"""Order of a kernel's programs in Triton's interpreter, which is undefined on a GPU."""
 
 import math
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import triton.runtime.interpreter as interpreter
 
 @contextmanager
 def reversed_programs() -> Iterator[None]:
-    """Run the last program of a launch first, which shows what one overwrites of another."""
+    """Run the last program of a launch first, to detect programs that overwrite each other's results."""
     builder = interpreter.interpreter_builder
     set_size, set_place = builder.set_grid_dim, builder.set_grid_idx
     size = 1, 1, 1

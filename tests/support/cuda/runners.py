@@ -22,7 +22,7 @@ from tgis.shard.startup.platform import Platform
 def load_late(
     config: ShardConfig, device: LateDevice | None = None, on: Platform | None = None
 ) -> DeviceModelRunner:
-    """Load a model to a late device. It has no graphs."""
+    """Load a model to a late device without graphs."""
     device = device or LateDevice()
     group = ProcessGroup(0, 1, device=device.device)
     host = load(config, group, on or plain(device.device))
@@ -31,7 +31,7 @@ def load_late(
 
 
 def load_captured(config: ShardConfig, on: Platform | None = None) -> DeviceModelRunner:
-    """Load a model to a late device with graphs of steps."""
+    """Load a model to a late device with captured steps."""
     runner = load_late(config, on=on)
     prompt_tokens = 0 if runner.model.spec.is_encoder_decoder else config.max_step_tokens
     runner.graphs.capture(graph_sizes(None, config.max_batch_size, prompt_tokens))
@@ -44,7 +44,7 @@ def move(
     device: LateDevice,
     kernels: Implementations | None = None,
 ) -> DeviceModelRunner:
-    """Make a runner on a late device from one on the host. Its cache has no numbers in it."""
+    """Create a runner on a late device from a runner on the host. Its cache is empty."""
     spec, info = host.model.spec, host.info
     cache = KVCache(
         spec.num_layers,

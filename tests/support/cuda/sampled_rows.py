@@ -1,4 +1,4 @@
-"""Rows that the CPU's sampler and a GPU's `sample` continue side by side."""
+"""Rows that the CPU's sampler and a GPU's `sample` continue in parallel."""
 
 import random
 import struct
@@ -23,7 +23,7 @@ POISON = -7
 
 
 class SampledRows:
-    """Rows whose state both sides hold. Rows that are not open, and what belongs to none, is poisoned."""
+    """Rows with their state on both sides. Rows that are not open, and unused entries, are poisoned."""
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
         self.vocab_size, self.guided = vocab_size, dict[int, tuple[Tensor, bool]]()
@@ -48,7 +48,7 @@ class SampledRows:
         self.state.words[row, Word.MUST_END] = int(must_end)
 
     def step_on_cpu(self, logits: Tensor, rows: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the answers that rows must give, and append to the table."""
+        """Return the answers that the rows must give, and append them to the table."""
         answers = [(0, 0)] * len(rows)
         live = [i for i, row in enumerate(rows) if row in self.messages and not self.has_ended(row)]
         index, scores = np.array([rows[i] for i in live], np.int64), logits[live].clone()
@@ -100,7 +100,7 @@ def make_state(num_rows: int, vocab_size: int) -> RowState:
 
 
 def write_row(state: RowState, message: pb.OpenRow) -> None:
-    """Write what a message says. Beyond a row's stop ids and biases there is what other rows left."""
+    """Write a message's row. Entries after its stop ids and biases have values left by other rows."""
     row, sampling, token_ids = message.row, message.sampling, integers(message.token_ids)
     stop_ids, bias_ids = integers(message.eos_token_ids), integers(sampling.bias_token_ids)
     limit = message.prompt_len + message.max_new_tokens
@@ -138,7 +138,7 @@ def write_row(state: RowState, message: pb.OpenRow) -> None:
 
 
 def count(prompt: Sequence[int], generated: Sequence[int], vocab_size: int) -> list[int]:
-    """Return token counts as `RowState` has them."""
+    """Return token counts in the form of `RowState`."""
     counts = [0] * vocab_size
     for i in generated:
         counts[i] = min(counts[i] + 1, 2**15 - 1)
@@ -157,8 +157,8 @@ def signed(word: int) -> int:
 
 
 class Cases:
-    """Random rows of one vocabulary, and logits whose order hangs on all that may change them: a few tokens
-    lead, and these are also those of prompts, biases and stops."""
+    """Random rows of one vocabulary, and logits that sampling parameters can easily reorder: a few tokens
+    lead, which are also those in prompts, biases and stops."""
 
     def __init__(self, seed: int, vocab_size: int) -> None:
         self.rng, self.vocab_size = random.Random(seed), vocab_size
@@ -219,14 +219,14 @@ class Cases:
         return values
 
     def allowed(self) -> Tensor:
-        """Return a mask that allows something, and not the most likely tokens alone."""
+        """Return a mask that allows some tokens, and not only the most likely ones."""
         allowed = torch.tensor([self.rng.random() < 0.4 for _ in range(self.vocab_size)])
         allowed[self.rng.randrange(self.vocab_size)] = True
         return allowed
 
 
 class FilteredCases(Cases):
-    """Random rows that draw, most of them with filters, and nothing else that changes their logits."""
+    """Random rows with random sampling, most of them with filters and no other change of their logits."""
 
     def sampling(self) -> dict[str, Any]:
         rng, vocab_size = self.rng, self.vocab_size

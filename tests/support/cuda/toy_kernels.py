@@ -1,5 +1,5 @@
-"""Kernels whose results and machine code are known, for tests of the tools. They are plain functions, because
-`triton.jit` chooses between its compiler and its interpreter when it is called."""
+"""Kernels with known results and machine code, for tests of the tools. They are plain functions, because
+`triton.jit` chooses between compiler and interpreter when it is called."""
 
 import triton
 import triton.language as tl
@@ -18,10 +18,10 @@ def multiply(a, b, c, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):  # typ
 
 
 def count(number, total):  # type: ignore[no-untyped-def]
-    found = 0
+    result = 0
     for i in range(tl.load(number)):
-        found += i
-    tl.store(total, found)
+        result += i
+    tl.store(total, result)
 
 
 def interpreted(function: object) -> object:

@@ -1,4 +1,4 @@
-"""Asks llama.cpp, in the environment that `make bench-peers` installs it into, about a GGUF file."""
+"""Queries llama.cpp, in the environment of `make bench-peers`, about a GGUF file."""
 
 import json
 import subprocess
@@ -12,16 +12,16 @@ WORKER = Path(__file__).with_name("worker.py")
 
 
 def find_python() -> Path:
-    """Return its Python. Skip the test where it is not installed."""
+    """Return its Python. Skip the test if it is not installed."""
     if not (ROOT / "made.json").is_file():
         pytest.skip(f"llama.cpp is not in {ROOT}; `make bench-peers BENCH=--gguf` installs it")
     return ROOT / "bin" / "python"
 
 
 def ask(python: Path, file: Path, **asked: Any) -> dict[str, Any]:
-    """Return what the worker answers to `texts`, `prompts` with `num_tokens`, and `scored`."""
+    """Return the worker's answers to `texts`, `prompts` with `num_tokens`, and `scored`."""
     command = [str(python), str(WORKER), str(file)]
     done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result

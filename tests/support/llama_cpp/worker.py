@@ -1,7 +1,7 @@
-"""Answers for a GGUF file by llama.cpp, in an environment that has it. Argument: the file. On standard
-input: a JSON object with `texts` to split into tokens, `prompts` of token ids with `num_tokens` to add to
-each, and `scored` prompts. On standard output: the ids of the texts, greedy ids, and the logits of the next
-token."""
+"""Answers questions about a GGUF file with llama.cpp, in an environment that has it. Its argument is the
+file. Standard input is a JSON object with `texts` to tokenize, `prompts` of token ids to continue by
+`num_tokens`, and `scored` prompts. Standard output has the ids of the texts, greedy ids, and the logits of
+the next token."""
 
 import json
 import sys
@@ -15,12 +15,12 @@ def split(model: llama_cpp.Llama, text: str) -> list[int]:
 
 
 def generate(model: llama_cpp.Llama, prompt: list[int], num_tokens: int) -> list[int]:
-    found: list[int] = []
+    results: list[int] = []
     for token in model.generate(prompt, temp=0.0, top_k=1, repeat_penalty=1.0, reset=True):
-        found.append(token)
-        if len(found) == num_tokens:
-            return found
-    return found
+        results.append(token)
+        if len(results) == num_tokens:
+            return results
+    return results
 
 
 def score(model: llama_cpp.Llama, prompt: list[int]) -> list[float]:

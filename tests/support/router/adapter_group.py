@@ -1,4 +1,4 @@
-"""Two ranks behind real sockets, and what the router has of them, without a router."""
+"""Two ranks behind real sockets, and the router's adapter code for them, without a router."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -16,7 +16,7 @@ from tgis.router.shards.client import ShardClient
 from tgis.router.shards.link import UnixShardLink
 
 LIMIT_S = 0.5
-ROOM = 3  # items of each kind
+ROOM = 3  # number of items of each kind that fit
 INFO = pb.InfoResponse(prompt_cache_bytes=ROOM * 1024, adapter_cache_bytes=ROOM * 1024)
 
 
@@ -47,18 +47,18 @@ class Group:
         return self.registry.lease(prefix_id, adapter_id, "an-id")
 
     async def use(self, prefix_id: str | None = None, adapter_id: str | None = None) -> list[str]:
-        """The digests that such a call gets."""
+        """Return the digests that a call with these ids gets."""
         with self.lease(prefix_id, adapter_id) as lease:
             return [info.digest for info in (await lease.take()).present]
 
     def loaded(self) -> set[str]:
-        """Equal on all ranks."""
+        """Return the loaded digests, which must be equal on all ranks."""
         first, second = (set(shard.shelf.loaded) for shard in self.shards)
         assert first == second
         return first
 
     async def settle(self) -> None:
-        """Until nothing is loaded or unloaded any more."""
+        """Wait until no load or unload is in progress."""
         for _ in range(200):
             names = {task.get_name() for task in asyncio.all_tasks()}
             if not names & {"load", "unload", "find"}:

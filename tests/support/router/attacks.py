@@ -1,5 +1,5 @@
-"""What a hostile client may send to the gRPC port, as functions of host, port, count and seed; and a
-bystander who calls all the while and must lose nothing."""
+"""Attacks of a hostile client on the gRPC port, as functions of host, port, count and seed, and a bystander
+that calls continuously and must not be affected."""
 
 import contextlib
 import random
@@ -39,15 +39,15 @@ SERVICE = "/fmaas.GenerationService/"
 HEALTH = "/grpc.health.v1.Health/"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/"
 CANCEL = struct.pack("!I", 8)
-LISTEN_S = 0.3  # to what is said of an attack
-PAUSE_S = 0.01  # between a bystander's calls
-LEAST_CALLS = 5  # of each kind, also where an attack is over at once
+LISTEN_S = 0.3  # time to receive the reaction to an attack
+PAUSE_S = 0.01  # pause between a bystander's calls
+LEAST_CALLS = 5  # of each kind, even if an attack is over immediately
 CALL_TIMEOUT_S = 60.0
 
 
 class Bystander:
-    """A client with a connection of its own that calls Generate, GenerateStream and Health again and again
-    while its context lasts."""
+    """Client with its own connection that calls Generate, GenerateStream and Health repeatedly within its
+    context."""
 
     def __init__(self, host: str, port: int) -> None:
         options = [("grpc.use_local_subchannel_pool", 1)]
@@ -105,7 +105,7 @@ class Bystander:
 
 
 class Outcome(NamedTuple):
-    """Of a call."""
+    """Result of a call."""
 
     method: str
     code: grpc.StatusCode
@@ -137,7 +137,7 @@ def _whole_messages() -> dict[str, Message]:
 
 
 def mutated(data: bytes, dice: random.Random) -> bytes:
-    """Damaged in one to three ways."""
+    """Return the data, damaged in one to three ways."""
     for _ in range(dice.choice((1, 1, 2, 3))):
         at = dice.randrange(len(data) + 1)
         data = dice.choice(_MUTATIONS)(data, at, dice)
@@ -179,7 +179,7 @@ _MUTATIONS = [_flip, _cut, _repeat_part, _insert, _overlong_varint, _other_wire_
 
 
 def mutated_messages(host: str, port: int, count: int, seed: int) -> list[Outcome]:
-    """`count` calls, over all methods in turn."""
+    """Make `count` calls over all methods in turn."""
     dice, wholes = random.Random(seed), [(m, w.SerializeToString()) for m, w in _whole_messages().items()]
     calls = [(method, mutated(data, dice)) for method, data in (wholes * count)[:count]]
     with grpc.insecure_channel(f"{host}:{port}", [("grpc.use_local_subchannel_pool", 1)]) as channel:
@@ -208,7 +208,7 @@ def _attacker(host: str, port: int) -> Iterator[Connection]:
 
 
 def _send_all(connection: Connection, parts: Iterator[bytes]) -> list[Frame]:
-    """What is said to it, until the other end has enough."""
+    """Send all parts, until the other end closes. Return its frames."""
     for part in parts:
         if not connection.send(part):
             break
@@ -219,7 +219,7 @@ _REQUEST = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="a gi
 
 
 def rapid_reset(host: str, port: int, count: int, seed: int) -> list[Frame]:
-    """Calls that are cancelled before anything can be said to them."""
+    """Send calls that are cancelled before they can be answered."""
     block = header_block(call_headers(SERVICE + "Generate"))
     data = frame(Kind.DATA, message(_REQUEST), END_STREAM)
 
@@ -235,7 +235,7 @@ def rapid_reset(host: str, port: int, count: int, seed: int) -> list[Frame]:
 
 
 def endless_headers(host: str, port: int, count: int, seed: int) -> list[Frame]:
-    """A block of headers that goes on in `count` frames of a kilobyte and does not end."""
+    """Send a header block of `count` frames of a kilobyte that does not end."""
     block, more = header_block(call_headers(SERVICE + "Generate")), header_block([("x", "y" * 1000)])
 
     def parts() -> Iterator[bytes]:
@@ -259,7 +259,7 @@ def ping_flood(host: str, port: int, count: int, seed: int) -> list[Frame]:
 
 
 def odd_frames(host: str, port: int, count: int, seed: int) -> list[Frame]:
-    """One wrong frame on each of `count` connections that have a call under way."""
+    """Send one invalid frame on each of `count` connections with an active call."""
     dice, received = random.Random(seed), []
     for i in range(count):
         wrong = _ODD_FRAMES[i % len(_ODD_FRAMES)]
@@ -272,30 +272,30 @@ def odd_frames(host: str, port: int, count: int, seed: int) -> list[Frame]:
 
 _INCREMENT = struct.pack("!I", 0x7FFFFFFF)
 _ODD_FRAMES = [
-    frame(Kind.WINDOW_UPDATE, _INCREMENT) * 3,  # more than a window can be
+    frame(Kind.WINDOW_UPDATE, _INCREMENT) * 3,  # exceeds the maximum window
     frame(Kind.WINDOW_UPDATE, _INCREMENT, stream=1) * 3,
     frame(Kind.WINDOW_UPDATE, bytes(4)),
     frame(Kind.DATA, message(_REQUEST), END_STREAM, 1) * 3,  # after the end of the stream
-    frame(Kind.DATA, b"x", 0, 9),  # of a stream that is not there
+    frame(Kind.DATA, b"x", 0, 9),  # unknown stream
     frame(Kind.DATA, b"x"),
-    frame(Kind.HEADERS, b"\xff" * 50, END_HEADERS, 3),  # no header block
+    frame(Kind.HEADERS, b"\xff" * 50, END_HEADERS, 3),  # invalid header block
     frame(Kind.HEADERS, header_block(call_headers(SERVICE + "Generate")), END_HEADERS, 2),
-    frame(Kind.CONTINUATION, b"", END_HEADERS, 3),  # of nothing
+    frame(Kind.CONTINUATION, b"", END_HEADERS, 3),  # without headers before it
     frame(Kind.PUSH_PROMISE, struct.pack("!I", 2), END_HEADERS, 1),
     frame(Kind.PRIORITY, struct.pack("!IB", 1, 255), 0, 1) * 100,
     frame(Kind.SETTINGS, b"abc"),
     frame(Kind.PING, b"abc"),
     frame(Kind.RST_STREAM, CANCEL, stream=7),
     frame(Kind.GOAWAY, bytes(8)),
-    frame(0x77, b"x" * 100, 0xFF, 1),  # a kind that nobody knows
-    b"\xff\xff\xff" + frame(Kind.DATA, b"", 0, 1)[3:],  # of sixteen megabytes
-    frame(Kind.DATA, b"\xff" * 16384, 8, 1),  # more padding than there is
-    b"",  # any frame
+    frame(0x77, b"x" * 100, 0xFF, 1),  # unknown frame type
+    b"\xff\xff\xff" + frame(Kind.DATA, b"", 0, 1)[3:],  # length of 16 MiB
+    frame(Kind.DATA, b"\xff" * 16384, 8, 1),  # more padding than data
+    b"",  # random frame
 ]
 
 
 def garbage(host: str, port: int, count: int, seed: int) -> None:
-    """On each of `count` connections something that is no HTTP/2, or only begins so."""
+    """Send data that is not HTTP/2, or only begins like it, on each of `count` connections."""
     dice = random.Random(seed)
     for i in range(count):
         data = _GARBAGE[i % len(_GARBAGE)] or dice.randbytes(dice.randint(1, 4000))
@@ -321,13 +321,13 @@ _GARBAGE = [
     PREFACE,
     PREFACE + b"\xff" * 1000,
     PREFACE + settings([]) + b"\0" * 9 * 1000,
-    b"",  # anything
+    b"",  # random data
 ]
 
 
 @contextmanager
 def half_open(host: str, port: int, count: int, seed: int) -> Iterator[list[socket.socket]]:
-    """`count` connections that say nothing, or half of what is to be said first, while the context lasts."""
+    """Open `count` connections that send nothing, or half of the first message, within the context."""
     ends: list[socket.socket] = []
     try:
         for i in range(count):

@@ -1,5 +1,5 @@
-"""An engine in front of a fake shard, without a router: its own handle, and both halves of a remote one,
-whose messages cross a socket in pieces at random times."""
+"""Engine in front of a fake shard, without a router, with a local handle and with both halves of a remote
+handle, whose messages cross a socket in pieces at random times."""
 
 import asyncio
 import random
@@ -33,7 +33,7 @@ class Scene:
     metrics: Metrics
 
     def left(self) -> dict[str, tuple[int, int]]:
-        """What was taken and not given back."""
+        """Return the numbers of taken and released resources that differ."""
         counts = self.metrics.resource_counts.items()
         return {kind: (each.created, each.released) for kind, each in counts if not each.is_balanced}
 
@@ -54,7 +54,7 @@ async def open_scene(
     max_sequence_length: int = 200,
     **options: Any,
 ) -> AsyncIterator[Scene]:
-    """`options` are further ones of the router."""
+    """Open an engine. `options` has further options of the router."""
     path, r = str(directory / "shard"), random.Random(0)
     shard = FakeShard(info=info, library=library)
     server = ShardServer(shard, path)
@@ -90,7 +90,7 @@ async def open_scene(
 async def open_remote(
     directory: Path, config: RouterConfig, engine: LocalEngine, r: random.Random
 ) -> AsyncIterator[EngineHandle]:
-    """The handle of a worker whose engine has started, across a slow relay."""
+    """Yield the handle of a worker whose engine has started, across a slow relay."""
     relay = SlowRelay(str(directory / "relay"), str(directory / "engine"), r)
     engine_server = EngineServer(
         str(directory / "engine"), engine.claims, open_metrics(config), num_workers=1

@@ -1,4 +1,4 @@
-"""An engine that can be lost with everything it knows, as if its process had been killed, and its workers."""
+"""Engine that can be lost with its state, as if its process were killed, and its workers."""
 
 import asyncio
 from contextlib import suppress
@@ -42,7 +42,7 @@ class EngineProcess:
         await engine.run()
 
     async def kill(self) -> None:
-        """End it at once. Its sockets close, and what it knew is gone."""
+        """End it immediately. Its sockets close, and its state is lost."""
         assert self._task is not None
         assert self._server is not None
         assert self._engine is not None
@@ -53,14 +53,14 @@ class EngineProcess:
         await self._engine.close()
 
     def left(self) -> dict[str, tuple[int, int]]:
-        """What was taken of this engine and not given back."""
+        """Return the numbers of taken and released resources of this engine that differ."""
         assert self.metrics is not None
         counts = self.metrics.resource_counts.items()
         return {kind: (each.created, each.released) for kind, each in counts if not each.is_balanced}
 
 
 class WorkerProcess:
-    """A router worker's half of the handle, without APIs."""
+    """Router worker's half of the handle, without its APIs."""
 
     def __init__(self, config: RouterConfig, number: int) -> None:
         config = replace(config, worker=number)
@@ -80,7 +80,7 @@ class WorkerProcess:
 
 
 class Shards:
-    """A fake shard that can be lost, with what it holds, and started again."""
+    """Fake shard that can be lost with its state and started again."""
 
     def __init__(self, directory: Path, library: Library) -> None:
         self._path, self._library, self.epoch = str(directory / "shard"), library, 0

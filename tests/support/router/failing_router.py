@@ -1,4 +1,4 @@
-"""A router with a method that fails as nobody foresaw. Run like `python -m tgis`."""
+"""Router with a method that fails unexpectedly. Run it like `python -m tgis`."""
 
 from tgis.cli.main import main
 from tgis.router.api.fmaas.servicer import GenerationServicer

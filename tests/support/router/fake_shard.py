@@ -1,4 +1,4 @@
-"""Shards that are the plain model of one, behind real sockets."""
+"""Fake shards: the plain model of a shard behind real sockets."""
 
 import contextlib
 import queue
@@ -24,7 +24,7 @@ NUM_THREADS = 24  # for calls of a shard
 
 
 class FakeShard(ShardServiceServicer):
-    """Speaks the protocol for a ModelOfShard; `step_s` is how long a step takes."""
+    """Fake shard that runs a ModelOfShard behind the real protocol; `step_s` is the duration of a step."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class FakeShard(ShardServiceServicer):
         library: Library | None = None,
         world_size: int = 1,
     ) -> None:
-        """`info` says what is not as usual; the ranks of a group have one library."""
+        """Create a shard. `info` replaces the usual fields; all ranks of a group share one library."""
         self.info = pb.InfoResponse(
             model_kind=pb.InfoResponse.MODEL_KIND_DECODER_ONLY,
             vocab_size=VOCAB_SIZE,
@@ -56,20 +56,21 @@ class FakeShard(ShardServiceServicer):
         self.num_steps = 0
         self.num_streams = 0
         self.poison: int | None = None
-        """A prompt of so many tokens is the end of the stream that computes it."""
+        """Prompt length that ends the stream which computes it."""
         self.hangs_from: str | None = None
-        """Name of the call at which the shard hangs. It answers no call from then on, until it is stopped."""
+        """Name of the method at which the shard hangs. From then on, it answers no call until it is
+        stopped."""
         self.runs = threading.Event()
         self.runs.set()
         self.garbage: queue.SimpleQueue[Callable[[pb.StepResponse], bytes]] = queue.SimpleQueue()
-        """What is made of an answer and sent instead."""
+        """Function that replaces an answer."""
         self.wrong_digests: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def begin(self, method: str, context: grpc.ServicerContext) -> None:
         if method == self.hangs_from:
             self.runs.clear()
         self.runs.wait(30)
-        if not context.is_active():  # the caller or the process is gone
+        if not context.is_active():  # the caller or the process has ended
             fail(context, (grpc.StatusCode.CANCELLED, ""))
 
     def Info(self, request: pb.InfoRequest, context: grpc.ServicerContext) -> pb.InfoResponse:
@@ -103,7 +104,7 @@ class FakeShard(ShardServiceServicer):
         return self.shelf.unload(request)
 
     def answer(self, connection: socket.socket) -> None:
-        """The steps of one stream."""
+        """Answer the steps of one stream."""
         self.num_streams += 1
         self.model = self._model()
         self.model.check_contents = self.shelf.check_row
@@ -113,13 +114,13 @@ class FakeShard(ShardServiceServicer):
                 time.sleep(self.step_s)
                 self.num_steps += 1
                 if any(row.prompt_len == self.poison for row in request.opened_rows):
-                    return  # the process would have died
+                    return  # a real process would have died
                 response = self.model.execute(request)
                 response.path = self.path
                 if not self.wrong_digests.empty():
                     response.digest ^= self.wrong_digests.get()
                 answer = (frame if self.garbage.empty() else self.garbage.get())(response)
-                with contextlib.suppress(OSError):  # the router has closed it meanwhile
+                with contextlib.suppress(OSError):  # the router may have closed it
                     connection.sendall(answer)
 
 
@@ -131,7 +132,7 @@ def _received(connection: socket.socket) -> bytes:
 
 
 class ShardServer:
-    """A FakeShard behind its two sockets."""
+    """FakeShard behind its two sockets."""
 
     def __init__(self, shard: FakeShard, uds_path: str) -> None:
         self._shard = shard
@@ -144,7 +145,7 @@ class ShardServer:
         self._server.start()
 
     def _open(self, path: str) -> socket.socket:
-        """For the calls; what it returns listens for the steps."""
+        """Open the socket for calls, and return the listener for steps."""
         Path(steps_path(path)).unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(steps_path(path))
@@ -153,7 +154,7 @@ class ShardServer:
         return listener
 
     def _accept(self) -> None:
-        """One stream after the other."""
+        """Accept one stream after another."""
         while True:
             try:
                 connection, _ = self._listener.accept()
@@ -167,13 +168,13 @@ class ShardServer:
         self._shard.answer(connection)
 
     def cut(self) -> None:
-        """The streams."""
+        """Cut the streams."""
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def stop(self) -> None:
-        """As the process's death would be."""
+        """Stop like a process that dies."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self.cut()

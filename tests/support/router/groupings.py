@@ -1,4 +1,4 @@
-"""Arrivals of events at a served, in groups of a test's choice."""
+"""Groups in which events arrive at an API, chosen by a test."""
 
 import random
 from collections.abc import AsyncIterator, Callable
@@ -31,12 +31,12 @@ def at_random(r: random.Random) -> Split:
 
 
 def ending_with(final: Event, number: int, split: Split) -> Split:
-    """Split events whose first ones alone arrive, with another final event."""
+    """Split the first `number` events, followed by another final event."""
     return lambda events: split([*events[:number], final])
 
 
 def group_events(handle: RecordingHandle, split: Split) -> None:
-    """Have every later sequence's events arrive in the groups that `split` makes of all of them."""
+    """Make the events of all later sequences arrive in the groups of `split`."""
     engine = handle._handle
 
     async def events(sequence_id: SequenceId) -> AsyncIterator[list[Event]]:

@@ -1,5 +1,5 @@
-"""A router that keeps a kilobyte of every input on purpose, so that the test of growth is seen to find it.
-Run like `python -m tgis`."""
+"""Router that deliberately keeps a kilobyte of every input, to prove that the test of growth detects it. Run
+it like `python -m tgis`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,5 +1,5 @@
-"""HTTP/2 by hand: a connection that says exactly what it is told to and nothing else, right or wrong. For
-requests that no client library would send."""
+"""Low-level HTTP/2 connection that sends exactly the given frames, valid or not, for requests that no client
+library would send."""
 
 import socket
 import struct
@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 END_STREAM, END_HEADERS, ACK = 0x1, 0x4, 0x1
-INITIAL_WINDOW_SIZE = 0x4  # a setting
+INITIAL_WINDOW_SIZE = 0x4  # identifier of a setting
 TIMEOUT_S = 10.0
 
 
 class Kind(IntEnum):
-    """Of frames."""
+    """Frame types."""
 
     DATA = 0x0
     HEADERS = 0x1
@@ -46,7 +46,7 @@ def settings(values: Iterable[tuple[int, int]]) -> bytes:
 
 
 def header_block(headers: Iterable[tuple[str, str]]) -> bytes:
-    """Literals that no table remembers."""
+    """Encode headers as literals without a table."""
     return b"".join(b"\0" + _text(name) + _text(value) for name, value in headers)
 
 
@@ -62,22 +62,22 @@ def _text(value: str) -> bytes:
 
 
 def call_headers(path: str, *more: tuple[str, str]) -> list[tuple[str, str]]:
-    """Of a gRPC call; `more` takes the place of a header of the same name."""
+    """Return the headers of a gRPC call; `more` replaces headers of the same name."""
     usual = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "localhost"}
     usual |= {"content-type": "application/grpc", "te": "trailers"}
     return [*(usual | dict(more)).items()]
 
 
 def message(data: bytes, compressed: bool = False) -> bytes:
-    """With the prefix that gRPC gives it."""
+    """Return the data with gRPC's message prefix."""
     return struct.pack("!BI", compressed, len(data)) + data
 
 
 class Connection:
-    """Closed at the end of its context."""
+    """Connection that is closed at the end of its context."""
 
     def __init__(self, host: str, port: int, values: Iterable[tuple[int, int]] = ()) -> None:
-        """`values` are settings."""
+        """Open a connection with settings `values`."""
         self.socket = socket.create_connection((host, port), TIMEOUT_S)
         self._received = b""
         self.send(PREFACE + settings(values))
@@ -89,7 +89,7 @@ class Connection:
         self.socket.close()
 
     def send(self, data: bytes) -> bool:
-        """Whether the other end still takes something."""
+        """Send data, and return whether the other end still accepts it."""
         try:
             self.socket.sendall(data)
         except OSError:
@@ -97,7 +97,7 @@ class Connection:
         return True
 
     def call(self, stream: int, path: str, data: bytes, *headers: tuple[str, str]) -> bool:
-        """A whole unary or streamed request."""
+        """Send a complete request of a unary or streamed call."""
         block = header_block(call_headers(path, *headers))
         return self.send(
             frame(Kind.HEADERS, block, END_HEADERS, stream)
@@ -105,11 +105,11 @@ class Connection:
         )
 
     def frames(self, timeout_s: float = TIMEOUT_S) -> Iterator[Frame]:
-        """What comes, until the other end closes or nothing more comes in time."""
+        """Yield received frames until the other end closes or nothing arrives in time."""
         deadline = time.monotonic() + timeout_s
         while True:
-            while (found := self._next_frame()) is not None:
-                yield found
+            while (result := self._next_frame()) is not None:
+                yield result
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return

@@ -1,4 +1,4 @@
-"""What a hostile client may send to a port with OpenAI's API, over plain sockets."""
+"""Attacks of a hostile client on a port with OpenAI's API, over plain sockets."""
 
 import contextlib
 import json
@@ -36,25 +36,25 @@ def chunks(body: bytes, size: int) -> bytes:
 @contextmanager
 def connected(port: int, *data: bytes) -> Iterator[socket.socket]:
     with socket.create_connection((HOST, port), TIMEOUT_S) as end:
-        with contextlib.suppress(OSError):  # the other end may have enough before all is sent
+        with contextlib.suppress(OSError):  # the other end may close before all is sent
             for part in data:
                 end.sendall(part)
         yield end
 
 
 def status_of(port: int, *data: bytes) -> int:
-    """Status of the answer; 0 if the connection is cut instead."""
+    """Return the status of the answer; 0 if the connection is closed without one."""
     with connected(port, *data) as end, contextlib.suppress(OSError):
         received = b""
         while b"\r\n" not in received and (more := end.recv(1 << 16)):
             received += more
-        if found := re.match(rb"HTTP/1\.1 (\d{3}) ", received):
-            return int(found[1])
+        if match := re.match(rb"HTTP/1\.1 (\d{3}) ", received):
+            return int(match[1])
     return 0
 
 
 def cut(port: int, request: bytes, num_events: int) -> None:
-    """Reset the connection after some events of the answer."""
+    """Reset the connection after a number of events of the answer."""
     with connected(port, request) as end:
         received = b""
         while received.count(b"data: ") < num_events and (more := end.recv(1 << 12)):
@@ -63,7 +63,7 @@ def cut(port: int, request: bytes, num_events: int) -> None:
 
 
 def is_cut(end: socket.socket, timeout_s: float) -> bool:
-    """Wait until the other end closes, and read what it says before."""
+    """Return whether the other end closes the connection in time, after reading its data."""
     end.settimeout(timeout_s)
     deadline = time.monotonic() + timeout_s
     try:

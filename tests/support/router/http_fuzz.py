@@ -1,4 +1,4 @@
-"""Random bytes for a connection to an HTTP port, by a grammar of whole and broken requests, randomly cut."""
+"""Random data for connections to an HTTP port, from a grammar of valid and invalid requests, randomly cut."""
 
 import random
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ OTHERS = (
 
 
 def connection(r: random.Random) -> bytes:
-    """What one client sends."""
+    """Return the data of one client."""
     parts = [
         _request(r) if r.random() < 0.85 else r.choice(OTHERS) for _ in range(r.choice((1, 1, 2, 3, 30)))
     ]
@@ -48,7 +48,7 @@ def connection(r: random.Random) -> bytes:
 
 
 def cuts(r: random.Random, data: bytes) -> Iterator[bytes]:
-    """The same in parts, of which there are at most about thirty."""
+    """Split the data into at most about thirty parts."""
     size = r.choice((1 << 20, 1000, 50, 5, 1))
     size = max(size, len(data) // 30)
     for start in range(0, len(data), size):

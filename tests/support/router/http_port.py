@@ -1,4 +1,4 @@
-"""Answers of a router's HTTP port."""
+"""Reads a router's HTTP port."""
 
 from tests.support.http_exchange import exchange
 from tests.support.router.router_process import Setup

@@ -1,4 +1,4 @@
-"""The HTTP ports of a router in this process, without an engine behind them."""
+"""HTTP ports of a router in this process, without an engine."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

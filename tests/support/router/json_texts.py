@@ -1,4 +1,4 @@
-"""What the grammar of a JSON schema takes, by the library's own matcher."""
+"""Texts that the grammar of a JSON schema accepts, according to the library's own matcher."""
 
 import json
 import random
@@ -13,7 +13,8 @@ BYTES = LLTokenizer(TokenizerWrapper(ByteVocabulary()))
 
 
 class SchemaGrammar:
-    """Raises InvalidGrammarError for a schema that is refused before it is compiled."""
+    """Grammar of a JSON schema. Raises InvalidGrammarError if the schema is rejected before it is
+    compiled."""
 
     def __init__(self, schema: Any) -> None:
         text = schema if isinstance(schema, str) else json.dumps(schema)
@@ -21,18 +22,18 @@ class SchemaGrammar:
 
     @property
     def problem(self) -> str:
-        """The library's refusal; empty if there is none."""
+        """Library's error text; empty if there is none."""
         return self._matcher().get_error()
 
     def takes(self, text: str) -> bool:
-        """Whether the grammar takes the whole text, byte by byte."""
+        """Return whether the grammar accepts the whole text, byte by byte."""
         matcher, data = self._matcher(), list(text.encode())
         assert not matcher.is_error(), matcher.get_error()
         return matcher.validate_tokens(data) == len(data) and self._accepts(matcher, data)
 
     def walk(self, r: random.Random, prefers: bytes, max_bytes: int = 200) -> str | None:
-        """A random text, mostly of the bytes that are preferred; None if it does not end. Raises
-        AssertionError if the grammar leads to where no text goes on."""
+        """Return a random text, mostly of the preferred bytes, or None if it does not end. Raises
+        AssertionError if the grammar leads to a dead end."""
         matcher, text = self._matcher(), b""
         while len(text) < max_bytes:
             is_accepting = matcher.is_accepting()

@@ -1,5 +1,5 @@
-"""A router that leaks on purpose, some of everything at its first calls, so that the tests of leaks are seen
-to find them. Run like `python -m tgis`."""
+"""Router that deliberately leaks some of every resource in its first calls, to prove that the tests of leaks
+detect it. Run it like `python -m tgis`."""
 
 import asyncio
 import os
@@ -50,7 +50,7 @@ def close_later(rows: FreeRows, row: int) -> None:
 
 
 def forget_the_first(engine: Engine, live: LiveRequest) -> None:
-    """Which its client's leaving would release as well."""
+    """Forget a request, which its client's disconnection would release as well."""
     if not forgotten:
         forgotten.append(live)
     if live not in forgotten:

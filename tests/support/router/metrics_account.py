@@ -1,4 +1,4 @@
-"""What a scrape must show, by plain lists of everything that happened to each process."""
+"""Independent computation of a scrape from plain lists of the operations of each process."""
 
 import copy
 from collections import defaultdict
@@ -22,7 +22,7 @@ SUMMARY = "tgi_request_raw_input_length"
 
 
 class ProcessAccount:
-    """Everything that the processes of one slot did, one after the other."""
+    """Operations of all processes of one slot, in order."""
 
     def __init__(self, process: str) -> None:
         self.process, self.restarts, self.ticks = process, 0, 0
@@ -30,9 +30,9 @@ class ProcessAccount:
         self.observed: defaultdict[tuple[str, tuple[str, ...]], list[float]] = defaultdict(list)
         self.lengths: list[float] = []
         self.lost_count = 0
-        """1 if a process died between the sum and the count of the last length."""
+        """Set to 1 if a process died between the sum and the count of the last length."""
         self.lost_sums: defaultdict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
-        """Values that were counted, but whose process died before their sum was written."""
+        """Values that were counted by a process that died before it wrote their sum."""
         self.prompt_tokens = 0
         self.past = self.live = self.published = (0, 0, 0)
 
@@ -43,7 +43,7 @@ class ProcessAccount:
         self.past = created, max(created, released), preempted
 
     def end(self) -> None:
-        """The process is gone, and what it had not published with it."""
+        """End the process, and lose its unpublished operations."""
         self.past = _sum(self.past, self.published)
         self.live = self.published = (0, 0, 0)
 
@@ -53,7 +53,7 @@ class ProcessAccount:
         self.ticks += 1
 
     def half(self, operation: Operation) -> None:
-        """The first write of an operation that has two."""
+        """Do the first write of an operation with two writes."""
         kind, series, value, *labels = operation
         assert kind == "observe"
         if series in HISTOGRAMS:
@@ -85,7 +85,7 @@ class ProcessAccount:
 def expected(
     accounts: Sequence[ProcessAccount], bounds: Mapping[str, Sequence[float]]
 ) -> dict[Sample, float]:
-    """The samples that a scrape of all processes has of the series that the accounts know."""
+    """Return the samples of a scrape of all processes, for the series that the accounts cover."""
     samples: defaultdict[Sample, float] = defaultdict(float)
     for account in accounts:
         for name, labels, value in _samples(account, bounds):
@@ -135,19 +135,19 @@ def _histogram(
 
 
 def read_samples(text: bytes) -> dict[Sample, float]:
-    """Every sample of a scrape, ends of buckets as numbers."""
-    found = {}
+    """Return every sample of a scrape, with bucket bounds as numbers."""
+    result = {}
     for family in text_string_to_metric_families(text.decode()):
         for sample in family.samples:
             labels = dict(sample.labels)
             if "le" in labels:
                 labels["le"] = str(float(labels["le"]))
-            found[sample.name, frozenset(labels.items())] = sample.value
-    return found
+            result[sample.name, frozenset(labels.items())] = sample.value
+    return result
 
 
 def after(account: ProcessAccount, operations: Sequence[Operation], num_ticks: int) -> list[ProcessAccount]:
-    """What a process may have left that was killed after so many operations, in the middle of the next."""
+    """Return the possible states after a process was killed during the operation after `operations`."""
     done = copy.deepcopy(account)
     for operation in operations[:num_ticks]:
         done.do(operation)

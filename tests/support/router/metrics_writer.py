@@ -1,5 +1,5 @@
-"""A process that keeps its metrics in a file and does what it is told: lines of JSON, each a list of
-operations, each answered with a line. Run with the directory, the slot and the kind of process."""
+"""Process that stores its metrics in a file and executes lines of JSON: each is a list of operations and is
+answered with a line. Its arguments are the directory, the slot and the kind of process."""
 
 import json
 import sys

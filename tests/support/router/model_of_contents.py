@@ -1,5 +1,5 @@
-"""The rules of shard.proto for soft prompts and adapters, in plain Python: what is in the store, what is
-copied of it, and what each rank holds loaded. What breaks a rule is noted, for a test to look at."""
+"""Rules of shard.proto for soft prompts and adapters in plain Python: the store, the copies, and what each
+rank has loaded. Violations are recorded for tests."""
 
 import threading
 import time
@@ -22,7 +22,7 @@ TEXTS = {
 
 @dataclass(frozen=True)
 class Item:
-    """A directory of the store."""
+    """Directory in the store."""
 
     digest: str
     num_decoder_tokens: int = 0
@@ -37,26 +37,26 @@ def adapter(digest: str, num_bytes: int = 1024) -> Item:
 
 @dataclass
 class Library:
-    """The store and the copies, which all ranks see and a restart leaves as they are."""
+    """Store and copies, which all ranks share and which survive a restart."""
 
     store: dict[tuple[pb.ContentKind, str], Item] = field(default_factory=dict)
     copies: dict[str, Item] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     finds: Counter[str] = field(default_factory=Counter)
     loads: Counter[str] = field(default_factory=Counter)
-    """On the first rank."""
+    """Item on the first rank, by id."""
     find_s: float = 0.0
     load_s: float = 0.0
     unload_s: float = 0.0
     max_copies: int = 10**9
     stuck: threading.Event | None = None
-    """Finds wait for it."""
+    """Gate that find calls wait for."""
     num_finding: int = 0
     most_finding: int = 0
     errors: dict[tuple[int, str], tuple[grpc.StatusCode, str]] = field(default_factory=dict)
-    """Of loads, by rank and digest; of finds by rank -1 and id."""
+    """Errors of loads by rank and digest; of finds by rank -1 and id."""
     elsewhere: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """Copies that a rank's machine has not."""
+    """Copies that a rank's machine lacks."""
     put_error: tuple[grpc.StatusCode, str] | None = None
     relayed: Counter[int] = field(default_factory=Counter)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -70,7 +70,7 @@ class Library:
 
 
 class ShelfOfShard:
-    """What one rank holds."""
+    """Loaded items of one rank."""
 
     def __init__(self, library: Library, info: pb.InfoResponse, rank: int) -> None:
         self.library, self.rank = library, rank
@@ -113,7 +113,9 @@ class ShelfOfShard:
         if (self.rank, digest) in library.errors:
             fail(context, library.errors[self.rank, digest])
         with library.lock:
-            if not context.is_active():  # the thread was late, and another connection may have unloaded all
+            if (
+                not context.is_active()
+            ):  # the call may run late, after another connection has unloaded everything
                 fail(context, (grpc.StatusCode.CANCELLED, ""))
             item = None if digest in library.elsewhere[self.rank] else library.copies.get(digest)
             if item is not None:
@@ -135,12 +137,12 @@ class ShelfOfShard:
             yield pb.FetchResponse(data=letter.encode())
 
     def put(self, requests: Iterator[pb.PutRequest], context: grpc.ServicerContext) -> pb.PutResponse:
-        """Each content is its own digest."""
+        """Write a copy. Each item's content is its own digest."""
         library, parts = self.library, list(requests)
         if library.put_error is not None:
             fail(context, library.put_error)
         content, digests = b"".join(part.data for part in parts), {part.digest for part in parts}
-        # Parts also end where their sender has gone, which gRPC may say a little later.
+        # The parts also end when their sender disconnects, which gRPC may report later.
         if digests != {content.decode()} and _ends(context):
             fail(context, (grpc.StatusCode.CANCELLED, ""))
         with library.lock:
@@ -166,7 +168,9 @@ class ShelfOfShard:
                 library.rule(item is None or item.kind == kind, f"{digest} is of another kind")
             prompt = self.loaded.get(row.prompt_digest, Item(""))
         num_decoder, num_encoder = prompt.num_decoder_tokens, prompt.num_encoder_tokens
-        num_first = num_decoder + 1 if inputs else max(num_decoder, 1)  # a decoder's start, else any token
+        num_first = (
+            num_decoder + 1 if inputs else max(num_decoder, 1)
+        )  # the decoder's start token, or any token
         library.rule(row.prompt_len >= num_first, "no token comes after the prompt")
         library.rule(set(tokens[:num_decoder]) <= {2}, "the decoder's virtual tokens are not padding")
         library.rule(set(inputs[:num_encoder]) <= {2}, "the encoder's virtual tokens are not padding")
@@ -174,7 +178,7 @@ class ShelfOfShard:
 
 
 def _ends(context: grpc.ServicerContext) -> bool:
-    """Wait for the end of a call, and return whether it comes soon."""
+    """Wait for the end of a call, and return whether it ends soon."""
     ended = threading.Event()
     return not context.add_callback(ended.set) or ended.wait(5)
 

@@ -1,7 +1,7 @@
-"""What a shard must do with a step, in plain Python: an independent reading of shard.proto. The next token is
-a function of the whole prefix, of the encoder's input, of the length that switches rotary frequencies and of
-soft prompt and adapter; every cache slot remembers what was computed into it. So any mistake in scheduling,
-sharing or bookkeeping changes an outcome or fails an assertion."""
+"""Independent implementation of shard.proto's steps in plain Python. The next token is a function of the
+whole prefix, the encoder's input, the length that switches rotary frequencies, the soft prompt and the
+adapter; every cache slot records what was computed into it. So any error in scheduling, sharing or
+bookkeeping changes a result or fails an assertion."""
 
 import zlib
 from array import array
@@ -15,8 +15,8 @@ EOS = 0
 
 
 def context(encoder_ids: list[int], is_long: bool, digests: str = "") -> int:
-    """What all of a decoder's computation depends on beside its own tokens; `digests` are those of the
-    adapter and the prompt, with a slash between."""
+    """Return a number for everything that the decoder's computation depends on except its own tokens.
+    `digests` has the digests of adapter and prompt, separated by a slash."""
     if not (encoder_ids or is_long or digests):
         return 0
     return zlib.crc32(array("i", [is_long, *encoder_ids]).tobytes() + digests.encode())
@@ -27,12 +27,12 @@ def join_digests(adapter: str, prompt: str) -> str:
 
 
 def next_token(prefix: list[int], vocab_size: int, seed: int = 0) -> int:
-    """`seed` is the context."""
+    """Return the next token. `seed` is the context."""
     return zlib.crc32(array("i", prefix).tobytes(), seed) % vocab_size
 
 
 def fold(sampling_seed: int) -> int:
-    """Seed of 64 bits in 32, zero if it is zero."""
+    """Fold a seed of 64 bits to 32 bits; zero stays zero."""
     return (sampling_seed ^ sampling_seed >> 32) % 2**32
 
 
@@ -45,7 +45,8 @@ def truth(
     digests: str = "",
     sampling_seed: int = 0,
 ) -> list[int]:
-    """All tokens of an undisturbed generation. A shard heeds seeds of sampling if it `uses_seeds`."""
+    """Return all tokens of an undisturbed sequence. With `uses_seeds`, tokens depend on the seed of
+    sampling."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_new_tokens:
         seed = context(encoder_ids or [], 0 < switch_len < len(tokens), digests)
@@ -100,16 +101,16 @@ class ModelOfShard:
         self.last_step = -1
         self.refuses: Callable[[pb.OpenRow], bool] = lambda message: False
         self.propose: Callable[[Row, int], list[int]] | None = None
-        """Drafts of its own for a row, at most so many."""
+        """Function that proposes up to a number of drafts for a row."""
         self.num_proposed = self.num_right = 0
         self.script: list[int] | None = None
-        """Tokens of every row, instead of those that follow from its prefix."""
+        """Tokens of every row, which replace those computed from its prefix."""
         self.logprob_of: Callable[[int], float] | None = None
-        """Log-probability of each token, wherever it is told; those of the top tokens are the same."""
+        """Function that returns the log-probability of each token, also for top tokens."""
         self.uses_seeds = False
         """True if the tokens of rows that sample depend on their seeds."""
         self.check_contents: Callable[[pb.OpenRow], None] = lambda message: None
-        """Asserts that what the row names is loaded, and that its virtual tokens are there."""
+        """Function that asserts that a row's adapters are loaded and that its virtual tokens are present."""
 
     def execute(self, request: pb.StepRequest) -> pb.StepResponse:
         assert request.step_id > self.last_step
@@ -171,7 +172,7 @@ class ModelOfShard:
         return response
 
     def _tell_logprobs(self, response: pb.StepResponse) -> None:
-        """Tell as many top tokens as the greediest row asks for: the first ones."""
+        """Write as many top tokens as the largest request of a row: the first ones."""
         assert self.logprob_of is not None
         token_ids, rows = integers(response.token_ids), integers(response.rows)
         response.logprobs = reals(map(self.logprob_of, token_ids))
@@ -199,7 +200,7 @@ class ModelOfShard:
         if self.script is not None:
             return self.script[num_generated]
         token = next_token(row.token_ids, self.vocab_size, row.context ^ fold(row.sampling_seed))
-        # What a real shard takes instead of a masked token matters to nobody here.
+        # A real shard may choose any unmasked token here.
         return token + 1 if token in row.eos and num_generated < row.min_new_tokens else token
 
     def _open(self, message: pb.OpenRow) -> bool:
@@ -241,8 +242,8 @@ class ModelOfShard:
         assert row.is_long or not self.switch_len or end <= self.switch_len, "a short row grew too long"
         self.num_computed += end - start
         for position in range(len(row.encoder_ids)):
-            found = self._read(row.cross_blocks, position)
-            assert found == (row.digests, row.encoder_ids, position), (
+            result = self._read(row.cross_blocks, position)
+            assert result == (row.digests, row.encoder_ids, position), (
                 "the cross blocks are not this encoder input's"
             )
         prefix = row.context
@@ -250,8 +251,8 @@ class ModelOfShard:
             prefix = zlib.crc32(array("q", [prefix, token]).tobytes())
             if position >= start:
                 self._write(row.block_table, position, prefix)
-            found = self._read(row.block_table, position)
-            assert found == prefix, "a cached token is of another prefix"
+            result = self._read(row.block_table, position)
+            assert result == prefix, "a cached token is of another prefix"
 
     def _read(self, blocks: list[int], position: int) -> object:
         return self.cache.get((blocks[position // self.block_size], position % self.block_size))

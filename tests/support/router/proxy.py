@@ -1,4 +1,5 @@
-"""A proxy between a client and a server, whose network can vanish: connections stay, and nothing passes."""
+"""Proxy between a client and a server that can simulate a lost network: connections stay open, and no data
+passes."""
 
 import contextlib
 import socket
@@ -6,7 +7,7 @@ import threading
 
 
 class Proxy:
-    """On loopback, for TCP."""
+    """TCP proxy on loopback."""
 
     def __init__(self, port: int) -> None:
         self.passes = threading.Event()

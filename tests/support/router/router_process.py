@@ -1,4 +1,4 @@
-"""A real router process in front of fake shards."""
+"""Real router process in front of fake shards."""
 
 import os
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 MAX_SEQUENCE_LENGTH = 200
 MODULE = os.environ.get("TGIS_TESTS_ROUTER", "tgis")
-"""Module that runs routers, unless a test needs its own; test_split_router names the other."""
+"""Module that runs routers, unless a test needs its own. test_split_router names another one."""
 NUM_WORKERS = {"tgis": 1}.get(MODULE, 3)
 
 
 @dataclass
 class Setup:
-    """A router, its shards and what speaks to it."""
+    """Router, its shards, and a client of it."""
 
     service: Service
     shards: list[FakeShard]
@@ -56,7 +56,7 @@ def start_router(
     library: Library | None = None,
     module: str | None = None,
 ) -> Setup:
-    """`module` is what runs the router, for tests that do not run with any."""
+    """Start a router. `module` runs the router, for tests that need a specific one."""
     tokenizer = write_tokenizer(directory)
     uds_path = str(directory / "shard")
     library = library or Library()
@@ -83,7 +83,7 @@ def router_command(directory: Path, *flags: str) -> list[str]:
 
 
 def stop_router(setup: Setup) -> int:
-    """Which must have given back all it took."""
+    """Stop the router, which must have released all resources."""
     try:
         return setup.service.end()
     finally:

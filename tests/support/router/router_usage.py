@@ -1,4 +1,4 @@
-"""What the processes of a router use together: the router's own, or its engine process and its workers."""
+"""Resource use of all processes of a router: the router's own process, or its engine process and workers."""
 
 import psutil
 
@@ -15,7 +15,7 @@ class RouterProcesses:
 
     @property
     def rss(self) -> int:
-        """Bytes of memory."""
+        """Return the memory in bytes."""
         return sum(process.memory_info().rss for process in self._processes)
 
     @property
@@ -24,6 +24,6 @@ class RouterProcesses:
 
     @property
     def cpu_s(self) -> float:
-        """Seconds of processor time since they started."""
+        """Return the CPU time in seconds since the processes started."""
         times = [process.cpu_times() for process in self._processes]
         return sum(each.user + each.system for each in times)

@@ -1,5 +1,5 @@
-"""OpenAI's API in front of a shard that answers every chat with a given text, with a template and the marks
-of a kind of models."""
+"""OpenAI's API in front of a shard that answers every chat with a given text, with the template and marks of
+a kind of model."""
 
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -20,7 +20,7 @@ from tgis.router.chat.renderer import ChatRenderer
 from tgis.router.chat.template import ChatTemplate
 
 MAX_LENGTH = 2000
-# Short, because the shard's model looks at the whole prefix of each token.
+# Short, because the shard's model reads the whole prefix for each token.
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -43,17 +43,17 @@ class ScriptedChats:
     served: ServedHttp
     client: openai.AsyncOpenAI
     tokenizer: LLTokenizer
-    """The same tokenizer as llguidance reads it."""
+    """Same tokenizer, as loaded by llguidance."""
 
     def script(self, text: str, ends: bool = True) -> list[int]:
-        """Answer with this text from now on, and return its tokens with the end if there is one."""
+        """Answer with this text from now on, and return its tokens, with the end token if `ends`."""
         ids = self.served.tokenizer.fast.encode(text, add_special_tokens=False).ids
         ids += [EOS] if ends else []
         self.served.scene.shard.model.script = ids
         return ids
 
     def takes(self, text: str) -> bool:
-        """Return True if the newest grammar that the engine got takes this text as a whole."""
+        """Return True if the newest grammar that the engine received accepts the whole text."""
         grammar = self.served.handle.specs[-1].grammar
         assert grammar is not None
         matcher = LLMatcher(self.tokenizer, grammar.text, log_level=0)
@@ -66,7 +66,7 @@ class ScriptedChats:
         )
 
     def prompt(self) -> str:
-        """Return the last prompt that the engine got."""
+        """Return the last prompt that the engine received."""
         spec = self.served.handle.specs[-1]
         text: str = self.served.tokenizer.fast.decode(list(spec.input_ids), skip_special_tokens=False)
         return text
@@ -80,7 +80,7 @@ async def scripted_chats(
     marks: Iterable[str] = (),
     are_special: bool = False,
 ) -> AsyncIterator[ScriptedChats]:
-    """Serve the API. `marks` are tokens of the tokenizer; `opening` is a variable of chats' templates."""
+    """Open the API. `marks` are tokens of the tokenizer; `opening` is a variable of the chats' templates."""
     variables = frozenset(name for name in ("tools", "reasoning_effort") if name in template)
     added = [AddedToken(mark, special=are_special, normalized=False) for mark in marks]
 

@@ -1,5 +1,5 @@
-"""The gRPC port of a router, in this process and in front of an engine and a fake shard, which tells what its
-calls ask of the engine."""
+"""Router's gRPC port in this process, in front of an engine and a fake shard, which records the calls'
+requests to the engine."""
 
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -46,7 +46,7 @@ LIMITS = RequestLimits(
 
 
 class RecordingHandle:
-    """A handle that keeps the specs of what it opens."""
+    """Handle that records the specs of opened sequences."""
 
     def __init__(self, handle: EngineHandle) -> None:
         self._handle = handle
@@ -72,7 +72,7 @@ class ServedGrpc:
         return self.scene.metrics.request_failure.values().get((kind,), 0)
 
     def take_specs(self) -> list[SequenceSpec]:
-        """What was opened since the last time."""
+        """Return the specs recorded since the last call."""
         specs, self.handle.specs = self.handle.specs, []
         return specs
 
@@ -86,7 +86,7 @@ async def open_grpc(
     limits: RequestLimits = LIMITS,
     **options: Any,
 ) -> AsyncIterator[ServedGrpc]:
-    """`options` are further ones of the router's engine."""
+    """Open the port. `options` has further options of the router's engine."""
     write_byte_level(directory, VOCAB_SIZE)
     async with open_scene(directory, False, info, **options) as scene:
         tokenizer, compiler, handle = (
@@ -146,7 +146,7 @@ def _open_port(server: grpc.aio.Server, files: Files | None) -> int:
 
 
 async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
-    """Status and text of a unary call or a stream."""
+    """Return the status and text of a unary call or a stream."""
     try:
         if hasattr(call, "__aiter__"):
             async for _ in call:

@@ -1,5 +1,5 @@
-"""APIs over HTTP on a real socket, in this process and in front of an engine and a fake shard, which tells
-what its calls ask of the engine."""
+"""HTTP APIs on a real socket in this process, in front of an engine and a fake shard, which records the
+calls' requests to the engine."""
 
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -43,7 +43,7 @@ class ServedHttp:
     tokenizer: Tokenizer
     vocabulary: Vocabulary
     url: str
-    """Up to `/v1`, without it."""
+    """URL up to and without `/v1`."""
     gate: ApiGate
 
 
@@ -65,9 +65,9 @@ async def open_http(
     port_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> AsyncIterator[ServedHttp]:
-    """Serve the APIs; `renderer` is for chats, `tokens` a file of bearer tokens, `library` the
-    shard's adapters, and `adapter_roots` where clients may find them. `port_options` and `options` are
-    further ones of the port and of the router's engine."""
+    """Open the APIs. `renderer` is for chats, `tokens` a file of bearer tokens, `library` the shard's
+    adapters, and `adapter_roots` the directories in which clients may find them. `port_options` and `options`
+    are further options of the port and of the router's engine."""
     write_tokenizer(directory, VOCAB_SIZE)
     room = limits.max_sequence_length
     async with open_scene(directory, False, info, library, room, **options) as scene:

@@ -1,4 +1,4 @@
-"""TGI's and LMI's APIs over a real socket, whose requests have inputs, and what their models generate."""
+"""TGI's and LMI's APIs over a real socket, whose requests have `inputs`, and the outputs of their models."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -19,7 +19,7 @@ PROMPT = "The quick brown fox"
 
 @asynccontextmanager
 async def open_inputs(directory: Path, http_api: str, **more: Any) -> AsyncIterator[ServedHttp]:
-    """Serve an API in front of a shard whose log-probabilities are known."""
+    """Open an API in front of a shard with known log-probabilities."""
     renderer = ChatRenderer(ChatTemplate(TEMPLATE))
     try:
         async with open_http(directory, renderer, http_api=http_api, **more) as served:
@@ -30,7 +30,7 @@ async def open_inputs(directory: Path, http_api: str, **more: Any) -> AsyncItera
 
 
 def logprob_of(token_id: int) -> float:
-    """Log-probability that the shard tells, which is exact in 32 bits."""
+    """Return the shard's log-probability of a token, which is exact in 32 bits."""
     return -token_id / 64
 
 
@@ -50,7 +50,7 @@ def ids_of(served: ServedHttp, text: str) -> list[int]:
 
 
 def follow(prompt: list[int], most: int) -> list[int]:
-    """Token ids that the shard generates greedily."""
+    """Return the token ids that the shard generates greedily."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + most and (len(tokens) == len(prompt) or tokens[-1] != EOS):
         tokens.append(next_token(tokens, VOCAB_SIZE))

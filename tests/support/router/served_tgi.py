@@ -1,4 +1,4 @@
-"""TGI's API over a real socket, and plain readings of what it sends."""
+"""TGI's API over a real socket, and independent parsers of its responses."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ async def open_tgi(directory: Path, **more: Any) -> AsyncIterator[ServedHttp]:
 
 
 def events_of(stream: HttpReply) -> list[Any]:
-    """Return the events of a stream, whose bytes must have TGI's form and nothing between."""
+    """Return the events of a stream, whose bytes must have exactly TGI's form."""
     *frames, end = stream.body.split(b"\n\n")
     assert end == b""
     assert all(frame.startswith(b"data: {") and b"\n" not in frame for frame in frames)
@@ -40,6 +40,6 @@ def joined(tokens: list[Any]) -> str:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):  # a limit for faults, not for slow machines
+    async with asyncio.timeout(60):  # for failures, not for slow machines
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)

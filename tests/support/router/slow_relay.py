@@ -1,4 +1,4 @@
-"""A relay between the ends of a Unix socket, which passes pieces of random sizes on at random times."""
+"""Relay between the ends of a Unix socket that passes on pieces of random sizes at random times."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ class SlowRelay:
             while data := await source.read(self._random.choice([1, 7, 100, 1 << 16])):
                 target.write(data)
                 if not self._random.randrange(4):
-                    await asyncio.sleep(self._random.choice([0, 0, 0, 0.004]))  # a step takes 0.001
+                    await asyncio.sleep(self._random.choice([0, 0, 0, 0.004]))  # a step takes 0.001 s
         target.close()
 
     async def cut(self) -> None:

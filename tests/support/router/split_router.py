@@ -1,5 +1,5 @@
-"""An engine process and router workers that share the ports, in place of a router of one process. Run like
-`python -m tgis`, with the number of workers in a variable."""
+"""Engine process and router workers that share the ports, in place of a router in one process. Run it like
+`python -m tgis`; an environment variable sets the number of workers."""
 
 import asyncio
 import os
@@ -24,16 +24,16 @@ MODULE = "tests.support.router.split_router"
 WORKERS = "SPLIT_ROUTER_WORKERS"
 NUM_WORKERS = int(os.environ.get(WORKERS, 3))
 NAME = re.compile(r"^(engine process|router worker \d): ")
-"""Before the reason that a process gives for its end."""
+"""Prefix of the reason that a process reports for its end."""
 
 
 def run(config: RouterConfig) -> None:
-    """Do what `app.run` does, in several processes, each of which is started again when it dies."""
+    """Run several processes in place of `app.run`, and restart each when it dies."""
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="split-"))
         split = {"engine_path": f"{directory}/engine", "metrics_dir": directory}
         config = replace(config, router_workers=NUM_WORKERS, **split)
-        if NUM_WORKERS > 1:  # a single one does not share its ports
+        if NUM_WORKERS > 1:  # a single worker does not share its ports
             ports = SharedPorts(config)
             stack.callback(ports.close)
             config = ports.config

@@ -1,4 +1,4 @@
-"""Live streams through a router, read by threads."""
+"""Active streams through a router, read by threads."""
 
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +14,7 @@ LENGTH = 60
 
 
 class Streams:
-    """Live streams, read by threads of their own."""
+    """Active streams, each read by its own thread."""
 
     def __init__(
         self, setup: Setup, count: int = NUM_STREAMS, step_s: float = 0.01, length: int = LENGTH

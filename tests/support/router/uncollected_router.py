@@ -1,5 +1,5 @@
-"""A router without the garbage collector: what refers to itself when a call ends stays, and is counted. On
-SIGUSR2 it prints a line of it. Run like `python -m tgis`."""
+"""Router without the garbage collector: objects in reference cycles at the end of a call stay and are
+counted. On SIGUSR2 it prints a line with their number. Run it like `python -m tgis`."""
 
 import gc
 import signal
@@ -10,8 +10,8 @@ from tgis.router.requests.request_log import CallLog
 
 
 def print_what_is_left(*_: object) -> None:
-    """Of what was made since the start: logs of calls, which have their messages, and exceptions, which have
-    frames."""
+    """Print the number of objects created since the start: call logs, which refer to their messages, and
+    exceptions, which refer to frames."""
     kept = (each for each in gc.get_objects() if isinstance(each, CallLog | BaseException))
     print(f"left: {sorted(Counter(type(each).__name__ for each in kept).items())}", flush=True)
 

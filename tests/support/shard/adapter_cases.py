@@ -13,13 +13,12 @@ from tests.support.shard.tuning_cells import Asked, Write
 from tgis.prompts.lora_files import read_adapter_files
 
 ALL_LINEAR = {"r": 4, "target_modules": "all-linear"}
-# Parameters that "all-linear" leaves out, though they are linear layers.
+# Parameters that "all-linear" omits although they are linear layers.
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj", "router.weight"]
 
 
 class AdapterCase:
-    """A checkpoint with two adapters, and what it answers to a few inputs under each of them and under
-    none."""
+    """Checkpoint with two adapters, and its answers to a few inputs with each adapter and without one."""
 
     def __init__(self, name: str, root: Path, write: Write = write_model) -> None:
         self.directory, self.copies = root / name, Copies(str(root / f"{name}-shard"))
@@ -46,8 +45,8 @@ class AdapterCase:
 
 
 def choose_whole(model: Any) -> dict[str, Any]:
-    """Every linear layer that is a module and both ends, where a family has them of its own; with ranks and
-    scales that differ."""
+    """Return options for every linear layer that is a module, and for both ends where a family has its own,
+    with different ranks and scales."""
     names = list_targets(model)
     if model.config.is_encoder_decoder:
         names = [name for name in names if name not in ("shared", "embed_tokens")]

@@ -1,4 +1,4 @@
-"""Random sequences in a cache, and attention to them in float64 from its definition."""
+"""Random sequences in a cache, and their attention computed in float64 from its definition."""
 
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ class Shape(NamedTuple):
 
 
 class Scene:
-    """Sequences of random queries, keys and values in a cache whose other slots hold NaN."""
+    """Sequences of random queries, keys and values in a cache whose other slots contain NaN."""
 
     def __init__(self, shape: Shape, lengths: list[int], num_layers: int = 1):
         torch.manual_seed(0)
@@ -54,7 +54,7 @@ class Scene:
         self.attention.keep(0, self.k, self.v, self.plan(spans, list(range(len(spans)))))
 
     def attend(self, work: dict[int, tuple[int, int]], scoring: Scoring) -> dict[int, Tensor]:
-        """sequence -> [start, end) of its positions; the cache is taken to end there."""
+        """Attend with positions [start, end) of each sequence, for a cache that ends there."""
         rows = [self.rows(i, *span) for i, span in work.items()]
         q = torch.cat([self.q[r] for r in rows])
         out = self.attention.attend(0, q, self.plan(list(work.values()), list(work)), scoring)
@@ -131,11 +131,11 @@ SCORINGS = {
 
 
 def attend_some() -> Tensor:
-    found = []
+    results = []
     for dtype in (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
         scene = Scene(Shape(num_heads=9, num_kv_heads=3, head_dim=64, dtype=dtype), [100, 40])
         scene.write_all()
         work = {0: (20, 100), 1: (39, 40)}
         check(scene, work, PLAIN)
-        found += scene.attend(work, PLAIN).values()
-    return torch.cat(found)
+        results += scene.attend(work, PLAIN).values()
+    return torch.cat(results)

@@ -1,4 +1,4 @@
-"""Text of words that are tokens each, with a tokenizer of them."""
+"""Text whose words are single tokens, and its tokenizer."""
 
 import random
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ BOS = 1
 
 
 def write_tokenizer(directory: Path) -> None:
-    """A tokenizer for which word wN is token N, and which puts token 1 before every text."""
+    """Write a tokenizer for which word wN is token N, and which adds token 1 before every text."""
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.post_processor = processors.TemplateProcessing(

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints, written by transformers: the names and shapes on disk are what we must read."""
+"""Tiny random checkpoints written by transformers, whose names and shapes on disk must be readable."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,8 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 16,
 }
 
-# What differs from SMALL. Each can be cut over two ranks; those of `shared_kv_head` then share the only one.
+# Differences from SMALL. Each can be split over two ranks; with `shared_kv_head`, both share the only KV
+# head.
 CASES: dict[str, dict[str, Any]] = {
     "grouped_queries": {},
     "tied": {"tie_word_embeddings": True},
@@ -53,8 +54,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def write_llama(directory: Path, **overrides: Any) -> transformers.LlamaConfig:
-    """A Llama of random weights, so spread that logits have clear gaps. `overrides` are of LlamaConfig, and
-    `dtype` is the type it is stored in, float32 by default."""
+    """Write a Llama model with random weights whose logits have clear gaps. `overrides` are options of
+    LlamaConfig; `dtype` is the stored type, float32 by default."""
     dtype = overrides.pop("dtype", torch.float32)
     config = transformers.LlamaConfig(**{**SMALL, **overrides})
     torch.manual_seed(0)
@@ -65,7 +66,7 @@ def write_llama(directory: Path, **overrides: Any) -> transformers.LlamaConfig:
 
 
 def randomise(model: nn.Module) -> None:
-    """Breaks the symmetry of initial values: norms around one, all else around zero."""
+    """Randomize initial values: norms around one, all others around zero."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             centre = 1.0 if "norm" in name or "ln_" in name else 0.0
@@ -73,7 +74,7 @@ def randomise(model: nn.Module) -> None:
 
 
 def write_model(directory: Path, config: transformers.PretrainedConfig) -> None:
-    """A model of random weights, float32."""
+    """Write a model with random float32 weights."""
     kind = (
         transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
     )

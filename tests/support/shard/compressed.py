@@ -1,4 +1,4 @@
-"""Modules that the library compressed-tensors itself quantizes, packs and dequantizes."""
+"""Modules that the library compressed-tensors quantizes, packs and dequantizes."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def compress(weight: Tensor, form: str, **arguments: Any) -> tuple[dict[str, Tensor], Tensor, dict[str, Any]]:
-    """Return the tensors of a module, its weight as the library dequantizes it, and `quantization_config`.
+    """Return a module's tensors, its weight as dequantized by the library, and `quantization_config`.
     `arguments` are those of QuantizationArgs."""
     args = QuantizationArgs(**arguments)
     scheme = QuantizationScheme(targets=["Linear"], weights=args, format=form)
@@ -25,7 +25,7 @@ def compress(weight: Tensor, form: str, **arguments: Any) -> tuple[dict[str, Ten
 
 
 def _find_bounds(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
-    """Return the least and the greatest number for each scale."""
+    """Return the minimum and the maximum for each scale."""
     if args.strategy == "tensor":
         return weight.min().reshape(1), weight.max().reshape(1)
     if args.strategy == "block":

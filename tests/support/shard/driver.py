@@ -1,4 +1,4 @@
-"""Drives a model runner the way the router does: blind to the answers of the steps in flight."""
+"""Drives a model runner like the router: without knowledge of unanswered steps."""
 
 import math
 import random
@@ -38,18 +38,18 @@ class Request:
     details: dict[str, Any] = field(default_factory=dict)
     grammar: str | None = None
     encoder_token_ids: list[int] = field(default_factory=list)
-    """Of encoder-decoder models, whose prompt is the token to begin with."""
+    """Input of an encoder-decoder model, whose prompt is its start token."""
     cross_blocks: list[int] = field(default_factory=list)
     is_encoded: bool = False
     prompt_digest: str = ""
-    """Of a soft prompt, whose tokens begin `prompt` and `encoder_token_ids`."""
+    """Digest of a soft prompt, whose tokens begin `prompt` and `encoder_token_ids`."""
     adapter_digest: str = ""
     generated: list[int] = field(default_factory=list)
-    """Known to the router; a resumed request has some already."""
+    """Tokens known to the router; a resumed request begins with some."""
     row: int = -1
     scheduled: int = 0
     length: int = 0
-    """Tokens the shard has once the steps sent so far are done."""
+    """Number of tokens in the shard after all sent steps."""
     ended: bool = False
     logprobs: list[float] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
@@ -76,8 +76,8 @@ def opening(request: Request) -> pb.OpenRow:
 
 
 class Router:
-    """Runs requests with random chunks of prompts and `depth` unanswered steps, blind to what these will
-    say."""
+    """Router that runs requests with random prompt chunks and `depth` unanswered steps, without knowledge of
+    their answers."""
 
     def __init__(self, runner: ModelRunner, seed: int = 0, depth: int = 2, whole: bool = False) -> None:
         self.runner, self.rng, self.depth, self.whole = runner, random.Random(seed), depth, whole
@@ -88,7 +88,7 @@ class Router:
         self.closed: list[int] = []
         self.responses: list[pb.StepResponse] = []
         self.crossed: dict[int, Request] = {}
-        """Rows with blocks of their encoder's output, which those of the same input share."""
+        """Rows with blocks of their encoder output, which rows with the same input share."""
 
     def run(self, waiting: list[Request], stop_after: int = 10**9) -> None:
         running: list[Request] = []
@@ -174,8 +174,8 @@ class Router:
 
 
 def check_company(runner: ModelRunner) -> list[Request]:
-    """Check that requests are answered the same together, in chunks and on all threads, and alone, with whole
-    prompts on one thread. Return those that were answered together."""
+    """Check that requests get the same answers together, in chunks and on all threads, as alone, with whole
+    prompts and on one thread. Return the requests that ran together."""
     together = [Request(prompt, 8, details={"logprobs": True}) for prompt in prompts(3, 6)]
     alone = [Request(list(request.prompt), 8, details={"logprobs": True}) for request in together]
     Router(runner, seed=1).run(list(together))

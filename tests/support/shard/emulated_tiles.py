@@ -1,6 +1,6 @@
-"""Emulation of the AMX instructions in memory, by plain LLVM operations and by the rules of Intel's manual.
+"""Emulation of the AMX instructions in memory by plain LLVM operations, according to Intel's manual.
 
-Where the processor would raise an exception, because shapes do not fit each other, sums become NaN, or -1."""
+Where the processor would raise an exception because shapes do not match, sums become NaN or -1."""
 
 import importlib.util
 import sys
@@ -24,7 +24,7 @@ _FLOATS, _INTEGERS = ir.VectorType(FLOAT, _LANES), ir.VectorType(I32, _LANES)
 
 @dataclass(frozen=True)
 class EmulatedTiles:
-    """`Tiles` in memory, behind the configuration."""
+    """`Tiles` in memory, after the configuration."""
 
     b: Any
     memory: Any
@@ -52,17 +52,17 @@ class EmulatedTiles:
         self._run(_Operation.add_quads, I64(sums), I64(x), I64(weights))
 
     def release(self) -> None:
-        """Leave no tile with a shape."""
+        """Remove the shapes of all tiles."""
         for offset in range(0, _TILES_AT, 8):
             self.b.store(I64(0), llvm.pointer_to(self.b, I64, self.memory, I64(offset)), align=1)
 
     def _run(self, build: Callable[..., None], *args: Any) -> None:
-        """Call a function that does the operation: its code is the same for all tiles, and long."""
+        """Call a function with the operation, because its code is long and the same for all tiles."""
         name, kind = f"emulated.{build.__name__}", ir.FunctionType(ir.VoidType(), [I64] * (1 + len(args)))
         if name not in self.b.module.globals:
             function = ir.Function(self.b.module, kind, name)
             function.linkage = "internal"
-            for attribute in ("noinline", "optnone"):  # compiled many times, run rarely
+            for attribute in ("noinline", "optnone"):  # compiled often, run rarely
                 function.attributes.add(attribute)
             b = ir.IRBuilder(function.append_basic_block())
             build(_Operation(b, function.args[0]), *function.args[1:])
@@ -72,7 +72,7 @@ class EmulatedTiles:
 
 @dataclass(frozen=True)
 class _Operation:
-    """Builder of an operation's code. Tiles are numbers of 64 bits."""
+    """Builder of an operation's code. Tiles are 64-bit numbers."""
 
     b: Any
     memory: Any
@@ -164,7 +164,7 @@ class _Operation:
         return [self._flush(b.bitcast(half, _FLOATS)) for half in (first, second)]
 
     def _flush(self, x: Any) -> Any:
-        """Make numbers below 2**-126 zeros of their sign."""
+        """Replace numbers below 2**-126 by zeros of the same sign."""
         b = self.b
         bits, zero = b.bitcast(x, _INTEGERS), llvm.constant(0, _LANES, I32)
         is_small = b.icmp_signed("==", b.and_(bits, llvm.constant(0x7F800000, _LANES, I32)), zero)
@@ -201,8 +201,8 @@ class _Operation:
 
 
 def compile_emulated(names: Sequence[str], kernel: str) -> Kernel:
-    """Compile a kernel of the last of some modules below `tgis.shard.kernels.cpu`, which are imported once
-    more, with emulated tiles. Nothing of it is kept on disk, where it would be taken for the processor's."""
+    """Compile a kernel of the last of some modules below `tgis.shard.kernels.cpu`, which are imported again
+    with emulated tiles. Its code is not stored on disk, where the processor's code would be expected."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache, "_bases", [])
         patch.setattr(instructions, "INSTRUCTIONS", EmulatedTiles)

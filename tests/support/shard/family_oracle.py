@@ -19,8 +19,8 @@ LENGTHS = (1, 9, 30)
 
 @dataclass(frozen=True)
 class Answer:
-    """`certain` tokens come before the first whose two best scores are too close to tell which one must be
-    chosen."""
+    """Answer with `certain` tokens before the first one whose two best scores are too close to decide between
+    them."""
 
     input_ids: list[int]
     token_ids: list[int]
@@ -39,27 +39,27 @@ class Oracle:
 
 
 def load_model(directory: Path, config: transformers.PretrainedConfig) -> Any:
-    """In transformers' hands, to be asked step by step for as many tokens as one likes."""
+    """Load a model in transformers, to be run step by step."""
     is_causal = not config.is_encoder_decoder
     kind = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForSeq2SeqLM
-    # Run step by step, Falcon would add ALiBi twice.
+    # When run step by step, Falcon would add ALiBi twice.
     implementation = "sdpa" if config.model_type == "falcon" else "eager"
     options = {"dtype": torch.float32, "attn_implementation": implementation}
     model = kind.from_pretrained(directory, **options).eval()
     settings = model.generation_config
-    # Some models force tokens, which is not for a server to do.
+    # Some models force tokens, which a server must not do.
     settings.eos_token_id = settings.forced_bos_token_id = settings.forced_eos_token_id = None
     return model
 
 
 def describe(input_ids: list[int], tokens: list[int], steps: Tensor) -> Answer:
-    """`steps` [num_tokens, vocab_size] are the log-probabilities that the tokens were chosen by."""
+    """Return an answer. `steps` [num_tokens, vocab_size] has the log-probabilities of the tokens."""
     logprobs = [float(steps[i, token]) for i, token in enumerate(tokens)]
     return Answer(input_ids, tokens, logprobs, count_certain(steps))
 
 
 def check(request: Request, answer: Answer, tolerance: float = 1e-4) -> None:
-    """Assert that the request was answered as it must be."""
+    """Assert that the request got the expected answer."""
     certain = answer.certain
     assert request.generated[:certain] == answer.token_ids[:certain]
     assert request.logprobs[:certain] == pytest.approx(

@@ -1,4 +1,4 @@
-"""Architectures of GGUF files with configurations that such files can express."""
+"""GGUF architectures with configurations that GGUF files can express."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +23,7 @@ GEMMA3 = {
     },
 }
 
-# For each case: the architecture in the file, and the configuration of transformers.
+# For each case: the architecture in the file, and the configuration in transformers.
 CASES: dict[str, Case] = {
     **{
         name: ("llama", ALL[f"llama_{name}"])

@@ -1,5 +1,5 @@
-"""Writes a checkpoint of transformers as a GGUF file with the published package, as llama.cpp's scripts do,
-and rounds the checkpoint to what the file holds."""
+"""Writes a transformers checkpoint as a GGUF file with the published package, like llama.cpp's scripts, and
+rounds the checkpoint to the numbers in the file."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ Array = NDArray[Any]
 ARCHITECTURES = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
 PERMUTED = ("llama", "granite", "granitemoe")
 TYPES = (Type.Q8_0, Type.Q4_0, Type.Q5_1)
-# Places of the float16 factors in blocks of the types to which the package cannot round.
+# Offsets of the float16 factors in blocks of the types to which the package cannot round.
 FACTORS = {
     Type.Q2_K: (80, 82),
     Type.Q3_K: (108,),
@@ -38,8 +38,8 @@ def write_gguf(
     plain: Type | None = None,
     kinds: Mapping[str, Type] = MappingProxyType({}),
 ) -> None:
-    """`plain` is the type of all matrices, if they are not to be rounded to codes of several types; `kinds`
-    has the types of some matrices by their names."""
+    """Write the file. `plain` is the type of all matrices, if they are not to be rounded to codes of several
+    types; `kinds` has the types of some matrices by name."""
     config = json.loads((directory / "config.json").read_text())
     writer = gguf.GGUFWriter(file, architecture)
     add_metadata(writer, config)
@@ -67,7 +67,7 @@ def write_gguf(
 
 
 def make_blocks(weights: Array, kind: Type) -> Array:
-    """Codes of a type. Where the package cannot round to it, they are random and stand for numbers about as
+    """Return codes of a type. If the package cannot round to it, the codes are random, with numbers about as
     large as the weights."""
     if kind not in FACTORS:
         return gguf.quantize(weights, kind)
@@ -76,7 +76,7 @@ def make_blocks(weights: Array, kind: Type) -> Array:
     blocks = rng.integers(0, 256, (height, width // size, num_bytes), np.uint8)
 
     def put(factors: Array) -> Array:
-        """The blocks with these factors, [num_rows, num_blocks]."""
+        """Return the blocks with these factors, [num_rows, num_blocks]."""
         for place in FACTORS[kind]:
             blocks[:, :, place : place + 2] = factors.astype(np.float16)[:, :, None].view(np.uint8)
         return blocks.reshape(height, -1)
@@ -86,7 +86,7 @@ def make_blocks(weights: Array, kind: Type) -> Array:
 
 
 def choose_type(weights: Array, name: str, plain: Type | None) -> Type:
-    """Return a type, one for all experts of a layer."""
+    """Return a type, the same one for all experts of a layer."""
     if weights.ndim == 1:
         return Type.F32
     if plain is not None:
@@ -101,13 +101,14 @@ def rename(architecture: str, config: dict[str, Any], name: str) -> str:
     count = first(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     names = gguf.get_tensor_name_map(ARCHITECTURES[architecture], count)
     name = name.removeprefix("transformer.") if architecture == "bloom" else name
-    found = names.get_name(name, try_suffixes=(".weight", ".bias"))
-    assert found is not None, name
-    return found
+    result = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert result is not None, name
+    return result
 
 
 def rearrange(architecture: str, config: dict[str, Any], name: str, rows: Array) -> dict[str, Array]:
-    """Rows, or the bytes of their codes, in the file's order; of a stack of experts, the parts."""
+    """Return the rows, or the bytes of their codes, in the file's order; for a stack of experts, its
+    parts."""
     if architecture in PERMUTED and ("q_proj" in name or "k_proj" in name):
         key = "num_key_value_heads" if "k_proj" in name else "num_attention_heads"
         shape = (config[key], 2, rows.shape[0] // config[key] // 2, *rows.shape[1:])
@@ -139,13 +140,13 @@ def falcon_groups(config: dict[str, Any]) -> int:
 
 
 def join_experts(stored: dict[str, tuple[Array, Type]]) -> dict[str, tuple[Array, Type]]:
-    """Stacks the experts of a layer, which all get the type of the first: the others' codes must be of it."""
-    found: dict[str, tuple[Array, Type]] = {}
+    """Stack the experts of a layer, all with the type of the first, because a stack has one type."""
+    result: dict[str, tuple[Array, Type]] = {}
     stacks: dict[str, dict[int, tuple[Array, Type]]] = {}
     for name, entry in stored.items():
         before, _, after = name.partition(".experts.")
         if not after:
-            found[name] = entry
+            result[name] = entry
             continue
         number, _, rest = after.partition(".")
         stacks.setdefault(f"{before}.experts.{rest}", {})[int(number)] = entry
@@ -155,8 +156,8 @@ def join_experts(stored: dict[str, tuple[Array, Type]]) -> dict[str, tuple[Array
         for _, (codes, own) in sorted(entries.items()):
             assert own == kind, "experts of a layer have one type"
             parts.append(codes)
-        found[name] = (np.stack(parts), kind)
-    return found
+        result[name] = (np.stack(parts), kind)
+    return result
 
 
 def first(config: dict[str, Any], *keys: str) -> Any:
@@ -266,7 +267,7 @@ def add_rope_factors(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def llama3_factors(given: dict[str, Any], dim: int) -> Array:
-    """As llama.cpp's script computes them."""
+    """Return the factors like llama.cpp's script."""
     frequencies = 1.0 / (given["rope_theta"] ** (np.arange(0, dim, 2) / dim))
     low, high, factor = given["low_freq_factor"], given["high_freq_factor"], given["factor"]
     length, factors = given["original_max_position_embeddings"], []

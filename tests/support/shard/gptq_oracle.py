@@ -1,5 +1,5 @@
-"""GPTQ and its form on disk in plain numpy, from the paper and from the table of formats; and what a GPTQ
-checkpoint stands for, as a plain checkpoint."""
+"""GPTQ and its form on disk in plain numpy, from the paper and from the table of formats, and conversion of a
+GPTQ checkpoint to a plain one."""
 
 import json
 from pathlib import Path
@@ -17,15 +17,15 @@ Array = NDArray[np.float64]
 class Solved(NamedTuple):
     codes: Array  # [num_rows, num_columns]
     scales: Array  # [num_rows, num_groups]
-    zeros: Array  # likewise
-    edges: Array  # distances of the unrounded codes to the nearest edge between two codes
+    zeros: Array  # [num_rows, num_groups]
+    edges: Array  # distances of unrounded codes to the nearest boundary between two codes
 
 
 def solve(
     weight: Array, hessian: Array, bits: int, group: int, sym: bool, act_order: bool, percdamp: float
 ) -> Solved:
-    """Equations (2) and (3) of the paper, one column after the other: no blocks, no Cholesky factors. Each
-    column that is rounded is taken out of the inverse of the Hessian by Gaussian elimination."""
+    """Solve equations (2) and (3) of the paper column by column, without blocks or Cholesky factors. Each
+    rounded column is removed from the inverse Hessian by Gaussian elimination."""
     left, h, (rows, width) = weight.copy(), hessian.copy(), weight.shape
     for k in range(width):
         if h[k, k] == 0:
@@ -55,19 +55,19 @@ def solve(
 
 
 def find_grid(weights: Array, bits: int, sym: bool) -> tuple[float, float]:
-    """Scale and zero of a group's weights of a row."""
+    """Return the scale and the zero of a row's weights in a group."""
     largest = 2**bits - 1
     if sym:
         return float(np.float16(2 * np.abs(weights).max() / largest)), 2.0 ** (bits - 1)
     low, high = min(weights.min(), 0.0), max(weights.max(), 0.0)
     zero = np.round(-low / ((high - low) / largest))
-    if zero == 0:  # as it cannot be stored, the grid begins one code later
+    if zero == 0:  # zero cannot be stored, so the grid begins one code later
         return float(np.float16(high / (largest - 1))), 1.0
     return float(np.float16((high - low) / largest)), float(zero)
 
 
 def read_bits(words: NDArray[np.int32], bits: int) -> NDArray[np.int64]:
-    """Values that lie one after the other along the first axis, from the lowest bit on."""
+    """Return the values packed along the first axis, lowest bits first."""
     columns = np.ascontiguousarray(words.T).view(np.uint8)
     stream = np.unpackbits(columns, axis=1, bitorder="little")
     values = stream.reshape(len(columns), -1, bits) @ (1 << np.arange(bits))
@@ -75,7 +75,8 @@ def read_bits(words: NDArray[np.int32], bits: int) -> NDArray[np.int64]:
 
 
 def read_module(tensors: dict[str, Tensor], bits: int) -> Tensor:
-    """w[n, k] = (c - z) s of the group of k, where stored zeros are one less: float32 [rows, columns]."""
+    """Return w[n, k] = (c - z) s with the group of k, where stored zeros are one less: float32 [rows,
+    columns]."""
     codes = read_bits(tensors["qweight"].numpy(), bits)  # [num_columns, num_rows]
     zeros = read_bits(tensors["qzeros"].numpy().T, bits).T + 1 & (1 << bits) - 1
     group_of = tensors["g_idx"].numpy()
@@ -84,7 +85,7 @@ def read_module(tensors: dict[str, Tensor], bits: int) -> Tensor:
 
 
 def read_checkpoint(directory: Path) -> dict[str, Tensor]:
-    """The plain tensors that a checkpoint of this service's own stands for."""
+    """Return the plain tensors of a checkpoint written by this service."""
     index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
     stored: dict[str, Tensor] = {}
     for file in sorted(set(index.values())):
@@ -105,7 +106,7 @@ def read_checkpoint(directory: Path) -> dict[str, Tensor]:
 
 
 def write_plain(original: Path, quantized: Path, plain: Path, turns: bool = False) -> None:
-    """A checkpoint with the weights that a quantized one stands for, of the type and shape of the original's.
+    """Write a plain checkpoint with the weights of a quantized one, in the type and shape of the original.
     `turns`: the original stores the matrices of its layers as [in, out]."""
     before, after = load_file(original / "model.safetensors"), read_checkpoint(quantized)
     assert before.keys() == after.keys()

@@ -1,4 +1,4 @@
-"""Memory behind which nothing may be read or written: who does ends the process with SIGSEGV."""
+"""Memory followed by an inaccessible page: an access beyond its end kills the process with SIGSEGV."""
 
 import ctypes
 import math
@@ -20,5 +20,5 @@ def allocate(num_bytes: int) -> Tensor:
 
 
 def empty(*shape: int) -> Tensor:
-    """Return float32 memory of a shape that ends so."""
+    """Return float32 memory of a shape that ends at an inaccessible page."""
     return allocate(4 * math.prod(shape)).view(torch.float32).view(shape)

@@ -1,6 +1,6 @@
-"""A format of quantized checkpoints that only tests know. Instead of `{module}.weight` there are
+"""Quantized checkpoint format that exists only in tests. Instead of `{module}.weight`, it has
 `{module}.codes`, int8 [..., out_features, in_features], and `{module}.scales`, float32 [..., out_features,
-num_groups]; adjacent columns share a scale, as many as `group` of `quantization_config` says."""
+num_groups]. `group` of `quantization_config` is the number of adjacent columns that share a scale."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from tgis.shard.checkpoint.tensors import ALL, FileTensor, Stored, WeightsError
 
 NAME = "halves"
 GROUP = 4
-# A number of columns for each head: no rank could cut its own out of groups of heads.
+# Number of columns per head: no rank could cut its own columns out of groups of heads.
 NOT_QUANTIZED = re.compile(r".*relative_attention_bias\.weight")
 TRANSPOSED = re.compile(r".*\.(c_attn|c_proj|c_fc)\.weight")  # of GPT-2
 
@@ -32,8 +32,8 @@ class Halves:
     def open(self, tensors: Tensors, module: str) -> "HalvesTensor | None":
         if f"{module}.codes" not in tensors:
             return None
-        found = (tensors.fetch_any(f"{module}.{kind}") for kind in ("codes", "scales"))
-        return HalvesTensor(*found, self._group)
+        result = (tensors.fetch_any(f"{module}.{kind}") for kind in ("codes", "scales"))
+        return HalvesTensor(*result, self._group)
 
     def count_weights(self, name: str, shape: tuple[int, ...]) -> int | None:
         if name.endswith(".scales"):
@@ -69,7 +69,7 @@ def make_layout(group: int = GROUP) -> CodeLayout:
 
 
 def pack(part: Stored) -> Callable[[Tensor], Tensor]:
-    """A platform's product for such codes, which are read a few rows at a time."""
+    """Return a platform's product for such codes, which are read a few rows at a time."""
     height = part.shape[0]
     pieces = [part.codes(slice(first, min(first + 7, height))) for first in range(0, height, 7)]
     values = torch.cat([piece.values for piece in pieces]).unflatten(1, (-1, GROUP))
@@ -79,7 +79,7 @@ def pack(part: Stored) -> Callable[[Tensor], Tensor]:
 
 
 def write_halves(plain: Path, quantized: Path, is_transposed: bool, group: int = GROUP) -> None:
-    """Write a checkpoint's matrices in this format. Those of `plain` become what they stand for."""
+    """Write a checkpoint's matrices in this format, and replace those in `plain` by the rounded numbers."""
     content, halves = load_file(plain / "model.safetensors"), {}
     for name, tensor in list(content.items()):
         if not name.endswith(".weight") or tensor.dim() < 2 or NOT_QUANTIZED.fullmatch(name):
@@ -101,7 +101,7 @@ def write_halves(plain: Path, quantized: Path, is_transposed: bool, group: int =
 
 
 def _round(matrix: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes, scales, and the numbers that they stand for."""
+    """Return codes, scales, and the numbers that they represent."""
     width = matrix.shape[-1]
     groups = F.pad(matrix.float(), (0, -width % group)).unflatten(-1, (-1, group))
     scales = groups.abs().amax(-1).clamp(min=1e-6) / 127

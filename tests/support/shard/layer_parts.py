@@ -1,4 +1,4 @@
-"""What a layer is made with, for layers on their own."""
+"""Parts for layers on their own."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Random adapters of a layer, and what they add in float64."""
+"""Random adapters of a layer, and their effect computed in float64."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,7 +23,7 @@ def draw_int(low: int, high: int) -> int:
 
 @dataclass
 class Scene:
-    """A layer's input and output, and the adapters that tokens have."""
+    """Input and output of a layer, and the adapters of its tokens."""
 
     x: Tensor  # [num_tokens, in_features]
     y: Tensor  # [num_tokens, out_features]
@@ -31,7 +31,7 @@ class Scene:
     indices: Tensor  # [num_tokens]
 
     def add(self, tokens: Tensor | slice = slice(None)) -> Tensor:
-        """What becomes of those rows of y alone."""
+        """Return those rows of y with their adapters' changes."""
         y = self.y[tokens].clone()
         tuned = TokenAdapters(AdapterSet(()), self.indices[tokens])
         CPU_KERNELS.add_low_rank(y, self.x[tokens].contiguous(), self.deltas, tuned)
@@ -48,7 +48,7 @@ class Scene:
 
 
 def draw_scene(num_tokens: int, in_features: int, out_features: int, num_adapters: int = 3) -> Scene:
-    """Every adapter changes some columns, in up to three parts; the last one none at all."""
+    """Return a scene. Every adapter changes some columns, in up to three parts; the last one changes none."""
     parts = []
     for _ in range(num_adapters):
         bounds = sorted({0, out_features, *(draw_int(0, out_features) for _ in range(3))})

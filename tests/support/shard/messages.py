@@ -1,4 +1,4 @@
-"""Messages to and from a shard, from and to plain Python."""
+"""Conversion between messages of a shard and plain Python."""
 
 import struct
 from collections.abc import Iterable
@@ -27,13 +27,13 @@ def floats(column: bytes) -> list[float]:
 
 
 def make_bias(biases: dict[int, float]) -> dict[str, bytes]:
-    """The fields of Sampling."""
+    """Return the fields of Sampling."""
     values = struct.pack(f"<{len(biases)}f", *biases.values())
     return {"bias_token_ids": pack(biases), "biases": values}
 
 
 def rows_of_tokens(response: pb.StepResponse) -> list[tuple[int, bool]]:
-    """The row of each token, and whether it ends it."""
+    """Return each token's row, and whether the token ends it."""
     rows = integers(response.rows)
     counts = integers(response.num_tokens) or [1] * len(rows)
     return [
@@ -90,14 +90,15 @@ EVERY_PARAMETER = {
 
 @dataclass
 class Steps:
-    """Builds requests the way the router does: blocks are handed out as positions need them, in odd order."""
+    """Builder of requests like the router's. Blocks are assigned when positions need them, in an irregular
+    order."""
 
     block_size: int
     num_blocks: int
     step_id: int = 0
     blocks: dict[int, list[int]] = field(default_factory=dict)
     reserved_len: int = 0
-    """Tokens for which a row has blocks from the step on that opens it; 0 if it gets them as it grows."""
+    """Number of tokens for which a row gets blocks when it opens; 0 if it gets them as it grows."""
 
     def __post_init__(self) -> None:
         self.free = [*range(0, self.num_blocks, 2), *range(1, self.num_blocks, 2)]
@@ -110,7 +111,7 @@ class Steps:
         drafts: dict[int, list[int]] | None = None,
         max_drafts: dict[int, int] | None = None,
     ) -> pb.StepRequest:
-        """Work is (row, start, end); drafts are by row, and so is what the shard may propose itself."""
+        """Return a request. Work is (row, start, end); `drafts` and `max_drafts` are by row."""
         opened, guesses = list(opened), [(drafts or {}).get(row, []) for row, _, _ in work]
         most = [(max_drafts or {}).get(row, 0) for row, _, _ in work]
         for row in [*closed, *(message.row for message in opened)]:

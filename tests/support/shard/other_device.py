@@ -1,5 +1,5 @@
-"""A device that no machine has: its tensors lie in the CPU's memory, but must not meet the CPU's own, just as
-a GPU's must not. What runs here was told everywhere which device it is on."""
+"""Device that no machine has. Its tensors are in the CPU's memory but must not be mixed with the CPU's own,
+like a GPU's. Code that runs on it passes the device everywhere."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,16 +10,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-# A name that every build of torch knows, and nothing of this service uses.
+# Name that every build of torch knows and that this service does not use.
 DEVICE = torch.device("lazy", 0)
 CPU = torch.device("cpu")
-# Operators that bring tensors from one device to another; and those that do so with an index.
+# Operators that copy tensors between devices, and those that do so with an index.
 _MOVES = ("_to_copy", "to", "copy_")
 _INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
 
 
 class MixedDevicesError(Exception):
-    """An operator was given tensors of both devices."""
+    """Error when an operator gets tensors of both devices."""
 
 
 class _Tensor(torch.Tensor):
@@ -54,7 +54,7 @@ class _Tensor(torch.Tensor):
 
 
 class _Mode(TorchDispatchMode):
-    """Makes the tensors that are asked for on the device."""
+    """Mode that creates requested tensors on the device."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _execute(function, args, kwargs or {})
@@ -62,7 +62,7 @@ class _Mode(TorchDispatchMode):
 
 @contextmanager
 def present() -> Iterator[torch.device]:
-    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) goes through the mode
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) uses the mode
     try:
         with _Mode():
             yield DEVICE
@@ -83,7 +83,7 @@ def _execute(function: Any, args: Any, kwargs: Any) -> Any:
     def dress(x: Any) -> Any:
         if not isinstance(x, Tensor) or not is_here:
             return x
-        with torch.inference_mode(False):  # views of what was made outside of it must be as that is
+        with torch.inference_mode(False):  # views must have the inference state of their base
             return here[id(x)] if id(x) in here else _Tensor(x)
 
     return tree_map(dress, result)

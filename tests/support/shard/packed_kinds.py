@@ -1,4 +1,4 @@
-"""Kinds of checkpoints of packed integers, for `quantized_files.write_quantized`."""
+"""Kinds of checkpoints with packed integers, for `quantized_files.write_quantized`."""
 
 from functools import partial
 from typing import Any
@@ -9,7 +9,7 @@ from tests.support.shard import packers
 from tests.support.shard.compressed import compress
 from tests.support.shard.quantized_files import Kind, Quantized
 
-SIZE = 16  # columns of a group; some matrices end with a part of one
+SIZE = 16  # columns per group; some matrices end with a partial group
 
 
 def gptq(matrix: Tensor, bits: int, is_v2: bool = False, is_reordered: bool = False) -> Quantized:
@@ -29,7 +29,7 @@ def awq_gemv(matrix: Tensor) -> Quantized:
 
 def marlin(matrix: Tensor) -> Quantized | None:
     if matrix.shape[0] % 64 or matrix.shape[1] % 16:
-        return None  # Marlin's packer leaves such a matrix as it is
+        return None  # Marlin's packer does not support such a matrix
     rounded = packers.round_matrix(matrix, 4, SIZE, is_symmetric=True)
     return Quantized(packers.pack_marlin(rounded), rounded.dequantize())
 

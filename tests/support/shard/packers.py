@@ -1,4 +1,4 @@
-"""Packers of quantized checkpoints, a value at a time, by the layouts of the libraries that write them:
+"""Packers of quantized checkpoints, one value at a time, in the layouts of the libraries that write them:
 AutoGPTQ (GPTQ and Marlin) and AutoAWQ. compressed-tensors packs its own."""
 
 import math
@@ -13,7 +13,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Rounded:
-    """A matrix as integers."""
+    """Matrix rounded to integers."""
 
     bits: int
     codes: np.ndarray  # [num_rows, num_columns], from 0
@@ -35,7 +35,7 @@ def draw(
     is_symmetric: bool = False,
     seed: int = 0,
 ) -> Rounded:
-    """Draw a matrix, with zeros of all sizes."""
+    """Draw a matrix with zeros of all sizes."""
     rng, num_groups = np.random.default_rng(seed), -(-num_columns // group)
     group_of = np.arange(num_columns) // group
     if is_reordered:
@@ -81,16 +81,16 @@ def pack_bits(rows: np.ndarray, bits: int) -> np.ndarray:
 
 
 def pack_gptq(rounded: Rounded, is_v2: bool = False, has_order: bool = True) -> Tensors:
-    """Pack as AutoGPTQ does, or as GPTQModel's second version does."""
+    """Pack like AutoGPTQ, or like GPTQModel's version 2."""
     stored_zeros = rounded.zeros if is_v2 else (rounded.zeros - 1) & ((1 << rounded.bits) - 1)
-    found = {
+    result = {
         "qweight": pack_bits(rounded.codes, rounded.bits).T,
         "qzeros": pack_bits(stored_zeros.T, rounded.bits),
         "scales": rounded.scales.T,
     }
     if has_order:
-        found["g_idx"] = rounded.group_of.astype(np.int32)
-    return _as_tensors(found)
+        result["g_idx"] = rounded.group_of.astype(np.int32)
+    return _as_tensors(result)
 
 
 def pack_awq_gemm(rounded: Rounded) -> Tensors:
@@ -124,7 +124,7 @@ def pack_awq_gemv(rounded: Rounded, group: int) -> Tensors:
 
 
 def pack_marlin(rounded: Rounded) -> Tensors:
-    """Pack a symmetric matrix as AutoGPTQ's `QuantLinear.pack` does for Marlin."""
+    """Pack a symmetric matrix like AutoGPTQ's `QuantLinear.pack` for Marlin."""
     num_rows, num_columns = rounded.codes.shape
     tiles = rounded.codes.T.reshape(num_columns // 16, 16, num_rows // 16, 16).transpose(0, 2, 1, 3)
     values = tiles.reshape(num_columns // 16, num_rows * 16)
@@ -137,7 +137,7 @@ def pack_marlin(rounded: Rounded) -> Tensors:
 
 
 def _list_places() -> list[int]:
-    """Return the place in four tiles of each value, in the order in which a warp's threads load them."""
+    """Return the index in four tiles of each value, in the order in which a warp's threads load them."""
     places = []
     for thread in range(32):
         rows = [2 * (thread % 4) + step for step in (0, 1, 8, 9)]

@@ -15,21 +15,21 @@ from tests.support.shard.tuning_cells import Asked, Write
 
 DETAILS = {"logprobs": True}
 PAD = 0
-LENGTHS = (6, 3)  # of the prompts
+LENGTHS = (6, 3)  # lengths of the prompts
 
 
 class Case:
-    """A checkpoint with prompts of random embeddings, and what it answers to a few inputs under each of them
-    and under none."""
+    """Checkpoint with prompts of random embeddings, and its answers to a few inputs with each prompt and
+    without one."""
 
     def __init__(self, name: str, root: Path, write: Write = write_model) -> None:
         self.directory, config = root / name, CASES[name]()
         write(self.directory, config)
         self.oracle = PromptOracle(self.directory, config, root / f"{name}-prompts")
         self.copies, self.digests = Copies(str(root / f"{name}-shard")), {"": ""}
-        self.lengths = {"": (0, 0)}  # of the decoder's part, of the encoder's
+        self.lengths = {"": (0, 0)}  # of the decoder's and the encoder's part
         _, middle, long = draw_inputs()
-        middle = middle[:5]  # with which no sequence crosses a length at which positions turn otherwise
+        middle = middle[:5]  # so short that no sequence crosses a length at which rotary positions change
         if self.oracle.is_encoder_decoder:
             self.asked = list(self._ask_both(middle, long))
         else:

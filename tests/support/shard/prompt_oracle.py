@@ -1,4 +1,4 @@
-"""peft's and transformers' greedy answers under soft prompts, one at a time and unpadded, for any family."""
+"""peft's and transformers' greedy answers with soft prompts, one at a time and unpadded, for any family."""
 
 import warnings
 from collections.abc import Mapping
@@ -14,12 +14,11 @@ from torch import Tensor
 from tests.support.greedy import generate
 from tests.support.shard.family_oracle import NEW_TOKENS, Answer, describe, load_model
 
-Prompt = Mapping[str, Tensor]  # "decoder" and "encoder", either of which may lack
+Prompt = Mapping[str, Tensor]  # "decoder" and "encoder", both optional
 
 
 class PromptOracle:
-    """A checkpoint in transformers' hands. Prompts are drawn by peft and kept in its files, under
-    `directory`."""
+    """Checkpoint in transformers. peft draws the prompts and stores them in files in `directory`."""
 
     def __init__(self, checkpoint: Path, config: transformers.PretrainedConfig, directory: Path) -> None:
         self.is_encoder_decoder, self._directory = bool(config.is_encoder_decoder), directory
@@ -27,8 +26,8 @@ class PromptOracle:
         self.start_token_id = self.model.generation_config.decoder_start_token_id
 
     def draw(self, num_tokens: int, seed: int) -> Tensor:
-        """Embeddings [num_tokens, width], as peft has drawn and saved them; for an encoder-decoder model, the
-        encoder's."""
+        """Return embeddings [num_tokens, width] as drawn and saved by peft; the encoder's for an
+        encoder-decoder model."""
         torch.manual_seed(seed)
         task = "SEQ_2_SEQ_LM" if self.is_encoder_decoder else "CAUSAL_LM"
         width = self.model.get_input_embeddings().embedding_dim
@@ -40,18 +39,20 @@ class PromptOracle:
         return saved[:num_tokens].clone()
 
     def answer(self, input_ids: list[int], num_tokens: int, seed: int, **settings: Any) -> Answer:
-        """PeftModel's, under the prompt that `draw` gave for the same numbers; one of no tokens is none."""
+        """Return PeftModel's answer with the prompt that `draw` returned for the same arguments; without a
+        prompt for no tokens."""
         model = self.model
         if num_tokens:
             model = peft.PeftModel.from_pretrained(self.model, self._find(num_tokens, seed)).eval()
-        with warnings.catch_warnings():  # it tells which arguments it leaves out
+        with warnings.catch_warnings():  # it warns of omitted arguments
             warnings.simplefilter("ignore", UserWarning)
             tokens, steps = generate(model, input_ids, max_new_tokens=NEW_TOKENS, **settings)
         return describe(input_ids, tokens, steps)
 
     @torch.inference_mode()
     def answer_to_nothing(self, num_tokens: int, seed: int, repetition_penalty: float = 1.0) -> Answer:
-        """PeftModel's, under such a prompt, to an input without tokens, which `generate` does not take."""
+        """Return PeftModel's answer, with such a prompt, to an input without tokens, which `generate` does
+        not support."""
         model = peft.PeftModel.from_pretrained(self.model, self._find(num_tokens, seed)).eval()
         penalise = transformers.RepetitionPenaltyLogitsProcessor(repetition_penalty)
         tokens, steps = list[int](), list[Tensor]()
@@ -63,7 +64,8 @@ class PromptOracle:
 
     @torch.inference_mode()
     def answer_with(self, input_ids: list[int], prompt: Prompt) -> Answer:
-        """An encoder-decoder model's, whose decoder has virtual tokens before its first."""
+        """Return the answer of an encoder-decoder model whose decoder has virtual tokens before its first
+        token."""
         tokens, steps = list[int](), list[Tensor]()
         for _ in range(NEW_TOKENS):
             out = self.model(
@@ -75,10 +77,10 @@ class PromptOracle:
         return describe(input_ids, tokens, torch.stack(steps))
 
     def embed(self, prompt: Tensor | None, token_ids: list[int]) -> Tensor:
-        """[1, num_virtual + len(token_ids), width]"""
+        """Return [1, num_virtual + len(token_ids), width]."""
         table = self.model.get_input_embeddings()
-        found = table(torch.tensor([token_ids], dtype=torch.int64))
-        return found if prompt is None else torch.cat([prompt[None], found], 1)
+        result = table(torch.tensor([token_ids], dtype=torch.int64))
+        return result if prompt is None else torch.cat([prompt[None], result], 1)
 
     def _find(self, num_tokens: int, seed: int) -> Path:
         return self._directory / f"{num_tokens}-{seed}"

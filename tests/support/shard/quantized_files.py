@@ -1,5 +1,5 @@
-"""Writes checkpoints of floats of 8 bits and of bitsandbytes. The libraries quantize, and say what numbers
-that stands for."""
+"""Writes checkpoints of 8-bit floats and of bitsandbytes. The libraries quantize, and also compute the
+numbers that the result represents."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
-# Tables, heads and routers, which quantizers leave out.
+# Tables, heads and routers, which quantizers skip.
 NOT_QUANTIZED = re.compile(
     r".*(embed|wte|wpe|lm_head|shared|router|relative_attention_bias|\.gate\.weight).*"
 )
@@ -25,7 +25,7 @@ TRANSPOSED = re.compile(r".*\.(c_attn|c_proj|c_fc)\.weight")  # of GPT-2
 
 @dataclass(frozen=True)
 class Quantized:
-    """A module's tensors by the ends of their names, and the numbers of the library, in its type."""
+    """Tensors of a module by name suffix, and the library's dequantized numbers in its type."""
 
     tensors: dict[str, Tensor]
     weight: Tensor
@@ -35,9 +35,9 @@ class Quantized:
 class Kind:
     settings: dict[str, Any]
     quantize: Callable[[Tensor], Quantized | None]
-    """Returns None for a matrix that stays as it is."""
+    """Function that quantizes a matrix, or returns None for a matrix that is not quantized."""
     of_stacks: bool = False
-    """Stacks of experts are quantized too."""
+    """True if stacks of experts are quantized too."""
 
 
 def float8(
@@ -60,8 +60,8 @@ def float8(
     return Quantized({"weight": codes, end: scales}, dequantize(codes, scales, args=args))
 
 
-def with_input_scale(found: Quantized) -> Quantized:
-    return Quantized({**found.tensors, "input_scale": torch.tensor(0.5)}, found.weight)
+def with_input_scale(result: Quantized) -> Quantized:
+    return Quantized({**result.tensors, "input_scale": torch.tensor(0.5)}, result.weight)
 
 
 def four_bits(
@@ -76,8 +76,8 @@ def four_bits(
     )
     kept: QuantState = state
     tensors = {f"weight.{end}": tensor for end, tensor in kept.as_dict(packed=True).items()}
-    # Given the matrix's shape, the library's kernel for CPUs takes blocks to begin with rows, also where it
-    # has quantized blocks that do not.
+    # Given the matrix's shape, the library's CPU kernel assumes that blocks begin with rows, even if they do
+    # not.
     kept.shape = torch.Size((1, matrix.numel()))
     return Quantized({"weight": packed, **tensors}, dequantize_4bit(packed, kept).view(matrix.shape))
 
@@ -116,7 +116,7 @@ KINDS = {
 
 
 def write_quantized(plain: Path, quantized: Path, kind: Kind) -> None:
-    """Write a checkpoint's matrices in this way. Those of `plain` become what they stand for."""
+    """Write a checkpoint's matrices in this format, and replace those in `plain` by the rounded numbers."""
     content, written = load_file(plain / "model.safetensors"), {}
     for name, tensor in list(content.items()):
         is_matrix = name.endswith(".weight") and tensor.dim() in (2, 3 if kind.of_stacks else 2)
@@ -124,13 +124,13 @@ def write_quantized(plain: Path, quantized: Path, kind: Kind) -> None:
         if not is_matrix or NOT_QUANTIZED.fullmatch(name):
             continue
         turned = TRANSPOSED.fullmatch(name) is not None and "GPT2" in (plain / "config.json").read_text()
-        found = _quantize(tensor.T if turned else tensor, kind.quantize)
-        if found is None:
+        result = _quantize(tensor.T if turned else tensor, kind.quantize)
+        if result is None:
             continue
         del written[name]
         module = name.removesuffix(".weight")
-        written |= {f"{module}.{end}": each.contiguous() for end, each in found.tensors.items()}
-        weight = found.weight.float()
+        written |= {f"{module}.{end}": each.contiguous() for end, each in result.tensors.items()}
+        weight = result.weight.float()
         content[name] = (weight.T if turned else weight).contiguous()
     quantized.mkdir()
     save_file(content, plain / "model.safetensors")
@@ -145,8 +145,8 @@ def write_quantized(plain: Path, quantized: Path, kind: Kind) -> None:
 def _quantize(tensor: Tensor, quantize: Callable[[Tensor], Quantized | None]) -> Quantized | None:
     if tensor.dim() == 2:
         return quantize(tensor)
-    found = [each for matrix in tensor if (each := quantize(matrix))]
-    ends = found[0].tensors
-    stacked = {end: torch.stack([each.tensors[end] for each in found]) for end in ends}
+    results = [each for matrix in tensor if (each := quantize(matrix))]
+    ends = results[0].tensors
+    stacked = {end: torch.stack([each.tensors[end] for each in results]) for end in ends}
     stacked |= {end: each.unsqueeze(1) for end, each in stacked.items() if each.dim() == 1}
-    return Quantized(stacked, torch.stack([each.weight for each in found]))
+    return Quantized(stacked, torch.stack([each.weight for each in results]))

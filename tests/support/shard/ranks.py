@@ -1,5 +1,5 @@
-"""Ranks of gloo groups of two and four, this process being the first of each. The others live as long as the
-test session, so that they import torch once."""
+"""Ranks of gloo groups of two and four, with this process as the first of each. The other processes live as
+long as the test session, so that they import torch once."""
 
 import multiprocessing
 import tempfile
@@ -17,17 +17,17 @@ ALONE = ProcessGroup(0, 1)
 
 
 class Ranks(AbstractContextManager["Ranks"]):
-    """Processes start when a size first needs them."""
+    """Processes of the ranks, started when a group size first needs them."""
 
     def __init__(self) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
-        self._pipes: list[Connection] = []  # of rank 1, 2, ...
+        self._pipes: list[Connection] = []  # to rank 1, 2, ...
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._groups: dict[int, ProcessGroup] = {1: ALONE}
         self._num_meetings = 0
 
     def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What function(group, *args), of a module, gives on each of `size` ranks."""
+        """Return the results of function(group, *args), a module-level function, on each of `size` ranks."""
         group = self._group(size)
         others = self._pipes[: size - 1]
         for pipe in others:
@@ -43,8 +43,8 @@ class Ranks(AbstractContextManager["Ranks"]):
         self._abandon()
 
     def _abandon(self) -> None:
-        """Ranks that failed, or wait for one that did, are of no use to the next test. They are killed, as to
-        leave takes long."""
+        """Kill ranks that failed or wait for a failed one, because the next test cannot use them and leaving
+        takes long."""
         for process in self._processes:
             process.kill()
         for process in self._processes:

@@ -1,4 +1,4 @@
-"""A model runner on every rank of a group, driven on the first: what that one executes, the others do too."""
+"""Model runner on every rank of a group, driven on the first: all others execute the same steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,20 +19,20 @@ from tgis.shard.startup.load import load
 
 @dataclass(frozen=True)
 class Copies:
-    """Soft prompts and adapters that all ranks load, from `{uds_path}-contents`, where the first rank's store
+    """Soft prompts and adapters that all ranks load from `{uds_path}-contents`, where the first rank's store
     puts them."""
 
     uds_path: str = "unused"
     digests: tuple[str, ...] = ()
 
     def put(self, kind: Kind, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> "Copies":
-        """With one more, which has the last digest."""
+        """Return the copies with one more, whose digest is the last."""
         digest = ArtifactCache(Path(f"{self.uds_path}-contents")).put(kind, tensors, about)
         return Copies(self.uds_path, (*self.digests, digest))
 
 
 class Relay:
-    """The first rank's model runner, as far as a driver needs one."""
+    """First rank's model runner, with the interface that a driver needs."""
 
     def __init__(self, runner: ModelRunner, group: ProcessGroup) -> None:
         self.info, self.max_pending = runner.info, 1
@@ -54,8 +54,8 @@ def serve(
     block_size: int,
     copies: Copies = Copies(),
 ) -> tuple[list[list[Request]], list[int]]:
-    """Answers the crowds one after the other. The requests with what was generated, on the first rank; and
-    the digests of all steps."""
+    """Answer groups of requests in turn. Return the requests with their tokens, on the first rank, and the
+    digests of all steps."""
     options = {"rank": group.rank, "world_size": group.size, "block_size": block_size}
     options |= {"kv_cache_tokens": 2048, "dtype": "float32", "uds_path": copies.uds_path}
     runner = load(configure(directory, **options), group)
@@ -79,7 +79,7 @@ def _follow(group: ProcessGroup, runner: ModelRunner) -> list[int]:
 
 
 def share(group: ProcessGroup, payload: bytes) -> bytes:
-    """The first rank's payload, on every rank."""
+    """Return the first rank's payload on every rank."""
     if group.size == 1:
         return payload
     size = int(group.all_gather(torch.tensor([len(payload)]))[0])

@@ -1,4 +1,4 @@
-"""Drives a model step by step, as a shard would: packed sequences, block tables, any cut into chunks."""
+"""Drives a model step by step like a shard: packed sequences, block tables and any split into chunks."""
 
 import json
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def new_attention(
 
 
 def make_layout(spans: Sequence[tuple[int, int]], tables: Sequence[list[int]]) -> StepLayout:
-    """Token positions [start, end) of each sequence are new."""
+    """Return the layout in which token positions [start, end) of each sequence are new."""
     counts = [0] + [end - start for start, end in spans]
     return StepLayout(
         cu_seqlens_q=torch.tensor(counts).cumsum(0).to(torch.int32),
@@ -50,7 +50,7 @@ def make_layout(spans: Sequence[tuple[int, int]], tables: Sequence[list[int]]) -
 
 
 class Stepper:
-    """A model and its cache; `step` computes positions of some sequences and gives their logits."""
+    """Model and its cache; `step` computes positions of some sequences and returns their logits."""
 
     def __init__(
         self,
@@ -63,7 +63,8 @@ class Stepper:
         self._attention = new_attention(model, group, block_size, dtype)
 
     def step(self, work: dict[int, tuple[list[int], int]]) -> dict[int, Tensor]:
-        """number -> (all token ids so far, first position to compute); logits [num_computed, vocab_size]."""
+        """Compute steps. `work` maps sequences to all their token ids and the first position to compute;
+        return logits [num_computed, vocab_size] of each."""
         spans = [(start, len(ids)) for ids, start in work.values()]
         layout = make_layout(spans, [TABLES[i] for i in work])
         ids = torch.tensor([token for ids, start in work.values() for token in ids[start:]])
@@ -76,7 +77,7 @@ class Stepper:
 def compute_mixed_steps(
     group: ProcessGroup, directory: Path, dtype: torch.dtype, cache_dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Log-probabilities of two sequences: a chunk, a prompt, and a step of both."""
+    """Return the log-probabilities of two sequences in steps with a chunk, a prompt, and both."""
     stepper = Stepper(load(directory, group, dtype), group, dtype=cache_dtype)
     first, second = list(range(5, 20)), [30, 31]
     steps = [{0: (first[:9], 0)}, {0: (first[:14], 9), 1: (second[:1], 0)}, {1: (second, 1), 0: (first, 14)}]

@@ -1,4 +1,4 @@
-"""A small checkpoint of plain tensors, and checks of what is read from it."""
+"""Small checkpoint of plain tensors, and checks of its parts."""
 
 import random
 from collections.abc import Callable
@@ -36,12 +36,12 @@ def save_single(directory: Path, content: dict[str, Tensor]) -> None:
 
 
 def fail(directory: Path, path: str = "embed.weight", shape: tuple[int, ...] = (10, 4)) -> str:
-    """The text of the error, known to be one line."""
+    """Return the text of the error, which must be one line."""
     return refuse(lambda: Weights(directory, SOURCES).find(path, shape).read())
 
 
 def refuse(act: Callable[[], object]) -> str:
-    """The text of the error, known to be one line."""
+    """Return the text of the error, which must be one line."""
     with pytest.raises(WeightsError) as caught:
         act()
     assert "\n" not in str(caught.value)
@@ -49,7 +49,7 @@ def refuse(act: Callable[[], object]) -> str:
 
 
 def check_slices(weights: Weights, path: str, expected: Tensor) -> None:
-    """Random parts of a tensor are those of the whole one, which another way has put together."""
+    """Check that random parts of a tensor equal those of the whole, which was computed differently."""
     check_parts(weights.find(path, tuple(expected.shape)), expected)
 
 

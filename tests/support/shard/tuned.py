@@ -1,4 +1,4 @@
-"""Writes LoRA adapters with peft for any family's checkpoint, and gives peft's greedy answers with them."""
+"""Writes LoRA adapters with peft for any family's checkpoint, and returns peft's greedy answers with them."""
 
 import warnings
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ from tests.support.shard.family_oracle import NEW_TOKENS, Answer, describe, load
 
 
 class Tuned:
-    """A checkpoint in transformers' hands, with the adapter that `options` of peft.LoraConfig ask for; with
-    no options without one. Its weights are drawn at random, and saved in `directory`."""
+    """Checkpoint in transformers, with the adapter that `options` of peft.LoraConfig describe, or without
+    one. Its weights are random and are saved in `directory`."""
 
     def __init__(self, checkpoint: Path, directory: Path, seed: int = 0, **options: Any) -> None:
         config = transformers.AutoConfig.from_pretrained(checkpoint)
@@ -31,12 +31,12 @@ class Tuned:
 
     def answer(self, input_ids: list[int]) -> Answer:
         with quiet():
-            found = generate(self.model, input_ids, max_new_tokens=NEW_TOKENS)
-        return describe(input_ids, *found)
+            result = generate(self.model, input_ids, max_new_tokens=NEW_TOKENS)
+        return describe(input_ids, *result)
 
 
 def write_adapter(model: Any, directory: Path, seed: int = 0, **options: Any) -> peft.PeftModel:
-    """`model` with an adapter of random weights, as peft has saved it too."""
+    """Return `model` with an adapter of random weights, which peft also saves."""
     tuned = peft.get_peft_model(model, peft.LoraConfig(**options)).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -48,16 +48,16 @@ def write_adapter(model: Any, directory: Path, seed: int = 0, **options: Any) ->
 
 
 def list_targets(model: Any) -> list[str]:
-    """What "all-linear" is for peft, and the two ends of the model, by the last parts of their names."""
+    """Return peft's "all-linear" modules and the two ends of the model, by the last parts of their names."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     kinds = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)
-    found = (name for name, module in model.named_modules() if isinstance(module, kinds) or module in ends)
-    return sorted({name.rpartition(".")[2] for name in found})
+    result = (name for name, module in model.named_modules() if isinstance(module, kinds) or module in ends)
+    return sorted({name.rpartition(".")[2] for name in result})
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """peft warns of what is as it should be here."""
+    """Suppress peft's warnings about states that are intended here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,4 @@
-"""What the tests of soft prompts and those of adapters on every family share: in which cells they run, and
+"""Code shared by the tests of soft prompts and of adapters on every family: the cells in which they run, and
 how the requests of a cell are served."""
 
 import itertools
@@ -17,12 +17,12 @@ from tests.support.shard.ranks import Ranks
 from tests.support.shard.relay import Copies, serve
 
 COMPANY = ("alone", "mixed")
-CELLS = list(itertools.product((1, 2), COMPANY))  # ranks, company
+CELLS = list(itertools.product((1, 2), COMPANY))  # numbers of ranks, company
 
 
 def list_cells(peculiar: Collection[str]) -> Iterator[tuple[str, int, str, bool]]:
-    """Case, ranks, company, and whether `make test` runs it: of a family the peculiar cases, else one, with
-    the ranks and company that have their turn."""
+    """Yield the case, ranks, company, and whether `make test` runs it: of each family its peculiar cases, or
+    else one, with the ranks and company in turn."""
     for turn, (_, group) in enumerate(itertools.groupby(CASES, family_of)):
         cases = list(group)
         chosen = [case for case in cases if case in peculiar] or [cases[turn % len(cases)]]
@@ -32,7 +32,7 @@ def list_cells(peculiar: Collection[str]) -> Iterator[tuple[str, int, str, bool]
 
 
 def plan(peculiar: Collection[str]) -> list[object]:
-    """Every cell, as a test's parameters; those that `make test` leaves out are slow."""
+    """Return every cell as a test's parameters. Cells that `make test` omits are marked slow."""
     return [
         pytest.param(
             case,
@@ -45,12 +45,12 @@ def plan(peculiar: Collection[str]) -> list[object]:
     ]
 
 
-# Of float32 against float64: T5 does not scale the scores of its attention.
+# Difference of float32 from float64: T5 does not scale its attention scores.
 TOLERANCE = 3e-4
 
 
 def check_plan(peculiar: Collection[str]) -> None:
-    """`make test` meets every family, and any number of ranks and company by turns."""
+    """Check that `make test` covers every family, all numbers of ranks and all company in turn."""
     quick = [cell for cell in list_cells(peculiar) if cell[3]]
     assert {family_of(case) for case, *_ in quick} == {family_of(case) for case in CASES}
     assert {(size, company) for _, size, company, _ in quick} == set(CELLS)
@@ -58,15 +58,15 @@ def check_plan(peculiar: Collection[str]) -> None:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request without a row, and what it must be answered."""
+    """Request without a row, and its expected answer."""
 
     token_ids: list[int]
-    content: str  # by what a case knows the soft prompt or adapter; empty: none
+    content: str  # name of the soft prompt or adapter in the case; empty: none
     answer: Answer
 
 
 class Case(Protocol):
-    """A checkpoint with soft prompts or adapters, and what it answers under each of them and under none."""
+    """Checkpoint with soft prompts or adapters, and its answers with each of them and without one."""
 
     directory: Path
     copies: Copies
@@ -77,11 +77,12 @@ class Case(Protocol):
 
 C = TypeVar("C", bound=Case)
 Write = Callable[[Path, PretrainedConfig], object]
-"""Writes a random model to a directory."""
+"""Function that writes a random model to a directory."""
 
 
 class Cases(Generic[C]):
-    """Written, and asked of the oracle, when a test first needs one; only the last is kept."""
+    """Cases that are written and answered by the oracle when a test first needs them. Only the last is
+    kept."""
 
     def __init__(self, kind: Callable[[str, Path], C], root: Path) -> None:
         self._kind, self._root, self._name = kind, root, ""
@@ -93,8 +94,8 @@ class Cases(Generic[C]):
 
 
 def check_case(case: Case, size: int, company: str, ranks: Ranks) -> None:
-    """Its requests are answered as they must be, one at a time or all in one batch; and what they name makes
-    a difference."""
+    """Check that a case's requests get the expected answers, one at a time or in one batch, and that their
+    adapters make a difference."""
     requests = [case.request(asked) for asked in case.asked]
     crowds = [[request] for request in requests] if company == "alone" else [requests]
     block_size = 4 if company == "alone" else 16

@@ -1,4 +1,4 @@
-"""One tokenizer for each kind of decoder, and token ids to try it with."""
+"""One tokenizer for each kind of decoder, and token ids to test it with."""
 
 import json
 import random
@@ -75,8 +75,8 @@ KINDS: dict[str, Callable[[Path], Tokenizer]] = {
 
 
 def random_ids(fast: Tokenizer, r: random.Random) -> list[int]:
-    """1 to 16; half of the time of a text, else as from a model that knows nothing of characters. Some end
-    with the end of sequence."""
+    """Return 1 to 16 token ids: half of the time from a text, otherwise random. Some end with the end
+    token."""
     ids: list[int] = fast.encode(
         "".join(r.choices(ALPHABET, k=r.randint(1, 8))), add_special_tokens=False
     ).ids

@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that are older than tokenizer.json."""
+"""Small tokenizers of kinds older than tokenizer.json."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.support.tokenizers.trained import ALPHABET, TEXT
 
 
 def write_gpt2(directory: Path) -> None:
-    """vocab.json and merges.txt."""
+    """Write vocab.json and merges.txt."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -24,14 +24,14 @@ def write_gpt2(directory: Path) -> None:
 
 
 def write_bert(directory: Path) -> None:
-    """vocab.txt."""
+    """Write vocab.txt."""
     words = sorted({word for text in TEXT for word in text.lower().split()} | {*"abcdefghij", "##x", "##s"})
     (directory / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]))
     (directory / "config.json").write_text('{"model_type": "bert"}')
 
 
 def write_llama(directory: Path) -> None:
-    """tokenizer.model, of byte pairs."""
+    """Write tokenizer.model with byte pairs."""
     spaces = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
     _train_pieces(directory / "tokenizer", "bpe", vocab_size=400, byte_fallback=True, **spaces)
     (directory / "config.json").write_text('{"model_type": "llama"}')
@@ -40,7 +40,7 @@ def write_llama(directory: Path) -> None:
 
 
 def write_t5(directory: Path) -> None:
-    """spiece.model, a unigram model."""
+    """Write spiece.model with a unigram model."""
     ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
     _train_pieces(directory / "spiece", "unigram", vocab_size=100, **ids)
     (directory / "config.json").write_text('{"model_type": "t5"}')

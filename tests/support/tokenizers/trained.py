@@ -1,4 +1,4 @@
-"""Small tokenizers, trained on the spot."""
+"""Small tokenizers, trained when they are needed."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ SPECIAL_TOKENS = ["<s>", "</s>"]
 
 
 def write_byte_level(directory: Path, vocab_size: int = 400, bos: bool = True) -> Tokenizer:
-    """tokenizer.json and tokenizer_config.json; <s> is 0, </s> is 1."""
+    """Write tokenizer.json and tokenizer_config.json; <s> is 0, </s> is 1."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -37,7 +37,8 @@ def write_byte_level(directory: Path, vocab_size: int = 400, bos: bool = True) -
 
 
 def write_byte_fallback(directory: Path, vocab_size: int = 400, bos: bool = True) -> Tokenizer:
-    """As Llama 2: characters that the vocabulary lacks are spelt in byte tokens, which are ids 2 to 257."""
+    """Write a tokenizer like Llama 2's: characters outside the vocabulary become byte tokens, with ids 2 to
+    257."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     _train(trained, trainers.BpeTrainer(vocab_size=vocab_size - 258, show_progress=False), ASCII_TEXT)
@@ -55,7 +56,7 @@ def write_byte_fallback(directory: Path, vocab_size: int = 400, bos: bool = True
 
 
 def write_metaspace(directory: Path, vocab_size: int = 300, bos: bool = True) -> Tokenizer:
-    """As T5 or BLOOM's forebears: a unigram model whose pieces carry their space."""
+    """Write a tokenizer like T5's or BLOOM's predecessors': a unigram model whose pieces include spaces."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -69,7 +70,7 @@ def write_metaspace(directory: Path, vocab_size: int = 300, bos: bool = True) ->
 
 
 def write_wordpiece(directory: Path, vocab_size: int = 300, bos: bool = True) -> Tokenizer:
-    """As BERT: pieces that go on in a word begin with ##."""
+    """Write a tokenizer like BERT's: pieces within a word begin with ##."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.WordPiece()
@@ -80,7 +81,7 @@ def write_wordpiece(directory: Path, vocab_size: int = 300, bos: bool = True) ->
 
 
 def write_suffix_bpe(directory: Path, vocab_size: int = 300, bos: bool = True) -> Tokenizer:
-    """As the first GPT: pieces that end a word end with </w>."""
+    """Write a tokenizer like GPT-1's: pieces at the end of a word end with </w>."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.BPEDecoder("</w>")
@@ -94,7 +95,7 @@ def write_suffix_bpe(directory: Path, vocab_size: int = 300, bos: bool = True) -
 
 
 def write_plain(directory: Path, bos: bool = True) -> Tokenizer:
-    """Whole words and no decoder at all."""
+    """Write a tokenizer of whole words without a decoder."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     trainer = trainers.WordLevelTrainer(special_tokens=[*SPECIAL_TOKENS, "<unk>"], show_progress=False)

@@ -1,4 +1,4 @@
-"""Texts of many kinds, and SentencePiece models that are trained on them."""
+"""Texts of many kinds, and SentencePiece models trained on them."""
 
 import io
 import random
@@ -65,7 +65,7 @@ def texts(count: int, seed: int = 1) -> list[str]:
 
 
 def train(kind: str, **options: Any) -> Any:
-    """A SentencePiece model, as the message that its file holds."""
+    """Return a SentencePiece model as the message in its file."""
     written = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([*TEXT * 4, *PIECES]),
@@ -76,9 +76,9 @@ def train(kind: str, **options: Any) -> Any:
         minloglevel=2,
         **options,
     )
-    found = sentencepiece_model_pb2.ModelProto()
-    found.ParseFromString(written.getvalue())
-    return found
+    result = sentencepiece_model_pb2.ModelProto()
+    result.ParseFromString(written.getvalue())
+    return result
 
 
 def pieces_of(model: Any) -> tuple[list[str], list[int], list[float]]:

@@ -1,1 +1,1 @@
-"""Soft prompts and LoRA adapters: look-up by id, and the decision which ones the shards keep loaded."""
+"""Soft prompts and LoRA adapters: look-up by id, and residency in the shards' memory."""

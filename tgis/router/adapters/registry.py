@@ -1,5 +1,5 @@
-"""Registry of adapters: finds the soft prompt and LoRA adapter that a call's ids name, anew for each call,
-and keeps them loaded until it ends. Its refusals have the contract's words."""
+"""Registry of adapters: finds the soft prompt and LoRA adapter that a call's ids name, and keeps them loaded
+until the call ends. Every call looks its ids up again. Error texts are the contract's."""
 
 import asyncio
 import logging
@@ -32,7 +32,9 @@ from tgis.router.shards.client import AdapterCallError
 logger = logging.getLogger(__name__)
 
 MAX_ID_BYTES = 256
-MAX_FINDS = 16  # look-ups at once, so that a disk that hangs does not take all of the shard's threads
+MAX_FINDS = (
+    16  # concurrency limit of look-ups, so that a hanging disk does not block all of the shard's threads
+)
 TIMEOUT = "Timeout expired"
 NO_COPY = "no room is left for a copy"
 REFUSALS = {
@@ -48,12 +50,12 @@ TOO_LARGE = {
 
 
 class NoRoomError(RequestError):
-    """Refusal of an adapter that can never fit beside the preloaded ones."""
+    """Error when an adapter can never fit into memory together with the preloaded ones."""
 
 
 @dataclass(eq=False)
 class _Lookup:
-    """Look-up that several calls may wait for."""
+    """Look-up that several calls can wait for."""
 
     task: asyncio.Task[AdapterInfo]
     num_waiting: int = 0
@@ -67,7 +69,8 @@ class AdapterRegistry:
         self._lookups: dict[tuple[AdapterKind, str], _Lookup] = {}
         self._slots = asyncio.Semaphore(MAX_FINDS)
         self._pinned: dict[str, AdapterEntry | None] = {}
-        """Preloaded adapters by id. None if the id names another adapter now, which was never loaded."""
+        """Preloaded adapters by id; None if the id now names a different adapter, which has not been
+        loaded."""
 
     async def start(self) -> pb.InfoResponse:
         """Connect to the shards and load the preloaded adapters. Raises StartupError."""
@@ -77,12 +80,12 @@ class AdapterRegistry:
                 for adapter_id in info.preloaded_adapter_ids:
                     await self._preload(adapter_id)
             except UnavailableError:
-                logger.warning("the shards were lost while they loaded adapters; the router loads them again")
+                logger.warning("the shards were lost while loading adapters; retrying")
                 continue
             except (OverloadedError, NoRoomError) as error:
                 raise StartupError(
-                    f"the adapter {adapter_id!r} cannot be preloaded: it does not fit beside the others; "
-                    "raise --adapter-cache-size-mb or preload fewer"
+                    f"the adapter {adapter_id!r} cannot be preloaded: it does not fit into memory with the "
+                    "others; increase --adapter-cache-size-mb or preload fewer"
                 ) from error
             except RouterError as error:
                 raise StartupError(f"the adapter {adapter_id!r} cannot be preloaded: {error}") from error
@@ -92,7 +95,7 @@ class AdapterRegistry:
     def lease(
         self, prefix_id: str | None, adapter_id: str | None, request_id: str
     ) -> Iterator["AdapterLease"]:
-        """Open the lease of one call, which has taken nothing yet. An id of None is an absent field."""
+        """Open an empty lease for one call. An id of None is an absent field."""
         lease = AdapterLease(self, prefix_id, adapter_id or None, request_id)
         try:
             yield lease
@@ -100,7 +103,7 @@ class AdapterRegistry:
             lease.release()
 
     async def find(self, kind: AdapterKind, adapter_id: str) -> AdapterInfo:
-        """Find an adapter. Concurrent calls share a look-up. Raises AdapterCallError, UnavailableError."""
+        """Find an adapter. Concurrent calls share a look-up. Raises AdapterCallError and UnavailableError."""
         key = kind, adapter_id
         lookup = self._lookups.get(key)
         if lookup is None:
@@ -116,7 +119,8 @@ class AdapterRegistry:
                 del self._lookups[key]
 
     async def load(self, info: AdapterInfo, kind: AdapterKind, adapter_id: str, began: float) -> AdapterEntry:
-        """Load a found adapter and refer to it. Raises RequestError and what `residency.take` raises."""
+        """Load an adapter and add a reference to it. Raises RequestError and the errors of
+        `residency.take`."""
         is_pinned = kind is AdapterKind.LORA and adapter_id in self._pinned
         if is_pinned:
             self._unpin(adapter_id, info.digest)
@@ -129,11 +133,11 @@ class AdapterRegistry:
     async def load_again(
         self, info: AdapterInfo, kind: AdapterKind, adapter_id: str, began: float
     ) -> AdapterEntry:
-        """Load an adapter that the id named before, even if it names another one now, and refer to it. Raises
-        what `residency.take` raises."""
+        """Load the adapter that the id named before, even if it names another one now, and add a reference to
+        it. Raises the errors of `residency.take`."""
 
         async def copy_again() -> bool:
-            # Do not share a look-up with others, because it may have begun before the copy was removed.
+            # A shared look-up may have begun before the copy was removed, so start a new one.
             try:
                 return (await self._find(kind, adapter_id)).digest == info.digest
             except AdapterCallError:
@@ -142,7 +146,7 @@ class AdapterRegistry:
         return await self.residency.take(info, copy_again, began)
 
     def _check_size(self, info: AdapterInfo, kind: AdapterKind, adapter_id: str) -> None:
-        """Raise RequestError if an adapter can never fit beside the other preloaded ones."""
+        """Raise RequestError if an adapter can never fit together with the other preloaded ones."""
         capacity = self.residency.caches[info.kind].capacity
         pinned = {entry.info for entry in self._pinned.values() if entry is not None}
         others = [each for each in pinned if each.kind is info.kind and each.digest != info.digest]
@@ -158,16 +162,19 @@ class AdapterRegistry:
             return await self.residency.ask(find)
         except AdapterCallError as error:
             if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
-                logger.warning("finding the %s %r took more than %s s", kind.label, adapter_id, limit_s)
-            # There is no room for a copy. Copies of idle adapters only save a load, so they can go.
+                logger.warning(
+                    "the look-up of the %s %r took more than %s s", kind.label, adapter_id, limit_s
+                )
+            # The disk is full. Copies of idle adapters only speed up loads, so they can be removed.
             if error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED or not await self.residency.drop_idle():
                 raise
             return await self.residency.ask(find)
 
     async def _find_in_time(self, kind: AdapterKind, adapter_id: str, limit_s: float) -> AdapterInfo:
-        """Find an adapter. The time limit includes the wait for those before it. A shard that has stopped
-        answering raises ShardsLostError, because then the limit says nothing about the adapter."""
-        shards, deadline = self.residency.shards, time.monotonic() + limit_s
+        """Find an adapter. The time limit includes the wait for earlier look-ups. Raises ShardsLostError if
+        the time runs out because a shard does not answer."""
+        shards = self.residency.shards
+        deadline = time.monotonic() + limit_s
         try:
             async with asyncio.timeout(limit_s):
                 await self._slots.acquire()
@@ -186,14 +193,14 @@ class AdapterRegistry:
                 self._pin(adapter_id, lease.entries[0])
 
     def _pin(self, adapter_id: str, entry: AdapterEntry) -> None:
-        """Keep an adapter loaded until its id names another one."""
+        """Keep an adapter loaded until its id names a different one."""
         if self._pinned.get(adapter_id) is not entry:
             self._unpin(adapter_id, entry.info.digest)
             entry.num_references += 1
             self._pinned[adapter_id] = entry
 
     def _unpin(self, adapter_id: str, digest: str) -> None:
-        """Stop keeping the adapter of this id, unless it has this digest. The new one may need its room."""
+        """Unpin the adapter of this id unless it has this digest. A new adapter may need its memory."""
         before = self._pinned.get(adapter_id)
         if before is not None and before.info.digest != digest:
             self._pinned[adapter_id] = None
@@ -222,12 +229,14 @@ class AdapterLease:
         if self.prefix_id is not None:
             prompt = await self._take(AdapterKind.SOFT_PROMPT, self.prefix_id)
             if prompt.kind is AdapterKind.LORA:
-                lora, lora_id, prompt = prompt, self.prefix_id, None
+                lora = prompt
+                lora_id = self.prefix_id
+                prompt = None
         return CallAdapters(prompt, lora, lora_id)
 
     async def take_again(self, adapters: CallAdapters) -> CallAdapters:
-        """Load adapters that have been found before, even if the ids name others now. They must be asked for
-        before the engine connects to the shards, which then keep the copies. Raises RouterError and
+        """Load adapters that were found before, even if the ids name others now. Callers must start this
+        before the engine connects to the shards, so that the shards keep the copies. Raises RouterError and
         AdapterCallError."""
         lora_kind = AdapterKind.SOFT_PROMPT if self.adapter_id is None else AdapterKind.LORA
         try:
@@ -255,7 +264,7 @@ class AdapterLease:
 
     async def _take(self, kind: AdapterKind, adapter_id: str) -> AdapterInfo:
         try:
-            if len(adapter_id.encode()) > MAX_ID_BYTES:  # such an id would not fit into a status
+            if len(adapter_id.encode()) > MAX_ID_BYTES:  # a longer id does not fit into a gRPC status
                 shown = adapter_id.encode()[:MAX_ID_BYTES].decode(errors="ignore")
                 raise NotFoundError(_text(kind, shown, UNKNOWN[kind].format(shown)))
             entry = await self._find_and_load(kind, adapter_id)
@@ -286,21 +295,22 @@ class AdapterLease:
                 raise self._refusal(
                     kind, adapter_id, error, _text(kind, adapter_id, error.details)
                 ) from error
-        # The adapter was replaced or removed between look-up and load, so a second look-up decides.
+        # The adapter was replaced or removed between look-up and load, so look it up once more.
         return await self._find_and_load(kind, adapter_id, is_second_try=True)
 
     def _refusal(
         self, kind: AdapterKind, adapter_id: str, error: AdapterCallError, client_text: str
     ) -> RouterError:
-        """Return the client's error. `client_text` is its text if the shards' words are meant for clients."""
+        """Return the error for the client. `client_text` is its text if the shard's text is meant for
+        clients."""
         match error.code:
             case grpc.StatusCode.INVALID_ARGUMENT:
                 return RequestError(client_text, FIELDS[kind])
             case grpc.StatusCode.DEADLINE_EXCEEDED:
                 return RequestError(_text(kind, adapter_id, TIMEOUT), FIELDS[kind])
             case grpc.StatusCode.RESOURCE_EXHAUSTED:
-                is_told = error.details == NO_COPY  # else the library may have said anything
-                text = _text(kind, adapter_id, NO_COPY if is_told else "out of memory")
+                is_disk_full = error.details == NO_COPY  # any other text is internal
+                text = _text(kind, adapter_id, NO_COPY if is_disk_full else "out of memory")
                 return GenerationError(text, Code.RESOURCE_EXHAUSTED)
         logger.error("request %s failed: a shard answered %s", self.request_id, error)
         return GenerationError(internal_error(self.request_id))

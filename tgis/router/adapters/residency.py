@@ -1,5 +1,5 @@
-"""Decides which soft prompts and LoRA adapters the shards keep loaded: of each kind those that live calls
-refer to and, as far as memory allows, the most recently used others. All ranks keep the same ones."""
+"""Decides which soft prompts and LoRA adapters the shards keep loaded. For each kind, these are the adapters
+that live calls use and, as memory allows, the most recently used others. All ranks keep the same adapters."""
 
 import asyncio
 import logging
@@ -24,39 +24,40 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LIMITS_S = {AdapterKind.SOFT_PROMPT: 5.0, AdapterKind.LORA: 60.0}
-"""Time limits of a look-up, of a wait for room and of a load, each."""
-# Time from a loss that only a call has met until the call gives up. What watches the shards notices a hang
-# within 15 s, and a network that is cut within 30 s.
+"""Time limit that applies separately to a look-up, a wait for memory and a load."""
+# Time after which a call gives up if only this call has noticed a loss. The router's checks notice a hang
+# within 15 s and a network failure within 30 s.
 UNNOTICED_S = 60.0
-MAX_RESTORES = 4  # concurrent loads when the shards are back
+MAX_RESTORES = 4  # concurrency limit of loads when the shards are back
 
 
 @dataclass(eq=False)
 class AdapterEntry:
-    """Adapter that the shards load, have loaded or unload."""
+    """Adapter that the shards are loading, have loaded or are unloading."""
 
     info: AdapterInfo
     num_references: int = 0
     has_room: bool = False
-    """True from before it is loaded: its bytes count until it is unloaded."""
+    """True if its bytes count as used, from before it is loaded until it is unloaded."""
     is_loaded: bool = False
     loading: "asyncio.Task[None]" = field(init=False)
     unloading: "asyncio.Task[None]" = field(init=False)
 
 
 class AdapterCache:
-    """Adapters of one kind in the shards, and the memory that each shard has for them, in bytes."""
+    """Adapters of one kind in the shards, and each shard's memory for them, in bytes."""
 
     def __init__(self, metrics: AdapterMetrics, limit_s: float) -> None:
-        self.metrics, self.limit_s = metrics, limit_s
+        self.metrics = metrics
+        self.limit_s = limit_s
         self.entries: OrderedDict[str, AdapterEntry] = OrderedDict()
         """Adapters that are loaded or being loaded, by digest, least recently used first."""
         self.unloading: set[AdapterEntry] = set()
         self.capacity = 0
         self.num_promised = 0
-        """Bytes promised to the adapter that others are being evicted for."""
+        """Bytes reserved for the adapter for which others are being evicted."""
         self.turn = asyncio.Lock()
-        """Lock of the adapter that others are being evicted for: first come, first served."""
+        """Lock held by the adapter for which others are being evicted; waiters get it in order of arrival."""
         self.changed = asyncio.Event()
         metrics.entries.follow(lambda: sum(entry.is_loaded for entry in self.entries.values()))
         metrics.bytes.follow(lambda: self.num_staying_bytes + self.num_leaving_bytes)
@@ -74,11 +75,12 @@ class AdapterCache:
         return [entry for entry in self.entries.values() if entry.is_loaded and not entry.num_references]
 
     def unloads(self, digest: str) -> list[asyncio.Task[None]]:
-        """Return the unloads of this adapter that have not ended."""
+        """Return the unfinished unloads of this adapter."""
         return [entry.unloading for entry in self.unloading if entry.info.digest == digest]
 
     def choose_victims(self, num_bytes: int) -> list[AdapterEntry]:
-        """Return the least recently used idle adapters that free this room; none if all cannot free it."""
+        """Return the least recently used idle adapters that free this many bytes, or none if all of them free
+        less."""
         victims: list[AdapterEntry] = []
         for entry in self.idle:
             if num_bytes <= 0:
@@ -89,7 +91,8 @@ class AdapterCache:
 
 
 class AdapterResidency:
-    """Owner of the adapters in the shards. It connects to the shards and restores adapters after a loss."""
+    """Owner of the adapters in the shards. It connects to the shards and restores their adapters after a
+    loss."""
 
     def __init__(
         self, shards: ShardClient, metrics: Metrics, limits_s: Mapping[AdapterKind, float] = LIMITS_S
@@ -99,7 +102,7 @@ class AdapterResidency:
             AdapterKind.SOFT_PROMPT: AdapterCache(metrics.prompts, limits_s[AdapterKind.SOFT_PROMPT]),
             AdapterKind.LORA: AdapterCache(metrics.adapters, limits_s[AdapterKind.LORA]),
         }
-        self._decided = asyncio.Event()  # set when the shards are connected or given up
+        self._decided = asyncio.Event()  # set while the shards are connected or considered lost
         self._given_up = False
         self._num_losses = 0
 
@@ -108,13 +111,13 @@ class AdapterResidency:
         return sum(entry.num_references for entry in self._all_entries())
 
     def has(self, info: AdapterInfo) -> bool:
-        """Return whether an adapter is loaded, or will be again before the shards compute anything."""
+        """Return whether an adapter is loaded, or will be loaded again before the next step."""
         entry = self.caches[info.kind].entries.get(info.digest)
         return entry is not None and entry.info is info and entry.is_loaded
 
     async def connect(self) -> pb.InfoResponse:
-        """Wait until the shards are connected and have loaded what is referred to and nothing else. An
-        adapter that cannot be loaded again is logged, and `has` returns False for it."""
+        """Wait until the shards are connected and have exactly the adapters in use. If an adapter cannot be
+        loaded again, log it; `has` then returns False for it."""
         self._suspend()
         while True:
             info = await self.shards.connect()
@@ -130,12 +133,13 @@ class AdapterResidency:
             return info
 
     def give_up(self) -> None:
-        """Tell all that wait for the shards that they are lost, until they are connected again."""
+        """Fail all calls that wait for the shards, until the shards are connected again."""
         self._given_up = True
         self._decided.set()
 
     async def ask(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Call the shards, again after a loss of them. Raises UnavailableError and what `call` raises."""
+        """Call the shards, and retry the call if they are lost. Raises UnavailableError and the errors of
+        `call`."""
         lost_at = math.inf
         while True:
             await self._decided.wait()
@@ -155,9 +159,9 @@ class AdapterResidency:
     async def take(
         self, info: AdapterInfo, copy_again: Callable[[], Awaitable[bool]], began: float
     ) -> AdapterEntry:
-        """Take a reference to an adapter, and return its entry once it is loaded. `copy_again` copies the
-        content once more, and returns False if it cannot; `began` is the time at which the look-up began.
-        Raises OverloadedError if there is no room for too long, AdapterCallError and UnavailableError."""
+        """Add a reference to an adapter, and return its entry once it is loaded. `copy_again` copies the
+        adapter's files again, and returns False if it cannot; `began` is the start time of the look-up.
+        Raises OverloadedError if memory stays full for too long, AdapterCallError and UnavailableError."""
         cache = self.caches[info.kind]
         entry = cache.entries.get(info.digest)
         if entry is None:
@@ -166,7 +170,7 @@ class AdapterResidency:
         (cache.metrics.hits if entry.is_loaded else cache.metrics.misses).add()
         entry.num_references += 1
         try:
-            # Others that wait for it still want it when this call is cancelled.
+            # Shielded, because other calls may wait for the load when this call is cancelled.
             await asyncio.shield(entry.loading)
         except BaseException:
             self.release(entry)
@@ -176,24 +180,25 @@ class AdapterResidency:
     def release(self, entry: AdapterEntry) -> None:
         entry.num_references -= 1
         assert entry.num_references >= 0, "released too often"
-        digest, cache = entry.info.digest, self.caches[entry.info.kind]
+        digest = entry.info.digest
+        cache = self.caches[entry.info.kind]
         if entry.num_references or cache.entries.get(digest) is not entry:
             return
         if entry.has_room:
             cache.entries.move_to_end(digest)
             cache.changed.set()
-        else:  # those behind it need not wait for what nobody wants any more
+        else:  # adapters behind it in the queue must not wait for a load that is no longer needed
             self._unload([entry])
             entry.loading.cancel()
 
     def forget(self, info: AdapterInfo) -> None:
-        """Discard the copy of an adapter that was found but will not be loaded."""
+        """Discard the copy of an adapter that will not be loaded."""
         cache = self.caches[info.kind]
         if info.digest not in cache.entries and not cache.unloads(info.digest):
             self._unload([AdapterEntry(info)])
 
     async def drop_idle(self) -> bool:
-        """Unload all adapters that nothing refers to. Return False if there are none."""
+        """Unload all adapters without references. Return False if there are none."""
         idle = [entry for cache in self.caches.values() for entry in cache.idle]
         if idle:
             await asyncio.shield(self._evict(idle))
@@ -202,7 +207,8 @@ class AdapterResidency:
     async def _load(
         self, entry: AdapterEntry, copy_again: Callable[[], Awaitable[bool]], began: float
     ) -> None:
-        digest, cache = entry.info.digest, self.caches[entry.info.kind]
+        digest = entry.info.digest
+        cache = self.caches[entry.info.kind]
         load = partial(self.shards.load, digest, cache.limit_s)
         try:
             while unloads := cache.unloads(digest):  # an unload must not overtake the load
@@ -211,7 +217,7 @@ class AdapterResidency:
             try:
                 await self.ask(load)
             except AdapterCallError as error:
-                # An eviction removed the copy after the look-up. It cannot remove the new copy meanwhile.
+                # An eviction removed the copy after the look-up. It cannot remove the new copy.
                 if error.code is not grpc.StatusCode.NOT_FOUND or not await copy_again():
                     raise
                 await self.ask(load)
@@ -226,7 +232,7 @@ class AdapterResidency:
     async def _make_room(self, entry: AdapterEntry, cache: AdapterCache) -> None:
         num_bytes = entry.info.num_bytes
         taken = cache.num_staying_bytes + max(cache.num_leaving_bytes, cache.num_promised)
-        if taken + num_bytes > cache.capacity:  # else it need not wait behind those that need more room
+        if taken + num_bytes > cache.capacity:  # otherwise it need not queue behind larger adapters
             await self.ask(partial(self._wait_for_room, num_bytes, cache))
         entry.has_room = True
 
@@ -239,7 +245,7 @@ class AdapterResidency:
             raise OverloadedError(OVERLOADED) from None
 
     async def _evict_for(self, num_bytes: int, cache: AdapterCache) -> None:
-        """Evict adapters, as soon as nobody needs them, until this many bytes are free."""
+        """Evict adapters as they become idle, until this many bytes are free."""
         try:
             while (
                 excess := cache.num_staying_bytes + num_bytes - cache.capacity
@@ -258,7 +264,7 @@ class AdapterResidency:
         return self._unload(entries)
 
     def _unload(self, entries: Sequence[AdapterEntry]) -> asyncio.Task[None]:
-        """Remove adapters from the table at once, and from the shards soon."""
+        """Remove adapters from the table now, and from the shards in the background."""
         task = asyncio.create_task(self._unload_from_shards(entries), name="unload")
         for entry in entries:
             cache = self.caches[entry.info.kind]
@@ -269,11 +275,11 @@ class AdapterResidency:
 
     async def _unload_from_shards(self, entries: Sequence[AdapterEntry]) -> None:
         try:
-            # Steps in flight may still open rows of calls that have ended, on all ranks or on none.
+            # Steps in flight may still open rows of ended calls, so wait for them on all ranks.
             await self.shards.settle()
             await self.shards.unload([entry.info.digest for entry in entries])
         except ShardsLostError:
-            logger.info("the shards were lost while they unloaded adapters")
+            logger.info("the shards were lost while unloading adapters")
         except AdapterCallError:
             logger.exception("the shards could not unload adapters")
         finally:
@@ -282,7 +288,7 @@ class AdapterResidency:
                 cache.changed.set()
 
     def _suspend(self) -> None:
-        """Note the loss of the shards. Adapters that nothing refers to will not be loaded again."""
+        """Record the loss of the shards. Adapters without references will not be loaded again."""
         self._num_losses += 1
         if not self._given_up:
             self._decided.clear()
@@ -292,15 +298,15 @@ class AdapterResidency:
             cache.changed.set()
 
     async def _restore(self) -> None:
-        """Unload leftovers, and load all loaded adapters again. Those that were just being loaded load
-        themselves, but their copies must stay too."""
+        """Unload all other adapters from the shards, and load all loaded adapters again. Loads in progress
+        retry by themselves, but their copies must be kept too."""
         try:
             await self.shards.unload([entry.info.digest for entry in self._all_entries()], others=True)
         except AdapterCallError:
             logger.exception("the shards could not unload the adapters of an earlier router")
         slots = asyncio.Semaphore(MAX_RESTORES)
         loaded = [entry for entry in self._all_entries() if entry.is_loaded]
-        for entry in loaded:  # they may not be evicted while they are loaded
+        for entry in loaded:  # a reference prevents their eviction during the load
             entry.num_references += 1
         try:
             async with asyncio.TaskGroup() as group:
@@ -313,7 +319,8 @@ class AdapterResidency:
                 self.release(entry)
 
     async def _load_again(self, entry: AdapterEntry, slots: asyncio.Semaphore) -> None:
-        digest, kind = entry.info.digest, entry.info.kind
+        digest = entry.info.digest
+        kind = entry.info.kind
         async with slots:
             try:
                 await self.shards.load(digest, self.caches[kind].limit_s)

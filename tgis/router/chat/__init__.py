@@ -1,1 +1,1 @@
-"""Chat templates, which make a prompt of a chat."""
+"""Chats: renders them to prompts with templates, and parses the answers."""

@@ -1,15 +1,15 @@
-"""Cuts a prompt where the text of the last message ends, so that the answer continues it."""
+"""Cuts a prompt after the text of the last message, so that the answer continues that text."""
 
 import secrets
 from typing import Any
 
 
 class NoContinuationError(Exception):
-    """Error if a prompt cannot end within the last message. The text is one line."""
+    """Error when a prompt cannot end within the last message. The text is one line."""
 
 
 class Continuation:
-    """Mark at the end of the last message's text. It is random, so that no message contains it."""
+    """Random mark at the end of the last message's text, which no message can contain."""
 
     def __init__(self) -> None:
         self._word = f"END{secrets.token_hex(16)}"
@@ -32,11 +32,11 @@ class Continuation:
         """Return the prompt up to the mark. Raises NoContinuationError."""
         at = prompt.rfind(self._word)
         if at < 0 or self._text.strip() not in prompt:
-            raise NoContinuationError("the chat template leaves out or changes the text to continue")
+            raise NoContinuationError("the chat template omits or changes the text to continue")
         is_trimmed = not prompt.startswith(self._mark, at)
         return prompt[:at].rstrip() if is_trimmed else prompt[:at]
 
     @property
     def _mark(self) -> str:
-        """The word and a space, which is lost if the template trims texts."""
+        """Random word and a space. The space is lost if the template trims texts."""
         return self._word + " "

@@ -1,4 +1,4 @@
-"""The language of chat templates: Jinja2 in a sandbox, with the names that transformers adds to it."""
+"""Environment of chat templates: Jinja2 in a sandbox, with the names that transformers adds."""
 
 import datetime
 import json
@@ -14,11 +14,12 @@ from jinja2.utils import Namespace
 
 
 class RefusedChatError(TemplateError):
-    """Error that a template raises on purpose. The text is the template author's."""
+    """Error that a template raises deliberately, with the template's own text."""
 
 
 class GenerationMark(Extension):
-    """The tag `generation`, which marks the model's own texts for training. Only its body is rendered."""
+    """Tag `generation`, which marks the model's own texts for training. Its body is rendered without the
+    tag."""
 
     tags = {"generation"}  # noqa: RUF012 (the base class declares it so)
 
@@ -29,9 +30,9 @@ class GenerationMark(Extension):
 
 
 class PlainNamespace(Namespace):
-    """Namespace without private names, which could lead out of the sandbox."""
+    """Namespace without private names, with which a template could escape the sandbox."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be the name of a value
+    def __init__(*args: Any, **kwargs: Any) -> None:  # a value may have the name `self`
         self, *rest = args
         values = dict(*rest, **kwargs)
         _require_public(values)
@@ -43,7 +44,7 @@ class PlainNamespace(Namespace):
 
 
 class DictMaker:
-    """The function `dict` without the attributes of the class `dict`."""
+    """Function `dict` without the attributes of the class `dict`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -65,7 +66,7 @@ def make_environment() -> ImmutableSandboxedEnvironment:
 
 def _require_public(names: Iterable[object]) -> None:
     if any(isinstance(name, str) and name.startswith("_") for name in names):
-        raise SecurityError("a namespace has no private names")
+        raise SecurityError("a namespace must not have private names")
 
 
 def _to_json(
@@ -75,7 +76,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return the value as JSON, without the HTML escapes of Jinja2's own filter."""
+    """Convert the value to JSON, without the HTML escapes of Jinja2's own filter."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -22,13 +22,13 @@ class Chat(NamedTuple):
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    """True if the prompt ends within the last message, which the answer continues."""
+    """True if the prompt ends with the text of the last message, which the answer continues."""
     variables: dict[str, Any] | None = None
     """Further variables of the template."""
 
 
 class ChatRenderer:
-    """Renderer of chats off the event loop. Its processes start when they are needed."""
+    """Renderer of chats in separate processes, which start on first use."""
 
     def __init__(
         self,
@@ -36,18 +36,19 @@ class ChatRenderer:
         max_prompt_bytes: int = MAX_PROMPT_BYTES,
         metrics: Metrics | None = None,
     ) -> None:
-        self._template, self._max_prompt_bytes = template, max_prompt_bytes
+        self._template = template
+        self._max_prompt_bytes = max_prompt_bytes
         self._metrics = metrics
         self._pool = WorkerPool(WORKER, NUM_WORKERS, TIMEOUT_S)
 
     @property
     def takes_content_parts(self) -> bool:
-        """True if the template reads a message's content as a list of parts."""
+        """True if the template expects a message's content as a list of parts."""
         return self._template is not None and self._template.takes_content_parts
 
     @property
     def takes_developer_role(self) -> bool:
-        """True if the template has words for developers' messages; else they are the system's."""
+        """True if the template supports developer messages; otherwise they become system messages."""
         return self._template is not None and "developer" in self._template.text_for(has_tools=False)
 
     def reads(self, variable: str) -> bool:
@@ -55,8 +56,8 @@ class ChatRenderer:
         return self._template is not None and variable in self._template.variables
 
     async def render(self, chat: Chat, owner: Hashable = "") -> str:
-        """Return the prompt of a chat; owners take turns. Raises OverloadedError, and RequestError, in one
-        line, if it cannot be rendered."""
+        """Return the prompt of a chat. Owners are served in turn. Raises OverloadedError, and RequestError
+        with a one-line text if the chat cannot be rendered."""
         if self._template is None:
             raise RequestError(NO_TEMPLATE)
         _require_renderable(chat)
@@ -80,7 +81,7 @@ class ChatRenderer:
                 self._metrics.chat_template_duration.observe(time.monotonic() - started_at)
 
     def close(self) -> None:
-        """Stop all workers. Nothing may be rendered afterwards."""
+        """Stop all workers. `render` must not be called afterwards."""
         self._pool.close()
 
     def _request(self, template: ChatTemplate, chat: Chat) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Reads a model's chat templates and the special tokens that they use."""
+"""Loads a model's chat templates and the special tokens that they use."""
 
 import logging
 from dataclasses import dataclass, field
@@ -14,28 +14,31 @@ logger = logging.getLogger(__name__)
 WORKER = "tgis.router.chat.worker"
 CHECK_TIMEOUT_S = 30.0
 MAX_BYTES = 1 << 20
-DEFAULT, TOOL_USE = "default", "tool_use"
-TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
+DEFAULT = "default"
+TOOL_USE = "tool_use"
+TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_FOLDER = "additional_chat_templates"
 OLD_TEMPLATE_FILE = "chat_template.json"
-CONFIG_FILE, TOKENS_FILE = "tokenizer_config.json", "special_tokens_map.json"
+CONFIG_FILE = "tokenizer_config.json"
+TOKENS_FILE = "special_tokens_map.json"
 SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Checked templates of a model, and the variables that all chats have."""
+    """Checked templates of a model, and the variables that all chats share."""
 
     default: str
     tool_use: str | None = None
     special_tokens: dict[str, str] = field(default_factory=dict)
     takes_content_parts: bool = False
-    """True if the templates read a message's content as a list of parts."""
+    """True if the templates expect a message's content as a list of parts."""
     variables: frozenset[str] = frozenset()
-    """Names that the templates look up."""
+    """Variables that the templates use."""
 
     @property
     def text(self) -> str:
-        """All templates together."""
+        """Text of all templates."""
         return self.default + (self.tool_use or "")
 
     def text_for(self, has_tools: bool) -> str:
@@ -43,10 +46,10 @@ class ChatTemplate:
 
 
 def load_template(directory: Path, file: str | None, config_file: str | None = None) -> ChatTemplate | None:
-    """Return the templates of a file, else of the model's directory; None if there are none.
+    """Return the templates in `file`, or else in the model's directory; None if there are none.
 
-    `config_file` is read instead of the directory's tokenizer_config.json, and its template counts before
-    others. Blocks until they are checked. Raises StartupError and ModelNotFoundError."""
+    `config_file` replaces the directory's tokenizer_config.json, and its template takes precedence. This
+    blocks until the templates are checked. Raises StartupError and ModelNotFoundError."""
     config = _read_config(Path(config_file)) if config_file else read_json(directory, CONFIG_FILE)
     texts, source = _find_texts(directory, config, file, config_file)
     if DEFAULT not in texts:
@@ -68,8 +71,8 @@ def load_template(directory: Path, file: str | None, config_file: str | None = N
 def _find_texts(
     directory: Path, config: dict[str, Any], file: str | None, config_file: str | None
 ) -> tuple[dict[str, str], str]:
-    """Return the templates by name, and the file of the default. They come from the first place that has
-    some; any place may have the default."""
+    """Return the templates by name, and the path of the default template. The templates come from the first
+    source that has any; the default may come from a later source."""
     if file is not None:
         return {DEFAULT: _read_text(Path(file))}, file
     in_files = {path.stem: _read_text(path) for path in sorted((directory / TEMPLATE_FOLDER).glob("*.jinja"))}
@@ -77,14 +80,14 @@ def _find_texts(
         in_files[DEFAULT] = _read_text(directory / TEMPLATE_FILE)
     in_config = _by_name(config.get("chat_template"), config_file or CONFIG_FILE)
     old = _by_name(read_json(directory, OLD_TEMPLATE_FILE).get("chat_template"), OLD_TEMPLATE_FILE)
-    places = [(directory / TEMPLATE_FILE, in_files), (directory / CONFIG_FILE, in_config)]
+    sources = [(directory / TEMPLATE_FILE, in_files), (directory / CONFIG_FILE, in_config)]
     if config_file:
-        places = [(Path(config_file), in_config), places[0]]
-    places.append((directory / OLD_TEMPLATE_FILE, old))
-    texts = next((found for _, found in places if found), {})
-    for path, found in places:
-        if DEFAULT in found:
-            return texts | {DEFAULT: found[DEFAULT]}, str(path)
+        sources = [(Path(config_file), in_config), sources[0]]
+    sources.append((directory / OLD_TEMPLATE_FILE, old))
+    texts = next((templates for _, templates in sources if templates), {})
+    for path, templates in sources:
+        if DEFAULT in templates:
+            return texts | {DEFAULT: templates[DEFAULT]}, str(path)
     return texts, ""
 
 
@@ -94,14 +97,14 @@ def _read_config(path: Path) -> dict[str, Any]:
     return read_json(path.parent, path.name)
 
 
-def _by_name(found: object, file: str) -> dict[str, str]:
-    match found:
+def _by_name(value: object, file: str) -> dict[str, str]:
+    match value:
         case None:
             return {}
         case str():
-            return {DEFAULT: found}
-        case list() if all(_is_named(entry) for entry in found):
-            return {entry["name"]: entry["template"] for entry in found}
+            return {DEFAULT: value}
+        case list() if all(_is_named(entry) for entry in value):
+            return {entry["name"]: entry["template"] for entry in value}
         case _:
             raise StartupError(f"chat_template in {file} must be a text or a list of names and templates")
 
@@ -111,14 +114,15 @@ def _is_named(entry: object) -> bool:
 
 
 def _special_tokens(config: dict[str, Any], older: dict[str, Any]) -> dict[str, str]:
-    """Return the named special tokens. The older file counts only where the other has no table of tokens."""
-    found = older | config if "added_tokens_decoder" in config else config | older
-    texts = {name: _token_text(found.get(name)) for name in SPECIAL_TOKENS}
+    """Return the special tokens by name. The older file takes precedence only if the other has no token
+    table."""
+    values = older | config if "added_tokens_decoder" in config else config | older
+    texts = {name: _token_text(values.get(name)) for name in SPECIAL_TOKENS}
     return {name: text for name, text in texts.items() if text is not None}
 
 
-def _token_text(found: object) -> str | None:
-    text = found.get("content") if isinstance(found, dict) else found
+def _token_text(value: object) -> str | None:
+    text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
 
 
@@ -140,7 +144,7 @@ def _title(file: str | None, name: str) -> str:
 
 
 def _check(text: str, title: str) -> dict[str, Any]:
-    """Return the facts that the worker finds in a template. Raises StartupError if it does not compile."""
+    """Return the worker's analysis of a template. Raises StartupError if it does not compile."""
     try:
         reply = ask_once(WORKER, {"check": text}, CHECK_TIMEOUT_S)
     except UnicodeEncodeError as error:
@@ -149,5 +153,5 @@ def _check(text: str, title: str) -> dict[str, Any]:
         raise StartupError(f"{title} takes too long to compile, or too much memory")
     if "error" in reply.value:
         raise StartupError(f"{title} does not compile: {reply.value['error']}")
-    facts: dict[str, Any] = reply.value
-    return facts
+    analysis: dict[str, Any] = reply.value
+    return analysis

@@ -1,11 +1,11 @@
-"""Finds out from a template's syntax tree whether it reads the content of messages as a list of parts."""
+"""Determines from a template's syntax tree whether it expects message content as a list of parts."""
 
 from collections.abc import Iterator
 
 from jinja2 import nodes
 
 CONTENT = "content"
-# Filters that only lists of parts are given to, and filters that keep a list a list.
+# Filters that apply only to lists of parts, and filters that return a list for a list.
 LIST_FILTERS = {"selectattr", "rejectattr", "map"}
 KEEPING_FILTERS = {*LIST_FILTERS, "list", "select", "reject", "reverse", "sort", "default", "d", "unique"}
 
@@ -15,12 +15,12 @@ def takes_content_parts(tree: nodes.Template) -> bool:
     names = _content_names(tree)
     if any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For)):
         return True
-    filters = (found for found in tree.find_all(nodes.Filter) if found.name in LIST_FILTERS)
-    return any(_is_content(found.node, names) for found in filters)
+    filters = (each for each in tree.find_all(nodes.Filter) if each.name in LIST_FILTERS)
+    return any(_is_content(each.node, names) for each in filters)
 
 
 def _content_names(tree: nodes.Template) -> set[str]:
-    """Return the names of variables and macros' parameters that a message's content is given to."""
+    """Return the names of variables and macro parameters to which a message's content is assigned."""
     names: set[str] = set()
     while more := {name for name, value in _bindings(tree) if _is_content(value, names)} - names:
         names |= more
@@ -28,7 +28,7 @@ def _content_names(tree: nodes.Template) -> set[str]:
 
 
 def _bindings(tree: nodes.Template) -> Iterator[tuple[str, nodes.Node]]:
-    """Yield all names with the expressions that they are bound to."""
+    """Yield all names with the expressions bound to them."""
     for assignment in tree.find_all(nodes.Assign):
         if isinstance(assignment.target, nodes.Name | nodes.NSRef):
             yield _name_of(assignment.target), assignment.node

@@ -1,5 +1,6 @@
-"""Renders chats in a process of its own, with one line of JSON in and one out. Its time, memory and output
-are limited, because templates come with models and chats from clients; being killed is an answer too."""
+"""Renders chats in a separate process, with one line of JSON per request and per answer. Its time, memory and
+output are limited, because templates and chats are untrusted. The router treats a killed worker as an
+answer."""
 
 import functools
 import json
@@ -20,14 +21,14 @@ from tgis.router.chat.template_syntax import takes_content_parts
 
 MAX_CAUSE = 300
 NICENESS = 10
-# Names of a message's field that holds the model's reasoning. Templates read the first or the second.
+# Names of the message field with the model's reasoning. Templates use the first or the second.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 _environment = make_environment()
 
 
 class RenderError(Exception):
-    """Fault of a chat or a template. The text is one line that says what is wrong."""
+    """Error in a chat or a template. The text is one line that describes it."""
 
 
 def main() -> None:
@@ -37,12 +38,12 @@ def main() -> None:
     try:
         _answer_all(sys.stdin.buffer, sys.stdout.buffer)
     except MemoryError:
-        os._exit(OUT_OF_MEMORY)  # what is left of the memory may not suffice for an answer
+        os._exit(OUT_OF_MEMORY)  # the remaining memory may not suffice for an answer
 
 
 def _answer_all(requests: BinaryIO, answers: BinaryIO) -> None:
     for line in requests:
-        # The default action of its signal ends the process, whatever code is running.
+        # The signal's default action ends the process, even during library code.
         signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
         answer = json.dumps(_answer(line)).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -83,16 +84,16 @@ def _render(request: dict[str, Any]) -> str:
     return prompt if continuation is None else continuation.cut(prompt)
 
 
-@functools.lru_cache(maxsize=2)  # the default one and the one for tools
+@functools.lru_cache(maxsize=2)  # the default template and the template for tools
 def _compile(text: str) -> Template:
     return _environment.from_string(text)
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message without fields that are null, and its reasoning under the names that are read."""
+    """Return the message without null fields, and with its reasoning under both names that templates use."""
     present = {name: value for name, value in message.items() if value is not None}
-    found = [present[name] for name in REASONING if name in present]
-    return {"thinking": found[0]} | present | {"reasoning_content": found[0]} if found else present
+    texts = [present[name] for name in REASONING if name in present]
+    return {"thinking": texts[0]} | present | {"reasoning_content": texts[0]} if texts else present
 
 
 def _render_template(template: Template, variables: dict[str, Any], max_bytes: int) -> str:
@@ -102,12 +103,13 @@ def _render_template(template: Template, variables: dict[str, Any], max_bytes: i
         raise
     except SecurityError as error:
         raise RenderError(f"the chat template does what its sandbox forbids{_place(error)}") from error
-    except Exception as error:  # a template's code may raise anything, and the text may quote the chat
+    except Exception as error:  # a template can raise any error, whose text may quote the chat
         raise RenderError(f"the chat template failed with {type(error).__name__}{_place(error)}") from error
 
 
 def _join(pieces: Iterable[str], max_bytes: int) -> str:
-    kept, num_bytes = [], 0
+    kept = []
+    num_bytes = 0
     for piece in pieces:
         kept.append(piece)
         num_bytes += _num_bytes(piece)
@@ -124,8 +126,9 @@ def _num_bytes(text: str) -> int:
 
 
 def _place(error: Exception) -> str:
-    """Return the words that tell the template's line, or nothing."""
-    line, traceback = None, error.__traceback__
+    """Return a text with the template's line, or an empty text."""
+    line = None
+    traceback = error.__traceback__
     while traceback is not None:
         template = traceback.tb_frame.f_globals.get("__jinja_template__")
         if template is not None:

@@ -47,10 +47,10 @@ class LocalHandle:
         return self._claims.names.ids
 
     async def give_name(self, name: str, adapter_id: str, is_replacing: bool) -> None:
-        self._claims.names.give(name, adapter_id, is_replacing)
+        self._claims.names.assign(name, adapter_id, is_replacing)
 
     async def take_name(self, name: str) -> None:
-        self._claims.names.take_away(name)
+        self._claims.names.remove(name)
 
     def open(
         self,

@@ -1,1 +1,1 @@
-"""Compiles the grammars of guided generation in a process of its own."""
+"""Compiles the grammars of guided generation in separate processes."""

@@ -1,8 +1,8 @@
-"""Writes the one grammar that a whole answer follows: reasoning, then a text or calls of tools.
+"""Writes the grammar of a whole answer: reasoning, then text or tool calls.
 
-Where a mark is one token, the grammar has that token, and the texts before it exclude its spelling. The lexer
-of the grammar library takes the longest match, so that a text which another part could follow ends where that
-part is certain: by a token that no text matches, or by an exclusion."""
+If a mark is one token, the grammar uses that token, and texts before it exclude the mark's text. The grammar
+library's lexer takes the longest match. So a text that another part can follow must end unambiguously: at a
+token that no text matches, or by an exclusion."""
 
 import json
 import re
@@ -14,15 +14,15 @@ from tgis.router.grammar.json_schema.reading import read_schema
 
 ANYTHING = "(?s:.*)"
 BLANKS = r"[ \t\r\n]{0,8}"
-_MEANINGS = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
+_SPECIAL_CHARACTERS = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 _JSON_PART = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s"]')
 _LAST_KEY = re.compile(r'("[^"]*")\s*:\s*$')
 
 
 def write_answer_grammar(rules: AnswerRules, text_grammar: str | None, number: Callable[[int], int]) -> str:
-    """Return the grammar of an answer whose text, which is neither reasoning nor calls, follows
-    `text_grammar`, or is free. `number` maps the ids of the marks' tokens to those that the grammar has.
-    Raises InvalidGrammarError if a schema of the rules cannot be read."""
+    """Return the grammar of an answer. Its text, apart from reasoning and calls, follows `text_grammar`, or
+    is free if that is None. `number` maps the token ids of marks to ids in the grammar. Raises
+    InvalidGrammarError if a schema in the rules cannot be parsed."""
     grammar = _AnswerGrammar(rules, text_grammar is not None, number).write()
     if text_grammar is None:
         return grammar
@@ -31,15 +31,18 @@ def write_answer_grammar(rules: AnswerRules, text_grammar: str | None, number: C
 
 
 class _AnswerGrammar:
-    """Lines of a grammar, from the answer's beginning to its end."""
+    """Writer of the grammar's lines."""
 
     def __init__(self, rules: AnswerRules, has_text_grammar: bool, number: Callable[[int], int]) -> None:
-        self._rules, self._has_text_grammar, self._number = rules, has_text_grammar, number
+        self._rules = rules
+        self._has_text_grammar = has_text_grammar
+        self._number = number
         self._blanks = "BLANKS?" if rules.reasoning else ""
         self._lines: list[str] = []
 
     def write(self) -> str:
-        reasoning, calls = self._rules.reasoning, self._rules.calls
+        reasoning = self._rules.reasoning
+        calls = self._rules.calls
         before = self._reasoning(reasoning) if reasoning else ""
         if calls is not None:
             self._calls(calls)
@@ -56,7 +59,7 @@ class _AnswerGrammar:
         return f"(BLANKS? {self._token(rule.begin.token_id)} thinking)?"
 
     def _thinking(self, rule: ReasoningRule) -> str:
-        """Return the form of reasoning with its end."""
+        """Return the rule body for reasoning with its end mark."""
         if rule.end.token_id is None:
             assert rule.max_tokens is None, "only a token can be forced"
             self._lines.append(f"thoughts[lazy]: /{ANYTHING}{_quote(rule.end.text)}/")
@@ -69,7 +72,7 @@ class _AnswerGrammar:
         return f"thoughts {end}"
 
     def _calls(self, rules: CallRules) -> None:
-        """Write `calls`, and `rest`, which is what follows the first trigger."""
+        """Write the rules `calls`, and `rest` for everything after the first trigger."""
         trigger = self._mark(rules.trigger) if rules.trigger else ""
         begin, between, end = (
             self._sequence(text, rules) for text in (rules.begin, rules.between, rules.end)
@@ -81,17 +84,18 @@ class _AnswerGrammar:
         self._lines.append(f"rest: {begin} call {more} {end}")
         self._lines.append(f"call: {' | '.join(f'call_{i}' for i in range(len(rules.functions)))}")
         for i, function in enumerate(rules.functions):
-            head, tail = self._head(i, function, rules), self._sequence(function.tail, rules)
+            head = self._head(i, function, rules)
+            tail = self._sequence(function.tail, rules)
             schema = read_schema(function.schema, function.is_strict)
             self._lines.append(f"call_{i}: {head} %json {schema} {tail}")
 
     def _head(self, index: int, function: CallRule, rules: CallRules) -> str:
-        """Return the begin of a call. If no mark comes before it, it may have any white space, because texts
-        exclude what a reader may take for a call."""
+        """Return the beginning of a call. Without a mark before it, it may contain white space like any text
+        that a parser recognizes as a call, because texts exclude all such beginnings."""
         if rules.trigger is not None:
             return self._sequence(function.head, rules)
         if self._has_text_grammar:
-            # One longer literal would win over the parts that JSON of the text's own grammar has.
+            # A single long literal would take precedence over the JSON tokens of the text's own grammar.
             return (
                 " BLANKS? ".join(json.dumps(part) for part in _JSON_PART.findall(function.head)) + " BLANKS?"
             )
@@ -116,27 +120,28 @@ class _AnswerGrammar:
         return f"{self._blanks} @text" if self._has_text_grammar else self._free_text()
 
     def _free_text(self) -> str:
-        """Write and return a text that holds nothing that begins another part."""
+        """Write and return a text rule that matches nothing that begins another part."""
         calls = self._rules.calls
         trigger = [_containing(calls.trigger.text)] if calls and calls.trigger else []
         self._lines.append(f"TEXT: {_any_but(*self._no_begins(), *trigger)}")
         return "TEXT"
 
     def _no_begins(self) -> Iterator[str]:
-        """Yield patterns of answers that are no text because of their begin."""
-        reasoning, calls = self._rules.reasoning, self._rules.calls
+        """Yield patterns of answers whose beginning shows that they are not plain text."""
+        reasoning = self._rules.reasoning
+        calls = self._rules.calls
         if reasoning and reasoning.begin:
             yield f"{BLANKS}{_quote(reasoning.begin.text)}{ANYTHING}"
         if calls and calls.trigger is None:
             heads = [_blank_head(function.head) for function in calls.functions]
-            # Readers take the keys in any order.
+            # Parsers accept the keys in any order.
             keys = {key for function in calls.functions for key in _LAST_KEY.findall(function.head)}
             heads += [_blank_head("{" + key + ":") for key in sorted(keys)]
             heads += [f"{BLANKS}{_quote(calls.optional_mark.text)}"] if calls.optional_mark else []
             yield f"({'|'.join(heads)}){ANYTHING}"
 
     def _sequence(self, text: str, rules: CallRules) -> str:
-        """Return a text, in which marks that are tokens are those."""
+        """Return the grammar of a literal text. Marks in it that are tokens match as tokens."""
         marks = {mark.text: mark for mark in rules.marks}
         if not marks:
             return json.dumps(text) if text else ""
@@ -148,7 +153,7 @@ class _AnswerGrammar:
         return json.dumps(mark.text) if mark.token_id is None else self._token(mark.token_id)
 
     def _blank_mark(self, mark: Mark) -> str:
-        """Return a mark that may come after white space at the begin of an answer."""
+        """Return the grammar of a mark that may follow white space at the beginning of an answer."""
         if mark.token_id is not None:
             return f"BLANKS? {self._token(mark.token_id)}"
         return f"/{BLANKS}{_quote(mark.text)}/"
@@ -160,13 +165,13 @@ class _AnswerGrammar:
 def _limit(rule: ReasoningRule) -> str:
     if rule.max_tokens is None:
         return ""
-    # After a token that texts match too, the library does not count a first token of one byte.
+    # After a token that texts also match, the library does not count the first token if it has one byte.
     is_late = rule.begin is not None and not rule.begin.is_special
     return f"[max_tokens={max(rule.max_tokens - is_late, 1)}]"
 
 
 def _blank_head(head: str) -> str:
-    """Return a pattern of the head with any white space before, between and after the parts of its JSON."""
+    """Return a pattern of the head that allows white space around all parts of its JSON."""
     return "".join(f"{BLANKS}{_quote(part)}" for part in _JSON_PART.findall(head)) + BLANKS
 
 
@@ -183,6 +188,6 @@ def _containing(text: str) -> str:
 
 
 def _quote(text: str) -> str:
-    """Return a pattern, as a grammar has it between slashes, that matches just the text."""
-    quoted = _MEANINGS.sub(r"\\\g<0>", text)
+    """Return a pattern, for use between slashes in a grammar, that matches exactly the text."""
+    quoted = _SPECIAL_CHARACTERS.sub(r"\\\g<0>", text)
     return quoted.replace("\n", r"\n").replace("\r", r"\r").replace("\t", r"\t")

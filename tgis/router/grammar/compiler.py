@@ -1,5 +1,5 @@
-"""Turns a request's constraint into the grammar that shards follow. It is compiled first in processes that
-can be killed, so that no text can block the router or reach a shard that it would harm."""
+"""Converts a request's constraint to the grammar that shards use. Separate processes that can be killed
+compile it first, so that a harmful text neither blocks the router nor reaches a shard."""
 
 import asyncio
 import hashlib
@@ -21,30 +21,31 @@ logger = logging.getLogger(__name__)
 MAX_CHOICES = 4096
 WORKER = "tgis.router.grammar.worker"
 NUM_WORKERS = 2
-# The worker limits its own computing time; this limit is for a worker that gets no CPU time.
+# The worker limits its own CPU time; this limit is for a worker that gets no CPU time.
 TIMEOUT_S = 5.0
 CACHE_SIZE = 256
 JSON = "JSON"  # the only format that constrains a text
-TOOLS, REASONING = "tools", "max_reasoning_tokens"  # fields that rules for whole answers come from
+TOOLS = "tools"  # request fields from which rules for whole answers come
+REASONING = "max_reasoning_tokens"
 ANY_OBJECT = '{"type": "object"}'
 
 
 @dataclass(frozen=True)
 class Guided:
-    """Constraint on a text as the client states it."""
+    """Constraint on a text as given by the client."""
 
     field: str
-    """Field of the request that states it: format, json_schema, regex, choice or grammar; empty if only
-    `answer` constrains the text."""
+    """Request field of the constraint: format, json_schema, regex, choice or grammar; empty if only `answer`
+    constrains the text."""
     text: str = ""
     choices: tuple[str, ...] = ()
     answer: AnswerRules | None = None
-    """Rules for the whole answer, of which this constrains what is neither reasoning nor calls."""
+    """Rules for the whole answer. The constraint then applies to the text apart from reasoning and calls."""
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """Checked constraint on a text in the form that is compiled, and the field that states it."""
+    """Checked constraint in the form for compilation, with its request field."""
 
     field: str
     kind: str
@@ -56,7 +57,8 @@ def read_constraint(guided: Guided | None, max_bytes: int) -> Constraint | None:
     """Return the checked, uncompiled constraint, or None for free text. Raises RequestError."""
     if guided is None:
         return None
-    on_text, rules = _read_text_constraint(guided, max_bytes), guided.answer
+    on_text = _read_text_constraint(guided, max_bytes)
+    rules = guided.answer
     if rules is None:
         return on_text
     if rules.calls is not None:
@@ -95,8 +97,8 @@ def _require_size(field: str, num_bytes: int, max_bytes: int) -> None:
 
 
 class GrammarCompiler:
-    """Compiler of constraints off the event loop. It compiles each once, however many calls ask for it, and
-    caches the newest answers. Its processes start when they are needed."""
+    """Compiler of constraints in separate processes, which start on first use. Concurrent calls with the same
+    constraint share one compilation, and recent results are cached."""
 
     def __init__(self) -> None:
         self._answers: OrderedDict[bytes, Grammar | str] = OrderedDict()
@@ -104,8 +106,8 @@ class GrammarCompiler:
         self._pool = WorkerPool(WORKER, NUM_WORKERS, TIMEOUT_S)
 
     async def compile(self, constraint: Constraint, owner: Hashable = "") -> Grammar:
-        """Return the grammar of a constraint; owners take turns. Raises OverloadedError, and RequestError, in
-        one line, if it cannot be served."""
+        """Return the grammar of a constraint. Owners are served in turn. Raises OverloadedError, and
+        RequestError with a one-line text if the constraint is invalid."""
         key = hashlib.sha256(msgspec.json.encode(constraint)).digest()
         answer = self._answers.get(key)
         if answer is None:
@@ -118,15 +120,15 @@ class GrammarCompiler:
         else:
             self._answers.move_to_end(key)
         if isinstance(answer, str):
-            raise QuotingError(answer, answer.partition(" ")[0])  # it begins with the field
+            raise QuotingError(answer, answer.partition(" ")[0])  # the text begins with the field
         return answer
 
     def close(self) -> None:
-        """Stop all workers. Nothing may be compiled afterwards."""
+        """Stop all workers. `compile` must not be called afterwards."""
         self._pool.close()
 
     async def _compile(self, key: bytes, constraint: Constraint, owner: Hashable) -> Grammar | str:
-        """Return a grammar, or a text that says what is wrong with the constraint."""
+        """Return a grammar, or an error text."""
         try:
             rules = msgspec.to_builtins(constraint.answer)
             reply = await self._pool.ask([constraint.kind, constraint.text, rules], owner)
@@ -146,6 +148,6 @@ def _read_answer(reply: Reply, field: str) -> Grammar | str:
     if "error" in reply.value:
         return f"{reply.value['field'] or field} is not valid: {reply.value['error']}"
     if reply.value["has_unknown_formats"]:
-        logger.info("a JSON schema has formats that are not enforced: any string is allowed for them")
+        logger.info("a JSON schema has unsupported formats, which allow any string")
     text = reply.value["grammar"]
     return Grammar(text, hashlib.sha256(text.encode()).hexdigest(), field)

@@ -1,4 +1,4 @@
-"""Converts the constraints of requests to the one notation that the grammar library reads."""
+"""Converts all constraints to the notation of the grammar library."""
 
 import json
 import re
@@ -11,17 +11,17 @@ from tgis.router.grammar.gbnf import gbnf_to_lark, is_gbnf
 from tgis.router.grammar.json_schema.reading import read_schema
 
 MAX_CAUSE = 200
-# `\d` and `\D` of regexes mean ASCII's digits; `\w` and `\s` mean Unicode's words and spaces. In patterns of
-# JSON schemas, `\w` is ASCII's too, as ECMA 262 has it.
+# In regexes, `\d` and `\D` refer to ASCII digits; `\w` and `\s` to Unicode words and spaces. In patterns of
+# JSON schemas, `\w` also refers to ASCII, as in ECMA 262.
 ASCII = "d"
 # Strings, comments and regexes of a Lark text.
 _LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*"|(?://|\#)[^\n]*|/(?P<regex>(?:[^/\\\n]|\\.)+)/')
-# Text that the grammar forces may still be split into tokens in any way.
+# The library must not force tokens, so that the model may split forced text into tokens in any way.
 HEADER = '%llguidance {"no_forcing": true}\n'
 
 
 def convert(kind: str, text: str) -> str:
-    """Return a constraint as a grammar. Raises InvalidGrammarError."""
+    """Convert a constraint to a grammar. Raises InvalidGrammarError."""
     try:
         return _CONVERT[kind](text)
     except RecursionError as error:
@@ -29,8 +29,8 @@ def convert(kind: str, text: str) -> str:
 
 
 def cause_of(message: str) -> str:
-    """Return the most telling line of the library's message, without the place in a text that the user has
-    not written, and without the list of special tokens that follows it."""
+    """Return the most informative line of the library's message. Omit positions, which refer to a text that
+    the user has not written, and the list of special tokens after it."""
     lines = [line.strip() for line in message.splitlines() if line.strip()] or ["unknown cause"]
     line = next((line for line in lines if line.startswith("error: ")), lines[0])
     line = _PLACE.sub("", line)
@@ -54,15 +54,16 @@ def _from_choices(text: str) -> str:
 
 
 def _from_grammar(text: str) -> str:
-    """Return the grammar of a Lark or GBNF text. The header comes last, to keep line numbers in errors."""
+    """Return the grammar of a Lark or GBNF text. The header comes last, so that line numbers in errors are
+    right."""
     lark = gbnf_to_lark(text) if is_gbnf(text) else _LITERAL.sub(_with_ascii_digits, text)
     return f"{lark}\n{HEADER}"
 
 
-def _with_ascii_digits(found: re.Match[str]) -> str:
-    """Return a literal of a Lark text; in a regex, `\\d` means ASCII's digits."""
-    regex = found["regex"]
-    return found[0] if regex is None else f"/{regex_to_lark(regex, use_ascii=ASCII)}/"
+def _with_ascii_digits(match: re.Match[str]) -> str:
+    """Return a literal of a Lark text, with `\\d` in regexes limited to ASCII digits."""
+    regex = match["regex"]
+    return match[0] if regex is None else f"/{regex_to_lark(regex, use_ascii=ASCII)}/"
 
 
 _CONVERT: dict[str, Callable[[str], str]] = {

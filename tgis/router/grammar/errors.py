@@ -1,12 +1,12 @@
-"""Errors of constraints."""
+"""Errors in constraints."""
 
 TOO_DEEP = "it is nested too deeply"
 
 
 class InvalidGrammarError(Exception):
-    """Fault of a grammar. The text is one line that says what is wrong."""
+    """Error in a grammar. The text is one line that describes it."""
 
     def __init__(self, text: str, field: str = "") -> None:
-        """Name the field of the request that is to blame, if it is not the one that states the constraint."""
+        """Create an error in the request's `field`, if that is not the constraint's own field."""
         super().__init__(text)
         self.field = field

@@ -1,7 +1,7 @@
 """Converts GBNF, the notation of llama.cpp's grammars, to Lark.
 
 GBNF describes texts character by character. So does the result: each of its lexemes is a single character.
-With longer ones the lexer of the grammar library would take the longest match, and refuse texts that the
+With longer lexemes, the grammar library's lexer would take the longest match and reject texts that the
 grammar allows: `root ::= [a-z]+ "b"` could never end."""
 
 import re
@@ -24,20 +24,21 @@ _BOUNDS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 
 
 def is_gbnf(text: str) -> bool:
-    """Return True for GBNF, whose rules have `::=`. An empty text is GBNF without a rule."""
+    """Return True for GBNF, whose rules contain `::=`. An empty text is GBNF without rules."""
     return RULE.search(text) is not None or not text.strip()
 
 
 def gbnf_to_lark(text: str) -> str:
-    """Return a GBNF grammar as Lark. Raises InvalidGrammarError and RecursionError."""
+    """Convert a GBNF grammar to Lark. Raises InvalidGrammarError and RecursionError."""
     return _Parser(text).convert()
 
 
 class _Parser:
     def __init__(self, text: str) -> None:
-        self._text, self._at = text, 0
+        self._text = text
+        self._at = 0
         self._numbers: dict[str, int] = {}
-        """Numbers of rules by name, in the order in which they are met."""
+        """Rule numbers by name, in order of first occurrence."""
         self._rules: dict[int, str] = {}
 
     def convert(self) -> str:
@@ -59,20 +60,20 @@ class _Parser:
         if not self._text.startswith("::=", self._at):
             self._fail("::=")
         if number in self._rules:
-            self._fail("another name, because this rule is there already")
+            self._fail("another name, because this rule exists already")
         self._at += 3
         self._skip(_BLANKS_AND_LINES)
         self._rules[number] = self._alternatives(_BLANKS)
         self._match(_NEWLINE, "the end of the line")
 
     def _alternatives(self, blanks: re.Pattern[str]) -> str:
-        """Read alternatives, between whose parts there may be `blanks`."""
-        found = [self._sequence(blanks)]
+        """Parse alternatives whose parts `blanks` may separate."""
+        alternatives = [self._sequence(blanks)]
         while self._peek() == "|":
             self._at += 1
             self._skip(_BLANKS_AND_LINES)
-            found.append(self._sequence(blanks))
-        return " | ".join(found)
+            alternatives.append(self._sequence(blanks))
+        return " | ".join(alternatives)
 
     def _sequence(self, blanks: re.Pattern[str]) -> str:
         items: list[str] = []
@@ -83,7 +84,7 @@ class _Parser:
         return " ".join(item for item in items if item) or '""'
 
     def _reader(self) -> Callable[[], str] | None:
-        """Return the method that reads the next item of a sequence; None at its end."""
+        """Return the method that parses the next item of a sequence; None at its end."""
         match self._peek():
             case '"':
                 return self._literal
@@ -145,19 +146,19 @@ class _Parser:
     def _repeat(self, item: str, blanks: re.Pattern[str]) -> str:
         """Apply the repetitions that follow an item."""
         while self._peek() and self._peek() in "*+?{":
-            found = _REPETITION.match(self._text, self._at)
-            if found is None:
+            match = _REPETITION.match(self._text, self._at)
+            if match is None:
                 self._fail("{m}, {m,} or {m,n}")
-            least, most = _bounds(*found.groups())
-            if max(least, most or 0) > MAX_REPETITIONS:
-                self._fail(f"{MAX_REPETITIONS} repetitions at most")
-            self._at = found.end()
+            minimum, maximum = _bounds(*match.groups())
+            if max(minimum, maximum or 0) > MAX_REPETITIONS:
+                self._fail(f"at most {MAX_REPETITIONS} repetitions")
+            self._at = match.end()
             self._skip(blanks)
-            item = _repeated(item, least, most)
+            item = _repeated(item, minimum, maximum)
         return item
 
     def _char(self) -> str:
-        """Read a character of a literal or a class."""
+        """Parse a character of a literal or a class."""
         char = self._peek()
         if not char:
             self._fail("the end of a literal or of [")
@@ -185,16 +186,16 @@ class _Parser:
         return self._text[self._at : self._at + 1]
 
     def _skip(self, blanks: re.Pattern[str]) -> None:
-        found = blanks.match(self._text, self._at)
-        assert found is not None, "they may be none"
-        self._at = found.end()
+        match = blanks.match(self._text, self._at)
+        assert match is not None, "the pattern also matches nothing"
+        self._at = match.end()
 
     def _match(self, pattern: re.Pattern[str], expected: str) -> str:
-        found = pattern.match(self._text, self._at)
-        if found is None:
+        match = pattern.match(self._text, self._at)
+        if match is None:
             self._fail(expected)
-        self._at = found.end()
-        return found[0]
+        self._at = match.end()
+        return match[0]
 
     def _fail(self, expected: str) -> NoReturn:
         line = self._text.count("\n", 0, self._at) + 1
@@ -202,12 +203,12 @@ class _Parser:
         raise InvalidGrammarError(f"expected {expected} at line {line}, column {column}")
 
 
-def _bounds(sign: str | None, least: str, comma: str | None, most: str | None) -> tuple[int, int | None]:
+def _bounds(sign: str | None, minimum: str, comma: str | None, maximum: str | None) -> tuple[int, int | None]:
     if sign:
         return _BOUNDS[sign]
-    if comma and most is None:
-        return int(least), None
-    return int(least), int(most or least)
+    if comma and maximum is None:
+        return int(minimum), None
+    return int(minimum), int(maximum or minimum)
 
 
 def _one_of(first: str, last: str | None = None) -> str:
@@ -218,7 +219,7 @@ def _in_class(char: str) -> str:
     return rf"\u{{{ord(char):x}}}"
 
 
-def _repeated(item: str, least: int, most: int | None) -> str:
-    if not item or most == 0:
+def _repeated(item: str, minimum: int, maximum: int | None) -> str:
+    if not item or maximum == 0:
         return ""
-    return f"({item}){{{least},{'' if most is None else most}}}"
+    return f"({item}){{{minimum},{'' if maximum is None else maximum}}}"

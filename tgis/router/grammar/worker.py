@@ -1,5 +1,6 @@
-"""Compiles grammars in a process of its own, with one line of JSON in and one out. Its time, memory and stack
-are limited, because grammars may be hostile; being killed or crashing is an answer too."""
+"""Compiles grammars in a separate process, with one line of JSON per request and per answer. Its time, memory
+and stack are limited, because grammars may be hostile. The router treats a killed or crashed worker as an
+answer."""
 
 import json
 import os
@@ -22,15 +23,15 @@ from tgis.router.grammar.errors import InvalidGrammarError
 from tgis.router.grammar.json_schema.reading import has_unknown_formats, read_schema
 
 CPU_LIMIT_S = 0.1  # a schema of 300 properties takes 20 ms
-CPU_LIMIT_FOR_FUNCTION_S = 0.002  # requests have at most 128 of them
+CPU_LIMIT_FOR_FUNCTION_S = 0.002  # requests have at most 128 functions
 TRIAL_BYTES = 64
 MAX_MARKS = 16
 FIRST_MARK = 257
 ANY_OBJECT = '{"type": "object"}'
 MEMORY_BYTES = 1 << 30
-# A shard compiles with a stack sixteen times as deep, so what fits here fits there.
+# A shard's stack is 16 times as large, so a grammar that compiles here also compiles there.
 STACK_BYTES = 4 << 20
-# These limits are tighter than a shard's.
+# These limits are lower than a shard's.
 LIMITS = LLParserLimits(
     initial_lexer_fuel=300_000,
     step_lexer_fuel=100_000,
@@ -42,7 +43,7 @@ LIMITS = LLParserLimits(
 
 
 class ByteVocabulary:
-    """Smallest vocabulary that spells every text: all bytes, an end token, and tokens for marks."""
+    """Smallest vocabulary that can express every text: all bytes, an end token, and tokens for marks."""
 
     eos_token_id = 256
     bos_token_id = None
@@ -67,16 +68,16 @@ def main() -> None:
 
 
 class Compiler:
-    """Compiler of grammars for the bytes of texts."""
+    """Compiler of grammars with a vocabulary of bytes."""
 
     def __init__(self) -> None:
         self._bytes = LLTokenizer(TokenizerWrapper(ByteVocabulary()))
         self._bytes_and_marks = LLTokenizer(TokenizerWrapper(ByteVocabulary(MAX_MARKS)))
 
     def compile(self, kind: str, text: str, rules: AnswerRules | None) -> str:
-        """Return the grammar of a constraint, and of answers if there are rules, in the one form that shards
-        read. Raises InvalidGrammarError if it cannot be compiled, if no text matches it, and if following it
-        costs too much."""
+        """Return the grammar of a constraint, or of a whole answer if there are rules, in the notation of the
+        shards. Raises InvalidGrammarError if the grammar does not compile, matches no text, or is too
+        expensive."""
         if rules is None:
             return self._compile_text(kind, text)
         grammar = None if kind == FREE else self._compile_text(kind, text)
@@ -103,8 +104,8 @@ class Compiler:
         return write_answer_grammar(rules, text_grammar, lambda token_id: token_id)
 
     def _loosen(self, rules: AnswerRules) -> AnswerRules:
-        """Return the rules with any object for schemas that are not strict and cannot be kept. Raises
-        InvalidGrammarError with the field of the first one that is strict."""
+        """Replace unsupported schemas that are not strict by one that allows any object. Raises
+        InvalidGrammarError with the field of the first unsupported strict schema."""
         if rules.calls is None:
             return rules
         functions = tuple(map(self._keep_or_loosen, rules.calls.functions))
@@ -121,7 +122,7 @@ class Compiler:
 
 
 def _try(grammar: str, tokenizer: LLTokenizer) -> None:
-    """Compile a grammar, and follow it along the start of a fixed random match of it. Raises
+    """Compile a grammar, and advance it along the beginning of a fixed random match. Raises
     InvalidGrammarError."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     if matcher.is_error():
@@ -154,7 +155,7 @@ def _list_schemas(kind: str, text: str, rules: AnswerRules | None) -> Iterator[s
 def _cpu_limit_s(rules: AnswerRules | None) -> float:
     if rules is None:
         return CPU_LIMIT_S
-    # The text's constraint is compiled alone, and as a part of the answer's grammar.
+    # The text's constraint is compiled twice: alone, and as part of the answer's grammar.
     num_functions = len(rules.calls.functions) if rules.calls else 0
     return 2 * CPU_LIMIT_S + num_functions * CPU_LIMIT_FOR_FUNCTION_S
 
@@ -164,7 +165,7 @@ def _answer_all(requests: BinaryIO, answers: BinaryIO) -> None:
     for line in requests:
         kind, text, plain_rules = json.loads(line)
         rules = msgspec.convert(plain_rules, AnswerRules | None)
-        # The default action of its signal ends the process, whatever code is running.
+        # The signal's default action ends the process, even during library code.
         signal.setitimer(signal.ITIMER_PROF, _cpu_limit_s(rules))
         try:
             answer = {

@@ -1,1 +1,1 @@
-"""Metric series and counts of resources."""
+"""Metric series and resource counts."""

@@ -1,4 +1,4 @@
-"""Kinds of metric series that show a state, and how the states of several processes become one."""
+"""Gauges, and how the values of several processes are combined."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, TypeAlias
@@ -8,24 +8,27 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from tgis.router.metrics.storage import Labels
 
 Combine: TypeAlias = Callable[[Iterable[float]], float]
-"""Makes one value of those of the processes that know a gauge; there is at least one."""
+"""Function that combines the values of all processes with a value for a gauge, at least one."""
 
 
 class GaugeValues(NamedTuple):
-    """Values of one process's gauges, plain enough to be sent to another. What the process does not know is
-    absent."""
+    """Values of one process's gauges, in a form that can be sent to another process. Gauges without a value
+    in this process are absent."""
 
     by_name: dict[str, list[tuple[Labels, float]]]
-    """Label values and value of each series of a gauge; a gauge without labels has one, with none."""
+    """Label values and value of each series of a gauge. A gauge without labels has one series without label
+    values."""
 
 
 class Gauge:
-    """State that is read at every scrape; 0 until `follow` is called."""
+    """Gauge that is read at every scrape; 0 until `follow` is called."""
 
     kind = "gauge"
 
     def __init__(self, name: str, help: str, combine: Combine = sum) -> None:
-        self.name, self.help, self.combine = name, help, combine
+        self.name = name
+        self.help = help
+        self.combine = combine
         self.label_names: Labels = ()
         self._read: Callable[[], float] | None = None
 
@@ -36,12 +39,12 @@ class Gauge:
         return 0.0 if self._read is None else self._read()
 
     def values(self) -> Mapping[Labels, float] | None:
-        """Return the value as that of no labels; None if this process does not know it."""
-        # Another process reads only a float, and a state may be a bool or an int.
+        """Return the value under empty labels; None if this process has no value."""
+        # Messages between processes have floats, but a state may be a bool or an int.
         return None if self._read is None else {(): float(self._read())}
 
     def show(self, values: Mapping[Labels, float]) -> None:
-        """Show the value from now on."""
+        """Show a fixed value from now on."""
         self.follow(lambda: values[()])
 
     def collect(self) -> Iterable[Metric]:
@@ -49,24 +52,27 @@ class Gauge:
 
 
 class LabelledGauge:
-    """State that is read at every scrape, a number for each set of labels; none until `follow` is called."""
+    """Gauge with labels that is read at every scrape; empty until `follow` is called."""
 
     kind = "gauge"
 
     def __init__(self, name: str, help: str, label_names: Labels, combine: Combine = sum) -> None:
-        self.name, self.help, self.label_names, self.combine = name, help, label_names, combine
+        self.name = name
+        self.help = help
+        self.label_names = label_names
+        self.combine = combine
         self._read: Callable[[], Mapping[Labels, float]] | None = None
 
     def follow(self, read: Callable[[], Mapping[Labels, float]]) -> None:
-        """Read the numbers by their labels, in the order of declaration."""
+        """Read the values with `read`, which returns them by label values in the order of declaration."""
         self._read = read
 
     def values(self) -> Mapping[Labels, float] | None:
-        """Return the numbers by their labels; None if this process does not know them."""
+        """Return the values by label values; None if this process has none."""
         return None if self._read is None else self._read()
 
     def show(self, values: Mapping[Labels, float]) -> None:
-        """Show the values from now on."""
+        """Show fixed values from now on."""
         self.follow(lambda: values)
 
     def collect(self) -> Iterable[Metric]:
@@ -77,18 +83,18 @@ class LabelledGauge:
 
 
 def read_gauges(gauges: Iterable[Gauge | LabelledGauge]) -> GaugeValues:
-    """Return the values that this process knows."""
-    known = ((gauge.name, gauge.values()) for gauge in gauges)
-    return GaugeValues({name: list(values.items()) for name, values in known if values is not None})
+    """Return the values of the gauges that have a value in this process."""
+    by_name = ((gauge.name, gauge.values()) for gauge in gauges)
+    return GaugeValues({name: list(values.items()) for name, values in by_name if values is not None})
 
 
 def show_combined(gauges: Iterable[Gauge | LabelledGauge], processes: Iterable[GaugeValues]) -> None:
-    """Make the gauges show the values of all processes, as each gauge combines them."""
-    everywhere = list(processes)
+    """Make the gauges show the combined values of all processes."""
+    all_values = list(processes)
     for gauge in gauges:
-        found: dict[Labels, list[float]] = {}
-        knows = [values.by_name[gauge.name] for values in everywhere if gauge.name in values.by_name]
-        for labels, value in (each for series in knows for each in series):
-            found.setdefault(tuple(labels), []).append(value)
-        if knows:
-            gauge.show({labels: gauge.combine(values) for labels, values in found.items()})
+        by_labels: dict[Labels, list[float]] = {}
+        present = [values.by_name[gauge.name] for values in all_values if gauge.name in values.by_name]
+        for labels, value in (each for series in present for each in series):
+            by_labels.setdefault(tuple(labels), []).append(value)
+        if present:
+            gauge.show({labels: gauge.combine(values) for labels, values in by_labels.items()})

@@ -1,10 +1,10 @@
-"""File of cells that one process writes and others read, mapped into memory, so that its numbers survive its
-death. A record is complete before the header's length reaches it: a reader, and the next process of the slot
-after a crash at any point, find whole records. The format is that of the machine and of this version alone.
+"""Memory-mapped file of cells that one process writes and others read, so that metrics survive the process. A
+record is complete before the length in the header includes it. So readers see whole records, as does the
+slot's next process after a crash at any point. The format is specific to the machine and this version.
 
-The header is MAGIC and the length of everything written, in 8 bytes each. A record is a checksum of what
-follows up to the cells, the length of its text, the number of its cells, 4 empty bytes, the text (JSON: name,
-layout and label values) up to a multiple of 8 bytes, and the cells."""
+The header is MAGIC and the length of all written data, 8 bytes each. A record consists of a checksum of its
+fields before the cells, the length of its text, its number of cells, 4 empty bytes, the text (JSON: name,
+layout and label values) padded to a multiple of 8 bytes, and the cells."""
 
 import fcntl
 import json
@@ -27,10 +27,10 @@ MAGIC = b"TGISMET1"
 HEADER = struct.Struct("=8sQ")
 HEAD = struct.Struct("=IIII")
 CHECKSUM_SIZE = 4
-SEGMENT = 1 << 18  # bytes by which a file grows, at least
+SEGMENT = 1 << 18  # minimum number of bytes by which a file grows
 
-Found = tuple[SeriesKey, Labels, int]
-"""A record's key, its label values, and the offset of its cells."""
+RecordPlace = tuple[SeriesKey, Labels, int]
+"""Key of a record, its label values, and the offset of its cells."""
 
 
 class MetricFile(MemoryStorage):
@@ -39,48 +39,53 @@ class MetricFile(MemoryStorage):
     is_shared = True
 
     def __init__(self, path: Path) -> None:
-        """Open the file, or make it. Raises StartupError, also if another process writes it."""
+        """Open or create the file. Raises StartupError, also if another process writes to it."""
         super().__init__()
-        self._path, self.is_reopened = path, path.exists()
+        self._path = path
+        self.is_reopened = path.exists()
         self._has_room = True
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             self._fd = self._open()
             self._size = os.fstat(self._fd).st_size
-            self._begin, self._map = 0, mmap.mmap(self._fd, self._size)
+            self._begin = 0
+            self._map = mmap.mmap(self._fd, self._size)
         except OSError as error:
-            raise StartupError(f"metrics cannot be kept in {path}: {error.strerror}") from error
+            raise StartupError(f"metrics cannot be stored in {path}: {error.strerror}") from error
         self._length = memoryview(self._map)[8 : HEADER.size].cast("Q")
         self._end = HEADER.size
         self._continue()
 
     def close(self) -> None:
-        """Let another process write the file."""
-        # The mappings have copies of the descriptor, with which the lock would live on.
+        """Unlock the file, so that another process can write to it."""
+        # Closing the descriptor would not unlock it, because the mappings have copies of it.
         fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _open(self) -> int:
-        """Open and lock the file, and replace it if it is not one of these. Raises StartupError, OSError."""
+        """Open and lock the file, or replace it if it is not a metric file. Raises StartupError and
+        OSError."""
         if self.is_reopened:
             fd = os.open(self._path, os.O_RDWR)
             _lock(fd, self._path)
-            header, size = os.pread(fd, HEADER.size, 0), os.fstat(fd).st_size
+            header = os.pread(fd, HEADER.size, 0)
+            size = os.fstat(fd).st_size
             if header.startswith(MAGIC) and len(header) == HEADER.size:
                 self._extend(fd, size, HEADER.unpack(header)[1])
                 return fd
             os.close(fd)
-            logger.warning("%s is damaged or no file of metrics; its counters begin with 0", self._path)
-        return self._make()
+            logger.warning("%s is damaged or not a metric file; its counters begin at 0", self._path)
+        return self._create()
 
     def _extend(self, fd: int, size: int, length: int) -> None:
-        """Make the file whole segments. What it has too few must not be taken for zeros of its records."""
+        """Extend the file to whole segments. If it is too short, shorten its length first, so that missing
+        data is not read as zeros."""
         if length > size:
-            logger.warning("%s is cut short; its last records are lost", self._path)
+            logger.warning("%s is truncated; its last records are lost", self._path)
             os.pwrite(fd, HEADER.pack(MAGIC, size), 0)
         os.posix_fallocate(fd, 0, _padded(size, SEGMENT))
 
-    def _make(self) -> int:
-        """Make an empty file, which readers see when its header is there."""
+    def _create(self) -> int:
+        """Create an empty file. It gets its name only when its header is complete."""
         new = self._path.with_suffix(".new")
         fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         _lock(fd, self._path)
@@ -90,7 +95,7 @@ class MetricFile(MemoryStorage):
         return fd
 
     def _continue(self) -> None:
-        """Take over the records of the processes before this one."""
+        """Continue the records of the slot's earlier processes."""
         for key, labels, offset in _scan(self._map):
             self._end = offset + 8 * key.num_cells
             self._records.setdefault(key, {})[labels] = self._cells(offset, key.num_cells)
@@ -99,11 +104,11 @@ class MetricFile(MemoryStorage):
             self._length[0] = self._end
 
     def _make_cells(self, key: SeriesKey, labels: Labels) -> Cells:
-        """Append the cells of a new series. Where the disk is full, nobody but this process sees them."""
+        """Append the cells of a new series. If the disk is full, only this process has them."""
         try:
             return self._append(key, labels)
         except OSError as error:
-            self._warn_of_room(error)
+            self._warn_disk_full(error)
             return super()._make_cells(key, labels)
 
     def _append(self, key: SeriesKey, labels: Labels) -> Cells:
@@ -120,27 +125,29 @@ class MetricFile(MemoryStorage):
         return cells
 
     def _grow(self, needed: int) -> None:
-        """Append a segment and map it, from the page on that holds the end of the records: earlier mappings
-        stay, because their cells are in use."""
+        """Append a segment and map it, from the page with the end of the records on. Earlier mappings are
+        kept, because their cells are in use."""
         size = self._size + _padded(needed, SEGMENT)
-        # Unlike a truncation, it takes the room now: without any, writing would kill the process.
+        # Unlike a truncation, this allocates disk space now: on a full disk, a later write would kill the
+        # process.
         os.posix_fallocate(self._fd, self._size, size - self._size)
         begin = self._end // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         self._map = mmap.mmap(self._fd, size - begin, offset=begin)
-        self._begin, self._size = begin, size
+        self._begin = begin
+        self._size = size
 
     def _cells(self, offset: int, num_cells: int) -> Cells:
         begin = offset - self._begin
         return memoryview(self._map)[begin : begin + 8 * num_cells].cast("d")
 
-    def _warn_of_room(self, error: OSError) -> None:
+    def _warn_disk_full(self, error: OSError) -> None:
         if self._has_room:
             self._has_room = False
-            logger.warning("%s cannot grow, so new series are left out: %s", self._path, error.strerror)
+            logger.warning("%s cannot grow, so new series are not shared: %s", self._path, error.strerror)
 
 
 def read_records(directory: Path) -> list[Records]:
-    """Return the records of all files of the directory, one mapping for each file."""
+    """Return the records of all files in the directory, one mapping per file."""
     return [_read(path) for path in sorted(directory.glob(f"*{SUFFIX}"))]
 
 
@@ -156,8 +163,8 @@ def _read(path: Path) -> Records:
     return records
 
 
-def _scan(data: mmap.mmap) -> Iterator[Found]:
-    """Yield the records of a file, up to the first one that is not whole."""
+def _scan(data: mmap.mmap) -> Iterator[RecordPlace]:
+    """Yield the records of a file, up to the first incomplete one."""
     if data[: len(MAGIC)] != MAGIC:
         return
     end = min(memoryview(data)[8 : HEADER.size].cast("Q")[0], len(data))
@@ -175,7 +182,7 @@ def _scan(data: mmap.mmap) -> Iterator[Found]:
 
 
 def _encode(key: SeriesKey, labels: Labels) -> bytes:
-    """Return everything of a record before its cells."""
+    """Encode the part of a record before its cells."""
     text = json.dumps([key.name, key.layout, *labels]).encode()
     numbers = len(text), key.num_cells, 0
     checksum = crc32(HEAD.pack(0, *numbers)[CHECKSUM_SIZE:] + text)
@@ -187,9 +194,9 @@ def _padded(size: int, unit: int = 8) -> int:
 
 
 def _lock(fd: int, path: Path) -> None:
-    """Raise StartupError if another process has the lock of the file."""
+    """Lock the file. Raises StartupError if another process has locked it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(fd)
-        raise StartupError(f"another process keeps its metrics in {path}") from error
+        raise StartupError(f"another process stores its metrics in {path}") from error

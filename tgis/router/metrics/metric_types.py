@@ -1,6 +1,6 @@
-"""Kinds of metric series that add up. Only the router's event loop updates them, many times per step, so they
-take no locks and search their buckets by bisection. Their numbers are cells of a storage, which other
-processes may read. prometheus_client renders them."""
+"""Additive kinds of metric series. Only the router's event loop updates them, many times per step, so they
+use no locks and find buckets by bisection. Their numbers are cells in a storage that other processes may
+read. prometheus_client renders them."""
 
 import time
 from bisect import bisect_left
@@ -21,12 +21,12 @@ from prometheus_client.utils import floatToGoString
 from tgis.router.metrics.storage import Cells, Labels, MemoryStorage, SeriesKey, Storage
 
 QUANTILES = (0.0, 0.5, 0.9, 0.95, 0.99, 0.999, 1.0)
-WINDOW_S = 60.0  # time that the quantiles cover
-MAX_OBSERVATIONS = 4096  # limit of each process within the window; the oldest are dropped
+WINDOW_S = 60.0  # time window of the quantiles
+MAX_OBSERVATIONS = 4096  # limit per process within the window; the oldest are dropped
 
 
 class Series(Protocol):
-    """Family of series in a scrape. The documentation shows its name, kind, labels and help."""
+    """Family of series in a scrape. Its name, kind, labels and help are in the documentation."""
 
     name: str
     help: str
@@ -39,25 +39,27 @@ class Series(Protocol):
 class _Followed(NamedTuple):
     cells: Cells
     begin: float
-    """Count of the processes before this one."""
+    """Count of the slot's earlier processes."""
     read: Callable[[], float]
 
 
 class Counter:
-    """Counter, shown as `name`, which TGIS's dashboards query, and as `name_total`, as Prometheus expects."""
+    """Counter, exposed as `name` for TGIS's dashboards and as `name_total` for Prometheus."""
 
     kind = "counter"
 
     def __init__(
         self, name: str, help: str, label_names: Labels = (), storage: Storage | None = None
     ) -> None:
-        self.name, self.help, self.label_names = name, help, label_names
+        self.name = name
+        self.help = help
+        self.label_names = label_names
         self._storage = MemoryStorage() if storage is None else storage
         self._key = SeriesKey(name, self.kind, 1)
         self._cells: dict[Labels, Cells] = {}
         self._followed: dict[Labels, _Followed] = {}
         self.is_followed = False
-        """True if any of the counts is kept elsewhere."""
+        """True if some of the counts are read from elsewhere."""
         for labels in self._storage.labels(self._key) if label_names else ((),):
             self._start(labels)
 
@@ -70,20 +72,20 @@ class Counter:
         cells[0] += amount
 
     def follow(self, read: Callable[[], float], *labels: str) -> None:
-        """Read a count that is kept elsewhere, and begins with 0, whenever the counts are published. Labels
-        are in the order of declaration."""
+        """Read a count with `read`, which begins at 0, whenever the counts are published. Label values are in
+        the order of declaration."""
         cells = self._cells.get(labels) or self._start(labels)
         begin = self._followed[labels].begin if labels in self._followed else cells[0]
         self._followed[labels] = _Followed(cells, begin, read)
         self.is_followed = True
 
     def publish(self) -> None:
-        """Write the counts that are kept elsewhere to their cells."""
+        """Write the followed counts to their cells."""
         for cells, begin, read in self._followed.values():
             cells[0] = begin + read()
 
     def values(self) -> Mapping[Labels, float]:
-        """Return all values by their labels, in the order of declaration."""
+        """Return all values by label values in the order of declaration."""
         self.publish()
         return {labels: cells[0] for labels, cells in self._cells.items()}
 
@@ -102,8 +104,8 @@ class Counter:
 
 
 class Histogram:
-    """Histogram. `bounds` are the buckets' upper ends, increasing; a bucket without an upper end is added.
-    Its cells are the counts by bucket and, last, the sum."""
+    """Histogram. `bounds` has the increasing upper bounds of the buckets; a bucket without a bound is added.
+    Its cells are the counts by bucket, followed by the sum."""
 
     kind = "histogram"
 
@@ -115,7 +117,9 @@ class Histogram:
         label_names: Labels = (),
         storage: Storage | None = None,
     ) -> None:
-        self.name, self.help, self.label_names = name, help, label_names
+        self.name = name
+        self.help = help
+        self.label_names = label_names
         self._storage = MemoryStorage() if storage is None else storage
         self.bounds = self._cuts = tuple(bounds)
         self._cells: dict[Labels, Cells] = {}
@@ -123,14 +127,13 @@ class Histogram:
             self._start(labels)
 
     def divide(self, bounds: Sequence[float]) -> None:
-        """Count by further upper ends too, so that a view can show them. Call it before any observation."""
+        """Add upper bounds for a view with other buckets. This must precede all observations."""
         assert not self.label_names, "a view shows a single series"
-        assert not self._cells, "earlier observations were not counted by them"
+        assert not self._cells, "there are earlier observations"
         self._cuts = tuple(sorted({*self._cuts, *bounds}))
 
     def observe(self, value: float, *labels: str, times: int = 1) -> None:
-        """Count a value, which occurs so many times, in the series with these label values, in the order of
-        declaration."""
+        """Count a value `times` times in the series with these label values, in the order of declaration."""
         try:
             cells = self._cells[labels]
         except KeyError:
@@ -144,7 +147,7 @@ class Histogram:
         return int(sum(sum(cells[:-1]) for cells in self._all_cells().values()))
 
     def read(self, bounds: Sequence[float], labels: Labels = ()) -> tuple[list[tuple[str, float]], float]:
-        """Return buckets with these upper ends, each with the count up to there, and the sum of a series."""
+        """Return cumulative buckets with these upper bounds, and the sum of a series."""
         *counts, total = self._all_cells()[labels]
         reached = list(accumulate(counts))
         buckets = [(_text(end), reached[bisect_left(self._cuts, end)]) for end in bounds]
@@ -161,8 +164,8 @@ class Histogram:
         return cells
 
     def _all_cells(self) -> Mapping[Labels, Cells]:
-        """Return the cells by labels. A series without labels is there before anything is observed, but not
-        before its buckets are known."""
+        """Return the cells by labels. The cells of a series without labels are created here if it has no
+        observations, because its buckets are known only now."""
         if not self.label_names and not self._cells:
             self._start(())
         return self._cells
@@ -175,13 +178,14 @@ class Histogram:
 
 
 class Summary:
-    """Quantiles of the last minute, and the sum and the count of everything. The cells of a second record are
-    a ring of the latest observations: their times on the machine's monotonic clock, and the values."""
+    """Summary: quantiles of the last minute, and the sum and count of all observations. The cells of a second
+    record are a ring of the latest observations: times on the machine's monotonic clock, and values."""
 
     kind = "summary"
 
     def __init__(self, name: str, help: str, storage: Storage | None = None) -> None:
-        self.name, self.help = name, help
+        self.name = name
+        self.help = help
         self.label_names: Labels = ()
         self._storage = MemoryStorage() if storage is None else storage
         self._totals = self._storage.allocate(SeriesKey(name, self.kind, 2), ())
@@ -190,10 +194,12 @@ class Summary:
         self._next = 0
 
     def observe(self, value: float) -> None:
-        recent, totals, place = self._recent or self._start(), self._totals, self._next
-        recent[place + 1] = value
-        recent[place] = time.monotonic()
-        self._next = (place + 2) % len(recent)
+        recent = self._recent or self._start()
+        totals = self._totals
+        index = self._next
+        recent[index + 1] = value
+        recent[index] = time.monotonic()
+        self._next = (index + 2) % len(recent)
         totals[1] += value
         totals[0] += 1.0
 
@@ -207,7 +213,7 @@ class Summary:
         return [family]
 
     def _observations(self) -> Iterable[float]:
-        """Return the values of the last minute. A cell that was never written has the time 0."""
+        """Yield the values of the last minute. Cells that were never written have the time 0."""
         now = time.monotonic()
         begin = now - WINDOW_S
         for cells in self._storage.parts(self._recent_key, ()):
@@ -216,7 +222,7 @@ class Summary:
             yield from (value for at, value in pairs if at and begin <= at <= now)
 
     def _start(self) -> Cells:
-        """Return the ring, and continue after the latest observation of the process before this one."""
+        """Return the ring, and continue after the latest observation of the slot's earlier processes."""
         recent = self._recent = self._storage.allocate(self._recent_key, ())
         times = recent.tolist()[::2]
         latest = max(range(len(times)), key=times.__getitem__)

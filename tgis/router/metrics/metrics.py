@@ -1,4 +1,4 @@
-"""Declares every series of the service once. `docs/metrics.md` and the scrape both follow from this list."""
+"""Declares every metric series of the service once, for the scrape and for `docs/metrics.md`."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,13 +12,14 @@ from tgis.router.metrics.storage import Storage
 
 TOKENIZE_BOUNDS = tuple(64 * 2**k for k in range(14))
 NUM_LENGTH_BUCKETS = 64
-ROUTER, ENGINE = "router", "engine"  # kinds of processes
+ROUTER = "router"  # kinds of processes
+ENGINE = "engine"
 MAKEUP = "single_only"  # the only value that TGIS's label `makeup` ever has
 
 
 @dataclass(frozen=True)
 class MetricLimits:
-    """Upper ends of the buckets of lengths and sizes."""
+    """Upper bounds of the buckets for lengths and sizes."""
 
     max_sequence_length: int
     max_new_tokens: int
@@ -37,7 +38,7 @@ class AdapterMetrics:
 
 
 class Metrics(SeriesRegistry):
-    """All series of one process of a router, or of all of them. Only one thread updates them."""
+    """All series of one router process, or of all router processes. Only one thread updates them."""
 
     def __init__(
         self, limits: MetricLimits, make_aliases: MakeAliases | None = None, storage: Storage | None = None
@@ -84,10 +85,10 @@ class Metrics(SeriesRegistry):
         )
         self.request_failure = self._counter(
             "tgi_request_failure",
-            "Refused or failed calls (conc_limit, validation, generate, unauthenticated), streams whose "
-            "client does not read (slow_reader), calls whose token did not come in time (token_timeout), "
-            "cancelled inputs, and inputs whose time limit passed before anything was computed (timeout; "
-            "these are successes too)",
+            "Rejected or failed calls (conc_limit, validation, generate, unauthenticated), streams whose "
+            "client does not read (slow_reader), calls without a token in time (token_timeout), cancelled "
+            "inputs, and inputs whose time limit passed before their first step (timeout; these also count "
+            "as successes)",
             "err",
         )
 
@@ -96,14 +97,14 @@ class Metrics(SeriesRegistry):
         outputs = _equal_steps(limits.max_new_tokens)
         self.request_raw_input_length = self._summary(
             "tgi_request_raw_input_length",
-            "Tokens of each input that was tokenized, before truncation, refused ones too",
+            "Tokens of each tokenized input before truncation, including rejected inputs",
         )
         self.request_input_length = self._histogram(
             "tgi_request_input_length", "Tokens of each accepted input, after truncation", lengths
         )
         self.request_cached_tokens = self._histogram(
             "tgi_request_cached_tokens",
-            "Tokens of each successful input that the prefix cache had when it began",
+            "Tokens of each successful input that were in the prefix cache at its start",
             lengths,
         )
         self.request_max_new_tokens = self._histogram(
@@ -121,7 +122,7 @@ class Metrics(SeriesRegistry):
             "tgi_request_duration", "Seconds from the start of a call to the end of each successful input"
         )
         self.request_validation_duration = self._duration(
-            "tgi_request_validation_duration", "Seconds from the start of a call until all of it is validated"
+            "tgi_request_validation_duration", "Seconds from the start of a call until it is validated"
         )
         self.request_queue_duration = self._duration(
             "tgi_request_queue_duration", "Seconds from acceptance of an input to its first step"
@@ -143,15 +144,15 @@ class Metrics(SeriesRegistry):
         sizes = range(1, limits.max_batch_size + 1)
         self.batch_count = self._counter(
             "tgi_batch_inference_count",
-            "Steps sent to the shards; one with prompt and decode tokens counts under both methods",
+            "Steps sent to the shards; a step with prompt and decode tokens counts under both methods",
             "method",
         )
         self.batch_success = self._counter(
-            "tgi_batch_inference_success", "Steps answered, counted like the steps sent", "method"
+            "tgi_batch_inference_success", "Answered steps, counted like sent steps", "method"
         )
         self.batch_failure = self._counter(
             "tgi_batch_inference_failure",
-            "Steps lost with the shards (connection), counted like the steps sent",
+            "Steps lost with the shards (connection), counted like sent steps",
             "method",
             "reason",
         )
@@ -163,14 +164,14 @@ class Metrics(SeriesRegistry):
         )
         self.batch_next_tokens = self._summary(
             "tgi_batch_next_tokens",
-            "Prompt tokens computed by each step that computes any, those of soft prompts too",
+            "Prompt tokens computed by each step with prompt tokens, including virtual tokens",
         )
         self.batch_concatenation_count = self._counter(
-            "tgi_batch_concatenation_count", "Steps in which newcomers joined a running batch"
+            "tgi_batch_concatenation_count", "Steps in which new inputs joined a running batch"
         )
         self.deferred = self._counter(
             "tgi_prefill_weight_limit_exceeded",
-            "Times that the first waiting input found too few free cache blocks",
+            "Times that there were too few free cache blocks for the first waiting input",
         )
         for name, help in (
             ("tgi_queue_jump", "Stays 0: inputs start in the order of their arrival"),
@@ -180,22 +181,22 @@ class Metrics(SeriesRegistry):
             self._counter(name, help)
 
     def _declare_steps(self) -> None:
-        of_method = "method", "makeup"
+        method_labels = ("method", "makeup")
         self.batch_duration = self._duration(
             "tgi_batch_inference_duration",
             "Seconds from a step to its answer, or from the previous answer if the step was sent ahead; "
             "mixed steps count under prefill",
-            *of_method,
+            *method_labels,
         )
         self.forward_duration = self._duration(
             "tgi_batch_inference_forward_duration",
             "Seconds that the shards computed a step; mixed steps count under prefill",
-            *of_method,
+            *method_labels,
         )
         self.tokproc_duration = self._duration(
             "tgi_batch_inference_tokproc_duration",
             "Seconds that the router took to apply a step's answer; mixed steps count under prefill",
-            *of_method,
+            *method_labels,
         )
 
         self.steps_by_path = self._counter(
@@ -221,27 +222,27 @@ class Metrics(SeriesRegistry):
     def _declare_http_apis(self) -> None:
         self.http_api_requests = self._counter(
             "tgi_http_api_request_count",
-            "Answers of the APIs over HTTP (--http-api) by status, at their start; route is other for a path "
-            "that no API has",
+            "Responses of the HTTP APIs (--http-api) by status, at their start; route is other for an "
+            "unknown path",
             "api",
             "route",
             "code",
         )
         self.http_api_connections = self._gauge(
             "tgi_http_api_connections",
-            "Connections with a request to the APIs over HTTP that has not ended",
+            "Connections with an active request to an HTTP API",
         )
         self.http_api_streams = self._gauge(
             "tgi_http_api_active_streams",
-            "Streams of the APIs over HTTP that have begun but not ended",
+            "Active streams of the HTTP APIs",
         )
         self.chat_template_duration = self._duration(
-            "tgi_chat_template_duration", "Seconds to render a chat with its template, from the request on"
+            "tgi_chat_template_duration", "Seconds to render a chat with its template, including the queue"
         )
         self.chat_template_failure = self._counter(
             "tgi_chat_template_failure",
-            "Chats that were not rendered: the template refused them or is wrong (template), or it was "
-            "killed for its time or memory (killed)",
+            "Chats that were not rendered: the template rejected them or has an error (template), or it "
+            "exceeded its time or memory (killed)",
             "err",
         )
 
@@ -253,14 +254,14 @@ class Metrics(SeriesRegistry):
         )
         self.batch_max_remaining_tokens = self._gauge(
             "tgi_batch_max_remaining_tokens",
-            "Tokens that the inputs in the batch may still generate, all together",
+            "Total tokens that the inputs in the batch may still generate",
         )
         self.requests_running = self._gauge("tgi_requests_running", "Inputs in the batch")
         self.requests_live = self._gauge("tgi_requests_live", "Accepted inputs without a final event")
-        self.permits_used = self._gauge("tgi_permits_used", "Concurrency permits in use")
-        self.permits_limit = self._gauge("tgi_permits_limit", "Concurrency permits, used and free")
+        self.permits_used = self._gauge("tgi_permits_used", "Used part of the concurrency limit")
+        self.permits_limit = self._gauge("tgi_permits_limit", "Concurrency limit")
         self.ready = self._gauge(
-            "tgi_ready", "1 while calls are served; 0: loading, shards lost, or ending", min
+            "tgi_ready", "1 while calls are served; 0: loading, shards lost, or shutting down", min
         )
 
     def _declare_processes(self) -> None:
@@ -269,12 +270,11 @@ class Metrics(SeriesRegistry):
         )
         self.process_restarts = self._counter(
             "tgi_process_restarts",
-            "Starts of a process of the router in place of one that ended; process is router (one of the "
-            "router workers) or engine",
+            "Restarts of router processes; process is router (a router worker) or engine",
             "process",
         )
         self.tasks = self._gauge("tgi_tasks", "Tasks of the router's event loop")
-        self.descriptors = self._gauge("tgi_open_descriptors", "File descriptors that the router has open")
+        self.descriptors = self._gauge("tgi_open_descriptors", "Open file descriptors of the router")
         self.created = self._counter(
             "tgi_resources_created",
             "Resources taken so far: accepted inputs (request), cache blocks, rows of the shards' tables, "
@@ -283,36 +283,34 @@ class Metrics(SeriesRegistry):
         )
         self.released = self._counter(
             "tgi_resources_released",
-            "Resources given back so far; as many as were taken when idle. What a killed process held is "
-            "given back when the next one takes its place",
+            "Resources released so far, equal to those taken when the service is idle. A killed process's "
+            "resources are released when it is replaced",
             "kind",
         )
 
     def _declare_cache(self) -> None:
-        self.kv_cache_usage = self._gauge("tgi_kv_cache_usage_ratio", "Share of the cache's blocks in use")
+        self.kv_cache_usage = self._gauge("tgi_kv_cache_usage_ratio", "Fraction of the cache's blocks in use")
         self.prefix_cache_queries = self._counter(
-            "tgi_prefix_cache_queries", "Tokens that were looked up in the prefix cache"
+            "tgi_prefix_cache_queries", "Tokens looked up in the prefix cache"
         )
         self.prefix_cache_hits = self._counter(
-            "tgi_prefix_cache_hits", "Tokens that the prefix cache had, which need no computing"
+            "tgi_prefix_cache_hits", "Tokens found in the prefix cache, which need no computation"
         )
         self.preemptions = self._counter(
             "tgi_preemptions", "Inputs put back into the queue for lack of cache blocks"
         )
-        self.drafts = self._counter("tgi_speculation_drafted_tokens", "Draft tokens that were computed")
-        self.accepted_drafts = self._counter(
-            "tgi_speculation_accepted_tokens", "Draft tokens that were accepted"
-        )
+        self.drafts = self._counter("tgi_speculation_drafted_tokens", "Computed draft tokens")
+        self.accepted_drafts = self._counter("tgi_speculation_accepted_tokens", "Accepted draft tokens")
 
     def _declare_tls(self) -> None:
         self.tls_seconds_left = self._gauge(
             "tgi_tls_certificate_seconds_left",
-            "Seconds until the public port's certificate expires; 0: none",
+            "Seconds until the public port's certificate expires; 0: no certificate",
             min,
         )
         self.tls_refusals = self._counter(
             "tgi_tls_reload_failure",
-            "Changes of the TLS files that were rejected as invalid",
+            "Changed TLS files that were rejected as invalid",
         )
 
     def _declare_shards(self) -> None:
@@ -320,8 +318,8 @@ class Metrics(SeriesRegistry):
         self.replaced_kernels = self._add(
             LabelledGauge(
                 "tgi_replaced_kernels",
-                "1 for each kernel that failed the check at start and is replaced by slower operators; "
-                "nothing where all passed",
+                "1 for each kernel that failed the check at start and is replaced by slower operators; no "
+                "series if all passed",
                 ("kernel",),
                 max,
             )
@@ -336,21 +334,23 @@ class Metrics(SeriesRegistry):
                 f"{name}_load_failure", f"Calls whose look-up or load of {what} failed"
             ),
             entries=self._gauge(f"{name}_cache_entries", f"Loaded {what}"),
-            bytes=self._gauge(f"{name}_cache_bytes", f"Bytes of loaded {what}, on each shard at most"),
+            bytes=self._gauge(f"{name}_cache_bytes", f"Maximum bytes of loaded {what} per shard"),
             hits=self._counter(f"{name}_cache_hits", f"Uses of {what} that were already loaded"),
             misses=self._counter(f"{name}_cache_misses", f"Uses of {what} that had to be loaded"),
-            evictions=self._counter(f"{name}_cache_evictions", f"Unloaded {what} that made room for others"),
+            evictions=self._counter(
+                f"{name}_cache_evictions", f"Unloads of {what} to free memory for others"
+            ),
         )
 
     def follow_resource(self, kind: str, count: ResourceCount) -> None:
-        """Show a count at every scrape, and check it at the end."""
+        """Expose a count in every scrape, and check it at shutdown."""
         self.resource_counts[kind] = count
         self.created.follow(lambda: count.created, kind)
         self.released.follow(lambda: count.released, kind)
 
     def begin_process(self, process: str) -> None:
-        """Count the start of this process. What an earlier process of its slot held is released, because a
-        process that has ended holds nothing."""
+        """Count the start of this process. Count the resources of the slot's earlier process as released,
+        because it has ended."""
         self.process_restarts.add(process, amount=self.storage.is_reopened)
         if process == ROUTER:
             self.router_workers.follow(lambda: 1.0)

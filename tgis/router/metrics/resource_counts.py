@@ -1,4 +1,4 @@
-"""Counts resources taken and resources given back, apart, so that leaks and double releases are seen."""
+"""Counts taken and released resources separately, to detect leaks and double releases."""
 
 import asyncio
 import logging
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
-# time for calls that are ending to release what they hold; time between two checks
-SETTLE_S, CHECK_INTERVAL_S = 1.0, 0.01
+SETTLE_S = 1.0  # time for ending calls to release their resources
+CHECK_INTERVAL_S = 0.01
 
 
 @dataclass(eq=False)
@@ -26,7 +26,7 @@ class ResourceCount:
 
 
 async def check_balance(resource_counts: Mapping[str, ResourceCount]) -> None:
-    """Log every kind of resource whose counts differ when the router ends, after a time to settle."""
+    """Log every kind of resource whose counts differ at shutdown, after a time to settle."""
     deadline = asyncio.get_running_loop().time() + SETTLE_S
     while not all(count.is_balanced for count in resource_counts.values()):
         if asyncio.get_running_loop().time() > deadline:
@@ -38,7 +38,8 @@ async def check_balance(resource_counts: Mapping[str, ResourceCount]) -> None:
 
 
 def count_descriptors() -> int:
-    """Return the number of open file descriptors; the limit if none is free, because counting needs one."""
+    """Return the number of open file descriptors, or the limit if none is free, because counting needs
+    one."""
     try:
         return len(os.listdir("/proc/self/fd")) - 1
     except OSError:

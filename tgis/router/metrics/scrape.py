@@ -1,4 +1,4 @@
-"""Text of a scrape: the series of this process, or those of all processes of a router."""
+"""Renders a scrape: the series of this process, or of all router processes."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -10,16 +10,16 @@ from tgis.router.metrics.metric_file import read_records
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.metrics.storage import SummedStorage
 
-GATHER_S = 1.0  # time limit for the other processes' gauges
+GATHER_S = 1.0  # time limit for the gauges of other processes
 PUBLISH_INTERVAL_S = 1.0
 
 Render: TypeAlias = Callable[[], Awaitable[bytes]]
 Gather: TypeAlias = Callable[[], Awaitable[list[GaugeValues]]]
-"""Returns the gauges of all other processes of the router that answer."""
+"""Function that returns the gauges of all other router processes that answer."""
 
 
 def render_process(metrics: Metrics) -> Render:
-    """Return a function that renders the series of this process alone."""
+    """Return a function that renders the series of this process only."""
 
     async def render() -> bytes:
         return metrics.render()
@@ -28,8 +28,8 @@ def render_process(metrics: Metrics) -> Render:
 
 
 def render_all(metrics: Metrics, directory: Path, gather: Gather) -> Render:
-    """Return a function that renders the sums of all processes whose files are in the directory. Gauges that
-    are not there in time are left out."""
+    """Return a function that renders the sums of all processes with a file in the directory. Gauges that do
+    not arrive in time are omitted."""
 
     async def render() -> bytes:
         others = await _within(GATHER_S, gather)
@@ -45,7 +45,7 @@ def render_sums(metrics: Metrics, directory: Path, gauges: list[GaugeValues]) ->
 
 
 async def keep_published(metrics: Metrics) -> None:
-    """Publish the counts again and again, until cancelled, if other processes see them."""
+    """Publish the counts periodically until cancelled, if the storage is shared with other processes."""
     while metrics.storage.is_shared:
         metrics.publish()
         await asyncio.sleep(PUBLISH_INTERVAL_S)

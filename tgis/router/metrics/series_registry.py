@@ -1,4 +1,5 @@
-"""Base of a process's metrics: makes series over one storage, publishes, combines and renders them."""
+"""Base class of a process's metrics: creates series in one storage, and publishes, combines and renders
+them."""
 
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
@@ -22,7 +23,7 @@ S = TypeVar("S", bound=Series)
 
 
 class SeriesRegistry:
-    """Series in a registry of their own, so that two routers in one process do not conflict."""
+    """Series in their own registry, so that two routers in one process do not conflict."""
 
     def __init__(self, storage: Storage | None) -> None:
         self.storage = MemoryStorage() if storage is None else storage
@@ -32,23 +33,22 @@ class SeriesRegistry:
         self._gauges: list[Gauge | LabelledGauge] = []
 
     def publish(self) -> None:
-        """Let other processes see the counts that are kept elsewhere. What is not published ends with this
-        process."""
+        """Write followed counts to the shared storage. Unpublished counts are lost with this process."""
         if self.storage.is_shared:
             for counter in self._counters:
-                if counter.is_followed:  # a few are, and each step publishes
+                if counter.is_followed:  # only a few are; each step publishes, so skip the others
                     counter.publish()
 
     def gauge_values(self) -> GaugeValues:
-        """Return the values of the gauges that this process knows."""
+        """Return the values of the gauges that have a value in this process."""
         return read_gauges(self._gauges)
 
     def show_gauges(self, processes: Iterable[GaugeValues]) -> None:
-        """Make the gauges show the values of all processes, as each gauge combines them."""
+        """Make the gauges show the combined values of all processes."""
         show_combined(self._gauges, processes)
 
     def close(self) -> None:
-        """Publish the last counts. Another process may take the storage over."""
+        """Publish the last counts and release the storage for another process."""
         self.publish()
         self.storage.close()
 

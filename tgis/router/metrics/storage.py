@@ -1,5 +1,5 @@
-"""Places where series keep their numbers: the memory of one process, or files that all processes of a router
-read (`metric_file`)."""
+"""Storage of metric series: the memory of one process, or files that all router processes read
+(`metric_file`)."""
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,11 +7,11 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 Labels: TypeAlias = tuple[str, ...]
 Cells: TypeAlias = "memoryview[float]"
-"""Doubles. A memoryview is the fastest of Python's arrays to update in place."""
+"""Array of doubles. A memoryview is the fastest Python array for updates in place."""
 
 
 class SeriesKey(NamedTuple):
-    """Identity of a family's records. Only records with equal keys may be added to each other."""
+    """Identity of a family's records. Only records with equal keys may be summed."""
 
     name: str
     layout: str
@@ -29,20 +29,20 @@ class Storage(Protocol):
     """True if an earlier process used the storage."""
 
     def allocate(self, key: SeriesKey, labels: Labels) -> Cells:
-        """Return the cells of a series, which begin with 0 unless an earlier process has left them."""
+        """Return the cells of a series. They begin at 0, or with the values of an earlier process."""
 
     def labels(self, key: SeriesKey) -> Sequence[Labels]:
-        """Return the label values of all series of a family that have cells."""
+        """Return the label values of a family's series that have cells."""
 
     def parts(self, key: SeriesKey, labels: Labels) -> Sequence[Cells]:
-        """Return the cells of a series of each process that has them."""
+        """Return the cells of a series, from each process that has some."""
 
     def close(self) -> None:
-        """End the use of files. Cells may still be used."""
+        """Release files. Cells remain usable."""
 
 
 class MemoryStorage:
-    """Implements Storage for the series of one process, which end with it."""
+    """`Storage` in the memory of one process."""
 
     is_shared = is_reopened = False
 
@@ -50,10 +50,10 @@ class MemoryStorage:
         self._records: dict[SeriesKey, dict[Labels, Cells]] = {}
 
     def allocate(self, key: SeriesKey, labels: Labels) -> Cells:
-        of_key = self._records.setdefault(key, {})
-        if labels not in of_key:
-            of_key[labels] = self._make_cells(key, labels)
-        return of_key[labels]
+        by_labels = self._records.setdefault(key, {})
+        if labels not in by_labels:
+            by_labels[labels] = self._make_cells(key, labels)
+        return by_labels[labels]
 
     def labels(self, key: SeriesKey) -> Sequence[Labels]:
         return list(self._records.get(key, ()))
@@ -70,15 +70,15 @@ class MemoryStorage:
 
 
 class SummedStorage:
-    """Implements Storage with the sums of several processes' records. Updates reach no process."""
+    """`Storage` with the sums of several processes' records. Updates are not written back."""
 
     is_shared = is_reopened = False
 
     def __init__(self, processes: Iterable[Records]) -> None:
         self._parts: dict[SeriesKey, dict[Labels, list[Cells]]] = {}
         for records in processes:
-            for key, of_key in records.items():
-                for labels, cells in of_key.items():
+            for key, by_labels in records.items():
+                for labels, cells in by_labels.items():
                     self._parts.setdefault(key, {}).setdefault(labels, []).append(cells)
 
     def allocate(self, key: SeriesKey, labels: Labels) -> Cells:

@@ -1,1 +1,1 @@
-"""Doors and engine in processes of their own: both halves of a handle, and what they say to each other."""
+"""APIs and engine in separate processes: both halves of a handle, and the messages between them."""

@@ -1,5 +1,5 @@
-"""One end of the connection between a router worker and the engine process: messages on a Unix socket, each
-after its length. What is sent in one turn of the event loop goes out together."""
+"""One end of the connection between a router worker and the engine process: length-prefixed messages on a
+Unix socket. Messages that are sent in one turn of the event loop are written together."""
 
 import asyncio
 import logging
@@ -11,8 +11,8 @@ from tgis.router.remote.messages import DecodeError, encode
 
 logger = logging.getLogger(__name__)
 
-# A process that reads nothing for so long, while so much waits for it, hangs. The amount alone says nothing:
-# the requests that a worker resumes with a new engine process are sent all at once.
+# A process hangs if it reads nothing for UNREAD_LIMIT_S while this much data waits for it. The amount alone
+# is no sign of that: a worker sends all its resumed requests to a new engine process at once.
 MAX_UNSENT_BYTES = 64 << 20
 UNREAD_LIMIT_S = 10.0
 
@@ -23,9 +23,11 @@ class Channel(asyncio.Protocol, Generic[M]):
     def __init__(
         self, decode: Callable[[bytes], M], on_message: Callable[[M], None], on_loss: Callable[[], None]
     ) -> None:
-        """`on_message` is called for each message in order, and `on_loss` once at the end of the connection,
-        unless this side closed it."""
-        self._decode, self._on_message, self._on_loss = decode, on_message, on_loss
+        """Create a channel. `on_message` is called for each message in order, and `on_loss` once when the
+        connection ends, unless this side closed it."""
+        self._decode = decode
+        self._on_message = on_message
+        self._on_loss = on_loss
         self._frames = FrameReader()
         self._unsent: list[bytes] = []
         self._num_written = 0
@@ -63,20 +65,22 @@ class Channel(asyncio.Protocol, Generic[M]):
         self._unsent.append(frame_body(encode(message)))
 
     def send_now(self, messages: Iterable[Any]) -> None:
-        """Send messages at once, after what waits for the end of the turn."""
+        """Send messages immediately, after those already queued in this turn."""
         if self._transport is not None:
             self._unsent += [frame_body(encode(message)) for message in messages]
             self._flush()
 
     def close(self) -> None:
-        """Close the connection after what has been sent."""
+        """Close the connection after all sent messages are written."""
         self._flush()
-        transport, self._transport = self._transport, None
+        transport = self._transport
+        self._transport = None
         if transport is not None:
             transport.close()
 
     def _flush(self) -> None:
-        unsent, self._unsent = b"".join(self._unsent), []
+        unsent = b"".join(self._unsent)
+        self._unsent = []
         if self._transport is None or not unsent:
             return
         self._transport.write(unsent)
@@ -85,13 +89,17 @@ class Channel(asyncio.Protocol, Generic[M]):
             self._check_reading(num_read_before=-1)
 
     def _check_reading(self, num_read_before: int) -> None:
-        """Cut the connection if much waits for the peer, and it has read nothing since the check before."""
+        """Abort the connection if much data waits for the peer and it has read nothing since the last
+        check."""
         self._reading_check = None
         if self._transport is None or (waiting := self._transport.get_write_buffer_size()) < MAX_UNSENT_BYTES:
             return
         num_read = self._num_written - waiting
         if num_read == num_read_before:
-            logger.error("the connection between the engine and a router worker is cut: it is not read")
+            logger.error(
+                "closed a connection between engine and router worker: the peer read nothing for %g s",
+                UNREAD_LIMIT_S,
+            )
             self._end()
         else:
             self._reading_check = self._loop.call_later(UNREAD_LIMIT_S, self._check_reading, num_read)

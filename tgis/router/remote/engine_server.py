@@ -1,4 +1,4 @@
-"""The engine process's Unix socket, at which router workers come and go."""
+"""Unix socket of the engine process, to which router workers connect."""
 
 import asyncio
 import contextlib
@@ -17,22 +17,25 @@ from tgis.router.remote.worker_session import WorkerSession
 
 logger = logging.getLogger(__name__)
 
-# Time for the workers of an earlier engine process to say which adapters they use, before the shards unload
-# the others. They look for a new process every RETRY_INTERVAL_S.
+# Time for the workers of an earlier engine process to report the adapters that they use, before the shards
+# unload all others. Workers try to reconnect every RETRY_INTERVAL_S.
 GREETINGS_S = 2.0
 
 
 class EngineServer:
     def __init__(self, path: str, claims: Claims, metrics: Metrics, num_workers: int) -> None:
-        self._gauges, self.names = GaugeGatherer(metrics), SharedNames(claims.names)
-        self._path, self._claims, self._num_workers = path, claims, num_workers
+        self._gauges = GaugeGatherer(metrics)
+        self.names = SharedNames(claims.names)
+        self._path = path
+        self._claims = claims
+        self._num_workers = num_workers
         self._connections: set[_WorkerConnection] = set()
         self._greeted = asyncio.Event()
         self._is_started = self._is_ready = False
         self._server: asyncio.Server | None = None
 
     async def listen(self) -> None:
-        """Accept workers from now on."""
+        """Start to accept workers."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
         loop = asyncio.get_running_loop()
@@ -41,20 +44,20 @@ class EngineServer:
         )
 
     async def hear_workers(self) -> None:
-        """Wait until all workers have said what they hold, but not long."""
+        """Wait, at most GREETINGS_S, until all workers have reported their tickets."""
         with contextlib.suppress(TimeoutError):
-            # Not `wait_for`, which may swallow the cancellation that ends the process.
+            # `wait_for` may swallow the cancellation that ends the process.
             async with asyncio.timeout(GREETINGS_S):
                 await self._greeted.wait()
 
     def start(self) -> None:
-        """Answer the workers from now on, because the engine has started."""
+        """Start to answer the workers, because the engine has started."""
         self._is_started = True
         for connection in list(self._connections):
             connection.start()
 
     def set_ready(self, is_ready: bool) -> None:
-        """Tell the workers whether the shards are there."""
+        """Report to the workers whether the shards are connected."""
         self._is_ready = is_ready
         if self._is_started:
             for connection in self._connections:
@@ -83,7 +86,7 @@ class EngineServer:
         return wire.State(self._claims.info(), self._is_ready)
 
     def gather_gauges(self, message: wire.AskGauges, asker: "_WorkerConnection") -> None:
-        """Answer a worker with the gauges of all processes but its own."""
+        """Answer a worker with the gauges of all other processes."""
         others = [each.channel.send for each in self._connections if each is not asker]
         self._gauges.gather(message, asker.channel.send, others)
 
@@ -101,7 +104,7 @@ class EngineServer:
 
 
 class _WorkerConnection:
-    """Connection of one worker, whose messages after the first wait until the engine has started."""
+    """Connection of one worker. Messages after the first are queued until the engine has started."""
 
     def __init__(self, server: EngineServer) -> None:
         self._server = server
@@ -114,7 +117,8 @@ class _WorkerConnection:
         assert self._session is not None, "a connection is added with its first message"
         self._server.names.add(self.channel.send)
         self.send_state()
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         for message in waiting:
             self._take(message)
 
@@ -122,7 +126,7 @@ class _WorkerConnection:
         self.channel.send(self._server.state())
 
     def end(self) -> None:
-        """Give back what the worker holds, because its connection has ended."""
+        """Release the worker's tickets, because its connection has ended."""
         if self._session is not None:
             logger.info("router worker %d has disconnected", self._worker)
             self._session.close()
@@ -148,12 +152,12 @@ class _WorkerConnection:
                 self._waiting.append(message)
 
     def _greet(self, message: wire.Hello) -> None:
-        if self._server.is_closed:  # since this worker has connected
+        if self._server.is_closed:  # it was closed after this worker connected
             self.channel.close()
             return
         self._worker = message.worker
         self._session = WorkerSession(self._server.claims, self.channel.send, self.channel.send_now)
-        logger.info("router worker %d has connected and holds %d calls", self._worker, len(message.claims))
+        logger.info("router worker %d has connected with %d calls", self._worker, len(message.claims))
         self._session.greet(message)
         self._server.names.restore(message.names_version, message.names)
         self._server.add(self)
@@ -162,7 +166,7 @@ class _WorkerConnection:
 
 
 def _bind(path: str) -> socket.socket:
-    """Return a Unix socket, to which only this user may connect. Nobody can before it listens."""
+    """Return a Unix socket to which only this user may connect. Its mode is set before it listens."""
     bound = socket.socket(socket.AF_UNIX)
     try:
         bound.bind(path)

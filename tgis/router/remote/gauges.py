@@ -1,4 +1,4 @@
-"""Gathers the gauges of a router's processes for a scrape, by way of the engine process."""
+"""Gathers the gauges of all router processes for a scrape, via the engine process."""
 
 import asyncio
 from collections.abc import Callable, Collection, Iterator
@@ -10,20 +10,21 @@ from tgis.router.metrics.gauges import GaugeValues
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.remote import messages as wire
 
-# Time limit for workers, less than that of the scrape, so that one that hangs takes only its own values away.
+# Time limit for workers. It is shorter than the scrape's, so that a hanging worker affects only its own
+# values.
 ANSWER_S = 0.5
 
 Send = Callable[[Any], None]
 
 
-def tell_gauges(metrics: Metrics, message: wire.TellGauges) -> wire.OwnGauges:
-    """Return this process's gauges. Its counts are published too, because the scrape reads them next."""
+def report_gauges(metrics: Metrics, message: wire.RequestGauges) -> wire.OwnGauges:
+    """Return this process's gauges. Also publish its counters, because the scrape reads them next."""
     metrics.publish()
     return wire.OwnGauges(message.number, metrics.gauge_values())
 
 
 class Questions:
-    """Questions that have been sent, each with the answers to it."""
+    """Sent questions, each with its answers so far."""
 
     def __init__(self) -> None:
         self._numbers = count()
@@ -31,8 +32,11 @@ class Questions:
 
     @contextmanager
     def ask(self, num_answers: int) -> Iterator[tuple[int, list[Any], asyncio.Event]]:
-        """Yield the number of a question, its answers as they come, and the event of all being there."""
-        number, answers, complete = next(self._numbers), list[Any](), asyncio.Event()
+        """Yield the number of a new question, its list of answers, and an event that is set when all have
+        arrived."""
+        number = next(self._numbers)
+        answers = list[Any]()
+        complete = asyncio.Event()
         self._answers[number] = num_answers, answers, complete
         if not num_answers:
             complete.set()
@@ -42,7 +46,7 @@ class Questions:
             del self._answers[number]
 
     def answer(self, number: int, answer: Any) -> None:
-        """Take an answer, unless nobody waits for it any more."""
+        """Add an answer, unless its question has ended."""
         if number not in self._answers:
             return
         num_answers, answers, complete = self._answers[number]
@@ -52,14 +56,15 @@ class Questions:
 
 
 class GaugeGatherer:
-    """The engine's part: asks workers."""
+    """Engine's side: asks the workers."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self._metrics, self._questions = metrics, Questions()
+        self._metrics = metrics
+        self._questions = Questions()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def gather(self, message: wire.AskGauges, reply: Send, workers: Collection[Send]) -> None:
-        """Answer a worker soon, with the gauges of this process and of the other workers."""
+        """Start a task that answers a worker with the gauges of this process and of the other workers."""
         task = asyncio.create_task(self._gather(message.number, reply, workers), name="gauges")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -71,7 +76,7 @@ class GaugeGatherer:
         self._metrics.publish()
         with self._questions.ask(len(workers)) as (number, answers, complete):
             for send in workers:
-                send(wire.TellGauges(number))
+                send(wire.RequestGauges(number))
             with suppress(TimeoutError):
                 async with asyncio.timeout(ANSWER_S):
                     await complete.wait()
@@ -79,13 +84,13 @@ class GaugeGatherer:
 
 
 class GaugeAsker:
-    """A worker's part: asks the engine."""
+    """Worker's side: asks the engine."""
 
     def __init__(self) -> None:
         self._questions = Questions()
 
     async def ask(self, send: Send) -> list[GaugeValues]:
-        """Wait, however long, for the gauges of all other processes that answer, and return them."""
+        """Return the gauges of all other processes that answer. This has no time limit."""
         with self._questions.ask(1) as (number, answers, complete):
             send(wire.AskGauges(number))
             await complete.wait()

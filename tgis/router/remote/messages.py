@@ -1,8 +1,8 @@
-"""Messages between a router worker and the engine process, which are of one release. The worker numbers
-claims and sequences, so that it can release what it asked for before it has the answer.
+"""Messages between a router worker, which serves the APIs, and the engine process. Both run the same release.
+The worker numbers claims and sequences, so that it can release a claim before the answer has arrived.
 
-A step's tokens of all sequences of a worker cross in one message of columns, because they are on the path of
-every token."""
+One message with columns carries a step's tokens of all sequences of a worker, because every token takes this
+path."""
 
 import msgspec
 
@@ -34,7 +34,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class AdapterIds(msgspec.Struct, frozen=True, array_like=True):
-    """Ids by which a call names its adapters; None is an absent field."""
+    """Adapter ids of a call; None is an absent field."""
 
     prefix_id: str | None = None
     adapter_id: str | None = None
@@ -51,7 +51,7 @@ class WorkerClaim(msgspec.Struct, frozen=True, array_like=True):
     adapters: CallAdapters = CallAdapters()
 
 
-# A worker's messages.
+# Messages from a worker.
 
 
 class Hello(_Message, frozen=True):
@@ -60,7 +60,7 @@ class Hello(_Message, frozen=True):
     worker: int
     claims: list[WorkerClaim]
     names_version: int = 0
-    """Version of the worker's copy of adapters' names; 0 if it has none."""
+    """Version of the worker's copy of adapter names; 0 if it has none."""
     names: dict[str, str] = {}
 
 
@@ -94,10 +94,10 @@ class ChangeName(_Message, frozen=True):
     claim_id: ClaimId
     name: str
     adapter_id: str | None
-    """None takes the name away."""
+    """None removes the name."""
     is_replacing: bool = False
     is_again: bool = False
-    """True if an engine process that was lost may have made the change."""
+    """True if a lost engine process may already have made the change."""
 
 
 class NamesKnown(_Message, frozen=True):
@@ -107,23 +107,23 @@ class NamesKnown(_Message, frozen=True):
 
 
 class AskGauges(_Message, frozen=True):
-    """Question for the gauges of all other processes."""
+    """Request for the gauges of all other processes."""
 
     number: int
 
 
 class OwnGauges(_Message, frozen=True):
-    """Answer to TellGauges."""
+    """Answer to RequestGauges."""
 
     number: int
     values: GaugeValues
 
 
-# The engine's messages.
+# Messages from the engine.
 
 
 class State(_Message, frozen=True):
-    """Sent first, and again whenever the shards are lost or return."""
+    """State of the engine, sent first and whenever the shards are lost or return."""
 
     info: EngineInfo
     is_ready: bool
@@ -149,7 +149,7 @@ class Refused(_Message, frozen=True):
 
 
 class Names(_Message, frozen=True):
-    """All names of adapters, sent before the first State and after they were restored."""
+    """All adapter names, sent before the first State and after they have been restored."""
 
     version: int
     ids: dict[str, str]
@@ -162,13 +162,13 @@ class NameChanged(_Message, frozen=True):
 
 
 class Named(_Message, frozen=True):
-    """Answer to ChangeName, once all workers know the change."""
+    """Answer to ChangeName, when all workers know the change."""
 
     claim_id: ClaimId
 
 
 class Begun(_Message, frozen=True):
-    """Times of a sequence, once its first step is sent, and again before its first token."""
+    """Times of a sequence, sent with its first step and again before its first token."""
 
     sequence_id: SequenceId
     times: RequestTimes
@@ -180,7 +180,7 @@ class Inputs(_Message, frozen=True):
 
 
 class Tokens(_Message, frozen=True):
-    """Tokens that are not the last of their sequences, in order, in columns of equal length. Columns of
+    """Tokens in order, except the last tokens of sequences, in columns of equal length. The columns of token
     details are empty if no token has any."""
 
     sequence_ids: list[SequenceId]
@@ -199,8 +199,8 @@ class Finished(_Message, frozen=True):
     timed_out: TimedOut | None = None
 
 
-class TellGauges(_Message, frozen=True):
-    """Question for the gauges of the worker that gets it."""
+class RequestGauges(_Message, frozen=True):
+    """Request for the gauges of the receiving worker."""
 
     number: int
 
@@ -227,7 +227,7 @@ EngineMessage = (
     | Inputs
     | Tokens
     | Finished
-    | TellGauges
+    | RequestGauges
     | OtherGauges
 )
 
@@ -241,17 +241,17 @@ _ERRORS: dict[str, type[RouterError]] = {
 
 def refused(claim_id: ClaimId, error: RouterError) -> Refused:
     parameter = error.parameter if isinstance(error, RequestError) else ""
-    kind = next((kind for kind, of_kind in reversed(_ERRORS.items()) if isinstance(error, of_kind)), "")
+    kind = next((kind for kind, type_ in reversed(_ERRORS.items()) if isinstance(error, type_)), "")
     return Refused(claim_id, kind, str(error), parameter, error.code)
 
 
 def error_of(refusal: Refused) -> RouterError:
-    of_kind = _ERRORS.get(refusal.kind)
-    if of_kind is None:
+    error_type = _ERRORS.get(refusal.kind)
+    if error_type is None:
         return GenerationError(refusal.text, refusal.code)
-    if issubclass(of_kind, RequestError):
-        return of_kind(refusal.text, refusal.parameter)
-    return of_kind(refusal.text)
+    if issubclass(error_type, RequestError):
+        return error_type(refusal.text, refusal.parameter)
+    return error_type(refusal.text)
 
 
 _ENCODER = msgspec.msgpack.Encoder()

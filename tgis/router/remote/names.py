@@ -1,5 +1,6 @@
-"""Names of adapters in several processes. The engine process has the table, and each router worker a copy. A
-change is answered once all workers know it. Any worker can restore the table after a loss of the engine."""
+"""Adapter names shared by several processes. The engine process owns the table, and each router worker has a
+copy. A change is answered when all workers know it. After a loss of the engine, any worker can restore the
+table."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -19,26 +20,27 @@ class _Waiting(NamedTuple):
 
 
 class SharedNames:
-    """The engine's part."""
+    """Engine's side: the table and the versions of the copies."""
 
     def __init__(self, names: AdapterNames) -> None:
         self._names = names
         self._known: dict[Send, int] = {}
-        """Versions that the workers have, by what sends to them."""
+        """Versions of the workers' copies, by the worker's send function."""
         self._waiting: list[_Waiting] = []
 
     def add(self, send: Send) -> None:
-        """Send the table to a worker that has connected."""
+        """Send the table to a newly connected worker."""
         self._known[send] = 0
         send(wire.Names(self._names.version, self._names.ids))
 
     def remove(self, send: Send) -> None:
-        """Forget a worker whose connection has ended: it gets the table again before it serves others."""
+        """Forget a disconnected worker. It gets the table again when it reconnects."""
         self._known.pop(send, None)
         self._answer()
 
     def restore(self, version: int, ids: Mapping[str, str]) -> None:
-        """Take over a worker's copy before the engine has started, or if no worker had any until now."""
+        """Restore the table from a worker's copy, before the engine has started or if the table is still
+        empty."""
         if self._known and self._names.version:
             return
         self._names.restore(version, ids)
@@ -46,15 +48,17 @@ class SharedNames:
             send(wire.Names(self._names.version, self._names.ids))
 
     def change(self, message: wire.ChangeName, reply: Send) -> None:
-        """Change the table, and reply soon."""
-        names, name, adapter_id = self._names, message.name, message.adapter_id
+        """Change the table, and reply when all workers know the change."""
+        names = self._names
+        name = message.name
+        adapter_id = message.adapter_id
         try:
             if message.is_again and names.ids.get(name) == adapter_id:
-                pass  # the engine that was lost has made the change
+                pass  # the lost engine has already made the change
             elif adapter_id is None:
-                names.take_away(name)
+                names.remove(name)
             else:
-                names.give(name, adapter_id, message.is_replacing)
+                names.assign(name, adapter_id, message.is_replacing)
         except RequestError as error:
             reply(wire.refused(message.claim_id, error))
             return
@@ -63,7 +67,7 @@ class SharedNames:
         self._waiting.append(_Waiting(names.version, message.claim_id, reply))
 
     def note(self, send: Send, version: int) -> None:
-        """Note that a worker has this version."""
+        """Record the version of a worker's copy."""
         if send in self._known:
             self._known[send] = version
             self._answer()
@@ -77,13 +81,13 @@ class SharedNames:
 
 
 class NamesCopy:
-    """A worker's part."""
+    """Worker's side: the copy."""
 
     def __init__(self) -> None:
         self.names = AdapterNames()
 
     def take(self, message: wire.Names | wire.NameChanged) -> wire.NamesKnown:
-        """Follow the engine's table, and return the answer."""
+        """Update the copy, and return the acknowledgement."""
         names = self.names
         if isinstance(message, wire.Names):
             names.ids = {**message.ids}

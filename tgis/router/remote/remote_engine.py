@@ -1,5 +1,5 @@
-"""Engine in another process, as a router worker sees it: the connection to it, and what follows from its
-loss. No request is lost with an engine process: all of them wait for the next one, and continue there."""
+"""Engine in another process, as seen by a router worker: the connection and its recovery. No request is lost
+with an engine process: all requests wait for the next process and continue there."""
 
 import asyncio
 import logging
@@ -13,7 +13,7 @@ from tgis.router.metrics.gauges import GaugeValues
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.remote import messages as wire
 from tgis.router.remote.channel import Channel
-from tgis.router.remote.gauges import GaugeAsker, tell_gauges
+from tgis.router.remote.gauges import GaugeAsker, report_gauges
 from tgis.router.remote.remote_handle import RemoteHandle
 from tgis.router.shards.client import LOST
 
@@ -24,20 +24,23 @@ ENGINE_LOST = Failed(Code.UNAVAILABLE, LOST)
 
 
 class RemoteEngine:
-    """Implements EngineHost."""
+    """`EngineHost` whose engine is in another process."""
 
     def __init__(self, config: RouterConfig, metrics: Metrics, on_ready: Callable[[bool], None]) -> None:
-        """`on_ready` is called when the engine and the shards are there, are lost and return."""
+        """Create a host. `on_ready` is called when the engine with its shards becomes ready or is lost."""
         assert config.engine_path is not None, "an engine in another process has a socket"
-        self._path, self._worker = config.engine_path, config.worker
+        self._path = config.engine_path
+        self._worker = config.worker
         self._recovery_timeout = config.recovery_timeout
         self._on_ready = on_ready
         self._is_running = self._is_ready = False
         self._handle = RemoteHandle(metrics)
         self.handle: EngineHandle = self._handle
         self._channel: Channel[wire.EngineMessage] | None = None
-        self._metrics, self._gauges = metrics, GaugeAsker()
-        self._attached, self._lost = asyncio.Event(), asyncio.Event()
+        self._metrics = metrics
+        self._gauges = GaugeAsker()
+        self._attached = asyncio.Event()
+        self._lost = asyncio.Event()
 
     @property
     def num_live(self) -> int:
@@ -69,13 +72,13 @@ class RemoteEngine:
             self._channel.close()
 
     async def _connect(self) -> None:
-        """Wait, however long, until an engine process is connected and has started."""
+        """Wait, without a time limit, until an engine process is connected and has started."""
         loop = asyncio.get_running_loop()
         while not self._attached.is_set():
             self._lost.clear()
             try:
                 _, self._channel = await loop.create_unix_connection(self._make_channel, self._path)
-            except OSError:  # there is none at the moment
+            except OSError:  # there is no engine process at the moment
                 await asyncio.sleep(RETRY_INTERVAL_S)
                 continue
             self._handle.greet(self._worker, self._channel.send)
@@ -87,7 +90,7 @@ class RemoteEngine:
                 await self._connect()
         except TimeoutError:
             logger.error("the engine process did not come back within %s s", self._recovery_timeout)
-            await self.close()  # one that is there, but waits for shards, would keep what this worker holds
+            await self.close()  # a process that is still waiting for shards would keep this worker's tickets
             self._handle.give_up(ENGINE_LOST)
             await self._connect()
 
@@ -98,9 +101,9 @@ class RemoteEngine:
         match message:
             case wire.State():
                 self._take_state(message)
-            case wire.TellGauges():
+            case wire.RequestGauges():
                 assert self._channel is not None, "a message comes from a channel"
-                self._channel.send(tell_gauges(self._metrics, message))
+                self._channel.send(report_gauges(self._metrics, message))
             case wire.OtherGauges():
                 self._gauges.take(message)
             case _:
@@ -119,8 +122,9 @@ class RemoteEngine:
         self._lost.set()
 
     def _set_ready(self, is_ready: bool) -> None:
-        is_changed, self._is_ready = is_ready != self._is_ready, is_ready
-        if is_changed and self._is_running:  # until then the ports are not open
+        is_changed = is_ready != self._is_ready
+        self._is_ready = is_ready
+        if is_changed and self._is_running:  # before that, the ports are not open
             self._on_ready(is_ready)
 
 

@@ -1,5 +1,5 @@
-"""The worker's half of a handle whose engine is in another process. It keeps what is needed to continue every
-call with the next engine process: its claim, its open question, and its tokens so far."""
+"""Worker's half of a handle whose engine is in another process. It keeps the state that continues every call
+with the next engine process: the call's claim, its unanswered question, and its tokens so far."""
 
 import asyncio
 import time
@@ -28,7 +28,7 @@ from tgis.router.remote import messages as wire
 from tgis.router.remote.names import NamesCopy
 from tgis.router.sequence import CallAdapters, StopReason, TokenDetail
 
-_NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
+_NOT_FINISHED = StopReason.NOT_FINISHED  # cached, because every token needs it
 NO_ADAPTERS = CallAdapters()
 
 
@@ -41,29 +41,31 @@ class _OpenSequence:
     sink: TextSink | None
     events: EventQueue
     expiry: asyncio.TimerHandle | None = None
-    """Timer of its deadline, which the engine keeps while there is one."""
+    """Timer of its deadline while there is no engine; otherwise the engine has one."""
 
 
 class RemoteHandle:
-    """Implements EngineHandle. `info` may be called once `attach` has been called."""
+    """`EngineHandle` of an engine in another process. `info` must not be called before `attach`."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._timeouts = metrics.request_failure
         self._send: Callable[[Any], None] = lambda message: None
         self._is_attached = False
         self._lost: Failed | None = None
-        """Final event of all sequences while the engine is given up."""
+        """Final event of all sequences while the engine is considered lost."""
         self._numbers = count()
         self._wake_ups = WakeUps()
         self._claims: dict[ClaimId, wire.WorkerClaim] = {}
         self._sequence_ids: defaultdict[ClaimId, list[SequenceId]] = defaultdict(list)
         self._asked: dict[ClaimId, tuple[Any, asyncio.Future[Any]]] = {}
-        """Questions without an answer, at most one per claim."""
+        """Unanswered questions, at most one per claim."""
         self._open: dict[SequenceId, _OpenSequence] = {}
         self._events: dict[SequenceId, EventQueue] = {}
         self._info: EngineInfo | None = None
-        self._names, self._is_current = NamesCopy(), asyncio.Event()
-        """Copy of the adapters' names, and whether it is the engine's or there is none to wait for."""
+        self._names = NamesCopy()
+        """Copy of the adapter names."""
+        self._is_current = asyncio.Event()
+        """Set if the copy is current, or if there is no engine to wait for."""
         self._take: dict[type, Callable[[Any], None]] = {
             wire.Tokens: self._take_tokens,
             wire.Finished: self._take_final,
@@ -83,14 +85,14 @@ class RemoteHandle:
         return len(self._open)
 
     def info(self) -> EngineInfo:
-        assert self._info is not None, "nothing is asked before the engine has started"
+        assert self._info is not None, "the engine has not started"
         return self._info
 
     async def acquire(self, count: int, work: LimitedWork = LimitedWork.GENERATION) -> ClaimId:
         claim_id = ClaimId(next(self._numbers))
         try:
             await self._ask(claim_id, wire.Acquire(claim_id, work, count))
-        except BaseException:  # the engine may have the claim already, or else ignores the message
+        except BaseException:  # the engine may have the claim; otherwise it ignores the message
             self._send(wire.Release(claim_id))
             raise
         self._claims[claim_id] = wire.WorkerClaim(claim_id, work, count)
@@ -158,15 +160,18 @@ class RemoteHandle:
                 self._events.pop(sequence_id, None)
 
     def greet(self, worker: int, send: Callable[[Any], None]) -> None:
-        """Use a new connection, whose first message lists this worker's claims. Questions and sequences wait
-        for `attach`."""
-        self._send, self._is_attached = send, False
+        """Use a new connection, and send this worker's claims as its first message. Questions and sequences
+        wait for `attach`."""
+        self._send = send
+        self._is_attached = False
         names = self._names.names
         send(wire.Hello(worker, list(self._claims.values()), names.version, names.ids))
 
     def attach(self, info: EngineInfo) -> None:
-        """Ask again what has no answer, and continue all sequences, because the engine has started."""
-        self._info, self._is_attached, self._lost = info, True, None
+        """Repeat unanswered questions and continue all sequences, because the engine has started."""
+        self._info = info
+        self._is_attached = True
+        self._lost = None
         self._is_current.set()
         for message, _ in self._asked.values():
             is_change = isinstance(message, wire.ChangeName)
@@ -177,14 +182,15 @@ class RemoteHandle:
             self._send(opened.message)
 
     def detach(self) -> None:
-        """Send nothing until the next connection."""
-        self._send, self._is_attached = lambda message: None, False
+        """Stop sending until the next connection."""
+        self._send = lambda message: None
+        self._is_attached = False
         self._is_current.clear()
         for opened in self._open.values():
             self._watch_deadline(opened)
 
     def give_up(self, lost: Failed) -> None:
-        """End all sequences and questions with this event, and those that come until `attach` is called."""
+        """End all sequences and questions with this event, also new ones until `attach` is called."""
         self._lost = lost
         self._is_current.set()
         for opened in list(self._open.values()):
@@ -194,11 +200,12 @@ class RemoteHandle:
                 answer.set_exception(UnavailableError(lost.message))
 
     def take(self, message: Any) -> None:
-        """Take in a message of the engine, except for its state."""
+        """Handle a message from the engine other than its state."""
         self._take[type(message)](message)
 
     async def _ask(self, claim_id: ClaimId, message: Any) -> Any:
-        """Return the answer. Raises RouterError."""
+        """Send a question, also to the next engine if this one is lost, and return the answer. Raises
+        RouterError."""
         if self._lost is not None:
             raise UnavailableError(self._lost.message)
         answer = asyncio.get_running_loop().create_future()
@@ -232,8 +239,8 @@ class RemoteHandle:
             opened.events.deliver(InputTokens(tuple(message.tokens)))
 
     def _take_tokens(self, message: wire.Tokens) -> None:
-        """Push a step's tokens, and end the sequences in which they complete a stop sequence. Tokens of
-        sequences that have ended here are on their way until the engine knows."""
+        """Push a step's tokens, and end the sequences in which they complete a stop sequence. Ignore tokens
+        of sequences that have ended here but not yet in the engine."""
         now = time.monotonic()
         for sequence_id, token in _tokens(message):
             opened = self._open.get(sequence_id)
@@ -263,7 +270,7 @@ class RemoteHandle:
         self._end(opened, final)
 
     def _watch_deadline(self, opened: _OpenSequence) -> None:
-        """End a sequence at its deadline, unless there is an engine by then."""
+        """End a sequence at its deadline unless an engine is connected by then."""
         deadline = opened.message.spec.stopping.deadline
         if deadline is not None:
             delay = max(deadline - time.monotonic(), 0.0)
@@ -291,9 +298,9 @@ def _ended(opened: _OpenSequence, token: TokenDetail | None, reason: StopReason)
 def _tokens(message: wire.Tokens) -> Iterable[tuple[SequenceId, TokenDetail]]:
     if not message.logprobs:
         return zip(message.sequence_ids, map(TokenDetail, message.token_ids), strict=True)
-    return _described(message)
+    return _detailed_tokens(message)
 
 
-def _described(message: wire.Tokens) -> Iterator[tuple[SequenceId, TokenDetail]]:
+def _detailed_tokens(message: wire.Tokens) -> Iterator[tuple[SequenceId, TokenDetail]]:
     details = zip(message.token_ids, message.logprobs, message.ranks, message.top_tokens, strict=True)
     return zip(message.sequence_ids, map(TokenDetail._make, details), strict=True)

@@ -1,5 +1,5 @@
-"""The engine's half of one router worker's handle: does what the worker's messages say, and sends back what
-comes of it. All that a worker holds is given back when its connection ends."""
+"""Engine's half of one router worker's handle: executes the worker's messages and sends the results. All
+tickets of a worker are released when its connection ends."""
 
 import asyncio
 import logging
@@ -24,7 +24,9 @@ class _Receiver:
     __slots__ = ("_has_begun", "_session", "live", "sequence_id")
 
     def __init__(self, session: "WorkerSession", sequence_id: SequenceId) -> None:
-        self._session, self.sequence_id, self._has_begun = session, sequence_id, False
+        self._session = session
+        self.sequence_id = sequence_id
+        self._has_begun = False
         self.live: LiveRequest | None = None
 
     def begin(self, times: RequestTimes) -> None:
@@ -34,7 +36,7 @@ class _Receiver:
         session = self._session
         if isinstance(event, TokenDetail):
             if not self._has_begun:
-                assert self.live is not None, "a token comes after its sequence has been opened"
+                assert self.live is not None, "a token arrived before its sequence was opened"
                 self._has_begun = True
                 self.begin(self.live.times)
             session.send_token(self.sequence_id, event)
@@ -48,11 +50,13 @@ class WorkerSession:
     def __init__(
         self, claims: Claims, send: Callable[[Any], None], send_now: Callable[[Iterable[Any]], None]
     ) -> None:
-        """`send_now` is for the messages of a whole turn of the event loop, which wait for nothing more."""
-        self._claims, self._send, self._send_now = claims, send, send_now
+        """Create a session. `send_now` sends all messages of a turn of the event loop immediately."""
+        self._claims = claims
+        self._send = send
+        self._send_now = send_now
         self._held: dict[ClaimId, Claim] = {}
         self._live: dict[SequenceId, LiveRequest | None] = {}
-        """Sequences that may still have events. None stands for one that waits for its adapters."""
+        """Sequences that may still have events; None for a sequence that waits for its adapters."""
         self._first: list[Any] = []
         self._sequence_ids: list[SequenceId] = []
         self._tokens: list[TokenDetail] = []
@@ -67,7 +71,7 @@ class WorkerSession:
         }
 
     def greet(self, message: wire.Hello) -> None:
-        """Take again what the worker has had of an engine process before, adapters among them, whatever the
+        """Restore the tickets and adapters that the worker had from an earlier engine process, regardless of
         limits."""
         for again in message.claims:
             claim = self._held[again.claim_id] = self._claims.acquire(again.count, again.work, True)
@@ -75,11 +79,11 @@ class WorkerSession:
                 claim.leasing = asyncio.create_task(self._lease_again(claim, again), name="lease")
 
     def take(self, message: Any) -> None:
-        """Take in a message of the worker, except for its first."""
+        """Handle a message from the worker other than its first."""
         self._take[type(message)](message)
 
     def close(self) -> None:
-        """Give back all that the worker holds, because it is gone."""
+        """Release all claims of the worker, because it has disconnected."""
         for claim_id in list(self._held):
             self._release(wire.Release(claim_id))
 
@@ -138,7 +142,7 @@ class WorkerSession:
             self._send(wire.Leased(message.claim_id, adapters))
 
     async def _lease_again(self, claim: Claim, again: wire.WorkerClaim) -> None:
-        """Take adapters again. Without them the claim's sequences fail when they are opened."""
+        """Lease adapters again. If that fails, the claim's sequences fail when they are opened."""
         ids = again.ids
         try:
             await self._claims.lease_again(claim, ids.prefix_id, ids.adapter_id, again.adapters)
@@ -157,7 +161,7 @@ class WorkerSession:
 
     def _begin(self, claim: Claim, message: wire.Open) -> None:
         sequence_id = message.sequence_id
-        if sequence_id not in self._live:  # it was cancelled while its adapters were loaded
+        if sequence_id not in self._live:  # cancelled while its adapters were being loaded
             return
         if message.claim_id not in self._held:  # it was released while its adapters were loaded
             del self._live[sequence_id]
@@ -165,11 +169,11 @@ class WorkerSession:
         receiver = _Receiver(self, sequence_id)
         try:
             live = self._claims.open(claim, sequence_id, message.spec, None, message.progress, receiver)
-        except Exception:  # alone, because the worker would send it again with all others after a reconnect
+        except Exception:  # only this one may fail: the worker would send it again with all others
             self.finish(wire.Finished(sequence_id, failed=_unforeseen(message.spec.request_id)))
             return
         receiver.live = live
-        if sequence_id in self._live:  # else it has ended already
+        if sequence_id in self._live:  # otherwise it has already ended
             self._live[sequence_id] = live
 
     def _cancel(self, message: wire.Cancel) -> None:
@@ -190,7 +194,7 @@ class WorkerSession:
 
 
 def _unforeseen(request_id: str) -> Failed:
-    """Log the exception that is being handled, and return the event of the request that has caused it."""
+    """Log the current exception, and return the final event of the request that caused it."""
     logger.exception("request %s failed", request_id)
     return Failed(Code.INTERNAL, internal_error(request_id))
 

@@ -1,5 +1,5 @@
-"""Pool of cache blocks. It knows which blocks are free, which are shared and which prefix each full one
-holds. The bookkeeping is exact and uses no tensors."""
+"""Pool of cache blocks. It tracks which blocks are free, which are shared and which prefix each published
+block holds. The bookkeeping is exact and uses no tensors."""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
@@ -8,20 +8,21 @@ from itertools import count
 from tgis.router.metrics.resource_counts import ResourceCount
 
 Edge = tuple[Hashable, tuple[int, ...]]
-"""A prefix, and the tokens of one block below it."""
+"""Prefix, and the tokens of one block after it."""
 
 
 class BlockPool:
     """Cache blocks and the forest of cached prefixes.
 
-    An edge of the forest is one block's tokens below a prefix; tokens are compared and not only hashed. A
-    prefix is named by a number that is never reused, or by its root. A block may be published with fewer
-    tokens than it has room for; a look-up finds it only as the end of exactly those tokens. A freed block can
-    be found until it is reused; those that cannot be found are reused first, and then the oldest."""
+    An edge of the forest is one block's tokens after a prefix; tokens are compared, not only hashed. A prefix
+    is identified by a number that is never reused, or by its root. A block may be published with fewer tokens
+    than its size; a look-up finds it only as the end of exactly those tokens. A freed block can be found
+    until it is reused. Blocks that cannot be found are reused first, then the oldest."""
 
     def __init__(self, num_blocks: int, block_size: int, resource_count: ResourceCount | None = None) -> None:
-        """Create an empty pool. `resource_count` counts a block as taken while it has a reference."""
-        self.num_blocks, self.block_size = num_blocks, block_size
+        """Create an empty pool. `resource_count` counts the blocks with references."""
+        self.num_blocks = num_blocks
+        self.block_size = block_size
         self.resource_count = resource_count or ResourceCount()
         self._num_references = [0] * num_blocks
         # The front is reused first.
@@ -39,7 +40,7 @@ class BlockPool:
         return self.num_blocks - len(self._free)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks hold that many tokens."""
+        """Return the number of blocks for that many tokens."""
         return -(-num_tokens // self.block_size)
 
     def match(self, root: Hashable, token_ids: Sequence[int]) -> tuple[list[int], Hashable]:
@@ -67,8 +68,8 @@ class BlockPool:
         return cached + [self._take_oldest() for _ in range(num_new)]
 
     def publish(self, prefix: Hashable, tokens: Sequence[int], block: int) -> Hashable:
-        """Publish a computed block, which nothing may write to any more, and return the longer prefix. If
-        another block holds the same tokens there, look-ups keep finding that one."""
+        """Publish a computed block, which must not be written again, and return the longer prefix. If another
+        block already holds the same tokens after the prefix, look-ups continue to find that one."""
         edge = (prefix, tuple(tokens))
         if edge not in self._children:
             self._children[edge] = (next(self._names), block)
@@ -76,18 +77,18 @@ class BlockPool:
         return self._children[edge][0]
 
     def release(self, blocks: list[int]) -> None:
-        """Give up one reference to each block."""
-        for block in reversed(blocks):  # the end of a prefix is worth least, so it is reused first
+        """Release one reference to each block."""
+        for block in reversed(blocks):  # the end of a prefix is least valuable, so it is reused first
             self._num_references[block] -= 1
             assert self._num_references[block] >= 0, f"block {block} was released too often"
             if not self._num_references[block]:
                 self.resource_count.released += 1
                 self._free[block] = None
-                if block not in self._edges:  # nothing finds it
+                if block not in self._edges:  # no look-up can find it
                     self._free.move_to_end(block, last=False)
 
     def renew(self, num_blocks: int, block_size: int) -> "BlockPool":
-        """Return an empty pool, for shards that lost this one's contents. Nothing may refer to it now."""
+        """Return an empty pool for restarted shards. This pool must not be used afterwards."""
         self.resource_count.released += self.num_used
         return BlockPool(num_blocks, block_size, self.resource_count)
 

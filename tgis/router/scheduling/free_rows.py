@@ -1,11 +1,11 @@
-"""Free rows of the shards' row tables. Every running sequence has one row."""
+"""Tracks the free rows of the shards' row tables. Every running sequence has one row."""
 
 from tgis.router.metrics.resource_counts import ResourceCount
 
 
 class FreeRows:
-    """Free and closed rows. A closed row may be taken again at once, because the next step tells the shards
-    of both, in that order."""
+    """Free and closed rows. A closed row can be reused at once, because the next step first closes it in the
+    shards and then opens it."""
 
     def __init__(self, num_rows: int) -> None:
         self.resource_count = ResourceCount()
@@ -26,6 +26,7 @@ class FreeRows:
         self._free.append(row)
 
     def take_closed(self) -> list[int]:
-        """Return the closed rows that the shards have not been told of, for the caller to tell them."""
-        closed, self._closed = self._closed, []
+        """Return the rows that were closed since the last call. The caller must send them to the shards."""
+        closed = self._closed
+        self._closed = []
         return closed

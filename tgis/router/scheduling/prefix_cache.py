@@ -1,5 +1,5 @@
-"""Prefix cache: finds a sequence's cached blocks, takes them, and publishes its computed ones. Look-ups are
-exact, and only under roots that cover everything that keys and values depend on."""
+"""Prefix cache: finds and takes a sequence's cached blocks, and publishes its computed blocks. Look-ups are
+exact. Their roots include everything that keys and values depend on."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -10,23 +10,23 @@ from tgis.router.sequence import Sequence
 
 @dataclass(frozen=True)
 class Cached:
-    """Cached blocks that fit a sequence. No references to them have been taken yet."""
+    """Cached blocks that match a sequence, without references to them yet."""
 
     blocks: list[int]
-    """Blocks of its first tokens, all full."""
+    """Full blocks of its first tokens."""
     prefix: Hashable
-    """Name of the prefix that these blocks hold."""
+    """Identifier of the prefix in these blocks."""
     cross_blocks: list[int]
-    """Blocks of the whole encoder output, or none: every position of it depends on the whole input."""
+    """Blocks of the whole encoder output, or none, because every position depends on the whole input."""
     num_to_encode: int
-    """Encoder tokens that are left to compute: all or none."""
+    """Number of encoder tokens to compute: all or none."""
 
 
 def find_cached(pool: BlockPool, sequence: Sequence) -> Cached:
-    """Return the blocks of a sequence that need no computation."""
-    # The last token is computed in any case, because the next one is sampled from its output.
+    """Return the cached blocks of a sequence, which need no computation."""
+    # The last token is always computed, because the next one is sampled from its output.
     usable = len(sequence.token_ids) - 1
-    # positions whose details are still to be reported cannot be skipped either
+    # Positions whose token details must be reported are computed too.
     if not sequence.inputs_reported:
         usable = min(usable, max(sequence.num_inputs_reported - 1, 0))
     blocks, prefix = pool.match(decoder_root(sequence), sequence.token_ids[:usable])
@@ -38,10 +38,10 @@ def find_cached(pool: BlockPool, sequence: Sequence) -> Cached:
 
 
 def waits_for_sibling(pool: BlockPool, sequence: Sequence) -> bool:
-    """Return True if a waiting sequence has a sibling that still computes blocks which both can share."""
+    """Return True if a sibling of a waiting sequence is still computing blocks that both can share."""
     newest = sequence.siblings.newest
-    # A sequence whose input details are still to be reported computes its whole prompt itself. One with a
-    # deadline has no time to wait: an idle service gives it a token, however short its time limit is.
+    # A sequence that must report input details computes its whole prompt itself. A sequence with a deadline
+    # does not wait, so that an idle service generates a token within any time limit.
     if newest is None or not sequence.inputs_reported or sequence.stopping.deadline is not None:
         return False
     num_shared = (newest.prompt_len - 1) // pool.block_size
@@ -49,9 +49,10 @@ def waits_for_sibling(pool: BlockPool, sequence: Sequence) -> bool:
 
 
 def take_blocks(pool: BlockPool, sequence: Sequence, cached: Cached, num_tokens: int) -> bool:
-    """Take blocks for `num_tokens` tokens of a sequence, at least those that it has, and for its encoder
-    output. Return False and change nothing if they do not fit."""
-    num_cached, num_cross = len(cached.blocks), pool.blocks_for(len(sequence.encoder_token_ids))
+    """Take blocks for `num_tokens` tokens of a sequence, at least its current tokens, and for its encoder
+    output. Return False and change nothing if the pool has too few."""
+    num_cached = len(cached.blocks)
+    num_cross = pool.blocks_for(len(sequence.encoder_token_ids))
     num_new = pool.blocks_for(num_tokens) - num_cached + num_cross - len(cached.cross_blocks)
     blocks = pool.allocate(cached.blocks + cached.cross_blocks, num_new)
     if blocks is None:
@@ -60,16 +61,19 @@ def take_blocks(pool: BlockPool, sequence: Sequence, cached: Cached, num_tokens:
     sequence.block_table = blocks[:num_cached] + blocks[num_cached + num_cross :]
     sequence.num_to_encode = cached.num_to_encode
     sequence.num_scheduled = sequence.num_computed = num_cached * pool.block_size
-    sequence.num_published, sequence.published_prefix = num_cached, cached.prefix
+    sequence.num_published = num_cached
+    sequence.published_prefix = cached.prefix
     sequence.siblings.newest = sequence
     return True
 
 
 def reset_progress(sequence: Sequence) -> int:
-    """Reset a sequence so that all of it is computed again, and return the row that it had."""
-    row, sequence.row = sequence.row, None
+    """Reset a sequence so that all of it is computed again, and return its former row."""
+    row = sequence.row
+    sequence.row = None
     assert row is not None, "only running sequences have progress"
-    sequence.block_table, sequence.cross_blocks = [], []
+    sequence.block_table = []
+    sequence.cross_blocks = []
     sequence.num_scheduled = sequence.num_computed = sequence.num_published = 0
     if sequence.siblings.newest is sequence:
         sequence.siblings.newest = None
@@ -77,18 +81,18 @@ def reset_progress(sequence: Sequence) -> int:
 
 
 def publish_computed(pool: BlockPool, sequence: Sequence) -> None:
-    """Publish the full blocks of a sequence, as far as they are computed."""
+    """Publish the fully computed blocks of a sequence."""
     size = pool.block_size
     for i in range(sequence.num_published, sequence.num_computed // size):
         tokens = sequence.token_ids[i * size : (i + 1) * size]
-        prefix, block = sequence.published_prefix, sequence.block_table[i]
-        sequence.published_prefix = pool.publish(prefix, tokens, block)
+        block = sequence.block_table[i]
+        sequence.published_prefix = pool.publish(sequence.published_prefix, tokens, block)
         sequence.num_published = i + 1
 
 
 def accept_draft(pool: BlockPool, sequence: Sequence) -> None:
-    """Count the newest token as computed: it is an accepted draft, so its keys and values are cached."""
-    if sequence.row is not None:  # else it was preempted and computes everything again
+    """Count the newest token, an accepted draft, as computed: its keys and values are already cached."""
+    if sequence.row is not None:  # a preempted sequence is computed again from the beginning
         sequence.num_computed += 1
         sequence.num_scheduled += 1
         if sequence.num_computed % pool.block_size == 0:
@@ -96,8 +100,9 @@ def accept_draft(pool: BlockPool, sequence: Sequence) -> None:
 
 
 def publish_encoded(pool: BlockPool, sequence: Sequence) -> None:
-    """Publish the cross blocks. The last one need not be full, because nothing is ever added to it."""
-    size, prefix = pool.block_size, encoder_root(sequence)
+    """Publish the cross blocks. The last one need not be full, because no tokens are ever added to it."""
+    size = pool.block_size
+    prefix = encoder_root(sequence)
     sequence.num_to_encode = 0
     for i, block in enumerate(sequence.cross_blocks):
         tokens = sequence.encoder_token_ids[i * size : (i + 1) * size]
@@ -105,12 +110,13 @@ def publish_encoded(pool: BlockPool, sequence: Sequence) -> None:
 
 
 def decoder_root(sequence: Sequence) -> Hashable:
-    """Return a key of all that the decoder's keys and values depend on, besides the tokens before them."""
+    """Return a key of everything that the decoder's KV cache depends on, except its tokens."""
     return "decoder", *_shared_root(sequence), sequence.is_long
 
 
 def encoder_root(sequence: Sequence) -> Hashable:
-    """Return a key of the whole input: even the first block depends on it, as attention is bidirectional."""
+    """Return a key of the whole input, because with bidirectional attention even the first block depends on
+    it."""
     return "encoder", *_shared_root(sequence)
 
 

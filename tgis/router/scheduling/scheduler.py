@@ -1,5 +1,5 @@
 """Scheduler: decides what the shards compute next. It has no prefill and decode phases: a sequence has tokens
-that are not computed yet, and every step computes some of them. Steps may be sent before earlier ones are
+that are not computed yet, and every step computes some of them. Steps may be sent before earlier steps are
 answered."""
 
 from collections import deque
@@ -25,7 +25,7 @@ from tgis.router.sequence import Sequence
 
 
 class Scheduler:
-    """Owner of the waiting and the running sequences, the rows and the blocks.
+    """Owner of the waiting and running sequences, the rows and the blocks.
 
     Tokens of a running sequence, and the extent of each count:
 
@@ -44,15 +44,18 @@ class Scheduler:
     ) -> None:
         """Create a scheduler without sequences. Sequences of more than `rope_switch_len` tokens are computed
         differently from their first token on; 0 means that the model has no such length. Without a
-        `proposer`, nothing is speculated. With `reserves_output`, a sequence takes the blocks of its full
-        length when it begins, so that it is never preempted, unless it runs beside a crash suspect."""
-        self.pool, self._proposer = pool, proposer
-        self._rope_switch_len, self._reserves_output = rope_switch_len, reserves_output
+        `proposer`, there is no speculation. With `reserves_output`, a sequence takes the blocks for its
+        maximum length at admission, so that only a crash suspect can preempt it."""
+        self.pool = pool
+        self._proposer = proposer
+        self._rope_switch_len = rope_switch_len
+        self._reserves_output = reserves_output
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}  # oldest first
         self.num_preemptions = 0
-        self.num_deferred = 0  # times that the first waiting sequence found too few free blocks
-        self.num_cache_queries = self.num_cache_hits = 0  # tokens looked up in the prefix cache, and found
+        self.num_deferred = 0  # number of admissions that failed because there were too few free blocks
+        self.num_cache_queries = 0  # tokens looked up in the prefix cache
+        self.num_cache_hits = 0  # tokens found in the prefix cache
         self.num_drafts = self.num_accepted_drafts = 0
         self._crash_suspects = CrashSuspects()
         self._in_flight: deque[Step] = deque()
@@ -70,13 +73,14 @@ class Scheduler:
         return sum(sequence.num_scheduled >= sequence.prompt_len for sequence in self.running)
 
     def add(self, sequence: Sequence) -> None:
-        """Append a sequence to the queue. A sequence of full length must fit into the pool."""
+        """Append a sequence to the queue. The pool must be large enough for its maximum length."""
         self.waiting.append(sequence)
 
     def next_step(self, max_prompt_tokens: int) -> Step | None:
-        """Return the next step, or None if nothing can be computed before a further answer or arrival. Every
-        sequence with a single pending token takes part. Longer ones share `max_prompt_tokens`, oldest first;
-        drafts take up to half of it. Encoder input counts too, and may exceed it as the only prompt work."""
+        """Return the next step, or None if nothing can be computed before the next answer or arrival. It
+        includes every sequence with a single pending token. Sequences with more share `max_prompt_tokens`,
+        oldest first; drafts take up to half of it. Encoder input counts too, and may exceed it as the only
+        prompt work."""
         if self._rope_switch_len:
             self._put_back_outgrown()
         if (suspect := self._crash_suspects.next) is not None:
@@ -84,27 +88,29 @@ class Scheduler:
         num_preemptions = self.num_preemptions
         decodes = list(self._continue_decoding(max_prompt_tokens // 2))
         if self._proposer is not None:
-            max_prompt_tokens -= sum(item.drafts.most for item in decodes)
+            max_prompt_tokens -= sum(item.drafts.max_tokens for item in decodes)
         prompts = list(self._continue_prompts(max_prompt_tokens))
         newcomers: list[WorkItem] = []
-        if self.num_preemptions == num_preemptions:  # else blocks are short: no newcomers
+        if self.num_preemptions == num_preemptions:  # admit no sequences while there are too few blocks
             budget = max_prompt_tokens - sum(item.end - item.start for item in prompts)
             newcomers += self._admit_waiting(budget, is_alone=not prompts)
         return self._send(decodes, prompts, newcomers) if decodes or prompts or newcomers else None
 
     def apply_answer(self, step: Step, num_proposed: int = 0) -> None:
         """Apply the answer to the oldest step in flight: its tokens are now in the cache. `num_proposed` is
-        the number of drafts that the shards proposed themselves."""
+        the number of drafts that the shards proposed."""
         assert next(iter(self._in_flight), None) is step, "steps are answered in order"
         self._in_flight.popleft()
         self.num_drafts += num_proposed
-        pool, block_size, last_steps = self.pool, self.pool.block_size, self._last_step
+        pool = self.pool
+        block_size = pool.block_size
+        last_steps = self._last_step
         for sequence, _, _, end, _, opens, _, drafts in step.work:
-            if drafts is not NO_DRAFTS and drafts.most:
+            if drafts is not NO_DRAFTS and drafts.max_tokens:
                 sequence.is_speculating = False
             if last_steps.get(sequence) is step:
                 del last_steps[sequence]
-            if sequence.row is not None:  # a preempted one is not admitted again before its last answer
+            if sequence.row is not None:  # a preempted sequence is not admitted again before its last answer
                 sequence.num_computed = end
                 if end // block_size > sequence.num_published:
                     publish_computed(pool, sequence)
@@ -115,10 +121,11 @@ class Scheduler:
             self.pool.release(blocks)
 
     def append_token(self, sequence: Sequence, token_id: int) -> None:
-        """Append a sampled token, after apply_answer, also to a sequence that was preempted meanwhile."""
+        """Append a sampled token, after apply_answer, even if the sequence has been preempted since the
+        step."""
         if sequence.num_unanswered:
             sequence.num_unanswered -= 1
-        else:  # a step brings one token, and a further one for each accepted draft
+        else:  # a step yields one token, and one more for each accepted draft
             self.num_accepted_drafts += 1
             accept_draft(self.pool, sequence)
         sequence.token_ids.append(token_id)
@@ -135,19 +142,20 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def abandon_steps(self) -> None:
-        """Free everything that waits for answers: none will come, and no step will be sent any more."""
+        """Free everything that waits for answers, because no answer will arrive and no step will be sent."""
         while self._in_flight:
             self.apply_answer(self._in_flight[0])
 
     def reset(self, pool: BlockPool) -> Sequence | None:
-        """Put all sequences back to waiting with their tokens, because the shards have lost everything.
-        Return the one that must not be tried again because it kills the shards, if any."""
+        """Put all sequences back into the queue with their tokens, because the shards have lost their state.
+        Return the sequence that kills the shards and must not be tried again, if it is known."""
         suspects = [work.sequence for work in self._in_flight[0].work] if self._in_flight else []
         live = {*self.running, *self.waiting}
         culprit = self._crash_suspects.record_crash([suspect for suspect in suspects if suspect in live])
         for step in self._in_flight:
             for work in step.work:
-                work.sequence.num_unanswered, work.sequence.is_speculating = 0, False
+                work.sequence.num_unanswered = 0
+                work.sequence.is_speculating = False
         self.pool = pool
         self._in_flight.clear()
         self._last_step.clear()
@@ -160,7 +168,7 @@ class Scheduler:
         return culprit
 
     def _try_alone(self, suspect: Sequence, budget: int) -> Step | None:
-        """Return a step of the suspect alone. Other sequences are preempted if there are too few blocks."""
+        """Return a step of only the suspect. Preempt other sequences if there are too few blocks."""
         if suspect in self.running:
             end = min(suspect.num_tokens, suspect.num_scheduled + budget)
             return self._send([], [self._plan(suspect, end, [])], [])
@@ -169,38 +177,40 @@ class Scheduler:
         return self._send([], [], [work])
 
     def _continue_decoding(self, max_drafts: int) -> Iterator[WorkItem]:
-        # Drafts take the place of sequences that could sample.
+        # Drafts must not take the capacity of sequences that could sample instead.
         max_drafts = min(max_drafts, self.rows.num_free - len(self.waiting))
         proposer = self._proposer
         if proposer is not None and not proposer.begin(len(self.running), max_drafts):
             proposer = None
-        running, block_size = self.running, self.pool.block_size
+        running = self.running
+        block_size = self.pool.block_size
         for sequence in list(running):
             num_tokens = len(sequence.token_ids) + sequence.num_unanswered
             if num_tokens - sequence.num_scheduled != 1 or num_tokens >= sequence.max_tokens:
                 continue
             if sequence not in running or sequence.is_speculating:
-                continue  # how many tokens it has is known once its drafts are answered
-            drafts, most_tokens = NO_DRAFTS, num_tokens
+                continue  # its number of tokens is unknown until its drafts are answered
+            drafts = NO_DRAFTS
+            max_tokens = num_tokens
             if proposer is not None:
                 drafts = self._propose(sequence, proposer)
                 if drafts.token_ids and sequence.num_unanswered:
-                    continue  # they follow its last token
-                most_tokens += drafts.most
+                    continue  # the drafts follow its last token, which is unknown
+                max_tokens += drafts.max_tokens
             new_blocks: AnySequence[int] = ()
-            if most_tokens > len(sequence.block_table) * block_size:
-                if (found := self._find_blocks(sequence, most_tokens)) is None:
+            if max_tokens > len(sequence.block_table) * block_size:
+                if (blocks := self._find_blocks(sequence, max_tokens)) is None:
                     continue
-                new_blocks = found
-                sequence.block_table += found
+                new_blocks = blocks
+                sequence.block_table += blocks
             yield self._plan(sequence, num_tokens, new_blocks, drafts=drafts)
 
     def _propose(self, sequence: Sequence, proposer: Proposer) -> Drafts:
-        num_running = len(self.running)
-        return proposer.propose(sequence, find_room(self.pool, sequence, num_running, self._rope_switch_len))
+        max_drafts = count_allowed_drafts(self.pool, sequence, len(self.running), self._rope_switch_len)
+        return proposer.propose(sequence, max_drafts)
 
     def _continue_prompts(self, budget: int) -> Iterator[WorkItem]:
-        """Continue prompts that are computed in part. They took their blocks at admission."""
+        """Continue partly computed prompts, which took their blocks at admission."""
         for sequence in self.running:
             if budget <= 0:
                 return
@@ -210,8 +220,8 @@ class Scheduler:
                 yield self._plan(sequence, end, [])
 
     def _admit_waiting(self, budget: int, is_alone: bool) -> Iterator[WorkItem]:
-        """Admit waiting sequences in order of arrival; one that does not fit blocks those behind it, so that
-        none starves. One that waits for a sibling blocks none, and keeps its place."""
+        """Admit waiting sequences in order of arrival. A sequence that does not fit blocks those behind it,
+        so that none starves. A sequence that waits for a sibling blocks none and keeps its place."""
         place = 0
         while place < len(self.waiting) and budget > 0 and self.rows.num_free:
             sequence = self.waiting[place]
@@ -226,7 +236,7 @@ class Scheduler:
             yield work
 
     def _admit(self, sequence: Sequence, budget: int, is_alone: bool) -> WorkItem | None:
-        """Admit a waiting sequence, or return None if it cannot begin now. An encoder's input is computed
+        """Admit a waiting sequence, or return None if it cannot begin now. Encoder input is computed as a
         whole, and may exceed the budget only if `is_alone`, that is, if the step has no other prompt work."""
         if sequence in self._last_step:
             return None
@@ -238,8 +248,8 @@ class Scheduler:
             return None
         self.waiting.remove(sequence)
         self.running[sequence] = None
-        most = max(budget - cached.num_to_encode, 1)
-        end = min(sequence.num_tokens, sequence.num_scheduled + most)
+        max_tokens = max(budget - cached.num_to_encode, 1)
+        end = min(sequence.num_tokens, sequence.num_scheduled + max_tokens)
         return self._plan(sequence, end, list(sequence.block_table), opens=True)
 
     def _take_blocks_and_row(self, sequence: Sequence, cached: Cached) -> bool:
@@ -263,10 +273,11 @@ class Scheduler:
         drafts: Drafts = NO_DRAFTS,
     ) -> WorkItem:
         assert sequence.row is not None
-        start, samples = sequence.num_scheduled, end == len(sequence.token_ids) + sequence.num_unanswered
+        start = sequence.num_scheduled
+        samples = end == len(sequence.token_ids) + sequence.num_unanswered
         sequence.num_scheduled = end
         sequence.num_unanswered += samples
-        sequence.is_speculating = drafts is not NO_DRAFTS and drafts.most > 0
+        sequence.is_speculating = drafts is not NO_DRAFTS and drafts.max_tokens > 0
         return WorkItem(sequence, sequence.row, start, end, samples, opens, new_blocks, drafts)
 
     def _send(self, decodes: list[WorkItem], prompts: list[WorkItem], newcomers: list[WorkItem]) -> Step:
@@ -288,8 +299,8 @@ class Scheduler:
         return step
 
     def _find_blocks(self, sequence: Sequence, num_tokens: int) -> list[int] | None:
-        """Return free blocks for what exceeds the sequence's own, preempting the youngest if need be; None if
-        this step cannot have enough."""
+        """Return additional blocks for that many tokens of a sequence. Preempt the youngest sequences if
+        necessary. Return None if there are not enough blocks in this step."""
         num_blocks = self.pool.blocks_for(num_tokens) - len(sequence.block_table)
         while (blocks := self.pool.allocate([], num_blocks)) is None:
             if self._num_blocks_owed >= num_blocks - self.pool.num_free:
@@ -306,19 +317,19 @@ class Scheduler:
 
     def _put_back_outgrown(self) -> None:
         """Put back short sequences whose next token makes them long."""
-        for sequence in reversed(list(self.running)):  # so that they wait in the order in which they ran
+        for sequence in reversed(list(self.running)):  # reversed, so that the queue keeps their order
             is_past = sequence.num_tokens > self._rope_switch_len
             if is_past and not sequence.is_long and not sequence.reached_limit:
                 self._put_back(sequence)
 
     def _put_back(self, sequence: Sequence) -> None:
-        """Put a sequence back at the head of the queue. Its unanswered tokens still count."""
+        """Put a sequence back at the head of the queue. Its unanswered tokens remain valid."""
         del self.running[sequence]
         self._drop(sequence)
         self.waiting.appendleft(sequence)
 
     def _drop(self, sequence: Sequence) -> None:
-        """Free the row, and the blocks once the last step that names them has been answered."""
+        """Free the row now, and the blocks when the last step that uses them has been answered."""
         blocks = [*sequence.cross_blocks, *sequence.block_table]
         last_step = self._last_step.get(sequence)
         if last_step is None:
@@ -329,9 +340,9 @@ class Scheduler:
         self.rows.close(reset_progress(sequence))
 
 
-def find_room(pool: BlockPool, sequence: Sequence, num_running: int, rope_switch_len: int) -> int:
-    """Return the most drafts within the limits of a decoding sequence, and within blocks that it has or that
-    are free beyond one for each running sequence, so that no other lacks blocks."""
+def count_allowed_drafts(pool: BlockPool, sequence: Sequence, num_running: int, rope_switch_len: int) -> int:
+    """Return the maximum number of drafts for a decoding sequence: within its length limits, and within its
+    own blocks and the free blocks, of which one is reserved for each running sequence."""
     limit = sequence.max_tokens - 1  # the last token is never computed
     if rope_switch_len and not sequence.is_long:
         limit = min(limit, rope_switch_len)

@@ -1,4 +1,4 @@
-"""Step: a unit of work that the scheduler plans and the shard client sends."""
+"""Step: the unit of work that the scheduler plans and the shard client sends."""
 
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
@@ -8,15 +8,15 @@ from tgis.router.sequence import Sequence
 
 
 class Drafts(NamedTuple):
-    """Drafts of a sequence's next tokens: token ids, or a number that the shards may propose themselves."""
+    """Drafts of a sequence's next tokens: token ids, or a maximum number for the shards to propose."""
 
     token_ids: AnySequence[int] = ()
     max_proposed: int = 0
-    """Most drafts that the shards may propose; 0 if there are token ids."""
+    """Maximum number of drafts that the shards may propose; 0 if there are token ids."""
 
     @property
-    def most(self) -> int:
-        """Most tokens that a step computes for them."""
+    def max_tokens(self) -> int:
+        """Maximum number of tokens that a step computes for the drafts."""
         return len(self.token_ids) + self.max_proposed
 
 
@@ -24,7 +24,8 @@ NO_DRAFTS = Drafts()
 
 
 class WorkItem(NamedTuple):
-    """One sequence's part of a step: compute tokens [start, end), and sample the next one if `samples`."""
+    """One sequence's part of a step: compute the tokens [start, end), and sample the next token if
+    `samples`."""
 
     sequence: Sequence
     row: int
@@ -35,25 +36,25 @@ class WorkItem(NamedTuple):
     """True if this step opens the row in the shards."""
     new_blocks: AnySequence[int]
     drafts: Drafts = NO_DRAFTS
-    """Drafts from `end` on. The step computes them too, and those that are right become tokens."""
+    """Drafts from `end` on. The step computes them too, and correct drafts become tokens."""
 
 
 @dataclass(eq=False)
 class Step:
-    """Work that all shards compute at once, and blocks that become free when all of them have answered."""
+    """Work for all shards, and blocks that become free when all shards have answered."""
 
     step_id: int
     work: list[WorkItem]
     num_decodes: int
-    """Leading entries of `work` that compute a single further token; the others compute prompts."""
+    """Number of leading items of `work` that compute a single token; the others compute prompts."""
     num_drafts: int
-    """Draft tokens of the router."""
+    """Number of draft tokens from the router."""
     max_proposed: int
-    """Most drafts that the shards may propose beside those."""
+    """Maximum number of additional drafts that the shards may propose."""
     num_encoder_tokens: int
-    """Encoder tokens of the opened rows, which are computed whole, before anything else of the step."""
+    """Number of encoder tokens of the opened rows, which the step computes first and as a whole."""
     joins: bool
-    """True if newcomers join sequences that are already running."""
+    """True if newly admitted sequences join running ones."""
     closed_rows: list[int]
     blocks_to_release: list[list[int]] = field(default_factory=list)
 
@@ -67,11 +68,11 @@ class Step:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of prompt tokens, with encoder tokens."""
+        """Number of prompt tokens, including encoder tokens."""
         prompts = self.work[self.num_decodes :]
         return self.num_encoder_tokens + sum(work.end - work.start for work in prompts)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens to compute, the most if the shards may propose drafts."""
+        """Number of tokens to compute; the maximum if the shards may propose drafts."""
         return self.num_decodes + self.num_drafts + self.max_proposed + self.num_prompt_tokens

@@ -1,19 +1,23 @@
-"""Token budget: decides how many prompt tokens a step may compute beside the sequences that decode. The step
-should take no longer than those can wait; its time is predicted from earlier steps."""
+"""Token budget: decides how many prompt tokens a step may compute in addition to decoding sequences. It
+limits the step's duration, which it predicts from earlier steps, so that decoding sequences do not wait too
+long."""
 
 MIN_PROMPT_TOKENS = 16  # minimum for a long prompt in any step, so that it always advances
-FORGET = 0.98  # factor of an observation's weight for each later observation
-# A step is taken never to end after MIN_TIMEOUT_S or PATIENCE times its predicted time, if that is more.
-MIN_TIMEOUT_S, PATIENCE = 10.0, 10
+DECAY = 0.98  # factor by which each observation reduces the weight of earlier ones
+# A step is considered hanging after MIN_TIMEOUT_S or TIMEOUT_FACTOR times its predicted time, whichever is
+# longer.
+MIN_TIMEOUT_S = 10.0
+TIMEOUT_FACTOR = 10
 
 
 class TokenBudget:
     """Linear model of step times: seconds = fixed + per_token * num_tokens, fitted by least squares with
-    exponential forgetting, so that recent steps weigh more."""
+    exponential decay, so that recent steps have more weight."""
 
     def __init__(self, max_tokens: int, decode_step_s: float) -> None:
-        self._max_tokens, self._decode_step_s = max_tokens, decode_step_s
-        self._largest = 0  # most tokens of a step so far
+        self._max_tokens = max_tokens
+        self._decode_step_s = decode_step_s
+        self._largest = 0  # number of tokens of the largest step so far
         self._weight = self._n = self._nn = self._t = self._nt = 0.0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
@@ -21,7 +25,7 @@ class TokenBudget:
         sums = (self._weight, self._n, self._nn, self._t, self._nt)
         added = (1.0, num_tokens, num_tokens**2, seconds, num_tokens * seconds)
         self._weight, self._n, self._nn, self._t, self._nt = (
-            total * FORGET + value for total, value in zip(sums, added, strict=True)
+            total * DECAY + value for total, value in zip(sums, added, strict=True)
         )
 
     def predict(self, num_tokens: int) -> float:
@@ -30,19 +34,20 @@ class TokenBudget:
         return fixed + per_token * num_tokens
 
     def timeout(self, num_tokens: int) -> float:
-        """Return the seconds after which a step of that size is taken never to end; 0 if unknown."""
+        """Return the seconds after which a step of that size is considered hanging; 0 if unknown."""
         if not self._largest:
             return 0.0
-        # Smaller steps tell little about a larger one, except that it takes no more time per token.
+        # For a step larger than any so far, assume the time per token of the largest one, which is an upper
+        # bound.
         known = min(num_tokens, self._largest)
-        return max(MIN_TIMEOUT_S, PATIENCE * self.predict(known) * num_tokens / known)
+        return max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * self.predict(known) * num_tokens / known)
 
     def prompt_tokens(self, num_decoding: int, num_prompts: int) -> int:
-        """Return the whole budget while no sequence decodes, and else the tokens that fit into the time
-        limit; never fewer than MIN_PROMPT_TOKENS.
+        """Return the whole budget if no sequence is decoding, else the tokens that fit into the time limit,
+        but at least MIN_PROMPT_TOKENS.
 
-        Each prompt that waits, or is computed in part, gets as much time as the sequences that decode take.
-        One prompt makes their steps twice as long, and with many prompts none waits long."""
+        Each waiting or partly computed prompt gets as much time as the decoding sequences take. So one prompt
+        makes a step twice as long, and with many prompts none waits long."""
         room = self._max_tokens - num_decoding
         if num_decoding:
             fixed, per_token = self._fit()
@@ -53,7 +58,7 @@ class TokenBudget:
         return max(room, MIN_PROMPT_TOKENS)
 
     def _fit(self) -> tuple[float, float]:
-        """Return fixed seconds and seconds per token, neither below zero."""
+        """Return the fixed seconds and the seconds per token, neither negative."""
         if not self._n:
             return 0.0, 0.0
         spread = self._weight * self._nn - self._n**2

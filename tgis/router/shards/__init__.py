@@ -1,1 +1,1 @@
-"""Client of a shard group: connection, message codec and transfer of artifacts."""
+"""Client of a shard group: connection, message codec and artifact transfer."""

@@ -1,4 +1,4 @@
-"""Copies soft prompts and adapters from the first rank's machine to another rank's, without reading them."""
+"""Copies artifacts (soft prompts and adapters) from the first rank's machine to another rank's."""
 
 import asyncio
 from typing import Any
@@ -9,11 +9,12 @@ from tgis.pb import shard_pb2 as pb
 
 
 async def copy_artifact(source: Any, target: Any, digest: str, timeout_s: float) -> None:
-    """Copy an artifact from one asynchronous stub to another, as fast as the slower of the two. Raises
-    grpc.aio.AioRpcError of the stub that fails, ConnectionError if the target is cut off, and TimeoutError.
+    """Copy an artifact from one asynchronous stub to another at the speed of the slower one. Raises
+    grpc.aio.AioRpcError of the failing stub, ConnectionError if the target is lost, and TimeoutError.
 
-    The time limit is not gRPC's: a write that meets the end of a call hides how that call ended."""
-    fetching, putting = source.Fetch(pb.FetchRequest(digest=digest)), target.Put()
+    This does not use gRPC's deadline, because a write to an ended call hides the call's status."""
+    fetching = source.Fetch(pb.FetchRequest(digest=digest))
+    putting = target.Put()
     try:
         async with asyncio.timeout(timeout_s):
             async for part in fetching:
@@ -26,8 +27,8 @@ async def copy_artifact(source: Any, target: Any, digest: str, timeout_s: float)
 
 
 async def _write(putting: Any, request: pb.PutRequest) -> None:
-    """Write a part. A target answers only after it has read everything, so its call cannot have ended
-    normally before that."""
+    """Write a part. Raises ConnectionError if the call has ended: a target answers only after it has read
+    everything."""
     try:
         await putting.write(request)
     except (asyncio.InvalidStateError, grpc.aio.AioRpcError) as error:

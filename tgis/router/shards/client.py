@@ -1,5 +1,5 @@
-"""Client of the shards of one model. All ranks get every step, and their answers come back as one, in order.
-A failure of any rank, or a disagreement between ranks, is a failure of the group."""
+"""Client of the shards of one model. All ranks get every step, and their answers are combined in order. A
+failure of any rank, or a disagreement between ranks, is a failure of the group."""
 
 import asyncio
 import logging
@@ -33,20 +33,21 @@ RETRY_INTERVAL_S = 0.1
 
 
 class ShardsLostError(RouterError):
-    """Loss of the shard group: it cannot answer any more, and everything in flight is lost."""
+    """Error when the shard group is lost, with all steps in flight."""
 
 
 class AdapterCallError(Exception):
-    """Failure of a rank to find, load or unload an adapter."""
+    """Error when a rank fails to find, load or unload an adapter."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
         super().__init__(f"{code.name}: {details}")
-        self.code, self.details = code, details
+        self.code = code
+        self.details = details
 
 
 class ShardClient:
-    """Connection to every rank of a shard group, with one long-lived stream of steps per rank. `send` never
-    waits; `receive` returns the answers in the order of the steps."""
+    """Connection to every rank of a shard group, with one long-lived step stream per rank. `send` never
+    waits; `receive` returns answers in the order of the steps."""
 
     def __init__(self, link: ShardLink) -> None:
         self._link = link
@@ -58,10 +59,11 @@ class ShardClient:
         self._steps: deque[Step] = deque()
         self._settling: deque[tuple[Step, asyncio.Future[None]]] = deque()
         self.replaced_kernels: frozenset[str] = frozenset()
-        """Names of kernels that any rank has replaced, when the shards were connected last."""
+        """Names of kernels that some rank had replaced at the last connection."""
 
     async def connect(self) -> pb.InfoResponse:
-        """Wait, however long, until all ranks of one start of the group answer. Forgets earlier steps."""
+        """Wait, without a time limit, until all ranks of one start of the group answer. Forget earlier
+        steps."""
         while True:
             await self.close()
             self._channels = self._link.open_channels()
@@ -73,21 +75,21 @@ class ShardClient:
             await asyncio.sleep(RETRY_INTERVAL_S)
 
     def send(self, step: Step, timeout_s: float) -> None:
-        """Send a step to all ranks. One that computes longer than `timeout_s` is killed; 0: no limit."""
+        """Send a step to all ranks. A rank that computes longer than `timeout_s` is killed; 0: no limit."""
         request = frame(encode_step(step, timeout_s))
         self._steps.append(step)
         for stream in self._streams:
             stream.send(request)
 
     async def receive(self) -> Answer:
-        """Return the answer to the oldest step that has none yet. Raises ShardsLostError."""
+        """Return the answer to the oldest unanswered step. Raises ShardsLostError."""
         answer = await self._answers.get()
         if isinstance(answer, ShardsLostError):
             raise answer
         return answer
 
     async def settle(self) -> None:
-        """Wait until every step sent so far is answered by all ranks, or lost."""
+        """Wait until all ranks have answered every step sent so far, or the shards are lost."""
         if self._steps:
             settled = asyncio.get_running_loop().create_future()
             self._settling.append((self._steps[-1], settled))
@@ -98,12 +100,17 @@ class ShardClient:
         request = pb.FindRequest(kind=pb.ContentKind.Name(kind.value), id=adapter_id)
         [found] = answers = await self._ask("Find", request, timeout_s, [0])
         _raise_worst(answers)
-        numbers = found.num_decoder_tokens, found.num_encoder_tokens, found.num_bytes
-        return AdapterInfo(AdapterKind(found.kind), found.digest, *numbers)
+        return AdapterInfo(
+            AdapterKind(found.kind),
+            found.digest,
+            found.num_decoder_tokens,
+            found.num_encoder_tokens,
+            found.num_bytes,
+        )
 
     async def load(self, digest: str, timeout_s: float) -> None:
-        """Load an adapter on all ranks, and return or raise once no rank is loading it any more. Ranks on
-        machines without a copy get the first rank's. Raises AdapterCallError and ShardsLostError."""
+        """Load an adapter on all ranks, and return or raise only when no rank is loading it any more. Ranks
+        on machines without a copy get the first rank's copy. Raises AdapterCallError and ShardsLostError."""
         request = pb.LoadRequest(digest=digest)
         answers = await self._ask("Load", request, timeout_s)
         if not _is_missing(answers[0]):
@@ -113,13 +120,14 @@ class ShardClient:
         _raise_worst(answers)
 
     async def unload(self, digests: Iterable[str], others: bool = False) -> None:
-        """Unload these adapters, or with `others` all but these. Raises AdapterCallError, ShardsLostError."""
+        """Unload these adapters, or with `others` all except these. Raises AdapterCallError and
+        ShardsLostError."""
         request = pb.UnloadRequest(digests=digests, others=others)
         _raise_worst(await self._ask("Unload", request, UNLOAD_TIMEOUT_S))
 
     async def check_alive(self, ranks: Iterable[int] | None = None) -> None:
-        """Raise ShardsLostError if any of these ranks, or of all, does not answer at once. A rank that hangs
-        is found so before its launcher finds it."""
+        """Raise ShardsLostError unless these ranks, or all, answer at once. This detects a hanging rank
+        earlier than its launcher does."""
         answers = await self._call("Info", pb.InfoRequest(), ALIVE_TIMEOUT_S, ranks)
         if any(isinstance(answer, BaseException) for answer in answers.values()):
             raise ShardsLostError(LOST)
@@ -127,8 +135,8 @@ class ShardClient:
     async def _ask(
         self, method: str, request: Message, timeout_s: float, ranks: Iterable[int] | None = None
     ) -> list[Any]:
-        """Call these ranks, or all, and return every answer or exception once all calls have ended. Raises
-        ShardsLostError if a rank that did not answer in time has stopped answering at all."""
+        """Call these ranks, or all, and return every answer or exception when all calls have ended. Raises
+        ShardsLostError if a rank did not answer in time and does not answer at all any more."""
         answers = await self._call(method, request, timeout_s, ranks)
         if late := [rank for rank, answer in answers.items() if _is_late(answer)]:
             await self.check_alive(late)
@@ -138,12 +146,12 @@ class ShardClient:
         self, method: str, request: Message, timeout_s: float, ranks: Iterable[int] | None
     ) -> dict[int, Any]:
         stubs = self._stubs()
-        asked = range(len(stubs)) if ranks is None else list(ranks)
-        calls = [_answer(getattr(stubs[rank], method)(request, timeout=timeout_s)) for rank in asked]
-        return dict(zip(asked, await asyncio.gather(*calls, return_exceptions=True), strict=True))
+        called = range(len(stubs)) if ranks is None else list(ranks)
+        calls = [_answer(getattr(stubs[rank], method)(request, timeout=timeout_s)) for rank in called]
+        return dict(zip(called, await asyncio.gather(*calls, return_exceptions=True), strict=True))
 
     async def _copy(self, rank: int, digest: str, timeout_s: float) -> None:
-        """Copy an artifact from the first rank to this one. Raises AdapterCallError and ShardsLostError."""
+        """Copy an artifact from the first rank to `rank`. Raises AdapterCallError and ShardsLostError."""
         stubs = self._stubs()
         try:
             with _shard_errors():
@@ -155,12 +163,13 @@ class ShardClient:
             raise ShardsLostError(LOST) from error
 
     def _stubs(self) -> list[Any]:
-        """Return each rank's stub, on new channels if the old ones are stale. Calls that have begun end on
-        the old ones. Raises ShardsLostError."""
+        """Return each rank's stub, on new channels if the old ones are stale. Calls in progress finish on the
+        old channels. Raises ShardsLostError."""
         if not self._channels:
             raise ShardsLostError(LOST)
         if self._link.is_stale:
-            old, self._channels = self._channels, self._link.open_channels()
+            old = self._channels
+            self._channels = self._link.open_channels()
             for channel in old:
                 closing = asyncio.create_task(channel.close(UNLOAD_TIMEOUT_S), name="close")
                 self._closing.add(closing)
@@ -168,8 +177,10 @@ class ShardClient:
         return [ShardServiceStub(channel) for channel in self._channels]
 
     async def close(self) -> None:
-        streams, channels = self._streams, self._channels
-        self._streams, self._channels = [], []  # no call begins on a channel that is being closed
+        streams = self._streams
+        channels = self._channels
+        self._streams = []
+        self._channels = []  # no call must begin on a channel that is being closed
         for stream in streams:
             stream.close()
         for closing in self._closing:
@@ -180,13 +191,14 @@ class ShardClient:
         self._settle(None)
 
     async def _ask_infos(self) -> list[pb.InfoResponse] | None:
-        """Return every rank's info, or None while a rank is missing or of an earlier start of the group."""
+        """Return every rank's info, or None if a rank is missing or belongs to an earlier start of the
+        group."""
         stubs = [ShardServiceStub(channel) for channel in self._channels]
         calls = [stub.Info(pb.InfoRequest(), timeout=INFO_TIMEOUT_S) for stub in stubs]
         infos: list[pb.InfoResponse] = []
         try:
             for call in calls:
-                infos.append(await call)  # noqa: PERF401  # their number says whose call failed
+                infos.append(await call)  # noqa: PERF401  # their number is the rank of a failed call
         except grpc.aio.AioRpcError as error:
             self._log_once(len(infos), error.details() or error.code().name)
             return None
@@ -198,12 +210,12 @@ class ShardClient:
                 self._log_once(rank, f"rank {info.rank} answers there")
                 return None
             if info.world_size != len(infos):
-                self._log_once(rank, f"it is one of {info.world_size} shards, but {len(infos)} are expected")
+                self._log_once(rank, f"it belongs to {info.world_size} shards, but {len(infos)} are expected")
                 return None
         return infos if len({info.epoch for info in infos}) == 1 else None
 
     async def _open_streams(self) -> bool:
-        """Open the streams of steps. Return False if a rank is gone again."""
+        """Open the step streams. Return False if a rank is unreachable again."""
         try:
             for rank in range(len(self._channels)):
                 make = partial(_StepStream, self._combine, partial(self._lose, rank))
@@ -214,7 +226,7 @@ class ShardClient:
         return True
 
     def _log_once(self, rank: int, reason: str) -> None:
-        """Log why a shard cannot be reached, each reason once until all shards are reached."""
+        """Log why a shard cannot be reached, each reason once until all shards are connected."""
         if (rank, reason) not in self._logged:
             self._logged.add((rank, reason))
             name = self._link.names[rank]
@@ -224,8 +236,8 @@ class ShardClient:
         self._answers.put_nowait(ShardsLostError(f"shard {rank} is lost"))
 
     def _combine(self) -> None:
-        """Pass on the oldest step's answer once all ranks have answered. Answers that differ or cannot be
-        decoded are a fault of the group."""
+        """Queue the oldest step's answer once all ranks have answered. Answers that differ or cannot be
+        decoded are a failure of the group."""
         while self._steps and all(stream.responses for stream in self._streams):
             responses = [stream.responses.popleft() for stream in self._streams]
             step = self._steps.popleft()
@@ -242,7 +254,7 @@ class ShardClient:
                 return
 
     def _settle(self, step: Step | None) -> None:
-        """Wake those that wait for `step`, or for any step if it is None."""
+        """Wake callers of `settle` that wait for `step`, or all of them if it is None."""
         while self._settling and (step is None or self._settling[0][0] is step):
             _, settled = self._settling.popleft()
             if not settled.done():
@@ -250,13 +262,14 @@ class ShardClient:
 
 
 class _StepStream(asyncio.Protocol):
-    """One rank's stream: steps go out and answers come in, in the same order."""
+    """Step stream of one rank. Answers arrive in the order of the steps."""
 
     def __init__(self, on_answer: Callable[[], None], on_loss: Callable[[], None]) -> None:
-        """Open a stream. `on_answer` is called when `responses` has grown; `on_loss` is called when the
-        stream ends, unless this side closed it."""
+        """Create a stream. `on_answer` is called after `responses` has grown, `on_loss` when the stream ends,
+        unless this side closed it."""
         self.responses: deque[pb.StepResponse] = deque()
-        self._on_answer, self._on_loss = on_answer, on_loss
+        self._on_answer = on_answer
+        self._on_loss = on_loss
         self._frames = FrameReader()
         self._transport: asyncio.Transport | None = None
 
@@ -281,7 +294,8 @@ class _StepStream(asyncio.Protocol):
         self._transport.write(request)
 
     def close(self) -> None:
-        transport, self._transport = self._transport, None
+        transport = self._transport
+        self._transport = None
         if transport is not None:
             transport.abort()
 

@@ -1,5 +1,5 @@
-"""Encodes steps as messages for the shards, and decodes their answers. Messages hold columns of raw bytes, so
-that a step of hundreds of sequences costs microseconds."""
+"""Encodes steps as messages for the shards and decodes their answers. Messages contain columns of raw bytes,
+so that encoding a step of hundreds of sequences takes microseconds."""
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as AnySequence
@@ -22,12 +22,12 @@ class SampledToken(NamedTuple):
     sequence: Sequence
     token: TokenDetail
     ended: bool
-    """True if the shards will compute nothing more for the sequence."""
+    """True if the shards compute nothing more for the sequence."""
 
 
 @dataclass(frozen=True)
 class InputDetails:
-    """Details of a sequence's prompt tokens, from `start` on."""
+    """Token details of a sequence's prompt, from position `start` on."""
 
     sequence: Sequence
     start: int
@@ -38,7 +38,7 @@ class InputDetails:
 class RowFailure:
     sequence: Sequence
     cause: str
-    """Cause in the shards' words, for the log alone."""
+    """Shards' error text, for logs only."""
     by_grammar: bool
     """True if the sequence's grammar caused the failure."""
 
@@ -51,7 +51,7 @@ class Answer:
     failed: list[RowFailure]
     forward_s: float
     num_proposed: int
-    """Drafts that the shards proposed themselves."""
+    """Number of drafts that the shards proposed."""
     path: str
     """`StepPath` in lower case, such as graph; empty if the shards have no GPU."""
 
@@ -62,7 +62,7 @@ class Answer:
 
 
 def encode_step(step: Step, timeout_s: float = 0.0) -> pb.StepRequest:
-    """Encode a step. A shard that takes longer than `timeout_s` counts as hanging; 0 means no limit."""
+    """Encode a step. A shard that takes longer than `timeout_s` is considered hanging; 0: no limit."""
     _, rows, starts, ends, _, _, new_blocks, drafts = zip(*step.work, strict=True)
     if not step.num_drafts and not step.max_proposed:
         drafts = ()
@@ -83,8 +83,8 @@ def encode_step(step: Step, timeout_s: float = 0.0) -> pb.StepRequest:
 
 
 def decode_answer(step: Step, response: pb.StepResponse) -> Answer:
-    """Decode rank 0's response. Its rows are those of `step`, even if other sequences have them meanwhile.
-    Raises KeyError and ValueError if it cannot be an answer to the step."""
+    """Decode rank 0's response. Its rows refer to `step`, even if other sequences use them by now. Raises
+    KeyError and ValueError if it is not a valid answer to the step."""
     if response.step_id != step.step_id:
         raise ValueError("the response answers another step")
     proposed = _read_proposed(step, response)
@@ -125,7 +125,9 @@ def _floats(column: bytes) -> list[float]:
 
 def _encode_row(work: WorkItem) -> pb.OpenRow:
     sequence = work.sequence
-    stopping, details, grammar = sequence.stopping, sequence.details, sequence.grammar
+    stopping = sequence.stopping
+    details = sequence.details
+    grammar = sequence.grammar
     return pb.OpenRow(
         row=work.row,
         token_ids=_pack(sequence.token_ids),
@@ -156,7 +158,7 @@ def _encode_sampling(sequence: Sequence) -> pb.Sampling:
         min_new_tokens=sequence.stopping.min_new_tokens,
         bias_token_ids=_pack([token_id for token_id, _ in sampling.logit_bias]),
         biases=np.array([bias for _, bias in sampling.logit_bias], "<f4").tobytes(),
-        # The message's other fields have the names of Sampling's.
+        # All other fields have the same names in both messages.
         **{name: value for name, value in vars(sampling).items() if name != "logit_bias"},
     )
 
@@ -172,18 +174,18 @@ def _read_path(response: pb.StepResponse) -> str:
 
 
 def _read_proposed(step: Step, response: pb.StepResponse) -> dict[int, int]:
-    """Return the number of drafts that the shards proposed for each row; empty if for none."""
+    """Return the number of drafts that the shards proposed, by row; empty if they proposed none."""
     if not response.num_drafts:
         return {}
     proposed = dict(zip(_integers(response.rows), _integers(response.num_drafts), strict=True))
-    most = {item.row: item.drafts.max_proposed for item in step.work}
-    if any(not 0 <= count <= most[row] for row, count in proposed.items()):
-        raise ValueError("the response has more drafts than were allowed")
+    max_proposed = {item.row: item.drafts.max_proposed for item in step.work}
+    if any(not 0 <= count <= max_proposed[row] for row, count in proposed.items()):
+        raise ValueError("the response has more drafts than allowed")
     return proposed
 
 
 def _sampled(step: Step, response: pb.StepResponse) -> list[SampledToken]:
-    """Return the tokens of a step without drafts, at most one of each row that samples."""
+    """Return the tokens of a step without drafts, at most one per row that samples."""
     sampling = {row: sequence for sequence, row, _, _, samples, *_ in step.work if samples}
     sequences = [*map(sampling.pop, _integers(response.rows))]
     token_ids = _integers(response.token_ids)
@@ -200,9 +202,9 @@ def _sampled(step: Step, response: pb.StepResponse) -> list[SampledToken]:
 
 
 def _drafted(step: Step, response: pb.StepResponse, proposed: dict[int, int]) -> Iterator[SampledToken]:
-    """Yield the tokens of a step with drafts. A row has a further one for each accepted draft."""
+    """Yield the tokens of a step with drafts. A row has one more token for each accepted draft."""
     sequences = {item.row: item.sequence for item in step.work}
-    most = {
+    remaining = {
         item.row: item.samples + len(item.drafts.token_ids) + proposed.get(item.row, 0) for item in step.work
     }
     token_ids = _integers(response.token_ids)
@@ -210,8 +212,8 @@ def _drafted(step: Step, response: pb.StepResponse, proposed: dict[int, int]) ->
     columns = zip(rows, token_ids, ended, *_detail_columns(response, len(rows)), strict=True)
     for row, token_id, ended, logprob, rank, top in columns:
         sequence = sequences[row]
-        most[row] -= 1
-        if token_id < 0 or most[row] < 0:
+        remaining[row] -= 1
+        if token_id < 0 or remaining[row] < 0:
             raise ValueError("the response has a token that its row cannot have sampled")
         yield SampledToken(sequence, _token(sequence, token_id, logprob, rank, top), bool(ended))
 
@@ -223,7 +225,7 @@ def _token(sequence: Sequence, token_id: int, logprob: float, rank: int, top: To
 
 
 def _tokens_rows(response: pb.StepResponse, num_tokens: int) -> tuple[list[int], Iterable[int]]:
-    """Return the row of each token, and whether the row has ended with it: only its last token can end it."""
+    """Return each token's row, and whether the token ends the row, which only its last token can."""
     rows = _integers(response.rows)
     if not response.num_tokens:
         return rows, response.ended
@@ -246,7 +248,7 @@ def _input_details(sequence: Sequence, message: pb.InputDetails) -> InputDetails
 def _detail_columns(
     message: pb.StepResponse | pb.InputDetails, count: int
 ) -> tuple[list[float], list[int], list[TopTokens]]:
-    """Return logprobs, ranks and top tokens; a column that no row asked for is filled with 0 or ()."""
+    """Return logprobs, ranks and top tokens. Columns that no row requested are filled with 0 or ()."""
     return (
         _floats(message.logprobs) or [0.0] * count,
         _integers(message.ranks) or [0] * count,
@@ -255,7 +257,8 @@ def _detail_columns(
 
 
 def _detail(details: Details, token_id: int, logprob: float, rank: int, top: TopTokens) -> TokenDetail:
-    """Keep what this sequence asked for: the shards fill a column for all rows if one row asks for it."""
+    """Keep the details that this sequence requested. The shards fill a column for all rows if one requests
+    it."""
     return TokenDetail(
         token_id,
         logprob if details.logprobs else 0.0,
@@ -265,7 +268,7 @@ def _detail(details: Details, token_id: int, logprob: float, rank: int, top: Top
 
 
 def _top_tokens(message: pb.TopTokens) -> list[TopTokens]:
-    """Return the top tokens of each entry; an empty list if the message is empty."""
+    """Return the top tokens of each entry, or an empty list for an empty message."""
     counts = _integers(message.counts)
     pairs = list(zip(_integers(message.token_ids), _floats(message.logprobs), strict=True))
     if sum(counts) != len(pairs) or any(count < 0 for count in counts):

@@ -1,4 +1,4 @@
-"""Connects a router to its shards, over Unix sockets or over TCP with mutual TLS."""
+"""Connects a router to its shards over Unix sockets, or over TCP with mutual TLS."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ class ShardLink(Protocol):
     """Connection to every rank of a shard group."""
 
     severity: int
-    """Log level of the line that says that a shard cannot be reached."""
+    """Log level of the message that a shard cannot be reached."""
 
     @property
     def names(self) -> list[str]:
@@ -46,14 +46,14 @@ class ShardLink(Protocol):
         """Open one channel per rank, for unary calls."""
 
     async def open_stream(self, rank: int, make: Callable[[], Stream]) -> Stream:
-        """Open the stream of steps to a rank. Raises OSError."""
+        """Open the step stream to a rank. Raises OSError."""
 
     async def watch(self) -> None:
-        """Check the certificates from time to time, if the link has any."""
+        """Check periodically for changed certificates, if the link uses any."""
 
 
 def open_link(config: RouterConfig) -> ShardLink:
-    """Create the link that the options ask for. Raises AddressError and CertificateError."""
+    """Create the configured link. Raises AddressError and CertificateError."""
     if not config.shard_addresses:
         return UnixShardLink(config.shard_uds_path, config.num_shard)
     certificates = link_certificates(config, mutual_client_context)
@@ -88,10 +88,12 @@ class TcpShardLink:
         certificates: Certificates,
         server_name: str | None = None,
     ) -> None:
-        """Create a link to the addresses that `find` returns. They may differ from call to call.
-        `server_name` is the name in the shards' certificates if that is not their host name."""
-        self._find, self._certificates, self._server_name = find, certificates, server_name
-        self._shown = certificates.pem
+        """Create a link to the addresses that `find` returns, which may change between calls. `server_name`
+        is the name in the shards' certificates if it differs from their host name."""
+        self._find = find
+        self._certificates = certificates
+        self._server_name = server_name
+        self._presented = certificates.pem
         self._addresses = find()
 
     @property
@@ -101,17 +103,15 @@ class TcpShardLink:
     @property
     def is_stale(self) -> bool:
         self._certificates.refresh()
-        return self._certificates.pem is not self._shown
+        return self._certificates.pem is not self._presented
 
     def open_channels(self) -> list[grpc.aio.Channel]:
         try:
             self._addresses = self._find()
         except AddressError as error:
-            logger.error(
-                "the changed shard addresses are invalid, so the earlier ones stay in use: %s", error
-            )
+            logger.error("the new shard addresses are invalid; the router keeps the earlier ones: %s", error)
         self._certificates.refresh()
-        pem = self._shown = self._certificates.pem
+        pem = self._presented = self._certificates.pem
         own = grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
         named = [("grpc.ssl_target_name_override", self._server_name)] if self._server_name else []
         options = [*TCP_OPTIONS, *named]
@@ -133,8 +133,8 @@ class TcpShardLink:
 
 
 def _read_addresses(text: str) -> Callable[[], list[TcpAddress]]:
-    """Return a function that returns the addresses in `text`, or in the file that `text` names; none while
-    there is no such file. Raises AddressError."""
+    """Return a function that returns the addresses in `text`, or in the file that `text` names; none if the
+    file does not exist. Raises AddressError."""
     if "/" not in text:
         addresses = parse_all(text)
         return lambda: addresses

@@ -1,6 +1,6 @@
-"""Turns token ids into text as soon as the text is certain. Tokens are decoded in units: a unit ends with the
-first token after which its text does not end in a replacement character, and is released as a whole. Such
-characters at the end of a generation are dropped."""
+"""Decodes token ids to text as soon as the text is certain. Tokens are decoded in units. A unit ends with the
+first token after which its text does not end in a replacement character, and is released as a whole.
+Replacement characters at the end of a sequence are dropped."""
 
 import codecs
 import re
@@ -13,14 +13,14 @@ from tgis.router.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_UNIT = 256
-"""Number of tokens after which a unit that the library decodes is released as it is. Otherwise, if a model
-produces no valid character, every token would cost more than the one before."""
+"""Number of tokens after which a unit is released unfinished, if the library decodes it. Without this limit,
+the cost per token would grow as long as a model generates no valid character."""
 
 _BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 
 
 class Detokenizer(Protocol):
-    """Decoder of one generation. The joined results of `push` and `flush` are its text."""
+    """Decoder of one sequence. Its text is the concatenation of all results of `push` and `flush`."""
 
     def push(self, token_id: int) -> str: ...
 
@@ -28,7 +28,7 @@ class Detokenizer(Protocol):
 
 
 class Vocabulary:
-    """Text of each token, according to the tokenizer's decoder. All generations share it."""
+    """Text of each token according to the tokenizer's decoder. All sequences share it."""
 
     def __init__(
         self,
@@ -37,24 +37,25 @@ class Vocabulary:
         is_continuation: bool = True,
         shown: frozenset[int] = frozenset(),
     ) -> None:
-        """Choose the detokenizer. With `is_continuation`, the text continues the input, so that its first
-        token keeps its space. Texts have the special tokens that are `shown`, and all with
-        `output_special_tokens`. Raises StartupError for a decoder that cannot decode token by token."""
+        """Choose the detokenizer. With `is_continuation`, the text continues the input, so its first token
+        keeps its leading space. Texts include the special tokens in `shown`, or all of them with
+        `output_special_tokens`. Raises StartupError if the decoder cannot decode token by token."""
         decoder = tokenizer.decoder
         self._tokenizer = tokenizer
         self._bytes_within: Callable[[int], bytes]
         self._skipped = frozenset() if output_special_tokens else tokenizer.special_ids - shown
-        # The library can leave out all special tokens only, not some.
-        self._skips_special, self._is_continuation = not (output_special_tokens or shown), is_continuation
+        # The library can omit all special tokens or none, but not some of them.
+        self._skips_special = not (output_special_tokens or shown)
+        self._is_continuation = is_continuation
         self.streams_clusters = decoder is not None and decoder["type"] in ("ByteLevel", "Sequence")
-        """True if a stream shows whole grapheme clusters; else it shows whole tokens."""
+        """True if streams are cut at grapheme clusters; otherwise they are cut at tokens."""
         kinds = _kinds(decoder)
         self.is_one_behind = "BPEDecoder" in kinds
-        """True if a detokenizer returns a token's text with the next token."""
+        """True if a detokenizer returns a token's text only with the next token."""
         self.detokenizer = self._choose(kinds)
         self.spell = cache(self._spell)
-        """Returns the bytes that a token adds to a text which has others before and after it. None if texts
-        lack it, because it is special."""
+        """Function that returns the bytes that a token adds in the middle of a text, or None for a special
+        token that texts omit."""
 
     def piece(self, token_id: int) -> str:
         return self._tokenizer.piece(token_id)
@@ -83,9 +84,9 @@ class Vocabulary:
         return None if token_id in self._skipped else self._bytes_within(token_id)
 
     def _fallback_byte(self, token_id: int) -> bytes:
-        """Return the byte that a token stands for; nothing if it is no byte's."""
-        found = _BYTE_PIECE.fullmatch(self._tokenizer.piece(token_id))
-        return bytes.fromhex(found[1]) if found else b""
+        """Return the byte of a byte token, or no byte for any other token."""
+        match = _BYTE_PIECE.fullmatch(self._tokenizer.piece(token_id))
+        return bytes.fromhex(match[1]) if match else b""
 
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.fast.decode(token_ids, skip_special_tokens=self._skips_special)
@@ -96,26 +97,28 @@ class Vocabulary:
         return " " + text if text else ""
 
     def _decode_after_placeholder(self) -> Callable[[list[int]], str]:
-        """Return a decoder that puts a token first: the library strips the space of a text's first token."""
+        """Return a decoder that decodes after a placeholder token, because the library strips the leading
+        space of a text's first token."""
         placeholder = self._find_placeholder()
         beginning = self._decode([placeholder])
         return lambda token_ids: self._decode([placeholder, *token_ids]).removeprefix(beginning)
 
     def _find_placeholder(self) -> int:
-        """Return a token whose text does not depend on its neighbours; that of a byte token does."""
+        """Return a token whose text does not depend on its neighbours, as that of a byte token does."""
         fast = self._tokenizer.fast
         token_ids: list[int] = [
             *fast.encode("A", add_special_tokens=False).ids,
             *range(fast.get_vocab_size()),
         ]
         for token_id in token_ids:
-            piece, text = self._tokenizer.piece(token_id), self._decode([token_id]).strip()
+            piece = self._tokenizer.piece(token_id)
+            text = self._decode([token_id]).strip()
             if text.isascii() and text.isalnum() and not piece.startswith("<0x"):
                 return token_id
         raise StartupError("Problem loading tokenizer for model: no token is plain text")
 
     def _text_or_bytes(self, token_id: int) -> str | bytes:
-        """Return the token's text, or its bytes if the text alone could differ among its neighbours."""
+        """Return the token's text, or its bytes if its text depends on its neighbours."""
         if token_id in self._skipped:
             return ""
         spelled = self._bytes_of(token_id)
@@ -129,12 +132,12 @@ class Vocabulary:
         piece = self._tokenizer.piece(token_id)
         try:
             return bytes(_BYTE_OF_CHARACTER[character] for character in piece)
-        except KeyError:  # an added token is its own text
+        except KeyError:  # the piece of an added token is its text
             return piece.encode()
 
 
 class ByteLevelDetokenizer:
-    """Detokenizer for vocabularies whose pieces spell bytes."""
+    """Detokenizer for vocabularies whose pieces encode bytes."""
 
     def __init__(self, parts: Callable[[int], str | bytes]) -> None:
         self._parts = parts
@@ -166,8 +169,8 @@ class ByteLevelDetokenizer:
 
 
 class UnitDetokenizer:
-    """Detokenizer for all vocabularies whose tokens have the same text everywhere, except at the beginning of
-    a text and within a character spelt in byte tokens."""
+    """Detokenizer for vocabularies whose tokens have the same text everywhere, except at the beginning of a
+    text and within a character that consists of byte tokens."""
 
     def __init__(
         self,
@@ -176,23 +179,25 @@ class UnitDetokenizer:
         decode_first: Callable[[list[int]], str],
         skipped: frozenset[int],
     ) -> None:
-        """Create a detokenizer. `decode` returns a unit's text, `decode_first` that of a unit that begins the
-        text, and `texts` that of every token as a unit of its own."""
-        self._texts, self._then, self._skipped = texts, decode, skipped
+        """Create a detokenizer. `decode` returns the text of a unit, `decode_first` the text of a unit at the
+        beginning, and `texts` the text of a single token."""
+        self._texts = texts
+        self._decode_later = decode
+        self._skipped = skipped
         self._decode = decode_first
         self._unit: list[int] = []
 
     def push(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
-        is_alone = not self._unit and self._decode is self._then
+        is_alone = not self._unit and self._decode is self._decode_later
         text = self._texts(token_id) if is_alone else self._decode([*self._unit, token_id])
         if text.endswith(REPLACEMENT) and len(self._unit) + 1 < MAX_UNIT:
             self._unit.append(token_id)
             return ""
         self._unit.clear()
-        if text or self._texts(token_id):  # an id that has no piece does not count as the first token
-            self._decode = self._then
+        if text or self._texts(token_id):  # an id without a piece does not count as the first token
+            self._decode = self._decode_later
         return text
 
     def flush(self) -> str:
@@ -202,29 +207,34 @@ class UnitDetokenizer:
 
 
 class SuffixDetokenizer:
-    """Detokenizer for vocabularies that mark the end of a word. It is one token behind, because that mark is
-    a space unless the text ends there."""
+    """Detokenizer for vocabularies with end-of-word markers. It is one token behind, because the marker is a
+    space unless the text ends there."""
 
     def __init__(
         self, inner: Callable[[int], str], decode: Callable[[list[int]], str], skipped: frozenset[int]
     ) -> None:
-        """Take `inner` for a token's text if another one follows, and `decode` for that of the last token."""
-        self._inner, self._decode, self._skipped = inner, decode, skipped
+        """Create a detokenizer. `inner` returns the text of a token before another one, `decode` the text of
+        the last token."""
+        self._inner = inner
+        self._decode = decode
+        self._skipped = skipped
         self._last: int | None = None
 
     def push(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
-        before, self._last = self._last, token_id
-        return "" if before is None else self._inner(before)
+        previous = self._last
+        self._last = token_id
+        return "" if previous is None else self._inner(previous)
 
     def flush(self) -> str:
-        last, self._last = self._last, None
+        last = self._last
+        self._last = None
         return "" if last is None else self._decode([last])
 
 
 def _kinds(decoder: dict[str, object] | None) -> list[str]:
-    """Return the decoder's steps. Raises StartupError for an unsupported one."""
+    """Return the decoder's steps. Raises StartupError for an unsupported step."""
     if decoder is None:
         return []
     steps = _steps(decoder)
@@ -244,12 +254,12 @@ def _steps(decoder: dict[str, object]) -> list[str]:
 
 
 _WHOLE = {"ByteLevel", "Metaspace", "WordPiece", "BPEDecoder"}
-_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip"}  # these make sense only in a sequence
+_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip"}  # only useful in a sequence
 
 
 def _characters_of_bytes() -> dict[str, int]:
-    """Return the published alphabet of byte-level vocabularies. Printable bytes stand for themselves, and the
-    others follow from U+0100 on (GPT-2, Radford et al. 2019)."""
+    """Return the published alphabet of byte-level vocabularies: printable bytes map to themselves, and the
+    others to characters from U+0100 on (GPT-2, Radford et al. 2019)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}

@@ -1,4 +1,4 @@
-"""Text of a generation: whether a stop sequence ends it, and which part of it may be shown meanwhile."""
+"""Builds the text of a sequence: finds stop sequences, and withholds text that one may still remove."""
 
 from collections import deque
 from collections.abc import Callable
@@ -11,42 +11,42 @@ from tgis.router.sequence import StopReason
 from tgis.router.text.detokenizer import Vocabulary
 
 MAX_CLUSTER = 512
-"""Number of characters after which a grapheme cluster is taken to end, which bounds the cost of a token."""
+"""Number of characters after which a grapheme cluster is cut, to limit the cost per token."""
 
 _CLUSTER = regex.compile(r"\X")
-_NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
+_NOT_FINISHED = StopReason.NOT_FINISHED  # cached, because every token needs it
 
 
 @dataclass(frozen=True)
 class StopSequences:
-    """Texts that end a generation."""
+    """Texts that end a sequence."""
 
     texts: tuple[str, ...] = ()
     are_included: bool = True
-    """True if the text includes the stop sequence that ends it."""
+    """True if the text includes the stop sequence at its end."""
     min_new_tokens: int = 0
-    """Number of the first token that may end with a stop sequence."""
+    """Number of tokens before which stop sequences are ignored."""
 
 
 class StopMatcher:
     """Matcher that finds stop sequences in a text that arrives in pieces.
 
-    A match must use some of the newest piece. The first sequence of the list that matches wins, at its
-    right-most place. Strings stand for their UTF-8 bytes here: no character's bytes occur within those of
-    another, so valid strings match the same either way."""
+    A match must include part of the newest piece. The first matching sequence of the list wins, at its last
+    position. The contract defines matches on UTF-8 bytes; matches on strings are equivalent, because no
+    character's bytes occur within another character's bytes."""
 
     def __init__(self, stop_sequences: tuple[str, ...]) -> None:
         self._stop_sequences = stop_sequences
         reach = max((len(stop) for stop in stop_sequences), default=1) - 1
         self._end = slice(-reach, None) if reach else slice(0)
-        self._tail = ""  # end of the text so far, as long as a match could reach back
+        self._tail = ""  # end of the text so far that a match could include
 
     def find(self, text: str) -> tuple[str, int]:
         """Return the stop sequence that `text` completes, or an empty string, and the number of characters
-        after it. `text` counts as seen only after `add`."""
+        after it. This does not add `text`."""
         window = self._tail + text
         for stop in self._stop_sequences:
-            if stop in window:  # this is rare, so the code below need not be fast
+            if stop in window:  # rare, so the code below need not be fast
                 start = window.rfind(stop, max(len(self._tail) - len(stop) + 1, 0))
                 if start >= 0:
                     return stop, len(window) - start - len(stop)
@@ -57,22 +57,23 @@ class StopMatcher:
 
 
 class TextBuffer(Protocol):
-    """Buffer of the end of a text, which may not be shown yet."""
+    """Buffer for the end of a text that must not be sent yet."""
 
     def push(self, text: str) -> str:
-        """Add `text`, and return the text that may be shown now."""
+        """Add `text`, and return the text that may be sent now."""
 
     def flush(self) -> str:
-        """Return all the text that is held."""
+        """Return all buffered text."""
 
 
 class ClusterBuffer:
-    """Buffer that shows whole grapheme clusters. It shows the text up to the last beginning of a cluster that
-    leaves `hold_back` bytes and those of the newest piece behind it; with `hold_back` 0, all but the last
+    """Buffer that releases whole grapheme clusters. It releases the text up to the last start of a cluster
+    that leaves at least `hold_back` bytes and the newest piece buffered; with `hold_back` 0, all but the last
     cluster."""
 
     def __init__(self, hold_back: int) -> None:
-        self._hold_back, self._held = hold_back, ""
+        self._hold_back = hold_back
+        self._held = ""
 
     def push(self, text: str) -> str:
         held = self._held + text
@@ -87,16 +88,17 @@ class ClusterBuffer:
         return held[:end]
 
     def flush(self) -> str:
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return held
 
 
 class PieceBuffer:
-    """Buffer that shows whole pieces, up to the last end of one that leaves `hold_back` bytes behind it."""
+    """Buffer that releases whole pieces and keeps at least `hold_back` bytes buffered."""
 
     def __init__(self, hold_back: int) -> None:
         self._hold_back = hold_back
-        self._held: deque[tuple[str, int]] = deque()  # pieces and their numbers of bytes
+        self._held: deque[tuple[str, int]] = deque()  # pieces and their sizes in bytes
         self._num_bytes = 0
 
     def push(self, text: str) -> str:
@@ -105,12 +107,12 @@ class PieceBuffer:
         size = len(text.encode())
         self._held.append((text, size))
         self._num_bytes += size
-        shown = []
+        released = []
         while self._held and self._num_bytes - self._held[0][1] >= self._hold_back:
             piece, size = self._held.popleft()
             self._num_bytes -= size
-            shown.append(piece)
-        return "".join(shown)
+            released.append(piece)
+        return "".join(released)
 
     def flush(self) -> str:
         text = "".join(piece for piece, _ in self._held)
@@ -120,8 +122,8 @@ class PieceBuffer:
 
 
 class StopScope(Protocol):
-    """Divides a text into spans, with True for those in which stop sequences are looked for. Text that is in
-    no span yet is not shown."""
+    """Splits a text into spans, with True for spans that are searched for stop sequences. Text that is not
+    yet in a span is not sent."""
 
     def push(self, text: str) -> list[tuple[str, bool]]: ...
 
@@ -129,13 +131,13 @@ class StopScope(Protocol):
 
 
 class TextStream:
-    """Text of one generation from its tokens: the sink of an API, which takes the text that each token shows.
-    What the engine pushes ahead of the API is kept until then."""
+    """Text of one sequence, built from its tokens. The engine pushes tokens; an API takes the text that each
+    token adds. Texts are queued until the API takes them."""
 
     def __init__(
         self, vocabulary: Vocabulary, stops: StopSequences, make_scope: Callable[[], StopScope] | None = None
     ) -> None:
-        """Create the text. Without a scope, stop sequences are looked for in all of it."""
+        """Create the text. Without a scope, all of it is searched for stop sequences."""
         self._stops = stops
         self._scope = make_scope() if make_scope is not None and stops.texts else None
         self._detokenizer = vocabulary.detokenizer()
@@ -145,13 +147,13 @@ class TextStream:
         self._num_tokens = 0
         self._texts: list[str] = []
         self.stop_sequence = ""
-        """Stop sequence that ends the generation with the last token; empty if none does."""
+        """Stop sequence that ends the sequence with its last token; empty if none does."""
 
     def push(self, token_id: int, reason: StopReason) -> bool:
-        """Add the next token, with the engine's reason if it is the last. Return True if a stop
-        sequence makes it the last. No further token may follow the last one."""
+        """Add the next token, with the engine's stop reason if it is the last. Return True if a stop sequence
+        makes it the last. No token may follow the last one."""
         self._num_tokens += 1
-        # The token that ends a sequence is not part of the text, even if special tokens are.
+        # The EOS token is not part of the text, even if special tokens are.
         text = "" if reason is StopReason.EOS_TOKEN else self._detokenizer.push(token_id)
         if reason is not _NOT_FINISHED:
             text = self._buffer.flush() + self._flush_scope() + text + self._detokenizer.flush()
@@ -167,7 +169,7 @@ class TextStream:
         return bool(self.stop_sequence)
 
     def _show_spans(self, spans: list[tuple[str, bool]]) -> str:
-        """Return the text that may be shown once these spans have come, up to a stop sequence in them."""
+        """Return the text that may be sent after adding these spans, up to a stop sequence in them."""
         shown = ""
         for text, is_searched in spans:
             shown += self._show(text, is_searched)
@@ -176,7 +178,7 @@ class TextStream:
         return shown
 
     def _show(self, text: str, is_searched: bool) -> str:
-        """Return the text that may be shown once `text` has come, up to a stop sequence in it."""
+        """Return the text that may be sent after adding `text`, up to a stop sequence in it."""
         if is_searched and self._matcher is not None:
             if self._num_tokens >= self._stops.min_new_tokens:
                 stop, num_after = self._matcher.find(text)
@@ -187,30 +189,30 @@ class TextStream:
         return self._buffer.push(text)
 
     def take(self, count: int) -> tuple[str, ...]:
-        """Return the texts that may be shown with each of the next tokens, which have been pushed."""
+        """Return the texts that each of the next `count` pushed tokens adds."""
         texts = self._texts
-        if count == len(texts):  # mostly the API has caught up
+        if count == len(texts):  # the usual case
             self._texts = []
             return tuple(texts)
-        taken, self._texts = texts[:count], texts[count:]
-        return tuple(taken)
+        self._texts = texts[count:]
+        return tuple(texts[:count])
 
     def flush(self) -> str:
-        """Return the text that is held back, for a generation that ends between tokens."""
+        """Return the withheld text, for a sequence that ends between tokens."""
         return self._buffer.flush() + self._flush_scope() + self._detokenizer.flush()
 
     def _flush_scope(self) -> str:
         return "" if self._scope is None else "".join(text for text, _ in self._scope.flush())
 
     def _cut(self, text: str, stop: str, num_after: int) -> str:
-        unshown = self._buffer.flush() + text
+        unsent = self._buffer.flush() + text
         num_cut = num_after if self._stops.are_included else num_after + len(stop)
-        assert num_cut <= len(unshown), "of a stop sequence nothing has been shown"
-        return unshown[: len(unshown) - num_cut]
+        assert num_cut <= len(unsent), "part of the stop sequence was sent"
+        return unsent[: len(unsent) - num_cut]
 
 
 def _hold_back(stops: StopSequences) -> int:
-    """Return the number of bytes that a stop sequence may still take away."""
+    """Return the number of bytes that a stop sequence may still remove."""
     if not stops.texts:
         return 0
     if stops.are_included:
@@ -219,7 +221,7 @@ def _hold_back(stops: StopSequences) -> int:
 
 
 def _ascii_start(text: str, cutoff: int) -> int:
-    """Return what `_cluster_start` returns for ASCII, where only CR LF is a longer cluster."""
+    """Return the result of `_cluster_start` for ASCII text, where CR LF is the only longer cluster."""
     if cutoff <= 0:
         return 0
     start = cutoff if cutoff < len(text) else len(text) - 1
@@ -228,7 +230,7 @@ def _ascii_start(text: str, cutoff: int) -> int:
 
 def _cluster_start(text: str, cutoff: int) -> int:
     """Return the index of the last grapheme cluster that begins within the first `cutoff` bytes, or 0 if only
-    the first does. The search looks no further."""
+    the first does. Text after it is not searched."""
     start = num_bytes = 0
     while True:
         cluster = _CLUSTER.match(text, start, start + MAX_CLUSTER)

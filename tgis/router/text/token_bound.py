@@ -1,9 +1,9 @@
-"""Computes the most bytes of text that one token can stand for, as far as a tokenizer's parts prove it.
+"""Computes the maximum bytes of text that one token can represent, if the tokenizer's parts prove a bound.
 
-The proof follows the text through the tokenizer. Added tokens that strip no spaces stand for what they spell.
-Normalizers of a list shrink text by a known factor at most. Pre-tokenizers of a list drop and shrink nothing.
-A BPE model that knows every byte drops nothing, and its tokens stand for no more than they spell.
-Post-processors only add tokens. If any part is not known to keep these rules, there is no bound."""
+The proof follows the text through the tokenizer. Added tokens that strip no spaces represent their own text.
+Some known normalizers shrink text by at most a known factor. Some known pre-tokenizers neither drop nor
+shrink text. A BPE model that has every byte drops nothing, and its tokens represent no more than their own
+text. Post-processors only add tokens. If any part is not known to follow these rules, there is no bound."""
 
 import json
 import math
@@ -19,7 +19,7 @@ PARTS = frozenset(
     "version truncation padding added_tokens normalizer pre_tokenizer post_processor decoder model".split()
 )
 NFC_FACTOR = 3.5
-"""Maximum bytes of text for a byte of its NFC: U+1FBE U+0308 U+0301, 7 bytes, become U+0390, 2 bytes."""
+"""Maximum bytes of text per byte of its NFC: U+1FBE U+0308 U+0301 (7 bytes) become U+0390 (2 bytes)."""
 ADDED_TOKEN_FIELDS = frozenset("id content single_word lstrip rstrip normalized special".split())
 SPLITTER_FIELDS = {
     "ByteLevel": {"add_prefix_space", "trim_offsets", "use_regex"},
@@ -28,7 +28,7 @@ SPLITTER_FIELDS = {
     "Punctuation": {"behavior"},
     "Split": {"pattern", "invert", "behavior"},
 }
-"""Fields of the pre-tokenizers that drop and shrink nothing."""
+"""Fields of the pre-tokenizers that neither drop nor shrink text."""
 BPE_FIELDS = frozenset(
     "type dropout unk_token continuing_subword_prefix end_of_word_suffix fuse_unk byte_fallback "
     "ignore_merges vocab merges".split()
@@ -39,7 +39,7 @@ BYTE_FALLBACK_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 
 def max_bytes_per_token(tokenizer: tokenizers.Tokenizer) -> int | None:
-    """Return the most UTF-8 bytes of text per token, special ones included; None without a proof."""
+    """Return the maximum UTF-8 bytes of text per token, including special tokens; None without a proof."""
     parts = json.loads(tokenizer.to_str())
     if parts.keys() != PARTS:
         return None
@@ -62,7 +62,7 @@ def max_bytes_per_token(tokenizer: tokenizers.Tokenizer) -> int | None:
 
 
 def _flatten(part: Part | None) -> Iterator[Part]:
-    """Yield the steps of a part in order. A Sequence has one field beside its type, a list of parts."""
+    """Yield the steps of a part in order. Apart from its type, a Sequence has one field, a list of parts."""
     if part is None:
         return
     fields = [value for name, value in part.items() if name != "type"]
@@ -78,7 +78,7 @@ def _strips_nothing(token: Part) -> bool:
 
 
 def _shrink_factor(normalizer: Part) -> float:
-    """Return the most bytes of text for a byte of its normal form, or 0 if that is not known."""
+    """Return the maximum bytes of text per byte of its normal form, or 0 if it is unknown."""
     match normalizer:
         case {"type": "NFC", **rest} if not rest:
             return NFC_FACTOR
@@ -90,15 +90,15 @@ def _shrink_factor(normalizer: Part) -> float:
 
 
 def _keeps_all(step: Part) -> bool:
-    """Return whether a pre-tokenizer only splits text and makes it longer."""
+    """Return whether a pre-tokenizer only splits or lengthens text."""
     fields = SPLITTER_FIELDS.get(step["type"])
     is_known = fields is not None and step.keys() == fields | {"type"}
     return is_known and step.get("behavior", "Isolated") in BEHAVIORS_THAT_KEEP_ALL
 
 
 def _only_adds(processors: list[Part]) -> bool:
-    """Return whether all tokens of the text stay. A template may omit them, and one that follows another
-    processor gets them in pieces."""
+    """Return whether the processors keep all tokens of the text. A template may omit them, and a template
+    after another processor gets them in pieces."""
     match [processor for processor in processors if processor["type"] != "ByteLevel"]:
         case [] | [{"type": "BertProcessing" | "RobertaProcessing"}]:
             return True
@@ -108,14 +108,14 @@ def _only_adds(processors: list[Part]) -> bool:
 
 
 def _longest_entry(model: Part, is_byte_level: bool, vocab_size: int) -> int | None:
-    """Return the most bytes of normalized text that a token of the model stands for. None for other models
-    than BPE, for those that lack a byte, and for those whose tokens may spell less than they stand for."""
+    """Return the maximum bytes of normalized text that a token of the model represents. Return None if the
+    model is not BPE, lacks a byte, or has tokens that may represent more than their own text."""
     if model["type"] != "BPE" or model.keys() != BPE_FIELDS:
         return None
     if model["continuing_subword_prefix"] or model["end_of_word_suffix"]:
         return None
     vocab = model["vocab"]
-    if len(vocab) != vocab_size:  # entries share an id, and so their merges
+    if len(vocab) != vocab_size:  # some entries share an id, and therefore their merges
         return None
     if is_byte_level and vocab.keys() >= BYTE_LEVEL_ALPHABET:
         return max(map(len, vocab))  # each character is a byte
@@ -125,8 +125,8 @@ def _longest_entry(model: Part, is_byte_level: bool, vocab_size: int) -> int | N
 
 
 def _longest_spelling(tokenizer: tokenizers.Tokenizer, token: Part) -> int:
-    """Return the most bytes of an added token where it is found: in the text, or in the normal form that the
-    library keeps for its id, which may be that of another token."""
+    """Return the maximum bytes that match an added token: its text, or the text that the library stores for
+    its id, which may come from another token."""
     spellings = [token["content"], tokenizer.id_to_token(token["id"])]
     if tokenizer.normalizer is not None:
         spellings.append(tokenizer.normalizer.normalize_str(token["content"]))

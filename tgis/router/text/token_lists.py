@@ -1,4 +1,4 @@
-"""Answers calls for lists of tokens, and for the text of one, as JSON."""
+"""Answers, as JSON, calls that list the tokens of a text or join tokens to a text."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ import tokenizers
 from tgis.router.errors import RequestError
 from tgis.router.text.tokenization import Tokenized, encode
 
-MAX_PLACES = 1 << 18  # they take about 50 bytes each
+MAX_PLACES = 1 << 18  # each takes about 50 bytes
 
 
 class TokenList(msgspec.Struct):
@@ -23,7 +23,7 @@ class TokenText(msgspec.Struct):
 
 
 class TokenPlace(msgspec.Struct):
-    """Token and where it is in a text, in characters. One that the tokenizer adds is nowhere, 0 to 0."""
+    """Token and its span in the text, in characters. A token that the tokenizer adds has the span 0 to 0."""
 
     id: int
     text: str
@@ -52,7 +52,7 @@ def list_tokens(
 
 
 def join_tokens(tokenizer: tokenizers.Tokenizer, token_ids: Sequence[int]) -> Tokenized:
-    """Return a serialized TokenText, with special tokens. Raises RequestError."""
+    """Return a serialized TokenText that includes special tokens. Raises RequestError."""
     for token_id in token_ids:
         if tokenizer.id_to_token(token_id) is None:
             raise RequestError(f"tokens: {token_id} is not in the vocabulary", "tokens")
@@ -63,14 +63,14 @@ def join_tokens(tokenizer: tokenizers.Tokenizer, token_ids: Sequence[int]) -> To
     return Tokenized(msgspec.json.encode(TokenText(text)), len(token_ids))
 
 
-def list_places(tokenizer: tokenizers.Tokenizer, text: str, most: int) -> Tokenized:
-    """Return a serialized list of TokenPlace, of the last `most` tokens or of all. Raises RequestError."""
+def list_places(tokenizer: tokenizers.Tokenizer, text: str, max_tokens: int) -> Tokenized:
+    """Return a serialized list of TokenPlace for the last `max_tokens` tokens. Raises RequestError."""
     places = _places(tokenizer, text, adds_special_tokens=True)
-    return Tokenized(msgspec.json.encode(places[-most:]), len(places))
+    return Tokenized(msgspec.json.encode(places[-max_tokens:]), len(places))
 
 
 def list_chat_places(tokenizer: tokenizers.Tokenizer, text: str) -> Tokenized:
-    """Return the serialized ChatPlaces of a chat's prompt, which has all its special tokens. Raises
+    """Return the serialized ChatPlaces of a chat prompt, which already has its special tokens. Raises
     RequestError."""
     places = _places(tokenizer, text, adds_special_tokens=False)
     return Tokenized(msgspec.json.encode(ChatPlaces(places, text)), len(places))

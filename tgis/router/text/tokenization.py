@@ -1,4 +1,4 @@
-"""Functions over a tokenizer, which both the router's threads and the tokenizer process use."""
+"""Tokenization functions that both the router's threads and the tokenizer process use."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -16,33 +16,33 @@ MAX_ID_DIGITS = 9
 
 
 class TokenIds(NamedTuple):
-    """Token ids of a text, special ones included."""
+    """Token ids of a text, including special tokens."""
 
     num_tokens: int
     last: list[int]
-    """Last token ids, as many as were asked for."""
+    """Last token ids, at most the requested number."""
 
 
 class TokenizeOptions(NamedTuple):
-    """Options of a Tokenize call that its message lacks."""
+    """Options of a Tokenize call that are not in its message."""
 
     inputs_are_ids: bool = False
-    """True if each text is token ids, as decimal numbers with a space between each two."""
+    """True if each text consists of decimal token ids separated by single spaces."""
     tokens_are_ids: bool = False
-    """True if tokens are told as decimal ids, and not as the vocabulary's pieces."""
+    """True if tokens are returned as decimal ids instead of vocabulary pieces."""
 
 
 class Tokenized(NamedTuple):
     response: bytes
-    """The API's answer, serialized, because serializing a large one takes long."""
+    """The API's response, serialized here because serializing a large one takes long."""
     num_tokens: int
 
 
 class TokenizeJob(NamedTuple):
-    """Call of an API for tokens: the function that answers it, in a thread or in the tokenizer process."""
+    """Job that answers an API's tokenization call, in a thread or in the tokenizer process."""
 
     function: Callable[..., Tokenized]
-    """Function of the tokenizer and `arguments`, at the top of its module. Raises RequestError."""
+    """Module-level function that is called with the tokenizer and `arguments`. Raises RequestError."""
     arguments: tuple[Any, ...]
     num_texts: int
     num_bytes: int
@@ -52,7 +52,7 @@ class TokenizeJob(NamedTuple):
 
 
 def load_tokenizer(directory: Path) -> tokenizers.Tokenizer:
-    """Load the tokenizer of a directory. Raises StartupError if it has none that can be read."""
+    """Load the tokenizer in a directory. Raises StartupError if there is no readable one."""
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise StartupError("No existing fast tokenizer (tokenizer.json) found")
@@ -66,15 +66,15 @@ def load_tokenizer(directory: Path) -> tokenizers.Tokenizer:
 
 
 def ids_before_text(tokenizer: tokenizers.Tokenizer) -> list[int]:
-    """Return the ids of the tokens that the tokenizer puts before every text by itself."""
-    # In the place of a text is an id that no text has, so that what is before it depends on no text.
+    """Return the ids of the tokens that the tokenizer adds before every text."""
+    # A padding id that no token has marks the position of the text, so the result depends on no text.
     encoding = tokenizer.encode("", add_special_tokens=False)
     encoding.pad(len(encoding) + 1, direction="left", pad_id=NO_TOKEN_ID)
     return list(takewhile(lambda token_id: token_id != NO_TOKEN_ID, tokenizer.post_process(encoding).ids))
 
 
 def encode_ids(tokenizer: tokenizers.Tokenizer, texts: Sequence[str], max_ids: int) -> list[TokenIds]:
-    """Encode each text and keep the last `max_ids` of its token ids. Raises RequestError."""
+    """Encode each text and keep the last `max_ids` token ids. Raises RequestError."""
     return [
         TokenIds(len(encoding), encoding.ids[-max_ids:])
         for encoding in encode(tokenizer, texts, with_offsets=False)
@@ -82,7 +82,7 @@ def encode_ids(tokenizer: tokenizers.Tokenizer, texts: Sequence[str], max_ids: i
 
 
 def encode_plain(tokenizer: tokenizers.Tokenizer, texts: Sequence[str], max_ids: int) -> list[TokenIds]:
-    """Encode each text as `encode_ids` does, but add no special tokens to those that it spells."""
+    """Encode each text like `encode_ids`, but without adding special tokens to those in the text."""
     return [
         TokenIds(len(encoding), encoding.ids[-max_ids:])
         for encoding in encode(tokenizer, texts, with_offsets=False, adds_special_tokens=False)
@@ -90,8 +90,8 @@ def encode_plain(tokenizer: tokenizers.Tokenizer, texts: Sequence[str], max_ids:
 
 
 def read_ids(tokenizer: tokenizers.Tokenizer, texts: Sequence[str], max_ids: int) -> list[TokenIds]:
-    """Read texts that are token ids, with a space between each two, and the last `max_ids` of each only. No
-    special tokens are added. The tokenizer is not used. Raises RequestError."""
+    """Parse texts of token ids separated by single spaces, and keep the last `max_ids` of each. No special
+    tokens are added, and the tokenizer is not used. Raises RequestError."""
     return [_read_ids(text, max_ids, number) for number, text in enumerate(texts, 1)]
 
 
@@ -118,7 +118,8 @@ def tokenize(
     """Answer fmaas's Tokenize call with a serialized BatchedTokenizeResponse.
 
     Truncation keeps the last tokens and adds none. Raises RequestError."""
-    answer, limit = pb.BatchedTokenizeResponse(), request.truncate_input_tokens
+    answer = pb.BatchedTokenizeResponse()
+    limit = request.truncate_input_tokens
     texts = [item.text for item in request.requests]
     in_full = request.return_tokens or request.return_offsets
     encodings: Sequence[_EncodedIds | tokenizers.Encoding] = (
@@ -140,11 +141,12 @@ def tokenize(
 
 
 class _EncodedIds:
-    """Text that is token ids, in the form of the library's encodings of texts."""
+    """Text of token ids, with the interface of the library's encodings."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, text: str, number: int) -> None:
-        """Read the text of the input of that number. Raises RequestError."""
-        self._tokenizer, self._text = tokenizer, text
+        """Parse the text of input `number`. Raises RequestError."""
+        self._tokenizer = tokenizer
+        self._text = text
         self.ids = _read_ids(text, len(text), number).last
 
     def __len__(self) -> int:
@@ -160,7 +162,7 @@ class _EncodedIds:
 
 
 def byte_offsets(text: str, offsets: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return character offsets into `text` as offsets into its UTF-8 bytes."""
+    """Convert character offsets into `text` to offsets into its UTF-8 bytes."""
     if text.isascii():
         return list(offsets)
     ends = [0]
@@ -180,6 +182,6 @@ def encode(
     encode_batch = tokenizer.encode_batch if with_offsets else tokenizer.encode_batch_fast
     try:
         return encode_batch(list(texts), add_special_tokens=adds_special_tokens)
-    # The library raises bare Exception, and BaseException if it panics. The error's text may quote the input.
+    # The library raises plain Exceptions, and BaseExceptions after a panic. Their texts may quote the input.
     except BaseException as error:
         raise RequestError("tokenizer error the text could not be encoded", "text") from error

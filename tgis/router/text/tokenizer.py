@@ -1,4 +1,4 @@
-"""Tokenizes text off the event loop, and looks up the vocabulary's pieces."""
+"""Tokenizes text outside the event loop, and looks up vocabulary pieces."""
 
 import asyncio
 import json
@@ -24,30 +24,31 @@ from tgis.router.text.tokenization import (
 from tgis.router.text.tokenizer_process import TokenizerProcess
 
 MAX_WORKERS = 8
-LONG_TEXT_BYTES = 32 << 10  # size of a call's text above which the tokenizer process takes it
-BYTES_PER_TEXT = 64  # least cost of a text, as the bytes of text that would cost as much
+LONG_TEXT_BYTES = 32 << 10  # size above which the tokenizer process handles a call's text
+BYTES_PER_TEXT = 64  # minimum cost of a text, in bytes of text
 
 T = TypeVar("T")
 
 
 def default_workers(cores: int, num_sharing: int) -> int:
-    """Return the number of threads of each process: one core is left to the other work of all of them."""
+    """Return the number of threads per process. One core is reserved for the other work of all processes."""
     return min(max((cores - 1) // num_sharing, 1), MAX_WORKERS)
 
 
 class Tokenizer:
-    """A `tokenizer.json` and its settings, with threads and a process. It is safe to use from any task."""
+    """Tokenizer from a `tokenizer.json` and its settings, with its threads and process. Any task can use
+    it."""
 
     def __init__(self, directory: Path, num_workers: int | None = None, num_sharing: int = 1) -> None:
-        """Load the tokenizer; by default `num_sharing` processes divide the cores. Raises StartupError if the
-        directory has no tokenizer that can be read."""
+        """Load the tokenizer. By default, `num_sharing` processes share the cores. Raises StartupError if the
+        directory has no readable tokenizer."""
         self.fast = load_tokenizer(directory)
         self.max_bytes_per_token = max_bytes_per_token(self.fast)
-        """Upper bound from `token_bound`, or None if a text must be tokenized to show that it is too long."""
+        """Upper bound from `token_bound`, or None if only tokenization can show that a text is too long."""
         settings = model_files.read_json(directory, "tokenizer_config.json")
         self._settings = model_files.read_json(directory, "special_tokens_map.json") | settings
         self.ids_before_text = ids_before_text(self.fast) or self._bos_of_settings()
-        """Ids of the tokens that begin every text and survive truncation."""
+        """Ids of the tokens that begin every text and are kept by truncation."""
         self.num_workers = num_workers or default_workers(count_cores(), num_sharing)
         self._threads = ThreadPoolExecutor(self.num_workers, thread_name_prefix="tokenizer")
         self._process = TokenizerProcess(directory)
@@ -58,13 +59,13 @@ class Tokenizer:
 
     @cached_property
     def decoder(self) -> dict[str, Any] | None:
-        """Settings of the decoder. Reading them takes a noticeable time for a large vocabulary."""
+        """Settings of the decoder. Reading them is slow for a large vocabulary."""
         decoder: dict[str, Any] | None = json.loads(self.fast.to_str())["decoder"]
         return decoder
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
-        """The id of the token with which the tokenizer's settings end a text, if they name one."""
+        """Set with the id of the EOS token in the tokenizer's settings, or empty."""
         token_id = self._special_id("eos_token")
         return frozenset(() if token_id is None else (token_id,))
 
@@ -78,15 +79,15 @@ class Tokenizer:
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
     def added_token_id(self, text: str) -> int | None:
-        """Return the id of the token that stands for this text in any input; None if there is none."""
+        """Return the id of the added token with this text; None if there is none."""
         return self._added_ids.get(text)
 
     def ids_beyond(self, vocab_size: int) -> list[int]:
-        """Return the token ids that a model with that many tokens does not have, the largest last."""
+        """Return the token ids outside a vocabulary of that size, sorted."""
         return sorted(token_id for token_id in self.fast.get_vocab().values() if token_id >= vocab_size)
 
     def piece(self, token_id: int) -> str:
-        """Return the vocabulary's piece, which is not decoded text; empty for ids outside the vocabulary."""
+        """Return the vocabulary piece, which is not decoded text; empty for ids outside the vocabulary."""
         return self.fast.id_to_token(token_id) or ""
 
     async def encode_ids(
@@ -97,8 +98,8 @@ class Tokenizer:
         are_ids: bool = False,
         adds_special_tokens: bool = True,
     ) -> list[TokenIds]:
-        """Encode a call's texts, or read those that `are_ids`; keep the last `max_ids` of each. Raises
-        RequestError, OverloadedError."""
+        """Encode a call's texts, or parse them if they `are_ids`, and keep the last `max_ids` of each. Raises
+        RequestError and OverloadedError."""
         encode = read_ids if are_ids else encode_ids if adds_special_tokens else encode_plain
         num_bytes = sum(max(len(text.encode(errors="replace")), BYTES_PER_TEXT) for text in texts)
         if num_bytes > LONG_TEXT_BYTES:
@@ -106,7 +107,7 @@ class Tokenizer:
         return await self._in_thread(encode, texts, max_ids)
 
     async def tokenize(self, job: TokenizeJob, connection: Hashable) -> Tokenized:
-        """Answer a call that asks for tokens. Raises RequestError and OverloadedError."""
+        """Answer a tokenization call. Raises RequestError and OverloadedError."""
         if max(job.num_bytes, BYTES_PER_TEXT * job.num_texts) > LONG_TEXT_BYTES:
             return await self._process.run(
                 job.function, *job.arguments, connection=connection, num_bytes=job.num_bytes
@@ -114,8 +115,8 @@ class Tokenizer:
         return await self._in_thread(job.function, *job.arguments)
 
     def truncate(self, ids: TokenIds, max_tokens: int, begins_as_texts: bool = True) -> TokenIds:
-        """Keep the last `max_tokens`. With `begins_as_texts`, tokens that begin every text replace the first
-        of them."""
+        """Keep the last `max_tokens`. With `begins_as_texts`, the first of them are replaced by the tokens
+        that begin every text."""
         if not 0 < max_tokens < ids.num_tokens:
             return ids
         before = self.ids_before_text[:max_tokens] if begins_as_texts else []
@@ -131,8 +132,8 @@ class Tokenizer:
         return await loop.run_in_executor(self._threads, function, self.fast, *arguments)
 
     def _bos_of_settings(self) -> list[int]:
-        """Return the beginning-of-text token that `add_bos_token: true` asks for. As in TGIS, truncated
-        inputs begin with it even where the tokenizer adds none, so that whole inputs lack it."""
+        """Return the BOS token requested by `add_bos_token: true`. As in TGIS, truncated inputs begin with it
+        even if the tokenizer does not add it to whole inputs."""
         token_id = self._special_id("bos_token") if self._settings.get("add_bos_token") else None
         return [] if token_id is None else [token_id]
 

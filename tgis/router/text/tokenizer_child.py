@@ -1,5 +1,5 @@
-"""The tokenizer process. It answers one call at a time at a low priority, so that long texts block neither
-the router's interpreter nor other computations on this machine."""
+"""Main module of the tokenizer process. It answers one call at a time at low priority, so that long texts
+block neither the router's interpreter nor other work on the machine."""
 
 import os
 import sys
@@ -16,14 +16,15 @@ from tgis.router.errors import RequestError
 from tgis.router.text.tokenization import load_tokenizer
 
 NICENESS = 10
-IDLE_S = 2.0  # idle time after which it keeps no memory for the next text
+IDLE_S = 2.0  # idle time after which free memory is given back to the system
 
 
 def main(fd: int, directory: Path, parent: int) -> None:
-    """Say over the socket `fd` that the tokenizer is loaded, then answer calls until the other end closes."""
+    """Report over the socket `fd` that the tokenizer is loaded, then answer calls until the other end
+    closes."""
     die_with(parent)
     os.nice(NICENESS)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # it may use only one core
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # use only one core
     tokenizer = load_tokenizer(directory)
     with Connection(fd) as connection:
         connection.send(None)
@@ -39,11 +40,11 @@ def main(fd: int, directory: Path, parent: int) -> None:
 
 
 def _answer(function: Callable[..., object], tokenizer: tokenizers.Tokenizer, *arguments: Any) -> object:
-    """Return the call's result, or the RequestError that refuses it."""
+    """Return the call's result, or the RequestError that rejects it."""
     try:
         return function(tokenizer, *arguments)
     except RequestError as error:
-        # Without the library's error, whose text may quote the input.
+        # Drop the library's error as the cause, because its text may quote the input.
         return RequestError(str(error), error.parameter)
 
 

@@ -1,5 +1,5 @@
-"""Tokenizes long texts in a process of its own. Small texts, which threads of the router tokenize, never wait
-behind long ones, and no long text blocks the router's interpreter."""
+"""Tokenizes long texts in a separate process. Short texts, which the router's threads tokenize, never wait
+for long ones, and long texts do not block the router's interpreter."""
 
 import asyncio
 import os
@@ -17,8 +17,8 @@ from tgis.process.fair_queue import FairQueue
 from tgis.router.errors import OVERLOADED, OverloadedError, RequestError
 
 MAX_QUEUED_BYTES = 64 << 20
-# Time that the process may spend on a text whose call has ended. Below it, going on costs less than starting
-# a new process.
+# Maximum time that the process spends on a text whose call has ended. Finishing a shorter text costs less
+# than starting a new process.
 ABANDONED_S = 2.0
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class _Job:
-    """One call: a function of a tokenizer, and its other arguments."""
+    """Call of a function with the tokenizer and other arguments."""
 
     function: Callable[..., object]
     arguments: tuple[object, ...]
@@ -34,13 +34,14 @@ class _Job:
 
 
 class TokenizerProcess:
-    """Client of the tokenizer process. The process answers one call at a time, those of each connection in
-    turn. It starts with the first call and is started again if it dies."""
+    """Client of the tokenizer process. The process answers one call at a time and serves connections in turn.
+    It starts with the first call and is restarted if it dies."""
 
     def __init__(self, directory: Path) -> None:
         self._queue: FairQueue[_Job] = FairQueue(MAX_QUEUED_BYTES)
         self._child = _Child(directory)
-        # The process dies with the thread that starts it, because the kernel watches threads, not processes.
+        # The thread must outlive the process: the kernel kills the process when the thread that started it
+        # ends.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer process")
         self._worker: asyncio.Task[None] | None = None
         self._running: _Job | None = None
@@ -48,7 +49,7 @@ class TokenizerProcess:
     async def run(
         self, function: Callable[..., T], *arguments: object, connection: Hashable, num_bytes: int
     ) -> T:
-        """Return `function` of the tokenizer and `arguments`. `function` is at the top of its module, and
+        """Call the module-level `function` with the tokenizer and `arguments`, and return its result.
         `num_bytes` is the size of its texts. Raises RequestError and OverloadedError."""
         job = _Job(function, arguments)
         for dropped in self._queue.push(connection, job, num_bytes):
@@ -65,7 +66,7 @@ class TokenizerProcess:
             try:
                 raise answer
             finally:
-                del answer  # its traceback refers to this frame: the cycle would keep the texts
+                del answer  # its traceback refers to this frame, and the cycle would keep the texts alive
         return answer
 
     def close(self) -> None:
@@ -85,7 +86,7 @@ class TokenizerProcess:
         self._worker = None
 
     async def _run(self, job: _Job) -> object:
-        """Return the answer, or the exception to raise for it."""
+        """Return the result, or the exception to raise."""
         loop = asyncio.get_running_loop()
         try:
             for _ in range(2):  # the process may have been killed from outside
@@ -104,7 +105,7 @@ class TokenizerProcess:
 
 
 class _Child:
-    """The process and the router's end of its socket. Only one thread starts it and calls it."""
+    """Tokenizer process and the router's end of its socket. Only one thread may start it and call it."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -113,7 +114,7 @@ class _Child:
         self._is_closed = False
 
     def ask(self, function: Callable[..., object], arguments: tuple[object, ...]) -> object:
-        """Return the answer, or None if the process dies first. Raises RuntimeError if it cannot start."""
+        """Return the result, or None if the process dies first. Raises RuntimeError if it cannot start."""
         connection = self._connection or self._start()
         try:
             connection.send((function, arguments))
@@ -124,17 +125,17 @@ class _Child:
 
     def kill(self) -> None:
         """Kill the process. Any thread may call this."""
-        process = self._process  # the thread that asks may reap it meanwhile
+        process = self._process  # the other thread may reap it concurrently
         if process is not None:
             process.kill()
 
     def close(self) -> None:
-        """Kill the process, also one that is just starting. Any thread may call this."""
+        """Kill the process, even if it is just starting. Any thread may call this."""
         self._is_closed = True
         self.kill()
 
     def reap(self) -> int:
-        """Wait for the process, which has ended or is ending, and return its exit status."""
+        """Wait for the process to end, and return its exit status."""
         if self._connection is not None:
             self._connection.close()
         status = 0 if self._process is None else self._process.wait()
@@ -152,15 +153,13 @@ class _Child:
                 pass_fds=[fd],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # a crashing library's last output may quote the user
-                start_new_session=True,  # a terminal's Ctrl-C is meant for the router alone
+                stderr=subprocess.DEVNULL,  # the output of a crashing library may quote a user's text
+                start_new_session=True,  # Ctrl-C in a terminal must reach only the router
             )
         if self._is_closed:
             self.kill()
         try:
             connection.recv()
         except (EOFError, OSError) as error:
-            raise RuntimeError(
-                f"the tokenizer process ended at its start with status {self.reap()}"
-            ) from error
+            raise RuntimeError(f"the tokenizer process failed to start: exit status {self.reap()}") from error
         return connection

@@ -1,1 +1,1 @@
-"""Soft prompts and LoRA adapters that a shard has loaded, and their use in a step."""
+"""Loads soft prompts and LoRA adapters, and applies them in steps."""

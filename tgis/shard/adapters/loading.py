@@ -1,5 +1,5 @@
-"""Loads soft prompts and adapters for a model: sets up the store and the cache of copies, decides how much
-memory they may use, and makes this rank's part from a copy."""
+"""Loads soft prompts and adapters for a model: opens the store and the artifact cache, computes the memory
+limits, and builds this rank's part from a cached copy."""
 
 import logging
 import shutil
@@ -29,7 +29,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class AdapterLimits:
-    """Limits of a rank: bytes of loaded soft prompts and adapters, and tokens of a soft prompt."""
+    """Per-rank limits: bytes of loaded soft prompts and adapters, and tokens per soft prompt."""
 
     prompt_bytes: int
     adapter_bytes: int
@@ -40,7 +40,7 @@ class AdapterLimits:
         return self.prompt_bytes + self.adapter_bytes
 
     def require(self, parts: Parts, prompt_width: int, is_encoder_decoder: bool) -> AdapterRequirements:
-        """Return what the model made from `parts` accepts."""
+        """Return the requirements of the model that was built from `parts`."""
         return AdapterRequirements(
             prompt_width=prompt_width,
             dtype=parts.dtype,
@@ -52,13 +52,13 @@ class AdapterLimits:
 
 
 def adapter_limits(config: ShardConfig, is_tunable: bool, max_sequence_length: int) -> AdapterLimits:
-    """Return the limits: zero bytes where nothing is configured, or for a model that takes neither soft
+    """Return the limits. They are zero bytes if nothing is configured, or if the model supports neither soft
     prompts nor adapters (`is_tunable` is false). Raises UnsupportedModelError."""
     if config.lora_adapters and not is_tunable:
         raise UnsupportedModelError(
-            "--lora-adapters need the service's own engine: leave DEPLOYMENT_FRAMEWORK unset"
-            if _is_known(config)
-            else "--lora-adapters need the service's own engine, which does not run this model"
+            "--lora-adapters needs the service's own engine: leave DEPLOYMENT_FRAMEWORK unset"
+            if _is_own_model(config)
+            else "--lora-adapters needs the service's own engine, which does not run this model"
         )
     has_prompts = is_tunable and config.prefix_store_path
     has_adapters = has_prompts or (is_tunable and (config.adapter_cache or config.lora_adapters))
@@ -70,73 +70,76 @@ def adapter_limits(config: ShardConfig, is_tunable: bool, max_sequence_length: i
 
 
 def open_artifact_cache(config: ShardConfig) -> ArtifactCache:
-    """Open the cache of copies that all ranks share, next to their sockets."""
+    """Open the artifact cache that all ranks share, next to their sockets."""
     return ArtifactCache(Path(f"{config.uds_path}-contents"))
 
 
 def open_adapters(config: ShardConfig, model: Model) -> LoadedAdapters:
-    return LoadedAdapters(partial(_read, open_artifact_cache(config), model, _is_known(config)))
+    return LoadedAdapters(partial(_read, open_artifact_cache(config), model, _is_own_model(config)))
 
 
 def open_store(config: ShardConfig, model: Model, max_sequence_length: int) -> AdapterStore:
-    """Open the store over the configured directories, with the limits of `model`."""
+    """Open the store of the configured directories, with the limits for `model`."""
     required = None
     if isinstance(model, AdaptableModel):
         limits = adapter_limits(config, True, max_sequence_length)
         required = limits.require(model.parts, model.prompt_width, model.spec.is_encoder_decoder)
     artifacts = open_artifact_cache(config)
-    if config.rank == 0:  # only rank 0 gets requests to find something
+    if config.rank == 0:  # only rank 0 gets Find calls
         _warn(config, required)
         if required is not None:
-            _warn_of_room(artifacts.directory, required.max_prompt_bytes + required.max_adapter_bytes)
-    prompts, adapters = (path and Path(path) for path in (config.prefix_store_path, config.adapter_cache))
+            _warn_if_disk_full(artifacts.directory, required.max_prompt_bytes + required.max_adapter_bytes)
+    prompts = Path(config.prefix_store_path) if config.prefix_store_path else None
+    adapters = Path(config.adapter_cache) if config.adapter_cache else None
     named = read_names(config.lora_adapters)
-    return AdapterStore(artifacts, required, prompts or None, adapters or None, named, _is_known(config))
+    return AdapterStore(artifacts, required, prompts, adapters, named, _is_own_model(config))
 
 
 def read_names(text: str | None) -> dict[str, Path]:
-    """Parse `name=directory,...`, the form that the launcher passes."""
-    pairs = (one.split("=", 1) for one in text.split(",")) if text else ()
+    """Parse `name=directory,...`, which the launcher passes."""
+    pairs = (pair.split("=", 1) for pair in text.split(",")) if text else ()
     return {name: Path(path) for name, path in pairs}
 
 
-def _is_known(config: ShardConfig) -> bool:
-    """Return whether the service's own engine could run the model if DEPLOYMENT_FRAMEWORK were unset."""
+def _is_own_model(config: ShardConfig) -> bool:
+    """Return whether the service's own engine would run the model if DEPLOYMENT_FRAMEWORK were unset."""
     if ENGINES.get(config.deployment_framework or "") != "hf_transformers":
         return False
     return model_registry.serves(model_files.read_json(Path(config.model_path), "config.json"))
 
 
 def _warn(config: ShardConfig, required: AdapterRequirements | None) -> None:
-    """Log what makes requests fail. A missing directory is no error, because it may appear later."""
+    """Warn of settings that make requests fail. A missing directory is no error, because it may appear
+    later."""
     paths = {"prefix_store_path": config.prefix_store_path, "adapter_cache": config.adapter_cache}
     for option, path in paths.items():
         if path and not Path(path).is_dir():
             logger.warning("%s: the directory %s does not exist", option, path)
     if required is None and any(paths.values()):
-        refusal = NotTunableError(_is_known(config))
-        logger.warning("requests for soft prompts and adapters fail: %s", refusal)
+        refusal = NotTunableError(_is_own_model(config))
+        logger.warning("requests for soft prompts and adapters will fail: %s", refusal)
 
 
-def _warn_of_room(directory: Path, wanted: int) -> None:
-    """Warn if copies of all that may be loaded do not fit on the disk now."""
-    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    if free < wanted:
+def _warn_if_disk_full(directory: Path, num_bytes: int) -> None:
+    """Warn if the disk has less than `num_bytes` free for copies of soft prompts and adapters."""
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < num_bytes:
         logger.warning(
-            "%s: copies of soft prompts and adapters may need %d MiB, and %d MiB are free",
-            *(directory, wanted // MIB, free // MIB),
+            "%s: copies of soft prompts and adapters may need %d MiB, but only %d MiB are free",
+            *(directory, num_bytes // MIB, free // MIB),
         )
 
 
-def _read(artifacts: ArtifactCache, model: Model, is_known: bool, digest: str) -> LoadedAdapter:
+def _read(artifacts: ArtifactCache, model: Model, is_own_model: bool, digest: str) -> LoadedAdapter:
     """Read this rank's part. Raises NotTunableError, AdapterError, MissingArtifactError and OSError."""
     if not isinstance(model, AdaptableModel):
-        raise NotTunableError(is_known)
+        raise NotTunableError(is_own_model)
     artifact = artifacts.open(digest)
     if artifact.kind == "adapter":
         model.parts.kernels.prepare_adapters()
         return read_adapter(model.parts, artifact.tensors, artifact.about["scales"])
-    device, none = model.parts.kernels.device, torch.empty(0, model.prompt_width, dtype=model.parts.dtype)
-    mapped = (artifact.tensors.get(name, none) for name in ("decoder", "encoder"))
+    device = model.parts.kernels.device
+    empty = torch.empty(0, model.prompt_width, dtype=model.parts.dtype)
+    mapped = (artifact.tensors.get(name, empty) for name in ("decoder", "encoder"))
     return LoadedPrompt(*(tensor.to(device, copy=True) for tensor in mapped))

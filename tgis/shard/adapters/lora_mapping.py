@@ -1,5 +1,5 @@
-"""Maps a LoRA adapter's tensors to the model's layers on this rank. The adapter has the names of modules that
-transformers used when it was trained; the model has those of its family."""
+"""Maps a LoRA adapter's tensors to the model's layers on this rank. The adapter has the module names of the
+transformers version that trained it; the model has the names of its family."""
 
 import itertools
 import re
@@ -17,23 +17,23 @@ from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.layers.lora import Adapter, Cut, LowRank
 from tgis.shard.layers.ops import Parts
 
-# Rows of the model's embeddings that are compared at a time.
+# Number of rows of the model's embeddings that are compared at a time.
 COMPARED_ROWS = 8192
-# Absolute tolerance: rounding hides any difference of numbers as small as this.
+# Absolute tolerance: smaller differences disappear in rounding.
 TINY = 1e-6
 
 Trace = Sequence[ModuleRows]
 
-# Names of modules in memory since transformers 5, and the names that families use.
+# Module names since transformers 5, and the names that families use.
 _RENAMED = (
     ("model.language_model.", "model."),
     (".mlp.gate", ".block_sparse_moe.gate"),
     (".block_sparse_moe.router", ".block_sparse_moe.router.layer"),
     ("lm_head", "embed_out"),
 )
-# Since transformers 5 one parameter holds all experts. The table has the modules whose rows it contains.
+# Since transformers 5, one parameter holds all experts. The table lists the modules whose rows it contains.
 _EXPERTS = re.compile(r"(.+)\.(?:mlp|block_sparse_moe)\.experts\.(gate_up_proj|down_proj)")
-_OF_AN_EXPERT = {
+_EXPERT_MODULES = {
     "gate_up_proj": (
         ("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"),
         ("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj"),
@@ -51,7 +51,7 @@ _UNUSED = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..+")
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """Change of a module's weight: scale * b a."""
+    """Change of a module's weight: scale * b @ a."""
 
     a: Tensor  # [rank, in]
     b: Tensor  # [out, rank]
@@ -59,20 +59,20 @@ class Change:
 
 
 def read_adapter(parts: Parts, tensors: Mapping[str, Tensor], scales: Mapping[str, float]) -> Adapter:
-    """Return this rank's part of an adapter for the model made from `parts`, with all data copied. Raises
+    """Return this rank's part of an adapter for the model built from `parts`. All data is copied. Raises
     AdapterError if a tensor fits no layer."""
     traces = {path: parts.weights.trace(path, cut.shape) for path, cut in parts.cuts.items()}
     _compare_tables(parts, traces, tensors)
     deltas: dict[str, tuple[LowRank, ...]] = {}
-    for kind, read in ((False, _read_matrix), (True, _read_table)):
-        mine = {path: trace for path, trace in traces.items() if parts.cuts[path].is_table is kind}
-        known = {rows.module for trace in mine.values() for rows in trace}
-        changes = _read_changes(tensors, scales, kind, known, parts.weights.prefix)
-        if kind and changes and any(path.startswith("encoder.") for path in traces):
-            # transformers has separate modules for the embeddings of encoder and decoder, and never calls the
-            # module that they share.
+    for is_table, read in ((False, _read_matrix), (True, _read_table)):
+        selected = {path: trace for path, trace in traces.items() if parts.cuts[path].is_table is is_table}
+        known = {rows.module for trace in selected.values() for rows in trace}
+        changes = _read_changes(tensors, scales, is_table, known, parts.weights.prefix)
+        if is_table and changes and any(path.startswith("encoder.") for path in traces):
+            # transformers has separate embedding modules for encoder and decoder, and never calls the module
+            # whose weights they share.
             raise AdapterError("adapters of an encoder-decoder model's embeddings are not supported")
-        deltas |= _read_all(parts, mine, changes, read)
+        deltas |= _read_all(parts, selected, changes, read)
     if not deltas:
         raise AdapterError("it is for another model: it changes no layer of this one")
     return Adapter({path: delta for path, delta in deltas.items() if delta})
@@ -85,22 +85,22 @@ def _read_changes(
     known: set[str],
     prefix: str,
 ) -> dict[str, Change]:
-    """Return the changes by the names of the known modules. Raises AdapterError if one fits no module."""
+    """Return the changes by name of known module. Raises AdapterError if a change fits no module."""
     kinds = ("lora_embedding_A", "lora_embedding_B") if is_table else ("lora_A.weight", "lora_B.weight")
     changes: dict[str, Change] = {}
     for module, scale in scales.items():
         a, b = (tensors.get(f"{module}.{kind}") for kind in kinds)
         if a is None or b is None or _UNUSED.fullmatch(module):
             continue
-        found = {
+        matches = {
             name: Change(own_a, own_b, scale) for name, own_a, own_b in _divide(module, a, b, known, prefix)
         }
-        if not found:
+        if not matches:
             what = "table of tokens" if is_table else "linear layer"
             raise AdapterError(f"it is for another model: {quote(module)} is no {what} of this one")
-        if not changes.keys().isdisjoint(found):
+        if not changes.keys().isdisjoint(matches):
             raise AdapterError(f"it changes {quote(module)} under two names")
-        changes |= found
+        changes |= matches
     return changes
 
 
@@ -110,12 +110,13 @@ def _read_all(
     changes: Mapping[str, Change],
     read: Callable[[Cut, Trace, Mapping[str, Change]], Iterator[LowRank]],
 ) -> dict[str, tuple[LowRank, ...]]:
-    deltas, device = {}, parts.kernels.device
+    deltas = {}
+    device = parts.kernels.device
     for path, trace in traces.items():
         if any(rows.module in changes for rows in trace):
             _check_fit(parts.cuts[path], trace, changes)
-            found = read(parts.cuts[path], trace, changes)
-            deltas[path] = tuple(LowRank(one.a.to(device), one.b.to(device), one.first) for one in found)
+            terms = read(parts.cuts[path], trace, changes)
+            deltas[path] = tuple(LowRank(term.a.to(device), term.b.to(device), term.first) for term in terms)
     return deltas
 
 
@@ -125,18 +126,19 @@ def _check_fit(cut: Cut, trace: Trace, changes: Mapping[str, Change]) -> None:
         heights[rows.module] += rows.count
     for module, height in heights.items():
         if change := changes.get(module):
-            found, wanted = (len(change.b), change.a.shape[1]), (height, cut.shape[1])
-            found = found[::-1] if cut.is_table else found
-            if found != wanted:
+            shape = (len(change.b), change.a.shape[1])
+            shape = shape[::-1] if cut.is_table else shape
+            expected = (height, cut.shape[1])
+            if shape != expected:
                 raise AdapterError(
-                    f"it is for another model: {quote(module)} changes {found[0]} by {found[1]}, not "
-                    f"{wanted[0]} by {wanted[1]}"
+                    f"it is for another model: {quote(module)} changes {shape[0]} by {shape[1]}, not "
+                    f"{expected[0]} by {expected[1]}"
                 )
 
 
 def _read_matrix(cut: Cut, trace: Trace, changes: Mapping[str, Change]) -> Iterator[LowRank]:
-    """Yield the parts for a linear layer. Neighbouring output columns that share one `a` become one part, so
-    that a packed layer that was trained as one module stays one part."""
+    """Yield the terms for a linear layer. Adjacent output columns with the same `a` become one term, so that
+    a packed layer that was trained as one module needs only one."""
     first = 0
     columns = cut.columns or slice(None)
 
@@ -158,14 +160,14 @@ def _read_table(cut: Cut, trace: Trace, changes: Mapping[str, Change]) -> Iterat
 
 
 def _pack(a: Tensor, b: Tensor, scale: float, first: int) -> LowRank:
-    """Copy a and b, transposed and with the scale in b."""
+    """Copy a and b, both transposed and b multiplied by the scale."""
     copied = a.T.to(torch.float32).clone(memory_format=torch.contiguous_format)  # [in, rank]
     scaled = b.T.to(torch.float32).mul(scale).contiguous()  # [rank, width]
     return LowRank(copied, scaled, first)
 
 
 def _list_own(cut: Cut, trace: Trace) -> Iterator[ModuleRows]:
-    """Yield the rank's own rows in its order."""
+    """Yield this rank's rows in the order of its tensor."""
     for part in cut.rows:
         start = 0
         for rows in trace:
@@ -176,8 +178,8 @@ def _list_own(cut: Cut, trace: Trace) -> Iterator[ModuleRows]:
 
 
 def _compare_tables(parts: Parts, traces: Mapping[str, Trace], tensors: Mapping[str, Tensor]) -> None:
-    """Raise AdapterError if the adapter's copy of the embeddings differs from the model's. PEFT saves one if
-    an adapter changes them or if the vocabulary has grown."""
+    """Raise AdapterError if the adapter's copy of the embeddings differs from the model's. PEFT saves a copy
+    if the adapter changes the embeddings or the vocabulary has grown."""
     paths = {traces[path][0].module: path for path in ("embed", "head")}
     copies = {module: name for name in tensors for module, kind in [split_name(name)] if kind == "base"}
     try:
@@ -187,7 +189,7 @@ def _compare_tables(parts: Parts, traces: Mapping[str, Trace], tensors: Mapping[
                 raise AdapterError(f"it was trained with other weights of {quote(module)} than the model's")
     except WeightsError as error:
         raise AdapterError(
-            "the model's embeddings cannot be read to compare the adapter's copy of them"
+            "the model's embeddings cannot be read for comparison with the adapter's copy"
         ) from error
     finally:
         if copies:
@@ -201,7 +203,8 @@ def _is_same(parts: Parts, path: str, copy: Tensor) -> bool:
     stored = parts.weights.find_matrix(path, shape)
     for start in range(0, len(copy), COMPARED_ROWS):
         rows = slice(start, start + COMPARED_ROWS)
-        ours, theirs = stored.read(rows), copy[rows]
+        ours = stored.read(rows)
+        theirs = copy[rows]
         error = max(torch.finfo(dtype).eps for dtype in (ours.dtype, theirs.dtype, parts.dtype))
         if not torch.allclose(theirs.float(), ours.float(), rtol=error, atol=TINY):
             return False
@@ -209,7 +212,7 @@ def _is_same(parts: Parts, path: str, copy: Tensor) -> bool:
 
 
 def _find_name(module: str, known: Collection[str], prefix: str) -> str | None:
-    """Return the name in `known` of an adapter's module, or None. Either name may lack the `prefix`."""
+    """Return the name in `known` that an adapter's module has, or None. Either name may lack the `prefix`."""
     renamed = (module.replace(theirs, ours) for theirs, ours in _RENAMED if theirs in module)
     for name in (module, *renamed):
         for spelling in (name, name.removeprefix(prefix), prefix + name):
@@ -221,15 +224,15 @@ def _find_name(module: str, known: Collection[str], prefix: str) -> str | None:
 def _divide(
     module: str, a: Tensor, b: Tensor, known: Collection[str], prefix: str
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield each known module that an adapter's module stands for, with its a [rank, in] and b [out, rank]:
-    itself, the experts' modules if it is a parameter of all experts, or none."""
+    """Yield the known modules that an adapter's module maps to, each with its a [rank, in] and b [out, rank].
+    A parameter that holds all experts maps to the experts' modules; any other to one module or none."""
     if name := _find_name(module, known, prefix):
         yield name, a, b
-    elif found := _EXPERTS.fullmatch(module):
-        for layout in _OF_AN_EXPERT[found[2]]:
-            experts = list(_list_experts(found[1], layout, known))
+    elif match := _EXPERTS.fullmatch(module):
+        for layout in _EXPERT_MODULES[match[2]]:
+            experts = list(_list_experts(match[1], layout, known))
             if experts and len(a) % len(experts) == 0 and len(b) % len(layout) == 0:
-                yield from _share_out(experts, a, b)
+                yield from _split_experts(experts, a, b)
 
 
 def _list_experts(block: str, layout: Sequence[str], known: Collection[str]) -> Iterator[list[str]]:
@@ -240,10 +243,13 @@ def _list_experts(block: str, layout: Sequence[str], known: Collection[str]) -> 
         yield names
 
 
-def _share_out(experts: Sequence[list[str]], a: Tensor, b: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Split a [num_experts * rank, in] and b [out, rank * num_experts] into those of each expert's modules.
-    In b, each expert has every num_experts-th column."""
-    each_a, each_b = a.chunk(len(experts)), b.view(len(b), -1, len(experts)).unbind(-1)
+def _split_experts(
+    experts: Sequence[list[str]], a: Tensor, b: Tensor
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Split a [num_experts * rank, in] and b [out, rank * num_experts] by expert module. Each expert owns
+    every num_experts-th column of b."""
+    each_a = a.chunk(len(experts))
+    each_b = b.view(len(b), -1, len(experts)).unbind(-1)
     for names, own_a, own_b in zip(experts, each_a, each_b, strict=True):
         for name, part in zip(names, own_b.chunk(len(names)), strict=True):
             yield name, own_a, part

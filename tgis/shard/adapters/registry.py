@@ -1,5 +1,5 @@
-"""Holds the soft prompts and adapters that this rank has loaded, by digest. Threads of RPCs load and unload
-them while steps read them. Rows keep using what is unloaded until they are closed."""
+"""Holds the soft prompts and adapters that this rank has loaded, by digest. RPC threads load and unload them
+while steps read them. Open rows keep using an unloaded adapter until they are closed."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ from tgis.shard.memory.host_limits import release_memory
 
 @dataclass(frozen=True, eq=False)
 class LoadedPrompt:
-    """Loaded soft prompt: embeddings of virtual tokens that precede the tokens of decoder and encoder."""
+    """Loaded soft prompt: embeddings of the virtual tokens before the tokens of decoder and encoder."""
 
     decoder: Tensor  # [num_decoder_tokens, prompt_width], in the dtype of the weights
     encoder: Tensor  # [num_encoder_tokens, prompt_width]
@@ -23,8 +23,8 @@ class LoadedPrompt:
 
 LoadedAdapter = LoadedPrompt | Adapter
 
-# Bytes unloaded between two returns of freed memory to the system. A return takes 20 ms beside the steps.
-# Without it memory would grow, because what is loaded next seldom fits into the gaps.
+# Bytes that are unloaded before freed memory is returned to the system. Returning it takes 20 ms while steps
+# run. Without it, memory would grow, because the next adapter seldom fits into the gaps.
 RELEASE_BYTES = 128 << 20
 
 
@@ -32,7 +32,7 @@ class LoadedAdapters:
     """Registry of loaded soft prompts and adapters. Safe to use from any thread."""
 
     def __init__(self, read: Callable[[str], LoadedAdapter]) -> None:
-        """Use `read` to load what has a digest. It may raise any exception."""
+        """Load adapters with `read(digest)`, which may raise any exception."""
         self._read = read
         self._loaded: dict[str, LoadedAdapter] = {}
         self._loading: dict[str, Future[None]] = {}
@@ -40,19 +40,20 @@ class LoadedAdapters:
         self._lock = threading.Lock()
 
     def load(self, digest: str) -> None:
-        """Load what has that digest. Concurrent calls read it once. Raises what `read` raises, and
-        MissingArtifactError if it is unloaded before it is loaded."""
-        mine: Future[None] = Future()
+        """Load the adapter with that digest. Concurrent calls read it once. Raises the errors of `read`, and
+        MissingArtifactError if the adapter is unloaded while it is read."""
+        own: Future[None] = Future()
         with self._lock:
             if digest in self._loaded:
                 return
-            first = self._loading.setdefault(digest, mine)
-        if first is mine:
-            self._load(digest, mine)
+            first = self._loading.setdefault(digest, own)
+        if first is own:
+            self._load(digest, own)
         first.result()
 
     def unload(self, digests: Iterable[str]) -> None:
-        """Unload these. What is still being read is not kept, because its requester has given up."""
+        """Unload these. Adapters that are still being read are discarded, because their requester has given
+        up."""
         with self._lock:
             for digest in digests:
                 self._num_unloaded_bytes += _count_bytes(self._loaded.pop(digest, None))
@@ -68,7 +69,7 @@ class LoadedAdapters:
 
     @property
     def digests(self) -> set[str]:
-        """Digests of what is loaded or being read."""
+        """Digests that are loaded or being read."""
         with self._lock:
             return {*self._loaded, *self._loading}
 
@@ -87,7 +88,7 @@ class LoadedAdapters:
         except BaseException as caught:
             error = caught
         with self._lock:
-            if self._loading.get(digest) is not done:  # it was unloaded meanwhile
+            if self._loading.get(digest) is not done:  # unloaded during the read
                 error = error or MissingArtifactError(digest)
             else:
                 del self._loading[digest]

@@ -1,4 +1,4 @@
-"""Tracks the soft prompts and adapters of open rows, and selects those of a step's tokens."""
+"""Tracks the soft prompts and adapters of open rows, and selects them for the tokens of a step."""
 
 from collections.abc import Iterable
 from typing import Literal
@@ -21,80 +21,84 @@ class RowAdapters:
     def __init__(self, max_rows: int, device: torch.device):
         self._device = device
         self._prompts: dict[int, LoadedPrompt] = {}
-        # Number of virtual tokens per row, so that steps past them need not look at the prompts.
+        # Number of virtual tokens per row, so that later steps need not look at the prompts.
         self._lengths: dict[Part, Integers] = {
             "decoder": np.zeros(max_rows, np.int64),
             "encoder": np.zeros(max_rows, np.int64),
         }
         self._adapters: dict[int, Adapter] = {}
-        self._adapter_of = np.full(max_rows, -1, np.int32)  # index in the set, by row
-        self._set, self._is_set_stale = AdapterSet(()), False
+        self._adapter_indices = np.full(max_rows, -1, np.int32)  # index in the set, by row
+        self._set = AdapterSet(())
+        self._is_set_stale = False
 
     def reset(self) -> None:
         self.close([*self._prompts, *self._adapters])
 
     def open(self, row: int, prompt: LoadedPrompt | None, adapter: Adapter | None) -> None:
-        """Attach a prompt and an adapter to a new row, in place of what the row had before."""
+        """Attach a prompt and an adapter to a new row, and detach those it had before."""
         self.close([row])
         if prompt is not None:
             self._prompts[row] = prompt
             self._lengths["decoder"][row] = len(prompt.decoder)
             self._lengths["encoder"][row] = len(prompt.encoder)
         if adapter is not None:
-            self._adapters[row], self._is_set_stale = adapter, True
+            self._adapters[row] = adapter
+            self._is_set_stale = True
 
     def close(self, rows: Iterable[int]) -> None:
-        """Detach the prompts and adapters of rows. Rows without any are ignored."""
+        """Detach the prompts and adapters of rows. Rows without one are ignored."""
         if not self._prompts and not self._adapters:
             return
         for row in rows:
             if self._prompts.pop(row, None) is not None:
                 self._lengths["decoder"][row] = self._lengths["encoder"][row] = 0
             if self._adapters.pop(row, None) is not None:
-                self._adapter_of[row], self._is_set_stale = -1, True
+                self._adapter_indices[row] = -1
+                self._is_set_stale = True
         if not self._adapters:
-            self._renew_set()
+            self._rebuild_set()
 
     def count_virtual(self, row: int) -> int:
-        """Return the number of virtual tokens with which the decoder's tokens of a row begin."""
+        """Return the number of virtual tokens at the start of a row's decoder input."""
         return int(self._lengths["decoder"][row])
 
     def virtual_tokens(
         self, part: Part, rows: Integers, starts: Integers, begins: Integers
     ) -> VirtualTokens | None:
-        """Return the virtual tokens of a packed batch of the decoder's or the encoder's tokens, or None.
-        `starts` [num_seqs] are the rows' first positions, `begins` [num_seqs + 1] their bounds in it."""
+        """Return the virtual tokens in a packed batch of decoder or encoder tokens, or None. `starts`
+        [num_seqs] has the first position of each row, `begins` [num_seqs + 1] the row bounds in the batch."""
         if not self._prompts:
             return None
-        missing = self._lengths[part][rows] - starts  # [num_seqs], virtual tokens from the first position on
-        counts = np.minimum(missing, np.diff(begins))  # [num_seqs]
-        having = (counts > 0).nonzero()[0]
-        if not len(having):
+        remaining = self._lengths[part][rows] - starts  # [num_seqs], virtual tokens from `starts` on
+        counts = np.minimum(remaining, np.diff(begins))  # [num_seqs]
+        with_prompt = (counts > 0).nonzero()[0]
+        if not len(with_prompt):
             return None
-        places, embeddings = [], []
-        for i in having.tolist():
+        indices = []
+        embeddings = []
+        for i in with_prompt.tolist():
             start, count, begin = int(starts[i]), int(counts[i]), int(begins[i])
             embeddings.append(getattr(self._prompts[int(rows[i])], part)[start : start + count])
-            places.append(torch.arange(begin, begin + count))
+            indices.append(torch.arange(begin, begin + count))
         # [num_virtual], [num_virtual, prompt_width]
-        return VirtualTokens(torch.cat(places).to(self._device), torch.cat(embeddings).float())
+        return VirtualTokens(torch.cat(indices).to(self._device), torch.cat(embeddings).float())
 
     def token_adapters(self, rows: Integers, sequence: Integers) -> TokenAdapters | None:
         """Return each token's adapter, or None if no row has one. `sequence` [num_tokens] indexes `rows`."""
         if not self._adapters:
             return None
         if self._is_set_stale:
-            self._renew_set()
-        of_row = self._adapter_of[rows]  # [num_seqs]
-        if (of_row < 0).all():
+            self._rebuild_set()
+        indices = self._adapter_indices[rows]  # [num_seqs]
+        if (indices < 0).all():
             return None
-        return TokenAdapters(self._set, torch.from_numpy(of_row[sequence]).to(self._device))
+        return TokenAdapters(self._set, torch.from_numpy(indices[sequence]).to(self._device))
 
-    def _renew_set(self) -> None:
-        """Rebuild the set if its adapters differ from the rows'. Unused ones are freed, caches kept."""
+    def _rebuild_set(self) -> None:
+        """Rebuild the set if its adapters differ from the rows' adapters. This frees unused adapters."""
         if set(self._adapters.values()) != set(self._set.adapters):
             self._set = AdapterSet(list(dict.fromkeys(self._adapters.values())))
         index = {adapter: i for i, adapter in enumerate(self._set.adapters)}
         for row, adapter in self._adapters.items():
-            self._adapter_of[row] = index[adapter]
+            self._adapter_indices[row] = index[adapter]
         self._is_set_stale = False

@@ -1,4 +1,4 @@
-"""Answers the router's calls that find, load, copy and unload adapters, with gRPC statuses for errors."""
+"""Answers the router's calls that find, load, copy and unload adapters, and maps errors to gRPC statuses."""
 
 import errno
 import logging
@@ -29,20 +29,21 @@ KINDS: dict[pb.ContentKind, Kind] = {
     pb.CONTENT_KIND_ADAPTER: "adapter",
 }
 NUMBERS = {kind: number for number, kind in KINDS.items()}
-# Concurrency limits of calls that read files. Further calls wait without a thread, at most until their
-# deadlines.
-NUM_FINDS, NUM_LOADS, NUM_COPIES = 16, 2, 4
-SWEEP_INTERVAL_S = 60.0  # between two searches for copies that were found and never loaded
+# Concurrency limits of calls that read files. Further calls wait, without a thread, until their deadlines.
+MAX_FINDS = 16
+MAX_LOADS = 2
+MAX_COPIES = 4
+SWEEP_INTERVAL_S = 60.0  # between two searches for copies that were made but never loaded
 FULL = (errno.ENOSPC, errno.EDQUOT)
 MAX_CAUSE_CHARS = 500  # a status is metadata, whose size is limited
 
 Method = TypeVar("Method", bound=Callable[..., object])
 
 
-def _beside_others(num_threads: int, name: str) -> Callable[[Method], Method]:
-    """Make gRPC run a method on threads of its own, so that a hanging disk does not block gRPC's threads. A
-    call that ends while it waits for a thread is never started. This uses an experimental attribute; if gRPC
-    removes it, calls wait for each other again, and a test fails."""
+def _on_own_threads(num_threads: int, name: str) -> Callable[[Method], Method]:
+    """Make gRPC run a method on its own threads, so that a hanging disk does not block gRPC's other threads.
+    A call that ends while it waits for a thread never starts. This uses an experimental attribute of gRPC; a
+    test fails if gRPC removes it."""
 
     def mark(method: Method) -> Method:
         method.experimental_thread_pool = ThreadPoolExecutor(num_threads, name)  # type: ignore[attr-defined]
@@ -52,18 +53,21 @@ def _beside_others(num_threads: int, name: str) -> Callable[[Method], Method]:
 
 
 class AdapterServicer(ShardServiceServicer):
-    """Part of the shard's service that is about adapters. Only rank 0 searches its `store`. All ranks load
-    the copies in `artifacts` into `adapters`."""
+    """Adapter methods of the shard's service. Only rank 0 searches the `store`. All ranks load the copies in
+    `artifacts` into `adapters`."""
 
     def __init__(self, store: AdapterStore, artifacts: ArtifactCache, adapters: LoadedAdapters) -> None:
-        self._store, self._artifacts, self._adapters = store, artifacts, adapters
+        self._store = store
+        self._artifacts = artifacts
+        self._adapters = adapters
         self._swept_at = time.monotonic()
 
-    @_beside_others(NUM_FINDS, "find")
+    @_on_own_threads(MAX_FINDS, "find")
     def Find(self, request: pb.FindRequest, context: grpc.ServicerContext) -> pb.FindResponse:
         with self._aborting(context):
             failpoints.hit("shard.before_find", lambda: [f"id={request.id}"])
-            found, loaded = self._store.find(KINDS[request.kind], request.id), self._adapters.digests
+            found = self._store.find(KINDS[request.kind], request.id)
+            loaded = self._adapters.digests
             if found.digest not in loaded and not context.is_active():  # the router will never unload it
                 self._artifacts.remove([found.digest])
             if time.monotonic() - self._swept_at > SWEEP_INTERVAL_S:
@@ -77,27 +81,27 @@ class AdapterServicer(ShardServiceServicer):
             num_bytes=found.num_bytes,
         )
 
-    @_beside_others(NUM_LOADS, "load")
+    @_on_own_threads(MAX_LOADS, "load")
     def Load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadResponse:
         with self._aborting(context):
             try:
                 self._adapters.load(request.digest)
             except AdapterError as error:
-                if error.__cause__ is None:  # otherwise the cause, such as the disk, may go away
+                if error.__cause__ is None:  # a cause, such as a disk error, may be temporary
                     self._store.refuse(request.digest, error)
                 raise
         return pb.LoadResponse()
 
-    @_beside_others(NUM_COPIES, "copy")
+    @_on_own_threads(MAX_COPIES, "copy")
     def Fetch(self, request: pb.FetchRequest, context: grpc.ServicerContext) -> Iterator[pb.FetchResponse]:
         with self._aborting(context):
             pieces = self._artifacts.read_pieces(request.digest)
         for piece in pieces:
             yield pb.FetchResponse(data=piece)
 
-    @_beside_others(NUM_COPIES, "put")
+    @_on_own_threads(MAX_COPIES, "put")
     def Put(self, requests: Iterator[pb.PutRequest], context: grpc.ServicerContext) -> pb.PutResponse:
-        """Write a copy from the stream. The digest's check refuses a stream that was cut off."""
+        """Write a copy from the stream. An incomplete stream fails the digest check."""
         with self._aborting(context):
             try:
                 first = next(requests, pb.PutRequest())
@@ -121,7 +125,7 @@ class AdapterServicer(ShardServiceServicer):
 
     @contextmanager
     def _aborting(self, context: grpc.ServicerContext) -> Iterator[None]:
-        """End the call with a status after any error: files may be hostile, and only this call may fail."""
+        """Convert any error to the call's status: files may be hostile, and only this call may fail."""
         try:
             yield
         except Exception as error:
@@ -129,7 +133,8 @@ class AdapterServicer(ShardServiceServicer):
 
 
 def _explain(error: Exception, directory: Path) -> tuple[grpc.StatusCode, str]:
-    """Return an error's status and text. Only an AdapterError's text is for clients; others are for logs."""
+    """Return an error's status and text. Only the text of an AdapterError reaches clients; others are
+    logged."""
     if isinstance(error, AdapterNotFoundError):
         return grpc.StatusCode.NOT_FOUND, str(error)
     if isinstance(error, AdapterError):

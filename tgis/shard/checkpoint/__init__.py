@@ -1,1 +1,1 @@
-"""Reads the tensors of a checkpoint; only the requested parts are read."""
+"""Reads the requested parts of a checkpoint's tensors."""

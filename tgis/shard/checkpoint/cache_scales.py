@@ -1,5 +1,5 @@
-"""Reads the scales of keys and values from a checkpoint: numbers that each layer's are divided by before they
-are rounded to 8 bits. Without them, large keys and values may be cut off."""
+"""Reads KV cache scales from a checkpoint: each layer's keys and values are divided by them before they are
+rounded to 8 bits. Without scales, large keys and values may be clipped."""
 
 import math
 import re
@@ -11,24 +11,26 @@ from tgis.shard.checkpoint.tensors import WeightsError
 from tgis.shard.memory.kv_cache import CacheScale
 
 _ATTENTION = re.compile(r"(?:(?:model|language_model|transformer)\.)*layers\.(\d{1,9})\.self_attn\.(.+)")
-# Ends of the names of the scales of keys and of values. The last name is that of one scale for both.
-_ENDS_OF_KEYS = ("k_scale", "attn.k_scale", "k_proj.output_scale", "k_proj.k_scale", "kv_scale")
-_ENDS_OF_VALUES = ("v_scale", "attn.v_scale", "v_proj.output_scale", "v_proj.v_scale", "kv_scale")
+# Suffixes of the names of key scales and value scales. The last one names a single scale for both.
+_KEY_SUFFIXES = ("k_scale", "attn.k_scale", "k_proj.output_scale", "k_proj.k_scale", "kv_scale")
+_VALUE_SUFFIXES = ("v_scale", "attn.v_scale", "v_proj.output_scale", "v_proj.v_scale", "kv_scale")
 
 
 def read_cache_scales(directory: Path, num_layers: int) -> list[CacheScale | None]:
-    """Return the scales of each layer, None where the checkpoint has none. Raises WeightsError."""
+    """Return each layer's scales, or None where the checkpoint has none. Raises WeightsError."""
     checkpoint = open_checkpoint(directory)
     names: dict[tuple[int, str], str] = {}
     for name in checkpoint.list_names():
-        if found := _ATTENTION.fullmatch(name):
-            names[int(found[1]), found[2]] = name
-    ends = (_ENDS_OF_KEYS, _ENDS_OF_VALUES)
-    return [_read(checkpoint, *(_find(names, layer, each) for each in ends)) for layer in range(num_layers)]
+        if match := _ATTENTION.fullmatch(name):
+            names[int(match[1]), match[2]] = name
+    return [
+        _read(checkpoint, _find(names, layer, _KEY_SUFFIXES), _find(names, layer, _VALUE_SUFFIXES))
+        for layer in range(num_layers)
+    ]
 
 
-def _find(names: dict[tuple[int, str], str], layer: int, ends: Sequence[str]) -> str | None:
-    return next((names[layer, end] for end in ends if (layer, end) in names), None)
+def _find(names: dict[tuple[int, str], str], layer: int, suffixes: Sequence[str]) -> str | None:
+    return next((names[layer, suffix] for suffix in suffixes if (layer, suffix) in names), None)
 
 
 def _read(checkpoint: OpenCheckpoint, key: str | None, value: str | None) -> CacheScale | None:
@@ -42,9 +44,9 @@ def _read_number(checkpoint: OpenCheckpoint, name: str) -> float:
     numbers = stored.read().double().flatten().tolist()
     if len(numbers) != 1:
         raise WeightsError(
-            f"{stored.label} has shape {list(stored.shape)}, expected one number: only scales of whole "
-            "layers are served; without --kv-cache-dtype none is needed"
+            f"{stored.label} has shape {list(stored.shape)}, expected one number: only per-layer scales are "
+            "supported; without --kv-cache-dtype none is needed"
         )
     if not (math.isfinite(numbers[0]) and numbers[0] > 0):
-        raise WeightsError(f"{stored.label} is {numbers[0]}, which is no scale")
+        raise WeightsError(f"{stored.label} is {numbers[0]}, which is not a valid scale")
     return float(numbers[0])

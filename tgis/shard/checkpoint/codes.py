@@ -1,5 +1,5 @@
-"""The canonical form of quantized weights. Every format of checkpoints is read into it, every scheme that
-rounds weights when they are read gives it, and a platform packs it into products."""
+"""Canonical form of quantized weights. Every checkpoint format is read into it, every scheme that rounds
+weights at load time produces it, and each platform packs it for its matrix products."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,29 +14,30 @@ _SCALE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint4": 0
 
 @dataclass(frozen=True)
 class CodeLayout:
-    """Kind of codes, as far as a platform must know it to have products for them."""
+    """Properties of codes that determine which matrix products a platform can use."""
 
     dtype: torch.dtype  # of `Codes.values`
-    bits: int  # used of a value
-    group: int | None  # adjacent columns that share a scale; None if all do, or if `Codes.group_of` is given
+    bits: int  # used bits of a value
+    group: int | None  # adjacent columns that share a scale; None if all do, or if `Codes.group_of` is set
     has_zeros: bool = False
-    is_reordered: bool = False  # `Codes.group_of` is given
-    table: tuple[float, ...] = ()  # numbers that values are indices of; without them, values are numbers
-    rounds_activations: bool = False  # products round what they multiply to integers of `bits` bits
+    is_reordered: bool = False  # `Codes.group_of` is set
+    table: tuple[float, ...] = ()  # numbers that the values index; if empty, the values are the numbers
+    rounds_activations: bool = False  # products round activations to integers of `bits` bits
     has_offsets: bool = False
     scale_type: ScaleType = "float32"
-    """Smallest type that holds scales and offsets without loss. Those of integers are multiples of
+    """Smallest type that holds scales and offsets without loss. Integer scales and offsets are multiples of
     `Codes.factors`."""
     groups_per_factor: int | None = None  # adjacent groups that share factors
-    first_group: int = 0  # place of the first column's group among those that share its factors
+    first_group: int = 0  # index of the first column's group among the groups that share its factors
 
     @property
     def bytes_per_weight(self) -> float:
-        """Bytes of a value and its part of a scale, an offset and factors, as products hold them, for wide
-        matrices. They hold a scale for each 128 columns of a larger group, and values with zeros or a table
-        and of fewer bits than 4 as 4 bits."""
+        """Bytes per weight in a wide packed matrix, including its part of a scale, an offset and factors. A
+        group of more than 128 columns is stored as several of 128. Values with float32 scales take at least
+        4 bits."""
         bits = max(self.bits, 4) if self.scale_type == "float32" else self.bits
-        group, planes = min(self.group or 128, 128), 1 + self.has_offsets
+        group = min(self.group or 128, 128)
+        planes = 1 + self.has_offsets
         scales = planes * _SCALE_BYTES[self.scale_type] / group
         factors = 4 * planes / (group * self.groups_per_factor) if self.groups_per_factor else 0
         return bits / 8 + scales + factors
@@ -44,9 +45,9 @@ class CodeLayout:
 
 @dataclass(frozen=True, eq=False)
 class Codes:
-    """Part of a quantized matrix, [num_rows, num_columns]. Column k is in group `group_of[k]`, or else in
-    group k // `layout.group`, and a weight is (value - zero) * scale + offset with its row's and group's
-    numbers."""
+    """Part of a quantized matrix, [num_rows, num_columns]. Column k is in group `group_of[k]`, or in group
+    k // `layout.group` if that is None. A weight is (value - zero) * scale + offset, with the zero, scale and
+    offset of its row and group."""
 
     layout: CodeLayout
     values: Tensor  # [num_rows, num_columns]
@@ -55,8 +56,8 @@ class Codes:
     group_of: Tensor | None = None  # int64 [num_columns]
     offsets: Tensor | None = None  # float32 [num_rows, num_groups]
     factors: Tensor | None = None
-    """float32 [num_rows, num_factors, 1 or 2]: numbers whose integer multiples the scales and offsets are.
-    The factors of group g are in place (g + `layout.first_group`) // `layout.groups_per_factor`."""
+    """float32 [num_rows, num_factors, 1 or 2]: scales and offsets are integer multiples of these numbers. The
+    factors of group g have index (g + `layout.first_group`) // `layout.groups_per_factor`."""
 
     def dequantize(self) -> Tensor:
         """Return the weights, float32 [num_rows, num_columns]."""
@@ -73,19 +74,20 @@ class Codes:
         return weights
 
     def _change(self, weights: Tensor, per_group: Tensor, change: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Apply an in-place operation to weights, [num_rows, num_columns], and their groups' numbers."""
+        """Apply an in-place operation to the weights [num_rows, num_columns] and their per-group numbers."""
         if self.group_of is not None:
             change(weights, per_group.index_select(1, self.group_of))
             return
         group = self.layout.group or max(1, weights.shape[1])
         num_whole = weights.shape[1] // group
-        whole, rest = weights[:, : num_whole * group], weights[:, num_whole * group :]
+        whole = weights[:, : num_whole * group]
+        rest = weights[:, num_whole * group :]
         change(whole.view(len(whole), num_whole, group), per_group[:, :num_whole].unsqueeze(-1))
         change(rest, per_group[:, num_whole : num_whole + 1])
 
 
 def join_rows(parts: Sequence[Codes]) -> Codes:
-    """Concatenate parts of one layout and order of columns."""
+    """Concatenate parts that have the same layout and column order."""
     first = parts[0]
     assert all(part.layout == first.layout for part in parts)
     return Codes(
@@ -100,5 +102,5 @@ def join_rows(parts: Sequence[Codes]) -> Codes:
 
 
 def _join(parts: Sequence[Tensor | None]) -> Tensor | None:
-    given = [part for part in parts if part is not None]
-    return torch.cat(given) if given else None
+    present = [part for part in parts if part is not None]
+    return torch.cat(present) if present else None

@@ -1,4 +1,4 @@
-"""Finds the file of a checkpoint that holds a tensor. Files are mapped into memory on request."""
+"""Finds the checkpoint file that holds a tensor, and maps files into memory on request."""
 
 import json
 import logging
@@ -20,12 +20,15 @@ from tgis.tensor_files.safe_pickle import can_map, is_plain, open_pickle
 
 logger = logging.getLogger(__name__)
 
-# For each file format: the name of a single file with all tensors, and the name of an index of several files.
+# For each file format: the name of a single file with all tensors, and the name of the index of several
+# files.
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-# Files are reopened after a part of their bytes, within these bounds, because pages that were read count as
-# memory until then. To reopen one takes some 20 ms.
-REOPEN_PART, LEAST_REOPEN_BYTES, REOPEN_BYTES = 32, 4 << 20, 64 << 20
+# Files are reopened after this fraction of the checkpoint, within these limits, because pages that were read
+# count as memory until then. Reopening a file takes about 20 ms.
+REOPEN_FRACTION = 1 / 32
+MIN_REOPEN_BYTES = 4 << 20
+MAX_REOPEN_BYTES = 64 << 20
 
 
 class _Safetensors:
@@ -41,24 +44,24 @@ class _Safetensors:
         return tensor
 
 
-# Tensors of a file, by name. A tensor is read only when its elements are.
+# Tensors of a file, by name. A tensor is read only when its elements are accessed.
 TensorFile = Mapping[str, Tensor] | _Safetensors
 
 
 class Checkpoint:
-    """Tensors in `directory`, by name. Safetensors files are preferred to pickles. Raises WeightsError if
-    there are no weights, or if some of their files are missing."""
+    """Tensors in `directory`, by name. Safetensors files are preferred to pickles. Raises WeightsError if the
+    directory has no weights, or if files of them are missing."""
 
     def __init__(self, directory: Path):
         self._directory = directory
         self._open: dict[str, TensorFile] = {}
-        self._heights: dict[str, int] = {}  # sizes of the first axis of all tensors that were fetched
-        self._taken: dict[str, set[int]] = {}  # for the same tensors: indices of entries that were requested
+        self._heights: dict[str, int] = {}  # size of the first axis of each fetched tensor
+        self._taken: dict[str, set[int]] = {}  # indices of the requested entries of each fetched tensor
         self._file_of = self._list_tensors()
         self._unclosed_bytes = 0
         files = [directory / name for name in set(self._file_of.values())]
         num_bytes = sum(file.stat().st_size for file in files)
-        self._reopen_bytes = min(max(num_bytes // REOPEN_PART, LEAST_REOPEN_BYTES), REOPEN_BYTES)
+        self._reopen_bytes = min(max(int(num_bytes * REOPEN_FRACTION), MIN_REOPEN_BYTES), MAX_REOPEN_BYTES)
         self.progress = Progress(num_bytes)
 
     def __contains__(self, name: str) -> bool:
@@ -69,9 +72,9 @@ class Checkpoint:
 
     def fetch(self, name: str) -> FileTensor:
         """Return a tensor of floats, without reading its elements. Raises WeightsError."""
-        found = self.fetch_any(name)
-        found.check_plain()
-        return found
+        tensor = self.fetch_any(name)
+        tensor.check_plain()
+        return tensor
 
     def fetch_any(self, name: str) -> FileTensor:
         """Return a tensor of any type and shape, without reading its elements. Raises WeightsError."""
@@ -80,12 +83,12 @@ class Checkpoint:
         file = self._file_of[name]
         label = f"{self._directory / file}: tensor {name}"
         taken = self._taken.setdefault(name, set())
-        found = FileTensor(partial(self._get_mapped, file, name, label), label, self._count, taken)
-        self._heights[name] = found.shape[0] if found.shape else 1
-        return found
+        tensor = FileTensor(partial(self._get_mapped, file, name, label), label, self._count, taken)
+        self._heights[name] = tensor.shape[0] if tensor.shape else 1
+        return tensor
 
     def count_elements(self, format: Format | None) -> int:
-        """Count the elements of all matrices from the files' headers. Files without a header are left out.
+        """Count the elements of all matrices from the file headers. Files without a header are ignored.
         Raises WeightsError."""
         names_in: dict[str, list[str]] = {}
         for name, file in self._file_of.items():
@@ -94,10 +97,10 @@ class Checkpoint:
         for file, names in names_in.items():
             path = self._directory / file
             if _can_map(path):
-                tensors = _open(path)
-                found = (_get(tensors, name, f"{path}: tensor {name}") for name in names)
+                file_tensors = _open(path)
+                tensors = (_get(file_tensors, name, f"{path}: tensor {name}") for name in names)
                 total += sum(
-                    _count_weights(name, tensor, format) for name, tensor in zip(names, found, strict=True)
+                    _count_weights(name, tensor, format) for name, tensor in zip(names, tensors, strict=True)
                 )
         return total
 
@@ -112,7 +115,7 @@ class Checkpoint:
                 yield f"{name}[{min(left)}]"
 
     def check_files(self) -> None:
-        """Open each file once. Raises WeightsError for the first one that cannot be opened."""
+        """Open each file once. Raises WeightsError for the first file that cannot be opened."""
         for file in sorted(set(self._file_of.values())):
             _open(self._directory / file)
 
@@ -122,7 +125,7 @@ class Checkpoint:
 
     def _get_mapped(self, file: str, name: str, label: str) -> Tensor:
         tensors = self._open.get(file)
-        if tensors is None:  # not opened yet, or closed meanwhile, maybe by another thread
+        if tensors is None:  # not open yet, or closed again, perhaps by another thread
             tensors = self._open[file] = _open(self._directory / file)
         return _get(tensors, name, label)
 
@@ -145,18 +148,18 @@ class Checkpoint:
             if (self._directory / index).is_file():
                 return _read_index(self._directory / index)
         known = " or ".join((*SAFETENSORS, *PICKLES))
-        raise WeightsError(f"{self._directory} holds no weights: there is no {known}")
+        raise WeightsError(f"{self._directory} has no weights: there is no {known}")
 
 
 def has_headers(directory: Path) -> bool:
-    """Return True if the files' headers have the shapes of all tensors. Raises WeightsError."""
+    """Return True if file headers give the shapes of all tensors. Raises WeightsError."""
     names = [name for name in (*SAFETENSORS, *PICKLES) if (directory / name).is_file()]
     return bool(names) and _can_map(directory / names[0])
 
 
 def _count_weights(name: str, tensor: Tensor, format: Format | None) -> int:
-    found = format.count_weights(name, tuple(tensor.shape)) if format else None
-    return (tensor.numel() if tensor.dim() > 1 else 0) if found is None else found
+    count = format.count_weights(name, tuple(tensor.shape)) if format else None
+    return (tensor.numel() if tensor.dim() > 1 else 0) if count is None else count
 
 
 def _open(file: Path) -> TensorFile:
@@ -165,15 +168,15 @@ def _open(file: Path) -> TensorFile:
         if file.suffix != ".bin":
             return _Safetensors(file)
         if not _can_map(file):
-            logger.warning("%s has an old format, so the whole file takes memory while it is read", file)
-        found = open_pickle(file)
+            logger.warning("%s has an old format: the whole file is loaded into memory to read it", file)
+        tensors = open_pickle(file)
     except SafetensorError as error:
         raise WeightsError(f"{file} {DAMAGED}: {first_line(error)}") from error
     except TensorFileError as error:
         raise WeightsError(str(error)) from error
     except OSError as error:
         raise _unreadable(file, error) from error
-    return {name: value.detach() for name, value in found.items() if is_plain(value)}
+    return {name: value.detach() for name, value in tensors.items() if is_plain(value)}
 
 
 def _get(tensors: TensorFile, name: str, label: str) -> Tensor:
@@ -183,7 +186,7 @@ def _get(tensors: TensorFile, name: str, label: str) -> Tensor:
     except (SafetensorError, KeyError, OSError) as error:
         if name in tensors.keys():  # noqa: SIM118
             raise WeightsError(f"{label} cannot be read: {first_line(error)}") from error
-        raise WeightsError(f"{label} is not in the file, though the index says so: {INCOMPLETE}") from error
+        raise WeightsError(f"{label} is in the index, but not in the file: {INCOMPLETE}") from error
 
 
 def _can_map(file: Path) -> bool:
@@ -199,17 +202,17 @@ def _unreadable(file: Path, error: OSError) -> WeightsError:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Map each tensor's name in an index to the name of its file. Raises WeightsError."""
+    """Map each tensor name in an index to its file name. Raises WeightsError."""
     try:
         file_of = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         inside = all(Path(file).name == file for file in file_of.values())
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WeightsError(f"{index} {DAMAGED}: {first_line(error)}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{index} is not an index of weights: {first_line(error)}") from error
+        raise WeightsError(f"{index} is not a weight index: {first_line(error)}") from error
     if not inside:
         raise WeightsError(f"{index} names a file outside its directory")
     for file in dict.fromkeys(file_of.values()):
         if not (index.parent / file).is_file():
-            raise WeightsError(f"{index} names {file}, which is not there: {INCOMPLETE}")
+            raise WeightsError(f"{index} names {file}, which does not exist: {INCOMPLETE}")
     return dict(file_of)

@@ -1,4 +1,4 @@
-"""Tensors of a model in GGUF form, under the names and in the order of the checkpoint that it was made of."""
+"""Reads GGUF files as if they were the original checkpoint: same tensor names, same order of rows."""
 
 import mmap
 from collections import Counter
@@ -26,7 +26,7 @@ from tgis.shard.checkpoint.tensors import (
 )
 from tgis.shard.memory.host_limits import release_memory
 
-RELEASE_BYTES = 64 << 20  # pages that were read count as memory until they are released
+RELEASE_BYTES = 64 << 20  # read pages count as memory until the file is unmapped
 
 
 class GgufCheckpoint:
@@ -63,22 +63,22 @@ class GgufCheckpoint:
                 for place in places
             ]
             if len({len(stack) for stack in stacks}) > 1:
-                raise WeightsError(f"{label} differ in their numbers of experts")
+                raise WeightsError(f"{label} have different numbers of experts")
             return GgufStack(stacks, label, taken)
-        found = self._open(places[0], source, source.entry)
-        return _TransposedTensor(found) if source.is_transposed and len(found.shape) > 1 else found
+        tensor = self._open(places[0], source, source.entry)
+        return _TransposedTensor(tensor) if source.is_transposed and len(tensor.shape) > 1 else tensor
 
     def fetch_any(self, name: str) -> FileTensor:
-        """Return a tensor as one that reads all its elements at once. Raises WeightsError."""
-        found = self.fetch(name)
-        return FileTensor(found.read, found.label, self._count, set())
+        """Return a tensor whose elements are all read at once. Raises WeightsError."""
+        tensor = self.fetch(name)
+        return FileTensor(tensor.read, tensor.label, self._count, set())
 
     def count_elements(self, format: Format | None) -> int:
         """Count the elements of all matrices."""
         return sum(self.count_by_type().values())
 
     def count_by_type(self) -> Counter[str]:
-        """Count the elements of all matrices of each type."""
+        """Count the elements of all matrices by type."""
         counts: Counter[str] = Counter()
         for tensor in self.files.tensors.values():
             if len(tensor.place.shape) > 1:
@@ -86,7 +86,7 @@ class GgufCheckpoint:
         return counts
 
     def list_unread(self) -> Iterator[str]:
-        """Yield the name of every tensor that was not fetched, and of a stack the first missing entry."""
+        """Yield the name of every tensor that was not fetched, and the first missing entry of each stack."""
         for name, source in self._sources.items():
             taken = self._taken.get(name)
             shape = self.files.tensors[source.names[0]].place.shape
@@ -100,10 +100,12 @@ class GgufCheckpoint:
         self._mapped.clear()
 
     def _open(self, tensor: FileTensorPlace, source: GgufSource, entry: int | None) -> GgufTensor:
-        place, shape = tensor.place, tensor.place.shape
+        place = tensor.place
+        shape = place.shape
         label = f"{tensor.path}: tensor {place.name}"
         if entry is not None:
-            shape, label = shape[1:], f"{label}[{entry}]"
+            shape = shape[1:]
+            label = f"{label}[{entry}]"
         if len(shape) > 2:
             raise WeightsError(f"{label} has shape {list(place.shape)}, expected a vector or a matrix")
         if source.added and place.type.name != "F32":
@@ -113,7 +115,7 @@ class GgufCheckpoint:
         return GgufTensor(get_rows, shape, place.type, label, self._count, order, source.added)
 
     def _get_rows(self, tensor: FileTensorPlace, entry: int | None) -> Bytes:
-        """Return the bytes of a tensor or of an entry of it, [num_rows, row_bytes], in mapped memory."""
+        """Return the bytes of a tensor or one of its entries, [num_rows, row_bytes], in mapped memory."""
         place = tensor.place
         whole = np.frombuffer(self._map(tensor.path), np.uint8, place.num_bytes, place.start)
         row_bytes = place.shape[-1] // place.type.block_elements * place.type.block_bytes
@@ -151,4 +153,6 @@ def _find_order(source: GgufSource, num_rows: int, label: str) -> NDArray[np.int
     try:
         return source.order.index(num_rows)
     except (ValueError, ZeroDivisionError) as error:
-        raise WeightsError(f"{label} has {num_rows} rows, which the heads do not divide") from error
+        raise WeightsError(
+            f"{label} has {num_rows} rows, which is no multiple of the number of heads"
+        ) from error

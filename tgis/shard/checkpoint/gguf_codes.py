@@ -1,5 +1,5 @@
-"""Types of GGUF files whose codes are kept: how blocks are unpacked to codes, scales and offsets, and the
-layout of the result. The numbers are those of the `gguf` package, bit for bit."""
+"""GGUF types that the service keeps as codes: functions that unpack blocks to codes, scales and offsets, and
+the resulting layouts. The numbers equal those of the `gguf` package bit for bit."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,9 +16,9 @@ Floats = NDArray[np.float32]
 
 
 class Blocks(NamedTuple):
-    """Unpacked blocks. Values are [num_rows, num_blocks, block_elements], scales and offsets [num_rows,
-    num_blocks, groups of a block]. If there are factors, [num_rows, num_blocks, 1 or 2], both are integers
-    that the first and the second of them multiply."""
+    """Unpacked blocks. Values are [num_rows, num_blocks, block_elements]; scales and offsets are [num_rows,
+    num_blocks, groups_per_block]. With factors [num_rows, num_blocks, 1 or 2], scales and offsets are
+    integers: the first factor multiplies the scales, the second the offsets."""
 
     values: NDArray[Any]
     scales: Floats
@@ -27,32 +27,34 @@ class Blocks(NamedTuple):
 
 
 class Coding(NamedTuple):
-    """Type of codes. `unpack` takes blocks of bytes, [num_rows, num_blocks, block_bytes]."""
+    """Layout of a GGUF type and its function to unpack blocks [num_rows, num_blocks, block_bytes]."""
 
     layout: CodeLayout
     unpack: Callable[[Bytes], Blocks]
 
     def make_codes(self, blocks: Bytes, columns: range) -> Codes:
-        """Return the codes of `columns`, which begin and end with groups, counted from the first block."""
-        found = self.unpack(blocks)
-        layout, group = self.cut_layout(columns.start), self.layout.group
+        """Return the codes of `columns`, which are whole groups and are counted from the first block."""
+        unpacked = self.unpack(blocks)
+        group = self.layout.group
         assert group is not None
         groups = slice(columns.start // group, columns.stop // group)
-        scales, offsets, factors = found.scales, found.offsets, None
-        if found.factors is not None:
-            scales = scales * found.factors[:, :, :1]
-            offsets = None if offsets is None else offsets * found.factors[:, :, 1:]
-            factors = torch.from_numpy(found.factors)
+        scales = unpacked.scales
+        offsets = unpacked.offsets
+        factors = None
+        if unpacked.factors is not None:
+            scales = scales * unpacked.factors[:, :, :1]
+            offsets = None if offsets is None else offsets * unpacked.factors[:, :, 1:]
+            factors = torch.from_numpy(unpacked.factors)
         return Codes(
-            layout,
-            torch.from_numpy(_join_blocks(found.values)[:, columns.start : columns.stop]),
+            self.cut_layout(columns.start),
+            torch.from_numpy(_join_blocks(unpacked.values)[:, columns.start : columns.stop]),
             torch.from_numpy(_join_blocks(scales)[:, groups]),
             offsets=None if offsets is None else torch.from_numpy(_join_blocks(offsets)[:, groups]),
             factors=factors,
         )
 
     def cut_layout(self, first_column: int) -> CodeLayout:
-        """Return the layout of columns from one on that begins a group."""
+        """Return the layout of the columns from `first_column` on, which must begin a group."""
         layout = self.layout
         if layout.groups_per_factor is None or layout.group is None:
             return layout
@@ -64,19 +66,19 @@ def _join_blocks(x: NDArray[Any]) -> NDArray[Any]:
 
 
 def _split_bytes(x: Bytes, bits: int) -> Bytes:
-    """Return the integers of `bits` bits in bytes: [..., n] -> [..., 8 / bits, n], the lowest bits first."""
+    """Split bytes into integers of `bits` bits: [..., n] -> [..., 8 / bits, n], lowest bits first."""
     shifts = np.arange(0, 8, bits).astype(np.uint8)[:, None]
     integers: Bytes = x[..., None, :] >> shifts & np.uint8((1 << bits) - 1)
     return integers
 
 
 def _unpack(x: Bytes, bits: int, run: int) -> Bytes:
-    """Return integers of `bits` bits whose order is that of `_split_bytes` in each run of bytes."""
+    """Unpack integers of `bits` bits from each run of `run` bytes, in the order of `_split_bytes`."""
     return _split_bytes(x.reshape(*x.shape[:2], -1, run), bits).reshape(*x.shape[:2], -1)
 
 
 def _halves(x: Bytes) -> Floats:
-    """Read float16 numbers."""
+    """Convert bytes that hold float16 numbers."""
     return np.ascontiguousarray(x).view(np.float16).astype(np.float32)
 
 
@@ -138,9 +140,10 @@ def _unpack_q5_k(blocks: Bytes) -> Blocks:
 
 
 def _k_scales(packed: Bytes) -> tuple[Floats, Floats]:
-    """Return the scales and offsets of 12 bytes. Those of the last four groups have their lower 4 bits in the
-    last four bytes, and their upper 2 in the upper bits of the other bytes."""
-    both, last = packed[:, :, :8], packed[:, :, 8:]
+    """Unpack the scales and offsets in 12 bytes. For the last four groups, the lower 4 bits are in the last
+    four bytes, and the upper 2 bits are in the upper bits of the other bytes."""
+    both = packed[:, :, :8]
+    last = packed[:, :, 8:]
     lower = np.concatenate((last & np.uint8(15), last >> np.uint8(4)), -1)
     late = lower | both >> np.uint8(6) << np.uint8(4)
     early = both & np.uint8(63)
@@ -150,7 +153,7 @@ def _k_scales(packed: Bytes) -> tuple[Floats, Floats]:
 
 
 def _k_factors(blocks: Bytes) -> Floats:
-    """Return the factors of scales and of offsets, which the file has as numbers to subtract."""
+    """Return the factors of scales and offsets. The file's offsets are subtracted, hence the sign."""
     return _halves(blocks[:, :, :4]) * np.array([1, -1], np.float32)
 
 
@@ -172,14 +175,14 @@ def _unpack_iq4_xs(blocks: Bytes) -> Blocks:
 
 
 def _unpack_mxfp4(blocks: Bytes) -> Blocks:
-    # The table has twice the numbers of the format, so its scales are half of what the exponents say.
+    # The table holds doubled numbers, so the scales are half of the format's.
     scales = np.ldexp(np.float32(1), blocks[:, :, :1].astype(np.int32) - 128)
     return Blocks(_unpack(blocks[:, :, 1:], 4, 16), scales)
 
 
-# Numbers of the codes of llama.cpp's IQ4 types.
+# Values of the codes of llama.cpp's IQ4 types.
 _IQ4 = (-127.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-# Twice the numbers of 4-bit floats: a sign, two bits of an exponent and one of a mantissa.
+# Doubled values of 4-bit floats: one sign bit, two exponent bits and one mantissa bit.
 _FP4 = (0.0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
@@ -216,4 +219,4 @@ CODINGS = {
     ),
     "MXFP4": Coding(CodeLayout(torch.uint8, 4, 32, table=_FP4, scale_type="bfloat16"), _unpack_mxfp4),
 }
-"""Types of codes by their names."""
+"""Codings by GGUF type name."""

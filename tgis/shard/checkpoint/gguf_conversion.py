@@ -1,4 +1,4 @@
-"""Writes a model in GGUF form as a directory of safetensors files, with its configuration and tokenizer."""
+"""Converts GGUF files to a directory of safetensors files with a configuration and a tokenizer."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -20,12 +20,12 @@ INDEX = "model.safetensors.index.json"
 
 
 def convert_gguf(files: Sequence[Path], output: Path, dtype: str) -> str:
-    """Write the model to a directory that is made or empty. Return a message. Raises ConversionError and
+    """Write the model to a directory that is new or empty. Return a message. Raises ConversionError and
     WeightsError."""
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConversionError(f"{output} cannot be made: {error.strerror}") from error
+        raise ConversionError(f"{output} cannot be created: {error.strerror}") from error
     if any(output.iterdir()):
         raise ConversionError(f"{output} is not empty")
     with staging_directory(output) as staged:
@@ -33,10 +33,9 @@ def convert_gguf(files: Sequence[Path], output: Path, dtype: str) -> str:
         write_settings(checkpoint.files, staged)
         _set_dtype(staged, dtype)
         settings = sorted(staged.iterdir())
-        made = _write_weights(checkpoint, staged, DTYPES[dtype])
-        made_settings = [*made, *settings]  # config.json, without which nothing is a model, comes last
-        made_settings.sort(key=lambda file: file.name == CONFIG)
-        move_files(made_settings, output, like=[files[0]] * len(made_settings))
+        written = [*_write_weights(checkpoint, staged, DTYPES[dtype]), *settings]
+        written.sort(key=lambda file: file.name == CONFIG)  # config.json comes last, because it makes a model
+        move_files(written, output, like=[files[0]] * len(written))
     return f"Converted {files[0].name} to {output}"
 
 
@@ -47,24 +46,24 @@ def _set_dtype(directory: Path, dtype: str) -> None:
 
 
 def _write_weights(checkpoint: GgufCheckpoint, directory: Path, dtype: torch.dtype) -> list[Path]:
-    """Write the tensors to files of a limited size, and an index of them. Return the files."""
-    made: list[Path] = []
+    """Write the tensors to files of a limited size, and an index. Return the paths."""
+    written: list[Path] = []
     file_of: dict[str, str] = {}
     total = 0
     for tensors in _read_groups(checkpoint, dtype):
-        name = f"model-{len(made) + 1:05}.safetensors"
+        name = f"model-{len(written) + 1:05}.safetensors"
         try:
             save_file(tensors, directory / name, metadata={"format": "pt"})
         except (SafetensorError, OSError) as error:
             raise ConversionError(
                 f"{directory.parent / name} cannot be written: {first_line(error)}"
             ) from error
-        made.append(directory / name)
+        written.append(directory / name)
         file_of |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": file_of}
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return [*made, directory / INDEX]
+    return [*written, directory / INDEX]
 
 
 def _read_groups(checkpoint: GgufCheckpoint, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Types of the matrices in GGUF files, and the memory that their weights take."""
+"""Computes the memory that the matrices of GGUF files need, by type."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,24 +14,24 @@ from tgis.tensor_files.gguf_types import TYPES, GgufType
 _BY_NAME = {each.name: each for each in TYPES.values()}
 
 HasProducts = Callable[[CodeLayout], bool]
-"""Returns True if matrices of a layout are kept as codes."""
+"""Function that returns True if matrices of a layout are kept as codes."""
 
 
 @dataclass(frozen=True)
 class GgufMemory:
-    """Matrices of a model's GGUF files. `elements` has the number of weights of each type."""
+    """Matrices of a model's GGUF files. `elements` maps each type to its number of weights."""
 
     elements: Mapping[str, int]
 
     @property
     def main_type(self) -> str:
-        """Type of most weights that can be kept as codes, or of most weights if none can."""
+        """Most frequent type that can be kept as codes, or the most frequent type if none can."""
         kept = [name for name in self.elements if name in CODINGS]
         return max(kept or self.elements, key=lambda name: self.elements[name])
 
     @property
     def main_layout(self) -> CodeLayout | None:
-        """Layout of weights of the main type; None if no weights can be kept as codes."""
+        """Layout of the main type; None if no weights can be kept as codes."""
         coding = CODINGS.get(self.main_type)
         return coding.layout if coding else None
 
@@ -40,7 +40,7 @@ class GgufMemory:
         return name in CODINGS and has_products(CODINGS[name].layout)
 
     def count_bytes(self, has_products: HasProducts, float_bytes: int) -> int:
-        """Return the bytes of all weights, if those that are not kept as codes have `float_bytes` each."""
+        """Return the bytes of all weights. Weights that are not kept as codes take `float_bytes` each."""
         total = 0.0
         for name, count in self.elements.items():
             is_kept = self.keeps(name, has_products)
@@ -48,14 +48,14 @@ class GgufMemory:
         return int(total)
 
     def list_widened(self, has_products: HasProducts) -> Iterator[tuple[GgufType, int]]:
-        """Yield the types of codes that are not kept, each with the number of its weights."""
+        """Yield the quantized types that are not kept as codes, each with its number of weights."""
         for name, count in self.elements.items():
             if name not in PLAIN_TYPES and not self.keeps(name, has_products):
                 yield _BY_NAME[name], count
 
 
 def measure_gguf(directory: Path) -> GgufMemory | None:
-    """Return the matrices of the GGUF files in a directory; None if its weights are not such files. Raises
+    """Return the matrices of the GGUF files in a directory; None if its weights are in other files. Raises
     WeightsError."""
     if not is_gguf(directory):
         return None

@@ -1,4 +1,4 @@
-"""Tensor of a GGUF file, whose parts are dequantized when they are read, or given as codes."""
+"""Tensors of a GGUF file. Their parts can be read dequantized or as codes."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -14,15 +14,15 @@ from tgis.shard.checkpoint.tensors import ALL, FloatsOnly, StackedRows, Stored, 
 from tgis.tensor_files.gguf_types import GgufType
 
 PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-PIECE_ELEMENTS = 1 << 20  # the library's dequantization takes some ten times as many bytes
+PIECE_ELEMENTS = 1 << 20  # the library's dequantization needs about ten times as many bytes
 
 Bytes = NDArray[np.uint8]
 
 
 class GgufTensor:
-    """Vector or matrix of a file. `get_rows` gives the bytes of its rows, [num_rows, row_bytes], mapped, and
-    `count` is called with the label and the bytes of the tensor and of every part that was read. `order` has
-    the file's row for each row."""
+    """Vector or matrix of a file. `get_rows` returns the bytes of its rows in mapped memory, [num_rows,
+    row_bytes]. For every part that is read, `count` is called with the label, the tensor's bytes and the
+    part's bytes. `order` has the file's row number for each row."""
 
     def __init__(
         self,
@@ -34,66 +34,76 @@ class GgufTensor:
         order: NDArray[np.int64] | None = None,
         added: float = 0.0,
     ):
-        self.shape, self.label = shape, label
-        self._get_rows, self._type, self._count = get_rows, type, count
-        self._order, self._added = order, added
+        self.shape = shape
+        self.label = label
+        self._get_rows = get_rows
+        self._type = type
+        self._count = count
+        self._order = order
+        self._added = added
         self._coding = CODINGS.get(type.name)
 
     def layout(self, columns: slice = ALL) -> CodeLayout | None:
         if self._coding is None or len(self.shape) == 1:
             return None
-        wanted, group = range(self.shape[1])[columns], self._coding.layout.group
+        requested = range(self.shape[1])[columns]
+        group = self._coding.layout.group
         assert group is not None
-        is_cut = wanted.start % group or wanted.stop % group
-        return None if is_cut else self._coding.cut_layout(wanted.start)
+        splits_group = requested.start % group or requested.stop % group
+        return None if splits_group else self._coding.cut_layout(requested.start)
 
     def codes(self, rows: slice = ALL, columns: slice = ALL) -> Codes:
         assert self._coding is not None
-        blocks, before = self._take_blocks(rows, columns)
-        wanted = range(self.shape[1])[columns]
+        blocks, offset = self._take_blocks(rows, columns)
+        requested = range(self.shape[1])[columns]
         whole = blocks.reshape(len(blocks), -1, self._type.block_bytes)
-        return self._coding.make_codes(whole, range(before, before + len(wanted)))
+        return self._coding.make_codes(whole, range(offset, offset + len(requested)))
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        """Return the part; codes as float32."""
-        if len(self.shape) == 1:  # a vector is one row of the file, or as many as it has elements
-            found = self._read_rows(ALL, ALL)[0]
-            return (found if self._order is None else found[torch.from_numpy(self._order)])[rows].contiguous()
+        """Return the part, dequantized to float32 if it is stored as codes."""
+        if len(self.shape) == 1:  # a vector is one row of the file; `order` and `rows` select its elements
+            vector = self._read_rows(ALL, ALL)[0]
+            ordered = vector if self._order is None else vector[torch.from_numpy(self._order)]
+            return ordered[rows].contiguous()
         return self._read_rows(rows, columns)
 
     def entry(self, index: int) -> Stored:
         raise WeightsError(f"{self.label} has shape {list(self.shape)}, no entry {index}")
 
     def _read_rows(self, rows: slice, columns: slice) -> Tensor:
-        blocks, before = self._take_blocks(rows, columns)
+        blocks, offset = self._take_blocks(rows, columns)
         width = len(range(self.shape[-1])[columns])
-        found = torch.empty(len(blocks), width, dtype=PLAIN_TYPES.get(self._type.name, torch.float32))
-        for part in _pieces(len(blocks), before + width):
-            found[part] = _widen(blocks[part], self._type)[:, before : before + width]
+        result = torch.empty(len(blocks), width, dtype=PLAIN_TYPES.get(self._type.name, torch.float32))
+        for part in _pieces(len(blocks), offset + width):
+            result[part] = _widen(blocks[part], self._type)[:, offset : offset + width]
         if self._added:
-            found -= self._added
-        return found
+            result -= self._added
+        return result
 
     def _take_blocks(self, rows: slice, columns: slice) -> tuple[Bytes, int]:
-        """Return the bytes of all blocks that have some of the columns, [num_rows, num_bytes], and the number
-        of other columns before these."""
-        stored, wanted = self._get_rows(), range(self.shape[-1])[columns]
-        size, num_bytes = self._type.block_elements, self._type.block_bytes
-        first, last = wanted.start // size, -(-wanted.stop // size)
+        """Return the bytes of all blocks that overlap the columns, [num_rows, num_bytes], and the offset of
+        the first requested column in them."""
+        stored = self._get_rows()
+        requested = range(self.shape[-1])[columns]
+        size = self._type.block_elements
+        num_bytes = self._type.block_bytes
+        first = requested.start // size
+        last = -(-requested.stop // size)
         blocks = stored[:, first * num_bytes : last * num_bytes]
         order = self._order if len(self.shape) > 1 else None
         blocks = blocks[rows if order is None else order[rows]]
         self._count(self.label, stored.size, blocks.size)
-        return blocks, wanted.start - first * size
+        return blocks, requested.start - first * size
 
 
 class GgufStack(FloatsOnly):
-    """Matrices of one or several tensors with a matrix for each expert, joined by rows. The index of every
+    """Stack of one matrix per expert, each joined by rows from one or more tensors. The index of every
     requested entry is added to `taken`."""
 
     def __init__(self, tensors: Sequence[Sequence[GgufTensor]], label: str, taken: set[int]):
         self._entries = [StackedRows(parts, label) for parts in zip(*tensors, strict=True)]
-        self.label, self._taken = label, taken
+        self.label = label
+        self._taken = taken
         self.shape = (len(self._entries), *self._entries[0].shape)
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
@@ -107,7 +117,7 @@ class GgufStack(FloatsOnly):
 
 
 def _widen(blocks: Bytes, type: GgufType) -> Tensor:
-    """Return the elements of whole blocks, [num_rows, num_columns]; codes as float32."""
+    """Return the elements of whole blocks, [num_rows, num_columns], dequantized to float32."""
     if type.name in PLAIN_TYPES:
         return torch.from_numpy(np.ascontiguousarray(blocks)).view(PLAIN_TYPES[type.name])
     widened = gguf.dequantize(np.ascontiguousarray(blocks), gguf.GGMLQuantizationType[type.name])

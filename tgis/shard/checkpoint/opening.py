@@ -1,4 +1,4 @@
-"""Opens the checkpoint in a directory, whichever kind of files holds its tensors."""
+"""Opens the checkpoint in a directory: safetensors, pickle or GGUF files."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from tgis.shard.checkpoint.tensors import StoredTensor
 
 
 class OpenCheckpoint(Tensors, Protocol):
-    """Tensors by name, none of which is read before its elements are asked for."""
+    """Tensors by name. A tensor is read only when its elements are requested."""
 
     progress: Progress
 
@@ -27,7 +27,7 @@ class OpenCheckpoint(Tensors, Protocol):
         yield the first missing entry, as `name[7]`."""
 
     def count_elements(self, format: Format | None) -> int:
-        """Count the elements of all matrices from the files' headers. Raises WeightsError."""
+        """Count the elements of all matrices from the file headers. Raises WeightsError."""
 
     def close(self) -> None:
         """Close the files. Tensors that were read stay valid."""
@@ -35,7 +35,7 @@ class OpenCheckpoint(Tensors, Protocol):
 
 def open_checkpoint(directory: Path) -> OpenCheckpoint:
     """Open a checkpoint. Safetensors files are preferred to pickles, and both to GGUF files. Raises
-    WeightsError if there are no weights, or if some of their files are missing."""
+    WeightsError if the directory has no weights, or if files of them are missing."""
     return GgufCheckpoint(list_gguf(directory)) if is_gguf(directory) else Checkpoint(directory)
 
 
@@ -46,13 +46,14 @@ def is_gguf(directory: Path) -> bool:
 
 
 def list_gguf(directory: Path) -> list[Path]:
-    """Return the GGUF files of a directory; of links, the files that they name, which operators know."""
+    """Return the GGUF files of a directory. Links are resolved, so that messages name the operator's
+    files."""
     files = sorted(directory.glob(f"*{SUFFIX}"))
     return [directory / file.readlink() if file.is_symlink() else file for file in files]
 
 
 def count_elements(directory: Path, format: Format | None = None) -> int:
-    """Count the elements of all matrices of a checkpoint without reading them, or return 0 if that is
+    """Count the elements of all matrices of a checkpoint without reading them. Return 0 if that is
     impossible. Raises WeightsError if files are damaged."""
     can_count = is_gguf(directory) or has_headers(directory)
     return open_checkpoint(directory).count_elements(format) if can_count else 0

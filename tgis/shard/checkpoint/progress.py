@@ -1,4 +1,4 @@
-"""Logs the progress of the slow parts of a start: reading a checkpoint and compiling kernels."""
+"""Logs the progress of the slow steps of a start: reading a checkpoint and compiling kernels."""
 
 import logging
 import time
@@ -8,39 +8,46 @@ from tgis.logs import FIELDS
 
 logger = logging.getLogger(__name__)
 
-STEP_PERCENT, LEAST_SECONDS, MOST_SECONDS = 10.0, 2.0, 30.0
-FIRST_COMPILING_S, COMPILING_S = 1.0, 5.0  # compile time before the first line, and between two lines
+STEP_PERCENT = 10.0
+MIN_INTERVAL_S = 2.0
+MAX_INTERVAL_S = 30.0
+FIRST_COMPILING_S = 1.0  # compile time before the first line
+COMPILING_S = 5.0  # compile time between two lines
 
 
 class Progress:
-    """Progress of reading a checkpoint: a log line for every ten percent, with at least two seconds between
-    lines, a line every thirty seconds, and one at the end. The percentage is of the checkpoint's bytes. The
-    bytes are those that this process read, its part of each tensor."""
+    """Progress of reading a checkpoint. It logs every ten percent (at most one line in two seconds), every
+    thirty seconds, and at the end. The percentage is of the checkpoint; `bytes` counts what this rank read of
+    it."""
 
     def __init__(self, total_bytes: int, clock: Callable[[], float] = time.monotonic):
-        self._total_bytes, self._clock = max(1, total_bytes), clock
-        self._began = self._said = clock()
-        self._said_percent = 0.0
+        self._total_bytes = max(1, total_bytes)
+        self._clock = clock
+        self._start_time = self._logged_at = clock()
+        self._logged_percent = 0.0
         self._seen: set[str] = set()
         self._seen_bytes = self._read_bytes = 0
 
     def add(self, label: str, whole_bytes: int, read_bytes: int) -> None:
-        """Count a part of the tensor `label` that was read."""
+        """Count the bytes read from a part of the tensor `label`."""
         self._read_bytes += read_bytes
         if label not in self._seen:
             self._seen.add(label)
             self._seen_bytes += whole_bytes
-        percent, now = min(100.0, 100 * self._seen_bytes / self._total_bytes), self._clock()
-        since = now - self._said
-        if since >= MOST_SECONDS or (since >= LEAST_SECONDS and percent >= self._said_percent + STEP_PERCENT):
-            self._said, self._said_percent = now, percent
+        percent = min(100.0, 100 * self._seen_bytes / self._total_bytes)
+        now = self._clock()
+        elapsed = now - self._logged_at
+        is_step = elapsed >= MIN_INTERVAL_S and percent >= self._logged_percent + STEP_PERCENT
+        if is_step or elapsed >= MAX_INTERVAL_S:
+            self._logged_at = now
+            self._logged_percent = percent
             self._log("reading weights", percent=round(percent))
 
     def finish(self) -> None:
         self._log("weights read")
 
     def _log(self, message: str, **more: int) -> None:
-        seconds = self._clock() - self._began
+        seconds = self._clock() - self._start_time
         fields = {
             **more,
             "bytes": self._read_bytes,
@@ -51,25 +58,27 @@ class Progress:
 
 
 class CompileProgress:
-    """Progress of compiling kernels: a log line after one second of compiling, then one after every five
-    seconds, and one at the end; none if all code was found. The kernels that a model needs are not known
-    before it has used them."""
+    """Progress of compiling kernels. It logs after one second of compiling, then every five seconds, and at
+    the end; nothing if all code is cached. The kernels that a model needs are known only when it uses
+    them."""
 
     def __init__(self) -> None:
-        self.num_kernels = 0  # all kernels, of which a model needs some
-        self._num_compiled, self._seconds, self._said_seconds = 0, 0.0, 0.0
+        self.num_kernels = 0  # all kernels; a model needs only some
+        self._num_compiled = 0
+        self._seconds = 0.0
+        self._logged_seconds = 0.0
 
     def add(self, seconds: float, place: str) -> None:
-        """Count a kernel that took `seconds` to compile; `place` says where its code is kept."""
+        """Count a kernel that took `seconds` to compile; `place` says where its code is stored."""
         self._num_compiled += 1
         self._seconds += seconds
-        interval = COMPILING_S if self._said_seconds else FIRST_COMPILING_S
-        if self._seconds >= self._said_seconds + interval:
-            self._said_seconds = self._seconds
+        interval = COMPILING_S if self._logged_seconds else FIRST_COMPILING_S
+        if self._seconds >= self._logged_seconds + interval:
+            self._logged_seconds = self._seconds
             self._log(f"compiling kernels for this processor; the code {place}", at_most=self.num_kernels)
 
     def finish(self) -> None:
-        if self._said_seconds:
+        if self._logged_seconds:
             self._log("kernels compiled")
 
     def _log(self, message: str, **more: int) -> None:

@@ -1,9 +1,8 @@
 """Traces the rows of a model's matrix back to the rows of the checkpoint's modules.
 
-A LoRA adapter names the checkpoint's modules. A family's table of sources says how a matrix of the model is
-packed and regrouped from them. To avoid a second description, the same sources are read from placeholder
-modules, whose weights hold row numbers. The numbers in the resulting matrix show where each of its rows came
-from:
+A LoRA adapter names the checkpoint's modules. A family's table of sources defines how a matrix of the model
+is packed and regrouped from them. To avoid a second definition, the same sources are read from placeholder
+modules whose weights hold row numbers. The numbers in the resulting matrix give the origin of each row:
 
     q_proj [2, in]: rows 0, 1     k_proj [1, in]: row 0     ->  qkv: q_proj 0-1, k_proj 0
 """
@@ -16,13 +15,13 @@ from torch import Tensor
 
 from tgis.shard.checkpoint.tensors import ALL, FloatsOnly
 
-_ROW_BITS = 40  # low bits of an element, which hold its row number; the bits above hold its module's number
+_ROW_BITS = 40  # the low bits of an element are its row number; the high bits are its module's number
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleRows:
-    """Consecutive rows of a module. `module` is the name that the family uses. If a tensor holds all experts,
-    the expert's number is appended to it."""
+    """Consecutive rows of a module. `module` is the family's name for it, followed by the expert's number if
+    one tensor holds all experts."""
 
     module: str
     first: int
@@ -31,8 +30,8 @@ class ModuleRows:
 
 @dataclass(frozen=True)
 class NumberedTensor(FloatsOnly):
-    """Placeholder for a module's weight [out_features, in_features]. Each element encodes the numbers of its
-    module and its row."""
+    """Placeholder for a module's weight [out_features, in_features]. Each element encodes its module's number
+    and its row number."""
 
     shape: tuple[int, ...]
     label: str
@@ -48,13 +47,14 @@ class NumberedTensor(FloatsOnly):
 
 
 class NumberedModules:
-    """Placeholder for a checkpoint's modules, with a module of any name. Its weight has the shape that was
-    found before, because some sources split by it."""
+    """Placeholder for a checkpoint that has a module of every name. Each weight has the shape of the real
+    one, because some sources split by it."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], shape: tuple[int, ...]):
-        """Take the `shapes` of the weights that were found. All others get `shape`, that of the model's
-        matrix; this suffices, because sources that join weights name only some that were found."""
-        self._shapes, self._shape = shapes, shape
+        """Use the known `shapes` of weights, and for other weights `shape`, the shape of the model's matrix.
+        That suffices, because sources that join several weights name only weights with known shapes."""
+        self._shapes = shapes
+        self._shape = shape
         self.modules: list[str] = []
 
     def find(self, module: str, end: str, entry: int | None, is_transposed: bool) -> NumberedTensor:
@@ -63,18 +63,19 @@ class NumberedModules:
 
 
 def name_entry(module: str, entry: int | None) -> str:
-    """Return the name of an entry of a module whose tensor holds all experts, or of the module itself."""
+    """Return the name of a module, or of its entry if its tensor holds all experts."""
     return module if entry is None else f"{module}.{entry}"
 
 
 def list_rows(column: Tensor, modules: Sequence[str]) -> tuple[ModuleRows, ...]:
-    """Return the runs of consecutive rows in `column`, the first column of a matrix that was read from
-    `NumberedModules`, int64 [num_rows]."""
+    """Return the runs of consecutive rows in `column`, int64 [num_rows]: the first column of a matrix that
+    was read from `NumberedModules`."""
     ends = [*(column.diff() != 1).nonzero().flatten().add(1).tolist(), len(column)]
-    found, start = [], 0
+    runs = []
+    start = 0
     for end in ends:
         number = int(column[start])
         module = modules[number >> _ROW_BITS]
-        found.append(ModuleRows(module, number & ((1 << _ROW_BITS) - 1), end - start))
+        runs.append(ModuleRows(module, number & ((1 << _ROW_BITS) - 1), end - start))
         start = end
-    return tuple(found)
+    return tuple(runs)

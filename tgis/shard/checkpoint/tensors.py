@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that can be read in parts: those of a file, and views that slice and join them."""
+"""Tensors of a checkpoint that can be read in parts: tensors in files, and views that slice and join them."""
 
 import logging
 from bisect import bisect_right
@@ -19,15 +19,16 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 class WeightsError(OperatorError):
-    """Error: the checkpoint cannot be used. Its text is one line that names the file and any tensor."""
+    """Error when the checkpoint cannot be used. Its text is one line that names the file and the tensor, if
+    any."""
 
 
 class MissingTensorError(WeightsError):
-    """Error: the checkpoint has no tensor of that name."""
+    """Error when the checkpoint has no tensor of that name."""
 
 
 class Stored(Protocol):
-    """Tensor of which parts can be read."""
+    """Tensor that can be read in parts."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -36,12 +37,12 @@ class Stored(Protocol):
         """File and name, for messages."""
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        """Return the part in its stored type: float32, float16 or bfloat16, contiguous. Vectors have rows
-        only. The result may be the file's mapped memory: callers must not write to it, and must copy what
-        they keep. Raises WeightsError."""
+        """Return the part, contiguous, in its stored type: float32, float16 or bfloat16. Vectors have only
+        rows. The result may be the file's mapped memory: callers must not write to it, and must copy data
+        that they keep. Raises WeightsError."""
 
     def layout(self, columns: slice = ALL) -> CodeLayout | None:
-        """Return the layout of `codes` of these columns, or None if they can only be read as floats."""
+        """Return the layout of the codes of these columns, or None if they can only be read as floats."""
 
     def codes(self, rows: slice = ALL, columns: slice = ALL) -> Codes:
         """Return the part as codes, for columns that have a `layout`. Raises WeightsError."""
@@ -55,19 +56,19 @@ class StoredTensor(Stored, Protocol):
 
 
 class FloatsOnly:
-    """Base of tensors without codes."""
+    """Base class of tensors without codes."""
 
     def layout(self, columns: slice = ALL) -> CodeLayout | None:
         return None
 
     def codes(self, rows: slice = ALL, columns: slice = ALL) -> Codes:
-        raise AssertionError("there is no layout")
+        raise AssertionError("the tensor has no codes")
 
 
 class FileTensor(FloatsOnly):
-    """Tensor in a file. `get_mapped` gives it in mapped memory, which is asked for anew for every part, so
-    that the pages of parts that were read can be released. For every part, `count` is called with the
-    tensor's label and bytes and the part's bytes. The index of every requested entry is added to `taken`."""
+    """Tensor in a file. `get_mapped` returns it in mapped memory. Each read calls it again, so that pages
+    that were read can be released. For every part that is read, `count` is called with the label, the
+    tensor's bytes and the part's bytes. The index of every requested entry is added to `taken`."""
 
     def __init__(
         self,
@@ -76,9 +77,14 @@ class FileTensor(FloatsOnly):
         count: Callable[[str, int, int], None],
         taken: set[int],
     ):
-        self._get_mapped, self.label, self._count, self._taken = get_mapped, label, count, taken
+        self.label = label
+        self._get_mapped = get_mapped
+        self._count = count
+        self._taken = taken
         mapped = get_mapped()
-        self.shape, self.dtype, self._num_bytes = tuple(mapped.shape), mapped.dtype, mapped.nbytes
+        self.shape = tuple(mapped.shape)
+        self.dtype = mapped.dtype
+        self._num_bytes = mapped.nbytes
 
     def check_plain(self) -> None:
         """Raise WeightsError unless this is a vector or a matrix of floats."""
@@ -87,11 +93,11 @@ class FileTensor(FloatsOnly):
             raise WeightsError(f"{self.label} is a scalar, expected a vector or a matrix")
 
     def check_type(self, *dtypes: torch.dtype) -> None:
-        """Raise WeightsError unless the elements are of one of the types."""
+        """Raise WeightsError unless the elements have one of these types."""
         if self.dtype not in dtypes:
-            found, *expected = (str(each).removeprefix("torch.") for each in (self.dtype, *dtypes))
+            actual, *expected = (str(each).removeprefix("torch.") for each in (self.dtype, *dtypes))
             one_of = "one of " if len(expected) > 1 else ""
-            raise WeightsError(f"{self.label} is stored as {found}, expected {one_of}{', '.join(expected)}")
+            raise WeightsError(f"{self.label} is stored as {actual}, expected {one_of}{', '.join(expected)}")
 
     def check_shape(self, *shape: int) -> None:
         """Raise WeightsError unless the tensor has this shape."""
@@ -115,8 +121,8 @@ class FileTensor(FloatsOnly):
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         part = self._get_mapped()[(rows, columns)[: len(self.shape)]].contiguous()
         self._count(self.label, self._num_bytes, part.nbytes)
-        # Only warn: some checkpoints have such rows for unused tokens. Requests whose logits are not finite
-        # get an error each.
+        # This is only a warning, because some checkpoints have such rows for unused tokens. A request fails
+        # if its own logits are not finite.
         if (
             self.dtype in DTYPES.values()
             and part.numel()
@@ -127,20 +133,24 @@ class FileTensor(FloatsOnly):
 
 
 class TensorInMemory(FloatsOnly):
-    """Vector or matrix of floats that is in no file."""
+    """Vector or matrix of floats in memory."""
 
     def __init__(self, tensor: Tensor, label: str):
-        self._tensor, self.label, self.shape = tensor, label, tuple(tensor.shape)
+        self._tensor = tensor
+        self.label = label
+        self.shape = tuple(tensor.shape)
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         return self._tensor[(rows, columns)[: len(self.shape)]].contiguous()
 
 
 class Transposed(FloatsOnly):
-    """View of a matrix that is stored [in, out]; vectors stay as they are."""
+    """View of a matrix that is stored [in, out]; vectors are unchanged."""
 
     def __init__(self, stored: Stored):
-        self.original, self.label, self.shape = stored, stored.label, stored.shape[::-1]
+        self.original = stored
+        self.label = stored.label
+        self.shape = stored.shape[::-1]
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         if len(self.shape) == 1:
@@ -149,7 +159,7 @@ class Transposed(FloatsOnly):
 
 
 def transpose(stored: Stored) -> Stored:
-    """Return a view of a transposed matrix; of one that is such a view, the matrix itself with its codes."""
+    """Return a transposed view. For a transposed view, return the original matrix, which may have codes."""
     return stored.original if isinstance(stored, Transposed) else Transposed(stored)
 
 
@@ -157,7 +167,8 @@ class Sliced:
     """View of consecutive rows and columns of a matrix, or of consecutive elements of a vector."""
 
     def __init__(self, stored: Stored, rows: slice, columns: slice = ALL):
-        self.original, self.label = stored, stored.label
+        self.original = stored
+        self.label = stored.label
         self._ranges = [range(size)[part] for size, part in zip(stored.shape, (rows, columns), strict=False)]
         self.shape = tuple(len(each) for each in self._ranges)
 
@@ -171,43 +182,45 @@ class Sliced:
         return self.original.codes(*self.shift(rows, columns))
 
     def shift(self, *parts: slice) -> list[slice]:
-        """Return slices of this view as slices of the tensor."""
-        chosen = [each[part] for each, part in zip(self._ranges, parts, strict=False)]
-        return [slice(each.start, each.stop) for each in chosen]
+        """Convert slices of this view to slices of the original tensor."""
+        shifted = [each[part] for each, part in zip(self._ranges, parts, strict=False)]
+        return [slice(each.start, each.stop) for each in shifted]
 
 
 class StackedRows:
     """View of several tensors of equal width, concatenated by rows."""
 
     def __init__(self, parts: Sequence[Stored], label: str):
-        self._parts, self.label = parts, label
+        self._parts = parts
+        self.label = label
         if len({part.shape[1:] for part in parts}) > 1:
             shapes = ", ".join(str(list(part.shape)) for part in parts)
-            raise WeightsError(f"{label} differ in width: {shapes}")
+            raise WeightsError(f"{label} have different widths: {shapes}")
         self._ends = list(accumulate(part.shape[0] for part in parts))
         self.shape = (self._ends[-1], *parts[0].shape[1:])
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        found = [part.read(own, columns) for part, own in self.list_parts(rows)]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        tensors = [part.read(own, columns) for part, own in self.list_parts(rows)]
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
     def layout(self, columns: slice = ALL) -> CodeLayout | None:
         first, *others = {part.layout(columns) for part in self._parts}
         if others or first is None:
             return None
-        # A part may have its own order of columns, and a product can have one.
-        return first if not first.is_reordered or self._have_one_order(columns) else None
+        # Each part may have its own column order, but a matrix product supports only one.
+        return first if not first.is_reordered or self._have_same_order(columns) else None
 
     def codes(self, rows: slice = ALL, columns: slice = ALL) -> Codes:
-        found = [part.codes(own, columns) for part, own in self.list_parts(rows)]
-        return found[0] if len(found) == 1 else join_rows(found)
+        codes = [part.codes(own, columns) for part, own in self.list_parts(rows)]
+        return codes[0] if len(codes) == 1 else join_rows(codes)
 
-    def _have_one_order(self, columns: slice) -> bool:
+    def _have_same_order(self, columns: slice) -> bool:
         first, *others = (part.codes(slice(0, 0), columns).group_of for part in self._parts)
         return first is not None and all(each is not None and torch.equal(first, each) for each in others)
 
     def list_parts(self, rows: slice) -> Iterator[tuple[Stored, slice]]:
-        """Yield the parts that have some of the rows, each with the slice of its own; at least one part."""
+        """Yield the parts that contain some of the rows, each with the slice of its own rows. If `rows` is
+        empty, yield one part with an empty slice."""
         start, stop, _ = rows.indices(self.shape[0])
         if start >= stop:
             yield self._parts[0], slice(0, 0)
@@ -220,8 +233,8 @@ class StackedRows:
 
 
 def read_pieces(stored: Stored, num_elements: int, multiple: int = 1) -> Iterator[tuple[slice, Tensor]]:
-    """Read a matrix a few rows at a time: a multiple of `multiple`, and about `num_elements` elements. Yield
-    the rows and their part."""
+    """Read a matrix in pieces of about `num_elements` elements, with a number of rows that is a multiple of
+    `multiple`. Yield the rows and the piece."""
     height, width = stored.shape
     num_rows = max(1, num_elements // (multiple * width)) * multiple
     for first in range(0, height, num_rows):
@@ -230,14 +243,14 @@ def read_pieces(stored: Stored, num_elements: int, multiple: int = 1) -> Iterato
 
 
 def split_by_layout(stored: Stored) -> list[Stored]:
-    """Return the rows of a view as matrices whose parts have one layout each."""
+    """Split a matrix by rows into matrices that have one layout each."""
     parts = [part for part in _split(stored) if part.shape[0]]
     runs = [list(run) for _, run in groupby(parts, lambda part: part.layout())]
     return [run[0] if len(run) == 1 else StackedRows(run, stored.label) for run in runs]
 
 
 def _split(stored: Stored, rows: slice = ALL, columns: slice = ALL) -> Iterator[Stored]:
-    """Yield parts of a matrix that is no view of joined ones."""
+    """Yield the parts of a matrix that are not themselves concatenations."""
     if isinstance(stored, Sliced):
         yield from _split(stored.original, *stored.shift(rows, columns))
     elif isinstance(stored, StackedRows):
@@ -248,6 +261,6 @@ def _split(stored: Stored, rows: slice = ALL, columns: slice = ALL) -> Iterator[
 
 
 def join_labels(labels: Iterable[str]) -> str:
-    """Join labels: file and name of the first tensor, then the names of the others."""
+    """Join labels: file and name of the first tensor, then only the names of the others."""
     first, *others = labels
     return first + "".join(" + " + label.rpartition(" ")[2] for label in others)

@@ -1,6 +1,5 @@
-"""Finds the tensors of a checkpoint by the module paths of the model; only the requested slices are read. A
-family's table of sources maps each path to tensors. A source is a plain name, or one of `stack`,
-`transposed`, `grouped`, `expert` and `first_of`."""
+"""Finds checkpoint tensors by the model's module paths, and reads only the requested slices. A family's table
+maps each path to a source: a plain name, `stack`, `transposed`, `grouped`, `expert` or `first_of`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -24,39 +23,42 @@ from tgis.shard.checkpoint.tensors import (
 
 
 class StoredModules:
-    """Modules of a checkpoint. Names may lack `prefix`, or have it although the checkpoint's do not. `shapes`
-    are those of all weights that were found, as the model has them."""
+    """Modules of a checkpoint. A name is found with or without `prefix`. `shapes` has the shapes of all
+    weights found so far, as in the model."""
 
     def __init__(self, checkpoint: OpenCheckpoint, prefix: str, format: Format | None):
-        self._checkpoint, self._prefix, self._format = checkpoint, prefix, format
+        self._checkpoint = checkpoint
+        self._prefix = prefix
+        self._format = format
         self._quantized: set[str] = set()  # names of modules in the checkpoint
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def find(self, module: str, end: str, entry: int | None, is_transposed: bool) -> Stored:
-        """Return a module's tensor, or an entry of it, as the model has it. `end` is "weight" or "bias".
-        Raises WeightsError."""
+        """Return a module's tensor, or one of its entries, in the model's orientation. `end` is "weight" or
+        "bias". Raises WeightsError."""
         quantized = self._open_quantized(module) if end == "weight" else None
         whole = quantized or self._fetch_plain(module, end)
-        found: Stored = whole if entry is None else whole.entry(entry)
-        # All formats store matrices as [out_features, in_features], whichever way the plain checkpoint does.
+        tensor: Stored = whole if entry is None else whole.entry(entry)
+        # Quantization formats always store [out_features, in_features], even if the plain checkpoint does
+        # not.
         if is_transposed and not quantized:
-            found = transpose(found)
+            tensor = transpose(tensor)
         if end == "weight":
-            self.shapes[name_entry(module, entry)] = found.shape
-        return found
+            self.shapes[name_entry(module, entry)] = tensor.shape
+        return tensor
 
     def _open_quantized(self, module: str) -> StoredTensor | None:
         if self._format is None:
             return None
         for name in self._spell(module):
-            if (found := self._format.open(self._checkpoint, name)) is not None:
+            if (tensor := self._format.open(self._checkpoint, name)) is not None:
                 self._quantized.add(name)
-                return found
+                return tensor
         return None
 
     def list_unread(self) -> Iterator[str]:
-        """Yield the tensors of the checkpoint that were not fetched, as `Checkpoint.list_unread` does. Leave
-        out biases of zeros, which AutoGPTQ gave to modules without one. Raises WeightsError."""
+        """Yield the tensors of the checkpoint that were not fetched, as `Checkpoint.list_unread` does. Omit
+        zero biases, which AutoGPTQ adds to modules without a bias. Raises WeightsError."""
         for name in self._checkpoint.list_unread():
             is_added = name.endswith(".bias") and name.removesuffix(".bias") in self._quantized
             if not is_added or self._checkpoint.fetch(name).read().any():
@@ -74,7 +76,7 @@ class StoredModules:
 
 @dataclass(frozen=True)
 class Lookup:
-    """Tensor of the model that is looked for, and the checkpoint to search."""
+    """Search for one tensor of the model in a checkpoint."""
 
     checkpoint: OpenCheckpoint
     modules: StoredModules | NumberedModules
@@ -84,7 +86,7 @@ class Lookup:
     is_transposed: bool = False  # the checkpoint stores matrices as [in_features, out_features]
 
     def fetch(self, name: str, entry: int | None = None) -> Stored:
-        """Return the tensor of a module of the checkpoint, or an entry of it. Raises WeightsError."""
+        """Return the tensor of a checkpoint module, or one of its entries. Raises WeightsError."""
         module = name.format(i=self.layer, e=self.expert)
         return self.modules.find(module, self.end, entry, self.is_transposed)
 
@@ -92,12 +94,12 @@ class Lookup:
         return source(self) if callable(source) else self.fetch(source)
 
 
-# A string is a module's name in the checkpoint, with {i} for the layer's number and {e} for the expert's.
+# A string is a module name in the checkpoint, with {i} for the layer number and {e} for the expert number.
 Source = str | Callable[[Lookup], Stored]
 
 
 def stack(*sources: Source) -> Source:
-    """Pack separate tensors row-wise, in this order."""
+    """Join separate tensors by rows, in this order."""
 
     def find(lookup: Lookup) -> Stored:
         parts = [lookup.find(source) for source in sources]
@@ -107,13 +109,13 @@ def stack(*sources: Source) -> Source:
 
 
 def transposed(source: Source) -> Source:
-    """Transpose a matrix that is stored [in, out]; a bias stays as it is."""
+    """Transpose a matrix that is stored [in, out]; a bias is unchanged."""
     return lambda lookup: replace(lookup, is_transposed=True).find(source)
 
 
 def grouped(source: Source, num_groups: int, head_dim: int) -> Source:
-    """Regroup rows [group, (q ... q, k, v), head_dim] to all q, all k, all v. In the checkpoint, the queries
-    of each group are beside the key and value that they share."""
+    """Regroup rows [group, (q ... q, k, v), head_dim] to all q, all k, all v. In the checkpoint, the query
+    rows of each group precede its key and value rows."""
 
     def find(lookup: Lookup) -> Stored:
         stored = lookup.find(source)
@@ -132,12 +134,13 @@ def grouped(source: Source, num_groups: int, head_dim: int) -> Source:
 
 
 def expert(name: str) -> Source:
-    """Take entry {e} of a tensor whose first axis is the experts."""
+    """Select entry {e} of a tensor whose first axis is the experts."""
     return lambda lookup: lookup.fetch(name, int(lookup.expert))
 
 
 def first_of(source: Source, *others: Source) -> Source:
-    """Take the first of these sources that the checkpoint has. If none, raise the first one's error."""
+    """Use the first of these sources that the checkpoint has. If it has none, raise the first source's
+    error."""
 
     def find(lookup: Lookup) -> Stored:
         try:
@@ -154,16 +157,18 @@ def first_of(source: Source, *others: Source) -> Source:
 
 
 class Weights:
-    """Tensors of the checkpoint in `directory`, by the module paths of the model. `sources` is keyed by
-    module path, with {i} for the layer's number and {e} for the expert's. `prefix` is the leading part of
-    names that some checkpoints lack; `format` is that of quantized weights. Leaving the context closes the
+    """Tensors of the checkpoint in `directory`, by the model's module paths. `sources` is keyed by module
+    path, with {i} for the layer number and {e} for the expert number. `prefix` is a leading part of names
+    that some checkpoints lack; `format` is the format of quantized weights. Leaving the context closes the
     files and logs how much was read; tensors that were read stay valid. Raises WeightsError if there are no
     weights."""
 
     def __init__(
         self, directory: Path, sources: Mapping[str, Source], prefix: str = "", format: Format | None = None
     ):
-        self._checkpoint, self._sources, self.prefix = open_checkpoint(directory), sources, prefix
+        self._checkpoint = open_checkpoint(directory)
+        self._sources = sources
+        self.prefix = prefix
         self._modules = StoredModules(self._checkpoint, prefix, format)
         self._traces: dict[str, tuple[ModuleRows, ...]] = {}
 
@@ -182,18 +187,19 @@ class Weights:
 
     def find(self, path: str, shape: tuple[int, ...]) -> Stored:
         """Find a module's tensor: `find("blocks.3.mlp.up.weight", (rows, columns))`. Raises WeightsError."""
-        found = self._find(path, self._modules)
-        if found.shape != shape:
-            raise WeightsError(f"{found.label} has shape {list(found.shape)}, expected {list(shape)}")
-        return found
+        tensor = self._find(path, self._modules)
+        if tensor.shape != shape:
+            raise WeightsError(f"{tensor.label} has shape {list(tensor.shape)}, expected {list(shape)}")
+        return tensor
 
     def find_matrix(self, module: str, shape: tuple[int, ...]) -> Stored:
-        """Find a module's weight, plain or in the format: `find_matrix("blocks.3.mlp.up", (rows, columns))`.
+        """Find a module's weight, plain or quantized: `find_matrix("blocks.3.mlp.up", (rows, columns))`.
         Raises WeightsError."""
         return self.find(f"{module}.weight", shape)
 
     def has(self, path: str) -> bool:
-        """Return True if the checkpoint has a module's tensor. Raises WeightsError if it cannot be used."""
+        """Return True if the checkpoint has a module's tensor. Raises WeightsError if the tensor is
+        unusable."""
         try:
             self._find(path, self._modules)
         except MissingTensorError:
@@ -201,10 +207,10 @@ class Weights:
         return True
 
     def trace(self, module: str, shape: tuple[int, int]) -> tuple[ModuleRows, ...]:
-        """Return the rows of the checkpoint's modules that make up a matrix, which must have been found
-        before. Reads no weights. Modules have the names of the family's sources. Of alternatives, the first
-        one's name is used, whichever the checkpoint has: a tied head is traced to the name that a separate
-        head would have."""
+        """Return the rows of checkpoint modules that make up a matrix, without reading weights. The matrix
+        must have been found before. Modules have the names in the family's sources. Of alternative names, the
+        first one is used, even if the checkpoint has another: a tied head is traced to the name of a separate
+        head."""
         if module not in self._traces:
             numbered = NumberedModules(self._modules.shapes, shape)
             column = self._find(f"{module}.weight", numbered).read(ALL, slice(0, 1))[:, 0]  # [num_rows]
@@ -212,12 +218,12 @@ class Weights:
         return self._traces[module]
 
     def list_unread(self) -> Iterator[str]:
-        """Yield the tensors of the checkpoint that the model does not need and that may change its results.
-        Raises WeightsError."""
+        """Yield the tensors of the checkpoint that the model does not use although they may affect its
+        results. Raises WeightsError."""
         return self._modules.list_unread()
 
     def release(self) -> None:
-        """Close the files. They are opened again when something is read."""
+        """Close the files. The next read opens them again."""
         self._checkpoint.close()
 
     def _find(self, path: str, modules: StoredModules | NumberedModules) -> Stored:

@@ -1,15 +1,15 @@
-"""Measures the GPU memory that this process may use, and what its steps take."""
+"""Measures the GPU memory that this process may use, and the memory that its steps need."""
 
 import torch
 
-# Share of the GPU's memory that stays free when the cache is sized, for what no warm-up measures:
-# fragmentation, and kernels that are loaded later.
+# Fraction of the GPU's memory that stays free when the cache is sized. It covers what the warm-up cannot
+# measure: fragmentation, and kernels that are loaded later.
 MARGIN = 0.02
 
 
 class CudaMemory:
-    """Memory as the driver counts it, with graphs, collectives and code. The process may use `fraction` of
-    the GPU's memory, as far as other processes leave it."""
+    """Memory as the driver counts it, including graphs, collectives and code. The process may use `fraction`
+    of the GPU's memory, minus what other processes use."""
 
     def __init__(self, device: torch.device, fraction: float = 1.0):
         self._device, self._fraction = device, fraction
@@ -18,7 +18,7 @@ class CudaMemory:
             torch.cuda.set_per_process_memory_fraction(fraction, device)
 
     def memory_left(self) -> int:
-        """Return the bytes left to this process. What torch keeps to use again counts as used."""
+        """Return the bytes left to this process. Memory in torch's caching allocator counts as used."""
         free, _ = torch.cuda.mem_get_info(self._device)
         return count_left(self._total, self._free_at_start, free, self._fraction)
 
@@ -41,7 +41,7 @@ class CudaMemory:
 
 
 def count_left(total: int, free_at_start: int, free: int, fraction: float) -> int:
-    """Return the bytes that a process may still take, if it may take `fraction` of a GPU's memory and has
-    taken what was free when it started, and is not now."""
+    """Return the bytes that a process may still allocate if its limit is `fraction` of a GPU's memory. The
+    decrease of free memory since its start counts as its use."""
     used = max(0, free_at_start - free)
     return max(0, min(free, int(total * fraction) - used))

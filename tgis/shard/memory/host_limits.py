@@ -1,5 +1,5 @@
-"""Measures the memory that this process may use, and the memory it has used. Limits are those of the machine
-and of every control group (cgroup) around the process, as in containers."""
+"""Measures the memory that this process may use and has used. The limits are those of the machine and of
+every control group (cgroup) that contains the process, such as a container's."""
 
 import contextlib
 import ctypes
@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tgis.process.control_groups import group_directories
 
-# Names in control groups of version 2 and 1 of the limit, the usage, and the file pages within the usage: the
-# inactive ones, the active ones, and those of either kind that some process has mapped.
+# Names of the limit, the usage, and the file pages within the usage (inactive, active, mapped by a process),
+# in control groups of version 2 and version 1.
 MEMORY_V2 = ("memory.max", "memory.current", "inactive_file", "active_file", "file_mapped")
 MEMORY_V1 = (
     "memory.limit_in_bytes",
@@ -21,7 +21,7 @@ STATUS = Path("/proc/self/status")
 
 
 class HostMemory:
-    """Memory of the machine, within the limits in `root`'s `proc` and `sys`: those of control groups too."""
+    """Memory of the machine and its control groups, read from `proc` and `sys` below `root`."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
@@ -39,7 +39,7 @@ class HostMemory:
         return _read_bytes(STATUS, "RssAnon")  # without mapped files
 
     def begin_peak(self) -> int:
-        with contextlib.suppress(OSError):  # then `peak` covers the process's whole life: an upper bound
+        with contextlib.suppress(OSError):  # on failure `peak` covers the whole process: an upper bound
             Path("/proc/self/clear_refs").write_text("5")
         return _read_bytes(STATUS, "VmRSS")
 
@@ -48,7 +48,7 @@ class HostMemory:
 
 
 def release_memory() -> None:
-    """Return the allocator's free memory to the system, if the C library supports that."""
+    """Give the allocator's free memory back to the system, if the C library supports that."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -60,14 +60,14 @@ def _read_bytes(file: Path, name: str) -> int:
 
 
 def _groups_left(root: Path) -> list[int]:
-    found = [_group_left(directory, MEMORY_V2) for directory in group_directories(root, "")]
-    found += [_group_left(directory, MEMORY_V1) for directory in group_directories(root, "memory")]
-    return [bytes_left for bytes_left in found if bytes_left is not None]
+    groups = [_group_left(directory, MEMORY_V2) for directory in group_directories(root, "")]
+    groups += [_group_left(directory, MEMORY_V1) for directory in group_directories(root, "memory")]
+    return [bytes_left for bytes_left in groups if bytes_left is not None]
 
 
 def _group_left(directory: Path, names: tuple[str, ...]) -> int | None:
-    """Return the bytes left in a group; None if it has no limit or cannot be seen. File pages that no process
-    has mapped count as free, active ones too: a checkpoint read for the second time is among those."""
+    """Return the bytes left in a group, or None if it has no limit or cannot be read. File pages that no
+    process has mapped count as free, even active ones: pages of a checkpoint are active once read twice."""
     limit_name, usage_name, *page_names = names
     try:
         limit = (directory / limit_name).read_text().strip()

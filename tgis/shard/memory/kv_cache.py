@@ -1,4 +1,4 @@
-"""The paged KV cache, which is allocated once with a size that depends on the model's shape."""
+"""Paged KV cache, allocated once. Its size depends on the model's shape."""
 
 import ctypes
 import math
@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 CPU = torch.device("cpu")
-SLACK = 32  # elements after the last page, so that kernels can load whole vectors, of pairs too
-POPULATED_BYTES, LEAST_PRIORITY = 1 << 21, 19
-MADV_HUGEPAGE, MADV_POPULATE_WRITE = 14, 23  # Linux's constants
+SLACK = 32  # elements after the last page, so that kernels can load whole vectors, also of pairs
+POPULATED_BYTES = 1 << 21
+LOWEST_PRIORITY = 19
+MADV_HUGEPAGE = 14  # Linux's constants
+MADV_POPULATE_WRITE = 23
 
 
 class AttentionShape(Protocol):
@@ -22,7 +24,7 @@ class AttentionShape(Protocol):
 
     @property
     def num_layers(self) -> int:
-        """Number of layers with keys and values in the cache."""
+        """Number of layers with a KV cache."""
 
     @property
     def num_kv_heads(self) -> int: ...
@@ -36,31 +38,32 @@ class Ranks(Protocol):
 
 
 def local_kv_heads(shape: AttentionShape, ranks: Ranks) -> int:
-    """Return the number of KV heads per rank. With fewer heads than ranks, neighbours hold the same head."""
+    """Return the number of KV heads per rank. With fewer heads than ranks, adjacent ranks hold the same
+    head."""
     return max(1, shape.num_kv_heads // ranks.size)
 
 
 def page_size(block_size: int, head_dim: int) -> int:
-    """Return the number of elements of the keys, or of the values, of one block, layer and head."""
+    """Return the number of key elements (or value elements) of one block, layer and head."""
     return block_size * head_dim
 
 
 def bytes_per_block(shape: AttentionShape, ranks: Ranks, block_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one block on one rank, over all layers."""
+    """Return the bytes of one block on one rank, for all layers."""
     pages = 2 * shape.num_layers * local_kv_heads(shape, ranks)
     return pages * page_size(block_size, shape.head_dim) * dtype.itemsize
 
 
 class CacheScale(NamedTuple):
-    """Numbers that a layer's keys and values are divided by where they are stored."""
+    """Divisors of a layer's keys and values when they are stored."""
 
     key: float = 1.0
     value: float = 1.0
 
 
 class KVCache:
-    """Keys and values, in pages whose layout the attention backend defines. Those of a type of 8 bits are
-    divided by `scales`, one of each layer."""
+    """Keys and values, in pages whose layout the attention backend defines. Keys and values of an 8-bit type
+    are divided by `scales`, which has one entry per layer."""
 
     def __init__(
         self,
@@ -77,8 +80,12 @@ class KVCache:
         self.keys, self.values = (_allocate_zeros(shape, dtype, device) for _ in range(2))
         if device.type == "cpu":
             _populate_soon((self.keys, self.values))
-        self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
-        self.num_kv_heads, self.head_dim, self.dtype = num_kv_heads, head_dim, dtype
+        self.num_layers = num_layers
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.dtype = dtype
         self.scales = list(scales) or [CacheScale()] * num_layers
 
 
@@ -87,15 +94,15 @@ def _allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
         return torch.zeros(shape, dtype=dtype, device=device)
     count = math.prod(shape)
     size = (count + SLACK) * dtype.itemsize
-    # The system gives zeroed pages, which cost nothing until they are used.
+    # The system provides zeroed pages, which cost nothing until they are used.
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype)[:count].view(shape)
 
 
 def _populate_soon(memories: Sequence[Tensor]) -> None:
     """Make the system allocate the memory of tensors [num_layers, any] on a background thread, so that
-    neither the start nor a later step waits for it. Huge pages are used if there are any, because they are
-    read faster. The beginnings of all layers come first, because blocks are used in that order."""
+    neither the start nor a later step waits for it. Huge pages are requested because reads of them are
+    faster. Memory is allocated block by block over all layers, because steps use blocks in that order."""
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is None:
         return
@@ -106,12 +113,12 @@ def _populate_soon(memories: Sequence[Tensor]) -> None:
 
     def populate() -> None:
         """Populate without torch: a thread inside a torch call when the process ends would abort it."""
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
         for offset in range(0, max(num_bytes for _, num_bytes in layers), POPULATED_BYTES):
             for address, num_bytes in layers:
                 begin = (address + offset) // mmap.PAGESIZE * mmap.PAGESIZE
                 end = address + min(offset + POPULATED_BYTES, num_bytes)
                 if madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_POPULATE_WRITE):
-                    return  # memory that cannot be allocated now may never be needed
+                    return  # out of memory is no error here: the rest may never be used
 
     threading.Thread(target=populate, name="cache", daemon=True).start()

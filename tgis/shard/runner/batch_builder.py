@@ -1,4 +1,4 @@
-"""Packs a step's work into tensors. Code here handles all rows at once, because it runs for every token."""
+"""Packs a step's work into tensors. The code is vectorized over rows, because it runs for every token."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -23,9 +23,9 @@ Blocks = npt.NDArray[np.int32]
 
 
 class Layout(NamedTuple):
-    """Packed positions of several sequences, sequence after sequence."""
+    """Packed positions of several sequences, one sequence after another."""
 
-    begins: Integers  # [num_seqs + 1], index of each sequence's first position, then the total
+    begins: Integers  # [num_seqs + 1], index of each sequence's first position, followed by the total
     sequence: Integers  # [num_tokens]
     positions: Integers  # [num_tokens]
 
@@ -42,22 +42,22 @@ class Layout(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A step's work on rows that have not ended."""
+    """Work of a step on rows that have not ended."""
 
     rows: Integers  # [num_seqs]
     starts: Integers  # [num_seqs]
-    ends: Integers  # [num_seqs], drafts included
+    ends: Integers  # [num_seqs], including drafts
     layout: Layout
-    sampled_rows: Integers  # [num_sampled], in the order of work; each row once, and again for each draft
+    sampled_rows: Integers  # [num_sampled], in the order of work; each row once, plus once for each draft
     sampled_x: Integers  # [num_sampled], index in [num_tokens] of the token before each sample
     input_spans: list[InputSpan]
-    drafts: TokenIds | None = None  # [num_sampled], the predicted samples, -1 where there is no draft
-    num_proposed: Mapping[int, int] = {}  # drafts that the shard proposed, by row
+    drafts: TokenIds | None = None  # [num_sampled], drafted token ids, -1 where there is no draft
+    num_proposed: Mapping[int, int] = {}  # number of drafts that the shard proposed, by row
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Work in tensors."""
+    """Work packed into tensors."""
 
     work: Work
     inputs: StepInputs
@@ -73,8 +73,8 @@ class Batch:
 
 
 class BatchBuilder(RowTable):
-    """Row table that packs steps and has `attention` plan them. `proposer` proposes drafts where the router
-    leaves them to the shard."""
+    """Row table that packs steps and plans them with `attention`. `proposer` proposes drafts for the rows for
+    which the router requests drafts of the shard."""
 
     def __init__(
         self,
@@ -86,7 +86,8 @@ class BatchBuilder(RowTable):
         proposer: DraftProposer | None = None,
     ):
         super().__init__(max_rows, limits, device, adapters)
-        self._attention, self._proposer = attention, proposer
+        self._attention = attention
+        self._proposer = proposer
 
     def label_rows(self, request: pb.StepRequest) -> list[str]:
         """Label the step's rows for failpoints."""
@@ -99,18 +100,19 @@ class BatchBuilder(RowTable):
         return None if work is None else self.pack_work(work)
 
     def find_last(self, rows: Integers) -> Work:
-        """Find the work on the last tokens of the rows."""
+        """Return the work on the last token of each row."""
         lengths = self._lengths[rows]
         return self._plain_work(rows, lengths - 1, lengths)
 
     def find_work(self, request: pb.StepRequest) -> Work | None:
-        """Find the step's work on rows that have not ended. Return None if there is none."""
+        """Return the step's work on rows that have not ended, or None if there is none."""
         rows, starts, ends = (_integers(column) for column in (request.rows, request.starts, request.ends))
         assert self._open[rows].all(), "work on a row that is not open"
         assert len(set(rows.tolist())) == len(rows), "a row twice in a step"
         if request.new_blocks:
             self._append_blocks(rows, _integers(request.num_new_blocks), read_column(request.new_blocks))
-        num_drafts, ids = _integers(request.num_drafts), read_column(request.draft_ids)
+        num_drafts = _integers(request.num_drafts)
+        ids = read_column(request.draft_ids)
         max_drafts = _integers(request.max_drafts)
         ended = self._ended[rows]
         if ended.any():
@@ -133,7 +135,8 @@ class BatchBuilder(RowTable):
         return Batch(work, inputs, self._tensor(work.sampled_x, np.int64))
 
     def _plain_work(self, rows: Integers, starts: Integers, ends: Integers) -> Work:
-        layout, samples = Layout.of(starts, ends), self._check(rows, starts, ends)
+        layout = Layout.of(starts, ends)
+        samples = self._check(rows, starts, ends)
         all_sample = bool(samples.all())
         lasts = layout.begins[1:] - 1
         spans = self._input_spans(rows, starts, ends, layout.begins)
@@ -143,21 +146,22 @@ class BatchBuilder(RowTable):
     def _draft_work(
         self, rows: Integers, starts: Integers, ends: Integers, num_drafts: Integers, ids: TokenIds
     ) -> Work:
-        """Return work on drafts as the rows' next tokens. The actual tokens later overwrite wrong drafts."""
+        """Return work that treats drafts as the rows' next tokens. Sampled tokens later overwrite wrong
+        drafts."""
         samples = self._check(rows, starts, ends)
         has_drafts = num_drafts > 0
-        assert (samples & (starts == ends - 1))[has_drafts].all(), "drafts beside more than the last token"
+        assert (samples & (starts == ends - 1))[has_drafts].all(), "drafts with more than the last token"
         assert (ends + num_drafts < self._end[rows])[has_drafts].all(), "drafts past the limit"
-        guessed = Layout.of(ends, ends + num_drafts)
-        self._token_ids[rows[guessed.sequence], guessed.positions] = ids
+        drafted = Layout.of(ends, ends + num_drafts)
+        self._token_ids[rows[drafted.sequence], drafted.positions] = ids
         layout = Layout.of(starts, ends + num_drafts)
         lasts = layout.begins[1:]
         sampled = Layout.of(lasts - num_drafts - samples, lasts)
         drafts = np.full(len(sampled.positions), -1, np.int32)
         drafts[np.delete(np.arange(len(drafts)), sampled.begins[1:][samples] - 1)] = ids
         spans = self._input_spans(rows, starts, ends, layout.begins)
-        places = (rows[sampled.sequence], sampled.positions)
-        return Work(rows, starts, ends + num_drafts, layout, *places, spans, drafts)
+        sampled_rows = rows[sampled.sequence]
+        return Work(rows, starts, ends + num_drafts, layout, sampled_rows, sampled.positions, spans, drafts)
 
     def _proposed_work(
         self,
@@ -168,39 +172,39 @@ class BatchBuilder(RowTable):
         ids: TokenIds,
         max_drafts: Integers,
     ) -> Work:
-        """Return work on the drafts of the shard's own proposer beside those of the router."""
-        assert self._proposer is not None, "the router left drafts to a shard that proposes none"
+        """Return work on drafts from the shard's proposer and from the router."""
+        assert self._proposer is not None, "the router requested drafts of a shard without a proposer"
         at = max_drafts.nonzero()[0]
-        known = zip(rows[at].tolist(), self._lengths[rows[at]].tolist(), strict=True)
-        token_ids = [self._token_ids[row, :length] for row, length in known]
+        lengths = zip(rows[at].tolist(), self._lengths[rows[at]].tolist(), strict=True)
+        token_ids = [self._token_ids[row, :length] for row, length in lengths]
         proposed = self._proposer.propose(rows[at], token_ids, max_drafts[at])
         counts = num_drafts if len(num_drafts) else np.zeros_like(rows)
         counts, ids = merge_proposed(counts, ids, at, proposed)
-        assert (counts[at] <= max_drafts[at]).all(), "more drafts than were allowed"
+        assert (counts[at] <= max_drafts[at]).all(), "more drafts than allowed"
         if not len(ids):
             return self._plain_work(rows, starts, ends)
         num_proposed = dict(zip(rows[at].tolist(), counts[at].tolist(), strict=True))
         return self._draft_work(rows, starts, ends, counts, ids)._replace(num_proposed=num_proposed)
 
     def _check(self, rows: Integers, starts: Integers, ends: Integers) -> Booleans:
-        """Check the work. Return bool [num_seqs], True where it reaches the end of the row."""
+        """Check the work. Return bool [num_seqs], True where it reaches the row's last token."""
         lengths = self._lengths[rows]
         assert (ends > starts).all(), "empty work"
-        assert (ends <= lengths).all(), "work on tokens that are not known yet"
+        assert (ends <= lengths).all(), "work on unknown tokens"
         samples: Booleans = ends == lengths
         return samples
 
     def _inputs(self, rows: Integers, starts: Integers, ends: Integers, layout: Layout) -> StepInputs:
-        """Pack the model's inputs for tokens up to `ends`, which are known or drafts."""
-        assert (ends <= self._num_blocks[rows] * self._block_size).all(), "work without blocks to write to"
+        """Pack the model's inputs for the tokens up to `ends`, including drafts."""
+        assert (ends <= self._num_blocks[rows] * self._block_size).all(), "work without cache blocks"
         row = rows[layout.sequence]  # [num_tokens]
-        places = self._places(self._block_tables, rows, ends, layout)
+        step_layout = self._step_layout(self._block_tables, rows, ends, layout)
         return StepInputs(
             self._tensor(self._token_ids[row, layout.positions], np.int64),
-            places.positions.to(self._device),
-            places,
-            self._attention.plan(places, "self"),
-            self._cross(rows, places) if self._limits.is_encoder_decoder else None,
+            step_layout.positions.to(self._device),
+            step_layout,
+            self._attention.plan(step_layout, "self"),
+            self._plan_cross(rows, step_layout) if self._limits.is_encoder_decoder else None,
             self._find_long(row) if self._limits.rope_switch_len else None,
             self._row_adapters.virtual_tokens("decoder", rows, starts, layout.begins),
             self._row_adapters.token_adapters(rows, layout.sequence),
@@ -211,25 +215,26 @@ class BatchBuilder(RowTable):
         return self._tensor(is_long, np.bool_) if is_long.any() else None
 
     def pack_encoder(self, opened: Iterable[pb.OpenRow]) -> StepInputs | None:
-        """Pack the encoder's work for the rows just opened. Return None if there is none."""
+        """Pack the encoder's work for newly opened rows. Return None if there is none."""
         ended = self._rows["ended"]
-        fresh = [message for message in opened if not message.is_encoded and not ended[message.row]]
-        ids = [read_column(message.encoder_token_ids) for message in fresh]
+        unencoded = [message for message in opened if not message.is_encoded and not ended[message.row]]
+        ids = [read_column(message.encoder_token_ids) for message in unencoded]
         if not any(map(len, ids)):
             return None
-        rows, lengths = np.array([message.row for message in fresh]), np.array([len(x) for x in ids])
+        rows = np.array([message.row for message in unencoded])
+        lengths = np.array([len(x) for x in ids])
         layout = Layout.of(np.zeros_like(lengths), lengths)
-        places = self._places(self._cross_tables, rows, lengths, layout)
+        step_layout = self._step_layout(self._cross_tables, rows, lengths, layout)
         return StepInputs(
             self._tensor(np.concatenate(ids), np.int64),
-            places.positions.to(self._device),
-            places,
-            self._attention.plan(places, "encoder"),
+            step_layout.positions.to(self._device),
+            step_layout,
+            self._attention.plan(step_layout, "encoder"),
             virtual=self._row_adapters.virtual_tokens("encoder", rows, np.zeros_like(lengths), layout.begins),
             adapters=self._row_adapters.token_adapters(rows, layout.sequence),
         )
 
-    def _places(self, tables: Blocks, rows: Integers, ends: Integers, layout: Layout) -> StepLayout:
+    def _step_layout(self, tables: Blocks, rows: Integers, ends: Integers, layout: Layout) -> StepLayout:
         width = -(-int(ends.max()) // self._block_size)
         return StepLayout(
             cu_seqlens_q=_host_tensor(layout.begins, np.int32),
@@ -238,11 +243,11 @@ class BatchBuilder(RowTable):
             block_tables=_host_tensor(tables[rows, :width], np.int32),
         )
 
-    def _cross(self, rows: Integers, places: StepLayout) -> AttentionPlan:
+    def _plan_cross(self, rows: Integers, step_layout: StepLayout) -> AttentionPlan:
         lengths = self._rows["encoder_len"][rows]  # [num_seqs]
         width = -(-int(lengths.max()) // self._block_size)
         encoded = replace(
-            places,
+            step_layout,
             seq_lens=_host_tensor(lengths, np.int32),
             block_tables=_host_tensor(self._cross_tables[rows, :width], np.int32),
         )
@@ -251,10 +256,11 @@ class BatchBuilder(RowTable):
     def _input_spans(
         self, rows: Integers, starts: Integers, ends: Integers, cu_seqlens_q: Integers
     ) -> list[InputSpan]:
-        # Computing [start, end) gives the logits for tokens start + 1 to end. There are none for token 0.
-        input_from, spans = self._input_from[rows], []
+        # Computing [start, end) yields the logits for tokens start + 1 to end. Token 0 has no logits.
+        input_from = self._input_from[rows]
+        spans: list[InputSpan] = []
         if (input_from == NOT_WANTED).all():
-            return []
+            return spans
         prompt_len = self._rows["prompt_len"][rows]
         for i in ((input_from <= ends) & (starts < prompt_len)).nonzero()[0].tolist():
             first = 0 if starts[i] == 0 else int(starts[i]) + 1

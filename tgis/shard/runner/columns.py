@@ -1,5 +1,5 @@
-"""Columns of the row table, each declared once: its type, its field in the message that opens a row, and the
-memory in which a step reads it."""
+"""Declares each column of the row table once: its type, its source in the message that opens a row, and the
+memory from which steps read it."""
 
 from collections.abc import Callable
 from enum import Enum
@@ -18,7 +18,7 @@ NOT_WANTED = np.iinfo(np.int64).max
 
 
 class Place(Enum):
-    """Memory in which a step reads a column. With a CPU all of it is the host's, and so is the table."""
+    """Memory from which a step reads a column. On a CPU, all columns are in host memory."""
 
     HOST = "host"
     DEVICE = "device"
@@ -32,7 +32,7 @@ class Column(NamedTuple):
     dtype: str
     place: Place
     read: Callable[[pb.OpenRow], Any]
-    """Returns the value with which a row opens."""
+    """Function that returns the initial value for a new row."""
 
 
 class RaggedColumn(NamedTuple):
@@ -42,9 +42,9 @@ class RaggedColumn(NamedTuple):
     dtype: str
     place: Place
     read: Callable[[pb.OpenRow], bytes]
-    """Returns the field that holds the list, little-endian."""
+    """Function that returns the field with the list, little-endian."""
     pad: float
-    """Value that stands for none."""
+    """Value of unused entries."""
 
 
 def read_column(column: bytes) -> npt.NDArray[np.int32]:
@@ -66,11 +66,11 @@ def _input_from(message: pb.OpenRow) -> int:
 STATE = (
     Column("open", "?", Place.HOST, lambda message: True),
     Column("ended", "?", Place.BOTH, lambda message: _num_tokens(message) >= _limit(message)),
-    # number of prompt and generated tokens, which is the next token's position
+    # number of prompt and generated tokens, and so the position of the next token
     Column("length", "i8", Place.BOTH, _num_tokens),
     Column("opened_len", "i8", Place.BOTH, _num_tokens),
     Column("prompt_len", "i8", Place.BOTH, attrgetter("prompt_len")),
-    Column("limit", "i8", Place.BOTH, _limit),  # the length at which the row ends
+    Column("limit", "i8", Place.BOTH, _limit),  # length at which the row ends
     Column("num_blocks", "i8", Place.HOST, lambda message: 0),
     Column("encoder_len", "i8", Place.BOTH, lambda message: len(read_column(message.encoder_token_ids))),
     Column("logprobs", "?", Place.HOST, attrgetter("details.logprobs")),
@@ -93,12 +93,12 @@ ROW = np.dtype([(column.name, column.dtype) for column in COLUMNS])
 
 
 def read_row(message: pb.OpenRow) -> tuple[Any, ...]:
-    """Return the fields of ROW, in their order."""
+    """Return the fields of ROW in order."""
     return tuple(column.read(message) for column in COLUMNS)
 
 
 class RaggedValues:
-    """Lists of a ragged column."""
+    """Values of a ragged column for all rows."""
 
     def __init__(self, column: RaggedColumn, max_rows: int):
         self._column = column
@@ -115,5 +115,5 @@ class RaggedValues:
         self.lengths[row] = len(values)
 
     def take(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """Return the lists of rows [n], padded to the longest of them: [n, any]."""
+        """Return the lists of rows [n], padded to the longest list: [n, any]."""
         return self._values[rows, : self.lengths[rows].max(initial=0)]

@@ -1,4 +1,4 @@
-"""Runs a step through the model."""
+"""Runs the forward pass of a step."""
 
 from torch import Tensor
 
@@ -12,14 +12,16 @@ Outputs = tuple[Tensor, Tensor | None]
 
 
 class Forward:
-    """Forward pass of a model. Its outputs are valid until the next step."""
+    """Forward pass of a model. The outputs are valid until the next step."""
 
     def __init__(self, model: Model, attention: Attention):
-        self.model, self.attention = model, attention
+        self.model = model
+        self.attention = attention
 
     def __call__(self, batch: Batch) -> Outputs:
         x = self.model.forward(batch.inputs, self.attention)
-        adapters, at = batch.inputs.adapters, batch.sampled_x
+        adapters = batch.inputs.adapters
+        at = batch.sampled_x
         if not len(at):
             return x, None
         if len(at) == len(x):

@@ -1,4 +1,4 @@
-"""Replays the captured kernel launches of an equal step, on the CPU."""
+"""Captures the kernel launches of small steps on the CPU and replays them for similar steps."""
 
 import logging
 from dataclasses import dataclass
@@ -17,20 +17,21 @@ from tgis.shard.runner.forward import Forward, Outputs
 
 logger = logging.getLogger(__name__)
 
-# Most tokens of a step that is captured. Larger steps take so long that a replay saves next to nothing.
+# Maximum number of tokens in a captured step. For larger steps, a replay saves almost nothing.
 MAX_CAPTURED_TOKENS = 64
 
 
 class GraphForward(Forward):
     """Forward pass that captures small steps and replays them.
 
-    A step qualifies if it has few tokens and every token is sampled. Steps with the same number of tokens
-    launch the same kernels, so the first one is captured and later ones are replayed. All other steps, and
-    models that use torch operators beside kernels, run layer by layer."""
+    A step qualifies if it has few tokens and samples after each of them. Steps with the same number of tokens
+    launch the same kernels, so the first such step is captured and later ones replay it. All other steps run
+    layer by layer, as do models that use torch operators in addition to kernels."""
 
     def __init__(self, model: Model, attention: Attention):
         super().__init__(model, attention)
-        self._pool, self._steps = MemoryPool(), dict[int, _CapturedStep]()
+        self._pool = MemoryPool()
+        self._steps = dict[int, _CapturedStep]()
         self._can_capture = True
 
     def __call__(self, batch: Batch) -> Outputs:
@@ -40,7 +41,8 @@ class GraphForward(Forward):
         return super().__call__(batch) if step is None else step.run(batch.inputs)
 
     def find_graph(self, num_tokens: int) -> KernelGraph | None:
-        """Return the kernel graph of plain steps, None before the first of them."""
+        """Return the kernel graph of plain steps with that many tokens, or None before the first such
+        step."""
         step = self._steps.get(num_tokens)
         return None if step is None else step.graph
 
@@ -50,7 +52,7 @@ class GraphForward(Forward):
                 x = self.model.forward(inputs, self.attention)
                 logits = self.model.logits(x)
         except _OperatorError as error:
-            logger.info("steps are not captured as kernel graphs, because the model computes with %s", error)
+            logger.info("steps are not captured as kernel graphs, because the model uses %s", error)
             self._can_capture = False
             return None
         outputs = self._pool.read_view(x), self._pool.read_view(logits)
@@ -61,7 +63,7 @@ class GraphForward(Forward):
 @dataclass(frozen=True)
 class _CapturedStep:
     graph: KernelGraph
-    inputs: StepInputs  # of the first step; the captured kernels read them, and later ones are copied here
+    inputs: StepInputs  # memory that the captured kernels read; later inputs are copied into it
     outputs: tuple[Tensor, Tensor]
 
     def run(self, inputs: StepInputs) -> Outputs:
@@ -76,18 +78,19 @@ class _CapturedStep:
 
 
 def _is_plain(batch: Batch) -> bool:
-    inputs, num_tokens = batch.inputs, len(batch.inputs.token_ids)
+    inputs = batch.inputs
+    num_tokens = len(inputs.token_ids)
     is_bare = inputs.is_long is None and inputs.virtual is None and inputs.adapters is None
     is_sampled = len(batch.sampled_x) == num_tokens and not batch.input_spans
     return num_tokens <= MAX_CAPTURED_TOKENS and is_bare and is_sampled
 
 
 class _OperatorError(Exception):
-    """Error: a step uses a torch operator, which cannot be captured. Its text is the operator's name."""
+    """Error when a step uses a torch operator, which cannot be captured. Its text is the operator's name."""
 
 
 class _NoOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that refuses every torch operator except those that return views of their input."""
+    """Dispatch mode that rejects every torch operator except those that return views of their input."""
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,18 +1,19 @@
-"""Sizes of steps that are captured as CUDA graphs."""
+"""Chooses the sizes of steps that are captured as CUDA graphs."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Ends of ranges of sizes, and the steps between the sizes of each.
+# Upper end of each range of sizes, and the spacing of sizes in it.
 _SPACING = ((4, 2), (16, 4), (64, 8), (256, 16))
-_WIDEST = 64
-# Larger steps take the GPU longer than the host needs to launch their kernels.
-_PROMPT_ROWS, _PROMPT_TOKENS = (4, 16, 64, 256), (16, 64, 128, 256, 384, 512)
+_LAST_SPACING = 64
+_PROMPT_ROWS = (4, 16, 64, 256)
+# For larger steps, the GPU takes longer than the host needs to launch the kernels.
+_PROMPT_TOKENS = (16, 64, 128, 256, 384, 512)
 MAX_PROMPT_TOKENS = _PROMPT_TOKENS[-1]
 
 
 class GraphSize(NamedTuple):
-    """The most that a captured step computes: rows with one new token each, and tokens of other rows."""
+    """Capacity of a captured step: rows with one new token each, and prompt tokens of other rows."""
 
     num_rows: int
     num_prompt_tokens: int = 0
@@ -22,26 +23,33 @@ class GraphSize(NamedTuple):
         return self.num_rows + self.num_prompt_tokens
 
     def __str__(self) -> str:
-        prompts = f" and {self.num_prompt_tokens} tokens of prompts" if self.num_prompt_tokens else ""
+        prompts = f" and {self.num_prompt_tokens} prompt tokens" if self.num_prompt_tokens else ""
         return f"{self.num_rows} rows{prompts}"
 
 
-def graph_sizes(asked: Sequence[int] | None, max_rows: int, max_prompt_tokens: int = 0) -> list[GraphSize]:
-    """Return the sizes of steps to capture, those with fewer tokens first. `asked` are the numbers of rows of
-    the operator, 0 for none; larger ones than `max_rows` have no use. None: the default ones, of which the
-    largest is `max_rows`. With any there are steps of at most `max_prompt_tokens` tokens of prompts, too."""
-    rows = _choose_rows(max_rows) if asked is None else sorted({n for n in asked if 0 < n <= max_rows})
-    most = min(rows[-1], _PROMPT_ROWS[-1]) if rows else 0
-    beside = sorted({min(n, most) for n in _PROMPT_ROWS}) if most else []
+def graph_sizes(
+    configured: Sequence[int] | None, max_rows: int, max_prompt_tokens: int = 0
+) -> list[GraphSize]:
+    """Return the sizes of steps to capture, sorted by number of tokens. `configured` has the operator's
+    numbers of rows: 0 disables graphs, numbers above `max_rows` are ignored, None selects defaults up to
+    `max_rows`. Unless graphs are disabled, there are also sizes with up to `max_prompt_tokens` prompt
+    tokens."""
+    if configured is None:
+        rows = _choose_rows(max_rows)
+    else:
+        rows = sorted({n for n in configured if 0 < n <= max_rows})
+    max_prompt_rows = min(rows[-1], _PROMPT_ROWS[-1]) if rows else 0
+    prompt_rows = sorted({min(n, max_prompt_rows) for n in _PROMPT_ROWS}) if max_prompt_rows else []
     prompts = [n for n in _PROMPT_TOKENS if n <= max_prompt_tokens]
-    sizes = [GraphSize(n) for n in rows] + [GraphSize(n, count) for n in beside for count in prompts]
+    sizes = [GraphSize(n) for n in rows] + [GraphSize(n, count) for n in prompt_rows for count in prompts]
     return sorted(sizes, key=lambda size: size.num_tokens)
 
 
 def _choose_rows(max_rows: int) -> list[int]:
-    sizes, size = [], 1
+    sizes = []
+    size = 1
     while size < max_rows:
         sizes.append(size)
-        spacing = next((spacing for end, spacing in _SPACING if size < end), _WIDEST)
+        spacing = next((spacing for end, spacing in _SPACING if size < end), _LAST_SPACING)
         size = size + spacing if size > 1 else 2
     return [*sizes, max_rows]

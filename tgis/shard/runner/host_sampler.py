@@ -1,4 +1,4 @@
-"""Samples a step's tokens on the host, from logits of any device, and reports details of tokens."""
+"""Samples a step's tokens on the host, from logits on any device, and reports token details."""
 
 from collections.abc import Callable
 
@@ -26,12 +26,12 @@ from tgis.shard.sampling.logprobs import (
 )
 from tgis.shard.sampling.sampler import sample
 
-# Prompt positions whose logits are in memory at the same time.
+# Number of prompt positions whose logits are in memory at the same time.
 HEAD_ROWS = 64
 
 
 class HostSampler:
-    """Sampler of the rows of a table. `compute` computes more work. Only rank 0 answers."""
+    """Sampler for the rows of a table. `compute` runs the model on further work. Only rank 0 answers."""
 
     def __init__(
         self,
@@ -41,14 +41,17 @@ class HostSampler:
         guides: Guides,
         is_answering: bool,
     ):
-        self._model, self._compute, self._table, self._guides = model, compute, table, guides
+        self._model = model
+        self._compute = compute
+        self._table = table
+        self._guides = guides
         self._is_answering = is_answering
 
     def answer(
         self, work: Work, adapters: TokenAdapters | None, outputs: Outputs, response: pb.StepResponse
     ) -> None:
-        """Report the input tokens of a step and sample its next ones. `adapters` are those of the step's
-        tokens. The logits are overwritten."""
+        """Report the requested input tokens of a step and sample its next tokens. `adapters` has the adapters
+        of the step's tokens. The logits are overwritten."""
         x, logits = outputs
         for span in work.input_spans:
             self._report_input(span, x, adapters, response)
@@ -58,13 +61,14 @@ class HostSampler:
     def _report_input(
         self, span: InputSpan, x: Tensor, adapters: TokenAdapters | None, response: pb.StepResponse
     ) -> None:
-        traits, details = self._table.traits(np.array([span.row])), None
+        traits = self._table.traits(np.array([span.row]))
+        details = None
         if traits.wants_details.any():
-            details = self._detail_input(span, x, adapters, traits.wanted["top_n"])
+            details = self._compute_input_details(span, x, adapters, traits.wanted["top_n"])
         if self._is_answering:
             step_response.write_input(response, span, details)
 
-    def _detail_input(
+    def _compute_input_details(
         self, span: InputSpan, x: Tensor, adapters: TokenAdapters | None, top_n: Integers
     ) -> TokenDetails:
         num_blank = 1 if span.start == 0 else 0
@@ -72,12 +76,12 @@ class HostSampler:
         end = span.first_x + len(token_ids)
         parts = [blank_details(num_blank)]
         for start in range(0, len(token_ids), HEAD_ROWS):
-            some = slice(start, start + HEAD_ROWS)
+            chunk = slice(start, start + HEAD_ROWS)
             at = slice(span.first_x + start, min(span.first_x + start + HEAD_ROWS, end))
-            # All ranks compute the logits, but only rank 0 reads them.
+            # All ranks must compute the logits together, but only rank 0 uses them.
             logits = self._model.logits(x[at], adapters and adapters.take(at))  # [n, vocab_size]
             if self._is_answering:
-                parts.append(compute_details(logits, token_ids[some], top_n.repeat(len(logits))))
+                parts.append(compute_details(logits, token_ids[chunk], top_n.repeat(len(logits))))
         return concatenate(parts)
 
     def _sample(self, work: Work, logits: Tensor, response: pb.StepResponse) -> None:
@@ -96,9 +100,9 @@ class HostSampler:
     def _sample_drafts(self, work: Work, logits: Tensor) -> tuple[list[SampledTokens], list[Problem]]:
         """Sample the positions of rows with drafts.
 
-        Only problems of a row's first position count: a problem after a draft occurs again in the row's next
-        step, without a draft before it. A row whose first logits are not finite is computed once more without
-        its drafts, because a draft may be the cause."""
+        Only problems at a row's first position are reported: a problem after a draft will recur in the row's
+        next step, without a draft before it. If a row's first logits are not finite, they are computed again
+        without drafts, because a draft may be the cause."""
 
         def sample_at(at: Integers) -> SampledTokens:
             return self._sample_rows(work.sampled_rows[at], logits[torch.from_numpy(at)])
@@ -107,34 +111,37 @@ class HostSampler:
         problems = parts[0].problems
         unusable_rows = [problem.row for problem in problems if problem.cause != pb.RowError.CAUSE_GRAMMAR]
         if unusable_rows:
-            again = self._table.find_last(np.array(unusable_rows))
-            _, logits_again = self._compute(again)
-            assert logits_again is not None
-            parts.append(self._sample_rows(again.sampled_rows, logits_again))
+            retry = self._table.find_last(np.array(unusable_rows))
+            _, retry_logits = self._compute(retry)
+            assert retry_logits is not None
+            parts.append(self._sample_rows(retry.sampled_rows, retry_logits))
             problems = [each for each in problems if each.row not in unusable_rows] + parts[-1].problems
         return parts, problems
 
     def _sample_rows(self, rows: Integers, logits: Tensor) -> SampledTokens:
-        """Sample the next tokens of some rows from logits [n, vocab_size]."""
+        """Sample the next tokens of rows [n] from logits [n, vocab_size]."""
         traits = self._table.traits(rows)
         wants_details = traits.wants_details & self._is_answering
-        raw_at, raw = traits.raw_details, None
+        raw_at = traits.raw_details
+        raw = None
         if len(raw_at) and self._is_answering:
             raw = logits[torch.from_numpy(raw_at)]  # a copy, [num_raw, vocab_size]
         chosen, usable, problems = self._choose(rows, logits, wants_details)
-        kept, token_ids = usable.nonzero()[0], chosen.numpy(force=True).astype(np.int32)
+        kept = usable.nonzero()[0]
+        token_ids = chosen.numpy(force=True).astype(np.int32)
         if len(kept) < len(rows):
-            rows, token_ids = rows[kept], token_ids[kept]
+            rows = rows[kept]
+            token_ids = token_ids[kept]
         ended = self._table.append(rows, token_ids)
         self._guides.advance(rows, token_ids, ended)
         details = None
         if raw is not None:
             logits[torch.from_numpy(raw_at)] = raw
         if wants_details.any():
-            details = self._detail_samples(logits, chosen, kept, wants_details[kept], traits.wanted)
+            details = self._compute_sample_details(logits, chosen, kept, wants_details[kept], traits.wanted)
         return SampledTokens(kept, rows, token_ids, ended, details, problems)
 
-    def _detail_samples(
+    def _compute_sample_details(
         self,
         logits: Tensor,
         chosen: Tensor,
@@ -142,7 +149,7 @@ class HostSampler:
         wants_details: Booleans,
         wanted: npt.NDArray[np.void],
     ) -> SampledDetails:
-        """Return the details of the tokens `kept` where `wants_details` [num_kept] is True."""
+        """Return the details of the tokens at `kept` where `wants_details` [num_kept] is True."""
         at = kept[wants_details]
         index = torch.from_numpy(at)
         details = compute_details(logits[index], chosen[index], wanted["top_n"][at])
@@ -151,7 +158,7 @@ class HostSampler:
     def _choose(
         self, rows: Integers, logits: Tensor, wants_details: Booleans
     ) -> tuple[Tensor, Booleans, list[Problem]]:
-        """Return tokens int64 [n], bool [n], True where they are valid, and the other rows' problems."""
+        """Return token ids int64 [n], bool [n], True where they are valid, and the problems of other rows."""
         must_end, grammar_problems = self._guides.mask(logits, rows)
         batch = self._table.sampling_batch(rows, wants_details, must_end)
         chosen, usable = sample(logits, batch, self._table.seen)

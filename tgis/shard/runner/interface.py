@@ -1,4 +1,4 @@
-"""The interface of model runners: steps are launched, and answered in the same order."""
+"""Interface of model runners: steps are launched, and answered in the same order."""
 
 from typing import Protocol
 
@@ -8,20 +8,21 @@ from tgis.shard.models.interface import Model
 
 
 class Pending(Protocol):
-    """Step that was launched."""
+    """Launched step."""
 
     def answer(self) -> pb.StepResponse:
-        """Wait until the step is computed. Answers are asked for once each, in the order of launches; where
-        `max_pending` is more than one, on another thread than launches."""
+        """Wait until the step is computed. Callers call this once per step, in the order of launches. If
+        `max_pending` is more than one, they do so on a different thread than the launches."""
 
 
 class ModelRunner(Protocol):
-    """Computes steps on one rank. After an exception of any method or answer, its state is undefined."""
+    """Computes steps on one rank. Its state is undefined after a method or an answer has raised an
+    exception."""
 
     @property
     def max_pending(self) -> int:
-        """Most steps that may be launched and not answered. If it is one, `launch` may take as long as the
-        whole step."""
+        """Maximum number of launched, unanswered steps. If it is one, `launch` may take as long as the whole
+        step."""
 
     @property
     def info(self) -> pb.InfoResponse: ...
@@ -31,7 +32,7 @@ class ModelRunner(Protocol):
     def adapters(self) -> LoadedAdapters: ...
 
     def launch(self, request: pb.StepRequest) -> Pending:
-        """Begin a step. Its rows are what they are after the steps launched before it."""
+        """Begin a step on the rows as they are after all steps launched before it."""
 
     def reset(self) -> None:
-        """Forget all rows. No step is pending."""
+        """Forget all rows. No step may be pending."""

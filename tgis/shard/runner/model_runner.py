@@ -1,4 +1,4 @@
-"""The model runner whose rows and sampling are on the CPU. It computes one step at a time."""
+"""Model runner with rows and sampling on the CPU. It computes one step at a time."""
 
 import time
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from tgis.shard.sampling.grammar import Guides
 
 @dataclass(frozen=True)
 class ComputedStep:
-    """`Pending` that waits for nothing."""
+    """`Pending` step that is already computed."""
 
     response: pb.StepResponse
 
@@ -43,8 +43,12 @@ class HostModelRunner:
         info: pb.InfoResponse,
         adapters: LoadedAdapters,
     ) -> None:
-        self.info, self.adapters = info, adapters
-        self.model, self.forward, self._table, self._guides = forward.model, forward, table, guides
+        self.info = info
+        self.adapters = adapters
+        self.model = forward.model
+        self.forward = forward
+        self._table = table
+        self._guides = guides
         self._is_answering = info.rank == 0
         self._sampler = HostSampler(self.model, self._compute, table, guides, self._is_answering)
 
@@ -59,10 +63,11 @@ class HostModelRunner:
         for problem in close_and_open(request, self._table, self._guides):
             report_problem(response, problem, self._is_answering)
         failpoints.hit("shard.before_forward", lambda: self._table.label_rows(request))
-        encoder_inputs, batch = self._table.pack_encoder(request.opened_rows), self._table.pack(request)
+        encoder_inputs = self._table.pack_encoder(request.opened_rows)
+        batch = self._table.pack(request)
         with torch.inference_mode():
             if encoder_inputs is not None:
-                assert isinstance(self.model, EncodingModel), "only its rows have inputs for an encoder"
+                assert isinstance(self.model, EncodingModel), "encoder inputs for a model without an encoder"
                 self.model.encode(encoder_inputs, self.forward.attention)
             if batch is not None:
                 outputs = self.forward(batch)
@@ -75,7 +80,7 @@ class HostModelRunner:
 
 
 def close_and_open(request: pb.StepRequest, table: RowTable, guides: Guides) -> Iterator[Problem]:
-    """Close rows and open others, as a step asks. Yield the problems of those that cannot be served."""
+    """Close and open rows as the step requests. Yield the problems of rows that cannot be served."""
     closed = read_column(request.closed_rows).astype(np.int64)
     table.close(closed)
     guides.close(closed)

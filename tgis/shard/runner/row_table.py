@@ -1,4 +1,4 @@
-"""The state of a shard's sequences, in arrays indexed by row. The router's messages suffice to rebuild it."""
+"""State of a shard's sequences, in arrays indexed by row. The router can rebuild it with its messages."""
 
 from dataclasses import dataclass
 
@@ -17,13 +17,13 @@ Integers = npt.NDArray[np.int64]
 Booleans = npt.NDArray[np.bool_]
 TokenIds = npt.NDArray[np.int32]
 
-# Sets of rows whose traits are cached. A step that continues another one has the same rows.
-MAX_KEPT = 16
+# Number of row sets whose traits are cached. Consecutive steps mostly have the same rows.
+MAX_CACHED = 16
 
 
 @dataclass(frozen=True)
 class RowLimits:
-    """Limits of rows, and the model's properties that decide how rows are computed."""
+    """Limits of rows, and the model properties that determine how rows are computed."""
 
     max_sequence_length: int  # limit of the decoder's tokens, and of the encoder's
     block_size: int
@@ -34,35 +34,38 @@ class RowLimits:
 
 @dataclass(frozen=True)
 class Traits:
-    """Properties of n rows that stay the same from step to step."""
+    """Properties of n rows that do not change between steps."""
 
     params: npt.NDArray[np.void]  # ROW_PARAMETERS [n]
     eos_token_ids: TokenIds  # [n, any], padded with -1
     prompt_len: Integers  # [n]
-    wanted: npt.NDArray[np.void]  # [n], the token details that are requested: logprobs, ranks and top_n
-    wants_details: Booleans  # [n], True where any token details are requested
-    raw_details: Integers  # rising indices in [n] of rows whose details are those of the model's own logits
-    bias: LogitBias | None  # None if no row has any
-    is_plain: bool  # True if all rows are greedy and nothing changes their logits
+    wanted: npt.NDArray[np.void]  # [n], requested token details: logprobs, ranks and top_n
+    wants_details: Booleans  # [n], True where token details are requested
+    raw_details: Integers  # sorted indices in [n] of rows whose details are computed from unmodified logits
+    bias: LogitBias | None  # None if no row has biases
+    is_plain: bool  # True if all rows are greedy and no parameter changes their logits
 
 
 class RowTable:
-    """Table of open rows. `adapters` holds the soft prompts and adapters that they may name."""
+    """Table of open rows. `adapters` holds the soft prompts and adapters that rows can use."""
 
     def __init__(self, max_rows: int, limits: RowLimits, device: torch.device, adapters: LoadedAdapters):
-        self._limits, self._block_size, self._device = limits, limits.block_size, device
+        self._limits = limits
+        self._block_size = limits.block_size
+        self._device = device
         self._rows = rows = np.zeros(max_rows, ROW)
         self._open, self._ended, self._lengths, self._end, self._num_blocks, self._input_from = (
             rows[name] for name in ("open", "ended", "length", "limit", "num_blocks", "input_from")
         )
         self._ragged = {column.name: RaggedValues(column, max_rows) for column in RAGGED_COLUMNS}
-        # The next three are allocated lazily by the system: only pages that are written to take memory.
+        # The system allocates the next three arrays lazily: only written pages use memory.
         self._token_ids = np.zeros((max_rows, limits.max_sequence_length), np.int32)
         width = -(-limits.max_sequence_length // limits.block_size)
         self._block_tables = np.zeros((max_rows, width), np.int32)
         self._cross_tables = np.zeros_like(self._block_tables)
         self.seen = SeenTokens(limits.vocab_size, device)
-        self._adapters, self._row_adapters = adapters, RowAdapters(max_rows, device)
+        self._adapters = adapters
+        self._row_adapters = RowAdapters(max_rows, device)
         self._traits: dict[bytes, Traits] = {}
 
     def reset(self) -> None:
@@ -77,8 +80,10 @@ class RowTable:
             self._row_adapters.close(rows.tolist())
 
     def open(self, message: pb.OpenRow) -> str | None:
-        """Replace the row's sequence. Return None, or why it cannot be served; the row has then ended."""
-        row, token_ids = message.row, read_column(message.token_ids)
+        """Replace the row's sequence. If it cannot be served, end the row and return the reason, else
+        None."""
+        row = message.row
+        token_ids = read_column(message.token_ids)
         prompt = self._adapters.prompt(message.prompt_digest)
         adapter = self._adapters.adapter(message.adapter_digest)
         self._traits.clear()
@@ -101,8 +106,9 @@ class RowTable:
         self._ended[rows] = True
 
     def append(self, rows: Integers, token_ids: TokenIds) -> Booleans:
-        """Append a token to each of the rows [n]. Return bool [n], True where it was the last one."""
-        traits, lengths = self.traits(rows), self._lengths[rows]
+        """Append a token to each of the rows [n]. Return bool [n], True where it ends the row."""
+        traits = self.traits(rows)
+        lengths = self._lengths[rows]
         self._token_ids[rows, lengths] = token_ids
         lengths += 1
         self._lengths[rows] = lengths
@@ -116,11 +122,10 @@ class RowTable:
         return ended
 
     def traits(self, rows: Integers) -> Traits:
-        """Return the traits of any rows [n]."""
         key = rows.tobytes()
         traits = self._traits.get(key)
         if traits is None:
-            if len(self._traits) >= MAX_KEPT:
+            if len(self._traits) >= MAX_CACHED:
                 self._traits.clear()
             traits = self._traits[key] = self._find_traits(rows)
         return traits
@@ -128,7 +133,8 @@ class RowTable:
     def sampling_batch(
         self, rows: Integers, wants_details: Booleans, must_end: Booleans | np.bool_
     ) -> SamplingBatch:
-        traits, lengths = self.traits(rows), self._lengths[rows]
+        traits = self.traits(rows)
+        lengths = self._lengths[rows]
         return SamplingBatch(
             rows,
             traits.params,
@@ -160,18 +166,19 @@ class RowTable:
 
 
 def find_problem(message: pb.OpenRow, limits: RowLimits) -> str | None:
-    """Return why a row cannot be served, whatever its soft prompt and adapter."""
+    """Return why a row cannot be served, without regard to its soft prompt and adapter; else None."""
     token_ids = read_column(message.token_ids)
-    limit, longest = message.prompt_len + message.max_new_tokens, limits.max_sequence_length
+    limit = message.prompt_len + message.max_new_tokens
+    max_length = limits.max_sequence_length
     if len(token_ids) == 0:
         return "it has no token ids"
     if _has_unknown(token_ids, limits):
         return f"a token id is not below the model's vocabulary size {limits.vocab_size}"
-    if max(limit, len(token_ids)) > longest:
-        return f"{limit} tokens are more than the sequence length {longest}"
+    if max(limit, len(token_ids)) > max_length:
+        return f"{limit} tokens exceed the maximum sequence length {max_length}"
     bias_token_ids = read_column(message.sampling.bias_token_ids)
     if len(bias_token_ids) != len(np.frombuffer(message.sampling.biases, "<f4")):
-        return "its biases are not as many as their token ids"
+        return "it does not have one bias per biased token id"
     if _has_unknown(bias_token_ids, limits):
         return f"a token id with a bias is not below the model's vocabulary size {limits.vocab_size}"
     if limits.is_encoder_decoder:
@@ -180,13 +187,14 @@ def find_problem(message: pb.OpenRow, limits: RowLimits) -> str | None:
 
 
 def _find_encoder_problem(message: pb.OpenRow, limits: RowLimits) -> str | None:
-    token_ids, num_blocks = read_column(message.encoder_token_ids), len(read_column(message.cross_blocks))
+    token_ids = read_column(message.encoder_token_ids)
+    num_blocks = len(read_column(message.cross_blocks))
     if len(token_ids) == 0:
         return "it has no token ids for the encoder"
     if _has_unknown(token_ids, limits):
         return f"a token id for the encoder is not below the model's vocabulary size {limits.vocab_size}"
     if len(token_ids) > limits.max_sequence_length:
-        return f"{len(token_ids)} tokens for the encoder are more than {limits.max_sequence_length}"
+        return f"{len(token_ids)} tokens for the encoder exceed the maximum {limits.max_sequence_length}"
     if len(token_ids) > num_blocks * limits.block_size:
         return f"{len(token_ids)} tokens for the encoder do not fit into {num_blocks} cross blocks"
     return None
@@ -197,14 +205,14 @@ def _has_unknown(token_ids: TokenIds, limits: RowLimits) -> bool:
 
 
 def _find_missing(message: pb.OpenRow, prompt: LoadedPrompt | None, adapter: Adapter | None) -> str | None:
-    """Return why a row cannot be served with the soft prompt and adapter that were found for it."""
+    """Return why a row cannot be served with its soft prompt and adapter; else None."""
     if message.prompt_digest and prompt is None:
         return "its soft prompt is not loaded"
     if message.adapter_digest and adapter is None:
         return "its adapter is not loaded"
     if prompt is None:
         return None
-    lengths = message.prompt_len, len(read_column(message.encoder_token_ids))
-    if len(prompt.decoder) > lengths[0] or len(prompt.encoder) > lengths[1]:
+    encoder_len = len(read_column(message.encoder_token_ids))
+    if len(prompt.decoder) > message.prompt_len or len(prompt.encoder) > encoder_len:
         return "it has fewer tokens than its soft prompt"
     return None

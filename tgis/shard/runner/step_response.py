@@ -30,40 +30,43 @@ class Problem(NamedTuple):
 @dataclass(frozen=True)
 class SampledDetails:
     wanted: npt.NDArray[np.void]  # [num_detailed], as in `Traits`
-    at: Integers  # [num_detailed], rising indices in [n]
+    at: Integers  # [num_detailed], sorted indices in [n]
     details: TokenDetails  # [num_detailed]
 
 
 @dataclass(frozen=True)
 class SampledTokens:
-    kept: Integers  # [n], indices of the positions for which a token was sampled
+    kept: Integers  # [n], indices of the positions with a sampled token
     rows: Integers  # [n]
     token_ids: TokenIds  # [n]
     ended: Booleans  # [n]
-    details: SampledDetails | None  # None if no row asks for any, and on ranks other than 0
-    problems: list[Problem]  # one for each of the other positions
+    details: SampledDetails | None  # None if no row requests details, and on ranks other than 0
+    problems: list[Problem]  # one for each position without a sampled token
 
 
 def digest(parts: Sequence[SampledTokens]) -> int:
     """Return a 32-bit checksum of the sampled tokens, which must be equal on all ranks."""
-    found = 0
+    checksum = 0
     for part in parts:
-        found = zlib.crc32(part.rows.astype("<i4").tobytes(), found)
-        found = zlib.crc32(part.token_ids.astype("<i4").tobytes(), found)
-    return found
+        checksum = zlib.crc32(part.rows.astype("<i4").tobytes(), checksum)
+        checksum = zlib.crc32(part.token_ids.astype("<i4").tobytes(), checksum)
+    return checksum
 
 
 def write_sampled(
     response: pb.StepResponse, parts: Sequence[SampledTokens], num_proposed: Mapping[int, int]
 ) -> None:
-    """Write the tokens row after row; `num_proposed` has the drafts that the shard proposed for rows. Tokens
-    of rows that asked for no details get logprob NaN and rank 0."""
+    """Write the tokens row by row. `num_proposed` has the number of drafts that the shard proposed, by row.
+    Tokens of rows that request no details get logprob NaN and rank 0."""
     first, *further = parts
-    rows, token_ids, ended, details = first.rows, first.token_ids, first.ended, first.details
+    rows = first.rows
+    token_ids = first.token_ids
+    ended = first.ended
+    details = first.details
     if further or num_proposed:
-        of_tokens = np.concatenate([part.rows for part in parts])
-        order = of_tokens.argsort(kind="stable")
-        rows, counts = np.unique(of_tokens, return_counts=True)
+        token_rows = np.concatenate([part.rows for part in parts])
+        order = token_rows.argsort(kind="stable")
+        rows, counts = np.unique(token_rows, return_counts=True)
         token_ids = np.concatenate([part.token_ids for part in parts])[order]
         ended = np.concatenate([part.ended for part in parts])[order][counts.cumsum() - 1]
         details = _sort_details(parts, order)
@@ -78,20 +81,22 @@ def write_sampled(
 
 
 def _sort_details(parts: Sequence[SampledTokens], order: Integers) -> SampledDetails | None:
-    """Return the details of all parts for their tokens in the given order."""
+    """Join the details of all parts, for the tokens in the given order."""
     begins = accumulate((len(part.rows) for part in parts), initial=0)
-    found = [(part.details, begin) for part, begin in zip(parts, begins, strict=False) if part.details]
-    if not found:
+    detailed = [(part.details, begin) for part, begin in zip(parts, begins, strict=False) if part.details]
+    if not detailed:
         return None
-    at = order.argsort()[np.concatenate([details.at + begin for details, begin in found])]
+    at = order.argsort()[np.concatenate([details.at + begin for details, begin in detailed])]
     index = at.argsort()
-    wanted = np.concatenate([details.wanted for details, _ in found])
-    details = concatenate([details.details for details, _ in found])
+    wanted = np.concatenate([details.wanted for details, _ in detailed])
+    details = concatenate([details.details for details, _ in detailed])
     return SampledDetails(wanted[index], at[index], details.take(index))
 
 
 def _write_details(response: pb.StepResponse, sampled: SampledDetails, num_sampled: int) -> None:
-    wanted, at, details = sampled.wanted, sampled.at, sampled.details
+    wanted = sampled.wanted
+    at = sampled.at
+    details = sampled.details
     if wanted["logprobs"].any():
         response.logprobs = _spread(details.logprobs, at, num_sampled, np.nan, "<f4")
     if wanted["ranks"].any():
@@ -102,14 +107,14 @@ def _write_details(response: pb.StepResponse, sampled: SampledDetails, num_sampl
 
 
 def report_problem(response: pb.StepResponse, problem: Problem, is_answering: bool) -> None:
-    """Log a problem, and write it on the rank that answers."""
+    """Log a problem. On the answering rank, also add it to the response."""
     logger.warning("row %d cannot be served: %s", problem.row, problem.text)
     if is_answering:
         response.errors.add(row=problem.row, message=problem.text, cause=problem.cause)
 
 
 def write_input(response: pb.StepResponse, span: InputSpan, details: TokenDetails | None) -> None:
-    """Write the details of a span of prompt tokens. `details` is None if the row asks for their ids only."""
+    """Write the details of a span of prompt tokens. `details` is None if the row requests only the ids."""
     message = response.input_details.add(row=span.row, start=span.start, count=len(span.token_ids))
     if details is not None:
         message.logprobs = details.logprobs.astype("<f4").tobytes()

@@ -1,7 +1,7 @@
 """Counter-based RNG: random numbers are a pure function of (seed, position, token id).
 
-They are equal on every rank and machine and in every batch, so a sequence that is resumed elsewhere continues
-with the same random numbers."""
+They do not depend on rank, machine or batch, so a sequence that is resumed elsewhere continues with the same
+random numbers."""
 
 from itertools import repeat
 
@@ -10,7 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-# Elements processed at once: they fit into a core's cache, because the hash reads them some twenty times.
+# Number of elements that are processed together. They fit into a core's cache; the hash reads them about 20
+# times.
 CHUNK = 1 << 17
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 STRIDE = np.uint64(0xD1B54A32D192ED03)
@@ -19,18 +20,18 @@ BELOW_ONE = 1 - 2.0**-24
 
 
 def draw_keys(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> Tensor:
-    """Hash (seed, position) to 64 bits for each of n draws; return them as int32 [n, 2]."""
+    """Hash (seed, position) to 64 bits for each of n draws. Return int32 [n, 2]."""
     bits = _mix64(_mix64(seeds + GOLDEN) ^ (positions.astype(np.uint64) * STRIDE))  # [n]
     return torch.from_numpy(bits.view(np.int32).reshape(-1, 2))
 
 
 def draw_columns(scores: Tensor, keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Draw a column of each row with the probabilities softmax(scores); return int64 [n].
+    """Draw one column per row with the probabilities softmax(scores). Return int64 [n].
 
-    Uses an exponential race: token i finishes after a time Exp(1) / p_i, and the earliest one is drawn. The
-    random number depends on the token id, not on the column, so leaving out columns that cannot win changes
-    nothing. scores [n, width], a score of -inf is never drawn; keys [n, 2]; token_ids int32 [width] or
-    [n, width]."""
+    This is an exponential race: token i finishes after a time Exp(1) / p_i, and the earliest token is drawn.
+    The random number depends on the token id, not on the column, so columns that cannot win may be omitted.
+    Shapes: scores [n, width], where -inf is never drawn; keys [n, 2]; token_ids int32 [width] or [n,
+    width]."""
     rows = max(1, CHUNK // scores.shape[-1])
     if len(scores) <= rows:
         return _draw_columns(scores, keys, token_ids)
@@ -46,10 +47,10 @@ def _draw_columns(scores: Tensor, keys: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def uniforms(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Return uniform numbers in (0, 1) of 31 bits, float32 [n, width], for arguments as in `draw_columns`.
+    """Return uniform 31-bit numbers in (0, 1), float32 [n, width], for arguments as in `draw_columns`.
 
-    The numbers are finest near 0, where the race is decided. The hash uses 32-bit rounds and two 32-bit keys,
-    because torch multiplies 32-bit integers three times as fast as 64-bit ones."""
+    Their resolution is highest near 0, where the race is decided. The hash uses 32-bit rounds with two 32-bit
+    keys, because torch multiplies 32-bit integers three times as fast as 64-bit ones."""
     bits = (token_ids * _wrap(0x9E3779B1)) ^ keys[:, :1]
     bits = _fold(bits, 16).mul_(_wrap(0x7FEB352D)).add_(keys[:, 1:])
     bits = _fold(bits, 15).mul_(_wrap(0x846CA68B))

@@ -1,7 +1,7 @@
-"""Computes the tokens that the grammar of a row allows next.
+"""Computes the masks of tokens that rows' grammars allow next.
 
-Grammars are compiled, advanced and turned into masks on a separate thread, while the model computes. A step
-waits only for masks that are not ready when it samples."""
+A separate thread compiles grammars, advances them and computes masks while the model runs. A step waits only
+for masks that are not ready when it samples."""
 
 import logging
 import threading
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 CACHE_SIZE = 64
 STACK_BYTES = 64 << 20
-# Wider than the router's limits, because the router has already compiled the grammar.
+# Higher than the router's limits, because the router has already accepted the grammar.
 LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 
 Booleans = npt.NDArray[np.bool_]
@@ -34,18 +34,18 @@ Integers = npt.NDArray[np.int64]
 
 
 class GuideError(Exception):
-    """Error: the row cannot be served."""
+    """Error when the row cannot be served."""
 
 
 @dataclass(frozen=True)
 class Mask:
     allowed: npt.NDArray[np.uint8]  # bit i % 8 of byte i / 8: token i is allowed
     vocab_size: int
-    is_complete: bool  # only the end is allowed
+    is_complete: bool  # only EOS is allowed
 
     @cached_property
     def banned(self) -> Booleans:
-        """Return bool [vocab_size], True for tokens that are not allowed."""
+        """Return bool [vocab_size], True for disallowed tokens."""
         banned: Booleans = np.unpackbits(self.allowed, bitorder="little")[: self.vocab_size] == 0
         return banned
 
@@ -53,7 +53,7 @@ class Mask:
 class PackedMasks(NamedTuple):
     at: Integers  # [num_guided], indices of rows in [n]
     words: npt.NDArray[np.int32]  # [num_guided, ceil(vocab_size / 32)], see `RowState.masks`
-    are_complete: Booleans  # [num_guided], only the end is allowed
+    are_complete: Booleans  # [num_guided], only EOS is allowed
 
 
 @dataclass
@@ -64,19 +64,19 @@ class Guide:
     eos_token_ids: Integers
     token_ids: list[int]  # generated so far
     pending: Future[None] = field(init=False)  # done when `outcome` is valid
-    outcome: Mask | str = ""  # mask of the next token, or a text that says what is wrong
+    outcome: Mask | str = ""  # mask for the next token, or an error text
     matcher: LLMatcher | None = None
-    owns_grammar: bool = False  # no other row has used the matcher's compiled grammar before
+    owns_grammar: bool = False  # no other row has used the matcher's compiled grammar
 
 
 class Guides:
-    """Guides of the open rows that have a grammar. Callers must use it from one thread; it owns another."""
+    """Guides of the open rows with a grammar. It has its own thread; callers must use one thread only."""
 
     def __init__(self, load_tokenizer: Callable[[], LLTokenizer], vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self.unpacks_masks = True  # on the other thread, for `mask`; `pack_masks` has no use for it
+        self.unpacks_masks = True  # on the grammar thread; `mask` needs that, `pack_masks` does not
         self._guides: dict[int, Guide] = {}
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # used by the other thread only
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # used only by the grammar thread
         self._thread = _start_thread()
         self._tokenizer = self._thread.submit(load_tokenizer)
 
@@ -94,7 +94,8 @@ class Guides:
             self._guides.pop(row, None)
 
     def open(self, message: pb.OpenRow) -> None:
-        """Start to follow the message's grammar, if any. `mask` reports what is wrong with it."""
+        """Start to compile the message's grammar, if it has one. `mask` and `pack_masks` report its
+        errors."""
         self._guides.pop(message.row, None)
         if not message.HasField("grammar"):
             return
@@ -105,35 +106,37 @@ class Guides:
         self._guides[message.row] = guide
 
     def mask(self, logits: Tensor, rows: Integers) -> tuple[Booleans, dict[int, str]]:
-        """Set the logits [n, vocab_size] of tokens that the rows' grammars do not allow to -inf, in place.
+        """Set the logits [n, vocab_size] of tokens that the rows' grammars disallow to -inf, in place.
 
-        Returns bool [n], True where only the end is allowed, and the problems of rows that cannot be served,
-        by their index in [n]. Rows without a grammar keep their logits."""
-        complete, problems = np.zeros(len(rows), np.bool_), dict[int, str]()
-        index, banned = [], []
+        Return bool [n], True where only EOS is allowed, and the problems of rows that cannot be served, by
+        index in [n]. Rows without a grammar keep their logits."""
+        complete = np.zeros(len(rows), np.bool_)
+        problems = dict[int, str]()
+        index = []
+        banned = []
         for i, mask in self._wait_for_masks(rows, problems):
             complete[i] = mask.is_complete
             index.append(i)
             banned.append(mask.banned)
         if index:
-            some = torch.from_numpy(np.stack(banned)).to(logits.device)  # bool [num_guided, vocab_size]
+            is_banned = torch.from_numpy(np.stack(banned)).to(logits.device)  # bool [num_guided, vocab_size]
             if len(index) == len(logits):
-                logits.masked_fill_(some, -torch.inf)
+                logits.masked_fill_(is_banned, -torch.inf)
             else:
                 at = torch.tensor(index, device=logits.device)
-                logits[at] = logits[at].masked_fill_(some, -torch.inf)
+                logits[at] = logits[at].masked_fill_(is_banned, -torch.inf)
         return complete, problems
 
     def pack_masks(self, rows: Integers) -> tuple[PackedMasks, dict[int, str]]:
-        """Return the masks of the rows [n] that have a grammar, and the problems of those that cannot be
-        served, by their index in [n]."""
+        """Return the masks of the rows [n] with a grammar, and the problems of rows that cannot be served, by
+        index in [n]."""
         problems = dict[int, str]()
-        found = list(self._wait_for_masks(rows, problems))
-        words = np.zeros((len(found), -(-self._vocab_size // 32) * 4), np.uint8)
-        for place, (_, mask) in enumerate(found):
-            words[place, : len(mask.allowed)] = mask.allowed[: words.shape[1]]
-        are_complete = np.array([mask.is_complete for _, mask in found], np.bool_)
-        at = np.array([i for i, _ in found], np.int64)
+        masks = list(self._wait_for_masks(rows, problems))
+        words = np.zeros((len(masks), -(-self._vocab_size // 32) * 4), np.uint8)
+        for i, (_, mask) in enumerate(masks):
+            words[i, : len(mask.allowed)] = mask.allowed[: words.shape[1]]
+        are_complete = np.array([mask.is_complete for _, mask in masks], np.bool_)
+        at = np.array([row_index for row_index, _ in masks], np.int64)
         return PackedMasks(at, words.view("<i4"), are_complete), problems
 
     def has_guide(self, rows: Integers) -> Booleans:
@@ -143,7 +146,8 @@ class Guides:
         return np.array([row in self._guides for row in rows.tolist()], np.bool_)
 
     def _wait_for_masks(self, rows: Integers, problems: dict[int, str]) -> Iterator[tuple[int, Mask]]:
-        """Yield the masks of the rows [n], and add to `problems`, by their index in [n]."""
+        """Yield the index in [n] and the mask of each row with a grammar. Add errors to `problems` by
+        index."""
         for i, row in self._guided(rows):
             guide = self._guides[row]
             guide.pending.result()
@@ -161,34 +165,36 @@ class Guides:
                 guide.pending = pending
 
     def _guided(self, rows: Integers) -> list[tuple[int, int]]:
-        """Return (index, row) of rows with a guide."""
+        """Return the index and row number of each row with a guide."""
         if not self._guides:
             return []
         return [(i, row) for i, row in enumerate(rows.tolist()) if row in self._guides]
 
     def _advance_all(self, work: list[tuple[Guide, list[int]]]) -> None:
-        # All rows of a step are one task, because handing over a task takes longer than most masks.
+        # All rows of a step are one task, because submitting a task takes longer than computing most masks.
         for guide, token_ids in work:
             try:
                 guide.outcome = self._advance(guide, token_ids)
             except GuideError as error:
                 guide.outcome = str(error)
-            except Exception as error:  # a client's grammar may break the library; then only its row fails
+            except Exception as error:  # if a client's grammar breaks the library, only its row may fail
                 guide.outcome = f"its grammar cannot be followed: {type(error).__name__}"
 
     def _advance(self, guide: Guide, token_ids: list[int]) -> Mask:
         """Advance the row's matcher and return its mask.
 
-        Copies of a matcher share a cache of the grammar's lexer states, and the limit on their number. So if
-        a shared matcher fails, the row tries again with a matcher of its own."""
+        Copies of a matcher share a cache of lexer states, and the limit on their number. So if a copied
+        matcher fails, the row tries again with its own newly compiled matcher."""
         guide.token_ids += token_ids
         if guide.matcher is None:
             guide.owns_grammar = guide.grammar.digest not in self._compiled
-            guide.matcher, token_ids = self._copy_matcher(guide.grammar), guide.token_ids
+            guide.matcher = self._copy_matcher(guide.grammar)
+            token_ids = guide.token_ids
         mask = self._compute_mask(guide, guide.matcher, token_ids)
         if mask is None and not guide.owns_grammar:
             self._compiled.pop(guide.grammar.digest, None)
-            guide.matcher, guide.owns_grammar = self._compile(guide.grammar), True
+            guide.matcher = self._compile(guide.grammar)
+            guide.owns_grammar = True
             mask = self._compute_mask(guide, guide.matcher, guide.token_ids)
         if mask is None:
             raise GuideError(f"its grammar: {_first_line(guide.matcher.get_error())}")
@@ -252,7 +258,7 @@ def _any_bit(bits: npt.NDArray[np.uint8], count: int) -> bool:
 
 
 class DecodedVocabulary:
-    """Vocabulary for a decoder that the library does not support. A token is what it adds after a text."""
+    """Vocabulary for a decoder that the library does not support. Each token has the text that it appends."""
 
     bos_token_id = None
 
@@ -266,12 +272,12 @@ class DecodedVocabulary:
         self.tokens = [text.removeprefix(before).encode() for text in texts]
 
     def __call__(self, text: str) -> list[int]:
-        """Tokenize nothing: no grammar here depends on it."""
+        """Return no tokens, because no supported grammar needs tokenization."""
         return []
 
 
 def read_tokenizer(directory: Path, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:
-    """Read a model's `tokenizer.json`. Ids below `vocab_size` without a token are never allowed."""
+    """Read a model's `tokenizer.json`. Grammars never allow ids below `vocab_size` that have no token."""
     text = (directory / "tokenizer.json").read_text(encoding="utf-8")
     eos = eos_token_ids or None
     try:
@@ -282,7 +288,7 @@ def read_tokenizer(directory: Path, vocab_size: int, eos_token_ids: list[int]) -
 
 
 def _start_thread() -> ThreadPoolExecutor:
-    """Start a thread with a large stack, because the library recurses over a grammar's parts."""
+    """Start a thread with a large stack, because the library processes nested grammars recursively."""
     before = threading.stack_size(STACK_BYTES)
     try:
         pool = ThreadPoolExecutor(1, "grammar")

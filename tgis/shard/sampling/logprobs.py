@@ -1,4 +1,4 @@
-"""Computes the details of a token: its logprob, its rank, and the best tokens, including ties."""
+"""Computes token details: the logprob, the rank, and the top tokens, including ties."""
 
 from dataclasses import dataclass, fields
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class InputSpan:
-    """Prompt tokens of a row that a step reports. Token 0 has no token before it, and so no details."""
+    """Prompt tokens of a row that a step reports. Token 0 has no predecessor and therefore no details."""
 
     row: int
     start: int  # position
@@ -20,7 +20,8 @@ class InputSpan:
 
 @dataclass(frozen=True)
 class TokenDetails:
-    """Details of n tokens. The best tokens are concatenated, by falling logprob, then by rising id."""
+    """Details of n tokens. The top tokens of all n are concatenated; each list is sorted by descending
+    logprob, then ascending id."""
 
     logprobs: npt.NDArray[np.float32]  # [n]
     ranks: npt.NDArray[np.int32]  # [n], 1 + the number of strictly higher scores
@@ -29,8 +30,9 @@ class TokenDetails:
     top_logprobs: npt.NDArray[np.float32]  # [sum of top_counts]
 
     def take(self, index: npt.NDArray[np.int64]) -> "TokenDetails":
-        """Return the details of the tokens at `index`, in its order."""
-        counts, begins = self.top_counts[index], (self.top_counts.cumsum() - self.top_counts)[index]
+        """Return the details of the tokens at `index`, in that order."""
+        counts = self.top_counts[index]
+        begins = (self.top_counts.cumsum() - self.top_counts)[index]
         tops = np.repeat(begins - (counts.cumsum() - counts), counts) + np.arange(counts.sum())
         return TokenDetails(
             self.logprobs[index], self.ranks[index], counts, self.top_ids[tops], self.top_logprobs[tops]
@@ -38,7 +40,7 @@ class TokenDetails:
 
 
 def blank_details(num_tokens: int) -> TokenDetails:
-    """Return the details of tokens without logits: logprob NaN, rank 0, no best tokens."""
+    """Return details for tokens without logits: logprob NaN, rank 0, no top tokens."""
     none = np.zeros(num_tokens, np.int32)
     return TokenDetails(
         np.full(num_tokens, np.nan, np.float32), none, none, none[:0], np.empty(0, np.float32)
@@ -73,15 +75,17 @@ def compute_details(scores: Tensor, token_ids: Tensor, top_n: npt.NDArray[np.int
 def _find_best(
     scores: Tensor, top_n: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return rows and ids, rising, of scores that reach the n-th highest of a row, at most 4n of each."""
+    """Return the rows and ids, ascending, of scores not below the n-th highest of a row, at most 4n per
+    row."""
     if not top_n.any():
         return np.empty(0, np.int64), np.empty(0, np.int64)
     last = np.clip(top_n, 1, scores.shape[-1]) - 1  # [n]
     best = scores.topk(int(last.max()) + 1).values
     edge = best.gather(-1, torch.from_numpy(last).to(best.device).unsqueeze(-1))  # [n, 1]
     edge.masked_fill_(torch.from_numpy(top_n == 0).to(best.device).unsqueeze(-1), torch.inf)
-    found = ((scores >= edge) & (scores > -torch.inf)).nonzero().numpy(force=True)
-    rows, ids = found[:, 0], found[:, 1]
-    place = np.arange(len(rows)) - np.searchsorted(rows, rows)  # index among the scores of the same row
-    inside = place < 4 * top_n[rows]
+    matches = ((scores >= edge) & (scores > -torch.inf)).nonzero().numpy(force=True)
+    rows = matches[:, 0]
+    ids = matches[:, 1]
+    index_in_row = np.arange(len(rows)) - np.searchsorted(rows, rows)
+    inside = index_in_row < 4 * top_n[rows]
     return rows[inside], ids[inside]

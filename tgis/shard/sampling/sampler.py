@@ -1,18 +1,18 @@
-"""Samples tokens: changes the logits, limits the candidates and draws one of them.
+"""Samples tokens: modifies the logits, filters the candidates and draws one of them.
 
-A row's token depends only on its own logits, ids, parameters and seed. The order is:
+A row's token depends only on its own logits, token ids, parameters and seed. The order is:
 
 1. the logit bias,
 2. the watermark,
-3. `min_new_tokens`, or where it no longer holds, the length penalty,
+3. `min_new_tokens`, or once it is reached, the length penalty,
 4. the repetition penalty,
 5. the presence and frequency penalties,
 6. the temperature,
 7. `top_k`, `top_p`, `min_p` and `typical_p`, in this order (`logits_filters`),
-8. the draw, or in greedy rows the highest score.
+8. a random draw, or the highest score in greedy rows.
 
-Clients of TGIS rely on 3, 4 and 6 to 8. The mask of a grammar is applied before `sample`: no step makes an
-excluded token possible again."""
+TGIS's contract fixes the order of 3, 4 and 6 to 8. A grammar's mask is applied before `sample`: no step
+allows a masked token again."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Self
@@ -28,14 +28,14 @@ from tgis.shard.sampling.counter_rng import draw_columns, draw_keys
 from tgis.shard.sampling.logits_filters import filter_candidates, filter_rest
 from tgis.shard.sampling.watermark import green_tokens
 
-# The sampling parameters of one row.
+# Record type of the sampling parameters of one row.
 ROW_PARAMETERS = np.dtype([(each.name, each.dtype) for each in PARAMETERS])
-# Penalties are clamped to this and its inverse, so that a logit times two of them is still finite.
+# Penalties are clamped to this and its inverse, so that the product of a logit and two penalties is finite.
 MAX_FACTOR = np.float32(1e16)
 
 
 class LogitBias(NamedTuple):
-    """Numbers that are added to single logits of [n, vocab_size], at most one to each."""
+    """Biases that are added to logits of [n, vocab_size], at most one per logit."""
 
     rows: Tensor  # int64 [num_biases], indices in [n]
     token_ids: Tensor  # int64 [num_biases]
@@ -47,28 +47,28 @@ class LogitBias(NamedTuple):
     ) -> Self | None:
         """Pack the biases of n rows, [n, any], padded with token id -1. Return None if there are none."""
         rows, columns = (token_ids >= 0).nonzero()
-        found = rows, token_ids[rows, columns].astype(np.int64), biases[rows, columns]
-        return cls(*(torch.from_numpy(each).to(device) for each in found)) if len(rows) else None
+        parts = (rows, token_ids[rows, columns].astype(np.int64), biases[rows, columns])
+        return cls(*(torch.from_numpy(part).to(device) for part in parts)) if len(rows) else None
 
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """Inputs of sampling n tokens, beside their logits."""
+    """Inputs for sampling n tokens, other than the logits."""
 
     rows: npt.NDArray[np.int64]  # [n], indices into `token_ids` and `SeenTokens`
     params: npt.NDArray[np.void]  # ROW_PARAMETERS [n]
     num_generated: npt.NDArray[np.int64]  # [n], before this token
     positions: npt.NDArray[np.int64]  # [n], of this token in its sequence
-    token_ids: npt.NDArray[np.int32]  # [any, any], those of a row's sequence first
+    token_ids: npt.NDArray[np.int32]  # [max_rows, any], starting with the tokens of the row's sequence
     eos_token_ids: npt.NDArray[np.int32]  # [n, any], padded with -1
     wants_details: npt.NDArray[np.bool_]  # [n], True if the final scores are needed for token details
-    must_end: npt.NDArray[np.bool_] | np.bool_ = np.False_  # [n], the grammar allows nothing but the end
+    must_end: npt.NDArray[np.bool_] | np.bool_ = np.False_  # [n], the grammar allows only EOS
     bias: LogitBias | None = None
     is_plain: bool = False  # True if all rows are plain
 
 
 class SeenTokens:
-    """Sets of the token ids of rows with a repetition penalty, in a table up to the highest such row."""
+    """Token ids seen by each row with a repetition penalty, as a table up to the highest such row."""
 
     def __init__(self, vocab_size: int, device: torch.device):
         self._seen = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
@@ -84,18 +84,18 @@ class SeenTokens:
         self._seen[torch.from_numpy(rows), torch.from_numpy(token_ids.astype(np.int64))] = True
 
     def select(self, rows: npt.NDArray[np.int64]) -> Tensor:
-        """Return the sets of the rows, bool [n, vocab_size]."""
+        """Return the seen tokens of the rows, bool [n, vocab_size]."""
         return self._seen[torch.from_numpy(rows)]
 
 
 def read_parameter(each: Parameter, message: pb.OpenRow) -> bool | int | float:
-    """Return the parameter's value in a row. It is off in a greedy row that ignores it."""
+    """Return a row's value of a parameter: the off value if the row is greedy and ignores the parameter."""
     value: bool | int | float = getattr(message.sampling, each.name)
     return each.off if each.random_only and message.sampling.greedy else value
 
 
 def is_plain(message: pb.OpenRow) -> bool:
-    """Return True if a row takes the highest of the model's unchanged logits: all that it heeds is off."""
+    """Return True if a row is greedy on unmodified logits: every parameter has its off value."""
     is_off = all(read_parameter(each, message) == each.off for each in PARAMETERS)
     return is_off and not message.sampling.bias_token_ids
 
@@ -103,8 +103,8 @@ def is_plain(message: pb.OpenRow) -> bool:
 def sample(scores: Tensor, batch: SamplingBatch, seen: SeenTokens) -> tuple[Tensor, npt.NDArray[np.bool_]]:
     """Sample tokens int64 [n] from logits float32 [n, vocab_size].
 
-    Also returns bool [n], False where the logits have no finite maximum. Works in place: afterwards the
-    scores of `batch.wants_details` rows are those from which the token was chosen."""
+    Also return bool [n], False where the logits have no finite maximum. The scores are modified in place:
+    rows with `batch.wants_details` end with the scores from which the token was chosen."""
     if not batch.is_plain:
         _add_bias(scores, batch)
         _penalise(scores, batch, seen)
@@ -117,7 +117,8 @@ def sample(scores: Tensor, batch: SamplingBatch, seen: SeenTokens) -> tuple[Tens
 
 
 def _take_highest(scores: Tensor) -> tuple[Tensor, npt.NDArray[np.bool_]]:
-    """Take the highest score of each row, the lowest id among equal ones."""
+    """Return the id of each row's highest score, the lowest id among equal scores, and whether it is
+    finite."""
     if not scores.is_cpu:
         highest, chosen = scores.max(-1)
         return chosen, np.isfinite(highest.numpy(force=True))
@@ -133,7 +134,8 @@ def _add_bias(scores: Tensor, batch: SamplingBatch) -> None:
     marked = (batch.params["watermark_gamma"] > 0).nonzero()[0]
     if len(marked):
         previous = batch.token_ids[batch.rows[marked], batch.positions[marked] - 1]
-        gammas, deltas = (batch.params[name][marked] for name in ("watermark_gamma", "watermark_delta"))
+        gammas = batch.params["watermark_gamma"][marked]
+        deltas = batch.params["watermark_delta"][marked]
         is_green = torch.from_numpy(green_tokens(previous, gammas, scores.shape[-1])).to(scores.device)
         part = _take(scores, marked)
         _put(scores, marked, torch.where(is_green, part + _column(deltas, scores.device), part))
@@ -143,7 +145,7 @@ def _penalise(scores: Tensor, batch: SamplingBatch, seen: SeenTokens) -> None:
     params = batch.params
     early = (batch.num_generated < params["min_new_tokens"]) & ~batch.must_end
     if early.any():
-        scores[_eos_of(batch, early, scores.shape[-1])] = -torch.inf
+        scores[_eos_indices(batch, early, scores.shape[-1])] = -torch.inf
     overdue = batch.num_generated - params["length_penalty_start"]
     overdue[early | (overdue < 0) | (params["length_penalty_factor"] == 1)] = 0
     if overdue.any():
@@ -156,14 +158,16 @@ def _penalise(scores: Tensor, batch: SamplingBatch, seen: SeenTokens) -> None:
         _penalise_generated(scores, batch, counting)
 
 
-def _eos_of(batch: SamplingBatch, wanted: npt.NDArray[np.bool_], vocab_size: int) -> tuple[Tensor, Tensor]:
+def _eos_indices(
+    batch: SamplingBatch, selected: npt.NDArray[np.bool_], vocab_size: int
+) -> tuple[Tensor, Tensor]:
     ids = batch.eos_token_ids
-    rows, columns = (wanted[:, None] & (ids >= 0) & (ids < vocab_size)).nonzero()
+    rows, columns = (selected[:, None] & (ids >= 0) & (ids < vocab_size)).nonzero()
     return torch.from_numpy(rows), torch.from_numpy(ids[rows, columns]).long()
 
 
 def _boost_eos(scores: Tensor, batch: SamplingBatch, overdue: npt.NDArray[np.int64]) -> None:
-    index = _eos_of(batch, overdue > 0, scores.shape[-1])
+    index = _eos_indices(batch, overdue > 0, scores.shape[-1])
     with np.errstate(over="ignore"):
         factor = batch.params["length_penalty_factor"].astype(np.float64) ** overdue
     growth = torch.from_numpy((np.minimum(factor, MAX_FACTOR) - 1).astype(np.float32))[index[0]]
@@ -183,13 +187,14 @@ def _penalise_repetition(
 def _penalise_generated(scores: Tensor, batch: SamplingBatch, index: npt.NDArray[np.int64]) -> None:
     """Apply the presence and frequency penalties as OpenAI defines them: only generated tokens count.
 
-    Nothing is kept from step to step, so that a row that is resumed has nothing to rebuild."""
+    The counts are computed in every step, so that a resumed row has no state to rebuild."""
     ends = batch.positions[index]
     spans = zip(batch.rows[index], ends - batch.num_generated[index], ends, strict=True)
-    found = [np.unique(batch.token_ids[row, start:end], return_counts=True) for row, start, end in spans]
-    rows = index.repeat([len(ids) for ids, _ in found])  # [num_found], as all of these
-    ids, counts = (np.concatenate(each) for each in zip(*found, strict=True))
-    presence, frequency = (batch.params[name][rows] for name in ("presence_penalty", "frequency_penalty"))
+    counted = [np.unique(batch.token_ids[row, start:end], return_counts=True) for row, start, end in spans]
+    rows = index.repeat([len(ids) for ids, _ in counted])  # [num_penalties]
+    ids, counts = (np.concatenate(each) for each in zip(*counted, strict=True))
+    presence = batch.params["presence_penalty"][rows]
+    frequency = batch.params["frequency_penalty"][rows]
     penalties = torch.from_numpy(presence + frequency * counts.astype(np.float32))
     scores[torch.from_numpy(rows), torch.from_numpy(ids).long()] -= penalties.to(scores.device)
 
@@ -222,8 +227,8 @@ def _choose_limited(
         column = draw_columns(group.scores, keys[torch.from_numpy(rows)], group.token_ids.int())
         _put(chosen, rows, group.token_ids.gather(-1, column.unsqueeze(-1)).squeeze(-1))
         if batch.wants_details[rows].any():
-            left = scores.new_full((len(rows), scores.shape[-1]), -torch.inf)
-            _put(scores, rows, left.scatter_(-1, group.token_ids, group.scores))
+            remaining = scores.new_full((len(rows), scores.shape[-1]), -torch.inf)
+            _put(scores, rows, remaining.scatter_(-1, group.token_ids, group.scores))
 
 
 def _column(values: npt.NDArray[np.float32], device: torch.device) -> Tensor:
@@ -231,7 +236,7 @@ def _column(values: npt.NDArray[np.float32], device: torch.device) -> Tensor:
 
 
 def _take(x: Tensor, index: npt.NDArray[np.int64]) -> Tensor:
-    """Return the rows of x at a rising index, without a copy if that is all rows."""
+    """Return the rows of x at a sorted index, without a copy if the index covers all rows."""
     return x if len(index) == len(x) else x[torch.from_numpy(index)]
 
 

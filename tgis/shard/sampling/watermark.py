@@ -1,5 +1,5 @@
-"""Green lists of the watermark of Kirchenbauer et al. (2023), "A Watermark for Large Language Models",
-section 3, drawn as TGI draws them, so that TGI's detector finds the watermark."""
+"""Green lists for the watermark of Kirchenbauer et al. (2023), "A Watermark for Large Language Models",
+section 3. They are drawn like TGI's, so that TGI's detector recognizes the watermark."""
 
 from functools import lru_cache
 
@@ -8,23 +8,23 @@ import numpy.typing as npt
 import torch
 
 HASH_KEY = 15485863
-# Green lists that are kept. A permutation of 128k ids takes about a millisecond; 1,024 lists of them 16 MiB.
-MAX_KEPT = 1024
+# Number of cached green lists. A permutation of 128k ids takes about a millisecond; 1,024 lists take 16 MiB.
+MAX_CACHED = 1024
 
 
 def green_tokens(
     previous: npt.NDArray[np.int32], gammas: npt.NDArray[np.float64], vocab_size: int
 ) -> npt.NDArray[np.bool_]:
-    """Return the green tokens of n rows, bool [n, vocab_size]. `previous` [n] has the token before each row's
-    next one, and `gammas` [n] their share of green tokens."""
+    """Return the green tokens of n rows, bool [n, vocab_size]. `previous` [n] has each row's last token, and
+    `gammas` [n] its fraction of green tokens."""
     pairs = zip(previous.tolist(), gammas.tolist(), strict=True)
     packed = np.stack([_draw_green(token_id, gamma, vocab_size) for token_id, gamma in pairs])
     return np.unpackbits(packed, axis=-1, count=vocab_size).view(np.bool_)
 
 
-@lru_cache(MAX_KEPT)
+@lru_cache(MAX_CACHED)
 def _draw_green(token_id: int, gamma: float, vocab_size: int) -> npt.NDArray[np.uint8]:
-    # The generator is the CPU's on every platform, so that ranks and machines agree.
+    # Every platform uses the CPU's generator, so that all ranks and machines draw the same lists.
     generator = torch.Generator().manual_seed(HASH_KEY * token_id)
     is_green = np.zeros(vocab_size, np.bool_)
     is_green[torch.randperm(vocab_size, generator=generator)[: int(vocab_size * gamma)].numpy()] = True

@@ -1,1 +1,1 @@
-"""Starts a shard: builds a model runner that is ready to answer from a configuration."""
+"""Starts a shard: builds a ready model runner from a configuration."""

@@ -1,4 +1,4 @@
-"""Sizes the KV cache by the memory that the largest step, and the graphs of a GPU, leave."""
+"""Sizes the KV cache: it gets the memory that the largest step and a GPU's graphs leave."""
 
 import gc
 import logging
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 
 class Graphs(Protocol):
-    """Steps that are captured as graphs, by their size."""
+    """Captured steps by size."""
 
     @property
     def sizes(self) -> list[GraphSize]: ...
 
     def capture(self, sizes: Sequence[GraphSize]) -> None:
-        """Capture steps, those that can be captured and for which there is memory."""
+        """Capture the steps that can be captured and that memory allows."""
 
     def clear(self) -> None:
         """Drop all graphs."""
@@ -41,7 +41,7 @@ class CapturingRunner(ModelRunner, Protocol):
 
 @dataclass(frozen=True)
 class CacheSizing:
-    """Makes model runners with ever better known sizes of the cache."""
+    """Builds model runners with caches of increasingly accurate sizes."""
 
     on: Platform
     group: ProcessGroup
@@ -49,11 +49,11 @@ class CacheSizing:
     max_step_tokens: int
     block_bytes: int
     adapter_bytes: int
-    make_runner: Callable[[int], ModelRunner]  # of a number of blocks
-    graph_sizes: Sequence[GraphSize] = ()  # of steps to be captured, by rising numbers of tokens
+    make_runner: Callable[[int], ModelRunner]  # called with the number of blocks
+    graph_sizes: Sequence[GraphSize] = ()  # sizes of steps to capture, sorted by number of tokens
 
     def make_sized_runner(self) -> ModelRunner:
-        """Compile the kernels, and return a runner with a cache of the memory that is left.
+        """Compile the kernels, and return a runner whose cache uses the remaining memory.
 
         Raises ProcessGroupError, UnsupportedModelError, ModelTooLargeError or CacheTooSmallError."""
         if self.on.is_memory_shared:
@@ -64,21 +64,27 @@ class CacheSizing:
             return self._make_with_graphs(budget, sizes)
         except torch.OutOfMemoryError as error:
             raise memory_plan.ModelTooLargeError(
-                f"the model does not fit: the GPU had no memory for the largest step, of "
-                f"{self._largest_step.num_tokens} tokens, or for the cache; a smaller --max-step-tokens, "
-                "--max-batch-size or --kv-cache-tokens makes them smaller"
+                f"the model does not fit: the GPU has too little memory for the largest step "
+                f"({self._largest_step.num_tokens} tokens) or for the cache; reduce --max-step-tokens, "
+                "--max-batch-size or --kv-cache-tokens"
             ) from error
 
     def _plan_blocks(self, budget: MemoryBudget) -> int:
         return memory_plan.plan_blocks(self.demand, self.block_bytes, budget)
 
     def _budget(self, left: int, step: int, graphs: int = 0) -> MemoryBudget:
-        margin = self.on.memory.margin()
-        size, fraction = self.group.local_size, self.on.cache_fraction
-        return MemoryBudget(left, step, size, fraction, self.adapter_bytes, graphs, margin)
+        return MemoryBudget(
+            left=left,
+            step=step,
+            num_ranks=self.group.local_size,
+            cache_fraction=self.on.cache_fraction,
+            adapter_bytes=self.adapter_bytes,
+            graphs=graphs,
+            margin=self.on.memory.margin(),
+        )
 
     def _measure_growing(self) -> MemoryBudget:
-        """Measure ever larger steps, and the memory that they leave."""
+        """Measure steps of increasing size and the memory that they leave."""
         warm_up = self._warm_up(self.make_runner(1))
         warm_up.compile()
         self.on.memory.release_memory()
@@ -100,8 +106,8 @@ class CacheSizing:
         return WarmUp(runner, self.group, self.demand, self.on.memory)
 
     def _measure_largest(self) -> tuple[MemoryBudget, Sequence[GraphSize]]:
-        """Measure the largest step and the graphs, and the memory that is left beside a runner's own tables.
-        Return this, and the sizes of steps that can be captured."""
+        """Measure the memory of the largest step and the graphs, and the memory that a runner's tables leave.
+        Return the budget and the sizes of steps that can be captured."""
         runner = self.make_runner(1)
         warm_up = self._warm_up(runner)
         warm_up.compile(PLAIN)
@@ -113,8 +119,8 @@ class CacheSizing:
         return budget, sizes
 
     def _try_graphs(self, runner: ModelRunner) -> tuple[int, Sequence[GraphSize]]:
-        """Return the bytes that graphs will take, and of which sizes: all, or those without prompts, or none,
-        as can be captured."""
+        """Return the memory of graphs in bytes, and the sizes that can be captured: all sizes, only sizes
+        without prompt tokens, or none."""
         without_prompts = [size for size in self.graph_sizes if not size.num_prompt_tokens]
         for sizes in (self.graph_sizes, without_prompts):
             if sizes and (num_bytes := self._measure_graphs(runner, sizes)) is not None:
@@ -122,8 +128,8 @@ class CacheSizing:
         return 0, ()
 
     def _measure_graphs(self, runner: ModelRunner, sizes: Sequence[GraphSize]) -> int | None:
-        """Capture the largest and the smallest step, and return the bytes that all of them will take, or None
-        if they cannot be captured."""
+        """Capture the largest and the smallest step to estimate the memory of all graphs. Return it in bytes,
+        or None if they cannot be captured."""
         assert isinstance(runner, CapturingRunner)
         left = [self._find_left()]
         for size in (sizes[-1], sizes[0]):
@@ -132,7 +138,8 @@ class CacheSizing:
         is_captured = set(runner.graphs.sizes) == {sizes[-1], sizes[0]}
         runner.graphs.clear()
         gc.collect()
-        first, second = left[0] - left[1], left[1] - left[2]
+        first = left[0] - left[1]
+        second = left[1] - left[2]
         return memory_plan.extrapolate_graphs(first, second, len(sizes)) if is_captured else None
 
     def _find_left(self) -> int:
@@ -140,27 +147,28 @@ class CacheSizing:
         return self.on.memory_left(self.group)
 
     def _make_with_graphs(self, budget: MemoryBudget, sizes: Sequence[GraphSize]) -> ModelRunner:
-        """Return a runner whose steps are captured. If the graphs take more memory than planned, its cache
-        is smaller by the difference."""
+        """Return a runner with captured steps. If the graphs need more memory than planned, reduce its cache
+        by the difference."""
         num_blocks = self._plan_blocks(budget)
-        runner, lack = self._capture(num_blocks, budget, sizes)
-        if lack > 0:
-            planned, budget = num_blocks, replace(budget, graphs=budget.graphs + lack)
-            num_blocks -= -(-lack // self.block_bytes)
+        runner, missing = self._capture(num_blocks, budget, sizes)
+        if missing > 0:
+            planned = num_blocks
+            budget = replace(budget, graphs=budget.graphs + missing)
+            num_blocks -= -(-missing // self.block_bytes)
             memory_plan.check_blocks(self.demand, num_blocks, self.block_bytes, budget)
             del runner
-            logger.info("the cache shrinks from %d to %d blocks, for CUDA graphs", planned, num_blocks)
-            runner, lack = self._capture(num_blocks, budget, sizes)
-        if lack > 0:
-            logger.warning("%.2f GiB of memory are missing for the largest step", lack / GIB)
+            logger.info("reduced the cache from %d to %d blocks to fit CUDA graphs", planned, num_blocks)
+            runner, missing = self._capture(num_blocks, budget, sizes)
+        if missing > 0:
+            logger.warning("the largest step lacks %.2f GiB of memory", missing / GIB)
         _log(budget, runner)
         return runner
 
     def _capture(
         self, num_blocks: int, budget: MemoryBudget, sizes: Sequence[GraphSize]
     ) -> tuple[ModelRunner, int]:
-        """Make a runner and capture its steps. Return it, and the bytes that it lacks."""
-        gc.collect()  # earlier runners may be parts of cycles
+        """Build a runner and capture its steps. Return it and the bytes of memory that are missing."""
+        gc.collect()  # an earlier runner may be part of a reference cycle
         self.on.memory.release_memory()
         runner = self.make_runner(num_blocks)
         if sizes:
@@ -169,7 +177,7 @@ class CacheSizing:
             captured = runner.graphs.sizes
             runner.info.graph_sizes[:] = [size.num_rows for size in captured if not size.num_prompt_tokens]
             runner.info.num_prompt_graphs = sum(size.num_prompt_tokens > 0 for size in captured)
-        return runner, memory_plan.find_lack(budget, self._find_left())
+        return runner, memory_plan.count_missing(budget, self._find_left())
 
 
 def _log(budget: MemoryBudget, runner: ModelRunner) -> None:

@@ -1,4 +1,4 @@
-"""Chooses the type of the KV cache."""
+"""Chooses the data type of the KV cache."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -27,33 +27,34 @@ FLOAT8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 class CacheType:
     name: str
     dtype: torch.dtype
-    scales: Sequence[CacheScale] = ()  # of each layer, or none
+    scales: Sequence[CacheScale] = ()  # one per layer, or empty
 
 
 def choose_cache_type(
     config: ShardConfig, settings: Mapping[str, Any], choice: Choice, on: Platform, dtype_name: str
 ) -> CacheType:
-    """Return the type that `--kv-cache-dtype` asks for, or the platform's, or that of `dtype_name`.
+    """Return the type set by `--kv-cache-dtype`, or else the platform's type, or else `dtype_name`.
 
     `settings` is the model's config.json. Raises UnsupportedModelError, DeviceError and WeightsError."""
-    name, directory = CACHE_TYPES[config.kv_cache_dtype], Path(config.model_path)
+    name = CACHE_TYPES[config.kv_cache_dtype]
+    directory = Path(config.model_path)
     if name is None:
         if on.cache_dtype is not None:
             [dtype_name] = [each for each, dtype in DTYPES.items() if dtype == on.cache_dtype]
         if _was_made_for_float8(settings, directory) and on.device.type == "cpu":
             logger.info(
-                "keys and values are kept as %s; the checkpoint was made for 8 bits, which --kv-cache-dtype "
-                "fp8_e4m3 selects",
+                "the KV cache uses %s; the checkpoint is calibrated for 8 bits, which "
+                "--kv-cache-dtype fp8_e4m3 selects",
                 dtype_name,
             )
         return CacheType(dtype_name, DTYPES[dtype_name])
     if choice.engine == ONNX:
         raise UnsupportedModelError(
-            f"--kv-cache-dtype {config.kv_cache_dtype} is not for {ONNX}: leave the option out"
+            f"--kv-cache-dtype {config.kv_cache_dtype} does not support {ONNX}: remove the option"
         )
     if on.device.type != "cpu":
         raise DeviceError(
-            f"--kv-cache-dtype {config.kv_cache_dtype} works on the CPU only: leave the option out, or give "
+            f"--kv-cache-dtype {config.kv_cache_dtype} works only on the CPU: remove the option, or set "
             "--device cpu"
         )
     return CacheType(name, FLOAT8[name], _read_scales(name, directory, choice))
@@ -70,16 +71,15 @@ def _was_made_for_float8(settings: Mapping[str, Any], directory: Path) -> bool:
 def _read_scales(name: str, directory: Path, choice: Choice) -> list[CacheScale]:
     num_layers = choice.spec.num_layers
     # The cache of an encoder-decoder has layers of self-attention and of cross attention.
-    found: list[CacheScale | None] = [None] * num_layers
+    scales: list[CacheScale | None] = [None] * num_layers
     if not choice.spec.is_encoder_decoder:
-        found = read_cache_scales(directory, num_layers)
-    missing = found.count(None)
+        scales = read_cache_scales(directory, num_layers)
+    missing = scales.count(None)
     if not missing:
-        logger.info("keys and values are kept as %s, with the checkpoint's scales", name)
+        logger.info("the KV cache uses %s with the checkpoint's scales", name)
     else:
         logger.info(
-            "keys and values are kept as %s; their scales are 1 in %d of %d layers, for which the checkpoint "
-            "has none",
+            "the KV cache uses %s; the checkpoint has no scales for %d of %d layers, which use 1",
             *(name, missing, num_layers),
         )
-    return [scale or CacheScale() for scale in found]
+    return [scale or CacheScale() for scale in scales]

@@ -1,4 +1,4 @@
-"""Chooses the platform, and imports no other one: the CPU's kernels import numba, those of GPUs triton."""
+"""Chooses the platform and imports only that one: CPU kernels import numba, GPU kernels import triton."""
 
 import logging
 from pathlib import Path
@@ -13,19 +13,17 @@ from tgis.shard.startup.platform import DeviceError, Platform
 logger = logging.getLogger(__name__)
 
 
-def find_device(asked: str, rank: int, size: int) -> torch.device:
+def find_device(option: str, rank: int, size: int) -> torch.device:
     """Return the device of rank `rank` of the `size` ranks on this machine.
 
-    `asked` is cpu, cuda or auto; auto means GPUs if torch can compute on them. Raises DeviceError."""
-    if asked == "cpu":
+    `option` is cpu, cuda or auto; auto selects GPUs if torch can use them. Raises DeviceError."""
+    if option == "cpu":
         return CPU
     if not torch.cuda.is_available():
-        if asked == "cuda":
-            raise DeviceError(
-                f"there is no GPU that torch can compute on{_explain()}; --device cpu needs none"
-            )
+        if option == "cuda":
+            raise DeviceError(f"torch cannot use a GPU{_explain()}; --device cpu needs none")
         if has_gpus(None):
-            logger.warning("there are GPUs, but torch cannot compute on them: computing on the CPU")
+            logger.warning("torch cannot use the GPUs of this machine: using the CPU")
         return CPU
     count = torch.cuda.device_count()
     if size > count:
@@ -44,15 +42,15 @@ def make_platform(
     spec: ModelSpec | None = None,
     num_ranks: int = 1,
 ) -> Platform:
-    """Return the platform of a device. Compiled code goes to `kernel_cache` if there is no better place. Of a
-    GPU's memory, the process may use `memory_fraction`. Its kernels are checked for weights of `dtype`, or if
-    that is None, of 16 bits, and for a rank's share of the model `spec`. A CPU's products have
-    `cpu_arithmetic`, and those with codes may round activations. AMX is used where it is found, if it may be.
-    Raises DeviceError."""
+    """Return the platform of a device. Compiled code is stored in `kernel_cache` if there is no better
+    directory. The process may use `memory_fraction` of a GPU's memory. A GPU's kernels are checked for
+    weights of `dtype` (None: the 16-bit types), and for a rank's share of the model `spec`. A CPU's matrix
+    products use `cpu_arithmetic`; products with codes round activations if `rounds_activations` is set, and
+    AMX is used if it is available and `may_use_amx` is set. Raises DeviceError."""
     if device.type == "cuda":
         from tgis.shard.startup.cuda_platform import on_cuda
 
-        assert spec is not None, "a GPU's kernels are compiled for a model"
+        assert spec is not None, "GPU kernels are compiled for a model"
         return on_cuda(device, kernel_cache, memory_fraction, dtype, spec, num_ranks)
     from tgis.shard.startup.cpu_platform import on_cpu
 
@@ -60,9 +58,9 @@ def make_platform(
 
 
 def _explain() -> str:
-    """Return why torch cannot compute on GPUs, as far as it is known."""
+    """Return why torch cannot use GPUs, if the reason is known."""
     if torch.version.cuda is None:
-        return ": its build is for CPUs only"
+        return ": its build supports only CPUs"
     if not has_gpus(None):
         return ""
     return f": the driver does not work, or is too old for CUDA {torch.version.cuda}"

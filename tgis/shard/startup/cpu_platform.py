@@ -1,4 +1,4 @@
-"""The platform of CPUs. To import it is to import numba."""
+"""Platform for CPUs. Importing this module imports numba."""
 
 import logging
 from dataclasses import replace
@@ -39,8 +39,9 @@ def on_cpu(
     rounds_activations: bool = False,
     may_use_amx: bool = False,
 ) -> Platform:
-    """Return the platform, whose products and attention have this arithmetic. Products may round activations
-    where weights are codes, and use AMX. Compiled code goes to `kernel_cache` if there is no better place."""
+    """Return the platform whose matrix products and attention use this arithmetic. Products with codes can
+    round activations, and products can use AMX. Compiled code is stored in `kernel_cache` if there is no
+    better directory."""
     if kernel_cache is not None:
         add_run_directory(kernel_cache)
     rounds_activations = rounds_activations and _can_round()
@@ -54,7 +55,7 @@ def on_cpu(
     assert arithmetic == "bfloat16"
     packer = self_check.choose_packer(has_tiles)
     attention = choose_attention(multiplies_pairs=self_check.REPLACED not in packer.replaced)
-    logger.info("matrix products and attention round what they multiply to bfloat16, and add in float32")
+    logger.info("matrix products and attention multiply in bfloat16 and accumulate in float32")
     return replace(
         ON_CPU,
         kernels=BfloatKernels(packer.pack, rounds_activations, int8.kernel),
@@ -69,5 +70,5 @@ def _can_round() -> bool:
     if CAN_ROUND:
         logger.info("products with integer codes round activations to 8 bits")
     else:
-        logger.warning("--activations int8 has no effect: the processor has neither AVX2 nor VNNI")
+        logger.warning("--activations int8 has no effect: the processor supports neither AVX2 nor VNNI")
     return CAN_ROUND

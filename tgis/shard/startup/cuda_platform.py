@@ -1,4 +1,4 @@
-"""The platform of a GPU. To import it is to import triton."""
+"""Platform for a GPU. Importing this module imports triton."""
 
 import logging
 from collections.abc import Sequence
@@ -34,8 +34,8 @@ def on_cuda(
     spec: ModelSpec,
     num_ranks: int,
 ) -> Platform:
-    """Return the platform of a GPU, which becomes torch's current one, for a rank's share of a model. Raises
-    DeviceError."""
+    """Return the platform of a GPU for a rank's share of a model, and make the GPU torch's current device.
+    Raises DeviceError."""
     memory = _open(device, memory_fraction)
     use_cache(kernel_cache)
     configure_products()
@@ -56,13 +56,13 @@ def on_cuda(
 
 
 def configure_products() -> None:
-    """Keep partial sums of products of 16 bits in float32, which torch may else round to 16 bits."""
+    """Keep partial sums of 16-bit matrix products in float32, which torch may otherwise round to 16 bits."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def find_sizes(spec: ModelSpec, num_ranks: int) -> KernelSizes:
-    """Return the sizes that a rank's kernels are compiled for."""
+    """Return the sizes for which a rank's kernels are compiled."""
     layers = spec.decoder if isinstance(spec, EncoderDecoderSpec) else spec
     if not isinstance(layers, LayerSpec):
         return SMALL
@@ -77,21 +77,24 @@ def find_sizes(spec: ModelSpec, num_ranks: int) -> KernelSizes:
 
 
 def choose_graph_sizes(
-    implementations: Implementations, asked: Sequence[int] | None, max_rows: int, max_prompt_tokens: int
+    implementations: Implementations,
+    configured: Sequence[int] | None,
+    max_rows: int,
+    max_prompt_tokens: int,
 ) -> Sequence[GraphSize]:
     """Return the sizes of steps to capture, as `graph_sizes` does."""
-    # A twin reads as many keys as the longest sequence has. A captured step does not know how many.
+    # A kernel's fallback reads as many keys as the longest sequence has, a number that a graph cannot know.
     if "attend_segments" in implementations.replaced:
         logger.warning("no CUDA graphs: they need the kernel attend_segments, which is replaced")
         return ()
     if "attend_tiles" in implementations.replaced:
         logger.warning("no CUDA graphs of prompts: they need the kernel attend_tiles, which is replaced")
         max_prompt_tokens = 0
-    return graph_sizes(asked, max_rows, max_prompt_tokens)
+    return graph_sizes(configured, max_rows, max_prompt_tokens)
 
 
 def _open(device: torch.device, memory_fraction: float | None) -> CudaMemory:
-    """Compute something, and return the GPU's memory as it is now."""
+    """Check that the GPU computes, and return its memory."""
     try:
         torch.cuda.set_device(device)
         torch.ones(1, device=device).add_(1).item()

@@ -1,4 +1,4 @@
-"""Chooses a model's engine: a native family if possible, else transformers' code; ONNX Runtime if asked."""
+"""Chooses a model's engine: a native family if possible, else transformers' code; ONNX Runtime on request."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -27,7 +27,9 @@ from tgis.shard.quant.schemes.none import UNQUANTIZED
 
 logger = logging.getLogger(__name__)
 
-NATIVE, TRANSFORMERS, ONNX = "tgis_native", "hf_transformers", "hf_optimum_ort"
+NATIVE = "tgis_native"
+TRANSFORMERS = "hf_transformers"
+ONNX = "hf_optimum_ort"
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,11 @@ class Choice:
     """Engine for a model. `load` raises UnsupportedModelError and WeightsError."""
 
     engine: str
-    spec: ModelSpec  # from the configuration alone; the loaded model's own spec takes precedence
+    spec: ModelSpec  # derived from the configuration; the loaded model's own spec takes precedence
     load: Callable[[ProcessGroup, torch.dtype, Kernels], Model]  # only the native engine uses the kernels
     dtype: torch.dtype | None = None  # of weights and cache, if the model fixes it
-    weight_bytes: int | None = None  # if they differ from the checkpoint's tensors
-    table_elements: int = 0  # of the embedding, which keeps its type when other weights are quantized
+    weight_bytes: int | None = None  # if different from the size of the checkpoint's tensors
+    table_elements: int = 0  # elements of the embedding, which keeps its type if other weights are quantized
 
     @property
     def is_native(self) -> bool:
@@ -55,20 +57,20 @@ def choose(
     scheme: Scheme = UNQUANTIZED,
     rope: RopeOption | None = None,
 ) -> Choice:
-    """Choose the engine on `size` ranks for the model whose config.json is `settings`, with positions scaled
-    by `rope` if it is given.
+    """Choose the engine for the model whose config.json is `settings`, on `size` ranks. If `rope` is given,
+    it scales the positions.
 
-    Reads no tensor. Raises UnsupportedModelError and WeightsError."""
+    This reads no tensors. Raises UnsupportedModelError and WeightsError."""
     engine = ENGINES.get(framework or "")
     if engine == ONNX:
         if rope is not None:
-            raise RopeOptionError("a model in ONNX form computes its positions itself")
+            raise RopeOptionError("an ONNX model computes its positions itself")
         if is_gguf(directory):
-            raise UnsupportedModelError("hf_optimum_ort does not serve GGUF files; tgis_native does")
+            raise UnsupportedModelError("hf_optimum_ort does not support GGUF files; tgis_native does")
         return _choose_onnx(directory, settings)
     is_quantized = find_format(settings, directory) is not None
     if engine == TRANSFORMERS and size > 1:
-        # Ignore the option, as TGIS did: its transformers engine cannot split a model over ranks.
+        # Ignore the option like TGIS, because transformers cannot split a model over ranks.
         engine = None
     try:
         native = _choose_native(directory, settings, size, scheme, rope)
@@ -90,7 +92,7 @@ def choose(
 
 
 class _NotNativeError(UnsupportedModelError):
-    """Error: no native family implements what the configuration asks for."""
+    """Error when no native family implements the configuration."""
 
 
 def _choose_native(
@@ -119,7 +121,7 @@ def _choose_transformers(
     # Importing transformers takes seconds.
     from tgis.shard.models.hf_transformers import load as hf_transformers
 
-    # For a known family, the error names the feature that the native family lacks.
+    # For a known family, this error names the feature that the native family lacks.
     reason = instead_of if registry.is_known(settings) else None
 
     def explain(error: UnsupportedModelError | WeightsError) -> UnsupportedModelError:
@@ -148,17 +150,17 @@ def _choose_transformers(
 
 
 def _find_obstacle(spec: ModelSpec, model_type: str, is_quantized: bool) -> str | None:
-    """Return why transformers' code cannot run a model of a native family, None if no reason is known."""
+    """Return why transformers' code cannot run a model of a native family, or None if no reason is known."""
     if is_quantized:
         return "its weights are quantized"
     if not isinstance(spec, DecoderSpec):
-        return "it is an encoder-decoder"
+        return "it is an encoder-decoder model"
     if spec.slopes:
-        return "it has ALiBi"
+        return "it uses ALiBi"
     if model_type in falcon.MODEL_TYPES:
         return "its code does not use the attention interface"
     if spec.rope and isinstance(spec.rope.scaling, DynamicScaling | LongScaling):
-        return "its rotary embedding lets sequences of one step affect each other"
+        return "its rotary embedding makes sequences of one step affect each other"
     return None
 
 

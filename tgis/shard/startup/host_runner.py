@@ -1,4 +1,4 @@
-"""Makes model runners whose rows and sampling are on the CPU."""
+"""Builds model runners with rows and sampling on the CPU."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from tgis.shard.startup.platform import Platform, RunnerParts
 
 @dataclass(frozen=True)
 class HostRunners:
-    """`Platform.make_runner` of a platform with this attention."""
+    """`Platform.make_runner` for a platform with this attention."""
 
     attention: Callable[[KVCache], Attention]
-    captures_steps: bool = False  # the launches of kernels and attention are the CPU's, which can be captured
+    captures_steps: bool = False  # kernels and attention are the CPU's, whose launches can be captured
 
     def __call__(self, on: Platform, parts: RunnerParts) -> HostModelRunner:
         attention = self.attention(parts.cache)

@@ -1,4 +1,5 @@
-"""Builds a model runner: reads the model, compiles kernels, and sizes the KV cache by the memory left."""
+"""Builds a model runner: reads the model, compiles kernels, and sizes the KV cache by the remaining
+memory."""
 
 import logging
 import time
@@ -40,7 +41,7 @@ from tgis.shard.startup.platform import Platform, RunnerParts, configure_torch
 
 logger = logging.getLogger(__name__)
 
-# Longest time that a rank waits for another one that is still reading its weights.
+# Maximum time that a rank waits for another rank that is still reading its weights.
 RENDEZVOUS_TIMEOUT_S = 600.0
 
 
@@ -57,29 +58,40 @@ def sequence_length(config: ShardConfig, settings: Mapping[str, Any]) -> int:
 
 
 def prepare(config: ShardConfig, on: Platform | None = None) -> "LoadPlan":
-    """Check that the model can be served, before anything slow starts.
+    """Check that the model can be served, before any slow work.
 
     Raises DeviceError, ModelNotFoundError, UnsupportedModelError or WeightsError."""
     directory = Path(config.model_path)
     settings = model_files.read_json(directory, "config.json")
     config = replace(config, quantize=find_scheme_name(config.quantize, read_settings(settings, directory)))
-    how = (config.deployment_framework, config.world_size, config.trust_remote_code)
-    scheme, rope = find_scheme(config.quantize), read_rope_option(config)
-    choice = engine_choice.choose(directory, settings, *how, scheme, rope)
+    choice = engine_choice.choose(
+        directory,
+        settings,
+        config.deployment_framework,
+        config.world_size,
+        config.trust_remote_code,
+        find_scheme(config.quantize),
+        read_rope_option(config),
+    )
     quantize_check.check_engine(config, choice)
     on = on or _choose_platform(config, choice, quantize_check.find_layout(config, settings) is not None)
     if config.kv_cache_memory_fraction is not None:
         on = replace(on, cache_fraction=config.kv_cache_memory_fraction)
     quantize_check.check_platform(config.quantize, on)
-    length, is_encoder_decoder = sequence_length(config, settings), choice.spec.is_encoder_decoder
+    length = sequence_length(config, settings)
     _check_length(choice.spec, length)
-    sizes = (config.max_batch_size, config.kv_cache_tokens)
-    demand = Demand(config.block_size, length, *sizes, is_encoder_decoder)
+    demand = Demand(
+        block_size=config.block_size,
+        max_sequence_length=length,
+        max_batch_size=config.max_batch_size,
+        kv_cache_tokens=config.kv_cache_tokens,
+        is_encoder_decoder=choice.spec.is_encoder_decoder,
+    )
     limits = adapter_limits(config, choice.is_native, length)
     dtype_name = _choose_dtype(config.dtype, settings, choice, on.device)
-    kept_type = quantize_check.name_kept_type(config, settings, on, dtype_name)
+    weight_type = quantize_check.name_weight_type(config, settings, on, dtype_name)
     cache_type = choose_cache_type(config, settings, choice, on, dtype_name)
-    return LoadPlan(config, settings, choice, on, demand, limits, dtype_name, kept_type, cache_type)
+    return LoadPlan(config, settings, choice, on, demand, limits, dtype_name, weight_type, cache_type)
 
 
 @dataclass(frozen=True)
@@ -92,15 +104,19 @@ class LoadPlan:
     on: Platform
     demand: Demand
     limits: AdapterLimits
-    dtype_name: str  # of weights that are not kept as codes
-    kept_type: str  # of the weights of linear layers
+    dtype_name: str  # type of weights that are not stored as codes
+    weight_type: str  # type of the weights of linear layers
     cache_type: CacheType
 
     def load(self, group: ProcessGroup | None = None) -> ModelRunner:
-        """Do what `load` does."""
-        began, config, on, demand = time.monotonic(), self.config, self.on, self.demand
+        """Load the model as planned; see the function `load`."""
+        began = time.monotonic()
+        config = self.config
+        on = self.on
+        demand = self.demand
         configure_torch(config.cpu_threads or max(1, count_cores() // _num_local(config)))
-        info, guides = self.describe_shard(), self.start_guides()
+        info = self.describe_shard()
+        guides = self.start_guides()
         group = group or _connect(config, on.device)
         self.check_fit(group)
         before = on.memory.memory_used()
@@ -108,7 +124,7 @@ class LoadPlan:
         _check_length(model.spec, demand.max_sequence_length)
         release_memory()
         weight_gib = (on.memory.memory_used() - before) / GIB
-        guides.wait_until_ready()  # keep the tokenizer's memory out of the measurement of a step below
+        guides.wait_until_ready()  # so that the measurement of a step below excludes the tokenizer's memory
         if self.limits.adapter_bytes:
             on.kernels.prepare_adapters()
         loaded = _Loaded(self, info, model, group, guides, open_adapters(config, model))
@@ -116,8 +132,8 @@ class LoadPlan:
         on.compiler.finish()
         num_blocks = runner.info.num_blocks
         logger.info(
-            "loaded in %.1f s: memory grew by %.2f GiB with %s weights, %.2f GiB are cache of %s; it holds "
-            "%d blocks, %d tokens, %.1f requests of %d tokens",
+            "loaded in %.1f s: weights take %.2f GiB (%s), the KV cache takes %.2f GiB (%s): %d blocks, "
+            "%d tokens, %.1f requests of %d tokens",
             *(time.monotonic() - began, weight_gib, info.weight_dtype),
             *(num_blocks * loaded.block_bytes / GIB, info.cache_dtype),
             *(num_blocks, num_blocks * demand.block_size, num_blocks / demand.blocks_per_request),
@@ -134,14 +150,14 @@ class LoadPlan:
         return Path(self.config.tokenizer_path or self.config.model_path)
 
     def check_fit(self, group: ProcessGroup) -> None:
-        """Check that the model fits. No rank reads weights before all have looked at the memory left."""
+        """Check that the model fits. No rank reads weights before all ranks have measured the free memory."""
         weights = self.choice.weight_bytes
         if weights is None:
             weights = quantize_check.count_bytes(self.config, self.settings, self.choice, self.on, self.dtype)
-        if not self.choice.is_native:  # with other engines, every rank holds all weights
+        if not self.choice.is_native:  # in other engines, every rank holds all weights
             weights *= group.size
         weights = weights * group.local_size // group.size
-        on, shape = self.on, self.choice.spec
+        on = self.on
         budget = MemoryBudget(
             left=on.memory_left(group),
             step=0,
@@ -150,18 +166,22 @@ class LoadPlan:
             adapter_bytes=self.limits.num_bytes,
             margin=on.memory.margin(),
         )
-        kinds = (self.cache_type.dtype, self.demand, weights, budget, self.kept_type)
-        memory_plan.check_fit(shape, group, *kinds)
+        memory_plan.check_fit(
+            self.choice.spec, group, self.cache_type.dtype, self.demand, weights, budget, self.weight_type
+        )
 
     def start_guides(self) -> Guides:
-        """Start to read the tokenizer on another thread, while the weights are read."""
-        vocab_size, eos_token_ids = self.choice.spec.vocab_size, model_files.eos_token_ids(self._directory)
+        """Start to read the tokenizer on another thread, in parallel with the weights."""
+        vocab_size = self.choice.spec.vocab_size
+        eos_token_ids = model_files.eos_token_ids(self._directory)
         return Guides(
             partial(read_tokenizer, self.tokenizer_directory, vocab_size, eos_token_ids), vocab_size
         )
 
     def describe_shard(self) -> pb.InfoResponse:
-        config, spec, kinds = self.config, self.choice.spec, pb.InfoResponse.ModelKind
+        config = self.config
+        spec = self.choice.spec
+        kinds = pb.InfoResponse.ModelKind
         info = pb.InfoResponse(
             model_kind=kinds.MODEL_KIND_DECODER_ONLY,
             model_type=self.settings["model_type"],
@@ -171,7 +191,7 @@ class LoadPlan:
             rank=config.rank,
             world_size=config.world_size,
             epoch=config.epoch,
-            weight_dtype=self.kept_type,
+            weight_dtype=self.weight_type,
             cache_dtype=self.cache_type.name,
             rope_switch_len=spec.rope_switch_len,
             pad_token_id=model_files.pad_token_id(self._directory, self.tokenizer_directory, spec.vocab_size),
@@ -192,17 +212,17 @@ class LoadPlan:
     def _find_start_token_id(self) -> int:
         generation = model_files.read_json(self._directory, "generation_config.json")
         for key in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
-            for place in (self.settings, generation):
-                if type(place.get(key)) is int:
-                    if place[key] not in range(self.choice.spec.vocab_size):
-                        raise UnsupportedModelError(f"{key} {place[key]} is not a token id of the model")
-                    return int(place[key])
+            for settings in (self.settings, generation):
+                if type(settings.get(key)) is int:
+                    if settings[key] not in range(self.choice.spec.vocab_size):
+                        raise UnsupportedModelError(f"{key} {settings[key]} is not a token id of the model")
+                    return int(settings[key])
         raise UnsupportedModelError("the configuration has no decoder_start_token_id")
 
 
 @dataclass(frozen=True)
 class _Loaded:
-    """Parts of a model runner, without its KV cache."""
+    """Parts of a model runner except its KV cache."""
 
     plan: LoadPlan
     info: pb.InfoResponse
@@ -218,7 +238,7 @@ class _Loaded:
 
     @property
     def can_capture(self) -> bool:
-        """True if steps consist of the platform's kernels alone, and of no collectives."""
+        """True if steps use only the platform's kernels and no collectives."""
         return self.plan.choice.is_native and self.group.size == 1
 
     @property
@@ -226,12 +246,12 @@ class _Loaded:
         """Sizes of steps to capture as CUDA graphs."""
         if self.can_capture:
             config = self.plan.config
-            asked = parse_graph_sizes(config.cuda_graphs)
-            # A decoder's prompt is one token where an encoder reads the input.
+            configured = parse_graph_sizes(config.cuda_graphs)
+            # In an encoder-decoder model, the decoder's prompt is a single token.
             prompt_tokens = 0 if self.model.spec.is_encoder_decoder else config.max_step_tokens
-            return self.plan.on.graph_sizes(asked, self.plan.demand.max_batch_size, prompt_tokens)
+            return self.plan.on.graph_sizes(configured, self.plan.demand.max_batch_size, prompt_tokens)
         if self.plan.on.device.type == "cuda":
-            logger.warning("no CUDA graphs: steps of several shards are not captured")
+            logger.warning("no CUDA graphs: steps of sharded models are not captured")
         return ()
 
     def sizing(self) -> CacheSizing:
@@ -248,9 +268,18 @@ class _Loaded:
         )
 
     def make_runner(self, num_blocks: int) -> ModelRunner:
-        spec, demand, on = self.model.spec, self.plan.demand, self.plan.on
-        kind, num_all = self.plan.cache_type, num_blocks + on.num_dummy_blocks
-        cache = memory_plan.allocate(spec, self.group, kind.dtype, demand.block_size, num_all, kind.scales)
+        spec = self.model.spec
+        demand = self.plan.demand
+        on = self.plan.on
+        cache_type = self.plan.cache_type
+        cache = memory_plan.allocate(
+            spec,
+            self.group,
+            cache_type.dtype,
+            demand.block_size,
+            num_blocks + on.num_dummy_blocks,
+            cache_type.scales,
+        )
         info = pb.InfoResponse(num_blocks=num_blocks)
         info.MergeFrom(self.info)
         limits = RowLimits(
@@ -277,28 +306,28 @@ def _choose_platform(config: ShardConfig, choice: Choice, has_codes: bool) -> Pl
     local_rank = config.rank if config.local_rank is None else config.local_rank
     device = choose_platform.find_device(config.device, local_rank, _num_local(config))
     if device.type != "cpu" and not choice.is_native:
-        logger.warning("%s computes on the CPU only, so the GPUs are not used", choice.engine)
+        logger.warning("%s supports only the CPU, so the GPUs are not used", choice.engine)
         device = CPU
     if device.type == "cpu" and config.rank == 0:
         for name in ("cuda_graphs", "cuda_memory_fraction"):
             if getattr(config, name) is not None:
-                logger.warning("--%s has no effect: a CPU computes", name.replace("_", "-"))
+                logger.warning("--%s has no effect: the model runs on a CPU", name.replace("_", "-"))
     if device.type != "cpu" and config.rank == 0 and config.cpu_arithmetic != "float32":
-        logger.warning("--cpu-arithmetic has no effect: a GPU computes")
+        logger.warning("--cpu-arithmetic has no effect: the model runs on a GPU")
     use_cache_home(config.cache_home)
     kernel_cache = None if config.kernel_cache is None else Path(config.kernel_cache)
-    asked = None if config.dtype is None else DTYPES[config.dtype]
+    dtype = None if config.dtype is None else DTYPES[config.dtype]
     rounds = config.activations is not None and device.type == "cpu" and has_codes
     if config.activations is not None and not rounds and config.rank == 0:
-        reason = "the weights are not quantized" if device.type == "cpu" else "a GPU computes"
+        reason = "the weights are not quantized" if device.type == "cpu" else "the model runs on a GPU"
         logger.warning("--activations %s has no effect: %s", config.activations, reason)
-    # Products of float weights in float32 have no use for AMX.
+    # Products of float weights in float32 cannot use AMX.
     may_use_amx = config.cpu_amx == "auto" and (has_codes or config.cpu_arithmetic != "float32")
     return choose_platform.make_platform(
         device,
         kernel_cache,
         config.cuda_memory_fraction,
-        asked,
+        dtype,
         config.cpu_arithmetic,
         rounds,
         may_use_amx,
@@ -309,28 +338,28 @@ def _choose_platform(config: ShardConfig, choice: Choice, has_codes: bool) -> Pl
 
 def _check_length(spec: ModelSpec, length: int) -> None:
     if spec.max_positions and length > spec.max_positions:
-        text = f"the model has {spec.max_positions} positions; --max-sequence-length {length} is more"
+        text = f"--max-sequence-length {length} exceeds the model's {spec.max_positions} positions"
         raise UnsupportedModelError(text)
 
 
-def _choose_dtype(asked: str | None, settings: dict[str, Any], choice: Choice, device: torch.device) -> str:
+def _choose_dtype(option: str | None, settings: dict[str, Any], choice: Choice, device: torch.device) -> str:
     if choice.dtype is not None:
-        [found] = [name for name, dtype in DTYPES.items() if dtype == choice.dtype]
-        if asked not in (None, found):
-            logger.warning("--dtype %s has no effect: the model fixes its type, %s", asked, found)
-        return found
+        [fixed] = [name for name, dtype in DTYPES.items() if dtype == choice.dtype]
+        if option not in (None, fixed):
+            logger.warning("--dtype %s has no effect: the model's type is fixed to %s", option, fixed)
+        return fixed
     stored = model_files.stored_dtype(settings)
-    if asked is None and stored == "float32" and device.type == "cuda":
+    if option is None and stored == "float32" and device.type == "cuda":
         logger.info("the float32 weights are rounded to bfloat16, because --dtype is unset")
         return "bfloat16"
-    return asked or stored
+    return option or stored
 
 
 def _connect(config: ShardConfig, device: torch.device) -> ProcessGroup:
     if config.world_size == 1:
         return ProcessGroup(0, 1, device=device)
     if config.rendezvous is None:
-        raise ProcessGroupError("the ranks of a group need the address of a rendezvous")
+        raise ProcessGroupError("several ranks need a rendezvous address")
     point = RendezvousPoint(config.rendezvous, config.node_address or LOOPBACK, config.rendezvous_fd)
     group = collectives.connect(config.rank, config.world_size, point, RENDEZVOUS_TIMEOUT_S, device)
     return replace(group, num_on_host=_num_local(config))

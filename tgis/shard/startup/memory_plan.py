@@ -15,20 +15,21 @@ from tgis.shard.memory.kv_cache import (
     local_kv_heads,
 )
 
-MIB, GIB = 1 << 20, 1 << 30
+MIB = 1 << 20
+GIB = 1 << 30
 
 
 class ModelTooLargeError(OperatorError):
-    """Error: the model does not fit into the memory that is left."""
+    """Error when the model does not fit into the free memory."""
 
 
 class CacheTooSmallError(OperatorError):
-    """Error: a request of full length does not fit into the KV cache."""
+    """Error when a request of maximum length does not fit into the KV cache."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """Cache space that requests could use, and the operator's limit if there is one."""
+    """Cache space that requests could use, and the operator's limit, if any."""
 
     block_size: int
     max_sequence_length: int
@@ -38,17 +39,19 @@ class Demand:
 
     @property
     def blocks_per_request(self) -> int:
-        """Number of blocks of a request of full length."""
+        """Number of blocks for a request of maximum length."""
         whole = -(-self.max_sequence_length // self.block_size)
-        # In an encoder-decoder model, input and output have separate blocks, and the decoder begins with a
-        # token that belongs to neither. An input may end with the first token of a block.
+        # In an encoder-decoder model, input and output have separate blocks, and the decoder starts with a
+        # token that belongs to neither. So the total can be one block more.
         return whole + 1 if self.is_encoder_decoder else whole
 
     @property
     def wanted_blocks(self) -> int:
-        """Number of blocks that requests could use, or that the operator allows if that is less."""
-        most = self.max_batch_size * self.blocks_per_request
-        return most if self.kv_cache_tokens is None else min(most, self.kv_cache_tokens // self.block_size)
+        """Number of blocks that requests could use, within the operator's limit."""
+        maximum = self.max_batch_size * self.blocks_per_request
+        if self.kv_cache_tokens is None:
+            return maximum
+        return min(maximum, self.kv_cache_tokens // self.block_size)
 
 
 @dataclass(frozen=True)
@@ -56,21 +59,21 @@ class MemoryBudget:
     """Memory of a machine in bytes."""
 
     left: int  # for all ranks of the machine
-    step: int  # that a rank takes for the largest step
+    step: int  # per rank, for the largest step
     num_ranks: int
-    cache_fraction: float = 0.25  # share of what steps and adapters leave that caches may take
-    adapter_bytes: int = 0  # that a rank takes for soft prompts and adapters
-    graphs: int = 0  # that a rank takes for CUDA graphs
-    margin: int = 0  # that a rank leaves free
+    cache_fraction: float = 0.25  # fraction of the remaining memory that caches may use
+    adapter_bytes: int = 0  # per rank, for soft prompts and adapters
+    graphs: int = 0  # per rank, for CUDA graphs
+    margin: int = 0  # per rank, left free
 
     @property
     def taken(self) -> int:
-        """Bytes that all ranks take beside their caches."""
+        """Bytes that all ranks use in addition to their caches."""
         return self.num_ranks * (self.step + self.adapter_bytes + self.graphs + self.margin)
 
     @property
     def share(self) -> int:
-        """Bytes that one rank's cache may take."""
+        """Maximum bytes of one rank's cache."""
         return int(max(0, self.left - self.taken) * self.cache_fraction) // self.num_ranks
 
 
@@ -81,17 +84,17 @@ def check_fit(
     demand: Demand,
     weights: int,
     budget: MemoryBudget,
-    kept_type: str | None = None,
+    weight_type: str | None = None,
 ) -> None:
-    """Check that the model fits into the budget of this machine, which has no steps yet.
+    """Check that the model fits into this machine's budget, which does not include steps yet.
 
-    `weights` is the size of the weights of all ranks of this machine, of type `kept_type` if it is not the
-    cache's type, `dtype`. Raises ModelTooLargeError or CacheTooSmallError."""
+    `weights` is the total size of the weights of this machine's ranks. Their type is `weight_type`, or the
+    cache's type `dtype` if that is None. Raises ModelTooLargeError or CacheTooSmallError."""
     if weights > budget.left:
-        type_name = kept_type or str(dtype).removeprefix("torch.")
+        type_name = weight_type or str(dtype).removeprefix("torch.")
         raise ModelTooLargeError(
-            f"the model does not fit: its weights take {weights / GIB:.2f} GiB as {type_name}, "
-            f"{budget.left / GIB:.2f} GiB of memory are left"
+            f"the model does not fit: its weights take {weights / GIB:.2f} GiB as {type_name}, but only "
+            f"{budget.left / GIB:.2f} GiB of memory are free"
         )
     budget = replace(budget, left=budget.left - weights)
     check_budget(budget)
@@ -100,27 +103,28 @@ def check_fit(
 
 
 def check_budget(budget: MemoryBudget) -> None:
-    """Raise ModelTooLargeError if what a rank takes beside its cache does not fit into memory."""
+    """Raise ModelTooLargeError if the memory that ranks use in addition to their caches is not available."""
     if budget.taken <= budget.left:
         return
-    parts, cures = [], []
-    for num_bytes, part, cure in (
-        (budget.step, "the largest step takes", "a smaller --max-step-tokens or --max-batch-size"),
+    parts = []
+    options = []
+    for num_bytes, part, option in (
+        (budget.step, "the largest step takes", "--max-step-tokens or --max-batch-size"),
         (
             budget.adapter_bytes,
             "soft prompts and adapters may take",
-            "a smaller --prompt-cache-size-mb or --adapter-cache-size-mb",
+            "--prompt-cache-size-mb or --adapter-cache-size-mb",
         ),
-        (budget.graphs, "CUDA graphs take", "fewer --cuda-graphs"),
+        (budget.graphs, "CUDA graphs take", "--cuda-graphs"),
     ):
         if num_bytes:
             parts.append(f"{part} {budget.num_ranks * num_bytes / GIB:.2f} GiB")
-            cures.append(cure)
+            options.append(option)
     if budget.margin:
         parts.append(f"{budget.num_ranks * budget.margin / GIB:.2f} GiB stay free")
     raise ModelTooLargeError(
-        f"the model does not fit: beside its weights {' and '.join(parts)}, "
-        f"{budget.left / GIB:.2f} GiB of memory are left; {' or '.join(cures)} makes it smaller"
+        f"the model does not fit: in addition to its weights {' and '.join(parts)}, but only "
+        f"{budget.left / GIB:.2f} GiB of memory are free; reduce {' or '.join(options)}"
     )
 
 
@@ -148,29 +152,30 @@ def count_blocks(demand: Demand, block_bytes: int, share: int) -> int:
 
 
 def check_blocks(demand: Demand, num_blocks: int, block_bytes: int, budget: MemoryBudget) -> None:
-    """Raise CacheTooSmallError unless one request of full length fits."""
+    """Raise CacheTooSmallError unless one request of maximum length fits."""
     if num_blocks >= demand.blocks_per_request:
         return
     needed = demand.blocks_per_request * block_bytes
-    bound = f"{budget.share / MIB:.0f} MiB ({_explain_budget(budget)})"
+    limit = f"{budget.share / MIB:.0f} MiB ({_explain_budget(budget)})"
     if demand.kv_cache_tokens is not None and num_blocks == demand.kv_cache_tokens // demand.block_size:
-        bound = f"the {demand.kv_cache_tokens} tokens of --kv-cache-tokens"
+        limit = f"the {demand.kv_cache_tokens} tokens of --kv-cache-tokens"
     raise CacheTooSmallError(
         f"the cache is too small for one request: --max-sequence-length {demand.max_sequence_length} takes "
         f"{demand.blocks_per_request} blocks of {demand.block_size} tokens and {block_bytes / MIB:.2f} MiB, "
-        f"{needed / MIB:.0f} MiB together, but {bound} leave room for {num_blocks}"
+        f"{needed / MIB:.0f} MiB together, but {limit} leave room for {num_blocks}"
     )
 
 
 def extrapolate_graphs(first: int, second: int, num_graphs: int) -> int:
-    """Return the bytes of all graphs. The `first` one, the largest, took memory that all share; the `second`
-    one, of another size, took only its own, as the others will."""
+    """Estimate the bytes of all graphs. The `first` graph is the largest: its memory is shared by all. The
+    `second` graph, like each further one, needs only its own memory in addition."""
     return max(0, first) + max(0, second) * (num_graphs - 1) if num_graphs else 0
 
 
-def find_lack(budget: MemoryBudget, left: int) -> int:
-    """Return the bytes that are missing on a rank, beside its cache and graphs, or less than zero. Half of
-    the margin may be gone. `left` is for all ranks of the machine."""
+def count_missing(budget: MemoryBudget, left: int) -> int:
+    """Return the bytes that a rank lacks for steps and adapters, after its cache and graphs are allocated;
+    zero or less if none are missing. Half of the margin may be used. `left` is for all ranks of the
+    machine."""
     return budget.step + budget.adapter_bytes + budget.margin // 2 - left // budget.num_ranks
 
 

@@ -1,7 +1,7 @@
-"""The platform of a shard, chosen once when it starts: a device, with its kernels, attention and memory.
+"""Platform of a shard, chosen once at its start: a device with its kernels, attention and memory.
 
-Elsewhere, the kind of device decides only the backend of collectives, the allocation of the KV cache, and how
-sampling searches for a limit."""
+Other code depends on the kind of device only for the collectives' backend, the allocation of the KV cache,
+and the threshold search in sampling."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -23,27 +23,28 @@ from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.sampling.grammar import Guides
 
 # From glibc's malloc.h.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 
-# Beginnings of the texts of torch's and Triton's errors of GPUs.
+# Prefixes of the texts of torch's and Triton's GPU errors.
 _GPU_ERRORS = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]", "NCCL")
 
 
 class DeviceError(OperatorError):
-    """Error: the requested device does not exist, or cannot be used."""
+    """Error when the requested device does not exist or is unusable."""
 
 
 class Memory(Protocol):
-    """Memory that holds weights, cache and steps. All numbers are bytes."""
+    """Memory for weights, cache and steps. All numbers are bytes."""
 
     def memory_left(self) -> int:
-        """Return the memory that this process may still take."""
+        """Return the memory that this process may still allocate."""
 
     def margin(self) -> int:
         """Return the memory that stays free when the cache is sized."""
 
     def release_memory(self) -> None:
-        """Return freed memory to the system."""
+        """Give freed memory back to the system."""
 
     def memory_used(self) -> int: ...
 
@@ -51,7 +52,7 @@ class Memory(Protocol):
         """Start the measurement of `peak`. Return the memory that this process uses now."""
 
     def peak(self) -> int:
-        """Return the most memory that this process has used since `begin_peak`."""
+        """Return the maximum memory that this process has used since `begin_peak`."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,14 @@ class Compiler:
     """Compiler of a platform's kernels, which are compiled when they are first launched."""
 
     is_compiling: Callable[[], bool]
-    """Return True while a kernel is being compiled. Any thread may ask."""
+    """Function that returns True while a kernel is being compiled. Any thread may call it."""
     finish: Callable[[], None]
-    """Log what was compiled."""
+    """Function that logs the number of compiled kernels."""
 
 
 @dataclass(frozen=True)
 class RunnerParts:
-    """Parts of a model runner, beside its platform."""
+    """Parts of a model runner other than its platform."""
 
     model: Model
     cache: KVCache
@@ -75,7 +76,7 @@ class RunnerParts:
     info: pb.InfoResponse
     limits: RowLimits
     max_rows: int
-    can_capture: bool  # the model's steps may be captured
+    can_capture: bool  # the model's steps can be captured
 
 
 @dataclass(frozen=True)
@@ -86,19 +87,20 @@ class Platform:
     memory: Memory
     compiler: Compiler
     is_memory_shared: bool  # by all ranks of a machine
-    cache_fraction: float  # share of the memory that weights and steps leave which the cache may take
-    num_dummy_blocks: int = 0  # blocks of the cache beyond those that sequences have
-    replaced_kernels: Sequence[str] = ()  # names of kernels whose twins compute
+    cache_fraction: float  # fraction of the memory left by weights and steps that the cache may use
+    num_dummy_blocks: int = 0  # cache blocks that no sequence uses
+    replaced_kernels: Sequence[str] = ()  # names of kernels that are replaced by their fallbacks
     product_dtype: torch.dtype | None = None
-    """Type that products round their weights to; None: the weights' own."""
+    """Type to which matrix products round their weights; None: the weights' own type."""
     cache_dtype: torch.dtype | None = None
-    """Type of keys and values, unless the operator asks for another; None: the weights' own."""
+    """Type of the KV cache, unless the operator sets one; None: the weights' own type."""
     graph_sizes: Callable[[Sequence[int] | None, int, int], Sequence[GraphSize]] = lambda *_: ()
-    """Returns the sizes of steps to capture, of the numbers of rows that the operator asked for, a maximum of
-    rows, and a maximum of tokens of prompts."""
+    """Function that returns the sizes of steps to capture. Its arguments are the configured numbers of rows,
+    the maximum number of rows, and the maximum number of prompt tokens."""
 
     def memory_left(self, group: ProcessGroup) -> int:
-        """Return the bytes that the ranks of a machine may still take, on the machine with the least left.
+        """Return the bytes that the ranks of one machine may still allocate, on the machine with the least
+        left.
 
         Raises ProcessGroupError."""
         left = group.min(self.memory.memory_left())
@@ -106,14 +108,15 @@ class Platform:
 
 
 def is_gpu_failure(error: BaseException | None) -> bool:
-    """Return True for an error of a GPU, after which the process can compute no more."""
+    """Return True for a GPU error, after which the process cannot compute any more."""
     return isinstance(error, RuntimeError) and str(error).startswith(_GPU_ERRORS)
 
 
 def configure_torch(num_threads: int) -> None:
-    """Set the number of threads, and keep freed memory for the next step."""
+    """Set the number of threads, and make the allocator keep freed memory for the next step."""
     torch.set_num_threads(num_threads)
-    # By default glibc maps every large buffer anew, and the page faults take ten times as long as filling it.
+    # By default, glibc maps every large buffer anew, and its page faults take ten times as long as filling
+    # it.
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)

@@ -1,4 +1,4 @@
-"""Checks that engine and platform support `--quantize` and `--cpu-arithmetic`, and counts the memory of
+"""Checks that engine and platform support `--quantize` and `--cpu-arithmetic`, and computes the memory of
 weights."""
 
 import logging
@@ -25,20 +25,20 @@ MIB = 1 << 20
 
 
 def check_engine(config: ShardConfig, choice: Choice) -> None:
-    """Raise UnsupportedModelError if the engine cannot quantize, or has no such arithmetic."""
+    """Raise UnsupportedModelError if the engine supports neither the quantization nor the arithmetic."""
     if choice.is_native:
         return
     if find_scheme(config.quantize).layout is not None:
-        raise UnsupportedModelError(f"--quantize {config.quantize} is for {NATIVE}, not for {choice.engine}")
+        raise UnsupportedModelError(f"--quantize {config.quantize} needs {NATIVE}, not {choice.engine}")
     if config.cpu_arithmetic != "float32":
         raise UnsupportedModelError(
-            f"--cpu-arithmetic {config.cpu_arithmetic} is for {NATIVE}, not for {choice.engine}"
+            f"--cpu-arithmetic {config.cpu_arithmetic} needs {NATIVE}, not {choice.engine}"
         )
 
 
 def find_layout(config: ShardConfig, settings: Mapping[str, Any]) -> CodeLayout | None:
-    """Return the layout of most codes of a model's weights; None if they are not quantized. `settings` is its
-    config.json."""
+    """Return the most frequent code layout of a model's weights, or None if they are not quantized.
+    `settings` is its config.json."""
     directory = Path(config.model_path)
     if (layout := find_scheme(config.quantize).layout) is not None:
         return layout
@@ -49,7 +49,8 @@ def find_layout(config: ShardConfig, settings: Mapping[str, Any]) -> CodeLayout 
 
 
 def _find_gguf(config: ShardConfig) -> GgufMemory | None:
-    """Return the matrices of a GGUF file whose types are kept if they can be."""
+    """Return the matrices of a GGUF file, or None if `--quantize` rounds them or the model has no such
+    file."""
     is_rounded = find_scheme(config.quantize).layout is not None
     return None if is_rounded else measure_gguf(Path(config.model_path))
 
@@ -58,17 +59,17 @@ def check_platform(quantize: str | None, on: Platform) -> None:
     """Raise DeviceError if the platform cannot compute with this quantization."""
     layout = find_scheme(quantize).layout
     if layout is not None and layout.rounds_activations and on.kernels.find_code_packer(layout) is None:
-        raise DeviceError(f"--quantize {quantize} works on the CPU only; --device cpu selects it")
+        raise DeviceError(f"--quantize {quantize} works only on the CPU; set --device cpu")
 
 
-def name_kept_type(config: ShardConfig, settings: Mapping[str, Any], on: Platform, dtype_name: str) -> str:
-    """Return the name of the type in which linear layers are kept. Log if they are rounded to it, and how
-    they are computed if they were or are rounded to codes."""
+def name_weight_type(config: ShardConfig, settings: Mapping[str, Any], on: Platform, dtype_name: str) -> str:
+    """Return the name of the type in which the weights of linear layers are stored. Log whether they are
+    rounded to it, and how quantized weights are computed."""
     layout = find_layout(config, settings)
     if layout is not None and _has_products(on, layout):
         if (gguf := _find_gguf(config)) is not None:
             return _name_gguf_type(gguf, on, dtype_name)
-        logger.info("the weights of linear layers are kept as codes of %d bits", max(layout.bits, 4))
+        logger.info("the weights of linear layers are stored as %d-bit codes", max(layout.bits, 4))
         return config.quantize or f"int{layout.bits}"
     if on.product_dtype is not None and on.product_dtype != DTYPES[dtype_name]:
         [rounded_name] = [name for name, dtype in DTYPES.items() if dtype == on.product_dtype]
@@ -78,27 +79,26 @@ def name_kept_type(config: ShardConfig, settings: Mapping[str, Any], on: Platfor
         return dtype_name
     if find_scheme(config.quantize).layout is not None:
         logger.warning(
-            "--quantize %s rounds the weights, which are then kept as %s: memory and speed are those of "
-            "--dtype %s, because there are no products for their codes here",
+            "--quantize %s rounds the weights but stores them as %s, with the memory and speed of "
+            "--dtype %s, because this platform has no matrix products for their codes",
             *(config.quantize, dtype_name, dtype_name),
         )
     else:
         logger.info(
-            "the weights of this quantized checkpoint are kept as %s: memory and speed are those of --dtype "
-            "%s, because there are no products for their codes here",
+            "the weights of this quantized checkpoint are stored as %s, with the memory and speed of "
+            "--dtype %s, because this platform has no matrix products for their codes",
             *(dtype_name, dtype_name),
         )
     return dtype_name
 
 
 def _name_gguf_type(gguf: GgufMemory, on: Platform, dtype_name: str) -> str:
-    """Return the type of most weights, which are kept as codes. Log it, and warn of codes that are not
-    kept."""
-    logger.info("the weights are kept as the codes of the GGUF file, most of them %s", gguf.main_type)
+    """Return the most frequent type. Log it, and warn of types that are not stored as codes."""
+    logger.info("the weights are stored as the GGUF file's codes, most of them %s", gguf.main_type)
     for type, count in gguf.list_widened(partial(_has_products, on)):
         logger.warning(
-            "weights of type %s are kept as %s, because there are no products for their codes: they take "
-            "%.1f MiB instead of %.1f MiB",
+            "weights of type %s are stored as %s, because this platform has no matrix products for their "
+            "codes: they take %.1f MiB instead of %.1f MiB",
             *(type.name, dtype_name, count * DTYPES[dtype_name].itemsize / MIB),
             count * type.block_bytes / type.block_elements / MIB,
         )
@@ -112,18 +112,20 @@ def _has_products(on: Platform, layout: CodeLayout) -> bool:
 def count_bytes(
     config: ShardConfig, settings: Mapping[str, Any], choice: Choice, on: Platform, dtype: torch.dtype
 ) -> int:
-    """Return the size of a checkpoint's weights over all ranks. `settings` is its config.json."""
+    """Return the size of a checkpoint's weights on all ranks together. `settings` is its config.json."""
     directory = Path(config.model_path)
-    elements, table = count_elements(directory, find_format(settings, directory)), choice.table_elements
-    product_bytes, layout = (on.product_dtype or dtype).itemsize, find_layout(config, settings)
+    elements = count_elements(directory, find_format(settings, directory))
+    table = choice.table_elements
+    product_bytes = (on.product_dtype or dtype).itemsize
+    layout = find_layout(config, settings)
     if (gguf := _find_gguf(config)) is not None:
         return gguf.count_bytes(partial(_has_products, on), product_bytes)
     if layout is None or not _has_products(on, layout):
         return elements * product_bytes + table * max(0, dtype.itemsize - product_bytes)
     if layout.rounds_activations:
-        # The embedding counts twice: in its own type, and as codes for a head that may be made of it.
+        # The embedding counts twice: in its own type, and as codes for a head that may be derived from it.
         return int(elements * layout.bytes_per_weight) + table * dtype.itemsize
-    # So it does here, for a head that is kept as products without codes are, or of which there may be two.
+    # Here too, the embedding counts twice, because the head may be a separate copy of it.
     scheme = find_scheme(config.quantize)
     if scheme.layout is None:
         return int((elements - table) * layout.bytes_per_weight) + table * (dtype.itemsize + product_bytes)

@@ -1,4 +1,4 @@
-"""Runs steps before the first request, to compile kernels and to measure the memory of the largest step."""
+"""Runs steps before the first request to compile kernels and to measure the memory of the largest step."""
 
 import logging
 import time
@@ -21,48 +21,49 @@ from tgis.shard.startup.platform import Memory
 logger = logging.getLogger(__name__)
 
 COMPILED_TOKENS = 20
-FIRST_TOKENS, GROWTH = 32, 4
-# After two steps, no step is run that is likely to take longer than this.
+FIRST_TOKENS = 32
+GROWTH = 4
+# After two steps, no step runs that is expected to take longer than this.
 MAX_STEP_S = 0.5
 
 
-class Wanted(NamedTuple):
-    """Sampling and details that a row asks for."""
+class RowOptions(NamedTuple):
+    """Sampling parameters and token details of a warm-up row."""
 
     sampling: pb.Sampling
     details: pb.Details
 
 
-# What takes the most memory.
-ALL = Wanted(
+# Options that use the most memory.
+ALL = RowOptions(
     pb.Sampling(temperature=1, top_p=0.95, typical_p=0.95, repetition_penalty=1.1, length_penalty_factor=1),
     pb.Details(logprobs=True, ranks=True, top_n=10),
 )
-# What a GPU samples by itself.
-PLAIN = Wanted(pb.Sampling(temperature=1), pb.Details())
+# Options that a GPU samples without the host.
+PLAIN = RowOptions(pb.Sampling(temperature=1), pb.Details())
 
 
 @dataclass(frozen=True)
 class StepSize:
-    num_rows: int  # each samples
-    num_tokens: int  # of all rows
+    num_rows: int  # each row samples one token
+    num_tokens: int  # total over all rows
 
 
 @dataclass(frozen=True)
 class WarmUp:
-    """Warm-up steps. Their results are meaningless: all rows share the cache's first block."""
+    """Warm-up steps. Their results are meaningless, because all rows share the cache's first block."""
 
     runner: ModelRunner
     group: ProcessGroup
     demand: Demand
     memory: Memory = field(default_factory=HostMemory)
 
-    def compile(self, wanted: Wanted = ALL) -> None:
+    def compile(self, options: RowOptions = ALL) -> None:
         """Run a prompt in two chunks and generate a token, so that no request waits for a compiler.
 
         Raises ProcessGroupError and UnsupportedModelError."""
         num_tokens = min(COMPILED_TOKENS, self.demand.max_sequence_length - 1)
-        opened = self._open_rows(StepSize(1, num_tokens), wanted)
+        opened = self._open_rows(StepSize(1, num_tokens), options)
         length = opened[0].prompt_len
         problems = []
         for start, end in pairwise(sorted({0, length - 1, length})):
@@ -76,11 +77,13 @@ class WarmUp:
             )
 
     def measure(self, largest: StepSize, is_enough: Callable[[int], bool], left: int) -> int:
-        """Return the bytes that a rank needs for the largest step, beside weights and cache, on all ranks.
+        """Return the bytes that a rank needs for the largest step, in addition to weights and cache: the
+        maximum over the ranks.
 
-        Runs ever larger steps until an upper bound satisfies `is_enough`, or the next step would be slow or
-        exceed the `left` bytes; then extrapolates. Raises ProcessGroupError."""
-        began, seconds = time.monotonic(), 0.0
+        Run steps of increasing size until an upper bound satisfies `is_enough`, or the next step would be
+        slow or exceed the `left` bytes; then extrapolate. Raises ProcessGroupError."""
+        began = time.monotonic()
+        seconds = 0.0
         used: dict[int, int] = {}
         for size in _rising_sizes(largest):
             next_bytes = extrapolate(used, size.num_tokens) if used else 0
@@ -90,41 +93,44 @@ class WarmUp:
             seconds, used[size.num_tokens] = self._run(size)
             if is_enough(used[size.num_tokens] * largest.num_tokens // size.num_tokens):
                 break
-        found = extrapolate(used, largest.num_tokens)
-        _log(time.monotonic() - began, max(used), largest, found)
-        return found
+        step_bytes = extrapolate(used, largest.num_tokens)
+        _log(time.monotonic() - began, max(used), largest, step_bytes)
+        return step_bytes
 
     def measure_largest(self, largest: StepSize) -> int:
-        """Run the largest step. Return the bytes that a rank needs for it, beside weights and cache, on all
-        ranks. Raises ProcessGroupError."""
+        """Run the largest step. Return the bytes that a rank needs for it, in addition to weights and cache:
+        the maximum over the ranks. Raises ProcessGroupError."""
         seconds, used = self._run(largest)
         _log(seconds, largest.num_tokens, largest, used)
         return used
 
     def _run(self, size: StepSize) -> tuple[float, int]:
-        """Run a step. Return its seconds and bytes, each the maximum over the ranks."""
+        """Run a step. Return its duration in seconds and its memory in bytes, each the maximum over the
+        ranks."""
         self.memory.release_memory()
-        before, began = self.memory.begin_peak(), time.monotonic()
+        before = self.memory.begin_peak()
+        began = time.monotonic()
         opened = self._open_rows(size)
         step = self._step(opened, [0] * len(opened), [row.prompt_len for row in opened])
         self.runner.launch(step).answer()
         self.runner.reset()
-        seconds, used = time.monotonic() - began, max(0, self.memory.peak() - before)
+        seconds = time.monotonic() - began
+        used = max(0, self.memory.peak() - before)
         return -self.group.min(-int(seconds * 1e6)) / 1e6, -self.group.min(-used)
 
-    def _open_rows(self, size: StepSize, wanted: Wanted = ALL) -> list[pb.OpenRow]:
+    def _open_rows(self, size: StepSize, options: RowOptions = ALL) -> list[pb.OpenRow]:
         each, rest = divmod(size.num_tokens, size.num_rows)
-        return [self._open_row(row, each + (row < rest), wanted) for row in range(size.num_rows)]
+        return [self._open_row(row, each + (row < rest), options) for row in range(size.num_rows)]
 
-    def _open_row(self, row: int, length: int, wanted: Wanted) -> pb.OpenRow:
+    def _open_row(self, row: int, length: int, options: RowOptions) -> pb.OpenRow:
         prompt_len = 1 if self.demand.is_encoder_decoder else length
         opened = pb.OpenRow(
             row=row,
             token_ids=_column([0] * prompt_len),
             prompt_len=prompt_len,
             max_new_tokens=1,
-            sampling=wanted.sampling,
-            details=wanted.details,
+            sampling=options.sampling,
+            details=options.details,
         )
         if self.demand.is_encoder_decoder:
             opened.encoder_token_ids = _column([0] * length)
@@ -148,7 +154,7 @@ class WarmUp:
 
 
 def largest_step(demand: Demand, max_step_tokens: int) -> StepSize:
-    """Return the size of the largest step that the router may send."""
+    """Return the size of the largest step that the router can send."""
     longest = demand.max_sequence_length - 1
     num_rows = min(demand.max_batch_size, max_step_tokens)
     num_tokens = min(max_step_tokens, num_rows * longest)
@@ -158,25 +164,26 @@ def largest_step(demand: Demand, max_step_tokens: int) -> StepSize:
 
 
 def extrapolate(used: dict[int, int], num_tokens: int) -> int:
-    """Extrapolate the bytes `used` by rising numbers of tokens, linearly from the last two or from zero."""
+    """Extrapolate the memory `used`, in bytes by ascending number of tokens, linearly from the last two
+    points or from zero."""
     if num_tokens in used:
         return used[num_tokens]
     (x1, y1), (x2, y2) = [(0, 0), *used.items()][-2:]
     return y2 + max(0, y2 - y1) * (num_tokens - x2) // (x2 - x1)
 
 
-def _log(seconds: float, num_tokens: int, largest: StepSize, found: int) -> None:
+def _log(seconds: float, num_tokens: int, largest: StepSize, step_bytes: int) -> None:
     fields = {
         "seconds": round(seconds, 1),
         "tokens": num_tokens,
         "largest_step_tokens": largest.num_tokens,
-        "largest_step_gib": round(found / GIB, 3),
+        "largest_step_gib": round(step_bytes / GIB, 3),
     }
     logger.info("warmed up", extra={FIELDS: fields})
 
 
 def _rising_sizes(largest: StepSize) -> Iterator[StepSize]:
-    """Yield ever larger steps of the same shape, up to the largest."""
+    """Yield steps of increasing size and the same shape, up to the largest."""
     num_tokens = FIRST_TOKENS
     while num_tokens < largest.num_tokens:
         yield StepSize(-(-largest.num_rows * num_tokens // largest.num_tokens), num_tokens)

@@ -1,1 +1,1 @@
-"""The shard's end of the link to its router."""
+"""Shard's end of the connection to its router."""

@@ -1,4 +1,4 @@
-"""Opens the shard's end of the link to its router: private Unix sockets, or TCP ports with mutual TLS."""
+"""Opens the shard's end of the router connection: private Unix sockets, or TCP ports with mutual TLS."""
 
 import os
 import socket
@@ -22,18 +22,18 @@ SEND_TIMEOUT = struct.pack("ll", 10, 0)  # seconds and microseconds
 
 
 class SocketError(OperatorError):
-    """Error: a socket cannot be opened."""
+    """Error when a socket cannot be opened."""
 
 
 class StepConnection(Protocol):
-    """Router's stream of steps. Poll can wait for it."""
+    """Stream of steps from the router. Its file descriptor works with poll."""
 
     def fileno(self) -> int: ...
 
     def recv(self, size: int, /) -> bytes:
-        """Return bytes that have arrived, none if the stream has ended. Raises OSError.
+        """Return the bytes that have arrived, empty if the stream has ended. Raises OSError.
 
-        BlockingIOError means that too little has arrived to be read."""
+        BlockingIOError means that no complete data has arrived yet."""
 
     def sendall(self, data: bytes, /) -> None:
         """Send all of `data`. Raises OSError, also if the router reads too slowly."""
@@ -53,12 +53,12 @@ class UnixListener:
 
     def accept(self) -> StepConnection:
         connection, _ = self._listener.accept()
-        # A router that reads no answers must not block its successor for ever.
+        # A router that reads no answers must not block the next router for ever.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, SEND_TIMEOUT)
         return connection
 
 
-# Listeners accept routers' streams of steps. Their `fileno` is readable while a stream waits to be accepted.
+# Listener for step streams. Its `fileno` is readable while a stream waits to be accepted.
 StepListener = UnixListener | TlsListener
 
 
@@ -77,7 +77,8 @@ class UnixEndpoint:
 class TcpEndpoint:
     def __init__(self, address: TcpAddress, certificates: Certificates) -> None:
         self.name = str(address)
-        self._address, self._certificates = address, certificates
+        self._address = address
+        self._certificates = certificates
 
     def open_steps(self) -> StepListener:
         return TlsListener(listen(*self._address.steps), self._certificates)
@@ -89,12 +90,12 @@ class TcpEndpoint:
             raise PortError(f"{self.name} cannot be opened; is it in use?") from error
 
 
-# Shard's end of the link to its router. Its methods raise SocketError or PortError.
+# Shard's end of the connection to its router. The methods raise SocketError or PortError.
 Endpoint = UnixEndpoint | TcpEndpoint
 
 
 def choose_endpoint(config: ShardConfig) -> Endpoint:
-    """Return the link that the configuration asks for. Raises AddressError and CertificateError."""
+    """Return the configured endpoint. Raises AddressError and CertificateError."""
     if not config.listen_address:
         return UnixEndpoint(f"{config.uds_path}-{config.rank}")
     return TcpEndpoint(parse(config.listen_address), link_certificates(config, mutual_server_context))
@@ -102,7 +103,7 @@ def choose_endpoint(config: ShardConfig) -> Endpoint:
 
 @contextmanager
 def _private_socket(path: str) -> Iterator[None]:
-    """Make a socket that is bound at `path` within the context private to this user. Raises SocketError."""
+    """Make a socket that is bound to `path` in this context private to this user. Raises SocketError."""
     Path(path).unlink(missing_ok=True)
     mask = os.umask(0o177)
     try:

@@ -16,9 +16,9 @@ GARBAGE = frame(pb.StepResponse(step_id=1 << 63, rows=b"garbage"))  # no router 
 
 
 class StepSocket:
-    """Stream of steps from the router that connected last. A new connection ends the one before.
+    """Stream of steps from the router that connected last. A new connection replaces the previous one.
 
-    Answers may be sent on another thread than the one that calls the other methods."""
+    `send` may run on a different thread than the other methods."""
 
     def __init__(self, listener: StepListener) -> None:
         self._listener = listener
@@ -40,7 +40,7 @@ class StepSocket:
                 return requests
 
     def accept(self) -> None:
-        """Begin the new stream. No step of the one before is pending."""
+        """Begin the new stream. No step of the previous stream may be pending."""
         with self._in_use:
             if self._connection is not None:
                 self._end("a newer connection replaces this one")
@@ -60,7 +60,7 @@ class StepSocket:
 
     def _read(self) -> bytes:
         if self._connection is None:
-            return b""  # it was closed since it became readable
+            return b""  # closed after it became readable
         try:
             data = self._connection.recv(READ_BYTES)
         except BlockingIOError:
@@ -69,7 +69,7 @@ class StepSocket:
             self._end(error)
             return b""
         if not data:
-            self._end("it closed the connection")
+            self._end("end of stream")
         return data
 
     def _end(self, reason: object) -> None:

@@ -1,7 +1,7 @@
 """Accepts TLS streams over TCP for a thread that waits with poll.
 
-Another thread does the handshakes and hands over the connections with a valid certificate. Other connections
-neither reach the waiting thread nor delay it."""
+A second thread does the handshakes and passes on connections with a valid certificate. Other connections
+neither reach nor delay the waiting thread."""
 
 import logging
 import os
@@ -18,13 +18,14 @@ from tgis.net.tls import REFRESH_S, Certificates
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5.0
-MAX_HANDSHAKES = 32  # at once; a further one aborts the oldest
+MAX_HANDSHAKES = 32  # concurrency limit; a further handshake aborts the oldest
 CHECK_S = 1.0  # between two checks for handshakes that take too long
-SEND_S = 10.0  # a router that reads no answers must not block its successor for ever
+SEND_S = 10.0  # a router that reads no answers must not block the next router for ever
 
 
 class TlsConnection:
-    """Encrypted stream. `recv` leaves no decrypted bytes in the TLS layer, where poll would not see them."""
+    """Encrypted stream. `recv` reads all decrypted bytes from the TLS layer, because poll cannot see them
+    there."""
 
     def __init__(self, connection: ssl.SSLSocket) -> None:
         self._connection = connection
@@ -33,7 +34,7 @@ class TlsConnection:
         return self._connection.fileno()
 
     def recv(self, size: int) -> bytes:
-        self._connection.settimeout(0)  # the readable bytes may be half a TLS record, or hold no data
+        self._connection.settimeout(0)  # the readable bytes may be a partial TLS record or one without data
         try:
             data = self._connection.recv(size)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
@@ -52,10 +53,11 @@ class TlsConnection:
 
 class TlsListener:
     def __init__(self, listener: socket.socket, certificates: Certificates) -> None:
-        self._listener, self._certificates = listener, certificates
+        self._listener = listener
+        self._certificates = certificates
         self._ready: deque[TlsConnection] = deque()
         self._num_ready = os.eventfd(0, os.EFD_SEMAPHORE)
-        self._deadlines: dict[ssl.SSLSocket, float] = {}  # the oldest first
+        self._deadlines: dict[ssl.SSLSocket, float] = {}  # oldest first
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
@@ -72,25 +74,25 @@ class TlsListener:
         while True:
             for key, _ in self._selector.select(CHECK_S if self._deadlines else REFRESH_S):
                 if isinstance(key.fileobj, ssl.SSLSocket):
-                    self._go_on(key.fileobj)
+                    self._continue_handshake(key.fileobj)
                 else:
                     self._begin()
             now = time.monotonic()
-            for late in [one for one, deadline in self._deadlines.items() if deadline < now]:
-                self._give_up(late, "it took too long")
+            for late in [each for each, deadline in self._deadlines.items() if deadline < now]:
+                self._abort(late, "it took too long")
             self._certificates.refresh()
 
     def _begin(self) -> None:
         try:
             plain, _ = self._listener.accept()
         except BlockingIOError:
-            return  # the connection is gone again
+            return  # the client has disconnected again
         except OSError as error:
             logger.warning("cannot accept a connection: %s", error)
             time.sleep(CHECK_S)  # avoids a flood of log lines
             return
         if len(self._deadlines) >= MAX_HANDSHAKES:
-            self._give_up(next(iter(self._deadlines)), "too many others were in progress")
+            self._abort(next(iter(self._deadlines)), "too many others were in progress")
         self._certificates.refresh()
         try:
             configure_socket(plain)
@@ -105,9 +107,9 @@ class TlsListener:
         self._deadlines[connection] = time.monotonic() + HANDSHAKE_S
         self._selector.register(connection, selectors.EVENT_READ)
 
-    def _go_on(self, connection: ssl.SSLSocket) -> None:
+    def _continue_handshake(self, connection: ssl.SSLSocket) -> None:
         if connection not in self._deadlines:
-            return  # aborted since it became ready
+            return  # aborted after it became ready
         try:
             connection.do_handshake()
         except ssl.SSLWantReadError:
@@ -115,13 +117,13 @@ class TlsListener:
         except ssl.SSLWantWriteError:
             self._selector.modify(connection, selectors.EVENT_WRITE)
         except OSError as error:
-            self._give_up(connection, error)
+            self._abort(connection, error)
         else:
             self._forget(connection)
             self._ready.append(TlsConnection(connection))
             os.eventfd_write(self._num_ready, 1)
 
-    def _give_up(self, connection: ssl.SSLSocket, reason: object) -> None:
+    def _abort(self, connection: ssl.SSLSocket, reason: object) -> None:
         logger.debug("a TLS handshake failed: %s", reason)
         self._forget(connection)
         connection.close()

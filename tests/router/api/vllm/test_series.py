@@ -1,5 +1,6 @@
-"""Series under vLLM's names, as a scrape of a router shows them after requests of every kind: against what is
-known of vLLM's, against the answers, and against the series of TGIS."""
+"""Check the series under vLLM's names in a scrape after requests of every kind.
+
+They are compared with vLLM's definitions, the answers, and TGIS's series."""
 
 import http.client
 import json
@@ -27,16 +28,16 @@ from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.metrics.storage import MemoryStorage
 
 MODEL, ADAPTER = "small/model", "german"
-NUM_BLOCKS, BLOCK_SIZE = 30, 8  # for one long input and a bit
+NUM_BLOCKS, BLOCK_SIZE = 30, 8  # for a little more than one long input
 LONG = 150
 OF_MODEL = {"model_name", "engine"}
 TTFT = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80]
 TTFT += [160, 640, 2560]
 TPOT = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80]
 LATENCY = [0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680]
-LENGTHS = [1, 2, 5, 10, 20, 50, 100, 200]  # up to the length of a sequence
+LENGTHS = [1, 2, 5, 10, 20, 50, 100, 200]  # up to the maximum sequence length
 STEP = [1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
-# What vLLM's metrics are called, without the prefix: type, labels, buckets.
+# vLLM's metrics without the prefix: type, labels, buckets.
 KNOWN: dict[str, tuple[str, set[str], list[float]]] = {
     "num_requests_running": ("gauge", OF_MODEL, []),
     "num_requests_waiting": ("gauge", OF_MODEL, []),
@@ -86,31 +87,31 @@ SAME = {
     "request_generation_tokens": "tgi_request_generated_tokens",
     "request_params_max_tokens": "tgi_request_max_new_tokens",
 }
-"""Histograms of the same observations."""
+"""Pairs of histograms with the same observations."""
 
 
 @dataclass
 class Watched:
-    """A router with vLLM's series and what its clients got."""
+    """A router with vLLM's series, and the answers of its clients."""
 
     setup: Setup
     num_input: list[int] = field(default_factory=list)
-    """Tokens of each finished text."""
+    """The number of tokens of each finished text."""
     num_generated: list[int] = field(default_factory=list)
     num_cancelled_input: int = 0
     families: dict[str, Metric] = field(default_factory=dict)
     """A scrape after all requests."""
 
     def value(self, name: str, **labels: str) -> float:
-        """Sum of the samples that have these labels."""
-        found = [
+        """Return the sum of the samples with these labels."""
+        results = [
             sample.value
             for family in self.families.values()
             for sample in family.samples
             if sample.name == name and labels.items() <= sample.labels.items()
         ]
-        assert found, name
-        return sum(found)
+        assert results, name
+        return sum(results)
 
     def take(self, answers: list[pb.GenerationResponse]) -> None:
         self.num_input += [one.input_token_count for one in answers]
@@ -137,10 +138,10 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 
 
 def exercise(watched: Watched) -> None:
-    """Requests of every kind and end."""
+    """Send requests of every kind, with every kind of end."""
     watched.generate("a", num_tokens=1)
     watched.generate("a", "a b c d", num_tokens=30, adapter_id=ADAPTER)
-    # Preempts, because three are too many for the cache.
+    # Preempts, because three do not fit into the cache.
     watched.generate("one", "two", "three", num_tokens=LONG)
     stream = single("a b", stopping=stopping(20, min_new_tokens=20))
     head, *_, last = watched.setup.stub.GenerateStream(stream)
@@ -166,7 +167,7 @@ def complete(watched: Watched, n: int) -> None:
 
 
 def cancel(setup: Setup) -> int:
-    """Input tokens of a stream that has begun."""
+    """Cancel a running stream and return its number of input tokens."""
     setup.shards[0].step_s = 0.02
     stream = setup.stub.GenerateStream(single("a b", stopping=stopping(LONG, min_new_tokens=LONG)))
     num_input: int = next(stream).input_token_count
@@ -178,7 +179,7 @@ def cancel(setup: Setup) -> int:
 
 
 def fail(setup: Setup) -> None:
-    """For the service's own fault, and for the client's, which vLLM's series do not count."""
+    """Fail once by a server error and once by a client error; vLLM's series do not count the latter."""
     model = setup.shards[0].model
     model.refuses = lambda message: True
     with pytest.raises(grpc.RpcError):
@@ -202,7 +203,7 @@ def wait_for(setup: Setup, text: str) -> str:
 
 
 def settled(setup: Setup) -> dict[str, Metric]:
-    """Families by the name in their TYPE line, once nothing runs."""
+    """Return the families by the name in their TYPE line, once nothing runs."""
     text = wait_for(setup, "tgi_requests_live 0.0")
     return {family.name: family for family in text_string_to_metric_families(text)}
 
@@ -224,7 +225,7 @@ def test_names_types_labels_and_buckets_are_vllms(watched: Watched) -> None:
 
 
 def test_types_are_written_as_prometheus_client_writes_them(watched: Watched) -> None:
-    """Some readers look at these lines."""
+    """Check lines that some consumers parse."""
     text = scrape(watched.setup)
     assert "# TYPE vllm:prompt_tokens_total counter\n" in text
     assert "# TYPE vllm:iteration_tokens_total histogram\n" in text
@@ -255,7 +256,7 @@ def test_lengths_are_those_of_the_answers(watched: Watched) -> None:
             assert below == sum(number <= end for number in expected), (name, end)
     total = watched.value("tgi_request_total_tokens_sum")
     assert total == sum(watched.num_input) + sum(watched.num_generated)
-    # One more was cancelled, after a token at least.
+    # One more was cancelled, after at least one token.
     begun = sum(watched.num_input) + watched.num_cancelled_input
     assert watched.value("vllm:prompt_tokens_total") == begun
     assert watched.value("vllm:generation_tokens_total") > sum(watched.num_generated)
@@ -272,7 +273,7 @@ def test_texts_of_one_prompt_are_one_request(watched: Watched) -> None:
 
 
 def test_the_longest_text_of_an_input_counts() -> None:
-    """Whatever the order in which the texts end; an input with a text that does not end counts nowhere."""
+    """Check any order in which the texts end; an input with an unfinished text is not counted."""
     vllm = VllmSeries(MODEL, 64, Metrics(MetricLimits(64, 32, 4)), MemoryStorage())
     call = vllm.call(3)
     for index, length in ((4, 9), (0, 4), (2, 7), (6, 30), (3, 12), (1, 2), (5, 1), (7, 31)):
@@ -326,7 +327,7 @@ def test_counts_of_the_cache(watched: Watched) -> None:
 
 
 def test_what_runs_and_waits_and_its_adapters(watched: Watched) -> None:
-    """Seven long inputs of an adapter and six places."""
+    """Check seven long inputs of one adapter with six rows."""
     setup = watched.setup
     [idle] = watched.families["vllm:lora_requests_info"].samples
     assert idle.labels == {"max_lora": "4", "running_lora_adapters": "", "waiting_lora_adapters": ""}
@@ -354,7 +355,7 @@ def test_what_runs_and_waits_and_its_adapters(watched: Watched) -> None:
 
 
 def test_a_view_counts_as_prometheus_client_does() -> None:
-    """Also values that are the end of a bucket of either histogram."""
+    """Check random values, also those at a bucket's bound in either histogram."""
     r, registry = random.Random(5), prometheus_client.CollectorRegistry()
     ours, theirs = [0.1 * 1.5**k for k in range(12)], [0.15, 0.3, 1, 2.5, 10]
     expected = [
@@ -368,11 +369,11 @@ def test_a_view_counts_as_prometheus_client_does() -> None:
         for one in expected:
             one.observe(value)
     for shown, reference in zip((source, view), expected, strict=True):
-        [found], [wanted] = shown.collect(), reference.collect()
-        samples = [(each.name, each.labels.get("le"), each.value) for each in found.samples]
+        [actual], [reference_family] = shown.collect(), reference.collect()
+        samples = [(each.name, each.labels.get("le"), each.value) for each in actual.samples]
         wanted_samples = [
             (each.name, each.labels.get("le"), each.value)
-            for each in wanted.samples
+            for each in reference_family.samples
             if not each.name.endswith("_created")
         ]
         assert samples == wanted_samples

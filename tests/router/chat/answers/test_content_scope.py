@@ -1,4 +1,4 @@
-"""Where stop strings are looked for, against a reader of whole texts, however the texts are cut."""
+"""Check where stop strings are searched, against a reader of whole texts, for every split of the texts."""
 
 import random
 import re
@@ -41,7 +41,7 @@ KINDS = [
 
 
 def read_whole(kind: Kind, text: str) -> str:
-    """The content with white space around it, of a whole text; nothing from the first call on."""
+    """Return the content of a whole text with its white space, up to the first call."""
     if kind.reasoning is not None and (kind.has_begun or text.lstrip(" \t\r\n").startswith("<think>")):
         body = text if kind.has_begun else text.partition("<think>")[2]
         text = body.partition("</think>")[2].lstrip(" \t\r\n")

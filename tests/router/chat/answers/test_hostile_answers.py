@@ -1,4 +1,4 @@
-"""Texts that attack the parser of answers lose nothing, are told in one order, and take linear time."""
+"""Check that the answer parser loses no text of hostile answers, keeps its order, and takes linear time."""
 
 import random
 import time
@@ -32,7 +32,7 @@ def parser(kind: str | None, has_begun: bool = False) -> AnswerParser:
 
 
 def hostile_text(r: random.Random, writer: Writer) -> str:
-    """Return an answer with texts put into it, or in place of what it had."""
+    """Return an answer with texts inserted into it, or in place of its parts."""
     text = r.choice(["", "<think>x</think>"]) + writer.answer()
     for _ in range(r.randrange(10)):
         begin = r.randrange(len(text) + 1)
@@ -43,14 +43,14 @@ def hostile_text(r: random.Random, writer: Writer) -> str:
 
 
 def spell(pieces: Iterable[Piece]) -> str:
-    """Return a text that says which pieces come, whatever the parts they come in."""
+    """Return a text that spells the pieces, independent of their split."""
     return "".join(
         f"<{type(p).__name__}>{p.name if isinstance(p, CallBegin) else p.text}" for p in join(pieces)
     )
 
 
 def is_in_order(pieces: Iterable[Piece], text: str) -> bool:
-    """Return True if the pieces are parts of the text, one after the other."""
+    """Return True if the pieces are parts of the text in order."""
     position = 0
     for piece in pieces:
         if isinstance(piece, CallBegin) or piece == CallArguments("{}"):

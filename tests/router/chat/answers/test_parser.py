@@ -1,4 +1,4 @@
-"""Answers are read as a second reader of whole texts reads them, however they are split."""
+"""Check the answer parser against a second reader of whole texts, for every split of the texts."""
 
 import itertools
 import random
@@ -47,8 +47,9 @@ def test_many_answers_are_those_of_a_second_reader(kind: str) -> None:
 
 
 def read(kind: str | None, text: str) -> list[Piece]:
-    """Return the pieces of a text, which are the same for every split into two parts, or into characters; and
-    for short texts for every split into three parts."""
+    """Return the pieces of a text, and check that they are the same for every split.
+
+    Every split into two parts and into characters is tried; short texts are also split into three parts."""
     pieces = parse(parser(kind), [text])
     assert parse(parser(kind), text) == pieces
     cuts = range(len(text) + 1)

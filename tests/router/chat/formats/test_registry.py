@@ -1,4 +1,4 @@
-"""Formats are found by the template, and its own calls and reasoning are read back."""
+"""Check that formats are detected by the template, and that its own calls and reasoning are parsed."""
 
 import itertools
 from dataclasses import fields
@@ -17,7 +17,7 @@ from tgis.router.chat.formats.types import ReasoningFormat, ToolFormat
 from tgis.router.errors import StartupError
 
 ROOT = Path(__file__).resolve().parents[4]
-# Names of the formats of calls and of reasoning, by template.
+# Names of the call and reasoning formats, by template.
 EXPECTED = {
     "chatml_tools": ("hermes", "think"),
     "deepseek_hybrid": ("deepseek_v31", "think"),
@@ -31,7 +31,7 @@ EXPECTED = {
     "phi_tools": ("phi4", None),
     "qwen3": ("hermes", "think"),
 }
-# How published templates tell the model to call functions, or write its calls.
+# Instructions for function calls in published templates.
 PUBLISHED = {
     "hermes": """{{- '<tool_call>\\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}""",
     "llama3": """"Environment: ipython\\n" {{- '{"name": "' + name + '", ' }}{{- '"parameters": ' }}""",
@@ -128,8 +128,8 @@ def test_reasoning_of_a_history_is_read_back(family: str, calls: list[tuple[str,
     formats = find(template_text(family))
     message = message_of("Yes.", calls, "Hm,\n\nso.")
     prompt, answer = write(family, message, thinks=True)
-    content, found, reasoning = read(formats, prompt, answer)
-    assert (content, found, reasoning.strip("\n")) == ("Yes.", calls, "Hm,\n\nso.")
+    content, result, reasoning = read(formats, prompt, answer)
+    assert (content, result, reasoning.strip("\n")) == ("Yes.", calls, "Hm,\n\nso.")
 
 
 def test_options_name_formats() -> None:

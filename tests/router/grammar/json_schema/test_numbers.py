@@ -1,4 +1,4 @@
-"""Bounds and values of numbers against the `jsonschema` package, by signs, magnitudes and fractions."""
+"""Check bounds and values of numbers against the `jsonschema` package, by sign, magnitude and fraction."""
 
 import itertools
 import json
@@ -33,7 +33,7 @@ def spell(value: Decimal) -> str:
 
 
 def near(bounds: list[str]) -> Iterator[Decimal]:
-    """Numbers beside the bounds."""
+    """Return numbers near the bounds."""
     for bound in map(Decimal, bounds):
         yield from (bound + step for step in STEPS)
         yield from (bound - step for step in STEPS)
@@ -47,8 +47,9 @@ def is_valid(schema: str, value: Decimal) -> bool:
 
 
 def check(schema: str, bounds: list[str], is_exact: bool) -> None:
-    """No number that is invalid is taken. If the grammar `is_exact`, each valid one is, with or without a 0
-    at its end."""
+    """Check that the grammar accepts no invalid number.
+
+    If the grammar `is_exact`, it must accept every valid one, with or without a trailing 0."""
     grammar, is_integer = SchemaGrammar(schema), '"integer"' in schema
     candidates = {spell(value) for value in near(bounds)}
     candidates = {text for text in candidates if not is_integer or "." not in text}

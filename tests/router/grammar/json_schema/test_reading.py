@@ -1,5 +1,7 @@
-"""Schemas that the grammar library refuses or gets wrong as they are: formats, patterns of names, and parts
-of schemas that are not strict, against the `jsonschema` package and pydantic's own schemas."""
+"""Check schemas that the grammar library refuses or misreads: formats, name patterns and parts that are not
+strict.
+
+They are compared with the `jsonschema` package and with pydantic's own schemas."""
 
 import json
 import random
@@ -25,7 +27,7 @@ USUAL = ("password", "byte", "binary", "path", "file-path", "directory-path", "i
 
 @pytest.mark.parametrize("name", [*OFFICIAL, *USUAL])
 def test_formats_are_kept_where_known_and_else_ignored(name: str) -> None:
-    """The library refuses formats that it does not know, which may be others with its next release."""
+    """Check formats that the library does not know, and so refuses; its next release may know others."""
     schema = {"type": "string", "format": name}
     is_known = not LLMatcher.validate_grammar(f"start: %json {json.dumps(schema)}")
     assert is_known == (name in ENFORCED)
@@ -69,7 +71,7 @@ KINDS: tuple[Any, ...] = (
 
 
 def test_patterns_of_names_never_lead_nowhere() -> None:
-    """Also where all names that a pattern matches are listed or required."""
+    """Check schemas in which all names that match a pattern are listed or required, too."""
     r, num_checked = random.Random(3), 0
     for _ in range(150):
         schema: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What is guessed, against a plain search of the text; when a guess is worth it; and what room there is."""
+"""Check n-gram drafts against a plain search of the text, the cost model, and the limits on drafts."""
 
 import random
 from itertools import pairwise
@@ -8,14 +8,16 @@ import pytest
 
 from tgis.router.scheduling.block_pool import BlockPool
 from tgis.router.scheduling.proposers.prompt_lookup import TOKENS_AT_ONCE, NgramIndex, PromptLookup
-from tgis.router.scheduling.scheduler import Scheduler, find_room
+from tgis.router.scheduling.scheduler import Scheduler, count_allowed_drafts
 from tgis.router.scheduling.step import NO_DRAFTS, Drafts
 from tgis.router.sequence import Sequence, Stopping
 
 
 def plain_source(token_ids: list[int]) -> int:
-    """Where the token stands that is expected next: for as long as that was right, the one after; otherwise
-    behind the last earlier occurrence of the newest four tokens, or of the newest two."""
+    """Return the position of the predicted next token.
+
+    After a right prediction it is the next position; otherwise it follows the last earlier occurrence of the
+    newest four tokens, or of the newest two."""
     source = -1
     for length in range(1, len(token_ids) + 1):
         if source >= 0 and token_ids[source] == token_ids[length - 1]:
@@ -91,7 +93,7 @@ def test_a_loop_is_followed_as_far_as_it_is_worth() -> None:
         assert one.begin(1, 100)
     assert cheap.propose(new_sequence(LOOP), 100) == Drafts([7, 8, 9, 7, 8, 9])
     assert cheap.propose(new_sequence(LOOP), 4) == Drafts([7, 8, 9, 7])
-    assert 0 < dear.propose(new_sequence(LOOP), 100).most <= 6
+    assert 0 < dear.propose(new_sequence(LOOP), 100).max_tokens <= 6
 
 
 def test_nothing_is_guessed_of_a_text_that_does_not_repeat() -> None:
@@ -109,10 +111,11 @@ def test_nothing_is_guessed_before_a_step_was_timed_or_where_steps_are_full() ->
 
 
 def test_a_step_of_one_size_does_not_forbid_to_try() -> None:
-    """All that is known then is that a step of one token takes so long; two need not take twice that."""
+    """Check that the time of one-token steps alone is no evidence that a two-token step takes twice as
+    long."""
     one = proposer(0.0, 10.0)
     assert one.begin(1, 100)
-    assert one.propose(new_sequence(LOOP), 100).most
+    assert one.propose(new_sequence(LOOP), 100).max_tokens
 
 
 def test_a_step_has_so_many_drafts_together() -> None:
@@ -120,17 +123,17 @@ def test_a_step_has_so_many_drafts_together() -> None:
     assert one.begin(3, 6)
     waiting = new_sequence(LOOP)
     waiting.num_unanswered = 1
-    assert one.propose(waiting, 100).most == 4, "which is none of this step yet"
-    assert [one.propose(new_sequence(LOOP), 100).most for _ in range(3)] == [4, 2, 0]
+    assert one.propose(waiting, 100).max_tokens == 4, "which is none of this step yet"
+    assert [one.propose(new_sequence(LOOP), 100).max_tokens for _ in range(3)] == [4, 2, 0]
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "free", "switch_len", "room"),
     [
-        (10, 20, 0, 7),  # max_new_tokens 8 of which the last is not computed
+        (10, 20, 0, 7),  # max_new_tokens is 8, and the last token is not computed
         (13, 20, 0, 4),
         (17, 20, 0, 0),
-        (10, 2, 0, 2),  # two running, so that both free blocks are for others: to the end of its own
+        (10, 2, 0, 2),  # two are running, so the free blocks are for others and drafts end at the block's end
         (10, 3, 0, 6),
         (12, 2, 0, 0),
         (10, 20, 12, 2),
@@ -145,11 +148,11 @@ def test_room(num_tokens: int, free: int, switch_len: int, room: int) -> None:
     assert blocks is not None
     sequence.block_table = blocks[: -(-num_tokens // 4)]
     pool = BlockPool(free, 4)
-    assert find_room(pool, sequence, 2, switch_len) == room
+    assert count_allowed_drafts(pool, sequence, 2, switch_len) == room
 
 
 def test_a_sequence_with_nothing_to_guess_runs_ahead() -> None:
-    """And one that has something waits for its last token, then sends it with the drafts."""
+    """Check that a sequence with drafts waits for its last token and then sends it with the drafts."""
     one = proposer(10.0, 0.1, max_drafts=3)
     scheduler = Scheduler(BlockPool(40, 4), 8, proposer=one)
     plain, looping = new_sequence(list(range(10, 30))), new_sequence(LOOP)
@@ -160,16 +163,21 @@ def test_a_sequence_with_nothing_to_guess_runs_ahead() -> None:
     for _ in range(3):
         step = steps.pop(0)
         assert step is not None
-        seen.append([(work.sequence is looping, work.drafts.most) for work in step.work])
+        seen.append([(work.sequence is looping, work.drafts.max_tokens) for work in step.work])
         scheduler.apply_answer(step)
         for work in step.work:
-            tokens = [*work.drafts.token_ids, 7] if work.drafts.most else [LOOP[len(looping.token_ids) % 3]]
+            tokens = (
+                [*work.drafts.token_ids, 7] if work.drafts.max_tokens else [LOOP[len(looping.token_ids) % 3]]
+            )
             for token in tokens if work.sequence is looping else [len(plain.token_ids) + 10]:
                 scheduler.append_token(work.sequence, token)
         steps.append(scheduler.next_step(1000))
     assert seen == [[(False, 0), (True, 0)], [(False, 0)], [(False, 0)]]
     step = next(step for step in steps if step is not None and len(step.work) == 2)
-    assert [(work.sequence is looping, work.drafts.most) for work in step.work] == [(False, 0), (True, 3)]
+    assert [(work.sequence is looping, work.drafts.max_tokens) for work in step.work] == [
+        (False, 0),
+        (True, 3),
+    ]
     assert (scheduler.num_drafts, step.num_drafts, step.num_tokens) == (3, 3, 5)
 
 

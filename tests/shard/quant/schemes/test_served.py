@@ -103,14 +103,14 @@ def test_the_log_names_what_is_kept(name: str, model_path: Path, caplog: pytest.
         runner = load(configure(model_path, quantize=name, dtype="float16"))
     kept = "float16" if name == "fp8" else name
     assert runner.info.weight_dtype == kept
-    assert any(f" with {kept} weights" in message for message in caplog.messages)
+    assert any(f"GiB ({kept})" in message for message in caplog.messages)
     text = (
-        f"--quantize {name} rounds the weights, which are then kept as float16: memory and speed are those "
-        "of --dtype float16, because there are no products for their codes here"
+        f"--quantize {name} rounds the weights but stores them as float16, with the memory and speed of "
+        "--dtype float16, because this platform has no matrix products for their codes"
     )
     assert (text in caplog.messages) == (name == "fp8")
-    text = f"the weights of linear layers are kept as codes of {8 if name == 'int8' else 4} bits"
-    assert (text in caplog.messages) == (name != "fp8")
+    logged = f"the weights of linear layers are stored as {8 if name == 'int8' else 4}-bit codes"
+    assert (logged in caplog.messages) == (name != "fp8")
 
 
 def test_a_quantized_checkpoint_is_said_to_be_kept_in_the_type(
@@ -121,7 +121,7 @@ def test_a_quantized_checkpoint_is_said_to_be_kept_in_the_type(
     write_quantized(plain, quantized, KINDS["fp8, a scale for each row"])
     with caplog.at_level(logging.INFO):
         assert load(configure(quantized, dtype="bfloat16")).info.weight_dtype == "bfloat16"
-    assert sum("of this quantized checkpoint are kept as bfloat16" in text for text in caplog.messages) == 1
+    assert sum("of this quantized checkpoint are stored as bfloat16" in text for text in caplog.messages) == 1
     caplog.clear()
     # Both at once: the checkpoint's weights are rounded again.
     assert load(configure(quantized, quantize="int8")).info.weight_dtype == "int8"

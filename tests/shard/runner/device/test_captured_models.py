@@ -1,4 +1,4 @@
-"""Replayed steps of real models equal those that are launched kernel by kernel, bit for bit."""
+"""Check that replayed steps of real models equal eager steps bit for bit."""
 
 import logging
 import random
@@ -25,9 +25,9 @@ from tgis.shard.runner.device.graphs import StepGraphs
 from tgis.shard.runner.graph_sizes import GraphSize
 
 SIZES = (2, MAX_ROWS)
-# test_every_family captures windows and caps, two sets of angles, and an encoder.
+# test_every_family captures windows and soft caps, two rotary tables, and an encoder.
 QUICK = ("llama_grouped_queries",)
-# Windows and caps, an encoder, slopes, positions, and two sets of angles.
+# Sliding windows and soft caps, an encoder, ALiBi slopes, position embeddings, and two rotary tables.
 OTHERS = ("gemma2", "t5", "bloom", "opt", "phi3_short_and_long")
 WITH_EXPERTS = ("mixtral", "qwen3_moe", "granitemoe")
 
@@ -44,7 +44,7 @@ def equal(x: Tensor, y: Tensor) -> bool:
 def compare(
     model: Any, kernels: Implementations, dtype: torch.dtype, sizes: tuple[int, ...], steps: int
 ) -> None:
-    """Compute steps of two scenes, one with graphs; rows join, leave, end and begin again."""
+    """Compute the steps of two scenes, one with graphs, while rows join, leave, end and restart."""
     eager, graphed = (DecodeScene(model, kernels, dtype) for _ in range(2))
     parts = {size: eager.make_parts(GraphSize(size)) for size in sizes}
     graphs = StepGraphs(FakeStream(), graphed.make_parts, lambda: 0)
@@ -107,14 +107,14 @@ def test_idle_rows_change_nothing(tmp_path: Path) -> None:
     model = load(tmp_path, "llama_grouped_queries", kernels)
     exact, padded = (DecodeScene(model, kernels, torch.float32) for _ in range(2))
     for count in (3, 1, 6, 2, 5, 4, 6, 1, 3):
-        found = []
+        results = []
         for scene, size in ((exact, count), (padded, MAX_ROWS)):
             scene.stage(size, count)
             parts = scene.make_parts(GraphSize(size))
             parts.forward()
-            found.append(scene.bucket(size).logits[:count].clone())
+            results.append(scene.bucket(size).logits[:count].clone())
             parts.sample()
-        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
         assert exact.rows.words.equal(padded.rows.words)
 
 

@@ -1,4 +1,4 @@
-"""Requests get the same tokens from replayed steps as from steps that are launched kernel by kernel."""
+"""Check that requests get the same tokens from replayed steps as from eager steps."""
 
 from pathlib import Path
 from typing import Any

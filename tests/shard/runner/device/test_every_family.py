@@ -1,6 +1,6 @@
-"""Every kind of model on a late device, by the kernels' twins, against transformers.
+"""Check every model family on a late device, with the kernels' CPU twins, against transformers.
 
-The device samples tokens without details, the host those with."""
+The device samples rows without details, the host rows with details."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -21,9 +21,10 @@ from tgis.pb import shard_pb2 as pb
 from tgis.shard.kernels.cuda.implementations import KERNELS, Implementations
 from tgis.shard.startup.load import load
 
-# Their feed-forward layers count the tokens of each expert on the host, so no step is captured.
+# Their feed-forward layers count each expert's tokens on the host, so no step is captured.
 WITH_EXPERTS = {case for case in CASES if family_of(case) in ("mixtral", "granitemoe", "qwen3_moe")}
-# With windows and caps, experts, two sets of angles, and an encoder. A plain one is in test_model_runner.
+# Models with windows and soft caps, experts, two rotary tables, or an encoder; test_model_runner has a plain
+# one.
 QUICK = {"gemma2", "granitemoe", "phi3_short_and_long", "t5"}
 
 
@@ -73,13 +74,13 @@ INTERPRETED = ["llama_tied", *(pytest.param(case, marks=pytest.mark.slow) for ca
 
 @pytest.mark.parametrize("case", INTERPRETED)
 def test_kernels_in_the_interpreter(case: str, tmp_path: Path) -> None:
-    """The runner with all kernels as they run on a GPU: steps of prompts and of single tokens, both ways."""
+    """Return the runner with all kernels as they run on a GPU; steps hold prompts or single tokens."""
     config = CASES[case]()
     write_model(tmp_path, config)
     oracle = Oracle(tmp_path, config)
     start = [oracle.start_token_id] if oracle.is_encoder_decoder else []
     answers = [oracle.answer(ids) for ids in draw_inputs()[:2]]
-    served = [Implementations.plain()]  # to load with
+    served = [Implementations.plain()]  # for loading
     kernels = Implementations(**{name: partial(_launch, served, name) for name in KERNELS})
     sizes = {"dtype": "float32", "kv_cache_tokens": 512, "block_size": 16, "max_step_tokens": 64}
     on = late_platform(LateDevice(), kernels)

@@ -1,4 +1,4 @@
-"""The stand-in for CUDA graphs: replays follow memory, and what a GPU refuses fails."""
+"""Check the stand-in for CUDA graphs: replays read current memory, and what a GPU refuses fails."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,8 @@ with triton.knobs.runtime.scope():
 
 
 def compute(x: Tensor, weight: Tensor, index: Tensor) -> Tensor:
-    """Views, broadcasts, several results, in-place operators, casts, gathers, new memory and numbers."""
+    """Compute with views, broadcasts, several results, in-place operators, casts, gathers, new memory and
+    numbers."""
     y = F.silu(F.linear(x, weight)).reshape(-1).view(len(x), -1)
     y = torch.where(y > 0, y, 0.5)
     highest, best = y.max(-1)

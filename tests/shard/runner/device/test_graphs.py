@@ -1,4 +1,4 @@
-"""Which steps are captured, and which one a number of rows takes."""
+"""Check which steps are captured, and which graph serves a number of rows."""
 
 import gc
 import logging
@@ -18,7 +18,7 @@ GRAPH_BYTES, FREE_BYTES = 10 << 20, 1000 << 20
 
 
 class Device(FakeStream):
-    """Device on which captures take time and memory, and fail if `error` says so."""
+    """A device whose captures take time and memory, and fail if `error` is set."""
 
     def __init__(self, capture_s: float = 0.0, error: Callable[[int], Exception | None] | None = None):
         super().__init__()
@@ -37,7 +37,7 @@ class Device(FakeStream):
 
 
 class Steps:
-    """Steps that add 1 to as many rows, and then copy them to the answers."""
+    """Steps that add 1 to each row and then copy the rows to the answers."""
 
     def __init__(self) -> None:
         self.rows, self.logits, self.answers = torch.zeros(16), torch.zeros(16), torch.zeros(16)
@@ -93,8 +93,8 @@ def test_steps_are_captured_largest_first_and_found_by_their_rows() -> None:
     graphs.capture(of_rows(1, 4, 2, 8))
     assert steps.made == [8, 4, 2, 1]
     assert graphs.sizes == of_rows(1, 2, 4, 8)
-    found = [graphs.find(n) for n in range(1, 10)]
-    assert [step and step.size.num_rows for step in found] == [1, 2, 4, 4, 8, 8, 8, 8, None]
+    results = [graphs.find(n) for n in range(1, 10)]
+    assert [step and step.size.num_rows for step in results] == [1, 2, 4, 4, 8, 8, 8, 8, None]
 
 
 def test_prompts_have_sizes_of_their_own() -> None:
@@ -113,8 +113,8 @@ def test_prompts_are_captured_first_and_found_by_both_numbers() -> None:
     graphs = graphs_on(Device(), steps)
     graphs.capture([GraphSize(1), small, GraphSize(8), large])
     assert steps.made == [16, 6, 8, 1], "the largest step first, and of each kind"
-    found = {asked: graphs.find(*asked) for asked in [(2, 4), (0, 1), (3, 1), (2, 5), (4, 13), (5, 1)]}
-    assert [step and step.size for step in found.values()] == [small, small, large, large, None, None]
+    result = {asked: graphs.find(*asked) for asked in [(2, 4), (0, 1), (3, 1), (2, 5), (4, 13), (5, 1)]}
+    assert [step and step.size for step in result.values()] == [small, small, large, large, None, None]
     assert [step and step.size for step in map(graphs.find, (1, 2, 3, 8, 9))] == [
         *(GraphSize(1), small, GraphSize(8), GraphSize(8), None)
     ]
@@ -125,7 +125,7 @@ def test_prompts_that_cannot_be_captured_cost_no_other_graphs(caplog: pytest.Log
     graphs = graphs_on(device)
     graphs.capture([GraphSize(2, 4), GraphSize(1, 2)])
     assert graphs.sizes == []
-    assert "no CUDA graphs: steps of 1 rows and 2 tokens of prompts cannot be captured" in caplog.text
+    assert "no CUDA graphs: steps of 1 rows and 2 prompt tokens cannot be captured" in caplog.text
     device = Device(error=lambda number: RuntimeError("not permitted") if number == 4 else None)
     graphs = graphs_on(device)
     graphs.capture([GraphSize(2, 4), GraphSize(1, 2), GraphSize(1)])
@@ -179,14 +179,14 @@ def test_captures_end_when_their_time_is_over(caplog: pytest.LogCaptureFixture) 
     step = graphs.find(1)
     assert step is not None
     assert step.size == GraphSize(4)
-    assert "2 rows and fewer share larger CUDA graphs: 3 graphs took 36 s and 60 MiB" in caplog.text
+    assert "2 rows and fewer use larger CUDA graphs: 3 graphs took 36 s and 60 MiB" in caplog.text
 
 
 def test_captures_end_when_there_is_no_memory(caplog: pytest.LogCaptureFixture) -> None:
     graphs = graphs_on(Device(error=lambda count: torch.OutOfMemoryError("7 GiB") if count == 3 else None))
     graphs.capture(of_rows(1, 2, 4))
     assert graphs.sizes == of_rows(4)
-    assert "no memory for CUDA graphs of steps of 2 rows: smaller steps share larger graphs" in caplog.text
+    assert "no memory for CUDA graphs of steps of 2 rows: smaller steps use larger graphs" in caplog.text
 
 
 def test_a_model_that_cannot_be_captured_has_no_graphs(caplog: pytest.LogCaptureFixture) -> None:
@@ -221,7 +221,9 @@ def test_a_trial_can_be_dropped_and_repeated() -> None:
 
 @pytest.mark.parametrize("error", [None, RuntimeError("operation not permitted when stream is capturing")])
 def test_no_garbage_is_collected_meanwhile(error: Exception | None) -> None:
-    """A cycle with memory of a device may be anywhere, and its end would end the capture."""
+    """Check that garbage collection is off during a capture.
+
+    A cycle may own device memory, and freeing it would end the capture."""
     collected: list[int] = []
     meanwhile: list[int] = []
 

@@ -1,7 +1,7 @@
-"""Rows of all kinds on a device that computes only when somebody waits, against a runner on the host.
+"""Check rows of all kinds on a device that computes only when it is waited for, against a runner on the host.
 
-At every depth, with steps captured and not, interrupted, cancelled while steps are in flight, and answered by
-a thread."""
+The tests cover every pipeline depth, with and without graphs, preempted and cancelled rows, and answers from
+another thread."""
 
 import itertools
 import math
@@ -32,12 +32,12 @@ from tgis.shard.startup.load import load
 
 VOCAB_SIZE = 403
 EOS = [2, 11, 30, 77, 150, 200, 301, 350]
-MANY = [*EOS, *range(360, 400)]  # more stop ids than the device holds
+MANY = [*EOS, *range(360, 400)]  # more stop IDs than the device holds
 GRAMMAR = '%llguidance {"no_forcing": true}\nstart: /([a-c]{1,3} ){2,9}\\./'
 SHORT_GRAMMAR = '%llguidance {"no_forcing": true}\nstart: /ab c/'
 LOADERS: dict[str, Callable[..., DeviceModelRunner]] = {"late": load_late, "captured": load_captured}
 
-# What the device samples itself.
+# Parameters that the device samples itself.
 FAST: list[dict[str, Any]] = [
     GREEDY,
     {**GREEDY, "repetition_penalty": 1.6},
@@ -51,7 +51,7 @@ FAST: list[dict[str, Any]] = [
     {**SAMPLE, "top_p": 0.8, "repetition_penalty": 1.4},
     {**SAMPLE, "top_k": 50, "top_p": 0.9, "typical_p": 0.7, "temperature": 1.5},
 ]
-# What the host samples.
+# Parameters that the host samples.
 SLOW: list[dict[str, Any]] = [
     {**GREEDY, "watermark_gamma": 0.5, "watermark_delta": 2.5, "frequency_penalty": 0.5},
     {**SAMPLE, "watermark_gamma": 0.3, "watermark_delta": 1.5, "top_p": 0.9},
@@ -60,7 +60,7 @@ SLOW: list[dict[str, Any]] = [
 
 @pytest.fixture(autouse=True)
 def _poison() -> Iterator[None]:
-    """New memory holds numbers that no step survives."""
+    """Fill new memory with values that would break any step that reads them."""
     with poisoned_memory():
         yield
 
@@ -85,7 +85,7 @@ def runner(either: DeviceModelRunner) -> DeviceModelRunner:
 
 
 def make_requests(samplings: list[dict[str, Any]], count: int = 16) -> list[Request]:
-    """Return rows of every kind, some with grammars, details of tokens and of inputs, and many stop ids."""
+    """Return rows of every kind, some with grammars, token details, input details and many stop IDs."""
     requests = []
     for i, prompt in enumerate(prompts(3, count, longest=25)):
         sampling = {**samplings[i % len(samplings)], "seed": i}
@@ -94,7 +94,8 @@ def make_requests(samplings: list[dict[str, Any]], count: int = 16) -> list[Requ
 
 
 def make_guided() -> list[Request]:
-    """Return rows of which most have grammars; some allow nothing but the end before it may come."""
+    """Return rows of which most have grammars; some grammars allow only the end token before it is
+    permitted."""
     requests = make_requests([*FAST, {**GREEDY, "min_new_tokens": 12}], 18)
     for i, request in enumerate(requests):
         request.grammar = [GRAMMAR, SHORT_GRAMMAR, None][i % 3] if i % 9 != 8 else SHORT_GRAMMAR
@@ -115,14 +116,14 @@ def make_crowd() -> list[Request]:
 
 @pytest.fixture(scope="module")
 def expected(directory: Path) -> dict[str, list[Request]]:
-    """What a runner on the host says to one request after the other."""
+    """Return the answers of a runner on the host, which serves one request after the other."""
     host = load(configure(directory), on=plain(torch.device("cpu")))
-    found = {"fast": make_requests(FAST), "guided": make_guided(), "crowd": make_crowd()}
-    for request in itertools.chain(*found.values()):
+    result = {"fast": make_requests(FAST), "guided": make_guided(), "crowd": make_crowd()}
+    for request in itertools.chain(*result.values()):
         Router(host, depth=1, whole=True).run([request])
         host.reset()
-    assert any(len(request.generated) < request.max_new_tokens for request in found["fast"])
-    return found
+    assert any(len(request.generated) < request.max_new_tokens for request in result["fast"])
+    return result
 
 
 def check(requests: list[Request], expected: list[Request]) -> None:
@@ -137,7 +138,7 @@ def check_tokens(requests: list[Request], expected: list[Request]) -> None:
 
 
 def again(requests: list[Request]) -> list[Request]:
-    """The requests as they were before they were answered."""
+    """Return the requests as they were before they were answered."""
     requests = deepcopy(requests)
     for request in requests:
         request.generated, request.logprobs, request.ranks, request.tops = [], [], [], []
@@ -158,7 +159,7 @@ def test_tokens_are_those_of_the_host(
 def test_blocks_that_are_reserved_change_nothing(
     runner: DeviceModelRunner, expected: dict[str, list[Request]]
 ) -> None:
-    """Rows have blocks for 96 tokens from their first step on, a prompt of one token too."""
+    """Check that rows are given blocks for 96 tokens at their first step, even for a prompt of one token."""
     requests, router = again(expected["crowd"]), Router(runner, seed=5)
     router.steps.reserved_len = 96
     router.run(list(requests))
@@ -181,8 +182,9 @@ def test_interrupted_rows_go_on(runner: DeviceModelRunner, expected: dict[str, l
 
 
 class Canceller(Router):
-    """Closes rows at any time, and asks for the rest of their tokens later. Other requests get the rows at
-    once."""
+    """Close rows at random times and request the rest of their tokens later.
+
+    Other requests reuse the rows at once."""
 
     num_cancelled = 0
 
@@ -190,7 +192,7 @@ class Canceller(Router):
         super().__init__(runner, seed)
         self.waiting, self.owners = waiting, dict[int, dict[int, Request]]()
         self.latest = list(waiting)
-        """What each request has become."""
+        """Return what each request has become."""
 
     def send(self, running: list[Request], fresh: list[Request]) -> None:
         super().send(running, fresh)
@@ -238,7 +240,7 @@ def test_rows_change_hands_while_steps_are_in_flight(
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_answers_for_a_sequence_that_is_gone(runner: DeviceModelRunner, ends: bool) -> None:
-    """They neither end the row's next sequence nor write to its prompt."""
+    """Check that a late token neither ends the row's next sequence nor writes to its prompt."""
     steps = Steps(runner.info.block_size, runner.info.num_blocks)
     says_20 = {**GREEDY, **make_bias({20: 500.0})}
     gone, other = Request([5, 6], 5, [20] if ends else [], says_20), Request([7, 8, 9, 10], 5)
@@ -257,13 +259,13 @@ def test_answers_for_a_sequence_that_is_gone(runner: DeviceModelRunner, ends: bo
 def test_blocks_of_a_sequence_that_has_ended_are_not_its_successor_s(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU that is told two blocks for one place of a table keeps any of them."""
-    runner, told = load_late(configure(directory)), list[list[tuple[int, int]]]()
+    """Check that a block table entry is uploaded once, because a GPU may keep either of two values."""
+    runner, uploaded = load_late(configure(directory)), list[list[tuple[int, int]]]()
     take = runner._table.take_blocks
 
     def watch() -> Any:
         blocks = take()
-        told.append([(row, place) for row, place, _ in blocks.tolist()])
+        uploaded.append([(row, place) for row, place, _ in blocks.tolist()])
         return blocks
 
     monkeypatch.setattr(runner._table, "take_blocks", watch)
@@ -271,11 +273,11 @@ def test_blocks_of_a_sequence_that_has_ended_are_not_its_successor_s(
     steps = Steps(size, runner.info.num_blocks)
     ends = Request([5] * size, 5, [20], {**GREEDY, **make_bias({20: 500.0})}, row=0)
     runner.launch(steps.step([(0, 0, size)], [opening(ends)])).answer()
-    late = runner.launch(steps.step([(0, size, size + 1)]))  # the router does not know of the end yet
+    late = runner.launch(steps.step([(0, size, size + 1)]))  # the router has not read the end yet
     assert not late.answer().rows
     heir = Request([6] * (2 * size), 5, row=0)
     runner.launch(steps.step([(0, 0, 2 * size)], [opening(heir)], closed=[0])).answer()
-    assert told[-1] == [(0, 0), (0, 1)]
+    assert uploaded[-1] == [(0, 0), (0, 1)]
 
 
 def test_the_host_samples_no_row_that_has_ended_in_flight(runner: DeviceModelRunner) -> None:
@@ -289,7 +291,7 @@ def test_the_host_samples_no_row_that_has_ended_in_flight(runner: DeviceModelRun
 
 
 class AnsweringThread:
-    """A runner whose steps are answered by a thread, as soon as they are launched, as in a server."""
+    """A runner whose steps are answered by another thread as soon as they are launched, as in a server."""
 
     def __init__(self, runner: DeviceModelRunner) -> None:
         self.info, self.max_pending, self._runner = runner.info, 10, runner
@@ -321,7 +323,7 @@ class AnsweredStep:
 
 
 def test_another_thread_answers(runner: DeviceModelRunner, expected: dict[str, list[Request]]) -> None:
-    """Whoever launches a step may have to finish those before, while the other thread does."""
+    """Check that a launch may have to finish earlier steps while the other thread does so as well."""
     answered, requests = AnsweringThread(runner), again(expected["crowd"])
     Router(answered, seed=4, depth=4).run(list(requests))  # type: ignore[arg-type]
     answered.close()
@@ -360,7 +362,7 @@ def test_paths_are_told(either: DeviceModelRunner) -> None:
 def test_scores_that_are_no_numbers_end_their_row(
     directory: Path, tmp_path: Path, kind: str, sampling: dict[str, Any]
 ) -> None:
-    """Whoever reads token 50 knows nothing any more; the step in flight that has the row samples nothing."""
+    """Check that a row whose logits are NaN fails, and that the next step in flight does not sample it."""
     (tmp_path / "config.json").write_bytes((directory / "config.json").read_bytes())
     tensors = load_file(directory / "model.safetensors")
     tensors["model.embed_tokens.weight"][50] = math.nan
@@ -390,7 +392,7 @@ def test_a_row_that_cannot_be_served_fails_alone(runner: DeviceModelRunner) -> N
 
 
 def test_a_grammar_that_cannot_be_followed_ends_its_row(runner: DeviceModelRunner) -> None:
-    """After the step before it was launched, and before that is answered."""
+    """Check a grammar error in a step that was launched before its predecessor was answered."""
     steps = Steps(runner.info.block_size, runner.info.num_blocks)
     bad, good = (Request([5, 6], row=row, grammar=GRAMMAR) for row in (0, 1))
     bad.grammar = "start: nothing"
@@ -404,7 +406,7 @@ def test_a_grammar_that_cannot_be_followed_ends_its_row(runner: DeviceModelRunne
 
 
 def test_nothing_is_left_on_the_host(directory: Path, expected: dict[str, list[Request]]) -> None:
-    """Every operator's tensors are on the device."""
+    """Check that every operator's tensors are on the device."""
     torch.use_deterministic_algorithms(False)
     requests = again(expected["crowd"])[:10]
     with other_device.present() as device:

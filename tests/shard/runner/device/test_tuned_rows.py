@@ -1,4 +1,4 @@
-"""Rows with soft prompts and adapters on a late device, beside rows without, against peft."""
+"""Check rows with soft prompts and adapters beside rows without, on a late device, against peft."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Copies to a late device: what the host writes next must not change what is still to be copied."""
+"""Check copies to a late device: later writes on the host must not change pending copies."""
 
 import numpy as np
 import torch
@@ -8,7 +8,7 @@ from tgis.shard.runner.device.uploads import NUM_SLOTS, Uploads, view_arrays
 
 
 def test_arrays_arrive_as_they_were() -> None:
-    """More of them than there are slots, of any size, while nobody waits; the last are larger than a slot."""
+    """Check more copies than slots, of any size, without waiting; the last ones are larger than a slot."""
     device, rng = LateDevice(), np.random.default_rng(1)
     uploads, sent = Uploads(device, num_words=64), []
     for i in range(5 * NUM_SLOTS):
@@ -34,6 +34,6 @@ def test_memory_that_is_given() -> None:
     uploads.send_to(memory, arrays)
     assert memory.tolist() == [-1] * 12
     device.finish()
-    found = view_arrays(memory, [(3,), (2, 2)])
-    assert [tensor.tolist() for tensor in found] == [[0, 1, 2], [[4, 5], [6, 7]]]
+    result = view_arrays(memory, [(3,), (2, 2)])
+    assert [tensor.tolist() for tensor in result] == [[0, 1, 2], [[4, 5], [6, 7]]]
     assert memory[8:].tolist() == [-1] * 4

@@ -1,2 +1,2 @@
-"""One line for each way that a family's checkpoints come: its name, and transformers' configuration of a tiny
-one. The tests write it to disk with random weights and compare."""
+"""One case for each form of a family's checkpoints: its name, and transformers' configuration of a tiny
+model. The tests write it to disk with random weights and compare results."""

@@ -1,4 +1,4 @@
-"""The cases of all families, those of one family beside each other."""
+"""Cases of all families, grouped by family."""
 
 from collections.abc import Callable
 from functools import cache, partial

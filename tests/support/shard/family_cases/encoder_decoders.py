@@ -1,4 +1,4 @@
-"""Encoder-decoder families."""
+"""Cases of encoder-decoder families."""
 
 from collections.abc import Callable
 

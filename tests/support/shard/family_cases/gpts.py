@@ -1,4 +1,5 @@
-"""GPT-NeoX, GPT-2, GPT-BigCode, BLOOM, Falcon, MPT and OPT, as published and as configurations allow."""
+"""Cases of GPT-NeoX, GPT-2, GPT-BigCode, BLOOM, Falcon, MPT and OPT, as published and as allowed by their
+configurations."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,7 @@ from transformers import (
 TOKENS = {"vocab_size": 99, "bos_token_id": 1, "eos_token_id": 2}
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, **TOKENS}
 LENGTH = {"max_position_embeddings": 512}
-SHORT = {"n_layer": 2, "n_head": 4, **TOKENS}  # as GPT-2 and BLOOM name them
+SHORT = {"n_layer": 2, "n_head": 4, **TOKENS}  # names of GPT-2 and BLOOM
 SIX_HEADS = {"n_head": 6, "hidden_size": 48}
 HALF_ROTARY = {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
 

@@ -1,4 +1,4 @@
-"""One line for each way that a family's checkpoints come: Llama's kin."""
+"""Cases of Llama and related families."""
 
 from collections.abc import Callable
 from typing import Any
@@ -50,7 +50,7 @@ def gemma(**overrides: Any) -> dict[str, Any]:
 
 
 def gemma2(**overrides: Any) -> dict[str, Any]:
-    """Caps low enough to be felt."""
+    """Return a configuration with caps that are low enough to have an effect."""
     caps = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}
     return gemma(**{"sliding_window": 5, "query_pre_attn_scalar": 24, **caps, **overrides})
 
@@ -62,7 +62,8 @@ def gemma3(**overrides: Any) -> dict[str, Any]:
 
 
 def long_rope(original_length: int) -> dict[str, Any]:
-    """Factors of the three pairs of channels that turn. With 20, sequences of the tests stay on one side."""
+    """Return factors of the three pairs of rotated channels. With a length of 20, sequences of the tests stay
+    on one side."""
     return {
         "original_max_position_embeddings": original_length,
         "rope_parameters": {

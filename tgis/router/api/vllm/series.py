@@ -1,5 +1,5 @@
-"""Series under vLLM's names, of its types, labels and buckets (`--metrics-alias vllm`), for dashboards and
-autoscalers that ask for them. Most are read from TGIS's series at a scrape, so that both agree."""
+"""Series with vLLM's names, types, labels and buckets (`--metrics-alias vllm`), for dashboards and
+autoscalers that use them. Most are views of TGIS's series, so that both agree."""
 
 import time
 from collections import Counter as Tally
@@ -21,13 +21,13 @@ from tgis.router.metrics.storage import Labels, Storage
 from tgis.router.sequence import StopReason
 
 ENGINE = "0"  # the router has one engine
-OF_MODEL = ("model_name", "engine")
-OF_LORAS = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
-OF_CACHE = ("block_size", "enable_prefix_caching", "engine", "model_name", "num_gpu_blocks")
+MODEL_LABELS = ("model_name", "engine")
+LORA_LABELS = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+CACHE_LABELS = ("block_size", "enable_prefix_caching", "engine", "model_name", "num_gpu_blocks")
 
-TOKENS_OF_STEP = (1, *(8 * 2**k for k in range(12)))
-NUMBERS_OF_TEXTS = (1, 2, 5, 10, 20)
-# Seconds, as vLLM divides them.
+STEP_TOKENS = (1, *(8 * 2**k for k in range(12)))
+NUM_TEXTS = (1, 2, 5, 10, 20)
+# vLLM's buckets in seconds.
 FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -50,20 +50,23 @@ FINISHED = {
     StopReason.CANCELLED: "abort",
     StopReason.ERROR: "error",
 }
-"""vLLM's words for the reasons of texts that ended, the same as in answers of OpenAI's API."""
+"""vLLM's finish reasons, the same as in OpenAI's API."""
 FAILED = {"cancelled": "abort", "slow_reader": "abort", "generate": "error"}
-"""vLLM's words for the failures that it counts among the finished requests."""
+"""vLLM's finish reasons for failures that it counts as finished requests."""
 
 
 class CounterView:
-    """Counts that are kept elsewhere, shown with `_total` only."""
+    """Counts that are read from elsewhere, exposed only with `_total`."""
 
     kind = "counter"
 
     def __init__(
         self, name: str, help: str, label_names: Labels, read: Callable[[], Mapping[Labels, float]]
     ) -> None:
-        self.name, self.help, self.label_names, self._read = name, help, label_names, read
+        self.name = name
+        self.help = help
+        self.label_names = label_names
+        self._read = read
 
     def collect(self) -> Iterable[Metric]:
         family = CounterMetricFamily(self.name, self.help, labels=self.label_names)
@@ -73,13 +76,16 @@ class CounterView:
 
 
 class GaugeView:
-    """Value of a gauge without labels, under another name and with labels."""
+    """View of a gauge without labels, with another name and with labels."""
 
     kind = "gauge"
-    label_names: Labels = OF_MODEL
+    label_names: Labels = MODEL_LABELS
 
     def __init__(self, name: str, help: str, source: Gauge, labels: Labels) -> None:
-        self.name, self.help, self._source, self._labels = name, help, source, labels
+        self.name = name
+        self.help = help
+        self._source = source
+        self._labels = labels
 
     def collect(self) -> Iterable[Metric]:
         family = GaugeMetricFamily(self.name, self.help, labels=self.label_names)
@@ -88,16 +94,19 @@ class GaugeView:
 
 
 class HistogramView:
-    """Observations of a histogram without labels, under another name, with labels and in other buckets."""
+    """View of a histogram without labels, with another name, with labels and in other buckets."""
 
     kind = "histogram"
-    label_names: Labels = OF_MODEL
+    label_names: Labels = MODEL_LABELS
 
     def __init__(
         self, name: str, help: str, source: Histogram, bounds: Sequence[float], labels: Labels
     ) -> None:
-        self.name, self.help, self.bounds = name, help, tuple(bounds)
-        self._source, self._labels = source, labels
+        self.name = name
+        self.help = help
+        self.bounds = tuple(bounds)
+        self._source = source
+        self._labels = labels
         source.divide(bounds)
 
     def collect(self) -> Iterable[Metric]:
@@ -107,8 +116,9 @@ class HistogramView:
 
 
 class VllmSeries:
-    """All series of vLLM. What no series of TGIS holds is observed here. No view refers to this object or to
-    all metrics, so that those of one scrape, and the files that they have mapped, are free when it ends."""
+    """All series of vLLM. Values that no series of TGIS has are observed here. Views do not refer to this
+    object or to all metrics, so that the series of one scrape and their mapped files are freed when it
+    ends."""
 
     def __init__(
         self, model_name: str, max_sequence_length: int, metrics: AliasedMetrics, storage: Storage
@@ -116,7 +126,8 @@ class VllmSeries:
         self.series: list[Series] = []
         self._storage = storage
         self._prompt_tokens = Counter("prompt_tokens", "Input tokens of texts that have begun", (), storage)
-        self._labels, self._lengths = (model_name, ENGINE), _one_two_five(max_sequence_length)
+        self._labels = (model_name, ENGINE)
+        self._lengths = _one_two_five(max_sequence_length)
         self._declare_state(metrics)
         self._declare_counts(metrics)
         self._declare_lengths(metrics)
@@ -124,19 +135,20 @@ class VllmSeries:
         self._declare_durations(metrics)
 
     def begin(self, num_input_tokens: int) -> None:
-        """Count the input tokens of a text that has its first token."""
+        """Count the input tokens of a text when it gets its first token."""
         self._prompt_tokens.add(amount=num_input_tokens)
 
     def call(self, num_texts: int) -> "VllmCall":
-        """Begin a call that generates so many texts for each input."""
+        """Begin a call with that many texts per input."""
         return VllmCall(self, num_texts)
 
     def observe_step(self, num_tokens: int) -> None:
-        self._step_tokens.observe(num_tokens)
+        self.iteration_tokens.observe(num_tokens)
 
     def follow_cache(self, read: Callable[[], CacheShape]) -> None:
         def labels() -> dict[Labels, float]:
-            shape, (model_name, engine) = read(), self._labels
+            shape = read()
+            model_name, engine = self._labels
             return {(str(shape.block_size), "True", engine, model_name, str(shape.num_blocks)): 1.0}
 
         self._cache.follow(labels)
@@ -154,30 +166,32 @@ class VllmSeries:
         self._gauge("num_requests_running", "Inputs in the batch", metrics.requests_running)
         self._gauge("num_requests_waiting", "Inputs that wait for a place in the batch", metrics.queue_size)
         for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):
-            self._gauge(name, "Share of the cache's blocks in use, from 0 to 1", metrics.kv_cache_usage)
-        self._cache = self._info("cache_config_info", "1; the labels tell the cache's shape", OF_CACHE)
+            self._gauge(name, "Fraction of the cache's blocks in use, 0 to 1", metrics.kv_cache_usage)
+        self._cache = self._info("cache_config_info", "1; the labels have the cache's shape", CACHE_LABELS)
         self._loras = self._info(
             "lora_requests_info",
-            "Time of the scrape; the labels tell the LoRA adapters of running and of waiting inputs, and "
-            "how many of the largest adapter's size may be in use at once; nothing if none may",
-            OF_LORAS,
+            "Time of the scrape; the labels have the LoRA adapters of running and of waiting inputs, and the "
+            "maximum number of adapters of the largest size in use at once; no series if it is 0",
+            LORA_LABELS,
         )
 
     def _declare_counts(self, metrics: AliasedMetrics) -> None:
         for name in ("prefix_cache_queries", "gpu_prefix_cache_queries"):
             self._count(name, "Tokens looked up in the prefix cache", _total(metrics.prefix_cache_queries))
         for name in ("prefix_cache_hits", "gpu_prefix_cache_hits"):
-            self._count(name, "Tokens that the prefix cache had", _total(metrics.prefix_cache_hits))
+            self._count(name, "Tokens found in the prefix cache", _total(metrics.prefix_cache_hits))
         self._count("num_preemptions", "Inputs put back into the queue", _total(metrics.preemptions))
         self._count("prompt_tokens", self._prompt_tokens.help, _total(self._prompt_tokens))
         tokens = metrics.first_token_duration, metrics.inter_token_duration
         self._count("generation_tokens", "Generated tokens", lambda: sum(each.count for each in tokens))
-        labels, success, failure = self._labels, metrics.request_success, metrics.request_failure
+        labels = self._labels
+        success = metrics.request_success
+        failure = metrics.request_failure
         self._add(
             CounterView(
                 "vllm:request_success",
                 "Texts that ended (stop, length), were cancelled (abort) or failed (error)",
-                (*OF_MODEL, "finished_reason"),
+                (*MODEL_LABELS, "finished_reason"),
                 lambda: {(*labels, reason): n for reason, n in _finished(success, failure).items()},
             )
         )
@@ -199,15 +213,15 @@ class VllmSeries:
             self._lengths,
         )
         self.request_params_n = self._observed(
-            "request_params_n", "Number of texts of each input whose texts all succeeded", NUMBERS_OF_TEXTS
+            "request_params_n", "Number of texts of each input whose texts all succeeded", NUM_TEXTS
         )
         self.request_max_num_generation_tokens = self._observed(
             "request_max_num_generation_tokens",
             "Generated tokens of the longest text of each input whose texts all succeeded",
             self._lengths,
         )
-        self._step_tokens = self._observed(
-            "iteration_tokens_total", "Tokens that a step computed", TOKENS_OF_STEP
+        self.iteration_tokens = self._observed(
+            "iteration_tokens_total", "Tokens computed by a step", STEP_TOKENS
         )
 
     def _declare_intervals(self, metrics: AliasedMetrics) -> None:
@@ -223,7 +237,7 @@ class VllmSeries:
             )
         self.request_time_per_output_token = self._observed(
             "request_time_per_output_token_seconds",
-            "Mean seconds between two tokens of each successful text that has two",
+            "Mean seconds between two tokens of each successful text with at least two tokens",
             PER_TOKEN_S,
         )
 
@@ -263,7 +277,7 @@ class VllmSeries:
 
     def _count(self, name: str, help: str, read: Callable[[], float]) -> None:
         labels = self._labels
-        self._add(CounterView(f"vllm:{name}", help, OF_MODEL, lambda: {labels: read()}))
+        self._add(CounterView(f"vllm:{name}", help, MODEL_LABELS, lambda: {labels: read()}))
 
     def _view(self, name: str, help: str, source: Histogram, bounds: Sequence[float]) -> None:
         self._add(HistogramView(f"vllm:{name}", help, source, bounds, self._labels))
@@ -283,11 +297,12 @@ class VllmCall:
     def __init__(self, series: VllmSeries, num_texts: int) -> None:
         self._series, self._num_texts = series, num_texts
         self._lengths: defaultdict[int, list[int]] = defaultdict(list)
-        """Generated tokens of each input's texts that have ended."""
+        """Numbers of generated tokens of ended texts, by input."""
 
     def finish(self, index: int, num_input_tokens: int, num_generated: int, timings: Timings) -> None:
-        """Observe the text at `index`, counted from 0; the texts of an input follow each other."""
-        series, first_s = self._series, timings.first_token_s
+        """Observe the text at `index`, counted from 0. The texts of an input are adjacent."""
+        series = self._series
+        first_s = timings.first_token_s
         series.request_prompt_tokens.observe(num_input_tokens)
         if first_s is not None:
             decode_s = timings.total_s - first_s
@@ -307,7 +322,7 @@ def _total(counter: Counter) -> Callable[[], float]:
 
 
 def _finished(success: Counter, failure: Counter) -> Mapping[str, float]:
-    """Return the number of finished requests by vLLM's words."""
+    """Return the number of finished requests by vLLM's finish reason."""
     numbers = Tally[str](dict.fromkeys((*FINISHED.values(), *FAILED.values()), 0))
     for (reason, _), number in success.values().items():
         numbers[FINISHED[StopReason[reason]]] += int(number)

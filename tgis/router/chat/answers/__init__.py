@@ -1,1 +1,1 @@
-"""Reads a model's text as reasoning, content and calls of tools."""
+"""Parses a model's text into reasoning, content and tool calls."""

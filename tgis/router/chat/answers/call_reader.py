@@ -1,4 +1,4 @@
-"""Reads one call of a tool, from after the parts that come before it."""
+"""Parses one tool call, after the parts that precede it."""
 
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
@@ -7,31 +7,34 @@ from tgis.router.chat.answers.pieces import CallArguments, CallBegin, Piece
 from tgis.router.chat.answers.text_source import TextSource, Wait
 from tgis.router.chat.formats.types import JsonCall, NamedCall, ToolFormat
 
-# Keys that models also write into a call, with texts as their values.
+# Further keys with text values that models write into a call.
 OTHER_KEYS = frozenset(("type", "id"))
 NO_ARGUMENTS = "{}"
 
 
 @dataclass
 class _Head:
-    """Begin of a call that is an object."""
+    """State of a call that is an object, until it is emitted."""
 
     name: str | None = None
     arguments: list[str] = field(default_factory=list)
-    """Parts of the arguments, if they came before the name."""
+    """Parts of the arguments, if they precede the name."""
     is_emitted: bool = False
 
 
 class CallReader:
-    """Reader of calls in one format."""
+    """Parser of calls in one format."""
 
     def __init__(
         self, format: ToolFormat, names: Set[str], source: TextSource, emit: Callable[[Piece], None]
     ) -> None:
-        self._format, self._names, self._source, self._emit = format, names, source, emit
+        self._format = format
+        self._names = names
+        self._source = source
+        self._emit = emit
 
     def read(self) -> Wait[bool]:
-        """Read a call and the parts after it. Return False if there is none; its text is then held."""
+        """Parse a call and the parts after it. If there is no call, hold the text and return False."""
         match self._format.body:
             case JsonCall() as body:
                 is_call = yield from self._read_object(body)
@@ -59,7 +62,9 @@ class CallReader:
         return True
 
     def _read_object(self, body: JsonCall) -> Wait[bool]:
-        source, head, separator = self._source, _Head(), "{"
+        source = self._source
+        head = _Head()
+        separator = "{"
         while (yield from source.has_all((separator,))) and (yield from self._read_member(body, head)):
             if head.is_emitted:
                 yield from self._read_rest()
@@ -72,7 +77,7 @@ class CallReader:
         return False
 
     def _read_member(self, body: JsonCall, head: _Head) -> Wait[bool]:
-        """Read a member of the object. Return False if no call has it."""
+        """Parse a member of the object. Return False if it cannot be part of a call."""
         source = self._source
         key = yield from self._read_key()
         if key == body.name_key:
@@ -104,7 +109,7 @@ class CallReader:
         return True
 
     def _read_key(self) -> Wait[str | None]:
-        """Return the key of an object's member, up to its value; None if there is none."""
+        """Parse a member's key up to its value, and return the key; None if there is none."""
         source = self._source
         yield from source.skip_space()
         key = yield from source.string()
@@ -124,7 +129,7 @@ class CallReader:
         self._emit(CallArguments(arguments))
 
     def _read_rest(self) -> Wait[None]:
-        """Read the object's members after the arguments, and its end, which models forget."""
+        """Parse the object's members after the arguments, and its end, which models may omit."""
         source = self._source
         while not (yield from source.has_all(("}",))):
             if not (yield from source.has(",")) or (yield from self._read_key()) is None:

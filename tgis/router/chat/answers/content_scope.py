@@ -1,4 +1,4 @@
-"""Parts of an answer in which stop sequences end it: the content, not reasoning or calls of tools."""
+"""Finds the parts of an answer in which stop sequences apply: content, but not reasoning or tool calls."""
 
 from collections.abc import Set
 
@@ -8,14 +8,14 @@ from tgis.router.chat.answers.text_source import TextSource, Wait
 from tgis.router.chat.formats.types import ReasoningFormat, ToolFormat
 
 Span = tuple[str, bool]
-"""Part of an answer's text, and whether stop sequences are looked for in it."""
+"""Part of an answer's text, and whether it is searched for stop sequences."""
 
 
 class ContentScope:
-    """Divides one answer's text, marks and white space included, into spans, which do not depend on how
-    the text is split into parts.
+    """Splits one answer's text, including marks and white space, into spans. The spans do not depend on the
+    pieces in which the text arrives.
 
-    From the first call on, nothing is content."""
+    Nothing is content from the first call on."""
 
     def __init__(
         self,
@@ -24,29 +24,32 @@ class ContentScope:
         tools: ToolFormat | None,
         names: Set[str],
     ) -> None:
-        """Create a scope; the arguments are those of AnswerParser."""
-        self._reasoning, self._is_reasoning = reasoning, begins_in_reasoning
-        self._tools, self._names = tools, names
+        """Create a scope from the arguments of AnswerParser."""
+        self._reasoning = reasoning
+        self._is_reasoning = begins_in_reasoning
+        self._tools = tools
+        self._names = names
         self._source = TextSource()
         self._spans: list[Span] = []
         self._reader = self._read()
         next(self._reader)
 
     def push(self, text: str) -> list[Span]:
-        """Return the spans that are certain once `text` has come."""
+        """Add `text`, and return the spans that are now certain."""
         self._source.feed(text)
         next(self._reader)
         return self._take_spans()
 
     def flush(self) -> list[Span]:
-        """Return the rest of the spans, because the text ends here."""
+        """End the text, and return the remaining spans."""
         self._source.is_ended = True
         for _ in self._reader:
             raise AssertionError("a reader does not wait after the end")
         return self._take_spans()
 
     def _take_spans(self) -> list[Span]:
-        spans, self._spans = self._spans, []
+        spans = self._spans
+        self._spans = []
         return spans
 
     def _emit(self, text: str, is_content: bool) -> None:
@@ -81,7 +84,7 @@ class ContentScope:
         self._emit_held(is_content=False)
 
     def _read_to(self, mark: str, is_content: bool) -> Wait[None]:
-        """Read up to the mark, which is no content, or to the end."""
+        """Read up to and including the mark, which is not content, or to the end."""
         source = self._source
         self._emit_held(is_content)
         while True:
@@ -94,12 +97,16 @@ class ContentScope:
             yield
 
     def _read_begin(self, tools: ToolFormat) -> Wait[bool]:
-        """Read until it is certain whether the answer is calls or content. Return True for content."""
-        source, parser, text = self._source, AnswerParser(None, False, tools, self._names), ""
-        source.held, held = [], source.held
+        """Read until the answer is known to be calls or content. Return True for content."""
+        source = self._source
+        parser = AnswerParser(None, False, tools, self._names)
+        text = ""
+        held = source.held
+        source.held = []
         while True:
             new = "".join(held) + source.take_all()
-            text, held = text + new, []
+            text += new
+            held = []
             pieces = parser.flush() if source.is_ended else parser.push(new)
             if pieces or source.is_ended:
                 is_content = not pieces or isinstance(pieces[0], ContentText)

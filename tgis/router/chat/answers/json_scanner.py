@@ -1,9 +1,9 @@
-"""Finds the end of a JSON value in a text that comes in parts, without memory of its depth."""
+"""Finds the end of a JSON value in a text that arrives in pieces, with constant memory at any depth."""
 
 import re
 
 BEGINS = frozenset('{["-0123456789tfn')
-"""Characters that values begin with."""
+"""First characters of values."""
 
 _STRUCTURE = re.compile(r'["{}\[\]]')
 _STRING = re.compile(r'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
@@ -11,7 +11,7 @@ _SCALAR = re.compile(r"[^,\]}\s]*+")
 
 
 class JsonScanner:
-    """Scanner of one value. It counts brackets of both kinds together, and takes scalars as they are."""
+    """Scanner of one value. It counts both kinds of brackets together and does not validate scalars."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -20,7 +20,7 @@ class JsonScanner:
         self._depth = 0
 
     def scan(self, text: str, start: int) -> int:
-        """Return where the value, or what `text` has of it from `start` on, ends."""
+        """Return the end of the value, or of its part in `text`, from `start` on."""
         position = start
         while position < len(text) and not self.is_done:
             if self._in_string:
@@ -33,10 +33,10 @@ class JsonScanner:
         return position
 
     def _scan_structure(self, text: str, position: int) -> int:
-        found = _STRUCTURE.search(text, position)
-        if found is None:
+        token = _STRUCTURE.search(text, position)
+        if token is None:
             return len(text)
-        match found[0]:
+        match token[0]:
             case '"':
                 self._in_string = True
             case "{" | "[":
@@ -44,15 +44,15 @@ class JsonScanner:
             case _:
                 self._depth -= 1
                 self.is_done = not self._depth
-        return found.end()
+        return token.end()
 
     def _scan_string(self, text: str, position: int) -> int:
         if self._is_escaped:
             self._is_escaped = False
             return position + 1
-        found = _STRING.match(text, position)
-        assert found is not None, "the pattern matches the empty text"
-        end = found.end()
+        match = _STRING.match(text, position)
+        assert match is not None, "the pattern matches the empty text"
+        end = match.end()
         if end == len(text):
             return end
         if text[end] == '"':
@@ -63,7 +63,7 @@ class JsonScanner:
         return end + 1
 
     def _scan_scalar(self, text: str, position: int) -> int:
-        found = _SCALAR.match(text, position)
-        assert found is not None, "the pattern matches the empty text"
-        self.is_done = found.end() < len(text)
-        return found.end()
+        match = _SCALAR.match(text, position)
+        assert match is not None, "the pattern matches the empty text"
+        self.is_done = match.end() < len(text)
+        return match.end()

@@ -1,4 +1,4 @@
-"""Reads a text, in parts of any size, as the pieces of an answer."""
+"""Parses a text, which arrives in pieces of any size, into the parts of an answer."""
 
 from collections.abc import Set
 
@@ -9,7 +9,7 @@ from tgis.router.chat.formats.types import ReasoningFormat, ToolFormat
 
 
 class AnswerParser:
-    """Parser of one answer. The joined pieces do not depend on how the text is split into parts."""
+    """Parser of one answer. The joined result does not depend on how the text is split."""
 
     def __init__(
         self,
@@ -18,11 +18,12 @@ class AnswerParser:
         tools: ToolFormat | None = None,
         names: Set[str] = frozenset(),
     ) -> None:
-        """Create a parser. Without a format, its marks are content. `begins_in_reasoning` says that the
-        prompt has begun the reasoning. Calls of functions whose name is not in `names` are content."""
+        """Create a parser. Without a format, its marks are content. `begins_in_reasoning` means that the
+        prompt has begun the reasoning. Calls of functions that are not in `names` are content."""
         self.is_reasoning = begins_in_reasoning
-        """True from the begin of the reasoning, once it is read, until its end."""
-        self._reasoning, self._tools = reasoning, tools
+        """True while the text is reasoning."""
+        self._reasoning = reasoning
+        self._tools = tools
         self._pieces: list[Piece] = []
         self._source = TextSource()
         self._is_after_call = False
@@ -30,20 +31,21 @@ class AnswerParser:
         next(self._reader)
 
     def push(self, text: str) -> list[Piece]:
-        """Return the pieces that are certain once `text` has come."""
+        """Add `text`, and return the pieces that are now certain."""
         self._source.feed(text)
         next(self._reader)
         return self._take_pieces()
 
     def flush(self) -> list[Piece]:
-        """Return the rest of the pieces, because the text ends here."""
+        """End the text, and return the remaining pieces."""
         self._source.is_ended = True
         for _ in self._reader:
             raise AssertionError("a reader does not wait after the end")
         return self._take_pieces()
 
     def _take_pieces(self) -> list[Piece]:
-        pieces, self._pieces = self._pieces, []
+        pieces = self._pieces
+        self._pieces = []
         return pieces
 
     def _emit(self, piece: Piece) -> None:
@@ -97,7 +99,7 @@ class AnswerParser:
             text = ""
 
     def _read_content(self, trigger: str, keeps_rest: bool) -> Wait[bool]:
-        """Read content up to the trigger, which is held. Return False if the text ends without it."""
+        """Read content up to the trigger, and hold the trigger. Return False if the text ends without it."""
         source = self._source
         while True:
             text = source.take_before(trigger)
@@ -111,20 +113,22 @@ class AnswerParser:
             yield
 
     def _read_calls(self, format: ToolFormat, calls: CallReader) -> Wait[None]:
-        """Read calls from after the trigger on, and content if they are none."""
-        source, (begin, end), separator = self._source, format.section, format.between.strip(SPACE)
+        """Read the calls after the trigger. Text that is no call is content."""
+        source = self._source
+        begin, end = format.section
+        separator = format.between.strip(SPACE)
         before = format.call[0] if begin else format.call[0][1:]
-        goes_on = yield from source.has_all(begin[1:])
-        while goes_on and (yield from source.has_all(before)) and (yield from calls.read()):
+        has_more = yield from source.has_all(begin[1:])
+        while has_more and (yield from source.has_all(before)) and (yield from calls.read()):
             self._is_after_call = True
             if end and (yield from source.has_all(end, may_be_cut=True)):
                 source.held.clear()
                 return
-            goes_on = bool(end) and (yield from source.has_all((separator,)))
+            has_more = bool(end) and (yield from source.has_all((separator,)))
         self._give_back()
 
     def _read_only_calls(self, format: ToolFormat, calls: CallReader) -> Wait[None]:
-        """Read an answer that is calls, or else content."""
+        """Read an answer that consists of calls, or else is content."""
         source = self._source
         yield from source.has_all((format.optional_mark,))
         yield from source.skip_space()
@@ -142,7 +146,7 @@ class AnswerParser:
             yield
 
     def _give_back(self) -> None:
-        """Make content of what is held, because it was no call."""
+        """Emit the held text as content, because it is not a call."""
         text = "".join(self._source.held)
         self._source.held.clear()
         if text.strip(SPACE):
@@ -150,8 +154,9 @@ class AnswerParser:
         self._emit_content(text)
 
     def _emit_content(self, text: str) -> None:
-        """Emit content, and hold the white space at its end, which is none if a call follows."""
-        held, content = self._source.held, text.rstrip(SPACE)
+        """Emit content, and hold the white space at its end, which is not content if a call follows."""
+        held = self._source.held
+        content = text.rstrip(SPACE)
         if content:
             self._is_after_call = False
             self._pieces.append(ContentText("".join((*held, content)) if held else content))
@@ -160,6 +165,6 @@ class AnswerParser:
             held.append(text[len(content) :])
 
     def _emit_space(self) -> None:
-        """Emit the white space that is held, unless it follows calls."""
+        """Emit the held white space, unless it follows calls."""
         if self._source.held and not self._is_after_call:
             self._emit(ContentText("".join(self._source.held)))

@@ -1,4 +1,4 @@
-"""Pieces of an answer, in the order in which a model writes them."""
+"""Pieces of an answer, in the order of the model's text."""
 
 from collections.abc import Iterable
 from itertools import groupby
@@ -14,13 +14,13 @@ class ContentText(NamedTuple):
 
 
 class CallBegin(NamedTuple):
-    """Begin of a call. The texts of its arguments follow, before anything else."""
+    """Beginning of a call. The pieces of its arguments follow immediately."""
 
     name: str
 
 
 class CallArguments(NamedTuple):
-    """Part of the arguments' JSON, as the model has written it."""
+    """Part of the arguments' JSON, as written by the model."""
 
     text: str
 
@@ -29,7 +29,7 @@ Piece = ReasoningText | ContentText | CallBegin | CallArguments
 
 
 def join_pieces(pieces: Iterable[Piece]) -> list[Piece]:
-    """Join the texts of neighbours of one kind. Begins of calls stay as they are."""
+    """Join the texts of adjacent pieces of one kind. CallBegin pieces are unchanged."""
     joined: list[Piece] = []
     for kind, neighbours in groupby(pieces, type):
         if kind is CallBegin:

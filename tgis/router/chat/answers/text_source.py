@@ -1,4 +1,4 @@
-"""Reads a text that comes in parts. What it reads does not depend on how the text is split."""
+"""Reads a text that arrives in pieces. The result does not depend on how the text is split."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from tgis.router.chat.formats.types import Parts
 
 T = TypeVar("T")
 Wait = Generator[None, None, T]
-"""Reader that returns T. It yields until more of the text, or its end, has come."""
+"""Generator that returns T. It yields when it needs more text or the end of the text."""
 
 SPACE = " \t\r\n"
 _SPACES = re.compile(r"[ \t\r\n]*+")
@@ -18,22 +18,24 @@ _ID = re.compile(r"[A-Za-z0-9_-]*+")
 
 
 class TextSource:
-    """Text of an answer. Methods that return `Wait` hold what they read."""
+    """Text of an answer. Methods that return `Wait` hold the text that they read."""
 
     def __init__(self) -> None:
         self.held: list[str] = []
-        """Text that was read, and that is content if no call follows."""
+        """Text that was read and becomes content if no call follows."""
         self.is_ended = False
-        self._text, self._position = "", 0
+        self._text = ""
+        self._position = 0
 
     def feed(self, text: str) -> None:
-        self._text, self._position = self._text[self._position :] + text, 0
+        self._text = self._text[self._position :] + text
+        self._position = 0
 
     def take_all(self) -> str:
         return self._take(len(self._text))
 
     def take_before(self, mark: str) -> str:
-        """Return the text before the mark, or before what may be its begin."""
+        """Return the text before the mark, or before a possible beginning of it."""
         index = self._text.find(mark[0], self._position)
         if index >= 0:
             index = self._text.find(mark, index)
@@ -41,7 +43,7 @@ class TextSource:
         return self.take_all() if index < 0 else self._take(index)
 
     def has_next(self, part: str) -> bool:
-        """Return True, and hold the part, if it comes next. To be called when enough text has come."""
+        """Hold the part and return True if it comes next. Call this only when enough text has arrived."""
         if not self._text.startswith(part, self._position):
             return False
         self._hold(self._position + len(part))
@@ -53,8 +55,8 @@ class TextSource:
         return self.has_next(part)
 
     def has_all(self, parts: Parts, may_be_cut: bool = False) -> Wait[bool]:
-        """Return True if the parts follow, with any white space before each; with `may_be_cut` also if the
-        text ends within them."""
+        """Return True if the parts come next, with any white space before each. With `may_be_cut`, also
+        return True if the text ends within them."""
         for part in parts:
             yield from self.skip_space()
             if not (yield from self.has(part.strip(SPACE))):
@@ -62,11 +64,11 @@ class TextSource:
         return True
 
     def has_any(self, texts: tuple[str, ...]) -> Wait[str | None]:
-        """Return the longest of the texts that comes next."""
+        """Return the longest of the texts that comes next, or None."""
         while any(self._is_short_of(text) for text in texts):
             yield
-        found = [text for text in texts if self._text.startswith(text, self._position)]
-        longest = max(found, key=len, default=None)
+        matches = [text for text in texts if self._text.startswith(text, self._position)]
+        longest = max(matches, key=len, default=None)
         self._hold(self._position + len(longest or ""))
         return longest
 
@@ -77,14 +79,14 @@ class TextSource:
         yield from self._skip(_ID)
 
     def begins_value(self) -> Wait[str]:
-        """Return the first character of the JSON value that comes next; nothing if none comes."""
+        """Return the first character of the JSON value that comes next, or an empty string."""
         while self._position == len(self._text) and not self.is_ended:
             yield
         first = self._text[self._position : self._position + 1]
         return first if first in BEGINS else ""
 
     def value(self, sink: Callable[[str], None]) -> Wait[bool]:
-        """Give the JSON value that comes next to `sink`, as it comes. Return True if it is whole."""
+        """Pass the JSON value that comes next to `sink`, piece by piece. Return True if it is complete."""
         scanner = JsonScanner()
         while True:
             end = scanner.scan(self._text, self._position)
@@ -95,7 +97,7 @@ class TextSource:
             yield
 
     def string(self) -> Wait[str | None]:
-        """Return the JSON string that comes next; None if there is none, or it is not valid."""
+        """Return the JSON string that comes next, or None if there is no valid one."""
         if (yield from self.begins_value()) != '"':
             return None
         parts: list[str] = []
@@ -108,27 +110,28 @@ class TextSource:
 
     def _skip(self, pattern: re.Pattern[str]) -> Wait[None]:
         while True:
-            found = pattern.match(self._text, self._position)
-            assert found is not None, "the pattern matches the empty text"
-            self._hold(found.end())
+            match = pattern.match(self._text, self._position)
+            assert match is not None, "the pattern matches the empty text"
+            self._hold(match.end())
             if self._position < len(self._text) or self.is_ended:
                 return
             yield
 
     def _is_short_of(self, part: str) -> bool:
-        """Return True if the text that has come is a begin of the part."""
+        """Return True if the unread text is a proper prefix of the part."""
         length = len(self._text) - self._position
         return not self.is_ended and length < len(part) and part.startswith(self._text[self._position :])
 
     def _ends_within(self, part: str) -> bool:
-        """Return True, and hold the rest of the text, if it ends with a begin of the part."""
+        """Hold the rest of the text and return True if the text ends with it and it is a prefix of the
+        part."""
         if not self.is_ended or not part.startswith(self._text[self._position :]):
             return False
         self._hold(len(self._text))
         return True
 
     def _find_begin(self, mark: str) -> int:
-        """Return where the text that has come ends with a begin of the mark, or its end."""
+        """Return the start of a prefix of the mark at the end of the text, or the end of the text."""
         length = len(self._text)
         if self.is_ended:
             return length

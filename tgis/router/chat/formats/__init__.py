@@ -1,1 +1,1 @@
-"""Describes how models write calls of tools and reasoning: a file for each kind of model."""
+"""Formats in which models write tool calls and reasoning, one file per kind of model."""

@@ -1,9 +1,11 @@
-"""Calls of DeepSeek's models. Those of version 3 put the arguments between fences."""
+"""Tool calls of DeepSeek models. Version 3 writes the arguments in a fenced code block."""
 
 from tgis.router.chat.formats.types import NamedCall, ToolFormat
 
 _SECTION = (("<｜tool▁calls▁begin｜>",), ("<｜tool▁calls▁end｜>",))
-_BEGIN, _SEPARATOR, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+_BEGIN = "<｜tool▁call▁begin｜>"
+_SEPARATOR = "<｜tool▁sep｜>"
+_END = "<｜tool▁call▁end｜>"
 
 DEEPSEEK_V3 = ToolFormat(
     "deepseek_v3",

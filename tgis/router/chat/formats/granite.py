@@ -1,4 +1,4 @@
-"""Calls and reasoning of Granite 3."""
+"""Tool calls and reasoning of Granite 3."""
 
 from tgis.router.chat.formats.types import JsonCall, ReasoningFormat, ToolFormat
 

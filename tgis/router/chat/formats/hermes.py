@@ -1,4 +1,4 @@
-"""Calls of Hermes, Qwen 2.5 and 3, and Granite 4."""
+"""Tool calls of Hermes, Qwen 2.5 and 3, and Granite 4."""
 
 from tgis.router.chat.formats.types import JsonCall, ToolFormat
 

@@ -1,5 +1,4 @@
-"""Calls that are demanded of a model whose own form of them is not known. The grammar alone makes it write
-them."""
+"""Required tool calls of a model whose own format is unknown. Only the grammar makes the model write them."""
 
 from tgis.router.chat.formats.types import JsonCall, ToolFormat
 

@@ -1,4 +1,4 @@
-"""Calls of Llama 3.1 and later."""
+"""Tool calls of Llama 3.1 and later."""
 
 from tgis.router.chat.formats.types import JsonCall, ToolFormat
 

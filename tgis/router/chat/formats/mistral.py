@@ -1,4 +1,5 @@
-"""Calls and reasoning of Mistral's models. From version 11 of their tokenizer on, a call is not all JSON."""
+"""Tool calls and reasoning of Mistral models. Since version 11 of their tokenizer, only the arguments are
+JSON."""
 
 from tgis.router.chat.formats.types import JsonCall, NamedCall, ReasoningFormat, ToolFormat
 

@@ -1,4 +1,4 @@
-"""Calls of Phi-4-mini, in the two forms in which it is asked for them."""
+"""Tool calls of Phi-4-mini, in the two formats that prompts request."""
 
 from tgis.router.chat.formats.types import JsonCall, ToolFormat
 

@@ -1,4 +1,4 @@
-"""Lists all formats, and chooses those of the served model."""
+"""Lists all formats and chooses the formats of the served model."""
 
 from typing import NamedTuple, TypeVar
 
@@ -12,7 +12,8 @@ from tgis.router.chat.formats.think import THINK
 from tgis.router.chat.formats.types import ReasoningFormat, ToolFormat
 from tgis.router.errors import StartupError
 
-AUTO, NONE = "auto", "none"
+AUTO = "auto"
+NONE = "none"
 TOOL_FORMATS = (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
@@ -24,23 +25,23 @@ TOOL_FORMATS = (
     GRANITE,
     LLAMA3,
 )
-"""The first whose texts a template has is the model's."""
+"""Tool formats in order of precedence: the first one whose texts are in the template is used."""
 REASONING_FORMATS = (MISTRAL_REASONING, GRANITE_REASONING, THINK)
 
 _Format = TypeVar("_Format", bound=ToolFormat | ReasoningFormat)
 
 
 class ChatFormats(NamedTuple):
-    """Formats of the served model; None where it has none, or none is known."""
+    """Formats of the served model; None for a format that is unknown or does not exist."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
 
 
 def choose_formats(template_text: str | None, tool_parser: str, reasoning_parser: str) -> ChatFormats:
-    """Return the formats that the options name, or that the texts of the template show.
+    """Return the formats that the options name, or that are detected in the template.
 
-    Raises StartupError if an option names none."""
+    Raises StartupError for an unknown name."""
     return ChatFormats(
         _choose(TOOL_FORMATS, template_text, tool_parser, "--tool-call-parser"),
         _choose(REASONING_FORMATS, template_text, reasoning_parser, "--reasoning-parser"),
@@ -52,9 +53,9 @@ def _choose(formats: tuple[_Format, ...], template_text: str | None, name: str, 
         return None
     if name == AUTO:
         text = template_text or ""
-        return next((one for one in formats if all(part in text for part in one.in_template)), None)
-    found = [one for one in formats if name in (one.name, *one.other_names)]
-    if not found:
-        known = ", ".join((AUTO, NONE, *(one.name for one in formats)))
+        return next((each for each in formats if all(part in text for part in each.in_template)), None)
+    matches = [each for each in formats if name in (each.name, *each.other_names)]
+    if not matches:
+        known = ", ".join((AUTO, NONE, *(each.name for each in formats)))
         raise StartupError(f"{flag} {name} is not known; it may be one of {known}")
-    return found[0]
+    return matches[0]

@@ -1,29 +1,29 @@
-"""Form of a description of how a kind of model writes calls of tools, and reasoning."""
+"""Types that describe how a kind of model writes tool calls and reasoning."""
 
 from dataclasses import dataclass
 
 Parts = tuple[str, ...]
-"""Texts that follow each other, with the white space that the model writes around them, which the grammar of
-answers demands. Readers ignore it: they allow any white space before and after each text."""
+"""Consecutive texts with the model's white space around them. The grammar requires this white space; parsers
+allow any white space around each text."""
 
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """Reasoning comes first in an answer, between two marks."""
+    """Format of reasoning, which comes first in an answer, between two marks."""
 
     name: str
     begin: str
-    """Mark before the reasoning. Some templates write it, and then it ends the prompt."""
+    """Mark before the reasoning. Some templates write it at the end of the prompt."""
     end: str
     in_template: Parts
-    """Texts that a template has if its model writes in this format."""
+    """Texts in the template by which this format is detected."""
     other_names: tuple[str, ...] = ()
-    """Names that other servers have for this format."""
+    """Names of this format in other servers."""
 
 
 @dataclass(frozen=True)
 class JsonCall:
-    """A call is a JSON object of the function's name and its arguments."""
+    """Call that is a JSON object with the function's name and its arguments."""
 
     name_key: str = "name"
     arguments_key: str = "arguments"
@@ -31,33 +31,33 @@ class JsonCall:
 
 @dataclass(frozen=True)
 class NamedCall:
-    """A call is the function's name, a separator and the arguments as a JSON object."""
+    """Call that is the function's name, a separator and the arguments as a JSON object."""
 
     separator: str
     id_mark: str = ""
-    """Mark with an id of the call that models may write between the name and the separator."""
+    """Mark before an optional call id between the name and the separator."""
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """Calls come last in an answer: `section[0]`, calls with `between` between each two, `section[1]`. Each
-    call is `call[0]`, its body, `call[1]`. The first part before a call or a section, if there is one, ends
-    the text before the calls."""
+    """Format of calls, which come last in an answer: `section[0]`, calls separated by `between`,
+    `section[1]`. Each call is `call[0]`, its body, `call[1]`. The first part of the section or call, if any,
+    ends the text before the calls."""
 
     name: str
     body: JsonCall | NamedCall
     in_template: Parts
-    """Texts that a template has if its model writes in this format."""
+    """Texts in the template by which this format is detected."""
     section: tuple[Parts, Parts] = ((), ())
     call: tuple[Parts, Parts] = ((), ())
     between: str = ""
     has_short_ids: bool = False
-    """True if the template demands ids of calls that are 9 letters and digits."""
+    """True if the template requires call ids of 9 letters and digits."""
     optional_mark: str = ""
-    """Mark that may come before the calls. Only a format without parts before its calls has one; the calls
-    are then the whole answer."""
+    """Optional mark before the calls, for formats without parts before their calls. In these, the calls are
+    the whole answer."""
     other_names: tuple[str, ...] = ()
-    """Names that other servers have for this format."""
+    """Names of this format in other servers."""
 
     @property
     def trigger(self) -> str | None:
@@ -67,5 +67,5 @@ class ToolFormat:
 
     @property
     def has_end(self) -> bool:
-        """True if a mark ends the calls, so that text after them can be told from them."""
+        """True if a mark ends the calls, so that text after them can be recognized."""
         return bool(self.section[1] or self.call[1])

@@ -1,1 +1,1 @@
-"""JSON schemas as the grammar library can keep them: what it gets wrong is put another way or refused."""
+"""Adapts JSON schemas to the grammar library: parts that it handles wrongly are rewritten or rejected."""

@@ -1,4 +1,4 @@
-"""Takes out of a JSON schema that is not strict what no grammar can be made of, and nothing else."""
+"""Removes from a JSON schema that is not strict the parts that a grammar cannot express."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,15 +12,15 @@ TYPES = frozenset("array boolean integer null number object string".split())
 
 
 def loosen(schema: Any, is_regex: Callable[[str], bool]) -> Any:
-    """Return a schema without keywords of wrong values, regexes that are not `is_regex`, and references that
-    lead nowhere. It may be changed in place."""
+    """Return the schema without keywords with invalid values, unsupported regexes and dangling references.
+    The schema may be modified in place."""
     if not isinstance(schema, dict | bool):
         return {}
     for part in list_subschemas(schema):
         _drop_wrong_values(part)
         _drop_regexes(part, is_regex)
         _drop_numbers(part)
-        if not _is_found(schema, part.get("$ref")):
+        if not _is_resolvable(schema, part.get("$ref")):
             del part["$ref"]
     return schema
 
@@ -28,8 +28,8 @@ def loosen(schema: Any, is_regex: Callable[[str], bool]) -> Any:
 def _drop_wrong_values(schema: Schema) -> None:
     if isinstance(types := schema.get("type"), list):
         schema["type"] = [each for each in types if each in TYPES]
-    for key, is_right in _IS_RIGHT.items():
-        if key in schema and not is_right(schema[key]):
+    for key, is_valid in _IS_VALID.items():
+        if key in schema and not is_valid(schema[key]):
             del schema[key]
     for key in ("properties", "patternProperties", "$defs", "definitions"):
         for name, value in schema.get(key, {}).items():
@@ -41,13 +41,13 @@ def _drop_regexes(schema: Schema, is_regex: Callable[[str], bool]) -> None:
         del schema["pattern"]
     patterns = schema.get("patternProperties", {})
     if not all(map(is_regex, patterns)):
-        # What the names must match is unknown, and so is what others must.
+        # Without a valid pattern, it is unknown which properties are additional.
         del schema["patternProperties"]
         schema.pop("additionalProperties", None)
 
 
 def _drop_numbers(schema: Schema) -> None:
-    """Remove values and bounds that cannot be kept."""
+    """Remove values and bounds that the library cannot represent."""
     for keys in (("const",), ("enum",), ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         kept = {key: schema[key] for key in (*keys, "type") if key in schema}
         try:
@@ -57,22 +57,22 @@ def _drop_numbers(schema: Schema) -> None:
                 schema.pop(key, None)
 
 
-def _is_found(root: Any, reference: object) -> bool:
-    """Return True for a pointer into the schema itself, and if there is no reference."""
+def _is_resolvable(root: Any, reference: object) -> bool:
+    """Return True for a pointer into the schema itself, and for no reference."""
     if reference is None:
         return True
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         return False
-    found = root
+    target = root
     for part in reference.split("/")[1:]:
         name = unquote(part).replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-            found = found[int(name)]
-        elif isinstance(found, dict) and name in found:
-            found = found[name]
+        if isinstance(target, list) and name.isdecimal() and int(name) < len(target):
+            target = target[int(name)]
+        elif isinstance(target, dict) and name in target:
+            target = target[name]
         else:
             return False
-    return _is_schema(found)
+    return _is_schema(target)
 
 
 def _is_schema(value: object) -> bool:
@@ -115,7 +115,7 @@ def _are_values(value: object) -> bool:
     return isinstance(value, list) and bool(value)
 
 
-_IS_RIGHT: Mapping[str, Callable[[object], bool]] = {
+_IS_VALID: Mapping[str, Callable[[object], bool]] = {
     "type": _is_type,
     "required": _are_texts,
     "enum": _are_values,

@@ -1,6 +1,6 @@
-"""Numbers of JSON schemas. The grammar library holds them as float64 and 64-bit integers, and it keeps some
-ranges wrongly. Bounds that it cannot hold are moved inwards, so that every number that is generated is valid;
-values that it cannot write are refused."""
+"""Numbers in JSON schemas. The grammar library stores them as float64 and 64-bit integers, and handles some
+ranges wrongly. Bounds that it cannot represent are moved inwards, so that every generated number is valid;
+values that it cannot write are rejected."""
 
 import math
 from decimal import Decimal
@@ -9,53 +9,56 @@ from typing import Any
 from tgis.router.grammar.errors import InvalidGrammarError
 from tgis.router.grammar.json_schema.subschemas import Schema
 
-# The library writes no integers of 19 digits where a range has only the bound that is nearer to 0.
-MAX_BOUND, MAX_INNER_BOUND = 9_200_000_000_000_000_000, 10**18 - 1
+# The library writes no integers of 19 digits if a range has only the bound that is nearer to 0.
+MAX_BOUND = 9_200_000_000_000_000_000
+MAX_INNER_BOUND = 10**18 - 1
 MAX_EXACT = 2**53
-# Distance from an exclusive bound at which a range begins where the library would let the bound in.
+# Distance by which an exclusive bound is moved if the library would include the bound.
 INWARDS = Decimal("1e-9")
-LOWER, UPPER = "minimum", "maximum"
+LOWER = "minimum"
+UPPER = "maximum"
 _EXCLUSIVE = {LOWER: "exclusiveMinimum", UPPER: "exclusiveMaximum"}
 
 
 def make_exact(schema: Schema) -> None:
-    """Change the bounds of a schema's own numbers. Raises InvalidGrammarError for what is not possible."""
+    """Adapt the bounds of a schema's own numbers. Raises InvalidGrammarError if that is impossible."""
     for value in [schema.get("const"), *_list(schema.get("enum"))]:
         _check_value(value)
-    lower, upper = _bound(schema, LOWER), _bound(schema, UPPER)
+    lower = _bound(schema, LOWER)
+    upper = _bound(schema, UPPER)
     if lower is None and upper is None:
         return
     if _is_integer(schema):
         lower, upper = _to_integers(lower, upper)
     else:
-        lower, upper = _keep_out(lower, upper)
+        lower, upper = _exclude_bounds(lower, upper)
     for key in (LOWER, UPPER, *_EXCLUSIVE.values()):
         schema.pop(key, None)
     for key, bound in ((LOWER, lower), (UPPER, upper)):
         if bound is not None:
             value, is_exclusive = bound
-            schema[_EXCLUSIVE[key] if is_exclusive else key] = _hold(value, key)
+            schema[_EXCLUSIVE[key] if is_exclusive else key] = _represent(value, key)
 
 
 Bound = tuple[Decimal, bool]
-"""A bound, and whether it is exclusive."""
+"""Bound, and whether it is exclusive."""
 
 
 def _bound(schema: Schema, key: str) -> Bound | None:
-    """Return the tighter one of an inclusive and an exclusive bound."""
-    found = [
+    """Return the tighter of the inclusive and the exclusive bound."""
+    bounds = [
         (_decimal(schema[name]), is_exclusive)
         for name, is_exclusive in ((key, False), (_EXCLUSIVE[key], True))
         if _is_number(schema.get(name))
     ]
-    if not found:
+    if not bounds:
         return None
     sign = 1 if key == LOWER else -1
-    return max(found, key=lambda bound: (sign * bound[0], bound[1]))
+    return max(bounds, key=lambda bound: (sign * bound[0], bound[1]))
 
 
 def _to_integers(lower: Bound | None, upper: Bound | None) -> tuple[Bound | None, Bound | None]:
-    """Return inclusive bounds of integers."""
+    """Convert bounds to inclusive bounds of integers."""
     if lower is not None:
         value, is_exclusive = lower
         lower = Decimal(math.floor(value) + 1 if is_exclusive else math.ceil(value)), False
@@ -65,10 +68,11 @@ def _to_integers(lower: Bound | None, upper: Bound | None) -> tuple[Bound | None
     return lower, upper
 
 
-def _keep_out(lower: Bound | None, upper: Bound | None) -> tuple[Bound | None, Bound | None]:
-    """Return bounds of which the library lets no exclusive one in.
+def _exclude_bounds(lower: Bound | None, upper: Bound | None) -> tuple[Bound | None, Bound | None]:
+    """Return bounds such that the library excludes the exclusive ones.
 
-    It does if an exclusive bound is an integer, and the other bound has the same integer part."""
+    The library includes an exclusive bound if it is an integer and the other bound has the same integer
+    part."""
     if lower is None or upper is None or lower[0] >= upper[0]:
         return lower, upper
     if lower[1] and _is_whole(lower[0]) and math.trunc(upper[0]) == lower[0]:
@@ -78,26 +82,26 @@ def _keep_out(lower: Bound | None, upper: Bound | None) -> tuple[Bound | None, B
     return lower, upper
 
 
-def _hold(value: Decimal, key: str) -> int | float:
-    """Return the bound that the library can hold and that is no wider. Raises InvalidGrammarError."""
-    sign = 1 if key == LOWER else -1  # of the direction inwards
+def _represent(value: Decimal, key: str) -> int | float:
+    """Return the nearest bound inwards that the library can represent. Raises InvalidGrammarError."""
+    sign = 1 if key == LOWER else -1  # direction inwards
     value = max(sign * value, Decimal(-MAX_BOUND)) * sign
     if not _is_whole(value):
         return float(value)
-    held = int(value)
-    if abs(held) > MAX_EXACT:
-        held = int(float(held))
-        while sign * held < sign * value:
-            held = int(math.nextafter(float(held), sign * math.inf))
-    if sign * held > MAX_INNER_BOUND:
+    bound = int(value)
+    if abs(bound) > MAX_EXACT:
+        bound = int(float(bound))
+        while sign * bound < sign * value:
+            bound = int(math.nextafter(float(bound), sign * math.inf))
+    if sign * bound > MAX_INNER_BOUND:
         raise InvalidGrammarError(
             f"{key} {_show(value)} is not possible: numbers of more than 18 digits cannot be required"
         )
-    return held
+    return bound
 
 
 def _check_value(value: Any) -> None:
-    """Raise InvalidGrammarError for an integer of which the library would write other digits."""
+    """Raise InvalidGrammarError for an integer that the library would write with wrong digits."""
     if type(value) is int and abs(value) > MAX_EXACT and int(Decimal(repr(float(value)))) != value:
         raise InvalidGrammarError(
             f"the value {_show(Decimal(value))} is not possible: integers beyond 2^53 are not written exactly"

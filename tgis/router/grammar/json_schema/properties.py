@@ -1,19 +1,19 @@
-"""Patterns of property names beside listed names."""
+"""Patterns of property names in addition to listed names."""
 
 import re
 
 from tgis.router.grammar.json_schema.subschemas import Schema
 
-# A pattern of a few names: ^name$ or ^(name|other)$.
+# Pattern that lists a few names: ^name$ or ^(name|other)$.
 _NAMES = re.compile(r"\^(?:\((?:\?:)?)?([\w \-]*(?:\|[\w \-]*)*)(?:\))?\$")
 MAX_NAMES = 64
 
 
 def list_named_properties(schema: Schema) -> None:
-    """Turn patterns that only a few names match into properties of these names.
+    """Replace patterns that match only a few names by properties with these names.
 
-    The grammar library writes a listed name by its own rule and all others by the pattern. If all names of
-    the pattern are listed or required, it would begin another one and find none."""
+    The grammar library has a rule for each listed name and one for all other names that match the pattern. If
+    all names of the pattern were listed or required, it could begin another name and never complete it."""
     patterns = schema.get("patternProperties")
     if not isinstance(patterns, dict) or not isinstance(schema.get("properties", {}), dict):
         return
@@ -28,9 +28,9 @@ def list_named_properties(schema: Schema) -> None:
 
 
 def _read_names(pattern: str) -> list[str] | None:
-    """Return the names that a pattern matches; None if they are not a few, each spelled out."""
-    found = _NAMES.fullmatch(pattern)
-    if found is None or ("|" in found[1]) != ("(" in pattern):
+    """Return the names that a pattern lists; None if it is no list of names, or a long one."""
+    match = _NAMES.fullmatch(pattern)
+    if match is None or ("|" in match[1]) != ("(" in pattern):
         return None
-    names = list(dict.fromkeys(found[1].split("|")))
+    names = list(dict.fromkeys(match[1].split("|")))
     return names if len(names) <= MAX_NAMES else None

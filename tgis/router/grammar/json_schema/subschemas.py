@@ -1,4 +1,4 @@
-"""Iterates over the schemas that are parts of a JSON schema, not over objects that are data in it."""
+"""Iterates over the subschemas of a JSON schema, but not over objects that are data."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,13 +15,13 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 
 
 def list_subschemas(schema: Any) -> Iterator[Schema]:
-    """Yield the schema and all its parts that are objects, the outer ones first. Callers may change them."""
-    waiting = [schema]
-    while waiting:
-        found = waiting.pop()
-        if isinstance(found, dict):
-            yield found
-            waiting.extend(_parts(found))
+    """Yield the schema and all its subschemas that are objects, outer ones first. Callers may modify them."""
+    pending = [schema]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, dict):
+            yield part
+            pending.extend(_parts(part))
 
 
 def _parts(schema: Schema) -> Iterator[Any]:

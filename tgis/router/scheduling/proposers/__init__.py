@@ -1,1 +1,1 @@
-"""Proposers of draft tokens that the shards verify."""
+"""Proposers of draft tokens, which the shards verify."""

@@ -1,4 +1,4 @@
-"""Proposers of drafts, as the scheduler uses them."""
+"""Interface of draft proposers."""
 
 from typing import Protocol
 
@@ -7,14 +7,14 @@ from tgis.router.sequence import Sequence
 
 
 class Proposer(Protocol):
-    """Decides for one step after the other which sequences get drafts, and how many."""
+    """Decides for each step which sequences get drafts, and how many."""
 
-    def begin(self, num_sequences: int, most: int) -> bool:
-        """Begin a step of `num_sequences` sequences that may have at most `most` drafts together. Return
-        False if none of them should have any."""
+    def begin(self, num_sequences: int, max_drafts: int) -> bool:
+        """Begin a step of `num_sequences` sequences with at most `max_drafts` drafts in total. Return False
+        if none of them should get drafts."""
 
-    def propose(self, sequence: Sequence, most: int) -> Drafts:
-        """Return at most `most` drafts of the sequence's next tokens; a negative number allows none.
+    def propose(self, sequence: Sequence, max_drafts: int) -> Drafts:
+        """Return at most `max_drafts` drafts of the sequence's next tokens; a negative number allows none.
 
-        Token ids join the step only if no token of the sequence is unanswered, because they follow its last
-        one. Otherwise the sequence waits, and is asked again for a later step."""
+        Token ids are part of the step only if the sequence has no unanswered token, because they follow its
+        last token. Otherwise the sequence waits, and this is called again for a later step."""

@@ -1,1 +1,1 @@
-"""The model runner of GPUs: rows and sampling are on the device, and the host runs a step ahead."""
+"""Model runner for GPUs: rows and sampling are on the device, and the host runs one step ahead."""

@@ -1,4 +1,4 @@
-"""Builds the model runner of a device."""
+"""Builds the model runner for a device."""
 
 from collections.abc import Callable
 
@@ -30,10 +30,10 @@ def make_device_runner(
     adapters: LoadedAdapters,
     memory_left: Callable[[], int],
 ) -> DeviceModelRunner:
-    """Make a runner without graphs. The cache's last block is the dummy block, which `info.num_blocks` does
-    not count. `memory_left` returns the bytes of the device that nobody has."""
+    """Build a runner without graphs. The cache's last block is the dummy block, which `info.num_blocks` does
+    not count. `memory_left` returns the free bytes of the device."""
     spec = model.spec
-    assert isinstance(spec, DecoderSpec | EncoderDecoderSpec), "other engines compute on the CPU"
+    assert isinstance(spec, DecoderSpec | EncoderDecoderSpec), "other engines run on the CPU"
     num_blocks = cache.num_blocks - 1
     group_size = spec.num_heads // info.world_size // cache.num_kv_heads
     attention = CudaAttention(cache, kernels, group_size)

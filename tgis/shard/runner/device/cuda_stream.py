@@ -1,4 +1,4 @@
-"""A GPU's stream of work, and captures of it as CUDA graphs."""
+"""CUDA stream of a GPU, and its captures as CUDA graphs."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,12 +15,12 @@ class CudaEvent:
         self._event.record()
 
     def wait(self) -> None:
-        """Wait asleep, and without the interpreter's lock."""
+        """Wait without using the CPU or holding the interpreter lock."""
         self._event.synchronize()
 
 
 class CudaStream:
-    """`DeviceStream` of a GPU, which is torch's current one in every thread that calls it."""
+    """`DeviceStream` of a GPU: torch's current stream in the calling thread."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -38,26 +38,26 @@ class CudaStream:
         return CudaEvent()
 
     def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        if not self._graphs:  # torch frees a pool with its last graph, and takes it for no other
+        if not self._graphs:  # torch frees a pool with its last graph, and cannot use it again
             self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self.device)
         with torch.cuda.stream(self._capturing_stream):
-            with _refuse_waits():
+            with _forbid_waits():
                 work()
             torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()  # graphs cannot use what torch keeps
+            torch.cuda.empty_cache()  # graphs cannot use memory in torch's cache
             graph = self._capture(work)
         self._graphs.add(graph)
         return graph
 
     def _capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        # Other threads may wait for events meanwhile.
+        # "thread_local" allows other threads to wait for events during the capture.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             work()
         except BaseException:
-            with suppress(RuntimeError):  # it fails because of what the work did
+            with suppress(RuntimeError):  # fails because the work has failed
                 graph.capture_end()
             self._release_pool()
             raise
@@ -69,18 +69,19 @@ class CudaStream:
         return graph
 
     def _release_pool(self) -> None:
-        """End the use of the pool by a failed capture. Torch does not, and would release no memory later."""
+        """End a failed capture's use of the pool. Torch does not, and then cannot release memory later."""
         index = torch.cuda.current_device()
-        with suppress(RuntimeError):  # it has ended
+        with suppress(RuntimeError):  # fails if the use has ended already
             torch._C._cuda_endAllocateToPool(index, self._pool)
             torch._C._cuda_releasePool(index, self._pool)
 
 
 @contextmanager
-def _refuse_waits() -> Iterator[None]:
-    """Raise RuntimeError where torch waits for the device. After a capture that failed, torch might not."""
+def _forbid_waits() -> Iterator[None]:
+    """Make torch raise RuntimeError if it waits for the device, before a capture fails for that reason: torch
+    may not recover from a failed capture."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that not every wait raises
+        warnings.simplefilter("ignore")  # torch warns that it does not detect every wait
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield

@@ -1,4 +1,4 @@
-"""The rows' state on a device, and how the host changes it."""
+"""State of rows on a device, and its updates by the host."""
 
 from typing import Generic, NamedTuple, TypeVar
 
@@ -12,28 +12,28 @@ from tgis.shard.runner.device.uploads import Words
 from tgis.shard.runner.row_table import Integers, RowLimits, TokenIds
 from tgis.shard.sampling.sampler import SeenTokens
 
-IN_PROMPT = 1 << 15  # bit of a token's count
-MOST = np.iinfo(np.int32).max
+IN_PROMPT = 1 << 15  # bit in a token's count
+MAX_WORD = np.iinfo(np.int32).max
 
 Array = TypeVar("Array", Words, Tensor)
 
 
 class RowUpdates(NamedTuple, Generic[Array]):
-    """Changes of rows, int32, on the host or on the device."""
+    """Updates of rows, int32, on the host or on the device."""
 
-    rows: Array  # [num_rows], whose words are replaced
+    rows: Array  # [num_rows], rows whose words are replaced
     words: Array  # [num_rows, len(Word)]
     opened_rows: Array  # [num_opened]
     stop_ids: Array  # [num_opened, MAX_STOP_IDS]
     cross_blocks: Array  # [num_cross_blocks, 3]: row, index in its table, block
-    unbiased_rows: Array  # [any], whose biases are removed, before those that follow
-    biases: Array  # [num_biases, 4]: row, place, token id, bits of the bias
-    uncounted_rows: Array  # [any], whose counts are set to 0, before those that follow
+    unbiased_rows: Array  # [any], rows whose biases are removed before `biases` are added
+    biases: Array  # [num_biases, 4]: row, index, token id, bits of the bias
+    uncounted_rows: Array  # [any], rows whose counts are reset to 0 before `counts` are set
     counts: Array  # [num_counts, 3]: row, token id, count, as in `RowState.token_counts`
 
 
 def allocate_rows(max_rows: int, limits: RowLimits, dummy_block: int, device: torch.device) -> RowState:
-    """Allocate the state of rows, of which the last one is idle."""
+    """Allocate the state of the rows. The last row is the idle row."""
 
     def table(width: int, value: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.full((max_rows + 1, width), value, dtype=dtype, device=device)
@@ -63,18 +63,18 @@ def allocate_rows(max_rows: int, limits: RowLimits, dummy_block: int, device: to
 
 
 def apply_updates(updates: RowUpdates[Tensor], state: RowState) -> None:
-    """Change the rows' state. Waits for nothing."""
+    """Apply updates to the rows' state without waiting."""
     state.words.index_copy_(0, updates.rows.long(), updates.words)
     if len(updates.opened_rows):
         state.stop_ids.index_copy_(0, updates.opened_rows.long(), updates.stop_ids)
     if len(updates.cross_blocks):
-        rows, places, blocks = updates.cross_blocks.unbind(1)
-        state.cross_tables.index_put_((rows.long(), places.long()), blocks)
+        rows, indices, blocks = updates.cross_blocks.unbind(1)
+        state.cross_tables.index_put_((rows.long(), indices.long()), blocks)
     if len(updates.unbiased_rows):
         state.bias_token_ids.index_fill_(0, updates.unbiased_rows.long(), -1)
     if len(updates.biases):
-        rows, places, token_ids, biases = updates.biases.unbind(1)
-        at = rows.long(), places.long()
+        rows, indices, token_ids, biases = updates.biases.unbind(1)
+        at = rows.long(), indices.long()
         state.bias_token_ids.index_put_(at, token_ids)
         state.biases.index_put_(at, as_float(biases))
     if len(updates.uncounted_rows):
@@ -85,19 +85,19 @@ def apply_updates(updates: RowUpdates[Tensor], state: RowState) -> None:
 
 
 class CountedTokens(SeenTokens):
-    """`SeenTokens` of the counts on the device, which its own sampler keeps up to date."""
+    """`SeenTokens` over the counts on the device, which the device's sampler updates."""
 
     def __init__(self, token_counts: Tensor):
         self._counts = token_counts
 
     def start(self, row: int, token_ids: TokenIds) -> None:
-        """Do nothing: counts are those of `RowUpdates`."""
+        """Do nothing, because `RowUpdates` sets the counts."""
 
     def add(self, rows: Integers, token_ids: TokenIds) -> None:
-        """Do nothing: `count` does it for all rows that need it."""
+        """Do nothing, because `count` counts the tokens of all rows that need it."""
 
     def count(self, rows: Integers, token_ids: TokenIds) -> None:
-        """Count a token that the host has sampled for each of the rows."""
+        """Count one token per row that the host has sampled."""
         at = tuple(
             torch.from_numpy(each.astype(np.int64)).to(self._counts.device) for each in (rows, token_ids)
         )
@@ -109,7 +109,7 @@ class CountedTokens(SeenTokens):
 
 
 def count_tokens(prompt: TokenIds, generated: TokenIds) -> tuple[TokenIds, Words]:
-    """Return the ids of a sequence's tokens, and the count of each. Virtual tokens are not in the prompt."""
+    """Return the distinct token ids of a sequence and their counts. The prompt excludes virtual tokens."""
     in_prompt = np.unique(prompt)
     token_ids, numbers = np.unique(generated, return_counts=True)
     ids = np.union1d(in_prompt, token_ids)
@@ -120,18 +120,19 @@ def count_tokens(prompt: TokenIds, generated: TokenIds) -> tuple[TokenIds, Words
 
 
 def make_words(rows: npt.NDArray[np.void], **others: npt.NDArray[np.generic]) -> Words:
-    """Return the words of rows [n] of the host's table. `others` are those that are not in it, by their names
-    in lower case."""
+    """Return the words of rows [n] of the host's table. `others` has the words that are not in the table, by
+    name in lower case."""
     words = np.zeros((len(rows), len(Word)), np.int32)
     seeds = rows["seed"].astype("<u8").view("<i4").reshape(-1, 2)
-    words[:, Word.SEED_LOW], words[:, Word.SEED_HIGH] = seeds[:, 0], seeds[:, 1]
+    words[:, Word.SEED_LOW] = seeds[:, 0]
+    words[:, Word.SEED_HIGH] = seeds[:, 1]
     for word in set(Word) - {Word.SEED_LOW, Word.SEED_HIGH, Word.MUST_END}:
         name = word.name.lower()
         values = others[name] if name in others else rows[name]
         if values.dtype.kind == "f":
             words[:, word] = values.astype("<f4").view("<i4")
         else:
-            words[:, word] = np.minimum(values, MOST)
+            words[:, word] = np.minimum(values, MAX_WORD)
     return words
 
 

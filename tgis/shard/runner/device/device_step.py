@@ -1,4 +1,4 @@
-"""The work of a step on a device: F, up to the logits, and S, which samples."""
+"""Work of a step on a device: the forward pass up to the logits, and the sampling."""
 
 from dataclasses import dataclass
 from math import prod
@@ -20,13 +20,13 @@ from tgis.shard.runner.forward import Outputs
 from tgis.shard.runner.graph_sizes import MAX_PROMPT_TOKENS, GraphSize
 
 _NONE = torch.empty(0, dtype=torch.int32)
-# Models of our own read no layout.
+# The service's own models do not read the layout.
 NO_LAYOUT = StepLayout(_NONE, _NONE.long(), _NONE, _NONE.view(0, 0))
 
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """A model on a device, and all that its steps share."""
+    """Model on a device, with the objects that all its steps share."""
 
     model: Model
     attention: CudaAttention
@@ -42,8 +42,10 @@ class DeviceModel:
         virtual: VirtualTokens | None = None,
         adapters: TokenAdapters | None = None,
     ) -> StepInputs:
-        rows, state = staged.seq_rows[: size.num_single], self.state
-        lens, cross_lens = (x[: size.num_single] for x in (tensors.seq_lens, tensors.cross_lens))
+        state = self.state
+        rows = staged.seq_rows[: size.num_single]
+        lens = tensors.seq_lens[: size.num_single]
+        cross_lens = tensors.cross_lens[: size.num_single]
         plan = CudaPlan(
             tensors.slot_mapping,
             state.block_tables,
@@ -63,7 +65,7 @@ class DeviceModel:
         )
 
     def compute(self, staged: StagedStep, tensors: StepTensors, inputs: StepInputs) -> Outputs:
-        """Compute the model's outputs, as `Forward` does."""
+        """Compute the model's outputs like `Forward`."""
         self.kernels.begin_step(staged, self.state, tensors)
         x = self.model.forward(inputs, self.attention)
         num_sampled = len(staged.sampled_x)
@@ -71,12 +73,13 @@ class DeviceModel:
             return x, None
         if num_sampled == len(x):
             return x, self.model.logits(x, inputs.adapters)
-        at, adapters = staged.sampled_x.long(), inputs.adapters
+        at = staged.sampled_x.long()
+        adapters = inputs.adapters
         return x, self.model.logits(x[at], adapters and adapters.take(at))
 
 
 class EagerStep:
-    """Step whose kernels are launched one by one. Its tensors are its own."""
+    """Step whose kernels are launched one by one, with its own tensors."""
 
     def __init__(
         self,
@@ -87,7 +90,8 @@ class EagerStep:
         adapters: TokenAdapters | None,
     ):
         device = on.state.words.device
-        self._on, self._staged = on, staged
+        self._on = on
+        self._staged = staged
         self._tensors = StepTensors.empty(size.num_tokens, size.num_seqs, size.num_single, device)
         self._inputs = on.make_inputs(staged, self._tensors, size, virtual, adapters)
         self.answers = torch.empty((len(staged.sampled_rows), 2), dtype=torch.int32, device=device)
@@ -98,7 +102,7 @@ class EagerStep:
         self._outputs = self._on.compute(self._staged, self._tensors, self._inputs)
 
     def outputs(self) -> Outputs:
-        """Return what `forward` has computed."""
+        """Return the outputs of `forward`."""
         assert self._outputs is not None
         return self._outputs
 
@@ -109,10 +113,12 @@ class EagerStep:
 
 
 class FixedSteps:
-    """Memory of captured steps, whose work is described in the same place, whatever their size."""
+    """Fixed memory of captured steps. All sizes read their staged arrays from the same address."""
 
     def __init__(self, on: DeviceModel, table: StepPacker, max_rows: int, stream: DeviceStream):
-        self._on, self._table, self._max_rows, self._stream = on, table, max_rows, stream
+        self._on = on
+        self._table = table
+        self._max_rows = max_rows
         self._device = stream.device
         shapes = [array.shape for array in table.idle_step(GraphSize(max_rows, MAX_PROMPT_TOKENS))]
         _, num_words = place_arrays([prod(shape) for shape in shapes])
@@ -122,26 +128,27 @@ class FixedSteps:
 
     @property
     def logits(self) -> Tensor:
-        """Logits of the step that was replayed last, float32 [max_rows, vocab_size]."""
-        if self._logits is None:  # without graphs, nobody needs them
+        """Logits of the last replayed step, float32 [max_rows, vocab_size]."""
+        if self._logits is None:  # allocated late, because only graphs need them
             shape = self._max_rows, self._on.model.spec.vocab_size
             self._logits = torch.zeros(shape, device=self._device)
         return self._logits
 
     def make_parts(self, size: GraphSize, uploads: Uploads) -> StepParts:
-        """Return the parts of a step of a size, and describe one of idle rows."""
+        """Return the parts of a step of this size, and stage a step of idle rows for them."""
         arrays = self._table.idle_step(size)
         uploads.send_to(self.staged, arrays)
         staged = StagedStep(*view_arrays(self.staged, [array.shape for array in arrays]))
         tensors = StepTensors.empty(size.num_tokens, size.num_rows, size.num_rows, self._device)
         inputs = self._on.make_inputs(staged, tensors, self._table.fixed_size(size))
         num_sampled = len(arrays.sampled_x)
-        logits, answers = self.logits[:num_sampled], self.answers[:num_sampled]
+        logits = self.logits[:num_sampled]
+        answers = self.answers[:num_sampled]
 
         def forward() -> None:
-            _, found = self._on.compute(staged, tensors, inputs)
-            assert found is not None
-            logits.copy_(found)
+            _, computed = self._on.compute(staged, tensors, inputs)
+            assert computed is not None
+            logits.copy_(computed)
 
         def sample() -> None:
             self._on.kernels.sample(logits, self._on.state, staged.sampled_rows, answers)

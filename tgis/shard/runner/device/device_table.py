@@ -1,8 +1,8 @@
-"""The host's part of a device's row table.
+"""Host side of a device's row table.
 
-`length` is the length of a row once the steps launched so far are done, if it does not end before. Tokens
-that the host does not know yet are -1. The words of a row on the device are replaced as a whole, its lists
-when it opens."""
+`length` is the length that a row has after all launched steps, unless it ends earlier. Tokens that the host
+does not know yet are -1. A row's words on the device are replaced as a whole; its lists are sent when it
+opens."""
 
 from collections.abc import Iterable
 from typing import NamedTuple, cast
@@ -21,20 +21,21 @@ from tgis.shard.runner.device.device_rows import CountedTokens, RowUpdates, coun
 from tgis.shard.runner.device.uploads import Words
 from tgis.shard.runner.row_table import Booleans, Integers, RowLimits, TokenIds
 
-# Bits of answers. Members of an enumeration are slow to look up.
-HAS_SAMPLED, HAS_ENDED = int(Flag.SAMPLED), int(Flag.ENDED | Flag.UNUSABLE)
+# Bits of answers, as integers because access to enumeration members is slow.
+HAS_SAMPLED = int(Flag.SAMPLED)
+HAS_ENDED = int(Flag.ENDED | Flag.UNUSABLE)
 
 
 class SampledRows(NamedTuple):
-    """Rows that sample in a step, each once, and for which of their sequences."""
+    """Rows that sample one token in a step, with the sequences and positions of the tokens."""
 
-    rows: Integers  # [n]
-    generations: Integers  # [n]
-    positions: Integers  # [n], of the tokens
+    rows: Integers  # [n], unique
+    sequence_numbers: Integers  # [n], as in `DeviceTable`
+    positions: Integers  # [n]
 
 
 class DeviceTable(BatchBuilder):
-    """Row table whose rows are also on a device, in `state`."""
+    """Row table with a copy of the rows on a device, in `state`."""
 
     def __init__(
         self,
@@ -47,32 +48,33 @@ class DeviceTable(BatchBuilder):
     ):
         super().__init__(max_rows, limits, device, adapters, attention)
         self.seen = self._counted = CountedTokens(state.token_counts)
-        self._generations = np.zeros(max_rows, np.int64)  # numbers of sequences that rows have had
-        self._host_paths = np.zeros(max_rows, np.int64)  # why the host must sample rows: a StepPath
-        self._has_counts = np.zeros(max_rows, np.bool_)  # a penalty reads how often tokens were seen
+        self._sequence_numbers = np.zeros(max_rows, np.int64)  # incremented when a row's sequence changes
+        self._host_paths = np.zeros(max_rows, np.int64)  # StepPath: why the host must sample the row
+        self._has_counts = np.zeros(max_rows, np.bool_)  # a penalty reads the token counts
         self._is_guided = np.zeros(max_rows, np.bool_)
         self._is_biased = np.zeros(max_rows, np.bool_)  # on the device
-        self._stale: set[int] = set()  # rows whose words are to be sent
-        self._opened: set[int] = set()  # rows whose lists are to be sent
+        self._stale: set[int] = set()  # rows whose words must be sent
+        self._opened: set[int] = set()  # rows whose lists must be sent
         self._fresh_blocks: list[Words] = []  # [n, 3] each, see `StagedStep`
 
     def reset(self) -> None:
         super().reset()
-        self._generations += 1
+        self._sequence_numbers += 1
         self._stale.clear()
         self._opened.clear()
         self._fresh_blocks.clear()
 
     def close(self, rows: Integers) -> None:
         super().close(rows)
-        self._generations[rows] += 1
+        self._sequence_numbers[rows] += 1
         self._stale.difference_update(rows.tolist())
         self._opened.difference_update(rows.tolist())
 
     def open(self, message: pb.OpenRow) -> str | None:
-        problem, row = super().open(message), message.row
+        problem = super().open(message)
+        row = message.row
         params = self._rows[row]
-        self._generations[row] += 1
+        self._sequence_numbers[row] += 1
         self._host_paths[row] = _find_host_path(message, params)
         penalties = params["repetition_penalty"] != 1, params["presence_penalty"], params["frequency_penalty"]
         self._has_counts[row] = any(penalties)
@@ -80,7 +82,7 @@ class DeviceTable(BatchBuilder):
         if problem is None:
             self._opened.add(row)
             self._stale.add(row)
-        else:  # it has ended, so that no step reads its state
+        else:  # the row has ended, so no step reads its state
             self._opened.discard(row)
             self._stale.discard(row)
         return problem
@@ -98,14 +100,14 @@ class DeviceTable(BatchBuilder):
         return ended
 
     def renew(self, rows: Integers) -> None:
-        """Have the words of rows sent with the next step."""
+        """Send the words of rows again with the next step."""
         self._stale.update(rows.tolist())
 
     def have_ended(self, rows: Integers) -> Booleans:
         return self._ended[rows]
 
     def find_host_path(self, request: pb.StepRequest) -> pb.StepPath:
-        """Return why the host must sample in a step; unspecified if it need not."""
+        """Return why the host must sample in a step; unspecified if the device can."""
         if request.draft_ids or request.max_drafts:
             return pb.STEP_PATH_DRAFTS
         rows, starts, ends = (
@@ -118,11 +120,10 @@ class DeviceTable(BatchBuilder):
         return cast(pb.StepPath, int(paths.max(initial=pb.STEP_PATH_UNSPECIFIED)))
 
     def name_sampled(self, rows: Integers) -> SampledRows:
-        return SampledRows(rows, self._generations[rows], self._lengths[rows])
+        return SampledRows(rows, self._sequence_numbers[rows], self._lengths[rows])
 
     def plan_tokens(self, rows: Integers) -> None:
-        """Make rows longer by the token that they sample in the step that is launched, if they have not
-        ended before."""
+        """Extend rows by the token that they sample in the launched step, unless they end earlier."""
         lengths = self._lengths[rows]
         self._token_ids[rows, lengths] = -1
         self._lengths[rows] = lengths + 1
@@ -131,27 +132,29 @@ class DeviceTable(BatchBuilder):
     def apply(
         self, sampled: SampledRows, token_ids: TokenIds, flags: Words
     ) -> tuple[Integers, TokenIds, Booleans]:
-        """Apply the device's answers [n]. Return the rows that have sampled for the sequence that they still
-        have, their tokens, and True where they have ended."""
-        is_same = self._generations[sampled.rows] == sampled.generations
+        """Apply the device's answers [n]. Return the rows that sampled a token for their current sequence,
+        their tokens, and True where the sequence has ended."""
+        is_current = self._sequence_numbers[sampled.rows] == sampled.sequence_numbers
         has_ended = (flags & HAS_ENDED) != 0
-        self._ended[sampled.rows[is_same & has_ended]] = True
-        kept = is_same & ((flags & HAS_SAMPLED) != 0)
-        rows, token_ids = sampled.rows[kept], token_ids[kept]
+        self._ended[sampled.rows[is_current & has_ended]] = True
+        kept = is_current & ((flags & HAS_SAMPLED) != 0)
+        rows = sampled.rows[kept]
+        token_ids = token_ids[kept]
         self._token_ids[rows, sampled.positions[kept]] = token_ids
         return rows, token_ids, has_ended[kept]
 
     def take_blocks(self) -> Words:
-        """Return the blocks that were added to rows since the last call, as in `StagedStep`."""
+        """Return the blocks added to rows since the last call, as in `StagedStep`."""
         blocks = _stack(self._fresh_blocks, 3)
         self._fresh_blocks.clear()
         return blocks
 
     def take_updates(self) -> RowUpdates[Words] | None:
-        """Return what is to be sent of rows, or None if it is nothing."""
+        """Return the pending updates of rows, or None if there are none."""
         if not self._stale:
             return None
-        rows, opened = (np.array(sorted(some), np.int64) for some in (self._stale, self._opened))
+        rows = np.array(sorted(self._stale), np.int64)
+        opened = np.array(sorted(self._opened), np.int64)
         self._stale.clear()
         self._opened.clear()
         num_biases = self._ragged["bias_token_ids"].lengths[opened].clip(max=MAX_BIASES)
@@ -174,13 +177,15 @@ class DeviceTable(BatchBuilder):
         before = self._num_blocks[rows]
         added = Layout.of(before, before + counts)
         fresh = _columns(rows[added.sequence], added.positions, blocks)
-        # Ended rows need none. Theirs could wait until the row has another sequence, and reach its table.
+        # Ended rows need no blocks. Sent late, their blocks could reach the table of the row's next sequence.
         self._fresh_blocks.append(fresh[~self._ended[fresh[:, 0]]])
         super()._append_blocks(rows, counts, blocks)
 
     def _make_words(self, rows: Integers) -> Words:
-        state, lengths = self._rows[rows], self._lengths[rows]
-        eos, biases = self._ragged["eos_token_ids"], self._ragged["bias_token_ids"]
+        state = self._rows[rows]
+        lengths = self._lengths[rows]
+        eos = self._ragged["eos_token_ids"]
+        biases = self._ragged["bias_token_ids"]
         switch_len = self._limits.rope_switch_len
         return make_words(
             state,
@@ -203,31 +208,33 @@ class DeviceTable(BatchBuilder):
         return _columns(row, np.arange(len(token_ids)), token_ids, biases.view(np.int32))
 
     def _list_counts(self, row: int) -> Words:
-        token_ids, prompt_len = self._token_ids[row], int(self._rows["prompt_len"][row])
+        token_ids = self._token_ids[row]
+        prompt_len = int(self._rows["prompt_len"][row])
         first = self._row_adapters.count_virtual(row)
         ids, counts = count_tokens(token_ids[first:prompt_len], token_ids[prompt_len : self._lengths[row]])
         return _columns(row, ids, counts)
 
 
 def _find_host_path(message: pb.OpenRow, params: npt.NDArray[np.void]) -> pb.StepPath:
-    """Return why the host must sample the row; unspecified if it need not."""
+    """Return why the host must sample the row; unspecified if the device can."""
     details = message.details
     if details.logprobs or details.ranks or details.top_n:
         return pb.STEP_PATH_DETAILS
     if params["watermark_gamma"] != 0:
         return pb.STEP_PATH_FILTERS
-    counts = len(message.eos_token_ids) // 4, len(message.sampling.bias_token_ids) // 4
-    if counts[0] > MAX_STOP_IDS or counts[1] > MAX_BIASES:
+    num_stop_ids = len(message.eos_token_ids) // 4
+    num_biases = len(message.sampling.bias_token_ids) // 4
+    if num_stop_ids > MAX_STOP_IDS or num_biases > MAX_BIASES:
         return pb.STEP_PATH_LISTS
     return pb.STEP_PATH_UNSPECIFIED
 
 
 def _columns(row: int | Integers, *columns: npt.NDArray[np.generic]) -> Words:
-    """Return int32 [n, 1 + number of columns]."""
-    found = np.empty((len(columns[0]), 1 + len(columns)), np.int32)
+    """Join a row number and columns into int32 [n, 1 + len(columns)]."""
+    joined = np.empty((len(columns[0]), 1 + len(columns)), np.int32)
     for i, column in enumerate((row, *columns)):
-        found[:, i] = column
-    return found
+        joined[:, i] = column
+    return joined
 
 
 def _stack(parts: Iterable[Words], width: int) -> Words:
@@ -235,7 +242,7 @@ def _stack(parts: Iterable[Words], width: int) -> Words:
 
 
 def _widen(lists: Words, width: int) -> Words:
-    """Return lists [n, any], padded with -1, as [n, width]."""
-    found = np.full((len(lists), width), -1, np.int32)
-    found[:, : lists.shape[1]] = lists[:, :width]
-    return found
+    """Pad lists [n, any] with -1 to [n, width]."""
+    padded = np.full((len(lists), width), -1, np.int32)
+    padded[:, : lists.shape[1]] = lists[:, :width]
+    return padded

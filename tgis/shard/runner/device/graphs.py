@@ -1,5 +1,6 @@
-"""Whole steps as captured graphs, by their size: F computes a step up to the logits, and S samples, appends
-the tokens and copies the answers. S is a graph of its own because it may wait for what F does not."""
+"""Captures whole steps as CUDA graphs, by size. The forward graph computes the logits; the sampling graph
+samples, appends the tokens and copies the answers. They are separate because sampling may have to wait for
+grammar masks."""
 
 import gc
 import logging
@@ -16,12 +17,13 @@ from tgis.shard.runner.graph_sizes import GraphSize
 
 logger = logging.getLogger(__name__)
 
-MAX_CAPTURE_S, MAX_PROMPT_CAPTURE_S = 30.0, 10.0
+MAX_CAPTURE_S = 30.0
+MAX_PROMPT_CAPTURE_S = 10.0
 
 
 class StepParts(NamedTuple):
-    """Work of a step of a fixed size. Both read and write fixed tensors only, which describe a
-    step of idle rows while they are captured, because they are also run then."""
+    """Functions that compute a step of a fixed size. They read and write only fixed tensors. A capture also
+    runs them, so the tensors describe a step of idle rows at that time."""
 
     forward: Callable[[], None]
     sample: Callable[[], None]
@@ -31,12 +33,12 @@ class CapturedStep(NamedTuple):
     size: GraphSize
     forward: Graph
     sample: Graph
-    parts: StepParts  # whose memory the graphs use
+    parts: StepParts  # kept because the graphs use its memory
 
 
 @contextmanager
-def _hold_garbage() -> Iterator[None]:
-    """Collect no garbage meanwhile: to free a device's memory or a graph would end a capture."""
+def _no_garbage_collection() -> Iterator[None]:
+    """Disable garbage collection, because freeing device memory or a graph would abort a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -47,8 +49,8 @@ def _hold_garbage() -> Iterator[None]:
 
 
 class StepGraphs:
-    """Captured steps. `make_parts` returns the parts of a step of a size; `memory_left` returns the bytes of
-    the device that nobody has, as its driver counts them."""
+    """Captured steps by size. `make_parts` returns the parts of a step of a given size; `memory_left` returns
+    the free bytes of the device as its driver counts them."""
 
     def __init__(
         self,
@@ -57,44 +59,47 @@ class StepGraphs:
         memory_left: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._stream, self._make_parts = stream, make_parts
-        self._memory_left, self._clock = memory_left, clock
-        self._steps: dict[GraphSize, CapturedStep] = {}  # by rising number of tokens
+        self._stream = stream
+        self._make_parts = make_parts
+        self._memory_left = memory_left
+        self._clock = clock
+        self._steps: dict[GraphSize, CapturedStep] = {}  # sorted by number of tokens
         self.refusal: str | None = None
-        """Why steps could not be captured."""
+        """Reason why steps could not be captured."""
 
     @property
     def sizes(self) -> list[GraphSize]:
         return list(self._steps)
 
     def find(self, num_rows: int, num_prompt_tokens: int = 0) -> CapturedStep | None:
-        """Return the smallest step that has at least as many rows and tokens of prompts, the others of which
-        are to be idle."""
+        """Return the smallest step with at least that many rows and prompt tokens. The rest must be idle."""
         for size, step in self._steps.items():
             if size.num_rows >= num_rows and size.num_prompt_tokens >= num_prompt_tokens:
                 return step
         return None
 
     def capture(self, sizes: Iterable[GraphSize]) -> None:
-        """Capture steps of these sizes: those with prompts first, and then the largest first, because smaller
-        ones use their memory again. What is left after 30 seconds, 10 of them for prompts, is left out: such
-        steps take the next larger size. No step of a kind is captured if one cannot be. Raises errors of the
-        device, but for a lack of memory."""
-        began, fresh = self._clock(), set(sizes) - set(self._steps)
-        with _hold_garbage():
+        """Capture steps of these sizes: first sizes with prompt tokens, and in each kind the largest first,
+        because smaller ones reuse its memory. Captures stop after 10 seconds for prompts, and 30 seconds in
+        all; steps of the remaining sizes use a larger graph. If one size cannot be captured, its whole kind
+        is dropped. Raises device errors other than out of memory."""
+        began = self._clock()
+        missing = set(sizes) - set(self._steps)
+        with _no_garbage_collection():
             for has_prompts, limit in ((True, MAX_PROMPT_CAPTURE_S), (False, MAX_CAPTURE_S)):
-                kind = [size for size in fresh if (size.num_prompt_tokens > 0) is has_prompts]
+                kind = [size for size in missing if (size.num_prompt_tokens > 0) is has_prompts]
                 kind.sort(key=lambda size: size.num_tokens, reverse=True)
                 self._capture_kind(kind, began + limit)
         self._steps = dict(sorted(self._steps.items(), key=lambda item: item[0].num_tokens))
 
     def _capture_kind(self, sizes: Sequence[GraphSize], end: float) -> None:
-        began, before = self._clock(), self._memory_left()
+        began = self._clock()
+        before = self._memory_left()
         for done, size in enumerate(sizes):
             if self._clock() >= end:
                 used = before - self._memory_left()
                 logger.warning(
-                    "steps of %s and fewer share larger CUDA graphs: %d graphs took %.0f s and %.0f MiB",
+                    "steps of %s and fewer use larger CUDA graphs: %d graphs took %.0f s and %.0f MiB",
                     *(size, done, self._clock() - began, used / 2**20),
                 )
                 break
@@ -102,20 +107,18 @@ class StepGraphs:
                 break
 
     def clear(self) -> None:
-        """Drop all graphs. Their memory is free once the stream's device releases what it keeps."""
+        """Drop all graphs. Their memory becomes free when the device's cached memory is released."""
         self._steps = {}
 
     def _add(self, size: GraphSize) -> bool:
-        """Capture a step. Return False, and log why, if no more of its kind can be captured."""
+        """Capture a step. Log a warning and return False if no further step of its kind can be captured."""
         parts = self._make_parts(size)
         try:
             forward = self._stream.capture(parts.forward)
             sample = self._stream.capture(parts.sample)
         except torch.OutOfMemoryError:
             self.refusal = "out of memory"
-            logger.warning(
-                "no memory for CUDA graphs of steps of %s: smaller steps share larger graphs", size
-            )
+            logger.warning("no memory for CUDA graphs of steps of %s: smaller steps use larger graphs", size)
             return False
         except RuntimeError as error:
             self.refusal = reason = first_line(error)

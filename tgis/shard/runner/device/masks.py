@@ -1,4 +1,4 @@
-"""Sends the masks of rows with a grammar to a device, between a step's logits and its sampling."""
+"""Uploads grammar masks to a device, between a step's forward pass and its sampling."""
 
 import numpy as np
 import torch
@@ -13,11 +13,12 @@ from tgis.shard.sampling.grammar import PackedMasks
 
 class MaskUploads:
     def __init__(self, stream: DeviceStream, state: RowState):
-        self._stream, self._state = stream, state
+        self._stream = stream
+        self._state = state
         self._uploads = Uploads(stream, num_words=state.masks.shape[1] + 64)
 
     def send(self, rows: Integers, masks: PackedMasks, failed_rows: Integers) -> None:
-        """Queue the rows' masks [n], and the end of rows whose grammar has failed."""
+        """Queue the upload of the rows' masks [n], and end the rows whose grammar has failed."""
         arrays = [rows, masks.are_complete, masks.words, failed_rows]
         sent = self._uploads.send([np.asarray(array, np.int32) for array in arrays])
         self._stream.run(lambda: _apply(self._state, *sent))

@@ -1,4 +1,4 @@
-"""The model runner of a device that computes steps while the host prepares the next ones."""
+"""Model runner for a device that computes steps while the host prepares the next ones."""
 
 import time
 from collections import deque
@@ -33,7 +33,7 @@ from tgis.shard.runner.row_table import Integers
 from tgis.shard.runner.step_response import Problem, report_problem
 from tgis.shard.sampling.grammar import Guides
 
-STAGED_WORDS = 1 << 16  # of an upload; larger ones take memory when they occur
+STAGED_WORDS = 1 << 16  # initial size of an upload slot; a larger upload allocates a larger slot
 
 
 class QueuedStep(NamedTuple):
@@ -42,15 +42,16 @@ class QueuedStep(NamedTuple):
     path: pb.StepPath
     sampled_at: Integers  # [num_sampled], indices of the samples' logits and answers
     adapters: TokenAdapters | None
-    outputs: Callable[[], Outputs]  # valid once the forward pass was run
-    sample: Callable[[], None]  # queues the sampling, too
-    answers: Tensor  # int32 [at least num_sampled, 2], which it writes
+    outputs: Callable[[], Outputs]  # valid after the forward pass
+    sample: Callable[[], None]  # queues the sampling, which writes `answers`
+    answers: Tensor  # int32 [at least num_sampled, 2]
 
 
 class DeviceModelRunner:
     """`ModelRunner` that queues a step when it is launched, unless the host must sample in it.
 
-    Everything but answers happens on the thread that launches. `memory_left` is that of `StepGraphs`."""
+    Everything except waiting for answers runs on the launching thread. `memory_left` is passed to
+    `StepGraphs`."""
 
     max_pending = 2
 
@@ -64,17 +65,23 @@ class DeviceModelRunner:
         adapters: LoadedAdapters,
         memory_left: Callable[[], int],
     ) -> None:
-        self.info, self.adapters, self.model = info, adapters, on.model
-        self._on, self._stream, self._table, self._guides = on, stream, table, guides
+        self.info = info
+        self.adapters = adapters
+        self.model = on.model
+        self._on = on
+        self._stream = stream
+        self._table = table
+        self._guides = guides
         guides.unpacks_masks = False
         max_rows = on.state.idle_row
-        self._uploads, self._masks = Uploads(stream, STAGED_WORDS), MaskUploads(stream, on.state)
+        self._uploads = Uploads(stream, STAGED_WORDS)
+        self._masks = MaskUploads(stream, on.state)
         self._answer_slots = PinnedRing(stream, max_rows * 2)
         self._fixed = FixedSteps(on, table, max_rows, stream)
         self.graphs = StepGraphs(stream, self._make_parts, memory_left)
         self._is_answering = info.rank == 0
         self._sampler = HostSampler(self.model, self._compute, table, guides, self._is_answering)
-        self._launched = deque[PendingStep]()  # whose answers the table does not have yet
+        self._launched = deque[PendingStep]()  # steps whose answers have not been applied to the table
         self._clock = Clock()
 
     def reset(self) -> None:
@@ -97,7 +104,8 @@ class DeviceModelRunner:
         host_path = self._table.find_host_path(request)
         if host_path:
             self._wait_for_answers()
-        has_encoded, work = self._encode(request), self._table.find_work(request)
+        has_encoded = self._encode(request)
+        work = self._table.find_work(request)
         if work is None:
             self._send_updates()
             response.forward_ns = time.perf_counter_ns() - began
@@ -111,18 +119,20 @@ class DeviceModelRunner:
         return ComputedStep(response)
 
     def _encode(self, request: pb.StepRequest) -> bool:
-        """Queue the encoder's work, if any."""
+        """Queue the encoder's work. Return False if there is none."""
         inputs = self._table.pack_encoder(request.opened_rows)
         if inputs is None:
             return False
-        model, attention = self.model, self._on.attention
-        assert isinstance(model, EncodingModel), "only its rows have inputs for an encoder"
+        model = self.model
+        attention = self._on.attention
+        assert isinstance(model, EncodingModel), "encoder inputs for a model without an encoder"
         self._stream.run(lambda: model.encode(inputs, attention))
         return True
 
     def _queue_forward(self, work: Work, has_encoded: bool = False) -> QueuedStep:
         arrays, size = self._table.pack_step(work, self._table.take_blocks())
-        virtual, adapters = self._table.virtual_tokens(work), self._table.token_adapters(work)
+        virtual = self._table.virtual_tokens(work)
+        adapters = self._table.token_adapters(work)
         captured = self._find_captured(arrays, size)
         path = pb.STEP_PATH_GRAPH
         if has_encoded or virtual is not None or work.input_spans:
@@ -160,7 +170,8 @@ class DeviceModelRunner:
         self._send_updates()
         self._uploads.send_to(self._fixed.staged, self._table.pad_step(arrays, captured.size, num_single))
         captured.forward.replay()
-        has_prompts, count = captured.size.num_prompt_tokens > 0, len(arrays.sampled_x)
+        has_prompts = captured.size.num_prompt_tokens > 0
+        count = len(arrays.sampled_x)
         at = np.arange(count) if has_prompts else arrays.sampled_x.astype(np.int64)
 
         def outputs() -> Outputs:
@@ -171,7 +182,7 @@ class DeviceModelRunner:
         return QueuedStep(pb.STEP_PATH_GRAPH, at, None, outputs, captured.sample.replay, self._fixed.answers)
 
     def _send_step(self, arrays: StagedArrays) -> list[Tensor]:
-        """Upload a step and what has changed of rows."""
+        """Upload a step and the pending updates of rows."""
         updates = self._table.take_updates()
         sent = self._uploads.send([*arrays, *(updates or ())])
         if updates is not None:
@@ -184,11 +195,12 @@ class DeviceModelRunner:
             self._apply_updates(self._uploads.send(updates))
 
     def _apply_updates(self, sent: list[Tensor]) -> None:
-        updates, state = RowUpdates(*sent), self._on.state
+        updates = RowUpdates(*sent)
+        state = self._on.state
         self._stream.run(torch.inference_mode()(lambda: apply_updates(updates, state)))
 
     def _queue_rest(self, work: Work, step: QueuedStep, response: pb.StepResponse) -> PendingStep:
-        """Queue the sampling of a step and the copy of its answers."""
+        """Queue a step's sampling and the copy of its answers."""
         sampled = self._table.name_sampled(work.sampled_rows)
         slot = self._answer_slots.take(len(step.answers) * 2)
         if len(sampled.rows):
@@ -209,7 +221,7 @@ class DeviceModelRunner:
         self._stream.run(lambda: copy_numbers(answers, target))
 
     def _send_masks(self, rows: Integers, response: pb.StepResponse) -> None:
-        """Send the masks of rows with a grammar, once the tokens are known that it has been given."""
+        """Send the grammar masks of rows, after the grammars have received the tokens of pending steps."""
         guided = rows[self._guides.has_guide(rows)]
         if not len(guided):
             return
@@ -226,7 +238,7 @@ class DeviceModelRunner:
         self._table.fail(failed)
 
     def _compute(self, work: Work) -> Outputs:
-        """Compute work, and wait for it."""
+        """Compute work and wait for the result."""
         return self._wait_for_outputs(self._queue_forward(work))
 
     def _wait_for_outputs(self, step: QueuedStep) -> Outputs:
@@ -239,7 +251,7 @@ class DeviceModelRunner:
         self._apply_answers()
 
     def _apply_answers(self) -> None:
-        """Give the table and the guides the tokens of steps that are finished."""
+        """Apply the answers of finished steps to the table and the guides."""
         while self._launched and self._launched[0].is_finished:
             pending = self._launched.popleft()
             answers = pending.finish()

@@ -1,4 +1,4 @@
-"""Steps that were launched on a device and are answered by it."""
+"""Steps that are launched on a device and answered later."""
 
 import threading
 import time
@@ -16,17 +16,17 @@ from tgis.shard.runner.step_response import Problem, SampledTokens, report_probl
 
 
 class Clock:
-    """Time at which the device was last known to have finished a step."""
+    """Latest time at which a step was known to have finished on the device."""
 
     def __init__(self) -> None:
         self.last_ns = 0
 
 
 class PendingStep:
-    """`Pending` whose answers, int32 [n, 2] as `sample` writes them, the device copies to a pinned slot.
+    """`Pending` step. The device copies its answers, int32 [n, 2] as `sample` writes them, to a pinned slot.
 
-    The step is finished by whoever needs its answers first: the thread that answers, or the one that launches
-    a step which depends on them."""
+    The first thread that needs the answers finishes the step: the answering thread, or the launching thread
+    if a later step depends on them."""
 
     def __init__(
         self,
@@ -38,11 +38,15 @@ class PendingStep:
         event: Event,
         clock: Clock,
     ):
-        """Set `at` [num_sampled] to the indices of the rows' answers."""
+        """Create a step whose rows have their answers at the indices `at` [num_sampled]."""
         self.sampled = sampled
-        self._response, self._is_answering = response, is_answering
-        self._at, self._slot, self._event = at, slot, event
-        self._clock, self._began_ns = clock, time.perf_counter_ns()
+        self._response = response
+        self._is_answering = is_answering
+        self._at = at
+        self._slot = slot
+        self._event = event
+        self._clock = clock
+        self._began_ns = time.perf_counter_ns()
         self._lock = threading.Lock()
         self._answers: Words | None = None
 
@@ -61,7 +65,7 @@ class PendingStep:
                 self._event.wait()
                 self._measure()
                 copied = self._slot.memory.numpy().reshape(-1, 2)
-                answers = copied[self._at]  # a copy, because the slot is used again
+                answers = copied[self._at]  # a copy, because the slot is reused
                 self._write(answers)
                 self._answers = answers
             return self._answers
@@ -74,7 +78,9 @@ class PendingStep:
     def _write(self, answers: Words) -> None:
         if not len(answers):
             return
-        rows, token_ids, flags = self.sampled.rows, answers[:, 0], answers[:, 1]
+        rows = self.sampled.rows
+        token_ids = answers[:, 0]
+        flags = answers[:, 1]
         kept = np.flatnonzero(flags & Flag.SAMPLED)
         ended = (flags[kept] & Flag.ENDED) != 0
         tokens = SampledTokens(kept, rows[kept], token_ids[kept], ended, None, [])

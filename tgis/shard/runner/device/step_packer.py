@@ -16,7 +16,7 @@ from tgis.shard.runner.device.uploads import Words
 from tgis.shard.runner.graph_sizes import GraphSize
 from tgis.shard.runner.row_table import Integers, RowLimits, TokenIds
 
-MAX_PROMPTS = 8  # in a captured step
+MAX_PROMPTS = 8  # per captured step
 
 
 class StagedArrays(NamedTuple):
@@ -38,13 +38,13 @@ class StagedArrays(NamedTuple):
 class StagedSize(NamedTuple):
     num_tokens: int
     num_seqs: int
-    num_single: int  # sequences of a single new token
+    num_single: int  # sequences with a single new token
     max_seq_len: int
-    max_cross_len: int  # tokens of the longest encoder's sequence
+    max_cross_len: int  # length of the longest encoder sequence
 
 
 class Capacity(NamedTuple):
-    """The most that a captured step holds, beside its tokens."""
+    """Capacity of a captured step, apart from its tokens."""
 
     num_new_blocks: int
     num_tiles: int
@@ -52,11 +52,11 @@ class Capacity(NamedTuple):
 
     def holds(self, arrays: StagedArrays) -> bool:
         needed = len(arrays.new_blocks), len(arrays.tiles), len(arrays.sampled_x)
-        return all(count <= most for count, most in zip(needed, self, strict=True))
+        return all(count <= maximum for count, maximum in zip(needed, self, strict=True))
 
 
 class StepPacker(DeviceTable):
-    """Row table that packs steps for its device."""
+    """Row table that packs steps for a device."""
 
     def __init__(
         self,
@@ -69,7 +69,8 @@ class StepPacker(DeviceTable):
     ):
         super().__init__(max_rows, limits, device, adapters, attention, state)
         self._tile_tokens = attention.tile_tokens
-        self._idle_row, self._dummy_slot = state.idle_row, state.dummy_slot
+        self._idle_row = state.idle_row
+        self._dummy_slot = state.dummy_slot
 
     def virtual_tokens(self, work: Work) -> VirtualTokens | None:
         return self._row_adapters.virtual_tokens("decoder", work.rows, work.starts, work.layout.begins)
@@ -78,9 +79,12 @@ class StepPacker(DeviceTable):
         return self._row_adapters.token_adapters(work.rows, work.layout.sequence)
 
     def pack_step(self, work: Work, new_blocks: Words) -> tuple[StagedArrays, StagedSize]:
-        rows, ends, layout = work.rows, work.ends, work.layout
-        assert (ends <= self._num_blocks[rows] * self._block_size).all(), "work without blocks to write to"
-        row, counts = rows[layout.sequence], ends - work.starts  # [num_tokens], [num_seqs]
+        rows = work.rows
+        ends = work.ends
+        layout = work.layout
+        assert (ends <= self._num_blocks[rows] * self._block_size).all(), "work without cache blocks"
+        row = rows[layout.sequence]  # [num_tokens]
+        counts = ends - work.starts  # [num_seqs]
         encoder_lens = self._rows["encoder_len"][rows] if self._limits.is_encoder_decoder else ends[:0]
         arrays = StagedArrays(
             seq_rows=rows.astype(np.int32),
@@ -95,8 +99,14 @@ class StepPacker(DeviceTable):
             sampled_rows=work.sampled_rows.astype(np.int32),
             sampled_x=work.sampled_x.astype(np.int32),
         )
-        longest = int(ends.max()), int(encoder_lens.max(initial=0))
-        return arrays, StagedSize(len(row), len(rows), int(np.count_nonzero(counts == 1)), *longest)
+        size = StagedSize(
+            num_tokens=len(row),
+            num_seqs=len(rows),
+            num_single=int(np.count_nonzero(counts == 1)),
+            max_seq_len=int(ends.max()),
+            max_cross_len=int(encoder_lens.max(initial=0)),
+        )
+        return arrays, size
 
     def find_capacity(self, size: GraphSize) -> Capacity:
         rows, count = size
@@ -109,16 +119,18 @@ class StepPacker(DeviceTable):
         )
 
     def pad_step(self, arrays: StagedArrays, size: GraphSize, num_single: int) -> StagedArrays:
-        """Fill up a step with the idle row, also between its `num_single` first tokens and those of prompts.
-        Without prompts, its samples get the order of its tokens."""
-        idle, block, capacity = self._idle_row, self._dummy_slot // self._block_size, self.find_capacity(size)
+        """Pad a step with the idle row, at the end and between its `num_single` first tokens and the prompt
+        tokens. Without prompts, the samples get the order of the tokens."""
+        idle = self._idle_row
+        block = self._dummy_slot // self._block_size
+        capacity = self.find_capacity(size)
         gap = size.num_rows - num_single
 
         def spread(values: Words, fill: int) -> Words:
-            found = np.full(size.num_tokens, fill, np.int32)
-            found[:num_single] = values[:num_single]
-            found[size.num_rows : len(values) + gap] = values[num_single:]
-            return found
+            padded = np.full(size.num_tokens, fill, np.int32)
+            padded[:num_single] = values[:num_single]
+            padded[size.num_rows : len(values) + gap] = values[num_single:]
+            return padded
 
         sampled_rows, sampled_x = self._pad_samples(arrays, size, num_single)
         tiles = arrays.tiles.copy()
@@ -138,7 +150,7 @@ class StepPacker(DeviceTable):
         )
 
     def _pad_samples(self, arrays: StagedArrays, size: GraphSize, num_single: int) -> tuple[Words, Words]:
-        """Return the rows that sample, and the indices of the tokens before."""
+        """Return the rows that sample, and the indices of the tokens before the samples."""
         count = self.find_capacity(size).num_sampled
         if size.num_prompt_tokens:
             is_prompt = arrays.sampled_x >= num_single
@@ -149,13 +161,15 @@ class StepPacker(DeviceTable):
         return rows, np.arange(count, dtype=np.int32)
 
     def idle_step(self, size: GraphSize) -> StagedArrays:
-        """Return a step of the idle row alone."""
-        none, no_blocks, no_tiles = np.empty(0, np.int32), _empty(3), _empty(5)
+        """Return a step that computes only the idle row."""
+        none = np.empty(0, np.int32)
+        no_blocks = _empty(3)
+        no_tiles = _empty(5)
         empty = StagedArrays(none, none, none, none, none, none, no_blocks, no_tiles, no_tiles, none, none)
         return self.pad_step(empty, size, 0)
 
     def fixed_size(self, size: GraphSize) -> StagedSize:
-        """Return the size of a captured step, whose sequences' lengths are not known."""
+        """Return the size of a captured step, with the maximum for the unknown lengths of its sequences."""
         longest = self._limits.max_sequence_length
         return StagedSize(size.num_tokens, size.num_rows, size.num_rows, longest, longest)
 
@@ -176,13 +190,15 @@ class StepPacker(DeviceTable):
         return super()._draft_work(rows, starts, ends, num_drafts, ids)
 
     def _find_slots(self, row: Integers, positions: Integers) -> Words:
-        place, offset = np.divmod(positions, self._block_size)
-        return self._block_tables[row, place] * np.int32(self._block_size) + offset.astype(np.int32)
+        index, offset = np.divmod(positions, self._block_size)
+        return self._block_tables[row, index] * np.int32(self._block_size) + offset.astype(np.int32)
 
     def _cut_tiles(self, work: Work, positions: Integers, seq_lens: Integers) -> Words:
-        """Return the tiles of sequences with several new tokens, of which the first are at `positions`
-        [num_seqs] of sequences whose lengths are `seq_lens` [num_seqs], or [0]: there are none."""
-        begins, spans = work.layout.begins.tolist(), []
+        """Return the tiles of sequences with several new tokens. `positions` [num_seqs] has the position of
+        each sequence's first new token, `seq_lens` [num_seqs] the lengths. An empty `seq_lens` yields no
+        tiles."""
+        begins = work.layout.begins.tolist()
+        spans = []
         for i in np.flatnonzero(work.ends - work.starts > 1).tolist() if len(seq_lens) else ():
             count = begins[i + 1] - begins[i]
             spans.append(Tile(int(work.rows[i]), begins[i], count, int(positions[i]), int(seq_lens[i])))
@@ -190,7 +206,7 @@ class StepPacker(DeviceTable):
 
 
 def _order(counts: Integers) -> Integers | None:
-    """Return the order that puts sequences of a single new token first, or None if they are."""
+    """Return the order that puts sequences with a single new token first, or None if they are first."""
     is_single = counts == 1
     if not (is_single[1:] & ~is_single[:-1]).any():
         return None
@@ -198,15 +214,15 @@ def _order(counts: Integers) -> Integers | None:
 
 
 def _pad(array: Words, size: int, value: int) -> Words:
-    found = np.full(size, value, np.int32)
-    found[: len(array)] = array
-    return found
+    padded = np.full(size, value, np.int32)
+    padded[: len(array)] = array
+    return padded
 
 
 def _pad_rows(array: Words, size: int, row: tuple[int, ...]) -> Words:
-    found = np.full((size, len(row)), row, np.int32)
-    found[: len(array)] = array
-    return found
+    padded = np.full((size, len(row)), row, np.int32)
+    padded[: len(array)] = array
+    return padded
 
 
 def _empty(width: int) -> Words:

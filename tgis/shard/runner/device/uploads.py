@@ -1,4 +1,4 @@
-"""Copies of numbers between the host and a device, through pinned memory that is used in turns."""
+"""Copies numbers between the host and a device through a ring of pinned memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class PinnedSlot:
 
 
 class PinnedRing:
-    """Pinned memory of copies that are queued. The oldest slot is used next, once its copy is done."""
+    """Ring of pinned memory for queued copies. The oldest slot is reused once its copy is done."""
 
     def __init__(self, stream: DeviceStream, num_words: int):
         self._stream = stream
@@ -32,8 +32,8 @@ class PinnedRing:
         self._next = 0
 
     def take(self, num_words: int) -> PinnedSlot:
-        """Return a slot of at least as many words. Waits if all are in use. Who takes it sets its `last_use`
-        once the copy is queued."""
+        """Return a slot with at least `num_words`. Wait if all are in use. The caller must set the slot's
+        `last_use` after queuing the copy."""
         slot = self._slots[self._next]
         if slot.last_use is not None:
             slot.last_use.wait()
@@ -46,41 +46,44 @@ class PinnedRing:
 
 
 class Uploads:
-    """Uploads of several arrays in one copy each."""
+    """Uploads several arrays with one copy."""
 
     def __init__(self, stream: DeviceStream, num_words: int):
-        self._stream, self._ring = stream, PinnedRing(stream, num_words)
+        self._stream = stream
+        self._ring = PinnedRing(stream, num_words)
 
     def send(self, arrays: Sequence[Words]) -> list[Tensor]:
-        """Queue the copy of the arrays to new memory of the device. Return them there."""
+        """Queue the copy of the arrays to new device memory. Return the arrays on the device."""
         sizes = [array.size for array in arrays]
         memory = torch.empty(place_arrays(sizes)[1], dtype=torch.int32, device=self._stream.device)
         self.send_to(memory, arrays)
         return view_arrays(memory, [array.shape for array in arrays])
 
     def send_to(self, memory: Tensor, arrays: Sequence[Words]) -> None:
-        """Queue the copy of the arrays to memory of the device, int32 [any], as `view_arrays` finds them."""
+        """Queue the copy of the arrays to device memory, int32 [any], in the layout of `view_arrays`."""
         begins, total = place_arrays([array.size for array in arrays])
         slot = self._ring.take(total)
         host = slot.memory.numpy()
         for array, begin in zip(arrays, begins, strict=True):
             host[begin : begin + array.size] = array.reshape(-1)
-        source, target = slot.memory[:total], memory[:total]
+        source = slot.memory[:total]
+        target = memory[:total]
         self._stream.run(lambda: copy_numbers(source, target))
         slot.last_use = self._stream.record()
 
 
 def view_arrays(memory: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """Return the arrays of these shapes that lie in memory, int32 [any]."""
+    """Return views of memory, int32 [any], as arrays of these shapes."""
     sizes = [prod(shape) for shape in shapes]
     begins, _ = place_arrays(sizes)
-    found = zip(begins, sizes, shapes, strict=True)
-    return [memory[begin : begin + size].view(shape) for begin, size, shape in found]
+    parts = zip(begins, sizes, shapes, strict=True)
+    return [memory[begin : begin + size].view(shape) for begin, size, shape in parts]
 
 
 def place_arrays(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return where arrays of these sizes begin, and the words of them all."""
-    begins, end = [], 0
+    """Return the offset of each array, aligned, and the total number of words."""
+    begins = []
+    end = 0
     for size in sizes:
         begins.append(end)
         end += -(-size // ALIGNMENT) * ALIGNMENT
