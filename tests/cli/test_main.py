@@ -315,7 +315,7 @@ def test_refusals_in_the_words_of_the_original(
 
 LINK_FILES = ["--link-cert-path", "/c", "--link-key-path", "/k", "--link-ca-cert-path", "/a"]
 NOT_ENCRYPTED = "link: TCP needs --link-cert-path, --link-key-path and --link-ca-cert-path"
-NO_ADDRESS = "link: cert, key and ca cert are used over TCP only, and no address is given"
+NO_ADDRESS = "link: cert, key and ca cert are used only over TCP, and no address is given"
 
 
 def test_encryption_is_whole_or_refused() -> None:
@@ -330,7 +330,7 @@ def test_encryption_is_whole_or_refused() -> None:
         assert refusal([address, "a:1"], reads=reads) == NOT_ENCRYPTED
         assert refusal(LINK_FILES, reads=reads) == NO_ADDRESS
     several = [*LINK_FILES, "--shard-addresses", "a:1,b:1"]
-    text = "link: 3 shards need as many addresses, not 2"
+    text = "link: 2 addresses are given for 3 shards"
     assert refusal([*several, "--num-shard", "3"], reads="router") == text
     for flags in ([], ["--num-shard", "2"]):
         assert run(RouterConfig, [*several, *flags, *REQUIRED[RouterConfig]])[0].shard_addresses == "a:1,b:1"
@@ -390,7 +390,7 @@ def test_addresses_and_ports_of_their_own() -> None:
         assert refusal(["--bind", blank]) == "bind: the address is empty; 0.0.0.0 means all addresses"
     same = ["--port", "5000", "--grpc-port", "5000"]
     for reads in ("launcher", "router"):
-        text = "port and grpc_port are both 5000: HTTP and gRPC need a port each"
+        text = "port and grpc_port are both 5000: HTTP and gRPC need separate ports"
         assert refusal(same, reads=reads) == text
     assert parse(LauncherConfig, ["--port", "0", "--grpc-port", "0"]).port == 0
     assert parse(LauncherConfig, [*same, *LINK_FILES, "--headless"]).headless, "it has one port"

@@ -308,7 +308,7 @@ def test_names_of_one_file_must_agree(tmp_path: Path) -> None:
 
 def test_unknown_names(tmp_path: Path) -> None:
     for line, advice in (
-        ("option.max_model_length=5", "is it option.max_model_len?"),
+        ("option.max_model_length=5", "did you mean option.max_model_len?"),
         ("max_model_len=5", "LMI reads it as option.max_model_len only"),
         ("option.max_batch_delay=5", "LMI reads it as max_batch_delay only"),
         ("option.max_idle_time=5", "LMI reads it as max_idle_time only"),
@@ -344,8 +344,8 @@ def test_what_is_missing_or_broken(tmp_path: Path) -> None:
     text = refusal([*COMPAT, *file_with(tmp_path, "a=b\nc=\\u1")], ENV)
     assert text.startswith(f"{tmp_path}/serving.properties: line 2: ")
     for arguments in (["--properties", "/p"], ["--strict-config"]):
-        assert "it belongs to --compat lmi" in refusal(arguments)
-        assert "it belongs to --compat lmi" in refusal(["m", *arguments, "--compat", "vllm"])
+        assert "this option needs --compat lmi" in refusal(arguments)
+        assert "this option needs --compat lmi" in refusal(["m", *arguments, "--compat", "vllm"])
 
 
 def test_without_compat_nothing_is_read() -> None:
@@ -396,7 +396,10 @@ option.hf_token=s3cret
     ]
     starts = (
         *("no effect: ", "refused: 's3://bucket/model' cannot be used: mount the model"),
-        *("used as --max-sequence-length 4096", "unknown: no such option; is it option.max_model_len?"),
+        *(
+            "used as --max-sequence-length 4096",
+            "unknown: no such option; did you mean option.max_model_len?",
+        ),
         *("refused: 'smoothquant' cannot be used: use ", "used as --trust-remote-code"),
         *("used as HF_TOKEN (hidden)", "overridden by option.quantize in serving.properties:5"),
         *("overridden by option.model_id in serving.properties:2", "used as --num-shard 2"),

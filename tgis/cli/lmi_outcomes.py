@@ -138,7 +138,7 @@ class _Application:
         if alias.refused and not is_off:
             return Verdict.REFUSED, f": {alias.why}"
         if refusal := alias.refusal_of and alias.refusal_of(one.text):
-            raise ValueError(refusal.partition("is not served: ")[2] or refusal)
+            raise ValueError(refusal.partition("is not supported: ")[2] or refusal)
         if alias.means is None:
             return Verdict.NO_EFFECT, f": {alias.why}"
         text = "" if is_off else self._convert(alias, one)

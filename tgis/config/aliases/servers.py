@@ -1,4 +1,4 @@
-"""Other servers whose option names the launcher reads if `--compat` names the server."""
+"""Lists the servers whose option names the launcher accepts with `--compat`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,11 +13,11 @@ class OtherServer:
     """Value of `--compat`."""
     title: str
     aliases: tuple[Alias, ...]
-    """Its flags and variables; LMI's names are keys of a file instead."""
+    """The server's flags and variables; empty for LMI, whose names are keys of a file."""
     model_flag: str
-    """Flag, or key of a file, of the model, which must be given."""
+    """The required flag, or key of the file, that names the model."""
     defaults: Mapping[str, object] = field(default_factory=dict)
-    """The server's values of options of this service that are not given."""
+    """The server's defaults for options of this service that are not given."""
 
 
 SERVERS = (
