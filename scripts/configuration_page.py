@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from tgis.cli import main as cli
-from tgis.cli.process_command import FOREIGN
+from tgis.cli.process_command import ALIAS
 from tgis.config.aliases.alias import Alias
 from tgis.config.aliases.tgi import TGI_NAMES
 from tgis.config.aliases.tgis import PASSED_ON, TGIS_NAMES
@@ -114,7 +114,7 @@ def _extras(name: str, config_type: type) -> list[click.Parameter]:
     """Return what only the command line takes."""
     own = {f.name for f, _, _ in declared(config_type)} | {"version"}
     params = cli.main.commands[name].params
-    return [p for p in params if p.name not in own and not (p.name or "").startswith(FOREIGN)]
+    return [p for p in params if p.name not in own and not (p.name or "").startswith(ALIAS)]
 
 
 def _command(name: str, program: str, config_type: type) -> str:

@@ -108,7 +108,7 @@ def test_its_time_is_limited(parts: Sequence[bytes]) -> None:
     began = time.monotonic()
     with server(*parts, pause=0.2 if parts else 30) as (port, _):
         code, said = probe("--timeout", "0.5", PORT=str(port))
-    assert (code, said) == (1, f"http://127.0.0.1:{port}/health: no answer within 0.5 s\n")
+    assert (code, said) == (1, f"http://127.0.0.1:{port}/health: no response within 0.5 s\n")
     assert time.monotonic() - began < 10
 
 

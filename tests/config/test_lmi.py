@@ -301,7 +301,7 @@ def test_names_of_one_file_must_agree(tmp_path: Path) -> None:
     text = "option.max_model_len=8\noption.n_positions=9"
     message = refusal([*COMPAT, *file_with(tmp_path, text)], {**ENV, "HF_MODEL_ID": "/m"})
     assert message.startswith("option.n_positions in serving.properties:2: ")
-    assert "option.max_model_len in serving.properties:1 says 8" in message
+    assert "option.max_model_len in serving.properties:1 sets 8" in message
     text = "option.load_in_8bit=true\noption.quantize=bitsandbytes8"
     assert given(tmp_path, text, {"HF_MODEL_ID": "/m"})[0].quantize == "bitsandbytes"
 
@@ -340,7 +340,7 @@ def test_files_are_found(tmp_path: Path) -> None:
 def test_what_is_missing_or_broken(tmp_path: Path) -> None:
     assert "--compat lmi has no default model" in refusal(COMPAT, ENV, code=2)
     text = refusal([*COMPAT, "--properties", str(tmp_path / "none")], ENV)
-    assert text == f"{tmp_path}/none: the properties cannot be read: No such file or directory"
+    assert text == f"{tmp_path}/none: the properties file cannot be read: No such file or directory"
     text = refusal([*COMPAT, *file_with(tmp_path, "a=b\nc=\\u1")], ENV)
     assert text.startswith(f"{tmp_path}/serving.properties: line 2: ")
     for arguments in (["--properties", "/p"], ["--strict-config"]):

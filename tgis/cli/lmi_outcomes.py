@@ -1,4 +1,4 @@
-"""Applies what is given under LMI's option names, and says what each name became."""
+"""Applies the options that are given by LMI's names, and reports the outcome of each name."""
 
 import logging
 import re
@@ -29,18 +29,18 @@ from tgis.process.gpus import count_gpus, has_gpus
 
 NAME = "lmi"
 SOURCE = f"--compat {NAME}"
-LAST = (MODEL_DIR, QUEUE)  # they depend on other options
+LAST = (MODEL_DIR, QUEUE)  # applied last, because they depend on other options
 MAX_SHOWN_CHARS = 200
 _SECRET = re.compile(r"(?<!per_)token$|secret|passw|credential|(api|access)_key|_key$", re.IGNORECASE)
 _OWN_NAMES = {
     f.name: flag_of(f) if option.flag else f.name.upper() for f, option, _ in declared(LauncherConfig)
 }
 ReadValue = Callable[[str, str], Any]
-"""Converts a text to a value of the service's own option of that name; raises ValueError."""
+"""Function that converts (name of an own option, text) to the option's value; raises ValueError."""
 
 
 class Verdict(Enum):
-    """Outcome of a name, with the level of the line that says it and the word for it."""
+    """Outcome of a name: the log level of its line, and the word in it."""
 
     USED = logging.INFO, "used"
     OVERRIDDEN = logging.INFO, "overridden"
@@ -62,26 +62,27 @@ class Outcome:
 
     @property
     def _value(self) -> str:
-        """Value for printing. Nobody knows whether values of unknown names are secret."""
+        """Value for printing; hidden for unknown names too, because it may be secret."""
         key = self.given.key
         is_known = key in KEYS and not _SECRET.search(key)
         return _shown(self.given.text) if is_known else report.HIDDEN
 
 
 def forget_shared_names(settings: dict[str, Setting], defaults: Mapping[str, Any]) -> None:
-    """Take back what was read from variables of ours that LMI has too: they have LMI's meaning."""
+    """Reset the settings that were read from own variables that LMI has too: LMI's meaning applies."""
     for name, setting in settings.items():
         if setting.source in SIMPLE_NAMES:
             settings[name] = Setting(defaults[name])
 
 
 def apply_properties(settings: dict[str, Setting], read: ReadValue) -> list[Outcome]:
-    """Set the options that LMI's names mean, and those that follow from them. Raises SettingsError and
-    PropertiesError."""
+    """Set the options that LMI's names stand for, then LMI's defaults for the others.
+
+    Raises SettingsError and PropertiesError."""
     path = find_file(settings["properties"].value)
     outcomes = _Application(settings, read).apply(read_sources(path))
-    queued = DEFAULT_QUEUE + settings["max_batch_size"].value
-    apply_defaults({**DEFAULTS, "max_concurrent_requests": queued}, settings, SOURCE)
+    max_requests = DEFAULT_QUEUE + settings["max_batch_size"].value
+    apply_defaults({**DEFAULTS, "max_concurrent_requests": max_requests}, settings, SOURCE)
     if all(settings[name].source == DEFAULT for name in ("num_gpus", "sharded")):
         apply_defaults({"num_shard": _count_visible(settings)}, settings, SOURCE)
     for folder in (*([path.parent] if path else []), MODEL_FOLDER):
@@ -91,7 +92,7 @@ def apply_properties(settings: dict[str, Setting], read: ReadValue) -> list[Outc
 
 
 def describe(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the lines of a report."""
+    """Return the outcomes as lines of the report of `--env`."""
     return ["properties:", *(f"  {one.line}" for one in outcomes)] if outcomes else []
 
 
@@ -104,36 +105,37 @@ def to_notices(outcomes: Sequence[Outcome], settings: Mapping[str, Setting]) -> 
         return []
     ours = [f"{name}={report.shown(one.value)}" for name, one in settings.items() if one.source == SOURCE]
     notices = [(one.verdict.value[0], one.line) for one in outcomes]
-    return [*notices, (logging.INFO, f"{SOURCE} sets what is not given: {' '.join(ours)}")]
+    return [*notices, (logging.INFO, f"{SOURCE} sets defaults: {' '.join(ours)}")]
 
 
 class _Application:
     def __init__(self, settings: dict[str, Setting], read: ReadValue) -> None:
-        self._settings, self._read = settings, read
-        self._firsts: dict[str, GivenProperty] = {}  # by key
-        self._holders: dict[str, GivenProperty] = {}  # by the option that they set
+        self._settings = settings
+        self._read = read
+        self._first_by_key: dict[str, GivenProperty] = {}
+        self._setter_by_option: dict[str, GivenProperty] = {}
 
     def apply(self, given: Iterable[GivenProperty]) -> list[Outcome]:
         ordered = sorted(given, key=lambda one: one.key in LAST)
         return [Outcome(one, *self._decide(one)) for one in ordered]
 
     def _decide(self, one: GivenProperty) -> tuple[Verdict, str]:
-        first = self._firsts.setdefault(one.key, one)
+        first = self._first_by_key.setdefault(one.key, one)
         if first is not one:
             return Verdict.OVERRIDDEN, f" by {first.where}"
         alias = find_alias(one.key)
         if alias is None:
             is_strict = self._settings["strict_config"].value
             return Verdict.REFUSED if is_strict else Verdict.UNKNOWN, f": {describe_unknown(one.key)}"
-        if alias.means and (holder := self._stronger(alias.means, one)):
-            return Verdict.OVERRIDDEN, f" by {holder}"
+        if alias.means and (source := self._overriding_source(alias.means, one)):
+            return Verdict.OVERRIDDEN, f" by {source}"
         try:
             return self._use(alias, one)
         except ValueError as error:
             return Verdict.REFUSED, f": {_shown(one.text)!r} cannot be used: {error}"
 
     def _use(self, alias: Alias, one: GivenProperty) -> tuple[Verdict, str]:
-        """Set the option that the name means, if any. Raises ValueError."""
+        """Set the option that the name stands for, if any. Raises ValueError."""
         is_off = alias.switch and not to_truth(one.text)
         if alias.refused and not is_off:
             return Verdict.REFUSED, f": {alias.why}"
@@ -145,7 +147,7 @@ class _Application:
         note = f"; {alias.why}" if alias.why else ""
         flag = _OWN_NAMES[alias.means]
         if not text:
-            return Verdict.USED, f": {flag} stays as it is"
+            return Verdict.USED, f": {flag} is unchanged"
         value = self._set(alias.means, text, one)
         return Verdict.USED, f" as {flag}{'' if value is True else ' ' + report.shown(value)}{note}"
 
@@ -157,22 +159,26 @@ class _Application:
         return alias.convert(one.text) if alias.convert else one.text
 
     def _set(self, option: str, text: str, one: GivenProperty) -> Any:
-        value, old = self._read(option, text), self._settings[option]
-        if option in self._holders and value != old.value:
-            raise ValueError(f"{old.source} says {report.shown(old.value)}")
-        self._holders.setdefault(option, one)
-        self._settings[option] = Setting(value, self._holders[option].where)
+        value = self._read(option, text)
+        old = self._settings[option]
+        if option in self._setter_by_option and value != old.value:
+            raise ValueError(f"{old.source} sets {report.shown(old.value)}")
+        self._setter_by_option.setdefault(option, one)
+        self._settings[option] = Setting(value, self._setter_by_option[option].where)
         return value
 
-    def _stronger(self, option: str, one: GivenProperty) -> str | None:
-        """Return what has set the option already and counts more; names of one file are equals."""
-        setting, holder = self._settings[option], self._holders.get(option)
-        are_equals = holder and holder.rank == one.rank != SIMPLE and one.key not in LAST
-        return None if setting.source == DEFAULT or are_equals else setting.source
+    def _overriding_source(self, option: str, one: GivenProperty) -> str | None:
+        """Return the source that already set the option with a higher priority than `one`, if any.
+
+        Two names in one file, or two variables, have equal priority."""
+        setting = self._settings[option]
+        setter = self._setter_by_option.get(option)
+        are_equal = setter and setter.rank == one.rank != SIMPLE and one.key not in LAST
+        return None if setting.source == DEFAULT or are_equal else setting.source
 
 
 def _count_visible(settings: Mapping[str, Setting]) -> int:
-    """Return the number of GPUs to be used, or 1 without them."""
+    """Return the number of visible GPUs, or 1 if none can be used."""
     visible = settings["cuda_visible_devices"].value
     if settings["device"].value == "cpu" or not has_gpus(visible):
         return 1

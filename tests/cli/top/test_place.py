@@ -14,7 +14,7 @@ from tgis.cli.top.place import Place, locate
 from tgis.cli.top.scrape import ScrapeError
 from tgis.process.run_directory import HTTP_URL, RunDirectory, running_urls
 
-NAMED = "name another service with --target HOST:PORT"
+NAMED = "select another service with --target HOST:PORT"
 
 
 @pytest.fixture
