@@ -189,7 +189,7 @@ def test_shards_that_die_before_they_serve_are_tried_four_times(
     assert service.process.wait(90) == service.end() == 1
     text = f"{reason}; giving up after 3 restarts of the shards"
     assert (service.lines[-1], log.read_text()) == (f"error: {text}", f"{text}\n")
-    assert service.output.count("starting the shards again") == 3
+    assert service.output.count("restarting the shards") == 3
 
 
 def can_listen(port: int) -> bool:

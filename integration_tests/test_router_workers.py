@@ -107,7 +107,7 @@ def test_a_killed_engine_disturbs_no_stream(service: Service, answers: Answers) 
         streams = begin_all(clients)
         os.kill(engine, signal.SIGKILL)
         assert [stream.result(60) for stream in streams] == expected(clients, answers)
-    service.wait_for_line("engine process was killed by SIGKILL; was it out of memory?; starting it again")
+    service.wait_for_line("engine process was killed by SIGKILL; was it out of memory?; restarting it")
     assert children_of(service.process.pid)["serve"] == shards
     fresh, same = router_pids(service)
     assert (fresh != engine, same) == (True, workers)
@@ -128,7 +128,7 @@ def test_a_killed_worker_ends_its_own_streams(service: Service, answers: Answers
         assert [streams[i].result() for i in survivors] == [whole[i] for i in survivors]
     lost = [error.code() for error in errors if isinstance(error, grpc.RpcError)]
     assert lost == [UNAVAILABLE] * num_connected
-    service.wait_for_line("router worker 1 was killed by SIGKILL; was it out of memory?; starting it again")
+    service.wait_for_line("router worker 1 was killed by SIGKILL; was it out of memory?; restarting it")
     wait_until(lambda: len(children_of(service.process.pid)["router"]) == NUM_WORKERS, service)
     same, [first, fresh] = router_pids(service)
     assert (same, first, fresh != victim) == (engine, workers[0], True)
@@ -219,7 +219,7 @@ def test_a_drain_loses_nothing(directory: Path, answers: Answers) -> None:
         with pytest.raises(grpc.RpcError):
             connect(service)
         assert service.process.wait(30) == 0, service.output
-    again = [line for line in service.lines if "starting it again" in line]
+    again = [line for line in service.lines if "restarting it" in line]
     assert len(again) == 1, service.output
     assert "engine process was killed by SIGKILL" in again[0]
 
@@ -234,8 +234,8 @@ def test_workers_that_hang_and_an_engine_that_hangs(directory: Path, answers: An
             os.kill(router_pids(service)[0], signal.SIGSTOP)
             assert [stream.result(60) for stream in streams] == expected(clients, answers)
         os.kill(router_pids(service)[1][0], signal.SIGSTOP)
-        service.wait_for_line("engine process hung and was killed; starting it again")
-        service.wait_for_line("router worker 0 hung and was killed; starting it again")
+        service.wait_for_line("engine process hung and was killed; restarting it")
+        service.wait_for_line("router worker 0 hung and was killed; restarting it")
         wait_until(lambda: len(children_of(service.process.pid)["router"]) == NUM_WORKERS, service)
     assert service.end() == 0, service.output
 

@@ -55,7 +55,7 @@ def test_streams_survive_one_fault_after_the_other(model: Model) -> None:
     client = serve_with(model, *FAULTS)
     read_twice(client, texts_of(model))
     assert metrics(client)["tgi_shard_restarts_total"] == len(FAULTS)
-    assert len([line for line in client.service.lines if "starting the shards again" in line]) == 2
+    assert len([line for line in client.service.lines if "restarting the shards" in line]) == 2
     assert "was killed by SIGKILL; was it out of memory?" in client.service.output
     end(client)
 
@@ -85,7 +85,7 @@ def test_who_kills_the_shards_ends_alone(model: Model) -> None:
 def test_streams_survive_a_lack_of_memory_and_a_step_that_hangs(model: Model) -> None:
     client = serve_with(model, *SLOW_FAULTS)
     read_twice(client, texts_of(model))
-    assert "shard 0 hung and was killed; starting the shards again" in client.service.output
+    assert "shard 0 hung and was killed; restarting the shards" in client.service.output
     end(client)
 
 
@@ -94,5 +94,5 @@ def test_streams_survive_a_shard_that_stands_still(model: Model) -> None:
     service = launch(model.directory, "--dtype", "float32", "--num-shard", "2").wait_until_serving()
     client = Client(service)
     check_survival(client, texts_of(model), victim=1, number=signal.SIGSTOP)
-    assert " hung and was killed; starting the shards again" in service.output
+    assert " hung and was killed; restarting the shards" in service.output
     end(client)

@@ -155,9 +155,9 @@ def test_number_of_shards(
         (False, 2, None, True, 2),
         (True, 2, None, False, 2),
         (True, None, "0,1,2", True, 3),
-        (True, 1, "0,1", True, "sharded is true, and num_shard is 1: leave one of both out"),
-        (True, None, "0", True, "sharded is true, which needs two visible GPUs or more, not 1: --num-shard"),
-        (True, None, "0,1", False, "sharded is true, which needs two visible GPUs or more, not 0: "),
+        (True, 1, "0,1", True, "sharded is true, but num_shard is 1: leave out one of them"),
+        (True, None, "0", True, "sharded is true, which needs two or more visible GPUs, not 1: --num-shard"),
+        (True, None, "0,1", False, "sharded is true, which needs two or more visible GPUs, not 0: "),
     ],
 )
 def test_tgi_s_sharding(
@@ -245,7 +245,7 @@ def test_visible_devices_that_do_not_count_are_mentioned(caplog: pytest.LogCaptu
         count_shards(LauncherConfig(num_shard=2, cuda_visible_devices="0,1"), is_cuda=False)
         assert not caplog.records
         count_shards(LauncherConfig(cuda_visible_devices="0,1"), is_cuda=False)
-    assert "visible devices are not counted without a GPU: 1 shard" in caplog.text
+    assert "using 1 shard: visible devices are not counted without a GPU" in caplog.text
 
 
 def test_numbers_of_shards_that_differ() -> None:

@@ -141,7 +141,7 @@ async def test_one_that_is_lost_is_restarted_alone(
             if number is signal.SIGSTOP
             else "was killed by SIGKILL; was it out of memory?"
         )
-        assert caplog.messages == [f"the {victim} {was}; starting it again"]
+        assert caplog.messages == [f"the {victim} {was}; restarting it"]
         group.signal(signal.SIGTERM)
         assert (await end_of(group.wait())).is_success
 

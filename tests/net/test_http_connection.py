@@ -214,7 +214,7 @@ async def test_a_body_must_arrive_in_time_but_its_answer_may_be_late() -> None:
 async def test_a_body_must_arrive_at_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that has sent more has more time for the rest."""
     monkeypatch.setattr(http_routes, "FIRST_S", SHORT_S / 2)
-    monkeypatch.setattr(http_routes, "LEAST_RATE", 10_000)
+    monkeypatch.setattr(http_routes, "MIN_RATE", 10_000)
     async with serving() as (_, connect):
         loop = asyncio.get_running_loop()
         for num_bytes, least, most in ((0, 0.4, 2.5), (6_000, 3.2, 8)):

@@ -120,7 +120,7 @@ def test_what_cannot_be_read_is_named(
         loaded.refresh()
     assert loaded.context is before
     assert [record.getMessage() for record in caplog.records] == [
-        f"the changed {name} files are not used, the previous ones are: {line}"
+        f"the changed {name} files are not used; the previous ones stay in use: {line}"
     ]
 
 
@@ -166,7 +166,7 @@ EXPIRED = {
 
 def expired_line(files: TlsFiles) -> tuple[int, str]:
     since = f"the link certificate {files.cert} expired at 2021-01-31T12:00:00Z"
-    return logging.ERROR, f"{since}: the other end refuses it; renew it"
+    return logging.ERROR, f"{since}: peers refuse it; renew it"
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
