@@ -292,5 +292,5 @@ def test_pickles_with_code_are_refused(model: Model, tmp_path: Path) -> None:
     (directory / "model.safetensors").unlink()
     line = failure("--model-name", str(directory))
     file = re.escape(f"{directory}/pytorch_model.bin")
-    assert re.fullmatch(rf"error: shard 0: {file} wants to call posix\.mkdir, .*; it was not run", line)
+    assert re.fullmatch(rf"error: shard 0: {file} calls posix\.mkdir, .*; it was not run", line)
     assert not target.exists()

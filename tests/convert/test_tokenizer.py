@@ -99,7 +99,7 @@ def test_settings_stay_as_they_are(tmp_path: Path) -> None:
 def test_where_there_is_nothing_to_do_or_to_read(tmp_path: Path) -> None:
     text = "Weights not found in local cache for model nobody/x"
     assert convert("nobody/x", code=1) == text
-    assert convert(tmp_path, code=1) == f"{tmp_path} holds no tokenizer"
+    assert convert(tmp_path, code=1) == f"{tmp_path} contains no tokenizer"
     (tmp_path / "vocab.json").write_text("{")
     text = f"Output path {tmp_path / 'x'} must exist and be a directory"
     assert convert(tmp_path, "--output-path", tmp_path / "x") == text

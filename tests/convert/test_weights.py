@@ -218,7 +218,7 @@ def write_page(file: Path) -> None:
 
 
 DAMAGED = "{file} cannot be read: it is truncated or damaged"
-REFUSED = "{file} wants to call "
+REFUSED = "{file} calls "
 INCOMPLETE = "the checkpoint is truncated or damaged"
 
 
@@ -230,10 +230,10 @@ INCOMPLETE = "the checkpoint is truncated or damaged"
         (write_half, DAMAGED),
         (write_most, DAMAGED),
         (write_half_of_old_kind, DAMAGED),
-        (write_flipped, "{file} is damaged: pytorch_model-00002-of-00002/data/0 in it has a wrong checksum"),
+        (write_flipped, "{file} is damaged: its member pytorch_model-00002-of-00002/data/0 has a wrong checksum"),
         (write_nothing, DAMAGED),
         (write_page, DAMAGED),
-        (lambda file: torch.save([torch.ones(1)], file), "{file} does not hold tensors by name"),
+        (lambda file: torch.save([torch.ones(1)], file), "{file} is not a mapping of names to tensors"),
         (lambda file: torch.save({"a": {"b": torch.ones(1)}}, file), "{file}: a is not a plain tensor"),
         (lambda file: torch.save({"c": torch.ones(1).to_sparse()}, file), "{file}: c is not a plain tensor"),
     ],
@@ -255,7 +255,7 @@ def test_a_file_that_cannot_be_converted(tmp_path: Path, write: Callable[[Path],
         ({"z": "other.bin"}, f"names other.bin, which is not there: {INCOMPLETE}"),
         (
             {"z": "pytorch_model.bin"},
-            f"names z in pytorch_model.bin, which holds no such tensor: {INCOMPLETE}",
+            f"names z, which pytorch_model.bin does not contain: {INCOMPLETE}",
         ),
     ],
 )
@@ -265,7 +265,7 @@ def test_an_index_that_promises_too_much(tmp_path: Path, also: dict[str, str], t
     assert convert(tmp_path, code=1) == f"{index} {text}"
     assert sorted(tmp_path.iterdir()) == before
     index.write_text("[]")
-    assert convert(tmp_path, code=1) == f"{index} does not hold an object"
+    assert convert(tmp_path, code=1) == f"{index} is not a JSON object"
 
 
 def test_a_signal_leaves_nothing(tmp_path: Path) -> None:

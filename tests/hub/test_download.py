@@ -240,7 +240,7 @@ def test_another_try_where_the_hub_recovers(hub: Hub, entry: Path, download: Dow
     result = download()
     assert result.exit_code == 0, result.stderr
     assert content(entry, "model.safetensors") == SMALL
-    assert result.stderr.count("trying again") == 2
+    assert result.stderr.count("retrying") == 2
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_another_try_where_the_hub_recovers(hub: Hub, entry: Path, download: Dow
         (
             "model.safetensors",
             hub_server.status(410),
-            "org/m: model.safetensors: the hub answers with HTTP 410",
+            "org/m: model.safetensors: the hub returns HTTP 410",
         ),
     ],
 )
@@ -291,7 +291,7 @@ def test_refusals_of_the_hub(hub: Hub, download: Download) -> None:
     text = refusal(download(name="/no/such/directory"))
     assert text == "/no/such/directory is neither a directory nor the id of a model on the hub"
     hub.wrong_sums["model.safetensors"] = "../../x"
-    assert refusal(download()) == "model.safetensors: the hub gives no usable ETag"
+    assert refusal(download()) == "model.safetensors: the hub returned no valid ETag"
 
 
 def test_no_network(hub: Hub, download: Download, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +308,7 @@ def test_an_endpoint_that_is_no_address(download: Download, monkeypatch: pytest.
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
         result = download()
         assert result.exit_code == 1
-        assert "HF_ENDPOINT is not the address of a hub" in result.stderr
+        assert "HF_ENDPOINT is not the URL of a hub" in result.stderr
 
 
 def test_a_hub_without_the_faster_way(hub: Hub, entry: Path, download: Download) -> None:

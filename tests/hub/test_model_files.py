@@ -100,7 +100,7 @@ def test_the_pad_token(tmp_path: Path) -> None:
         (b"", "is not valid JSON"),
         (b"{", "is not valid JSON"),
         (b'{"a": "\xff"}', "is not valid JSON"),
-        (b"[1]", "does not hold an object"),
+        (b"[1]", "is not a JSON object"),
         (b'{"a":' * 10**5, "is nested too deep"),
         (b'{"a":' + b"[" * 10**5 + b"]" * 10**5 + b"}", "is nested too deep"),
     ],

@@ -104,13 +104,13 @@ def test_it_is_served_and_the_hub_is_not_asked_again(
         (
             [],
             {"HF_TOKEN": "wrong", "HF_API_TOKEN": ""},
-            "org/m: the hub refuses access (HTTP 401); is the token right?",
+            "org/m: the hub refuses access (HTTP 401); check the token",
         ),
         pytest.param(["--revision", "v9"], {}, "org/m has no revision v9 on the hub", marks=pytest.mark.slow),
         pytest.param(
             ["--lora-adapters", "org/a"],
             {"MODEL_ID": "."},
-            "org/a is not on the hub, or is private and needs a token by --token or HF_TOKEN",
+            "org/a is not on the hub, or is private and needs a token in --token or HF_TOKEN",
             marks=pytest.mark.slow,
         ),
     ],

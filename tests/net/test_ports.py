@@ -6,7 +6,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from tgis.net.ports import PortError, reserve_for_sharing, listen, reserve
+from tgis.net.ports import PortError, listen, reserve, reserve_for_sharing
 
 HOST = "127.0.0.1"
 Open = Callable[[str, int], socket.socket]

@@ -103,7 +103,7 @@ BAD: dict[str, tuple[list[Change], str]] = {
     ),
     "part of a set": (
         [lambda writer: writer.add_uint16("split.count", 2)],
-        "split.count says 2 files, and there are 1",
+        "split.count is 2, but there are 1 files",
     ),
 }
 

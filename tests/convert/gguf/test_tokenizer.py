@@ -158,7 +158,7 @@ def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
         ("bert", {}, "tokenizer.ggml.model 'bert' is not served; served are: gpt2, llama, t5"),
         ("gpt2", {"tokenizer_pre": "kimi-k2"}, "tokenizer.ggml.pre 'kimi-k2' is not served; served are: "),
         ("gpt2", {}, "tokenizer.ggml.merges is missing"),
-        ("gpt2", {"token_merges": ["ab"]}, "tokenizer.ggml.merges has 'ab', which are not two tokens"),
+        ("gpt2", {"token_merges": ["ab"]}, "tokenizer.ggml.merges contains 'ab', which is not a pair of tokens"),
         ("gpt2", {"token_merges": ["a c"]}, "tokenizer.ggml.tokens cannot be used: "),
         ("llama", {}, "tokenizer.ggml.scores is missing"),
         ("llama", {"token_scores": [1.0]}, "tokenizer.ggml.scores has 1 entries for 2 tokens"),
