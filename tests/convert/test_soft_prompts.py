@@ -172,7 +172,8 @@ def test_a_prompt_that_is_there_is_replaced_only_when_asked(tmp_path: Path) -> N
 def test_what_cannot_be_said_the_other_way(tmp_path: Path) -> None:
     uneven = write_parts(tmp_path / "uneven", encoder=draw(4), decoder=draw(6))
     target = tmp_path / "target"
-    text = "PEFT stores encoder and decoder with the same shape and type, not [4, 32] float32 and [6, 32] float32"
+    shapes = "[4, 32] float32 and [6, 32] float32"
+    text = f"PEFT stores encoder and decoder with the same shape and type, not {shapes}"
     assert text in refusal(uneven, target)
     mixed = write_parts(tmp_path / "mixed", encoder=draw(4), decoder=draw(4, torch.float16))
     assert "not [4, 32] float32 and [4, 32] float16" in refusal(mixed, target)

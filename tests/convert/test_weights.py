@@ -230,7 +230,10 @@ INCOMPLETE = "the checkpoint is truncated or damaged"
         (write_half, DAMAGED),
         (write_most, DAMAGED),
         (write_half_of_old_kind, DAMAGED),
-        (write_flipped, "{file} is damaged: its member pytorch_model-00002-of-00002/data/0 has a wrong checksum"),
+        (
+            write_flipped,
+            "{file} is damaged: its member pytorch_model-00002-of-00002/data/0 has a wrong checksum",
+        ),
         (write_nothing, DAMAGED),
         (write_page, DAMAGED),
         (lambda file: torch.save([torch.ones(1)], file), "{file} is not a mapping of names to tensors"),

@@ -167,7 +167,7 @@ def test_other_architectures_are_refused_with_the_list(tmp_path: Path) -> None:
     assert done.returncode == 1
     [line] = done.stderr.splitlines()
     assert line.startswith(
-        f"error: {path}: general.architecture 'mamba' is not served; served are: bloom, falcon, "
+        f"error: {path}: general.architecture 'mamba' is not supported; use one of: bloom, falcon, "
     )
 
 
@@ -245,5 +245,5 @@ def test_a_split_set_is_one_model(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "out").glob("*.gguf")) == names
     again = write(tmp_path / "m2.gguf")
     (tmp_path / "other").mkdir()
-    with pytest.raises(ConversionError, match=f"{again}: tensor token_embd.weight is in {names[0]} too"):
+    with pytest.raises(ConversionError, match=f"{again}: tensor token_embd.weight is also in {names[0]}"):
         write_model_directory([first, again], tmp_path / "other")

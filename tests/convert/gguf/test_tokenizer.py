@@ -155,17 +155,21 @@ def test_no_splitting_loses_text(name: str) -> None:
 
 def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
     cases: list[tuple[str, dict[str, Any], str]] = [
-        ("bert", {}, "tokenizer.ggml.model 'bert' is not served; served are: gpt2, llama, t5"),
-        ("gpt2", {"tokenizer_pre": "kimi-k2"}, "tokenizer.ggml.pre 'kimi-k2' is not served; served are: "),
+        ("bert", {}, "tokenizer.ggml.model 'bert' is not supported; use one of: gpt2, llama, t5"),
+        ("gpt2", {"tokenizer_pre": "kimi-k2"}, "tokenizer.ggml.pre 'kimi-k2' is not supported; use one of: "),
         ("gpt2", {}, "tokenizer.ggml.merges is missing"),
-        ("gpt2", {"token_merges": ["ab"]}, "tokenizer.ggml.merges contains 'ab', which is not a pair of tokens"),
+        (
+            "gpt2",
+            {"token_merges": ["ab"]},
+            "tokenizer.ggml.merges contains 'ab', which is not a pair of tokens",
+        ),
         ("gpt2", {"token_merges": ["a c"]}, "tokenizer.ggml.tokens cannot be used: "),
         ("llama", {}, "tokenizer.ggml.scores is missing"),
         ("llama", {"token_scores": [1.0]}, "tokenizer.ggml.scores has 1 entries for 2 tokens"),
         (
             "llama",
             {"token_scores": [1.0, 1.0], "bos_token_id": 2},
-            "bos_token_id is 2, and there are 2 tokens",
+            "bos_token_id is 2, but there are 2 tokens",
         ),
     ]
     for number, (kind, more, text) in enumerate(cases):
