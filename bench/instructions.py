@@ -75,7 +75,7 @@ class Instruction:
         return llvm.has_feature(self.feature) and llvm.has_feature("avx512f")
 
     def prepare(self) -> Callable[[], None]:
-        """Return work of `num_operations` for all of torch's threads."""
+        """Return a function that computes `num_operations` operations on all of torch's threads."""
         operands, out = make_operands(), torch.empty(UNITS, SUMS, LANES)  # out: [UNITS, SUMS, LANES]
 
         def work() -> None:
@@ -96,6 +96,6 @@ def make_operands() -> torch.Tensor:
 
 
 PAIRS = Instruction("avx512bf16", Kernel(_multiply_pairs_in_registers), 2 * 2 * LANES)
-"""vdpbf16ps: two products of bfloat16 numbers a lane."""
+"""vdpbf16ps: two products of bfloat16 numbers per lane."""
 QUADS = Instruction("avx512vnni", Kernel(_multiply_quads_in_registers), 2 * 4 * LANES)
-"""vpdpbusd: four products of 8-bit integers a lane."""
+"""vpdpbusd: four products of 8-bit integers per lane."""

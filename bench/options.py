@@ -1,4 +1,4 @@
-"""The command line of `python -m bench`."""
+"""Defines the command line of `python -m bench`."""
 
 import argparse
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from bench.rates import SECTIONS as RATES
 from bench.targets import TARGETS
 
 MODES: tuple[Mode, ...] = ("stream", "unary")
-# In the order in which they are measured. Peers have a run of their own, whose last figures are told.
+# In the order of measurement. Peers are measured by a separate run, whose last figures are shown.
 SECTIONS = (
     *("memory", *RATES, "clients"),
     *(
@@ -61,7 +61,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def default_sections(shape: str) -> list[str]:
-    """Those that have a target for the shape, and what is cheap to know of any."""
+    """Return the sections that have a target for the shape, and those that are cheap for any shape."""
     pursued = {target.section for target in TARGETS if target.bound_of(shape) is not None}
     return [name for name in SECTIONS if name in pursued | {"memory", "accuracy"}]
 
