@@ -253,10 +253,16 @@ def _times(samples: Sequence[Sample], num_streams: int, api: str) -> Spread:
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.doors", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="of every figure (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=120, help="measured in a round (default %(default)s)")
-    parser.add_argument("--streams", type=_counts, default=[64, 256], help="(default 64,256)")
-    parser.add_argument("--apis", type=_apis, default=list(APIS), help=f"of {','.join(APIS)}")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements per figure (default %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=120, help="measured steps per round (default %(default)s)"
+    )
+    parser.add_argument(
+        "--streams", type=_counts, default=[64, 256], help="numbers of streams (default 64,256)"
+    )
+    parser.add_argument(
+        "--apis", type=_apis, default=list(APIS), help=f"APIs to measure (default {','.join(APIS)})"
+    )
     return parser.parse_args(arguments)
 
 

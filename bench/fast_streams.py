@@ -106,9 +106,13 @@ def _ratio(samples: Sequence[FastSample], chosen: Sequence[FastSample]) -> str:
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.fast_streams", description=__doc__)
     parser.add_argument("--before", type=Path, help="another checkout to compare with")
-    parser.add_argument("--rounds", type=int, default=3, help="of every figure (default %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=600, help="of each stream (default %(default)s)")
-    parser.add_argument("--streams", type=int, nargs="+", default=[64, 256], help="(default 64 256)")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements per figure (default %(default)s)")
+    parser.add_argument(
+        "--new-tokens", type=int, default=600, help="new tokens per stream (default %(default)s)"
+    )
+    parser.add_argument(
+        "--streams", type=int, nargs="+", default=[64, 256], help="numbers of streams (default 64 256)"
+    )
     parser.add_argument("--apis", nargs="+", choices=APIS, default=[GRPC, COMPLETIONS, CHAT])
     options = parser.parse_args(arguments)
     if not SLACK < options.new_tokens <= MAX_LENGTH - PROMPT_TOKENS:

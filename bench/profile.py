@@ -42,12 +42,21 @@ def main() -> None:
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.profile", description=__doc__)
     parser.add_argument("--shape", choices=list(shapes.SHAPES), default="135m", help="(default %(default)s)")
-    parser.add_argument("--dtype", default="float16", help="of the weights (default %(default)s)")
+    parser.add_argument("--dtype", default="float16", help="type of the weights (default %(default)s)")
     parser.add_argument("--int8", action="store_true", help="quantize the weights")
-    parser.add_argument("--batch", type=_counts, default=[1, 8, 32], help="of decode (default 1,8,32)")
-    parser.add_argument("--context", type=int, default=128, help="tokens before them (default %(default)s)")
-    parser.add_argument("--prefill", type=_counts, default=[512], help="lengths of prompts (default 512)")
-    parser.add_argument("--cache", type=Path, default=Path(".cache/bench"), help="where models are kept")
+    parser.add_argument(
+        "--batch", type=_counts, default=[1, 8, 32], help="batch sizes of decode steps (default 1,8,32)"
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=128,
+        help="tokens in the cache before a decode step (default %(default)s)",
+    )
+    parser.add_argument("--prefill", type=_counts, default=[512], help="prompt lengths (default 512)")
+    parser.add_argument(
+        "--cache", type=Path, default=Path(".cache/bench"), help="directory of models (default %(default)s)"
+    )
     return parser.parse_args(arguments)
 
 

@@ -119,11 +119,15 @@ SECTIONS: dict[str, tuple[str, Callable[[argparse.Namespace], str]]] = {
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.router_workers", description=__doc__)
-    parser.add_argument("--before", type=Path, help="another checkout, whose CPU time is compared with")
+    parser.add_argument("--before", type=Path, help="another checkout whose CPU time is measured too")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--rounds", type=int, default=5, help="of every figure (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=120, help="measured in a round (default %(default)s)")
-    parser.add_argument("--streams", type=int, nargs="+", default=[64, 256], help="(default 64 256)")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements per figure (default %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=120, help="measured steps per round (default %(default)s)"
+    )
+    parser.add_argument(
+        "--streams", type=int, nargs="+", default=[64, 256], help="numbers of streams (default 64 256)"
+    )
     return parser.parse_args(arguments)
 
 

@@ -117,7 +117,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(shapes.SHAPES), default="135m", help="(default %(default)s)")
     parser.add_argument("--dtype", default="float16", help="type of the weights (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="(default %(default)s)")
-    parser.add_argument("--cache", type=Path, default=Path(".cache/bench"), help="where models are kept")
+    parser.add_argument(
+        "--cache", type=Path, default=Path(".cache/bench"), help="directory of models (default %(default)s)"
+    )
     options = parser.parse_args()
     # raised as an exception, so that the services are stopped
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

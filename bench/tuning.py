@@ -45,7 +45,7 @@ def main() -> None:
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.tuning", description=__doc__)
     parser.add_argument("--shape", choices=list(shapes.SHAPES), default="135m", help="(default %(default)s)")
-    parser.add_argument("--dtype", default="float16", help="of the weights (default %(default)s)")
+    parser.add_argument("--dtype", default="float16", help="type of the weights (default %(default)s)")
     parser.add_argument("--prompts", type=int, default=1000, help="(default %(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=50, help="(default %(default)s)")
     parser.add_argument("--adapters", type=int, default=200, help="(default %(default)s)")
@@ -55,8 +55,10 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=16, help="(default %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="of the cycle (default %(default)s)")
     parser.add_argument("--repeat", type=int, default=5, help="the median of so many (default %(default)s)")
-    parser.add_argument("--cache", type=Path, default=Path(".cache/bench"), help="where models are kept")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
+    parser.add_argument(
+        "--cache", type=Path, default=Path(".cache/bench"), help="directory of models (default %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="JSON file for all figures")
     return parser.parse_args(arguments)
 
 

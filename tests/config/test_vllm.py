@@ -202,7 +202,7 @@ def test_values_that_cannot_be_used() -> None:
         (["--allowed-origins", '"*"'], 1, "not a JSON list"),
         (["--speculative-config", DRAFT], 1, "only the method ngram"),
         (["--speculative-config", "[" * 99999], 1, "it is not JSON"),
-        (["--model-impl", "terratorch"], 1, "none of auto, vllm, transformers"),
+        (["--model-impl", "terratorch"], 1, "not one of auto, vllm, transformers"),
         (["--max-model-len", "1.5"], 1, "not a whole number"),
         (["--max-model-len", "many"], 2, "--max-model-len"),
         (["--max-model-len", "1"], 1, "at least 2"),

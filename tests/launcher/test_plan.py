@@ -86,7 +86,7 @@ def test_a_model_of_one_token(config: LauncherConfig) -> None:
 def test_a_model_must_have_a_type(config: LauncherConfig, model_type: object) -> None:
     write_config(Path(config.model_name), {"model_type": model_type})
     with pytest.raises(
-        model_files.ModelNotFoundError, match=r"config\.json has no model_type, the name of a kind"
+        model_files.ModelNotFoundError, match=r"config\.json has no model_type, the name of the"
     ):
         make_plan(config)
 
@@ -156,7 +156,7 @@ def test_number_of_shards(
         (True, 2, None, False, 2),
         (True, None, "0,1,2", True, 3),
         (True, 1, "0,1", True, "sharded is true, but num_shard is 1: leave out one of them"),
-        (True, None, "0", True, "sharded is true, which needs two or more visible GPUs, not 1: --num-shard"),
+        (True, None, "0", True, "sharded is true, which needs two or more visible GPUs, not 1: use --num-shard"),
         (True, None, "0,1", False, "sharded is true, which needs two or more visible GPUs, not 0: "),
     ],
 )
