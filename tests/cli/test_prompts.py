@@ -1,4 +1,4 @@
-"""`check-prompt`, on what PEFT wrote and on what went wrong with it."""
+"""`check-prompt`, on files that PEFT wrote and on damaged ones."""
 
 import json
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def refusal(path: Path, *flags: str, env: dict[str, str] | None = None) -> str:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """32 wide, of 512 tokens."""
+    """Create a prompt 32 wide, for a model of 512 tokens."""
     directory = tmp_path_factory.mktemp("model")
     write_llama(directory)
     return directory

@@ -1,4 +1,4 @@
-"""LMI's option names under --compat lmi. The names and defaults here are copied from its manual, not from our
+"""LMI's option names under --compat lmi. The names and defaults are copied from its manual, not from our
 table."""
 
 from dataclasses import fields
@@ -144,7 +144,7 @@ TOO_LARGE = [
 def given(
     tmp_path: Path, text: str = "", env: dict[str, str] | None = None, *arguments: str
 ) -> tuple[LauncherConfig, Result]:
-    """The configuration of a serving.properties with this text, and what the launcher printed."""
+    """Return the configuration from a serving.properties with this text, and the launcher's output."""
     config, result = run(
         LauncherConfig, [*COMPAT, *file_with(tmp_path, text), *arguments], {**ENV, **(env or {})}, "launcher"
     )
@@ -209,7 +209,7 @@ def test_the_largest_degree_is_the_number_of_gpus(tmp_path: Path, monkeypatch: p
 
 
 def test_the_order_of_sources(tmp_path: Path) -> None:
-    """Each source is taken away after it has counted."""
+    """Each source overrides the next ones; it is removed after it was checked."""
     text = "option.model_id=/file\noption.max_rolling_batch_size=3\njob_queue_size=5"
     env = {
         "MODEL_NAME": "/own-variable",

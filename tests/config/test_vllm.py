@@ -1,4 +1,4 @@
-"""vLLM's names under --compat vllm. The names here are copied from its manual, not from our table."""
+"""vLLM's names under --compat vllm. The names are copied from its manual, not from our table."""
 
 from dataclasses import fields
 from typing import Any
@@ -143,7 +143,7 @@ speculative-model=org/draft ssl-cert-reqs=2 config-format=mistral
 
 
 def changes(arguments: list[str], env: dict[str, str] | None = None) -> dict[str, Any]:
-    """What differs from the configuration of no arguments at all."""
+    """Return the differences from the configuration without arguments."""
     has_model = not {"--model", "org/model"}.isdisjoint(arguments)
     config, result = run(LauncherConfig, [*arguments, *(COMPAT if has_model else COMPLETE)], env, "launcher")
     assert result.exit_code == 0, result.output

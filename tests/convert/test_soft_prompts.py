@@ -1,4 +1,4 @@
-"""`convert-prompt`, with PEFT as the one who writes and reads what we do not."""
+"""`convert-prompt`, with PEFT as the writer and reader of the other files."""
 
 import json
 import os
@@ -24,7 +24,7 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
-    """By PEFT's type of task."""
+    """Create prompts by PEFT's type of task."""
     found = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
     write_llama(found["CAUSAL_LM"])
     write_model(found["SEQ_2_SEQ_LM"], CASES["t5"]())

@@ -1,4 +1,4 @@
-"""`convert-to-fast-tokenizer` and `convert-to-onnx`: the same token ids as before, or a line."""
+"""`convert-to-fast-tokenizer` and `convert-to-onnx`: equal token ids, or a one-line error."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ HAS_SENTENCEPIECE = find_spec("sentencepiece") is not None
 
 
 def call(command: click.Command, *words: object, code: int = 0) -> str:
-    """What a command says."""
+    """Return a command's output."""
     result = CliRunner().invoke(command, [str(word) for word in words], catch_exceptions=False)
     assert result.exit_code == code, result.stderr
     lines = [line for line in result.stderr.splitlines() if " INFO " not in line]

@@ -1,4 +1,4 @@
-"""`convert-to-safetensors`: the same tensors as before, and nothing where something is wrong."""
+"""`convert-to-safetensors`: equal tensors, and no files after an error."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from tgis.convert.weights import new_name
 
 
 def convert(directory: Path, code: int = 0) -> str:
-    """What the command says, on the stream that belongs to its exit code."""
+    """Return the command's output on the stream of its exit code."""
     result = CliRunner().invoke(convert_to_safetensors, [str(directory)], catch_exceptions=False)
     assert result.exit_code == code, result.stderr
     lines = [line for line in result.stderr.splitlines() if " INFO " not in line]
@@ -167,7 +167,7 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
 
 
 class Payload:
-    """Leaves a file beside the one it is in."""
+    """The path leads to a file beside the directory."""
 
     def __init__(self, file: Path) -> None:
         self.trace = file.with_name("never")
@@ -273,7 +273,7 @@ def test_an_index_that_promises_too_much(tmp_path: Path, also: dict[str, str], t
 
 def test_a_signal_leaves_nothing(tmp_path: Path) -> None:
     file = tmp_path / "pytorch_model.bin"
-    os.mkfifo(file)  # reading it takes as long as we like
+    os.mkfifo(file)  # reading it takes as long as the test needs
     command = [sys.executable, "-m", "tgis", "convert-to-safetensors", str(tmp_path)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
@@ -287,7 +287,7 @@ def test_a_signal_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_failure_between_two_moves_leaves_nothing(tmp_path: Path) -> None:
-    """The index cannot be written where a directory has its name."""
+    """The index cannot be written because a directory has its name."""
     index = write_index(tmp_path, {"pytorch_model.bin": {"a": torch.ones(2)}})
     index.rename(tmp_path / "other.bin.index.json")
     (tmp_path / "other.safetensors.index.json").mkdir()
@@ -298,10 +298,10 @@ def test_a_failure_between_two_moves_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Of three million bytes."""
+    """Create a file of three million bytes."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3000k", "none", tmp_path], check=True)
     yield tmp_path
-    subprocess.run(["umount", "--lazy", tmp_path], check=True)  # the mapping may not be gone yet
+    subprocess.run(["umount", "--lazy", tmp_path], check=True)  # the memory map may still exist
 
 
 def test_a_disk_that_is_full(small_disk: Path) -> None:

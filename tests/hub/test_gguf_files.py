@@ -1,4 +1,4 @@
-"""Which GGUF files a model's name means, and how commands that read none refuse them."""
+"""The GGUF files of a model's name, and their refusal by commands that do not read them."""
 
 import shlex
 from pathlib import Path
@@ -102,7 +102,7 @@ def test_refusals_name_the_command_that_converts(file: Path) -> None:
 
 
 def check(text: str, file: Path) -> None:
-    """Check that a text is one line that ends with a command of ours for the file."""
+    """Check that a text is one line that ends with one of our commands for the file."""
     assert "\n" not in text
     before, _, command = text.partition(" is a GGUF file, which this command does not read; convert it: ")
     assert before.endswith(str(file))

@@ -1,4 +1,4 @@
-"""What is made of the options about soft prompts and adapters before anything is loaded."""
+"""Resolution of the options of soft prompts and adapters before anything is loaded."""
 
 import json
 from dataclasses import replace
@@ -63,7 +63,7 @@ def test_the_longest_prompt_leaves_room_for_a_token() -> None:
 
 @pytest.mark.parametrize(("refs", "entry"), [("main", "org/a"), ("v2", "org/a@v2"), (None, "org/a@c0ffee")])
 def test_adapters_in_the_hub_cache(tmp_path: Path, refs: str | None, entry: str) -> None:
-    """They need no config.json, as models do."""
+    """Unlike models, they need no config.json."""
     root = tmp_path / "models--org--a"
     snapshot = write_adapter(root / "snapshots" / "c0ffee")
     if refs:

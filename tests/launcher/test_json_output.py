@@ -1,4 +1,5 @@
-"""With --json-output every line that an operator's collector sees is one JSON object, whoever printed it."""
+"""With --json-output, every line that an operator's collector sees is one JSON object, whatever printed
+it."""
 
 import json
 import os
@@ -33,8 +34,8 @@ def read(service: Service) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_every_line_is_an_object(tmp_path: Path) -> None:
-    """Also of shards that print what they like and are killed before they have loaded, which are started
-    again, and of one that is killed later."""
+    """This includes shards that print any text and are killed before they have loaded, their restart, and a
+    shard that is killed later."""
     write_llama(tmp_path, vocab_size=400, eos_token_id=1)
     write_byte_level(tmp_path, 400)
     (tmp_path / "sitecustomize.py").write_text(PRINTS)

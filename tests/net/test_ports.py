@@ -1,4 +1,4 @@
-"""Ports that several processes share, and that nobody else can open, on the sockets of this machine."""
+"""Ports that several processes share, and that no other process can open, on sockets of this machine."""
 
 import socket
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def test_a_port_that_somebody_has_is_not_kept() -> None:
 
 
 def test_connections_spread_over_those_that_listen(kept: socket.socket) -> None:
-    """And go to those that are left when one closes the port."""
+    """Connections go to the remaining sockets when one is closed."""
     with closing(kept), ExitStack() as stack:
         port = port_of(kept)
         first, second = (stack.enter_context(listen(HOST, port, is_shared=True)) for _ in range(2))
@@ -65,8 +65,8 @@ def test_connections_spread_over_those_that_listen(kept: socket.socket) -> None:
 
 
 def connect_and_accept(port: int, count: int, *listeners: socket.socket) -> list[int]:
-    """How many of so many connections each of the listeners gets, each of which this end closes first: the
-    port then waits for the last packets of them."""
+    """Open this many connections, and return how many each listener accepted. This end closes each of them
+    first, so the port waits for their last packets."""
     with ExitStack() as clients:
         for _ in range(count):
             clients.enter_context(socket.create_connection((HOST, port)))

@@ -1,4 +1,4 @@
-"""Damaged and hostile files cost an error, never a call, a wrong number or memory."""
+"""Damaged and hostile files cause an error, never a call, a wrong number or excessive memory."""
 
 import os
 import struct
@@ -90,7 +90,7 @@ def test_flipped_bits_never_change_a_number(tmp_path: Path) -> None:
 
 
 def test_a_repacked_archive_is_refused(tmp_path: Path) -> None:
-    """Mapped, its compressed bytes would be taken for numbers."""
+    """If mapped, its compressed bytes would be read as numbers."""
     file = save_prompt(tmp_path, random_prompt()) / "decoder.pt"
     rewrite_pickle(file, lambda content: content)
     assert read_prompt(tmp_path, REQUIRED).decoder is not None
@@ -101,7 +101,7 @@ def test_a_repacked_archive_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("new", [10**6, 10**10, 10**15, 1 << 62])
 @pytest.mark.parametrize("old", [4, WIDTH])
 def test_numbers_that_are_not_there(old: int, new: int, tmp_path: Path) -> None:
-    """`old` is a side of the matrix; the file says too that it holds as many as there are, or more."""
+    """`old` is a side of the matrix; the file also claims to have as many elements, or more."""
     for num_elements in (32, new, 1 << 62):
         file = save_prompt(tmp_path, random_prompt()) / "decoder.pt"
         rewrite_pickle(file, claim_numbers(32, num_elements))
@@ -170,7 +170,7 @@ def test_an_archive_that_lists_a_record_many_times(name: str, num_records: int, 
 
 @pytest.mark.parametrize("change", ["small", "comment", "locator"])
 def test_an_archive_that_lies_about_its_directory(change: str, tmp_path: Path) -> None:
-    """A hundred thousand records, said to be few where a glance would fall."""
+    """The file has a hundred thousand records, but a quick check sees few."""
     file = save_prompt(tmp_path, random_prompt()) / "decoder.pt"
     with zipfile.ZipFile(file, "a") as archive:
         archive.writestr("empty", b"")

@@ -1,5 +1,5 @@
-"""Headers of GGUF files: what the published package writes is read; what nobody should write is refused in
-one line that names the file, before it takes memory."""
+"""Headers of GGUF files: files written by the published package are read; invalid ones are refused in one
+line that names the file, before memory is allocated."""
 
 import random
 import subprocess
@@ -199,7 +199,7 @@ WHOLE = file(
 
 
 def read_or_refuse(path: Path, content: bytes) -> None:
-    """Read a file that may be damaged: it is read, or refused in one line with its name."""
+    """Read a file that may be damaged: it is read, or refused in one line with its path."""
     path.write_bytes(content)
     problem, tensors = "", {}
     try:

@@ -1,4 +1,4 @@
-"""`tgis client` before a real router, which refuses metadata that it does not know."""
+"""`tgis client` with a real router, which refuses unknown metadata."""
 
 import re
 from collections.abc import Iterator

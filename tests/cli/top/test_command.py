@@ -1,4 +1,4 @@
-"""`tgis top` before a real router: in a terminal, in a pipe, over TLS, while the router goes and comes."""
+"""`tgis top` with a real router: in a terminal, in a pipe, over TLS, and while the router restarts."""
 
 import fcntl
 import os
@@ -162,12 +162,12 @@ def answer_once(listener: socket.socket, answer: bytes) -> None:
 
 
 class Screen:
-    """A terminal with `tgis top` in it; `text` is all that it has written."""
+    """Terminal that runs `tgis top`; `text` is everything that it has written."""
 
     def __init__(self, *arguments: str, **variables: str) -> None:
         self.fd, terminal = pty.openpty()
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
-        # readline puts LINES and COLUMNS of another terminal into the environment of a process of tests.
+        # readline sets LINES and COLUMNS of another terminal in the environment of a test process.
         own = {name: value for name, value in os.environ.items() if name not in ("LINES", "COLUMNS")}
         env = {**own, "TERM": "xterm", **variables}
         self.process = subprocess.Popen([*COMMAND, *arguments], stdin=terminal, stdout=terminal, env=env)
@@ -180,13 +180,13 @@ class Screen:
         while True:
             try:
                 data = os.read(self.fd, 1 << 16)
-            except OSError:  # Linux' way to say that the other end is closed
+            except OSError:  # Linux' error if the other end is closed
                 return
             self.text += data.decode(errors="replace")
 
     @property
     def frames(self) -> list[str]:
-        """Whole ones, without colours."""
+        """Return the whole frames, without colours."""
         return [ESCAPE.sub("", frame) for frame in self.text.split(HOME)[1:-1]]
 
     def wait_for(self, is_there: Callable[[list[str]], bool], timeout_s: float = 20) -> None:

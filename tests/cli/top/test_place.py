@@ -1,4 +1,4 @@
-"""Which service `tgis top` watches where none is named."""
+"""The service that `tgis top` watches by default."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ NAMED = "select another service with --target HOST:PORT"
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[RunDirectory]:
-    """The directory of a service that runs."""
+    """Create the directory of a running service."""
     run_directory = RunDirectory(tmp_path)
     yield run_directory
     run_directory.remove()

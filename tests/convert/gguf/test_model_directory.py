@@ -1,4 +1,4 @@
-"""The directory that a GGUF file is served from, and files that contradict themselves."""
+"""The directory from which a GGUF file is served, and inconsistent files."""
 
 import json
 import random
@@ -23,7 +23,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 def write(path: Path, *changes: Change, architecture: str = "llama", width: int = 32) -> Path:
-    """A file with the metadata of a small model, and what `changes` add or replace."""
+    """Write a file with the metadata of a small model; `changes` are added or replaced."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(128)
     writer.add_embedding_length(width)
@@ -172,7 +172,7 @@ def test_other_architectures_are_refused_with_the_list(tmp_path: Path) -> None:
 
 
 def test_flipped_bytes(tmp_path: Path) -> None:
-    """Whatever a header says, a file is read, or refused in one line."""
+    """Whatever a header contains, the file is read, or refused in one line."""
     rng = random.Random(3)
     for architecture in ("llama", "gemma3", "mpt", "t5"):
         path = write(tmp_path / f"{architecture}.gguf", architecture=architecture)
@@ -222,7 +222,7 @@ def test_what_is_made_of_a_file(tmp_path: Path) -> None:
     config = read(out, "config.json")
     assert (config["model_type"], config["vocab_size"], config["head_dim"]) == ("llama", 8, 8)
     assert (config["bos_token_id"], config["eos_token_id"], config["tie_word_embeddings"]) == (3, 4, True)
-    # <|end|> is no control token, so it ends nothing.
+    # <|end|> is not a control token, so it ends nothing.
     assert read(out, "generation_config.json") == {
         "eos_token_id": [4, 5],
         "bos_token_id": 3,
