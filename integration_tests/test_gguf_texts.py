@@ -1,4 +1,4 @@
-"""Greedy texts of real GGUF files are those of transformers on the dequantized weights."""
+"""Greedy texts of real GGUF files equal those of transformers on the dequantized weights."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,8 +76,8 @@ def service(gguf_file: Path) -> Iterator[Service]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q4_1"])
 def test_llama_cpp_serves_what_quantize_writes(kind: GgufKind, tmp_path: Path) -> None:
-    """Its logits are near those of transformers on the dequantized weights, of which it rounds what they
-    multiply to 8 bits, and its tokens are those of the checkpoint."""
+    """The service quantizes the inputs of products to 8 bits. Its logits are close to those of transformers
+    on the dequantized weights, and its tokens equal the checkpoint's."""
     python, file = llama_cpp.find_python(), tmp_path / "written.gguf"
     convert_gguf([SMOLLM2], tmp_path / "model", "float32")
     write_gguf(tmp_path / "model", file, kind)
@@ -99,7 +99,7 @@ def test_greedy_text_is_that_of_transformers(gguf_file: Path, service: Service, 
     model, tokenizer = load_model(tmp_path / "model"), AutoTokenizer.from_pretrained(tmp_path / "model")
     assert len(PROMPTS) == 40
     assert len(tokenizer(PROMPTS[-1]).input_ids) > 1490
-    torch.set_num_threads(1)  # else threads wait for those of the service
+    torch.set_num_threads(1)  # otherwise threads compete with the service's
     different = []
     for prompt in PROMPTS:
         expected = answer(model, tokenizer, prompt, NUM_TOKENS).rstrip("\N{REPLACEMENT CHARACTER}")

@@ -1,4 +1,5 @@
-"""Several router workers and an engine process, of which any may die: who loses what, and who never knows."""
+"""Several router workers and an engine process, any of which may die: requests that are lost, and requests
+that are unaffected."""
 
 import contextlib
 import os
@@ -38,7 +39,7 @@ UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
 Answer = tuple[str, int]
 Answers = dict[str, Answer]
-"""Of TEXTS, when nothing is lost."""
+"""Return the responses to TEXTS without losses."""
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,7 @@ def expected(clients: list[Client], answers: Answers) -> list[Answer]:
 
 
 def begin_all(clients: list[Client]) -> list[Future[Answer]]:
-    """Streams of all clients, which are running."""
+    """Run streams of all clients."""
     running, threads = threading.Barrier(len(clients) + 1), ThreadPoolExecutor(len(clients))
     streams = [
         threads.submit(read, client, text, running)
@@ -142,7 +143,7 @@ def test_a_name_of_an_adapter_is_every_workers_and_outlives_each(service: Servic
     url = f"http://127.0.0.1:{api_port}/v1"
 
     def statuses() -> set[int]:
-        """Of requests that name it, on connections of their own."""
+        """Send requests that name it, on separate connections."""
         body = {"model": "sql", "prompt": "girl", "max_tokens": 1}
         return {exchange(f"{url}/completions", body).status for _ in range(12)}
 
@@ -179,7 +180,7 @@ def test_every_worker_says_that_it_is_healthy(service: Service) -> None:
             answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
     assert service.http in running_urls(), "`tgis top` finds it"
-    for path in ["/health", "/live"] * 8:  # a connection each
+    for path in ["/health", "/live"] * 8:  # one connection each
         with urllib.request.urlopen(service.http + path, timeout=20) as response:
             assert response.status == 200
 
@@ -207,7 +208,7 @@ def test_a_second_service_fails_on_each_port(
 
 
 def test_a_drain_loses_nothing(directory: Path, answers: Answers) -> None:
-    """Even if the engine dies meanwhile; the port is closed to new clients at once."""
+    """Even if the engine process dies meanwhile, the port is closed to new clients at once."""
     service = launch(directory, *WORKERS).wait_until_serving()
     with contextlib.ExitStack() as stack:
         stack.callback(service.end)
@@ -261,7 +262,7 @@ def test_certificates_and_tokens_are_reloaded_in_all_workers(directory: Path, tm
 
 
 def is_let_in(service: Service, authority: trustme.CA, token: str, other_token: str) -> bool:
-    """Return whether all workers let in a client that trusts the authority, with the first token alone."""
+    """Return whether all workers accept a client that trusts the CA, only with the first token."""
     credentials = grpc.ssl_channel_credentials(authority.cert_pem.bytes())
     _, workers = router_pids(service)
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""A service that is launched with a command line and an environment of TGI's, asked over plain HTTP."""
+"""A service launched with TGI's command line and environment, called over plain HTTP."""
 
 import json
 from collections.abc import Iterator

@@ -125,7 +125,7 @@ def _source_variable() -> dict[str, Any]:
 
 
 def _variable(variable: Variable) -> dict[str, Any]:
-    """Return the variable in Grafana's format. All also selects series without the label, as outside clusters."""
+    """Return the variable in Grafana's format. All also selects series without the label."""
     text = f"label_values({variable.series}, {variable.name})"
     return {
         "name": variable.name,
