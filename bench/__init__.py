@@ -1,1 +1,1 @@
-"""`python -m bench` measures the service as a client sees it, beside transformers and the machine's limit."""
+"""Measures the service as clients see it, beside transformers and the limits of the machine."""

@@ -1,5 +1,5 @@
-"""`python -m bench`: starts the service on a model of a named shape and measures how near it comes to what
-the machine allows, to its targets and to transformers; prints Markdown and writes JSON."""
+"""`python -m bench`: start the service on a model of a named shape, compare it with the machine's limits,
+with its targets and with transformers, print Markdown and write JSON."""
 
 import json
 import os
@@ -34,11 +34,11 @@ def main() -> None:
 
 
 def measure(options: Namespace) -> dict[str, Any]:
-    """Everything, as the JSON file holds it. Raises BenchError."""
+    """Return all figures, as written to the JSON file. Raises BenchError."""
     attached = options.attach is not None
     model = None if attached else shapes.ensure_checkpoint(options.shape, options.cache)
     before = os.getloadavg()
-    # Before the service is there: they must not share the machine.
+    # measured before the service starts: they must not share the machine
     (machine,) = run_child("bench.machine", None, MACHINE_TIMEOUT_S)
     outcomes, failures = ({}, {}) if model is None else run_sections(options, model)
     table = clients.measure(options, model) if "clients" in options.only else {"service": []}
@@ -71,7 +71,7 @@ def _collect(outcomes: dict[str, Outcome], failures: dict[str, str], options: Na
 
 
 def _explain(failures: dict[str, str], options: Namespace) -> dict[str, str]:
-    """By key: why a target has no figure, where the section was asked for and the reason is known."""
+    """Return the reasons why targets have no figure, by key, for requested sections with a known reason."""
     wanted = failures.keys() & {*options.only, "peers"}
     return {target.key: failures[target.section] for target in TARGETS if target.section in wanted}
 

@@ -1,7 +1,7 @@
-"""What a precision costs: log-probabilities of a text's tokens, against those in float32.
+"""Measures the accuracy of a precision: log-probabilities of a text's tokens, compared with float32.
 
-`python -m bench.accuracy [MODEL]` prints Markdown; without a model, of SmolLM2-135M-Instruct, which `make
-.cache/models/SmolLM2-135M-Instruct.gguf` fetches."""
+`python -m bench.accuracy [MODEL]` prints Markdown. The default model is SmolLM2-135M-Instruct, which `make
+.cache/models/SmolLM2-135M-Instruct.gguf` downloads."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -40,10 +40,10 @@ class Precision:
     arithmetic: str = "float32"
     rounds_activations: bool = False
     cache_type: str | None = None
-    """Value of `--kv-cache-dtype`; None for that of `dtype`."""
+    """Value of `--kv-cache-dtype`; None: the type of `dtype`."""
 
 
-# Schemes of equal numbers have two names, of which one is measured.
+# Some schemes with equal results have two names; only one of them is measured.
 SCHEMES = ("int8", "bitsandbytes", "fp8", "bitsandbytes-nf4", "bitsandbytes-fp4", "int4")
 PRECISIONS = (
     Precision("float16", torch.float16),
@@ -61,19 +61,20 @@ PRECISIONS = (
 
 @dataclass(frozen=True)
 class Cost:
-    """Differences are absolute, of the log-probabilities of the text's own tokens, in nats."""
+    """Absolute differences of the log-probabilities of the text's own tokens, in nats."""
 
     name: str
     mean_difference: float
     max_difference: float
     greedy_agreement: float
-    """Share of the positions whose likeliest token is the same."""
+    """Share of the positions with the same likeliest token."""
     perplexity: float
     num_tokens: int
 
 
 def measure(model: Path, precisions: Sequence[Precision] = PRECISIONS) -> list[Cost]:
-    """Of a decoder-only model in a directory with a tokenizer.json; float32 comes first."""
+    """Yield the results for a decoder-only model in a directory with a tokenizer.json; float32 comes
+    first."""
     windows, costs = list(islice(_read_windows(model), NUM_WINDOWS)), list[Cost]()
     expected, best = torch.empty(0), torch.empty(0)
     for precision in (Precision("float32", torch.float32), *precisions):
@@ -106,7 +107,7 @@ def _format_cost(cost: Cost, exact: Cost) -> tuple[str, ...]:
 
 
 def _read_windows(model: Path) -> Iterator[Tensor]:
-    """int64 [WINDOW], beginnings of texts."""
+    """Return the beginnings of texts, int64 [WINDOW]."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     for text in read_prose():
         ids = tokenizer.encode(text).ids
@@ -115,8 +116,8 @@ def _read_windows(model: Path) -> Iterator[Tensor]:
 
 
 def _score(model: Path, precision: Precision, windows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the windows' tokens, all but the firsts, and the likeliest tokens in their place;
-    float64 and int64 [num_tokens]."""
+    """Return the log-probabilities of the windows' tokens, except the first of each window, and the likeliest
+    tokens at these positions; float64 and int64 [num_tokens]."""
     alone, dtype = ProcessGroup(0, 1), precision.dtype
     settings = model_files.read_json(model, "config.json")
     on = on_cpu(None, precision.arithmetic, precision.rounds_activations)
@@ -140,7 +141,7 @@ def _score(model: Path, precision: Precision, windows: Sequence[Tensor]) -> tupl
 
 
 def _describe_one(length: int, num_blocks: int) -> StepLayout:
-    """A prompt of that length that has all blocks to itself."""
+    """Return a prompt of this length whose blocks are not shared."""
     return StepLayout(
         cu_seqlens_q=torch.tensor([0, length], dtype=torch.int32),
         positions=torch.arange(length),

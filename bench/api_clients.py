@@ -1,5 +1,6 @@
-"""Clients of every API that stream, each over a connection of its own; a worker process whose arguments are
-the addresses of the gRPC and of the HTTP port. They decode only the ends, so that they limit nothing."""
+"""Streaming clients of every API, with one connection per stream; a worker process whose arguments are the
+addresses of the gRPC and HTTP ports. They parse only the last messages, so that they are not the
+bottleneck."""
 
 import asyncio
 import json
@@ -28,15 +29,15 @@ Question = dict[str, Any]
 
 @dataclass(frozen=True)
 class Wire:
-    """How an API is asked for a stream over HTTP, and how that is told from one that breaks off."""
+    """Request of a stream over HTTP in one API, and how a complete stream is recognized."""
 
     path: str
     make_body: Callable[[int], Fields]
-    """Of the number of new tokens."""
+    """Function from the number of new tokens to the body."""
     event: bytes = b"data: {"
-    """The beginning of each event."""
+    """Prefix of each event."""
     last: bytes = b"data: [DONE]\n\n"
-    """What is near the end of a whole stream, and nowhere else."""
+    """Text near the end of a complete stream, and nowhere else."""
 
 
 def _openai(**fields: Any) -> Callable[[int], Fields]:
@@ -45,7 +46,7 @@ def _openai(**fields: Any) -> Callable[[int], Fields]:
 
 
 def _inputs(stream: bool | None, **parameters: Any) -> Callable[[int], Fields]:
-    """Return what makes a body of TGI's or LMI's."""
+    """Return a function that builds bodies of TGI's or LMI's API."""
     return lambda new_tokens: {
         "inputs": TEXT,
         "parameters": {"max_new_tokens": new_tokens, "details": True, "do_sample": False, **parameters},
@@ -65,8 +66,8 @@ WIRES = {
 
 
 async def stream_all(grpc_target: str, http_target: str, question: Question) -> dict[str, Any]:
-    """Open all streams at once; return the number of messages or events that came. Raises ValueError if a
-    stream breaks off."""
+    """Open all streams at once, and return the number of messages or events received. Raises ValueError if a
+    stream is incomplete."""
     count, new_tokens = question["streams"], question["new_tokens"]
     if question["api"] == GRPC:
         streams = [_stream_grpc(grpc_target, new_tokens) for _ in range(count)]
@@ -120,7 +121,7 @@ class _Reader(asyncio.Protocol):
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        kept = self.last[-len(self._event) + 1 :]  # an event's beginning may lie in two reads
+        kept = self.last[-len(self._event) + 1 :]  # an event's prefix may be split over two reads
         self.num_events += (kept + data).count(self._event)
         self.last = (self.last + data)[-200:]
 

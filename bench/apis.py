@@ -1,5 +1,5 @@
-"""`python -m bench.apis`: CPU time of a router process per streamed token, by the API that it is streamed
-over, in turns in one run. The shard behind it is a fake that answers with random tokens."""
+"""`python -m bench.apis`: measure a router process's CPU time per streamed token, by API, in turns in one
+run. The shard is a fake that returns random tokens."""
 
 import argparse
 import sys
@@ -27,11 +27,11 @@ from tgis.pb import shard_pb2 as pb
 
 GOAL = 1.2
 WARM_STEPS = 10
-SLACK = 60  # tokens that the first streams may have before the last one is there, and after the last step
-STEP_S, GATHER_S = 0.02, 0.2  # least time of a step with all streams, and of one before all are there
+SLACK = 60  # maximum tokens of the first streams before the last one starts, and after the last step
+STEP_S, GATHER_S = 0.02, 0.2  # minimum time of a step with all streams, and before all have started
 VOCAB_SIZE, BLOCK_SIZE, MAX_LENGTH = 400, 16, 1024
-ASCII_IDS = (2, 96)  # from "!" to "~" in the tokenizer: every token shows text
-# With tools, answers are read for calls, in the format that the comment tells.
+ASCII_IDS = (2, 96)  # from "!" to "~" in the tokenizer: every token has text
+# With tools, the router parses tool calls, in the format that the comment names.
 TEMPLATE = (
     '{# <tool_call> "arguments": #}{{ tools }}{% for message in messages %}{{ message.content }}{% endfor %}'
 )
@@ -46,7 +46,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Sample:
-    """CPU time of the router over some steps of all streams."""
+    """CPU time of the router over some steps with all streams."""
 
     api: str
     streams: int
@@ -61,7 +61,7 @@ class Sample:
 
 class Look(NamedTuple):
     cpu_s: tuple[float, ...]
-    """CPU seconds of each process that is watched."""
+    """CPU seconds of each watched process."""
     wall_s: float
 
     def since(self, begin: "Look") -> "Look":
@@ -70,14 +70,14 @@ class Look(NamedTuple):
 
 
 class RandomTokens:
-    """Gives every row a random token a step, and takes the CPU time of processes over the steps that have all
-    streams, from the end of the warm-up on."""
+    """Fake shard that returns a random token for each row and step, and records the CPU time of processes
+    over the steps with all streams, after the warm-up."""
 
     def __init__(self, is_fast: bool = False) -> None:
         self.is_fast = is_fast
-        """True if a step takes no time once all streams have been there."""
+        """True if a step takes no time once all streams have started."""
         self.pids: list[int] = []
-        """Processes whose CPU time is taken."""
+        """Processes whose CPU time is recorded."""
         self._random = np.random.default_rng(0)
         self._rows: dict[int, Row] = {}
         self._num_streams = self._num_steps = 0
@@ -90,14 +90,15 @@ class RandomTokens:
         self.num_left = 0
 
     def result(self) -> Look:
-        """Return the times that the steps took. Raises BenchError if there were too few."""
+        """Return the CPU times of the steps. Raises BenchError if there were too few steps."""
         if self._num_full <= WARM_STEPS + self._num_steps:
             raise BenchError(f"all streams had {self._num_full} steps together, too few")
         return self._end.since(self._begin)
 
     def rest(self) -> tuple[Look, int]:
-        """Return the times since the end of the warm-up, and the number of tokens that were left then. All
-        streams have ended. Raises BenchError if they had too few steps together."""
+        """Return the CPU times since the end of the warm-up, and the number of tokens generated since then.
+
+        All streams have ended. Raises BenchError if too few steps had all streams."""
         if self._num_full <= WARM_STEPS:
             raise BenchError(f"all streams had {self._num_full} steps together, too few")
         return self._look().since(self._begin), self._num_left
@@ -123,7 +124,7 @@ class RandomTokens:
         return end == row.length < row.limit
 
     def _pace(self, num_rows: int) -> None:
-        """Wait as long as a step takes; until all streams have been there, until they can be."""
+        """Wait for the duration of a step or, before all streams have started, until they can start."""
         is_full = num_rows >= self._num_streams
         if not is_full and self._num_full == 0:
             time.sleep(GATHER_S)
@@ -143,8 +144,10 @@ class RandomTokens:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the CPU time of all threads of a process, in nanoseconds' steps where psutil's are 10 ms."""
-    return time.clock_gettime(~pid << 3 | 2)  # Linux's clock of another process, as in clock_getcpuclockid
+    """Return the CPU time of all threads of a process, in nanoseconds; psutil's resolution is 10 ms."""
+    return time.clock_gettime(
+        ~pid << 3 | 2
+    )  # Linux's CPU clock of another process, as in clock_getcpuclockid
 
 
 class PacedShard(FakeShard):
@@ -159,24 +162,24 @@ class PacedShard(FakeShard):
 
 
 class Bench:
-    """A router, the shard behind it and the clients before it."""
+    """Router with its shard and its clients."""
 
     def __init__(self, router: RouterService, tokens: RandomTokens, clients: Worker) -> None:
         self.router, self._tokens, self._clients = router, tokens, clients
 
     def measure(self, api: str, num_streams: int, num_steps: int) -> Sample:
-        """Raises BenchError."""
+        """Start them. Raises BenchError."""
         times = self.watch(api, num_streams, num_steps)
         return Sample(api, num_streams, sum(times.cpu_s), times.wall_s, num_streams * num_steps)
 
     def watch(self, api: str, num_streams: int, num_steps: int) -> Look:
-        """Return the times of steps of all streams. Raises BenchError."""
+        """Return the CPU times of steps with all streams. Raises BenchError."""
         self._tokens.watch(num_streams, num_steps)
         self.stream(api, num_streams, SLACK + WARM_STEPS + num_steps)
         return self._tokens.result()
 
     def stream(self, api: str, num_streams: int, new_tokens: int) -> int:
-        """Stream whole texts; return the number of messages or events. Raises BenchError."""
+        """Stream whole texts, and return the number of messages or events. Raises BenchError."""
         question = {"api": api, "streams": num_streams, "new_tokens": new_tokens}
         num_events: int = self._clients.ask(question, TIME_LIMIT_S)["events"]
         return num_events
@@ -191,8 +194,8 @@ def running(
     tree: Path | None = None,
     num_workers: int = 0,
 ) -> Iterator[Bench]:
-    """Run the router of `tree`, another checkout, or our own, with the engine inside unless it has workers.
-    Raises BenchError."""
+    """Run the router of the checkout `tree`, by default this one. Without workers, the engine runs in the
+    router's process. Raises BenchError."""
     write_byte_level(directory, VOCAB_SIZE)
     tokens, uds_path = tokens or RandomTokens(), str(directory / "shard")
     with ExitStack() as stack:
@@ -214,7 +217,7 @@ def running(
 
 
 def run(bench: Bench, options: argparse.Namespace) -> list[Sample]:
-    """Raises BenchError."""
+    """Measure all APIs in turns. Raises BenchError."""
     samples = []
     for num_streams in options.streams:
         for api in options.apis:
@@ -231,7 +234,7 @@ def run(bench: Bench, options: argparse.Namespace) -> list[Sample]:
 
 
 def format_samples(samples: Sequence[Sample]) -> str:
-    """Return a Markdown table: microseconds a token and their ratio to gRPC's."""
+    """Return a Markdown table of microseconds per token, and their ratios to gRPC."""
     lines = ["| streams | API | router's CPU time a token, us | x gRPC | goal |", "|---|---|---|---|---|"]
     for num_streams, api in dict.fromkeys((each.streams, each.api) for each in samples):
         times = _times(samples, num_streams, api)
@@ -250,10 +253,16 @@ def _times(samples: Sequence[Sample], num_streams: int, api: str) -> Spread:
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.apis", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="of every figure (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=120, help="measured in a round (default %(default)s)")
-    parser.add_argument("--streams", type=_counts, default=[64, 256], help="(default 64,256)")
-    parser.add_argument("--apis", type=_apis, default=list(APIS), help=f"of {','.join(APIS)}")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements per figure (default %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=120, help="measured steps per round (default %(default)s)"
+    )
+    parser.add_argument(
+        "--streams", type=_counts, default=[64, 256], help="numbers of streams (default 64,256)"
+    )
+    parser.add_argument(
+        "--apis", type=_apis, default=list(APIS), help=f"APIs to measure (default {','.join(APIS)})"
+    )
     return parser.parse_args(arguments)
 
 

@@ -1,5 +1,5 @@
-"""Clients of a service that all ask at the same moment, each over a connection of its own, streaming; a
-worker process whose argument is the service's address."""
+"""Clients of the service that send a request each at the same time, over one connection per client, and
+stream the response; a worker process whose argument is the service's address."""
 
 import asyncio
 import sys
@@ -24,7 +24,7 @@ class Burst:
         self._stubs: list[GenerationServiceAsyncStub] = []
 
     async def run(self, job: Job) -> dict[str, Any]:
-        """Seconds until all answers are whole; per client, until its first token."""
+        """Time in seconds until all responses are complete, and each client's time to the first token."""
         await self._connect(job.clients)
         requests = make_requests(job)
         asked = [next(requests) for _ in range(job.clients)]

@@ -1,4 +1,4 @@
-"""One measurement in a process of its own, so that none finds the threads or the memory of another."""
+"""Runs a measurement in a separate process, so that it is not affected by threads or memory of another."""
 
 import json
 import subprocess
@@ -10,9 +10,11 @@ from bench.service import BenchError
 
 
 def run_child(module: str, job: Any, timeout: float) -> list[dict[str, Any]]:
-    """The JSON objects that `python -m module` prints, one a line, given the dataclass `job` on stdin. After
-    `timeout` seconds it is killed; what it has printed counts. Raises BenchError where it fails or prints
-    nothing."""
+    """Run `python -m module` with the dataclass `job` on stdin, and return the JSON objects that it prints,
+    one per line.
+
+    After `timeout` seconds the process is killed; lines printed before are returned. Raises BenchError if it
+    fails or prints nothing."""
     text = json.dumps(asdict(job)) if is_dataclass(job) and not isinstance(job, type) else ""
     command = [sys.executable, "-m", module]
     try:
@@ -28,5 +30,5 @@ def run_child(module: str, job: Any, timeout: float) -> list[dict[str, Any]]:
 
 
 def _as_text(output: bytes | str | None) -> str:
-    """What was read up to a timeout comes as bytes."""
+    """# output that was read up to a timeout is bytes"""
     return output.decode() if isinstance(output, bytes) else output or ""

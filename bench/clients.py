@@ -1,4 +1,4 @@
-"""The table of clients: what each of so many sees when all of them ask again and again."""
+"""Measures the table of clients: the latency and throughput of each of several closed-loop clients."""
 
 import contextlib
 import sys
@@ -17,7 +17,8 @@ CHILD_START_S = 60.0
 
 
 def measure(options: Namespace, model: Path | None) -> dict[str, Any]:
-    """Of the service that is attached, or of one that is launched on the model. Raises BenchError."""
+    """Return the table for the attached service, or for a service launched on the model. Raises
+    BenchError."""
     with _target(options, model) as (target, command):
         service = [
             _measure_service(options, target, clients, mode)
@@ -29,7 +30,7 @@ def measure(options: Namespace, model: Path | None) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _target(options: Namespace, model: Path | None) -> Iterator[tuple[str, list[str]]]:
-    """Address and command of the service to measure; an attached one stays."""
+    """Yield the address and command of the service to measure. An attached service keeps running."""
     if model is None:
         yield options.attach, []
         return
@@ -49,7 +50,7 @@ def _measure_service(options: Namespace, target: str, clients: int, mode: Mode) 
             requests_per_client=options.requests,
             input_tokens=options.input_tokens,
             new_tokens=options.new_tokens,
-            # New prompts every time, also for a service that was measured before.
+            # Prompts are new every time, also for a service that was measured before.
             seed=time.time_ns() + index,
             time_limit=options.time_limit,
         )

@@ -1,5 +1,4 @@
-"""Several contenders measured in turns on the same cases, with the machine's limits between any two
-measurements."""
+"""Measures several contenders in turns on the same cases, with the machine's limits between measurements."""
 
 import statistics
 import sys
@@ -19,14 +18,14 @@ Entry = TypeVar("Entry")
 
 @dataclass(frozen=True)
 class Case:
-    """`decode`: sequences that are there all at once; `prefill`: one, until its first token."""
+    """`decode`: sequences that start together; `prefill`: one sequence, until its first token."""
 
     kind: Kind
     batch: int
     input_tokens: int
     new_tokens: int
     is_cached: bool = False
-    """Whether the prompts are the same every time, so that a service has them in its cache."""
+    """True if the prompts are the same every time, so that a service has them in its cache."""
 
     @property
     def name(self) -> str:
@@ -40,13 +39,13 @@ class Contender(Protocol):
     def name(self) -> str: ...
 
     def generate(self, batch: int, input_tokens: int, new_tokens: int, seed: int) -> float:
-        """Seconds from when all prompts are given until all sequences have that many new tokens, greedily.
-        The seed decides the prompts."""
+        """Return the seconds from the prompts' arrival until all sequences have this many new tokens, sampled
+        greedily. The seed determines the prompts."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A contender in a process of its own."""
+    """Contender that runs in a separate process."""
 
     name: str
     worker: Worker
@@ -60,7 +59,8 @@ class Asked:
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement. `whole_s` is of all new tokens, `first_s` of one; tokens per second."""
+    """One measurement: `whole_s` is the time for all new tokens, `first_s` for the first one. Rates are
+    tokens per second."""
 
     case: str
     contender: str
@@ -69,11 +69,11 @@ class Sample:
     whole_s: float
     rate: float
     looks: tuple[Rates, Rates]
-    """What the machine could do right before it and right after."""
+    """The machine's limits measured right before and right after."""
 
     @property
     def rates(self) -> Rates:
-        """The better of the looks: a disturbance of either is not the machine's limit."""
+        """Return the higher of the two limits: a disturbance of one of them is not the machine's limit."""
         return highest(*self.looks)
 
 
@@ -83,7 +83,7 @@ Match = tuple[Case, Sequence[Contender]]
 def play(
     matches: Sequence[Match], probe: Probe, rounds: int, note: Callable[[Sample], None] | None = None
 ) -> list[Sample]:
-    """Measure every match in each round, the contenders in turns."""
+    """Measure every match in each round, with the contenders in turns."""
     samples = []
     for case, contenders in matches:
         for contender in contenders:
@@ -103,14 +103,14 @@ def play(
 
 
 def turns(contenders: Sequence[Entry], number: int) -> list[Entry]:
-    """Return the contenders in the order of a round. Whoever begins a round ends the next, so that nobody
-    always follows the same other one."""
+    """Return the contenders in the order of a round. The first of a round is the last of the next, so that no
+    contender always follows the same other one."""
     turn = number % len(contenders)
     return [*contenders[turn:], *contenders[:turn]]
 
 
 def _warm(contender: Contender, case: Case) -> None:
-    """Also fills caches with prompts that are to be found there."""
+    """Run a warm-up, which also fills caches with the prompts that later measurements share."""
     is_whole = case.is_cached or case.kind == "prefill"
     contender.generate(case.batch, case.input_tokens if is_whole else 16, 2, seed=0)
 
@@ -128,8 +128,9 @@ def _measure(case: Case, contender: Contender, seed: int) -> tuple[float, float]
 
 
 def _rate(case: Case, first_s: float, whole_s: float) -> float:
-    """Prompt tokens until the first new one, or tokens after it. Raises BenchError where these took no time,
-    as they seem to on a machine that was disturbed meanwhile."""
+    """Return the prompt tokens per second up to the first new token, or the rate of the tokens after it.
+
+    Raises BenchError if the time is zero, as it can seem on a disturbed machine."""
     if case.kind == "prefill":
         return case.batch * case.input_tokens / first_s
     if whole_s <= first_s:
@@ -144,7 +145,7 @@ def _print(sample: Sample) -> None:
 
 @dataclass(frozen=True)
 class Spread:
-    """A figure of several runs: its median, least and greatest."""
+    """Median, minimum and maximum of several runs."""
 
     median: float
     low: float
@@ -164,7 +165,7 @@ def select(samples: Sequence[Sample], contender: str, case: str) -> list[Sample]
 
 
 def rates_of(samples: Sequence[Sample], contender: str, case: str) -> Spread | None:
-    """Tokens per second; None where it was not measured."""
+    """Return tokens per second, or None if they were not measured."""
     found = select(samples, contender, case)
     return Spread.of([sample.rate for sample in found]) if found else None
 
@@ -172,13 +173,13 @@ def rates_of(samples: Sequence[Sample], contender: str, case: str) -> Spread | N
 def shares_of(
     samples: Sequence[Sample], contender: str, case: str, limit: Callable[[Rates], float]
 ) -> Spread | None:
-    """Of what the machine allowed at the time of each run."""
+    """Return the shares of what the machine allowed at the time of each run."""
     found = select(samples, contender, case)
     return Spread.of([sample.rate / limit(sample.rates) for sample in found]) if found else None
 
 
 def ratios_of(samples: Sequence[Sample], ours: tuple[str, str], theirs: tuple[str, str]) -> Spread | None:
-    """Round by round, of (contender, case) to (contender, case)."""
+    """Return the ratios of one (contender, case) to another, by round."""
     others = {sample.round: sample.rate for sample in select(samples, *theirs)}
     pairs = [(sample.rate, others.get(sample.round)) for sample in select(samples, *ours)]
     ratios = [rate / other for rate, other in pairs if other]

@@ -1,6 +1,6 @@
-"""How long 64 streams pause when the engine process of a service with three router workers is killed, beside
-the time in which the service computes prompts as long as what they have; and whether their texts are those of
-an undisturbed run."""
+"""Measures the pause of 64 streams when the engine process of a service with three router workers is killed,
+compared with the time to prefill prompts of their length, and checks that their texts are those of an
+undisturbed run."""
 
 import asyncio
 import os
@@ -44,11 +44,11 @@ class Stream:
 class Round:
     pause_s: float
     computing_s: float
-    """Time in which prompts as long as the streams' tokens at the loss get their first tokens."""
+    """Time for prompts as long as the streams at the loss to get their first tokens."""
 
 
 def run(options: Namespace, model: Path) -> dict[str, Any]:
-    """Raises BenchError."""
+    """Measure the losses. Raises BenchError."""
     flags = [*service_flags(options), "--router-workers", str(WORKERS)]
     with launch(model, options.cache / "engine_loss.log", flags) as (target, _):
         rounds = asyncio.run(_measure(target, options.rounds))
@@ -68,7 +68,8 @@ async def _measure(target: str, rounds: int) -> list[Round]:
 
 
 async def _measure_round(stubs: "Sequence[GenerationServiceAsyncStub]") -> Round:
-    """Each run has prompts of its own, which no cache knows, but for the one that is compared."""
+    """Run the streams. Each run has new prompts, which are in no cache, except for the run that is
+    compared."""
     prompts, seed = _prompts(PROMPT_TOKENS), time.time_ns()
     undisturbed = [Stream() for _ in stubs]
     await _run_streams(stubs, prompts, undisturbed, PROMPT_TOKENS, NEW_TOKENS, seed)
@@ -123,7 +124,7 @@ async def _run_streams(
 
 @dataclass
 class _Loss:
-    """Loss of the engine process of the only service that this process has launched."""
+    """Kill the engine process of the only service that this process has launched."""
 
     at: float = 0.0
 
@@ -134,6 +135,6 @@ class _Loss:
 
 
 def _longest_pause(streams: Sequence[Stream], killed_at: float) -> float:
-    """Longest time between two messages of a stream, of which the second came after the loss."""
+    """Return the longest time between two messages of a stream whose second message came after the loss."""
     pairs = [pair for stream in streams for pair in pairwise(stream.arrivals)]
     return max(after - before for before, after in pairs if after > killed_at)

@@ -1,6 +1,6 @@
-"""The engine alone as a contender: the router's scheduler and the shard's engine in one process, without
-gRPC, clients or text; a worker process whose arguments are the model's directory, the type of its weights and
-the tokens that its cache shall hold."""
+"""Runs the engine alone as a contender: the router's scheduler and the shard's model runner in one process,
+without gRPC, clients or text; a worker process whose arguments are the model's directory, the type of its
+weights and the number of tokens in its cache."""
 
 import gc
 import sys
@@ -23,15 +23,15 @@ from tgis.shard.runner.interface import ModelRunner
 
 
 class EngineAlone:
-    """Generates as a service with the same options schedules it, where all requests are there at once."""
+    """Contender that schedules like a service with the same options when all requests arrive at once."""
 
     def __init__(self, runner: ModelRunner):
         self._runner = runner
-        # It outlives a question, as a service's does, so that it knows how long steps take.
+        # It is kept between measurements, as in a service, because it learns how long steps take.
         self._budget = TokenBudget(RouterConfig.max_step_tokens, RouterConfig.decode_step_ms / 1000)
 
     def answer(self, question: dict[str, Any]) -> dict[str, float]:
-        """Seconds until all sequences have all of their tokens."""
+        """Return the seconds until all sequences have all of their tokens."""
         self._runner.reset()
         info = self._runner.info
         scheduler = Scheduler(BlockPool(info.num_blocks, info.block_size), question["batch"])

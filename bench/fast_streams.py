@@ -1,5 +1,5 @@
-"""`python -m bench.fast_streams`: tokens per second of one router process whose shard answers at once, its
-CPU time per token and the tokens of a message, in turns with another checkout (`--before`) in one run."""
+"""`python -m bench.fast_streams`: measure a router process whose shard replies at once: tokens per second,
+CPU time per token and tokens per message, in turns with another checkout (`--before`)."""
 
 import argparse
 import statistics
@@ -23,7 +23,7 @@ PROMPT_TOKENS = 24  # at most
 
 @dataclass(frozen=True)
 class FastSample:
-    """A run of some streams to their ends, from the warm-up on."""
+    """Run of some streams to their ends, after the warm-up."""
 
     tree: str
     api: str
@@ -34,7 +34,7 @@ class FastSample:
     rate: float
     """Tokens per second."""
     message_tokens: float
-    """Tokens per message, or per event where an event has one token by contract."""
+    """Tokens per message, or per event in APIs with one token per event."""
 
 
 class Contender:
@@ -42,12 +42,12 @@ class Contender:
         self.name, self._bench, self._tokens = name, bench, tokens
 
     def warm_up(self, api: str, num_streams: int) -> None:
-        """Raises BenchError."""
+        """Run the streams. Raises BenchError."""
         self._tokens.watch(num_streams, 0)
         self._bench.stream(api, num_streams, SLACK)
 
     def measure(self, api: str, num_streams: int, new_tokens: int, number: int) -> FastSample:
-        """Raises BenchError."""
+        """Measure one API. Raises BenchError."""
         self._tokens.watch(num_streams, 0)
         num_messages = self._bench.stream(api, num_streams, new_tokens)
         times, num_tokens = self._tokens.rest()
@@ -63,7 +63,7 @@ class Contender:
 
 
 def run(contenders: Sequence[Contender], options: argparse.Namespace) -> list[FastSample]:
-    """Raises BenchError."""
+    """Measure all checkouts in turns. Raises BenchError."""
     samples = []
     for num_streams in options.streams:
         for api in options.apis:
@@ -77,7 +77,7 @@ def run(contenders: Sequence[Contender], options: argparse.Namespace) -> list[Fa
 
 
 def format_samples(samples: Sequence[FastSample]) -> str:
-    """Return a Markdown table of medians. Ratios to the other checkout are of each round."""
+    """Return a Markdown table of medians. Ratios to the other checkout are computed per round."""
     head = (
         *("streams", "API", "tree", "tokens/s", "CPU time a token, us", "tokens a message"),
         "tokens/s x before",
@@ -106,9 +106,13 @@ def _ratio(samples: Sequence[FastSample], chosen: Sequence[FastSample]) -> str:
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.fast_streams", description=__doc__)
     parser.add_argument("--before", type=Path, help="another checkout to compare with")
-    parser.add_argument("--rounds", type=int, default=3, help="of every figure (default %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=600, help="of each stream (default %(default)s)")
-    parser.add_argument("--streams", type=int, nargs="+", default=[64, 256], help="(default 64 256)")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements per figure (default %(default)s)")
+    parser.add_argument(
+        "--new-tokens", type=int, default=600, help="new tokens per stream (default %(default)s)"
+    )
+    parser.add_argument(
+        "--streams", type=int, nargs="+", default=[64, 256], help="numbers of streams (default 64 256)"
+    )
     parser.add_argument("--apis", nargs="+", choices=APIS, default=[GRPC, COMPLETIONS, CHAT])
     options = parser.parse_args(arguments)
     if not SLACK < options.new_tokens <= MAX_LENGTH - PROMPT_TOKENS:

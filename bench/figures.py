@@ -1,4 +1,4 @@
-"""From the times at which tokens arrived to rates and percentiles."""
+"""Computes rates and percentiles from the arrival times of tokens."""
 
 import math
 import statistics
@@ -10,18 +10,19 @@ PERCENTS = (50, 90, 99)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The least of `values` that at least `percent` of them do not exceed; NaN of none."""
+    """Return the smallest of `values` that at least `percent` of them do not exceed; NaN without values."""
     if not values:
         return math.nan
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
 def summarize(job: Job, answers: Sequence[Answer]) -> dict[str, float]:
-    """Tokens per second, milliseconds. Failed requests are counted and otherwise left out; without any answer
-    the figures are NaN.
+    """Return tokens per second and milliseconds. Failed requests are only counted; without any response, the
+    figures are NaN.
 
-    `output_tokens_per_s` is over the whole measurement, `decode_tokens_per_s` what all clients together get
-    while they decode: clients * (tokens - 1) / (median time from a request's first token to its last)."""
+    `output_tokens_per_s` covers the whole measurement; `decode_tokens_per_s` is the rate of all clients
+    together while they decode: clients * (tokens - 1) / (median time from a request's first to its last
+    token)."""
     good = [answer for answer in answers if not answer.error and answer.counts]
     tokens = sum(answer.counts[-1] for answer in good)
     ends = [answer.arrivals[-1] for answer in good]
@@ -42,7 +43,7 @@ def summarize(job: Job, answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def token_gaps(answer: Answer) -> list[float]:
-    """Seconds that each token after the first message took; tokens of one message share its wait."""
+    """Return the seconds per token after the first message; tokens of one message share its delay."""
     gaps = []
     for index in range(1, len(answer.arrivals)):
         num_tokens = answer.counts[index] - answer.counts[index - 1]
@@ -51,7 +52,7 @@ def token_gaps(answer: Answer) -> list[float]:
 
 
 def median_figures(repeats: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Each figure's median over the repeats."""
+    """Return each figure's median over the repeats."""
     return {name: statistics.median(figures[name] for figures in repeats) for name in repeats[0]}
 
 

@@ -1,5 +1,5 @@
-"""How long small requests take, and how much memory the router keeps, beside clients that send texts of 4 MB,
-each of which is refused, as fast as they are."""
+"""Measures the latency of small requests, and the memory that the router keeps, while other clients send
+texts of 4 MB, which are refused, as fast as they can."""
 
 import statistics
 import subprocess
@@ -25,7 +25,7 @@ CLIENTS = 4
 TEXT = "word " * 800_000
 SMALL_TEXT = "a small request"
 QUIET_S, FLOOD_S = 10.0, 20.0
-SETTLE_S = 10.0  # after which the router has given the memory of refused texts back
+SETTLE_S = 10.0  # by then the router has released the memory of refused texts
 PAUSE_S = 0.02  # between two small requests
 TIMEOUT_S = 120.0
 MIB = 1 << 20
@@ -33,7 +33,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds of the small requests, alone and beside the flood, and bytes that the router grew by."""
+    """Latencies of the small requests, alone and during the flood, and the router's growth in bytes."""
 
     quiet: list[float]
     flooded: list[float]
@@ -46,7 +46,7 @@ class Round:
 
 
 def run(options: Namespace, model: Path) -> dict[str, Any]:
-    """Raises BenchError."""
+    """Run the clients. Raises BenchError."""
     rounds = [
         measure(model, options.cache / "flood.log", service_flags(options)) for _ in range(options.rounds)
     ]
@@ -66,7 +66,7 @@ def run(options: Namespace, model: Path) -> dict[str, Any]:
 
 
 def measure(model: Path, log: Path, flags: list[str], directory: Path | None = None) -> Round:
-    """Of the package in `directory`, if one is named. Raises BenchError."""
+    """Measure the package in `directory`, by default this one. Raises BenchError."""
     with launch(model, log, flags, directory) as (target, _):
         with grpc.insecure_channel(target, CHANNEL_OPTIONS) as channel:
             stub = GenerationServiceStub(channel)
@@ -81,7 +81,7 @@ def measure(model: Path, log: Path, flags: list[str], directory: Path | None = N
 
 
 def flood(target: str, seconds: float) -> int:
-    """Return how many texts were refused, one after the other."""
+    """Send texts one after the other, and return how many were refused."""
     end, count = time.monotonic() + seconds, 0
     with grpc.insecure_channel(target, CHANNEL_OPTIONS) as channel:
         stub = GenerationServiceStub(channel)

@@ -1,5 +1,6 @@
-"""Clients of a server of OpenAI's API that all ask at the same moment, each over a connection of its own,
-streaming; a worker process whose argument is the server's address. Needs only the standard library."""
+"""Clients of OpenAI's API that send a request each at the same time, over one connection per client, and
+stream the response; a worker process whose argument is the server's address. It needs only the standard
+library."""
 
 import asyncio
 import json
@@ -17,7 +18,7 @@ CHUNK_BYTES = 1 << 16
 
 
 async def burst(target: str, vocab_size: int, question: dict[str, Any]) -> dict[str, Any]:
-    """Seconds until all answers are whole. Raises ValueError where one is not."""
+    """Return the seconds until all responses are complete. Raises ValueError for an incomplete one."""
     source, new_tokens = random.Random(question["seed"]), question["new_tokens"]
     ids = range(FIRST_ID, vocab_size)
     prompts = [source.choices(ids, k=question["input_tokens"]) for _ in range(question["batch"])]
@@ -52,7 +53,7 @@ def make_request(prompt: list[int], new_tokens: int) -> bytes:
 
 
 def count_tokens(received: bytes) -> int:
-    """Return what the last event with usage tells; -1 if there is none."""
+    """Return the number of tokens in the last event with usage; -1 if there is none."""
     events = [line[6:] for line in received.splitlines() if line.startswith(b"data: {")]
     told = [usage for event in events if b'"usage"' in event and (usage := json.loads(event)["usage"])]
     return int(told[-1]["completion_tokens"]) if told else -1

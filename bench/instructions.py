@@ -1,5 +1,5 @@
-"""How fast the processor multiplies in 16 and in 8 bits at most: loops over registers on all cores, of the
-instructions that products with bfloat16 arithmetic and with int8 codes are made of."""
+"""Measures the processor's peak rates of 16-bit and 8-bit multiplications: loops over registers on all cores,
+with the instructions of bfloat16 and int8 products."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from tgis.shard.kernels.cpu.jit.llvm import BFLOAT, FLOAT, I32, I64
 
 LANES = 16
 VECTOR_BYTES = 4 * LANES
-SUMS = 16  # more than the instructions that one core has under way
-UNITS, STEPS = 64, 1 << 14  # a unit takes a tenth of a millisecond
-BITS = 0x3F  # of every byte of the factors: ordinary numbers in either type
+SUMS = 16  # more than the number of instructions that one core has in flight
+UNITS, STEPS = 64, 1 << 14  # one work unit takes a tenth of a millisecond
+BITS = 0x3F  # value of every byte of the factors: ordinary numbers in both types
 
 
 def _make_loop(intrinsic: str, factor: Any, total: Any) -> Any:
-    """Build a function for kernels: adds the product of two vectors to SUMS others, again and again."""
+    """Build a function for kernels that repeatedly adds the product of two vectors to SUMS others."""
     vector, sums = ir.VectorType(*factor), ir.VectorType(total, LANES)
 
     @llvm_function()
@@ -30,7 +30,7 @@ def _make_loop(intrinsic: str, factor: Any, total: Any) -> Any:
             return b.load(llvm.pointer_to(b, kind, operands, I64(VECTOR_BYTES * index)), align=4)
 
         x, y = load(0, vector), load(1, vector)
-        # What LLVM does not know to be equal, it does not compute once instead of SUMS times.
+        # LLVM does not merge SUMS computations that it does not know to be equal.
         begin = [load(2 + index, sums) for index in range(SUMS)]
 
         def step(_: Any, totals: list[Any]) -> list[Any]:
@@ -75,7 +75,7 @@ class Instruction:
         return llvm.has_feature(self.feature) and llvm.has_feature("avx512f")
 
     def prepare(self) -> Callable[[], None]:
-        """Return work of `num_operations` for all of torch's threads."""
+        """Return a function that computes `num_operations` operations on all of torch's threads."""
         operands, out = make_operands(), torch.empty(UNITS, SUMS, LANES)  # out: [UNITS, SUMS, LANES]
 
         def work() -> None:
@@ -96,6 +96,6 @@ def make_operands() -> torch.Tensor:
 
 
 PAIRS = Instruction("avx512bf16", Kernel(_multiply_pairs_in_registers), 2 * 2 * LANES)
-"""vdpbf16ps: two products of bfloat16 numbers a lane."""
+"""vdpbf16ps: two products of bfloat16 numbers per lane."""
 QUADS = Instruction("avx512vnni", Kernel(_multiply_quads_in_registers), 2 * 4 * LANES)
-"""vpdpbusd: four products of 8-bit integers a lane."""
+"""vpdpbusd: four products of 8-bit integers per lane."""

@@ -1,5 +1,5 @@
-"""How far apart the tokens of 16 short streams are while a prompt of 2,048 tokens is computed beside them,
-against the same streams left alone; in turns, at one service."""
+"""Measures the time between tokens of 16 short streams while a prompt of 2,048 tokens is computed beside
+them, compared with the same streams alone; in turns, with one service."""
 
 import asyncio
 import statistics
@@ -30,7 +30,7 @@ TIMEOUT_S = 120.0
 
 
 def run(options: Namespace, model: Path) -> dict[str, Any]:
-    """Raises BenchError."""
+    """Measure both. Raises BenchError."""
     with launch(model, options.cache / "interruption.log", service_flags(options)) as (target, _):
         rounds = asyncio.run(_measure(target, options.rounds))
     alone, beside, first_s = (
@@ -44,7 +44,7 @@ def run(options: Namespace, model: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Round:
-    """p99 between tokens, without and with the prompt, and what the prompt itself waited; seconds."""
+    """p99 between tokens, without and with the prompt, and the prompt's own waiting time, in seconds."""
 
     alone_s: float
     beside_s: float
@@ -79,7 +79,7 @@ async def _measure_round(stubs: "list[GenerationServiceAsyncStub]") -> Round:
 async def _run_streams(
     stubs: "list[GenerationServiceAsyncStub]", comes: float | None
 ) -> tuple[list[Answer], Answer | None]:
-    """What the streams see; the long prompt comes at that second, if at all."""
+    """Run the streams; the long prompt is sent at the given second, if at all."""
     short, long = _job(SHORT_TOKENS), _job(PROMPT_TOKENS)
     requests, [prompt] = make_requests(short), [next(make_requests(long))]
     clock = start_clock()
@@ -98,13 +98,13 @@ async def _run_streams(
 
 
 def _job(input_tokens: int) -> Job:
-    """With prompts of its own."""
+    """Return new prompts."""
     sizes = (STREAMS, 1, input_tokens, NEW_TOKENS)
     return Job("", "stream", *sizes, time.time_ns(), TIMEOUT_S, every_token=True)
 
 
 def find_gaps(answers: Iterable[Answer], begin: float, end: float) -> list[float]:
-    """Seconds between tokens of a stream that were waited for in that time, if only in part."""
+    """Return the seconds between tokens of a stream whose waiting time overlaps the interval."""
     return [
         after - before
         for answer in answers

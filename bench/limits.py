@@ -1,5 +1,5 @@
-"""What a machine allows at most: from its read bandwidth and its rates of products to tokens per second of a
-shape."""
+"""Computes the machine's limits for a shape, in tokens per second, from its read bandwidth and its rates of
+products."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,8 @@ WIDTHS = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "int8": 1.0}
 @dataclass(frozen=True)
 class Rates:
     """Measured rates of the machine, per second: bytes read, float32 operations of a large matrix product,
-    and operations on registers of the instructions for bfloat16 numbers and for 8-bit integers, each None
-    where the processor lacks it."""
+    and operations on registers of the instructions for bfloat16 numbers and 8-bit integers; the last two are
+    None if the processor lacks the instruction."""
 
     read: float
     gemm: float
@@ -21,18 +21,20 @@ class Rates:
 
 
 def count_step_weights(shape: Shape) -> int:
-    """Weights that a decode step reads: all but an embedding table that is nothing else; the head is read."""
+    """Return the number of weights that a decode step reads: all except an embedding table that is not also
+    the head."""
     return count_parameters(shape) - (0 if shape.tie_embeddings else _table(shape))
 
 
 def count_body_weights(shape: Shape) -> int:
-    """Weights that every token of a prompt is multiplied with: neither embedding table nor head."""
+    """Return the number of weights that each token of a prompt is multiplied by: neither embedding table nor
+    head."""
     return count_step_weights(shape) - _table(shape)
 
 
 def count_attention(shape: Shape, start: int, end: int) -> int:
-    """Operations of causal attention for a sequence's tokens [start, end): two for every channel of the
-    scores, two for every channel of the sums."""
+    """Return the operations of causal attention for a sequence's tokens [start, end): two per channel for the
+    scores, two per channel for the sums."""
     seen = (end * (end + 1) - start * (start + 1)) // 2
     return 4 * shape.num_layers * shape.num_heads * shape.head_dim * seen
 
@@ -42,7 +44,7 @@ def prefill_operations(shape: Shape, num_tokens: int) -> int:
 
 
 def decode_operations(shape: Shape, input_tokens: int, new_tokens: int) -> int:
-    """Of the steps that make the second to the last token of one sequence."""
+    """Return the operations of the steps that generate the second to the last token of one sequence."""
     steps, end = new_tokens - 1, input_tokens + new_tokens - 1
     return 2 * count_step_weights(shape) * steps + count_attention(shape, input_tokens, end)
 
@@ -50,8 +52,8 @@ def decode_operations(shape: Shape, input_tokens: int, new_tokens: int) -> int:
 def prefill_limit(
     shape: Shape, num_tokens: int, product_rate: float, attention_rate: float | None = None
 ) -> float:
-    """Return the tokens per second of one prompt, by operations per second; attention has the products' rate
-    unless it is given one."""
+    """Return the tokens per second of one prompt, from operations per second. Attention has the rate of
+    products unless another is given."""
     attention = count_attention(shape, 0, num_tokens)
     products = prefill_operations(shape, num_tokens) - attention
     return num_tokens / (products / product_rate + attention / (attention_rate or product_rate))
@@ -60,23 +62,22 @@ def prefill_limit(
 def decode_limit(
     shape: Shape, dtype: str, batch: int, input_tokens: int, new_tokens: int, rates: Rates
 ) -> float:
-    """Tokens per second of `batch` sequences together: what reading the weights once a step allows, or what
-    multiplying with them does, whichever is less. For one sequence that is the former, for 32 the latter."""
+    """Return the tokens per second of `batch` sequences together: the lower of the limits by reading the
+    weights once per step and by multiplying. For one sequence it is the former, for 32 the latter."""
     reading = batch * rates.read / (count_step_weights(shape) * WIDTHS[dtype])
     multiplying = (new_tokens - 1) * rates.gemm / decode_operations(shape, input_tokens, new_tokens)
     return min(reading, multiplying)
 
 
 def count_cache_bytes(shape: Shape, dtype: str, num_tokens: int) -> float:
-    """Return the bytes of the keys and values of a sequence. The cache has 16 bits where weights have
-    fewer."""
+    """Return the bytes of the keys and values of a sequence. The cache has 16 bits if weights have fewer."""
     elements = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * num_tokens
     return elements * max(2.0, WIDTHS[dtype])
 
 
 def long_decode_limit(shape: Shape, dtype: str, context: int, rates: Rates) -> float:
-    """Return the tokens per second of one sequence: what reading the weights and its keys and values
-    allows."""
+    """Return the tokens per second of one sequence, limited by reading the weights and its keys and
+    values."""
     weights = count_step_weights(shape) * WIDTHS[dtype]
     return rates.read / (weights + count_cache_bytes(shape, dtype, context))
 

@@ -1,5 +1,5 @@
-"""The load: closed-loop clients in one asyncio process, each with a connection of its own. Run as a child
-process with a Job on stdin; prints the Answers as one JSON object."""
+"""Generates load: closed-loop clients in one asyncio process, with one connection per client. It runs as a
+child process with a Job on stdin, and prints the Answers as one JSON object."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_pro
 
 @dataclass(frozen=True)
 class Job:
-    """One measurement. Every request has as many input and new tokens."""
+    """One measurement. Every request has the same numbers of input and new tokens."""
 
     target: str
     mode: Mode
@@ -37,20 +37,20 @@ class Job:
     input_tokens: int
     new_tokens: int
     seed: int
-    """Other seeds give other prompts, so that nothing of an earlier measurement is in the service's cache."""
+    """Seed of the prompts; a new seed avoids hits of an earlier measurement in the service's cache."""
     time_limit: float
-    """Seconds after which no request is sent and those under way are given up."""
+    """Time limit in seconds, after which no request is sent and running ones are cancelled."""
     prefix_ids: list[str] = field(default_factory=list)
-    """Soft prompts, dealt out to the requests one after the other; an empty id is none."""
+    """Ids of soft prompts, used by the requests in turn; an empty id means none."""
     adapter_ids: list[str] = field(default_factory=list)
     every_token: bool = False
-    """Whether a token that shows no text, as half a character does not, has a message too."""
+    """True if a token without text, such as half a character, also gets a message."""
     is_sampled: bool = False
-    """Whether tokens are drawn with top_k and top_p, as most chats ask for, instead of greedily."""
+    """True to sample with top_k and top_p, as most chats do; False: greedy."""
 
 
 class Request(NamedTuple):
-    """What a client sends, and with which soft prompt and adapter."""
+    """Request of a client: its text, soft prompt and adapter."""
 
     text: str
     prefix_id: str | None
@@ -59,25 +59,26 @@ class Request(NamedTuple):
 
 @dataclass
 class Answer:
-    """What a client saw of one request, in seconds since the clients started; filled as messages arrive."""
+    """Times of one request as the client sees them, in seconds since the clients started; filled as messages
+    arrive."""
 
     client: int
     sent: float
     arrivals: list[float] = field(default_factory=list)
-    """Of every message that brought new tokens."""
+    """Times of the messages with new tokens."""
     counts: list[int] = field(default_factory=list)
-    """Tokens generated up to each of those messages."""
+    """Number of generated tokens up to each of those messages."""
     input_tokens: int = 0
     error: str | None = None
     accepted: float = 0.0
-    """When a stream's first message came, which brings no token."""
+    """Time of a stream's first message, which has no token."""
     ended: float = 0.0
-    """When it was over, however it ended."""
+    """Time of the end, successful or not."""
 
 
 @dataclass
 class Clock:
-    """Seconds since the clients started."""
+    """Return the seconds since the clients started."""
 
     start: float
 
@@ -90,7 +91,7 @@ def start_clock() -> Clock:
 
 
 async def run_load(job: Job) -> list[Answer]:
-    """Warms up with a short request per client, then measures; failed requests are among the answers."""
+    """Warm up with a short request per client, then measure. Failed requests are among the answers."""
     channels = [grpc.aio.insecure_channel(job.target, CHANNEL_OPTIONS) for _ in range(job.clients)]
     try:
         await asyncio.gather(*(asyncio.wait_for(c.channel_ready(), CONNECT_TIMEOUT_S) for c in channels))
@@ -109,7 +110,7 @@ async def run_load(job: Job) -> list[Answer]:
 
 
 def make_prompts(job: Job) -> Iterator[str]:
-    """Texts of random words, each long enough for the service to cut it to the length of the job."""
+    """Return texts of random words, long enough for the service to truncate them to the job's length."""
     source = random.Random(job.seed)
     while True:
         words = ("".join(source.choices(LETTERS, k=source.randint(2, 7))) for _ in range(job.input_tokens))
@@ -136,7 +137,7 @@ async def _run_client(
 async def ask(
     stub: "GenerationServiceAsyncStub", job: Job, asked: Request, new_tokens: int, client: int, clock: Clock
 ) -> Answer:
-    """Failures are noted in the answer."""
+    """Send one request. Failures are recorded in the answer."""
     answer = Answer(client, clock.read())
     timeout = max(0.1, job.time_limit - answer.sent)
     params = pb.Parameters(

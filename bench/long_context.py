@@ -1,5 +1,6 @@
-"""Tokens per second of one client with a long prompt, against what reading the weights and the prompt's keys
-and values for every token allows. The prompt is computed once and then found in the prefix cache."""
+"""Measures tokens per second of one client with a long prompt, relative to the limit by reading the weights
+and the prompt's keys and values for every token. The prompt is computed once and then read from the prefix
+cache."""
 
 import statistics
 import sys
@@ -20,12 +21,12 @@ from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 INPUT_TOKENS, NEW_TOKENS = 32768, 64
 CACHE_TOKENS, MAX_LENGTH = 34816, 33280
-# The prompt takes minutes: the operations of attention grow with the square of its length.
+# The prompt takes minutes, because the operations of attention grow with the square of its length.
 PROMPT_TIMEOUT_S = 3600.0
 
 
 def run(options: Namespace, model: Path) -> dict[str, Any]:
-    """Return the shares of the limit, of every round. Raises BenchError."""
+    """Return the shares of the limit in every round. Raises BenchError."""
     sizes = ["--kv-cache-tokens", str(CACHE_TOKENS), "--max-sequence-length", str(MAX_LENGTH)]
     flags = ["--dtype", options.dtype, *sizes, *options.launcher]
     with (
@@ -62,7 +63,7 @@ def _make_request() -> pb.SingleGenerationRequest:
 def _measure_round(
     stub: GenerationServiceStub, request: pb.SingleGenerationRequest, probe: Probe, shape: Shape, dtype: str
 ) -> tuple[float, float]:
-    """Return the tokens per second after the first one, and their limit right before or after."""
+    """Return the tokens per second after the first one, and their limit measured right before or after."""
     before = probe()
     _, rate = _generate(stub, request)
     rates = highest(before, probe())

@@ -1,4 +1,4 @@
-"""What the machine is and what it can do at most. Run as a child process; prints a JSON object."""
+"""Describes the machine and measures its limits. It runs as a child process, and prints a JSON object."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ SECONDS = 1.0
 
 
 def describe_machine() -> dict[str, object]:
-    """Names and versions."""
+    """Return names and versions."""
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
@@ -34,30 +34,31 @@ def describe_machine() -> dict[str, object]:
 
 
 class Limits:
-    """Work that nothing but the machine slows down, with all of torch's threads; the median of several tries,
-    because a single one may be off either way on a machine that is shared."""
+    """Return the rate of work that only the machine limits, with all of torch's threads; the median of
+    several tries, because single tries vary on a shared machine."""
 
     def __init__(self, read_bytes: int = READ_BYTES, gemm_size: int = GEMM_SIZE):
         self._buffer = _map(read_bytes).fill_(1.0)  # [read_bytes / 4]
         self._matrix = torch.randn(gemm_size, gemm_size)  # [gemm_size, gemm_size]
 
     def read(self, seconds: float = SECONDS) -> float:
-        """Bytes read per second summing a buffer far larger than the caches."""
+        """Return the bytes per second read while summing a buffer far larger than the caches."""
         return self._buffer.numel() * 4 / _typical_time(lambda: self._buffer.sum(), seconds)
 
     def gemm(self, seconds: float = SECONDS) -> float:
-        """float32 operations per second multiplying square matrices."""
+        """Return the float32 operations per second of a product of square matrices."""
         return 2 * len(self._matrix) ** 3 / _typical_time(lambda: self._matrix @ self._matrix, seconds)
 
     def multiply(self, instruction: Instruction, seconds: float = SECONDS) -> float | None:
-        """Return operations per second of the instruction on registers; None where the processor lacks it."""
+        """Return the operations per second of the instruction on registers; None if the processor lacks
+        it."""
         if not instruction.is_supported:
             return None
         return instruction.num_operations / _typical_time(instruction.prepare(), seconds)
 
 
 def _map(num_bytes: int) -> torch.Tensor:
-    """float32 [num_bytes / 4] in huge pages, where there are any: with small ones, looking up where they are
+    """Return float32 [num_bytes / 4] in huge pages, if there are any: with small pages, address translation
     takes a part of the bandwidth."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(AttributeError, OSError):
@@ -66,7 +67,7 @@ def _map(num_bytes: int) -> torch.Tensor:
 
 
 def measure_limits(read_bytes: int = READ_BYTES, gemm_size: int = GEMM_SIZE) -> dict[str, float | None]:
-    """Return the limits by name. The last two are None where the processor lacks their instruction."""
+    """Return the limits by name. The last two are None if the processor lacks their instruction."""
     limits = Limits(read_bytes, gemm_size)
     pairs, quads = limits.multiply(PAIRS), limits.multiply(QUADS)
     return {
@@ -79,7 +80,7 @@ def measure_limits(read_bytes: int = READ_BYTES, gemm_size: int = GEMM_SIZE) -> 
 
 
 def _typical_time(work: Callable[[], object], seconds: float) -> float:
-    """Seconds."""
+    """Return the seconds of one run."""
     times: list[float] = []
     end = time.perf_counter() + seconds
     while len(times) < 3 or time.perf_counter() < end:

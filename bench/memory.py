@@ -1,5 +1,5 @@
-"""How much memory a rank has while it reads a checkpoint, and afterwards. Run as a child process with a
-MemoryJob on stdin; prints a JSON object."""
+"""Measures a rank's memory while it reads a checkpoint, and afterwards. It runs as a child process with a
+MemoryJob on stdin, and prints a JSON object."""
 
 import json
 import sys
@@ -23,8 +23,8 @@ class MemoryJob:
 
 
 def measure_loading(job: MemoryJob) -> dict[str, float]:
-    """Bytes of the weights' files; most bytes in memory while they are read, less those before; what of them
-    stays; seconds. The files' pages that are mapped at a time count as memory, as they do for `VmHWM`."""
+    """Bytes of the weights' files; maximum memory while reading, minus the memory before; memory that
+    remains; seconds. Memory-mapped pages of files count as memory, as they do for `VmHWM`."""
     directory = Path(job.model)
     settings = model_files.read_json(directory, "config.json")
     memory = HostMemory()

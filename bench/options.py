@@ -1,4 +1,4 @@
-"""The command line of `python -m bench`."""
+"""Defines the command line of `python -m bench`."""
 
 import argparse
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from bench.rates import SECTIONS as RATES
 from bench.targets import TARGETS
 
 MODES: tuple[Mode, ...] = ("stream", "unary")
-# In the order in which they are measured. Peers have a run of their own, whose last figures are told.
+# In the order of measurement. Peers are measured by a separate run, whose last figures are shown.
 SECTIONS = (
     *("memory", *RATES, "clients"),
     *(
@@ -34,9 +34,11 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
         "--shape", choices=list(shapes.SHAPES), default="135m", help="model (default %(default)s)"
     )
     parser.add_argument("--dtype", default="float16", help="type of the weights (default %(default)s)")
-    parser.add_argument("--only", type=_sections, metavar="NAMES", help=f"of {','.join(SECTIONS)}")
     parser.add_argument(
-        "--rounds", "--repeat", type=int, default=5, help="of every figure (default %(default)s)"
+        "--only", type=_sections, metavar="NAMES", help=f"sections to run, among {','.join(SECTIONS)}"
+    )
+    parser.add_argument(
+        "--rounds", "--repeat", type=int, default=5, help="measurements per figure (default %(default)s)"
     )
     parser.add_argument(
         "--clients", type=_counts, default=[1, 8, 32], help="numbers of clients (default 1,8,32)"
@@ -44,14 +46,21 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--input-tokens", type=int, default=128, help="(default %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=64, help="(default %(default)s)")
     table = parser.add_argument_group("the table of clients")
-    table.add_argument("--modes", type=_modes, default=["stream"], help="of stream,unary (default stream)")
     table.add_argument(
-        "--requests", type=int, default=2, help="of each client each time (default %(default)s)"
+        "--modes", type=_modes, default=["stream"], help="stream, unary or both (default stream)"
     )
-    table.add_argument("--time-limit", type=float, default=300.0, help="seconds of one measurement")
+    table.add_argument("--requests", type=int, default=2, help="requests per client (default %(default)s)")
+    table.add_argument(
+        "--time-limit",
+        type=float,
+        default=300.0,
+        help="maximum seconds of one measurement (default %(default)s)",
+    )
     table.add_argument("--attach", metavar="HOST:PORT", help="measure a running service, this table only")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
-    parser.add_argument("--cache", type=Path, default=Path(".cache/bench"), help="where models are kept")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="JSON file for all figures")
+    parser.add_argument(
+        "--cache", type=Path, default=Path(".cache/bench"), help="directory of models (default %(default)s)"
+    )
     parser.add_argument("launcher", nargs="*", help="further options of the launcher, after --")
     options = parser.parse_args(arguments)
     if options.attach:
@@ -61,7 +70,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def default_sections(shape: str) -> list[str]:
-    """Those that have a target for the shape, and what is cheap to know of any."""
+    """Return the sections that have a target for the shape, and those that are cheap for any shape."""
     pursued = {target.section for target in TARGETS if target.bound_of(shape) is not None}
     return [name for name in SECTIONS if name in pursued | {"memory", "accuracy"}]
 

@@ -1,5 +1,5 @@
-"""What a service still answers when three times as many requests arrive as it can serve, against what it
-answers when it is just full; and how fast it refuses the rest."""
+"""Measures the responses of a service that receives three times as many requests as it can serve, compared
+with a service at its limit, and the latency of refusals."""
 
 import asyncio
 import random
@@ -34,8 +34,8 @@ REFUSAL = "RESOURCE_EXHAUSTED: Model is overloaded"
 
 @dataclass(frozen=True)
 class Round:
-    """Answers a second when full and when overloaded, and in seconds the p99 of the answers in both cases and
-    of the refusals."""
+    """Responses per second at the limit and under overload, and, in seconds, the p99 latencies of responses
+    in both cases and of refusals."""
 
     full: float
     overloaded: float
@@ -45,7 +45,7 @@ class Round:
 
 
 def run(options: Namespace, model: Path) -> dict[str, Any]:
-    """Raises BenchError."""
+    """Measure both cases. Raises BenchError."""
     flags = [*service_flags(options), "--max-concurrent-requests", str(PLACES)]
     with launch(model, options.cache / "overload.log", flags) as (target, _):
         rounds = asyncio.run(_measure(target, options.rounds))
@@ -94,7 +94,7 @@ async def _measure_round(stubs: "list[GenerationServiceAsyncStub]") -> Round:
 async def _fill(
     stubs: "list[GenerationServiceAsyncStub]", job: Job, requests: Iterator[Request]
 ) -> list[Answer]:
-    """As many clients as there are places, each of which asks again when it is answered."""
+    """Run as many closed-loop clients as the service admits."""
     clock = start_clock()
 
     async def repeat(stub: "GenerationServiceAsyncStub") -> list[Answer]:
@@ -114,7 +114,7 @@ async def _fill(
 async def _flood(
     stubs: "list[GenerationServiceAsyncStub]", job: Job, requests: Iterator[Request], rate: float
 ) -> list[Answer]:
-    """Requests that come when they come, whatever becomes of those before."""
+    """Send requests at a fixed rate, independently of the responses."""
     clock, source, tasks, due = start_clock(), random.Random(0), [], 0.0
     chosen = cycle(stubs)
     while (due := due + source.expovariate(rate)) < OVERLOADED_S:

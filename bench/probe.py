@@ -1,5 +1,4 @@
-"""The machine's limits, measured again and again between other measurements by a process that is there
-already."""
+"""Measures the machine's limits repeatedly between other measurements, in a process that keeps running."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +8,9 @@ from bench import worker
 from bench.limits import Rates
 
 SECONDS = 0.2
-INSTRUCTION_SECONDS = 0.05  # the memory is not waited for, so that less is needed
+INSTRUCTION_SECONDS = (
+    0.05  # the result does not depend on the memory's latency, so a smaller buffer is enough
+)
 TIMEOUT_S = 60.0
 MODULE = "bench.probe"
 

@@ -1,5 +1,5 @@
-"""`python -m bench.profile`: where the time of a step goes, part by part, beside what the machine allows for
-each; of decode steps and of prompts, on a model runner in this process."""
+"""`python -m bench.profile`: show where the time of a step goes, part by part, beside the machine's limit for
+each, for decode steps and prompts, on a model runner in this process."""
 
 import argparse
 import statistics
@@ -42,12 +42,21 @@ def main() -> None:
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.profile", description=__doc__)
     parser.add_argument("--shape", choices=list(shapes.SHAPES), default="135m", help="(default %(default)s)")
-    parser.add_argument("--dtype", default="float16", help="of the weights (default %(default)s)")
+    parser.add_argument("--dtype", default="float16", help="type of the weights (default %(default)s)")
     parser.add_argument("--int8", action="store_true", help="quantize the weights")
-    parser.add_argument("--batch", type=_counts, default=[1, 8, 32], help="of decode (default 1,8,32)")
-    parser.add_argument("--context", type=int, default=128, help="tokens before them (default %(default)s)")
-    parser.add_argument("--prefill", type=_counts, default=[512], help="lengths of prompts (default 512)")
-    parser.add_argument("--cache", type=Path, default=Path(".cache/bench"), help="where models are kept")
+    parser.add_argument(
+        "--batch", type=_counts, default=[1, 8, 32], help="batch sizes of decode steps (default 1,8,32)"
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=128,
+        help="tokens in the cache before a decode step (default %(default)s)",
+    )
+    parser.add_argument("--prefill", type=_counts, default=[512], help="prompt lengths (default 512)")
+    parser.add_argument(
+        "--cache", type=Path, default=Path(".cache/bench"), help="directory of models (default %(default)s)"
+    )
     return parser.parse_args(arguments)
 
 
@@ -56,14 +65,14 @@ def measure_rates(machine: Limits) -> Rates:
 
 
 def measure(runner: ModelRunner, shape: Shape, work: Work) -> Profile:
-    """As in service, then its kernels one by one: those of the kernel graph, or where there is none,
-    those of the same steps again."""
+    """Measure steps as in service, then their kernels one by one: those of the kernel graph or, if there is
+    none, those of the same steps repeated."""
     run = _run_decode if work.new_tokens == 1 else _run_prefill
     with watching(runner) as model:
         step_s = statistics.median(run(runner, work))
         model_s = statistics.median(model.seconds[-STEPS if work.new_tokens == 1 else -PROMPTS :])
         graph = _find_graph(model, work)
-        if graph is not None:  # before what its arguments name is gone
+        if graph is not None:  # while the operands that its arguments refer to exist
             kernels = profile_graph(graph, shape, STEPS)
     runner.reset()
     if graph is None:
@@ -82,7 +91,7 @@ def _find_graph(model: WatchedForward, work: Work) -> KernelGraph | None:
 
 
 def _run_decode(runner: ModelRunner, work: Work, begin: Callable[[], None] | None = None) -> list[float]:
-    """Seconds of each step, the last of which sees the context of `work`."""
+    """Return the seconds of each step; the last one has the context of `work`."""
     rows = Rows(runner, work.batch, work.context - STEPS - WARM_STEPS, STEPS + WARM_STEPS + 1)
     runner.launch(rows.resume()).answer()
     for _ in range(WARM_STEPS):
@@ -91,7 +100,7 @@ def _run_decode(runner: ModelRunner, work: Work, begin: Callable[[], None] | Non
 
 
 def _run_prefill(runner: ModelRunner, work: Work, begin: Callable[[], None] | None = None) -> list[float]:
-    """Seconds of each prompt, whole, after one that is not counted."""
+    """Return the seconds of each whole prompt, after a warm-up."""
     seconds = []
     for index in range(1 + PROMPTS):
         runner.reset()

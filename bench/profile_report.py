@@ -1,4 +1,4 @@
-"""A profile as Markdown, each part beside what the machine allows for it."""
+"""Formats a profile as Markdown, each part beside the machine's limit for it."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,8 @@ HEAD = ("part", "calls", "ms", "of the step", "limit ms", "of the limit")
 
 @dataclass(frozen=True)
 class Work:
-    """Of one step: so many sequences with so many new tokens each, the last of which sees `context`."""
+    """Work of one step: a number of sequences with the same number of new tokens; the last step has this
+    `context`."""
 
     batch: int
     new_tokens: int
@@ -29,8 +30,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Profile:
-    """Seconds of a step and, of it, of the model, both as in service; seconds and calls of its kernels by
-    name, each run by itself."""
+    """Seconds of a step and of its model part, both as in service; seconds and calls of its kernels by name,
+    each run separately."""
 
     work: Work
     step_s: float
@@ -40,7 +41,7 @@ class Profile:
 
 
 def part_limits(shape: Shape, work: Work, width: float, rates: Rates) -> dict[str, float]:
-    """Seconds that products and attention of a step take at least; `width` is bytes of a weight."""
+    """Return the minimum seconds of products and attention of a step; `width` is the bytes per weight."""
     hidden, inner, layers = shape.hidden_size, shape.intermediate_size, shape.num_layers
     q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     tokens = work.batch * work.new_tokens
@@ -66,7 +67,7 @@ def _attention_limit(shape: Shape, work: Work, rates: Rates) -> float:
 
 
 def format_profile(profile: Profile, shape: Shape, width: float, rates: Rates) -> str:
-    """Shares are of the step."""
+    """Return the table; shares are relative to the step."""
     allowed, step = part_limits(shape, profile.work, width, rates), profile.step_s
     rows = [
         _row(name, str(calls), seconds, step, allowed.get(name))

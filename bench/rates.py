@@ -1,5 +1,5 @@
-"""Decode and prefill through the service, in turns with its other ways to compute and with transformers; what
-of the machine's limits they reach."""
+"""Measures decode and prefill through the service, in turns with its other precisions and with transformers,
+and the shares of the machine's limits."""
 
 import contextlib
 from argparse import Namespace
@@ -21,9 +21,9 @@ from bench.variants import BFLOAT16, INT8, OURS, VARIANTS, Variant
 SECTIONS = ("decode", "prefill", *variants.SECTIONS, "context", "engine", "transformers")
 ENGINE, TRANSFORMERS = "the engine alone", "transformers"
 LONG_CONTEXT, CONTEXT_CLIENTS = 1024, 32
-ENGINE_CLIENTS = (1, 32)  # there is no target between them, and a run takes long enough
+ENGINE_CLIENTS = (1, 32)  # there is no target for batch sizes in between, and a run takes long enough
 COMPARED_PREFILL = 512
-# So that all prompts of a round, and those that are to be found again, have room in the cache.
+# Large enough for all prompts of a round, and for those that later measurements share.
 CACHE_TOKENS, MAX_LENGTH = 81920, 2304
 UNMEASURED = "unmeasured: the processor has no {}"
 
@@ -39,7 +39,8 @@ class Found:
 
 
 def measure(options: Namespace, model: Path) -> Found:
-    """Raises BenchError where our own service fails; without a rival its section is left out."""
+    """Measure all sections. Raises BenchError if the service fails; if a rival fails, its section is left
+    out."""
     failures: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
         probe = stack.enter_context(probing())
@@ -62,18 +63,19 @@ def measure(options: Namespace, model: Path) -> Found:
 
 
 def is_emulated(contender: str, machine: Rates) -> bool:
-    """Return True if the contender's figures on this machine say nothing of other processors."""
+    """Return True if the contender's figures on this machine do not represent other processors."""
     return contender == BFLOAT16 and machine.bfloat16 is None
 
 
 def find_unmeasured(rates: Rates) -> dict[str, str]:
-    """Return why some or all figures of sections cannot be measured on this machine, by section."""
+    """Return the reasons why some or all figures of sections cannot be measured on this machine, by
+    section."""
     names = {"bfloat16": (rates.bfloat16, "AVX512_BF16"), "int8": (rates.int8, "AVX512_VNNI")}
     return {section: UNMEASURED.format(name) for section, (rate, name) in names.items() if rate is None}
 
 
 def _list_starts(options: Namespace, model: Path) -> Iterator[tuple[str, list[str], Start]]:
-    """Yield the other contenders: each one's name, the sections that want it, and what starts it."""
+    """Yield the other contenders: name, the sections that need it, and a function that starts it."""
     for variant, sections in variants.find_wanted(options.only).items():
         yield variant.name, sections, partial(serving, options, model, variant.name, variant.flags)
     if "engine" in options.only:
@@ -96,18 +98,18 @@ def _transformers(model: Path) -> Iterator[Asked]:
 
 
 def service_flags(options: Namespace) -> list[str]:
-    """Of the launcher, for every service that is measured."""
+    """Return the launcher's options for every measured service."""
     return ["--dtype", options.dtype, *list_sizes(), *options.launcher]
 
 
 def list_sizes() -> list[str]:
-    """Return the launcher's options of the cache's size."""
+    """Return the launcher's options for the cache's size."""
     return ["--kv-cache-tokens", str(CACHE_TOKENS), "--max-sequence-length", str(MAX_LENGTH)]
 
 
 @contextlib.contextmanager
 def serving(options: Namespace, model: Path, name: str, more: Sequence[str]) -> Iterator[Asked]:
-    """A launched service and its clients."""
+    """Launched service and its clients."""
     log = options.cache / f"{name.replace(' ', '-')}.log"
     flags = [*service_flags(options), *more]
     with launch(model, log, flags) as (target, _), worker.start(burst.MODULE, target) as clients:
@@ -115,7 +117,7 @@ def serving(options: Namespace, model: Path, name: str, more: Sequence[str]) -> 
 
 
 def make_matches(options: Namespace, ours: Asked, others: dict[str, Asked]) -> list[Match]:
-    """What the chosen sections need, and of whom."""
+    """Return the matches that the chosen sections need."""
     chosen, matches = set(options.only), list[Match]()
     everywhere = [others[each.name] for each in VARIANTS if each.name in others and not each.is_for_context]
     at_context = [others[each.name] for each in VARIANTS if each.name in others and each.is_for_context]
@@ -161,7 +163,7 @@ def _context_cases(options: Namespace) -> tuple[Case, Case]:
 
 
 def _list_cases(options: Namespace) -> list[tuple[str, str]]:
-    """Return the cases that contenders are compared in, and what figures' keys call them."""
+    """Return the cases in which contenders are compared, with their names in figures' keys."""
     decoding = [(f"decode {count}", str(count)) for count in options.clients]
     far = _context_cases(options)[1].name
     return [*decoding, (f"prefill {COMPARED_PREFILL}", "prefill"), (far, f"at {LONG_CONTEXT}")]
@@ -170,8 +172,7 @@ def _list_cases(options: Namespace) -> list[tuple[str, str]]:
 def _compare_variant(
     samples: Sequence[Sample], variant: Variant, options: Namespace
 ) -> Iterator[Figure | None]:
-    """Yield a variant's speed as a multiple of float16's and of other variants', whose sections the keys
-    name."""
+    """Yield a variant's speed as a multiple of float16's and of the variants of sections in the keys."""
     sections = {each.name: each.section for each in VARIANTS}
     for case, label in _list_cases(options):
         pair = (variant.name, case)
@@ -181,8 +182,10 @@ def _compare_variant(
 
 
 def _instruction_shares(samples: Sequence[Sample], shape: Shape) -> Iterator[Figure | None]:
-    """Yield the shares that prompts reach of the rates of instructions, where these were measured. Attention
-    is not computed in 8 bits, so int8 weights' share is told also with attention at float32's rate."""
+    """Yield the share of the instructions' rates that prompts reach, if these were measured.
+
+    Attention is not computed in 8 bits, so the share of int8 weights is also given with attention at
+    float32's rate."""
     length, case = COMPARED_PREFILL, f"prefill {COMPARED_PREFILL}"
     limit = partial(limits.prefill_limit, shape, length)
     paired = [sample for sample in samples if sample.rates.bfloat16]
@@ -221,7 +224,7 @@ def _share(
 def find_ratio(
     samples: Sequence[Sample], key: str, first: tuple[str, str], second: tuple[str, str]
 ) -> Figure | None:
-    """Return how many times as fast the first contender is as the second, if both were measured."""
+    """Return the first contender's speed as a multiple of the second's, if both were measured."""
     ratio = ratios_of(samples, first, second)
     one, other = rates_of(samples, *first), rates_of(samples, *second)
     if ratio is None or one is None or other is None:

@@ -1,5 +1,5 @@
-"""A gRPC server that streams one message again and again, and does nothing else: what gRPC allows a router
-worker. Several processes share the port: `python -m bench.raw_grpc PORT`."""
+"""Runs a gRPC server that only streams one message repeatedly, to measure gRPC's limit for a router worker.
+Several processes share the port: `python -m bench.raw_grpc PORT`."""
 
 import sys
 from collections.abc import AsyncIterator

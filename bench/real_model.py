@@ -1,4 +1,4 @@
-"""The real model that accuracy is measured on, and English prose that it was not made to recite."""
+"""Provides the real model whose accuracy is measured, and English prose that it was not trained to recite."""
 
 import re
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ _ASIDES = re.compile(r"(Changed|New|Added|Deprecated|See also|Notes?|Prior|In Py
 
 
 def convert_real_model() -> Path:
-    """Return the directory of SmolLM2-135M-Instruct with its weights as float32 numbers, converted once.
-    `make` fetches the file."""
+    """Return the directory of SmolLM2-135M-Instruct with float32 weights, converted once. `make` downloads
+    the file."""
     directory = MODELS / FILE.stem
     if not (directory / "config.json").exists():
         convert_gguf([FILE], directory, "float32")
@@ -23,7 +23,7 @@ def convert_real_model() -> Path:
 
 
 def read_prose() -> Iterator[str]:
-    """Yield the texts of Python's documentation, without markup and code, with one line per paragraph."""
+    """Yield the texts of Python's documentation, without markup and code, one line per paragraph."""
     known: set[str] = set()
     for name in sorted(topics):
         paragraphs = re.split(r"\n\s*\n", topics[name].strip())

@@ -1,4 +1,4 @@
-"""The measurement as Markdown."""
+"""Formats the measurement as Markdown."""
 
 import math
 import statistics
@@ -21,7 +21,7 @@ HEAD = (
 
 
 def format_report(result: dict[str, Any]) -> str:
-    """`result` is what `measure` gives."""
+    """Return the page; `result` is the result of `measure`."""
     parts = [_describe(result)]
     if result["figures"] or result["missing"]:
         parts.append(format_targets(result["figures"], result["missing"], result["shape_name"]))
@@ -32,7 +32,8 @@ def format_report(result: dict[str, Any]) -> str:
 
 
 def format_targets(figures: Sequence[Figure], missing: Mapping[str, str], shape: str) -> str:
-    """All that has been measured, in the order of the targets; `missing` says by key why others were not."""
+    """Return the table of all measured figures, in the order of the targets; `missing` has the reasons for
+    the others, by key."""
     found, rows = {figure.key: figure for figure in figures}, []
     for target in (*TARGETS, *GGUF_TARGETS):
         bound = target.bound_of(shape)
@@ -89,7 +90,7 @@ def _describe_limits(result: dict[str, Any]) -> str:
 
 
 def describe_looks(samples: Sequence[Sample]) -> str:
-    """What the machine allowed, and how much that varied: no figure is more certain."""
+    """Describe the machine's limits and their variation; no figure is more certain than that."""
     looks = [look for sample in samples for look in sample.looks]
     read, gemm = (Spread.of([getattr(look, name) / 1e9 for look in looks]) for name in ("read", "gemm"))
     pairs = _median_of([look.bfloat16 for look in looks])
@@ -102,7 +103,7 @@ def describe_looks(samples: Sequence[Sample]) -> str:
 
 
 def _median_of(rates: Sequence[float | None]) -> float | None:
-    """Return the median of the rates that were measured, in billions."""
+    """Return the median of the measured rates, in billions."""
     known = [rate for rate in rates if rate is not None]
     return statistics.median(known) / 1e9 if known else None
 

@@ -1,5 +1,5 @@
-"""A router of one process, or router workers and their engine process, before shards that are not the
-launcher's."""
+"""Starts a router of one process, or router workers and their engine process, in front of shards that the
+launcher does not manage."""
 
 import sys
 from pathlib import Path
@@ -10,11 +10,11 @@ from tests.support.router import split_router
 
 
 class RouterService:
-    """A router with the engine inside, or with an engine process and workers."""
+    """Router with the engine in its process, or with an engine process and workers."""
 
     def __init__(self, command: list[str], num_workers: int = 0, tree: Path | None = None) -> None:
-        """Run the router that `command` describes from `tree`, another checkout, or our own. Without workers,
-        the engine runs in the router's process."""
+        """Run the router of `command` from the checkout `tree`, by default this one. Without workers, the
+        engine runs in the router's process."""
         self._num_workers = num_workers
         if num_workers:
             env = {split_router.WORKERS: str(num_workers)}
@@ -37,7 +37,7 @@ class RouterService:
 
     @property
     def engine(self) -> int | None:
-        """Process id of the engine process, if there is one."""
+        """Process id of the engine process; None without workers."""
         return self._children["engine"][0] if self._num_workers else None
 
     def end(self) -> None:
@@ -52,5 +52,5 @@ def _from(tree: Path | None) -> dict[str, Any]:
     """Return the arguments of a Service that runs the package in `tree`."""
     if tree is None:
         return {}
-    # -P, because the package in the working directory would come first
+    # -P, because otherwise the package in the working directory would come first
     return {"env": {"PYTHONPATH": str(tree.absolute())}, "python": (sys.executable, "-P")}

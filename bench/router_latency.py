@@ -1,5 +1,5 @@
-"""What an engine process of its own adds to the latency of one client: calls of one token, with a shard that
-answers at once, and the time between the tokens of a stream, with one that is as slow as a model."""
+"""Measures the latency that a separate engine process adds for one client: calls of one token with a shard
+that replies at once, and the time between the tokens of a stream with a shard as slow as a model."""
 
 import argparse
 import statistics
@@ -34,7 +34,7 @@ class Latency:
 
 
 def measure(options: argparse.Namespace) -> str:
-    """Raises BenchError."""
+    """Measure one router. Raises BenchError."""
     with ExitStack() as stack:
         routers = {name: _start(stack, num_workers) for name, num_workers in NUM_WORKERS.items()}
         for name, router in routers.items():
@@ -51,7 +51,7 @@ class _Router:
         self._tokens, self._clients = tokens, clients
 
     def measure(self, name: str, number: int) -> Latency:
-        """Raises BenchError."""
+        """Measure all routers. Raises BenchError."""
         self._tokens.is_fast = True
         call_s = statistics.median(ask_unary(self._clients, NUM_CALLS))
         self._tokens.is_fast = False
@@ -61,14 +61,14 @@ class _Router:
 
 def _start(stack: ExitStack, num_workers: int) -> _Router:
     directory, tokens = stack.enter_context(tempfile.TemporaryDirectory(prefix="latency-")), RandomTokens()
-    tokens.watch(0, 0)  # no step waits for further streams
+    tokens.watch(0, 0)  # steps do not wait for further streams
     bench = stack.enter_context(running(Path(directory), 8, [GRPC], tokens, None, num_workers))
     target = bench.router.grpc_target
     return _Router(tokens, stack.enter_context(worker.start(timed_clients.MODULE, target)))
 
 
 def format_latencies(latencies: Sequence[Latency]) -> str:
-    """Return a Markdown table of medians. What the split adds is that of each round."""
+    """Return a Markdown table of medians. The split's cost is computed per round."""
     calls = {name: [each.call_ms for each in latencies if each.router == name] for name in NUM_WORKERS}
     tokens = {name: [each.token_ms for each in latencies if each.router == name] for name in NUM_WORKERS}
     rows = []

@@ -1,4 +1,4 @@
-"""What streams of router workers see when the engine process is killed."""
+"""Measures the effect on streams of router workers when the engine process is killed."""
 
 import argparse
 import os
@@ -28,17 +28,17 @@ PAUSE_GOAL_S = 3.0
 
 
 class Streams:
-    """Router workers before a fake shard whose tokens follow from all tokens before them."""
+    """Router workers in front of a fake shard whose tokens depend on all tokens before them."""
 
     def __init__(self, router: RouterService, clients: worker.Worker) -> None:
         self._router, self._clients = router, clients
 
     def stream(self) -> list[TimedStream]:
-        """Raises BenchError."""
+        """Start the router. Raises BenchError."""
         return ask_streams(self._clients, NUM_STREAMS, NEW_TOKENS)
 
     def stream_with_loss(self) -> list[TimedStream]:
-        """Kill the engine process under the streams. Raises BenchError."""
+        """Kill the engine process during the streams. Raises BenchError."""
         engine = self._router.engine
         assert engine is not None, "the engine runs in a process of its own"
         killer = threading.Timer(KILL_AFTER_S, os.kill, (engine, signal.SIGKILL))
@@ -71,7 +71,8 @@ def running(directory: Path) -> Iterator[Streams]:
 
 
 def measure(options: argparse.Namespace) -> str:
-    """Raises BenchError. Each loss is that of new processes, because the launcher delays further starts."""
+    """Measure the losses. Raises BenchError. Each loss uses new processes, because the launcher delays
+    repeated restarts."""
     whole, lost = list[list[str]](), list[list[TimedStream]]()
     for _ in range(NUM_KILLS):
         with tempfile.TemporaryDirectory(prefix="router-losses-") as directory:
@@ -87,7 +88,7 @@ def _pauses(streams: Sequence[TimedStream]) -> Spread:
 
 
 def format_losses(whole: Sequence[Sequence[str]], lost: Sequence[Sequence[TimedStream]]) -> str:
-    """Return a Markdown table of the kills, given the texts without a kill."""
+    """Return a Markdown table of the losses, given the texts of an undisturbed run."""
     rows = []
     for number, (texts, streams) in enumerate(zip(whole, lost, strict=True), 1):
         pauses = _pauses(streams)

@@ -1,5 +1,6 @@
-"""Tokens per second of one router worker and of several, whose shard answers at once, beside messages per
-second of as many processes that do nothing but gRPC. Needs cores for all of them and for their clients."""
+"""Measures tokens per second of one router worker and of several, whose shard replies at once, beside
+messages per second of as many processes that only run gRPC. It needs cores for all of them and for their
+clients."""
 
 import argparse
 import statistics
@@ -36,7 +37,7 @@ class Rate:
 
 
 def measure(options: argparse.Namespace) -> str:
-    """Raises BenchError."""
+    """Measure all routers. Raises BenchError."""
     num_cores = count_cores()
     if num_cores < MIN_CORES:
         return f"Not measured: {num_cores} cores, where {MIN_CORES} are needed."
@@ -89,7 +90,7 @@ def _start_raw(stack: ExitStack, num_workers: int, num_clients: int) -> Measure:
 
 
 def _start_clients(stack: ExitStack, target: str, count: int) -> Callable[[], None]:
-    """Return what runs all streams to their ends. Raises BenchError."""
+    """Return a function that runs all streams to their ends. Raises BenchError."""
     clients = [stack.enter_context(worker.start(api_clients.MODULE, target, target)) for _ in range(count)]
     threads = stack.enter_context(ThreadPoolExecutor(count))
     shares = [NUM_STREAMS * (i + 1) // count - NUM_STREAMS * i // count for i in range(count)]
@@ -102,7 +103,8 @@ def _start_clients(stack: ExitStack, target: str, count: int) -> Callable[[], No
 
 
 def format_rates(rates: Sequence[Rate]) -> str:
-    """Return a Markdown table of medians. A share is that of as many times one worker's, in each round."""
+    """Return a Markdown table of medians. A share is relative to one worker's rate times the number of
+    workers, per round."""
     rows = []
     one = {(each.name, each.round): each.rate for each in rates if each.num_workers == 1}
     for name, num_workers in dict.fromkeys((each.name, each.num_workers) for each in rates):

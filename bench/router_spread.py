@@ -1,4 +1,4 @@
-"""How the kernel spreads the connections of clients over router workers, which share a port."""
+"""Measures how the kernel distributes clients' connections over router workers that share a port."""
 
 import argparse
 import socket
@@ -20,7 +20,7 @@ ACCEPT_TIMEOUT_S, POLL_S = 10.0, 0.02
 
 
 def measure(options: argparse.Namespace) -> str:
-    """Raises BenchError."""
+    """Measure the distribution. Raises BenchError."""
     with tempfile.TemporaryDirectory(prefix="router-spread-") as directory:
         with apis.running(Path(directory), 8, [GRPC], None, None, NUM_WORKERS) as bench:
             router = bench.router
@@ -32,7 +32,7 @@ def measure(options: argparse.Namespace) -> str:
 
 
 def _connect(port: int, pids: Sequence[int], count: int) -> list[int]:
-    """Return the number of connections that each worker has of `count` new ones. Raises BenchError."""
+    """Open `count` connections, and return the number that each worker accepted. Raises BenchError."""
     with ExitStack() as stack:
         for _ in range(count):
             stack.enter_context(socket.create_connection(("127.0.0.1", port)))
@@ -50,7 +50,7 @@ def _wait_for(port: int, pids: Sequence[int], count: int) -> list[int]:
 
 
 def format_spread(trials: dict[int, list[list[int]]]) -> str:
-    """Return a Markdown table for streams that are dealt evenly to the connections."""
+    """Return a Markdown table for streams that are distributed evenly over the connections."""
     streams = f"{NUM_STREAMS} streams over {NUM_WORKERS} workers"
     rows = []
     for count, found in trials.items():

@@ -1,7 +1,7 @@
-"""What the router itself does for a step, with shards that answer at once: takes in the answer, turns tokens
-to text, looks for ends, plans the next step and encodes it. Delivery to clients is not in it.
+"""Measures the router's own work for a step, with shards that reply at once: it reads the results, converts
+tokens to text, checks for ends, plans the next step and encodes it. Delivery to clients is not included.
 
-Of an engine process, whose router workers have the text, the messages to the workers are in it."""
+For an engine process, whose router workers convert the text, the messages to the workers are included."""
 
 import asyncio
 import gc
@@ -46,16 +46,16 @@ ENDS = ("###", "\n\nQuestion:")
 
 
 class FrontEnds(Protocol):
-    """What opens the sequences, and takes their events."""
+    """API side that opens the sequences and receives their events."""
 
     includes_messages: bool
-    """True if the messages to the front ends are part of a step."""
+    """True if the messages to the router workers are part of a step."""
 
     async def generate(self, claims: Claims, size: int) -> None: ...
 
 
 def run(options: Namespace, model: Path) -> dict[str, Any]:
-    """The service has one step in flight while another is prepared; here, one after the other."""
+    """Steps are run one after the other; the service has one step in flight while it prepares another."""
     tokenizer = Tokenizer(model)
     try:
         front_ends, vocab_size = LocalFrontEnds(Vocabulary(tokenizer)), tokenizer.fast.get_vocab_size()
@@ -101,7 +101,7 @@ def _medians(rounds: list[dict[int, float]]) -> str:
 
 
 class InstantShards:
-    """Gives every row that is to have a token a random one, and takes the time until it is asked again."""
+    """Fake shard that returns a random token for each row, and measures the time until the next step."""
 
     def __init__(self, vocab_size: int, includes_messages: bool) -> None:
         self._random, self._vocab_size = np.random.default_rng(0), vocab_size
@@ -116,10 +116,12 @@ class InstantShards:
     async def receive(self) -> Answer:
         if self._began:
             if self._includes_messages:
-                await asyncio.sleep(0)  # they are encoded after the step, in the same turn of the loop
+                await asyncio.sleep(
+                    0
+                )  # they are encoded after the step, in the same iteration of the event loop
             self.times.append(time.perf_counter() - self._began)
         self._began = 0.0
-        # This does not wait while there is a step: whoever waits for tokens takes all of them in the end.
+        # This does not block during a step: the reader eventually takes all tokens.
         step = await self._steps.get()
         body = self._answer(step)
         self._began = time.perf_counter()
@@ -140,7 +142,7 @@ def time_step(front_ends: FrontEnds, vocab_size: int, size: int) -> float:
     """Return the median seconds of many steps in which all sequences get a token."""
     shards = InstantShards(vocab_size, front_ends.includes_messages)
     asyncio.run(_generate(shards, front_ends, size))
-    # The first steps have prompts, the last ones are without those that have ended.
+    # The first steps have prompts; the last ones lack the sequences that have ended.
     return statistics.median(shards.times[WARM_STEPS : WARM_STEPS + STEPS])
 
 
@@ -171,7 +173,7 @@ async def _generate(shards: InstantShards, front_ends: FrontEnds, size: int) -> 
 
 
 class LocalFrontEnds:
-    """FrontEnds in the engine's process, with the text."""
+    """API side in the engine's process, including text."""
 
     includes_messages = False
 
@@ -190,7 +192,7 @@ class LocalFrontEnds:
 
 
 class RemoteFrontEnds:
-    """FrontEnds in other processes: the engine's halves of their handles."""
+    """API sides in other processes: the engine's half of their handles."""
 
     includes_messages = True
 
@@ -218,5 +220,5 @@ class RemoteFrontEnds:
 
 
 def _spec(index: int) -> SequenceSpec:
-    prompt = (2 + index, *range(2, PROMPT_TOKENS + 1))  # nobody shares another's blocks
+    prompt = (2 + index, *range(2, PROMPT_TOKENS + 1))  # so that no sequence shares another's blocks
     return SequenceSpec(prompt, Stopping(NEW_TOKENS, eos_token_ids=frozenset({1})))

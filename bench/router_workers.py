@@ -1,6 +1,6 @@
-"""`python -m bench.router_workers`: what router workers cost beside one router process, in turns in one run:
-CPU time per streamed token, latency, the engine process's step, how connections spread, and the pause when
-the engine process is killed. Shards are fakes, so that nothing else takes the time."""
+"""`python -m bench.router_workers`: measure router workers beside one router process, in turns in one run:
+CPU time per streamed token, latency, the engine process's step, the distribution of connections, and the
+pause when the engine process is killed. Shards are fakes, so that the router takes all the time."""
 
 import argparse
 import sys
@@ -42,7 +42,7 @@ class Cost:
 
 
 def measure_costs(options: argparse.Namespace) -> str:
-    """Raises BenchError."""
+    """Measure all routers. Raises BenchError."""
     with ExitStack() as stack:
         benches = dict(_start_all(stack, options))
         costs = []
@@ -76,7 +76,7 @@ def _measure_cost(bench: Bench, name: str, num_streams: int, num_steps: int, num
 
 
 def format_costs(costs: Sequence[Cost]) -> str:
-    """Return a Markdown table of medians. Ratios are those of each round, to the first of the routers."""
+    """Return a Markdown table of medians. Ratios to the first router are computed per round."""
     rows = []
     base = {(each.streams, each.round): each.sum_us for each in costs if each.router == costs[0].router}
     for streams, name in dict.fromkeys((each.streams, each.router) for each in costs):
@@ -119,11 +119,15 @@ SECTIONS: dict[str, tuple[str, Callable[[argparse.Namespace], str]]] = {
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.router_workers", description=__doc__)
-    parser.add_argument("--before", type=Path, help="another checkout, whose CPU time is compared with")
+    parser.add_argument("--before", type=Path, help="another checkout whose CPU time is measured too")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--rounds", type=int, default=5, help="of every figure (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=120, help="measured in a round (default %(default)s)")
-    parser.add_argument("--streams", type=int, nargs="+", default=[64, 256], help="(default 64 256)")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements per figure (default %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=120, help="measured steps per round (default %(default)s)"
+    )
+    parser.add_argument(
+        "--streams", type=int, nargs="+", default=[64, 256], help="numbers of streams (default 64 256)"
+    )
     return parser.parse_args(arguments)
 
 

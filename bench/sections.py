@@ -1,4 +1,4 @@
-"""The parts of a run that are measured by modules of their own, as figures and pages of text."""
+"""Runs the parts of the benchmark that have their own modules, and collects figures and pages of text."""
 
 import importlib.util
 import json
@@ -26,7 +26,7 @@ from bench.targets import TARGETS, Figure
 LOADING_TIMEOUT_S = 600.0
 MIB = 1 << 20
 FILE_WIDTH = 2  # bytes of a weight in a checkpoint's files
-# By section; each has a function `run(options, model)`.
+# By section; each module has a function `run(options, model)`.
 MODULES = {
     "prefix": "bench.shared_prefix",
     "long": "bench.long_context",
@@ -44,11 +44,11 @@ MODULES = {
 class Outcome:
     figures: list[Figure] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """Markdown."""
+    """Page in Markdown."""
     raw: Any = None
-    """What the JSON file keeps."""
+    """Figures for the JSON file."""
     failures: dict[str, str] = field(default_factory=dict)
-    """By section, what could not be measured and why."""
+    """Reasons why figures could not be measured, by section."""
 
 
 def measure_memory(options: Namespace, model: Path) -> Outcome:
@@ -59,7 +59,7 @@ def measure_memory(options: Namespace, model: Path) -> Outcome:
 
 
 def find_memory(loadings: Sequence[dict[str, float]], width: float) -> Figure:
-    """The most that was there while loading, to what all weights take in `width` bytes each."""
+    """Return the peak memory while loading, relative to all weights with `width` bytes each."""
     peaks = [loading["peak_bytes"] for loading in loadings]
     weights = loadings[0]["file_bytes"] * width / FILE_WIDTH
     kept = statistics.median(loading["kept_bytes"] for loading in loadings)
@@ -77,7 +77,7 @@ def measure_accuracy() -> Outcome:
 
 
 def measure_module(section: str, options: Namespace, model: Path) -> Outcome:
-    """Raises BenchError."""
+    """Run the section. Raises BenchError."""
     if importlib.util.find_spec(MODULES[section]) is None:
         raise BenchError(f"there is no {MODULES[section]}")
     found = importlib.import_module(MODULES[section]).run(options, model)
@@ -88,7 +88,7 @@ def measure_module(section: str, options: Namespace, model: Path) -> Outcome:
 
 
 def recall_peers(options: Namespace) -> Outcome:
-    """The figures of the last run of `bench.peers` on the shape, if there was one."""
+    """Return the figures of the last run of `bench.peers` on the shape, if there was one."""
     path = peers_file(options.cache, options.shape)
     if not path.is_file():
         raise BenchError("make bench-peers")
@@ -106,7 +106,8 @@ def peers_file(cache: Path, shape: str) -> Path:
 
 
 def run_sections(options: Namespace, model: Path) -> tuple[dict[str, Outcome], dict[str, str]]:
-    """What was measured, by section, and why the rest was not. One that fails leaves the others alone."""
+    """Run the sections, and return their results and the reasons for failures. A failed section does not
+    affect the others."""
     outcomes, failures = dict[str, Outcome](), dict[str, str]()
     for name, measure in _plan(options, model).items():
         try:
@@ -114,7 +115,7 @@ def run_sections(options: Namespace, model: Path) -> tuple[dict[str, Outcome], d
             failures |= outcomes[name].failures
         except BenchError as error:
             failures |= _fail(name, first_line(error))
-        except Exception as error:  # a fault of ours: what the others find is not to be lost
+        except Exception as error:  # an error in the benchmark itself must not lose the other results
             traceback.print_exc(file=sys.stderr)
             failures |= _fail(name, f"failed: {type(error).__name__}")
     return outcomes, failures
@@ -135,7 +136,7 @@ def _plan(options: Namespace, model: Path) -> dict[str, Callable[[], Outcome]]:
             plan[section] = partial(measure_module, section, options, model)
     if "accuracy" in options.only:
         plan["accuracy"] = measure_accuracy
-    if {"decode", "prefill"} & set(options.only):  # what peers are compared in
+    if {"decode", "prefill"} & set(options.only):  # pairs that peers are compared in
         plan["peers"] = partial(recall_peers, options)
     return plan
 

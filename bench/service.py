@@ -1,4 +1,5 @@
-"""A launched service for the time of a measurement: ready when the block is entered, gone when it is left."""
+"""Launches a service for a measurement: it is ready when the block is entered, and stopped when it is
+left."""
 
 import os
 import signal
@@ -19,7 +20,7 @@ LAST_LINES = 15
 
 
 class BenchError(Exception):
-    """The measurement cannot be made; the text says why."""
+    """Error for a measurement that cannot be made; its text is the reason."""
 
 
 def first_line(error: BenchError) -> str:
@@ -27,7 +28,7 @@ def first_line(error: BenchError) -> str:
 
 
 def exit_on_sigterm() -> None:
-    """As an exception, so that services are stopped on the way out."""
+    """Raise an exception on the signal, so that services are stopped."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
@@ -35,14 +36,15 @@ def exit_on_sigterm() -> None:
 def launch(
     model: Path, log: Path, options: Sequence[str], directory: Path | None = None
 ) -> Iterator[tuple[str, list[str]]]:
-    """Gives the gRPC target and the command, which runs the package that is in `directory`, if one is named.
-    Raises BenchError where the service does not become ready."""
+    """Yield the gRPC target and the command of a service of the package in `directory`, by default this one.
+
+    Raises BenchError if the service does not become ready."""
     port, grpc_port = free_ports(2)
     command = [sys.executable, "-m", "tgis", "launcher", "--bind", "127.0.0.1"]
     command += ["--model-name", str(model.absolute())]
     command += ["--port", str(port), "--grpc-port", str(grpc_port), *options]
     with log.open("wb") as output:
-        # In a session of its own: an interrupt at the terminal is ours to handle, and ours alone.
+        # In a separate session, so that an interrupt at the terminal reaches only this process.
         process = subprocess.Popen(
             command, cwd=directory, stdout=output, stderr=output, start_new_session=True
         )
@@ -54,7 +56,7 @@ def launch(
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, and where that does not end it in time, SIGKILL to it and to what it started."""
+    """Send SIGTERM and, if that does not end the process in time, SIGKILL to it and its children."""
     if process.poll() is not None:
         return
     process.terminate()
@@ -66,7 +68,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    # A proxy of the environment is not meant for the loopback interface.
+    # Proxies of the environment do not apply to the loopback interface.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     end = time.monotonic() + READY_TIMEOUT_S
     while time.monotonic() < end:
@@ -87,7 +89,7 @@ def last_lines(log: Path) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Held together before any is given back, so that they differ."""
+    """Return free ports. They are held together before any is released, so that they differ."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:

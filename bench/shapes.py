@@ -1,4 +1,5 @@
-"""Llama checkpoints with random weights, written one tensor at a time: real shapes without a download."""
+"""Creates Llama checkpoints with random weights, written one tensor at a time: real shapes without a
+download."""
 
 import json
 import math
@@ -20,7 +21,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Llama; its tokenizer has as many tokens as its embedding has rows."""
+    """Sizes of a Llama. Its tokenizer has as many tokens as its embedding has rows."""
 
     num_layers: int
     hidden_size: int
@@ -33,7 +34,7 @@ class Shape:
     max_length: int = 2048
 
 
-# 15, 116, 490 and 1,100 million parameters; 135m would have its 135 with a vocabulary of 49,152.
+# 15, 116, 490 and 1,100 million parameters; 135m would have 135 million with a vocabulary of 49,152.
 SHAPES = {
     "15m": Shape(6, 288, 6, 6, 48, 768, 32000),
     "135m": Shape(30, 576, 9, 3, 64, 1536, 16384),
@@ -43,7 +44,7 @@ SHAPES = {
 
 
 def list_tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and size of each tensor of the checkpoint."""
+    """Yield name and shape of each tensor of the checkpoint."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
     q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     yield "model.embed_tokens.weight", (shape.vocab_size, hidden)
@@ -72,7 +73,7 @@ def describe(name: str) -> dict[str, Any]:
 
 
 def ensure_checkpoint(name: str, cache: Path) -> Path:
-    """The directory of the checkpoint, written where it is not in the cache yet; complete or absent."""
+    """Return the directory of the checkpoint, complete or absent; write it if it is not cached."""
     shape = SHAPES[name]
     directory = cache / name
     written = directory / "shape.json"
@@ -90,7 +91,8 @@ def ensure_checkpoint(name: str, cache: Path) -> Path:
 
 
 def write_checkpoint(shape: Shape, directory: Path, device: torch.device = CPU) -> None:
-    """Into a directory that exists, in Hugging Face layout. `device` draws the weights."""
+    """Write the checkpoint to an existing directory, in Hugging Face's layout. `device` generates the
+    weights."""
     _write_json(directory / "config.json", model_config(shape))
     _write_json(directory / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 1})
     tokenizer_config = {
@@ -134,7 +136,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _write_weights(shape: Shape, path: Path, device: torch.device) -> None:
-    """The safetensors layout: length of the header, header, bytes; in bfloat16, as checkpoints are."""
+    """Write the safetensors layout: length of the header, header, data; in bfloat16, as in checkpoints."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, size in list_tensors(shape):
@@ -152,7 +154,8 @@ def _write_weights(shape: Shape, path: Path, device: torch.device) -> None:
 
 
 def _draw(size: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Norms are one, matrices small and normal: activations stay of ordinary size."""
+    """Return random weights: norms are one, matrices small and normally distributed, so that activations stay
+    in an ordinary range."""
     if len(size) == 1:
         return torch.ones(size, dtype=torch.bfloat16)
     weight = torch.randn(size, generator=generator, device=generator.device)
@@ -160,7 +163,8 @@ def _draw(size: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
 
 
 def _build_tokenizer(vocab_size: int) -> Tokenizer:
-    """Byte-level BPE with words of English, filled up to `vocab_size` with words that no text contains."""
+    """Return a byte-level BPE tokenizer with English words, filled up to `vocab_size` with words that no text
+    contains."""
     from pydoc_data.topics import topics
 
     tokenizer = Tokenizer(models.BPE())

@@ -1,5 +1,5 @@
-"""How soon the first token of a prompt comes whose first thousand tokens were computed for another, against
-one that shares nothing."""
+"""Measures the time to the first token of a prompt whose first thousand tokens were computed for another
+prompt, compared with a prompt that shares nothing."""
 
 import random
 import statistics
@@ -19,13 +19,13 @@ from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 PREFIX_TOKENS = 1000
-OWN_WORDS = 4  # behind it
+OWN_WORDS = 4  # tokens after the shared prefix
 HITS = 3
 TIMEOUT_S = 60.0
 
 
 def run(options: Namespace, model: Path) -> dict[str, Any]:
-    """Raises BenchError."""
+    """Measure both. Raises BenchError."""
     log, flags = options.cache / "prefix.log", service_flags(options)
     source = Texts(model)
     with launch(model, log, flags) as (target, _), grpc.insecure_channel(target) as channel:
@@ -37,7 +37,7 @@ def run(options: Namespace, model: Path) -> dict[str, Any]:
 
 
 class Texts:
-    """Of random words, other ones every time."""
+    """Return new random words."""
 
     def __init__(self, model: Path):
         self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -48,14 +48,15 @@ class Texts:
         return "".join(f" {''.join(choices(LETTERS, k=randint(2, 7)))}" for _ in range(count))
 
     def make_prefix(self) -> str:
-        """Of just as many tokens, wherever the text goes on with another word."""
+        """Return a text with exactly this many tokens, if it continues with a new word."""
         encoded = self._tokenizer.encode(self.make_words(PREFIX_TOKENS))
         text: str = self._tokenizer.decode(encoded.ids[:PREFIX_TOKENS])
         return text
 
 
 def _measure_round(stub: GenerationServiceStub, texts: Texts) -> tuple[float, float]:
-    """Seconds until the first token, of one that shares nothing and of those that come after it."""
+    """Return the seconds until the first token, of a prompt that shares nothing and of the prompts after
+    it."""
     prefix = texts.make_prefix()
     missed, *hits = (_time_first_token(stub, prefix + texts.make_words(OWN_WORDS)) for _ in range(1 + HITS))
     hit = statistics.median(hits)
@@ -64,7 +65,7 @@ def _measure_round(stub: GenerationServiceStub, texts: Texts) -> tuple[float, fl
 
 
 def _time_first_token(stub: GenerationServiceStub, text: str) -> float:
-    """Seconds."""
+    """Return the seconds until the first token."""
     params = pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=1, min_new_tokens=1))
     request = pb.SingleGenerationRequest(request=pb.GenerationRequest(text=text), params=params)
     start = time.perf_counter()

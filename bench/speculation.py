@@ -1,8 +1,9 @@
-"""What `--speculate` brings: the same requests to a service with it and to one without, in turns, one client.
+"""Measures the gain of `--speculate`: the same requests to a service with it and to one without, in turns,
+with one client.
 
-The model itself makes the texts. Greedy, one of random weights soon goes round in circles: a text that is all
-repetition. Sampled, it is not; and where it is sampled of the few best tokens it comes by the same places
-again and again and goes on from them in other ways, which is the worst that can happen to guesses."""
+The model generates the texts itself. With greedy sampling, a model of random weights soon repeats itself, so
+the text is all repetition. With sampling it does not; sampled from the few likeliest tokens, it returns to
+the same phrases repeatedly and continues them differently, which is the worst case for drafts."""
 
 import argparse
 import json
@@ -34,7 +35,7 @@ REPETITIVE, OTHER = "speculation", "speculation other"
 
 @dataclass(frozen=True)
 class Text:
-    """A way to make one, and the figure that it belongs to."""
+    """Way to generate the text, and the figure that it belongs to."""
 
     name: str
     figure: str
@@ -59,7 +60,7 @@ def make_texts() -> list[Text]:
 
 
 def run(options: Namespace, model: Path) -> dict[str, Any]:
-    """Ratios of every round, by figure. Raises BenchError."""
+    """Return the ratios of every round, by figure. Raises BenchError."""
     flags, log = ["--dtype", options.dtype], options.cache / "speculation"
     with (
         _serving(model, log.with_suffix(".without.log"), flags) as without,
@@ -84,8 +85,8 @@ def _serving(model: Path, log: Path, flags: list[str]) -> Iterator[GenerationSer
 def _compare(
     text: Text, without: GenerationServiceStub, speculating: GenerationServiceStub, rounds: int
 ) -> list[float]:
-    """Tokens per second with speculation to those without, of one prompt after the other, the better of two
-    tries each. A first round is for the kernels. Raises BenchError."""
+    """Return tokens per second with speculation relative to those without, for one prompt after the other;
+    the better of two tries each. A first round warms up the kernels. Raises BenchError."""
     job = Job("", "stream", 1, 1, INPUT_TOKENS, NEW_TOKENS, time.time_ns(), TIMEOUT_S)
     ratios = []
     for prompt in islice(make_prompts(job), rounds + 1):
@@ -99,7 +100,7 @@ def _compare(
 
 
 def _generate(stub: GenerationServiceStub, prompt: str, params: pb.Parameters) -> tuple[float, str]:
-    """Tokens per second after the first one, and the text."""
+    """Return the tokens per second after the first one, and the text."""
     request = pb.SingleGenerationRequest(request=pb.GenerationRequest(text=prompt), params=params)
     first, parts = 0.0, []
     for message in stub.GenerateStream(request, timeout=TIMEOUT_S):
@@ -116,9 +117,11 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(shapes.SHAPES), default="135m", help="(default %(default)s)")
     parser.add_argument("--dtype", default="float16", help="type of the weights (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="(default %(default)s)")
-    parser.add_argument("--cache", type=Path, default=Path(".cache/bench"), help="where models are kept")
+    parser.add_argument(
+        "--cache", type=Path, default=Path(".cache/bench"), help="directory of models (default %(default)s)"
+    )
     options = parser.parse_args()
-    # As an exception, so that the services are stopped on the way out.
+    # raised as an exception, so that the services are stopped
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         found = run(options, shapes.ensure_checkpoint(options.shape, options.cache))

@@ -1,5 +1,5 @@
-"""How long a service takes from its command to being ready, beside what reading its weights takes: with
-kernels that were compiled before, and once without."""
+"""Measures the time from a service's command to readiness, compared with the time to read its weights: with
+compiled kernels in the cache, and once without."""
 
 import shutil
 import statistics
@@ -18,8 +18,8 @@ CHUNK = 1 << 24
 
 
 def run(options: Namespace, model: Path) -> dict[str, Any]:
-    """Raises BenchError."""
-    _time_start(options, model)  # whatever has to be compiled is, and the files are in memory
+    """Measure all starts. Raises BenchError."""
+    _time_start(options, model)  # compiles the kernels, and reads the files into memory
     starts, reads = [], []
     for _ in range(options.rounds):
         reads.append(_time_reading(model))
@@ -39,7 +39,7 @@ def run(options: Namespace, model: Path) -> dict[str, Any]:
 
 
 def _time_start(options: Namespace, model: Path, directory: Path | None = None) -> float:
-    """Seconds until it is ready, of the package in `directory`."""
+    """Return the seconds until the service of the package in `directory` is ready."""
     start = time.perf_counter()
     with launch(model, options.cache / "startup.log", service_flags(options), directory):
         seconds = time.perf_counter() - start
@@ -48,7 +48,7 @@ def _time_start(options: Namespace, model: Path, directory: Path | None = None) 
 
 
 def _time_reading(model: Path) -> float:
-    """Seconds to read the weights' files, which are in the system's memory where there is room."""
+    """Return the seconds to read the weights' files, which are in the page cache if there is room."""
     start, buffer = time.perf_counter(), bytearray(CHUNK)
     for path in model.glob("*.safetensors"):
         with path.open("rb", buffering=0) as file:

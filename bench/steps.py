@@ -1,5 +1,5 @@
-"""Steps on a model runner in this process, without router or service: rows that are given, or made up as if
-their prompts had been computed."""
+"""Runs steps on a model runner in this process, without router or service, with given rows or with rows that
+pretend to have computed prompts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ MAX_LENGTH = 4096
 
 
 def load_runner(model: Path, dtype: str, cache_tokens: int, quantize: str | None = None) -> ModelRunner:
-    """As a shard of its own does."""
+    """Create a model runner like a shard's."""
     config = ShardConfig(
         model_path=str(model),
         dtype=dtype,
@@ -31,7 +31,7 @@ def load_runner(model: Path, dtype: str, cache_tokens: int, quantize: str | None
 
 @dataclass
 class Rows:
-    """Sequences with `length` tokens each and blocks of their own; greedy but for what `sampling` says."""
+    """Create sequences with `length` tokens and separate blocks each; greedy unless `sampling` is given."""
 
     runner: ModelRunner
     batch: int
@@ -50,19 +50,19 @@ class Rows:
         return self.runner.info.block_size
 
     def prefill(self, max_tokens: int) -> Iterator[pb.StepRequest]:
-        """Steps of whole prompts, as many at once as `max_tokens` allows; each samples first tokens. The rows
-        are open afterwards."""
+        """Run steps of whole prompts, as many at once as `max_tokens` allows; each samples first tokens. The
+        rows stay open."""
         opened, at_once = self._open(), max(1, max_tokens // self.length)
         for first in range(0, self.batch, at_once):
             rows = range(first, min(first + at_once, self.batch))
             yield self._request(opened[rows.start : rows.stop], rows, 0, self.length)
 
     def resume(self) -> pb.StepRequest:
-        """As if all but the last token had been computed: the cache has whatever is in it."""
+        """Open rows as if all tokens except the last had been computed; the cache's content is arbitrary."""
         return self._request(self._open(), range(self.batch), self.length - 1, self.length)
 
     def decode(self) -> pb.StepRequest:
-        """The next token of every row."""
+        """Run a step with the next token of every row."""
         self.length += 1
         return self._request([], range(self.batch), self.length - 1, self.length)
 
@@ -89,7 +89,7 @@ class Rows:
         ]
 
     def _request(self, opened: Sequence[pb.OpenRow], rows: range, start: int, end: int) -> pb.StepRequest:
-        """Tokens [start, end) of each of the rows."""
+        """Return a step with tokens [start, end) of each row."""
         wanted, fresh = -(-end // self._block_size), []
         for row in rows:
             begin = row * self._most

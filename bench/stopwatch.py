@@ -1,5 +1,5 @@
-"""Where the time of a step goes, kernel by kernel: those of a kernel graph one by one, or all that a step
-calls."""
+"""Measures the time of a step kernel by kernel: the kernels of a kernel graph one by one, or all kernels that
+a step calls."""
 
 import statistics
 import time
@@ -17,12 +17,12 @@ from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.runner.model_runner import HostModelRunner
 
 Parts = dict[str, tuple[float, int]]
-"""By name, seconds of a step and calls."""
+"""Seconds and calls per step, by name."""
 
 
 @dataclass
 class Stopwatch:
-    """Of several steps; products go by the matrix they are of."""
+    """Times of several steps; products are listed by their matrix."""
 
     shape: Shape
     _steps: list[dict[str, list[float]]] = field(default_factory=list)
@@ -31,12 +31,12 @@ class Stopwatch:
         self._steps.append(defaultdict(list))
 
     def add(self, name: str, seconds: float) -> None:
-        """What came before the first step is not counted."""
+        """Start to count; earlier calls are ignored."""
         if self._steps:
             self._steps[-1][name].append(seconds)
 
     def read(self) -> Parts:
-        """The medians."""
+        """Return the medians."""
         calls = {name: len(found) for name, found in self._steps[-1].items()}
         return {
             name: (statistics.median(sum(step[name]) for step in self._steps), count)
@@ -45,14 +45,15 @@ class Stopwatch:
 
 
 def name_call(shape: Shape, kernel: Kernel, args: Sequence[int]) -> str:
-    """Products' arguments begin with the number of rows and the two sides of the matrix."""
+    """Return the matrix of a product, whose arguments begin with the number of rows and the two sides of the
+    matrix."""
     if not kernel.name.startswith("multiply_") or kernel.name == "multiply_gated":
         return kernel.name
     return _name_products(shape).get(frozenset(args[1:3]), kernel.name)
 
 
 def _name_products(shape: Shape) -> dict[frozenset[int], str]:
-    """By the sides of their matrices."""
+    """Return the products by the sides of their matrices."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
     q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     return {
@@ -65,7 +66,8 @@ def _name_products(shape: Shape) -> dict[frozenset[int], str]:
 
 
 class WatchedForward:
-    """Takes the time of every pass, and keeps the last batch: arguments of a kernel graph name its memory."""
+    """Wrapper that measures the time of every forward pass, and keeps the last batch, because arguments of a
+    kernel graph refer to its memory."""
 
     def __init__(self, forward: Forward):
         self.forward, self.model, self.attention = forward, forward.model, forward.attention
@@ -92,7 +94,7 @@ def watching(runner: ModelRunner) -> Iterator[WatchedForward]:
 
 
 def profile_graph(graph: KernelGraph, shape: Shape, times: int) -> Parts:
-    """Each kernel run by itself, so that nothing of what a replay saves is in it."""
+    """Return the times of the kernels, each run separately, without the savings of a replay."""
     calls = Counter(name_call(shape, *launch) for launch in graph.launches)
     seconds = time_launches(graph, times, lambda launch: name_call(shape, *launch))
     return {name: (seconds[name], count) for name, count in calls.items()}
@@ -101,8 +103,8 @@ def profile_graph(graph: KernelGraph, shape: Shape, times: int) -> Parts:
 def time_launches(
     graph: KernelGraph, times: int, name: Callable[[Launch], str] = lambda launch: launch.kernel.name
 ) -> dict[str, float]:
-    """Seconds that a replay spends in the kernels of each name, the mean of `times` runs, each kernel by
-    itself."""
+    """Return the seconds of a replay's kernels by name, the mean of `times` runs, each kernel run
+    separately."""
     spent: dict[str, float] = defaultdict(float)
     for _ in range(times):
         for launch in graph.launches:
@@ -114,7 +116,7 @@ def time_launches(
 
 @contextmanager
 def timing_kernels(watch: Stopwatch) -> Iterator[None]:
-    """Every kernel that a step calls meanwhile is timed; for steps that have no kernel graph."""
+    """Measure every kernel that a step calls inside the block, for steps without a kernel graph."""
     call, parallel = Kernel.__call__, Kernel.parallel
     is_inside = False
 

@@ -1,5 +1,4 @@
-"""A store of random soft prompts and LoRA adapters for a shape, in PEFT's layout: as many as a measurement
-wants, written once."""
+"""Creates a store of random soft prompts and LoRA adapters for a shape, in PEFT's layout, written once."""
 
 import json
 from pathlib import Path
@@ -15,7 +14,7 @@ STD = 0.02
 def ensure_store(
     shape: Shape, root: Path, num_prompts: int, num_tokens: int, num_adapters: int, rank: int
 ) -> tuple[list[str], list[str]]:
-    """The ids of the prompts and of the adapters, each of which is different."""
+    """Ids of the prompts and of the adapters, all of them different."""
     generator = torch.Generator().manual_seed(0)
     prompts = [f"prompts/{index}" for index in range(num_prompts)]
     adapters = [f"adapters/{index}" for index in range(num_adapters)]
@@ -35,7 +34,7 @@ def write_prompt(directory: Path, num_tokens: int, width: int, generator: torch.
 
 
 def write_adapter(directory: Path, shape: Shape, rank: int, generator: torch.Generator) -> None:
-    """Of all linear layers of the blocks, in float16."""
+    """Return an adapter of all linear layers of the blocks, in float16."""
     tensors = {}
     for name, (rows, *columns) in list_tensors(shape):
         if "_proj" in name:

@@ -1,5 +1,5 @@
-"""What the service is to reach: ratios, each measured in one run. A figure without a target for a shape is
-told and not judged."""
+"""Lists the service's targets: ratios whose two values are measured in one run. A figure without a target for
+a shape is reported without a verdict."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,15 +10,15 @@ from bench.contest import Spread
 @dataclass(frozen=True)
 class Target:
     key: str
-    """What a section calls the figure."""
+    """Section's name of the figure."""
     section: str
     name: str
     how: str
     bound: float
     at_most: bool = False
-    """Whether the figure shall stay below instead of above."""
+    """True if the figure must stay below the target instead of above."""
     shapes: Mapping[str, float | None] = field(default_factory=dict)
-    """Bounds of shapes that have another; None: no target."""
+    """Targets of shapes that differ; None: no target."""
 
     def bound_of(self, shape: str) -> float | None:
         return self.shapes.get(shape, self.bound)
@@ -32,12 +32,12 @@ class Target:
 
 @dataclass(frozen=True)
 class Figure:
-    """What was measured for a target."""
+    """Measured value of a target."""
 
     key: str
     spread: Spread
     detail: str
-    """The two things whose ratio it is, with their units."""
+    """The two values of the ratio, with their units."""
 
 
 LIMIT, TRANSFORMERS, OPENVINO = "of the limit", "× transformers float32", "× OpenVINO GenAI"
@@ -142,7 +142,7 @@ TARGETS = (
     Target("openvino-int8 prefill 512", "peers", "int8, prefill, 512 tokens", OPENVINO_INT8, 1.2),
     *(_against_int4(peer, title, count) for peer, title in INT4_PEERS for count in (1, 8)),
 )
-# Of runs on GGUF files.
+# Targets of runs on GGUF files.
 GGUF_TARGETS = (
     Target("gguf decode 1", "gguf", "GGUF file, 1 client", LLAMA_CPP, 1.0),
     Target("gguf decode 8", "gguf", "GGUF file, 8 clients", LLAMA_CPP, 1.5),

@@ -1,4 +1,4 @@
-"""Clients that note the time of every message, over gRPC; a worker process whose argument is the address."""
+"""Runs gRPC clients that record the time of every message; a worker process whose argument is the address."""
 
 import asyncio
 import sys
@@ -26,7 +26,8 @@ UNARY, STREAM = "unary", "stream"
 @dataclass(frozen=True)
 class Question:
     kind: str
-    """Calls of one token, one after the other over one connection, or streams at once over one each."""
+    """Job of the clients: calls of one token, one after the other over one connection, or simultaneous
+    streams over one connection each."""
     count: int
     new_tokens: int = 1
 
@@ -35,11 +36,11 @@ class Question:
 class TimedStream:
     text: str
     arrivals: list[float]
-    """Of each message with new tokens, in seconds of the client's clock."""
+    """Times of messages with new tokens, in seconds of the client's clock."""
 
     @property
     def pauses_s(self) -> list[float]:
-        """Return the seconds between each message and the next."""
+        """Return the seconds between consecutive messages."""
         return [after - before for before, after in pairwise(self.arrivals)]
 
 
@@ -51,7 +52,7 @@ def ask_unary(clients: worker.Worker, count: int) -> list[float]:
 
 
 def ask_streams(clients: worker.Worker, count: int, new_tokens: int) -> list[TimedStream]:
-    """Raises BenchError."""
+    """Run the streams. Raises BenchError."""
     answer = clients.ask(asdict(Question(STREAM, count, new_tokens)), TIME_LIMIT_S)
     return [TimedStream(**stream) for stream in answer["streams"]]
 

@@ -1,5 +1,5 @@
-"""`python -m bench.tuning`: what soft prompts and adapters cost. A thousand prompts and two hundred
-adapters are cycled under load through caches that hold a few of them; batches with adapters are timed."""
+"""`python -m bench.tuning`: measure the cost of soft prompts and adapters. A thousand prompts and two hundred
+adapters are cycled under load through caches for a few of them, and batches with adapters are timed."""
 
 import argparse
 import json
@@ -45,7 +45,7 @@ def main() -> None:
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.tuning", description=__doc__)
     parser.add_argument("--shape", choices=list(shapes.SHAPES), default="135m", help="(default %(default)s)")
-    parser.add_argument("--dtype", default="float16", help="of the weights (default %(default)s)")
+    parser.add_argument("--dtype", default="float16", help="type of the weights (default %(default)s)")
     parser.add_argument("--prompts", type=int, default=1000, help="(default %(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=50, help="(default %(default)s)")
     parser.add_argument("--adapters", type=int, default=200, help="(default %(default)s)")
@@ -55,13 +55,15 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=16, help="(default %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="of the cycle (default %(default)s)")
     parser.add_argument("--repeat", type=int, default=5, help="the median of so many (default %(default)s)")
-    parser.add_argument("--cache", type=Path, default=Path(".cache/bench"), help="where models are kept")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
+    parser.add_argument(
+        "--cache", type=Path, default=Path(".cache/bench"), help="directory of models (default %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="JSON file for all figures")
     return parser.parse_args(arguments)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Everything, as the JSON file holds it. Raises BenchError."""
+    """Return all figures, as written to the JSON file. Raises BenchError."""
     shape = shapes.SHAPES[options.shape]
     model = shapes.ensure_checkpoint(options.shape, options.cache)
     store = options.cache / f"{options.shape}-store-{options.rank}"
@@ -88,8 +90,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure_batches(options: argparse.Namespace, target: str, adapters: list[str]) -> dict[str, float]:
-    """Decode tokens/s of all clients together, by the number of adapters that they share. The numbers take
-    turns, so that what else the machine does meets all of them."""
+    """Return the decode tokens/s of all clients together, by the number of adapters that they share. The
+    numbers take turns, so that disturbances of the machine affect all of them."""
     rates: dict[int, list[float]] = {count: [] for count in BATCHES}
     for index in range(options.repeat):
         for count in BATCHES:
@@ -106,12 +108,12 @@ def _measure_batches(options: argparse.Namespace, target: str, adapters: list[st
 def _measure_waits(
     options: argparse.Namespace, target: str, prompts: list[str], adapters: list[str]
 ) -> dict[str, float]:
-    """Median milliseconds from a request to its acceptance, one client alone: with nothing, with what was not
-    loaded, and with what was."""
+    """Return median milliseconds from a request to its acceptance for a single client: without adapter, with
+    one that was not loaded, and with a loaded one."""
     waits = {"nothing": _waits(target, [""] * 20, [])}
     for kind, ids in (("prompt", prompts[-20:]), ("adapter", adapters[-8:])):
         place = {f"{kind}_ids".replace("prompt", "prefix"): ids}
-        # The warm-up takes the first, and all of the second round are loaded.
+        # The warm-up uses the first, and all adapters of the second round are loaded.
         first, second = (
             _waits(target, place.get("prefix_ids", []), place.get("adapter_ids", [])) for _ in range(2)
         )
@@ -128,7 +130,7 @@ def _waits(target: str, prefix_ids: list[str], adapter_ids: list[str]) -> float:
 def _measure_cycle(
     options: argparse.Namespace, target: str, prompts: list[str], adapters: list[str], http: str
 ) -> dict[str, Any]:
-    """All prompts and adapters in turn, several times, by many clients at once."""
+    """Use all prompts and adapters in turn, several times, with many simultaneous clients."""
     count = options.rounds * max(len(prompts), len(adapters)) // options.clients
     job = Job(target, "stream", options.clients, count, 16, 4, time.time_ns(), 1800.0, prompts, adapters)
     with _watching_memory(target) as memory:
@@ -156,7 +158,7 @@ def _run(job: Job) -> list[Answer]:
 
 @contextmanager
 def _watching_memory(target: str) -> Iterator[list[float]]:
-    """MiB of the first shard's own memory, sampled until the block is left."""
+    """Sample MiB of the first shard's own memory until the block is left."""
     port = int(target.rpartition(":")[2])
     shard = _find_shard(port)
     samples, done = [_own_memory(shard)], threading.Event()
@@ -175,7 +177,7 @@ def _watching_memory(target: str) -> Iterator[list[float]]:
 
 
 def _find_shard(port: int) -> psutil.Process:
-    """Of the service whose launcher was told the port."""
+    """Return the process of the shard of the service on this port."""
     for process in psutil.Process().children(recursive=True):
         command = process.cmdline()
         if "serve" in command and any(str(port) in part for part in process.parents()[0].cmdline()):
@@ -184,13 +186,13 @@ def _find_shard(port: int) -> psutil.Process:
 
 
 def _own_memory(process: psutil.Process) -> float:
-    """Without pages of files, which the system takes back when it likes."""
+    """Return the process's memory without pages of files, which the system can reclaim."""
     info = process.memory_info()
     return float(info.rss - info.shared) / MIB
 
 
 def _read_series(http: str) -> dict[str, float]:
-    """What the service says of its caches."""
+    """Return the service's metrics of its caches."""
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(http, timeout=10) as answer:
         lines = answer.read().decode().splitlines()
     wanted = {f"tgi_{kind}_cache_{line}" for kind in ("prompt", "adapter") for line in LINES}
@@ -202,7 +204,7 @@ def _read_series(http: str) -> dict[str, float]:
 
 
 def format_result(result: dict[str, Any]) -> str:
-    """As Markdown."""
+    """Return the figures as Markdown."""
     batches, cycle, memory = result["batches"], result["cycle"], result["cycle"]["memory_mib"]
     base = batches["0"]
     rows = [f"| {count} | {rate:.0f} | {rate / base:.2f} |" for count, rate in batches.items()]

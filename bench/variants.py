@@ -1,4 +1,5 @@
-"""The service's other ways to compute, which the benches measure beside float16 weights in float32."""
+"""Lists the service's other precisions, which the benchmarks measure beside float16 weights with float32
+arithmetic."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -13,14 +14,14 @@ class Variant:
     name: str
     """Name of the contender."""
     section: str
-    """Whose figures begin with it."""
+    """Prefix of its figures."""
     title: str
     flags: tuple[str, ...]
-    """Of the launcher."""
+    """Options of the launcher."""
     beside: tuple[str, ...] = ()
     """Other variants that its section compares it with."""
     is_for_context: bool = False
-    """Whether it differs only in how the cache is read, so that long contexts are all that is compared."""
+    """True if only reading the cache differs, so that only long contexts are compared."""
 
 
 VARIANTS = (
@@ -40,7 +41,7 @@ SECTIONS = tuple(variant.section for variant in VARIANTS)
 
 
 def find_wanted(sections: Collection[str]) -> dict[Variant, list[str]]:
-    """Those that any of the sections measures or compares with, each with these sections."""
+    """Return the variants that the sections measure or compare with, each with these sections."""
     wanted = {
         variant: [
             each.section

@@ -1,5 +1,5 @@
-"""A process that measures one thing on demand, so that several can take turns and none finds the threads or
-the memory of another. The child's side needs nothing but the standard library."""
+"""Runs a process that measures on demand, so that several can take turns and none is affected by the threads
+or memory of another. The child's side needs only the standard library."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 
 
 class Worker:
-    """Answers a JSON object with a JSON object."""
+    """Worker that replies to a JSON object with a JSON object."""
 
     def __init__(self, name: str, process: "subprocess.Popen[bytes]"):
         self.name, self._process = name, process
@@ -29,9 +29,9 @@ class Worker:
         self._reader.start()
 
     def ask(self, question: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """Raises BenchError where it fails or takes longer."""
+        """Send a job, and return the reply. Raises BenchError if the worker fails or takes longer."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has failed: the answer shows it
+        with contextlib.suppress(BrokenPipeError):  # the worker has failed, as the missing reply shows
             self._process.stdin.write(json.dumps(question).encode() + b"\n")
             self._process.stdin.flush()
         try:
@@ -44,7 +44,7 @@ class Worker:
         return answer
 
     def stop(self) -> None:
-        """There is no further question; after a while, the end."""
+        """Close the worker's stdin; kill it if it does not end in time."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -60,7 +60,7 @@ class Worker:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            if line.startswith(b"{"):  # libraries greet while they are loaded
+            if line.startswith(b"{"):  # libraries may print while they are loaded
                 self._lines.put(line)
         self._lines.put(b"")
 
@@ -73,8 +73,8 @@ def start(
     log: Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Iterator[Worker]:
-    """`python -m module arguments` for as long as the block lasts, with `env` beside our own environment;
-    what it prints otherwise goes to `log`, or to our own stderr."""
+    """Run `python -m module arguments` for the duration of the block, with `env` added to this environment.
+    Other output goes to `log`, or to this process's stderr."""
     with contextlib.ExitStack() as stack:
         errors = stack.enter_context(log.open("ab")) if log else None
         process = subprocess.Popen(
@@ -84,7 +84,7 @@ def start(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
-            # An interrupt at the terminal is ours to handle, and ours alone.
+            # An interrupt at the terminal must reach only this process.
             start_new_session=True,
         )
         child = Worker(module, process)
@@ -93,8 +93,8 @@ def start(
 
 
 def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """The child's side: an answer a line until there is no further question. Whatever else is printed goes to
-    stderr, also by libraries that are not written in Python."""
+    """Run the child's side: print one reply per line until stdin ends. Other output, also of libraries not
+    written in Python, goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

@@ -1,4 +1,5 @@
-"""A launched service on a tiny random checkpoint, and transformers' own answers for the same checkpoint."""
+"""Provides a launched service on a tiny random checkpoint, and transformers' responses for the same
+checkpoint."""
 
 import os
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Two would wait for each other, and the services for both."""
+    """Two of them would wait for each other, and services for both."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -60,8 +61,8 @@ def encoder_decoder(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 @pytest.fixture(scope="session")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tuned]:
-    """Whose cache is small, too, so that inputs are cut and preempted. One adapter, `kept`, has its name and
-    its place from the command line."""
+    """Launch a service with a small cache, so that inputs are chunked and preempted. The adapter `kept` is
+    named on the command line."""
     served = write_fallback(tmp_path_factory.mktemp("models") / "tuned")
     kept = tmp_path_factory.mktemp("adapters") / "kept"
     write_adapter(kept, served.directory, 9, LINEAR)
@@ -76,7 +77,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tuned]:
 
 @pytest.fixture(scope="module", params=[SMOLLM2, GEMMA], ids=["smollm2", "gemma"])
 def gguf_file(request: pytest.FixtureRequest) -> Path:
-    """GGUF file of a real model."""
+    """Return the GGUF file of a real model."""
     path: Path = request.param
     if not path.is_file():
         pytest.skip(f"{path} is missing; `make test` and `make gemma` fetch the models")

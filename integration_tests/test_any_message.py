@@ -1,5 +1,5 @@
-"""Whatever a client sends is answered within a deadline, as the contract says: with a generation that keeps
-its promises, or with the first error there is, in the contract's words. And then the service is as it was."""
+"""Every request gets a response within a deadline, according to the contract: a generation that satisfies its
+parameters, or the first error, in the contract's words. Afterwards no resource is held."""
 
 import math
 import time
@@ -50,14 +50,14 @@ Request = pb.BatchedGenerationRequest | pb.SingleGenerationRequest
 
 @dataclass(frozen=True)
 class Served:
-    """A running service, and what is known of it from elsewhere."""
+    """Running service, with expectations from other sources."""
 
     channel: grpc.Channel
     http: str
     tokenizer: Tokenizer
     server: Server
     knows_tokens: bool
-    """Whether `next_token` tells what will be generated."""
+    """True if `next_token` determines the generated text."""
 
     def call(self, method: str, request: bytes) -> bytes:
         answer: bytes = self.channel.unary_unary(f"/fmaas.GenerationService/{method}")(
@@ -75,20 +75,20 @@ class Served:
         return list(pb.BatchedGenerationResponse.FromString(answer).responses)
 
     def num_tokens(self, text: str, truncate: int) -> int:
-        """Of an input, as it counts."""
+        """Return the number of tokens of an input."""
         whole = len(self.tokenizer.encode(text).ids)
         return min(whole, truncate) if truncate else whole
 
     def check_that_it_is_idle_and_serves(self) -> None:
         assert_nothing_left(self.http, {})
-        texts = ["a girl"] * self.server.max_concurrent_requests  # no permit is missing
+        texts = ["a girl"] * self.server.max_concurrent_requests  # all permits were returned
         answers = self.generate(batch(*texts, stopping={"max_new_tokens": 1, "min_new_tokens": 1}))
         assert [answer.generated_token_count for answer in answers] == [1] * len(texts)
 
 
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A router in front of a plain model of a shard."""
+    """Router in front of a plain model of a shard."""
     library = Library()
     library.put(Item("p" * 64, messages.NUM_VIRTUAL), messages.PROMPT)
     library.put(adapter("a" * 64), messages.ADAPTER)
@@ -109,7 +109,7 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def real(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The whole service, with a checkpoint."""
+    """Whole service, with a checkpoint."""
     store = tmp_path_factory.mktemp("store")
     write_prompt(store / messages.PROMPT, SoftPrompt(embeddings(messages.NUM_VIRTUAL, 0)))
     write_adapter(store / messages.ADAPTER, model.directory, 0, LINEAR)
@@ -125,7 +125,7 @@ def real(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Property tests run over the fake shards, and for longer and over the whole service as slow tests."""
+    """Property tests use the fake shards; as slow tests, they run longer, and also with the whole service."""
     if "num_examples" in metafunc.fixturenames:
         slow = [
             pytest.param(name, 600, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
@@ -141,7 +141,7 @@ def served(request: pytest.FixtureRequest) -> Served:
 
 
 def for_any(strategy: st.SearchStrategy[Any], num_examples: int, check: Callable[[Any], None]) -> None:
-    """The same examples every time."""
+    """Use the same examples every time."""
 
     @settings(
         max_examples=num_examples,
@@ -163,7 +163,7 @@ def batch(*texts: str, **params: Any) -> pb.BatchedGenerationRequest:
 
 
 def check_values(served: Served, request: pb.BatchedGenerationRequest) -> bool:
-    """Whether a generation came of it."""
+    """Return whether the response was a generation."""
     text = request.requests[0].text
     answer = attempt(lambda: served.generate(request))
     is_generation = expect_first_error(served, request, [text], answer)
@@ -230,7 +230,7 @@ def test_any_tokenization(served: Served, num_examples: int) -> None:
 
 
 def test_any_crowd(served: Served, num_examples: int) -> None:
-    """All in flight together, some of them given up soon: each is answered as it is alone."""
+    """Send all simultaneously, and cancel some early; each response equals the one without other requests."""
 
     def check_one(example: tuple[pb.SingleGenerationRequest, bool]) -> None:
         request, is_impatient = example
@@ -252,7 +252,7 @@ def test_any_crowd(served: Served, num_examples: int) -> None:
 
 
 def attempt(call: Callable[[], Any]) -> Any:
-    """The answer, or the status and its text."""
+    """Return the response, or the status and its text."""
     try:
         return call()
     except grpc.RpcError as error:
@@ -265,7 +265,7 @@ def expect_first_error(
     texts: list[str],
     answer: Any,
 ) -> bool:
-    """True where a generation is what there should be and is; asserts that an error is the right one."""
+    """Return True for a correct generation where one is expected; assert that an error is the correct one."""
     params = request.params
     lengths = [length_of(served.tokenizer, text, params.truncate_input_tokens) for text in texts]
     prefix_id = request.prefix_id if request.HasField("prefix_id") else None
@@ -283,7 +283,7 @@ def expect_first_error(
 
 
 def check_stream(served: Served, request: pb.SingleGenerationRequest, answer: Any) -> None:
-    """The messages of a stream, or what refused it."""
+    """Return the messages of a stream, or its error."""
     if not request.HasField("request"):
         assert answer == (INVALID, "missing request")
     elif expect_first_error(served, request, [request.request.text], answer):
@@ -292,7 +292,7 @@ def check_stream(served: Served, request: pb.SingleGenerationRequest, answer: An
 
 
 def check_response(served: Served, request: Request, text: str, answer: pb.GenerationResponse) -> None:
-    """A unary response, or a stream put together: all that must hold whatever the model says."""
+    """Check a unary response, or a joined stream: every property that does not depend on the model."""
     params, num_virtual = request.params, served.server.names.prefix_length(request.prefix_id)
     stopping, response = params.stopping, params.response
     is_guided = params.decoding.WhichOneof("guided") is not None
@@ -304,7 +304,7 @@ def check_response(served: Served, request: Request, text: str, answer: pb.Gener
     assert num <= min(limit, room)
     if answer.stop_reason == pb.TIME_LIMIT:
         assert stopping.time_limit_millis
-    else:  # a grammar that is complete ends, whatever the minimum
+    else:  # a complete grammar ends the text, whatever the minimum
         is_complete = is_guided and answer.stop_reason == pb.EOS_TOKEN
         assert num >= (1 if is_complete else max(stopping.min_new_tokens, 1))
     if answer.stop_reason == pb.MAX_TOKENS:
@@ -346,7 +346,7 @@ def check_seed(params: pb.Parameters, answer: pb.GenerationResponse) -> None:
 def check_tokens_known_in_advance(
     served: Served, request: Request, text: str, answer: pb.GenerationResponse
 ) -> None:
-    """The fake shards' tokens follow from the input, whatever the sampling parameters."""
+    """The fake shards' tokens depend only on the input, not on the sampling parameters."""
     params, prompt = request.params, served.tokenizer.encode(text).ids
     truncate = params.truncate_input_tokens
     if 0 < truncate < len(prompt):
@@ -371,14 +371,14 @@ def check_tokens_known_in_advance(
 
 
 def digests_of(request: Request) -> str:
-    """Of what a request that was served is computed with."""
+    """Check the parameters of a served request."""
     has_adapter = messages.ADAPTER in (request.adapter_id, request.prefix_id)
     has_prompt = request.prefix_id == messages.PROMPT
     return join_digests("a" * 64 * has_adapter, "p" * 64 * has_prompt)
 
 
 def check_shape(params: pb.Parameters, parts: list[pb.GenerationResponse]) -> pb.GenerationResponse:
-    """The order and content of a stream's messages; returns them put together."""
+    """Check the order and content of a stream's messages, and return them joined."""
     header, *rest = parts
     greedy = is_greedy(params)
     assert header == pb.GenerationResponse(
@@ -404,7 +404,7 @@ def check_shape(params: pb.Parameters, parts: list[pb.GenerationResponse]) -> pb
     assert last.seed == (header.seed if last.generated_token_count else 0)
     whole.text = "".join(part.text for part in rest)
     if last.generated_token_count:
-        whole.text = header.text + whole.text  # a unary answer without tokens has no text at all
+        whole.text = header.text + whole.text  # a unary response without tokens has no text at all
     whole.generated_token_count, whole.seed = last.generated_token_count, last.seed
     whole.stop_reason, whole.stop_sequence = last.stop_reason, last.stop_sequence
     return whole
@@ -413,7 +413,7 @@ def check_shape(params: pb.Parameters, parts: list[pb.GenerationResponse]) -> pb
 def check_stream_is_unary(
     served: Served, batch: pb.BatchedGenerationRequest, unary: pb.GenerationResponse
 ) -> None:
-    """The first input once more, streamed; what is drawn by chance or by the clock may differ."""
+    """Send the first input again as a stream; random values and times may differ."""
     params = batch.params
     request = as_single(batch)
     whole = check_shape(params, served.stream(request.SerializeToString()))
@@ -423,7 +423,7 @@ def check_stream_is_unary(
 
 
 def without_nan(answer: pb.GenerationResponse) -> pb.GenerationResponse:
-    """NaN, the first input token's logprob, equals nothing."""
+    """Remove NaN, the first input token's logprob, because it equals nothing."""
     for token in answer.input_tokens:
         if math.isnan(token.logprob):
             token.logprob = 1
@@ -443,7 +443,7 @@ def check_tokens(
 
 
 def test_any_bytes(served: Served, num_examples: int) -> None:
-    """protobuf's own reading says whether bytes are a message."""
+    """Use protobuf's own parser to decide whether bytes are a message."""
     whole = (messages.batches | messages.singles | messages.tokenizations).map(
         lambda m: m.SerializeToString()
     )
@@ -480,7 +480,7 @@ def test_any_bytes(served: Served, num_examples: int) -> None:
 
 
 def with_byte(data: bytes, position: int, value: int) -> bytes:
-    """One byte replaced."""
+    """Replace one byte."""
     if not data:
         return data
     position %= len(data)
@@ -559,7 +559,7 @@ def test_a_huge_stop_sequence(fake: Served, size: int) -> None:
 
 
 def slowest_meanwhile(served: Served, *calls: Callable[[], Any]) -> tuple[list[Any], float, float]:
-    """The calls' answers, how long a small call took at most until all had come, and how long that was."""
+    """Return the calls' responses, the maximum latency of a small call meanwhile, and the total time."""
     with ThreadPoolExecutor(len(calls)) as threads:
         futures = [threads.submit(attempt, call) for call in calls]
         began, slowest = time.monotonic(), 0.0
@@ -575,7 +575,7 @@ def slowest_meanwhile(served: Served, *calls: Callable[[], Any]) -> tuple[list[A
     [pytest.param("a", 3 * MEBIBYTE, marks=pytest.mark.slow), ("🙂", MEBIBYTE)],
 )
 def test_mebibytes_of_one_character_hold_nobody_up(fake: Served, character: str, size: int) -> None:
-    """In both methods that read text; small calls are answered meanwhile."""
+    """Both methods that read text; small calls get responses meanwhile."""
     text = character * (size // len(character.encode()))
     tokens = pb.BatchedTokenizeRequest(
         requests=[pb.TokenizeRequest(text=text)], return_offsets=True, truncate_input_tokens=3
@@ -604,7 +604,7 @@ def test_a_message_full_of_small_texts_holds_nobody_up(fake: Served) -> None:
 @pytest.mark.parametrize("field", ["prefix_id", "adapter_id"])
 @pytest.mark.parametrize("size", [3_000, 9_000, MEBIBYTE])
 def test_a_huge_id_is_refused(fake: Served, field: str, size: int) -> None:
-    """Its text must not outgrow what a status may carry."""
+    """The text must not exceed the size of a status."""
     request = batch("a")
     setattr(request, field, "é" * (size // 2))
     code, text = attempt(lambda: fake.generate(request))
@@ -612,7 +612,7 @@ def test_a_huge_id_is_refused(fake: Served, field: str, size: int) -> None:
 
 
 def test_a_prompt_that_nobody_can_look_up(tmp_path: Path) -> None:
-    """Lost shards are not the client's fault, and where they were is not its business."""
+    """Lost shards are not the client's fault, and the text does not reveal their address."""
     setup = start_router(tmp_path, 1, "--recovery-timeout", "1")
     try:
         setup.servers.pop().stop()

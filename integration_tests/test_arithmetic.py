@@ -1,6 +1,6 @@
-"""A service that computes otherwise than in float32 is the same to the last bit alone and in a crowd, in
-chunks, from the cache, unary and streamed; with `--cpu-arithmetic bfloat16` it is near transformers in
-float32."""
+"""A service with other arithmetic than float32 has bit-identical results alone, among other requests, in
+chunks, from the cache, unary and streamed; with `--cpu-arithmetic bfloat16`, they are close to transformers
+in float32."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +14,9 @@ from integration_tests.support.service import Client, serve
 pytestmark = pytest.mark.slow
 
 LENGTH = ["--dtype", "float32", "--max-sequence-length", str(MAX_SEQUENCE_LENGTH)]
-# Small enough that prompts are cut, and that the crowd does not fit into the cache.
+# Small enough that prompts are chunked, and that all requests do not fit into the cache.
 TIGHT = ["--block-size", "8", "--kv-cache-tokens", "320", "--max-step-tokens", "24", "--max-batch-size", "12"]
-TOLERANCE = 0.02  # of log-probabilities on average
+TOLERANCE = 0.02  # maximum mean difference of log-probabilities
 NUM_SAMPLED = 9
 BFLOAT16 = ("--cpu-arithmetic", "bfloat16")
 WAYS = {

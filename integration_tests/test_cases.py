@@ -1,5 +1,5 @@
-"""Requests as clients send them, to a launched service, all in flight together; every answer is compared as a
-whole with what the oracle and the case itself say, unary and streamed."""
+"""The cases, sent to a launched service all at once; every response is compared as a whole with the oracle
+and the case, unary and streamed."""
 
 import random
 import time
@@ -28,13 +28,13 @@ from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 CASES = load_cases()
 TIMEOUT_S = 60
-TIME_LIMIT_S = 0.04  # of the case that is asked again alone
-NUM_HURRIED = 25  # times that the case with the shortest time limit is asked again
+TIME_LIMIT_S = 0.04  # of the case that is sent again alone
+NUM_HURRIED = 25  # times that the case with the shortest time limit is sent again
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One call of a case: its own, or the same as a stream."""
+    """Call of a case: its own, or the same as a stream."""
 
     case: Case
     rpc: str
@@ -50,17 +50,17 @@ class Answer:
 
 @dataclass
 class Run:
-    """One service and all that it was asked."""
+    """Service and all its responses."""
 
     oracle: Oracle
     asks: list[Ask]
     unusable: dict[str, str] = field(default_factory=dict)
-    """Cases whose request cannot be made for this model, and why."""
+    """Cases that this model cannot have, with the reasons."""
     answers: dict[tuple[str, str], Answer] = field(default_factory=dict)
     timed: list[tuple[Ask, Answer, float]] = field(default_factory=list)
-    """What was asked afterwards, when nothing else was, and the seconds that it took."""
+    """Responses to requests sent alone afterwards, with their seconds."""
     hurried: list[Answer] = field(default_factory=list)
-    """To what was asked afterwards, one by one, with the shortest time limit."""
+    """Responses to the requests sent afterwards, one by one, with the shortest time limit."""
     metrics_status: int = 0
 
     def send_all(self, service: Service) -> None:
@@ -90,7 +90,7 @@ def send(stub: GenerationServiceStub, ask: Ask) -> Answer:
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Of every model that a selected test needs. All services start at once; each is asked everything."""
+    """Start the services of all models that a selected test needs, simultaneously, and send all cases."""
     cases = selected_cases(request.session.items)
     models = sorted({case.model for case in cases})
     served = {name: WRITERS[name](tmp_path_factory.mktemp("models") / name) for name in models}
@@ -106,7 +106,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def selected_cases(items: list[pytest.Item]) -> list[Case]:
-    """All of them where a test is selected that is about them all."""
+    """Return all models if a test about all of them is selected."""
     if any(item.name.startswith("test_afterwards") for item in items):
         return CASES
     parameters = [item.callspec.params for item in items if hasattr(item, "callspec")]
@@ -130,7 +130,7 @@ def prepare(oracle: Oracle, cases: Collection[Case], model: str) -> Run:
 
 @dataclass(frozen=True)
 class Asked:
-    """One call and its answer."""
+    """Call and its response."""
 
     oracle: Oracle
     ask: Ask
@@ -151,7 +151,7 @@ class Asked:
         return not is_greedy(self.params) and not self.params.sampling.HasField("seed")
 
     def responses(self) -> list[pb.GenerationResponse]:
-        """One per input; a stream is put together again."""
+        """Return one response per input; a stream is joined."""
         if self.ask.rpc == "Generate":
             return list(self.answer.messages[0].responses)
         whole = join_stream(self.answer.messages)
@@ -193,8 +193,8 @@ def test_afterwards_metrics_are_served(model_name: str, runs: dict[str, Run]) ->
 
 @pytest.mark.parametrize("model_name", WRITERS)
 def test_afterwards_nothing_has_been_missed(model_name: str, runs: dict[str, Run]) -> None:
-    """Else the cases would not show what they are for: every ending, ties that make lists longer than was
-    asked for, messages that are left out of a stream, counts that jump."""
+    """Otherwise the cases would not cover their subjects: every stop reason, ties that make lists longer than
+    requested, messages left out of a stream, counts with gaps."""
     run = runs[model_name]
     found = [Asked(run.oracle, ask, run.answers[str(ask.case), ask.rpc]) for ask in run.asks]
     found = [asked for asked in found if asked.ask.rpc.startswith("Gen") and not asked.answer.error]
@@ -213,7 +213,7 @@ def test_afterwards_nothing_has_been_missed(model_name: str, runs: dict[str, Run
 
 @pytest.mark.parametrize("rpc", ["Generate", "GenerateStream"])
 def test_afterwards_a_time_limit_alone(rpc: str, runs: dict[str, Run]) -> None:
-    """Not much before and not long after; a slow machine is late, but nothing makes it early."""
+    """A time limit ends the text slightly after the limit; a slow machine is late, but never early."""
     [(answer, elapsed)] = [(a, s) for ask, a, s in runs["bytes"].timed if ask.rpc == rpc]
     assert answer.error is None
     messages = answer.messages[0].responses if rpc == "Generate" else answer.messages
@@ -223,7 +223,7 @@ def test_afterwards_a_time_limit_alone(rpc: str, runs: dict[str, Run]) -> None:
 
 
 def test_afterwards_a_millisecond_is_enough_for_a_token(runs: dict[str, Run]) -> None:
-    """Where nobody else is served, however fast the model is."""
+    """No other request runs, so the limit is reached even by a fast model."""
     answers = runs["bytes"].hurried
     assert len(answers) == 2 * NUM_HURRIED
     for answer in answers:
@@ -287,7 +287,7 @@ def check_seeds(asked: Asked, seeds: list[int]) -> None:
 
 
 def check_given_fields(asked: Asked, responses: list[pb.GenerationResponse]) -> None:
-    """What the rules fix by themselves, held against answers that the service, too, must give."""
+    """Results fixed by the rules are compared with responses that the service must give too."""
     expect = asked.ask.case.expect
     if isinstance(expect, dict):
         assert len(expect["responses"]) == len(responses)
@@ -298,7 +298,7 @@ def check_given_fields(asked: Asked, responses: list[pb.GenerationResponse]) -> 
 
 
 def check_time_limit(asked: Asked, least: int) -> None:
-    """As without a limit, but ended early: exactly so."""
+    """The text equals the one without a limit, up to its end."""
     [got] = asked.responses()
     number, params = got.generated_token_count, pb.Parameters()
     assert number >= least

@@ -1,4 +1,4 @@
-"""What the requests of an encoder-decoder share of their inputs, and what is lost with a shard: nothing."""
+"""Shared prefixes of an encoder-decoder's requests, and recovery from a lost shard."""
 
 import time
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ from integration_tests.support.live_streams import NUM_STREAMS, check_survival, 
 from integration_tests.support.service import Client, serve
 from tgis.pb import generation_pb2 as pb
 
-# Room for the inputs of all streams, but not for their answers.
+# Enough room for the inputs of all streams, but not for their outputs.
 FLAGS = ["--block-size", "8", "--kv-cache-tokens", "520", "--dtype", "float32"]
-FLAGS += ["--deployment-framework", "hf_accelerate"]  # what TGIS served such models with
+FLAGS += ["--deployment-framework", "hf_accelerate"]  # the default with which TGIS served such models
 QUERIES, HITS = "tgi_prefix_cache_queries", "tgi_prefix_cache_hits"
 FIRST_STEP = {"stopping": pb.StoppingCriteria(max_new_tokens=1)}
 NUM_ALIKE = 10
@@ -46,7 +46,8 @@ def ask_together(ask: object) -> list[pb.GenerationResponse]:
 
 
 def test_an_input_is_encoded_once(client: Client, encoder_decoder: Model) -> None:
-    """But one with the same beginning is another one; and another answer to the same input finds it."""
+    """An input with the same beginning is a different one, and another request with the same input shares
+    it."""
     *_, one, other = encoder_decoder.expected
     assert one.prompt[:60] == other.prompt[:60]
     assert count_hits(client, one, **FIRST_STEP) == 0
@@ -57,7 +58,8 @@ def test_an_input_is_encoded_once(client: Client, encoder_decoder: Model) -> Non
 
 
 def count_hits(client: Client, expected: Expected, **params: object) -> float:
-    """Tokens of a request that need no computing; the decoder's first is computed always."""
+    """Return the tokens of a request that need no computation; the decoder's first token is always
+    computed."""
     before = metrics(client)
     unary(client, expected, **params)
     after = metrics(client)
@@ -67,7 +69,7 @@ def count_hits(client: Client, expected: Expected, **params: object) -> float:
 
 @pytest.mark.slow
 def test_streams_survive_a_killed_shard(client: Client, encoder_decoder: Model) -> None:
-    """Some of them wait, preempted, when it dies, and the rest afterwards."""
+    """Some of them are preempted when the shard dies, and the others afterwards."""
     texts = [expected.prompt[:20] for expected in encoder_decoder.expected[:NUM_STREAMS]]
     before = metrics(client)["tgi_preemptions"]
     check_survival(client, texts, victim=0)
@@ -77,7 +79,7 @@ def test_streams_survive_a_killed_shard(client: Client, encoder_decoder: Model) 
 
 
 def test_all_blocks_are_free_in_the_end(client: Client, encoder_decoder: Model) -> None:
-    """Those of inputs, too, also of inputs that were preempted."""
+    """Details of inputs too, also of preempted inputs."""
     with ThreadPoolExecutor(len(encoder_decoder.expected)) as threads:
         list(threads.map(lambda expected: streamed(client, expected), encoder_decoder.expected))
     deadline = time.monotonic() + 5

@@ -1,5 +1,5 @@
-"""Options of the engine on a launched service, all at once: whole lengths reserved in a small cache, rotary
-positions scaled beyond the length of the model, time limits of tokens, and TGI's watermark for clients."""
+"""Options of the engine on a launched service, all together: reserved output in a small cache, scaled rotary
+positions, time limits of tokens, and watermarks for TGI's clients."""
 
 import re
 import urllib.request
@@ -54,7 +54,7 @@ def ids_of(response: pb.GenerationResponse) -> list[int]:
 
 
 def test_a_crowd_that_does_not_fit_preempts_nobody(client: Client, model: Model) -> None:
-    """And gets transformers' answers: up to the model's length, dynamic scaling changes nothing."""
+    """The responses are transformers': up to the model's length, dynamic scaling changes nothing."""
     with ThreadPoolExecutor(len(model.expected)) as pool:
         answers = [
             pool.submit(generate, client, expected.prompt, **request(expected)) for expected in model.expected
@@ -69,7 +69,8 @@ def test_a_crowd_that_does_not_fit_preempts_nobody(client: Client, model: Model)
 
 
 def test_texts_beyond_the_length_are_those_of_transformers(client: Client, model: Model) -> None:
-    """Computed token by token, as there all tokens of a prompt turn by its whole length."""
+    """Compute the expected tokens one by one, because the rotation of all tokens of a prompt depends on its
+    length."""
     config = transformers.AutoConfig.from_pretrained(model.directory)
     config.rope_parameters |= {"rope_type": "dynamic", "factor": 2.0}
     oracle = transformers.LlamaForCausalLM.from_pretrained(
@@ -86,7 +87,7 @@ def test_texts_beyond_the_length_are_those_of_transformers(client: Client, model
             logits = oracle(torch.tensor([[token]]), position_ids=position, past_key_values=cache).logits[
                 0, -1
             ]
-            logits[1] = -torch.inf  # the end of a text, which is not wanted yet
+            logits[1] = -torch.inf  # the end-of-sequence token, which is suppressed so far
             best, second = logits.topk(2).values.tolist()
             if place >= len(answer.input_tokens) - 1 and best - second > 1e-3:
                 assert following == int(logits.argmax())

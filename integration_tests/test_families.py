@@ -1,5 +1,5 @@
-"""Other families than Llama behind the whole service: cut in two, past the length at which positions turn
-differently, through transformers' code; and what cannot be served, refused as an operator sees it."""
+"""Families other than Llama in the whole service: on two ranks, beyond the length at which positions scale,
+and with transformers' code; and refusals as an operator sees them."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ THROUGH_TRANSFORMERS = {"DEPLOYMENT_FRAMEWORK": "hf_transformers"}
 
 @dataclass(frozen=True)
 class Kind:
-    """A model that is served, and how."""
+    """Served model with its options."""
 
     config: Callable[[], transformers.PretrainedConfig]
     flags: Sequence[str] = ()
@@ -42,7 +42,7 @@ def phi3() -> transformers.Phi3Config:
     return transformers.Phi3Config(**SIZES, pad_token_id=0, **long_rope(SWITCH_LEN))
 
 
-# What `make test-all` takes part in; each has its like among the others.
+# Run by `make test-all`; the others include a similar one each.
 SLOW = {"qwen3, two shards", "mixtral, two shards", "phi3", "truncated", "incomplete", "short", "uncut"}
 KINDS = {
     "qwen3, two shards": Kind(lambda: transformers.Qwen3Config(**SIZES, head_dim=12), ["--num-shard", "2"]),
@@ -50,7 +50,7 @@ KINDS = {
     "phi3": Kind(phi3),
     "stablelm": Kind(lambda: transformers.StableLmConfig(**SIZES), env=THROUGH_TRANSFORMERS),
 }
-# No two have their second token in common: what the oracle knows of one says nothing about another.
+# No two have an equal second token: the oracle's results for one say nothing about another.
 PROMPTS = [
     "the quick",
     "a little girl had no",
@@ -79,7 +79,7 @@ class Running:
 def running(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Running]]:
-    """All services that the selected tests name; they start together."""
+    """Start all services of the selected tests simultaneously."""
     root = tmp_path_factory.mktemp("families")
     items = [item for item in request.session.items if item.module is request.module]
     names = {item.callspec.params["name"] for item in items if "running" in item.fixturenames}
@@ -101,7 +101,7 @@ def running(
 
 
 def parameters(i: int, max_new_tokens: int = 24) -> pb.Parameters:
-    """With every detail; of three, one is greedy, one sampled, one has penalties."""
+    """Request all details; of three requests, one is greedy, one sampled, one has penalties."""
     params = pb.Parameters(
         response=pb.ResponseOptions(
             input_text=True,
@@ -158,10 +158,10 @@ def test_answers_alone_in_a_crowd_and_streamed(name: str, running: dict[str, Run
     assert num_certain > len(asks) - 3
 
 
-@pytest.mark.slow  # the scheduler and the family's own tests have their part of it
+@pytest.mark.slow  # covered by the tests of the scheduler and of the family
 @pytest.mark.parametrize("name", ["phi3"])
 def test_positions_that_turn_differently_past_a_length(name: str, running: dict[str, Running]) -> None:
-    """Prompts on either side of it, and answers across it, are transformers' own."""
+    """Prompts on either side of the length, and outputs across it, equal transformers'."""
     client, oracle = running[name].client, running[name].oracle
     params = parameters(0, 40)
     crossed = set()
@@ -186,10 +186,10 @@ def test_positions_that_turn_differently_past_a_length(name: str, running: dict[
 
 
 def first_uncertain(oracle: Oracle, ids: Sequence[int], generated: Sequence[int]) -> int:
-    """How many tokens are beyond doubt; computed without a cache, which must not make a difference."""
+    """Return the number of unambiguous tokens, computed without a cache, which must not make a difference."""
     for i, token_id in enumerate(generated):
         logits = list(oracle.logits((*ids, *generated[:i])))
-        logits[1] = -torch.inf  # the end of sequence, which the minimum forbids
+        logits[1] = -torch.inf  # the end-of-sequence token, which the minimum suppresses
         second, best = sorted(logits)[-2:]
         if best - second < 1e-4:
             return i
@@ -199,7 +199,7 @@ def first_uncertain(oracle: Oracle, ids: Sequence[int], generated: Sequence[int]
 
 @torch.inference_mode()
 def generate_with_stale_keys(oracle: Oracle, ids: Sequence[int], length: int) -> list[int]:
-    """What those get who do not compute the whole sequence again when it outgrows the length."""
+    """Return the result of computing the sequence without recomputation when it exceeds the length."""
     cache, new, generated = None, list(ids), list[int]()
     for _ in range(length):
         out = oracle.model(torch.tensor([new]), past_key_values=cache, use_cache=True)

@@ -1,4 +1,4 @@
-"""What happens when processes die, clients leave and starts fail, with real processes."""
+"""Deaths of processes, disconnecting clients and failing starts, with real processes."""
 
 import contextlib
 import json
@@ -33,7 +33,7 @@ LOOPBACK = {
     "0100007F",
     "0000000000000000FFFF00000100007F",
     "00000000000000000000000001000000",
-}  # as in /proc/net
+}  # format of /proc/net
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_a_hundred_cancelled_streams_leave_nothing(client: Client, model: Model)
 
 
 def test_nothing_listens_off_loopback(client: Client) -> None:
-    """Public ports are bound to loopback here; gloo's sockets must be there always."""
+    """Public ports are bound to loopback here; gloo's sockets must always be."""
     own = sockets_of(children_of(client.service.process.pid))
     listening = {address for address, inode in listening_inodes() if inode in own}
     assert listening
@@ -117,7 +117,7 @@ def test_sigterm_finishes_what_is_in_flight(model: Model) -> None:
 def test_nothing_outlives_the_launcher(
     model: Model, tmp_path: Path, is_killed: bool, workers: str, num_children: int
 ) -> None:
-    """Neither one that is killed nor one that is told twice to end while it drains."""
+    """Neither a killed process nor one that gets a second signal while it drains leaves sockets."""
     log = tmp_path / "termination-log"
     slowly = ("--failpoints", "shard.before_forward=sleep:0.1")
     flags = ("--num-shard", "2", "--router-workers", workers, "--termination-log", str(log), *slowly)
@@ -153,7 +153,7 @@ def test_shards_that_keep_dying_end_the_service(model: Model, tmp_path: Path) ->
     client = Client(service)
     stream = client.stub.GenerateStream(long_request("girl"))
     next(stream)
-    next(stream)  # a token: the first part may come before the shards have computed anything
+    next(stream)  # a token: the first message may arrive before the shards have computed anything
     killed: set[int] = set()
     deadline = time.monotonic() + 60
     while service.process.poll() is None:
@@ -189,11 +189,11 @@ def test_shards_that_die_before_they_serve_are_tried_four_times(
     assert service.process.wait(90) == service.end() == 1
     text = f"{reason}; giving up after 3 restarts of the shards"
     assert (service.lines[-1], log.read_text()) == (f"error: {text}", f"{text}\n")
-    assert service.output.count("starting the shards again") == 3
+    assert service.output.count("restarting the shards") == 3
 
 
 def can_listen(port: int) -> bool:
-    """A dying process keeps its sockets until the last of its threads has ended."""
+    """A dying process keeps its sockets until its last thread has ended."""
     try:
         socket.create_server(("127.0.0.1", port)).close()
     except OSError:
@@ -209,7 +209,7 @@ def is_running(pid: int) -> bool:
 
 
 def broken(model: Model, directory: Path, **config: object) -> str:
-    """A copy of the model with another config.json."""
+    """Create a copy of the model with another config.json."""
     shutil.copytree(model.directory, directory)
     settings = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(settings | config))
@@ -217,7 +217,7 @@ def broken(model: Model, directory: Path, **config: object) -> str:
 
 
 def processes_with(variable: str) -> set[str]:
-    """Ids of all that were started with it, whoever is their parent by now."""
+    """Return the ids of all processes started with it, whatever their parent is now."""
     found = set()
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -227,7 +227,7 @@ def processes_with(variable: str) -> set[str]:
 
 
 def failure(*flags: str, env: dict[str, str] | None = None, termination_log: Path | None = None) -> str:
-    """The last line of a start that must fail soon, beside other tests, and leave nothing behind."""
+    """Return the last line of a start that must fail quickly, even beside other tests, and leave no files."""
     log = ["--termination-log", str(termination_log)] if termination_log else []
     command = ["launcher", "--bind", "127.0.0.1", "--port", "0", "--grpc-port", "0", *log, *flags]
     mark = secrets.token_hex(8)
@@ -292,5 +292,5 @@ def test_pickles_with_code_are_refused(model: Model, tmp_path: Path) -> None:
     (directory / "model.safetensors").unlink()
     line = failure("--model-name", str(directory))
     file = re.escape(f"{directory}/pytorch_model.bin")
-    assert re.fullmatch(rf"error: shard 0: {file} wants to call posix\.mkdir, .*; it was not run", line)
+    assert re.fullmatch(rf"error: shard 0: {file} calls posix\.mkdir, .*; it was not run", line)
     assert not target.exists()

@@ -1,4 +1,4 @@
-"""A disk without room: what needs some is refused with a reason, everything else is served."""
+"""A full disk: requests that need space are refused with a reason, all others are served."""
 
 import contextlib
 import os
@@ -35,7 +35,7 @@ def python_on(size: str) -> list[str]:
 
 @pytest.fixture
 def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a command of `python_on` finds as much room for its temporary files, and no more."""
+    """Return a directory in which a command of `python_on` has this much space for its temporary files."""
     directory = tmp_path_factory.mktemp("disk")  # a path that is short enough for sockets
     env = {**os.environ, "TMPDIR": str(directory)}
     if subprocess.run([*python_on("1m"), "-c", ""], env=env, capture_output=True, timeout=30).returncode:
@@ -67,7 +67,7 @@ def generate(client: Client, **ids: str) -> str:
 
 
 def fill(directory: Path) -> None:
-    """To the last byte."""
+    """Fill the disk to the last byte."""
     with contextlib.suppress(OSError), (directory / "filling").open("wb", buffering=0) as file:
         while file.write(bytes(4096)):
             pass
@@ -81,7 +81,7 @@ def refusal(client: Client, **ids: str) -> tuple[grpc.StatusCode, str]:
 
 @pytest.mark.slow
 def test_what_needs_no_disk_is_served(client: Client, disk: Path) -> None:
-    """Also by a shard that starts again, which has lost what was loaded. A steady client loses nothing."""
+    """Also by a restarted shard, which has lost its loaded adapters. A steady client loses nothing."""
     with steady_client(client.service.http):
         check_full_disk(client, disk)
 

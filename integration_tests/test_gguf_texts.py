@@ -1,4 +1,4 @@
-"""Greedy texts of real GGUF files are those of transformers on the dequantized weights."""
+"""Greedy texts of real GGUF files equal those of transformers on the dequantized weights."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,7 +105,7 @@ def test_greedy_text_is_that_of_transformers(gguf_file: Path, service: Service, 
     model, tokenizer = load_model(tmp_path / "model"), AutoTokenizer.from_pretrained(tmp_path / "model")
     assert len(PROMPTS) == 40
     assert len(tokenizer(PROMPTS[-1]).input_ids) > 1490
-    torch.set_num_threads(1)  # else threads wait for those of the service
+    torch.set_num_threads(1)  # otherwise threads compete with the service's
     different = []
     for prompt in PROMPTS:
         expected = answer(model, tokenizer, prompt, NUM_TOKENS).rstrip("\N{REPLACEMENT CHARACTER}")

@@ -1,4 +1,5 @@
-"""Token ids of 2,000 varied texts for real GGUF files: the service's, llama.cpp's and transformers'."""
+"""Token ids of 2,000 varied texts for real GGUF files: the service's against llama.cpp's and
+transformers'."""
 
 import random
 import unicodedata
@@ -58,7 +59,7 @@ def draw_texts() -> Iterator[str]:
             yield "".join(rng.choices(PIECES, k=rng.randrange(1, 12)))
         elif kind == 1:
             yield " ".join(rng.choices(SENTENCES, k=rng.randrange(1, 4)))
-        elif kind == 2:  # cut anywhere
+        elif kind == 2:  # split anywhere
             text = rng.choice(SENTENCES)
             first, last = sorted(rng.choices(range(len(text) + 1), k=2))
             yield text[first : last + 1]
@@ -90,8 +91,8 @@ def test_tokens_are_those_of_llama_cpp(gguf_file: Path, directory: Path) -> None
 
 @pytest.mark.slow
 def test_tokens_are_those_of_transformers(gguf_file: Path, directory: Path) -> None:
-    """transformers' own reading of the file. It ignores the name of the pattern that splits texts, by which
-    SmolLM2 splits digits from the white space before them."""
+    """Load the file with transformers. It ignores the name of the splitting pattern, by which SmolLM2 splits
+    digits from preceding white space."""
     texts = list(draw_texts())
     ours = Tokenizer.from_file(str(directory / "tokenizer.json"))
     theirs = AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name)

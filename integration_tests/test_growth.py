@@ -1,5 +1,4 @@
-"""The memory of a router and of a shard after thousands of requests, with cancelled and refused ones among
-them."""
+"""Memory of a router and of a shard after thousands of requests, including cancelled and refused ones."""
 
 import pytest
 
@@ -17,7 +16,7 @@ NUM_REQUESTS = 4_000
 def test_memory_does_not_grow_with_requests(model: Model, command: str) -> None:
     client = Client(launch(model.directory, "--dtype", "float32").wait_until_serving())
     serve = mix(client.stub)
-    serve(NUM_REQUESTS)  # which fills what is kept of the newest observations
+    serve(NUM_REQUESTS)  # which fills the buffers of recent observations
     baseline = take_baseline(client.service.http)
     [pid] = children_of(client.service.process.pid)[command]
     per_request, size = growth_per_request(pid, NUM_REQUESTS, serve)

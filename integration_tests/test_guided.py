@@ -1,5 +1,5 @@
-"""Guided generations on a launched service: every kind, unary and streamed, in company, resumed, on two
-ranks, and next to texts that try to hold the service up."""
+"""Guided generations on a launched service: every kind, unary and streamed, beside other requests, resumed,
+on two ranks, and beside texts that try to block the service."""
 
 import json
 import random
@@ -56,7 +56,7 @@ def is_valid(text: str) -> bool:
 class Kind:
     decoding: pb.DecodingParameters
     accepts: Callable[[str], Any]
-    """What the whole text must satisfy."""
+    """Check of the whole text."""
 
 
 KINDS = {
@@ -70,7 +70,7 @@ KINDS = {
 }
 
 
-# In `make test`, test_http_apis and test_tuning ask for guided texts.
+# `make test` has guided texts in test_http_apis and test_tuning.
 pytestmark = pytest.mark.slow
 
 
@@ -111,7 +111,7 @@ def answer(response: pb.GenerationResponse) -> tuple[str, int, list[str]]:
 def test_each_kind_unary_and_streamed(
     client: Client, answers: dict[tuple[str, int | None], Any], name: str, seed: int | None
 ) -> None:
-    """The same on every service, and the text is the grammar's."""
+    """The text is the same on every service, and matches the grammar."""
     kind = KINDS[name]
     params = parameters(kind.decoding, seed)
     response = unary(client, "Once upon a time", params)
@@ -141,8 +141,8 @@ def test_explicit_text_is_free(client: Client, model: Model) -> None:
 
 
 def test_guided_and_free_requests_do_not_disturb_each_other(client: Client, model: Model) -> None:
-    """Free tokens are transformers', guided ones those of the request alone; on tight services many are
-    preempted and resumed."""
+    """Free tokens are transformers', guided ones equal those of the request alone; on small services, many
+    requests are preempted and resumed."""
     r = random.Random(3)
     guided = [
         (name, prompt, parameters(kind.decoding, seed))
@@ -225,7 +225,7 @@ def test_what_is_refused_is_an_invalid_argument(client: Client) -> None:
 
 
 def test_a_grammar_that_explodes_on_the_way_is_the_requests_fault(client: Client) -> None:
-    """It compiles, and some tokens later its mask is too much."""
+    """It compiles, but a later mask is too expensive."""
     params = parameters(Decoding(regex="((a{1,1000}){1,1000}){1,1000}"))
     params.stopping.max_new_tokens = params.stopping.min_new_tokens = 150
     with pytest.raises(grpc.RpcError) as error:
@@ -236,7 +236,7 @@ def test_a_grammar_that_explodes_on_the_way_is_the_requests_fault(client: Client
 
 
 def hostile(i: int) -> pb.DecodingParameters:
-    """Texts that take long to compile, crash the compiler, or make every token dear; all different."""
+    """Return different texts that compile slowly, crash the compiler, or make every token expensive."""
     slow = {"type": "integer", "minimum": -(10**17), "maximum": 10**17 + i, "multipleOf": 999983}
     rules = "\n".join(f'a{j}: "x{j}" a{j + 1}' for j in range(3000))
     return [
@@ -288,13 +288,13 @@ def test_hostile_grammars_do_not_hold_up_a_free_stream(client: Client, model: Mo
     attackers.shutdown()
     assert set(codes) <= {"OK", "INVALID_ARGUMENT"}
     assert "INVALID_ARGUMENT" in codes
-    assert max(gaps) < 2  # else it was held up; how long it takes otherwise is no matter of tests
+    assert max(gaps) < 2  # otherwise it was blocked; tests do not check times beyond that
     expected = model.expected[1]
     check(expected, unary(client, expected.prompt, pb.Parameters(**request(expected))))
 
 
 def test_the_tight_services_are_tight(client: Client, request: pytest.FixtureRequest) -> None:
-    """Else nothing above was resumed; runs last."""
+    """Otherwise nothing above was resumed; this test runs last."""
     with urllib.request.urlopen(client.service.http + "/metrics", timeout=10) as response:
         metrics = response.read().decode()
     found = re.search(r"^tgi_preemptions (\S+)", metrics, re.MULTILINE)

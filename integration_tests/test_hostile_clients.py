@@ -1,4 +1,4 @@
-"""Clients over HTTP that are slow on purpose, many, or gone; a steady client beside them loses nothing."""
+"""HTTP clients that are deliberately slow, many, or gone; a steady client beside them loses nothing."""
 
 import contextlib
 import re
@@ -43,7 +43,7 @@ def client(model: Model) -> Iterator[Client]:
 
 @contextmanager
 def beside_a_steady_client(client: Client) -> Iterator[list[float]]:
-    """Yield the seconds of its requests; afterwards nothing of the block's clients may be left."""
+    """Yield the durations of its requests; afterwards no resource of the block's clients may be held."""
     http = client.service.http
     ask(http)
     baseline, num_lines = take_baseline(http), len(client.service.lines)
@@ -54,7 +54,7 @@ def beside_a_steady_client(client: Client) -> Iterator[list[float]]:
 
 
 def drip(connections: list[socket.socket], data: bytes, pause_s: float = 0.2) -> int:
-    """Send to all a byte at a time, until none takes more; return how many took all of it."""
+    """Send one byte at a time to all, until none accepts more; return how many accepted everything."""
     open_ones = set(connections)
     for i in range(len(data)):
         for end in list(open_ones):
@@ -85,7 +85,7 @@ def test_slow_requests_end(client: Client, begin: bytes, rest: bytes) -> None:
 
 
 def test_slow_readers_end(client: Client) -> None:
-    """Each asks for eight texts, and reads once the service has had enough of it."""
+    """Each client requests eight texts, and reads after the service has closed the connection."""
     has_waited = threading.Event()
     port = client.service.http_port
     with beside_a_steady_client(client), ThreadPoolExecutor(NUM_SLOW_READERS) as threads:
@@ -116,7 +116,8 @@ def read_late(port: int, has_waited: threading.Event) -> bytes:
 
 
 def test_ten_thousand_connections(client: Client) -> None:
-    """At most a thousand are open at a time; a third says nothing, a third half a request, a third one."""
+    """At most a thousand connections are open at a time; a third send nothing, a third half a request, a
+    third a request."""
     request = completion(max_tokens=1)
     parts = (b"", request[: len(request) // 2], request)
     with beside_a_steady_client(client) as seconds:
@@ -138,7 +139,7 @@ def test_many_that_leave_together(client: Client) -> None:
 
 
 def test_more_connections_than_descriptors(model: Model) -> None:
-    """Connections without a request, to both ports, leave descriptors for those that have one."""
+    """Connections without a request, to both ports, leave file descriptors for connections with one."""
     command = ["launcher", "--model-name", str(model.directory), "--bind", "127.0.0.1", "--port", "0"]
     command += ["--grpc-port", "0", "--max-http-connections", "64", *FLAGS]
     few = ("prlimit", f"--nofile={NUM_DESCRIPTORS}", sys.executable)
@@ -157,7 +158,7 @@ def test_more_connections_than_descriptors(model: Model) -> None:
 
 
 def test_sigterm_under_load(model: Model) -> None:
-    """Every answer that begins is whole; who comes later is refused."""
+    """Every response that begins is complete; later clients are refused."""
     service = launch(model.directory, *FLAGS).wait_until_serving()
     ask(service.http)
     is_ending, outcomes = threading.Event(), list[str]()

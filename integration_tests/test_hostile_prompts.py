@@ -1,5 +1,5 @@
-"""Hostile soft prompts, and ids that look for a way out of the store, beside a steady client, which loses
-nothing and gets the same answers."""
+"""Hostile soft prompts, and ids that try to leave the store, beside a steady client, which gets the same
+responses without loss."""
 
 import contextlib
 import json
@@ -69,7 +69,7 @@ def generate(served: Served, prefix_id: str) -> str:
 
 
 def refusal(served: Served, prefix_id: str) -> str:
-    """Return the text of a refusal, which names nothing on the disk but the id."""
+    """Return the text of a refusal, which names no path on disk except the id."""
     with pytest.raises(grpc.RpcError) as caught:
         generate(served, prefix_id)
     text = caught.value.details().replace(prefix_id, "")
@@ -81,7 +81,7 @@ def refusal(served: Served, prefix_id: str) -> str:
 
 @contextlib.contextmanager
 def beside_a_steady_client(served: Served) -> Iterator[list[float]]:
-    """Yield the seconds of its requests; afterwards the shards are the same, and nothing is held."""
+    """Yield the durations of its requests; afterwards the shards are the same, and no resource is held."""
     service, pids = served.client.service, served.shards
     expected = generate(served, "eight")
     baseline, num_lines = take_baseline(service.http), len(service.lines)
@@ -103,7 +103,7 @@ def peft_saved(**tensors: Tensor) -> Write:
 
 
 def with_a_claim(old: int, new: int) -> Write:
-    """A prompt whose pickle says `new` for `old`, which is a side or the number of elements."""
+    """Create a prompt whose pickle has `new` instead of `old`, which is a side or the number of elements."""
 
     def write(directory: Path) -> None:
         torch.save(torch.ones(8, WIDTH), directory / PROMPT)
@@ -121,7 +121,7 @@ def sparse(num_bytes: int) -> Write:
 
 
 def bomb(directory: Path) -> None:
-    """A gigabyte of zeros that takes a megabyte on the disk."""
+    """Create a file with a gigabyte of zeros that uses a megabyte on disk."""
     with (
         zipfile.ZipFile(directory / PROMPT, "w", zipfile.ZIP_DEFLATED) as archive,
         archive.open("archive/data.pkl", "w", force_zip64=True) as record,
@@ -179,7 +179,8 @@ def test_prompts_of_wrong_content(served: Served) -> None:
 
 
 def test_prompts_of_huge_numbers_spoil_no_other_answer(served: Served) -> None:
-    """What a model computes of them need not be finite. Each is answered or refused, always alike."""
+    """The model's results for them may be infinite. Each request is served or refused, always with the same
+    result."""
     with beside_a_steady_client(served):
         for name, tensor in HUGE.items():
             (served.store / name).mkdir()
@@ -240,7 +241,7 @@ def test_pickles_with_code(served: Served, tmp_path: Path) -> None:
 
 
 def test_hostile_ids(served: Served) -> None:
-    """By gRPC, which has them as UTF-8, and by the name of a model of OpenAI's API."""
+    """Send the id by gRPC, as UTF-8, and as the name of a model in OpenAI's API."""
     outside = served.store.parent / "outside"
     ids = [
         pattern.replace("{outside}", str(outside)).replace("{root}", str(served.store)) for pattern in HOSTILE

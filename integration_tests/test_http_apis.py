@@ -1,5 +1,5 @@
-"""The APIs over HTTP of a launched service: the `openai` package as `make clients` runs it, DJL's examples of
-bodies, and the same tokens through all APIs as through gRPC: alone, in a crowd, unary and streamed, with all
+"""The HTTP APIs of a launched service: the `openai` package as `make clients` runs it, DJL's example bodies,
+and equal tokens through all APIs and gRPC: alone, among other requests, unary and streamed, with all
 parameters that an API shares with gRPC."""
 
 import json
@@ -22,9 +22,10 @@ from integration_tests.support.service import Client
 from tests.support.http_exchange import exchange
 from tgis.process.run_directory import running_urls
 
-# Small enough that prompts are cut, that a crowd does not fit into the cache, and that prefixes are shared.
+# Small enough that prompts are chunked, that all requests do not fit into the cache, and that prefixes are
+# shared.
 TIGHT = ["--block-size", "8", "--kv-cache-tokens", "640", "--max-step-tokens", "48", "--max-batch-size", "12"]
-SHORT = 512  # that cache has room for it
+SHORT = 512  # for which the cache has room
 SERVICES = {"one rank": [], "two ranks, tight": [*TIGHT, "--num-shard", "2"], "one rank, tight": TIGHT}
 SERVED = [
     pytest.param(name, marks=() if name == "one rank, tight" else pytest.mark.slow) for name in SERVICES
@@ -63,11 +64,11 @@ CHOICES: list[dict[str, object]] = [
 class Ask(NamedTuple):
     prompt: str | list[int]
     text: str
-    """The prompt's, for APIs that take no ids."""
+    """Text of the prompt, for APIs that accept no ids."""
     fields: Fields
 
     def through(self, apis: Apis, inputs_apis: InputsApis) -> dict[str, Callable[[], Answer]]:
-        """Return all ways in which it can be asked."""
+        """Return all ways in which it can be sent."""
         ways = {name: partial(way, self.prompt, self.fields) for name, way in apis.ways.items()}
         others = inputs_apis.ways(self.fields)
         return ways | {name: partial(way, self.text, self.fields) for name, way in others.items()}
@@ -79,7 +80,7 @@ def launched(
 ) -> Iterator[tuple[Served, Client]]:
     flags, directory = SERVICES[request.param], tmp_path_factory.mktemp("served")
     length = SHORT if "--kv-cache-tokens" in flags else MAX_SEQUENCE_LENGTH
-    flags = [*flags, "--generation-config", "none"]  # fmaas's API has other defaults than the model's makers
+    flags = [*flags, "--generation-config", "none"]  # fmaas's API has other defaults than the model's authors
     with launch_served(directory, *flags, max_sequence_length=length) as launched:
         yield launched
 
@@ -130,7 +131,7 @@ def sampled(served: Served) -> list[Ask]:
     for i, more in enumerate([{}, *CHOICES, *several]):
         asked = served.completions[i % len(served.completions)]
         fields = {"temperature": 0.6 + i / 40, "seed": 2**63 + i, "max_tokens": 30, **more}
-        # The special tokens that begin a text are put back when it is truncated, and those of ids are not.
+        # The special tokens that begin a text are kept when it is truncated; those of ids are not.
         is_text = "truncate_prompt_tokens" in more or i % 2 == 0
         asks.append(Ask(asked.prompt if is_text else asked.ids, asked.prompt, fields))
     return asks
@@ -177,7 +178,8 @@ def assert_same(ask: Ask, how: str, given: Answer, wanted: Answer) -> None:
 
 
 def test_all_apis_score_the_same(served: Served, apis: Apis, inputs_apis: InputsApis) -> None:
-    """Where nothing changes the model's distribution, which some APIs tell of before it is changed."""
+    """Log-probabilities are compared if nothing changes the model's distribution, because some APIs report
+    them before changes."""
     for i, asked in enumerate(served.completions[:6]):
         fields = {"temperature": i % 2, "seed": i, "max_tokens": 12, "logprobs": 0, "ignore_eos": True}
         wanted = apis.generate(asked.ids, fields)
@@ -202,7 +204,8 @@ def test_all_apis_score_the_same(served: Served, apis: Apis, inputs_apis: Inputs
 
 
 def test_chats_are_prompts_rendered(served: Served, apis: Apis) -> None:
-    """transformers renders the chat; the ids of that text through gRPC give what the chat gives over HTTP."""
+    """transformers renders the chat; the ids of that text give the same result over gRPC as the chat over
+    HTTP."""
 
     def ask(i: int) -> None:
         chat = served.chats[i % len(served.chats)]

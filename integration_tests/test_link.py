@@ -1,5 +1,5 @@
-"""A real router and a real shard, linked over TCP: the same answers, nobody else gets in or in the way, a cut
-link is made again, with the files that are there by then."""
+"""A real router and a real shard, linked over TCP: equal responses, no access for others, and a broken link
+is reconnected with the current certificate files."""
 
 import contextlib
 import socket
@@ -26,7 +26,7 @@ from tgis.pb.shard_pb2_grpc import ShardServiceStub
 
 NUM_STREAMS = 3
 LENGTH = 80
-NUM_SILENT = 40  # more than there are handshakes at once
+NUM_SILENT = 40  # more than the number of simultaneous handshakes
 OVER = "router disconnected"
 
 
@@ -45,7 +45,7 @@ class Linked:
         return sum(OVER in line for line in self.shard.lines)
 
     def read(self, text: str, running: threading.Barrier | None = None) -> str:
-        """Text of a whole stream; `running` is met after the first token."""
+        """Return the text of a whole stream; `running` is met after the first token."""
         criteria = pb.StoppingCriteria(max_new_tokens=LENGTH, min_new_tokens=LENGTH)
         request = pb.GenerationRequest(text=text)
         parameters = pb.Parameters(stopping=criteria)
@@ -65,7 +65,7 @@ class Linked:
 
 @pytest.fixture(scope="module")
 def linked(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Linked]:
-    """The router goes through a relay."""
+    """Connect the router through a relay."""
     home, authority, port = tmp_path_factory.mktemp("linked"), trustme.CA(), free_ports()
     shard_files = LinkFiles(home / "shard").write(authority, "localhost")
     router_files = LinkFiles(home / "router").write(authority, "router.example.com")
@@ -76,7 +76,7 @@ def linked(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
     command = ["router", "--tokenizer-path", str(model.directory), "--bind", "127.0.0.1", "--port", "0"]
     command += ["--grpc-port", "0", "--max-sequence-length", str(MAX_SEQUENCE_LENGTH)]
     addresses = ["--shard-addresses", f"localhost:{relay.port}"]
-    addresses += ["--failpoints", "router.before_step=sleep:0.005"]  # so that streams take their time
+    addresses += ["--failpoints", "router.before_step=sleep:0.005"]  # so that streams last long enough
     router = Service([*command, *addresses, *router_files.flags])
     try:
         client = Client(router.wait_until_serving())
@@ -89,7 +89,7 @@ def linked(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
 
 
 def test_tokens_are_those_of_unix_sockets(linked: Linked, model: Model) -> None:
-    """Which transformers gives too."""
+    """transformers' results are the same."""
     for expected in model.expected[:NUM_STREAMS]:
         parameters = pb.Parameters(**request(expected))
         text = pb.BatchedGenerationRequest(
@@ -101,7 +101,7 @@ def test_tokens_are_those_of_unix_sockets(linked: Linked, model: Model) -> None:
 
 @contextlib.contextmanager
 def live(linked: Linked, model: Model) -> Iterator[list[Future[str]]]:
-    """Streams that run meanwhile, and give what they give undisturbed."""
+    """Run streams meanwhile, which must equal undisturbed ones."""
     texts = [expected.prompt[:20] for expected in model.expected[:NUM_STREAMS]]
     with ThreadPoolExecutor(NUM_STREAMS) as threads:
         undisturbed = list(threads.map(linked.undisturbed, texts))

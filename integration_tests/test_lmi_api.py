@@ -1,5 +1,5 @@
-"""A service that is launched as DJL's LMI containers are, by a folder and by variables: DJL's examples, its
-refusals when it is full, and streams that outlive a shard."""
+"""A service launched like DJL's LMI containers, by a folder and by variables: DJL's examples, its refusals at
+the limit, and streams that survive a lost shard."""
 
 import os
 import signal
@@ -50,7 +50,7 @@ VARIABLES = {
     "SERVING_JOB_QUEUE_SIZE": "2",
 }
 OWN = ["--port", "0", "--bind", "127.0.0.1"]
-NUM_BUSY = 8  # that run, and that wait
+NUM_BUSY = 8  # running and waiting requests
 
 
 @pytest.fixture(scope="module", params=["a file, two ranks", "variables"])

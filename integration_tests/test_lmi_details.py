@@ -1,5 +1,5 @@
-"""Answers of LMI's API of a launched service on a tiny model: texts, tokens and log-probabilities are those
-that transformers computes, of the text and of the input, whole and streamed; sampled texts are gRPC's."""
+"""Responses of LMI's API of a launched service on a tiny model: texts, tokens and log-probabilities, of text
+and input, equal transformers', whole and streamed; sampled texts equal gRPC's."""
 
 import json
 import math

@@ -1,5 +1,5 @@
-"""A service that is launched as an LMI container is: a folder with a model and its serving.properties, and
-variables. Its greedy answers are those of transformers."""
+"""A service launched like an LMI container: a folder with a model and its serving.properties, and variables.
+Its greedy responses are transformers'."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def launch(directory: Path, env: dict[str, str]) -> Service:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Its folder's parent, and the greedy answer to PROMPT."""
+    """Return the parent of its folder, and the greedy response to PROMPT."""
     directory = tmp_path_factory.mktemp("lmi")
     oracle = write_served_model(directory / "model")
     (directory / "model" / "serving.properties").write_text(PROPERTIES)

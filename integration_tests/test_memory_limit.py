@@ -24,7 +24,7 @@ GROUP = f"tgis-test-{os.getpid()}"
 
 
 def make_group() -> Path | None:
-    """A group of LIMIT, in either version of control groups; None where there can be none."""
+    """Create a control group of LIMIT, in version 1 or 2; None if that is not possible."""
     own = dict(line.split(":")[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
     for directory, limit in (
         (ROOT / "memory" / own.get("memory", "").lstrip("/"), "memory.limit_in_bytes"),
@@ -55,7 +55,7 @@ def group() -> Iterator[Path]:
 
 
 def test_streams_go_on(model: Model, group: Path, tmp_path: Path) -> None:
-    """And so does the request for which there was too little room."""
+    """The request that exceeded the memory completes too."""
     write_adapter(tmp_path / "large", model.directory, 3, LINEAR, r=1500)
     flags = ["--dtype", "float32", "--adapter-cache", str(tmp_path)]
     service = launch(model.directory, *flags, "--failpoints", "router.before_step=sleep:0.02")
@@ -71,7 +71,7 @@ def test_streams_go_on(model: Model, group: Path, tmp_path: Path) -> None:
         message = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="a")], adapter_id="large")
         assert client.stub.Generate(message, timeout=120).responses[0].generated_token_count == 20
         assert [stream.result(120) for stream in streams] == undisturbed
-    reason = "shard 0 was killed by SIGKILL; was it out of memory?; starting the shards again"
+    reason = "shard 0 was killed by SIGKILL; was it out of memory?; restarting the shards"
     assert reason in service.output
     client.channel.close()
     assert service.end() == 0

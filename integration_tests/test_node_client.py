@@ -1,5 +1,5 @@
-"""A client that shares no code with the service, @grpc/grpc-js on Node, calls every method, gives up half-way
-and meets the limits."""
+"""A client that shares no code with the service, @grpc/grpc-js on Node, calls every method, cancels calls and
+reaches the limits."""
 
 import base64
 import gzip
@@ -35,7 +35,7 @@ Call = dict[str, Any]
 
 @dataclass(frozen=True)
 class Seen:
-    """What the client saw of one call."""
+    """Client's view of one call."""
 
     messages: list[dict[str, Any]]
     code: str
@@ -44,15 +44,15 @@ class Seen:
 
 
 class Node:
-    """Runs the client against one address."""
+    """Run the client against one address."""
 
     def __init__(self, packages: Path, grpc_port: int) -> None:
         self._packages, self._address = packages, f"127.0.0.1:{grpc_port}"
         self.connected = True
-        """Whether the last run's channel stayed up."""
+        """True if the last run's channel stayed connected."""
 
     def run(self, *rounds: list[Call]) -> dict[str, list[Seen]]:
-        """By name of the call; its copies in order."""
+        """Return the results by name of the call, with its copies in order."""
         lines = self._lines(rounds)
         self.connected = all(line["connected"] for line in lines if "round" in line)
         messages: dict[tuple[str, int], list[dict[str, Any]]] = {}
@@ -90,7 +90,7 @@ class Node:
 
 @pytest.fixture(scope="session")
 def packages() -> Path:
-    """The locked packages, installed once per lock file."""
+    """Install the locked packages, once per lock file."""
     if not npm_packages.has_npm():
         pytest.fail(NEEDED.format(file=Path(__file__).relative_to(ROOT)))
     return npm_packages.install(SOURCES, "node-client")
@@ -103,13 +103,13 @@ def service(model: Model) -> Iterator[Client]:
 
 @pytest.fixture(scope="module")
 def node(packages: Path, service: Client) -> Node:
-    """In front of the whole service."""
+    """Run it with the whole service."""
     return Node(packages, service.service.grpc_port)
 
 
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
-    """Slow shards, four permits."""
+    """Run it with slow shards and four permits."""
     setup = start_router(tmp_path_factory.mktemp("router"), 1, "--max-concurrent-requests", "4")
     setup.shards[0].step_s = 0.01
     yield setup
@@ -131,7 +131,7 @@ def single(text: str, **params: Any) -> dict[str, Any]:
 
 
 def tokens(count: int) -> dict[str, int]:
-    """Exactly so many."""
+    """Exactly this many."""
     return {"max_new_tokens": count, "min_new_tokens": count}
 
 
@@ -227,7 +227,7 @@ def test_tokenize_and_model_info(node: Node, model: Model) -> None:
     whole, empty = answer.messages[0]["responses"]
     assert whole["token_count"] == len(whole["tokens"]) == len(whole["offsets"])
     pieces = [text.encode()[o["start"] : o["end"]] for o in whole["offsets"]]
-    assert b"".join(dict.fromkeys(pieces)).decode() == text  # a character's tokens share its bytes
+    assert b"".join(dict.fromkeys(pieces)).decode() == text  # several tokens share the bytes of a character
     assert (whole["offsets"][0], empty["tokens"]) == ({"start": 0, "end": 0}, ["<s>"])
     info = node.call("ModelInfo", {"model_id": "any"}).messages
     assert info == [
@@ -240,7 +240,7 @@ def test_tokenize_and_model_info(node: Node, model: Model) -> None:
 
 
 def test_hundreds_of_streams_on_one_channel(node: Node, service: Client) -> None:
-    """Each as the same call alone."""
+    """Each response equals that of the same call alone."""
     request = single("once upon a time", stopping=tokens(8))
     alone = node.call("GenerateStream", request)
     calls = [{"name": "crowd", "method": "GenerateStream", "request": request, "copies": 400}]
@@ -272,7 +272,7 @@ def test_cancelling_a_stream_ends_its_work(slow: Node, router: Setup) -> None:
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
 @pytest.mark.parametrize("how", [{"deadlineMs": 300}, {"cancelAfter": 2}])
 def test_who_gives_up_is_forgotten(slow: Node, router: Setup, method: str, how: dict[str, int]) -> None:
-    """By a deadline, or by a cancel: of a unary call after milliseconds."""
+    """Cancel by a deadline, or by a cancellation: a unary call after milliseconds."""
     make = batch if method == "Generate" else single
     series = 'tgi_request_failure{err="cancelled"}'
     before = metric(router.http, series)
@@ -280,7 +280,7 @@ def test_who_gives_up_is_forgotten(slow: Node, router: Setup, method: str, how: 
         how = {"cancelAfter": 300}
     answer = slow.call(method, make("a", stopping=tokens(190)), **how)
     assert answer.code == ("DEADLINE_EXCEEDED" if "deadlineMs" in how else "CANCELLED")
-    assert answer.ms < 1500  # the whole answer takes longer
+    assert answer.ms < 1500  # the whole response takes longer
     wait_until(lambda: metric(router.http, series) == before + 1)
     wait_until(lambda: metric(router.http, "tgi_requests_running") == 0)
 
@@ -311,7 +311,7 @@ def test_a_message_over_the_limit_leaves_the_connection_up(slow: Node) -> None:
 
 
 def test_overload_is_told_at_once(slow: Node, router: Setup) -> None:
-    """Four of eight get in; what is refused is refused long before those have ended."""
+    """Four of eight are accepted; the others are refused long before those have ended."""
     calls = [
         {
             "name": "crowd",
@@ -335,13 +335,13 @@ def test_compressed_messages_are_read(slow: Node) -> None:
 
 
 def frame(data: bytes, flag: int = 0, length: int | None = None) -> bytes:
-    """A gRPC message: flag, length, data."""
+    """Frame a gRPC message: flag, length, data."""
     return struct.pack(">BI", flag, len(data) if length is None else length) + data
 
 
 EMPTY_BATCH = frame(b"")
 GZIP = {"grpc-encoding": "gzip"}
-# What is sent, and how it may end: a status by number. Half a message keeps waiting for its other half.
+# Bytes sent, and the expected status. Half a message waits for its other half.
 WAITS = "no answer"
 FRAMES: dict[str, tuple[dict[str, str], bytes, set[str]]] = {
     "well": ({}, EMPTY_BATCH, {"0"}),

@@ -1,6 +1,7 @@
-"""`convert-to-onnx` in an environment of its own, and its result on ONNX Runtime against transformers.
+"""`convert-to-onnx` in a separate environment, and its result on ONNX Runtime against transformers.
 
-optimum-onnx needs an older transformers than the service, so the exporter is installed beside it, by pip."""
+optimum-onnx needs an older transformers than the service, so pip installs the exporter into its own
+environment."""
 
 import os
 import subprocess
@@ -19,9 +20,9 @@ from tgis.shard.models.onnx_runtime import load as onnx_runtime
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[1]
-# Versions that go together; README.md names them.
+# Versions that work together; README.md lists them.
 EXPORTER = ("optimum-onnx[onnxruntime]==0.1.0", "optimum==2.1.0", "transformers==4.57.6", "onnx==1.23.2")
-COMMAND_LINE = ("click", "grpcio", "prometheus-client", "protobuf")  # what our command imports besides
+COMMAND_LINE = ("click", "grpcio", "prometheus-client", "protobuf")  # further imports of our command
 TORCH = f"torch=={version('torch').partition('+')[0]}"
 CPU_BUILDS = os.environ.get("TORCH_INDEX", "https://download.pytorch.org/whl/cpu")
 CONFIGS = {
@@ -33,14 +34,14 @@ TOKEN_IDS = [5, 17, 60, 3, 98, 41, 22, 7, 80]
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Interpreter of the exporter's environment."""
+    """Return the interpreter of the exporter's environment."""
     directory = tmp_path_factory.mktemp("exporter") / "env"
     python = directory / "bin" / "python"
     install = [str(python), "-m", "pip", "install", "-q"]
     ours = [f"{name}=={version(name)}" for name in COMMAND_LINE]
     for command in (
         [sys.executable, "-m", "venv", str(directory)],
-        # From the index of builds for CPUs, because other builds come with gigabytes of CUDA libraries.
+        # From the index of builds for CPUs, because other builds include gigabytes of CUDA libraries.
         [*install, "--no-deps", "--retries", "0", "--index-url", CPU_BUILDS, TORCH],
         [*install, TORCH, *EXPORTER, *ours],
     ):

@@ -1,4 +1,4 @@
-"""Directories of models that nobody can write to, as volumes of clusters are, beside a steady client."""
+"""Read-only directories of models, like volumes of clusters, beside a steady client."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ def write_usual(directory: Path) -> Path:
 
 
 def write_older(directory: Path) -> Path:
-    """Without tokenizer.json, which is made at the start."""
+    """Create a model without tokenizer.json, which is created at start-up."""
     write_gpt2(directory)  # with a configuration, which write_llama replaces
     write_llama(directory, vocab_size=400, eos_token_id=0)
     (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')

@@ -1,5 +1,5 @@
-"""A real model, SmolLM2-135M-Instruct, served from its GGUF file: answers that mean something, and
-what PEFT trains on it."""
+"""A real model, SmolLM2-135M-Instruct, served from its GGUF file: meaningful responses, and an adapter that
+PEFT trains on it."""
 
 import json
 from collections.abc import Iterator
@@ -66,7 +66,7 @@ def service(store: Path) -> Iterator[Service]:
 
 
 def chat(service: Service, question: str, **fields: Any) -> Any:
-    """Return the message of a greedy answer."""
+    """Return the message of a greedy response."""
     messages = [{"role": "user", "content": question}]
     body = {"messages": messages, "temperature": 0, "max_tokens": 100, **fields}
     reply = exchange(f"{service.http}/v1/chat/completions", body)
@@ -94,7 +94,7 @@ def test_a_call_of_a_tool_parses(service: Service) -> None:
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The weights as `gguf` dequantizes them, in float32."""
+    """Return the weights as `gguf` dequantizes them, in float32."""
     directory = tmp_path_factory.mktemp("converted")
     convert_gguf([SMOLLM2], directory, "float32")
     return directory

@@ -1,4 +1,4 @@
-"""A launcher that is started again on the same ports and sockets, at once, as caikit does."""
+"""A launcher that is started again at once on the same ports and sockets, as caikit does."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def start(model: Model, tmp_path: Path) -> Iterator[Callable[..., Service]]:
-    """Always with the same command; flags are given."""
+    """Launch with the same command every time; flags are given."""
     free = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     ports = [str(one.getsockname()[1]) for one in free]
     for one in free:
@@ -50,7 +50,7 @@ def ask(service: Service) -> str:
 
 
 def test_after_a_kill(start: Callable[..., Service]) -> None:
-    """Whose sockets and copies are still there; its shards die with it, before the next ones come."""
+    """Its sockets and copies still exist; its shards die with it, before the next ones start."""
     first = start().wait_until_serving()
     expected, children = ask(first), chain(*children_of(first.process.pid).values())
     os.kill(first.process.pid, signal.SIGKILL)
@@ -62,7 +62,7 @@ def test_after_a_kill(start: Callable[..., Service]) -> None:
 
 
 def test_after_a_signal(start: Callable[..., Service]) -> None:
-    """That is not waited for."""
+    """The restart does not wait for that."""
     first = start().wait_until_serving()
     expected = ask(first)
     first.process.send_signal(signal.SIGTERM)
@@ -73,7 +73,7 @@ def test_after_a_signal(start: Callable[..., Service]) -> None:
 
 
 def test_while_the_first_one_drains(start: Callable[..., Service]) -> None:
-    """The second ends with one line that names the port; the first one's streams do not."""
+    """The second launcher ends with one line that names the port; the first one's streams are unaffected."""
     first = start("--failpoints", "router.before_step=sleep:0.03").wait_until_serving()
     client = Client(first)
     with ThreadPoolExecutor(1) as threads, client.channel:

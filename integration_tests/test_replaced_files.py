@@ -1,5 +1,5 @@
-"""Files of a model that are cut, overwritten, replaced and removed while it is served, and a tokenizer's that
-are hostile from the start."""
+"""Files of a model that are truncated, overwritten, replaced and removed while it is served, and hostile
+files of a tokenizer."""
 
 import json
 import os
@@ -26,7 +26,7 @@ FILES = (
     "tokenizer_config.json",
     "model.safetensors",
 )
-NEEDED = ("config.json", "model.safetensors")  # by a shard that starts again
+NEEDED = ("config.json", "model.safetensors")  # by a restarted shard
 FLAGS = ["--dtype", "float32", *API]
 Change = Callable[[Path], None]
 
@@ -36,7 +36,7 @@ def cut(file: Path) -> None:
 
 
 def overwrite(file: Path) -> None:
-    """In place: whoever has it open or mapped sees the new bytes."""
+    """Overwrite in place: processes that have the file open or mapped see the new bytes."""
     with file.open("r+b") as content:
         content.write(b"\xff" * file.stat().st_size)
 
@@ -136,5 +136,5 @@ def test_hostile_tokenizers_end_the_start(
     code = service.process.wait(90)
     assert service.end() == code == 1
     assert "Traceback" not in service.output
-    # Each process that reads it refuses it, and either may be the first.
+    # Every process that reads it refuses it; any may be the first.
     assert re.match(r"error: (router|shard 0): .*tokenizer", service.lines[-1]), service.output

@@ -1,4 +1,5 @@
-"""Several router workers and an engine process, of which any may die: who loses what, and who never knows."""
+"""Several router workers and an engine process, any of which may die: requests that are lost, and requests
+that are unaffected."""
 
 import contextlib
 import os
@@ -38,7 +39,7 @@ UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
 Answer = tuple[str, int]
 Answers = dict[str, Answer]
-"""Of TEXTS, when nothing is lost."""
+"""Return the responses to TEXTS without losses."""
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,7 @@ def expected(clients: list[Client], answers: Answers) -> list[Answer]:
 
 
 def begin_all(clients: list[Client]) -> list[Future[Answer]]:
-    """Streams of all clients, which are running."""
+    """Run streams of all clients."""
     running, threads = threading.Barrier(len(clients) + 1), ThreadPoolExecutor(len(clients))
     streams = [
         threads.submit(read, client, text, running)
@@ -107,7 +108,7 @@ def test_a_killed_engine_disturbs_no_stream(service: Service, answers: Answers) 
         streams = begin_all(clients)
         os.kill(engine, signal.SIGKILL)
         assert [stream.result(60) for stream in streams] == expected(clients, answers)
-    service.wait_for_line("engine process was killed by SIGKILL; was it out of memory?; starting it again")
+    service.wait_for_line("engine process was killed by SIGKILL; was it out of memory?; restarting it")
     assert children_of(service.process.pid)["serve"] == shards
     fresh, same = router_pids(service)
     assert (fresh != engine, same) == (True, workers)
@@ -128,7 +129,7 @@ def test_a_killed_worker_ends_its_own_streams(service: Service, answers: Answers
         assert [streams[i].result() for i in survivors] == [whole[i] for i in survivors]
     lost = [error.code() for error in errors if isinstance(error, grpc.RpcError)]
     assert lost == [UNAVAILABLE] * num_connected
-    service.wait_for_line("router worker 1 was killed by SIGKILL; was it out of memory?; starting it again")
+    service.wait_for_line("router worker 1 was killed by SIGKILL; was it out of memory?; restarting it")
     wait_until(lambda: len(children_of(service.process.pid)["router"]) == NUM_WORKERS, service)
     same, [first, fresh] = router_pids(service)
     assert (same, first, fresh != victim) == (engine, workers[0], True)
@@ -142,7 +143,7 @@ def test_a_name_of_an_adapter_is_every_workers_and_outlives_each(service: Servic
     url = f"http://127.0.0.1:{api_port}/v1"
 
     def statuses() -> set[int]:
-        """Of requests that name it, on connections of their own."""
+        """Send requests that name it, on separate connections."""
         body = {"model": "sql", "prompt": "girl", "max_tokens": 1}
         return {exchange(f"{url}/completions", body).status for _ in range(12)}
 
@@ -179,7 +180,7 @@ def test_every_worker_says_that_it_is_healthy(service: Service) -> None:
             answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
     assert service.http in running_urls(), "`tgis top` finds it"
-    for path in ["/health", "/live"] * 8:  # a connection each
+    for path in ["/health", "/live"] * 8:  # one connection each
         with urllib.request.urlopen(service.http + path, timeout=20) as response:
             assert response.status == 200
 
@@ -207,7 +208,7 @@ def test_a_second_service_fails_on_each_port(
 
 
 def test_a_drain_loses_nothing(directory: Path, answers: Answers) -> None:
-    """Even if the engine dies meanwhile; the port is closed to new clients at once."""
+    """Even if the engine process dies meanwhile, the port is closed to new clients at once."""
     service = launch(directory, *WORKERS).wait_until_serving()
     with contextlib.ExitStack() as stack:
         stack.callback(service.end)
@@ -219,7 +220,7 @@ def test_a_drain_loses_nothing(directory: Path, answers: Answers) -> None:
         with pytest.raises(grpc.RpcError):
             connect(service)
         assert service.process.wait(30) == 0, service.output
-    again = [line for line in service.lines if "starting it again" in line]
+    again = [line for line in service.lines if "restarting it" in line]
     assert len(again) == 1, service.output
     assert "engine process was killed by SIGKILL" in again[0]
 
@@ -234,8 +235,8 @@ def test_workers_that_hang_and_an_engine_that_hangs(directory: Path, answers: An
             os.kill(router_pids(service)[0], signal.SIGSTOP)
             assert [stream.result(60) for stream in streams] == expected(clients, answers)
         os.kill(router_pids(service)[1][0], signal.SIGSTOP)
-        service.wait_for_line("engine process hung and was killed; starting it again")
-        service.wait_for_line("router worker 0 hung and was killed; starting it again")
+        service.wait_for_line("engine process hung and was killed; restarting it")
+        service.wait_for_line("router worker 0 hung and was killed; restarting it")
         wait_until(lambda: len(children_of(service.process.pid)["router"]) == NUM_WORKERS, service)
     assert service.end() == 0, service.output
 
@@ -261,7 +262,7 @@ def test_certificates_and_tokens_are_reloaded_in_all_workers(directory: Path, tm
 
 
 def is_let_in(service: Service, authority: trustme.CA, token: str, other_token: str) -> bool:
-    """Return whether all workers let in a client that trusts the authority, with the first token alone."""
+    """Return whether all workers accept a client that trusts the CA, only with the first token."""
     credentials = grpc.ssl_channel_credentials(authority.cert_pem.bytes())
     _, workers = router_pids(service)
     with contextlib.ExitStack() as stack:

@@ -1,5 +1,5 @@
-"""The same request gives the same tokens as transformers: alone, in a crowd, chunked, preempted, from the
-cache, on one rank and on two, unary and streamed; of a decoder-only model and of an encoder-decoder."""
+"""Equal requests give transformers' tokens: alone, among other requests, chunked, preempted, from the cache,
+on one rank and on two, unary and streamed; with a decoder-only model and an encoder-decoder."""
 
 import random
 import re
@@ -15,8 +15,8 @@ from integration_tests.support.greedy_answers import MAX_SEQUENCE_LENGTH, Expect
 from integration_tests.support.service import Client, serve
 from tgis.pb import generation_pb2 as pb
 
-# Small enough that long prompts are cut, that the crowd does not fit into the cache, and that prefixes are
-# shared.
+# Small enough that long prompts are chunked, that all requests do not fit into the cache, and that prefixes
+# are shared.
 TIGHT = ["--block-size", "8", "--kv-cache-tokens", "320", "--max-step-tokens", "24", "--max-batch-size", "12"]
 LENGTH = ["--dtype", "float32", "--max-sequence-length", str(MAX_SEQUENCE_LENGTH)]
 SERVICES = {
@@ -28,7 +28,7 @@ SERVICES = {
     "encoder-decoder, one rank, tight": TIGHT,
     "encoder-decoder, two ranks, tight": [*TIGHT, "--num-shard", "2"],
 }
-# The cases are asked of a launched encoder-decoder, too.
+# The cases are also sent to a launched encoder-decoder.
 SLOW = {
     "one rank",
     "one rank, tight",
@@ -63,7 +63,7 @@ def test_alone(client: Client, model: Model) -> None:
 
 
 def test_in_a_crowd(client: Client, model: Model) -> None:
-    """Twice, so that the second time meets what the first has left in the cache."""
+    """Send them twice, so that the second time uses the cache."""
     for seed in range(2):
         r = random.Random(seed)
         asks = [(expected, r.choice((unary, streamed)), r.random() * 0.5) for expected in model.expected]
@@ -80,7 +80,7 @@ def test_in_a_crowd(client: Client, model: Model) -> None:
 
 
 def test_from_the_cache(client: Client, model: Model) -> None:
-    """Without input details, which are never read from the cache."""
+    """Input details are left out, because they are never read from the cache."""
     options = pb.ResponseOptions(generated_tokens=True, token_logprobs=True)
     for expected in model.expected[-7:]:
         response = unary(client, expected, response=options)
@@ -93,8 +93,8 @@ def test_from_the_cache(client: Client, model: Model) -> None:
 def test_seeded_answers_depend_on_nothing_else(
     client: Client, model: Model, first_answers: dict[tuple[str, int], pb.GenerationResponse]
 ) -> None:
-    """Not on company, chunks, preemption, the cache or being streamed, to the last bit; nor, but for the
-    rounding of sums over two ranks, on which service of this module it is."""
+    """Results depend, bit for bit, neither on other requests, chunks, preemption and the cache nor on
+    streaming; nor, up to the rounding of sums over two ranks, on the service."""
 
     def ask(i: int) -> pb.GenerationResponse:
         how = unary if i % 2 else streamed
@@ -129,7 +129,7 @@ def first_answers() -> dict[tuple[str, int], pb.GenerationResponse]:
 
 
 def test_the_tight_services_are_tight(client: Client, service: str) -> None:
-    """Else the tests above would not show what they are for; runs last."""
+    """Otherwise the tests above would not cover their subjects; this test runs last."""
     with urllib.request.urlopen(client.service.http + "/metrics", timeout=10) as response:
         found = re.search(r"^tgi_preemptions (\S+)", response.read().decode(), re.MULTILINE)
     is_tight = not service.endswith("one rank")

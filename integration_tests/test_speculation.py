@@ -1,5 +1,5 @@
-"""Guesses change no answer of a service: not those that the oracle gives, not beside others in a small cache,
-and not when the shards die under them."""
+"""Drafts change no response of a service: they equal the oracle's, beside other requests in a small cache,
+and when the shards die."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +34,7 @@ def sample(client: Client, text: str, seed: int, **stopping: object) -> pb.Gener
 
 
 def test_answers_are_the_oracles(client: Client, model: Model) -> None:
-    """One after the other, where there is most to gain, and all at once, in a cache too small for that."""
+    """Send them one after the other, which gains most, and all at once, in a cache too small for that."""
 
     def ask(expected: object) -> None:
         batch = pb.BatchedGenerationRequest(
@@ -53,7 +53,7 @@ def test_answers_are_the_oracles(client: Client, model: Model) -> None:
 
 @pytest.mark.slow
 def test_streams_survive_a_killed_shard(client: Client, model: Model) -> None:
-    """One that is greedy and repeats itself, so that guesses are right."""
+    """Return a greedy request that repeats itself, so that drafts are accepted."""
     texts = (expected.prompt[:20] for expected in model.expected)
     text = next(each for each in texts if not keys_of(each) and long_request(each).params.method == pb.GREEDY)
     before = num_drafts(client)[1]
@@ -62,7 +62,7 @@ def test_streams_survive_a_killed_shard(client: Client, model: Model) -> None:
 
 
 def test_a_stop_sequence_cuts_what_was_computed_ahead(client: Client, model: Model) -> None:
-    """And a seed gives the same text whatever ends it."""
+    """A seed gives the same text, whatever ends it."""
     whole = sample(client, model.expected[0].prompt, 7).text
     stop = whole[len(whole) // 2 :][:3]
     cut = sample(client, model.expected[0].prompt, 7, stop_sequences=[stop])

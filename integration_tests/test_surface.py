@@ -1,5 +1,5 @@
-"""What a service shows in the smallest place that it may be given: that it serves there, where it listens,
-whom it speaks to, what it opens, and what it leaves."""
+"""A service in its most restricted environment: it serves, and its listening sockets, its peers, the files it
+opens, and the files it leaves are known."""
 
 import os
 import re
@@ -31,7 +31,7 @@ LOADED = re.compile(r"loaded in ([\d.]+) s")
 
 @pytest.fixture(scope="module")
 def files(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For anybody to read."""
+    """Make it readable for everyone."""
     files = tmp_path_factory.mktemp("hardened") / "files"
     shutil.copytree(model.directory, files / "model")
     write_prompt(files / "root" / "eight", SoftPrompt(embeddings(8, 1)))
@@ -89,7 +89,9 @@ def test_everything_is_served(place: Hardened, model: Model) -> None:
 
 def test_nobody_has_a_right_to_anything(place: Hardened) -> None:
     num_routers = place.service.num_routers
-    assert len(place.pids) == (4 if num_routers == 1 else 4 + num_routers)  # an engine process beside workers
+    assert len(place.pids) == (
+        4 if num_routers == 1 else 4 + num_routers
+    )  # an engine process besides workers
     for pid in place.pids:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         status = {name: value.split() for name, value in (line.split(":", 1) for line in lines)}
@@ -99,13 +101,13 @@ def test_nobody_has_a_right_to_anything(place: Hardened) -> None:
         assert all(status[f"Cap{kind}"] == ["0" * 16] for kind in ("Inh", "Prm", "Eff", "Bnd", "Amb"))
         assert status["NoNewPrivs"] == ["1"]
     mounts = [line.split() for line in (place.proc / "mountinfo").read_text().splitlines()]
-    options = {line[4]: line[5].split(",") for line in mounts}  # the last one covers those before
+    options = {line[4]: line[5].split(",") for line in mounts}  # the last one includes those before
     writable = {path for path, said in options.items() if "rw" in said and not path.startswith("/proc")}
     assert writable == {"/tmp", str(AUDIT)}
 
 
 def test_it_listens_where_it_is_told_to(place: Hardened) -> None:
-    """And beside that on loopback, and on sockets that are its user's alone."""
+    """Other sockets are on loopback, or only for the service's user."""
     listening = place.addresses("tcp", "tcp6", states={"0A"})
     assert {port for host, port in listening if not ip_address(host).is_loopback} == {GRPC_PORT, HTTP_PORT}
     assert not place.addresses("udp", "udp6", "raw", "raw6")
@@ -120,7 +122,7 @@ def test_it_listens_where_it_is_told_to(place: Hardened) -> None:
 
 
 def test_it_speaks_to_nobody(place: Hardened) -> None:
-    """Whatever had been sent to somewhere else had found no way, and had been counted."""
+    """Packets to other hosts would have had no route, and would have been counted."""
     generate(place, "eight")
     for event in chain(*place.audited().values()):
         if event.kind.startswith("socket."):
@@ -143,7 +145,7 @@ def refusal(place: Hardened, **ids: str) -> str:
 
 
 def test_hostile_ids_open_nothing(place: Hardened, files: Path) -> None:
-    """And are refused like those of nothing at all."""
+    """Such paths are refused like paths that do not exist."""
     outside = files / "outside"
     watch, before = Watch(outside, outside / "b", outside / "lora"), place.audited()
     start, _, end = refusal(place, prefix_id="missing").split("missing")
@@ -165,8 +167,8 @@ def test_hostile_ids_open_nothing(place: Hardened, files: Path) -> None:
 
 
 def test_nothing_is_opened_that_is_not_its_own(place: Hardened) -> None:
-    """From the first line of Python on: libraries, the machine's state, the model, the store, and the run's
-    directory, which it finds a place for in /tmp."""
+    """From the first line of Python on, it opens only libraries, the machine's state, the model, the store,
+    and the run's directory, which it creates in /tmp."""
     generate(place, "eight")
     known = [FILES / "model", STORE, Path.cwd(), *map(Path, (sys.base_prefix, sys.prefix, "/usr", "/lib"))]
     known += [*map(Path, ("/proc", "/sys", "/dev", *filter(None, sys.path)))]
@@ -179,8 +181,8 @@ def test_nothing_is_opened_that_is_not_its_own(place: Hardened) -> None:
 
 @pytest.mark.slow
 def test_kernels_are_compiled_once(files: Path) -> None:
-    """Where nothing came with the package and nothing but /tmp can be written: shards that start again find
-    the code of the first ones."""
+    """Without packaged kernels, and with only /tmp writable, restarted shards use the kernels that the first
+    ones compiled."""
     place = Hardened(files.parent, files, size="128m", is_compiled=False)
     try:
         os.kill(children_of(place.service.process.pid)["serve"][0], signal.SIGKILL)

@@ -1,5 +1,5 @@
-"""A service that is launched as TGI is, by flags and by variables: what it tells of itself, its answers, its
-refusals when it is full, and streams that outlive a shard."""
+"""A service launched like TGI, by flags and by variables: its information, its responses, its refusals at the
+limit, and streams that survive a lost shard."""
 
 import json
 import os
@@ -83,7 +83,7 @@ def test_a_key_is_asked_for(tgi: Launched) -> None:
 
 
 def test_it_is_overloaded(tgi: Launched) -> None:
-    """Before anything else is said of a request."""
+    """It is refused before the request is checked."""
     stream = tgi_body("a girl", {"temperature": 0, "max_tokens": 400})
     with busy(tgi, "/generate_stream", stream, 8):
         for body in ({"inputs": "fox"}, {"inputs": "fox", "parameters": {"top_p": 7}}):

@@ -1,4 +1,4 @@
-"""A service that is launched with a command line and an environment of TGI's, asked over plain HTTP."""
+"""A service launched with TGI's command line and environment, called over plain HTTP."""
 
 import json
 from collections.abc import Iterator
@@ -100,7 +100,7 @@ def test_keys_and_origins(launched: Launched) -> None:
 
 def test_the_log(launched: Launched) -> None:
     output = launched.service.output
-    assert "1 shard, as no number of shards is given" in output
+    assert "using 1 shard: sharded is false and num_shard is unset" in output
     for flag in ("--waiting-served-ratio", "--usage-stats"):
         assert f"{flag} has no effect: " in output
     assert "  served_model_name: org/tiny (--model-id)" in output

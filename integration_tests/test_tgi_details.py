@@ -1,5 +1,5 @@
-"""Details of tokens that TGI's API of a launched service tells: those of the same call through gRPC, and what
-transformers computes of the input; the best of several texts, each of which gRPC generates from its seed."""
+"""Token details of TGI's API of a launched service equal those of the same gRPC call and, for the input,
+transformers'; the best of several texts, each of which gRPC generates from its seed."""
 
 import json
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served,
 
 
 class Ways:
-    """TGI's API and gRPC of one service, asked for the same."""
+    """TGI's API and gRPC of one service, for equal requests."""
 
     def __init__(self, launched: tuple[Served, Client]) -> None:
         self._served, self._client = launched
@@ -49,7 +49,7 @@ class Ways:
         return answer.body
 
     def grpc(self, prompt: str, parameters: dict[str, Any]) -> pb.GenerationResponse:
-        """Return the answer, whose tokens are ids."""
+        """Return the response with token ids."""
         sampled = any(name in parameters for name in ("do_sample", "temperature", "top_p", "typical_p"))
         params = pb.Parameters(method=pb.SAMPLE if sampled else pb.GREEDY)
         params.truncate_input_tokens = parameters.get("truncate", 0)

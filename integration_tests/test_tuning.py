@@ -1,5 +1,6 @@
-"""A request with a soft prompt or an adapter gives the tokens that PEFT and transformers give: alone, in a
-crowd of others and of none, chunked, preempted, from the cache, streamed, on two ranks. What is counted."""
+"""A request with a soft prompt or an adapter gives the tokens of PEFT and transformers: alone, beside
+requests with others and without, chunked, preempted, from the cache, streamed, on two ranks. Also their
+metrics."""
 
 import os
 import random
@@ -44,7 +45,7 @@ def test_in_a_crowd(tuned: Tuned) -> None:
 
 
 def test_prompts_make_way_for_others(tuned: Tuned) -> None:
-    """As many as there is room for stay, the least recently used go, and come back when asked for."""
+    """As many as fit stay loaded, the least recently used are evicted, and are reloaded for requests."""
     num_tokens, num_prompts = 100, 90
     size = num_tokens * 32 * 4
     assert num_prompts * size > MIB
@@ -61,8 +62,8 @@ def test_prompts_make_way_for_others(tuned: Tuned) -> None:
     assert grown["tgi_prompt_cache_entries"] == num_prompts - grown["tgi_prompt_cache_evictions"]
     assert grown["tgi_prompt_cache_evictions"] > 0
     assert MIB - size <= after["tgi_prompt_cache_bytes"] <= MIB
-    asks[-1].send(tuned)  # is there
-    asks[0].send(tuned)  # is not
+    asks[-1].send(tuned)  # exists
+    asks[0].send(tuned)  # does not exist
     Ask("fox", "nobody").refusal(tuned)
     last = metrics(tuned.client)
     for name in ("hits", "misses", "evictions"):
@@ -103,7 +104,7 @@ def test_one_load_for_many_who_ask_at_once(tuned: Tuned) -> None:
 
 @pytest.mark.parametrize(("prefix_id", "adapter_id"), [("eight", None), (None, "mlp"), ("peft.v1", "lora")])
 def test_a_grammar_is_followed(tuned: Tuned, prefix_id: str | None, adapter_id: str | None) -> None:
-    """From the first token that is generated, whatever comes before."""
+    """From the first generated token on, whatever comes before."""
     params = pb.Parameters(decoding=pb.DecodingParameters(regex="[0-9]{5}x"))
     message = pb.BatchedGenerationRequest(
         requests=[pb.GenerationRequest(text="fox")], params=params, prefix_id=prefix_id, adapter_id=adapter_id
@@ -167,14 +168,14 @@ HOSTILE = [
 ]
 
 
-# Directories of the store, though without a soft prompt that may be read.
+# Directories of the store, but without a readable soft prompt.
 NO_ADAPTERS = {"by-file", "pipe", "nested/directory"}
 NO_ADAPTER = "can't retrieve adapter with id '{}': invalid adapter: no adapter_config.json found"
 
 
 @pytest.fixture(scope="module")
 def traps(tuned: Tuned, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What leads out of the store, and what would not end; returns what may not be read."""
+    """Create paths out of the store, and files that would not end; return the forbidden files."""
     outside = tmp_path_factory.mktemp("outside")
     write_prompt(outside / "secret", SoftPrompt(embeddings(4, 0)))
     store = tuned.prompts
@@ -189,7 +190,7 @@ def traps(tuned: Tuned, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_hostile_ids_are_like_missing_ones(tuned: Tuned, traps: Path) -> None:
-    os.utime(traps, (0, 0))  # so that even a mount that hardly keeps times tells of a reader
+    os.utime(traps, (0, 0))  # so that even a mount that rarely updates access times reveals a reader
     names, text = tuned.oracle.server.names, "fox"
     for content_id in HOSTILE:
         code, details = Ask(text, content_id).refusal(tuned)

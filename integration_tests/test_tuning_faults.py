@@ -1,4 +1,4 @@
-"""What happens when soft prompts and adapters are replaced, removed or bad, and when processes die then."""
+"""Soft prompts and adapters that are replaced, removed or damaged, and processes that die meanwhile."""
 
 import os
 import random
@@ -40,7 +40,7 @@ LASTING = {("eight", ""), ("peft.v1", ""), ("", "mlp"), ("eight", "mlp"), ("", "
 
 @pytest.fixture(scope="module")
 def undisturbed(tuned: Tuned) -> dict[Ask, Messages]:
-    """Answers, all in flight together, while nothing happens."""
+    """Send all simultaneously without faults, and return the responses."""
     asks = [Ask(TEXTS[1], *ids, LONG) for ids in LASTING]
     asks += [Ask(text, "eight", "", LONG) for text in (TEXTS[0], TEXTS[2])]
     with ThreadPoolExecutor(len(asks)) as threads:
@@ -48,7 +48,7 @@ def undisturbed(tuned: Tuned) -> dict[Ask, Messages]:
 
 
 def start(tuned: Tuned, threads: ThreadPoolExecutor, *asks: Ask) -> list[Stream]:
-    """Streams of all that is asked, each of which has begun."""
+    """Start streams of all requests, and wait until each has begun."""
     begun = threading.Barrier(len(asks) + 1)
 
     def read(ask: Ask) -> Messages:
@@ -78,7 +78,7 @@ def shards(tuned: Tuned) -> list[int]:
 
 
 def put(file: Path, content: bytes) -> None:
-    """As caikit does: under another name first."""
+    """Publish it like caikit: under another name first, then renamed."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(file.name + ".swp")
     unfinished.write_bytes(content)
@@ -91,7 +91,7 @@ def missing(content_id: str) -> tuple[grpc.StatusCode, str]:
 
 
 def outcome(ask: Ask, tuned: Tuned) -> Any:
-    """The answer, or the status and its text."""
+    """Return the response, or the status and its text."""
     try:
         return ask.send(tuned)
     except grpc.RpcError as error:
@@ -100,7 +100,7 @@ def outcome(ask: Ask, tuned: Tuned) -> Any:
 
 @pytest.mark.slow
 def test_replaced_and_removed_under_load(tuned: Tuned, undisturbed: dict[Ask, Messages]) -> None:
-    """Who runs goes on with the old one; the next request has the new one, or is refused."""
+    """Running requests continue with the old version; the next request gets the new one, or is refused."""
     pids, directory = shards(tuned), tuned.prompts / "swapped"
     old, new = [(tuned.prompts / name / "decoder.pt").read_bytes() for name in ("eight", "one")]
     put(directory / "decoder.pt", old)
@@ -136,7 +136,7 @@ def test_an_adapter_is_replaced_and_removed(tuned: Tuned, undisturbed: dict[Ask,
 
 
 def test_a_prompt_that_is_copied_slowly(tuned: Tuned) -> None:
-    """It is refused until it is whole, and then it is served at once."""
+    """It is refused until it is complete, and then served at once."""
     whole = (tuned.prompts / "eight" / "decoder.pt").read_bytes()
     directory, ask = tuned.prompts / "slow", Ask("fox", "slow", num_tokens=4)
     directory.mkdir()
@@ -153,7 +153,7 @@ def test_a_prompt_that_is_copied_slowly(tuned: Tuned) -> None:
 
 
 def test_a_directory_that_comes_and_goes(tuned: Tuned) -> None:
-    """Every answer is right, or says that there is nothing."""
+    """Every response is correct, or reports that nothing exists."""
     pids, directory, is_over = shards(tuned), tuned.prompts / "fickle", threading.Event()
     r = random.Random(0)
     whole = (tuned.prompts / "eight" / "decoder.pt").read_bytes()
@@ -186,7 +186,7 @@ def test_a_directory_that_comes_and_goes(tuned: Tuned) -> None:
 def test_a_killed_shard_when_the_files_are_gone(
     tuned: Tuned, undisturbed: dict[Ask, Messages], victim: int
 ) -> None:
-    """Streams go on with what they had, to the last token; what was not in use is loaded anew."""
+    """Streams continue with their version to the last token; unused adapters are loaded again."""
     pids, restarts = shards(tuned), metrics(tuned.client)["tgi_shard_restarts"]
     copies = {"gone": tuned.prompts / "eight", "gone-too": tuned.prompts / "peft.v1"}
     for name, original in copies.items():
@@ -226,13 +226,13 @@ def header(text: bytes, length: int | None = None) -> bytes:
 
 
 def write_sparse(directory: Path) -> None:
-    """Eight GiB of nothing."""
+    """Create a sparse file of eight GiB."""
     with (directory / "decoder.pt").open("wb") as file:
         file.truncate(8 << 30)
 
 
 def write_wide_row(directory: Path) -> None:
-    """One row that is said to be a hundred million."""
+    """Create one row that claims to be a hundred million."""
     torch.save(torch.ones(1, WIDTH).expand(10**8, WIDTH), directory / "decoder.pt")
 
 
@@ -310,7 +310,7 @@ def cut_file(directory: Path) -> None:
     os.truncate(path, path.stat().st_size - 100)
 
 
-# What is done to an adapter that is fine, and what is said of it then, after the id.
+# Damage of a valid adapter, and the error text after the id.
 BAD_ADAPTERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "dora": (lambda d: edit_adapter(d, use_dora=True), "DoRA"),
     "json": (break_json, "adapter_config.json"),
@@ -364,7 +364,7 @@ def test_bad_adapters_harm_nobody(tuned: Tuned, undisturbed: dict[Ask, Messages]
 
 @pytest.mark.slow
 def test_a_look_up_that_takes_too_long_is_given_up(tuned: Tuned) -> None:
-    """After five seconds, on a disk that hangs below a shard that serves all others."""
+    """After five seconds, on a hung disk of a shard that serves all other requests."""
     with ThreadPoolExecutor(1) as threads:
         started = time.monotonic()
         slow = threads.submit(Ask("fox", "on-a-slow-disk").refusal, tuned)
@@ -379,7 +379,7 @@ def test_a_look_up_that_takes_too_long_is_given_up(tuned: Tuned) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_look_up_in_a_shard_that_stands_still_is_a_pause(tuned: Tuned, victim: int) -> None:
-    """Which ends when the shard goes on, or when it is killed and started again."""
+    """It ends when the shard continues, or when it is killed and restarted."""
     for prefix_id, stands_s in (("half", 7.0), ("peft/raw", None)):
         pid, restarts = shards(tuned)[victim], metrics(tuned.client)["tgi_shard_restarts"]
         ask, plain = Ask("fox", prefix_id, num_tokens=4), Ask("fox", num_tokens=4)

@@ -1,5 +1,5 @@
-"""A launched service that logs all it can, while shards and router fail under marked prompts: nobody else
-reads a word of them."""
+"""A launched service with full logging, while shards and router fail during marked prompts: no word of them
+is logged or left in files."""
 
 import urllib.request
 from pathlib import Path
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 MARK = "mArKeD"
 TOKEN = f"token-{MARK}"
 METADATA = [("authorization", f"Bearer {TOKEN}"), ("x-api-key", MARK)]
-# Faults of every kind, one after the other; the last one is the router's, and the end.
+# Faults of every kind, one after the other; the last one is the router's, and ends the service.
 FAULTS = [
     "shard.before_forward[epoch=1]=raise@9",
     "shard.before_forward[epoch=2]=oom@9",

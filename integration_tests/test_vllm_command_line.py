@@ -1,5 +1,5 @@
-"""A service that is launched with a command line and an environment of vLLM's, and adapters that get and lose
-names while requests run. The answers are those of transformers and PEFT."""
+"""A service launched with vLLM's command line and environment, and adapters whose names are added and removed
+during requests. The responses are those of transformers and PEFT."""
 
 import threading
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ class VllmService:
     pid: int
     adapters: Path
     texts: dict[str, str]
-    """Greedy answers to PROMPT, by the adapter's folder; that of the bare model has the name tiny."""
+    """Return the greedy responses to PROMPT, by the adapter's folder; the bare model's name is tiny."""
 
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
@@ -123,7 +123,7 @@ def test_bad_adapters_get_no_name(service: VllmService) -> None:
 
 
 def test_names_come_and_go_under_traffic(service: VllmService) -> None:
-    """A name means one adapter or the other, or is unknown, and every answer is one of those."""
+    """A name stands for one adapter or the other, or is unknown, and every response is one of those."""
     stopped = threading.Event()
 
     def ask() -> set[str]:

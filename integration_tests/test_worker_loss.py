@@ -1,4 +1,4 @@
-"""Shards that fail in every way there is, under live streams: who was not to blame never knows."""
+"""Shards that fail in every way during live streams: requests that are not the cause are unaffected."""
 
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +14,9 @@ from tests.support.accounts import assert_nothing_left, differences, take_baseli
 from tgis.pb import generation_pb2 as pb
 
 NUM_STREAMS = 4
-POISON = "girl fox " * 20  # nobody else's prompt is as long
-# One after the other: what raises, kills and is killed ends the shards, which start again as the next epoch;
-# garbage ends the link alone.
+POISON = "girl fox " * 20  # no other prompt is as long
+# One after the other: exceptions and kills end the shards, which restart with the next epoch;
+# garbage ends only the link.
 FAULTS = (
     "shard.before_answer[epoch=1]=garbage@8",
     "shard.before_forward[epoch=1]=raise@25",
@@ -28,7 +28,7 @@ SLOW_FAULTS = ("shard.before_forward[epoch=1]=oom@20", "shard.before_forward[epo
 def serve_with(model: Model, *faults: str) -> Client:
     flags = ("--dtype", "float32", "--failpoints", ",".join(faults))
     client = Client(launch(model.directory, *flags).wait_until_serving())
-    client.stub.ModelInfo(pb.ModelInfoRequest())  # so that its connection is there
+    client.stub.ModelInfo(pb.ModelInfoRequest())  # so that its connection exists
     return client
 
 
@@ -37,7 +37,7 @@ def texts_of(model: Model) -> list[str]:
 
 
 def read_twice(client: Client, texts: list[str]) -> None:
-    """First under the faults, and again when there are none left."""
+    """Run them first during the faults, and again afterwards."""
     baseline = take_baseline(client.service.http)
     with ThreadPoolExecutor(len(texts)) as threads:
         disturbed = list(threads.map(lambda text: read(client, text), texts))
@@ -55,14 +55,14 @@ def test_streams_survive_one_fault_after_the_other(model: Model) -> None:
     client = serve_with(model, *FAULTS)
     read_twice(client, texts_of(model))
     assert metrics(client)["tgi_shard_restarts_total"] == len(FAULTS)
-    assert len([line for line in client.service.lines if "starting the shards again" in line]) == 2
+    assert len([line for line in client.service.lines if "restarting the shards" in line]) == 2
     assert "was killed by SIGKILL; was it out of memory?" in client.service.output
     end(client)
 
 
 @pytest.mark.slow
 def test_who_kills_the_shards_ends_alone(model: Model) -> None:
-    """Of streams in the same steps, and with its id in the log."""
+    """Streams in the same steps complete, and the log has the request's id."""
     length = len(Tokenizer.from_file(str(model.directory / "tokenizer.json")).encode(POISON).ids)
     client = serve_with(model, f"shard.before_forward[prompt={length}]=raise")
     texts = texts_of(model)
@@ -85,7 +85,7 @@ def test_who_kills_the_shards_ends_alone(model: Model) -> None:
 def test_streams_survive_a_lack_of_memory_and_a_step_that_hangs(model: Model) -> None:
     client = serve_with(model, *SLOW_FAULTS)
     read_twice(client, texts_of(model))
-    assert "shard 0 hung and was killed; starting the shards again" in client.service.output
+    assert "shard 0 hung and was killed; restarting the shards" in client.service.output
     end(client)
 
 
@@ -94,5 +94,5 @@ def test_streams_survive_a_shard_that_stands_still(model: Model) -> None:
     service = launch(model.directory, "--dtype", "float32", "--num-shard", "2").wait_until_serving()
     client = Client(service)
     check_survival(client, texts_of(model), victim=1, number=signal.SIGSTOP)
-    assert " hung and was killed; starting the shards again" in service.output
+    assert " hung and was killed; restarting the shards" in service.output
     end(client)

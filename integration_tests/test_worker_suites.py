@@ -1,4 +1,4 @@
-"""Suites of the whole service once more, against launchers that start three router workers."""
+"""Suites of the whole service, repeated against launchers that start three router workers."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Writes the protobuf and gRPC stubs of protos/ to tgis/pb/, typed. Runs in every build (a hatchling hook)
+"""Generates typed protobuf and gRPC stubs of protos/ in tgis/pb/. It runs in every build as a hatchling hook,
 and as a script for `make protos`."""
 
 import sys
@@ -11,7 +11,7 @@ NAMES = ("generation", "shard")
 
 
 def generate(root: Path) -> None:
-    """Needs grpcio-tools and mypy-protobuf in the running interpreter."""
+    """Generate the stubs. This needs grpcio-tools and mypy-protobuf in the running interpreter."""
     from grpc_tools import protoc
 
     out = root / "tgis" / "pb"
@@ -35,14 +35,14 @@ def generate(root: Path) -> None:
 
 
 def _update(file: Path, content: bytes) -> None:
-    """Leave a file that is as it should be alone: others may read it while the package is built again."""
+    """Write a file only if its content changes: other processes may read it during the build."""
     if not file.exists() or file.read_bytes() != content:
         file.write_bytes(content)
 
 
 def _typing_plugin() -> Path:
     """Return the program's path: in a directory that pip filled with `--target`, which moves programs from
-    where its records have them; in a virtual environment; or in pip's isolated build environment."""
+    their recorded paths; in a virtual environment; or in pip's isolated build environment."""
     name, found = "protoc-gen-mypy_grpc", distribution("mypy-protobuf")
     moved = Path(str(found.locate_file(f"bin/{name}")))
     recorded = (Path(str(file.locate())).resolve() for file in found.files or [] if file.stem == name)
@@ -58,12 +58,12 @@ if __name__ == "__main__":
 
 try:
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface
-except ImportError:  # run by hand, without hatchling
+except ImportError:  # run as a script, without hatchling
     pass
 else:
 
     class StubsHook(BuildHookInterface):  # type: ignore[type-arg]
-        """hatchling finds this class by its base."""
+        """Build hook; hatchling locates this class by its base class."""
 
         def initialize(self, version: str, build_data: dict[str, object]) -> None:
             generate(Path(self.root))

@@ -1,6 +1,8 @@
-"""Holds locks/ against pyproject.toml, constraints.txt and what the installed packages say they need, without
-asking an index. What torch's build for CUDA needs is said by packages that are not installed: of its lock,
-form and torch's version are checked."""
+"""Checks locks/ against pyproject.toml, constraints.txt and the requirements of the installed packages,
+without a package index.
+
+torch's build for CUDA needs packages that are not installed, so only the format and torch's version are
+checked in its lock."""
 
 import sys
 import tomllib
@@ -18,16 +20,16 @@ ROOT = Path(__file__).resolve().parent.parent
 SERVICE, CPU, CUDA, BUILD = "service", "torch-cpu", "torch-cuda", "build"
 EXTRA = "image"
 HASH = "--hash=sha256:"
-# What the service runs on, with each Python of pyproject.toml's classifiers.
+# Platforms of the service, with each Python of pyproject.toml's classifiers.
 MACHINES = ("x86_64", "aarch64")
 
 Environment = dict[str, str]
 Needs = Mapping[str, tuple[str, list[str]]]
-"""Of installed packages by name: the version, and what it needs."""
+"""Version and requirements of each installed package, by name."""
 
 
 class LockError(Exception):
-    """A lock has a line that it must not have."""
+    """Error for a lock with a line that is not allowed."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Entry:
 
     @property
     def version(self) -> str:
-        """Empty where it is not pinned to one."""
+        """Version that the lock pins; empty if it pins none."""
         [*pins] = self.requirement.specifier
         return (
             pins[0].version
@@ -57,7 +59,7 @@ Lock = list[Entry]
 
 
 class Project(NamedTuple):
-    """What pyproject.toml and constraints.txt say."""
+    """Requirements of pyproject.toml and constraints.txt."""
 
     dependencies: list[str]
     extras: Mapping[str, list[str]]
@@ -67,7 +69,8 @@ class Project(NamedTuple):
 
 
 def read_lock(text: str) -> Lock:
-    """Raises LockError for a line that is no requirement: an index, a path or an address."""
+    """Parse a lock. Raises LockError for a line that is not a requirement, such as an index, a path or a
+    URL."""
     entries = []
     for line in text.replace("\\\n", " ").splitlines():
         words, _, _ = line.partition("#")
@@ -105,20 +108,20 @@ def environments(pythons: Iterable[str]) -> list[Environment]:
 
 
 def faults(project: Project, locks: Mapping[str, Lock], installed: Needs) -> Iterator[str]:
-    """Yield what is wrong, each in a line."""
+    """Yield the errors, one line each."""
     if of_form := [fault for name, lock in locks.items() for fault in _faults_of_form(name, lock)]:
         yield from of_form
         return
     places = environments(project.pythons)
     served = [*locks[SERVICE], *locks[CPU]]
     roots = [*project.dependencies, *project.extras[EXTRA]]
-    found: dict[str, None] = {}  # each once, though most are found in every place
+    found: dict[str, None] = {}  # each error once, although most occur on every platform
     needed: set[str] = set()
     for place in places:
         walk = _Walk(project, served, installed, place)
         found |= dict.fromkeys(walk.faults("the project", roots))
         needed |= walk.seen
-    yield from found or (  # else not all is known that is needed
+    yield from found or (  # otherwise not all requirements are known
         f"{entry.name} is in the lock, and nothing needs it: run make lock"
         for entry in served
         if entry.name not in needed and any(map(entry.applies, places))
@@ -151,7 +154,8 @@ def _faults_of_constraints(project: Project, entries: Lock) -> Iterator[str]:
 
 
 class _Walk:
-    """From the project to all that it needs in one place, by what installed packages say."""
+    """Return the transitive requirements of the project on one platform, according to the installed
+    packages."""
 
     def __init__(self, project: Project, lock: Lock, installed: Needs, place: Environment) -> None:
         self._project, self._installed, self._place = project, installed, place

@@ -23,7 +23,7 @@ def too_long(path: Path) -> list[str]:
 
 
 def check(rule: Callable[[Path], list[str]], verdict: str) -> NoReturn:
-    """Print what `rule` finds in the package's files, or that they are as `verdict` says, and exit."""
+    """Print the findings of `rule` in the package's files, or `verdict` if there are none, and exit."""
     sources = [path for path in (ROOT / "tgis").rglob("*.py") if "pb" not in path.parts]
     problems = [problem for path in sorted(sources) for problem in rule(path)]
     print("\n".join(problems) or f"{len(sources)} files {verdict}")

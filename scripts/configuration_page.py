@@ -1,4 +1,4 @@
-"""`docs/configuration.md`, from the declarations of the options."""
+"""Generates `docs/configuration.md` from the declarations of the options."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, Field
@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from tgis.cli import main as cli
-from tgis.cli.process_command import FOREIGN
+from tgis.cli.process_command import ALIAS
 from tgis.config.aliases.alias import Alias
 from tgis.config.aliases.tgis import PASSED_ON, TGIS_NAMES
 from tgis.config.network import ProbeConfig
@@ -93,7 +93,7 @@ def render() -> str:
 
 
 def _exceptions() -> Iterator[str]:
-    """Yield, for each command, its options that lack a flag or the variable of that name."""
+    """Yield, for each command, its options that lack a flag or the variable named after it."""
     for name, (program, config_type) in COMMANDS.items():
         options = [(f, option, env_of(f)) for f, option, _ in declared(config_type)]
         named = [
@@ -111,14 +111,14 @@ def _exceptions() -> Iterator[str]:
 
 
 def _extras(name: str, config_type: type) -> list[click.Parameter]:
-    """Return what only the command line takes."""
+    """Return the parameters that only the command line sets."""
     own = {f.name for f, _, _ in declared(config_type)} | {"version"}
     params = cli.main.commands[name].params
-    return [p for p in params if p.name not in own and not (p.name or "").startswith(FOREIGN)]
+    return [p for p in params if p.name not in own and not (p.name or "").startswith(ALIAS)]
 
 
 def _command(name: str, program: str, config_type: type) -> str:
-    """A heading, and a table for each group of options."""
+    """Return a heading, and a table for each group of options."""
     tables: dict[Group | None, list[tuple[str, ...]]] = {group: [] for group in (None, *Group)}
     for f, option, _ in in_groups(config_type):
         tables[option.group].append(_row(f, option))
@@ -133,7 +133,7 @@ def _command(name: str, program: str, config_type: type) -> str:
 
 
 def _extra(parameter: click.Parameter) -> tuple[str, ...]:
-    """Of what only the command line takes."""
+    """Return the table of parameters that only the command line sets."""
     if isinstance(parameter, click.Argument):
         return f"`{parameter.human_readable_name.strip('[]')}`", "", "unset", "Positional, as in TGIS."
     assert isinstance(parameter, click.Option)

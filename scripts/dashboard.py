@@ -1,11 +1,11 @@
-"""`deployment/monitoring/dashboard.json`: what is to be seen of the replicas of a service, row by row."""
+"""Generates `deployment/monitoring/dashboard.json`, row by row, for all replicas of a service."""
 
 from collections.abc import Sequence
 
 from scripts.grafana import Panel, Query, Row, Variable
 from scripts.grafana import render as render_grafana
 
-CHOSEN = ("namespace", "pod", "instance")  # labels that a scrape configuration gives
+CHOSEN = ("namespace", "pod", "instance")  # labels set by the scrape configuration
 SELECTOR = ", ".join(f'{name}=~"${name}"' for name in CHOSEN)
 EACH = "{{pod}} {{instance}}"
 QUANTILES = (0.5, 0.95, 0.99)
@@ -20,12 +20,12 @@ def rate(name: str, matchers: str = "") -> str:
 
 
 def total(name: str, *labels: str) -> str:
-    """Per second, of all replicas, apart by `labels`."""
+    """Return a query for the rate per second, summed over replicas, by `labels`."""
     return f"sum{_by(labels)} ({rate(name)})"
 
 
 def each(name: str) -> str:
-    """A gauge of each replica."""
+    """Return a query for a gauge of each replica."""
     return f"sum by (pod, instance) ({series(name)})"
 
 

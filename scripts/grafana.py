@@ -1,5 +1,5 @@
-"""A dashboard as Grafana stores it: rows of panels, each of which draws queries of one unit over time. The
-same rows give the same text."""
+"""Builds a dashboard in Grafana's format: rows of panels with queries of one unit over time. The output is
+deterministic."""
 
 import json
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class Query:
 class Panel:
     title: str
     unit: str
-    """As Grafana calls it: s, reqps, percentunit, decbytes, short, ..."""
+    """Grafana's name of the unit: s, reqps, percentunit, decbytes, ..."""
     queries: Sequence[Query]
     help: str = ""
     is_stacked: bool = False
@@ -35,11 +35,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Variable:
-    """A label by which what is shown is chosen; any number of its values."""
+    """Variable that selects any number of a label's values."""
 
     name: str
     series: str
-    """Of which the values are those of the label."""
+    """Query whose results have the label's values."""
 
 
 def render(title: str, uid: str, variables: Sequence[Variable], rows: Sequence[Row]) -> str:
@@ -125,7 +125,7 @@ def _source_variable() -> dict[str, Any]:
 
 
 def _variable(variable: Variable) -> dict[str, Any]:
-    """All stands for what has no such label, too, as outside a cluster."""
+    """Return the variable in Grafana's format. All also selects series without the label."""
     text = f"label_values({variable.series}, {variable.name})"
     return {
         "name": variable.name,

@@ -1,5 +1,5 @@
-"""`docs/migrating/lmi.md`: what a user of DJL's LMI containers has to change, from the names that are read under
-`--compat lmi`."""
+"""Generates `docs/migrating/lmi.md`: the changes for users of DJL's LMI containers, from the names that are
+accepted under `--compat lmi`."""
 
 from collections.abc import Callable, Iterable
 

@@ -1,5 +1,5 @@
-"""Every text that the package raises or logs as a warning or an error, read from its source: what holds a
-value is a hole, `{name}`."""
+"""Collects the texts that the package raises or logs as a warning or an error from its source. Values become
+placeholders, `{name}`."""
 
 import ast
 import re
@@ -10,17 +10,17 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent.parent / "tgis"
 ROOTS = ("OperatorError", "RouterError", "ClickException", "UsageError")
 LOGGED = ("warning", "error", "exception")
-REFUSALS = ("refusal", "unreadable")  # of an option: what is said of a value that cannot be
+REFUSALS = ("refusal", "unreadable")  # prefix of errors about an option's value
 PERCENT = re.compile(r"%(?:\.\d+)?[srdfgi]")
 HOLE = re.compile(r"\{[^{}]*\}")
-MIN_LETTERS = 8  # fewer are no text but a hole with something around it
+MIN_LETTERS = 8  # texts with fewer letters are only a placeholder with punctuation
 
 
 @dataclass(frozen=True)
 class Message:
     text: str
     kind: str
-    """`raised`, `logged`, or `other` for any further text of the source."""
+    """`raised`, `logged`, or `other` for any other text of the source."""
     module: str
 
     @property
@@ -29,12 +29,12 @@ class Message:
 
 
 def key_of(text: str) -> str:
-    """The same for texts that differ only in the names of their holes."""
+    """Key that is equal for texts that differ only in the names of their placeholders."""
     return HOLE.sub("{}", text)
 
 
 def collect(package: Path = PACKAGE) -> list[Message]:
-    """Without repetitions, those that are raised or logged first."""
+    """Return the messages without repetitions; raised and logged ones come first."""
     trees = {path: ast.parse(path.read_text()) for path in _sources(package)}
     errors, constants = _errors(trees.values()), _shared(trees.values())
     found: dict[str, Message] = {}
@@ -62,7 +62,8 @@ def _constants(tree: ast.Module) -> dict[str, ast.expr]:
 
 
 def _shared(trees: Iterable[ast.Module]) -> dict[str, ast.expr]:
-    """Texts that modules may import: those whose name stands for one text in all of the package."""
+    """Return the texts that modules may import: constants whose name stands for one text in the whole
+    package."""
     found: dict[str, list[ast.expr]] = {}
     for tree in trees:
         for name, value in _constants(tree).items():
@@ -71,7 +72,7 @@ def _shared(trees: Iterable[ast.Module]) -> dict[str, ast.expr]:
 
 
 def _errors(trees: Iterable[ast.Module]) -> frozenset[str]:
-    """Names of the classes whose text somebody gets to read."""
+    """Return the names of the exception classes whose text is shown to users."""
     bases: dict[str, list[str]] = {}
     for tree in trees:
         for node in ast.walk(tree):
@@ -120,7 +121,7 @@ class _Module:
             yield node, []
 
     def _templates(self, node: ast.expr) -> Iterator[str]:
-        """Usually one; a text for each side of a condition."""
+        """Yield the possible texts of an expression; one per side of a condition."""
         match node:
             case ast.Constant(value=str(text)):
                 yield text
@@ -146,7 +147,7 @@ class _Module:
 
 
 def _called(function: ast.expr) -> tuple[str, str]:
-    """Whose method it is, and its name."""
+    """Return the class and the name of a method."""
     match function:
         case ast.Name(id=name):
             return "", name
@@ -160,7 +161,7 @@ def _called(function: ast.expr) -> tuple[str, str]:
 
 
 def _fill(text: str, values: list[ast.expr]) -> str:
-    """A log's text with names where its values go."""
+    """Return a log's text with the names of its values as placeholders."""
     names = iter([name for value in values for name in _names(value)])
     return PERCENT.sub(lambda _: next(names, "{}"), text) if values else text
 
@@ -172,7 +173,7 @@ def _names(value: ast.expr) -> list[str]:
 
 
 def _hole(node: ast.expr) -> str:
-    """`{name}`, where the source has a name for it."""
+    """Return `{name}` if the source has a name for the value."""
     while isinstance(node, ast.Call | ast.BinOp):
         node = (node.args or [ast.Constant("")])[0] if isinstance(node, ast.Call) else node.left
     name = ast.unparse(node).rpartition(".")[2] if isinstance(node, ast.Name | ast.Attribute) else ""

@@ -1,4 +1,4 @@
-"""`docs/metrics.md`, from the list of series that the router declares."""
+"""Generates `docs/metrics.md` from the router's declarations of series."""
 
 from functools import partial
 
@@ -128,7 +128,7 @@ def _labels(series: Series) -> str:
 
 
 def _buckets(series: list[Series]) -> str:
-    """One row for all histograms of the same buckets."""
+    """Return one row for all histograms with the same buckets."""
     names: dict[tuple[float, ...], list[str]] = {}
     for one in series:
         if isinstance(one, Histogram):

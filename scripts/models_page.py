@@ -1,4 +1,4 @@
-"""`docs/models.md`, from the families that the shard knows."""
+"""Generates `docs/models.md` from the families that the shard implements."""
 
 from inspect import getdoc
 
@@ -14,7 +14,7 @@ The family of a model is the `model_type` of its `config.json`. Those of the tab
 compute, the model runs through transformers' code with a warning, or is refused; `tgis_native` always refuses it.
 """
 COLUMNS = ("family", "what it is", "`model_type`", "kind", "quantized")
-# Families of which the tests serve checkpoints of each format, and of all others one of a format of their own.
+# Families whose checkpoints of every format are tested; for other families, one format is tested.
 EACH_FORMAT = ("llama", "mixtral", "granitemoe", "gpt2", "falcon", "t5")
 OTHERS = f"""\
 All of them can be sharded (`--num-shard`) and quantized (`--quantize`), and take soft prompts and adapters. The

@@ -1,4 +1,4 @@
-"""`docs/observability.md`: what there is to see of a running service; the alerts follow from their rules."""
+"""Generates `docs/observability.md`; the alerts come from their rules."""
 
 import tomllib
 from collections.abc import Iterable
@@ -128,7 +128,8 @@ def render() -> str:
 
 
 def alerts(rules: Iterable[dict[str, Any]], cures: dict[str, str]) -> list[str]:
-    """An alert without a cure, or a cure without its alert, is an error."""
+    """Return the table of alerts. Raises an error for an alert without advice, and for advice without an
+    alert."""
     found = {rule["alert"]: rule for rule in rules if "alert" in rule}
     if wrong := found.keys() ^ cures.keys():
         raise SystemExit(f"{CURES.name}, {RULES.name}: not an alert of both: {', '.join(sorted(wrong))}")

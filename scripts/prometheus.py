@@ -1,5 +1,5 @@
-"""A real Prometheus that scrapes a service, and promtool: for checks and pictures, from
-`scripts/fetch_prometheus.sh`."""
+"""Runs Prometheus to scrape a service, and promtool, for checks and pictures; `scripts/fetch_prometheus.sh`
+downloads them."""
 
 import http
 import json
@@ -32,7 +32,7 @@ scrape_configs:
 
 
 def promtool(*arguments: str | Path, text: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Its output is all in stdout."""
+    """Run promtool; its output is all on stdout."""
     return subprocess.run(
         [PROMTOOL, *arguments],
         input=text,
@@ -45,7 +45,7 @@ def promtool(*arguments: str | Path, text: str | None = None) -> subprocess.Comp
 
 
 class Prometheus:
-    """Scrapes `target` each second while the block runs, in a directory of its own, on a port of loopback."""
+    """Run a Prometheus that scrapes `target` every second, in a temporary directory, on a loopback port."""
 
     def __init__(self, directory: Path, target: str, rules: Path | None = None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -83,11 +83,12 @@ class Prometheus:
         self._log.close()
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """What it is now. Raises RuntimeError with Prometheus' words where it is refused."""
+        """Return the current result of a query. Raises RuntimeError with Prometheus' message if it is
+        refused."""
         return self._ask("query", query=expression)
 
     def query_range(self, expression: str, begin: float, end: float, step_s: float) -> list[dict[str, Any]]:
-        """Over a time, in seconds since 1970. Raises RuntimeError like `query`."""
+        """Return the results over an interval, in seconds since 1970. Raises RuntimeError like `query`."""
         return self._ask("query_range", query=expression, start=begin, end=end, step=step_s)
 
     def _has_scraped(self) -> bool:
@@ -102,7 +103,9 @@ class Prometheus:
             with urllib.request.urlopen(url, timeout=30) as response:  # noqa: S310
                 found: list[dict[str, Any]] = json.load(response)["data"]["result"]
         except urllib.error.HTTPError as error:
-            if error.code == http.HTTPStatus.SERVICE_UNAVAILABLE:  # it starts, and its answer is no JSON
+            if (
+                error.code == http.HTTPStatus.SERVICE_UNAVAILABLE
+            ):  # it is starting, and its response is not JSON
                 raise OSError("Prometheus is not ready") from error
             raise RuntimeError(f"{parameters['query']}: {json.load(error).get('error')}") from error
         return found

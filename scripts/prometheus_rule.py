@@ -1,5 +1,5 @@
-"""`deployment/components/monitoring/prometheusrule.yaml`: the rules of `deployment/monitoring/rules.yaml` for
-the operator of Prometheus."""
+"""Generates `deployment/components/monitoring/prometheusrule.yaml`: the rules of
+`deployment/monitoring/rules.yaml` for the Prometheus operator."""
 
 from pathlib import Path
 from textwrap import indent

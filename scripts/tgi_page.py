@@ -1,5 +1,5 @@
-"""`docs/migrating/tgi.md`: what a user of Hugging Face TGI has to change, from the names that are read under
-`--compat tgi`."""
+"""Generates `docs/migrating/tgi.md`: the changes for users of Hugging Face TGI, from the names that are
+accepted under `--compat tgi`."""
 
 from collections.abc import Callable, Iterable
 

@@ -1,5 +1,5 @@
-"""`docs/troubleshooting.md`: the messages of the source with what they mean, from troubleshooting.toml, then the
-messages that speak for themselves. A message that is explained and no longer in the source is an error."""
+"""Generates `docs/troubleshooting.md`: messages with explanations from troubleshooting.toml, then messages
+that explain themselves. An explained message that is not in the source is an error."""
 
 import re
 import tomllib
@@ -9,7 +9,7 @@ from scripts.messages import Message, collect, key_of
 from tgis.router.api.grpc.error_interceptor import STATUS
 
 EXPLAINED = Path(__file__).parent / "troubleshooting.toml"
-# Whose messages nobody meets who runs the service or calls it.
+# Modules whose messages neither operators nor clients see.
 INNER = ("tgis/net/framing.py",)
 
 INTRODUCTION = """\
@@ -57,7 +57,8 @@ def render() -> str:
 
 
 def find(begin: str, messages: list[Message]) -> Message:
-    """The one that begins so, or is part of one that does not begin with letters of its own."""
+    """Return the message that begins with `begin`; for messages that begin with a placeholder, `begin` may be
+    in the middle."""
     found = [one for one in messages if one.key.startswith(begin)]
     if not found:
         raise SystemExit(f"{EXPLAINED.name}: no source has {begin!r}")
@@ -71,7 +72,7 @@ def _row(begin: str, text: str, messages: list[Message], told: set[str]) -> str:
 
 
 def _code(text: str) -> str:
-    """As it can stand in a cell; a text may have backticks of its own."""
+    """Escape a text for a table's cell; the text may contain backticks."""
     shown = re.sub(r"\{\}|%[sd]", "{…}", text).replace("|", "\\|").strip(" ;")
     marks = "``" if "`" in shown else "`"
     space = " " if marks == "``" else ""
@@ -85,7 +86,7 @@ def _statuses(texts: dict[str, str]) -> str:
 
 
 def _others(rest: list[Message]) -> list[str]:
-    """By where they come up."""
+    """Return the messages by their context."""
     parts = []
     for title, kind, elsewhere in GROUPS:
         mine = [one for one in rest if one.kind == kind and not one.module.startswith(elsewhere or "?")]

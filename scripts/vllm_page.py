@@ -1,4 +1,4 @@
-"""`docs/migrating/vllm.md`: what a user of vLLM has to change, from the names that are read under
+"""Generates `docs/migrating/vllm.md`: the changes for users of vLLM, from the names that are accepted under
 `--compat vllm`."""
 
 from collections.abc import Callable, Iterable

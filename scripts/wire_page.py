@@ -1,4 +1,4 @@
-"""`docs/wire.md`, from the public proto and what the service assumes and allows."""
+"""Generates `docs/wire.md` from the public proto and the service's defaults and limits."""
 
 import re
 from collections.abc import Iterator
@@ -130,7 +130,8 @@ def _metadata() -> str:
 
 
 def _blocks(text: str) -> Iterator[Block]:
-    """In the order in which they end, nested ones first; the fields of a oneof are its message's."""
+    """Return the messages in the order in which they end, nested ones first; fields of a oneof belong to its
+    message."""
     open_blocks: list[Block] = []
     comment = ""
     for line in map(str.strip, text.splitlines()):

@@ -1,4 +1,5 @@
-"""Writes the pages and files that follow from the code; with --check, fails where that would change one."""
+"""Writes the pages and files that are generated from the code. With --check, it fails if one of them would
+change."""
 
 import sys
 from pathlib import Path

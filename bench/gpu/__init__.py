@@ -1,1 +1,1 @@
-"""Checks and measurements that only a GPU can give, within ten minutes, beside what was predicted."""
+"""Runs checks and measurements that need a GPU, within ten minutes, and compares them with predictions."""

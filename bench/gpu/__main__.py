@@ -1,6 +1,7 @@
-"""Checks and measures the GPU engine, stage by stage. Each case is a process of its own, because an error on
-a GPU ends the process that has it. Results are appended, and a run goes on where another one ended. Exits
-with 0 only if all cases have ended well and every gate is met."""
+"""Checks and measures the GPU engine, stage by stage.
+
+Each case runs in a separate process, because an error on a GPU ends the process. Results are appended, and a
+run continues an interrupted one. The exit status is 0 only if all cases have passed and every gate is met."""
 
 import argparse
 import os
@@ -30,7 +31,7 @@ def main() -> None:
 
 
 def report(options: argparse.Namespace, asked: Sequence[Stage]) -> str | None:
-    """Write the report of all that is known, and return what failed of what was asked for."""
+    """Write the report of all results, and return the failures among the requested cases."""
     results = keep_last_attempts(read_results(options.results))
     predictions = find_predictions(results)
     text = format_report(results, STAGES, predictions)

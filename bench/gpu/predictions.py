@@ -1,5 +1,5 @@
-"""What was predicted before anything ran on a GPU, and the gates. Shares are of what the machine allows,
-which the same run measures."""
+"""Lists the predictions made before anything ran on a GPU, and the gates. Shares are relative to the
+machine's limits, measured in the same run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ class Prediction:
     gate: float | None = None
     goal: float | None = None
     at_most: bool = False
-    """Whether the figure shall stay below instead of above."""
+    """True if the figure must stay below the gate instead of above."""
 
     def is_met(self, value: float) -> bool | None:
         if self.gate is None:
@@ -40,7 +40,7 @@ PREDICTIONS: dict[str, Mapping[str, Prediction]] = {
         "0.6b decode 1": Prediction(0.9, 1.4, gate=1.5, goal=1.1, at_most=True),
         **_OF_BOTH,
     },
-    # 3.0 TB/s: what does not depend on the bandwidth is a smaller part of a step.
+    # 3.0 TB/s: the time that does not depend on the bandwidth is a smaller share of a step
     "H100": {
         "copy bandwidth": Prediction(2.8, 3.1),
         "read bandwidth": Prediction(2.9, 3.3),
@@ -53,5 +53,5 @@ PREDICTIONS: dict[str, Mapping[str, Prediction]] = {
 
 
 def predict(gpu: str) -> Mapping[str, Prediction]:
-    """Return the predictions for a GPU by its name, none for one that nothing was predicted for."""
+    """Return the predictions for a GPU by its name; none for other GPUs."""
     return next((found for name, found in PREDICTIONS.items() if name in gpu), {})

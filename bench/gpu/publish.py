@@ -23,7 +23,7 @@ def main() -> None:
 
 
 def replace_report(page: str, report: str) -> str:
-    """Return the page with another report between its marks."""
+    """Return the page with a new report between its marks."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     assert begin

@@ -1,5 +1,5 @@
-"""The report of a run: the machine, how each case ended, figures beside predictions and gates, the kernels of
-a step, and what failed."""
+"""Writes the report of a run: the machine, the outcome of each case, figures beside predictions and gates,
+the kernels of a step, and failures."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ MAX_DETAIL = 160
 
 
 def find_predictions(results: Iterable[Result]) -> Predictions:
-    """Return the predictions for the GPU that the results name."""
+    """Return the predictions for the GPU in the results."""
     names = [str(each.value) for each in results if each.kind == "fact" and each.key == "gpu"]
     return predict(names[-1]) if names else {}
 
@@ -34,7 +34,7 @@ def format_report(results: Sequence[Result], stages: Sequence[Stage], prediction
 
 
 def find_failures(results: Iterable[Result], predictions: Predictions) -> Iterator[str]:
-    """Yield missed gates, checks that do not hold, problems, and cases that did not end well."""
+    """Yield missed gates, failed checks, problems, and cases that did not pass."""
     for each in results:
         name = f"{each.stage}: {each.case if each.kind == 'outcome' else each.key}"
         if each.is_failure:
@@ -44,7 +44,7 @@ def find_failures(results: Iterable[Result], predictions: Predictions) -> Iterat
 
 
 def find_unfinished(results: Iterable[Result], stages: Iterable[Stage]) -> Iterator[Stage]:
-    """Yield the stages with the cases that have not ended well, or in which anything failed."""
+    """Yield the stages with the cases that have not passed, or in which anything failed."""
     ended, failed = set(), set()
     for each in results:
         key = each.stage, each.case
@@ -97,7 +97,7 @@ def _list_predicted(results: Iterable[Result], predictions: Predictions) -> Iter
 
 
 def _list_checks(results: Iterable[Result], stages: Iterable[Stage]) -> Iterator[str]:
-    """Count the checks of each stage, and give those that measured something."""
+    """Count the checks of each stage, and list those with measurements."""
     found = [each for each in results if each.kind == "check"]
     if found:
         yield from ["| stage | checks | hold |", "| --- | --- | --- |"]

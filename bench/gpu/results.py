@@ -1,5 +1,7 @@
-"""Results of the cases. Each is appended to one file and flushed to the disk at once, so that nothing is lost
-if a later measurement fails, time runs out or the machine is taken away. Nothing is ever erased."""
+"""Stores the results of the cases.
+
+Each result is appended to a file and flushed to disk at once, so that nothing is lost if a later measurement
+fails, time runs out or the machine is taken away. Nothing is ever erased."""
 
 import json
 import os
@@ -18,10 +20,11 @@ class Result:
     stage: str
     case: str
     attempt: int
-    """Which run of this case it is, from 1."""
+    """Number of the attempt at this case, from 1."""
     kind: Kind
-    """A figure has a number and perhaps a prediction; a check holds or not; a problem is what could not be
-    measured; a fact is about the machine; an outcome says how the case ended, and is its last result."""
+    """Kind of result. A figure has a number and optionally a prediction; a check passes or fails; a problem
+    is a failed measurement; a fact describes the machine; an outcome is the case's last result and has its
+    end."""
     key: str
     value: float | str | bool | None = None
     unit: str = ""
@@ -36,7 +39,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Recorder:
-    """Appends the results of one case to the file."""
+    """Writer that appends the results of one case to the file."""
 
     stage: str
     case: str
@@ -62,7 +65,7 @@ class Recorder:
         self, kind: Kind, key: str, value: float | str | bool | None, unit: str = "", detail: str = ""
     ) -> None:
         result = Result(self.stage, self.case, self.attempt, kind, key, value, unit, detail)
-        # It begins a line of its own, even if the record before was cut off.
+        # Each record begins a new line, even if the record before was truncated.
         line = f"\n{json.dumps(asdict(result))}\n".encode()
         file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
@@ -73,7 +76,7 @@ class Recorder:
 
 
 def read_results(path: Path) -> Iterator[Result]:
-    """Yield all results of the file, without records that were cut off."""
+    """Yield all results of the file, except truncated records."""
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
             yield Result(**json.loads(line))
@@ -83,7 +86,7 @@ def read_results(path: Path) -> Iterator[Result]:
 
 def keep_last_attempts(results: Iterable[Result]) -> list[Result]:
     """Return the results of the last attempt at each case, in the order of the cases. An attempt that was not
-    begun takes the place of none."""
+    started replaces no other."""
     attempts: dict[tuple[str, str], dict[int, list[Result]]] = {}
     for each in results:
         attempts.setdefault((each.stage, each.case), {}).setdefault(each.attempt, []).append(each)
@@ -104,6 +107,6 @@ def count_attempts(results: Iterable[Result]) -> dict[tuple[str, str], int]:
 
 
 def find_figure(path: Path, key: str) -> float | None:
-    """Return the last value of a figure, None if it was not measured."""
+    """Return the last value of a figure; None if it was not measured."""
     values = [each.value for each in read_results(path) if each.kind == "figure" and each.key == key]
     return float(values[-1]) if values and values[-1] is not None else None

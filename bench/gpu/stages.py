@@ -1,4 +1,4 @@
-"""The course of a run: what is worth most per second comes first. 480 seconds in all. Nothing here imports
+"""Lists the stages of a run, the most valuable per second first; 480 seconds in total. Nothing here imports
 torch."""
 
 from collections.abc import Iterator
@@ -23,14 +23,15 @@ LIBRARIES = (
 )
 
 KERNELS = ("begin_step", "norm", "turn_and_keep", "attend_segments", "attend_tiles", "gate", "sample")
-# Those that read or write a cache.
+# Kernels that read or write a cache.
 CACHED = ("turn_and_keep", "attend_segments", "attend_tiles")
-# Names in tests.support.shard.family_cases: a case of each family, then all others.
+# Names in tests.support.shard.family_cases: one case of each family, then all others.
 FAMILIES = tuple(
     "llama_grouped_queries mistral qwen2 qwen3 granite gemma gemma2 gemma3 phi3 olmo2 mixtral qwen3_moe "
     "granitemoe starcoder2 gpt_neox gpt2 gpt_bigcode bloom falcon_7b mpt opt t5 bart".split()
 )
-# Without gemma_gelu: transformers before 5.23 computes the activation that its configuration has by mistake.
+# gemma_gelu is left out: transformers before 5.23 computes the wrong activation, which its configuration
+# names by mistake.
 VARIANTS = tuple(
     "llama_tied llama_multi_head llama_shared_kv_head llama_wide_heads llama_biases llama_llama3_rope "
     "llama_linear_rope llama_yarn_rope mistral_window mistral_tied_shared_kv_head ministral "

@@ -1,5 +1,5 @@
-"""The device that a case runs on, and the sizes: a GPU's, or those of a rehearsal on the CPU, which shows
-only that the case runs. torch is imported by the cases that use it."""
+"""Describes the device that a case runs on, with sizes for a GPU or for a rehearsal on the CPU, which only
+shows that the case runs. Cases import torch themselves."""
 
 import os
 import statistics
@@ -61,7 +61,7 @@ class Target:
 
     def time_on_device(self, works: Sequence[Callable[[], object]], repeats: int = 20) -> float:
         """Return the seconds of one of `works` when they follow each other in a graph, without the host's
-        time to launch them."""
+        launch time."""
         if self.is_rehearsal:
             return self.time(lambda: [work() for work in works]) / len(works)
         import torch
@@ -91,5 +91,5 @@ class Target:
 
 
 def make_target(recorder: Recorder, device_type: str, seconds: float) -> Target:
-    """Return the target of a case that has `seconds` from now."""
+    """Return the target of a case that ends in `seconds`."""
     return Target(device_type, seconds, recorder, recorder.path, time.monotonic())

@@ -1,1 +1,1 @@
-"""Other engines on the same checkpoint, each in a virtual environment of its own: what PyPI serves."""
+"""Measures other engines on the same checkpoint, each from PyPI in a separate virtual environment."""

@@ -1,5 +1,5 @@
-"""`python -m bench.peers`: the service and other engines on the same checkpoint, in turns in one run; prints
-Markdown and keeps the figures for `python -m bench`."""
+"""`python -m bench.peers`: measure the service and other engines on the same checkpoint, in turns in one run,
+print Markdown and keep the figures for `python -m bench`."""
 
 import argparse
 import contextlib
@@ -25,7 +25,7 @@ from bench.variants import OURS, VARIANTS, Variant
 
 PREFILLS = (512, 1024)
 START_TIMEOUT_S = 300.0
-# By option of ours, the sections whose variants it adds.
+# Options, with the sections whose variants each of them adds.
 ADDED = {"int8": ("int8",), "bfloat16": ("bfloat16",), "int4": ("int4", "w4a8")}
 
 
@@ -46,7 +46,8 @@ def main() -> None:
 
 
 def find_files() -> list[Path]:
-    """Return the GGUF files of real models that `make` has fetched. Raises BenchError if there are none."""
+    """Return the GGUF files of real models that `make` has downloaded. Raises BenchError if there are
+    none."""
     found = sorted(MODELS.glob("*.gguf"))
     if not found:
         raise BenchError(f"{MODELS} has no GGUF file: make {FILE.relative_to(Path.cwd())}")
@@ -76,7 +77,8 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Raises BenchError where nothing can be measured; a peer that cannot is named with the reason."""
+    """Measure all peers. Raises BenchError if nothing can be measured; a failed peer is reported with the
+    reason."""
     model = shapes.ensure_checkpoint(options.shape, options.cache)
     failures: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
@@ -102,14 +104,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def find_variants(options: argparse.Namespace) -> list[Variant]:
-    """Return the variants of this service that the options ask for."""
+    """Return the variants of this service that the options select."""
     sections = [section for option, added in ADDED.items() if getattr(options, option) for section in added]
     return [variant for variant in VARIANTS if variant.section in sections]
 
 
 @contextlib.contextmanager
 def _serving_http(options: argparse.Namespace, model: Path) -> Iterator[Asked]:
-    """Our service with OpenAI's API, and its clients."""
+    """This service with OpenAI's API, and its clients."""
     flags = [*rates.service_flags(options), "--http-api", "openai"]
     with launch(model, options.cache / "ours-over-http.log", flags) as (_, command):
         target = f"127.0.0.1:{command[command.index('--port') + 1]}"
@@ -126,7 +128,7 @@ def make_matches(options: argparse.Namespace, contenders: Sequence[Asked]) -> li
 
 
 def _start(peer: Peer, model: Path, options: argparse.Namespace, stack: contextlib.ExitStack) -> Asked:
-    """Ready to be measured. Raises BenchError."""
+    """Return the contender, ready to be measured. Raises BenchError."""
     python = sys.executable
     if peer.environment is not None:
         python = str(environments.ensure(peer.environment, options.peers).absolute())

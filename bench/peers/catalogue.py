@@ -1,4 +1,4 @@
-"""The peers that are measured: where each runs, with what, and in which precision."""
+"""Lists the measured peers: environment, program and precision of each."""
 
 import json
 import shutil
@@ -20,16 +20,17 @@ OURS_HTTP = f"{OURS} over HTTP"
 class Peer:
     name: str
     title: str
-    """With the precision of weights, of arithmetic and of the cache."""
+    """Name, with the precision of weights, arithmetic and cache."""
     module: str
     arguments: Callable[[Path, Path], list[str]]
-    """By the checkpoint and the directory of peers; converts the checkpoint where that has not been done."""
+    """Function from the checkpoint and the directory of peers to the arguments; it converts the checkpoint if
+    needed."""
     environment: Environment | None = None
-    """None: our own."""
+    """Environment; None: the service's own."""
     variables: Callable[[], dict[str, str]] = dict
-    """Of the process's environment."""
+    """Additional variables of the process's environment."""
     rival: str = OURS
-    """Contender of this service that it is compared with, because both compute likewise."""
+    """Contender of this service to compare with, because both compute with the same precision."""
 
 
 def _openvino(weights: str, arithmetic: str, cache: str) -> Callable[[Path, Path], list[str]]:
@@ -44,8 +45,8 @@ GROUPS = (128, 64, 32)
 
 
 def _rounding(model: Path, weights: str) -> tuple[str, ...]:
-    """Return the options of the conversion. Every layer that it may round to 4 bits is, symmetrically, in the
-    largest groups that divide its size: it refuses others."""
+    """Return the options of the conversion. Every layer that may be rounded to 4 bits is, symmetrically, in
+    the largest groups that divide its size; the converter refuses others."""
     if weights != "int4":
         return ()
     config = json.loads((model / "config.json").read_text())
@@ -55,7 +56,7 @@ def _rounding(model: Path, weights: str) -> tuple[str, ...]:
 
 
 def _export(model: Path, root: Path, weights: str) -> Path:
-    """The checkpoint in OpenVINO's form; complete or absent. Raises BenchError."""
+    """Return the checkpoint in OpenVINO's format, complete or absent. Raises BenchError."""
     directory = root / "models" / f"{model.name}-openvino-{weights}"
     if directory.is_dir():
         return directory
@@ -81,7 +82,7 @@ def _llama_cpp(kind: str) -> Callable[[Path, Path], list[str]]:
 
 
 def _write_gguf(model: Path, root: Path, kind: str) -> Path:
-    """Write the checkpoint in llama.cpp's form, complete or not at all. Return its path. Raises
+    """Write the checkpoint in llama.cpp's format, complete or not at all, and return its path. Raises
     BenchError."""
     file = root / "models" / f"{model.name}-{kind}.gguf"
     if file.is_file():
@@ -97,7 +98,7 @@ def _write_gguf(model: Path, root: Path, kind: str) -> Path:
 
 
 def _vllm_variables() -> dict[str, str]:
-    """Its engine in the process that is measured, with a thread on every core."""
+    """Return the peer's engine in the measured process, with a thread on every core."""
     return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | _vllm_server_variables()
 
 

@@ -1,4 +1,4 @@
-"""Virtual environments of the peers: made on first use from pinned requirements, and kept."""
+"""Creates virtual environments of the peers on first use, from pinned requirements, and keeps them."""
 
 import json
 import os
@@ -19,11 +19,11 @@ class Environment:
     name: str
     requirements: tuple[str, ...]
     unwanted: tuple[str, ...] = ()
-    """What comes with them, is not needed, and does not go with torch's CPU build."""
+    """Dependencies that are not needed and conflict with torch's CPU build."""
     built: tuple[str, ...] = ()
-    """Requirements that are built from source, which is in C++."""
+    """Requirements that are built from C++ sources."""
     build_flags: str = ""
-    """Flags of CMake for requirements that are built."""
+    """CMake flags of requirements that are built from sources."""
 
 
 TORCH = "torch==2.13.0"
@@ -47,7 +47,7 @@ COMPILERS = ("c++", "g++", "clang++")
 
 
 def ensure(environment: Environment, root: Path) -> Path:
-    """Its Python. Raises BenchError where the packages cannot be had."""
+    """Return the path of the environment's Python. Raises BenchError if the packages cannot be installed."""
     directory = root / environment.name
     python, made, log = (
         directory / "bin" / "python",
@@ -82,7 +82,7 @@ def _from_source(environment: Environment) -> list[str]:
 
 def run(command: Sequence[str], log: Path, variables: Mapping[str, str] | None = None) -> None:
     """Run a command with `variables` added to the environment, and append its output to the log. Raises
-    BenchError where it fails."""
+    BenchError if it fails."""
     with log.open("ab") as output:
         try:
             done = subprocess.run(
@@ -100,5 +100,5 @@ def run(command: Sequence[str], log: Path, variables: Mapping[str, str] | None =
 
 
 def list_cores() -> list[int]:
-    """That may be computed with."""
+    """Return the number of cores to compute with."""
     return sorted(os.sched_getaffinity(0))

@@ -1,5 +1,5 @@
 """Writes a Llama checkpoint as a GGUF file, in an environment that has llama.cpp. Arguments: the checkpoint's
-directory, the kind of weights, the file. llama.cpp's own quantizer decides which tensors stay wider."""
+directory, the type of weights, the file. llama.cpp's own quantizer decides which tensors keep more bits."""
 
 import ctypes
 import json
@@ -47,7 +47,7 @@ def read_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def rename(name: str) -> str:
-    """Return the name that GGUF has for a tensor, such as blk.3.attn_q.weight."""
+    """Return GGUF's name of a tensor, such as blk.3.attn_q.weight."""
     module = name.removesuffix(".weight")
     if not module.startswith("model.layers."):
         return f"{NAMES[module]}.weight"
@@ -62,7 +62,7 @@ def interleave(weight: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def write(directory: Path, path: Path) -> None:
-    """Write the checkpoint with matrices in float16 and without a vocabulary."""
+    """Write the checkpoint with float16 matrices and without a vocabulary."""
     config = json.loads((directory / "config.json").read_text())
     writer = gguf.GGUFWriter(path, "llama")
     _add_settings(writer, config)

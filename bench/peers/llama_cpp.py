@@ -1,5 +1,5 @@
-"""llama.cpp; a worker process in an environment that has it. Arguments: the model's file and the number of
-threads. Sequences are decoded together, each in a part of the cache of its own."""
+"""Runs llama.cpp; a worker process in an environment that has it. Arguments: the model's file and the number
+of threads. Sequences are decoded together, each in its own part of the cache."""
 
 import random
 import sys
@@ -14,7 +14,7 @@ from bench import worker
 
 FIRST_ID = 2
 MAX_LENGTH = 1280  # tokens of a sequence
-MAX_TOKENS = 2048  # of a call
+MAX_TOKENS = 2048  # tokens of a call
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Engine:
 
 
 class Sequences:
-    """A context of llama.cpp for a number of sequences."""
+    """Context of llama.cpp for a number of sequences."""
 
     def __init__(self, model: Any, count: int, num_threads: int):
         params = llama_cpp.llama_context_default_params()
@@ -60,7 +60,7 @@ class Sequences:
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-        """Return the new tokens of each prompt, always the likeliest."""
+        """Return the new tokens of each prompt, sampled greedily."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
         found: list[list[int]] = [[] for _ in prompts]
         length = len(prompts[0])
@@ -73,7 +73,7 @@ class Sequences:
         return found
 
     def _decode(self, rows: list[tuple[int, list[int]]], position: int, found: list[list[int]]) -> None:
-        """Compute tokens from `position` on, and append the likeliest one after the last to each row's."""
+        """Compute tokens from `position` on, and append the likeliest next token to each row."""
         batch, index = self._batch, 0
         for row, tokens in rows:
             for offset, token in enumerate(tokens):

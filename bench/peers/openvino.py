@@ -1,5 +1,6 @@
-"""OpenVINO GenAI's continuous batching; a worker process in an environment that has it. Arguments: the
-model's directory, the number of threads, and the types of arithmetic and cache; default leaves one to it."""
+"""Runs OpenVINO GenAI's continuous batching; a worker process in an environment that has it. Arguments: the
+model's directory, the number of threads, and the types of arithmetic and cache; default leaves the choice to
+OpenVINO."""
 
 import random
 import sys

@@ -1,4 +1,4 @@
-"""What peers and the service reached beside each other, as figures and as Markdown."""
+"""Reports the results of peers and the service side by side, as figures and as Markdown."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,8 +14,7 @@ RIVALS = {peer.name: peer.rival for peer in PEERS}
 
 
 def find_figures(samples: Sequence[Sample], clients: Sequence[int], prefills: Sequence[int]) -> list[Figure]:
-    """Return this service's speed as a multiple of each peer's, by peer and case, where both were
-    measured."""
+    """Return this service's speed as a multiple of each peer's, by peer and case, if both were measured."""
     cases = [(f"decode {count}", str(count)) for count in clients]
     cases += [(f"prefill {length}", f"prefill {length}") for length in prefills]
     names = dict.fromkeys(sample.contender for sample in samples if not sample.contender.startswith(OURS))
@@ -51,7 +50,8 @@ def format_peers(result: dict[str, Any]) -> str:
 
 
 def _find_reason(failures: dict[str, str], key: str) -> str | None:
-    """Return why the peer of a target, or what it is compared with, was not measured."""
+    """Return the reason why the peer of a target, or the contender that it is compared with, was not
+    measured."""
     peer = key.partition(" ")[0]
     return failures.get(peer) or failures.get(RIVALS.get(peer, ""))
 

@@ -1,5 +1,5 @@
-"""The service and llama.cpp on the same GGUF file, in turns in one run: decode, prefill, and the time from
-the command to the first answer."""
+"""Measures the service and llama.cpp on the same GGUF file, in turns in one run: decode, prefill, and the
+time from the command to the first response."""
 
 import contextlib
 import time
@@ -31,7 +31,7 @@ START_TIMEOUT_S = 300.0
 
 
 def measure_file(options: Namespace, file: Path) -> dict[str, Any]:
-    """Return figures as `bench.peers` keeps them. Raises BenchError."""
+    """Return figures in the format of `bench.peers`. Raises BenchError."""
     options.cache.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         probe = stack.enter_context(probing())
@@ -83,7 +83,7 @@ def _compare_rates(samples: list[Sample], cases: list[str]) -> list[Figure]:
 
 
 def _compare_starts(options: Namespace, file: Path) -> Iterator[Figure]:
-    """Yield how many times llama.cpp's time to its first answer the service takes to be ready."""
+    """Yield the service's time to readiness as a multiple of llama.cpp's time to its first response."""
     found: dict[str, list[float]] = {OURS: [], LLAMA_CPP: []}
     starts = {OURS: _serve, LLAMA_CPP: lambda options, file, _: _load_with_llama_cpp(options, file)}
     for number in range(options.rounds):

@@ -1,5 +1,5 @@
-"""transformers' `generate`; a worker process whose arguments are the model's directory and the type of its
-weights."""
+"""Runs transformers' `generate`; a worker process whose arguments are the model's directory and the type of
+its weights."""
 
 import sys
 import time
@@ -12,7 +12,7 @@ from bench import worker
 
 
 def generate(model: LlamaForCausalLM, question: dict[str, Any]) -> dict[str, Any]:
-    """Seconds that all sequences took together."""
+    """Return the seconds for all sequences together."""
     generator = torch.Generator().manual_seed(question["seed"])
     size = (question["batch"], question["input_tokens"])
     input_ids = torch.randint(2, model.config.vocab_size, size, generator=generator)  # [batch, input_tokens]

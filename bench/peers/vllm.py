@@ -1,5 +1,5 @@
-"""vLLM on the CPU; a worker process in an environment that has it. Arguments: the model's directory and the
-type of weights and arithmetic."""
+"""Runs vLLM on the CPU; a worker process in an environment that has it. Arguments: the model's directory and
+the type of weights and arithmetic."""
 
 import random
 import sys
@@ -37,7 +37,7 @@ def main() -> None:
         directory,
         dtype=dtype,
         max_model_len=MAX_LENGTH,
-        enforce_eager=True,  # compiled, it takes minutes to start
+        enforce_eager=True,  # with compilation, it takes minutes to start
         enable_prefix_caching=False,
     )
     vocab_size = model.llm_engine.model_config.get_vocab_size()

@@ -1,5 +1,5 @@
-"""vLLM's own server on the CPU and clients of its HTTP port; a worker process in an environment that has it.
-Arguments: the model's directory and the type of weights and arithmetic."""
+"""Runs vLLM's own server on the CPU, with clients of its HTTP port; a worker process in an environment that
+has it. Arguments: the model's directory and the type of weights and arithmetic."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ READY_TIMEOUT_S, STOP_TIMEOUT_S = 280.0, 20.0
 
 @contextmanager
 def running(directory: str, dtype: str) -> Iterator[str]:
-    """Yield its address once it is ready."""
+    """Yield the server's address once it is ready."""
     [port] = free_ports(1)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", directory]
     command += ["--dtype", dtype, "--max-model-len", str(MAX_LENGTH), "--enforce-eager"]

@@ -1,12 +1,12 @@
-"""Every interpreter that finds this directory on its path runs this first, and from then on writes down what
-it opens and whom it speaks to: a line of JSON each, in a file of its own below AUDIT_DIRECTORY."""
+"""Audit hook of every interpreter that has this directory on its path: it records opened files and network
+peers, a line of JSON each, in a separate file in AUDIT_DIRECTORY."""
 
 import json
 import os
 import sys
 from pathlib import Path
 
-# The argument that says what is opened, or who is spoken to.
+# index of the argument with the file or the peer
 EVENTS = {
     "open": 0,
     "os.listdir": 0,

@@ -1,1 +1,1 @@
-"""A service with everything switched on, under traffic whose answers are known, and faults at random."""
+"""Runs a service with every feature on, under traffic with known responses, and causes random faults."""

@@ -1,5 +1,7 @@
-"""`python -m integration_tests.chaos`: traffic under faults at random, the same for the same seed, and what
-became of it. Ends with 1 where a request was lost or something is left."""
+"""`python -m integration_tests.chaos`: run traffic under random faults, reproducible by the seed, and report
+the result.
+
+The exit status is 1 if a request was lost or a resource leaked."""
 
 import argparse
 import contextlib
@@ -26,7 +28,7 @@ from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 NUM_CASES, NUM_CLIENTS = 24, 5
 NUM_HTTP_CASES, NUM_HTTP_CLIENTS = 16, 3
-# Of processes that start when they are needed: two that compile constraints, and the second of those that
+# Processes that start on demand: two that compile constraints, and the second of those that
 # render chats.
 PIPES = 6
 PAUSE_S = 1.0  # between two faults
@@ -95,7 +97,7 @@ def _http_answers_without_faults(target: Target, cases: list[HttpCase]) -> dict[
 
 
 def _do_faults(target: Target, random: Random, cases: list[Case], end: float, begun: Counter[str]) -> None:
-    """One after the other, each on a service that is ready."""
+    """Cause the faults one after the other, each on a ready service."""
     fatal = _deal(random, FATAL)
     others = _deal(random, *([ROUTER_FAULTS] * (target.num_workers > 1)), OTHERS + ATTACKS)
     while time.monotonic() < end:
@@ -112,7 +114,7 @@ def _do_faults(target: Target, random: Random, cases: list[Case], end: float, be
 
 
 def _deal(random: Random, *groups: Sequence[Fault]) -> Iterator[Fault]:
-    """Yield the faults again and again, one group after the other, each time in another order."""
+    """Yield the faults repeatedly, one group after the other, each time in a new order."""
     while True:
         for group in groups:
             yield from random.sample(group, len(group))

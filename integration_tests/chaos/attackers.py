@@ -1,4 +1,4 @@
-"""What hostile clients do to the gRPC port, with a certificate and without, and to OpenAI's API."""
+"""Attacks of hostile clients on the gRPC port, with a certificate and without, and on OpenAI's API."""
 
 import contextlib
 import socket
@@ -23,13 +23,13 @@ Fault = Callable[[Target, Random, list[Case]], None]
 
 
 def flood(target: Target, random: Random, cases: list[Case]) -> None:
-    """One kind of frames in great number, from who has a certificate."""
+    """Flood of one type of frames, from a client with a certificate."""
     name = random.choice([name for name in attacks.FLOODS if name not in ("odd_frames", "garbage")])
     attacks.FLOODS[name](HOST, target.proxy.port, NUM_FRAMES, random.getrandbits(32))
 
 
 def break_rules(target: Target, random: Random, cases: list[Case]) -> None:
-    """Frames that nobody may send, and bytes that are none, with a certificate and without."""
+    """Invalid frames, and bytes that are not frames, with a certificate and without."""
     seed = random.getrandbits(32)
     attacks.odd_frames(HOST, target.proxy.port, 19, seed)
     attacks.garbage(HOST, target.proxy.port, 8, seed)
@@ -37,19 +37,19 @@ def break_rules(target: Target, random: Random, cases: list[Case]) -> None:
 
 
 def mutate(target: Target, random: Random, cases: list[Case]) -> None:
-    """Messages that are damaged get an answer or a status, never an exception's text."""
+    """Damaged messages, which get a response or a status, never the text of an exception."""
     for outcome in attacks.mutated_messages(HOST, target.proxy.port, 60, random.getrandbits(32)):
         assert outcome.code is not grpc.StatusCode.UNKNOWN, outcome
 
 
 def half_open(target: Target, random: Random, cases: list[Case]) -> None:
-    """Connections that say nothing."""
+    """Silent connections."""
     with attacks.half_open(*target.address, NUM_HALF_OPEN, random.getrandbits(32)):
         time.sleep(HALF_OPEN_S)
 
 
 def read_nothing(target: Target, random: Random, cases: list[Case]) -> None:
-    """Streams whose client lets nothing come."""
+    """Streams whose client does not open the flow-control window."""
     params = pb.Parameters(stopping=pb.StoppingCriteria(max_new_tokens=150, min_new_tokens=150))
     request = pb.SingleGenerationRequest(request=pb.GenerationRequest(text="girl"), params=params)
     with Connection(HOST, target.proxy.port, [(INITIAL_WINDOW_SIZE, 0)]) as connection:
@@ -59,7 +59,7 @@ def read_nothing(target: Target, random: Random, cases: list[Case]) -> None:
 
 
 def read_no_events(target: Target, random: Random, cases: list[Case]) -> None:
-    """Streams over HTTP whose client reads nothing, with little room for what is sent."""
+    """HTTP streams whose client does not read, with a small receive buffer."""
     streamed = [case for case in make_http_cases(random, 12) if case.is_stream]
     with contextlib.ExitStack() as stack:
         for case in streamed:

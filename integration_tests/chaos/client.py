@@ -1,4 +1,4 @@
-"""A client in a process of its own, for being killed."""
+"""Client in a separate process, which is to be killed."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,8 @@ from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 
 def open_streams(address: str, directory: str, count: int) -> list[Any]:
-    """Each has its first message. `directory` holds the authority, key and certificate as PEM files."""
+    """Open streams, and return when each has its first message. `directory` contains the CA, key and
+    certificate as PEM files."""
     ca, key, chain = ((Path(directory) / f"{name}.pem").read_bytes() for name in ("ca", "key", "chain"))
     channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(ca, key, chain))
     stub = GenerationServiceStub(channel)

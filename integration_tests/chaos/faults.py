@@ -1,5 +1,7 @@
-"""What is done to the service, at times that chance chooses. A fault returns when it is over, and raises
-AssertionError where the service did not do about it what it must; the rest is the traffic's to find out."""
+"""Faults to cause in the service at random times.
+
+A fault returns when it is over, and raises AssertionError if the service did not react as required; further
+effects are checked by the traffic."""
 
 import contextlib
 import http.client
@@ -25,7 +27,7 @@ from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 Fault = Callable[[Target, Random, list[Case]], None]
 NUM_CALLS = 40  # of a storm
-# A client that opens streams, says that it has, and does nothing more.
+# Client that opens streams, prints that it has, and does nothing else.
 CLIENT = """
 import sys, time
 from integration_tests.chaos.client import open_streams
@@ -40,12 +42,12 @@ def kill_shard(target: Target, random: Random, cases: list[Case]) -> None:
 
 
 def stop_shard(target: Target, random: Random, cases: list[Case]) -> None:
-    """It hangs; only the watch over its signs of life can find that."""
+    """Stop a shard; only the heartbeat can detect this."""
     _signal_shard(target, random, signal.SIGSTOP)
 
 
 def kill_shard_that_starts(target: Target, random: Random, cases: list[Case]) -> None:
-    """Once more while the group is being started again."""
+    """Kill a shard again while the group restarts."""
     before = set(target.shard_pids())
     _signal_shard(target, random, signal.SIGKILL)
     deadline = time.monotonic() + 30
@@ -64,14 +66,14 @@ def _signal_shard(target: Target, random: Random, number: signal.Signals) -> Non
         time.sleep(0.05)
     victim, num_losses = random.choice(pids), target.num_losses
     os.kill(victim, number)
-    # Until the router notices, the service says that it is ready, and the next fault would come too early.
+    # Until the router notices, the service reports that it is ready, and the next fault would come too early.
     while victim in target.shard_pids() or target.num_losses == num_losses:
         assert time.monotonic() < deadline, f"a shard that got {number.name} is still there"
         time.sleep(0.05)
 
 
 def cancel_streams(target: Target, random: Random, cases: list[Case]) -> None:
-    """Early, late, by closing the channel, and by deadlines."""
+    """Cancel calls, early, late, by closing the channel, and by deadlines."""
 
     def leave(seed: int) -> None:
         own = Random(seed)
@@ -87,7 +89,7 @@ def cancel_streams(target: Target, random: Random, cases: list[Case]) -> None:
 
 
 def cut_http(target: Target, random: Random, cases: list[Case]) -> None:
-    """Connections to OpenAI's API that are reset: before an answer, early in it and late."""
+    """Reset connections to OpenAI's API: before a response, early in it and late."""
 
     def leave(seed: int) -> None:
         own = Random(seed)
@@ -105,7 +107,8 @@ def cut_http(target: Target, random: Random, cases: list[Case]) -> None:
 
 
 def overload(target: Target, random: Random, cases: list[Case]) -> None:
-    """Four times what is allowed: the rest is refused at once, and health is asked meanwhile."""
+    """Send four times the allowed requests: the rest is refused at once, and health checks continue to
+    pass."""
     long = [case for case in cases if case.is_stream]
 
     def ask(seed: int) -> None:
@@ -120,7 +123,7 @@ def overload(target: Target, random: Random, cases: list[Case]) -> None:
 
 
 def kill_client(target: Target, random: Random, cases: list[Case]) -> None:
-    """A process with eight streams."""
+    """Kill a client process with eight streams."""
     credentials = target.write_client_files()
     command = [sys.executable, "-c", CLIENT, f"localhost:{target.service.grpc_port}", str(credentials)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
@@ -130,14 +133,14 @@ def kill_client(target: Target, random: Random, cases: list[Case]) -> None:
 
 
 def swap_certificate(target: Target, random: Random, cases: list[Case]) -> None:
-    """The next handshake shows the new one."""
+    """Swap the certificate; the next handshake presents the new one."""
     before = target.served_certificate()
     target.swap_certificate()
     assert target.served_certificate() != before, "the certificate of before is served"
 
 
 def break_certificate(target: Target, random: Random, cases: list[Case]) -> None:
-    """A pair that does not fit together, until that is noticed."""
+    """Install a mismatched pair until the service notices it."""
     name = "tgi_tls_reload_failure_total"
     before = target.metrics().get(name, 0.0)
     target.swap_certificate(is_broken=True)
@@ -149,7 +152,8 @@ def break_certificate(target: Target, random: Random, cases: list[Case]) -> None
 
 
 def change_prompt(target: Target, random: Random, cases: list[Case]) -> None:
-    """Replaced, removed and half-copied, while it is asked for: answers or INVALID_ARGUMENT."""
+    """Replace, remove and half-copy a prompt while requests use it: they get responses or
+    INVALID_ARGUMENT."""
     with target.connect() as channel:
         stub = GenerationServiceStub(channel)
         for seed in range(6):
@@ -177,7 +181,7 @@ def scrape(target: Target, random: Random, cases: list[Case]) -> None:
 
 
 def _storm(act: Callable[[int], object], random: Random, count: int = NUM_CALLS) -> None:
-    """So many at once."""
+    """Send this many at once."""
     seeds = [random.getrandbits(32) for _ in range(count)]
     with ThreadPoolExecutor(count) as threads:
         list(threads.map(act, seeds))

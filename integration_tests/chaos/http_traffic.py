@@ -1,4 +1,4 @@
-"""Cases over the APIs over HTTP, and what reads their answers."""
+"""Cases for the HTTP APIs, and the readers of their responses."""
 
 import contextlib
 import http.client
@@ -14,26 +14,26 @@ from integration_tests.chaos.traffic import LENGTHS, Answer, Ask, Failure
 from integration_tests.support.greedy_answers import WORDS
 
 OVERLOADS = ("429: ", '503: {"code":503,"type":"WlmCapacityException"')
-"""The beginnings of refusals of a service that is full."""
-OVERLOAD_IN_A_STREAM = "Model is overloaded"  # in TGI's, whose refusals are events
+"""Prefixes of refusals of a service at its limit."""
+OVERLOAD_IN_A_STREAM = "Model is overloaded"  # in TGI's API, whose refusals are events
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 Connect = Callable[[], http.client.HTTPConnection]
 
 
 class StreamError(Exception):
-    """An event that says that the text failed."""
+    """Error for an event that reports a failure."""
 
 
 @dataclass(frozen=True)
 class Reader:
     whole: Callable[[Any], Answer]
     stream: Callable[[Iterable[bytes]], Answer]
-    """Takes the lines of a stream. Raises StreamError, or ValueError if it breaks off."""
+    """Read the lines of a stream. Raises StreamError, or ValueError if it is incomplete."""
 
 
 @dataclass(frozen=True, eq=False)
 class HttpCase:
-    """A request whose answer does not depend on when it is asked, nor beside whom."""
+    """Request whose response depends neither on the time nor on other requests."""
 
     path: str
     body: str
@@ -41,7 +41,7 @@ class HttpCase:
     reader: Reader
 
     def ask(self, connection: http.client.HTTPConnection) -> tuple[Answer, float]:
-        """Raises Failure."""
+        """Send it. Raises Failure."""
         began_at = time.monotonic()
 
         def fail(error: Exception, is_overload: bool = False, is_break: bool = False) -> Failure:
@@ -64,12 +64,12 @@ class HttpCase:
         except StreamError as error:
             raise fail(error, is_overload=str(error).endswith(OVERLOAD_IN_A_STREAM)) from error
         except (OSError, http.client.HTTPException, ValueError) as error:
-            # A stream that breaks off may look to its reader like one that ends too early.
+            # An interrupted stream may look like one that ends too early.
             raise fail(error, is_break=True) from error
 
 
 class Lines:
-    """All lines of a response, and the longest time without one."""
+    """Return all lines of a response, and the longest time without one."""
 
     def __init__(self, response: http.client.HTTPResponse) -> None:
         self._response = response
@@ -117,7 +117,7 @@ def _read_text(answer: Any) -> Answer:
 
 
 def _read_tokens(lines: Iterable[bytes]) -> Answer:
-    """Read TGI's events or LMI's lines, of which the last one has the whole answer."""
+    """Read TGI's events or LMI's lines; the last one contains the whole response."""
     events = [_parse(line) for line in lines if line and not line.startswith(b":")]
     if not events or events[-1].get("generated_text") is None:
         raise ValueError("a stream ended without its last event")
@@ -130,7 +130,7 @@ OPENAI, INPUTS = Reader(_read_choice, _read_choices), Reader(_read_text, _read_t
 
 
 def make_http_cases(random: Random, count: int) -> list[HttpCase]:
-    """Of every API in turn, greedy and sampled with a seed, streamed and whole."""
+    """Return cases of every API in turn, greedy and sampled with a seed, streamed and whole."""
     kinds = (_make_chat, _make_completion, _make_tgi_case, _make_lmi_case)
     return [kinds[i % 4](random, i // 4 % 2 == 0) for i in range(count)]
 
@@ -178,7 +178,7 @@ def _make_lmi_case(random: Random, is_stream: bool) -> HttpCase:
 
 
 def http_asker(connect: Connect) -> Callable[[], contextlib.AbstractContextManager[Ask]]:
-    """Return what opens a connection and asks over it."""
+    """Return a function that opens a connection and sends requests on it."""
 
     @contextmanager
     def open_one() -> Iterator[Ask]:

@@ -1,4 +1,5 @@
-"""Losses of the launcher's children that chaos causes, and the connections that break with them."""
+"""Counts the losses of the launcher's children that chaos causes, and the connections that break with
+them."""
 
 import threading
 import time
@@ -18,7 +19,7 @@ class Losses:
         self._times[name].extend([time.monotonic()] * count)
 
     def may_happen(self, name: str) -> bool:
-        """Return whether a child may be lost once more without the launcher giving up."""
+        """Return whether a child may be lost again without the launcher giving up."""
         recent, now = self._times[name], time.monotonic()
         while recent and now - recent[0] > WINDOW_S:
             recent.popleft()
@@ -26,13 +27,13 @@ class Losses:
 
 
 class Breaks:
-    """Number of connections that may still break because a router worker is lost."""
+    """Number of connections that may still break because of a lost router worker."""
 
     def __init__(self) -> None:
         self._lock, self._num_left = threading.Lock(), 0
 
     def allow(self, count: int) -> None:
-        """Let this many connections more break."""
+        """Allow this many more broken connections."""
         with self._lock:
             self._num_left += count
 

@@ -1,4 +1,4 @@
-"""How fast processes grow."""
+"""Measures the growth of processes."""
 
 import os
 import threading
@@ -13,12 +13,13 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def resident_bytes(pid: int) -> int:
-    """Raises OSError where there is no such process."""
+    """Return the resident memory. Raises OSError if the process does not exist."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
 
 
 def slope(samples: Sequence[tuple[float, float]]) -> float:
-    """Of the later half of (seconds, bytes), by least squares, in bytes a second; 0 of too few."""
+    """Return the slope of the later half of (seconds, bytes), by least squares, in bytes per second; 0 if
+    there are too few."""
     later = np.array(samples[len(samples) // 2 :])  # [num_samples, 2]
     if len(later) < 10:
         return 0.0
@@ -26,7 +27,7 @@ def slope(samples: Sequence[tuple[float, float]]) -> float:
 
 
 class Watch:
-    """Samples of the processes that `find` names, by name and id, until `end`."""
+    """Sample the processes that `find` returns, by name and id, until `end`."""
 
     def __init__(self, find: Callable[[], dict[str, int]]) -> None:
         self.samples: dict[tuple[str, int], list[tuple[float, float]]] = {}
@@ -35,7 +36,7 @@ class Watch:
         self._thread.start()
 
     def end(self) -> dict[str, float]:
-        """Of each name, the slope of the process that lived longest, in bytes a second."""
+        """Return, for each name, the slope of the longest-lived process, in bytes per second."""
         self._ending.set()
         self._thread.join()
         longest: dict[str, list[tuple[float, float]]] = {}
@@ -49,5 +50,5 @@ class Watch:
                 try:
                     sample = (time.monotonic(), float(resident_bytes(pid)))
                 except OSError:
-                    continue  # it has just ended
+                    continue  # the process has just ended
                 self.samples.setdefault((name, pid), []).append(sample)

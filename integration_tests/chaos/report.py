@@ -1,4 +1,4 @@
-"""What became of the traffic, and what is left of it."""
+"""Reports the results of the traffic, and leaked resources."""
 
 import re
 from collections import Counter
@@ -19,12 +19,12 @@ class Report:
     restarts: int
     resumed: int
     left: dict[str, float]
-    """What is not as it was before the traffic."""
+    """Differences from the state before the traffic."""
     slopes: dict[str, float]
-    """Of memory, in bytes a second."""
+    """Growth of memory, in bytes per second."""
     exit_code: int
     trouble: str
-    """What ended the run early."""
+    """Reason why the run ended early."""
 
     @property
     def is_good(self) -> bool:
@@ -56,7 +56,7 @@ class Report:
 
 
 def read_resumed(lines: Iterable[str]) -> int:
-    """Return how often a request went on after a loss of the shards or of the engine process, by what the
-    router prints."""
+    """Return the number of requests that resumed after a loss of the shards or of the engine process, from
+    the router's output."""
     found = (re.search(r"(\d+) requests will resume", line) for line in lines)
     return sum(int(each[1]) for each in found if each)

@@ -1,5 +1,5 @@
-"""Losses of a router's processes, of a service that has several. With a worker goes what its connections
-carried, and nothing else; with an engine process nothing."""
+"""Causes losses of router processes, in a service with several. Only a lost worker's connections are lost
+with it; nothing is lost with an engine process."""
 
 import os
 import signal
@@ -12,8 +12,8 @@ from integration_tests.chaos.traffic import Case
 from tests.support.connections import count_connections, find_waiting
 
 RESTART_S = 60.0
-NOTICE_S = 1.0  # until all clients of a worker that is gone have noticed
-POLL_S = 0.01  # so that few connections to a worker that hangs go unseen
+NOTICE_S = 1.0  # until all clients of a lost worker have noticed
+POLL_S = 0.01  # so that few connections are made to a hung worker
 
 
 def kill_router_worker(target: Target, random: Random, cases: list[Case]) -> None:
@@ -45,14 +45,14 @@ def is_possible(fault: Callable[[Target, Random, list[Case]], None], target: Tar
 
 
 def _lose_worker(target: Target, random: Random, number: signal.Signals) -> None:
-    """Lose a worker, with which as many connections may break as it has, or would have accepted."""
+    """Lose a worker. As many connections may break as it has, or would have accepted."""
     name = random.choice([name for name in target.worker_names if target.losses.may_happen(name)])
     ports, waiting = (target.service.grpc_port, target.api_port), set[str]()
     victim = target.router_pids()[name]
     os.kill(victim, signal.SIGSTOP)  # from now on it accepts none
 
     def allow_waiting() -> None:
-        """Allow breaks of connections that wait, perhaps for the worker."""
+        """Allow breaks of connections that may be waiting for the worker."""
         fresh = find_waiting(*ports) - waiting
         target.breaks.allow(len(fresh))
         waiting.update(fresh)
@@ -67,8 +67,9 @@ def _lose_worker(target: Target, random: Random, number: signal.Signals) -> None
 
 
 def _lose(target: Target, name: str, number: signal.Signals, watch: Callable[[], None]) -> None:
-    """Send a signal to a process, and wait until another serves in its place. `watch` is called until the
-    process is gone. Nothing is asked of the service meanwhile: a worker that hangs would answer late."""
+    """Send a signal to a process, and wait for its replacement. `watch` is called until the process is gone.
+
+    No request is sent meanwhile, because a hung worker would respond late."""
     target.losses.note(name)
     victim, num_lines = target.router_pids()[name], len(target.service.lines)
     os.kill(victim, number)

@@ -1,5 +1,5 @@
-"""The service that faults are done to: two ranks, mutual TLS from links that can be swapped, a store of soft
-prompts, and failpoints that end some of its starts from within."""
+"""The service under test: two ranks, mutual TLS with certificates behind links that can be swapped, a store
+of soft prompts, and failpoints that end some of its starts."""
 
 import http.client
 import socket
@@ -32,8 +32,8 @@ from tests.support.tokenizers.trained import write_byte_level
 MAX_REQUESTS = 32
 SLOW_READER_S = 4.0
 SHARDS, ENGINE = "shards", "engine"  # names of losses
-STEADY, CHANGING = "steady", "changing"  # prompts: one that stays as it is, one that does not
-# One of a group's starts each, wherever chance has led to by then.
+STEADY, CHANGING = "steady", "changing"  # prompts: one that never changes, one that does
+# Failpoints at one start of the group each, at random times.
 FAILPOINTS = (
     "shard.before_answer[epoch=1]=garbage@1500",
     "shard.before_forward[epoch=2;rank=1]=raise@1500",
@@ -44,7 +44,7 @@ FAILPOINTS = (
 
 
 class Target:
-    """Raises AssertionError where it does not do what it must."""
+    """Wait until the service is ready. Raises AssertionError if it fails."""
 
     num_shards = 2
 
@@ -82,7 +82,7 @@ class Target:
         return ["--dtype", "float32", "--num-shard", str(self.num_shards), *tls, *limits]
 
     def end(self) -> int:
-        """Its exit code."""
+        """Stop the service, and return its exit code."""
         self.proxy.close()
         return self.service.end()
 
@@ -91,18 +91,18 @@ class Target:
         return "localhost", self.service.grpc_port
 
     def connect(self) -> grpc.Channel:
-        """A channel of its own, over a connection of its own."""
+        """Open a channel with a new connection."""
         credentials = grpc.ssl_channel_credentials(self._authority.cert_pem.bytes(), self._key, self._chain)
         return grpc.secure_channel(f"localhost:{self.service.grpc_port}", credentials, OWN_CONNECTION)
 
     def connect_http(self) -> http.client.HTTPSConnection:
-        """To the port of the APIs over HTTP."""
+        """Open a connection to the port of the HTTP APIs."""
         return http.client.HTTPSConnection(
             "localhost", self.api_port, timeout=TIMEOUT_S, context=self._http_context
         )
 
     def tls_context(self, protocol: str = "h2") -> ssl.SSLContext:
-        """Of a client that is let in."""
+        """Return the credentials of an authorized client."""
         files = self.write_client_files()
         context = ssl.create_default_context(cafile=str(files / "ca.pem"))
         context.load_cert_chain(files / "chain.pem", files / "key.pem")
@@ -118,13 +118,13 @@ class Target:
         return directory
 
     def served_certificate(self) -> bytes:
-        """What a new connection is shown."""
+        """Return the certificate that a new connection is presented."""
         with socket.create_connection(self.address, timeout=20) as plain:
             with self.tls_context().wrap_socket(plain, server_hostname="localhost") as connection:
                 return connection.getpeercert(binary_form=True) or b""
 
     def swap_certificate(self, is_broken: bool = False) -> None:
-        """As Kubernetes does it. A broken one is the new certificate beside another's key."""
+        """Swap the certificate as Kubernetes does. A broken one is the new certificate with another key."""
         self._num_versions += 1
         fresh = self._tls / f"..{self._num_versions}"
         fresh.mkdir()
@@ -137,7 +137,7 @@ class Target:
         (self._tls / "..new").replace(self._tls / "..data")
 
     def set_prompt(self, name: str, seed: int) -> None:
-        """Appears at once, as a copy that is renamed."""
+        """Publish the prompt atomically, as a renamed copy."""
         save_prompt(self.store / f"..{name}", random_prompt(6, WIDTH, seed) * 0.4)
         (self.store / name).mkdir(exist_ok=True)
         (self.store / f"..{name}" / "decoder.pt").replace(self.store / name / "decoder.pt")
@@ -152,11 +152,11 @@ class Target:
 
     @property
     def num_losses(self) -> int:
-        """Of the shards, as the router has noticed them."""
+        """Number of shard losses that the router has noticed."""
         return int(self.metrics().get("tgi_shard_restarts_total", 0))
 
     def note_shard_losses(self) -> None:
-        """Note the losses of shards since the last time, in which failpoints have their part."""
+        """Record the losses of shards since the last time, some of which are due to failpoints."""
         total = self.num_losses
         self.losses.note(SHARDS, total - self._num_losses_noted)
         self._num_losses_noted = total
@@ -166,7 +166,7 @@ class Target:
         return [f"worker {number}" for number in range(self.num_workers)]
 
     def router_pids(self) -> dict[str, int]:
-        """Of the processes of the router that are there, by their names."""
+        """Return the live router processes by name."""
         children = children_of(self.pid)
         if self.num_workers == 1:
             return dict(zip(["router"], children.get("router", []), strict=False))
@@ -196,7 +196,7 @@ class Target:
             time.sleep(0.1)
 
     def wait_until_settled(self, baseline: Mapping[str, float], timeout_s: float = 60.0) -> dict[str, float]:
-        """What is held that was not before, after so long."""
+        """Wait up to this time, and return the resources that are held now and were not before."""
         deadline = time.monotonic() + timeout_s
         while (left := differences(self.service.http, baseline)) and time.monotonic() < deadline:
             time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""Lets attackers who speak in the clear reach a port that is encrypted."""
+"""Proxy through which unencrypted attackers reach a TLS port."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ import threading
 
 
 class TlsProxy:
-    """A port on loopback; what comes in goes on to `target` over TLS, and back."""
+    """Serve a loopback port that forwards to `target` over TLS."""
 
     def __init__(self, target: tuple[str, int], context: ssl.SSLContext) -> None:
         self._target, self._context = target, context
@@ -22,7 +22,7 @@ class TlsProxy:
         self.port: int = self._server.sockets[0].getsockname()[1]
 
     def close(self) -> None:
-        """More than once is once."""
+        """Close the connection; repeated calls have no effect."""
         if not self._loop.is_closed():
             asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -38,16 +38,16 @@ class TlsProxy:
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._relays.add(task)  # nobody else refers to it
+        self._relays.add(task)  # no other reference exists
         task.add_done_callback(self._relays.discard)
-        with contextlib.suppress(OSError, asyncio.CancelledError):  # either end may break off at any time
+        with contextlib.suppress(OSError, asyncio.CancelledError):  # either end may disconnect at any time
             far_reader, far_writer = await asyncio.open_connection(*self._target, ssl=self._context)
             await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
         writer.close()
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Until either end has enough; then the other learns of it."""
+    """Forward until either end disconnects, then close the other."""
     with contextlib.suppress(OSError):
         while data := await reader.read(1 << 16):
             writer.write(data)

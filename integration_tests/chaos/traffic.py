@@ -1,4 +1,4 @@
-"""Clients that never pause and know what the answers must be."""
+"""Clients that send requests without pause and know the correct responses."""
 
 import re
 import threading
@@ -18,18 +18,18 @@ from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 TIMEOUT_S = 120.0
 OVERLOADED = (grpc.StatusCode.RESOURCE_EXHAUSTED, "Model is overloaded")
-# What gRPC says of a connection that ends under a call; a status of the service has other words.
+# gRPC's text for a connection that ends during a call; the service's own statuses differ.
 BROKEN = re.compile("Socket closed|[Cc]onnection reset|Broken pipe|Stream removed|[Cc]onnection refused")
 CALLS_OF_A_CHANNEL = 20
-LENGTHS = (20, 150)  # of an output, tokens
+LENGTHS = (20, 150)  # tokens of an output
 
 Answer = list[tuple[str, int, Any]]
-"""Text, number of tokens and why it stopped, for each input."""
+"""Text, number of tokens and stop reason of each input."""
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A call whose answer does not depend on when it is asked, nor beside whom."""
+    """Call whose response depends neither on the time nor on other calls."""
 
     texts: tuple[str, ...]
     params: pb.Parameters
@@ -37,12 +37,12 @@ class Case:
     is_stream: bool
 
     def ask(self, stub: GenerationServiceStub, timeout_s: float = TIMEOUT_S) -> tuple[Answer, float]:
-        """The answer, and the longest time without a message. Raises grpc.RpcError."""
+        """Return the response, and the longest time without a message. Raises grpc.RpcError."""
         parts = self.start(stub, timeout_s) if self.is_stream else self._wait(stub, timeout_s)
         return _read(parts)
 
     def start(self, stub: GenerationServiceStub, timeout_s: float) -> Any:
-        """As a stream, of the first text."""
+        """Send the first text as a stream."""
         request = pb.GenerationRequest(text=self.texts[0])
         return stub.GenerateStream(
             pb.SingleGenerationRequest(request=request, params=self.params, prefix_id=self.prefix_id),
@@ -69,7 +69,8 @@ def _read(parts: Iterable[Any]) -> tuple[Answer, float]:
 
 
 def make_cases(random: Random, count: int, prefix_id: str) -> list[Case]:
-    """Greedy and sampled with a seed, alone and in batches, streamed and whole, with and without a prompt."""
+    """Return cases: greedy and sampled with a seed, alone and in batches, streamed and whole, with and
+    without a prompt."""
     return [_make_case(random, prefix_id if random.random() < 0.3 else None) for _ in range(count)]
 
 
@@ -91,34 +92,34 @@ def _make_case(random: Random, prefix_id: str | None) -> Case:
 
 @dataclass
 class Tally:
-    """What became of the calls of all clients."""
+    """Results of all clients' calls."""
 
     sent: int = 0
     answered: int = 0
     refused: int = 0
     longest_pause_s: float = 0.0
     broken: int = 0
-    """Lost with the connection to a router worker that was lost."""
+    """Number of calls lost with the connection to a lost router worker."""
     lost: list[str] = field(default_factory=list)
-    """What each was told instead of its answer."""
+    """Errors that calls got instead of their response."""
     wrong: list[str] = field(default_factory=list)
 
 
 class Failure(Exception):
-    """An answer that did not come."""
+    """Error for a missing response."""
 
     def __init__(self, text: str, is_overload: bool = False, is_break: bool = False) -> None:
         super().__init__(text)
         self.is_overload, self.is_break = is_overload, is_break
-        """`is_break` says that the connection broke."""
+        """`is_break` is true if the connection broke."""
 
 
 Ask = Callable[[Any], tuple[Answer, float]]
-"""Returns the answer and the longest time without a message. Raises Failure."""
+"""Return the response and the longest time without a message. Raises Failure."""
 
 
 def grpc_asker(connect: Callable[[], grpc.Channel]) -> Callable[[], AbstractContextManager[Ask]]:
-    """Return what opens a channel and asks over it."""
+    """Return a function that opens a channel and sends calls on it."""
 
     @contextmanager
     def open_one() -> Iterator[Ask]:
@@ -142,7 +143,7 @@ def _ask(case: Case, stub: GenerationServiceStub) -> tuple[Answer, float]:
 
 @dataclass(frozen=True)
 class Party:
-    """Clients of one kind, the answers that they must get, and how one of them connects."""
+    """Clients of one kind, their expected responses, and a function that connects one of them."""
 
     answers: dict[Any, Answer]
     size: int
@@ -150,11 +151,10 @@ class Party:
 
 
 class Traffic:
-    """Clients that ask the cases in random order, over connections of their own, until they are told to
-    end."""
+    """Clients that send the cases in random order, over separate connections, until they are stopped."""
 
     def __init__(self, parties: Sequence[Party], seed: int, breaks: Breaks) -> None:
-        """A call whose connection breaks is lost, unless `breaks` allows that."""
+        """A call whose connection breaks counts as lost, unless `breaks` allows it."""
         self.tally, self._breaks = Tally(), breaks
         self._lock, self._ending = threading.Lock(), threading.Event()
         clients = [party for party in parties for _ in range(party.size)]
@@ -166,7 +166,7 @@ class Traffic:
             thread.start()
 
     def end(self) -> Tally:
-        """When what has been sent is answered."""
+        """Wait for the responses of all sent calls."""
         self._ending.set()
         for thread in self._threads:
             thread.join()

@@ -1,1 +1,1 @@
-"""Unmodified clients of OpenAI's API, each in an environment of its own, against a launched service."""
+"""Runs unmodified clients of OpenAI's API, each in a separate environment, against a launched service."""

@@ -1,4 +1,5 @@
-"""`python -m integration_tests.clients`: each client, in its environment, against one launched service."""
+"""`python -m integration_tests.clients`: run each client, in its environment, against one launched
+service."""
 
 import argparse
 import subprocess
@@ -39,7 +40,7 @@ def main() -> None:
 
 
 def run(directory: Path, environments: Path, clients: list[str]) -> list[str]:
-    """Return the clients that failed."""
+    """Run the clients, and return those that failed."""
     failed = []
     with launch_served(directory) as (served, client):
         served.write(description := directory / "served.json")

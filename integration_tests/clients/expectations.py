@@ -1,4 +1,5 @@
-"""What clients are told of a launched service. Needs no package: every client's environment imports it."""
+"""Expected responses of a launched service. It needs no package, because every client's environment imports
+it."""
 
 import json
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 TGI_REASONS = {"stop": "eos_token", "length": "length"}
-"""What TGI and LMI call OpenAI's reasons, of texts that no stop sequence ends."""
+"""TGI's and LMI's names of OpenAI's finish reasons, for texts without stop sequences."""
 
 
 @dataclass(frozen=True)
@@ -17,13 +18,13 @@ class Completion:
 
     prompt: str
     ids: list[int]
-    """The prompt's, with the special tokens that begin it."""
+    """Ids of the prompt, with its leading special tokens."""
     max_tokens: int
     text: str
     output_ids: list[int]
-    """The end of sequence too, if it ends the text."""
+    """Ids of the continuation, with the end-of-sequence token if there is one."""
     prompt_logprobs: list[float]
-    """Of the prompt's tokens after the first."""
+    """Log-probabilities of the prompt's tokens after the first."""
     logprobs: list[float]
     finish_reason: str
 
@@ -32,7 +33,7 @@ class Completion:
 class ChatAnswer:
     messages: list[dict[str, Any]]
     prompt: str
-    """As transformers renders the chat; it has all its special tokens."""
+    """Prompt rendered by transformers, with all special tokens."""
     answer: Completion
     """Continuation of that prompt."""
 
@@ -40,18 +41,18 @@ class ChatAnswer:
 @dataclass(frozen=True)
 class Served:
     base_url: str
-    """Ends with /v1."""
+    """URL that ends with /v1."""
     api_key: str
     model: str
     directory: str
-    """Where the model is."""
+    """Directory of the model."""
     max_sequence_length: int
     completions: list[Completion]
     chats: list[ChatAnswer]
 
     @property
     def root(self) -> str:
-        """URL of the APIs that are not OpenAI's; ends without a slash."""
+        """URL of the other APIs, without a slash at its end."""
         return self.base_url.removesuffix("/v1")
 
     @property
@@ -75,7 +76,8 @@ Check = Callable[[Served], None]
 
 
 def run(checks: Sequence[Check]) -> None:
-    """Run each check with the service that the first argument's file describes. The first failure ends it."""
+    """Run each check with the service described by the first argument's file. The first failure ends the
+    run."""
     served = read_served(Path(sys.argv[1]))
     for check in checks:
         check(served)
@@ -83,7 +85,7 @@ def run(checks: Sequence[Check]) -> None:
 
 
 def is_close(given: Sequence[float | None], wanted: Sequence[float], tolerance: float = 1e-3) -> bool:
-    """Return True if the log-probabilities are equal but for what float32 and another order of sums make."""
+    """Return True if the log-probabilities are equal up to float32 rounding and the order of sums."""
     return len(given) == len(wanted) and all(
         one is not None and abs(one - other) <= tolerance for one, other in zip(given, wanted, strict=True)
     )

@@ -1,4 +1,4 @@
-"""`huggingface_hub.InferenceClient.text_generation` on TGI's API: details, streams, grammars and errors."""
+"""`huggingface_hub.InferenceClient.text_generation` with TGI's API: details, streams, grammars and errors."""
 
 import asyncio
 import json
@@ -25,8 +25,10 @@ def connect(served: Served) -> InferenceClient:
 
 
 def greedy(asked: Completion) -> dict[str, Any]:
-    """Return the fields of a request that transformers' answer is known of. Without the last of them, a route
-    that answers both whole and streamed gives the prompt, too."""
+    """Return the fields of a request whose response is known from transformers.
+
+    The last field keeps the prompt out of the response of a route that returns both whole texts and
+    streams."""
     fields = {"max_new_tokens": asked.max_tokens, "do_sample": False, "return_full_text": False}
     return {"prompt": asked.prompt, **fields}
 
@@ -88,7 +90,7 @@ def text_has_a_grammar(served: Served) -> None:
 
 
 def text_of_several_lines_streams(served: Served) -> None:
-    """The client splits at every end of a line that Python knows."""
+    """The client splits at every line end that Python knows."""
     lines = "one\x85two\u2028three\u2029four"
     client, grammar = connect(served), {"type": "regex", "value": lines}
     parts = client.text_generation(

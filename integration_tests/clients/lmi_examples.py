@@ -1,5 +1,5 @@
-"""The bodies that DJL publishes for LMI's handlers, with prompts and limits of a small model, and what each
-must be answered with. Whoever runs them brings the way in which a body is sent."""
+"""The bodies that DJL publishes for LMI's handlers, with prompts and limits for a small model, and their
+expected responses. The caller provides the function that sends a body."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ class Reply(NamedTuple):
 
     @property
     def lines(self) -> list[Any]:
-        """A stream's."""
+        """Final line of a stream."""
         assert self.status == 200, self
         assert self.content_type.split(";")[0] == "application/jsonlines", self
         assert self.body.endswith(b"\n")
@@ -31,7 +31,7 @@ class Reply(NamedTuple):
 
 
 Invoke = Callable[[Mapping[str, Any]], Reply]
-"""Sends a body, which says itself whether its answer streams."""
+"""Function that sends a body, which itself selects streaming."""
 Example = Callable[[Served, Invoke], None]
 
 

@@ -1,4 +1,4 @@
-"""The `openai` package: loops of tools, parsed arguments, and reasoning, streamed and not."""
+"""The `openai` package: tool loops, parsed arguments, and reasoning, streamed and whole."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def connect(served: Served, **settings: Any) -> openai.OpenAI:
 
 
 def a_tool_is_called_and_its_result_is_answered(served: Served) -> None:
-    """Each round streams the answer that it has got as a whole, too."""
+    """Each round also streams the response that it has received as a whole."""
     tools = [openai.pydantic_function_tool(Forecast), openai.pydantic_function_tool(Clock)]
     with connect(served) as client:
         for seed in range(6):
@@ -84,9 +84,9 @@ def reasoning_is_told_apart(served: Served) -> None:
     for each in (usage, chunks[-1].usage):
         assert each is not None
         assert each.completion_tokens_details is not None
-        assert each.completion_tokens_details.reasoning_tokens == 9  # with the mark that ends it
+        assert each.completion_tokens_details.reasoning_tokens == 9  # with its end mark
 
 
 TOOL_CHECKS: list[Check] = [a_named_tool_is_parsed, reasoning_is_told_apart]
 LONG_CHECKS: list[Check] = [a_tool_is_called_and_its_result_is_answered]
-"""They need room for long prompts."""
+"""These tests need room for long prompts."""

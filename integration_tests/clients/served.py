@@ -1,4 +1,4 @@
-"""A launched service for clients of all APIs over HTTP, and transformers' own answers to what they ask."""
+"""Launches a service for clients of all HTTP APIs, with transformers' expected responses."""
 
 import json
 import random
@@ -22,10 +22,10 @@ from tests.support.tokenizers.trained import write_byte_level
 VOCAB_SIZE, MAX_SEQUENCE_LENGTH, EOS_ID = 400, 2048, 1
 MODEL, OTHER_NAME, ADAPTER = "tiny", "tiny-by-another-name", "tuned"
 API_KEY = "a-key-of-this-test"
-SAMPLING = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}  # that the model's makers chose
+SAMPLING = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}  # chosen by the model's authors
 WORDS = "girl bread fox dog time once upon little quick brown lazy café def return argument".split(" ")
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-# In the manner of published ones: the beginning of text, tools, roles, calls, and where the answer begins.
+# In the style of published templates: beginning of text, tools, roles, calls, and the begin of the answer.
 CHAT_TEMPLATE = """\
 {{- bos_token }}
 {%- for tool in tools or [] %}
@@ -45,7 +45,7 @@ FLAGS = ["--dtype", "float32", "--http-api", "tgi,lmi,openai"]
 
 
 def write_served_model(directory: Path) -> Oracle:
-    """A random Llama that writes ASCII where it is asked for its best tokens, with a chat template."""
+    """Create a random Llama that writes ASCII with greedy sampling, with a chat template."""
     write_llama(directory, vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_SEQUENCE_LENGTH, eos_token_id=1)
     tokenizer = write_byte_level(directory, VOCAB_SIZE - len(MARKS))
     tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in MARKS])
@@ -53,9 +53,9 @@ def write_served_model(directory: Path) -> Oracle:
     path = directory / "model.safetensors"
     tensors = load_file(path)
     pieces = [i for piece, i in tokenizer.get_vocab().items() if not piece.replace("Ġ", " ").isascii()]
-    pieces += [tokenizer.token_to_id(mark) for mark in MARKS]  # they come where a grammar wants them
+    pieces += [tokenizer.token_to_id(mark) for mark in MARKS]  # they occur where a grammar requires them
     tensors["lm_head.weight"][torch.tensor(pieces)] = 0
-    tensors["lm_head.weight"][1] *= 2  # the end of sequence, so that some answers end
+    tensors["lm_head.weight"][1] *= 2  # the end-of-sequence token, so that some responses end
     save_file(tensors, path, {"format": "pt"})
     path = directory / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "do_sample": True, **SAMPLING}))
@@ -69,7 +69,7 @@ def write_served_model(directory: Path) -> Oracle:
 def launch_served(
     directory: Path, *flags: str, max_sequence_length: int = MAX_SEQUENCE_LENGTH
 ) -> Iterator[tuple[Served, Client]]:
-    """Launch the service for a model made in `directory`, with a key for the clients and an adapter."""
+    """Launch the service for a model created in `directory`, with a key for the clients and an adapter."""
     model = directory / "model"
     oracle = write_served_model(model)
     write_adapter(directory / ADAPTER, model, 9, LINEAR)
@@ -112,7 +112,8 @@ def expected_chats(oracle: Oracle, directory: Path) -> list[ChatAnswer]:
 
 @torch.inference_mode()
 def complete(oracle: Oracle, prompt: str, ids: list[int], max_tokens: int) -> Completion | None:
-    """Return the greedy continuation; None if two scores are too close to tell, or if it cuts a character."""
+    """Return the greedy continuation; None if two scores are too close to decide, or if it ends within a
+    character."""
     output_ids, steps = generate(oracle.model, ids, max_new_tokens=max_tokens)
     text = oracle.tokenizer.decode(output_ids)
     if count_certain(steps) < len(output_ids) or "\ufffd" in text:
@@ -138,7 +139,8 @@ def _choose(answers: Sequence[Completion | None], least: int) -> list[Completion
 
 
 def _converse(r: random.Random) -> list[dict[str, str]]:
-    """A system's message or none, and then a user's, or a user's, an assistant's and a user's."""
+    """Return chats with a system message or none, and then a user message, or a user, an assistant and a user
+    message."""
     roles = [*["system"][: r.randrange(2)], *["user", "assistant"] * r.randrange(2), "user"]
     return [{"role": role, "content": " ".join(r.choices(WORDS, k=r.randint(1, 8)))} for role in roles]
 

@@ -1,5 +1,5 @@
-"""`botocore`'s client of SageMaker's runtime, and between it and the service what SageMaker's front does:
-another path and key, the service's body as an event stream, its errors as ModelError."""
+"""`botocore`'s client of SageMaker's runtime, with a stand-in for SageMaker's front end: other paths and
+keys, responses as an event stream, errors as ModelError."""
 
 import binascii
 import io
@@ -21,7 +21,7 @@ STREAMED = "invocations-response-stream"
 
 
 class Front:
-    """Sends to the service what the client would have sent to SageMaker."""
+    """Front end that forwards to the service what the client sends to SageMaker."""
 
     def __init__(self, served: Served) -> None:
         self._url, self._headers = f"{served.root}/invocations", served.headers
@@ -59,7 +59,7 @@ def _text(value: str | bytes) -> str:
 
 
 class Events:
-    """A body as it comes, each piece an event of the AWS event stream."""
+    """Convert a body to events of the AWS event stream as its pieces arrive."""
 
     def __init__(self, response: urllib3.BaseHTTPResponse) -> None:
         self._response = response
@@ -92,7 +92,7 @@ def connect(served: Served) -> Any:
 
 
 def invoke(client: Any, body: Mapping[str, Any]) -> Reply:
-    """Through the operation that the body's `stream` is for."""
+    """Call the operation that matches the body's `stream`."""
     fields = {"EndpointName": "tiny", "ContentType": "application/json", "Body": json.dumps(body)}
     fields["CustomAttributes"] = "trace=a-client"
     try:

@@ -47,7 +47,7 @@ def a_chat_streams(served: Served) -> None:
 
 
 def a_chat_needs_no_model(served: Served) -> None:
-    """The client then names a model that no one has."""
+    """The client then sends an unknown model name."""
     client, chat = connect(served), served.chats[0]
     fields: Any = {"max_tokens": chat.answer.max_tokens, "temperature": 0}
     answer = client.chat_completion(chat.messages, **fields)
@@ -58,7 +58,7 @@ def a_chat_needs_no_model(served: Served) -> None:
 
 
 def a_chat_of_several_lines_streams(served: Served) -> None:
-    """The client splits at every end of a line that Python knows."""
+    """The client splits at every line end that Python knows."""
     client, regex = connect(served), {"structured_outputs": {"regex": LINES}}
     fields: Any = {"messages": served.chats[0].messages, "stream": True, "extra_body": regex}
     parts = client.chat_completion(**fields)

@@ -1,4 +1,4 @@
-"""`langchain-huggingface`: its endpoint class on TGI's API. Of its defaults, top-p and typical-p are set."""
+"""`langchain-huggingface`: its endpoint class with TGI's API. Its defaults set top-p and typical-p."""
 
 import asyncio
 from typing import Any
@@ -9,7 +9,7 @@ from integration_tests.clients.expectations import Check, Completion, Served, ru
 
 
 def connect(served: Served, **settings: Any) -> HuggingFaceEndpoint:
-    """It sends a token to Hugging Face's own endpoints only; a header is sent anywhere."""
+    """It sends a token only to Hugging Face's own endpoints; a header is sent everywhere."""
     return HuggingFaceEndpoint(
         endpoint_url=f"{served.root}/",
         task="text-generation",
@@ -24,7 +24,7 @@ def greedy(asked: Completion) -> dict[str, Any]:
 
 
 def whole(served: Served) -> list[Completion]:
-    """Return those answers of which a stream shows no special token."""
+    """Return the responses whose stream shows no special token."""
     return [asked for asked in served.completions if asked.finish_reason == "length"]
 
 

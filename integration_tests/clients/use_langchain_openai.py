@@ -1,5 +1,5 @@
-"""The `langchain-openai` package: a chat model that is invoked, streams, answers in a schema and calls tools,
-and an agent of `langgraph`."""
+"""The `langchain-openai` package: a chat model that is invoked, streams, returns structured output and calls
+tools, and an agent of `langgraph`."""
 
 import asyncio
 import functools
@@ -21,7 +21,7 @@ QUESTION = "once upon a time"
 
 
 class Verdict(pydantic.BaseModel):
-    """Say what it is."""
+    """Description of the structured output."""
 
     animal: Literal["fox", "dog"]
     is_quick: bool
@@ -95,12 +95,12 @@ def sum_chunks(chunks: Iterable[Any]) -> AIMessageChunk:
 
 
 def an_agent_answers_with_its_tools(served: Served) -> None:
-    """The model must call a tool first, and must not once it has a result."""
+    """The model must call a tool first, and must not call one after its result."""
     called = []
 
     @tool("Forecast", args_schema=Forecast)
     def forecast(city: str, days: int) -> str:
-        """Tell the weather of a city."""
+        """Return the weather of a city."""
         called.append(f"dry in {city} for {days} days")
         return called[-1]
 

@@ -1,10 +1,10 @@
-"""The `litellm` package, with the service as an `openai` provider of its own address."""
+"""The `litellm` package, with the service as an `openai` provider at its own address."""
 
 import asyncio
 import os
 from typing import Any, Literal
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else prices are fetched as it is imported
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise the import downloads prices
 
 import litellm
 import pydantic

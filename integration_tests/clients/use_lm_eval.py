@@ -1,9 +1,9 @@
-"""`lm-eval` over HTTP against its own `hf` back end, same model: scores, log-likelihoods and texts."""
+"""`lm-eval` over HTTP compared with its own `hf` back end, same model: scores, log-likelihoods and texts."""
 
 import os
 from typing import Any
 
-# Nothing is to be fetched: tasks, data and the model are here.
+# Nothing may be downloaded: tasks, data and the model are local.
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
 
 import lm_eval
@@ -74,7 +74,7 @@ def _is_near(one: float, other: float) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return True if two answers are equal: texts, or log-likelihoods, each with its being greedy."""
+    """Return True if two results are equal: texts, or log-likelihoods with their flag of greediness."""
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, float) and isinstance(other, float):

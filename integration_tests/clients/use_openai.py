@@ -1,4 +1,4 @@
-"""The `openai` package: completions, chats, streams, parsed answers and errors, sync and async."""
+"""The `openai` package: completions, chats, streams, parsed responses and errors, sync and async."""
 
 import asyncio
 from collections.abc import Callable
@@ -103,7 +103,7 @@ def echo_scores_the_prompt(served: Served) -> None:
 
 
 def the_end_of_sequence_has_a_score(served: Served) -> None:
-    """lm-eval drops the last score as that of the one token that it lets the model generate."""
+    """lm-eval drops the last score, because it belongs to the one token that the model generates."""
     wanted = next(answer for answer in served.completions if answer.finish_reason == "stop")
     prompt = wanted.ids + wanted.output_ids[:-1]
     with connect(served) as client:
@@ -127,7 +127,7 @@ def completions_have_logprobs(served: Served) -> None:
     assert logprobs.top_logprobs is not None
     num = len(logprobs.token_logprobs)
     assert is_close(logprobs.token_logprobs, wanted.logprobs[:num])
-    assert num >= len(wanted.output_ids) - 1  # some servers leave out the end of sequence
+    assert num >= len(wanted.output_ids) - 1  # some servers leave out the end-of-sequence token
     assert all(len(top) >= 3 for top in logprobs.top_logprobs)
 
 
@@ -164,7 +164,7 @@ def a_chat_streams_the_same_text(served: Served) -> None:
             reasons = [part.choices[0].finish_reason for part in parts if part.choices[0].finish_reason]
             assert reasons == [chat.answer.finish_reason]
             check_usage(last.usage, chat.answer)
-            if chat.answer.finish_reason == "stop":  # else the collector raises an error
+            if chat.answer.finish_reason == "stop":  # otherwise the garbage collector raises an error
                 with client.chat.completions.stream(**request) as stream:
                     deltas = "".join(event.delta for event in stream if event.type == "content.delta")
                 assert deltas == chat.answer.text

@@ -1,4 +1,4 @@
-"""`schemathesis` over the OpenAPI document: what it makes up is answered, and never with a 5xx."""
+"""`schemathesis` with the OpenAPI document: its generated requests get responses, and never a 5xx."""
 
 import subprocess
 import sys

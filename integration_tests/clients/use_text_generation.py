@@ -138,7 +138,7 @@ def prompts_are_cut_and_returned(served: Served) -> None:
 
 
 def a_chat_is_completed(served: Served) -> None:
-    """The client calls every model `tgi`, and sends what is not set as null."""
+    """The client calls every model `tgi`, and sends unset parameters as null."""
     for chat in served.chats[:3]:
         messages = [Message(**message) for message in chat.messages]
         answer = connect(served).chat(messages, max_tokens=chat.answer.max_tokens, temperature=0)

@@ -1,4 +1,4 @@
-"""What a built site links to and loads, read from its HTML and its style sheets."""
+"""Reads the links and resources of a built site from its HTML and its style sheets."""
 
 import re
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Site:
         return {path: Document(path.read_text()) for path in sorted(self.root.rglob("*.html"))}
 
     def broken(self) -> list[str]:
-        """Links and loads within the site that lead nowhere."""
+        """Return the links and resources within the site whose targets are missing."""
         return [
             f"{path.relative_to(self.root)}: {link}"
             for path, document in self.pages.items()
@@ -49,7 +49,7 @@ class Site:
         ]
 
     def loaded_from_elsewhere(self) -> list[str]:
-        """What a browser would ask another host for when it opens a page."""
+        """Return the requests to other hosts that a browser would make for a page."""
         loads = {(path, one) for path, document in self.pages.items() for one in document.loads}
         for path in (*self.root.rglob("*.css"), *self.root.rglob("*.svg")):
             loads |= {(path, one) for one in IN_STYLES.findall(path.read_text())}

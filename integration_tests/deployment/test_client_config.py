@@ -1,4 +1,4 @@
-"""The service config that clients are given is the one that is documented, and gRPC takes it."""
+"""The service config for clients is the documented one, and gRPC accepts it."""
 
 import json
 import re
@@ -24,7 +24,7 @@ CONFIG = (DEPLOYMENT / "client" / "service-config.json").read_text()
 
 
 class SecondTime(GenerationServiceServicer):
-    """Is unavailable once."""
+    """Server that is unavailable once."""
 
     def __init__(self) -> None:
         self.calls = 0

@@ -1,4 +1,4 @@
-"""`deploy_model.sh NAME`, with the kubectl or kustomize that is there."""
+"""`deploy_model.sh NAME`, with the installed kubectl or kustomize."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from integration_tests.deployment.manifests.rendering import DEPLOYMENT, DIRECTO
 pytestmark = pytest.mark.deploy
 
 MODELS = [directory.removeprefix("models/") for directory in DIRECTORIES if directory.startswith("models/")]
-# Writes down what it was given, as the real ones would get it.
+# Records its arguments and input.
 RECORDER = '#!/usr/bin/env bash\necho "{name} $*" >> "{log}"\n{rest}\n'
 
 
@@ -40,7 +40,7 @@ def test_a_dry_run_prints_what_would_be_applied() -> None:
 
 @pytest.mark.parametrize("renderer", ["kubectl", "kustomize"])
 def test_it_applies_what_is_rendered(renderer: str, tmp_path: Path) -> None:
-    """Programs of ours stand in for both, because there is no cluster."""
+    """Stubs replace both programs, because there is no cluster."""
     log = tmp_path / "log"
     says = {
         "kubectl": f'[ "$1" = apply ] && cat >> "{log}" || echo "kind: of kubectl"',
@@ -62,7 +62,7 @@ def test_it_applies_what_is_rendered(renderer: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_are_told_apart(name: str) -> None:
-    """By prefix, by a label that every selector has, and by what they serve."""
+    """The models differ by prefix, by a label in every selector, and by the served model."""
     objects = objects_of(f"models/{name}")
     assert all(one["metadata"]["name"] == f"{name.replace('.', '-')}-inference-server" for one in objects)
     assert all(one["metadata"]["labels"]["model"] == name for one in objects)

@@ -1,5 +1,5 @@
-"""The site of docs/ is built strictly, its links lead somewhere, and its pages load nothing from another
-host."""
+"""The site of docs/ builds in strict mode, its links have targets, and its pages load nothing from other
+hosts."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import pytest
 from integration_tests.deployment.built_site import Site
 
 ROOT = Path(__file__).resolve().parents[2]
-# Beside the environment of the tests, as the Makefile makes it.
+# Beside the tests' environment, as made by the Makefile.
 MKDOCS = Path(sys.prefix.removesuffix("-deploy") + "-docs") / "bin" / "mkdocs"
 
 pytestmark = pytest.mark.deploy

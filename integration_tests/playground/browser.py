@@ -1,4 +1,4 @@
-"""A headless Chromium with the playground open, and notes of what the page did that it should not."""
+"""Runs a headless Chromium with the playground open, and records errors of the page."""
 
 import shutil
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ TIMEOUT_MS = 20_000
 
 @dataclass
 class Playground:
-    """An open page, whose controls are found by their labels as a reader finds them."""
+    """Open page, whose controls are located by their labels."""
 
     page: Any
     origin: str
     requests: list[str] = field(default_factory=list)
-    """URLs that the page asked for, or tried to."""
+    """URLs that the page requested, or tried to."""
     complaints: list[str] = field(default_factory=list)
     """Errors of scripts, violations of the policy and dialogs."""
 
@@ -29,7 +29,7 @@ class Playground:
         self.page.get_by_role("button", name=button, exact=True).click()
 
     def ask(self, text: str) -> Any:
-        """Send a message, and return the article of the answer, which may still come."""
+        """Send a message, and return the article of the response, which may be incomplete."""
         num_before = self.answers.count()
         self.fill("Message", text)
         self.press("Send")
@@ -38,7 +38,7 @@ class Playground:
         return answer
 
     def ask_whole(self, text: str) -> Any:
-        """Send a message, and return the article of its whole answer."""
+        """Send a message, and return the article of its complete response."""
         answer = self.ask(text)
         self.wait_for_end()
         return answer
@@ -56,7 +56,7 @@ class Playground:
         return text
 
     def check(self) -> None:
-        """Fail if the page complained, or asked another host for something."""
+        """Fail if the page reported an error, or requested something from another host."""
         assert not self.complaints
         assert {f"{urlsplit(url).scheme}://{urlsplit(url).netloc}" for url in self.requests} == {self.origin}
 
@@ -97,7 +97,7 @@ def open_playground(browser: Any, origin: str, **options: Any) -> Iterator[Playg
 
 
 def _note(playground: Playground, message: Any) -> None:
-    # Chromium says itself that a request was refused, which the page tells its reader too.
+    # Chromium itself logs refused requests, which the page also shows.
     if message.type == "error" and "the server responded with a status of" not in message.text:
         playground.complaints.append(message.text)
 

@@ -1,4 +1,4 @@
-"""What pages of other origins in headless Chromium can send to a service on loopback without tokens."""
+"""Requests of pages of other origins in headless Chromium to a service on loopback without tokens."""
 
 import re
 import threading
@@ -18,7 +18,7 @@ from tests.support.tokenizers.trained import write_byte_level
 
 pytestmark = pytest.mark.browser
 
-EVIL = "evil.example"  # a name that its owner lets be 127.0.0.1
+EVIL = "evil.example"  # a name whose owner resolves it to 127.0.0.1
 BODY = '{"prompt": "girl", "max_tokens": 1}'
 FETCH = f"""([url, mode, type]) =>
     fetch(url, {{method: 'POST', mode, headers: {{'content-type': type}}, body: {BODY!r}}})
@@ -37,7 +37,7 @@ FORM = f"""(url) => {{
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """The port of pages of another origin."""
+    """Port of the pages of another origin."""
     directory = tmp_path_factory.mktemp("pages")
     (directory / "index.html").write_text("<body></body>")
     handler = partial(SimpleHTTPRequestHandler, directory=str(directory))
@@ -65,7 +65,7 @@ def browser() -> Iterator[Any]:
 
 
 def statuses(service: Service) -> dict[str, int]:
-    """Numbers of answered completions by status."""
+    """Return the numbers of completions by status."""
     with urllib.request.urlopen(f"{service.http}/metrics", timeout=20) as answer:
         lines = answer.read().decode().splitlines()
     found = {}

@@ -1,4 +1,4 @@
-"""The playground in headless Chromium, before a launched service with a small random model."""
+"""The playground in headless Chromium, with a launched service and a small random model."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from tests.support import npm_packages
 
 pytestmark = pytest.mark.browser
 
-STEP_S = 0.01  # so that an answer is seen before it is whole
+STEP_S = 0.01  # so that a response is visible before it is complete
 VARIABLES = "Variables of the chat template, as a JSON object"
 MARKDOWN = "Show answers as Markdown"
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
@@ -169,7 +169,7 @@ print("<script>")
 
 
 def answer_with(page: Playground, text: str, step: int = 7) -> Any:
-    """Answer the next request with this text, in pieces, and return the article of the answer."""
+    """Respond to the next request with this text, in pieces, and return the article of the response."""
     deltas = [{"content": text[at : at + step]} for at in range(0, len(text), step)]
     chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
     body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
@@ -182,7 +182,7 @@ def answer_with(page: Playground, text: str, step: int = 7) -> Any:
 
 
 def test_answers_are_shown_as_markdown(page: Playground) -> None:
-    """In elements that are made one by one: no text becomes an element, and no image is loaded."""
+    """Elements are created one by one: no text becomes an element, and no image is loaded."""
     answer = answer_with(page, TEXT)
     shown = answer.locator(".content")
     assert shown.get_by_role("heading", name="Title").count() == 1
@@ -313,8 +313,8 @@ def test_calls_are_shown_and_their_results_sent(page: Playground) -> None:
     arguments = call.locator(".arguments").text_content()
     assert json.loads(arguments) == {"city": HOSTILE}
     hidden = "box => box.scrollHeight - box.scrollTop - box.clientHeight"
-    assert page.page.get_by_role("log").evaluate(hidden) < 2  # the end is in sight
-    num_calls = answer.locator(".calls textarea:enabled").count()  # the last one may be cut
+    assert page.page.get_by_role("log").evaluate(hidden) < 2  # the end is visible
+    num_calls = answer.locator(".calls textarea:enabled").count()  # the last one may be truncated
     call.get_by_label("Result").fill("dry")
     page.page.get_by_label("Calls of tools").select_option("none")
     page.fill("Most tokens", "3")
@@ -329,7 +329,7 @@ def test_calls_are_shown_and_their_results_sent(page: Playground) -> None:
 
 
 def test_hostile_text_is_only_text(page: Playground, served: Served) -> None:
-    """The model is made to write it, with and without probabilities, and the reader writes it too."""
+    """The model is forced to write it, with and without probabilities, and the user writes it too."""
     page.fill("JSON schema", json.dumps({"const": HOSTILE}))
     for _ in range(2):
         answer = page.ask_whole(HOSTILE)
@@ -384,7 +384,7 @@ def test_token_is_kept_in_memory_only(page: Playground, served: Served) -> None:
 
 
 def test_policy_stops_what_a_page_must_not_do(served: Served, browser: Any) -> None:
-    """Else the other tests would not see a violation either."""
+    """Otherwise the other tests would not notice a violation either."""
     tries = {
         "require-trusted-types-for": "document.body.innerHTML = '<b>text</b>'",
         "img-src": "document.body.append(Object.assign(new Image(), { src: 'http://127.0.0.1:9/' }))",
@@ -409,11 +409,11 @@ WINDOWS = {
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_nothing_hinders_readers(window: str, served: Served, browser: Any, axe: str) -> None:
-    """Long words do not widen a narrow page, and axe-core, which knows contrast, names and roles, has no
-    complaint, before and after an answer."""
+    """Long words do not widen a narrow page, and axe-core, which checks contrast, names and roles, reports
+    nothing, before and after a response."""
     with open_playground(browser, served.base_url.removesuffix("/v1"), **WINDOWS[window]) as page:
         is_narrow = "narrow" in window
-        assert page.page.get_by_label("Bearer token").is_visible() != is_narrow  # there, they are folded
+        assert page.page.get_by_label("Bearer token").is_visible() != is_narrow  # there, they are collapsed
         if is_narrow:
             page.page.get_by_text("Settings", exact=True).click()
         page.fill("Bearer token", "wrong")
@@ -451,7 +451,7 @@ def axe() -> str:
 
 
 def find_hindrances(page: Playground, axe: str) -> list[str]:
-    # A new document would be needed for its usual way in; the driver may run scripts whatever the policy.
+    # Its usual method needs a new document; the driver may run scripts despite the policy.
     page.page.evaluate(axe)
     found = page.page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
     return [

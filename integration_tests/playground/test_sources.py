@@ -1,4 +1,4 @@
-"""The types of the playground's scripts, which are written in comments."""
+"""The types of the playground's scripts, which are declared in comments."""
 
 import subprocess
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Requests with soft prompts and adapters, and what they must be answered with."""
+"""Requests with soft prompts and adapters, and their expected responses."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,12 +24,13 @@ TEXTS = [
 ]
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 SLOW_DISK = "shard.before_find[id=on-a-slow-disk]=sleep:8"
-"""Failpoint of a prompt that takes longer to find than a request waits."""
+"""Failpoint for a prompt whose lookup takes longer than a request waits."""
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """A service on two ranks with soft prompts and adapters, few of which it may hold loaded at a time."""
+    """Launch a service on two ranks with soft prompts and adapters, only a few of which can be loaded at a
+    time."""
 
     client: Client
     served: Served
@@ -46,7 +47,7 @@ class Tuned:
 
 @dataclass(frozen=True)
 class Ask:
-    """One request, and by what ids the oracle knows what it must be answered with."""
+    """Request, and the ids by which the oracle computes its response."""
 
     text: str
     prefix_id: str = ""
@@ -77,7 +78,7 @@ class Ask:
         return tuned.client.stub.GenerateStream(message, timeout=120)
 
     def refusal(self, tuned: Tuned) -> tuple[grpc.StatusCode, str]:
-        """How the request must fail, whatever it is."""
+        """Expected error of the request; None: it succeeds."""
         with pytest.raises(grpc.RpcError) as caught:
             self.send(tuned)
         return caught.value.code(), caught.value.details()
@@ -94,7 +95,8 @@ class Ask:
 
 
 def asks() -> list[Ask]:
-    """Every prompt and every adapter, together and not, of equal and of different texts."""
+    """Return requests with every prompt and every adapter, combined and not, with equal and different
+    texts."""
     ids = [
         ("", ""),
         ("eight", ""),

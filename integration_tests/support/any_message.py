@@ -1,5 +1,5 @@
-"""Strategies for request messages with every field, sane and hostile values side by side; most messages are
-nearly valid, so that each rule has its turn."""
+"""Strategies for request messages with every field, with valid and hostile values; most messages are nearly
+valid, so that every rule is reached."""
 
 import math
 from functools import reduce
@@ -11,13 +11,13 @@ from tgis.pb import generation_pb2 as pb
 
 T = TypeVar("T")
 
-# Ids that stand for something.
+# Ids with a meaning.
 PROMPT, ADAPTER = "tuned/eight.v1", "lora"
 NUM_VIRTUAL = 8  # of the prompt
 
 
 def with_values(method: int, *values: tuple[str, object]) -> pb.BatchedGenerationRequest:
-    """A short request in which the named fields have these values."""
+    """Return a short request whose named fields have these values."""
     request = pb.BatchedGenerationRequest()
     request.params.method = method  # type: ignore[assignment]
     request.params.stopping.max_new_tokens = 3
@@ -81,7 +81,7 @@ STOPS = [
     ["a"] * 7,
     ["\0", "\ufffd"],
 ]
-# Each of them alone in a request that is fine otherwise.
+# Each of them alone in an otherwise valid request.
 VALUES: dict[str, list[object]] = {
     "params.method": [7, -1, 2**31 - 1],
     "params.sampling.temperature": [*FLOATS],
@@ -104,7 +104,7 @@ VALUES: dict[str, list[object]] = {
     "adapter_id": ["", "nobody", ADAPTER, PROMPT, "é", "x" * 256, "x" * 257],
     "requests": [*([pb.GenerationRequest(text=text)] for text in HOSTILE_TEXTS)],
 }
-# One per rule, to see which of two is told.
+# One per rule, to see which of two is reported.
 VIOLATIONS: list[tuple[str, object]] = [
     ("params.sampling.temperature", 0.04),
     ("params.sampling.top_p", 1.01),
@@ -137,7 +137,7 @@ def rarely(hostile: st.SearchStrategy[T], usual: st.SearchStrategy[T]) -> st.Sea
 
 
 def maybe(values: st.SearchStrategy[T]) -> st.SearchStrategy[T | None]:
-    """Half of the time absent: a message's constructor takes None for that."""
+    """Absent half of the time: a message's constructor accepts None for that."""
     return st.none() | values
 
 

@@ -1,4 +1,5 @@
-"""One generation through gRPC and through OpenAI's API over HTTP, from one description in plain values."""
+"""Sends one generation through gRPC and through OpenAI's API over HTTP, from one description in plain
+values."""
 
 import json
 import urllib.request
@@ -11,7 +12,7 @@ from tests.support.streams import join_stream
 from tgis.pb import generation_pb2 as pb
 
 Fields = Mapping[str, Any]
-"""A request's fields under OpenAI's and vLLM's names, without its prompt. All are set in both APIs."""
+"""Request's fields under OpenAI's and vLLM's names, without its prompt. All are set in both APIs."""
 LENGTHS = {pb.MAX_TOKENS, pb.TOKEN_LIMIT, pb.TIME_LIMIT}
 
 
@@ -21,7 +22,7 @@ class Answer(NamedTuple):
     num_input_tokens: int
     num_tokens: int
     logprobs: tuple[float, ...] = ()
-    """Of the generated tokens, if they were asked for."""
+    """Log-probabilities of the generated tokens, if requested."""
     prompt_logprobs: tuple[float, ...] = ()
 
 
@@ -104,12 +105,12 @@ class Apis:
         )
 
     def post(self, path: str, fields: Fields) -> Any:
-        """Return the body of the answer to a POST to `path`, read as JSON."""
+        """Return the body of the response to a POST to `path`, parsed as JSON."""
         with urllib.request.urlopen(self._request(path, fields), timeout=120) as response:
             return json.load(response)
 
     def events(self, path: str, fields: Fields) -> list[Any]:
-        """Return the events of a stream but for the mark of its end."""
+        """Return the events of a stream, except for its end mark."""
         fields = {**fields, "stream": True, "stream_options": {"include_usage": True}}
         with urllib.request.urlopen(self._request(path, fields), timeout=120) as response:
             assert response.headers["content-type"].startswith("text/event-stream")
@@ -179,7 +180,7 @@ def _logprobs(choice: Any) -> tuple[float, ...]:
 
 
 def _reason(choices: list[Any]) -> str:
-    """Return the reason, which exactly one chunk of a stream has."""
+    """Return the finish reason, which exactly one chunk of a stream has."""
     [reason] = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
     assert isinstance(reason, str)
     return reason

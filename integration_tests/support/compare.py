@@ -1,4 +1,4 @@
-"""Whole messages compared, field by field; only floats may differ, and only a little."""
+"""Compares whole messages field by field; only floats may differ, within a tolerance."""
 
 import math
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def _values(field: FieldDescriptor, expected: Any, got: Any, path: str) -> Itera
     if field.message_type:
         yield from differences(expected, got, path)
     elif isinstance(expected, float):
-        # Clients compare JSON, where zero is left out and minus zero is not.
+        # Clients compare JSON, which omits zero but not minus zero.
         is_minus_zero = got == 0 and math.copysign(1, got) < 0
         if is_minus_zero or not is_near(expected, got):
             yield f"{path}: expected {expected!r}, got {got!r}"

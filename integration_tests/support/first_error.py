@@ -1,5 +1,5 @@
-"""The rules of validation once more, as plain Python: which error a generation request meets first, and which
-texts a client may be shown at all."""
+"""Implements the rules of validation again, in plain Python: the first error of a generation request, and the
+texts that clients may receive."""
 
 import json
 import math
@@ -17,7 +17,7 @@ OVERLOADED = "Model is overloaded"
 MAX_ID_BYTES = 256
 UNREADABLE = "the request could not be decoded"
 
-# What INVALID_ARGUMENT may say. `.` is any character: ids are quoted as they came.
+# Allowed texts of INVALID_ARGUMENT. `.` is any character: ids are quoted unchanged.
 INVALID = [
     r"temperature must be >= 0\.05",
     r"top_p must be > 0\.0 and <= 1\.0",
@@ -41,7 +41,7 @@ INVALID = [
     r"missing request",
     re.escape(UNREADABLE),
 ]
-# Of a guided request: what is wrong with its constraint, on one line.
+# Errors of a constraint, on one line.
 GUIDED = re.compile(
     r"Must provide at least two choices"
     r"|(format|json_schema|regex|choice|grammar) "
@@ -50,7 +50,7 @@ GUIDED = re.compile(
 
 
 def is_documented(text: str, guided: bool) -> bool:
-    """Whether INVALID_ARGUMENT may come with this text."""
+    """Return whether INVALID_ARGUMENT may have this text."""
     if guided and GUIDED.fullmatch(text):
         return True
     return any(re.fullmatch(pattern, text, re.DOTALL) for pattern in INVALID)
@@ -58,20 +58,20 @@ def is_documented(text: str, guided: bool) -> bool:
 
 @dataclass(frozen=True)
 class Names:
-    """What there is of soft prompts and adapters, by their ids."""
+    """Existing soft prompts and adapters, by id."""
 
     lengths: Mapping[str, int] = field(default_factory=dict)
-    """Virtual tokens of the soft prompts."""
+    """Numbers of the soft prompts' virtual tokens."""
     adapters: Collection[str] | None = None
-    """None: there is no store of them."""
+    """Adapters; None: there is no store of them."""
     adapters_as_prompts: Collection[str] = ()
-    """Those that a prefix_id may name where there is no adapter_id."""
+    """Adapters that a prefix_id may name if there is no adapter_id."""
     causes: Mapping[str, str] = field(default_factory=dict)
-    """Why other soft prompts that are there cannot be used."""
+    """Reasons why other existing soft prompts cannot be used."""
     adapter_errors: Mapping[str, str] = field(default_factory=dict)
-    """The whole texts likewise."""
+    """Complete error texts of adapters that cannot be used."""
     is_real: bool = True
-    """Whether the store looks at the characters of ids."""
+    """True if the store checks the characters of ids."""
 
     def prefix_length(self, prefix_id: str | None) -> int:
         return 0 if prefix_id is None else self.lengths.get(prefix_id, 0)
@@ -101,7 +101,7 @@ class Names:
         return self.adapter_errors.get(adapter_id, missing)
 
     def _show(self, content_id: str) -> str:
-        """As it is quoted."""
+        """Return the id as quoted in errors."""
         if len(content_id.encode()) > MAX_ID_BYTES:
             return content_id.encode()[:MAX_ID_BYTES].decode(errors="ignore")
         harmless = (c if c.isprintable() or not self.is_real else repr(c)[1:-1] for c in content_id)
@@ -110,15 +110,15 @@ class Names:
 
 @dataclass(frozen=True)
 class Length:
-    """Of an input after truncation: its tokens, and how many it must have by its bytes alone, 0 where its
-    tokenizer gives no such number."""
+    """Return an input's number of tokens after truncation, and the minimum number by its bytes alone, 0 if
+    its tokenizer allows no such bound."""
 
     num_tokens: int
     num_least: int
 
 
 def length_of(tokenizer: Tokenizer, text: str, truncate: int) -> Length:
-    """For tokenizers as these tests have them: byte-level, with byte fallback, or not BPE."""
+    """Return the bound for the tests' tokenizers: byte-level, with byte fallback, or not BPE."""
     model, num_least = json.loads(tokenizer.to_str())["model"], 0
     if model["type"] == "BPE":
         entries = [entry.encode() if model["byte_fallback"] else entry for entry in tokenizer.get_vocab()]
@@ -129,7 +129,7 @@ def length_of(tokenizer: Tokenizer, text: str, truncate: int) -> Length:
 
 @dataclass(frozen=True)
 class Server:
-    """What the rules depend on."""
+    """Parameters of the rules."""
 
     max_sequence_length: int
     max_new_tokens: int
@@ -138,7 +138,7 @@ class Server:
 
 
 def is_greedy(params: pb.Parameters) -> bool:
-    """Anything that is not SAMPLE is greedy, and so is a temperature that says zero."""
+    """Any method except SAMPLE is greedy, and so is an explicit temperature of zero."""
     sampling = params.sampling
     return params.method != 1 or (sampling.HasField("temperature") and sampling.temperature == 0)
 
@@ -150,7 +150,7 @@ def first_error(
     prefix_id: str | None,
     adapter_id: str | None,
 ) -> str | None:
-    """The text a request is refused with, but for what its grammar adds. `lengths` are in order."""
+    """Return the error text of a request, except for errors of its grammar. `lengths` are in order."""
     return next(errors(params, server, lengths, prefix_id, adapter_id), None)
 
 
@@ -161,7 +161,7 @@ def errors(
     prefix_id: str | None,
     adapter_id: str | None,
 ) -> Iterator[str]:
-    """All that is wrong, in the order in which it is told."""
+    """Yield all errors, in the order in which they are reported."""
     if not is_greedy(params):
         yield from sampling_errors(params.sampling)
     yield from stopping_errors(params.stopping, server)

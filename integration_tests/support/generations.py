@@ -1,4 +1,4 @@
-"""Unary and streamed generations of one prompt, and their comparison."""
+"""Sends unary and streamed generations of one prompt, and compares them."""
 
 from itertools import chain
 
@@ -23,7 +23,7 @@ ONLY_IN_METADATA: tuple[Keys, ...] = (
 
 
 def metadata_with(i: int) -> Keys:
-    """The i-th choice of parameters that only metadata can say: none, each alone, all together."""
+    """Return the i-th choice of parameters that only metadata can set: none, each alone, all together."""
     every = tuple(chain.from_iterable(ONLY_IN_METADATA))
     return ((), *ONLY_IN_METADATA, every)[i % (len(ONLY_IN_METADATA) + 2)]
 
@@ -48,7 +48,7 @@ def streamed(
 
 
 def sampled_with(i: int) -> dict[str, object]:
-    """The i-th way of choosing tokens: every limit and penalty, alone and together."""
+    """Return the i-th choice of sampling parameters: every limit and penalty, alone and together."""
     limits = [{}, {"top_k": 40}, {"top_p": 0.9}, {"typical_p": 0.8}, {"top_k": 90, "top_p": 0.95}]
     sampling = pb.SamplingParameters(seed=1000 + i, temperature=0.7 + 0.05 * i, **limits[i % 5])
     decoding = pb.DecodingParameters(repetition_penalty=(0, 1.2)[i % 2])
@@ -59,7 +59,8 @@ def sampled_with(i: int) -> dict[str, object]:
 
 
 def assert_same(one: pb.GenerationResponse, other: pb.GenerationResponse, tolerance: float) -> None:
-    """In everything; but log-probabilities may differ by so much, and then the order of what is near."""
+    """Compare all fields; log-probabilities may differ by the tolerance, and then also the order of close
+    ones."""
     given, wanted = pb.GenerationResponse(), pb.GenerationResponse()
     given.CopyFrom(one)
     wanted.CopyFrom(other)

@@ -1,4 +1,4 @@
-"""Greedy answers of transformers to the prompts of a tiny random checkpoint."""
+"""Computes greedy responses with transformers for the prompts of a tiny random checkpoint."""
 
 import math
 import random
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from tests.support.greedy import count_certain, generate
 from tgis.pb import generation_pb2 as pb
 
-VOCAB_SIZE = 403  # cannot be cut evenly for two ranks
+VOCAB_SIZE = 403  # cannot be split evenly between two ranks
 MAX_SEQUENCE_LENGTH = 256
 WORDS = (
     "girl bread fox dog time once upon little quick brown lazy café 東京 🙂 def return naïve argument"
@@ -22,17 +22,17 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Expected:
-    """Transformers' greedy answer to one prompt."""
+    """transformers' greedy response to one prompt."""
 
     prompt: str
     max_new_tokens: int
     input_pieces: list[str]
     input_logprobs: list[float]
-    """Of the tokens after the first; NaN for an encoder's."""
+    """Log-probabilities of the tokens after the first; NaN for an encoder's."""
     pieces: list[str]
     logprobs: list[float]
     certain: int
-    """Tokens before the first whose two best scores are too close to tell which one must be chosen."""
+    """Number of tokens before the first whose two best scores are too close to decide."""
 
 
 class Oracle:
@@ -69,7 +69,7 @@ class Model:
 
 
 def answer_prompts(oracle: Oracle) -> list[Expected]:
-    """The last seven have their beginning in common."""
+    """Return prompts; the last seven share their beginning."""
     r = random.Random(0)
     shared = " ".join(r.choices(WORDS, k=12))
     prompts = [" ".join(r.choices(WORDS, k=r.randint(1, 30))) for _ in range(14)]
@@ -78,7 +78,7 @@ def answer_prompts(oracle: Oracle) -> list[Expected]:
 
 
 def request(expected: Expected, **more: object) -> dict[str, object]:
-    """Parameters that ask for everything there is to compare."""
+    """Parameters that request everything that can be compared."""
     return {
         "stopping": pb.StoppingCriteria(max_new_tokens=expected.max_new_tokens),
         "response": pb.ResponseOptions(
@@ -89,7 +89,7 @@ def request(expected: Expected, **more: object) -> dict[str, object]:
 
 
 def check(expected: Expected, response: pb.GenerationResponse) -> None:
-    """Tokens equal, log-probabilities within 1e-4, absolute or relative."""
+    """Compare: tokens equal, log-probabilities within 1e-4, absolute or relative."""
     pieces = [token.text for token in response.tokens]
     num = expected.certain
     assert pieces[:num] == expected.pieces[:num]

@@ -1,5 +1,5 @@
-"""A service in a place as small as clusters give it: a user id that nobody knows, no capabilities, a disk
-that can only be read but for /tmp, no network but loopback."""
+"""Runs a service in an environment as restricted as in clusters: an unknown user id, no capabilities, a
+read-only disk except for /tmp, no network except loopback."""
 
 import asyncio
 import contextlib
@@ -23,14 +23,14 @@ from integration_tests.support.service import Client
 from tests.support.processes import Service, children_of
 
 USER_ID = 1000660000
-FILES = Path("/tmp/files")  # where the service finds what it is given
+FILES = Path("/tmp/files")  # paths of the files that the service is given
 AUDIT = Path("/tmp/audit")
 COMPILED_CODE = str(Path("tgis/shard/kernels/cpu/jit/__pycache__").absolute())
 GRPC_PORT, HTTP_PORT = 8033, 3000  # the defaults
 _CLONE_NEWNET = 0x40000000
 _IN_OPEN = 0x20
-# Arguments: a directory to mount on, the size of /tmp, the files, what must stay visible, `--`, the command.
-# What only its owner may enter, like /root, is covered like /tmp.
+# Arguments: a directory to mount on, the size of /tmp, the files, paths to keep visible, `--`, the command.
+# Directories that only their owner may enter, like /root, are covered like /tmp.
 _SET_UP = """
 set -e
 new=$1 size=$2 files=$3
@@ -74,7 +74,8 @@ exec setpriv --reuid=USER --regid=0 --clear-groups --no-new-privs --bounding-set
 
 
 def interpreter(scratch: Path, files: Path, size: str) -> list[str]:
-    """A command that runs Python there; /tmp has `size`, and holds `files` and what Python needs."""
+    """Return a command that runs Python there; /tmp has `size`, and contains `files` and Python's own
+    files."""
     (scratch / "root").mkdir(exist_ok=True)
     found = {Path.cwd(), Path(sys.base_prefix), *(Path(path).absolute() for path in sys.path if path)}
     visible = [path for path in found if path.exists() and not found & set(path.parents)]
@@ -94,7 +95,7 @@ def environment() -> dict[str, str]:
 
 
 def skip_unless_possible(scratch: Path, files: Path) -> None:
-    """Skips, saying why."""
+    """Skip with the reason if the machine does not allow it."""
     missing = [tool for tool in ("unshare", "setpriv", "mount", "ip") if shutil.which(tool) is None]
     if os.geteuid() != 0 or missing:
         pytest.skip(f"needs root, and {missing or 'no more'}, to make namespaces")
@@ -113,11 +114,11 @@ class Event:
 
 
 class Hardened:
-    """A running service of two shards, to be reached from here."""
+    """Running service of two shards that can be reached from here."""
 
     def __init__(self, scratch: Path, files: Path, *flags: str, size: str, is_compiled: bool = True) -> None:
-        """With ports and address as they are by default. `files` has a directory `model`; compiled code may
-        be withheld."""
+        """Ports and address are the defaults. `files` contains a directory `model`; compiled kernels may be
+        left out."""
         skip_unless_possible(scratch, files)
         command = ["launcher", "--model-name", str(FILES / "model"), "--num-shard", "2", *flags]
         env = environment() | {"HIDDEN": "" if is_compiled else COMPILED_CODE}
@@ -129,13 +130,13 @@ class Hardened:
 
     @property
     def pids(self) -> list[int]:
-        """The launcher's first."""
+        """Process ids, the launcher's first."""
         pid = self.service.process.pid
         return [pid, *chain(*children_of(pid).values())]
 
     @property
     def root(self) -> Path:
-        """Its files, as it sees them."""
+        """Return its files, as it sees them."""
         return self.proc / "root"
 
     @property
@@ -143,7 +144,7 @@ class Hardened:
         return Path(f"/proc/{self.service.process.pid}")
 
     def addresses(self, *tables: str, states: Collection[str] = ()) -> set[tuple[str, int]]:
-        """Hosts and ports of its network's sockets, of those in `states` if some are named."""
+        """Return the hosts and ports of its network's sockets, in the given states if any."""
         found = set()
         for table in tables:
             for line in (self.proc / "net" / table).read_text().splitlines()[1:]:
@@ -155,12 +156,12 @@ class Hardened:
         return found
 
     def unix_sockets(self) -> set[str]:
-        """Names of those that listen."""
+        """Return the names of the listening sockets."""
         lines = [line.split() for line in (self.proc / "net" / "unix").read_text().splitlines()[1:]]
         return {line[7] for line in lines if len(line) == 8 and line[3] == "00010000"}
 
     def counters(self) -> dict[str, int]:
-        """What the kernel counted in its network."""
+        """Return the kernel's counters of its network."""
         lines = [line.split() for line in (self.proc / "net" / "snmp6").read_text().splitlines()]
         found = {name: int(value) for name, value in lines}
         pairs = [line.split(": ") for line in (self.proc / "net" / "snmp").read_text().splitlines()]
@@ -171,12 +172,12 @@ class Hardened:
         return found
 
     def audited(self) -> dict[str, list[Event]]:
-        """What each of its interpreters did, by process id; of ended ones, too."""
+        """Return the audit events of each of its interpreters, by process id, including ended ones."""
         logs = (self.root / AUDIT.relative_to("/")).iterdir()
         return {log.name: [Event(*json.loads(line)) for line in log.read_text().splitlines()] for log in logs}
 
     def end(self) -> int:
-        """Exit code."""
+        """End it, and return its exit code."""
         self.client.channel.close()
         try:
             return self.service.end()
@@ -185,7 +186,7 @@ class Hardened:
 
 
 class Relay:
-    """Passes connections to loopback ports here on to those of a process in a network of its own."""
+    """Forward connections from loopback ports here to those of a process in a separate network."""
 
     def __init__(self, pid: int, *ports: int) -> None:
         self._pid, self._targets = pid, ports
@@ -200,7 +201,7 @@ class Relay:
         self._thread.join()
 
     def _run(self) -> None:
-        """The thread is in that network from then on, and so are the sockets that it makes."""
+        """Enter that network with the calling thread, permanently, and with the sockets that it creates."""
         with Path(f"/proc/{self._pid}/ns/net").open() as network:
             if ctypes.CDLL(None, use_errno=True).setns(network.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), "setns")
@@ -232,7 +233,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 class Watch:
-    """Notices whoever opens one of these directories or what is in it, by whatever means."""
+    """Watch that reports every access to one of these directories or its contents."""
 
     def __init__(self, *directories: Path) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -241,7 +242,7 @@ class Watch:
             assert self._libc.inotify_add_watch(self._fd, os.fsencode(directory), _IN_OPEN) >= 0
 
     def has_seen(self) -> bool:
-        """Since it was last asked."""
+        """Return the accesses since the last call."""
         try:
             return bool(os.read(self._fd, 1 << 16))
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""One generation through TGI's API and through LMI's, from the description that `api_requests` reads too."""
+"""Sends one generation through TGI's and LMI's APIs, from the description that `api_requests` uses."""
 
 import json
 import urllib.request
@@ -10,9 +10,9 @@ from integration_tests.clients.expectations import Served
 from integration_tests.support.api_requests import Answer, Fields
 
 UNTOLD = -1
-"""Number of input tokens where an answer does not tell it."""
+"""Number of input tokens if a response does not have it."""
 REASONS = {"eos_token": "stop", "stop_sequence": "stop", "length": "length"}
-"""OpenAI's reasons by TGI's."""
+"""OpenAI's finish reasons by TGI's."""
 COMMON = {
     "max_tokens": "max_new_tokens",
     "temperature": "temperature",
@@ -44,7 +44,7 @@ class InputsApis:
         self._served = served
 
     def ways(self, fields: Fields) -> dict[str, Way]:
-        """Return the ways in which such a request can be asked."""
+        """Return the ways in which such a request can be sent."""
         found: dict[str, Way] = {}
         if _tgi_parameters(fields) is not None:
             found |= {"TGI": self.generate, "TGI, any": self.generate_any}
@@ -91,14 +91,14 @@ class InputsApis:
 
 
 def tgi_body(prompt: str, fields: Fields) -> dict[str, Any]:
-    """Return the body of a request that TGI's API has words for."""
+    """Return the body of a request that TGI's API can express."""
     parameters = _tgi_parameters(fields)
     assert parameters is not None, fields
     return {"inputs": prompt, "parameters": {**parameters, "details": True}}
 
 
 def _tgi_parameters(fields: Fields) -> dict[str, Any] | None:
-    """Return None if TGI's API has no words for them. A stop text is always a part of its texts."""
+    """Return None if TGI's API cannot express it. A stop text is always a part of its texts."""
     given = dict(fields)
     if given.pop("include_stop_str_in_output", False) != ("stop" in fields):
         return None

@@ -1,4 +1,4 @@
-"""A service that is launched with another server's command line, with transformers' answers for its model."""
+"""Launches a service with another server's command line, with transformers' responses for its model."""
 
 import contextlib
 import json
@@ -39,7 +39,7 @@ class Launched:
         return InputsApis(self.served)
 
     def ask(self, path: str, body: Body | None = None) -> HttpReply:
-        """Send a POST, or a GET if there is no body to send."""
+        """Send a POST, or a GET if there is no body."""
         return exchange(self.service.http + path, body, self.served.headers)
 
 
@@ -47,8 +47,8 @@ class Launched:
 def launched(
     directory: Path, flags: list[str], env: dict[str, str], api_key: str = "", max_length: int = 512
 ) -> Iterator[Launched]:
-    """Launch with flags and variables in which FOLDER stands for the directory, where `model` and the adapter
-    `tuned` are."""
+    """Launch with flags and variables in which FOLDER stands for the directory of `model` and of the adapter
+    `tuned`."""
     model = directory / "model"
     oracle = write_served_model(model)
     write_adapter(directory / "tuned", model, 9, LINEAR)
@@ -67,7 +67,7 @@ def launched(
 
 @contextlib.contextmanager
 def busy(launched: Launched, path: str, body: Body, count: int) -> Iterator[None]:
-    """Have so many requests in the service while the block runs, whether they run or wait."""
+    """Keep this many requests in the service during the block, running or waiting."""
     with ThreadPoolExecutor(count) as threads:
         streams = [threads.submit(_read, launched, path, body) for _ in range(count)]
         deadline = time.monotonic() + STATUS_TIMEOUT_S
@@ -78,8 +78,8 @@ def busy(launched: Launched, path: str, body: Body, count: int) -> Iterator[None
 
 
 def check_survival(launched: Launched, path: str, make_body: MakeBody) -> None:
-    """All streams of a path give the same as when no shard is killed under them, but for the rounding of
-    sums over two ranks."""
+    """Check that all streams of a path are unchanged when a shard is killed during them, up to the rounding
+    of sums over two ranks."""
     bodies = [make_body(asked.prompt, _fields(i)) for i, asked in enumerate(launched.served.completions)]
     bodies = bodies[:NUM_STREAMS]
     undisturbed = [_read(launched, path, body) for body in bodies]
@@ -95,7 +95,7 @@ def check_survival(launched: Launched, path: str, make_body: MakeBody) -> None:
 
 
 def _events(body: bytes) -> list[tuple[float, Any]]:
-    """Return each token's log-probability, and the event without it. Comments come in between."""
+    """Return each token's log-probability, and the event without it. Comments are skipped."""
     lines = [line for line in body.splitlines() if line and not line.startswith(b":")]
     events = [json.loads(line.removeprefix(b"data: ")) for line in lines]
     names = [name for name in ("logprob", "log_prob") if name in events[0]["token"]]
@@ -112,7 +112,7 @@ def _read(launched: Launched, path: str, body: Body) -> bytes:
 
 
 def wait_for_status(launched: Launched, path: str, status: int) -> str:
-    """Return the body of the first answer to a GET that has the status."""
+    """Return the body of the first response to a GET that has the status."""
     deadline = time.monotonic() + STATUS_TIMEOUT_S
     while (found := launched.ask(path)).status != status:
         assert time.monotonic() < deadline, (found, launched.service.output)

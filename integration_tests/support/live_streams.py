@@ -18,7 +18,7 @@ NUM_STREAMS = 8
 
 
 def long_request(text: str) -> pb.SingleGenerationRequest:
-    """Of which every second text is sampled."""
+    """Every second text is sampled."""
     criteria, number = pb.StoppingCriteria(max_new_tokens=LENGTH, min_new_tokens=LENGTH), sum(text.encode())
     params = pb.Parameters(stopping=criteria)
     if number % 2:
@@ -31,7 +31,7 @@ def keys_of(text: str) -> Keys:
 
 
 def read(client: Client, text: str, running: threading.Barrier | None = None) -> tuple[str, int]:
-    """Text and reason of a whole stream; `running` is met after the first token."""
+    """Return text and stop reason of a whole stream; `running` is met after the first token."""
     parts = []
     for part in client.stub.GenerateStream(long_request(text), metadata=keys_of(text)):
         if running is not None and len(parts) == 1:
@@ -43,7 +43,7 @@ def read(client: Client, text: str, running: threading.Barrier | None = None) ->
 def check_survival(
     client: Client, texts: list[str], victim: int, number: signal.Signals = signal.SIGKILL
 ) -> None:
-    """All streams give the same as when no shard is killed, or stopped, under them."""
+    """Check that all streams are unchanged when a shard is killed, or stopped, during them."""
     shards = sorted(children_of(client.service.process.pid)["serve"])
     with live_streams(client, texts):
         os.kill(shards[victim], number)
@@ -54,8 +54,7 @@ def check_survival(
 
 @contextlib.contextmanager
 def live_streams(client: Client, texts: list[str], timeout_s: float = 60) -> Iterator[None]:
-    """Are running when the block begins, lose the shards in it, give the same as undisturbed, and leave
-    nothing."""
+    """Run streams that lose the shards in the block, and check that they are unchanged and leak nothing."""
     read(client, texts[0])
     baseline = take_baseline(client.service.http)
     num_resumed = client.service.output.count("requests resume")

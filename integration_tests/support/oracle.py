@@ -1,6 +1,6 @@
-"""What a service must answer, field by field: scores from transformers and PEFT, tokens from `tokenizers`,
-and the rules of sampling, stopping and text as plain Python. No batches, no cache of keys, and no code of
-`tgis`."""
+"""Computes a service's expected response, field by field: scores from transformers and PEFT, tokens from
+`tokenizers`, and the rules of sampling, stopping and text in plain Python. It has no batches, no KV cache,
+and no code of `tgis`."""
 
 import math
 from collections.abc import Sequence
@@ -16,26 +16,26 @@ from tests.support import plain_sampling, plain_text
 from tests.support.plain_sampling import Row
 from tgis.pb import generation_pb2 as pb
 
-# Nearer than this, another way of adding up the same numbers may decide otherwise.
+# Closer scores may be ordered differently by another order of summation.
 LEAST_MARGIN, LEAST_ORDER, LEAST_MASS, LEAST_GAP = 1e-4, 2e-5, 1e-5, 4e-6
 
 Request = pb.BatchedGenerationRequest | pb.SingleGenerationRequest
 
 
 class UncertainError(Exception):
-    """The rules do not tell the answer: two scores are too close."""
+    """Error for a response that the rules do not determine: two scores are too close."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One input's whole answer, before it is put into messages."""
+    """Whole response to one input, before it is put into messages."""
 
     input_ids: Ids
-    """Without virtual tokens."""
+    """Number of input tokens without virtual tokens."""
     ids: list[int]
     tokens: list[pb.TokenInfo]
     entries: list[plain_text.Entry]
-    """What each of the tokens shows in a stream."""
+    """Text that each of the tokens shows in a stream."""
 
 
 class Oracle:
@@ -47,11 +47,11 @@ class Oracle:
 
     @property
     def model(self) -> PreTrainedModel:
-        """Without any adapter."""
+        """Scores without an adapter."""
         return self._scorer.model(PLAIN)
 
     def logits(self, ids: Ids) -> list[float]:
-        """Of the token after these, without a soft prompt and an adapter."""
+        """Return the scores of the token after these, without a soft prompt and an adapter."""
         return self._scorer.logits(ids)
 
     @property
@@ -59,14 +59,14 @@ class Oracle:
         return self.served.decoder_start_id is not None
 
     def tuned(self, request: Request) -> Tuned:
-        """What the request's ids stand for."""
+        """Return the soft prompt and adapter of the request's ids."""
         found = Tuned(request.prefix_id, request.adapter_id)
         if found.prompt in self.served.store.adapters:
             return replace(found, prompt="", adapter=found.prompt)
         return found
 
     def error(self, request: Request) -> str | None:
-        """What the request is refused with."""
+        """Return the expected error of the request."""
         single = isinstance(request, pb.SingleGenerationRequest)
         inputs = [request.request] if single else request.requests
         return first_error(
@@ -106,7 +106,7 @@ class Oracle:
         got: Sequence[pb.GenerationResponse],
         tuned: Tuned = PLAIN,
     ) -> list[pb.GenerationResponse]:
-        """Return the messages of a stream. Tokens that are one message in `got` are one message."""
+        """Return the messages of a stream. Tokens in one message of `got` are in one message here too."""
         generation = self.generate(text, params, seed, tuned)
         asked, seed = params.response, 0 if is_greedy(params) else seed
         count = len(generation.input_ids)
@@ -150,7 +150,7 @@ class Oracle:
         ids: list[int] = []
         tokens: list[pb.TokenInfo] = []
         while len(ids) < limit:
-            # Virtual tokens count as places, but are none that could be repeated.
+            # Virtual tokens have positions, but penalties do not apply to them.
             places = [before[0]] * len(virtual)
             row.token_ids, row.num_generated = [*places, *before, *ids], len(ids)
             row.logits = self._scorer.logits((*virtual, *before, *ids), encoder_ids, tuned)
@@ -201,9 +201,9 @@ class Oracle:
         return info
 
     def _input_tokens(self, ids: Ids, asked: pb.ResponseOptions, tuned: Tuned) -> list[pb.TokenInfo]:
-        """Those of a soft prompt, too, by the name of padding."""
+        """Return the input tokens, with a soft prompt's as padding."""
         unknown = math.nan if asked.token_logprobs else 0
-        if self.is_encoder_decoder:  # nothing predicts what an encoder reads
+        if self.is_encoder_decoder:  # nothing predicts the tokens of an encoder's input
             ids = self._scorer.encoder_ids(ids, tuned)
             return [pb.TokenInfo(text=self.piece(token_id), logprob=unknown) for token_id in ids]
         ids = (*self._scorer.virtual_ids(tuned), *ids)
@@ -215,7 +215,7 @@ class Oracle:
         return [first, *others]
 
     def input_ids(self, text: str, limit: int) -> Ids:
-        """The last ones, of which what every text begins with takes the first places."""
+        """Keep the last tokens, after the special tokens that begin every text."""
         ids = self.tokenizer.encode(text).ids
         if 0 < limit < len(ids):
             begin = plain_text.begin_of_all(self.tokenizer, ["", "a", "b"])
@@ -256,7 +256,7 @@ class Oracle:
 
 
 def _row(params: pb.Parameters, seed: int, eos_ids: Sequence[int]) -> Row:
-    """The defaults of the wire, given their meaning."""
+    """Return the parameters with the defaults of the wire applied."""
     sampling, decoding = params.sampling, params.decoding
     row = Row(
         [],

@@ -1,4 +1,4 @@
-"""The processes of a router that has several workers, and the clients' connections to each of them."""
+"""Lists the processes of a router with several workers, and the clients' connections to each of them."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 
 def router_pids(service: Service) -> tuple[int, list[int]]:
-    """Process ids of the engine process and of the workers, in the order of their numbers."""
+    """Return the process ids of the engine process and of the workers, in the order of their numbers."""
     children = children_of(service.process.pid)
     [engine] = children["engine"]
     return engine, sorted(children["router"], key=lambda pid: number_of_worker(pid) or 0)
 
 
 def number_of_worker(pid: int) -> int | None:
-    """None where the process has just ended."""
+    """Return the worker of a connection; None if it has just ended."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
         return int(words[words.index("--worker") + 1])
@@ -32,7 +32,7 @@ def number_of_worker(pid: int) -> int | None:
 
 @contextlib.contextmanager
 def connections_to_all(service: Service, least: int = 1) -> Iterator[list[Client]]:
-    """Clients with a connection each, at least so many to every worker."""
+    """Yield clients with one connection each, with at least this many to every worker."""
     _, workers = router_pids(service)
     with ExitStack() as stack:
         clients: list[Client] = []
@@ -44,7 +44,7 @@ def connections_to_all(service: Service, least: int = 1) -> Iterator[list[Client
 
 
 def connect(service: Service) -> Client:
-    """A client with a connection of its own, which is there."""
+    """Return a client with a new connection."""
     client = Client(service)
     client.channel = grpc.insecure_channel(f"127.0.0.1:{service.grpc_port}", OWN_CONNECTION)
     client.stub = GenerationServiceStub(client.channel)

@@ -1,5 +1,5 @@
-"""Scores of next tokens from transformers, and from PEFT where there is an adapter: one sequence at a time,
-always from its beginning."""
+"""Computes scores of next tokens with transformers, and with PEFT if there is an adapter: one sequence at a
+time, always from its beginning."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ NO_PROMPT = SoftPrompt()
 
 @dataclass(frozen=True)
 class Tuned:
-    """The ids of the soft prompt and the adapter that an answer is made with."""
+    """Ids of a response's soft prompt and adapter."""
 
     prompt: str = ""
     adapter: str = ""
@@ -35,8 +35,8 @@ class Scorer:
 
     @torch.inference_mode()
     def logits(self, ids: Ids, encoder_ids: Ids = (), tuned: Tuned = PLAIN) -> list[float]:
-        """Of the token after these, the first of which are virtual; one pass over all of them gives those
-        before, too."""
+        """Return the scores of the token after these, the first of which are virtual. One pass over all of
+        them also returns the scores before."""
         if (tuned, encoder_ids, ids) not in self._rows:
             model, inputs = self.model(tuned), self._embed(ids, tuned, self._prompt(tuned).decoder)
             if encoder_ids:
@@ -52,11 +52,11 @@ class Scorer:
         return self._rows[tuned, encoder_ids, ids]
 
     def virtual_ids(self, tuned: Tuned) -> Ids:
-        """What the decoder's virtual tokens are called."""
+        """Name of the decoder's virtual tokens."""
         return (self._served.pad_id,) * len(self._prompt(tuned).decoder)
 
     def encoder_ids(self, ids: Ids, tuned: Tuned) -> Ids:
-        """Of an input: with the virtual tokens before it, or nothing where there is no encoder."""
+        """Return the encoder's output for an input with its virtual tokens, or None without an encoder."""
         if self._served.decoder_start_id is None:
             return ()
         return ((self._served.pad_id,) * len(self._prompt(tuned).encoder)) + ids
@@ -65,7 +65,7 @@ class Scorer:
         return self._served.store.prompts.get(tuned.prompt, NO_PROMPT)
 
     def model(self, tuned: Tuned) -> PreTrainedModel:
-        """With its adapter, if it has one."""
+        """Return the model, with its adapter if it has one."""
         if tuned.adapter not in self._models:
             adapter = self._served.store.adapters.get(tuned.adapter)
             self._models[tuned.adapter] = read_model(self._served.directory, adapter)
@@ -78,7 +78,7 @@ class Scorer:
         return self._encoded[tuned, ids]
 
     def _embed(self, ids: Ids, tuned: Tuned, prompt: Tensor) -> Tensor:
-        """[1, num_tokens, width]"""
+        """Return [1, num_tokens, width]."""
         embedded: Tensor = self.model(tuned).get_input_embeddings()(torch.tensor([ids]))
         embedded[0, : len(prompt)] = prompt[: len(ids)]
         return embedded

@@ -1,5 +1,5 @@
-"""The checkpoints that the cases are asked of, each with the flags its service is launched with; random, but
-such that generations end, are varied, and hold equal scores where equals matter."""
+"""Creates the checkpoints of the cases, with the flags of their services; random, but such that generations
+end, vary, and have equal scores where the cases need them."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ FLAGS = ["--max-sequence-length", "200", "--max-new-tokens", "169", "--dtype", "
 
 @dataclass(frozen=True)
 class Served:
-    """A checkpoint on disk and what is known of the service that serves it."""
+    """Checkpoint on disk, and properties of its service."""
 
     directory: Path
     tokenizer: Tokenizer
@@ -31,14 +31,14 @@ class Served:
     include_stop_sequence: bool = True
     output_special_tokens: bool = False
     decoder_start_id: int | None = None
-    """Of encoder-decoder models."""
+    """Tokens of encoder-decoder models."""
     pad_id: int = 1
-    """What virtual tokens are called."""
+    """Name of virtual tokens."""
     store: Store = field(default_factory=Store)
 
 
 def write_bytes(directory: Path) -> Served:
-    """Bytes that are no text by themselves are rarer than the rest."""
+    """Return weights in which incomplete bytes are rarer than other tokens."""
     tokenizer = write_byte_level(directory)
     parts = {i: 0.6 for piece, i in tokenizer.get_vocab().items() if len(piece) == 1 and not piece.isascii()}
     _write(directory, eos_token_id=1, louder={**parts, 1: 2.0})
@@ -46,7 +46,8 @@ def write_bytes(directory: Path) -> Served:
 
 
 def write_fallback(directory: Path) -> Served:
-    """Pieces first, then the bytes that spell characters, then those that are text by themselves."""
+    """Return the vocabulary: pieces, then the bytes of multi-byte characters, then those of single-byte
+    ones."""
     tokenizer = write_byte_fallback(directory)
     ascii_bytes = {2 + byte: 0.5 for byte in range(0x80)}
     pieces = dict.fromkeys(range(258, VOCAB_SIZE), 1.2)
@@ -56,9 +57,9 @@ def write_fallback(directory: Path) -> Served:
 
 
 def write_special(directory: Path) -> Served:
-    """Three ends of sequence, one of them beyond the vocabulary, each from another file; a special token that
-    ends nothing; and most tokens have the score 0, always. As with Llama 3, only the tokenizer's settings say
-    that texts begin with <s>."""
+    """Create a Llama with three end-of-sequence tokens, one beyond the vocabulary, each from another file; a
+    special token that ends nothing; and most tokens with a score of 0. As in Llama 3, only the tokenizer's
+    settings define that texts begin with <s>."""
     tokenizer = write_byte_level(directory, vocab_size=390)
     tokenizer.add_special_tokens(["<|end|>", "<|user|>"])
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -75,8 +76,7 @@ def write_special(directory: Path) -> Served:
 
 
 def write_encoder_decoder(directory: Path) -> Served:
-    """A T5 as Flan has it. Ids that stand for no piece are rarer than the rest, and what begins an answer may
-    be generated, too."""
+    """Create a T5 like Flan. Ids without a piece are rarer, and the start token can be generated."""
     tokenizer = write_t5_tokenizer(directory)
     nameless = dict.fromkeys(range(tokenizer.get_vocab_size(), VOCAB_SIZE), 0.7)
     write_t5(directory, {**nameless, 0: 1.5})
@@ -85,14 +85,14 @@ def write_encoder_decoder(directory: Path) -> Served:
 
 
 def write_t5_tokenizer(directory: Path) -> Tokenizer:
-    """Unigram pieces that carry their space; <pad> is 0, </s>, with which texts end, is 1, <unk> is 2."""
+    """Return Unigram pieces with their spaces; <pad> is 0, </s>, which ends texts, is 1, <unk> is 2."""
     special = ["<pad>", "</s>", "<unk>"]
     words = sorted({"▁" + word for text in TEXT for word in text.split() if word.isascii()})
     syllables = [a + b for a in "bdfghklmnprst" for b in ("a", "e", "in", "or", "us", "ly", "ing")]
     single = sorted({*map(chr, range(0x21, 0x7F)), *"".join(TEXT)} - {" "})
     pieces = [*special, *words, *syllables, *(f"▁{syllable}" for syllable in syllables), "▁", *single]
     assert 250 < len(pieces) < VOCAB_SIZE
-    # Few long pieces are likelier than many short ones.
+    # A few long pieces are likelier than many short ones.
     model = models.Unigram([(piece, -10 - i / 1000) for i, piece in enumerate(pieces)], unk_id=2)
     tokenizer = Tokenizer(model)
     tokenizer.add_special_tokens(special)
@@ -123,8 +123,8 @@ def write_t5(directory: Path, louder: Mapping[int, float]) -> None:
 
 
 def _let_inputs_matter(directory: Path) -> None:
-    """Else a random decoder hardly looks at them. And a head of its own, which transformers does not write,
-    but reads."""
+    """Increase the weights of cross-attention, which a random decoder hardly uses, and add a separate head,
+    which transformers reads but does not write."""
     path = directory / "model.safetensors"
     tensors = load_file(path)
     for name, tensor in tensors.items():
@@ -145,7 +145,7 @@ WRITERS: dict[str, Callable[[Path], Served]] = {
 def _write(
     directory: Path, eos_token_id: int | list[int], louder: Mapping[int, float], silent: Sequence[int] = ()
 ) -> None:
-    """A Llama whose scores of some tokens are more spread than the others', and of some zero."""
+    """Create a Llama in which the scores of some tokens vary more than others', and some are zero."""
     write_llama(directory, vocab_size=VOCAB_SIZE, max_position_embeddings=256, eos_token_id=eos_token_id)
     _change_head(directory, louder, silent)
 

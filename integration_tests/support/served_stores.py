@@ -1,4 +1,4 @@
-"""The soft prompts and adapters that the served models have, good ones and bad ones."""
+"""Creates the soft prompts and adapters of the served models, valid and invalid ones."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ WRONG_LENGTH = "Invalid prefix embedding length of {}"
 
 @dataclass(frozen=True)
 class Store:
-    """What is there, for the oracle to use, and to say of what it refuses."""
+    """Content of the store, for the oracle, with the reasons for refusals."""
 
     flags: tuple[str, ...] = ()
     prompts: dict[str, SoftPrompt] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Store:
 
 
 def write_decoder_store(model: Path) -> Store:
-    """Adapters have a directory of their own; one of them is among the prompts."""
+    """Adapters are in their own directory; one of them is among the prompts."""
     root, cache = (model.parent / f"{model.name}-{kind}" for kind in ("prompts", "adapters"))
     prompts = {
         "eight": write_prompt(root / "eight", SoftPrompt(embeddings(8, 1))),
@@ -64,7 +64,7 @@ def write_decoder_store(model: Path) -> Store:
 
 
 def write_bad_prompts(root: Path) -> dict[str, str]:
-    """Why they are refused, by their ids; not all of which are there."""
+    """Return the reasons for refusals, by id; not all ids exist."""
     nan = embeddings(4, 7)
     nan[3, 31] = torch.nan
     bad = {
@@ -85,7 +85,7 @@ def write_bad_prompts(root: Path) -> dict[str, str]:
 
 
 def write_bad_adapters(root: Path, model: Path) -> dict[str, str]:
-    """The errors, by id."""
+    """Return the errors, by id."""
     write_peft_prompt(root / "tuned", model, 3, 0)
     write_adapter(root / "dora", model, 0, ["q_proj"], use_dora=True)
     write_misfit(root / "misfit", model)
@@ -117,7 +117,7 @@ def write_encoder_decoder_store(model: Path) -> Store:
     }
     adapters = {"lora": root / "lora"}
     write_adapter(adapters["lora"], model, 4, T5_LINEAR)
-    # A decoder's prompt goes before the token that it starts from, which counts then, too.
+    # A decoder's prompt precedes its start token, which then counts too.
     lengths = {"both": 6 + 4 + 1, "encoder_only": 6, "decoder_only": 4 + 1}
     return Store(
         ("--prefix-store-path", str(root)), prompts, adapters, Names(lengths, adapters, adapters, causes)

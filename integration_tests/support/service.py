@@ -1,4 +1,4 @@
-"""A launched service and its stubs."""
+"""Provides a launched service and its stubs."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A client beside whatever else happens to a service: each request is answered, and as the first one was."""
+"""Runs a client beside any other load: each request gets a response equal to the first one."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ API = ["--http-api", "openai"]
 
 
 def ask(http: str) -> str:
-    """Return the text of one request, on a connection of its own."""
+    """Return the text of one request, on a new connection."""
     reply = exchange(f"{http}/v1/completions", REQUEST)
     assert reply.status == 200, reply.text
     assert reply.json["usage"]["completion_tokens"] == NUM_TOKENS
@@ -24,8 +24,8 @@ def ask(http: str) -> str:
 
 
 def wait_for_answers(seconds: list[float], number: int = 2) -> None:
-    """Wait until the steady client has had `number` answers to requests that begin from now on."""
-    num_wanted, deadline = len(seconds) + 1 + number, time.monotonic() + 60  # one may be under way
+    """Wait until the steady client has had `number` responses to requests that begin from now on."""
+    num_wanted, deadline = len(seconds) + 1 + number, time.monotonic() + 60  # one may be running
     while len(seconds) < num_wanted:
         assert time.monotonic() < deadline, f"{len(seconds)} answers of {num_wanted}"
         time.sleep(PAUSE_S)
@@ -33,7 +33,7 @@ def wait_for_answers(seconds: list[float], number: int = 2) -> None:
 
 @contextmanager
 def steady_client(http: str) -> Iterator[list[float]]:
-    """Ask again and again while the block runs; yield the list of the seconds that each request took."""
+    """Send requests repeatedly during the block; yield the list of their durations in seconds."""
     first, seconds, stop = ask(http), list[float](), threading.Event()
 
     def ask_until_stopped() -> None:

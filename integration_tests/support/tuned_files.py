@@ -1,5 +1,5 @@
-"""Soft prompts and LoRA adapters on disk: random, but strong enough to change what is generated. What PEFT
-has a format for is written by PEFT."""
+"""Writes soft prompts and LoRA adapters: random, but strong enough to change generations. PEFT writes the
+formats that it has."""
 
 import json
 from dataclasses import dataclass, field
@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
-WIDTH = 32  # of all the models that are served here
+WIDTH = 32  # of all models that are served here
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 NOTHING = torch.empty(0, WIDTH)
 
 
 @dataclass(frozen=True, eq=False)
 class SoftPrompt:
-    """Embeddings [num_tokens, WIDTH] that go before the decoder's tokens and the encoder's."""
+    """Embeddings [num_tokens, WIDTH] before the decoder's and the encoder's tokens."""
 
     decoder: Tensor = field(default_factory=lambda: NOTHING)
     encoder: Tensor = field(default_factory=lambda: NOTHING)
@@ -31,7 +31,7 @@ def embeddings(num_tokens: int, seed: int, width: int = WIDTH) -> Tensor:
 
 
 def write_prompt(directory: Path, prompt: SoftPrompt, dtype: torch.dtype = torch.float32) -> SoftPrompt:
-    """As TGIS keeps it; returns what must be read from it."""
+    """Write it in TGIS's format, and return the expected content."""
     directory.mkdir(parents=True)
     for name, tensor in (("decoder", prompt.decoder), ("encoder", prompt.encoder)):
         if len(tensor):
@@ -42,7 +42,7 @@ def write_prompt(directory: Path, prompt: SoftPrompt, dtype: torch.dtype = torch
 def write_peft_prompt(
     directory: Path, model: Path, num_tokens: int, seed: int, *, safe: bool = True
 ) -> SoftPrompt:
-    """As PEFT saves a tuned prompt, in either of its formats."""
+    """Write it as PEFT saves a tuned prompt, in either of its formats."""
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=num_tokens)
     wanted = embeddings(num_tokens, seed)  # [num_tokens, WIDTH]
     tuned = peft.get_peft_model(_read(model), config)
@@ -53,7 +53,8 @@ def write_peft_prompt(
 
 
 def write_adapter(directory: Path, model: Path, seed: int, targets: list[str], **more: Any) -> None:
-    """A LoRA adapter of rank 4 for modules that end in `targets`; `more` are of PEFT's LoraConfig."""
+    """Write a LoRA adapter of rank 4 for modules that end in `targets`; `more` are fields of PEFT's
+    LoraConfig."""
     settings = {"r": 4, "lora_alpha": 8, "target_modules": targets, "init_lora_weights": False, **more}
     torch.manual_seed(seed)
     tuned = peft.get_peft_model(_read(model), peft.LoraConfig(**settings))
@@ -64,7 +65,7 @@ def write_adapter(directory: Path, model: Path, seed: int, targets: list[str], *
 
 
 def write_misfit(directory: Path, model: Path) -> None:
-    """An adapter for another model: one of its matrices has another width."""
+    """Write an adapter for another model: one of its matrices has another width."""
     write_adapter(directory, model, 0, ["q_proj", "q"])
     path = directory / "adapter_model.safetensors"
     name = next(name for name in load_file(path) if name.endswith("lora_A.weight"))
@@ -77,7 +78,7 @@ def edit_adapter(directory: Path, **changes: Any) -> None:
 
 
 def read_model(model: Path, adapter: Path | None) -> PreTrainedModel:
-    """As PEFT changes it with the adapter."""
+    """Return the model with PEFT's adapter."""
     if adapter is None:
         return _read(model).eval()
     changed = peft.PeftModel.from_pretrained(_read(model), str(adapter))

@@ -1,6 +1,8 @@
-"""Makes docs/pictures: `dashboard` and `top` of a service under load for a minute and a half, `site` of the
-pages that `make site` built. Needs, beside the development environment, Debian's chromium, tmux and
-pngquant, and `scripts/fetch_prometheus.sh`."""
+"""Creates docs/pictures: `dashboard` and `top` of a service under load for a minute and a half, and `site` of
+the pages that `make site` built.
+
+Besides the development environment, this needs Debian's chromium, tmux and pngquant, and
+`scripts/fetch_prometheus.sh`."""
 
 import sys
 import tempfile
@@ -15,7 +17,7 @@ from scripts.screenshots.terminal_picture import draw_top
 
 PICTURES = ROOT / "docs" / "pictures"
 SITE = ROOT / "site"
-TOP_AFTER_S = 40.0  # when the load is at its height
+TOP_AFTER_S = 40.0  # when the load is highest
 
 
 def main(kinds: list[str]) -> None:

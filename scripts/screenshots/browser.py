@@ -1,18 +1,18 @@
-"""What Chromium makes of a page, as a PNG of 128 colours where pngquant is there."""
+"""Renders a page in Chromium to a PNG, with 128 colours if pngquant is installed."""
 
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
-LIGHT, DARK = "1", "0"  # what the browser says that its user prefers
+LIGHT, DARK = "1", "0"  # colour schemes that the browser reports as preferred
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 def screenshot(
     url: str, picture: Path, width: int, height: int, wait_ms: int = 1000, scheme: str = LIGHT
 ) -> None:
-    """Of a window of the size; scripts of the page get `wait_ms`, which must not be 0."""
+    """Render a window of the given size; scripts of the page get `wait_ms`, which must not be 0."""
     chromium = next((found for name in NAMES if (found := shutil.which(name))), None)
     if chromium is None:
         raise SystemExit("no chromium here: apt-get install chromium")

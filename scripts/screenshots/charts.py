@@ -1,4 +1,4 @@
-"""Lines over time as SVG, for a picture of what a dashboard's queries answer."""
+"""Draws lines over time as SVG, for a picture of a dashboard's query results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,9 +6,9 @@ from html import escape
 from itertools import pairwise
 
 HEIGHT = 128  # of the drawing
-LEFT, BOTTOM, TOP = 54, 18, 6  # where the axes' texts stand
+LEFT, BOTTOM, TOP = 54, 18, 6  # positions of the axes' texts
 COLOURS = ("#73bf69", "#f2cc0c", "#5794f2", "#ff9830", "#f2495c", "#b877d9", "#8ab8ff", "#37872d")
-GAP_S = 2.5  # without a point: a line is broken there
+GAP_S = 2.5  # seconds without a point after which a line is broken
 NUM_LINES = 4  # of the grid
 MAX_LEGEND = 7
 
@@ -17,7 +17,7 @@ MAX_LEGEND = 7
 class Line:
     legend: str
     points: Sequence[tuple[float, float]]
-    """Seconds since the beginning, value."""
+    """Points of a line: seconds since the beginning, value."""
 
 
 def chart(lines: Sequence[Line], width: float, seconds: float, unit: str, is_stacked: bool) -> str:
@@ -51,7 +51,7 @@ def _stacked(lines: Sequence[Line]) -> list[Line]:
 
 
 def _round_up(value: float) -> float:
-    """To a number that divides well; 1 for nothing at all."""
+    """Round up to a number that divides well; 1 for 0."""
     if value <= 0:
         return 1.0
     size = 1e-9

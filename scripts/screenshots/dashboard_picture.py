@@ -1,4 +1,4 @@
-"""All panels of the dashboard in one picture, drawn from what a real Prometheus answers to their queries."""
+"""Draws all panels of the dashboard in one picture, from a Prometheus' results of their queries."""
 
 import math
 import re
@@ -36,7 +36,7 @@ CAPTION = (
 
 
 def draw_dashboard(prometheus: Prometheus, began_at: float, picture: Path) -> None:
-    """From the beginning of the load until now."""
+    """Query the time from the beginning of the load until now."""
     rows = []
     end = time.time()
     for row in ROWS:

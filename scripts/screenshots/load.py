@@ -1,5 +1,5 @@
-"""A service of a real model with soft prompts and adapters, and clients of it: few, then many, then too
-many, and a shard that is killed among them."""
+"""Runs a service of a real model with soft prompts and adapters, and clients: few, then many, then too many,
+and kills a shard meanwhile."""
 
 import os
 import random
@@ -24,9 +24,9 @@ WORDS = (
 )
 LOAD_S = 95.0
 KILL_AFTER_S = 70.0
-WIDTH = 576  # of the model's embeddings
+WIDTH = 576  # width of the model's embeddings
 NUM_CONTENTS = 3
-# Clients from so many seconds on.
+# Numbers of clients, by the second from which on they run.
 CLIENTS = ((0.0, 3), (20.0, 12), (35.0, 20), (60.0, 10), (85.0, 4))
 FLAGS = ["--max-concurrent-requests", "18", "--max-batch-size", "8", "--block-size", "8"]
 FLAGS += ["--max-sequence-length", "256", "--max-new-tokens", "128", "--kv-cache-tokens", "1536"]
@@ -55,7 +55,7 @@ def serve_model(model: Path, directory: Path) -> Iterator[Service]:
 
 
 class Load:
-    """Clients while the block runs, each of which asks again as soon as it is answered."""
+    """Run closed-loop clients during the block."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -98,7 +98,7 @@ class Load:
                     continue
                 try:
                     self._ask_once(stub, r)
-                except grpc.RpcError:  # refused, as some are meant to be
+                except grpc.RpcError:  # refused, as intended for some requests
                     self._stop.wait(0.3)
                 self._stop.wait(r.uniform(0.0, 0.4))
 
@@ -121,7 +121,7 @@ class Load:
 
 
 def _request(r: random.Random) -> tuple[pb.GenerationRequest, pb.Parameters, dict[str, str]]:
-    """One in thirty is refused."""
+    """Return a request; one in thirty is refused."""
     beginning = "The with statement is used to wrap the execution of a block. " * r.randint(0, 2)
     text = beginning + " ".join(r.choices(WORDS, k=r.randint(5, 40)))
     tokens = r.randint(10, 110) if r.random() > 0.03 else 100_000

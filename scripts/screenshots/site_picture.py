@@ -1,4 +1,4 @@
-"""Pages of the documentation's site as a browser shows them, light and dark, from a server on loopback."""
+"""Renders pages of the documentation's site in a browser, light and dark, from a server on loopback."""
 
 import threading
 from functools import partial
@@ -18,7 +18,7 @@ class _Quiet(SimpleHTTPRequestHandler):
 
 
 def draw_site(site: Path, pictures: Path) -> None:
-    """Of a built site."""
+    """Serve a built site."""
     if not (site / "index.html").is_file():
         raise SystemExit(f"{site} is not built: make site")
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(site)))

@@ -1,4 +1,4 @@
-"""`tgis top` as tmux shows it."""
+"""Renders `tgis top` as tmux shows it."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ from scripts.screenshots.browser import screenshot_html
 
 COLUMNS, LINES = 94, 18
 WARM_UP_S = 12.0
-SOCKET = "tgis-screenshots"  # a tmux server of its own
+SOCKET = "tgis-screenshots"  # a separate tmux server
 CELL_WIDTH, CELL_HEIGHT, MARGIN = 8.43, 18, 16  # of the font below
 STYLE = f"""
 body {{ margin: 0; background: #1e1e2e; }}
@@ -22,7 +22,7 @@ STYLES = {"1": "font-weight:bold;color:#88c0d0", "31": "color:#bf616a"}
 
 
 def draw_top(target: str, picture: Path) -> None:
-    """What is on the screen some seconds from now."""
+    """Return the screen's content some seconds from now."""
     command = f"{sys.executable} -m tgis top --target {target}"
     size = ["-x", str(COLUMNS), "-y", str(LINES)]
     _tmux("-f", "/dev/null", "new-session", "-d", "-s", "top", *size, command)
@@ -36,7 +36,7 @@ def draw_top(target: str, picture: Path) -> None:
 
 
 def to_html(screen: str) -> str:
-    """Bold and red as they are on a terminal."""
+    """Render bold and red text as on a terminal."""
     parts, styles = [], ""
     for i, part in enumerate(SGR.split(screen)):
         if i % 2:

@@ -35,7 +35,7 @@ def test_a_run_of_too_few_steps_is_no_figure() -> None:
 
 
 def test_the_rest_is_all_after_the_warm_up() -> None:
-    """Of two streams of which one begins three steps later, and so ends later."""
+    """Two streams, one of which begins three steps later, and so ends later."""
     tokens = apis.RandomTokens(is_fast=True)
     tokens.watch(2, 0)
     late, num_new, limit = 3, apis.WARM_STEPS + 20, 4 + apis.WARM_STEPS + 20

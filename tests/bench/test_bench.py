@@ -1,5 +1,5 @@
-"""The benchmark's own parts: checkpoints against transformers, figures against times known beforehand, the
-load against a service with canned answers on a real port."""
+"""The benchmark's parts: checkpoints against transformers, figures against known times, the load against a
+service with canned responses on a real port."""
 
 import json
 import math
@@ -87,7 +87,7 @@ def test_percentile_is_a_value_that_was_seen(values: list[float], percent: float
 
 
 def test_figures_of_known_times() -> None:
-    """Two clients; the second one's last two tokens come in one message."""
+    """Two clients; the second one's last two tokens arrive in one message."""
     first = Answer(0, sent=1.0, arrivals=[1.5, 1.75, 2.25, 2.5], counts=[1, 2, 3, 4], input_tokens=5)
     second = Answer(1, sent=1.0, arrivals=[2.0, 2.5, 4.5], counts=[1, 2, 4], input_tokens=7)
     assert token_gaps(second) == [0.5, 1.0, 1.0]
@@ -135,7 +135,7 @@ def test_the_load_asks_as_often_as_it_should(mode: str) -> None:
         (raw,) = run_child("bench.load", job, 30.0)
     answers = [Answer(**answer) for answer in raw["answers"]]
     assert [answer.client for answer in answers] == [0, 0, 0, 1, 1, 1]
-    assert len(asked.asked) == 2 + 6  # a short one of each client before the measurement
+    assert len(asked.asked) == 2 + 6  # a short one per client before the measurement
     assert all(request.params.truncate_input_tokens == job.input_tokens for request in asked.asked)
     measured = [request.params.stopping for request in asked.asked[2:]]
     assert {(each.min_new_tokens, each.max_new_tokens) for each in measured} == {(3, 3)}
@@ -144,7 +144,7 @@ def test_the_load_asks_as_often_as_it_should(mode: str) -> None:
         assert (answer.input_tokens, answer.error) == (4, None)
         assert answer.arrivals[0] - answer.sent >= 0.05
     figures = summarize(job, answers)
-    # Two clients side by side; no answer can be faster than the delays in it.
+    # Two clients side by side; no response can be faster than its delays.
     least = 3 * 0.05 if mode == "stream" else 0.05
     assert figures["output_tokens_per_s"] <= 2 * len(WORDS) / least
     assert figures["output_tokens_per_s"] > len(WORDS) / least
@@ -187,7 +187,7 @@ def test_attached_to_a_service_the_whole_run_is_reported(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_the_memory_of_loading_is_measured(tmp_path: Path) -> None:
-    """Far more than other tests may have left behind: 16 MiB of bfloat16, twice that once it is read."""
+    """Far more than other tests may have left: 16 MiB of bfloat16, twice that after reading."""
     shapes.write_checkpoint(replace(TINY, hidden_size=1024, vocab_size=8192), tmp_path)
     figures = measure_loading(MemoryJob(str(tmp_path), "float32"))
     assert figures["file_bytes"] == (tmp_path / "model.safetensors").stat().st_size

@@ -1,5 +1,4 @@
-"""Limits against counting one by one, contests between contenders whose speed is known, and what the table
-says of them."""
+"""Limits against counting one by one, contests between contenders of known speed, and their tables."""
 
 import json
 from collections.abc import Callable
@@ -26,8 +25,8 @@ RATES = Rates(read=1e9, gemm=1e12)
 
 
 def count_operations(shape: Shape, first: int, last: int, with_head: bool) -> int:
-    """Of the tokens [first, last), one by one, two for every weight of transformers' model that is
-    multiplied, four for every channel of every position that a head sees."""
+    """Count the operations of the tokens [first, last) one by one: two for every multiplied weight of
+    transformers' model, four for every channel of every position that a head attends to."""
     config = LlamaConfig(
         num_hidden_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -49,7 +48,7 @@ def count_operations(shape: Shape, first: int, last: int, with_head: bool) -> in
 @pytest.mark.parametrize("shape", [TIED, UNTIED])
 def test_operations_are_those_of_the_model(shape: Shape) -> None:
     assert limits.prefill_operations(shape, 7) == count_operations(shape, 0, 7, with_head=False)
-    # 5 prompt tokens make the first new one, 3 steps on positions 5, 6 and 7 the other three.
+    # 5 prompt tokens produce the first new one, 3 steps at positions 5, 6 and 7 the other three.
     assert limits.decode_operations(shape, 5, 4) == count_operations(shape, 5, 8, with_head=True)
 
 
@@ -78,7 +77,7 @@ def test_the_table_of_an_untied_model_is_not_read() -> None:
 
 @dataclass
 class Steady:
-    """Takes so many seconds a prompt token and a step."""
+    """Contender that takes this many seconds per prompt token and per step."""
 
     name: str
     per_prompt_token: float
@@ -91,7 +90,7 @@ class Steady:
 
 
 def climbing() -> Callable[[], Rates]:
-    """A machine that gets better with every look at it."""
+    """Machine that is faster at every measurement."""
     count = iter(range(1, 1000))
     return lambda: Rates(float(next(count)), 1.0)
 

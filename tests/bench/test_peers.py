@@ -1,5 +1,5 @@
-"""The workers that peers are measured in, clients in bursts against canned answers, environments that are
-made once, and the profile of a tiny model's steps."""
+"""The workers of peers, clients in bursts against canned responses, environments that are created once, and
+the profile of a tiny model's steps."""
 
 import sys
 from argparse import Namespace
@@ -70,7 +70,7 @@ def test_transformers_generates_as_many_tokens(tmp_path: Path) -> None:
 
 
 def test_an_environment_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without packages, so that no index is asked."""
+    """Create an environment without packages, so that no index is needed."""
     commands: list[list[str]] = []
     run = environments.run
 
@@ -201,8 +201,8 @@ def test_a_profile_has_all_parts_of_a_step(model: Path, monkeypatch: pytest.Monk
 
 
 def test_rows_go_on_where_their_prompts_end(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Computed at once or made up as computed, there are as many steps; computed, the tokens are the
-    same whether the prompt was alone or not."""
+    """There are as many steps whether rows were computed or pretend to be; if computed, the tokens do not
+    depend on other rows."""
     monkeypatch.setattr("bench.steps.MAX_LENGTH", 64)
     engine = load_runner(model, "float32", 1024)
     rows = Rows(engine, 2, 20, 8)
@@ -242,7 +242,7 @@ def test_a_profile_is_a_table() -> None:
 
 
 def test_the_engine_alone_answers_as_a_contender(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every token of every sequence comes, and each question finds all rows and blocks free."""
+    """Every token of every sequence arrives, and each job has all rows and blocks free."""
     monkeypatch.setattr("bench.steps.MAX_LENGTH", 64)
     engine = load_runner(model, "float32", 128)
     launch, num_tokens = engine.launch, list[int]()

@@ -1,5 +1,5 @@
-"""Figures of the service's other ways to compute, of samples whose rates are known; what is measured of whom,
-and the rates of instructions."""
+"""Figures of the service's other precisions from samples of known rates, the choice of matches, and the rates
+of instructions."""
 
 from argparse import Namespace
 from dataclasses import replace
@@ -52,7 +52,7 @@ def test_a_narrow_cache_is_compared_at_the_long_context() -> None:
 
 
 def test_a_prompt_is_measured_by_the_instructions_that_compute_it() -> None:
-    """At 512 tokens, whose products take 512 * 2 operations a weight."""
+    """At 512 tokens, products take 512 * 2 operations per weight."""
     attention = 4 * 24 * 20 * 64 * 512 * 513 // 2
     products = limits.prefill_operations(SHAPE, 512) - attention
     samples = [make_sample("prefill 512", name, 100.0) for name in ("ours bfloat16", "ours int8")]
@@ -86,9 +86,9 @@ def test_the_better_look_is_of_every_kind() -> None:
 
 
 def make_matches(only: str, *names: str) -> dict[str, list[str]]:
-    """By case, the names of who is measured, where these contenders could be started."""
+    """Return the names of the measured contenders by case, if these contenders can be started."""
     chosen: Namespace = options.parse_options(["--only", only, "--clients", "8"])
-    process: Worker = object.__new__(Worker)  # it is not asked
+    process: Worker = object.__new__(Worker)  # it is not called
     ours, *others = (Asked(name, process) for name in ("ours", *names))
     matches = rates.make_matches(chosen, ours, {other.name: other for other in others})
     return {case.name: [contender.name for contender in contenders] for case, contenders in matches}
@@ -119,7 +119,7 @@ def test_every_target_has_a_figure_of_its_key() -> None:
 
 @pytest.mark.parametrize("instruction", [PAIRS, QUADS], ids=["pairs", "quads"])
 def test_registers_hold_every_product(instruction: Instruction) -> None:
-    """Each of the steps' products is there, so that none was left out as known already."""
+    """Each of the steps' products is computed, so none was merged with another."""
     if not instruction.is_supported:
         assert Limits(1 << 12, 8).multiply(instruction, 0.01) is None
         return

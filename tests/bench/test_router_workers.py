@@ -14,7 +14,7 @@ from bench.timed_clients import TimedStream
 
 
 def cells(table: str) -> list[list[str]]:
-    """Texts between the bars, without the head."""
+    """Return the texts between the bars, without the head."""
     return [line.strip("| ").split(" | ") for line in table.splitlines()[2:] if line.startswith("|")]
 
 

@@ -1,5 +1,5 @@
-"""The measurement of soft prompts and adapters: its files against peft, its load against canned answers, the
-whole of it on a tiny service."""
+"""The measurement of soft prompts and adapters: its files against peft, its load against canned responses,
+and the whole of it on a tiny service."""
 
 import json
 from pathlib import Path

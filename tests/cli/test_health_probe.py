@@ -1,4 +1,5 @@
-"""`health-probe` against servers on real sockets: what it says of good, bad, silent and absent ones."""
+"""`health-probe` against servers on real sockets: its output for healthy, unhealthy, silent and absent
+ones."""
 
 import os
 import socket
@@ -23,7 +24,7 @@ LEFT_OUT = {"torch", "grpc", "asyncio", "numpy", "transformers"}
 
 
 def probe(*flags: str, code: str = START, **env: str) -> tuple[int, str]:
-    """Exit status, and what it said."""
+    """Return the exit status and the output."""
     found = subprocess.run(
         [sys.executable, "-c", code, *flags],
         env={**os.environ, **env},
@@ -43,7 +44,7 @@ def answer(status: str, text: str = "") -> bytes:
 def server(
     *parts: bytes, tls: ssl.SSLContext | None = None, pause: float = 0.0
 ) -> Iterator[tuple[int, list[bytes]]]:
-    """Gives one connection these parts, with pauses; its port, and what it was sent."""
+    """Serve one connection with these parts, with pauses; yield the port and the bytes received."""
     asked: list[bytes] = []
 
     def serve() -> None:
@@ -53,7 +54,7 @@ def server(
             for part in parts:
                 try:
                     open_one.sendall(part)
-                except OSError:  # the probe has given up
+                except OSError:  # the probe has disconnected
                     return
                 over.wait(pause)
             over.wait(pause)
@@ -104,11 +105,11 @@ def test_nobody_is_there() -> None:
 
 @pytest.mark.parametrize("parts", [[], [b"H"] * 100, [b"HTTP/1.1 200 OK\r\n", *[b"x: y\r\n"] * 100]])
 def test_its_time_is_limited(parts: Sequence[bytes]) -> None:
-    """Whoever is silent, or sends a byte now and then."""
+    """Servers that are silent, or send one byte at a time."""
     began = time.monotonic()
     with server(*parts, pause=0.2 if parts else 30) as (port, _):
         code, said = probe("--timeout", "0.5", PORT=str(port))
-    assert (code, said) == (1, f"http://127.0.0.1:{port}/health: no answer within 0.5 s\n")
+    assert (code, said) == (1, f"http://127.0.0.1:{port}/health: no response within 0.5 s\n")
     assert time.monotonic() - began < 10
 
 
@@ -150,7 +151,7 @@ def test_it_reads_what_the_service_reads() -> None:
 
 
 def test_it_loads_little() -> None:
-    """What takes long to load, on every probe of every pod."""
+    """The probe imports no module that takes long to load."""
     code = f"import sys, tgis.cli.health_probe; print(sorted({LEFT_OUT} & set(sys.modules)), file=sys.stderr)"
     assert probe(code=code) == (0, "[]\n")
 

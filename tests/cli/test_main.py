@@ -1,4 +1,4 @@
-"""The commands generated from the declaration of options: what gives a value, what is refused and how."""
+"""The commands generated from the declarations of options: sources of values, and refusals."""
 
 import json
 import re
@@ -61,7 +61,7 @@ def test_environment(variable: str, value: str, field: str, meaning: object) -> 
 
 
 def two_values(f: Any, option: Any, hint: Any) -> tuple[str, str]:
-    """Two texts that the option takes, neither of them its default."""
+    """Return two texts that the option accepts, neither of them its default."""
     if option.choices:
         return option.choices[0], option.choices[-1]
     is_small = option.maximum is not None and option.maximum < 42
@@ -80,7 +80,7 @@ EACH = [
 
 
 def printed(config_type: type, name: str, flags: list[str], env: dict[str, str | None]) -> list[str]:
-    """Value and source of an option, as the report of settings says it."""
+    """Return value and source of an option according to the report of settings."""
     test = process_command("test", config_type, lambda config: None, "", only_report=True)
     arguments = flags if REQUIRED[config_type][:1] == flags[:1] else [*REQUIRED[config_type], *flags]
     result = CliRunner().invoke(test, arguments, env={**BLANK, **env}, catch_exceptions=False)
@@ -135,8 +135,8 @@ def test_a_child_looks_for_the_name_of_its_traces_itself() -> None:
 
 
 def test_every_option_is_declared_once() -> None:
-    """Options of one name, whichever command they belong to, are one declaration."""
-    # The launcher's are optional, or found elsewhere; the shard has a place to look for its tokenizer.
+    """Options of one name have one declaration, whatever command they belong to."""
+    # The launcher's are optional or derived; the shard needs a path of its tokenizer.
     other = {"shard_uds_path", "num_shard", "max_sequence_length", "otlp_service_name", "tokenizer_path"}
     other.add("router_workers")
     by_name: dict[str, object] = {}
@@ -164,7 +164,7 @@ PROGRAMS = (cli.launcher_main, cli.router_main, cli.server_main, cli.main)
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 def test_help_and_version_have_the_short_flags_of_the_original(program: click.Command) -> None:
-    """Also where a required option is missing."""
+    """Also if a required option is missing."""
     short, long = (CliRunner().invoke(program, [flag]) for flag in ("-h", "--help"))
     assert short.stdout.startswith("Usage: ")
     assert (short.exit_code, short.stdout, short.stderr) == (0, long.stdout, "")
@@ -208,7 +208,7 @@ def test_bad_flags_are_one_line(arguments: list[str], tmp_path: Path) -> None:
     [line] = result.stderr.splitlines()
     assert line.startswith("error: ")
     assert arguments[0] in line
-    if arguments != ["--nonsense"]:  # which is found out before any option is read
+    if arguments != ["--nonsense"]:  # which is detected before any option is parsed
         assert log.read_text() == line.removeprefix("error: ") + "\n"
 
 
@@ -224,7 +224,7 @@ def test_bad_flags_are_one_line(arguments: list[str], tmp_path: Path) -> None:
 def test_the_last_line_is_an_object_where_lines_are(
     arguments: list[str], env: dict[str, str], code: int, text: str, tmp_path: Path
 ) -> None:
-    """Also where the options were not all read; the termination log has the text."""
+    """Also if not all options were parsed; the termination log has the text."""
     log = tmp_path / "termination-log"
     result = CliRunner().invoke(cli.launcher_main, ["--termination-log", str(log), *arguments], env=env)
     assert result.exit_code == code
@@ -232,7 +232,7 @@ def test_the_last_line_is_an_object_where_lines_are(
     assert {line["process"] for line in lines} == {"launcher"}
     assert lines[-1]["level"] == "CRITICAL"
     assert lines[-1]["message"].startswith(text)
-    if "--nonsense" not in arguments:  # which is found out before any option is read
+    if "--nonsense" not in arguments:  # which is detected before any option is parsed
         assert log.read_text() == lines[-1]["message"].removeprefix("error: ") + "\n"
     text = (
         CliRunner()
@@ -315,7 +315,7 @@ def test_refusals_in_the_words_of_the_original(
 
 LINK_FILES = ["--link-cert-path", "/c", "--link-key-path", "/k", "--link-ca-cert-path", "/a"]
 NOT_ENCRYPTED = "link: TCP needs --link-cert-path, --link-key-path and --link-ca-cert-path"
-NO_ADDRESS = "link: cert, key and ca cert are used over TCP only, and no address is given"
+NO_ADDRESS = "link: cert, key and ca cert are used only over TCP, and no address is given"
 
 
 def test_encryption_is_whole_or_refused() -> None:
@@ -330,7 +330,7 @@ def test_encryption_is_whole_or_refused() -> None:
         assert refusal([address, "a:1"], reads=reads) == NOT_ENCRYPTED
         assert refusal(LINK_FILES, reads=reads) == NO_ADDRESS
     several = [*LINK_FILES, "--shard-addresses", "a:1,b:1"]
-    text = "link: 3 shards need as many addresses, not 2"
+    text = "link: 2 addresses are given for 3 shards"
     assert refusal([*several, "--num-shard", "3"], reads="router") == text
     for flags in ([], ["--num-shard", "2"]):
         assert run(RouterConfig, [*several, *flags, *REQUIRED[RouterConfig]])[0].shard_addresses == "a:1,b:1"
@@ -355,7 +355,7 @@ LIMITS = {
 
 
 def test_numbers_without_bounds_are_refused() -> None:
-    """By a line that names the option and its limit, which itself is taken."""
+    """The refusal names the option and its limit; the limit itself is accepted."""
     read: list[LauncherConfig] = []
     test = process_command("test", LauncherConfig, read.append, "", reads="launcher")
 
@@ -390,7 +390,7 @@ def test_addresses_and_ports_of_their_own() -> None:
         assert refusal(["--bind", blank]) == "bind: the address is empty; 0.0.0.0 means all addresses"
     same = ["--port", "5000", "--grpc-port", "5000"]
     for reads in ("launcher", "router"):
-        text = "port and grpc_port are both 5000: HTTP and gRPC need a port each"
+        text = "port and grpc_port are both 5000: HTTP and gRPC need separate ports"
         assert refusal(same, reads=reads) == text
     assert parse(LauncherConfig, ["--port", "0", "--grpc-port", "0"]).port == 0
     assert parse(LauncherConfig, [*same, *LINK_FILES, "--headless"]).headless, "it has one port"
@@ -399,7 +399,7 @@ def test_addresses_and_ports_of_their_own() -> None:
 
 
 def test_groups_of_nodes() -> None:
-    """Also as LeaderWorkerSet tells of them; one node may have certificates for more."""
+    """Also with LeaderWorkerSet's variables; a single node may have certificates for more."""
     for flags in (["--nnodes", "2"], ["--headless"], ["--nnodes", "2", *LINK_FILES[2:]]):
         assert refusal(flags) == NOT_ENCRYPTED
     for rank, num_nodes in ((1, 1), (2, 2)):
@@ -516,13 +516,13 @@ def test_one_shard_as_the_original_was_started(tmp_path: Path) -> None:
     nothing = start([])
     assert nothing.exit_code == 2
     assert "--model-path" in nothing.stderr
-    found = start([str(tmp_path)])  # goes on to the model, which is none
+    found = start([str(tmp_path)])  # continues to the model, which does not exist
     assert f"{tmp_path}" in found.stderr or "model" in found.stderr
     assert found.exit_code == 1
 
 
 def test_commands_that_only_talk_import_no_torch() -> None:
-    """Their start would take seconds."""
+    """These modules would take seconds to import."""
     code = (
         "import sys, tgis.cli.main, tgis.launcher, tgis.router.app; import tgis.cli.client.command; "
         "print('torch' in sys.modules)"
@@ -536,7 +536,7 @@ def test_commands_that_only_talk_import_no_torch() -> None:
     [("launcher", "--model-name"), ("router", "--tokenizer-path"), ("serve", "--model-path")],
 )
 def test_help_is_in_groups(name: str, first: str) -> None:
-    """Each option stands once, under the heading that its declaration names; the model comes first."""
+    """Each option is listed once, under the heading of its declaration; the model comes first."""
     result = CliRunner().invoke(cli.main, [name, "--help"], terminal_width=200)
     parts = re.split(r"^(\w.*):$", result.output, flags=re.MULTILINE)[1:]
     listed = {

@@ -1,4 +1,4 @@
-"""`check-prompt`, on what PEFT wrote and on what went wrong with it."""
+"""`check-prompt`, on files that PEFT wrote and on damaged ones."""
 
 import json
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def refusal(path: Path, *flags: str, env: dict[str, str] | None = None) -> str:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """32 wide, of 512 tokens."""
+    """Create a prompt 32 wide, for a model of 512 tokens."""
     directory = tmp_path_factory.mktemp("model")
     write_llama(directory)
     return directory
@@ -170,7 +170,7 @@ def test_links_out_of_the_directory(lora: Path, tmp_path: Path) -> None:
         directory.mkdir(parents=True)
     for file in lora.iterdir():
         (linked / file.name).symlink_to(file)
-    refused = f"{linked / 'adapter_config.json'} is a link to a file outside of"
+    refused = f"{linked / 'adapter_config.json'} links to a file outside"
     assert refusal(linked).startswith(f"{refused} {linked}")
     assert refusal(linked / "adapter_config.json").startswith(f"{refused} {linked}")
     assert refusal(linked, "--store", str(store)).startswith(f"{refused} {store}")
@@ -180,7 +180,7 @@ def test_links_out_of_the_directory(lora: Path, tmp_path: Path) -> None:
         (linked / file.name).unlink()
         (linked / file.name).symlink_to(f"../blobs/{file.name}")
     assert lines(linked, "--store", str(store)) == lines(lora)
-    assert refusal(lora, "--store", str(store)).startswith(f"{lora} is outside of {store}")
+    assert refusal(lora, "--store", str(store)).startswith(f"{lora} is outside {store}")
 
 
 def test_an_adapter_of_another_model(lora: Path, seq2seq: Path, tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_bad_prompt(model: Path, tmp_path: Path) -> None:
     assert lines(prompt, *fits, "--max-sequence-length", "513")
     write_prompt(prompt, "encoder.pt")
     (prompt / "decoder.pt").unlink()
-    assert refusal(prompt, *fits) == f"{prompt} holds no soft prompt and no adapter for such a model"
+    assert refusal(prompt, *fits) == f"{prompt} contains no soft prompt and no adapter for such a model"
     torch.save(torch.full((4, 32), 1e30), prompt / "decoder.pt")
     text = "Prefix contains non-finite elements after conversion from torch.float32 to torch.float16"
     assert refusal(prompt, *fits, "--dtype", "float16") == f"{prompt}: {text}"
@@ -222,7 +222,7 @@ def test_what_a_deployment_allows(model: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_not_there(model: Path, tmp_path: Path) -> None:
-    assert refusal(tmp_path) == f"{tmp_path} holds no soft prompt and no adapter"
+    assert refusal(tmp_path) == f"{tmp_path} contains no soft prompt and no adapter"
     for flags in ((), ("--model", str(model))):
         none = tmp_path / "none"
         assert refusal(none, *flags) == f"there is no such file or directory: {none}"

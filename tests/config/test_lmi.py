@@ -1,4 +1,4 @@
-"""LMI's option names under --compat lmi. The names and defaults here are copied from its manual, not from our
+"""LMI's option names under --compat lmi. The names and defaults are copied from its manual, not from our
 table."""
 
 from dataclasses import fields
@@ -144,7 +144,7 @@ TOO_LARGE = [
 def given(
     tmp_path: Path, text: str = "", env: dict[str, str] | None = None, *arguments: str
 ) -> tuple[LauncherConfig, Result]:
-    """The configuration of a serving.properties with this text, and what the launcher printed."""
+    """Return the configuration from a serving.properties with this text, and the launcher's output."""
     config, result = run(
         LauncherConfig, [*COMPAT, *file_with(tmp_path, text), *arguments], {**ENV, **(env or {})}, "launcher"
     )
@@ -209,7 +209,7 @@ def test_the_largest_degree_is_the_number_of_gpus(tmp_path: Path, monkeypatch: p
 
 
 def test_the_order_of_sources(tmp_path: Path) -> None:
-    """Each source is taken away after it has counted."""
+    """Each source overrides the next ones; it is removed after it was checked."""
     text = "option.model_id=/file\noption.max_rolling_batch_size=3\njob_queue_size=5"
     env = {
         "MODEL_NAME": "/own-variable",
@@ -301,14 +301,14 @@ def test_names_of_one_file_must_agree(tmp_path: Path) -> None:
     text = "option.max_model_len=8\noption.n_positions=9"
     message = refusal([*COMPAT, *file_with(tmp_path, text)], {**ENV, "HF_MODEL_ID": "/m"})
     assert message.startswith("option.n_positions in serving.properties:2: ")
-    assert "option.max_model_len in serving.properties:1 says 8" in message
+    assert "option.max_model_len in serving.properties:1 sets 8" in message
     text = "option.load_in_8bit=true\noption.quantize=bitsandbytes8"
     assert given(tmp_path, text, {"HF_MODEL_ID": "/m"})[0].quantize == "bitsandbytes"
 
 
 def test_unknown_names(tmp_path: Path) -> None:
     for line, advice in (
-        ("option.max_model_length=5", "is it option.max_model_len?"),
+        ("option.max_model_length=5", "did you mean option.max_model_len?"),
         ("max_model_len=5", "LMI reads it as option.max_model_len only"),
         ("option.max_batch_delay=5", "LMI reads it as max_batch_delay only"),
         ("option.max_idle_time=5", "LMI reads it as max_idle_time only"),
@@ -340,12 +340,12 @@ def test_files_are_found(tmp_path: Path) -> None:
 def test_what_is_missing_or_broken(tmp_path: Path) -> None:
     assert "--compat lmi has no default model" in refusal(COMPAT, ENV, code=2)
     text = refusal([*COMPAT, "--properties", str(tmp_path / "none")], ENV)
-    assert text == f"{tmp_path}/none: the properties cannot be read: No such file or directory"
+    assert text == f"{tmp_path}/none: the properties file cannot be read: No such file or directory"
     text = refusal([*COMPAT, *file_with(tmp_path, "a=b\nc=\\u1")], ENV)
     assert text.startswith(f"{tmp_path}/serving.properties: line 2: ")
     for arguments in (["--properties", "/p"], ["--strict-config"]):
-        assert "it belongs to --compat lmi" in refusal(arguments)
-        assert "it belongs to --compat lmi" in refusal(["m", *arguments, "--compat", "vllm"])
+        assert "this option needs --compat lmi" in refusal(arguments)
+        assert "this option needs --compat lmi" in refusal(["m", *arguments, "--compat", "vllm"])
 
 
 def test_without_compat_nothing_is_read() -> None:
@@ -396,7 +396,10 @@ option.hf_token=s3cret
     ]
     starts = (
         *("no effect: ", "refused: 's3://bucket/model' cannot be used: mount the model"),
-        *("used as --max-sequence-length 4096", "unknown: no such option; is it option.max_model_len?"),
+        *(
+            "used as --max-sequence-length 4096",
+            "unknown: no such option; did you mean option.max_model_len?",
+        ),
         *("refused: 'smoothquant' cannot be used: use ", "used as --trust-remote-code"),
         *("used as HF_TOKEN (hidden)", "overridden by option.quantize in serving.properties:5"),
         *("overridden by option.model_id in serving.properties:2", "used as --num-shard 2"),

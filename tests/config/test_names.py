@@ -1,5 +1,5 @@
-"""Every name that TGIS reads is known to us: as an option, as another name of one, or with the reason why it
-has no effect. The names here are copied from its manual, not from our declarations."""
+"""Every name that TGIS reads is an option, an alias of one, or a name without effect, with the reason. The
+names are copied from its manual, not from our declarations."""
 
 import re
 import subprocess
@@ -136,7 +136,7 @@ def test_names_that_mean_ours() -> None:
 
 
 def test_old_manifests_start() -> None:
-    """What the deployments of the original set, together."""
+    """All names that the deployments of the original set, together."""
     env = {
         "MODEL_NAME": "google/flan-t5-xxl",
         "DTYPE_STR": "float16",
@@ -163,7 +163,7 @@ def test_old_manifests_start() -> None:
 
 
 def test_the_document_has_the_flags_of_the_commands(helps: dict[str, str], document: str) -> None:
-    """Names of TGI are in a table of their own: they are hidden from the help."""
+    """TGI's names are in a separate table, and hidden from the help."""
     sections = dict(re.findall(r"\n## `([a-z -]+)`\n(.*?)(?=\n## )", document, re.DOTALL))
     tgis, _, _ = document.partition("\n## Names of Hugging Face TGI")
     foreign = re.findall(r"\n\| `(--[a-z-]+)`.*?\| ([a-z, ]+) \| (?:means|no effect|refused)", tgis)

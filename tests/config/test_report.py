@@ -1,4 +1,4 @@
-"""What `--env` and `tgis env` print."""
+"""The output of `--env` and `tgis env`."""
 
 import os
 import platform
@@ -124,7 +124,7 @@ def test_kernels_are_checked_in_a_process_of_their_own(
 
 @pytest.mark.usefixtures("_gpu")
 def test_the_check_runs_here_and_finds_no_gpu() -> None:
-    """Where there is one, it finds kernels."""
+    """If there is a GPU, its kernels are reported."""
     assert "check: failed" not in report.describe({})
 
 

@@ -1,4 +1,4 @@
-"""TGI's names under --compat tgi. The flags here are copied from its manual, not from our table."""
+"""TGI's names under --compat tgi. The flags are copied from its manual, not from our table."""
 
 from dataclasses import fields
 from typing import Any
@@ -13,7 +13,7 @@ COMPAT = ["--compat", "tgi"]
 COMPLETE = [*COMPAT, "--model-id", "org/m"]
 NO_EFFECT, REFUSED = "no effect", "refused"
 Outcome = dict[str, Any] | str
-"""The options that a flag sets, or what else becomes of it."""
+"""Options that a flag sets, or its other outcome."""
 
 FLAGS: dict[str, tuple[str, Outcome]] = {
     "model-id": ("org/m", {}),
@@ -97,7 +97,7 @@ DEFAULTS = {
     "watermark_delta": 2.0,
     "shutdown_timeout": 90,
 }
-"""Values of TGI's, by its manual."""
+"""Values of TGI's, according to its manual."""
 
 
 def configured(*arguments: str, env: dict[str, str] | None = None) -> LauncherConfig:
@@ -138,7 +138,7 @@ def test_what_a_flag_becomes(flag: str, plain: LauncherConfig) -> None:
 
 @pytest.mark.parametrize("flag", sorted(FLAGS.keys() - {"env", "hostname", "huggingface-hub-cache"}))
 def test_its_variable_means_the_same(flag: str) -> None:
-    """HOSTNAME is the container's name, ENV is not a variable, and the cache's has a setting of its own."""
+    """HOSTNAME is the container's name, ENV is not a variable, and the cache has its own setting."""
     value, outcome = FLAGS[flag]
     name = flag.upper().replace("-", "_")
     if outcome == REFUSED:

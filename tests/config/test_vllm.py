@@ -1,4 +1,4 @@
-"""vLLM's names under --compat vllm. The names here are copied from its manual, not from our table."""
+"""vLLM's names under --compat vllm. The names are copied from its manual, not from our table."""
 
 from dataclasses import fields
 from typing import Any
@@ -143,7 +143,7 @@ speculative-model=org/draft ssl-cert-reqs=2 config-format=mistral
 
 
 def changes(arguments: list[str], env: dict[str, str] | None = None) -> dict[str, Any]:
-    """What differs from the configuration of no arguments at all."""
+    """Return the differences from the configuration without arguments."""
     has_model = not {"--model", "org/model"}.isdisjoint(arguments)
     config, result = run(LauncherConfig, [*arguments, *(COMPAT if has_model else COMPLETE)], env, "launcher")
     assert result.exit_code == 0, result.output
@@ -196,21 +196,21 @@ def test_without_compat_a_flag_is_a_usage_error_with_a_hint() -> None:
 def test_values_that_cannot_be_used() -> None:
     for arguments, code, text in (
         (["--lora-modules", "a"], 1, "NAME=DIRECTORY or a JSON object"),
-        (["--lora-modules", '{"name": "a"}'], 1, "has a name and a path"),
-        (["--lora-modules", "{"], 1, "it is no JSON"),
-        (["--allowed-origins", "*"], 1, "it is no JSON"),
-        (["--allowed-origins", '"*"'], 1, "no JSON list"),
+        (["--lora-modules", '{"name": "a"}'], 1, "must have a name and a path"),
+        (["--lora-modules", "{"], 1, "it is not JSON"),
+        (["--allowed-origins", "*"], 1, "it is not JSON"),
+        (["--allowed-origins", '"*"'], 1, "not a JSON list"),
         (["--speculative-config", DRAFT], 1, "only the method ngram"),
-        (["--speculative-config", "[" * 99999], 1, "it is no JSON"),
-        (["--model-impl", "terratorch"], 1, "none of auto, vllm, transformers"),
-        (["--max-model-len", "1.5"], 1, "no whole number"),
+        (["--speculative-config", "[" * 99999], 1, "it is not JSON"),
+        (["--model-impl", "terratorch"], 1, "not one of auto, vllm, transformers"),
+        (["--max-model-len", "1.5"], 1, "not a whole number"),
         (["--max-model-len", "many"], 2, "--max-model-len"),
         (["--max-model-len", "1"], 1, "at least 2"),
         (["--max-model-len", "1e30"], 2, "'1e30' is not a valid integer"),
         (["--max-model-len", f"{10**30 + 1}"], 2, f"{10**30 + 1} is more than 2147483647."),
         (["--max-model-len", f"{10**15 + 1}T"], 2, f"{(10**15 + 1) * 1024**4} is more than 2147483647."),
         (["--max-model-len", "9" * 5000], 2, "is not a valid integer."),
-        (["--max-logprobs", "9" * 5000], 1, "a request may ask for 20 at most"),
+        (["--max-logprobs", "9" * 5000], 1, "the maximum is 20"),
         (["--lora-modules", '{"name": "a", "path": "/a\\u0000"}'], 1, "without commas and U+0000"),
         (["--quantization", "exl2"], 2, "--quantize int8"),
         (["--num-gpu-blocks-override", "x"], 1, "cannot be used"),

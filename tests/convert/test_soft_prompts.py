@@ -1,4 +1,4 @@
-"""`convert-prompt`, with PEFT as the one who writes and reads what we do not."""
+"""`convert-prompt`, with PEFT as the writer and reader of the other files."""
 
 import json
 import os
@@ -24,7 +24,7 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
-    """By PEFT's type of task."""
+    """Create prompts by PEFT's type of task."""
     found = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
     write_llama(found["CAUSAL_LM"])
     write_model(found["SEQ_2_SEQ_LM"], CASES["t5"]())
@@ -160,7 +160,7 @@ def test_a_prompt_that_is_there_is_replaced_only_when_asked(tmp_path: Path) -> N
     (target / "README").write_text("kept")
     assert (
         refusal(source, target)
-        == f"{target} has encoder.pt and decoder.pt already; --overwrite replaces them"
+        == f"{target} already has encoder.pt and decoder.pt; --overwrite replaces them"
     )
     assert convert(source, target, "--overwrite").exit_code == 0
     assert listing(target) == ["README", CONFIG, WEIGHTS]
@@ -172,7 +172,8 @@ def test_a_prompt_that_is_there_is_replaced_only_when_asked(tmp_path: Path) -> N
 def test_what_cannot_be_said_the_other_way(tmp_path: Path) -> None:
     uneven = write_parts(tmp_path / "uneven", encoder=draw(4), decoder=draw(6))
     target = tmp_path / "target"
-    text = "PEFT stores encoder and decoder with one shape and type, not [4, 32] float32 and [6, 32] float32"
+    shapes = "[4, 32] float32 and [6, 32] float32"
+    text = f"PEFT stores encoder and decoder with the same shape and type, not {shapes}"
     assert text in refusal(uneven, target)
     mixed = write_parts(tmp_path / "mixed", encoder=draw(4), decoder=draw(4, torch.float16))
     assert "not [4, 32] float32 and [4, 32] float16" in refusal(mixed, target)
@@ -214,7 +215,7 @@ def test_what_is_no_prompt_is_refused(tmp_path: Path) -> None:
     lora.mkdir()
     (lora / CONFIG).write_text('{"peft_type": "LORA"}')
     save_file({"base_model.model.x.lora_A.weight": draw(4)}, lora / WEIGHTS)
-    assert refusal(lora, target) == f"{lora} has peft_type LORA; only soft prompts are converted"
+    assert refusal(lora, target) == f"{lora} has peft_type LORA; only soft prompts can be converted"
 
 
 def test_a_directory_that_cannot_be_written_to(tmp_path: Path) -> None:

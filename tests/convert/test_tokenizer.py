@@ -1,4 +1,4 @@
-"""`convert-to-fast-tokenizer` and `convert-to-onnx`: the same token ids as before, or a line."""
+"""`convert-to-fast-tokenizer` and `convert-to-onnx`: equal token ids, or a one-line error."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ HAS_SENTENCEPIECE = find_spec("sentencepiece") is not None
 
 
 def call(command: click.Command, *words: object, code: int = 0) -> str:
-    """What a command says."""
+    """Return a command's output."""
     result = CliRunner().invoke(command, [str(word) for word in words], catch_exceptions=False)
     assert result.exit_code == code, result.stderr
     lines = [line for line in result.stderr.splitlines() if " INFO " not in line]
@@ -99,7 +99,7 @@ def test_settings_stay_as_they_are(tmp_path: Path) -> None:
 def test_where_there_is_nothing_to_do_or_to_read(tmp_path: Path) -> None:
     text = "Weights not found in local cache for model nobody/x"
     assert convert("nobody/x", code=1) == text
-    assert convert(tmp_path, code=1) == f"{tmp_path} holds no tokenizer"
+    assert convert(tmp_path, code=1) == f"{tmp_path} contains no tokenizer"
     (tmp_path / "vocab.json").write_text("{")
     text = f"Output path {tmp_path / 'x'} must exist and be a directory"
     assert convert(tmp_path, "--output-path", tmp_path / "x") == text

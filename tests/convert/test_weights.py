@@ -1,4 +1,4 @@
-"""`convert-to-safetensors`: the same tensors as before, and nothing where something is wrong."""
+"""`convert-to-safetensors`: equal tensors, and no files after an error."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from tgis.convert.weights import new_name
 
 
 def convert(directory: Path, code: int = 0) -> str:
-    """What the command says, on the stream that belongs to its exit code."""
+    """Return the command's output on the stream of its exit code."""
     result = CliRunner().invoke(convert_to_safetensors, [str(directory)], catch_exceptions=False)
     assert result.exit_code == code, result.stderr
     lines = [line for line in result.stderr.splitlines() if " INFO " not in line]
@@ -167,7 +167,7 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
 
 
 class Payload:
-    """Leaves a file beside the one it is in."""
+    """The path leads to a file beside the directory."""
 
     def __init__(self, file: Path) -> None:
         self.trace = file.with_name("never")
@@ -218,7 +218,7 @@ def write_page(file: Path) -> None:
 
 
 DAMAGED = "{file} cannot be read: it is truncated or damaged"
-REFUSED = "{file} wants to call "
+REFUSED = "{file} calls "
 INCOMPLETE = "the checkpoint is truncated or damaged"
 
 
@@ -230,10 +230,13 @@ INCOMPLETE = "the checkpoint is truncated or damaged"
         (write_half, DAMAGED),
         (write_most, DAMAGED),
         (write_half_of_old_kind, DAMAGED),
-        (write_flipped, "{file} is damaged: pytorch_model-00002-of-00002/data/0 in it has a wrong checksum"),
+        (
+            write_flipped,
+            "{file} is damaged: its member pytorch_model-00002-of-00002/data/0 has a wrong checksum",
+        ),
         (write_nothing, DAMAGED),
         (write_page, DAMAGED),
-        (lambda file: torch.save([torch.ones(1)], file), "{file} does not hold tensors by name"),
+        (lambda file: torch.save([torch.ones(1)], file), "{file} is not a mapping of names to tensors"),
         (lambda file: torch.save({"a": {"b": torch.ones(1)}}, file), "{file}: a is not a plain tensor"),
         (lambda file: torch.save({"c": torch.ones(1).to_sparse()}, file), "{file}: c is not a plain tensor"),
     ],
@@ -255,7 +258,7 @@ def test_a_file_that_cannot_be_converted(tmp_path: Path, write: Callable[[Path],
         ({"z": "other.bin"}, f"names other.bin, which does not exist: {INCOMPLETE}"),
         (
             {"z": "pytorch_model.bin"},
-            f"names z in pytorch_model.bin, which holds no such tensor: {INCOMPLETE}",
+            f"names z, which pytorch_model.bin does not contain: {INCOMPLETE}",
         ),
     ],
 )
@@ -265,12 +268,12 @@ def test_an_index_that_promises_too_much(tmp_path: Path, also: dict[str, str], t
     assert convert(tmp_path, code=1) == f"{index} {text}"
     assert sorted(tmp_path.iterdir()) == before
     index.write_text("[]")
-    assert convert(tmp_path, code=1) == f"{index} does not hold an object"
+    assert convert(tmp_path, code=1) == f"{index} is not a JSON object"
 
 
 def test_a_signal_leaves_nothing(tmp_path: Path) -> None:
     file = tmp_path / "pytorch_model.bin"
-    os.mkfifo(file)  # reading it takes as long as we like
+    os.mkfifo(file)  # reading it takes as long as the test needs
     command = [sys.executable, "-m", "tgis", "convert-to-safetensors", str(tmp_path)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
@@ -284,7 +287,7 @@ def test_a_signal_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_failure_between_two_moves_leaves_nothing(tmp_path: Path) -> None:
-    """The index cannot be written where a directory has its name."""
+    """The index cannot be written because a directory has its name."""
     index = write_index(tmp_path, {"pytorch_model.bin": {"a": torch.ones(2)}})
     index.rename(tmp_path / "other.bin.index.json")
     (tmp_path / "other.safetensors.index.json").mkdir()
@@ -295,10 +298,10 @@ def test_a_failure_between_two_moves_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Of three million bytes."""
+    """Create a file of three million bytes."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3000k", "none", tmp_path], check=True)
     yield tmp_path
-    subprocess.run(["umount", "--lazy", tmp_path], check=True)  # the mapping may not be gone yet
+    subprocess.run(["umount", "--lazy", tmp_path], check=True)  # the memory map may still exist
 
 
 def test_a_disk_that_is_full(small_disk: Path) -> None:

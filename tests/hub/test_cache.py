@@ -1,4 +1,4 @@
-"""Names of models to directories, in the hub cache and elsewhere."""
+"""Resolution of models' names to directories, in the hub cache and elsewhere."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def test_what_is_not_there(tmp_path: Path) -> None:
 
 
 def test_names_that_are_too_long(tmp_path: Path) -> None:
-    """For a file; the path to a directory may be longer than that."""
+    """The name is too long for a file; the path of a directory may be longer."""
     directory = tmp_path / ("x" * 150) / ("y" * 150)
     write(directory / "config.json", {})
     assert cache.find_model(str(directory), None, tmp_path) == directory
@@ -78,7 +78,7 @@ def test_names_that_are_too_long(tmp_path: Path) -> None:
 
 
 def test_a_path_that_is_not_utf8(tmp_path: Path) -> None:
-    """The libraries that read models refuse it, each in its own words and later."""
+    """The libraries that read models refuse such a path later, each with a different error."""
     directory = tmp_path / os.fsdecode(b"caf\xe9")
     write(directory / "config.json", {})
     with pytest.raises(ModelNotFoundError, match=UNRESOLVED + "the path .* is not UTF-8, as safetensors"):

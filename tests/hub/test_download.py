@@ -1,4 +1,4 @@
-"""`download-weights` against a hub over real sockets: what ends up in the cache, and how it fails."""
+"""`download-weights` against a hub over real sockets: the content of the cache, and the errors."""
 
 import hashlib
 import io
@@ -38,7 +38,7 @@ Download = Callable[..., Result]
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    """The only one that the library knows, here and in processes that are started."""
+    """Set the only hub that the library knows, here and in child processes."""
     for name in [name for name in os.environ if name.startswith(("HF_", "HUGGING", "TRANSFORMERS_"))]:
         monkeypatch.delenv(name)
     with Hub() as hub:
@@ -62,7 +62,7 @@ def entry(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def download(hub: Hub, tmp_path: Path) -> Download:
-    """Runs the command; the tokenizer is not touched."""
+    """Run the command without the tokenizer."""
 
     def run(*arguments: str, name: str = "org/m", cache: Path | None = None) -> Result:
         env = {"HF_HUB_CACHE": str(cache or tmp_path / "cache")}
@@ -73,7 +73,7 @@ def download(hub: Hub, tmp_path: Path) -> Download:
 
 
 def start(cache: Path, *arguments: str, **env: str) -> subprocess.Popen[str]:
-    """The same as a process of its own."""
+    """Run the same in a separate process."""
     return subprocess.Popen(
         [sys.executable, "-m", "tgis", "download-weights", "org/m", "--no-auto-convert", *arguments],
         stdout=subprocess.PIPE,
@@ -88,7 +88,7 @@ def content(entry: Path, name: str, commit: str = Repo({}).commit) -> bytes:
 
 
 def refusal(result: Result, code: int = 1) -> str:
-    """The one line, beside the log's."""
+    """Return the only line besides the log's."""
     assert result.exit_code == code, result.stderr
     lines = [line for line in result.stderr.splitlines() if " INFO " not in line]
     assert len(lines) == 1, result.stderr
@@ -147,7 +147,7 @@ def test_a_revision_and_a_token(hub: Hub, entry: Path, download: Download) -> No
     assert process.returncode == 0
     assert content(entry, "model.safetensors", other) == SMALL
     tokens = {one.token for one in hub.requests if one.path.startswith("/stored/")}
-    assert tokens == {None}  # the hub's alone
+    assert tokens == {None}  # only the hub's
 
 
 @pytest.mark.parametrize("reset", [False, True])
@@ -222,7 +222,7 @@ def test_what_another_process_has_left(hub: Hub, entry: Path, download: Download
     assert download().exit_code == 0
     assert content(entry, "model.safetensors") == SMALL
     fetched = [one.range for one in hub.requests if one.path.startswith("/stored/")]
-    assert fetched == ([None] if rest else [])  # all of it again, or nothing
+    assert fetched == ([None] if rest else [])  # the whole file again, or nothing
 
 
 def wait_for(find: Callable[[], list[Path]]) -> list[Path]:
@@ -240,7 +240,7 @@ def test_another_try_where_the_hub_recovers(hub: Hub, entry: Path, download: Dow
     result = download()
     assert result.exit_code == 0, result.stderr
     assert content(entry, "model.safetensors") == SMALL
-    assert result.stderr.count("trying again") == 2
+    assert result.stderr.count("retrying") == 2
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_another_try_where_the_hub_recovers(hub: Hub, entry: Path, download: Dow
         (
             "model.safetensors",
             hub_server.status(410),
-            "org/m: model.safetensors: the hub answers with HTTP 410",
+            "org/m: model.safetensors: the hub returns HTTP 410",
         ),
     ],
 )
@@ -291,7 +291,7 @@ def test_refusals_of_the_hub(hub: Hub, download: Download) -> None:
     text = refusal(download(name="/no/such/directory"))
     assert text == "/no/such/directory is neither a directory nor the id of a model on the hub"
     hub.wrong_sums["model.safetensors"] = "../../x"
-    assert refusal(download()) == "model.safetensors: the hub gives no usable ETag"
+    assert refusal(download()) == "model.safetensors: the hub returned no valid ETag"
 
 
 def test_no_network(hub: Hub, download: Download, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +308,7 @@ def test_an_endpoint_that_is_no_address(download: Download, monkeypatch: pytest.
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
         result = download()
         assert result.exit_code == 1
-        assert "HF_ENDPOINT is not the address of a hub" in result.stderr
+        assert "HF_ENDPOINT is not the URL of a hub" in result.stderr
 
 
 def test_a_hub_without_the_faster_way(hub: Hub, entry: Path, download: Download) -> None:
@@ -322,7 +322,7 @@ def test_a_hub_without_the_faster_way(hub: Hub, entry: Path, download: Download)
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Of four million bytes."""
+    """Create a file of four million bytes."""
     if os.geteuid() != 0:
         pytest.skip("only root may mount a small disk")
     directory = tmp_path / "disk"
@@ -339,7 +339,7 @@ def test_a_disk_that_is_too_small(hub: Hub, download: Download, small_disk: Path
     assert not hub.asked("GET", "model.safetensors")
     hub.hidden_sizes = True
     text = refusal(download(cache=small_disk))
-    # Of the files that come at once, any may be the first to notice.
+    # Any of the concurrent downloads may be the first to notice.
     assert re.fullmatch(r"org/m: [a-z._]+: no space left in the hub cache", text)
 
 

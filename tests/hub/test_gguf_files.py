@@ -1,4 +1,4 @@
-"""Which GGUF files a model's name means, and how commands that read none refuse them."""
+"""The GGUF files of a model's name, and their refusal by commands that do not read them."""
 
 import shlex
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_a_split_set(tmp_path: Path) -> None:
 def test_several_models_of_a_directory(file: Path, tmp_path: Path) -> None:
     (file.parent / "small-q8.gguf").touch()
     with pytest.raises(
-        ModelNotFoundError, match=f"has several GGUF files: name one of them: {NAME}, small-q8.gguf"
+        ModelNotFoundError, match=f"has several GGUF files; select one of them: {NAME}, small-q8.gguf"
     ):
         find(file.parent, tmp_path)
 
@@ -84,7 +84,7 @@ def test_a_file_of_the_hub(file: Path, tmp_path: Path) -> None:
     placed = file.rename(snapshot / NAME)
     assert find("org/small", tmp_path) == find(f"org/small:{NAME}", tmp_path) == [placed]
     for name in ("other.gguf", "../abc/small-q4.gguf"):
-        with pytest.raises(ModelNotFoundError, match="is not among the files of org/small on this disk"):
+        with pytest.raises(ModelNotFoundError, match="is not among the downloaded files of org/small"):
             find(f"org/small:{name}", tmp_path)
 
 
@@ -102,7 +102,7 @@ def test_refusals_name_the_command_that_converts(file: Path) -> None:
 
 
 def check(text: str, file: Path) -> None:
-    """Check that a text is one line that ends with a command of ours for the file."""
+    """Check that a text is one line that ends with one of our commands for the file."""
     assert "\n" not in text
     before, _, command = text.partition(" is a GGUF file, which this command does not read; convert it: ")
     assert before.endswith(str(file))

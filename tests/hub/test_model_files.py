@@ -1,4 +1,4 @@
-"""What a model's files say."""
+"""Values read from a model's files."""
 
 import json
 from pathlib import Path
@@ -66,7 +66,7 @@ def test_negative_ids_end_nothing(tmp_path: Path) -> None:
 
 
 def test_the_pad_token(tmp_path: Path) -> None:
-    """Of the first place that names a token of the model."""
+    """The first source with a token of the model is used."""
     model, tokenizer = tmp_path / "model", tmp_path / "tokenizer"
     added = [{"id": 7, "content": "<pad>"}, {"id": 8, "content": "<fill>"}, {"id": 200, "content": "<far>"}]
 
@@ -100,7 +100,7 @@ def test_the_pad_token(tmp_path: Path) -> None:
         (b"", "is not valid JSON"),
         (b"{", "is not valid JSON"),
         (b'{"a": "\xff"}', "is not valid JSON"),
-        (b"[1]", "does not hold an object"),
+        (b"[1]", "is not a JSON object"),
         (b'{"a":' * 10**5, "is nested too deep"),
         (b'{"a":' + b"[" * 10**5 + b"]" * 10**5 + b"}", "is nested too deep"),
     ],
@@ -113,7 +113,7 @@ def test_a_broken_file_is_named(tmp_path: Path, content: bytes, fault: str) -> N
 
 
 def test_fingerprints_tell_models_apart(tmp_path: Path) -> None:
-    """By settings and sizes of weights; what else lies there does not count."""
+    """The fingerprint depends on settings and sizes of weights, and on no other files."""
     found = []
     for size, settings in ((2, {"a": 1}), (2, {"a": 2}), (3, {"a": 1}), (2, {"a": 1})):
         write(tmp_path / "config.json", settings)

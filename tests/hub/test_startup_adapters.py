@@ -1,4 +1,4 @@
-"""What is made of the options about soft prompts and adapters before anything is loaded."""
+"""Resolution of the options of soft prompts and adapters before anything is loaded."""
 
 import json
 from dataclasses import replace
@@ -15,7 +15,7 @@ from tgis.errors import OperatorError
 from tgis.hub.startup_adapters import resolve_adapter_options
 from tgis.launcher.plan import make_plan
 
-HINT = "one in a directory is given as NAME=DIRECTORY"
+HINT = "use NAME=DIRECTORY for an adapter in a directory"
 
 
 def write_adapter(directory: Path, **config: object) -> Path:
@@ -63,7 +63,7 @@ def test_the_longest_prompt_leaves_room_for_a_token() -> None:
 
 @pytest.mark.parametrize(("refs", "entry"), [("main", "org/a"), ("v2", "org/a@v2"), (None, "org/a@c0ffee")])
 def test_adapters_in_the_hub_cache(tmp_path: Path, refs: str | None, entry: str) -> None:
-    """They need no config.json, as models do."""
+    """Unlike models, they need no config.json."""
     root = tmp_path / "models--org--a"
     snapshot = write_adapter(root / "snapshots" / "c0ffee")
     if refs:
@@ -84,7 +84,7 @@ def test_what_is_no_adapter_is_refused(tmp_path: Path) -> None:
     assert refusal(f"x={tmp_path}/none") == f"lora_adapters: x: there is no directory {tmp_path}/none"
     assert refusal(f"x={good}@main") == f"lora_adapters: x: there is no directory {good}@main"
     assert refusal(f"x={tmp_path}/empty").endswith("/empty has no adapter_config.json")
-    assert refusal(f"x={tuned}").endswith("/tuned holds no LoRA adapter, but peft_type PROMPT_TUNING")
+    assert refusal(f"x={tuned}").endswith("/tuned is not a LoRA adapter: its peft_type is PROMPT_TUNING")
     assert f"{torn}/adapter_config.json is not valid JSON" in refusal(f"x={torn}")
     assert refusal(f"x={good},y={good},x={good}") == "lora_adapters: x is given twice"
     lacking = f"lacks a name or a directory; {HINT}"
@@ -105,7 +105,7 @@ def test_a_directory_without_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_path_with_a_comma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_adapter(tmp_path / "a,b" / "adapter")
     monkeypatch.chdir(tmp_path / "a,b")
-    assert "has a comma, which separates adapters" in refusal("x=adapter")
+    assert "contains a comma, which separates adapters" in refusal("x=adapter")
 
 
 def test_the_launcher_refuses_before_anything_starts(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A GGUF file behind the launcher: served with nothing written beside it, or refused in one line."""
+"""A GGUF file served by the launcher without writing beside it, or refused in one line."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""With --json-output every line that an operator's collector sees is one JSON object, whoever printed it."""
+"""With --json-output, every line that an operator's collector sees is one JSON object, whatever printed
+it."""
 
 import json
 import os
@@ -33,8 +34,8 @@ def read(service: Service) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_every_line_is_an_object(tmp_path: Path) -> None:
-    """Also of shards that print what they like and are killed before they have loaded, which are started
-    again, and of one that is killed later."""
+    """This includes shards that print any text and are killed before they have loaded, their restart, and a
+    shard that is killed later."""
     write_llama(tmp_path, vocab_size=400, eos_token_id=1)
     write_byte_level(tmp_path, 400)
     (tmp_path / "sitecustomize.py").write_text(PRINTS)
@@ -43,7 +44,7 @@ def test_every_line_is_an_object(tmp_path: Path) -> None:
     command += ["--bind", "127.0.0.1", "--port", "0", "--grpc-port", "0", "--failpoints", FATAL]
     service = Service([*command, "--json-output", "--env"], env).wait_until_serving()
     os.kill(children_of(service.process.pid)["serve"][0], signal.SIGKILL)
-    again = "shard 0 was killed by SIGKILL; was it out of memory?; starting the shards again"
+    again = "shard 0 was killed by SIGKILL; was it out of memory?; restarting the shards"
     deadline = time.monotonic() + 60
     while service.output.count(again) < 2:
         assert time.monotonic() < deadline, service.output[-5000:]

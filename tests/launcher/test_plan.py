@@ -1,4 +1,4 @@
-"""What the launcher makes of its configuration before it starts anything."""
+"""The launcher's plan for its configuration, before it starts a process."""
 
 import json
 import logging
@@ -86,13 +86,13 @@ def test_a_model_of_one_token(config: LauncherConfig) -> None:
 def test_a_model_must_have_a_type(config: LauncherConfig, model_type: object) -> None:
     write_config(Path(config.model_name), {"model_type": model_type})
     with pytest.raises(
-        model_files.ModelNotFoundError, match=r"config\.json has no model_type, the name of a kind"
+        model_files.ModelNotFoundError, match=r"config\.json has no model_type, the name of the"
     ):
         make_plan(config)
 
 
 def test_weights_that_cannot_be_looked_at(config: LauncherConfig) -> None:
-    """As in a hub cache that was copied without what its links lead to."""
+    """Links are broken, as in a hub cache that was copied without their targets."""
     (Path(config.model_name) / "model.safetensors").symlink_to("/nowhere/blob")
     with pytest.raises(
         model_files.ModelNotFoundError, match=r"model\.safetensors cannot be read: No such file"
@@ -155,9 +155,15 @@ def test_number_of_shards(
         (False, 2, None, True, 2),
         (True, 2, None, False, 2),
         (True, None, "0,1,2", True, 3),
-        (True, 1, "0,1", True, "sharded is true, and num_shard is 1: leave one of both out"),
-        (True, None, "0", True, "sharded is true, which needs two visible GPUs or more, not 1: --num-shard"),
-        (True, None, "0,1", False, "sharded is true, which needs two visible GPUs or more, not 0: "),
+        (True, 1, "0,1", True, "sharded is true, but num_shard is 1: leave out one of them"),
+        (
+            True,
+            None,
+            "0",
+            True,
+            "sharded is true, which needs two or more visible GPUs, not 1: use --num-shard",
+        ),
+        (True, None, "0,1", False, "sharded is true, which needs two or more visible GPUs, not 0: "),
     ],
 )
 def test_tgi_s_sharding(
@@ -201,7 +207,7 @@ def test_only_the_node_of_the_router_has_workers(config: LauncherConfig) -> None
 
 
 def test_routers_that_start_again_find_the_tokens_as_they_were(config: LauncherConfig) -> None:
-    """A disk that has no room any more must not prevent a start, nor may another router read half a file."""
+    """A full disk must not prevent a start, and no router may read an incomplete file."""
     config = replace(config, auth_tokens=Secret("one\ntwo"))
     plan = make_plan(config)
     files = RunFiles(plan, None, None)
@@ -245,7 +251,7 @@ def test_visible_devices_that_do_not_count_are_mentioned(caplog: pytest.LogCaptu
         count_shards(LauncherConfig(num_shard=2, cuda_visible_devices="0,1"), is_cuda=False)
         assert not caplog.records
         count_shards(LauncherConfig(cuda_visible_devices="0,1"), is_cuda=False)
-    assert "visible devices are not counted without a GPU: 1 shard" in caplog.text
+    assert "using 1 shard: visible devices are not counted without a GPU" in caplog.text
 
 
 def test_numbers_of_shards_that_differ() -> None:
@@ -313,7 +319,7 @@ def test_lines_say_which_process_they_are_of(
     options: dict[str, object],
     expected: dict[str, object],
 ) -> None:
-    """The node only where there are several, and only where lines are JSON."""
+    """Lines have the node only if there are several, and only as JSON."""
     asked = replace(config, json_output=True, **nodes)  # type: ignore[arg-type]
     assert line_fields(asked, process, options) == expected
     assert line_fields(replace(asked, json_output=False), process, options) is None

@@ -1,4 +1,4 @@
-"""The launcher with real children: what they are given, and how it ends."""
+"""The launcher with real children: their configuration, and its end."""
 
 import os
 import re
@@ -54,7 +54,7 @@ def sockets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(model: Path, sockets: Path) -> Iterator[Service]:
-    """With two shards, which leave nothing."""
+    """A run with two shards leaves no files."""
     own = {"SHARD_UDS_PATH": f"{sockets}/shard", "ADAPTER_CACHE": str(model)}
     service = launch(
         model, "--dtype", "float32", "--log-level", "info", env=ENV | own
@@ -69,7 +69,7 @@ def service(model: Path, sockets: Path) -> Iterator[Service]:
 
 
 def commands(service: Service) -> dict[str, list[list[str]]]:
-    """Of the children, by what they are."""
+    """Return the children by their kind."""
     children = children_of(service.process.pid)
     return {kind: [strings(pid, "cmdline") for pid in pids] for kind, pids in children.items()}
 
@@ -135,7 +135,7 @@ def test_a_signal_while_the_model_is_loading_is_a_clean_end(
 def test_a_path_that_no_socket_can_have_is_refused(
     model: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """At once, and not when the model has been loaded; nothing stays."""
+    """The launcher ends at once, before the model has loaded; no process remains."""
     long, home = tmp_path / ("x" * 80), tmp_path_factory.mktemp("home")
     service = launch(model, "--shard-uds-path", str(long), env={"TMPDIR": str(home)})
     assert service.process.wait(20) == 1
@@ -219,7 +219,7 @@ def test_a_killed_router_ends_everything(model: Path) -> None:
 
 @pytest.mark.slow
 def test_a_first_start_says_that_it_compiles(model: Path, tmp_path: Path) -> None:
-    """And the second has nothing to say. The package is a copy, beside which no code is kept yet."""
+    """The second start prints nothing. The package is a copy, without compiled code."""
     package = Path(tgis.__file__).parent
     shutil.copytree(package, tmp_path / "tgis", ignore=shutil.ignore_patterns("__pycache__"))
     env = {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1", "HOME": str(tmp_path)}

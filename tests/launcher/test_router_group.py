@@ -1,4 +1,4 @@
-"""An engine process and router workers, each kept running alone: real processes that do as a script says."""
+"""An engine process and router workers, each restarted alone: real processes that follow a script."""
 
 import asyncio
 import os
@@ -15,9 +15,9 @@ from tgis.launcher.router_group import RouterGroup
 from tgis.process import heartbeat
 from tgis.process.child import GIVE_UP, Child, End
 
-# Stands where a child looks for the package. Each start of a process takes the next word of its script: it
-# crashes, refuses to start, refuses after heartbeats or when it has served, or serves until a signal. Events
-# are lines of a file: who, what and the process id.
+# Replaces the package of a child. Each start of a process takes the next word of its script: it crashes,
+# refuses to start, refuses after heartbeats or after it has served, or serves until a signal. Events are
+# lines of a file: time, event and process id.
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
@@ -79,7 +79,7 @@ def happened() -> list[tuple[str, str]]:
 
 
 def serving(name: str) -> list[int]:
-    """Process ids of all starts that served."""
+    """Return the process ids of all starts that served."""
     return [pid for one, what, pid in events() if (one, what) == (name, "serves")]
 
 
@@ -104,7 +104,7 @@ async def until_starts(name: str, count: int) -> None:
 
 @asynccontextmanager
 async def running(**scripts: str) -> AsyncIterator[RouterGroup]:
-    """The group, whose processes have no script but to serve; nothing of it is left afterwards."""
+    """Run the group, whose processes only serve; no process remains afterwards."""
     write_scripts(scripts)
 
     def make(name: str) -> Child:
@@ -141,7 +141,7 @@ async def test_one_that_is_lost_is_restarted_alone(
             if number is signal.SIGSTOP
             else "was killed by SIGKILL; was it out of memory?"
         )
-        assert caplog.messages == [f"the {victim} {was}; starting it again"]
+        assert caplog.messages == [f"the {victim} {was}; restarting it"]
         group.signal(signal.SIGTERM)
         assert (await end_of(group.wait())).is_success
 
@@ -169,7 +169,7 @@ async def test_a_refusal_of_one_that_has_served_is_a_crash() -> None:
 
 
 async def test_one_that_crashes_too_often_ends_all() -> None:
-    """Ends of the others do not count."""
+    """Ends of other processes do not count."""
     async with running(a="crash " * 6, b="crash " * 7, engine="crash " * 6) as group:
         end = await end_of(group.wait())
         assert end.text == "the b exited with code 3; giving up after 6 restarts of this process"
@@ -189,7 +189,7 @@ async def test_the_engine_serves_until_all_workers_have_drained(caplog: pytest.L
 
 
 async def test_losses_while_draining() -> None:
-    """A worker's requests are lost with it, so another is of no use; the others' need an engine."""
+    """A worker's requests are lost with it, so GIVE_UP starts no other; requests of others need an engine."""
     async with running() as group:
         for name in (ENGINE, *WORKERS):
             await until_starts(name, 1)
@@ -217,7 +217,7 @@ async def test_all_are_told_that_the_shards_are_given_up() -> None:
 async def test_a_signal_at_any_time_of_a_start(
     num_turns: int, num_crashes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before there is a process, while it is being started, and between two."""
+    """The signal arrives before there is a process, during its start, and between two starts."""
     for name in ("FIRST_BACKOFF_S", "MAX_BACKOFF_S"):
         monkeypatch.setattr(shard_group, name, 60.0)
     async with running(a="crash " * 4) as group:

@@ -1,4 +1,4 @@
-"""How often a group of shards is started again, over one node or two whose shards end as a script says."""
+"""Number of restarts of a group of shards, on one or two nodes whose shards end according to a script."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -31,13 +31,13 @@ def rendezvous(epoch: int) -> Iterator[tuple[str, int | None]]:
 
 
 class Node:
-    """Each start takes the next of the script: an end before its shards have loaded, or None, and then an end
-    when they have. Past the script they load and stay."""
+    """Node whose starts follow a script: an end before its shards have loaded; or None, and then an end after
+    they have. After the script, they load and stay."""
 
     addresses: Sequence[TcpAddress] = ()
 
     def __init__(self, *script: End | None, delay_s: float = 0.0) -> None:
-        """`delay_s` passes before it is known how shards have ended."""
+        """`delay_s` passes before the end of the shards is noticed."""
         self.script, self.delay_s, self.num_starts, self.num_losses = list(script), delay_s, 0, 0
         self._end: asyncio.Future[End] | None = None
         self.stays = asyncio.Event()
@@ -69,14 +69,14 @@ class Node:
 
 
 async def run(*nodes: Node) -> str:
-    """How the group ends."""
+    """Return the end of the group."""
     with pytest.raises(LaunchError) as caught:
         await asyncio.wait_for(ShardGroup(nodes, rendezvous, None).run(), 20)  # type: ignore[arg-type]
     return str(caught.value)
 
 
 async def serve(*nodes: Node) -> None:
-    """Returns when all of them stay."""
+    """Return when all of them stay."""
     running = asyncio.create_task(ShardGroup(nodes, rendezvous, None).run())  # type: ignore[arg-type]
     await asyncio.wait_for(asyncio.gather(*(node.stays.wait() for node in nodes)), 20)
     assert not running.done()
@@ -99,21 +99,21 @@ async def test_who_says_why_is_not_asked_again() -> None:
 
 
 async def test_after_the_first_readiness_all_ends_count_alike() -> None:
-    """And those of before do not count."""
+    """Earlier crashes do not count."""
     shards = Node(KILLED, KILLED, None, KILLED, REFUSED, *[KILLED] * 5)
     assert await run(shards) == "killed; giving up after 6 restarts of the shards"
     assert shards.num_starts == 9
 
 
 async def test_a_rank_that_is_left_alone_is_not_to_blame() -> None:
-    """It ends with a line, and is heard of before the one that was killed on the other node."""
+    """The shard ends with a line, which arrives before the end of the one killed on the other node."""
     alone, killed = Node(REFUSED), Node(KILLED, delay_s=0.05)
     await serve(alone, killed)
     assert (alone.num_starts, killed.num_starts) == (2, 2)
 
 
 async def test_the_first_start_has_a_limit_of_time() -> None:
-    """It counts over all attempts, and no more when the shards have once loaded."""
+    """Crashes count over all attempts, until the shards have loaded once."""
     never, slow, loaded = Node(KILLED, delay_s=9), Node(KILLED, KILLED, KILLED, delay_s=0.2), Node()
     for shards in (never, slow):
         group = ShardGroup([shards], rendezvous, None, startup_timeout=0.5)  # type: ignore[list-item]

@@ -1,4 +1,4 @@
-"""A model that is not on the disk, downloaded by a real launcher from a hub over real sockets."""
+"""A model that is not on disk, downloaded by a real launcher from a hub over real sockets."""
 
 import asyncio
 import json
@@ -104,13 +104,13 @@ def test_it_is_served_and_the_hub_is_not_asked_again(
         (
             [],
             {"HF_TOKEN": "wrong", "HF_API_TOKEN": ""},
-            "org/m: the hub refuses access (HTTP 401); is the token right?",
+            "org/m: the hub refuses access (HTTP 401); check the token",
         ),
         pytest.param(["--revision", "v9"], {}, "org/m has no revision v9 on the hub", marks=pytest.mark.slow),
         pytest.param(
             ["--lora-adapters", "org/a"],
             {"MODEL_ID": "."},
-            "org/a is not on the hub, or is private and needs a token by --token or HF_TOKEN",
+            "org/a is not on the hub, or is private and needs a token in --token or HF_TOKEN",
             marks=pytest.mark.slow,
         ),
     ],
@@ -162,7 +162,7 @@ def test_code_is_downloaded_of_a_known_revision_only(hub: Hub, tmp_path: Path) -
 
 
 def test_parts_of_a_model(hub: Hub, tmp_path: Path) -> None:
-    """A model in the cache is not looked for on the hub if all its files are there."""
+    """The hub is not asked for a model in the cache if all its files exist."""
     snapshot = tmp_path / "models--org--m" / "snapshots" / "v1"
     snapshot.mkdir(parents=True)
     index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
@@ -206,7 +206,7 @@ def test_tokenizers_and_adapters(hub: Hub, tmp_path: Path) -> None:
 def test_a_download_that_is_stopped_goes_on_at_the_next_start(
     hub: Hub, files: dict[str, bytes], tmp_path: Path, number: signal.Signals
 ) -> None:
-    """The weights stop in their midst; all else is there. The next start fails for another reason."""
+    """The weights are incomplete; everything else exists. The next start fails for another reason."""
     large = files | {"model.safetensors": random.Random(0).randbytes(24_000_000)}
     hub.repos["org/m"] = Repo(large, needs_token=TOKEN)
     released, cache = threading.Event(), tmp_path / "cache"
@@ -219,14 +219,14 @@ def test_a_download_that_is_stopped_goes_on_at_the_next_start(
         released.wait(60)
         handler.wfile.write(content[22_000_000:])
 
-    # The folder of a commit is there from the first file on.
+    # The directory of a commit exists once the first file does.
     revision = ["--revision", hub.repos["org/m"].commit]
     hub.faults["model.safetensors"] = deque([pause])
     service = launch(hub, cache, *revision)
     [part] = wait_for_parts(cache)
     service.process.send_signal(number)
     time.sleep(2)
-    released.set()  # the rest is not taken
+    released.set()  # the rest is not read
     assert service.process.wait(30) == 0
     assert service.end() == 0, service.output
     assert "the download of org/m was stopped; the next start resumes it" in service.output

@@ -1,4 +1,4 @@
-"""A model without tokenizer.json: converted when it starts, beside a hub that nobody asks anything."""
+"""A model without tokenizer.json is converted at start-up, without contact to a hub."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Connections of random bytes: each ends, none gets 500 or leaves a line in the log, others are served."""
+"""Connections of random bytes: each ends, none gets 500 or a line in the log, and others are served."""
 
 import asyncio
 import random
@@ -15,7 +15,7 @@ from tgis.config.processes import RouterConfig
 from tgis.net.http_server import serve_http
 
 CONFIG = RouterConfig(tokenizer_path="", bind="127.0.0.1", port=0, slow_reader_timeout=5.0)
-END_S = 20.0  # for a connection to end once its client has sent all
+END_S = 20.0  # for a connection to end after its client has sent everything
 TOGETHER = 20
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 STEADY = b"GET /echo HTTP/1.1\r\nhost: a\r\n\r\n"
@@ -26,7 +26,7 @@ async def echo(request: Request) -> Response:
 
 
 async def send(port: int, data: bytes, r: random.Random) -> list[int]:
-    """The statuses of the answers, once the server has ended the connection."""
+    """Return the statuses of the responses after the server has ended the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         for part in http_fuzz.cuts(r, data):
@@ -69,5 +69,5 @@ async def test_any_bytes_get_an_answer_or_an_end(count: int, caplog: pytest.LogC
         assert await steady > 10
     assert {200, 400, 404} <= statuses
     assert not {status for status in statuses if status >= 500 and status != 503}
-    # asyncio's lines are of this test's own writers, to connections that have ended.
+    # asyncio's lines come from this test's own writers to ended connections.
     assert not [record for record in caplog.records if record.name != "asyncio" or record.exc_info]

@@ -1,4 +1,4 @@
-"""What any bytes get from a connection to an HTTP port: on real sockets, by a client of plain asyncio."""
+"""Responses of an HTTP port to arbitrary bytes: on real sockets, with a client of plain asyncio."""
 
 import asyncio
 import logging
@@ -43,7 +43,7 @@ SLOW = API._replace(request_s=50 * SHORT_S, idle_s=5.0)
 
 
 class App:
-    """App that tells what its requests met."""
+    """App that returns what its requests received."""
 
     def __init__(self) -> None:
         self.ends: list[str] = []
@@ -84,7 +84,7 @@ class App:
         return Response(b"early")
 
     async def begin(self, request: Request) -> Response:
-        """Begin the answer before the end of the request."""
+        """Begin the response before the end of the request."""
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -153,12 +153,12 @@ async def answer_of(reader: asyncio.StreamReader) -> tuple[int, bytes]:
 
 
 async def head_of(reader: asyncio.StreamReader) -> bytes:
-    """The head of an answer in lower case; the next thing to read is its body."""
+    """Read the head of a response in lower case; its body follows."""
     return (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)).lower()
 
 
 async def end_of(reader: asyncio.StreamReader) -> bytes | None:
-    """What is left to read; None if the connection was reset."""
+    """Read the rest; None if the connection was reset."""
     try:
         return await asyncio.wait_for(reader.read(), 5)
     except ConnectionResetError:
@@ -168,7 +168,7 @@ async def end_of(reader: asyncio.StreamReader) -> bytes | None:
 @pytest.mark.parametrize("name", [b"X-Long: ", b""], ids=["one value", "many headers"])
 @pytest.mark.parametrize("num_pieces", [1, 40])
 async def test_a_long_header_gets_431(name: bytes, num_pieces: int) -> None:
-    """Also one that never ends."""
+    """Also a header that never ends."""
     async with serving() as (_, connect):
         reader, writer = await connect()
         writer.write(b"GET /plain HTTP/1.1\r\n" + name)
@@ -214,7 +214,7 @@ async def test_a_body_must_arrive_in_time_but_its_answer_may_be_late() -> None:
 async def test_a_body_must_arrive_at_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that has sent more has more time for the rest."""
     monkeypatch.setattr(http_routes, "FIRST_S", SHORT_S / 2)
-    monkeypatch.setattr(http_routes, "LEAST_RATE", 10_000)
+    monkeypatch.setattr(http_routes, "MIN_RATE", 10_000)
     async with serving() as (_, connect):
         loop = asyncio.get_running_loop()
         for num_bytes, least, most in ((0, 0.4, 2.5), (6_000, 3.2, 8)):
@@ -226,7 +226,7 @@ async def test_a_body_must_arrive_at_a_rate(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_requests_that_arrive_slowly_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest first, when the places are full; others are refused as before."""
+    """The oldest slow request gives way if there is no room; new ones are refused as before."""
     async with serving() as (app, connect):
         halves = [await connect() for _ in range(2)]
         for _, writer in halves:
@@ -281,7 +281,7 @@ async def test_a_request_for_another_protocol_is_answered_in_this_one(
 
 
 async def test_requests_of_one_connection_are_answered_in_order() -> None:
-    """Those that come together too, and in chunks."""
+    """Also requests that arrive together, and in chunks."""
     chunked = (
         b"POST /api HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\ntwo\r\n0\r\nX-T: x\r\n\r\n"
     )
@@ -306,7 +306,7 @@ async def test_an_idle_connection_closes_gracefully() -> None:
 
 
 async def test_of_too_many_requests_of_an_api_the_newest_is_refused() -> None:
-    """Idle connections do not count, and probes are not disturbed."""
+    """Idle connections do not count, and probes are not affected."""
     async with serving() as (app, connect):
         idle = [await connect() for _ in range(2)]
         for reader, writer in idle:
@@ -376,7 +376,7 @@ async def test_a_client_that_does_not_read_ends_its_request(caplog: pytest.LogCa
 
 
 async def test_what_is_written_together_is_sent_together() -> None:
-    """Twenty parts and their frames are one segment of TCP, as the client's kernel counts them."""
+    """Twenty parts and their frames are one TCP segment, as the client's kernel counts them."""
     async with serving() as (_, connect):
         reader, writer = await connect()
         writer.write(request("/parts", method="GET"))
@@ -390,7 +390,7 @@ CLOSE = b"connection: close\r\n"
 
 
 async def test_an_old_connection_ends_with_its_next_answer() -> None:
-    """A whole stream too, and the client is told before."""
+    """Also a whole stream; the client is informed before."""
     async with serving(OLD_S) as (_, connect):
         for path, end in (("/plain", b""), ("/parts", b"0\r\n\r\n")):
             reader, writer = await connect()
@@ -421,7 +421,7 @@ async def test_a_young_connection_goes_on(age_s: float | None) -> None:
 
 @pytest.mark.parametrize(("path", "begin"), [("/early", b"early"), ("/begin", b"5\r\nbegin\r\n")])
 async def test_an_answer_that_begins_before_its_request_ends_is_not_the_last(path: str, begin: bytes) -> None:
-    """A connection that closes with bytes unread is reset, and its client might not read the answer."""
+    """A connection that is closed with unread bytes is reset, and its client might not read the response."""
     async with serving(OLD_S) as (_, connect):
         reader, writer = await connect()
         whole = request(path, b"body")
@@ -440,7 +440,7 @@ async def test_an_answer_that_begins_before_its_request_ends_is_not_the_last(pat
     ("path", "body"), [("/plain", b"body"), ("/parts", b"part" * 20), ("/upload", b"")], ids=str
 )
 async def test_answers_to_http_1_0_have_no_chunks(path: str, body: bytes) -> None:
-    """Nor do they keep the connection, whatever the client says."""
+    """Such headers do not keep the connection open."""
     method, sent = ("GET", b"") if path == "/parts" else ("POST", body)
     asked = request(path, sent, method, "Connection: keep-alive\r\n").replace(b"HTTP/1.1", b"HTTP/1.0")
     async with serving() as (_, connect):

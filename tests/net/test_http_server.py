@@ -1,4 +1,4 @@
-"""Time limits and numbers of connections of the HTTP port, which belong to routes."""
+"""Limits of routes on the time and number of connections of the HTTP port."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -67,7 +67,7 @@ async def connect(
 
 
 async def ask(port: int, head: str) -> bytes:
-    """The body of an answer; empty if the connection was aborted."""
+    """Return the body of a response; empty if the connection was aborted."""
     async with connect(port, head) as (reader, _):
         try:
             text = await reader.readuntil(b"\r\n\r\n")
@@ -107,7 +107,7 @@ async def reader_ends(reader: asyncio.StreamReader) -> bytes:
 
 
 async def test_connections_are_counted_by_the_limits_of_their_routes() -> None:
-    """Of three of one route the oldest is aborted, and nobody else's."""
+    """Of three connections of one route, the oldest is aborted, and no other."""
     async with serve_http(Starlette(routes=ROUTES), CONFIG, None) as port:
         streams = [asyncio.create_task(ask(port, "GET /endless HTTP/1.1"))]
         late = [asyncio.create_task(ask(port, "POST /generous HTTP/1.1"))]

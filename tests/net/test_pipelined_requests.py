@@ -1,5 +1,5 @@
-"""Many requests that come together on one connection: they are answered in order, few are parsed at a time,
-and nothing of them reaches asyncio's handler of errors."""
+"""Many requests at once on one connection: responses keep the order, few requests are parsed at a time, and
+asyncio's error handler is not called."""
 
 import asyncio
 import logging
@@ -123,7 +123,7 @@ async def test_few_are_parsed_while_one_is_answered(kind: bytes, monkeypatch: py
     async with serving() as server:
         reader, writer = await server.connect(GET.replace(b"/echo", b"/wait"), *[kind * 100] * 50)
         await asyncio.sleep(0.2)
-        # A chunked body's end is not known before it is parsed.
+        # The end of a chunked body is not known before it is parsed.
         most = MAX_QUEUED + 1 + (MAX_PIECE // len(kind) if kind is CHUNKED else 0)
         assert 1 < num_parsed <= most
         server.go_on.set()
@@ -135,8 +135,8 @@ async def test_few_are_parsed_while_one_is_answered(kind: bytes, monkeypatch: py
 
 @pytest.mark.parametrize("kind", [GET, UPGRADE, CHUNKED])
 async def test_others_are_answered_meanwhile(kind: bytes) -> None:
-    """The loop is given back after a few requests: only some of those that came together are answered before
-    one that comes later on another connection."""
+    """The event loop serves other connections after a few requests: a later request on another connection
+    gets its response before the last of the first."""
     async with serving() as server:
         other_reader, other_writer = await server.connect()
         reader, writer = await server.connect(kind * 5000)

@@ -1,4 +1,4 @@
-"""Ports that several processes share, and that nobody else can open, on the sockets of this machine."""
+"""Ports that several processes share, and that no other process can open, on sockets of this machine."""
 
 import socket
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from tgis.net.ports import PortError, keep_for_sharing, listen, reserve
+from tgis.net.ports import PortError, listen, reserve, reserve_for_sharing
 
 HOST = "127.0.0.1"
 Open = Callable[[str, int], socket.socket]
@@ -25,10 +25,10 @@ def check_refused(opening: Open, port: int) -> None:
 
 @pytest.fixture
 def kept() -> socket.socket:
-    return keep_for_sharing(HOST, 0)
+    return reserve_for_sharing(HOST, 0)
 
 
-@pytest.mark.parametrize("opening", [listen, reserve, keep_for_sharing])
+@pytest.mark.parametrize("opening", [listen, reserve, reserve_for_sharing])
 @pytest.mark.parametrize("num_listeners", [0, 1, 2])
 def test_nobody_else_opens_a_port_that_is_kept(
     kept: socket.socket, opening: Open, num_listeners: int
@@ -51,11 +51,11 @@ def test_a_port_that_is_kept_refuses_connections_until_somebody_listens(kept: so
 
 def test_a_port_that_somebody_has_is_not_kept() -> None:
     with listen(HOST, 0) as alone:
-        check_refused(keep_for_sharing, port_of(alone))
+        check_refused(reserve_for_sharing, port_of(alone))
 
 
 def test_connections_spread_over_those_that_listen(kept: socket.socket) -> None:
-    """And go to those that are left when one closes the port."""
+    """Connections go to the remaining sockets when one is closed."""
     with closing(kept), ExitStack() as stack:
         port = port_of(kept)
         first, second = (stack.enter_context(listen(HOST, port, is_shared=True)) for _ in range(2))
@@ -65,8 +65,8 @@ def test_connections_spread_over_those_that_listen(kept: socket.socket) -> None:
 
 
 def connect_and_accept(port: int, count: int, *listeners: socket.socket) -> list[int]:
-    """How many of so many connections each of the listeners gets, each of which this end closes first: the
-    port then waits for the last packets of them."""
+    """Open this many connections, and return how many each listener accepted. This end closes each of them
+    first, so the port waits for their last packets."""
     with ExitStack() as clients:
         for _ in range(count):
             clients.enter_context(socket.create_connection((HOST, port)))
@@ -89,4 +89,4 @@ def test_a_port_whose_last_connections_have_just_ended_is_kept(kept: socket.sock
     with closing(kept), listen(HOST, port_of(kept), is_shared=True) as listener:
         port = port_of(kept)
         connect_and_accept(port, 4, listener)
-    keep_for_sharing(HOST, port).close()
+    reserve_for_sharing(HOST, port).close()

@@ -1,5 +1,4 @@
-"""What an operator is told of files that cannot be used, and of certificates that end: which file, and since
-when."""
+"""Messages about files that cannot be used, and about expiring certificates: which file, and since when."""
 
 import asyncio
 import logging
@@ -54,7 +53,7 @@ def replace_key(path: Path) -> None:
 
 
 def write_dsa(path: Path) -> None:
-    """A kind of key that nothing here speaks."""
+    """Create a key of a type that is not supported."""
     key = generate_private_key(2048)
     path.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
 
@@ -77,7 +76,7 @@ def make_directory(path: Path) -> None:
     path.mkdir()
 
 
-# What is done to which file, and what the line says beside the file's path.
+# Damage of each file, and the message besides the file's path.
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "no certificate": ("cert", Path.unlink, "No such file or directory"),
     "no key": ("key", Path.unlink, "No such file or directory"),
@@ -101,7 +100,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
 def test_what_cannot_be_read_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str, name: str
 ) -> None:
-    """At the start in the error, later in the log; then what served before serves on."""
+    """The error is raised at start-up and logged later; the previous files stay in use."""
     file, spoil, text = DAMAGES[damage]
     files = issue(tmp_path)
     loaded = Certificates(files, mutual_server_context, name)
@@ -120,7 +119,7 @@ def test_what_cannot_be_read_is_named(
         loaded.refresh()
     assert loaded.context is before
     assert [record.getMessage() for record in caplog.records] == [
-        f"the changed {name} files are not used, the previous ones are: {line}"
+        f"the changed {name} files are not used; the previous ones stay in use: {line}"
     ]
 
 
@@ -166,7 +165,7 @@ EXPIRED = {
 
 def expired_line(files: TlsFiles) -> tuple[int, str]:
     since = f"the link certificate {files.cert} expired at 2021-01-31T12:00:00Z"
-    return logging.ERROR, f"{since}: the other end refuses it; renew it"
+    return logging.ERROR, f"{since}: peers refuse it; renew it"
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
@@ -176,7 +175,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
 def test_an_expired_certificate_is_an_error_until_it_is_renewed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which is told once a minute; one that ends soon is a warning, once a day."""
+    """It is logged once a minute; for a certificate that expires soon, a warning once a day."""
     caplog.set_level(logging.WARNING)
     files = issue(tmp_path, **EXPIRED)
     loaded = Certificates(files, name="link")
@@ -196,7 +195,7 @@ def test_an_expired_certificate_is_an_error_until_it_is_renewed(
 async def test_each_handshake_of_a_port_uses_the_files_of_its_time(
     tmp_path: Path, version: ssl.TLSVersion
 ) -> None:
-    """Also the authority that clients need; nobody whom only the former vouches for is let in."""
+    """This includes the CA of clients: clients of only the former CA are refused."""
     certificates = Certificates(issue(tmp_path), mutual_server_context)
     former = certificates.pem
 
@@ -205,7 +204,7 @@ async def test_each_handshake_of_a_port_uses_the_files_of_its_time(
         writer.close()
 
     async def greeting(authority: bytes | None, own: Pem) -> bytes:
-        """What a client hears that shows its own certificate and trusts the authority; nothing if refused."""
+        """Connect with the client's certificate and the CA, and return the response; empty if refused."""
         context = mutual_client_context(Pem(own.cert, own.key, authority))
         context.maximum_version = version
         address = server.sockets[0].getsockname()
@@ -230,7 +229,7 @@ async def test_each_handshake_of_a_port_uses_the_files_of_its_time(
 
 
 class Signal(logging.Handler):
-    """Sets an event at the second record."""
+    """Handler that sets an event at the second record."""
 
     def __init__(self) -> None:
         super().__init__()

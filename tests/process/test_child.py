@@ -1,4 +1,4 @@
-"""A child that prints without end, and a parent to whom nobody listens: neither waits for the other. A child
+"""A child that prints without end, and a parent whose output is not read: neither blocks the other. A child
 that cannot be started, and children of a process in which gRPC has threads."""
 
 import json
@@ -12,7 +12,7 @@ import pytest
 from tgis.process.child import Child
 
 FLOOD_BYTES = 100 << 20
-# Stands where a child looks for the package.
+# Replaces the package of a child.
 FLOOD = f"""
 import os
 line = (b"x" * 9999 + b"\\n") * 100
@@ -40,7 +40,7 @@ async def run():
 
 asyncio.run(run())
 """
-# Starts children while calls are made from its own channels to its own server.
+# Starts children during calls from its own channels to its own server.
 GRPC_PARENT = """
 import asyncio, sys, threading
 from concurrent.futures import ThreadPoolExecutor
@@ -82,7 +82,7 @@ caller.join()
 
 @pytest.fixture
 def parent(tmp_path: Path) -> list[str]:
-    """Writes how its child ended, how often it came to its turn meanwhile, and its memory's peak in KiB."""
+    """Print the end of its child, the number of iterations meanwhile, and its peak memory in KiB."""
     (tmp_path / "tgis").mkdir()
     (tmp_path / "tgis" / "__init__.py").touch()
     (tmp_path / "tgis" / "__main__.py").write_text(FLOOD)

@@ -1,4 +1,4 @@
-"""How cores are counted, in pictures of the files that containers see."""
+"""Number of cores, from copies of the files that containers see."""
 
 from pathlib import Path
 

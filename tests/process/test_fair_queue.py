@@ -10,7 +10,7 @@ MAX_BYTES = 20
 
 
 class PlainQueue:
-    """Lists of (owner, item, size), and the owners in the order of their turns."""
+    """Model with a list of (owner, item, size), and the owners in the order of service."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[str, int, int]] = []

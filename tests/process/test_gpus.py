@@ -1,4 +1,4 @@
-"""Whether there are GPUs, told by device files alone; and what the launcher makes of them."""
+"""Detection of GPUs by device files alone, and the launcher's use of it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Both ends of the heartbeat, over a real pipe, with time that runs faster."""
+"""Both ends of the heartbeat, over a real pipe, with a shorter period."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ from tgis.process import heartbeat
 from tgis.process.heartbeat import Heartbeat, wait_until_hung
 
 PERIOD_S, MAX_MISSED = 0.02, 5
-LONG_S = 20 * PERIOD_S  # longer than silence may last
+LONG_S = 20 * PERIOD_S  # longer than the allowed silence
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def hangs(fd: int) -> bool:
-    """Within a long time."""
+    """Wait for a condition for a long time."""
     try:
         await asyncio.wait_for(wait_until_hung(fd, asyncio.Event(), asyncio.Event()), LONG_S)
     except TimeoutError:
@@ -73,7 +73,7 @@ async def test_silence_counts_once_there_was_a_sign() -> None:
 async def test_that_it_serves_is_known_with_the_heartbeat_that_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And not a period later: a process that refuses its work meanwhile has served."""
+    """It is noticed within the same period: a process that refuses its work afterwards has served."""
     monkeypatch.setattr(heartbeat, "PERIOD_S", 60.0)
     reader, writer = os.pipe()
     serving = asyncio.Event()

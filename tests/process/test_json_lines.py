@@ -1,4 +1,4 @@
-"""Whatever a process prints becomes one JSON object, and what was an object before keeps what it said."""
+"""Every line that a process prints becomes one JSON object, and an object keeps its content."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from tgis.process import json_lines
 
 FIELDS = {"process": "shard", "node": 1, "rank": 0}
 
-# What was seen on the standard error of programs that are not ours, with what it is.
+# Lines from the stderr of other programs, with their levels.
 FOREIGN = [
     ("WARNING: All log messages before absl::InitializeLog() is called are written to STDERR", "WARNING"),
     ("E0000 00:00:1714000000.000000   12345 ssl_transport_security.cc:1884] Handshake failed", "ERROR"),
@@ -35,7 +35,7 @@ FOREIGN = [
 
 
 def read(line: str) -> dict[str, Any]:
-    """As a strict reader of a standard would."""
+    """Parse as a strict reader of the standard would."""
     assert line.isascii()
     assert "\n" not in line
     found = json.loads(line, parse_constant=pytest.fail)
@@ -138,7 +138,7 @@ raise RuntimeError("the end\\nin two lines")
 
 
 def test_what_python_itself_prints_is_logged() -> None:
-    """Warnings, and what ends a thread, a finalizer, a record or the process: each is one object."""
+    """Warnings, and errors that end a thread, a finalizer, a record or the process: each is one object."""
     result = subprocess.run([sys.executable, "-c", UNLOGGED], capture_output=True, timeout=30, check=False)
     assert (result.returncode, result.stdout) == (1, b"")
     lines = [read(line) for line in result.stderr.decode().splitlines()]

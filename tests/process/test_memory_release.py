@@ -1,4 +1,4 @@
-"""Memory of large calls goes back to the system, by this process's own resident memory."""
+"""Memory of large calls is returned to the system, measured by this process's resident memory."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ HELD = SMALL * NUM_SMALL * 3 // 4
 
 
 class Node:
-    """Refers to itself, so that only the collector frees it."""
+    """Object that refers to itself, so that only the collector frees it."""
 
     def __init__(self, content: list[bytes]) -> None:
         self.content, self.itself = content, self
@@ -37,10 +37,11 @@ def resident() -> int:
 
 
 async def released_by(*messages: int, wait_s: float) -> int:
-    """Bytes that go back to the system after calls with messages of such sizes; waits until it is most."""
+    """Return the bytes returned to the system after calls with messages of these sizes; wait for the
+    maximum."""
     content = [bytes(SMALL) for _ in range(NUM_SMALL)]
     Node(content)
-    last = bytes(SMALL)  # above them, where it keeps the heap from shrinking by itself
+    last = bytes(SMALL)  # on top of the heap, where it keeps the heap from shrinking
     del content
     before, memory = resident(), MemoryRelease()
     watching = asyncio.create_task(memory.watch())

@@ -1,4 +1,4 @@
-"""Directories of runs: private, and removed in the end, if need be by another run."""
+"""Directories of runs: private, and removed at the end, or else by another run."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Requests of worker pools, with the real workers of grammars."""
+"""Requests of worker pools, with the real grammar workers."""
 
 import asyncio
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
 
 @pytest.mark.parametrize("num_callers", [1, 2, 3])
 async def test_who_asks_again_at_once_is_answered(pool: WorkerPool, num_callers: int) -> None:
-    """The next request comes in the very turn of the event loop in which the one before is answered."""
+    """The next request is sent in the iteration of the event loop in which the previous reply arrives."""
 
     async def ask_often(owner: int) -> list[bool]:
         return ["grammar" in (await pool.ask(REQUEST, owner)).value for _ in range(20 * (owner + 1))]

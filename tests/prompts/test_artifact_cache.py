@@ -1,4 +1,5 @@
-"""What is put comes back the same, under the digest of its file, for whoever asks; nothing else ever does."""
+"""A stored copy is returned unchanged under the digest of its file, to every reader; other content never
+is."""
 
 import errno
 import hashlib
@@ -73,7 +74,7 @@ def test_keeps_tensors_that_share_memory(artifacts: ArtifactCache) -> None:
 def test_one_content_has_one_digest(artifacts: ArtifactCache, directory: Path) -> None:
     a, b = random_prompt(), random_prompt(seed=1)
     digest = artifacts.put("adapter", {"a": a, "b": b}, ABOUT)
-    for _ in range(20):  # of what a library may keep in an order of its own
+    for _ in range(20):  # keys whose order a library may choose
         about = {"scales": {"a": 2.0, "b": 0.1}}
         assert artifacts.put("adapter", {"b": b.clone(), "a": a.T.contiguous().T}, about) == digest
     others = {

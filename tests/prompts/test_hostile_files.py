@@ -1,4 +1,4 @@
-"""Damaged and hostile files cost an error, never a call, a wrong number or memory."""
+"""Damaged and hostile files cause an error, never a call, a wrong number or excessive memory."""
 
 import os
 import struct
@@ -43,7 +43,7 @@ def test_a_payload_is_not_run(name: str, is_zip: bool, tmp_path: Path) -> None:
     save_prompt(tmp_path / "p", content, name, is_zip)
     error = fail(tmp_path / "p")
     assert str(error) == NO_TENSOR
-    assert "wants to call posix.mkdir, which tensors do not need; it was not run" in str(error.__cause__)
+    assert "calls posix.mkdir, which tensors do not need; it was not run" in str(error.__cause__)
     assert not harm.exists()
     torch.load(tmp_path / "p" / name, weights_only=False)
     assert harm.exists(), "the payload is harmless by itself"
@@ -52,7 +52,7 @@ def test_a_payload_is_not_run(name: str, is_zip: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_zip", [True, False])
 def test_a_call_that_torch_allows_takes_no_memory(is_zip: bool, tmp_path: Path) -> None:
     save_prompt(tmp_path, [random_prompt(), Payload(bytearray, 128 * MIB)], is_zip=is_zip)
-    assert "wants to call" in str(fail(tmp_path).__cause__)
+    assert " calls " in str(fail(tmp_path).__cause__)
     with pytest.raises(AssertionError), bounded_memory(64 * MIB):
         torch.load(tmp_path / "decoder.pt", weights_only=True)
 
@@ -90,7 +90,7 @@ def test_flipped_bits_never_change_a_number(tmp_path: Path) -> None:
 
 
 def test_a_repacked_archive_is_refused(tmp_path: Path) -> None:
-    """Mapped, its compressed bytes would be taken for numbers."""
+    """If mapped, its compressed bytes would be read as numbers."""
     file = save_prompt(tmp_path, random_prompt()) / "decoder.pt"
     rewrite_pickle(file, lambda content: content)
     assert read_prompt(tmp_path, REQUIRED).decoder is not None
@@ -101,7 +101,7 @@ def test_a_repacked_archive_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("new", [10**6, 10**10, 10**15, 1 << 62])
 @pytest.mark.parametrize("old", [4, WIDTH])
 def test_numbers_that_are_not_there(old: int, new: int, tmp_path: Path) -> None:
-    """`old` is a side of the matrix; the file says too that it holds as many as there are, or more."""
+    """`old` is a side of the matrix; the file also claims to have as many elements, or more."""
     for num_elements in (32, new, 1 << 62):
         file = save_prompt(tmp_path, random_prompt()) / "decoder.pt"
         rewrite_pickle(file, claim_numbers(32, num_elements))
@@ -170,7 +170,7 @@ def test_an_archive_that_lists_a_record_many_times(name: str, num_records: int, 
 
 @pytest.mark.parametrize("change", ["small", "comment", "locator"])
 def test_an_archive_that_lies_about_its_directory(change: str, tmp_path: Path) -> None:
-    """A hundred thousand records, said to be few where a glance would fall."""
+    """The file has a hundred thousand records, but a quick check sees few."""
     file = save_prompt(tmp_path, random_prompt()) / "decoder.pt"
     with zipfile.ZipFile(file, "a") as archive:
         archive.writestr("empty", b"")
@@ -192,7 +192,7 @@ def test_an_archive_that_lies_about_its_directory(change: str, tmp_path: Path) -
 def test_calls_without_a_name(tmp_path: Path) -> None:
     file = save_prompt(tmp_path, random_prompt()) / "decoder.pt"
     rewrite_pickle(file, lambda _: b"\x80\x04\x8c\x02os\x8c\x05mkdir\x93\x8c\x01x\x85R.")
-    assert "wants to call what it does not name" in str(fail(tmp_path).__cause__)
+    assert "calls an unnamed function" in str(fail(tmp_path).__cause__)
 
 
 def test_what_is_no_file(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ids name what lies below the root, and nothing else is ever opened."""
+"""Ids name directories below the root, and no other file is ever opened."""
 
 import errno
 import os
@@ -42,7 +42,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def opened_by_threads() -> dict[int, list[str]]:
-    """What a thread that is entered here opens. A hook stays for as long as the process."""
+    """Record the files that a thread opens here. The hook stays for the life of the process."""
     opened: dict[int, list[str]] = {}
 
     def note(event: str, arguments: tuple[object, ...]) -> None:
@@ -125,7 +125,7 @@ def test_a_root_beside_one_of_a_longer_name(tmp_path: Path) -> None:
 
 
 def test_what_kubernetes_mounts(tmp_path: Path) -> None:
-    """A directory that a link names, and files that are links through it; it is swapped as a whole."""
+    """A linked directory, with links to files in it, is swapped as a whole."""
     root, store = tmp_path / "root", open_store(tmp_path / "root", tmp_path)
     for version, num_tokens in (("..2026_1", 2), ("..2026_2", 3)):
         save_prompt(root / version, random_prompt(num_tokens))

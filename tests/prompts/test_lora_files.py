@@ -1,4 +1,4 @@
-"""PEFT's directories of LoRA adapters: what is read of good ones, and how bad ones are refused."""
+"""PEFT's directories of LoRA adapters: content of valid ones, and refusals of invalid ones."""
 
 import json
 import os
@@ -31,7 +31,7 @@ MAX_BYTES = 1 << 16
 
 
 def tensors(**changes: Tensor | None) -> dict[str, Tensor]:
-    """Of one module, named as PEFT does; changes are of A and B, or by the end of a name."""
+    """Write an adapter of one module with PEFT's names; changes are to A and B, or by the end of a name."""
     root = f"base_model.model.{Q}."
     made = {"lora_A.weight": torch.randn(2, 8), "lora_B.weight": torch.randn(6, 2)}
     for end, tensor in changes.items():
@@ -122,7 +122,7 @@ def test_scales_are_those_of_peft(tmp_path: Path, uses_square_root: bool) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         peft.get_peft_model(Layers(), config).save_pretrained(tmp_path)
-        model = peft.PeftModel.from_pretrained(Layers(), tmp_path)  # the file has the patterns in order
+        model = peft.PeftModel.from_pretrained(Layers(), tmp_path)  # the file keeps the order of the patterns
     _, scales = read(tmp_path)
     expected = {
         name.removeprefix("base_model.model."): module.scaling["default"]
@@ -142,7 +142,7 @@ def test_patterns_match_as_in_peft(patterns: list[str], name: str) -> None:
 
 
 def test_as_many_patterns_as_modules() -> None:
-    """What methods that choose ranks by themselves leave behind: more patterns than a library remembers."""
+    """Methods that choose ranks themselves leave more patterns than a library caches."""
     numbers = {f"model.layers.{i}.self_attn.q_proj": 1 + i for i in range(600)}
     text = json.dumps({"peft_type": "LORA", "rank_pattern": numbers, "alpha_pattern": numbers}).encode()
     began = time.thread_time()
@@ -313,7 +313,7 @@ def test_more_tensors_than_any_model_has(tmp_path: Path, monkeypatch: pytest.Mon
     assert lora_files.MAX_TENSORS == 131_072
     monkeypatch.setattr(lora_files, "MAX_TENSORS", 2)
     read(save(tmp_path))
-    odd = {f"{number}": torch.ones(1) for number in range(3)}  # each of which would be refused by itself
+    odd = {f"{number}": torch.ones(1) for number in range(3)}  # each of which would be refused on its own
     with pytest.raises(AdapterError, match=r"^invalid adapter: it has 3 tensors, more than 2$"):
         read(save(tmp_path, odd))
 
@@ -404,7 +404,7 @@ def test_pickles_of_other_things(tmp_path: Path, value: object) -> None:
 
 
 def fused(up: bool = True, down: bool = True) -> dict[str, Tensor]:
-    """Of four experts, rank 2 each, as PEFT nests them."""
+    """Create an adapter of four experts, rank 2 each, nested as in PEFT."""
     module, root = "model.layers.0.mlp.experts", "base_model.model."
     names = {"up": f"{root}{module}{'.base_layer' * down}", "down": f"{root}{module}"}
     made = {}

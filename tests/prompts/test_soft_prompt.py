@@ -1,5 +1,5 @@
-"""Soft prompts as torch and PEFT write them are what they were; of every other file it is told what is wrong,
-in the order and the words of TGIS."""
+"""Soft prompts written by torch and PEFT are read unchanged; for every other file the error is TGIS's, in
+TGIS's order of checks."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -187,7 +187,7 @@ CAUSES: list[tuple[object, AdapterRequirements, str]] = [
         REQUIRED,
         f"{NOT_FINITE} after conversion from torch.float64 to torch.float32",
     ),
-    # Of several the first counts.
+    # The first of several is used.
     (torch.full((17, 9), torch.nan), SEQ2SEQ, "Invalid prefix embedding length of 17"),
     (torch.full((3, 9), torch.nan), SEQ2SEQ, ODD),
     (torch.full((4, 9), torch.nan), SEQ2SEQ, WIDE),

@@ -1,4 +1,4 @@
-"""What is found under an id is what its files hold now; it is read once, and again when they changed."""
+"""The store returns the current content of an id's files; it reads them once, and again after a change."""
 
 import os
 import shutil
@@ -51,7 +51,7 @@ def found(prompts: Path, artifacts: ArtifactCache) -> AdapterStore:
 
 
 class CountingCache(ArtifactCache):
-    """Counts what is put, which is what was read."""
+    """Cache that counts the copies, and thereby the reads."""
 
     num_put = 0
 
@@ -188,7 +188,7 @@ def test_what_is_too_large(prompts: Path, artifacts: ArtifactCache) -> None:
 
 
 def test_copies_of_the_models_tables_are_not_kept_loaded(prompts: Path, artifacts: ArtifactCache) -> None:
-    """They take no room in a rank, but the file that they make large is read, and limited."""
+    """They need no memory in a rank, but they make the file larger, which is limited."""
     path = save_lora(prompts / "a")
     stored = load_file(path / "adapter_model.safetensors")
     table = {"base_model.model.model.embed_tokens.base_layer.weight": torch.ones(64, WIDTH)}
@@ -427,7 +427,8 @@ def test_a_slow_one_does_not_hold_up_others(prompts: Path, tmp_path: Path) -> No
 def test_what_is_written_all_the_time_is_whole_or_refused(
     prompts: Path, found: AdapterStore, artifacts: ArtifactCache
 ) -> None:
-    """Rows of one file are all alike, and those of two writes are not; it is written in place, as by `cp`."""
+    """All rows of one file are equal, and rows of two writes differ; the file is written in place, as by
+    `cp`."""
     path = save_prompt(prompts / "a", torch.zeros(16, WIDTH))
     variants = []
     for value in range(2):

@@ -1,5 +1,5 @@
-"""Headers of GGUF files: what the published package writes is read; what nobody should write is refused in
-one line that names the file, before it takes memory."""
+"""Headers of GGUF files: files written by the published package are read; invalid ones are refused in one
+line that names the file, before memory is allocated."""
 
 import random
 import subprocess
@@ -72,8 +72,8 @@ BAD = {
     "empty": (b"", "is not a GGUF file"),
     "other": (b"PK\x03\x04" + bytes(99), "is not a GGUF file"),
     "cut": (file()[:10], "truncated or damaged: number of tensors"),
-    "version 1": (file(version=1), "of version 1; versions 2 and 3 are read"),
-    "big-endian": (file(version=3 << 24), "of big-endian numbers"),
+    "version 1": (file(version=1), "of version 1; only versions 2 and 3 are supported"),
+    "big-endian": (file(version=3 << 24), "with big-endian numbers"),
     "many tensors": (file(counts=(MANY, 0)), f"number of tensors is {MANY}"),
     "many keys": (file(counts=(0, MANY)), f"number of keys is {MANY}"),
     "missing keys": (file(counts=(0, 5)), "truncated or damaged"),
@@ -87,10 +87,10 @@ BAD = {
         file([text("k") + (TEXT).to_bytes(4, "little") + (9999).to_bytes(8, "little")]),
         "truncated or damaged: k ends after the file",
     ),
-    "not UTF-8": (file([key("k", TEXT, "ab").replace(b"ab", b"\xff\xfe")]), "k is not text in UTF-8"),
+    "not UTF-8": (file([key("k", TEXT, "ab").replace(b"ab", b"\xff\xfe")]), "k is not UTF-8"),
     "unknown type of a key": (file([text("k") + (77).to_bytes(4, "little")]), "k has the unknown type 77"),
     "name of two lines": (file([key("a\nb", U32, 1)]), "a key is not printable"),
-    "key twice": (file([key("k", U32, 1)] * 2), "k is there twice"),
+    "key twice": (file([key("k", U32, 1)] * 2), "key k occurs twice"),
     "long array": (file([array("k", U64, [], MANY)]), f"number of elements of k is {MANY}"),
     "array beyond the file": (
         file([array("k", U64, [1], 99)]),
@@ -102,7 +102,7 @@ BAD = {
     ),
     "texts not UTF-8": (
         file([array("k", TEXT, ["ab"]).replace(b"ab", b"\xff\xfe")]),
-        "k is not text in UTF-8",
+        "k is not UTF-8",
     ),
     "array of arrays": (file([array("k", ARRAY, [], 1)]), "k is an array of the unknown type 9"),
     "unknown type": (file([], [place("t", kind=5)], bytes(128)), "tensor t has the unknown type 5"),
@@ -115,13 +115,19 @@ BAD = {
         file([], [place("t")], bytes(127)),
         "truncated or damaged: tensor t ends after",
     ),
-    "tensor twice": (file([], [place("t"), place("t", start=128)], bytes(256)), "tensor t is there twice"),
+    "tensor twice": (file([], [place("t"), place("t", start=128)], bytes(256)), "tensor t occurs twice"),
     "misaligned": (file([], [place("t", start=16)], bytes(256)), "tensor t is not aligned to 32 bytes"),
     "overlap": (file([], [place("t"), place("u", start=96)], bytes(256)), "tensors t and u overlap"),
-    "alignment of 0": (file([key("general.alignment", U32, 0)]), "general.alignment 0 is no alignment"),
-    "alignment of 48": (file([key("general.alignment", U32, 48)]), "general.alignment 48 is no alignment"),
-    "alignment as text": (file([key("general.alignment", TEXT, "x")]), "general.alignment x is no alignment"),
-    "alignment as truth": (file([key("general.alignment", BOOL, True)]), "general.alignment True is no"),
+    "alignment of 0": (file([key("general.alignment", U32, 0)]), "general.alignment 0 is not a valid align"),
+    "alignment of 48": (
+        file([key("general.alignment", U32, 48)]),
+        "general.alignment 48 is not a valid align",
+    ),
+    "alignment as text": (
+        file([key("general.alignment", TEXT, "x")]),
+        "general.alignment x is not a valid align",
+    ),
+    "alignment as truth": (file([key("general.alignment", BOOL, True)]), "general.alignment True is not"),
 }
 
 
@@ -193,7 +199,7 @@ WHOLE = file(
 
 
 def read_or_refuse(path: Path, content: bytes) -> None:
-    """Read a file that may be damaged: it is read, or refused in one line with its name."""
+    """Read a file that may be damaged: it is read, or refused in one line with its path."""
     path.write_bytes(content)
     problem, tensors = "", {}
     try:

@@ -1,4 +1,4 @@
-"""What is mapped is what the library reads, and nothing stays of it."""
+"""Mapped tensors equal those that the library reads, and no memory is leaked."""
 
 import gc
 import json

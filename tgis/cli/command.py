@@ -1,7 +1,7 @@
 """Builds commands whose options are the fields of configuration classes, set by flags and variables.
 
-Options have types, ranges and variables as strict as in TGIS. A failure prints one line, `error: ...`, and
-exits with 2 for a usage error, with 1 for a value that TGIS's own text refuses and for any other error."""
+Options are validated as strictly as in TGIS. A failure prints one line, `error: ...`. The exit code is 2 for
+a usage error, and 1 for a value refused with TGIS's own message and for any other error."""
 
 import contextlib
 import logging
@@ -36,7 +36,7 @@ class _OneLine(click.Command):
     process = ""
     """Process name in JSON error lines; if empty, error lines are always text."""
     usage_exit_code: int | None = None
-    """Exit code of every usage error; None for 2, or 1 where TGIS's own text refuses a value."""
+    """Exit code of every usage error; None: 2, or 1 for a value refused with TGIS's own message."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -47,7 +47,7 @@ class _OneLine(click.Command):
             return super().main(*args, **{**more, "standalone_mode": False})
         except click.ClickException as error:
             context = getattr(error, "ctx", None)
-            # The options may not all have been read.
+            # Not all options may have been parsed, so none are passed.
             _fail(error.format_message(), context, {}, self.usage_exit_code or error.exit_code)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -72,12 +72,12 @@ class OneLineCommand(_OneLine):
         except KeyboardInterrupt as error:
             _fail(f"interrupted by {str(error) or 'SIGINT'}", ctx, ctx.params)
         except Exception as error:
-            logger.exception("unforeseen failure")
+            logger.exception("unexpected failure")
             _fail(f"{type(error).__name__}: {error}", ctx, ctx.params)
 
 
 class FileCommand(OneLineCommand):
-    """Command that reads or writes files; a signal ends it with one line, a second one ends it at once."""
+    """Command that reads or writes files. A signal ends it with an error line, a second one kills it."""
 
     def invoke(self, ctx: click.Context) -> Any:
         logs.setup("info", json_output=False)
@@ -92,8 +92,9 @@ def command(
     *config_types: type,
     extra: Sequence[click.Parameter] = (),
 ) -> OneLineCommand:
-    """Build a command that calls `run` with one of each of `config_types`, whose fields are its options, and
-    with the values of the `extra` parameters, by name."""
+    """Build a command whose options are the fields of `config_types`, plus the `extra` parameters.
+
+    It calls `run` with an instance of each type, and with the extra values as keyword arguments."""
 
     def call(**values: Any) -> None:
         configs = [
@@ -106,14 +107,16 @@ def command(
 
 
 def parameters(config_type: type, is_required: bool = False) -> list[click.Parameter]:
-    """Build a configuration class's options, by group. `is_required`: nothing else sets its fields."""
+    """Build a configuration class's options, by group.
+
+    `is_required` makes options without a default mandatory."""
     return [_parameter(*one, is_required) for one in in_groups(config_type) if one[1].flag]
 
 
 def json_fields(context: click.Context | None, options: Mapping[str, Any]) -> dict[str, logs.Scalar] | None:
-    """Return the fields of the process's JSON lines; None if its lines are text.
+    """Return the fields of the process's JSON lines, or None if its lines are text.
 
-    The command line and the environment tell, so that this is known even if they cannot be read whole."""
+    It reads the raw command line and environment, so it works even if parsing them fails."""
     process = getattr(context.command, "process", "") if context else ""
     if context is None or not process:
         return None
@@ -124,7 +127,7 @@ def json_fields(context: click.Context | None, options: Mapping[str, Any]) -> di
 def _fail(
     text: str, context: click.Context | None, options: Mapping[str, Any], exit_code: int = 1
 ) -> NoReturn:
-    """End the process with one line on stderr and in the command's termination log, if it has one."""
+    """Exit with one line on stderr and in the command's termination log, if it has one."""
     line = " ".join(text.split())
     print(json_lines.error_line(line, json_fields(context, options)), file=sys.stderr, flush=True)
     defaults = {p.name: p.default for p in context.command.params} if context else {}
@@ -152,7 +155,7 @@ def _signals_raised() -> Iterator[None]:
 
 
 class _Refusal(click.BadParameter):
-    """Usage error for a value whose option declares its own refusal text."""
+    """Usage error for a value whose option declares TGIS's message."""
 
     exit_code = 1
 
@@ -190,7 +193,9 @@ def _parameter(f: Field[Any], option: Option, hint: Any, is_required: bool) -> c
 
 class _Declared(GroupedOption):
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
-        """Return the first given variable. A blank text that may be unset is not given, others are errors."""
+        """Return the value of the first variable that is set.
+
+        A blank variable counts as unset for an optional text, and is an error for other types."""
         assert isinstance(self.envvar, list), "variables are declared as a list"
         may_be_blank = self.default is None and isinstance(
             self.type, click.types.StringParamType | click.Choice
@@ -200,7 +205,7 @@ class _Declared(GroupedOption):
             if text is None or (may_be_blank and not text.strip()):
                 continue
             if not text.strip() and not isinstance(self.type, _Int):
-                self.type.fail("it is set to nothing.", self, ctx)
+                self.type.fail("it is set to an empty value.", self, ctx)
             if isinstance(self.type, click.types.BoolParamType) and text not in ("true", "false"):
                 self.type.fail(f"{text!r} is neither true nor false.", self, ctx)
             return text
@@ -274,7 +279,7 @@ def _whole(bound: float | None) -> int | None:
 
 
 def _or_refuse(refusal: str | None, convert: Callable[[], Any]) -> Any:
-    """Return the result of `convert`; if it fails, raise the refusal's text instead of click's, if given."""
+    """Return the result of `convert`. If it fails and `refusal` is given, raise that message, not click's."""
     try:
         return convert()
     except click.BadParameter as error:

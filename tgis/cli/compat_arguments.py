@@ -6,8 +6,8 @@ from itertools import pairwise
 
 
 def compat_of(arguments: Sequence[str]) -> str | None:
-    """Return the value of `--compat` in a command line, else in the environment."""
-    for word, after in pairwise([*arguments, ""]):
+    """Return the value of `--compat`, else of the variable COMPAT."""
+    for word, next_word in pairwise([*arguments, ""]):
         if word == "--compat" or word.startswith("--compat="):
-            return word.partition("=")[2] or after
+            return word.partition("=")[2] or next_word
     return os.environ.get("COMPAT")

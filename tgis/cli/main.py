@@ -1,4 +1,6 @@
-"""Defines `tgis`, launcher, router and server. Only `tgis.cli` reads options from the environment."""
+"""Defines `tgis` and TGIS's commands for launcher, router and server.
+
+Only `tgis.cli` reads options from the environment."""
 
 import gc
 import os
@@ -29,7 +31,7 @@ from tgis.router.api.registry import foreign_aliases
 SECRETS = ("auth_tokens", "hf_token")
 SECRET_VARIABLES = (
     *("AUTH_TOKENS", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "OPTION_HF_TOKEN"),
-    "HF_ENDPOINT",  # a URL may have some
+    "HF_ENDPOINT",  # a URL may contain credentials
 )
 
 
@@ -44,7 +46,7 @@ def _run_launcher(config: LauncherConfig) -> None:
     _begin(config)
     from tgis.launcher import main
 
-    # The children get all options as flags. They would read variables again, and repeat the warnings.
+    # The children get all options as flags. They would parse the variables again, and repeat the warnings.
     passed = {*variables_of(LauncherConfig)} & {*variables_of(RouterConfig), *variables_of(ShardConfig)}
     secrets = {one.variable_name for one in foreign_aliases() if one.means in SECRETS} | {*SECRET_VARIABLES}
     for name in passed | secrets | {one.variable_name for one in TGIS_NAMES}:
@@ -83,7 +85,7 @@ def _run_shard(config: ShardConfig) -> None:
 
 
 def _stay_offline() -> None:
-    """Forbid libraries to contact a hub; serving never needs one."""
+    """Keep libraries from contacting a hub; serving never needs one."""
     os.environ["HF_HUB_OFFLINE"] = "1"
 
 
@@ -114,11 +116,14 @@ def _shard_arguments() -> list[click.Parameter]:
             metavar="[DEPLOYMENT_FRAMEWORK]",
         ),
         GroupedOption(
-            ["--revision"], help="Revision of MODEL_NAME in the hub cache.", default=None, group=Group.MODEL
+            ["--revision"],
+            help="Revision of MODEL_NAME in the hub cache; unset: main.",
+            default=None,
+            group=Group.MODEL,
         ),
         GroupedOption(
             ["--sharded/--no-sharded"],
-            help="Insist on a rank and a world size.",
+            help="Require RANK and WORLD_SIZE to be set.",
             default=False,
             group=Group.COMPATIBILITY,
         ),
@@ -129,7 +134,7 @@ launcher_main = process_command(
     "launcher",
     LauncherConfig,
     _run_launcher,
-    "Serve a model: starts, watches and stops the shards and the router.",
+    "Serve a model: start, watch and stop the shards and the router.",
     reads="launcher",
     process="launcher",
 )
@@ -137,7 +142,7 @@ router_main = process_command(
     "router",
     RouterConfig,
     _run_router,
-    "The router alone, for shards that are there already.",
+    "Run only the router, for shards that already run.",
     reads="router",
     process="router",
 )
@@ -145,7 +150,7 @@ _engine = process_command(
     "engine",
     RouterConfig,
     _run_engine,
-    "The engine process of a router that has several workers, for shards that are there already.",
+    "Run the engine process of a router with several workers, for shards that already run.",
     reads="router",
     process="engine",
 )
@@ -153,7 +158,7 @@ _serve = process_command(
     "serve",
     ShardConfig,
     _run_shard,
-    "One shard of a model, given by --model-path or by MODEL_NAME.",
+    "Run one shard of a model, given by --model-path or by MODEL_NAME.",
     reads="serve",
     extra=_shard_arguments(),
     complete=_complete_shard,
@@ -163,7 +168,7 @@ _env = process_command(
     "env",
     LauncherConfig,
     lambda config: None,
-    "Print versions, machine and settings as the launcher would find them.",
+    "Print versions, machine and settings as the launcher would use them.",
     reads="launcher",
     only_report=True,
 )
@@ -172,13 +177,13 @@ _env = process_command(
 @click.group(cls=OneLineGroup)
 @click.version_option(__version__, *VERSION_NAMES)
 def server_main() -> None:
-    """Serve one shard of a model, and bring models to the disk."""
+    """Serve one shard of a model, or download and convert models."""
 
 
 @click.group(cls=OneLineGroup)
 @click.version_option(__version__, *VERSION_NAMES)
 def main() -> None:
-    """Text generation behind gRPC."""
+    """Serve text generation over gRPC and HTTP."""
 
 
 for entry in (_serve, health_probe, *models.COMMANDS, *prompts.COMMANDS):

@@ -1,4 +1,4 @@
-"""Defines the commands that download a model's files and convert them to the formats that are served."""
+"""Defines the commands that download models and convert them to the formats that the service loads."""
 
 import gc
 import os
@@ -22,7 +22,7 @@ _revision = click.option("--revision", help="Branch, tag or commit of MODEL_NAME
 
 
 def cache_root() -> Path:
-    """Return the hub cache's root, read from the environment. Raises cache.CacheConflictError."""
+    """Return the hub cache's root according to the environment. Raises cache.CacheConflictError."""
     names = ("hf_hub_cache", "transformers_cache", "huggingface_hub_cache", "hf_home", "home")
     return cache.cache_root(**{name: os.environ.get(name.upper()) for name in names})
 
@@ -30,22 +30,22 @@ def cache_root() -> Path:
 @click.command("download-weights", cls=FileCommand)
 @click.argument("model_name")
 @_revision
-@click.option("--token", help="Access token of the hub; unset: HF_TOKEN, else that of `hf auth login`.")
+@click.option("--token", help="Access token of the hub; unset: HF_TOKEN, else the one of `hf auth login`.")
 @click.option(
     "--extension",
     default=".safetensors",
-    help="Files to download, by the ends of their names, separated by commas; one alone also stands for "
-    ".json, .py, .model, .md and .jinja.",
+    help="Extensions of the files to download, separated by commas; a single extension also includes .json, "
+    ".py, .model, .md and .jinja.",
 )
 @click.option(
     "--auto-convert/--no-auto-convert",
     default=True,
-    help="Make .safetensors where the hub has none, and a tokenizer.json.",
+    help="Convert to .safetensors if the hub has only .bin, and create tokenizer.json if it is missing.",
 )
 def download_weights(
     model_name: str, revision: str | None, token: str | None, extension: str, auto_convert: bool
 ) -> None:
-    """Download MODEL_NAME from the hub to its cache; what is there already is not downloaded again."""
+    """Download MODEL_NAME from the hub to its cache. Files in the cache are not downloaded again."""
     from tgis.hub import download
 
     if Path(model_name).is_file():
@@ -58,12 +58,14 @@ def download_weights(
     converts = auto_convert and ".safetensors" in extensions
     if Path(model_name).is_dir():
         click.echo(f"{model_name} is a directory, nothing is downloaded")
-        directory, on_hub = Path(model_name), [".safetensors"]
+        directory = Path(model_name)
+        on_hub = [".safetensors"]
     else:
         repository = download.Repository(model_name, revision, token, cache_root())
         if SUFFIX not in extensions:
             refuse_gguf_on_hub(model_name, repository.select([""]))
-        directory, on_hub = repository.directory, repository.select(extensions)
+        directory = repository.directory
+        on_hub = repository.select(extensions)
         _fetch(repository, on_hub + repository.select_tokenizer() * auto_convert)
         if converts and ".bin" not in extensions and not _has_safetensors(directory):
             click.echo(".safetensors weights not found, downloading pytorch weights to convert...")
@@ -77,9 +79,9 @@ def download_weights(
 
 
 def _fetch_gguf(repository: "Repository", file: str) -> None:
-    """Download a GGUF file with the other parts of its set. Raises OperatorError, DownloadError."""
-    there = repository.select([SUFFIX])
-    if missing := [name for name in split_set(file) if name not in there]:
+    """Download a GGUF file and the other parts of its set. Raises OperatorError, DownloadError."""
+    on_hub = repository.select([SUFFIX])
+    if missing := [name for name in split_set(file) if name not in on_hub]:
         raise OperatorError(f"{repository.name} has no {missing[0]}")
     _fetch(repository, split_set(file))
 
@@ -96,8 +98,9 @@ def _convert(directory: Path, is_on_hub: bool) -> None:
         click.echo(".safetensors weights not found, converting from pytorch weights...")
         click.echo(weights.convert_to_safetensors(directory))
     elif not is_on_hub:
-        found = "not found on hub, but were found locally. Remove them first to re-convert"
-        click.echo(f".safetensors weights {found}")
+        click.echo(
+            ".safetensors weights not found on hub, but were found locally. Remove them first to re-convert"
+        )
 
 
 def _has_safetensors(directory: Path) -> bool:
@@ -105,7 +108,7 @@ def _has_safetensors(directory: Path) -> bool:
 
 
 def _find_files(model_name: str, revision: str | None, root: Path) -> Path:
-    """Return the directory of a model that is not in GGUF form. Raises ModelNotFoundError."""
+    """Return the directory of a model that is not in GGUF format. Raises ModelNotFoundError."""
     refuse_gguf(Path(model_name))
     directory = cache.find_model_files(model_name, revision, root)
     refuse_gguf(directory)
@@ -117,13 +120,15 @@ def _find_files(model_name: str, revision: str | None, root: Path) -> Path:
 @click.argument("output_dir", type=click.Path(path_type=Path), required=False)
 @_revision
 @click.option(
-    "--dtype", type=click.Choice(DTYPES), help="Type of the weights of a GGUF file; unset: float32."
+    "--dtype",
+    type=click.Choice(DTYPES),
+    help="Data type to convert a GGUF file's weights to; unset: float32.",
 )
 def convert_to_safetensors(
     model_name: str, output_dir: Path | None, revision: str | None, dtype: str | None
 ) -> None:
-    """Make .safetensors files of the .bin files of MODEL_NAME, a directory or in the hub cache, beside them.
-    If it is a GGUF file, write the whole model to OUTPUT_DIR."""
+    """Convert the .bin files of MODEL_NAME, a directory or a model in the hub cache, to .safetensors files
+    beside them. If MODEL_NAME is a GGUF file, write the whole model to OUTPUT_DIR."""
     files = find_gguf(model_name, revision, cache_root())
     if files is not None:
         if output_dir is None:
@@ -146,10 +151,12 @@ def convert_to_safetensors(
 @click.argument("model_name")
 @_revision
 @click.option(
-    "--output-path", type=click.Path(path_type=Path), help="Directory that gets it; unset: the model's own."
+    "--output-path",
+    type=click.Path(path_type=Path),
+    help="Directory for tokenizer.json; unset: the model's own.",
 )
 def convert_to_fast_tokenizer(model_name: str, revision: str | None, output_path: Path | None) -> None:
-    """Make a tokenizer.json of the tokenizer of MODEL_NAME, a directory or in the hub cache."""
+    """Create tokenizer.json from the tokenizer of MODEL_NAME, a directory or a model in the hub cache."""
     directory = _find_files(model_name, revision, cache_root())
     from tgis.convert import tokenizer
 
@@ -160,9 +167,17 @@ def convert_to_fast_tokenizer(model_name: str, revision: str | None, output_path
 @click.argument("model_name")
 @click.argument("target_model_name", type=click.Path(path_type=Path))
 @_revision
-@click.option("--merge-graphs/--no-merge-graphs", default=False, help="One graph with and without past.")
-@click.option("--optimize/--no-optimize", default=False, help="O3 on a GPU, O1 on a CPU.")
-@click.option("--provider", help="ONNX Runtime's execution provider; unset: CUDA's where there is a GPU.")
+@click.option(
+    "--merge-graphs/--no-merge-graphs",
+    default=False,
+    help="Write one graph that runs with and without cached keys and values.",
+)
+@click.option(
+    "--optimize/--no-optimize", default=False, help="Optimize the graphs: level O3 on a GPU, O1 on a CPU."
+)
+@click.option(
+    "--provider", help="ONNX Runtime's execution provider; unset: CUDA's if there is a GPU, else the CPU's."
+)
 def convert_to_onnx(
     model_name: str,
     target_model_name: Path,
@@ -171,8 +186,8 @@ def convert_to_onnx(
     optimize: bool,
     provider: str | None,
 ) -> None:
-    """Write MODEL_NAME, a directory or in the hub cache, as ONNX to the directory TARGET_MODEL_NAME. Needs
-    optimum-onnx, which works in another environment only: without it, the error says how to make one."""
+    """Convert MODEL_NAME, a directory or a model in the hub cache, to ONNX in directory TARGET_MODEL_NAME.
+    This needs optimum-onnx in a separate environment; without it, the error explains how to create one."""
     directory = _find_files(model_name, revision, cache_root())
     from tgis.convert import onnx
 
@@ -191,26 +206,45 @@ def convert_to_onnx(
     "--method",
     type=click.Choice(["gptq", "fp8", "int8", "gguf"]),
     default="gptq",
-    help="fp8 and int8: per row. gguf: OUTPUT is a file, for llama.cpp too.",
+    help="Quantization method. fp8 and int8 use one scale per row; gguf writes a file, also for llama.cpp.",
 )
-@click.option("--gguf-type", type=click.Choice(["q8_0", "q4_0", "q4_1"]), help="Unset: q8_0.")
-@click.option("--bits", type=click.Choice(["2", "3", "4", "8"]), default="4", help="GPTQ: bits of a weight.")
-@click.option("--groupsize", type=click.IntRange(-1), default=128, help="GPTQ: columns of a scale; -1: all.")
-@click.option("--act-order/--no-act-order", default=False, help="GPTQ: columns by the size of their inputs.")
-@click.option("--sym/--no-sym", default=True, help="GPTQ: codes symmetric around zero.")
-@click.option("--percdamp", type=click.FloatRange(0, min_open=True), default=0.01, help="GPTQ: damping.")
+@click.option(
+    "--gguf-type", type=click.Choice(["q8_0", "q4_0", "q4_1"]), help="GGUF: type of the weights; unset: q8_0."
+)
+@click.option("--bits", type=click.Choice(["2", "3", "4", "8"]), default="4", help="GPTQ: bits per weight.")
+@click.option(
+    "--groupsize", type=click.IntRange(-1), default=128, help="GPTQ: columns per scale; -1: all columns."
+)
+@click.option(
+    "--act-order/--no-act-order",
+    default=False,
+    help="GPTQ: quantize columns in the order of their activations, largest first.",
+)
+@click.option("--sym/--no-sym", default=True, help="GPTQ: use codes symmetric around zero.")
+@click.option(
+    "--percdamp",
+    type=click.FloatRange(0, min_open=True),
+    default=0.01,
+    help="GPTQ: damping, as a share of the Hessian's mean diagonal.",
+)
 @click.option(
     "--calibration",
     type=click.Path(path_type=Path),
-    help='Text, or .jsonl of objects with a "text"; unset: wikitext-2, if it is in the hub cache.',
+    help='Calibration data: a text file, or a .jsonl file of objects with a "text"; unset: wikitext-2 if it '
+    "is in the hub cache.",
 )
-@click.option("--samples", type=click.IntRange(1), default=128, help="Windows of the text.")
+@click.option("--samples", type=click.IntRange(1), default=128, help="Number of calibration windows.")
 @click.option(
-    "--seqlen", type=click.IntRange(8), default=2048, help="Tokens of a window, or the model's most."
+    "--seqlen",
+    type=click.IntRange(8),
+    default=2048,
+    help="Tokens per calibration window, limited to the model's length.",
 )
-@click.option("--seed", type=int, default=0, help="Seed of the windows' places.")
-@click.option("--trust-remote-code/--no-trust-remote-code", default=False, help="No effect: no code is run.")
-@click.option("--upload-to-model-id", help="Refused: `hf upload` uploads OUTPUT.")
+@click.option("--seed", type=int, default=0, help="Seed that chooses the windows in the calibration data.")
+@click.option(
+    "--trust-remote-code/--no-trust-remote-code", default=False, help="No effect: no model code is run."
+)
+@click.option("--upload-to-model-id", help="Refused: use `hf upload` to upload OUTPUT.")
 def quantize(
     model_name: str,
     output: Path,
@@ -224,8 +258,8 @@ def quantize(
     upload_to_model_id: str | None,
     **others: Any,
 ) -> None:
-    """Write MODEL_NAME, a directory or in the hub cache, with quantized weights to the directory OUTPUT, or
-    as the GGUF file OUTPUT. A run that was interrupted goes on when it is started again, except for GGUF."""
+    """Quantize MODEL_NAME, a directory or a model in the hub cache, and write it to the directory OUTPUT, or
+    to the GGUF file OUTPUT. An interrupted run resumes when it is started again, except for GGUF."""
     if upload_to_model_id:
         text = f"hf upload {upload_to_model_id} {output}"
         raise OperatorError(f"--upload-to-model-id is not supported: quantize without it, then: {text}")
@@ -255,8 +289,8 @@ def quantize(
 @click.argument("files", type=click.Path(path_type=Path), nargs=-1, required=True)
 @click.argument("directory", type=click.Path(path_type=Path))
 def read_gguf(files: tuple[Path, ...], directory: Path) -> None:
-    """Write what a model in GGUF form is served from to the empty DIRECTORY. The launcher runs this."""
-    gc.disable()  # a vocabulary makes millions of objects and no garbage
+    """Write the configuration and tokenizer of a GGUF model to the empty DIRECTORY, for the launcher."""
+    gc.disable()  # reading a vocabulary creates millions of objects and no garbage
     from tgis.convert.gguf.model_directory import write_model_directory
 
     write_model_directory(files, directory)

@@ -1,4 +1,4 @@
-"""Builds the commands that start processes, which also take other servers' option names."""
+"""Builds the commands that start processes; they also accept other servers' option names."""
 
 import logging
 import os
@@ -35,11 +35,11 @@ logger = logging.getLogger(__name__)
 C = TypeVar("C", bound=ProcessOptions)
 Complete = Callable[[dict[str, Setting], dict[str, Any]], None]
 
-FOREIGN = "foreign_"  # prefix of the parameter names of foreign options
+ALIAS = "alias_"  # prefix of the parameter names of aliases
 
 
 class ProcessCommand(OneLineCommand):
-    """Command whose help lists its options by group. It takes command lines in other spellings too."""
+    """Command whose help lists options by group, and that also accepts vLLM's and TGI's command lines."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         has_compat = any(one.name == "compat" for one in self.params)
@@ -73,10 +73,10 @@ def process_command(
     only_report: bool = False,
     process: str = "",
 ) -> click.Command:
-    """Build a command with the fields of `config_type`, `extra` and foreign names as options.
+    """Build a command whose options are the fields of `config_type`, `extra` and the aliases.
 
-    `reads` is its name in the tables of foreign names, `process` that in JSON lines. `complete` turns the
-    values of `extra` into settings. With `only_report` it prints the settings and does not call `run`."""
+    `reads` is the command's name in the tables of aliases, `process` its name in JSON lines. `complete`
+    turns the values of `extra` into settings. With `only_report`, the command only prints its settings."""
 
     def call(**values: Any) -> None:
         context = click.get_current_context()
@@ -86,7 +86,7 @@ def process_command(
         settings = {f.name: _setting(context, f, option, hint) for f, option, hint in declared(config_type)}
         if complete:
             complete(settings, {one.name: values[one.name] for one in extra if one.name})
-        warnings = [(logging.WARNING, text) for text in _read_foreign(context, settings, reads)]
+        warnings = [(logging.WARNING, text) for text in _read_aliases(context, settings, reads)]
         outcomes = _read_properties(context, settings)
         if only_report:
             print("\n".join([report.describe(settings), *(outcomes.describe() if outcomes else ())]))
@@ -96,25 +96,25 @@ def process_command(
             run(_configure(config_type, settings, notices, fields))
 
     options = parameters(config_type, is_required=complete is None)
-    theirs = [*map(_foreign_flag, _flags_of(reads))]
-    made = ProcessCommand(name, callback=call, params=[*options, *extra, *theirs], help=help)
-    made.process = process
-    return click.version_option(__version__, *VERSION_NAMES)(made)
+    aliases = [*map(_alias_flag, _flags_of(reads))]
+    command = ProcessCommand(name, callback=call, params=[*options, *extra, *aliases], help=help)
+    command.process = process
+    return click.version_option(__version__, *VERSION_NAMES)(command)
 
 
-def _foreign_flag(foreign: Alias) -> click.Option:
+def _alias_flag(alias: Alias) -> click.Option:
     return GroupedOption(
-        [foreign.flag_name, FOREIGN + foreign.name, *([foreign.short] if foreign.short else [])],
-        is_flag=foreign.switch,
+        [alias.flag_name, ALIAS + alias.name, *([alias.short] if alias.short else [])],
+        is_flag=alias.switch,
         default=None,
-        hidden=foreign not in TGIS_NAMES,
-        help=f"Means --{foreign.means.replace('_', '-')}." if foreign.means else f"No effect: {foreign.why}.",
+        hidden=alias not in TGIS_NAMES,
+        help=f"Same as --{alias.means.replace('_', '-')}." if alias.means else f"No effect: {alias.why}.",
         group=Group.COMPATIBILITY,
     )
 
 
 def _flags_of(command_name: str) -> list[Alias]:
-    """Return one alias for each foreign flag of a command; servers may share a flag."""
+    """Return one alias for each flag that a command accepts; servers may share a flag."""
     names = [*TGIS_NAMES, *registry.foreign_aliases()]
     flags = {one.name: one for one in reversed(names) if one.flag and command_name in one.commands}
     return [*reversed(flags.values())]
@@ -126,7 +126,8 @@ def _setting(context: click.Context, f: Field[Any], option: Option, hint: Any) -
             if text := os.environ.get(name, "").strip():
                 return Setting(Secret(text) if Secret in get_args(hint) else text, name)
         return Setting(f.default)
-    value, source = context.params[f.name], context.get_parameter_source(f.name)
+    value = context.params[f.name]
+    source = context.get_parameter_source(f.name)
     if source is ParameterSource.COMMANDLINE:
         return Setting(value, flag_of(f))
     if source is not ParameterSource.ENVIRONMENT:
@@ -135,8 +136,8 @@ def _setting(context: click.Context, f: Field[Any], option: Option, hint: Any) -
     return Setting(value, next(name for name in names if name and os.environ.get(name)))
 
 
-def _read_foreign(context: click.Context, settings: dict[str, Setting], reads: str) -> list[str]:
-    """Apply the foreign names that were given to the settings; return the warnings."""
+def _read_aliases(context: click.Context, settings: dict[str, Setting], reads: str) -> list[str]:
+    """Apply the given aliases to the settings; return the warnings."""
     compat = _compat(settings)
     server = _server(compat)
     if server is not None:
@@ -171,7 +172,7 @@ def _reader(context: click.Context) -> Callable[[str, str, str], Any]:
 
     def read(name: str, text: str, source: str) -> Any:
         if name not in parameters:
-            return Secret(text)  # every other option that a foreign name means has a flag
+            return Secret(text)  # every other option that an alias stands for has a flag
         try:
             return parameters[name].type.convert(text, parameters[name], context)
         except click.BadParameter as error:
@@ -183,7 +184,7 @@ def _reader(context: click.Context) -> Callable[[str, str, str], Any]:
 
 
 def _read_properties(context: click.Context, settings: dict[str, Setting]) -> PropertyOutcomes | None:
-    """Apply names of properties to the settings, if the server whose names are read has any."""
+    """Apply names of properties to the settings if the server of --compat has any."""
     server = _server(_compat(settings))
     if server is None or server.properties is None:
         return None
@@ -207,7 +208,7 @@ def _compat(settings: Mapping[str, Setting]) -> str | None:
 
 
 def _require_model(context: click.Context, settings: Mapping[str, Setting]) -> None:
-    """Raise a usage error if another server's names are read and no model is given."""
+    """Raise a usage error if --compat is given without a model."""
     compat = _compat(settings)
     server = _server(compat)
     if server is not None and settings["model_name"].source == DEFAULT:
@@ -218,26 +219,26 @@ def _require_model(context: click.Context, settings: Mapping[str, Setting]) -> N
 
 
 def _refuse_unread_flags(context: click.Context, compat: str | None) -> None:
-    """Raise a usage error for a flag that only servers have whose names are not read."""
+    """Raise a usage error for a flag of a server that --compat does not name."""
     read = {one.name for one in TGIS_NAMES if one.flag}
     servers = registry.option_names()
     read |= {one.name for server in servers if server.name == compat for one in server.aliases}
     for server in servers:
         for one in server.aliases:
-            if one.name not in read and context.params.get(FOREIGN + one.name) is not None:
+            if one.name not in read and context.params.get(ALIAS + one.name) is not None:
                 text = f"No such option: {one.flag_name}; it is {server.title}'s: add --compat {server.name} "
                 raise click.UsageError(text + f"to use {server.title}'s names", context)
 
 
-def _given(context: click.Context, foreign: Alias) -> GivenAlias | None:
-    """Return what a foreign name's flag, else its variable, gives."""
-    if foreign.flag and (value := context.params.get(FOREIGN + foreign.name)) is not None:
-        return GivenAlias(foreign, str(value).lower() if foreign.switch else value, foreign.flag_name)
-    if not foreign.variable:
+def _given(context: click.Context, alias: Alias) -> GivenAlias | None:
+    """Return an alias with the value of its flag, else of its variable; None if neither is set."""
+    if alias.flag and (value := context.params.get(ALIAS + alias.name)) is not None:
+        return GivenAlias(alias, str(value).lower() if alias.switch else value, alias.flag_name)
+    if not alias.variable:
         return None
-    text = os.environ.get(foreign.variable_name, "")
-    is_given = text.strip() and not (foreign.switch and text == "false")
-    return GivenAlias(foreign, text, foreign.variable_name) if is_given else None
+    text = os.environ.get(alias.variable_name, "")
+    is_given = text.strip() and not (alias.switch and text == "false")
+    return GivenAlias(alias, text, alias.variable_name) if is_given else None
 
 
 def _configure(
@@ -246,7 +247,7 @@ def _configure(
     notices: Sequence[tuple[int, str]],
     fields: Mapping[str, logs.Scalar] | None,
 ) -> C:
-    """Set up logging, check the settings, log warnings and settings, and return the configuration."""
+    """Set up logging, check the settings, log them with the warnings, and return the configuration."""
     level, notice = log_level.parse(settings["log_level"].value)
     settings["log_level"] = Setting(level, settings["log_level"].source)
     config = config_type(**{name: setting.value for name, setting in settings.items()})
@@ -257,9 +258,9 @@ def _configure(
     warnings = [*filter(None, [notice]), *check(settings, registry.http_names())]
     for severity, text in [*notices, *((logging.WARNING, text) for text in warnings)]:
         logger.log(severity, "%s", text)
-    ours = [f.name for f, option, _ in declared(config_type) if option.flag]
+    names = [f.name for f, option, _ in declared(config_type) if option.flag]
     given = [
-        f"{name}={report.shown(settings[name].value)}" for name in ours if settings[name].source != DEFAULT
+        f"{name}={report.shown(settings[name].value)}" for name in names if settings[name].source != DEFAULT
     ]
     logger.log(
         logging.INFO if "env" in settings else logging.DEBUG, "settings: %s", " ".join(given) or "none"

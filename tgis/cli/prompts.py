@@ -1,4 +1,4 @@
-"""Defines the commands for soft prompts and LoRA adapters; torch is slow to load, so they load it late."""
+"""Defines the commands for soft prompts and LoRA adapters. They import torch late: it is slow to load."""
 
 import os
 import tempfile
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tgis.prompts.soft_prompt import AdapterRequirements
     from tgis.shard.layers.ops import Parts
 
-# Shard options that decide if a prompt or adapter fits.
+# Shard options that determine whether a prompt or adapter fits.
 DECISIVE = (
     "dtype",
     "max_sequence_length",
@@ -38,7 +38,7 @@ UNBOUNDED = 1 << 40  # bytes
 
 
 class PromptCheckError(OperatorError):
-    """Error when the files are invalid or do not fit the model; the text is one line that names them."""
+    """Error for files that are invalid or do not fit the model; its text is one line that names them."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,9 @@ def _check_prompt(
 
 @contextmanager
 def _directory_of_model(model: str, revision: str | None) -> Iterator[tuple[Path, Path]]:
-    """Yield a model's directory, a temporary one for a GGUF file, and its place. Raises ModelNotFoundError
-    and ConversionError."""
+    """Yield a directory of the model, temporary for a GGUF file, and the path to show for it.
+
+    Raises ModelNotFoundError and ConversionError."""
     files = find_gguf(model, revision, cache_root())
     if files is None:
         directory = find_model(model, revision, cache_root())
@@ -86,13 +87,13 @@ check_prompt = FileCommand(
         click.Argument(["path"], type=click.Path(path_type=Path)),
         click.Option(
             ["--model"],
-            help="Also check that it fits this model: a directory, a GGUF file or in the hub cache.",
+            help="Also check that it fits this model: a directory, a GGUF file or a model in the hub cache.",
         ),
-        click.Option(["--revision"], help="Revision of the model in the hub cache."),
+        click.Option(["--revision"], help="Revision of the model in the hub cache; unset: main."),
         click.Option(
             ["--store"],
             type=click.Path(path_type=Path, exists=True, file_okay=False),
-            help="Directory that links in PATH must not leave, as in a store; PATH if not given.",
+            help="Directory that links in PATH must stay in, as in --prefix-store-path; unset: PATH.",
         ),
         *(one for one in parameters(ShardConfig) if one.name in DECISIVE),
     ],
@@ -105,12 +106,12 @@ check_prompt = FileCommand(
 @click.option(
     "--with-decoder",
     is_flag=True,
-    help="Of PEFT's files for an encoder-decoder, also the decoder's half, which PEFT itself never uses.",
+    help="Also convert the decoder's half of an encoder-decoder's PEFT files, which PEFT itself never uses.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace the prompt that TARGET holds.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing prompt in TARGET.")
 def convert_prompt(source: Path, target: Path, with_decoder: bool, overwrite: bool) -> None:
-    """Write the soft prompt in the directory SOURCE to TARGET, in the other layout: decoder.pt, encoder.pt or
-    both, or PEFT's files."""
+    """Convert the soft prompt in the directory SOURCE to the other layout in TARGET: from decoder.pt,
+    encoder.pt or both to PEFT's files, or the reverse."""
     from tgis.convert import soft_prompts
 
     click.echo(soft_prompts.convert_prompt(source, target, with_decoder, overwrite))
@@ -126,8 +127,8 @@ def describe(path: Path, config: ShardConfig | None) -> list[str]:
     if not path.exists():
         raise PromptCheckError(f"there is no such file or directory: {path}")
     target = None if config is None else _find_target(config)
-    what = "no soft prompt and no adapter" + " for such a model" * (target is not None)
-    with _path_in_errors(path, what), _directory_of(path) as directory:
+    missing = "no soft prompt and no adapter" + " for such a model" * (target is not None)
+    with _path_in_errors(path, missing), _directory_of(path) as directory:
         describe_files = _describe_adapter if read_peft_type(directory) == LORA else _describe_prompt
         return [*describe_files(directory, target)]
 
@@ -168,12 +169,12 @@ def _group(
     tensors: "Mapping[str, Tensor]", scales: Mapping[str, float]
 ) -> dict[tuple[int, float], Counter[str]]:
     """Count the modules by the last part of their names, for each (rank, scale)."""
-    found: dict[tuple[int, float], Counter[str]] = {}
+    counts: dict[tuple[int, float], Counter[str]] = {}
     for module, scale in scales.items():
         a = tensors.get(f"{module}.lora_A.weight", tensors.get(f"{module}.lora_embedding_A"))
         assert a is not None, "each module with a scale has tensors"
-        found.setdefault((len(a), scale), Counter())[module.rpartition(".")[2]] += 1
-    return found
+        counts.setdefault((len(a), scale), Counter())[module.rpartition(".")[2]] += 1
+    return counts
 
 
 def _list_tensors(tensors: "Mapping[str, Tensor]") -> Iterator[str]:
@@ -196,12 +197,12 @@ def _find_target(config: ShardConfig) -> Target:
 
 
 @contextmanager
-def _path_in_errors(path: Path, what: str) -> Iterator[None]:
+def _path_in_errors(path: Path, missing: str) -> Iterator[None]:
     """Convert errors in the block to PromptCheckError with the path."""
     try:
         yield
     except AdapterNotFoundError as error:
-        raise PromptCheckError(f"{path} holds {what}") from error
+        raise PromptCheckError(f"{path} contains {missing}") from error
     except TooLargeError as error:
         raise PromptCheckError(f"{path} exceeds the allowed cache size") from error
     except AdapterError as error:
@@ -211,7 +212,7 @@ def _path_in_errors(path: Path, what: str) -> Iterator[None]:
 
 
 def _check_links(path: Path, store: Path | None) -> None:
-    """Raise PromptCheckError for a link out of the store, which the service would not follow."""
+    """Raise PromptCheckError for a link to a file outside the store, which the service would not follow."""
     from tgis.prompts.lora_files import CONFIG, WEIGHTS
     from tgis.prompts.soft_prompt import DECODER, ENCODER
 
@@ -223,12 +224,11 @@ def _check_links(path: Path, store: Path | None) -> None:
         names = []
     root = store or directory
     if not _is_inside(root, path if store else directory):
-        raise PromptCheckError(f"{path} is outside of {root}")
+        raise PromptCheckError(f"{path} is outside {root}")
     for file in map(directory.joinpath, names):
         if file.exists() and not _is_inside(root, file):
             raise PromptCheckError(
-                f"{file} is a link to a file outside of {root}; --store names the directory that links must "
-                "not leave"
+                f"{file} links to a file outside {root}; --store sets the directory that links must stay in"
             )
 
 
@@ -238,7 +238,9 @@ def _is_inside(root: Path, path: Path) -> bool:
 
 @contextmanager
 def _directory_of(path: Path) -> Iterator[Path]:
-    """Yield a directory with the files of `path`. A lone file is the decoder's, or by name the encoder's."""
+    """Yield a directory with the files of `path`.
+
+    A single file is the encoder's if its name says so, else the decoder's."""
     from tgis.prompts.lora_files import CONFIG, WEIGHTS
     from tgis.prompts.soft_prompt import DECODER, ENCODER
 

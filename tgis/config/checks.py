@@ -1,4 +1,4 @@
-"""Checks the options that a command was given, and applies other servers' option names to them."""
+"""Checks the options given to a command, and applies other servers' option names to them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from tgis.errors import OperatorError
 
 DEFAULT = "default"
 OTHER_ENGINES = (
-    "use tgis_native, the service's own engine, or hf_transformers, or leave the option out to get the one "
-    "that serves the model"
+    "use tgis_native, the service's own engine, or hf_transformers, or leave the option out to let the "
+    "service choose"
 )
 RENAMED = {
     "hf_custom_tp": "hf_custom_tp is an older name of tgis_native",
-    "hf_accelerate": "hf_accelerate means hf_transformers: --num-shard says how many devices to use",
+    "hf_accelerate": "hf_accelerate means hf_transformers: --num-shard sets the number of devices",
     "hf_optimum_bt": "hf_optimum_bt counts as unset: BetterTransformer no longer exists, and attention is "
     "fast without it",
 }
 
 
 class SettingsError(OperatorError):
-    """Error when options exclude each other or ask for something that is not served."""
+    """Error for options that exclude each other, or for a value that is not supported."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class GivenAlias:
-    """Alias that was given, with its text; `source` is the flag or variable that gave it."""
+    """Alias that was given, with its value as text. `source` is the flag or variable that gave it."""
 
     alias: Alias
     text: str
@@ -46,7 +46,7 @@ class GivenAlias:
 def apply_aliases(
     given: Iterable[GivenAlias], settings: dict[str, Setting], read: Callable[[str, str, str], Any]
 ) -> list[str]:
-    """Set the options that the given aliases mean; return the warnings.
+    """Set the options that the given aliases stand for; return the warnings.
 
     `read` converts (name of the service's own option, text, source) to a value. Raises SettingsError."""
     warnings: list[str] = []
@@ -59,7 +59,8 @@ def apply_aliases(
         if alias.means is None:
             warnings.append(f"{one.source} has no effect: {alias.why}")
         elif text := _convert(one):
-            other, own = Setting(read(alias.means, text, one.source), one.source), settings[alias.means]
+            other = Setting(read(alias.means, text, one.source), one.source)
+            own = settings[alias.means]
             if alias.replaces_into and own.source != DEFAULT:
                 apply_defaults({alias.replaces_into: own.value}, settings, own.source)
                 own = Setting(None)
@@ -69,7 +70,7 @@ def apply_aliases(
 
 
 def apply_defaults(defaults: Mapping[str, object], settings: dict[str, Setting], source: str) -> None:
-    """Set the options that are not given to these values."""
+    """Set those of these options that were not given."""
     for name, value in defaults.items():
         if settings[name].source == DEFAULT:
             settings[name] = Setting(value, source)
@@ -85,7 +86,7 @@ def _convert(one: GivenAlias) -> str:
 
 
 def _merge(own: Setting, other: Setting) -> Setting:
-    """Return the setting that was given. Raises SettingsError if both are given and differ."""
+    """Return the setting that was given. Raises SettingsError if both were given and differ."""
     if own.source == DEFAULT:
         return other
     if own.value != other.value:
@@ -110,7 +111,7 @@ def check(settings: Mapping[str, Setting], http_apis: Sequence[str]) -> list[str
 def _check_properties(values: Mapping[str, Any]) -> None:
     for name in ("properties", "strict_config"):
         if values.get(name) and values.get("compat") != "lmi":
-            raise SettingsError(f"{name}: it belongs to --compat lmi, which is not given")
+            raise SettingsError(f"{name}: this option needs --compat lmi")
 
 
 def _check_ports(values: Mapping[str, Any]) -> None:
@@ -118,19 +119,21 @@ def _check_ports(values: Mapping[str, Any]) -> None:
         raise SettingsError("bind: the address is empty; 0.0.0.0 means all addresses")
     is_public = "grpc_port" in values and not values.get("headless") and not values.get("node_rank")
     if is_public and values["port"] == values["grpc_port"] != 0:
-        raise SettingsError(f"port and grpc_port are both {values['port']}: HTTP and gRPC need a port each")
+        raise SettingsError(
+            f"port and grpc_port are both {values['port']}: HTTP and gRPC need separate ports"
+        )
 
 
 def _check_http_api(values: Mapping[str, Any], http_apis: Sequence[str]) -> None:
     names = [name.strip() for name in (values.get("http_api") or "").split(",") if name.strip()]
     for name in names:
         if name not in http_apis:
-            raise SettingsError(f"http_api: {name} is none of {', '.join(http_apis)}")
+            raise SettingsError(f"http_api: {name} is not one of {', '.join(http_apis)}")
     if values.get("runtime_adapters") and not names:
-        raise SettingsError("runtime_adapters: no API is chosen with --http-api")
+        raise SettingsError("runtime_adapters: this option needs --http-api")
     port = values.get("http_api_port")
     if port is not None and not names:
-        raise SettingsError("http_api_port: no API is chosen with --http-api")
+        raise SettingsError("http_api_port: this option needs --http-api")
     if values.get("playground") and not names:
         raise SettingsError("playground: its page calls OpenAI's API, which needs --http-api openai")
     if port and port in (values.get("port"), values.get("grpc_port")):
@@ -138,15 +141,16 @@ def _check_http_api(values: Mapping[str, Any], http_apis: Sequence[str]) -> None
     if not names or port is not None:
         return
     if values.get("tls_cert_path") and not values.get("http_tls"):
-        raise SettingsError("http_api: with --tls-cert-path, an API needs --http-tls or --http-api-port")
+        raise SettingsError("http_api: with --tls-cert-path, HTTP APIs need --http-tls or --http-api-port")
     if values.get("tls_client_ca_cert_path"):
-        raise SettingsError("http_api: with --tls-client-ca-cert-path, an API needs --http-api-port")
+        raise SettingsError("http_api: with --tls-client-ca-cert-path, HTTP APIs need --http-api-port")
 
 
 def _check_tls(values: Mapping[str, Any]) -> None:
     if values.get("auth_tokens") and values.get("auth_tokens_path"):
-        raise SettingsError("auth_tokens: tokens are given by --auth-tokens-path too; keep one of both")
-    has_cert, has_key = bool(values.get("tls_cert_path")), bool(values.get("tls_key_path"))
+        raise SettingsError("auth_tokens: AUTH_TOKENS and --auth-tokens-path are both set; keep one of them")
+    has_cert = bool(values.get("tls_cert_path"))
+    has_key = bool(values.get("tls_key_path"))
     if has_cert != has_key:
         raise SettingsError("tls: must provide both cert and key")
     if values.get("tls_client_ca_cert_path") and not has_cert:
@@ -161,13 +165,13 @@ def _check_link(values: Mapping[str, Any], num_shard: Setting | None) -> None:
     has_nodes = values.get("nnodes", 1) > 1 or values.get("headless")
     if (addresses or has_nodes) and not all(files):
         raise SettingsError("link: TCP needs --link-cert-path, --link-key-path and --link-ca-cert-path")
-    # A launcher may have them for a group that has only one node now.
+    # A launcher may be given them even if its group has only one node now.
     if any(files) and not addresses and "nnodes" not in values:
-        raise SettingsError("link: cert, key and ca cert are used over TCP only, and no address is given")
+        raise SettingsError("link: cert, key and ca cert are used only over TCP, and no address is given")
     if addresses and "/" not in addresses and num_shard and num_shard.source != DEFAULT:
         num_addresses = addresses.count(",") + 1
         if num_addresses != num_shard.value:
-            raise SettingsError(f"link: {num_shard.value} shards need as many addresses, not {num_addresses}")
+            raise SettingsError(f"link: {num_addresses} addresses are given for {num_shard.value} shards")
     if values.get("node_rank", 0) >= values.get("nnodes", 1):
         raise SettingsError(f"node_rank {values['node_rank']} is out of range for {values['nnodes']} nodes")
 

@@ -1,10 +1,10 @@
-"""Reads the sizes of steps that are captured as CUDA graphs."""
+"""Parses the batch sizes whose decode steps are captured as CUDA graphs."""
 
 from collections.abc import Sequence
 
 
 def parse_graph_sizes(text: str | None) -> Sequence[int] | None:
-    """Return the numbers of rows in `text`, which commas separate; none for 0, and None if there is no text.
+    """Return the comma-separated numbers of rows: none of them for "0", and None if `text` is None.
 
     Raises ValueError."""
     if text is None:

@@ -6,9 +6,9 @@ EXACT = {*LEVELS, "warn"}
 
 
 def parse(text: str) -> tuple[str, str | None]:
-    """Return the nearest level of LEVELS, and a notice if the text says anything else. Raises ValueError.
+    """Return the nearest level of LEVELS, and a notice if `text` is not exactly that. Raises ValueError.
 
-    A level without a target counts; without one, the most verbose level counts."""
+    A level without a target takes precedence; if there is none, the most verbose level is returned."""
     general: list[str] = []
     targeted: list[str] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -18,11 +18,11 @@ def parse(text: str) -> tuple[str, str | None]:
         raise ValueError(f"{text!r} has no level")
     level = NAMES[general[-1]] if general else min((NAMES[one] for one in targeted), key=LEVELS.index)
     is_exact = not targeted and general[-1] in EXACT
-    return level, None if is_exact else f"log level {text!r} is read as {level}, for all of the service"
+    return level, None if is_exact else f"log level {text!r} is read as {level}, for the whole service"
 
 
 def _known(level: str) -> str:
     name = level.strip().lower()
     if name not in NAMES:
-        raise ValueError(f"{level!r} is not a level: one of {', '.join(LEVELS)}")
+        raise ValueError(f"{level!r} is not a level; use one of {', '.join(LEVELS)}")
     return name

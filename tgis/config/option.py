@@ -9,12 +9,12 @@ from typing import Any, TypeVar, get_type_hints
 C = TypeVar("C", bound=type)
 
 LARGEST = 2**31 - 1
-"""Largest number for options that declare no maximum: gRPC and the kernel take 32-bit integers."""
+"""Maximum of options that declare none: gRPC and the kernel use 32-bit integers."""
 
 
 @dataclass(frozen=True)
 class Secret:
-    """Text that neither logs nor errors nor `--env` show."""
+    """Text that is never shown in logs, in errors or by `--env`."""
 
     text: str = field(repr=False)
 
@@ -23,7 +23,7 @@ class Secret:
 
 
 class Group(Enum):
-    """Headings for listed options, in this order: the options that most people set come first."""
+    """Headings of the listed options, in the order in which they are shown."""
 
     MODEL = "Model"
     LIMITS = "Limits of requests"
@@ -39,41 +39,41 @@ class Group(Enum):
 
 @dataclass(frozen=True)
 class Option:
-    """Properties of an option that a field's name and type do not give."""
+    """Properties of an option besides the field's name and type."""
 
     help: str
     env: bool | str = True
     """True to read the variable named after the field; a string names another variable."""
     older_env: str | None = None
-    """Second variable, read if the first is not given."""
+    """Second variable, read if the first one is not set."""
     flag: bool = True
-    """True if the option has a flag; False for variables of other programs, texts that may be unset."""
+    """False for variables that belong to other programs; those are texts that may be unset."""
     short: str | None = None
     choices: tuple[str, ...] | None = None
     advice: str = ""
-    """What to do instead of a value that is no choice."""
+    """Advice added to the error for a value that is not among the choices."""
     minimum: float | None = None
     maximum: float | None = None
     """None for LARGEST."""
     refusal: str | None = None
-    """TGIS's message for a number below the minimum, with `{value}` for it; the exit code is 1, not 2."""
+    """TGIS's message for a number below the minimum, with the placeholder `{value}`; exit code 1, not 2."""
     unreadable: str | None = None
-    """TGIS's message for a text that is not a number; the exit code is 1, not 2."""
+    """TGIS's message for a text that is not a number; exit code 1, not 2."""
     takes_value: bool = False
-    """True for a boolean that is written `--flag true`, as TGIS does for one of its flags."""
+    """True for a boolean whose flag needs a value, `--flag true`, as one of TGIS's flags does."""
     group: Group | None = None
-    """Group that lists the option; None for the group of the class that declares it, if it has one."""
+    """Group in which the option is listed; None for the group of the declaring class, if it has one."""
     is_common: bool = False
     """True to list the option before the others of its group."""
 
 
 def option(help: str, default: Any = MISSING, **more: Any) -> Any:
-    """Declare a field that is an option; `more` are further fields of Option."""
+    """Declare a dataclass field as an option; `more` are further fields of Option."""
     return field(default=default, metadata={"option": Option(help, **more)})
 
 
 def in_group(group: Group) -> Callable[[C], C]:
-    """Put the options that a dataclass itself declares into `group`, except those that name another."""
+    """Return a class decorator that sets the group of the options that the class declares without one."""
 
     def decorate(config_type: C) -> C:
         for f in fields(config_type):
@@ -86,7 +86,7 @@ def in_group(group: Group) -> Callable[[C], C]:
 
 
 def in_groups(config_type: type) -> list[tuple[Field[Any], Option, Any]]:
-    """Return the result of `declared` by group, common options first; options without a group are last."""
+    """Return the result of `declared` by group, common options first. Options without a group are last."""
     order = [*Group, None]
     return sorted(declared(config_type), key=lambda one: (order.index(one[1].group), not one[1].is_common))
 
@@ -107,12 +107,12 @@ def env_of(f: Field[Any]) -> str | None:
 
 
 def variables_of(config_type: type) -> list[str]:
-    found = [(env_of(f), option.older_env) for f, option, _ in declared(config_type)]
-    return [name for names in found for name in names if name]
+    pairs = [(env_of(f), option.older_env) for f, option, _ in declared(config_type)]
+    return [name for pair in pairs for name in pair if name]
 
 
 def to_flags(config: object) -> list[str]:
-    """Return the arguments that reproduce `config`, without unset options and options without a flag."""
+    """Return the command-line arguments for `config`, except for unset options and those without a flag."""
     flags: list[str] = []
     for f, opt, _ in declared(type(config)):
         value = getattr(config, f.name)

@@ -1,4 +1,4 @@
-"""Writes the report of `--env`. It imports none of the libraries it names and shows no secrets."""
+"""Writes the report of `--env`, without secrets and without an import of the libraries that it lists."""
 
 import json
 import os
@@ -35,7 +35,7 @@ KERNEL_CHECK_TIMEOUT_S = 120.0  # the kernels may have to be compiled
 
 
 def describe(settings: Mapping[str, Setting], root: Path = Path("/")) -> str:
-    """Return the report without a newline at its end. `root` is the directory that contains proc and sys."""
+    """Return the report without a final newline. `root` is the directory that contains proc and sys."""
     devices = _devices()
     groups = {
         "versions": _versions(),
@@ -54,18 +54,18 @@ def describe(settings: Mapping[str, Setting], root: Path = Path("/")) -> str:
 
 
 def shown(value: Any) -> str:
-    """Format a setting's value for printing, with credentials in a URL hidden."""
+    """Return a setting's value as text, with credentials in a URL hidden."""
     return "unset" if value is None else USER_PART.sub(f"{HIDDEN}@", str(value))
 
 
 def _versions() -> dict[str, str]:
-    found = {"tgis-next": __version__, "python": f"{platform.python_version()} ({sys.executable})"}
+    versions = {"tgis-next": __version__, "python": f"{platform.python_version()} ({sys.executable})"}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            versions[name] = "not installed"
+    return versions
 
 
 def _machine(root: Path) -> dict[str, str]:
@@ -97,17 +97,17 @@ def _devices() -> dict[str, str]:
 
 
 def _kernels() -> dict[str, str]:
-    """Check the kernels of GPUs in a process of its own."""
+    """Return the results of the GPU kernels' self-check, which runs in a child process."""
     try:
         result = subprocess.run(KERNEL_CHECK, capture_output=True, text=True, timeout=KERNEL_CHECK_TIMEOUT_S)
-        found: dict[str, dict[str, str]] = json.loads(result.stdout)
+        failures_by_device: dict[str, dict[str, str]] = json.loads(result.stdout)
     except (OSError, subprocess.TimeoutExpired) as error:
         return {"check": f"failed ({type(error).__name__})"}
     except ValueError:
         lines = result.stderr.strip().splitlines() or ["no message"]
         return {"check": f"failed (exited with {result.returncode}: {lines[-1]})"}
     entries: dict[str, str] = {}
-    for device, failures in found.items():
+    for device, failures in failures_by_device.items():
         entries[device] = f"{len(failures)} replaced" if failures else "all pass the check"
         entries |= {f"{device} {name}": f"replaced: {reason}" for name, reason in failures.items()}
     return entries
@@ -116,17 +116,17 @@ def _kernels() -> dict[str, str]:
 def _environment() -> dict[str, str]:
     """Return the variables that libraries read, with secret values hidden."""
     names = sorted(name for name in os.environ if VARIABLES.fullmatch(name))
-    found = {name: HIDDEN if SECRET.search(name) else shown(os.environ[name]) for name in names}
-    return found or {"variables": "none that libraries read is set"}
+    values = {name: HIDDEN if SECRET.search(name) else shown(os.environ[name]) for name in names}
+    return values or {"variables": "no variable that libraries read is set"}
 
 
 def _fields(path: Path) -> dict[str, str]:
-    """Parse lines `name : value`; the first line of a name counts."""
-    found: dict[str, str] = {}
+    """Parse lines `name : value`; the first line of each name is used."""
+    values: dict[str, str] = {}
     for line in _text(path).splitlines():
         name, _, value = line.partition(":")
-        found.setdefault(name.strip(), value.strip())
-    return found
+        values.setdefault(name.strip(), value.strip())
+    return values
 
 
 def _text(path: Path) -> str:

@@ -14,7 +14,8 @@ SHORT_SEQUENCE = "max_sequence_length ({value}) must be at least 2 (1 input + 1 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
     max_sequence_length: int | None = option(
-        "Limit of input plus output tokens; unset: what the model's configuration says.",
+        "Maximum number of input plus output tokens of a sequence; unset: the length in the model's "
+        "configuration.",
         None,
         minimum=2,
         refusal=SHORT_SEQUENCE,
@@ -23,10 +24,12 @@ class BatchOptions:
     )
     # Rows of a shard's tables, which are allocated when it starts.
     max_batch_size: int = option(
-        "Most sequences in one step.", 256, minimum=1, maximum=65_536, is_common=True
+        "Maximum number of sequences in one step.", 256, minimum=1, maximum=65_536, is_common=True
     )
     max_step_tokens: int = option(
-        "Most tokens computed in one step; longer prompts are computed in chunks.", 2048, minimum=1
+        "Maximum number of tokens computed in one step; longer prompts are split into chunks.",
+        2048,
+        minimum=1,
     )
 
 
@@ -34,57 +37,63 @@ class BatchOptions:
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
     max_concurrent_requests: int = option(
-        "Most inputs in the service at once.",
+        "Maximum number of sequences, running or waiting, in the service at once.",
         512,
         minimum=1,
         maximum=100_000,
         refusal="max_concurrent_requests must be > 0",
     )
     max_new_tokens: int | None = option(
-        "Upper bound of a request's max_new_tokens; unset: 1024 over gRPC, and the sequence length over "
+        "Maximum value of a request's max_new_tokens; unset: 1024 over gRPC, and the sequence length over "
         "other APIs.",
         None,
         minimum=1,
         refusal="max_new_tokens ({value}) at least 1",
         is_common=True,
     )
-    max_top_n_tokens: int = option("Upper bound of a request's top_n_tokens.", 10, minimum=1)
+    max_top_n_tokens: int = option("Maximum value of a request's top_n_tokens.", 10, minimum=1)
     max_input_tokens: int | None = option(
-        "Limit of a request's input tokens; unset: what --max-sequence-length leaves.", None, minimum=1
+        "Maximum number of a request's input tokens; unset: limited by --max-sequence-length only.",
+        None,
+        minimum=1,
     )
     max_best_of: int | None = option(
-        "Upper bound of `best_of`, the number of texts of which a request gets the best; unset: 2 in TGI's "
-        "API, 128 in others.",
+        "Maximum value of a request's `best_of`, the number of texts generated to choose the best from; "
+        "unset: 2 in TGI's API, 128 in others.",
         None,
         minimum=1,
     )
     max_stop_sequences: int | None = option(
-        "Upper bound of a request's number of stop sequences in TGI's API, and in others if theirs is less; "
-        "unset: 4 in TGI's, 16 in OpenAI's and LMI's, 6 over gRPC.",
+        "Maximum number of stop sequences of a request in TGI's API; it also raises the limits of the other "
+        "APIs, but never lowers them. Unset: 4 in TGI's API, 16 in OpenAI's and LMI's, 6 over gRPC.",
         None,
         minimum=1,
     )
     max_client_batch_size: int | None = option(
-        "Most prompts of a request to OpenAI's /v1/completions, and inputs of one to LMI's; unset: 128.",
+        "Maximum number of prompts in a request to OpenAI's /v1/completions, and of inputs in a request to "
+        "LMI's API; unset: 128.",
         None,
         minimum=1,
     )
-    disable_grammar_support: bool = option("Refuse requests whose text must match a grammar.", False)
+    disable_grammar_support: bool = option(
+        "Refuse requests that constrain the output with a grammar, a schema or choices.", False
+    )
     lmi_output_formatter: str | None = option(
-        "Form of all answers of LMI's API; unset: json, and jsonlines for requests that ask for a stream.",
+        "Format of every response of LMI's API; unset: jsonlines for requests that ask for a stream, json "
+        "for others.",
         None,
         choices=(JSON_FORM, JSON_LINES_FORM, SSE_FORM, TGI_FORM),
         group=Group.NETWORK,
     )
     served_model_name: str | None = option(
-        "Names of the model for APIs that name it, separated by commas; unset: --model-name, of a path only "
-        "the last folder.",
+        "Names by which clients of the HTTP APIs request the model, separated by commas; unset: "
+        "--model-name, or its last folder if that is a path.",
         None,
         group=Group.MODEL,
     )
     compute_type: str | None = option(
-        "Kind of machine that TGI's API names in `x-compute-type`; unset: gpu if the launcher finds GPUs to "
-        "use, else cpu.",
+        "Value of the header `x-compute-type` in responses of TGI's API; unset: gpu if the launcher detects "
+        "usable GPUs, else cpu.",
         None,
         group=Group.COMPATIBILITY,
     )
@@ -95,121 +104,137 @@ class ServingOptions:
         group=Group.COMPATIBILITY,
     )
     chat_template: str | None = option(
-        "File of the template that makes a prompt of a chat, in Jinja2's language; unset: the model's.",
+        "File with the Jinja2 template that turns a chat into a prompt; unset: the model's own.",
         None,
         group=Group.MODEL,
     )
     tokenizer_config_path: str | None = option(
-        "File read instead of the tokenizer's tokenizer_config.json for the chat template and the texts of "
-        "special tokens; its template is used before those in other files of the model.",
+        "File that replaces the tokenizer's tokenizer_config.json as the source of the chat template and of "
+        "the special tokens' texts; its template takes precedence over those in the model's other files.",
         None,
         group=Group.MODEL,
     )
     tool_call_parser: str = option(
-        "Format in which the model writes calls of tools; auto: the chat template shows it; none: it writes "
-        "none. docs/openai.md lists the formats.",
+        "Format of the tool calls in the model's output; auto: detected from the chat template; none: tool "
+        "calls are not parsed. docs/openai.md lists the formats.",
         "auto",
         group=Group.MODEL,
     )
     reasoning_parser: str = option(
-        "Format in which the model writes its reasoning; auto: the chat template shows it; none: all is "
-        "content. docs/openai.md lists the formats.",
+        "Format of the reasoning in the model's output; auto: detected from the chat template; none: all "
+        "text is returned as content. docs/openai.md lists the formats.",
         "auto",
         group=Group.MODEL,
     )
     generation_config: str = option(
-        "Where OpenAI's API has the values of sampling fields from that a request does not set: auto: the "
-        "model's generation_config.json, if it has one; none: OpenAI's own defaults; else a directory with a "
-        "generation_config.json.",
+        "Source of OpenAI's sampling parameters that a request leaves out; auto: the model's "
+        "generation_config.json, if there is one; none: OpenAI's own defaults; any other value: a directory "
+        "that contains a generation_config.json.",
         GENERATION_CONFIG_AUTO,
         group=Group.MODEL,
     )
     override_generation_config: str | None = option(
-        "JSON object of such values, which win over the file's: temperature, top_p, top_k, min_p and "
-        "repetition_penalty.",
+        "JSON object of sampling parameters that override those of --generation-config: temperature, top_p, "
+        "top_k, min_p and repetition_penalty.",
         None,
         group=Group.MODEL,
     )
     runtime_adapters: bool = option(
-        "Let clients of OpenAI's API name LoRA adapters of --adapter-cache and --prefix-store-path, and take "
-        "the names away, by /v1/load_lora_adapter and /v1/unload_lora_adapter.",
+        "Let clients of OpenAI's API add and remove names of LoRA adapters of --adapter-cache and "
+        "--prefix-store-path, with /v1/load_lora_adapter and /v1/unload_lora_adapter.",
         False,
         group=Group.ADAPTERS,
     )
     tokenization_workers: int | None = option(
-        "Threads of each router worker that tokenize; calls with more than 32 KiB of text are tokenized in a "
-        "process of their own. Unset: 1 to 8, by the worker's share of the cores.",
+        "Tokenization threads of each router worker; texts of calls with more than 32 KiB are tokenized in a "
+        "separate process. Unset: 1 to 8, depending on the worker's share of the cores.",
         None,
         minimum=1,
         refusal="tokenization_workers must be > 0",
         group=Group.MEMORY,
     )
-    output_special_tokens: bool = option("Keep special tokens in the text.", False)
+    output_special_tokens: bool = option("Keep special tokens in the output text.", False)
     default_include_stop_seqs: bool = option(
-        "Whether a stop sequence stays in the text if a request does not say.", True, takes_value=True
+        "Keep the stop sequence in the output text of requests that do not set it themselves.",
+        True,
+        takes_value=True,
     )
     max_guided_bytes: int = option(
-        "Bytes of the largest grammar, schema or list of choices in a request.", 65536, minimum=1
+        "Maximum size, in bytes, of a request's grammar, schema or list of choices.", 65536, minimum=1
     )
     watermark_gamma: float = option(
-        "Share of the vocabulary on the green list of a watermark, for requests that ask for one.",
+        "Share of the vocabulary in a watermark's green list, for requests that ask for a watermark.",
         0.5,
         minimum=0.01,
         maximum=0.99,
     )
     watermark_delta: float = option(
-        "Added to the logits of a watermark's green tokens.", 2.0, minimum=0, maximum=100
+        "Value added to the logits of tokens in a watermark's green list.", 2.0, minimum=0, maximum=100
     )
     steps_in_flight: int = option(
-        "Most unanswered steps; 1 sends a step only after the answer to the one before.",
+        "Maximum number of steps sent to the shards before their results arrive; 1: each step waits for the "
+        "result of the one before.",
         2,
         minimum=1,
         maximum=8,
         group=Group.MEMORY,
     )
     speculate: int = option(
-        "Most tokens of a sequence that a step computes ahead, guessed from what followed its newest tokens "
-        "where they occurred before; outputs stay the same; 0: none.",
+        "Maximum number of draft tokens per sequence and step, copied from what followed the sequence's "
+        "newest tokens where they occurred before (n-gram speculation); outputs do not change; 0: off.",
         0,
         minimum=0,
         maximum=16,
         group=Group.MEMORY,
     )
     reserve_output: bool = option(
-        "Begin a request only when the cache has room for its input and all tokens that it may generate, so "
-        "that no running request ever gives up its blocks to another.",
+        "Start a request only when the cache has room for its input and for all tokens that it may generate, "
+        "so that no running request is ever preempted.",
         False,
         group=Group.MEMORY,
     )
     decode_step_ms: float = option(
-        "Predicted time that a step may take while requests are decoding. Prompts are cut into chunks that "
-        "fit, and none gets more of a step than those requests do.",
+        "Target duration, in milliseconds, of a step while requests are decoding. Prompts are split into "
+        "chunks that are predicted to fit into it; no chunk gets a larger share of a step than the decoding "
+        "requests.",
         250.0,
         minimum=1,
         group=Group.MEMORY,
     )
     first_token_timeout: float | None = option(
-        "Seconds within which a text must have its first token, from its acceptance on; later it fails. "
-        "Unset: no limit.",
+        "Maximum time, in seconds, from the acceptance of a request to its first token; after it, the "
+        "request fails. Unset: no limit.",
         None,
         minimum=0.001,
     )
     next_token_timeout: float | None = option(
-        "Seconds within which each further token of a text must come; later the text fails. Unset: no limit.",
+        "Maximum time, in seconds, between two tokens of a request; after it, the request fails. Unset: no "
+        "limit.",
         None,
         minimum=0.001,
     )
     shutdown_timeout: float = option(
-        "Seconds that requests in flight get to finish after SIGTERM.", 30.0, minimum=0, group=Group.LIFECYCLE
+        "Maximum time, in seconds, for running requests to finish after SIGTERM.",
+        30.0,
+        minimum=0,
+        group=Group.LIFECYCLE,
     )
     recovery_timeout: float = option(
-        "Seconds that requests wait for lost shards to come back.", 300.0, minimum=0, group=Group.LIFECYCLE
+        "Maximum time, in seconds, that requests wait for lost shards to restart.",
+        300.0,
+        minimum=0,
+        group=Group.LIFECYCLE,
     )
     log_text_chars: int = option(
-        "Characters of input and output that a log line may show.", 0, minimum=0, group=Group.LOGS
+        "Maximum number of characters of a request's input, and of its output, in the log; 0: none.",
+        0,
+        minimum=0,
+        group=Group.LOGS,
     )
     otlp_endpoint: str | None = option(
-        "OpenTelemetry collector (gRPC) that traces are sent to; unset: no traces.", None, group=Group.LOGS
+        "Endpoint of the OpenTelemetry collector (gRPC) that receives traces; unset: no traces.",
+        None,
+        group=Group.LOGS,
     )
     otlp_service_name: str | None = option(
         f"Service name in traces; unset: OTEL_SERVICE_NAME, else {SERVICE_NAME}.", None, group=Group.LOGS

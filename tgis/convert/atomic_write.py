@@ -1,4 +1,4 @@
-"""Writes files in a temporary directory and then moves them, so that no conversion leaves partial files."""
+"""Writes files to a temporary directory and then moves them, so that no conversion leaves partial files."""
 
 import os
 import tempfile
@@ -10,12 +10,12 @@ from tgis.errors import OperatorError
 
 
 class ConversionError(OperatorError):
-    """Error when a file cannot be converted; the text is one line that names it."""
+    """Error for a file that cannot be converted; its text is one line that names the file."""
 
 
 @contextmanager
 def staging_directory(directory: Path) -> Iterator[Path]:
-    """Yield a private directory inside `directory`, removed after the block. Raises ConversionError."""
+    """Yield a private directory in `directory`, which is removed after the block. Raises ConversionError."""
     try:
         staged = tempfile.TemporaryDirectory(prefix=".convert-", dir=directory, ignore_cleanup_errors=True)
     except OSError as error:
@@ -25,10 +25,10 @@ def staging_directory(directory: Path) -> Iterator[Path]:
 
 
 def move_files(files: Sequence[Path], directory: Path, like: Sequence[Path]) -> None:
-    """Move finished files into `directory` in order, each with the permissions of its counterpart in `like`.
+    """Move finished files to `directory` in order, each with the permissions of its counterpart in `like`.
 
-    Each move is atomic. After an error or a signal, files that were not there before are removed again,
-    because readers would take some of them for all. Raises ConversionError."""
+    Each move is atomic. After an error or a signal, new files are removed again, because readers would
+    mistake some of the files for all of them. Raises ConversionError."""
     try:
         with ExitStack() as undo:
             for file, original in zip(files, like, strict=True):

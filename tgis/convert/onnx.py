@@ -13,8 +13,8 @@ from tgis.hub import model_files
 
 # The newest release of optimum-onnx needs an older transformers than this service.
 ELSEWHERE = (
-    "convert-to-onnx needs optimum-onnx, which needs transformers below 4.58 and so an environment of its "
-    "own: python -m venv onnxenv; onnxenv/bin/pip install 'optimum-onnx[onnxruntime]'; "
+    "convert-to-onnx needs optimum-onnx, which needs transformers below 4.58 and therefore a separate "
+    "environment: python -m venv onnxenv; onnxenv/bin/pip install 'optimum-onnx[onnxruntime]'; "
     "onnxenv/bin/optimum-cli export onnx --model MODEL --task text-generation-with-past DIRECTORY"
 )
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
@@ -28,10 +28,10 @@ def default_provider() -> str:
 def check_extra() -> None:
     """Check that optimum-onnx is installed. Raises ConversionError if not."""
     try:
-        is_there = all(find_spec(name) for name in ("optimum.exporters.onnx", "onnxruntime"))
+        is_installed = all(find_spec(name) for name in ("optimum.exporters.onnx", "onnxruntime"))
     except ModuleNotFoundError:  # a parent package of optimum.exporters.onnx is missing
-        is_there = False
-    if not is_there:
+        is_installed = False
+    if not is_installed:
         raise ConversionError(ELSEWHERE)
 
 
@@ -41,16 +41,16 @@ def _import_exporter() -> Any:
         from optimum.exporters.onnx import main_export
     except ImportError as error:
         versions = ", ".join(f"{name} {version(name)}" for name in ("optimum-onnx", "transformers", "torch"))
-        raise ConversionError(f"{ELSEWHERE} (here are {versions})") from error
+        raise ConversionError(f"{ELSEWHERE} (installed here: {versions})") from error
     return main_export
 
 
 def model_type_of(directory: Path) -> str:
     """Return the model type in config.json. Raises ConversionError if there is none."""
-    found = model_files.read_json(directory, "config.json").get("model_type")
-    if not isinstance(found, str):
-        raise ConversionError(f"{directory}: config.json names no model_type")
-    return found
+    model_type = model_files.read_json(directory, "config.json").get("model_type")
+    if not isinstance(model_type, str):
+        raise ConversionError(f"{directory}: config.json has no model_type")
+    return model_type
 
 
 def convert_to_onnx(directory: Path, target: Path, provider: str, merge_graphs: bool, optimize: bool) -> str:

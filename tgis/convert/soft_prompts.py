@@ -1,5 +1,6 @@
-"""Converts a soft prompt between its two layouts: `decoder.pt` and `encoder.pt`, and PEFT's files. The values
-stay bit-identical, and no reader sees a partial file."""
+"""Converts a soft prompt between its two layouts: `decoder.pt` and `encoder.pt`, and PEFT's files.
+
+The values stay bit-identical, and readers never see a partial file."""
 
 import json
 import os
@@ -25,7 +26,7 @@ from tgis.prompts.soft_prompt import (
 )
 
 TORCH_FILES = (ENCODER, DECODER)
-# PEFT's prompt tuning stores a half for the decoder but neither trains nor uses it.
+# PEFT's prompt tuning stores the decoder's half, but neither trains nor uses it.
 _NOT_USED = "; PEFT itself never uses the decoder's half of a prompt"
 
 
@@ -33,15 +34,15 @@ def convert_prompt(source: Path, target: Path, with_decoder: bool, overwrite: bo
     """Convert the prompt in the directory `source` to the other layout, in `target`; return a message.
 
     PEFT's files for an encoder-decoder contain a half for the decoder, which PEFT does not use. It is left
-    out unless `with_decoder` is True. Raises ConversionError, model_files.ModelNotFoundError."""
+    out unless `with_decoder` is True. Raises ConversionError and model_files.ModelNotFoundError."""
     try:
         names = choose_prompt_files(os.listdir(source), takes_encoder=True)
         prompt = read_prompt(source, None)
     except AdapterNotFoundError as error:
-        raise ConversionError(f"{source} holds no soft prompt") from error
+        raise ConversionError(f"{source} contains no soft prompt") from error
     except UnsupportedTypeError as error:
         kind = read_peft_type(source)
-        raise ConversionError(f"{source} has peft_type {kind}; only soft prompts are converted") from error
+        raise ConversionError(f"{source} has peft_type {kind}; only soft prompts can be converted") from error
     except AdapterError as error:
         raise ConversionError(f"{source}: {error}") from error
     except OSError as error:
@@ -59,12 +60,13 @@ def convert_prompt(source: Path, target: Path, with_decoder: bool, overwrite: bo
 
 
 def write_prompt(parts: Mapping[str, Tensor], target: Path, is_peft: bool, overwrite: bool) -> list[str]:
-    """Write a prompt's `parts`, "decoder", "encoder" or both, [num_virtual_tokens, width] each, into the
-    directory `target`; return the names of the files. Raises ConversionError, also for a prompt in `target`
-    that `overwrite` does not allow to be replaced."""
-    there = [name for name in (*WEIGHTS, CONFIG, *TORCH_FILES) if (target / name).exists()]
-    if there and not overwrite:
-        raise ConversionError(f"{target} has {' and '.join(there)} already; --overwrite replaces them")
+    """Write a prompt's `parts` to the directory `target`; return the names of the files.
+
+    The parts are "decoder", "encoder" or both, [num_virtual_tokens, width] each. Raises ConversionError, also
+    if `target` contains a prompt and `overwrite` is False."""
+    existing = [name for name in (*WEIGHTS, CONFIG, *TORCH_FILES) if (target / name).exists()]
+    if existing and not overwrite:
+        raise ConversionError(f"{target} already has {' and '.join(existing)}; --overwrite replaces them")
     is_new = not target.exists()
     try:
         (target.parent if is_new else target).mkdir(parents=True, exist_ok=True)
@@ -75,22 +77,23 @@ def write_prompt(parts: Mapping[str, Tensor], target: Path, is_peft: bool, overw
             if is_new:
                 made.rename(target)
             else:
-                _replace(made, target, names, there)
+                _replace(made, target, names, existing)
     except OSError as error:
         raise ConversionError(f"{target} cannot be written to: {error.strerror}") from error
     return names
 
 
 def split_embeddings(embeddings: Tensor, config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Split PEFT's tensor, [rows, width], by part, of two the encoder's first. Raises ConversionError."""
+    """Split PEFT's tensor, [rows, width], into its parts; the encoder's is first. Raises ConversionError."""
     is_encoder_decoder = config.get("task_type") == "SEQ_2_SEQ_LM"
     num_parts = config.get("num_transformer_submodules") or (2 if is_encoder_decoder else 1)
-    num_rows, num_tokens = len(embeddings), config.get("num_virtual_tokens")
+    num_rows = len(embeddings)
+    num_tokens = config.get("num_virtual_tokens")
     if num_parts not in (1, 2) or num_parts > 1 + is_encoder_decoder:
         text = f"num_transformer_submodules is {num_parts} and task_type {config.get('task_type')}"
         raise ConversionError(f"{CONFIG}: {text}, which is not a soft prompt for text generation")
     if num_tokens is not None and (type(num_tokens) is not int or num_tokens * num_parts != num_rows):
-        text = f"{num_tokens} virtual tokens for {num_parts} of its parts do not make {num_rows} rows"
+        text = f"{num_parts} parts of {num_tokens} virtual tokens do not match {num_rows} rows"
         raise ConversionError(f"{CONFIG}: {text}")
     if not is_encoder_decoder:
         return {"decoder": embeddings}
@@ -107,7 +110,7 @@ def _write_torch(parts: Mapping[str, Tensor], staged: Path) -> list[str]:
     for name in TORCH_FILES:
         part = parts.get(name.removesuffix(".pt"))
         if part is not None:
-            # torch.save writes a tensor's whole storage, so a view must be copied.
+            # torch.save writes a tensor's entire storage, so a view must be copied.
             torch.save(part.detach().clone(), staged / name)
             names.append(name)
     return names
@@ -132,21 +135,23 @@ def _write_peft(parts: Mapping[str, Tensor], staged: Path) -> list[str]:
 
 def _join(parts: Mapping[str, Tensor]) -> Tensor:
     """Return the parts as one tensor [rows, width], the encoder's rows before the decoder's.
+
     Raises ConversionError if their shapes or types differ."""
     encoder, decoder = parts.get("encoder"), parts.get("decoder")
     if encoder is None or decoder is None:
         return next(part for part in (encoder, decoder) if part is not None).detach().contiguous()
     if encoder.shape != decoder.shape or encoder.dtype != decoder.dtype:
         shapes = " and ".join(f"{list(part.shape)} {_name(part.dtype)}" for part in (encoder, decoder))
-        raise ConversionError(f"PEFT stores encoder and decoder with one shape and type, not {shapes}")
+        raise ConversionError(f"PEFT stores encoder and decoder with the same shape and type, not {shapes}")
     return torch.cat((encoder.detach(), decoder.detach()))
 
 
-def _replace(made: Path, target: Path, names: list[str], there: list[str]) -> None:
-    """Move the files `names`, the last of which decides the layout, then remove the others of `there`."""
+def _replace(made: Path, target: Path, names: list[str], existing: list[str]) -> None:
+    """Move the files `names`, the last of which determines the layout, then remove the other existing
+    files."""
     for name in names:
         os.replace(made / name, target / name)
-    for name in there:
+    for name in existing:
         if name not in names:
             (target / name).unlink(missing_ok=True)
 

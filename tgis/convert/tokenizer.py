@@ -1,4 +1,5 @@
-"""Converts any tokenizer that transformers can read to `tokenizer.json`, the only format that is served."""
+"""Converts tokenizers that transformers can read to `tokenizer.json`, the only format that the service
+loads."""
 
 import json
 from importlib.util import find_spec
@@ -14,14 +15,15 @@ OUR_ARGUMENTS = ("is_local", "local_files_only")  # arguments that transformers 
 
 
 def convert_to_fast_tokenizer(name: str, directory: Path, output: Path | None = None) -> str:
-    """Write tokenizer.json and its settings to `output`, or to the model's directory, where no file is
-    replaced. Return a message, also if there was nothing to do. Raises ConversionError."""
+    """Write tokenizer.json and its settings to `output`, by default the model's directory; return a message.
+
+    No file of the model's directory is replaced. Raises ConversionError."""
     if (directory / FAST).is_file():
         return f"Model {name} already has a fast tokenizer"
     if output is not None and not output.is_dir():
         return f"Output path {output} must exist and be a directory"
     if not model_files.has_tokenizer_to_convert(directory):
-        raise ConversionError(f"{directory} holds no tokenizer")
+        raise ConversionError(f"{directory} contains no tokenizer")
     target = output or directory
     with staging_directory(target) as staged:
         _save(directory, staged)
@@ -65,7 +67,7 @@ def _check_packages(directory: Path) -> None:
 
 
 def _add_settings(directory: Path, staged: Path) -> None:
-    """Merge the model's own settings into those that transformers wrote; the model's take precedence."""
+    """Merge the model's own settings into those written by transformers; the model's take precedence."""
     written = model_files.read_json(staged, SETTINGS)
     for name in OUR_ARGUMENTS:
         written.pop(name, None)

@@ -1,5 +1,7 @@
-"""Converts PyTorch's pickled weights to safetensors. Pickles are read with weights_only, one at a time and
-memory-mapped, so that memory need not hold a copy. The written file is read back and compared."""
+"""Converts PyTorch's pickled weights to safetensors.
+
+Pickles are read with weights_only, one at a time and memory-mapped, to save memory. Each written file is read
+back and compared."""
 
 import json
 import logging
@@ -27,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 INDEX_END, NEW_INDEX_END = ".bin.index.json", ".safetensors.index.json"
 NO_WEIGHTS = ("arguments", "args", "training", "optimizer", "scheduler", "index")
-# Attributes of transformers' model classes that list names of tensors the class does not need. If an
-# attribute is a mapping, its keys are these names.
+# Attributes of transformers' model classes that list tensors the class does not need. If an attribute is a
+# mapping, its keys are the names.
 SPARE_NAMES = (
     "_tied_weights_keys",
     "_keys_to_ignore_on_load_missing",
@@ -38,7 +40,7 @@ SPARE_NAMES = (
 
 @dataclass(frozen=True)
 class Converted:
-    """Converted file: the size of its tensors, their names, and the removed names with the kept ones."""
+    """Properties of a converted file. `kept_as` maps removed names of shared tensors to the kept names."""
 
     num_bytes: int
     names: frozenset[str]
@@ -46,9 +48,11 @@ class Converted:
 
 
 def convert_to_safetensors(directory: Path) -> str:
-    """Write a .safetensors file beside every .bin file of weights; if one cannot be converted, write none.
-    Return a message, also if there was nothing to do. Raises ConversionError and ModelNotFoundError."""
-    indexes, files = sorted(directory.glob("*" + INDEX_END)), find_pickles(directory)
+    """Write a .safetensors file for every .bin file of weights, or none if one of them cannot be converted.
+
+    Return a message. Raises ConversionError and ModelNotFoundError."""
+    indexes = sorted(directory.glob("*" + INDEX_END))
+    files = find_pickles(directory)
     if len(indexes) > 1:
         return f"Found more than one .bin.index.json file: {[index.name for index in indexes]}"
     if not files:
@@ -62,18 +66,18 @@ def convert_to_safetensors(directory: Path) -> str:
         results = {file.name: _convert_one(file, staged, directory) for file in files}
         for index, content in files_of.items():
             (staged / new_name(index.name)).write_text(_rewrite_index(index, content, results))
-        originals = [*files, *indexes]  # the indexes last, because readers expect the files that they name
+        originals = [*files, *indexes]  # indexes last, because readers expect the files that they list
         move_files([staged / new_name(file.name) for file in originals], directory, like=originals)
     return f"Converted {len(files)} files to .safetensors"
 
 
 def find_pickles(directory: Path) -> list[Path]:
-    """Return the .bin files that hold weights, sorted by name."""
+    """Return the .bin files that contain weights, sorted by name."""
     return sorted(p for p in directory.glob("*.bin") if not any(word in p.name for word in NO_WEIGHTS))
 
 
 def new_name(name: str) -> str:
-    """Return the name of the file that a .bin file, or an index of .bin files, is converted to."""
+    """Return the name of the file to which a .bin file, or an index of .bin files, is converted."""
     end, new_end = (INDEX_END, NEW_INDEX_END) if name.endswith(INDEX_END) else (".bin", ".safetensors")
     return name.removesuffix(end).removeprefix("pytorch_") + new_end
 
@@ -93,7 +97,7 @@ def _convert_one(file: Path, staged: Path, directory: Path) -> Converted:
 
 
 def _load(file: Path) -> dict[str, Tensor]:
-    """Return the tensors by name, mapped from the file if possible. Raises ConversionError."""
+    """Return the tensors by name, memory-mapped if possible. Raises ConversionError."""
     try:
         _check_sums(file)
         content = open_pickle(file)
@@ -108,15 +112,15 @@ def _load(file: Path) -> dict[str, Tensor]:
 
 
 def _check_sums(file: Path) -> None:
-    """Check the checksums of a zip archive, which mapping ignores. Raises ConversionError."""
+    """Check the checksums of a zip archive, which a memory map ignores. Raises ConversionError."""
     if can_map(file):
         with zipfile.ZipFile(file) as archive:
             if damaged := archive.testzip():
-                raise ConversionError(f"{file} is damaged: {damaged} in it has a wrong checksum")
+                raise ConversionError(f"{file} is damaged: its member {damaged} has a wrong checksum")
 
 
 def _choose_names(tensors: Mapping[str, Tensor], directory: Path) -> dict[str, str]:
-    """Return removed name -> kept name for names that share one tensor."""
+    """Return a mapping from removed to kept names, for names that share a tensor."""
     groups = defaultdict(list)
     for name, tensor in tensors.items():
         place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset())
@@ -133,7 +137,7 @@ def _choose_names(tensors: Mapping[str, Tensor], directory: Path) -> dict[str, s
 
 def _spare_names(directory: Path) -> list[str]:
     """Return patterns of the names that the model's class does not need."""
-    import transformers  # imported here because it takes seconds and few checkpoints need it
+    import transformers  # imported late: the import takes seconds, and few checkpoints need it
 
     [name, *_] = model_files.read_json(directory, "config.json").get("architectures") or [""]
     model_class = getattr(transformers, name, None) if name else None
@@ -149,7 +153,7 @@ def _compare(tensors: Mapping[str, Tensor], kept_as: Mapping[str, str], target: 
 
 
 def _is_same(first: Tensor, second: Tensor) -> bool:
-    """Return True if the tensors are equal bit for bit, so a NaN equals itself."""
+    """Return True if the tensors are bit-identical, so that a NaN equals itself."""
     if first.dtype != second.dtype or first.shape != second.shape:
         return False
     return torch.equal(*(one.detach().contiguous().view(-1).view(torch.uint8) for one in (first, second)))
@@ -171,7 +175,7 @@ def _rewrite_index(index: Path, content: dict[str, Any], results: Mapping[str, C
         if name in results[file].names:
             file_of[name] = new_name(file)
         elif name not in results[file].kept_as:
-            raise ConversionError(f"{index} names {name} in {file}, which holds no such tensor: {INCOMPLETE}")
+            raise ConversionError(f"{index} names {name}, which {file} does not contain: {INCOMPLETE}")
     used = {name: results[name] for name in content["weight_map"].values()}
     metadata = (content.get("metadata") or {}) | {"total_size": sum(one.num_bytes for one in used.values())}
     return json.dumps({"metadata": metadata, "weight_map": file_of}, indent=2, sort_keys=True) + "\n"

@@ -1,1 +1,1 @@
-"""Finds and reads a model's files in the local cache of a model hub, and downloads them to it."""
+"""Locates, reads and downloads a model's files in the local cache of a model hub."""

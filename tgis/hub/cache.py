@@ -1,4 +1,4 @@
-"""Finds models in the local cache of a model hub, or in directories, without using the network."""
+"""Locates models in the local cache of a model hub or in directories, without using the network."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ MAX_SHOWN_CHARS = 200  # of a model's name in an error
 
 
 class CacheConflictError(OperatorError):
-    """Error when two variables name different caches."""
+    """Error for two variables that name different caches."""
 
 
 def cache_root(
@@ -21,15 +21,18 @@ def cache_root(
     hf_home: str | None = None,
     home: str | None = None,
 ) -> Path:
-    """Return where the hub's libraries keep models, given these variables, of which empty ones count as
-    unset. Raises CacheConflictError if the first three do not agree."""
-    found, value = "HF_HUB_CACHE", hf_hub_cache
+    """Return the directory in which the hub's libraries keep models, given these variables.
+
+    An empty variable counts as unset. Raises CacheConflictError if the first three differ."""
+    source = "HF_HUB_CACHE"
+    value = hf_hub_cache
     older = {"TRANSFORMERS_CACHE": transformers_cache, "HUGGINGFACE_HUB_CACHE": huggingface_hub_cache}
     for name, other in older.items():
         if other and value and other != value:
-            raise CacheConflictError(f"{name} and {found} env vars can't be set to different values")
+            raise CacheConflictError(f"{name} and {source} env vars can't be set to different values")
         if other and not value:
-            found, value = name, other
+            source = name
+            value = other
     if value:
         return Path(value)
     if hf_home:
@@ -39,6 +42,7 @@ def cache_root(
 
 def find_model(name: str, revision: str | None, cache: Path) -> Path:
     """Return the model's snapshot in the hub cache or else, as in TGIS, the directory of that name.
+
     Raises ModelNotFoundError."""
     entry = cache_entry(name, cache)
     directory = find_snapshot(entry, revision) if os.path.isdir(entry) else _directory(name)
@@ -48,13 +52,13 @@ def find_model(name: str, revision: str | None, cache: Path) -> Path:
         )
     if not is_utf8(directory):
         raise ModelNotFoundError(
-            f"{UNRESOLVED}: the path {directory} is not UTF-8, as safetensors and tokenizers need it"
+            f"{UNRESOLVED}: the path {directory} is not UTF-8, which safetensors and tokenizers require"
         )
     return directory
 
 
 def is_utf8(path: object) -> bool:
-    """Return True if a path that the system gave as bytes is text in UTF-8."""
+    """Return True if a path is valid UTF-8 on disk."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
@@ -77,14 +81,15 @@ def cache_entry(name: str, cache: Path) -> Path:
 
 
 def find_snapshot(entry: Path, revision: str | None) -> Path:
-    """Return the directory of a revision, by default of `main`; it may not exist."""
+    """Return the directory of a revision, `main` by default; it may not exist."""
     reference = entry / "refs" / (revision or "main")
     commit = reference.read_text().strip() if os.path.isfile(reference) else revision or "main"
     return entry / "snapshots" / commit
 
 
 def _directory(name: str) -> Path:
-    directory, shown = Path(name), name[:MAX_SHOWN_CHARS]
+    directory = Path(name)
+    shown = name[:MAX_SHOWN_CHARS]
     try:
         if not name or not directory.is_dir():
             raise ModelNotFoundError(f"{UNRESOLVED}: Model {shown} not found")

@@ -1,5 +1,6 @@
-"""Downloads a model's files from a hub to the hub cache with huggingface_hub. Interrupted downloads resume,
-and a file enters the cache only if its size and checksum are right."""
+"""Downloads a model's files from a hub to the hub cache with huggingface_hub.
+
+Interrupted downloads resume, and a file enters the cache only if its size and checksum are correct."""
 
 import errno
 import hashlib
@@ -40,11 +41,11 @@ logger = logging.getLogger(__name__)
 
 META_EXTENSIONS = (".json", ".py", ".model", ".md", ".jinja")
 NOT_FETCHED = ("arguments", "args", "training")
-NAME_ON_DISK = re.compile(r"\w[\w.+=-]*")  # allowed form of the hub's names that become parts of paths
+NAME_ON_DISK = re.compile(r"\w[\w.+=-]*")  # allowed format of names from the hub that become parts of paths
 TOKENIZER_NAMES = re.compile(r"vocab\.txt|merges\.txt|.*\.tiktoken")
 NUM_THREADS = 5
 TIMEOUT_S = 30.0
-DELAYS_S = (1.0, 2.0, 4.0, 8.0)  # delays before the next attempts; received bytes restart the sequence
+DELAYS_S = (1.0, 2.0, 4.0, 8.0)  # before the next attempts; received bytes restart the sequence
 TRANSIENT = (408, 429, 500, 502, 503, 504)
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -53,28 +54,28 @@ R = TypeVar("R")
 
 
 class DownloadError(OperatorError):
-    """Error when a model cannot be downloaded; the text is one line, without URLs or tokens."""
+    """Error for a model that cannot be downloaded; its text is one line, without URLs or tokens."""
 
 
 class _StopDownload(Exception):
-    """Signal that ends a download because another file's has failed."""
+    """Raised to end a download after another file's download has failed."""
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """File of one commit, as the hub describes it, and its place in the cache."""
+    """File of one commit, as the hub describes it, and its path in the cache."""
 
     name: str
     blob: Path
     etag: str
-    """File's sha256 or git's sha1 of it; other hubs than the original may send anything."""
+    """SHA-256 or git's SHA-1 of the file; hubs other than Hugging Face's may send any text."""
     size: int | None
-    """Size in bytes; None if the hub does not give it."""
+    """Size in bytes; None if the hub does not send it."""
     is_xet: bool
 
     @property
     def part(self) -> Path:
-        """File of the bytes received so far, which an interrupted download leaves to the next."""
+        """File of the bytes received so far; the next download resumes it."""
         return self.blob.with_name(f"{self.etag}.incomplete")
 
     @property
@@ -107,14 +108,14 @@ class Repository:
     """Commit of a model on the hub, and the directory of its files in the cache."""
 
     def __init__(self, name: str, revision: str | None, token: str | None, cache: Path) -> None:
-        """Ask the hub for the commit and its files. Raises DownloadError."""
+        """Request the commit and its files from the hub. Raises DownloadError."""
         _silence_libraries()
         address = urlsplit(constants.ENDPOINT)
         if address.scheme not in ("http", "https") or not address.hostname:
-            raise DownloadError(
-                "HF_ENDPOINT is not the address of a hub: it must begin with http:// or https://"
-            )
-        self.name, self._token, self._cache = name.rstrip("/"), token, cache
+            raise DownloadError("HF_ENDPOINT is not the URL of a hub: it must begin with http:// or https://")
+        self.name = name.rstrip("/")
+        self._token = token
+        self._cache = cache
         self._revision = revision or "main"
         self._stop = threading.Event()
         with self._errors_in_one_line():
@@ -122,18 +123,18 @@ class Repository:
             info = self._retry(lambda: api.model_info(self.name, revision=self._revision, timeout=TIMEOUT_S))
         self.commit = str(info.sha)
         if not NAME_ON_DISK.fullmatch(self.commit):
-            raise DownloadError(f"{self.name}: the hub gives no usable commit")
+            raise DownloadError(f"{self.name}: the hub returned no valid commit")
         self._files = [file.rfilename for file in info.siblings or [] if "/" not in file.rfilename]
         self._entry = cache_entry(self.name, cache)
         self.directory = self._entry / "snapshots" / self.commit
 
     def select(self, extensions: Sequence[str]) -> list[str]:
-        """Return the names of the files with these extensions, without files that are never fetched."""
+        """Return the names of the files with these extensions, except those that are never downloaded."""
         named = [name for name in self._files if name.endswith(tuple(extensions))]
         return [name for name in named if not any(word in name for word in NOT_FETCHED)]
 
     def select_tokenizer(self) -> list[str]:
-        """Return the tokenizer files to convert, beyond META_EXTENSIONS, if there is no tokenizer.json."""
+        """Return the tokenizer files to convert, besides META_EXTENSIONS, if there is no tokenizer.json."""
         has_fast = "tokenizer.json" in self._files
         return [name for name in self._files if not has_fast and TOKENIZER_NAMES.fullmatch(name)]
 
@@ -149,13 +150,13 @@ class Repository:
 
     def _describe(self, name: str) -> RemoteFile:
         with self._errors_in_one_line(name):
-            found = self._retry(
+            metadata = self._retry(
                 lambda: get_hf_file_metadata(self._url(name), token=self._token, timeout=TIMEOUT_S)
             )
-            if not NAME_ON_DISK.fullmatch(found.etag or ""):
-                raise DownloadError(f"{name}: the hub gives no usable ETag")
-            blob = self._entry / "blobs" / found.etag
-            return RemoteFile(name, blob, found.etag, found.size, found.xet_file_data is not None)
+            if not NAME_ON_DISK.fullmatch(metadata.etag or ""):
+                raise DownloadError(f"{name}: the hub returned no valid ETag")
+            blob = self._entry / "blobs" / metadata.etag
+            return RemoteFile(name, blob, metadata.etag, metadata.size, metadata.xet_file_data is not None)
 
     def _check_space(self, files: Iterable[RemoteFile]) -> None:
         self._cache.mkdir(parents=True, exist_ok=True)
@@ -164,11 +165,11 @@ class Repository:
         free = shutil.disk_usage(self._cache).free
         if needed > free:
             raise DownloadError(
-                f"{self.name} needs {needed / 1e6:,.1f} MB more, {self._cache} has {free / 1e6:,.1f} MB left"
+                f"{self.name} needs {needed / 1e6:,.1f} MB more, but {self._cache} has {free / 1e6:,.1f} MB"
             )
 
     def _fetch(self, file: RemoteFile) -> None:
-        """Download the blob and link it into the snapshot; on failure keep the partial blob to resume."""
+        """Download the blob and link it into the snapshot. A failed download keeps its part to resume."""
         with self._errors_in_one_line(file.name):
             link = self.directory / file.name
             if link.is_file() and not link.is_symlink():  # a cache that cannot hold links has no blobs
@@ -178,7 +179,7 @@ class Repository:
                 lock = self._cache / ".locks" / self._entry.name / f"{file.etag}.lock"
                 lock.parent.mkdir(parents=True, exist_ok=True)
                 with WeakFileLock(lock):
-                    if not file.is_whole:  # another process may have downloaded it meanwhile
+                    if not file.is_whole:  # another process may have downloaded it in the meantime
                         self._fetch_by_http(file)
             self._link(file)
 
@@ -190,12 +191,14 @@ class Repository:
         if file.size not in (None, received) or not file.has_checksum(file.part):
             fault = f"{received} of {file.size} bytes" if file.size != received else "a wrong checksum"
             file.part.unlink()
-            raise DownloadError(f"{file.name} came with {fault} and was removed; run the command again")
+            raise DownloadError(f"{file.name} arrived with {fault} and was removed; run the command again")
         file.part.replace(file.blob)
 
     def _receive(self, file: RemoteFile) -> None:
-        """Append the missing bytes to the file's part, from the hub's own URL, which does not expire as
-        signed ones do. The library sends the token only to the hub."""
+        """Append the missing bytes to the file's part.
+
+        They come from the hub's own URL, which does not expire like signed URLs. The library sends the token
+        only to the hub."""
         headers = {**build_hf_headers(token=self._token), "Accept-Encoding": "identity"}
         with _PartialFile(file.part, self._stop) as content:
             begun = content.seek(0, io.SEEK_END)
@@ -209,22 +212,22 @@ class Repository:
                 )
 
     def _fetch_by_xet(self, file: RemoteFile) -> bool:
-        """Return True if xet, a faster protocol that some mirrors lack, downloaded the file undamaged."""
+        """Return True if xet, a faster protocol that some mirrors lack, downloaded the file intact."""
         if constants.HF_HUB_DISABLE_XET or find_spec("hf_xet") is None:
             return False
         try:
             self._link(file)
-        except Exception as error:  # xet raises many types, some of them from a library in another language
-            logger.warning("%s: xet failed (%s), going on over HTTP", file.name, type(error).__name__)
+        except Exception as error:  # xet raises many types, some of them from a Rust library
+            logger.warning("%s: xet failed (%s), continuing over HTTP", file.name, type(error).__name__)
             return False
         if file.is_whole and file.has_checksum(file.blob):
             return True
-        logger.warning("%s: the file that xet downloaded is damaged, going on over HTTP", file.name)
+        logger.warning("%s: the file downloaded by xet is damaged, continuing over HTTP", file.name)
         file.blob.unlink()
         return False
 
     def _link(self, file: RemoteFile) -> None:
-        """Link the blob into the snapshot; the library downloads it first if it is missing."""
+        """Link the blob into the snapshot. The library downloads the blob first if it is missing."""
         hf_hub_download(
             self.name, file.name, revision=self.commit, cache_dir=str(self._cache), token=self._token
         )
@@ -239,23 +242,27 @@ class Repository:
         fresh.replace(reference)
 
     def _retry(self, action: Callable[[], R], progress: Callable[[], int] = lambda: 0) -> R:
-        """Run `action`; retry transient failures, at most len(DELAYS_S) times in a row without `progress`."""
-        failures, reached = 0, progress()
+        """Run `action` and retry transient failures, up to len(DELAYS_S) times in a row without
+        `progress`."""
+        failures = 0
+        reached = progress()
         while True:
             try:
                 return action()
             except HTTPError as error:
-                failures, reached = failures + 1 if progress() == reached else 1, progress()
+                failures = failures + 1 if progress() == reached else 1
+                reached = progress()
                 status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
                 if failures > len(DELAYS_S) or status not in (None, *TRANSIENT):
                     raise
                 reason = status or type(error).__name__
-                logger.info("%s: the hub failed (%s), trying again", self.name, reason)
+                logger.info("%s: the hub failed (%s), retrying", self.name, reason)
             if self._stop.wait(DELAYS_S[failures - 1]):
                 raise _StopDownload
 
     def _in_threads(self, action: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """Run `action` on all items in threads; return the results in order. The first failure stops all."""
+        """Run `action` on all items in threads and return the results in order. The first failure stops
+        all."""
         with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="download") as pool:
             futures = [pool.submit(action, item) for item in items]
             try:
@@ -293,7 +300,7 @@ class _PartialFile(io.BufferedWriter):
 
 
 def _silence_libraries() -> None:
-    """Lower the libraries' logging, because they log URLs, which may be signed."""
+    """Raise the libraries' log levels, because they log URLs, which may be signed."""
     set_verbosity_error()
     for name in ("httpx", "httpx2"):
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -309,11 +316,11 @@ def _explain(error: Exception, name: str, revision: str, file: str | None) -> st
         case OfflineModeIsEnabled():
             return f"{what} cannot be downloaded: HF_HUB_OFFLINE is set"
         case GatedRepoError():
-            return f"{what}: access is gated; ask for it on the hub, and give a token by --token or HF_TOKEN"
+            return f"{what}: access is gated; request it on the hub, and set a token with --token or HF_TOKEN"
         case RevisionNotFoundError():
             return f"{name} has no revision {revision} on the hub"
         case RepositoryNotFoundError():
-            return f"{name} is not on the hub, or is private and needs a token by --token or HF_TOKEN"
+            return f"{name} is not on the hub, or is private and needs a token in --token or HF_TOKEN"
         case HFValidationError():
             return f"{name} is neither a directory nor the id of a model on the hub"
         case HfHubHTTPError():
@@ -329,15 +336,15 @@ def _explain(error: Exception, name: str, revision: str, file: str | None) -> st
 
 def _explain_status(status: int, what: str) -> str:
     if status in (401, 403):
-        return f"{what}: the hub refuses access (HTTP {status}); is the token right?"
-    return f"{what}: the hub answers with HTTP {status}"
+        return f"{what}: the hub refuses access (HTTP {status}); check the token"
+    return f"{what}: the hub returns HTTP {status}"
 
 
 def _cause(error: BaseException) -> str:
     """Return the operating system's error text from the chain of causes, else the error's type."""
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, OSError) and found.strerror:
-            return found.strerror
-        found = found.__cause__ or found.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
     return type(error).__name__

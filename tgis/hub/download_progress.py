@@ -1,4 +1,4 @@
-"""Logs how far a download is."""
+"""Logs the progress of a download."""
 
 import logging
 import threading
@@ -12,12 +12,12 @@ INTERVAL_S = 10.0
 
 @contextmanager
 def logged_progress(name: str, num_bytes: int, received: Callable[[], int]) -> Iterator[None]:
-    """Log every few seconds how many of the bytes are received, while the block runs."""
+    """Log the number of received bytes every few seconds while the block runs."""
     is_over = threading.Event()
 
     def watch() -> None:
         while not is_over.wait(INTERVAL_S):
-            logger.info("%s: %.1f of %.1f MB are received", name, received() / 1e6, num_bytes / 1e6)
+            logger.info("%s: received %.1f of %.1f MB", name, received() / 1e6, num_bytes / 1e6)
 
     thread = threading.Thread(target=watch, name="download progress")
     thread.start()

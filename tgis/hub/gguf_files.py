@@ -1,4 +1,4 @@
-"""Finds the GGUF files of a model: a file, a directory or a hub's id with the name of a file."""
+"""Locates the GGUF files of a model, which is named by a file, a directory or `HUB/ID:FILE`."""
 
 import os
 import re
@@ -11,20 +11,21 @@ from tgis.hub.cache import cache_entry, find_snapshot
 from tgis.hub.model_files import OTHER_WEIGHT_FILES, ModelNotFoundError
 
 SUFFIX, MAGIC = ".gguf", b"GGUF"
-PROJECTOR = "mmproj"  # begins the names of files with the part of a model that reads images
+PROJECTOR = "mmproj"  # prefix of files with the part of a model that reads images
 COMMAND = "text-generation-server convert-to-safetensors"
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 MAX_SHOWN = 5
 
 
 def find_gguf(name: str, revision: str | None, cache: Path) -> list[Path] | None:
-    """Return the files of a model in GGUF form, the parts of a split set in order; None for any other model.
+    """Return the files of a GGUF model, the parts of a split set in order; None for any other model.
+
     Raises ModelNotFoundError if files are missing or if there are several models."""
     model, _, file = name.rpartition(":")
     if model and file.endswith(SUFFIX) and not os.path.exists(name):
         path = _place(model, revision, cache) / file
         if Path(file).name != file or not os.path.isfile(path):
-            raise ModelNotFoundError(f"{file} is not among the files of {model} on this disk")
+            raise ModelNotFoundError(f"{file} is not among the downloaded files of {model}")
         return _list_parts(path)
     place = _place(name, revision, cache)
     if os.path.isfile(place):
@@ -33,26 +34,26 @@ def find_gguf(name: str, revision: str | None, cache: Path) -> list[Path] | None
 
 
 def refuse_gguf(place: Path) -> None:
-    """Raise ModelNotFoundError for a GGUF file, and for a directory that has no weights but such files."""
-    found = [place] if os.path.isfile(place) and _is_gguf(place) else _list_files(place)
-    if found:
+    """Raise ModelNotFoundError for a GGUF file, and for a directory whose only weights are GGUF files."""
+    files = [place] if os.path.isfile(place) and _is_gguf(place) else _list_files(place)
+    if files:
         raise ModelNotFoundError(
-            f"{found[0]} is a GGUF file, which this command does not read; convert it: "
-            f"{COMMAND} {shlex.quote(str(found[0]))} DIRECTORY"
+            f"{files[0]} is a GGUF file, which this command does not read; convert it: "
+            f"{COMMAND} {shlex.quote(str(files[0]))} DIRECTORY"
         )
 
 
 def refuse_gguf_on_hub(name: str, files: Sequence[str]) -> None:
-    """Raise ModelNotFoundError for a model of the hub that has no weights but GGUF files."""
-    found = sorted(file for file in files if file.endswith(SUFFIX) and not file.startswith(PROJECTOR))
-    if found and not any(fnmatch(file, pattern) for file in files for pattern in OTHER_WEIGHT_FILES):
+    """Raise ModelNotFoundError for a model on the hub whose only weights are GGUF files."""
+    gguf = sorted(file for file in files if file.endswith(SUFFIX) and not file.startswith(PROJECTOR))
+    if gguf and not any(fnmatch(file, pattern) for file in files for pattern in OTHER_WEIGHT_FILES):
         raise ModelNotFoundError(
-            f"{name} has GGUF files: download one by its name, {name}:{found[0]}, or all: --extension .gguf"
+            f"{name} has GGUF files: download one by its name, {name}:{gguf[0]}, or all: --extension .gguf"
         )
 
 
 def split_set(name: str) -> list[str]:
-    """Return the names of all parts of the split set that a file is of, or the file's own."""
+    """Return the names of all parts of a file's split set, or only the file's name if it is not split."""
     part = PART.fullmatch(name)
     if part is None:
         return [name]
@@ -77,7 +78,7 @@ def _only_model(directory: Path) -> list[Path] | None:
         return None
     if len({split_set(file.name)[0] for file in files}) > 1:
         names = ", ".join(file.name for file in files[:MAX_SHOWN])
-        raise ModelNotFoundError(f"{directory} has several GGUF files: name one of them: {names}")
+        raise ModelNotFoundError(f"{directory} has several GGUF files; select one of them: {names}")
     return _list_parts(files[0])
 
 

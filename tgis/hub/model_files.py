@@ -25,28 +25,27 @@ DEFAULT_LENGTH = 2048
 MAX_TOKEN_ID = 2**31 - 1
 OTHER_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.onnx")  # than GGUF files
 WEIGHT_FILES = (*OTHER_WEIGHT_FILES, "*.gguf")
-# Names or patterns of files that may hold a tokenizer if there is no tokenizer.json.
+# Names or patterns of tokenizer files that can be converted if there is no tokenizer.json.
 TOKENIZER_FILES = ("*.model", "*.tiktoken", "vocab.json", "vocab.txt", "tekken.json")
 
 
 class ModelNotFoundError(OperatorError):
-    """Error when the name leads to no usable model; the text is one line with the reason."""
+    """Error for a name without a usable model; its text is one line with the reason."""
 
 
 def has_tokenizer_to_convert(directory: Path) -> bool:
-    """Return True if there are files of a tokenizer in another format than tokenizer.json."""
+    """Return True if there are tokenizer files in a format other than tokenizer.json."""
     return any(any(directory.glob(pattern)) for pattern in TOKENIZER_FILES)
 
 
 def is_complete(directory: Path) -> bool:
-    """Return True if a config.json and all weights that can be served are there. Raises
-    ModelNotFoundError."""
+    """Return True if config.json and a complete set of weights exist. Raises ModelNotFoundError."""
     has_config = (directory / "config.json").is_file()
     return has_config and any(_has_weights(directory, pattern) for pattern in WEIGHT_FILES)
 
 
 def _has_weights(directory: Path, pattern: str) -> bool:
-    """Return True if there are files of that kind, and all that an index of them names."""
+    """Return True if files match the pattern, and all files of an index exist if there is one."""
     indices = [read_json(directory, path.name) for path in directory.glob(f"{pattern}.index.json")]
     if not indices:
         return any(path.is_file() for path in directory.glob(pattern))
@@ -78,7 +77,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise ModelNotFoundError(
-            f"{directory / 'config.json'} has no model_type, the name of a kind of model"
+            f"{directory / 'config.json'} has no model_type, the name of the model's architecture"
         )
     return config
 
@@ -97,14 +96,14 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     except ValueError as error:
         raise ModelNotFoundError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ModelNotFoundError(f"{path} does not hold an object")
+        raise ModelNotFoundError(f"{path} is not a JSON object")
     return content
 
 
 def length_of_model(config: Mapping[str, Any]) -> int | None:
     """Return the model's sequence length in tokens; None if config.json does not give it."""
-    found = (config.get(key) for key in LENGTH_KEYS)
-    return next((value for value in found if type(value) is int and value > 0), None)  # no booleans
+    values = (config.get(key) for key in LENGTH_KEYS)
+    return next((value for value in values if type(value) is int and value > 0), None)  # no booleans
 
 
 def max_sequence_length(config: Mapping[str, Any]) -> int:
@@ -121,8 +120,9 @@ def stored_dtype(config: Mapping[str, Any]) -> str:
 
 
 def eos_token_ids(directory: Path) -> list[int]:
-    """Return the ids that end a text by config.json, its text_config or generation_config.json, each once.
-    Raises ModelNotFoundError for what is no id."""
+    """Return the end-of-sequence ids of config.json, its text_config and generation_config.json, each once.
+
+    Raises ModelNotFoundError for a value that is not an id."""
     ids: dict[int, None] = {}
     for name in ("config.json", "generation_config.json"):
         content = read_json(directory, name)
@@ -133,18 +133,18 @@ def eos_token_ids(directory: Path) -> list[int]:
 
 
 def _read_ids(path: Path, value: object) -> Iterator[int]:
-    """Yield the ids in a value of a configuration, of which negative ones mean none."""
+    """Yield the ids in a configuration's value; negative ids mean none."""
     for each in value if isinstance(value, list) else [] if value is None else [value]:
         if type(each) is not int or each > MAX_TOKEN_ID:
-            shown = reprlib.repr(value)  # it may have thousands of ids
-            raise ModelNotFoundError(f"{path}: eos_token_id {shown} is no token id or list of token ids")
+            shown = reprlib.repr(value)  # the list may have thousands of ids
+            raise ModelNotFoundError(f"{path}: eos_token_id {shown} is not a token id or a list of token ids")
         if each >= 0:
             yield each
 
 
 def pad_token_id(directory: Path, tokenizer: Path, vocab_size: int) -> int:
-    """Return the pad token's id in the vocabulary from, in order, config.json, generation_config.json, the
-    files in `tokenizer`, the EOS tokens, and 0."""
+    """Return the first id inside the vocabulary among the pad token ids of config.json,
+    generation_config.json and the files in `tokenizer`, the EOS token ids, and 0."""
     candidates = chain(_pad_token_ids(directory), _pad_tokens_of(tokenizer), eos_token_ids(directory))
     return next((id for id in candidates if type(id) is int and 0 <= id < vocab_size), 0)
 
@@ -157,7 +157,7 @@ def _pad_token_ids(directory: Path) -> Iterator[object]:
 
 
 def _pad_tokens_of(tokenizer: Path) -> Iterator[object]:
-    """Yield the ids, in tokenizer.json, of the pad token that the tokenizer's configuration names."""
+    """Yield the ids in tokenizer.json of the pad token named by the tokenizer's configuration."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = read_json(tokenizer, name).get("pad_token")
         content = token.get("content") if isinstance(token, dict) else token

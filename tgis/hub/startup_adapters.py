@@ -1,5 +1,5 @@
-"""Resolves the options for soft prompts and LoRA adapters before any process is started: directories become
-absolute, and every adapter to load at startup is checked to exist."""
+"""Resolves the options for soft prompts and LoRA adapters before any process starts: makes directories
+absolute, and checks that every adapter to load at start-up exists."""
 
 import os
 from dataclasses import fields, replace
@@ -12,21 +12,23 @@ from tgis.hub import model_files
 from tgis.hub.cache import cache_entry, find_snapshot
 
 ADAPTER_CONFIG = "adapter_config.json"
-ALLOWED = "letters, digits, _, - and . are allowed, and / between parts, none of which begins with a dot"
-_FORM = "one in a directory is given as NAME=DIRECTORY"
+ALLOWED = "use letters, digits, _, - and ., and / between parts; no part may begin with a dot"
+_FORM = "use NAME=DIRECTORY for an adapter in a directory"
 
 
 class AdapterOptionsError(OperatorError):
-    """Error when an option about soft prompts or adapters cannot be applied; the text is one line."""
+    """Error for an option of soft prompts or adapters that cannot be applied; its text is one line."""
 
 
 def resolve_adapter_options(options: AdapterOptions, max_sequence_length: int, cache: Path) -> AdapterOptions:
     """Return the options for the shards, with absolute paths and `lora_adapters` as `name=directory` entries.
-    Raises AdapterOptionsError, model_files.ModelNotFoundError."""
-    longest, limit = options.max_prompt_prefix_length, max_sequence_length - 1
-    if longest is not None and longest > limit:
+
+    Raises AdapterOptionsError and model_files.ModelNotFoundError."""
+    length = options.max_prompt_prefix_length
+    limit = max_sequence_length - 1
+    if length is not None and length > limit:
         raise AdapterOptionsError(
-            f"max_prompt_prefix_length ({longest}) must be at most {limit}, one less than max_sequence_length"
+            f"max_prompt_prefix_length ({length}) must be at most {limit}, one less than max_sequence_length"
         )
     adapters = [f"{name}={path}" for name, path in find_adapters(options.lora_adapters or "", cache).items()]
     given = AdapterOptions(**{f.name: getattr(options, f.name) for f in fields(AdapterOptions)})
@@ -39,18 +41,20 @@ def resolve_adapter_options(options: AdapterOptions, max_sequence_length: int, c
 
 
 def find_adapters(text: str, cache: Path) -> dict[str, Path]:
-    """Return the adapters' absolute directories by id. `text` lists `NAME=DIRECTORY`, `HUB/ID` and
-    `HUB/ID@REVISION` with commas. Raises AdapterOptionsError, model_files.ModelNotFoundError."""
-    found: dict[str, Path] = {}
+    """Return the adapters' absolute directories by id.
+
+    `text` is a comma-separated list of `NAME=DIRECTORY`, `HUB/ID` and `HUB/ID@REVISION`. Raises
+    AdapterOptionsError and model_files.ModelNotFoundError."""
+    directories: dict[str, Path] = {}
     for entry in filter(None, map(str.strip, text.split(","))):
         name, directory = _locate(entry, cache)
         if not is_adapter_id(name) or name != os.path.normpath(name):
             raise AdapterOptionsError(f"lora_adapters: {name!r} is not a valid id: {ALLOWED}")
-        if name in found:
+        if name in directories:
             raise AdapterOptionsError(f"lora_adapters: {name} is given twice")
         _check_adapter(name, directory)
-        found[name] = directory
-    return found
+        directories[name] = directory
+    return directories
 
 
 def _locate(entry: str, cache: Path) -> tuple[str, Path]:
@@ -70,7 +74,7 @@ def _locate(entry: str, cache: Path) -> tuple[str, Path]:
 def _check_adapter(name: str, directory: Path) -> None:
     if "," in str(directory):
         raise AdapterOptionsError(
-            f"lora_adapters: {name}: the path {directory} has a comma, which separates adapters"
+            f"lora_adapters: {name}: the path {directory} contains a comma, which separates adapters"
         )
     if not os.path.isdir(directory):
         raise AdapterOptionsError(f"lora_adapters: {name}: there is no directory {directory}")
@@ -79,7 +83,7 @@ def _check_adapter(name: str, directory: Path) -> None:
     kind = model_files.read_json(directory, ADAPTER_CONFIG).get("peft_type")
     if kind != "LORA":
         raise AdapterOptionsError(
-            f"lora_adapters: {name}: {directory} holds no LoRA adapter, but peft_type {kind}"
+            f"lora_adapters: {name}: {directory} is not a LoRA adapter: its peft_type is {kind}"
         )
 
 
@@ -90,6 +94,6 @@ def _make_absolute(path: str | None) -> str | None:
     directory = Path(path).absolute()
     try:
         directory.is_dir()
-    except OSError as error:  # for example a name that is not allowed for a directory
+    except OSError as error:  # for example, a name that is too long for a directory
         raise AdapterOptionsError(f"{directory} cannot be used: {error.strerror}") from error
     return str(directory)

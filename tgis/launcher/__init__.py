@@ -1,1 +1,1 @@
-"""The launcher of each node. It starts, watches and stops the shards, and on node 0 the router too."""
+"""Implements the launcher of a node: it starts, watches and stops the shards and, on node 0, the router."""

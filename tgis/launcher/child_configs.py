@@ -34,25 +34,27 @@ class Start:
 
     epoch: int
     rendezvous: str
-    """Place where the ranks meet: a file, or HOST:PORT if the group spans several nodes."""
+    """Where the ranks form their process group: a file, or HOST:PORT if the group spans several nodes."""
 
 
 class ChildConfigs:
     def __init__(self, config: LauncherConfig, plan: Plan, files: RunFiles) -> None:
-        self.launcher, self._plan, self._files = config, plan, files
+        self.launcher = config
+        self._plan = plan
+        self._files = files
         self.num_shards = plan.num_shards
         self._first_rank = config.node_rank * plan.num_shards
         self._world_size = config.nnodes * plan.num_shards
         self.uses_tcp = config.nnodes > 1 or config.headless
 
     def addresses(self, host: str) -> list[TcpAddress]:
-        """Return the addresses of this node's shards at `host`. Each rank of the group takes two ports."""
+        """Return the addresses of this node's shards at `host`. Each rank of the group uses two ports."""
         ranks = range(self._first_rank, self._first_rank + self.num_shards)
         return [TcpAddress(host, self.launcher.master_port + 1 + 2 * rank) for rank in ranks]
 
     @property
     def common(self) -> dict[str, Any]:
-        """Options and facts that must be equal on all nodes."""
+        """Options and model properties that must be equal on all nodes."""
         config = self.launcher
         names = {f.name for f in fields(ShardConfig)} & {f.name for f in fields(config)}
         options = {name: getattr(config, name) for name in names - NODE_OPTIONS}
@@ -62,15 +64,16 @@ class ChildConfigs:
         return options | model | {"nnodes": config.nnodes, "num_shard": self.num_shards}
 
     def router(self, addresses: Path, worker: int = 0) -> RouterConfig:
-        """Return the configuration of a router worker; with several, worker 0's is also the engine process's.
-        The file `addresses` lists shards that are reached over TCP."""
+        """Return the configuration of a router worker; worker 0's is also that of the engine process.
+
+        The file `addresses` lists the addresses of shards over TCP."""
         is_split = self._plan.router_workers > 1
         own = {
             "tokenizer_path": str(self._files.tokenizer_path),
             "shard_uds_path": self._files.uds_path,
             "num_shard": self._world_size,
             "max_sequence_length": self._plan.max_sequence_length,
-            # Without a name the router looks for one elsewhere. Without an endpoint no name is needed.
+            # Without a name, the router uses its own default. Without an endpoint, no name is needed.
             "otlp_service_name": self.launcher.otlp_service_name if self.launcher.otlp_endpoint else None,
             "served_model_name": self.launcher.served_model_name
             or served_name(self.launcher.model_name, self._plan.model_path),
@@ -90,7 +93,7 @@ class ChildConfigs:
     def shard(self, index: int, start: Start, host: str, listener: int | None) -> ShardConfig:
         """Return the configuration of this node's shard `index`. Other nodes reach this node at `host`.
 
-        Rank 0 gets the open socket of the rendezvous, `listener`."""
+        `listener` is the open socket of the rendezvous, for rank 0."""
         rank = self._first_rank + index
         own = {
             "model_path": str(self._plan.model_path),
@@ -117,14 +120,15 @@ class ChildConfigs:
         return self._derive(ShardConfig, own)
 
     def _compute_type(self) -> str:
-        """Return the kind of machine that clients are told."""
+        """Return the kind of machine that TGI's API reports."""
         config = self.launcher
         is_cuda = config.device != "cpu" and has_gpus(config.cuda_visible_devices)
         return config.compute_type or ("gpu" if is_cuda else "cpu")
 
     @cached_property
     def _auth_tokens_path(self) -> str | None:
-        """File of the bearer tokens, which is written once: routers start again while others read it."""
+        """File of the bearer tokens. It is written once, because a router may restart while others read
+        it."""
         tokens = self.launcher.auth_tokens
         if tokens is None:
             return self.launcher.auth_tokens_path
@@ -136,24 +140,25 @@ class ChildConfigs:
         return os.pathsep.join(roots) or None if self.launcher.runtime_adapters else None
 
     def _derive(self, config_type: type[C], own: Mapping[str, Any]) -> C:
-        """Build a configuration from `own`; other options have the launcher's values or their defaults."""
+        """Build a configuration from `own`; other options get the launcher's values or their defaults."""
         names = {f.name for f in fields(config_type)} & {f.name for f in fields(self.launcher)} - own.keys()
-        if not self.uses_tcp:  # a launcher may have options of a link that its group does not use
+        if not self.uses_tcp:  # a launcher may be given link options that its group does not use
             names -= LINK_OPTIONS
         return config_type(**{name: getattr(self.launcher, name) for name in names}, **own)
 
 
 def served_name(model_name: str, model_path: Path) -> str:
-    """Return a model's name for clients: the hub's, or its folder's or file's own, as those above are
-    private."""
-    named = Path(os.path.abspath(model_name))
-    if model_name.endswith(SUFFIX) and named.is_file():
-        return named.stem
-    # A model in GGUF form is served from another directory, which links to the files.
-    is_linked = named.is_dir() and any(
-        (model_path / file.name).is_symlink() for file in named.glob(f"*{SUFFIX}")
+    """Return a model's name for clients: its id on the hub, or the name of its folder or file.
+
+    Parent directories are left out, because their names are private."""
+    path = Path(os.path.abspath(model_name))
+    if model_name.endswith(SUFFIX) and path.is_file():
+        return path.stem
+    # A GGUF model is served from a temporary directory, which links to the files.
+    is_linked = path.is_dir() and any(
+        (model_path / file.name).is_symlink() for file in path.glob(f"*{SUFFIX}")
     )
-    return named.name if Path(model_name) == model_path or is_linked else model_name
+    return path.name if Path(model_name) == model_path or is_linked else model_name
 
 
 def line_fields(

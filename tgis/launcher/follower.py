@@ -1,4 +1,4 @@
-"""The launcher of any node but node 0, which tells it to start and kill shards. It reconnects to node 0."""
+"""Implements the launcher of nodes other than node 0: it starts and kills shards as node 0 orders."""
 
 import asyncio
 import logging
@@ -23,7 +23,8 @@ RETRY_S = 1.0
 
 class Follower:
     def __init__(self, config: LauncherConfig, plan: Plan) -> None:
-        """Read the certificates and make the run directory. Raises RunDirectoryError and CertificateError."""
+        """Read the certificates and create the run directory. Raises RunDirectoryError and
+        CertificateError."""
         self._config = config
         self._certificates = link_certificates(config, mutual_client_context)
         self._files = RunFiles(plan, config.shard_uds_path, line_fields(config, "tokenizer"))
@@ -51,10 +52,10 @@ class Follower:
             watching.cancel()
 
     async def drain(self, main: "asyncio.Task[None]", abort: "asyncio.Task[bool]") -> None:
-        """Keep the shards running until node 0 needs them no more, or until `shutdown_timeout` has passed.
+        """Keep the shards running until node 0 no longer needs them, or until `shutdown_timeout` has passed.
 
-        When the whole group is being stopped, node 0's router drains during this time. A second signal, which
-        ends `abort`, ends this at once."""
+        When the whole group stops, node 0's router drains during this time. A second signal, which ends
+        `abort`, ends the wait at once."""
         idle = asyncio.create_task(self._idle.wait())
         timeout_s = self._config.shutdown_timeout
         await asyncio.wait((main, idle, abort), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -66,13 +67,13 @@ class Follower:
 
     @asynccontextmanager
     async def _connect(self) -> AsyncIterator[Channel]:
-        """Connect to node 0; disconnect and kill the shards at the end. Raises OSError and TimeoutError."""
-        host, port = self._config.master_addr, self._config.master_port
+        """Connect to node 0, and on exit disconnect and kill the shards. Raises OSError and TimeoutError."""
+        host = self._config.master_addr
         self._certificates.refresh()
         async with asyncio.timeout(CONNECT_S):
             reader, writer = await asyncio.open_connection(
                 host,
-                port,
+                self._config.master_port,
                 ssl=self._certificates.context,
                 server_hostname=self._config.link_server_name or host,
                 limit=MAX_LINE_BYTES,
@@ -86,10 +87,11 @@ class Follower:
             await self._kill()
 
     async def _obey(self, channel: Channel) -> NoReturn:
-        """Introduce this node and obey node 0. Raises ChannelLostError, and LaunchError if refused."""
+        """Introduce this node and follow node 0's orders. Raises ChannelLostError, and LaunchError if
+        refused."""
         addresses = [str(address) for address in self._local.addresses]
-        rank, common = self._config.node_rank, self._configs.common
-        channel.send("hello", node_rank=rank, common=common, addresses=addresses)
+        common = self._configs.common
+        channel.send("hello", node_rank=self._config.node_rank, common=common, addresses=addresses)
         while True:
             message = await channel.receive()
             if message["kind"] == "refused":
@@ -123,7 +125,7 @@ class Follower:
         self._idle.set()
 
     def _warn_once(self, reason: str) -> None:
-        """Log why there is no connection, unless that was the last warning."""
+        """Log why there is no connection, unless the last warning gave the same reason."""
         if reason != self._last_warning:
             logger.warning("no connection to node 0 at %s: %s", self._config.master_addr, reason)
             self._last_warning = reason

@@ -1,4 +1,5 @@
-"""Makes the directory that a GGUF file is served from, in a child, because the libraries for it are large."""
+"""Creates the directory from which a GGUF model is served, in a child process because its libraries are
+large."""
 
 import logging
 from collections.abc import Sequence
@@ -15,17 +16,18 @@ logger = logging.getLogger(__name__)
 
 
 class GgufModel:
-    """Private directory of a model in GGUF form, which links to its files."""
+    """Private directory of a GGUF model, which links to the model's files."""
 
     def __init__(self, config: LauncherConfig, files: Sequence[Path]) -> None:
-        """Make the directory, empty. Raises RunDirectoryError."""
-        self._config, self._files = config, files
+        """Create the empty directory. Raises RunDirectoryError."""
+        self._config = config
+        self._files = files
         self._directory = RunDirectory()
         self.path = self._directory.path / "model"
         self.path.mkdir()
 
     async def read(self) -> None:
-        """Read the configuration and the tokenizer from the files. Raises LaunchError."""
+        """Write the configuration and tokenizer of the files to the directory. Raises LaunchError."""
         logger.info("reading %s", self._files[0])
         command = ["read-gguf", *(str(file.absolute()) for file in self._files), str(self.path)]
         child = Child("gguf", command, "GGUF: ", fields=line_fields(self._config, "gguf"))
@@ -42,7 +44,8 @@ class GgufModel:
 
 
 def find_gguf_model(config: LauncherConfig) -> GgufModel | None:
-    """Return the model if it is in GGUF form. Raises ModelNotFoundError, CacheConflictError and
-    RunDirectoryError."""
+    """Return the model if it has the GGUF format, else None.
+
+    Raises ModelNotFoundError, CacheConflictError and RunDirectoryError."""
     files = find_gguf(config.model_name, config.revision, hub_cache(config))
     return None if files is None else GgufModel(config, files)

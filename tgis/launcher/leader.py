@@ -1,7 +1,7 @@
-"""The launcher of node 0, which may be the only node. It starts, watches and stops the shards and the router.
+"""Implements the launcher of node 0, which starts, watches and stops the shards and the router.
 
-A shard group that dies is started again, and so is each of several router processes. A router of one process
-that dies ends everything. No process outlives this one."""
+It restarts a shard group that dies, and each of several router processes. If a router of a single process
+dies, the launcher stops the service. No process outlives the launcher."""
 
 import asyncio
 import logging
@@ -39,7 +39,8 @@ class Leader:
             config = self._ports.config
         else:
             check_ports(config)
-        self._config, self._num_workers = config, plan.router_workers
+        self._config = config
+        self._num_workers = plan.router_workers
         self._files = RunFiles(plan, config.shard_uds_path, line_fields(config, "tokenizer"))
         self._configs = ChildConfigs(config, plan, self._files)
         self._addresses = self._files.path / "addresses"
@@ -48,7 +49,7 @@ class Leader:
         self._router: Router | None = None
 
     async def run(self) -> None:
-        """Run the service until cancelled. Raises LaunchError when a process ends that should not."""
+        """Run the service until cancelled. Raises LaunchError if a process ends unexpectedly."""
         await self._files.prepare()
         if self._configs.uses_tcp:
             await self._run_over_tcp()
@@ -56,7 +57,9 @@ class Leader:
             await self._run_group([self._local], partial(file_rendezvous, self._files.path))
 
     async def drain(self, main: "asyncio.Task[None]", abort: "asyncio.Task[bool]") -> None:
-        """Let the router finish its calls; `main` watches shards. Raises LaunchError if `abort` ends this."""
+        """Let the router finish its calls, while `main` watches the shards.
+
+        Raises LaunchError if `abort` ends the wait."""
         if self._router is None:
             return
         self._router.signal(signal.SIGTERM)
@@ -85,7 +88,8 @@ class Leader:
             await run_all((remote.serve(listener), self._run_group(nodes, partial(port_rendezvous, host))))
 
     async def _run_group(self, nodes: Sequence[Node], rendezvous: Rendezvous) -> None:
-        """Run the shards and the router or, headless, health endpoints. Raises LaunchError when one ends."""
+        """Run the shards, and the router or, if headless, health endpoints. Raises LaunchError if one
+        ends."""
         addresses = self._addresses if self._configs.uses_tcp else None
         group = ShardGroup(nodes, rendezvous, addresses, self._config.startup_timeout)
         shards = asyncio.create_task(group.run())
@@ -102,7 +106,7 @@ class Leader:
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 if not shards.done():
                     raise LaunchError(router_end.result().text)
-                if group.has_served:  # calls may be in flight, and each must end with a status
+                if group.has_served:  # calls may be running, and each must end with a status
                     router.signal(GIVE_UP)
                     await asyncio.wait([router_end], timeout=GIVE_UP_S)
             shards.result()
@@ -127,17 +131,20 @@ class Leader:
     def _make_worker(self, number: int) -> Child:
         config = self._configs.router(self._addresses, number)
         fields = line_fields(self._config, "router", vars(config))
-        name, prefix = f"router worker {number}", f"Router {number}: "
-        return Child(name, ["router", *to_flags(config)], prefix, has_heartbeat=True, fields=fields)
+        command = ["router", *to_flags(config)]
+        return Child(
+            f"router worker {number}", command, f"Router {number}: ", has_heartbeat=True, fields=fields
+        )
 
 
 async def _resolve(name: str) -> str:
-    """Return the address of a host; wait until its name can be resolved."""
-    loop, is_logged = asyncio.get_running_loop(), False
+    """Wait until a host's name can be resolved, and return its address."""
+    loop = asyncio.get_running_loop()
+    is_logged = False
     while True:
         try:
-            found = await loop.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-            return str(found[0][4][0])
+            addresses = await loop.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+            return str(addresses[0][4][0])
         except OSError as error:
             if not is_logged:
                 logger.warning("the name %s cannot be resolved yet: %s", name, error.strerror)

@@ -11,17 +11,17 @@ from tgis.net.addresses import TcpAddress
 from tgis.process.child import Child, End
 
 LOOPBACK = "127.0.0.1"
-# Number of spins of an idle OpenMP thread before it sleeps. With the default it spins for milliseconds and
-# keeps a core from the router, the clients and the other threads of its own step: beside one busy process a
-# step then takes ten times as long. Without spinning every operator costs a wake-up, which halves the speed
-# of a small model.
+# Number of spins of an idle OpenMP thread before it sleeps. By default it spins for milliseconds and takes a
+# core from the router, the clients and the other threads of its step: next to one busy process, a step then
+# takes ten times as long. Without spinning, every operator costs a wake-up, which halves the speed of a small
+# model.
 SHARD_ENV = {"GOMP_SPINCOUNT": "2000"}
 # Shards of one machine communicate over its loopback interface only, and so must NCCL.
 LOCAL_ENV = {"NCCL_SOCKET_IFNAME": "lo"}
 # Signal that kills a process when it touches shared memory that cannot be allocated.
 BUS_ERROR = "SIGBUS"
 BUS_ERROR_HINT = "; the shards may lack shared memory: mount at least 1 GB of it at /dev/shm"
-SETTLE_S = 1.0  # time to notice the process whose end caused another process to end
+SETTLE_S = 1.0  # time to notice which process ended first and caused others to end
 
 
 class ShardEndedError(LaunchError):
@@ -43,7 +43,7 @@ class Node(Protocol):
     async def wait_until_connected(self) -> None: ...
 
     async def start(self, start: Start, listener: int | None) -> None:
-        """Start the shards and wait until all have loaded. Raises ShardEndedError if one ends before that.
+        """Start the shards and wait until all have loaded. Raises ShardEndedError if one ends before.
 
         `listener` is the descriptor of the rendezvous's socket."""
 
@@ -85,7 +85,8 @@ class LocalNode:
 
     def _child(self, index: int, start: Start, listener: int | None) -> Child:
         config = self._configs.shard(index, start, self.host, listener)
-        command, prefix = ["serve", *to_flags(config)], f"Shard {config.rank}: "
+        command = ["serve", *to_flags(config)]
+        prefix = f"Shard {config.rank}: "
         env = SHARD_ENV if self._configs.uses_tcp else SHARD_ENV | LOCAL_ENV
         fds = [] if config.rendezvous_fd is None else [config.rendezvous_fd]
         fields = line_fields(self._configs.launcher, "shard", vars(config))
@@ -93,9 +94,9 @@ class LocalNode:
 
 
 async def first_end(endings: Iterable[Coroutine[Any, Any, End]]) -> End:
-    """Return the first end; if it gave a reason, a process that is killed within SETTLE_S takes precedence.
+    """Return the first end, unless it is a refusal and another process is killed within SETTLE_S.
 
-    A rank that loses its peers reports that and exits, sometimes before the kill of the peer is noticed."""
+    A rank that loses a peer reports that and exits, sometimes before the launcher notices the peer's end."""
     waits = [asyncio.create_task(ending) for ending in endings]
     try:
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -110,7 +111,7 @@ async def first_end(endings: Iterable[Coroutine[Any, Any, End]]) -> End:
 
 
 async def run_all(coroutines: Iterable[Coroutine[Any, Any, object]]) -> None:
-    """Wait until all are done. If one fails, cancel the others and raise its error."""
+    """Run the coroutines until all are done. If one fails, cancel the others and raise its error."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         await asyncio.gather(*tasks)
@@ -122,7 +123,8 @@ async def run_all(coroutines: Iterable[Coroutine[Any, Any, object]]) -> None:
 
 async def run_unless_ended(loading: Coroutine[Any, Any, object], ending: Coroutine[Any, Any, End]) -> None:
     """Wait for `loading`. Raises ShardEndedError if `ending` is done first."""
-    loaded, end = asyncio.create_task(loading), asyncio.create_task(ending)
+    loaded = asyncio.create_task(loading)
+    end = asyncio.create_task(ending)
     try:
         await asyncio.wait((loaded, end), return_when=asyncio.FIRST_COMPLETED)
         if end.done():

@@ -1,4 +1,4 @@
-"""The launcher's main function. It handles signals and stops every process that the launcher started."""
+"""Runs the launcher: handles signals, and stops every process that the launcher started."""
 
 import asyncio
 import logging
@@ -18,13 +18,15 @@ logger = logging.getLogger(__name__)
 
 
 def run(config: LauncherConfig) -> None:
-    """Run this node's launcher until a clean stop. Raises what `download_missing`, `find_gguf_model`,
-    `make_plan`, Leader and Follower raise."""
+    """Run this node's launcher until a clean stop.
+
+    Raises the errors of `download_missing`, `find_gguf_model`, `make_plan`, Leader and Follower."""
     asyncio.run(_run(config))
 
 
 async def _run(config: LauncherConfig) -> None:
-    stopping, aborting = asyncio.Event(), asyncio.Event()
+    stopping = asyncio.Event()
+    aborting = asyncio.Event()
 
     def on_signal() -> None:
         (aborting if stopping.is_set() else stopping).set()
@@ -43,8 +45,9 @@ async def _run(config: LauncherConfig) -> None:
 
 
 async def _finish(work: Coroutine[Any, Any, None], stopping: asyncio.Event) -> bool:
-    """Wait for `work`. Cancel it and return False if the launcher is told to stop first."""
-    task, stop = asyncio.create_task(work), asyncio.create_task(stopping.wait())
+    """Wait for `work`. If `stopping` is set first, cancel it and return False."""
+    task = asyncio.create_task(work)
+    stop = asyncio.create_task(stopping.wait())
     await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
     if is_finished := task.done():
         stop.cancel()
@@ -55,14 +58,16 @@ async def _finish(work: Coroutine[Any, Any, None], stopping: asyncio.Event) -> b
 
 
 async def _run_node(
-    config: LauncherConfig, made: Path | None, stopping: asyncio.Event, aborting: asyncio.Event
+    config: LauncherConfig, gguf_path: Path | None, stopping: asyncio.Event, aborting: asyncio.Event
 ) -> None:
-    """Run this node with the model in the directory `made`, or with the one that the configuration names."""
-    plan = make_plan(config, made)
+    """Run this node with the GGUF model in `gguf_path`, or else with the model that the configuration
+    names."""
+    plan = make_plan(config, gguf_path)
     node = (Follower if config.node_rank else Leader)(config, plan)
     logger.info("loading %s on %d shards", plan.model_path, plan.num_shards)
     main = asyncio.create_task(node.run())
-    stop, abort = asyncio.create_task(stopping.wait()), asyncio.create_task(aborting.wait())
+    stop = asyncio.create_task(stopping.wait())
+    abort = asyncio.create_task(aborting.wait())
     try:
         await asyncio.wait((main, stop), return_when=asyncio.FIRST_COMPLETED)
         if main.done():

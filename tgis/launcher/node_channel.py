@@ -1,4 +1,4 @@
-"""The connection between launchers of different nodes. Each message is a line of JSON, or a heartbeat."""
+"""Connects the launchers of different nodes. Each line is a JSON message or an empty heartbeat."""
 
 import asyncio
 import json
@@ -14,15 +14,16 @@ Message = dict[str, Any]
 
 
 class ChannelLostError(Exception):
-    """Error for a lost connection. The text says how the loss was noticed."""
+    """Error for a lost connection; its text is the reason."""
 
 
 class Channel:
-    """Channel of messages over an encrypted connection whose other end has shown a certificate."""
+    """Channel of messages over a connection with mutual TLS."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Start to send heartbeats, which continue until `close`."""
-        self._reader, self._writer = reader, writer
+        self._reader = reader
+        self._writer = writer
         self._missed = 0
         configure_socket(writer.get_extra_info("socket"))
         self.own_host, self.other_host = (
@@ -31,16 +32,17 @@ class Channel:
         self._heartbeats = asyncio.create_task(self._send_heartbeats(), name="heartbeats")
 
     def send(self, kind: str, **more: Any) -> None:
-        """Send a message. If the other end is gone, drop it; `receive` reports the loss."""
+        """Send a message. If the connection is lost, the message is dropped and `receive` reports the
+        loss."""
         self._write(json.dumps({"kind": kind, **more}).encode() + b"\n")
 
     async def receive(self) -> Message:
-        """Return the next message, which has a kind. Raises ChannelLostError, also for any other line."""
+        """Return the next message. Raises ChannelLostError, also for a line that is not a message."""
         while True:
             try:
                 line = await self._reader.readline()
                 message = json.loads(line) if line.strip() else None
-            except (OSError, ValueError) as error:  # ValueError also for a line that is too long
+            except (OSError, ValueError) as error:  # a line that is too long also raises ValueError
                 raise ChannelLostError(str(error) or type(error).__name__) from error
             if not line:
                 is_silent = self._missed >= MAX_MISSED
@@ -50,11 +52,11 @@ class Channel:
             self._missed = 0
             if message is not None:
                 if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
-                    raise ChannelLostError("the other end sent something that is not a message")
+                    raise ChannelLostError("received a line that is not a message")
                 return message
 
     def close(self) -> None:
-        """Close the channel. Messages sent before are still delivered if the other end reads them."""
+        """Close the channel after delivering the messages sent before."""
         self._heartbeats.cancel()
         self._writer.close()
 
@@ -63,9 +65,9 @@ class Channel:
             self._writer.write(data)
 
     async def _send_heartbeats(self) -> None:
-        """Send heartbeats; abort the connection when the other end has been silent for too long.
+        """Send heartbeats, and abort the connection when the peer has been silent for too long.
 
-        Silence is counted in heartbeats, so time in which this process was stopped does not count."""
+        Silence is counted in heartbeats, so time during which this process was suspended does not count."""
         while self._missed < MAX_MISSED:
             await asyncio.sleep(PERIOD_S)
             self._missed += 1

@@ -19,19 +19,20 @@ logger = logging.getLogger(__name__)
 
 MIN_LENGTH = 2
 END_S = 5.0  # time for processes to exit after the last request has ended
-GIVE_UP_S = 12.0  # time for the router to end its calls when the shards are not started again
-FEW_CORES, MAX_ROUTER_WORKERS = 4, 8  # for the default number of router workers
+GIVE_UP_S = 12.0  # time for the router to end its calls if the shards are not restarted
+FEW_CORES = 4  # up to which the default is one router worker
+MAX_ROUTER_WORKERS = 8  # by default
 TOKENIZER = "tokenizer.json"
-ALL_DEVICES = (None, "all", "void")  # lists of visible devices that name none
+ALL_DEVICES = (None, "all", "void")  # values of NVIDIA_VISIBLE_DEVICES that list no devices
 
 
 class LaunchError(OperatorError):
-    """Error for a service that cannot start or has failed. The text is one line."""
+    """Error for a service that cannot start or has failed; its text is one line."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Facts about the model and the shards, derived before any process is started."""
+    """Properties of the model and the shards, derived before any process starts."""
 
     model_path: Path
     tokenizer_path: Path
@@ -40,16 +41,16 @@ class Plan:
     dtype: str | None
     num_shards: int
     router_workers: int
-    """Router processes that share the public ports; a single one runs the engine too."""
+    """Number of router processes that share the public ports; a single one also runs the engine."""
     has_fast_tokenizer: bool
-    """True if there is a tokenizer.json; otherwise one is made at the start."""
+    """True if there is a tokenizer.json; otherwise it is created at start-up."""
     adapters: AdapterOptions
     fingerprint: str
-    """Fingerprint of the model's configuration and weights, by the names and sizes of their files."""
+    """Fingerprint of the model's configuration and weights, from the names and sizes of their files."""
 
 
-def make_plan(config: LauncherConfig, made: Path | None = None) -> Plan:
-    """Check the configuration and find the model, which is in the directory `made` if there is one.
+def make_plan(config: LauncherConfig, gguf_path: Path | None = None) -> Plan:
+    """Check the configuration and locate the model, which is in `gguf_path` if given.
 
     Raises LaunchError, AdapterOptionsError, CacheConflictError or ModelNotFoundError."""
     if config.dtype and config.dtype_str and config.dtype != config.dtype_str:
@@ -59,7 +60,7 @@ def make_plan(config: LauncherConfig, made: Path | None = None) -> Plan:
     num_shards = count_shards(config, is_cuda)
     _warn_of_older_names(config)
     cache = hub_cache(config)
-    path = made or find_model(config.model_name, config.revision, cache)
+    path = gguf_path or find_model(config.model_name, config.revision, cache)
     model_config = model_files.read_config(path)
     tokenizer = _find_tokenizer(config.tokenizer_name, cache) if config.tokenizer_name else path
     has_fast = (tokenizer / TOKENIZER).is_file()
@@ -71,7 +72,8 @@ def make_plan(config: LauncherConfig, made: Path | None = None) -> Plan:
             f"max_input_tokens ({config.max_input_tokens}) must be less than max_sequence_length ({length})"
         )
     adapters = resolve_adapter_options(config, length, cache)
-    dtype, fingerprint = config.dtype or config.dtype_str, model_files.fingerprint(path)
+    dtype = config.dtype or config.dtype_str
+    fingerprint = model_files.fingerprint(path)
     workers = choose_router_workers(config.router_workers, count_cores()) if has_router(config) else 0
     return Plan(path, tokenizer, length, dtype, num_shards, workers, has_fast, adapters, fingerprint)
 
@@ -80,36 +82,38 @@ def has_router(config: LauncherConfig) -> bool:
     return not (config.headless or config.node_rank)
 
 
-def choose_router_workers(asked: int | None, cores: int) -> int:
-    """Return the number of router workers: on more than a few cores by default a quarter of them, because the
-    shards and the engine need the others."""
-    number = asked or (1 if cores <= FEW_CORES else min(cores // 4, MAX_ROUTER_WORKERS))
-    logger.info("router_workers is %d (%s)", number, "user-defined" if asked else f"default on {cores} cores")
+def choose_router_workers(configured: int | None, cores: int) -> int:
+    """Return the number of router workers.
+
+    The default on many cores is a quarter of them, because the shards and the engine need the others."""
+    number = configured or (1 if cores <= FEW_CORES else min(cores // 4, MAX_ROUTER_WORKERS))
+    source = "user-defined" if configured else f"default on {cores} cores"
+    logger.info("router_workers is %d (%s)", number, source)
     return number
 
 
 def count_shards(config: LauncherConfig, is_cuda: bool) -> int:
     """Return the configured number of shards, else that of visible devices, else 1. Raises LaunchError."""
-    asked = _asked_shards(config)
-    if config.sharded and asked == 1:
-        raise LaunchError("sharded is true, and num_shard is 1: leave one of both out")
-    if asked:
-        return asked
+    configured = _configured_shards(config)
+    if config.sharded and configured == 1:
+        raise LaunchError("sharded is true, but num_shard is 1: leave out one of them")
+    if configured:
+        return configured
     if config.sharded:
         return _count_gpus_to_share(config, is_cuda)
     if config.sharded is False:
-        logger.info("1 shard, as no number of shards is given")
+        logger.info("using 1 shard: sharded is false and num_shard is unset")
         return 1
     devices = _listed_devices(config)
     if devices is None:
         return 1
     if not is_cuda:
-        logger.info("visible devices are not counted without a GPU: 1 shard; --num-shard sets another number")
+        logger.info("using 1 shard: visible devices are not counted without a GPU; see --num-shard")
         return 1
     return len(devices.split(","))
 
 
-def _asked_shards(config: LauncherConfig) -> int | None:
+def _configured_shards(config: LauncherConfig) -> int | None:
     if config.num_shard and config.num_gpus and config.num_shard != config.num_gpus:
         counts = f"({config.num_gpus} and {config.num_shard})"
         raise LaunchError(f"NUM_GPUS and num_shard are set to different values {counts}")
@@ -122,13 +126,13 @@ def _listed_devices(config: LauncherConfig) -> str | None:
 
 
 def _count_gpus_to_share(config: LauncherConfig, is_cuda: bool) -> int:
-    """Return the number of visible GPUs. Raises LaunchError if there are not several."""
+    """Return the number of visible GPUs. Raises LaunchError if there are fewer than two."""
     listed = _listed_devices(config)
     visible = count_gpus() if listed in ALL_DEVICES else len((listed or "").split(","))
     if not is_cuda or visible < 2:
         raise LaunchError(
-            f"sharded is true, which needs two visible GPUs or more, not {visible if is_cuda else 0}: "
-            "--num-shard sets another number of shards"
+            f"sharded is true, which needs two or more visible GPUs, not {visible if is_cuda else 0}: "
+            "use --num-shard to set the number of shards"
         )
     return visible
 
@@ -158,7 +162,7 @@ def hub_cache(config: LauncherConfig) -> Path:
 
 
 def _check_budget(config: LauncherConfig) -> None:
-    """Check that requests can end before the pod is killed, which would lose them. Raises LaunchError."""
+    """Check that requests can finish before the pod is killed. Raises LaunchError."""
     if (grace_s := config.termination_grace_period) is None:
         return
     left_s = max(0.0, grace_s - config.pre_stop_delay - END_S)
@@ -170,17 +174,19 @@ def _check_budget(config: LauncherConfig) -> None:
         )
 
 
-def _choose_length(asked: int | None, model_config: dict[str, Any], rope_factor: float | None = None) -> int:
-    """Return the longest sequence in tokens, input and output together. Raises LaunchError."""
-    of_model = model_files.length_of_model(model_config)
-    length = asked or of_model or model_files.DEFAULT_LENGTH
-    source = "user-defined" if asked else "model" if of_model else "default"
+def _choose_length(
+    configured: int | None, model_config: dict[str, Any], rope_factor: float | None = None
+) -> int:
+    """Return the maximum length of a sequence in tokens, input plus output. Raises LaunchError."""
+    model_length = model_files.length_of_model(model_config)
+    length = configured or model_length or model_files.DEFAULT_LENGTH
+    source = "user-defined" if configured else "model" if model_length else "default"
     logger.info("max_sequence_length is %d (%s)", length, source)
     if length < MIN_LENGTH:
         raise LaunchError(SHORT_SEQUENCE.format(value=length))
-    if of_model and length > of_model * (rope_factor or 1):
-        logger.warning("max_sequence_length %d is more than the model's %d", length, of_model)
-    elif of_model and rope_factor and not asked:
-        most = int(of_model * rope_factor)
-        logger.info("rope_factor allows a max_sequence_length of %d, but does not set it", most)
+    if model_length and length > model_length * (rope_factor or 1):
+        logger.warning("max_sequence_length %d is more than the model's %d", length, model_length)
+    elif model_length and rope_factor and not configured:
+        maximum = int(model_length * rope_factor)
+        logger.info("rope_factor allows a max_sequence_length of %d, but does not set it", maximum)
     return length

@@ -1,4 +1,4 @@
-"""Node 0's connections to the launchers of the other nodes. A node that is lost may reconnect."""
+"""Manages node 0's connections to the launchers of the other nodes. A lost node may reconnect."""
 
 import asyncio
 import logging
@@ -22,9 +22,10 @@ HANDSHAKE_S = 5.0
 
 class RemoteNodes:
     def __init__(self, num_others: int, common: Mapping[str, Any], certificates: Certificates) -> None:
-        """Create the nodes, not yet connected. `common` holds what must be equal on all nodes."""
+        """Create the nodes, unconnected. `common` has the options that must be equal on all nodes."""
         self.nodes = [RemoteNode(rank) for rank in range(1, num_others + 1)]
-        self._common, self._certificates = common, certificates
+        self._common = common
+        self._certificates = certificates
         self._channels: dict[asyncio.Task[None], Channel] = {}
 
     async def serve(self, listener: socket.socket) -> None:
@@ -54,9 +55,9 @@ class RemoteNodes:
         try:
             await self._identify(channel)
         except ChannelLostError as error:
-            logger.debug("a connection of %s ended: %s", channel.other_host, error)
+            logger.debug("connection from %s ended: %s", channel.other_host, error)
         except TimeoutError:
-            logger.warning("%s connected but did not say which node it is", channel.other_host)
+            logger.warning("%s connected but did not send its node_rank", channel.other_host)
         finally:
             del self._channels[task]
             channel.close()
@@ -74,12 +75,14 @@ class RemoteNodes:
         await self.nodes[rank - 1].follow(channel, addresses)
 
     def _read_hello(self, hello: Message) -> tuple[int, list[TcpAddress]]:
-        """Return the node's rank and shards' addresses. Raises LaunchError if it does not fit this group."""
+        """Return the node's rank and shard addresses. Raises LaunchError if the node does not fit this
+        group."""
         try:
-            rank, common = int(hello["node_rank"]), dict(hello["common"])
+            rank = int(hello["node_rank"])
+            common = dict(hello["common"])
             addresses = [parse(text) for text in hello["addresses"]]
         except (KeyError, TypeError, ValueError, AddressError) as error:
-            raise LaunchError("it does not say which node it is") from error
+            raise LaunchError("its first message is invalid") from error
         if not 0 < rank <= len(self.nodes):
             raise LaunchError(f"node_rank {rank} is out of range for {len(self.nodes) + 1} nodes")
         for name, value in self._common.items():
@@ -107,7 +110,8 @@ class RemoteNode:
         await self._is_connected.wait()
 
     async def start(self, start: Start, listener: int | None) -> None:
-        self._epoch, self._has_loaded = start.epoch, asyncio.Event()
+        self._epoch = start.epoch
+        self._has_loaded = asyncio.Event()
         self._end = asyncio.get_running_loop().create_future()
         if self._channel is None:
             self._set_end(End(f"{self.name} is lost"))
@@ -126,8 +130,9 @@ class RemoteNode:
     async def follow(self, channel: Channel, addresses: list[TcpAddress]) -> NoReturn:
         """Receive this node's messages until the channel is lost or replaced. Raises ChannelLostError."""
         if self._channel is not None:
-            self._disconnect("it connected again")
-        self._channel, self.addresses = channel, addresses
+            self._disconnect("it reconnected")
+        self._channel = channel
+        self.addresses = addresses
         self._is_connected.set()
         logger.info("%s connected from %s", self.name, channel.other_host)
         try:
@@ -149,7 +154,7 @@ class RemoteNode:
 
     def _handle(self, message: Message) -> None:
         if message.get("epoch") != self._epoch:
-            return  # the message is about shards that have been killed since
+            return  # the message is about shards that were killed in the meantime
         if message["kind"] == "loaded":
             self._has_loaded.set()
         elif message["kind"] == "ended":

@@ -1,4 +1,4 @@
-"""Runs an engine process and the router workers that use it; each that dies or hangs is restarted alone."""
+"""Runs the engine process and the router workers, and restarts each of them that dies or hangs."""
 
 import asyncio
 import contextlib
@@ -18,26 +18,27 @@ ENDED = End("the router has ended", is_success=True)
 
 
 class Router(Protocol):
-    """The router's process, or all of them."""
+    """One or several processes of the router."""
 
     async def start(self) -> None: ...
 
     async def wait(self) -> End:
-        """Wait until the router has ended and return its end. The caller may cancel."""
+        """Wait until the router has ended, and return its end. The wait may be cancelled."""
 
     def signal(self, number: signal.Signals) -> None:
-        """Tell the router to drain, or that the shards will not be restarted."""
+        """Send SIGTERM to drain the router, or GIVE_UP if the shards will not be restarted."""
 
     async def kill(self) -> None: ...
 
 
 class RouterGroup:
-    """Implements Router. It ends when all of its processes were told to end, or when one fails for good."""
+    """Implements Router. It ends when all processes have ended after a signal, or when one fails
+    permanently."""
 
     def __init__(self, make_engine: Callable[[], Child], make_workers: Sequence[Callable[[], Child]]) -> None:
-        """Take makers of children that are not started yet, of which each start of a process needs one."""
-        self._engine = _KeptProcess(make_engine)
-        self._workers = [_KeptProcess(make) for make in make_workers]
+        """Store the factories, which return a new unstarted child for each start of a process."""
+        self._engine = _RestartedProcess(make_engine)
+        self._workers = [_RestartedProcess(make) for make in make_workers]
         self._running: asyncio.Task[End] | None = None
 
     async def start(self) -> None:
@@ -48,8 +49,9 @@ class RouterGroup:
         return await asyncio.shield(self._running)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal that ends the workers. The engine process gets it only if it is GIVE_UP: workers that
-        drain need the engine until they have ended."""
+        """Send a signal that ends the workers.
+
+        The engine process gets only GIVE_UP, because draining workers need it until they have ended."""
         for worker in self._workers:
             worker.end(number)
         if number == GIVE_UP:
@@ -73,8 +75,8 @@ class RouterGroup:
         self._engine.end(signal.SIGTERM)
 
 
-class _KeptProcess:
-    """A process that is started again whenever it ends, until it is told to end."""
+class _RestartedProcess:
+    """Process that is restarted whenever it ends, until `end` is called."""
 
     def __init__(self, make: Callable[[], Child]) -> None:
         self._make = make
@@ -85,8 +87,8 @@ class _KeptProcess:
         self._crashes: list[float] = []
 
     async def run(self) -> None:
-        """Keep the process running until `end`. Raises LaunchError after a refusal at the start or too many
-        crashes."""
+        """Keep the process running until `end`. Raises LaunchError if it refuses to start or crashes too
+        often."""
         while not self._ending.is_set():
             end = await self._run_once()
             if not self._ending.is_set():
@@ -94,7 +96,7 @@ class _KeptProcess:
                 await self._back_off()
 
     def end(self, number: signal.Signals) -> None:
-        """Send a signal that ends the process, and start it no more."""
+        """Send a signal that ends the process, and do not restart it."""
         self._last_signal = number
         self._ending.set()
         if self._child is not None:
@@ -107,23 +109,23 @@ class _KeptProcess:
     async def _run_once(self) -> End:
         child = self._child = self._make()
         await child.start()
-        if self._ending.is_set():  # the signal came before there was a process that could get it
+        if self._ending.is_set():  # `end` was called before there was a process to signal
             child.signal(self._last_signal)
         end = await child.wait()
         self._has_served |= child.serving.is_set()
         return end
 
     def _count_crash(self, end: End) -> None:
-        """Log the end of the process. Raises LaunchError if it must not be started again."""
+        """Log the end of the process. Raises LaunchError if it must not be restarted."""
         if end.is_refusal and not self._has_served:
             raise LaunchError(end.text)
         self._crashes = add_crash(self._crashes)
         if len(self._crashes) > MAX_CRASHES:
             raise LaunchError(f"{end.text}; giving up after {MAX_CRASHES} restarts of this process")
-        logger.error("%s; starting it again", end.text)
+        logger.error("%s; restarting it", end.text)
 
     async def _back_off(self) -> None:
-        """Wait before the next start, unless the process is told to end."""
+        """Wait before the next start, or until `end` is called."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(backoff_s(len(self._crashes))):
                 await self._ending.wait()

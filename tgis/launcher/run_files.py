@@ -1,4 +1,4 @@
-"""The files that the processes of one run share until it ends: sockets, tokenizer, compiled kernels."""
+"""Manages the files that the processes of a run share until it ends: sockets, tokenizer, compiled kernels."""
 
 import contextlib
 import logging
@@ -21,8 +21,10 @@ MAX_SOCKET_PATH = 107  # bytes, Linux's limit
 
 class RunFiles:
     def __init__(self, plan: Plan, uds_path: str | None, line_fields: Mapping[str, Scalar] | None) -> None:
-        """Make the run directory; sockets may be elsewhere, at `uds_path`. Raises RunDirectoryError."""
-        self._plan, self._line_fields = plan, line_fields
+        """Create the run directory. The shards' sockets are there, or at `uds_path`. Raises
+        RunDirectoryError."""
+        self._plan = plan
+        self._line_fields = line_fields
         self._directory = RunDirectory()
         self.path = self._directory.path
         self.uds_path = uds_path or str(self.path / "shard")
@@ -33,17 +35,17 @@ class RunFiles:
 
     @property
     def engine_path(self) -> Path:
-        """Socket of the engine process, if it is one of its own."""
+        """Socket of the engine process, if there are several router workers."""
         return self.path / "engine"
 
     @property
     def metrics_dir(self) -> Path:
-        """Directory of the metrics of all router processes, if there are several."""
+        """Directory of the metric files of all router processes, if there are several."""
         return self.path / "metrics"
 
     @property
     def http_url_path(self) -> Path:
-        """File that the router writes the URL of its HTTP port to."""
+        """File to which the router writes the URL of its HTTP port."""
         return self.path / HTTP_URL
 
     def write(self, name: str, text: str) -> Path:
@@ -59,7 +61,7 @@ class RunFiles:
             await self._convert_tokenizer()
 
     def remove(self) -> None:
-        """Remove the files of this run, also sockets that the operator has put elsewhere."""
+        """Remove the files of this run, including sockets outside the run directory."""
         for path in self._sockets:
             for socket in (path, Path(steps_path(str(path)))):
                 with contextlib.suppress(OSError):
@@ -72,13 +74,13 @@ class RunFiles:
         return [Path(f"{self.uds_path}-{rank}") for rank in range(self._plan.num_shards)]
 
     def _check_sockets(self) -> None:
-        """Check the sockets' paths before the shards load the model for minutes. Raises LaunchError."""
+        """Check the sockets' paths before the shards spend minutes on loading. Raises LaunchError."""
         _check_socket(steps_path(str(self._sockets[-1])), "--shard-uds-path or ")
         if self._plan.router_workers > 1:
             _check_socket(str(self.engine_path))
 
     async def _convert_tokenizer(self) -> None:
-        """Convert the tokenizer in a child, because the libraries for it are large. Raises LaunchError."""
+        """Convert the tokenizer in a child process, because its libraries are large. Raises LaunchError."""
         logger.info("the model has no %s: converting its tokenizer", TOKENIZER)
         self.tokenizer_path.mkdir()
         arguments = [str(self._plan.tokenizer_path.absolute()), "--output-path", str(self.tokenizer_path)]
@@ -95,6 +97,6 @@ class RunFiles:
 
 def _check_socket(path: str, option: str = "") -> None:
     if not is_utf8(path):
-        raise LaunchError(f"{path} is not UTF-8, as a socket's path must be: set {option}another TMPDIR")
+        raise LaunchError(f"{path}: a socket's path must be UTF-8: set {option}another TMPDIR")
     if len(os.fsencode(path)) > MAX_SOCKET_PATH:
         raise LaunchError(f"{path} is too long for a socket's path: set {option}a shorter TMPDIR")

@@ -18,36 +18,37 @@ logger = logging.getLogger(__name__)
 
 CRASH_WINDOW_S = 300.0
 MAX_CRASHES = 6  # of the group within the window; a request that kills shards causes three
-MAX_FIRST_CRASHES = 3  # before the group has served, however long each start takes
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 4.0
+MAX_FIRST_CRASHES = 3  # before the group has served for the first time, without a time window
+FIRST_BACKOFF_S = 0.5
+MAX_BACKOFF_S = 4.0
 
 
 Rendezvous = Callable[[int], AbstractContextManager[tuple[str, int | None]]]
-"""Opens the place where the ranks of the start with this epoch meet, with the descriptor of a socket that
-listens there, if there is one."""
+"""Function that opens the rendezvous of the start with this epoch: a file or HOST:PORT, and the descriptor of
+the listening socket, if there is one."""
 
 
 @contextmanager
 def file_rendezvous(directory: Path, epoch: int) -> Iterator[tuple[str, None]]:
-    """Name the file where ranks on one machine meet."""
+    """Yield the path of a rendezvous file for ranks on one machine."""
     yield str(directory / f"rendezvous-{epoch}"), None
 
 
 @contextmanager
 def port_rendezvous(host: str, epoch: int) -> Iterator[tuple[str, int]]:
-    """Open a new port, unknown to ranks left over from an earlier start. Raises PortError."""
+    """Open a new rendezvous port, unknown to ranks left over from an earlier start. Raises PortError."""
     with listen(host, 0) as listener:
         yield str(TcpAddress(host, listener.getsockname()[1])), listener.fileno()
 
 
 def add_crash(crashes: Sequence[float]) -> list[float]:
-    """Return the times of the crashes that are within the window, and of one now."""
+    """Return the times of the crashes within the window, plus one crash now."""
     now = time.monotonic()
     return [*(at for at in crashes if now - at < CRASH_WINDOW_S), now]
 
 
 def backoff_s(num_crashes: int) -> float:
-    """Return the time to wait before the next start: none after the first crash, and longer after each."""
+    """Return the delay before the next start: none after the first crash, then doubling up to a maximum."""
     return min(FIRST_BACKOFF_S * 2 ** (num_crashes - 2), MAX_BACKOFF_S) if num_crashes > 1 else 0.0
 
 
@@ -59,14 +60,16 @@ class ShardGroup:
         addresses: Path | None,
         startup_timeout: float | None = None,
     ) -> None:
-        """Take the nodes. `addresses` is the file for the shards' addresses if they are reached over TCP."""
-        self._nodes, self._rendezvous, self._addresses = nodes, rendezvous, addresses
+        """`addresses` is the file for the shards' TCP addresses; None: the shards use Unix sockets."""
+        self._nodes = nodes
+        self._rendezvous = rendezvous
+        self._addresses = addresses
         self._startup_timeout = startup_timeout
         self._epoch = 0
         self.is_serving = self.has_served = False
 
     async def run(self) -> None:
-        """Keep the shards running. Raises LaunchError after too many restarts, or a refusal at the start."""
+        """Keep the shards running. Raises LaunchError if they crash too often or refuse to start."""
         await self._start_first_in_time()
         crashes: list[float] = []
         while True:
@@ -77,7 +80,7 @@ class ShardGroup:
                 await self.kill()
                 raise LaunchError(f"{end.text}; giving up after {MAX_CRASHES} restarts of the shards")
             await self._stop(end.text, len(crashes))
-            # If the start fails, the next iteration finds the shard that has ended and counts the crash.
+            # If the start fails, the next iteration notices the ended shard and counts the crash.
             with contextlib.suppress(LaunchError):
                 await self._start()
 
@@ -85,7 +88,7 @@ class ShardGroup:
         await asyncio.gather(*(node.kill() for node in self._nodes))
 
     async def _start_first_in_time(self) -> None:
-        """Start the shards for the first time. Raises LaunchError, also if that takes too long."""
+        """Start the shards for the first time. Raises LaunchError, also after `startup_timeout`."""
         try:
             async with asyncio.timeout(self._startup_timeout) as limit:
                 await self._start_first()
@@ -96,7 +99,8 @@ class ShardGroup:
             raise LaunchError(text) from None
 
     async def _start_first(self) -> None:
-        """Start the shards for the first time, while nodes may come and go. Raises LaunchError."""
+        """Start the shards for the first time; nodes may connect and disconnect meanwhile. Raises
+        LaunchError."""
         num_crashes = 0
         while True:
             num_losses = self._num_losses
@@ -119,8 +123,8 @@ class ShardGroup:
             await self._stop(end.text, num_crashes)
 
     async def _stop(self, reason: str, num_crashes: int = 1) -> None:
-        """Kill all shards before another start, and wait."""
-        logger.error("%s; starting the shards again", reason)
+        """Kill all shards, and wait before the next start."""
+        logger.error("%s; restarting the shards", reason)
         await self.kill()
         await asyncio.sleep(backoff_s(num_crashes))
 
@@ -140,8 +144,8 @@ class ShardGroup:
         self.is_serving = self.has_served = True
 
     def _write_addresses(self) -> None:
-        """Write the shards' addresses to the router's file, atomically because it may be read at any time."""
-        if self._addresses is None:  # on one machine a full disk must not prevent a restart
+        """Write the shards' addresses to the router's file atomically, because it may be read at any time."""
+        if self._addresses is None:  # without TCP, a full disk must not prevent a restart
             return
         new = self._addresses.with_suffix(".new")
         new.write_text(",".join(str(address) for node in self._nodes for address in node.addresses))

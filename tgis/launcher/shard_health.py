@@ -1,4 +1,5 @@
-"""The HTTP endpoints of a node without a router; `/health` and `/metrics` say if its shards serve."""
+"""Serves the HTTP endpoints of a node without a router: `/health` and `/metrics` report whether its shards
+serve."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -22,7 +23,9 @@ tgi_ready {}
 
 @asynccontextmanager
 async def serve_health(config: LauncherConfig, is_serving: Callable[[], bool]) -> AsyncIterator[None]:
-    """Serve the endpoints within the context, with TLS if `http_tls`. Raises PortError, CertificateError."""
+    """Serve the endpoints within the context, with TLS if `http_tls` is set.
+
+    Raises PortError and CertificateError."""
 
     async def metrics(request: Request) -> Response:
         return Response(READY.format(int(is_serving())), media_type=METRICS_TYPE)

@@ -1,4 +1,4 @@
-"""Downloads what the launcher's options name and the disk lacks, if another server's names are read."""
+"""Downloads the model, tokenizer and adapters that are not on disk, if --compat is given."""
 
 import asyncio
 import contextlib
@@ -21,15 +21,15 @@ from tgis.process.child import Child
 logger = logging.getLogger(__name__)
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:\w[\w.-]*\.gguf)?")
-TRUE = ("1", "ON", "YES", "TRUE")  # what the hub's library takes for true, in any case
+TRUE = ("1", "ON", "YES", "TRUE")  # values that huggingface_hub accepts as true, in upper or lower case
 ADAPTER_FILES = ".safetensors,.json"
 TOKENIZER_FILES = ".json,.jinja,.model,.txt,.tiktoken"
 
 
 async def download_missing(config: LauncherConfig) -> None:
-    """Download the model, the tokenizer and the adapters that are ids of a hub and not in its cache.
+    """Download the model, the tokenizer and the adapters that are ids of a hub and missing from its cache.
 
-    Nothing is downloaded without `--compat`, or offline. Raises LaunchError, CacheConflictError and
+    Without `--compat`, or offline, nothing is downloaded. Raises LaunchError, CacheConflictError and
     ModelNotFoundError."""
     offline = (config.hf_hub_offline or config.transformers_offline or "").upper() in TRUE
     if config.compat is None or offline:
@@ -40,12 +40,12 @@ async def download_missing(config: LauncherConfig) -> None:
 
 
 def _missing(config: LauncherConfig, cache: Path) -> Iterator[list[str]]:
-    """Yield the arguments of `download-weights` for all that is missing. Raises LaunchError."""
+    """Yield the arguments of `download-weights` for each missing download. Raises LaunchError."""
     if _lacks_model(config, cache):
         if config.trust_remote_code and not config.revision:
             raise LaunchError(
-                f"trust_remote_code: {config.model_name} is to be downloaded with code that is run: say with "
-                "--revision which commit of it is trusted"
+                f"trust_remote_code: {config.model_name} would be downloaded with code that is run: set "
+                "--revision to a trusted commit"
             )
         yield _arguments(config.model_name, config.revision)
     if (name := config.tokenizer_name) and _lacks(name, find_snapshot(cache_entry(name, cache), None)):
@@ -62,7 +62,7 @@ def _arguments(name: str, revision: str | None) -> list[str]:
 
 
 def _lacks_model(config: LauncherConfig, cache: Path) -> bool:
-    """Return True if the model's name is a hub's id and the cache lacks the model or a part of it."""
+    """Return True if the model's name is an id of the hub and the model is not complete in the cache."""
     name = config.model_name
     if not _is_hub_id(name):
         return False
@@ -83,9 +83,9 @@ def _is_hub_id(name: str) -> bool:
 
 
 async def _download(config: LauncherConfig, arguments: list[str], cache: Path) -> None:
-    """Run `download-weights`. If cancelled, let it end by itself: it keeps what it has for the next start."""
+    """Run `download-weights`. If cancelled, let it end by itself, so that the next start can resume it."""
     name = arguments[1]
-    logger.info("%s is not on the disk: downloading it to %s", name, cache)
+    logger.info("%s is not on disk: downloading it to %s", name, cache)
     env = {
         "HF_HUB_CACHE": str(cache),
         "HF_HUB_OFFLINE": "0",

@@ -1,1 +1,2 @@
-"""Listening ports, TLS, HTTP, and the framing and addresses of the link between router and shards."""
+"""Provides listening ports, TLS, HTTP, and the framing and addresses of the link between router and
+shards."""

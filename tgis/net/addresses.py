@@ -1,4 +1,4 @@
-"""TCP addresses of shards: calls use one port, steps the next one, both with mutual TLS."""
+"""Parses TCP addresses of shards: calls use one port, steps the next one, both with mutual TLS."""
 
 import re
 import socket
@@ -8,14 +8,17 @@ from ipaddress import ip_address
 from tgis.errors import OperatorError
 
 MAX_PORT = 65534  # the next port is used too
-# Times in seconds, and a count, by which the system notices a peer that is gone or a network that is cut.
-IDLE_S, PROBE_S, NUM_PROBES, UNANSWERED_S = 5, 2, 5, 30
+# TCP keepalive settings, to detect a lost peer or network.
+IDLE_S = 5
+PROBE_S = 2
+NUM_PROBES = 5
+UNANSWERED_S = 30
 
 _ADDRESS = re.compile(r"(?:\[([0-9A-Fa-f:.%]+)\]|([^\s\[\]:/,]+)):(\d{1,5})")
 
 
 class AddressError(OperatorError):
-    """Error for an invalid address. The text is one line."""
+    """Error for an invalid address; its text is one line."""
 
 
 @dataclass(frozen=True)
@@ -34,22 +37,22 @@ class TcpAddress:
 
 def parse(text: str) -> TcpAddress:
     """Parse `HOST:PORT`, where an IPv6 address is in brackets. Raises AddressError."""
-    found = _ADDRESS.fullmatch(text.strip())
-    if found is None or not 0 < int(found[3]) <= MAX_PORT:
+    match = _ADDRESS.fullmatch(text.strip())
+    if match is None or not 0 < int(match[3]) <= MAX_PORT:
         raise AddressError(f"{text!r} is not HOST:PORT with a port from 1 to {MAX_PORT}")
-    return TcpAddress(found[1] or found[2], int(found[3]))
+    return TcpAddress(match[1] or match[2], int(match[3]))
 
 
 def parse_all(text: str) -> list[TcpAddress]:
     """Parse addresses separated by commas. Raises AddressError, also for a duplicate address."""
     addresses = [parse(part) for part in text.split(",")]
     if len(set(addresses)) < len(addresses):
-        raise AddressError(f"{text!r} has an address twice")
+        raise AddressError(f"{text!r} contains an address twice")
     return addresses
 
 
 def local_host(bind: str) -> str:
-    """Return an address to connect to, on the same machine, for a service that listens on `bind`."""
+    """Return the address to connect to on this machine for a service that listens on `bind`."""
     try:
         address = ip_address(bind)
     except ValueError:
@@ -60,12 +63,12 @@ def local_host(bind: str) -> str:
 
 
 def http_url(host: str, port: int, is_tls: bool) -> str:
-    shown = f"[{host}]" if ":" in host else host
-    return f"{'https' if is_tls else 'http'}://{shown}:{port}"
+    quoted = f"[{host}]" if ":" in host else host
+    return f"{'https' if is_tls else 'http'}://{quoted}:{port}"
 
 
 def configure_socket(connection: socket.socket) -> None:
-    """Send small messages at once, and detect a peer that no longer answers."""
+    """Disable Nagle's algorithm, and turn on keepalive to detect a lost peer."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)

@@ -1,16 +1,16 @@
-"""The answer to a request, as its connection sees it, and how it is sent to clients of HTTP/1.0."""
+"""Gives the application access to the state of a response, and sends responses to HTTP/1.0 clients."""
 
 from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 
 class Answer:
-    """The answer to a request, as its connection sees it; `scope["state"]["answer"]`."""
+    """State of a response on its connection; the application reads it as `scope["state"]["answer"]`."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
         self.headers = cycle.default_headers = list(cycle.default_headers)
-        """Headers that are sent whatever the answer is."""
+        """Headers that are sent with every response."""
 
     @property
     def has_begun(self) -> bool:
@@ -18,8 +18,9 @@ class Answer:
 
 
 def send_for_version(cycle: RequestResponseCycle, send: Send) -> Send:
-    """Return a `send` that makes no chunks for a client of HTTP/1.0, which does not know them: the end of the
-    connection ends a body that has no length."""
+    """Return a `send` that does not use chunked encoding for an HTTP/1.0 client.
+
+    The end of the connection then ends a body without a length."""
     if cycle.scope["http_version"] != "1.0":
         return send
     has_length = True

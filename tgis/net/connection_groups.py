@@ -1,13 +1,13 @@
-"""Groups of connections that share a limit of their number, each in the order in which they came."""
+"""Groups connections that share a limit on their number, in the order of their arrival."""
 
 import asyncio
 from typing import Protocol
 
 from tgis.net.http_routes import RouteLimits
 
-MAX_BURST = 128  # connections that may come together beyond a limit
-PATIENCE_S = 1.0  # time that a request may take to arrive before another one can get its place
-BURST_S = 0.05  # time for connections that come together to send their requests
+MAX_BURST = 128  # simultaneous new connections allowed above a limit
+PATIENCE_S = 1.0  # time for a request to arrive before another request may replace it
+BURST_S = 0.05  # time for simultaneous new connections to send their requests
 
 
 class Member(Protocol):
@@ -19,10 +19,10 @@ class Member(Protocol):
         """End the connection, because there are too many."""
 
     def arrives_since(self) -> float | None:
-        """Return when the request that arrives began to; None if there is none."""
+        """Return the time at which the incomplete request began to arrive; None if there is none."""
 
     def give_way(self) -> None:
-        """Refuse the request that arrives, so that another one gets its place."""
+        """Refuse the incomplete request, so that another one gets its place."""
 
 
 Group = dict[Member, None]
@@ -33,14 +33,15 @@ class ConnectionGroups:
         self._groups: dict[tuple[int, bool], Group] = {}
 
     def find(self, limits: RouteLimits, is_idle: bool = False) -> Group:
-        """Return the group of connections with these limits; of those whose requests may be refused, idle
-        ones are apart."""
-        is_apart = is_idle and limits.refuse is not None
-        return self._groups.setdefault((id(limits), is_apart), {})
+        """Return the group of connections with these limits.
+
+        If requests may be refused, idle connections have a separate group."""
+        is_separate = is_idle and limits.refuse is not None
+        return self._groups.setdefault((id(limits), is_separate), {})
 
 
 def add_member(group: Group, member: Member, limits: RouteLimits, loop: asyncio.AbstractEventLoop) -> None:
-    """Add a connection, and end the oldest one of too many."""
+    """Add a connection, and end the oldest ones if there are too many."""
     group[member] = None
     if len(group) == limits.max_connections + 1:
         loop.call_later(BURST_S, _trim_soon, loop, group, limits)
@@ -49,7 +50,8 @@ def add_member(group: Group, member: Member, limits: RouteLimits, loop: asyncio.
 
 
 def has_room(group: Group, limits: RouteLimits, now: float) -> bool:
-    """Return whether there is room for a request, if need be by ending the oldest one that arrives slowly."""
+    """Return whether there is room for a request. If not, try to make room by refusing the oldest slow
+    request."""
     if len(group) < limits.max_connections:
         return True
     for member in group:
@@ -61,7 +63,7 @@ def has_room(group: Group, limits: RouteLimits, now: float) -> bool:
 
 
 def _trim_soon(loop: asyncio.AbstractEventLoop, group: Group, limits: RouteLimits) -> None:
-    """Trim once the loop has read what has come meanwhile, however busy it was."""
+    """Trim the group after the loop has read the data that arrived in the meantime."""
     loop.call_soon(loop.call_soon, _trim, group, limits)
 
 

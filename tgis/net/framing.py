@@ -1,7 +1,6 @@
-"""The framing of steps and their answers between router and shard, and of messages between a router worker
-and the engine process: each message follows its length.
+"""Frames the messages between router and shard, and between router worker and engine process, by length.
 
-The socket carries nothing else, so a step costs few system calls and wakes only its receiver."""
+The socket carries nothing else, so a step needs few system calls and wakes only its receiver."""
 
 import struct
 
@@ -12,7 +11,7 @@ MAX_LENGTH = 1 << 30  # bytes of a message
 
 
 def steps_path(path: str) -> str:
-    """Return the path of the socket for steps of the shard that answers calls at `path`."""
+    """Return the path of the socket for steps of the shard whose socket for calls is `path`."""
     return f"{path}.steps"
 
 
@@ -25,7 +24,7 @@ def frame_body(body: bytes) -> bytes:
 
 
 class FrameError(Exception):
-    """Error for data that the other end cannot have sent."""
+    """Error for data that is not a sequence of frames."""
 
 
 class FrameReader:
@@ -34,8 +33,10 @@ class FrameReader:
 
     def push(self, data: bytes) -> list[bytes]:
         """Return the serialized messages that `data` completes. Raises FrameError."""
-        pending, start, bodies = self._pending, 0, []
+        pending = self._pending
         pending += data
+        start = 0
+        bodies = []
         while len(pending) >= start + _LENGTH.size:
             begin = start + _LENGTH.size
             [length] = _LENGTH.unpack_from(pending, start)

@@ -1,4 +1,4 @@
-"""A connection to an HTTP port, with limits of time, of size and of the number of connections."""
+"""Implements a connection to an HTTP port, with limits on time, size and the number of connections."""
 
 import asyncio
 import logging
@@ -27,22 +27,22 @@ from tgis.net.tls import client_name
 logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 16 << 10
-MAX_FRAMING = 8  # bytes of a chunked body's framing for each of its own bytes
-MAX_QUEUED = 4  # requests of a connection that wait for the one that is answered
-MAX_PIECES = 8  # parsed in one turn of the loop
+MAX_FRAMING = 8  # maximum framing bytes per byte of a chunked body
+MAX_QUEUED = 4  # requests of a connection that wait for the current response
+MAX_PIECES = 8  # parsed in one iteration of the event loop
 MAX_LENGTH_DIGITS = 19
-LINGER_S = 1.0  # time for a refused client to read why, before the connection closes
+LINGER_S = 1.0  # time for a refused client to read the response before the connection closes
 
 
 class ServerConfig(uvicorn.Config):
-    """Configuration of a port's connections, and their groups."""
+    """Configuration and groups of a port's connections."""
 
     fresh = PROBE_LIMITS
-    """Limits of connections that have no whole request yet."""
+    """Limits of connections without a complete request."""
     slow_reader_s = 60.0
     keepalive_s = 60.0
     max_age_s: float | None = None
-    """Age after which a connection ends with its next answer; None: never."""
+    """Age after which a connection ends with its next response; None: never."""
 
     def __init__(self, app: Starlette) -> None:
         self.routes: Iterable[BaseRoute] = app.routes
@@ -59,7 +59,7 @@ class ServerConfig(uvicorn.Config):
 
 
 class _Refusal(Exception):
-    """Refusal of a request by the parser's callbacks."""
+    """Raised by the parser's callbacks to refuse a request."""
 
     def __init__(self, status: HTTPStatus) -> None:
         super().__init__(status.phrase)
@@ -80,24 +80,26 @@ class HttpConnection(HttpToolsProtocol):
     _deadline: float | None = None
     _slow_timer: asyncio.TimerHandle | None = None
     _began_at: float | None = None
-    """Time of the first byte of the request that is served or arrives; None: the connection is idle."""
+    """Time of the first byte of the current request; None: the connection is idle."""
     _is_whole = True
-    """Whether the last request that began to arrive has arrived."""
-    _num_received = _num_body = 0
-    """Bytes since the last whole request, and those of them that are of its body."""
+    """True if the last request has arrived completely."""
+    _num_received = 0
+    """Number of bytes since the last complete request."""
+    _num_body = 0
+    """Number of those bytes that belong to a body."""
     _num_body_left = 0
-    """Bytes of a body that has a length, of which the parser has not had these."""
+    """Number of unparsed bytes of a body with a length."""
     _num_unparsed = 0
-    """Bytes of a body that the parser leaves to others."""
+    """Number of body bytes that the parser skips, in a request to upgrade the protocol."""
     _will_parse = False
-    """True if the rest of the input will be parsed in another turn of the loop."""
+    """True if the rest of the input will be parsed in a later iteration of the event loop."""
     _input: PendingInput
     _running: _Running | None = None
     _has_been_refused = False
     _group: Group | None = None
     _certificate_name = ""
     _old_at = math.inf
-    """Time from which on it ends with its next answer."""
+    """Time after which the connection ends with its next response."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         watch_peer(transport, self.config.keepalive_s)
@@ -135,13 +137,13 @@ class HttpConnection(HttpToolsProtocol):
         self._parse()
 
     def _parse_soon(self) -> None:
-        """Go on to parse once other connections have had their turn."""
+        """Continue to parse after the event loop has served other connections."""
         if self._input and not self._will_parse:
             self._will_parse = True
             self.loop.call_soon(self._parse)
 
     def _parse(self) -> None:
-        """Parse what has come, but for requests that must wait for those before them."""
+        """Parse the input, except for requests beyond MAX_QUEUED."""
         self._will_parse = False
         try:
             for _ in range(MAX_PIECES):
@@ -170,7 +172,7 @@ class HttpConnection(HttpToolsProtocol):
             raise _Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
 
     def _feed(self, piece: bytes) -> None:
-        """Give a piece to the parser. Raises _Refusal."""
+        """Pass a piece to the parser. Raises _Refusal."""
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade as upgrade:
@@ -178,20 +180,20 @@ class HttpConnection(HttpToolsProtocol):
         except httptools.HttpParserCallbackError as error:
             if isinstance(error.__context__, _Refusal):
                 raise error.__context__ from None
-            logger.error("a request cannot be read", exc_info=error, extra={KIND: "HTTP unreadable"})
+            logger.error("a request cannot be parsed", exc_info=error, extra={KIND: "HTTP unreadable"})
             raise _Refusal(HTTPStatus.BAD_REQUEST) from None
         except httptools.HttpParserError:
             raise _Refusal(HTTPStatus.BAD_REQUEST) from None
 
     def _take_unparsed(self, body: bytes) -> None:
-        """Take a part of the body of a request for another protocol, which the parser leaves to others."""
+        """Process a part of the body of a request to upgrade the protocol, which the parser skips."""
         self._num_unparsed -= len(body)
         self.on_body(body)
         if not self._num_unparsed:
             self._complete_message()
 
     def _refuse(self, status: HTTPStatus) -> None:
-        """Answer that the request cannot be read, and close. The rest of it is dropped."""
+        """Respond with an error, drop the rest of the request and close the connection."""
         self._has_been_refused = True
         self._input.clear()
         if self.pipeline or (self._running is not None and self._running.cycle.response_started):
@@ -204,8 +206,11 @@ class HttpConnection(HttpToolsProtocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Close soon. A connection that closes with bytes unread is reset, and its client reads no answer."""
-        self._began_at, self._has_been_refused = None, True
+        """Close the connection after LINGER_S.
+
+        A connection that is closed with unread bytes is reset, so its client could not read the response."""
+        self._began_at = None
+        self._has_been_refused = True
         self._input.clear()
         self.flow.hold_reading(has_backlog=False)
         self._unset_keepalive_if_required()
@@ -215,11 +220,12 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._is_whole, self._num_body_left = False, 0
+        self._is_whole = False
+        self._num_body_left = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if "method" in self.scope:
-            return  # it is a trailer, which nobody reads
+            return  # trailers are ignored
         super().on_header(name, value)
         if self.headers[-1][0] == b"content-length":
             self._num_body_left = _read_length(value)
@@ -245,28 +251,30 @@ class HttpConnection(HttpToolsProtocol):
             self._complete_message()
 
     def _complete_message(self) -> None:
-        # An answer that has begun cannot say that it is the last one, and one that comes before its request's
-        # end may be lost if the connection closes.
+        # A response that has begun can no longer announce that it is the last one, and a response sent before
+        # the end of its request may be lost if the connection closes.
         if self.loop.time() >= self._old_at and not self.cycle.response_started:
             self.cycle.keep_alive = False
         super().on_message_complete()
-        self._is_whole, self._num_received, self._num_body, self._num_body_left = True, 0, 0, 0
-        if self._running is None:  # its answer came before its end
+        self._is_whole = True
+        self._num_received = self._num_body = self._num_body_left = 0
+        if self._running is None:  # the response ended before the request
             self._become_idle()
 
-    # Requests and their answers.
+    # Requests and responses.
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         route = find_route(self.config.routes, cycle.scope)
         limits = PROBE_LIMITS if route is None else route.limits
         if isinstance(route, LimitedApp):
-            app = route.handle  # without Starlette's layers, which each part of a stream would pass
+            app = route.handle  # bypasses Starlette's middleware, which would process each part of a stream
         group = self.config.groups.find(limits)
         if limits.refuse is not None and not has_room(group, limits, self.loop.time()):
             app, limits = limits.refuse, self.config.fresh
         self._enter(limits)
         state: dict[str, Any] = cycle.scope["state"]
-        state["answer"], state["certificate_name"] = Answer(cycle), self._certificate_name
+        state["answer"] = Answer(cycle)
+        state["certificate_name"] = self._certificate_name
         task = self.loop.create_task(self._run(cycle, app))
         task.add_done_callback(self.tasks.discard)
         self.tasks.add(task)
@@ -287,7 +295,7 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.abort()
 
     def _end_running(self) -> None:
-        """Cancel the request that is served, because nobody waits for its answer."""
+        """Cancel the current request, because its client has left."""
         if self._running is not None:
             running, self._running = self._running, None
             running.cycle.disconnected = True
@@ -304,7 +312,7 @@ class HttpConnection(HttpToolsProtocol):
         if self._running is not None or (running is not None and not running.cycle.more_body):
             self._began_at = self.loop.time()
         elif self.expect_100_continue:
-            self._linger()  # nobody knows whether the client will send the body
+            self._linger()  # the client may or may not send the body
         if self._running is None and self._is_whole and not self.transport.is_closing():
             self._become_idle()
         self._reschedule()
@@ -324,8 +332,9 @@ class HttpConnection(HttpToolsProtocol):
     # Groups of connections.
 
     def _enter(self, limits: RouteLimits, is_idle: bool = False) -> None:
-        """Count the connection by other limits."""
-        group, self._limits = self.config.groups.find(limits, is_idle), limits
+        """Move the connection to the group of these limits."""
+        group = self.config.groups.find(limits, is_idle)
+        self._limits = limits
         if group is not self._group:
             self.leave_group()
             self._group = group
@@ -362,7 +371,8 @@ class HttpConnection(HttpToolsProtocol):
     def _next_deadline(self) -> float | None:
         if self._began_at is None:
             return None
-        limits, is_arriving = self._limits, self.arrives_since() is not None
+        limits = self._limits
+        is_arriving = self.arrives_since() is not None
         spans = (limits.answer_s, limits.arrival_s(self._num_received) if is_arriving else None)
         return min((self._began_at + span for span in spans if span is not None), default=None)
 
@@ -393,7 +403,7 @@ class HttpConnection(HttpToolsProtocol):
 
 
 def _read_length(value: bytes) -> int:
-    """Return the number of bytes that a header gives. Raises _Refusal if it is no number."""
+    """Return the value of a Content-Length header. Raises _Refusal if it is not a number."""
     if not value.isdigit() or len(value) > MAX_LENGTH_DIGITS:
         raise _Refusal(HTTPStatus.BAD_REQUEST)
     return int(value)

@@ -1,4 +1,4 @@
-"""Routes with limits of their own: they say what is too long and too many for their requests."""
+"""Defines routes with their own limits on the time and number of their requests."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -7,36 +7,36 @@ import httptools
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-FIRST_S = 10.0  # time for a request of few bytes to arrive
-LEAST_RATE = 16 << 10  # bytes per second of a request that arrives for longer
+FIRST_S = 10.0  # time for a small request to arrive
+MIN_RATE = 16 << 10  # minimum bytes per second of a larger request
 
 
 class RouteLimits(NamedTuple):
-    """Limits of the connections that have a request for a route. They are counted together where several
-    routes have the same object."""
+    """Limits of connections with a request for a route. Routes with the same object share its limits."""
 
     answer_s: float | None
-    """Time from a request's first byte until its answer is sent; None: unlimited."""
+    """Maximum time from a request's first byte until its response is sent; None: unlimited."""
     max_connections: int
     request_s: float = 10.0
-    """Time from a request's first byte until its last one, if its bytes come fast enough."""
+    """Maximum time from a request's first byte to its last one, if it arrives at MIN_RATE or faster."""
     idle_s: float = 5.0
-    """Time that a connection waits for its next request."""
+    """Maximum time that a connection waits for its next request."""
     refuse: ASGIApp | None = None
-    """Answers the newest request if there are too many; None: the oldest connection is aborted."""
+    """App that responds to the newest request if there are too many; None: the oldest connection is
+    aborted."""
 
     def arrival_s(self, num_bytes: int) -> float:
-        """Return the time limit of a request of which so many bytes have come."""
-        return min(self.request_s, FIRST_S + num_bytes / LEAST_RATE)
+        """Return the time limit of a request of which this many bytes have arrived."""
+        return min(self.request_s, FIRST_S + num_bytes / MIN_RATE)
 
 
 PROBE_LIMITS = RouteLimits(answer_s=10.0, max_connections=128)
-"""Limits of connections without a whole request, and of usual routes. Probes and scrapes need a few
-connections; the gRPC port needs the file descriptors more."""
+"""Limits of connections without a complete request, and of ordinary routes. Probes and scrapes need few
+connections, and the gRPC port needs the file descriptors."""
 
 
 class LimitedRoute(Route):
-    """Route whose requests have limits of their own."""
+    """Route with its own limits."""
 
     def __init__(self, path: str, endpoint: Callable[..., Any], limits: RouteLimits, **more: Any) -> None:
         super().__init__(path, endpoint, **more)
@@ -44,10 +44,12 @@ class LimitedRoute(Route):
 
 
 class LimitedApp(BaseRoute):
-    """App for all paths that `matches_path` says, whose requests have limits of their own."""
+    """App for all paths that `matches_path` accepts, with its own limits."""
 
     def __init__(self, app: ASGIApp, matches_path: Callable[[str], bool], limits: RouteLimits) -> None:
-        self._app, self._matches_path, self.limits = app, matches_path, limits
+        self._app = app
+        self._matches_path = matches_path
+        self.limits = limits
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         return (Match.FULL if self._matches_path(scope["path"]) else Match.NONE), {}
@@ -57,8 +59,7 @@ class LimitedApp(BaseRoute):
 
 
 def find_route(routes: Iterable[BaseRoute], scope: Any) -> LimitedRoute | LimitedApp | None:
-    """Return the route with limits of its own that serves a request; None if there is none, or if a usual
-    route is before it."""
+    """Return the route with its own limits that serves a request; None if an ordinary route serves it."""
     for route in routes:
         match = route.matches(scope)[0]
         if isinstance(route, LimitedRoute | LimitedApp) and match is not Match.NONE:
@@ -69,7 +70,7 @@ def find_route(routes: Iterable[BaseRoute], scope: Any) -> LimitedRoute | Limite
 
 
 def has_path(url: bytes) -> bool:
-    """Return whether the target of a request can be told apart by its path."""
+    """Return whether a request's target is a valid URL with a path."""
     if not url.isascii():
         return False
     try:

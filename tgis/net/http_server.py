@@ -1,4 +1,4 @@
-"""Serves HTTP ports. Connections have the limits of their routes."""
+"""Serves HTTP ports, whose connections have the limits of their routes."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from tgis.net.ports import listen
 from tgis.net.tls import Certificates
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # of `/metrics`
-LAST_ANSWERS_S = 10.0  # time limit for answers still in transit when a port closes
+LAST_ANSWERS_S = 10.0  # time limit for responses that are still being sent when a port closes
 
 
 @asynccontextmanager
@@ -32,9 +32,10 @@ async def serve_http(
     is_shared: bool = False,
     max_age_s: float | None = None,
 ) -> AsyncIterator[int]:
-    """Serve `app` within the context on the HTTP port, with TLS if `http_tls`, and yield the port. `fresh`
-    are limits of connections without a request, `max_age_s` is the age of those that answer their last one.
-    Other processes may share the port. Raises PortError."""
+    """Serve `app` within the context on the HTTP port, with TLS if `http_tls` is set, and yield the port.
+
+    `fresh` are the limits of connections without a request. Connections older than `max_age_s` end with their
+    next response. With `is_shared`, other processes may share the port. Raises PortError."""
     listener = listen(options.bind, options.port, is_shared)
     context = certificates.renewing_context() if certificates is not None and options.http_tls else None
     async with serve_listener(app, listener, options, context, fresh, max_age_s) as port:
@@ -52,7 +53,8 @@ async def serve_listener(
 ) -> AsyncIterator[int]:
     """Serve `app` within the context on a listening socket, and yield its port."""
     config = ServerConfig(app)
-    config.slow_reader_s, config.keepalive_s = options.slow_reader_timeout, options.keepalive_time
+    config.slow_reader_s = options.slow_reader_timeout
+    config.keepalive_s = options.keepalive_time
     config.max_age_s = max_age_s
     if fresh is not None:
         config.fresh = fresh

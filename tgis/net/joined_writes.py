@@ -1,15 +1,16 @@
-"""A transport that joins what is written within one turn of the event loop."""
+"""Joins the writes to a transport within one iteration of the event loop."""
 
 import asyncio
 from typing import Any
 
-MAX_BYTES = 64 << 10  # written at once, so that a writer that never yields is told to pause
+MAX_BYTES = 64 << 10  # flushed at once, so that a writer that never yields is paused
 
 
 class JoinedWrites(asyncio.Transport):
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
-        self._transport, self._loop = transport, loop
+        self._transport = transport
+        self._loop = loop
         self._parts: list[bytes] = []
         self._num_bytes = 0
 

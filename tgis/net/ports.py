@@ -1,4 +1,4 @@
-"""Opens listening ports, with an error of one line if a port cannot be opened, and sets up connections."""
+"""Opens listening ports, with one-line errors, and configures client connections."""
 
 import asyncio
 import socket
@@ -7,26 +7,27 @@ from contextlib import contextmanager
 
 from tgis.errors import OperatorError
 
-MAX_UNSENT_BYTES = 128 << 10  # in the kernel, for a client that does not read
+MAX_UNSENT_BYTES = 128 << 10  # in the kernel's buffer, for a client that does not read
 MAX_KEEPALIVE_S = 32_767  # the kernel refuses more
 
 
 class PortError(OperatorError):
-    """Error for a port that cannot be opened. It names the port, the address and the reason."""
+    """Error for a port that cannot be opened; its text has the port, the address and the reason."""
 
 
 def listen(host: str, port: int, is_shared: bool = False) -> socket.socket:
-    """Return a listening TCP socket; 0: a free port. Raises PortError.
+    """Return a listening TCP socket; port 0 chooses a free port. Raises PortError.
 
-    Only processes of the same user share the port, and only if all of them ask for that."""
+    Processes share the port only if they have the same user and all of them set `is_shared`."""
     with _one_line_error(host, port):
         return socket.create_server((host, port), family=_family(host, port), reuse_port=is_shared)
 
 
 def reserve(host: str, port: int, is_shared: bool = False) -> socket.socket:
-    """Return a TCP socket that is bound but refuses connections; 0: a free port. Raises PortError.
+    """Return a TCP socket that is bound but refuses connections; port 0 chooses a free port. Raises
+    PortError.
 
-    One other socket, such as gRPC's, may still listen on the port. It may be shared as in `listen`."""
+    One other socket, such as gRPC's, can still listen on the port. `is_shared` is as in `listen`."""
     with _one_line_error(host, port):
         reserved = socket.socket(_family(host, port))
         try:
@@ -39,15 +40,15 @@ def reserve(host: str, port: int, is_shared: bool = False) -> socket.socket:
         return reserved
 
 
-def keep_for_sharing(host: str, port: int) -> socket.socket:
-    """Return a TCP socket that is bound, refuses connections, and keeps the port for this user's processes
-    that share it; 0: a free port. Raises PortError if any process has the port."""
-    with listen(host, port) as alone:
-        port = alone.getsockname()[1]
-    kept = reserve(host, port, is_shared=True)
-    # Otherwise a process that does not share the port could open it as long as nobody listens on it.
-    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-    return kept
+def reserve_for_sharing(host: str, port: int) -> socket.socket:
+    """Return a TCP socket that is bound, refuses connections, and reserves the port for processes of this
+    user that share it; port 0 chooses a free port. Raises PortError if another process uses the port."""
+    with listen(host, port) as probe:
+        port = probe.getsockname()[1]
+    reserved = reserve(host, port, is_shared=True)
+    # Otherwise a process that does not share the port could open it while no process listens on it.
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    return reserved
 
 
 def _family(host: str, port: int) -> socket.AddressFamily:
@@ -66,7 +67,8 @@ def _one_line_error(host: str, port: int) -> Iterator[None]:
 
 
 def watch_peer(transport: asyncio.Transport, keepalive_s: float) -> None:
-    """Let the kernel notice a client whose network is gone, and keep little for one that does not read."""
+    """Detect a client whose network is lost, and bound the kernel's buffer for a client that does not
+    read."""
     connection = transport.get_extra_info("socket")
     idle_s, answer_s = (min(max(1, round(s)), MAX_KEEPALIVE_S) for s in (keepalive_s, keepalive_s / 3 / 4))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,4 +1,5 @@
-"""Flow control of a connection: pauses its reading, and ends what is sent to clients that do not read."""
+"""Implements a connection's flow control: it pauses reading, and ends responses to clients that do not
+read."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,18 +8,18 @@ from uvicorn.protocols.http.flow_control import FlowControl
 
 
 class SlowReadError(Exception):
-    """Error of sending to a client that has not read for too long. Its connection ends."""
+    """Error for sending to a client that has not read for too long; its connection ends."""
 
 
 class Flow(FlowControl):
-    """Flow control of a connection, whose writers fail once its client is given up.
+    """Flow control of a connection; `drain` raises SlowReadError after `give_up`.
 
-    Reading pauses while the app asks for it, and while there is input that is not parsed yet."""
+    Reading is paused while the app asks for it, and while there is unparsed input."""
 
     is_slow = False
 
     def __init__(self, transport: asyncio.Transport, on_resume: Callable[[], None]) -> None:
-        """`on_resume` is called when the app lets reading go on."""
+        """`on_resume` is called when the app resumes reading."""
         super().__init__(transport)
         self._on_resume = on_resume
         self._has_backlog = self._is_paused = False
@@ -34,7 +35,7 @@ class Flow(FlowControl):
             self._on_resume()
 
     def hold_reading(self, has_backlog: bool) -> None:
-        """Pause reading while there is input that is not parsed yet."""
+        """Pause reading while there is unparsed input."""
         self._has_backlog = has_backlog
         self._update()
 

@@ -1,6 +1,7 @@
-"""Certificates from PEM files, for gRPC and for Python's TLS: TLS 1.2 with ECDHE and AES-GCM, or TLS 1.3.
+"""Loads certificates from PEM files, for gRPC and for Python's TLS: TLS 1.2 with ECDHE and AES-GCM, or TLS
+1.3.
 
-New connections use changed files, unless they are half-written or do not fit together."""
+New connections use changed files, unless they are incomplete or do not fit together."""
 
 import asyncio
 import logging
@@ -27,23 +28,24 @@ logger = logging.getLogger(__name__)
 
 REFRESH_S = 5.0  # between two checks of the files; each new connection checks them too
 EXPIRES_SOON_S = 7 * 86400.0
-WARN_EVERY_S, EXPIRED_EVERY_S = 86400.0, 60.0
-CIPHERS = "ECDHE+AESGCM"  # for TLS 1.2; all ciphers of TLS 1.3 are of this kind
+WARN_EVERY_S = 86400.0
+EXPIRED_EVERY_S = 60.0
+CIPHERS = "ECDHE+AESGCM"  # for TLS 1.2; all ciphers of TLS 1.3 have the same properties
 
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """Paths of the PEM files. A certificate without a key, or a key without one, has been refused before."""
+    """Paths of the PEM files."""
 
     cert: str
     key: str
     ca: str | None
-    """Authority that must have signed the other end's certificate; None: the other end needs none."""
+    """CA that must have signed the peer's certificate; None: the peer needs no certificate."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pem:
-    """PEM texts of this end's certificate and key, and of the authorities that it trusts."""
+    """PEM texts of the own certificate and key, and of the trusted CAs."""
 
     cert: bytes
     key: bytes
@@ -69,7 +71,7 @@ class CertificateError(OperatorError):
 
 
 class Certificates:
-    """Certificates as they were when the files were last valid."""
+    """Certificates from the last valid version of the files."""
 
     def __init__(
         self,
@@ -77,14 +79,16 @@ class Certificates:
         make_context: Callable[[Pem], ssl.SSLContext] | None = None,
         name: str = "TLS",
     ) -> None:
-        """Read the files. Without `make_context` there is no `context`. Raises CertificateError."""
-        self._files, self._make_context, self._name = files, make_context, name
+        """Read the files. Without `make_context`, there is no `context`. Raises CertificateError."""
+        self._files = files
+        self._make_context = make_context
+        self._name = name
         self._lock = threading.Lock()
         self._versions = self._file_versions()
         self._content = self._used_by_grpc = self._read()
         self._warned_at = -WARN_EVERY_S
         self.num_refusals = 0
-        """Number of changes of the files that were not used."""
+        """Number of changes of the files that were refused."""
         self._warn_if_expiring()
 
     @property
@@ -93,7 +97,7 @@ class Certificates:
 
     @property
     def pem(self) -> Pem:
-        """PEM texts in use. They are a new object after each change that is used."""
+        """PEM texts in use; a new object after each accepted change."""
         return self._content.pem
 
     @property
@@ -102,7 +106,7 @@ class Certificates:
         return self._content.context
 
     def renewing_context(self) -> ssl.SSLContext:
-        """Return a server's context; every handshake uses the certificates that the files hold by then."""
+        """Return a server's context whose handshakes use the current certificates."""
 
         def renew(connection: ssl.SSLObject, name: str, context: ssl.SSLContext) -> None:
             self.refresh()
@@ -113,9 +117,10 @@ class Certificates:
         return context
 
     def client_port_context(self) -> ssl.SSLContext:
-        """Return a context as `renewing_context` does, of a port that asks clients for a certificate if there
-        is an authority. Raises CertificateError."""
-        make, known = mutual_server_context if self._files.ca else server_context, self.pem
+        """Return a server's context whose handshakes use the current certificates, and that asks clients for
+        a certificate if there is a CA. Raises CertificateError."""
+        make = mutual_server_context if self._files.ca else server_context
+        known = self.pem
         try:
             context = latest = make(known)
         except OSError as error:
@@ -143,13 +148,15 @@ class Certificates:
         )
 
     async def watch(self) -> NoReturn:
-        """Check the files regularly, so that an error in them is logged before a client is refused for it."""
+        """Check the files periodically, so that an error is logged before a client is refused because of
+        it."""
         while True:
             await asyncio.sleep(REFRESH_S)
             await asyncio.to_thread(self.refresh)
 
     def refresh(self) -> None:
-        """Read changed files and use them if valid. Log a certificate that expires soon or has expired."""
+        """Read changed files and use them if they are valid. Log a certificate that expires soon or has
+        expired."""
         with self._lock:
             versions = self._file_versions()
             if versions != self._versions:
@@ -169,7 +176,7 @@ class Certificates:
             return
         expired_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._content.expires_at))
         logger.error(
-            "the %s certificate %s expired at %s: the other end refuses it; renew it",
+            "the %s certificate %s expired at %s: peers refuse it; renew it",
             self._name,
             self._files.cert,
             expired_at,
@@ -180,7 +187,9 @@ class Certificates:
             self._content = self._read()
         except CertificateError as error:
             self.num_refusals += 1
-            logger.error("the changed %s files are not used, the previous ones are: %s", self._name, error)
+            logger.error(
+                "the changed %s files are not used; the previous ones stay in use: %s", self._name, error
+            )
         else:
             self._warned_at = -WARN_EVERY_S
             logger.info("new connections use the changed %s files", self._name)
@@ -188,17 +197,19 @@ class Certificates:
     def _read(self) -> _Content:
         """Read and check the files. Raises CertificateError."""
         files = self._files
-        key, cert = _read_file(files.key, "key"), _read_file(files.cert, "cert")
+        key = _read_file(files.key, "key")
+        cert = _read_file(files.cert, "cert")
         pem = Pem(cert, key, _read_file(files.ca, "client ca cert") if files.ca else None)
         with self._parsing(f"the key {files.key}"):
-            own = _public_bytes(load_pem_private_key(pem.key, None).public_key())
+            key_bytes = _public_bytes(load_pem_private_key(pem.key, None).public_key())
         with self._parsing(f"the cert {files.cert}"):
             leaf = x509.load_pem_x509_certificates(pem.cert)[0]
-            expires_at, of_cert = leaf.not_valid_after_utc.timestamp(), _public_bytes(leaf.public_key())
+            expires_at = leaf.not_valid_after_utc.timestamp()
+            cert_bytes = _public_bytes(leaf.public_key())
         with self._parsing(f"the ca cert {files.ca}"):
             if pem.ca is not None:
                 x509.load_pem_x509_certificates(pem.ca)
-        if of_cert != own:
+        if cert_bytes != key_bytes:
             raise CertificateError(
                 f"{self._prefix}: the key {files.key} does not belong to the cert {files.cert}"
             )
@@ -213,7 +224,7 @@ class Certificates:
 
     @contextmanager
     def _parsing(self, file: str) -> Iterator[None]:
-        """Turn errors of parsing the file into CertificateError, which names the file."""
+        """Convert parse errors in the block to a CertificateError that names the file."""
         try:
             yield
         except TypeError as error:  # only a key raises it
@@ -230,7 +241,8 @@ class Certificates:
         return f"{self._name.lower()} configuration error"
 
     def _changed_configuration(self) -> grpc.ServerCertificateConfiguration | None:
-        """Return the configuration if changed. gRPC calls this on its own threads before each handshake."""
+        """Return the configuration if it changed. gRPC calls this from its own threads before each
+        handshake."""
         self.refresh()
         with self._lock:
             if self._used_by_grpc is self._content:
@@ -243,7 +255,7 @@ class Certificates:
 
 
 def port_certificates(options: PortOptions) -> Certificates | None:
-    """Return the certificates of the client ports, or None if they use no TLS. Raises CertificateError."""
+    """Return the certificates of the public ports, or None without TLS. Raises CertificateError."""
     if not options.tls_cert_path or not options.tls_key_path:
         return None
     files = TlsFiles(options.tls_cert_path, options.tls_key_path, options.tls_client_ca_cert_path)
@@ -251,8 +263,10 @@ def port_certificates(options: PortOptions) -> Certificates | None:
 
 
 def link_certificates(options: LinkOptions, make_context: Callable[[Pem], ssl.SSLContext]) -> Certificates:
-    """Return the certificates of this end of TCP links. Raises CertificateError."""
-    cert, key, ca = options.link_cert_path, options.link_key_path, options.link_ca_cert_path
+    """Return this process's certificates for TCP links. Raises CertificateError."""
+    cert = options.link_cert_path
+    key = options.link_key_path
+    ca = options.link_ca_cert_path
     assert cert is not None, "the options have been checked"
     assert key is not None
     assert ca is not None
@@ -260,12 +274,12 @@ def link_certificates(options: LinkOptions, make_context: Callable[[Pem], ssl.SS
 
 
 def file_version(path: str) -> tuple[int, int, int] | None:
-    """Return what differs after each change of the file or of a link's target; None if there is no file."""
+    """Return a value that changes with the file, or with a link's target; None if there is no file."""
     try:
-        found = Path(path).stat()
+        status = Path(path).stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _read_file(path: str, what: str) -> bytes:
@@ -280,14 +294,14 @@ def _public_bytes(key: CertificatePublicKeyTypes | PublicKeyTypes) -> bytes:
 
 
 def server_context(pem: Pem) -> ssl.SSLContext:
-    """Return the context of a port that asks clients for no certificate. Raises SSLError."""
+    """Return the context of a port that does not ask clients for a certificate. Raises SSLError."""
     context = _context(pem, ssl.PROTOCOL_TLS_SERVER)
     context.num_tickets = 0
     return context
 
 
 def mutual_server_context(pem: Pem) -> ssl.SSLContext:
-    """Return the context of a port for clients whose certificate the authorities signed. Raises SSLError."""
+    """Return the context of a port that requires clients' certificates. Raises SSLError."""
     context = server_context(pem)
     context.verify_mode = ssl.CERT_REQUIRED
     _trust(context, pem)
@@ -295,14 +309,15 @@ def mutual_server_context(pem: Pem) -> ssl.SSLContext:
 
 
 def mutual_client_context(pem: Pem) -> ssl.SSLContext:
-    """Return the context of a client with a certificate that checks the server's name. Raises SSLError."""
+    """Return the context of a client that has a certificate and checks the server's name. Raises SSLError."""
     context = _context(pem, ssl.PROTOCOL_TLS_CLIENT)
     _trust(context, pem)
     return context
 
 
 def client_name(connection: ssl.SSLObject | None) -> str:
-    """Return the first alternative name of a client's certificate, else its common name, else nothing."""
+    """Return the first alternative name of a client's certificate, else its common name, else an empty
+    text."""
     certificate: dict[str, Any] = (connection.getpeercert() if connection is not None else None) or {}
     for _, name in certificate.get("subjectAltName", ()):
         return str(name)
@@ -314,7 +329,7 @@ def _context(pem: Pem, protocol: int) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_ciphers(CIPHERS)
-    # Every connection must show its certificate, which one resumed by a session ticket would not.
+    # Every connection must present a certificate; connections resumed by a session ticket would not.
     context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_RENEGOTIATION
     with _in_memory(pem.cert + b"\n" + pem.key) as path:
         context.load_cert_chain(path)
@@ -322,14 +337,15 @@ def _context(pem: Pem, protocol: int) -> ssl.SSLContext:
 
 
 def _trust(context: ssl.SSLContext, pem: Pem) -> None:
-    assert pem.ca is not None, "mutual TLS needs authorities to check the other end"
+    assert pem.ca is not None, "mutual TLS needs a CA"
     with _in_memory(pem.ca) as path:
         context.load_verify_locations(path)
 
 
 @contextmanager
 def _in_memory(content: bytes) -> Iterator[str]:
-    """Yield a path of the content: SSL contexts read only paths, and the file on disk may have changed."""
+    """Yield a path of an in-memory file: SSL contexts read only paths, and the file on disk may have
+    changed."""
     file = os.memfd_create("pem")
     try:
         os.write(file, content)

@@ -1,1 +1,1 @@
-"""Child processes, their heartbeats, their run directory, and the GPUs they may use."""
+"""Runs child processes: their heartbeats, their run directory, and the detection of cores and GPUs."""

@@ -1,4 +1,4 @@
-"""Runs a child process that cannot outlive its parent, relays its output and describes its end."""
+"""Runs a child process that cannot outlive its parent, relays its output and reports its end."""
 
 import asyncio
 import contextlib
@@ -15,11 +15,12 @@ from tgis.process.heartbeat import wait_until_hung
 from tgis.process.json_lines import error_of, to_json
 
 READ_BYTES = 1 << 16
-# Longer lines are cut. The limit for our own JSON records is higher, because a cut record is invalid JSON.
-MAX_LINE_BYTES, MAX_JSON_BYTES = READ_BYTES, 1 << 20
+# Longer lines are split. The limit for JSON records is higher, because a split record is invalid JSON.
+MAX_LINE_BYTES = READ_BYTES
+MAX_JSON_BYTES = 1 << 20
 PR_SET_PDEATHSIG = 1
-GIVE_UP = signal.SIGUSR1  # tells a router that its shards will not be restarted
-PARENT = "TGIS_PARENT"  # variable that tells a child its parent's process id
+GIVE_UP = signal.SIGUSR1  # sent to a router if its shards will not be restarted
+PARENT = "TGIS_PARENT"  # variable with the parent's process id
 
 _libc = ctypes.CDLL(None)
 
@@ -28,13 +29,13 @@ _libc = ctypes.CDLL(None)
 class End:
     text: str
     is_refusal: bool = False
-    """True if it exited with status 1 and a line that says why; another start would end the same way."""
+    """True if the child exited with status 1 and an error line; a restart would end the same way."""
     is_success: bool = False
-    """True if it exited with status 0."""
+    """True if the child exited with status 0."""
 
 
 class Child:
-    """Run of `python -m tgis ARGUMENTS`."""
+    """Child process that runs `python -m tgis ARGUMENTS`."""
 
     def __init__(
         self,
@@ -47,18 +48,23 @@ class Child:
         fields: Mapping[str, Scalar] | None = None,
         own_env: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Describe the child without starting it.
+        """Create the object; `start` starts the process.
 
-        The parent's variables replace those of `env`, and those of `own_env` replace the parent's. A child
+        The parent's variables override those of `env`, and those of `own_env` override the parent's. A child
         with a heartbeat is killed if it hangs. With `fields`, every line of its output becomes a JSON object
-        that has these fields, without the prefix."""
-        self.name, self._arguments, self._line_prefix, self._env = name, arguments, line_prefix, env
+        with these fields, without the prefix."""
+        self.name = name
+        self._arguments = arguments
+        self._line_prefix = line_prefix
+        self._env = env
         self._own_env = own_env
         self._fields = fields
-        self._has_heartbeat, self._is_hung, self._fds = has_heartbeat, False, tuple(fds)
+        self._has_heartbeat = has_heartbeat
+        self._is_hung = False
+        self._fds = tuple(fds)
         self.first_heartbeat = asyncio.Event()
         self.serving = asyncio.Event()
-        """Set by a heartbeat that says that the child serves, which a router's processes send."""
+        """Set by the first heartbeat of a router process that has started to serve."""
         self._error = ""
         self._process: asyncio.subprocess.Process | None = None
         self._end: asyncio.Task[End] | None = None
@@ -89,22 +95,23 @@ class Child:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            # The child itself asks to die with its parent. A function before its program would need a fork,
-            # which aborts some children and cuts connections where gRPC has threads.
+            # The child itself asks the kernel to die with its parent. A preexec_fn would need a fork, which
+            # aborts some children and breaks connections if gRPC has threads.
             env={**self._env, **os.environ, **self._own_env, PARENT: str(os.getpid())},
-            process_group=0,  # a terminal's Ctrl-C must reach the parent only
+            process_group=0,  # a terminal's Ctrl-C must reach only the parent
         )
         self._end = asyncio.create_task(self._run_to_end(self._process), name=self.name)
 
     async def wait(self) -> End:
-        """Wait until the child has ended and return its end. Several tasks may wait, and each may cancel."""
+        """Wait until the child has ended, and return its end. Several tasks may wait, and each may be
+        cancelled."""
         assert self._end is not None, "wait comes after start"
         return await asyncio.shield(self._end)
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal, unless the child has ended or was never started."""
         if self._process is not None and self._process.returncode is None:
-            # Not by its own method, which would take the exit status of a child that has just ended away.
+            # The process's own method would discard the exit status of a child that has just ended.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
 
@@ -133,7 +140,7 @@ class Child:
 
     def _print(self, line: str) -> None:
         text = self._line_prefix + line if self._fields is None else to_json(line, self._fields)
-        with contextlib.suppress(OSError):  # if nobody reads our stderr any more, the child must not block
+        with contextlib.suppress(OSError):  # if no process reads our stderr, the child must not block
             print(text, file=sys.stderr, flush=True)
 
     def _describe(self, code: int) -> str:
@@ -146,7 +153,7 @@ class Child:
 
 
 def die_with_parent() -> None:
-    """Die with the parent if a `Child` has started this process, and keep that from its own children."""
+    """If a `Child` has started this process, die with the parent; its own children do not inherit this."""
     if (parent := os.environ.pop(PARENT, None)) is not None:
         die_with(int(parent))
 
@@ -159,12 +166,13 @@ def die_with(parent: int) -> None:
 
 
 async def _lines(stream: asyncio.StreamReader, max_bytes: int) -> AsyncIterator[str]:
-    """Yield the lines as text. Cut lines that are too long into pieces, to bound the memory."""
+    """Yield the lines as text. Lines that are too long are split, to bound the memory."""
     pending = b""
     while chunk := await stream.read(READ_BYTES):
         *lines, pending = (pending + chunk).split(b"\n")
         if len(pending) >= max_bytes:
-            lines, pending = [*lines, pending], b""
+            lines.append(pending)
+            pending = b""
         for line in lines:
             yield line.decode(errors="replace")
     if pending:

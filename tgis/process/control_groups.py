@@ -1,4 +1,4 @@
-"""Finds the control groups (cgroups) around this process, and counts the cores that they leave it."""
+"""Locates the control groups (cgroups) of this process, and counts the cores that they allow."""
 
 import math
 import os
@@ -6,7 +6,8 @@ from pathlib import Path
 
 
 def count_cores(root: Path = Path("/")) -> int:
-    """Return the cores that this process is bound to, or its container's quota, rounded up, if less."""
+    """Return the number of cores in this process's affinity mask, or its CPU quota, rounded up, if that is
+    less."""
     cores = [float(len(os.sched_getaffinity(0)))]
     for controller, names in (("", ("cpu.max",)), ("cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us"))):
         for directory in group_directories(root, controller):
@@ -18,9 +19,11 @@ def count_cores(root: Path = Path("/")) -> int:
 
 
 def group_directories(root: Path, controller: str) -> list[Path]:
-    """Return the directories of this process's control group and of the groups around it. `controller` is one
-    of version 1; empty means version 2. In a container the group's path may exist only on the host. Its own
-    group is then the mount, which is always among the directories."""
+    """Return the directories of this process's control group and of its parent groups.
+
+    `controller` is a controller of version 1; empty means version 2. In a container, the group's path may
+    exist only on the host; the container's own group is then the mount, which is always among the
+    directories."""
     mount = root / "sys/fs/cgroup" / controller
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)

@@ -1,4 +1,4 @@
-"""A queue that serves its owners in turn and is bounded in bytes."""
+"""Implements a queue that serves its owners in turn and is bounded in bytes."""
 
 from collections import OrderedDict, deque
 from collections.abc import Hashable
@@ -17,7 +17,7 @@ class _Share(Generic[T]):
 
 
 class FairQueue(Generic[T]):
-    """Queue that takes one item of each owner in turn, and the items of one owner in order of arrival.
+    """Queue that serves its owners round-robin, and the items of one owner in order of arrival.
 
     A full queue drops the newest items of the owner with the most bytes: longest queue drop (Suter et al.,
     "Design considerations for supporting TCP with per-flow queueing", 1998)."""
@@ -31,14 +31,14 @@ class FairQueue(Generic[T]):
         return sum(len(share.items) for share in self._shares.values())
 
     def push(self, owner: Hashable, item: T, num_bytes: int) -> list[T]:
-        """Append an item, and return the items that are dropped for it. `item` itself may be one of them."""
+        """Append an item, and return the items that are dropped to make room; `item` may be one of them."""
         share = self._shares.setdefault(owner, _Share())
         share.items.append((item, num_bytes))
         share.num_bytes += num_bytes
         self.num_bytes += num_bytes
         dropped = []
         while self.num_bytes > self._max_bytes:
-            # Among equals, the owner of the new item loses.
+            # Among owners with equally many bytes, the owner of the new item loses.
             loser = max(self._shares, key=lambda each: (self._shares[each].num_bytes, each == owner))
             newest, size = self._shares[loser].items.pop()
             self._forget(loser, size)
@@ -46,7 +46,7 @@ class FairQueue(Generic[T]):
         return dropped
 
     def pop(self) -> T:
-        """Remove the oldest item of the owner whose turn it is. Raises IndexError if there is none."""
+        """Remove and return the oldest item of the next owner. Raises IndexError if the queue is empty."""
         if not self._shares:
             raise IndexError("pop from an empty queue")
         owner, share = next(iter(self._shares.items()))
@@ -56,17 +56,17 @@ class FairQueue(Generic[T]):
         return item
 
     def remove(self, owner: Hashable, item: T) -> bool:
-        """Remove an item, and return whether it was still there."""
+        """Remove an item, and return whether it was still in the queue."""
         share = self._shares.get(owner)
-        place = next((each for each in share.items if each[0] is item), None) if share else None
-        if share is None or place is None:
+        entry = next((each for each in share.items if each[0] is item), None) if share else None
+        if share is None or entry is None:
             return False
-        share.items.remove(place)
-        self._forget(owner, place[1])
+        share.items.remove(entry)
+        self._forget(owner, entry[1])
         return True
 
     def _forget(self, owner: Hashable, num_bytes: int) -> None:
-        """Subtract the bytes of an item that has been removed."""
+        """Subtract the bytes of a removed item."""
         share = self._shares[owner]
         share.num_bytes -= num_bytes
         self.num_bytes -= num_bytes

@@ -1,7 +1,7 @@
-"""Heartbeats from a process to its parent, one a second: until a step takes too long, or its event loop
+"""Sends heartbeats from a process to its parent once a second, until a step takes too long or the event loop
 hangs.
 
-Time is counted in heartbeats, so time in which the whole machine was suspended does not count."""
+Time is counted in heartbeats, so time during which the whole machine was suspended does not count."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,8 @@ class _Step:
 
 class Heartbeat:
     def __init__(self, fd: int | None, is_excused: Callable[[], bool]) -> None:
-        """Send heartbeats to `fd`, if given, from now on; time while `is_excused()` does not count."""
+        """Start to send heartbeats to `fd`, if given. Time during which `is_excused()` is true does not
+        count."""
         self._pending: deque[_Step] = deque()
         self._is_excused = is_excused
         if fd is not None:
@@ -36,11 +37,11 @@ class Heartbeat:
             threading.Thread(target=self._send_heartbeats, args=(fd,), name="heartbeat", daemon=True).start()
 
     def begin_step(self, timeout_s: float) -> None:
-        """Limit the time of a step, from here or from the end of the step before; 0: no limit."""
+        """Limit the time of a step, from now or from the end of the previous step; 0: no limit."""
         self._pending.append(_Step(timeout_s))
 
     def end_step(self) -> None:
-        """End the oldest step. Another thread may begin steps."""
+        """End the oldest step. Steps may begin in another thread."""
         self._pending.popleft()
 
     def _find_oldest(self) -> _Step | None:
@@ -50,11 +51,13 @@ class Heartbeat:
             return None
 
     def _send_heartbeats(self, fd: int) -> None:
-        last, seconds = None, 0.0
+        last = None
+        seconds = 0.0
         while True:
             step = self._find_oldest()
             if step is None or step is not last or not step.timeout_s:
-                last, seconds = step, 0.0
+                last = step
+                seconds = 0.0
             elif not self._is_excused():
                 seconds += PERIOD_S
                 if seconds > step.timeout_s:
@@ -66,15 +69,16 @@ class Heartbeat:
 
 
 def _send(fd: int, sign: bytes) -> None:
-    # The pipe is full if the parent was suspended for hours. Then it has enough heartbeats to read, and if it
-    # misses that a step hangs, it notices the silence that follows. A dead parent closes the pipe.
+    # The pipe is full if the parent was suspended for hours. It then has enough heartbeats to read, and if it
+    # misses the report of a hung step, it notices the silence that follows. A dead parent closes the pipe.
     with contextlib.suppress(OSError):
         os.write(fd, sign)
 
 
 async def send_heartbeats(fd: int | None, is_serving: Callable[[], bool]) -> None:
-    """Send heartbeats to `fd`, if given, as long as the event loop turns. They say whether the process has
-    started to serve."""
+    """Send heartbeats to `fd`, if given, while the event loop runs.
+
+    A heartbeat also reports whether the process has started to serve."""
     if fd is None:
         return
     os.set_blocking(fd, False)
@@ -84,12 +88,14 @@ async def send_heartbeats(fd: int | None, is_serving: Callable[[], bool]) -> Non
 
 
 async def wait_until_hung(fd: int, first_heartbeat: asyncio.Event, serving: asyncio.Event) -> None:
-    """Wait until the child reports a step that hangs, or has sent no heartbeat for too long; then close `fd`.
+    """Wait until the child reports a hung step or has sent no heartbeat for too long; then close `fd`.
 
-    This runs in the parent. Silence counts from the first heartbeat on, which sets `first_heartbeat`. One
-    that says that the child serves sets `serving`."""
+    This runs in the parent. Silence counts from the first heartbeat, which sets `first_heartbeat`. The first
+    heartbeat of a serving child sets `serving`."""
     os.set_blocking(fd, False)
-    loop, missed, signs = asyncio.get_running_loop(), 0, b""
+    loop = asyncio.get_running_loop()
+    missed = 0
+    signs = b""
 
     def on_readable() -> None:
         nonlocal signs

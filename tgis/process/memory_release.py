@@ -1,22 +1,22 @@
 """Returns memory to the system after large calls have ended.
 
-An idle router collects too little garbage, and the C library keeps freed memory for later use."""
+An idle router collects garbage too rarely, and the C library keeps freed memory for later use."""
 
 import asyncio
 import ctypes
 import gc
 from collections.abc import Callable
 
-LARGE_BYTES = 32 << 10  # of a message; the memory of smaller calls is reused by the next calls
-ENOUGH_BYTES = 1 << 20  # of large messages, whose texts and token ids take many times as much memory
-# Delay before the first release, and then before the second, which frees what cancelled calls still used.
+LARGE_BYTES = 32 << 10  # size of a large message; the memory of smaller ones is reused by the next calls
+ENOUGH_BYTES = 1 << 20  # of large messages; their texts and token ids need many times as much memory
+# Delays before the first release and before the second, which frees memory that cancelled calls still used.
 DELAYS_S = (2.0, 4.0)
 
 _malloc_trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
 
 
 def return_freed_memory() -> None:
-    """Return the C library's free memory to the system, without holding the GIL meanwhile."""
+    """Return the C library's free memory to the system. This releases the GIL."""
     if _malloc_trim is not None:
         _malloc_trim(0)
 
@@ -29,7 +29,7 @@ class MemoryRelease:
         self._is_due = asyncio.Event()
 
     def count(self, num_bytes: int) -> None:
-        """Count a call that has ended, by the bytes of its message."""
+        """Count the bytes of an ended call's message."""
         if num_bytes > LARGE_BYTES:
             self._num_bytes += num_bytes
             if self._num_bytes >= ENOUGH_BYTES:
@@ -43,5 +43,5 @@ class MemoryRelease:
             self._num_bytes = 0
             for delay in DELAYS_S:
                 await asyncio.sleep(delay)
-                gc.collect()  # scans only objects of requests, because those of the start are frozen
+                gc.collect()  # scans only objects of requests, because those from start-up are frozen
                 await asyncio.to_thread(return_freed_memory)

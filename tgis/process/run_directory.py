@@ -1,4 +1,4 @@
-"""Makes a private directory for the files of a run, and removes those of earlier runs that were killed."""
+"""Creates a private directory for the files of a run, and removes directories that killed runs have left."""
 
 import contextlib
 import fcntl
@@ -17,14 +17,16 @@ MIN_AGE_S = 60.0  # a younger directory may not be locked yet
 
 
 class RunDirectoryError(OperatorError):
-    """Error if no run directory can be made. The text is one line."""
+    """Error if no run directory can be created; its text is one line."""
 
 
 class RunDirectory:
-    """Directory that exists until `remove`. Its lock is held for as long as this process lives."""
+    """Directory that exists until `remove`, with a lock that is held while this process lives."""
 
     def __init__(self, parent: Path | None = None) -> None:
-        """Make and lock the directory, by default in the system's temporary one. Raises RunDirectoryError."""
+        """Create and lock the directory in `parent`, by default the system's temporary directory.
+
+        Raises RunDirectoryError."""
         try:
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))  # mode 0700
             self._lock = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
@@ -39,17 +41,17 @@ class RunDirectory:
 
 
 def running_urls(parent: Path | None = None) -> list[str]:
-    """Return the URLs of the HTTP ports of this user's services that run on this machine, in order."""
+    """Return the URLs of the HTTP ports of this user's services on this machine, sorted."""
     urls = set()
     for path in (parent or Path(tempfile.gettempdir())).glob(f"{PREFIX}*/{HTTP_URL}"):
-        with contextlib.suppress(OSError, ValueError):  # it ends at this moment
+        with contextlib.suppress(OSError, ValueError):  # the service may end at this moment
             if path.parent.lstat().st_uid == os.getuid() and not _is_unlocked(path.parent):
                 urls.add(path.read_text().strip())
     return sorted(filter(None, urls))
 
 
 def _is_unlocked(path: Path) -> bool:
-    """Return True if no process holds the lock. Raises OSError if this is no run directory."""
+    """Return True if no process holds the lock. Raises OSError if `path` is not a run directory."""
     try:
         return _is_abandoned(path)
     except BlockingIOError:
@@ -59,14 +61,17 @@ def _is_unlocked(path: Path) -> bool:
 def _remove_abandoned(parent: Path) -> None:
     for path in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # another process uses or has removed it
-            found = path.lstat()
-            is_ours, age_s = found.st_uid == os.getuid(), time.time() - found.st_mtime
+            status = path.lstat()
+            is_ours = status.st_uid == os.getuid()
+            age_s = time.time() - status.st_mtime
             if is_ours and age_s > MIN_AGE_S and _is_abandoned(path):
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Return True if no process holds the lock; if one does, or this is no run directory, raise OSError."""
+    """Return True if no process holds the lock.
+
+    Raises BlockingIOError if one does, and another OSError if `path` is not a run directory."""
     lock = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

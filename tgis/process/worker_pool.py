@@ -1,4 +1,4 @@
-"""Asks worker processes that can be killed: one line of JSON in, one line of JSON out."""
+"""Sends requests to worker processes that can be killed: one line of JSON in, one line of JSON out."""
 
 import asyncio
 import contextlib
@@ -15,15 +15,15 @@ import msgspec
 
 from tgis.process.fair_queue import FairQueue
 
-MAX_WAITING = 1024  # requests of one pool, each of which counts as a byte of its queue
+MAX_WAITING = 1024  # requests of one pool; each counts as one byte of its queue
 
 
 class PoolBusyError(Exception):
-    """Error of a request that has no place in the queue of a pool."""
+    """Error for a request that does not fit into the queue of a pool."""
 
 
 class Reply(NamedTuple):
-    """Reply of a worker, or the end of a worker that did not reply."""
+    """Reply of a worker, or the exit status of a worker that did not reply."""
 
     value: Any
     """Decoded line; None if the worker died."""
@@ -36,7 +36,7 @@ class Reply(NamedTuple):
 
     @property
     def is_killed(self) -> bool:
-        """True if a timeout or a busy machine may be to blame, and not the request."""
+        """True if the cause may be a timeout or a busy machine instead of the request."""
         return -self.status in (signal.SIGKILL, signal.SIGTERM)
 
 
@@ -50,8 +50,8 @@ class Worker:
             [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # a crashing library's last output may quote the user
-            start_new_session=True,  # a terminal's Ctrl-C is meant for the router alone
+            stderr=subprocess.DEVNULL,  # the last output of a crashing library may quote the user
+            start_new_session=True,  # a terminal's Ctrl-C must reach only the router
         )
 
     @property
@@ -59,8 +59,9 @@ class Worker:
         return self._process.poll() is None
 
     def ask(self, line: bytes) -> bytes:
-        """Return the worker's line; empty if the worker is killed or dies of the request."""
-        stdin, stdout = self._process.stdin, self._process.stdout
+        """Return the worker's reply line; empty if the worker is killed or crashes."""
+        stdin = self._process.stdin
+        stdout = self._process.stdout
         assert stdin is not None
         assert stdout is not None
         timer = threading.Timer(self._timeout_s, self._process.kill)
@@ -69,14 +70,14 @@ class Worker:
             stdin.write(line + b"\n")
             stdin.flush()
             answer = stdout.readline()
-        except (BrokenPipeError, ValueError):  # the worker ended, or the pool was closed meanwhile
+        except (BrokenPipeError, ValueError):  # the worker ended, or the pool was closed
             answer = b""
         finally:
             timer.cancel()
         return answer if answer.endswith(b"\n") else b""
 
     def end(self) -> int:
-        """Wait for the worker and return its exit status: its own one, if it was already ending."""
+        """Close the worker's pipes, wait for its end and return its exit status."""
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):  # the worker has not read everything
                 self._process.stdin.close()
@@ -95,12 +96,15 @@ class _Job:
 
 
 class WorkerPool:
-    """Worker processes of one module, each with a thread that asks it. They start when they are needed. The
-    owners of requests take turns; of too many, the newest of the owner with the most is refused."""
+    """Worker processes that run one module, each served by a thread. They start on demand.
+
+    Owners of requests are served in turn. If the queue is full, the newest request of the owner with the most
+    requests is refused."""
 
     def __init__(self, module: str, num_workers: int, timeout_s: float) -> None:
-        """Describe the workers. One that has not answered after `timeout_s` is killed."""
-        self._module, self._timeout_s = module, timeout_s
+        """Create the pool. A worker that has not replied after `timeout_s` is killed."""
+        self._module = module
+        self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix=module.rpartition(".")[0])
         self._num_workers = num_workers
         self._queue: FairQueue[_Job] = FairQueue(MAX_WAITING)
@@ -113,8 +117,8 @@ class WorkerPool:
     async def ask(self, request: object, owner: Hashable) -> Reply:
         """Return the reply of a free worker. If the worker is killed, a second one is tried.
 
-        Raises PoolBusyError, and ValueError, OverflowError or RecursionError if the request cannot be written
-        as JSON."""
+        Raises PoolBusyError, and ValueError, OverflowError or RecursionError if the request cannot be
+        serialized to JSON."""
         job = _Job(request)
         for refused in self._queue.push(owner, job, 1):
             refused.reply.set_exception(PoolBusyError())
@@ -126,10 +130,10 @@ class WorkerPool:
             self._queue.remove(owner, job)
             raise
         finally:
-            del job  # the traceback of an error refers to this frame: the cycle would keep the request
+            del job  # an error's traceback refers to this frame; the cycle would keep the request alive
 
     def close(self) -> None:
-        """Stop all workers. Nothing may be asked afterwards."""
+        """Stop all workers. `ask` must not be called afterwards."""
         with self._lock:
             self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -152,11 +156,13 @@ class WorkerPool:
                 if not job.reply.done():
                     job.reply.set_result(reply)
             del job  # as above
-        # A callback would come later than a request that follows the last reply at once.
+        # A done callback would run after a request that immediately follows the last reply.
         self._tasks.discard(asyncio.current_task())
 
     def _ask(self, request: object) -> Reply:
-        line = msgspec.json.encode(request)  # faster than json, which would hold up the event loop's thread
+        line = msgspec.json.encode(
+            request
+        )  # faster than json, whose use of the GIL would delay the event loop
         reply = Reply(None, -signal.SIGKILL)
         for _ in range(2):
             worker = self._take_worker()
@@ -194,7 +200,7 @@ class WorkerPool:
 
 
 def ask_once(module: str, request: object, timeout_s: float) -> Reply:
-    """Return the reply of a worker that is started for this request, blocking meanwhile."""
+    """Start a worker for this request, wait for its reply and return it."""
     line = msgspec.json.encode(request)
     worker = Worker(module, timeout_s)
     answer = worker.ask(line)

@@ -1,1 +1,1 @@
-"""Soft prompts and LoRA adapters on disk: finding, checking and copying them."""
+"""Locates, checks and copies soft prompts and LoRA adapters on disk."""

@@ -1,5 +1,6 @@
-"""Keeps copies of checked soft prompts and adapters, by digest, for all ranks to load. A copy that a request
-uses outlives the file that it was read from, and the process that read it."""
+"""Keeps copies of checked soft prompts and adapters, by digest, for all ranks to load.
+
+A copy used by a request survives changes of the original files and the end of the process that read them."""
 
 import hashlib
 import json
@@ -26,15 +27,16 @@ Kind = Literal["prompt", "adapter"]
 
 ABOUT = "tgis"  # the only key of a file's metadata, because the order of several keys is not defined
 PIECE_BYTES = 1 << 20
-MAX_WORK_S = 600.0  # from finding a copy to loading it; nobody waits for an older copy
+MAX_WORK_S = 600.0  # between the lookup of a copy and its loading; older unused copies are removed
 _DIGEST = re.compile("[0-9a-f]{64}")
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # in safetensors' errors, for example of a full disk
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # in safetensors' errors, for example for a full disk
 _UNFINISHED = ".unfinished-"
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """Copy of an adapter, or of a soft prompt with "decoder", "encoder" or both. `tensors` are mapped."""
+    """Copy of an adapter, or of a soft prompt with "decoder", "encoder" or both. `tensors` are
+    memory-mapped."""
 
     kind: Kind
     tensors: Mapping[str, Tensor]
@@ -42,7 +44,7 @@ class Artifact:
 
 
 class ArtifactCache:
-    """Private directory of copies, made when first needed. Safe to use from any thread and process."""
+    """Private directory of copies, created on first use. It is safe to use from any thread and process."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -60,7 +62,8 @@ class ArtifactCache:
         return digest
 
     def open(self, digest: str) -> Artifact:
-        """Return the copy. A damaged one is removed and missing. Raises MissingArtifactError and OSError."""
+        """Return the copy. Raises MissingArtifactError, also for a damaged copy, which it removes, and
+        OSError."""
         file = self._file(digest)
         try:
             if _hash(file) == digest:
@@ -118,16 +121,17 @@ class ArtifactCache:
         return [path.name for path in self.directory.iterdir()] if self.directory.is_dir() else []
 
     def _make(self) -> None:
-        """Make the directory and keep it private. Raises OSError, also if it belongs to another user."""
+        """Create the directory and make it private. Raises OSError, also if it belongs to another user."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = self.directory.lstat()
-        if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
+        status = self.directory.lstat()
+        if status.st_uid != os.geteuid() or not stat.S_ISDIR(status.st_mode):
             raise PermissionError(f"{self.directory} belongs to another user or is not a directory")
-        if found.st_mode & 0o077:
+        if status.st_mode & 0o077:
             self.directory.chmod(0o700)
 
     def _file(self, digest: str) -> Path:
-        """Return the path of a copy, which may not exist. Raises MissingArtifactError if it cannot exist."""
+        """Return the path of a copy, which may not exist. Raises MissingArtifactError for an invalid
+        digest."""
         if not _DIGEST.fullmatch(digest):
             raise MissingArtifactError(digest)
         return self.directory / digest
@@ -139,10 +143,10 @@ def _write(file: Path, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
         save_file(separate_memory(tensors), file, metadata={ABOUT: text})
         file.chmod(0o600)
     except SafetensorError as error:
-        found = _OS_ERROR.search(str(error))
-        if found is None:
+        match = _OS_ERROR.search(str(error))
+        if match is None:
             raise
-        raise OSError(int(found[1]), os.strerror(int(found[1])), str(file)) from error
+        raise OSError(int(match[1]), os.strerror(int(match[1])), str(file)) from error
 
 
 def _pieces(file: BinaryIO) -> Iterator[bytes]:

@@ -1,12 +1,12 @@
-"""Errors of soft prompts and adapters, with texts that clients may read."""
+"""Errors of soft prompts and adapters. Clients receive their texts."""
 
 from tgis.errors import OperatorError
 
-MAX_QUOTED = 256  # characters of a client's or a file's text that an error repeats
+MAX_QUOTED = 256  # characters of a client's or a file's text that an error quotes
 
 
 class AdapterError(OperatorError):
-    """Error for a soft prompt or adapter that cannot be used; its one line reveals nothing about the disk."""
+    """Error for a soft prompt or adapter that cannot be used; its line reveals nothing about the disk."""
 
 
 class TooLargeError(AdapterError):
@@ -15,17 +15,17 @@ class TooLargeError(AdapterError):
 
 
 class AdapterNotFoundError(AdapterError):
-    """Error for a name that does not exist or may not be read."""
+    """Error for an id that does not exist or whose files may not be read."""
 
     def __init__(self, text: str = "not found") -> None:
         super().__init__(text)
 
 
 class NotTunableError(AdapterError):
-    """Error for a served model that takes neither soft prompts nor adapters."""
+    """Error for a served model that supports neither soft prompts nor adapters."""
 
     def __init__(self, is_known: bool = False) -> None:
-        """Choose the text. `is_known` is true if the service's own engine could run the model."""
+        """Choose the text; `is_known` is true if the service's own engine could run the model."""
         super().__init__(
             "soft prompts and adapters need the service's own engine: leave DEPLOYMENT_FRAMEWORK unset"
             if is_known

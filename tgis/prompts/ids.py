@@ -1,5 +1,6 @@
-"""Resolves ids to real directories, and names to real files, that never leave a root directory. Path
-traversal and permission errors read like "not found" to the client."""
+"""Resolves ids to real directories, and names to real files, inside a root directory.
+
+Clients receive "not found" for path traversal and permission errors."""
 
 import errno
 import logging
@@ -24,14 +25,14 @@ _FORBIDDEN = (errno.EACCES, errno.EPERM)
 
 @dataclass(frozen=True)
 class AdapterDirectory:
-    """Real directory, and the real root that its files must not leave (None: they may be anywhere)."""
+    """Real directory, and the real root directory that its files must be in; None: no root."""
 
     directory: Path
     root: Path | None
 
 
 def find_directory(root: Path, id: str) -> AdapterDirectory:
-    """Find the directory of `id` in `root`. Links must stay there. Raises AdapterNotFoundError, OSError."""
+    """Return the directory of `id`. Links must stay in `root`. Raises AdapterNotFoundError and OSError."""
     if not _is_id(id):
         raise AdapterNotFoundError
     with missing_as_not_found():
@@ -48,7 +49,7 @@ def find_inside(real_root: Path, path: Path) -> Path:
 
 
 def has_entry(root: Path, id: str) -> bool:
-    """Return whether `root` has an entry of that name, even a forbidden one or a broken link."""
+    """Return whether `root` has an entry for `id`, even an unreadable one or a broken link."""
     if not _is_id(id):
         return False
     try:
@@ -59,13 +60,13 @@ def has_entry(root: Path, id: str) -> bool:
 
 
 def is_unfinished(name: str) -> bool:
-    """Return whether the name is one that programs use for files they are still writing."""
+    """Return whether programs use such a name for files that they are still writing."""
     return name.endswith(_UNFINISHED)
 
 
 @contextmanager
 def missing_as_not_found() -> Iterator[None]:
-    """Turn errors of missing and forbidden files into AdapterNotFoundError. Log the forbidden ones."""
+    """Convert errors for missing and unreadable files to AdapterNotFoundError, and log unreadable files."""
     try:
         yield
     except OSError as error:

@@ -1,5 +1,6 @@
-"""Reads PEFT's directory of a LoRA adapter, with all checks that need no model. A setting that would change
-the output in a way that we do not implement is refused, never ignored."""
+"""Reads PEFT's directory of a LoRA adapter, with all checks that need no model.
+
+A setting that changes the output and is not implemented is refused, never ignored."""
 
 import json
 import math
@@ -25,10 +26,10 @@ SAFETENSORS, PICKLE = f"{STEM}.safetensors", f"{STEM}.bin"
 WEIGHTS = (SAFETENSORS, PICKLE)  # next to the configuration; the first that exists is used
 LORA = "LORA"
 MAX_CONFIG_BYTES = 4 << 20
-# PEFT's defaults, for a configuration that lacks these settings.
+# PEFT's defaults for missing settings.
 DEFAULT_RANK = DEFAULT_ALPHA = 8
-# Initialisations that leave the model's weights unchanged. The others subtract the adapter's initial product
-# from the weights.
+# Initializations that leave the model's weights unchanged. Others subtract the adapter's initial product from
+# the weights.
 _PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 _REFUSED = {
     "use_dora": "weight-decomposed LoRA (DoRA)",
@@ -43,11 +44,11 @@ _REFUSED = {
     "kasa_config": "KaSA (kasa_config)",
     "monteclora_config": "Monte Carlo LoRA (monteclora_config)",
 }
-# Patterns come from the adapter. Those of a setting take less than a tenth of it, if they are benign.
+# Patterns come from the adapter and are untrusted. Benign ones need less than a tenth of this time.
 _PATTERNS_TIMEOUT_S = 2.0
 MAX_PATTERNS = 4096  # of ranks, and of alphas; every module is matched against all of them
 MAX_HEADER_BYTES = 32 << 20
-MAX_TENSORS = 1 << 17  # many times as many as the largest model has
+MAX_TENSORS = 1 << 17  # many times more than the largest model has
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 _ALL_LINEAR = "all-linear"  # in place of a pattern of modules
@@ -57,21 +58,23 @@ _TABLE = re.compile(r"(.+)\.(lora_embedding_[AB])(?:\.default)?")
 _BASE = re.compile(r"(.+?)(?:\.base_layer)?\.weight")
 _BIAS = re.compile(r".+\.lora_B(?:\.default)?\.bias")
 _MAGNITUDE = "lora_magnitude_vector"
-# Parameters that hold all experts. If a module has two, PEFT wraps the first as `base_layer` of the second.
+# Parameters that contain all experts. If a module has two, PEFT wraps the first as `base_layer` of the
+# second.
 _UP, _DOWN = "gate_up_proj", "down_proj"
 
 Value = TypeVar("Value")
 
 
 class UnsupportedTypeError(AdapterError):
-    """Error for an adapter that is not LoRA. The client gets this text without a prefix."""
+    """Error for an adapter that is not LoRA. Clients receive this text without a prefix."""
 
 
 class PatternMatcher:
-    """Matches the patterns of one setting, in limited time for all together."""
+    """Matcher of one setting's patterns, with a time limit for all of them together."""
 
     def __init__(self, key: str) -> None:
-        self._key, self._left_s = key, _PATTERNS_TIMEOUT_S
+        self._key = key
+        self._left_s = _PATTERNS_TIMEOUT_S
 
     def compile(self, pattern: str) -> "regex.Pattern[str]":
         """Compile a pattern. Raises AdapterError for an invalid one."""
@@ -81,7 +84,7 @@ class PatternMatcher:
             raise _invalid(self._key) from error
 
     def matches(self, pattern: "regex.Pattern[str]", module: str) -> bool:
-        """Return whether the pattern matches. Raises AdapterError if the time is over."""
+        """Return whether the pattern matches. Raises AdapterError when the time has run out."""
         if self._left_s <= 0:
             raise _invalid(self._key)
         start = time.monotonic()
@@ -94,18 +97,21 @@ class PatternMatcher:
 
 
 class Patterns(Generic[Value]):
-    """Values of modules, by patterns of their names, and the default value of the others."""
+    """Values of modules by patterns of their names, with a default for other modules."""
 
     def __init__(self, key: str, values: Mapping[str, Value], default: Value) -> None:
-        """Compile the patterns of `key`. Raises AdapterError for an invalid one, and for too many."""
-        self._matcher, self._values, self._default = PatternMatcher(key), values, default
+        """Compile the patterns of `key`. Raises AdapterError for an invalid pattern, and for too many."""
+        self._matcher = PatternMatcher(key)
+        self._values = values
+        self._default = default
         if len(values) > MAX_PATTERNS:
             raise _invalid(key)
         compile = self._matcher.compile
         self._compiled = [(compile(rf"(.*\.)?({pattern})$"), value) for pattern, value in values.items()]
 
     def find(self, module: str) -> Value:
-        """Return the first match's value, of `module` or its last dotted parts. Raises AdapterError."""
+        """Return the value of the first pattern that matches `module` or its last parts. Raises
+        AdapterError."""
         for pattern, value in self._compiled:
             if self._matcher.matches(pattern, module):
                 return value
@@ -127,8 +133,9 @@ class LoraConfig:
         return alpha / (math.sqrt(rank) if self.uses_square_root else rank)
 
     def check_modules(self, modules: Iterable[str]) -> None:
-        """Raise AdapterError if PEFT could not match a setting's pattern against the modules. Which modules
-        an adapter has is known by its tensors."""
+        """Raise AdapterError if a setting's pattern cannot be matched against the modules.
+
+        The result of the match is not needed: the tensors show which modules the adapter has."""
         for key, text in self.module_patterns.items():
             matcher = PatternMatcher(key)
             pattern = matcher.compile(rf"({text})$")
@@ -140,12 +147,12 @@ def read_adapter_files(directory: Path, max_bytes: int) -> tuple[dict[str, Tenso
     """Return an adapter's tensors by name, and the scale of each module's low-rank product by module.
 
     Names are `{module}.lora_A.weight` [rank, in], `{module}.lora_B.weight` [out, rank],
-    `{module}.lora_embedding_A` [rank, rows] and `{module}.lora_embedding_B` [width, rank]. Tensors have the
-    dtype they are stored in. They may be mapped, so the files must not change.
+    `{module}.lora_embedding_A` [rank, rows] and `{module}.lora_embedding_B` [width, rank]. Tensors keep their
+    stored dtype. They may be memory-mapped, so the files must not change.
 
-    Modules have PEFT's names without the prefix `base_model.model.`. A parameter that holds all experts is
-    named `{module}.gate_up_proj` or `{module}.down_proj` in place of the module and has num_experts * rank in
-    place of the rank. `{module}.base` is the adapter's copy of the model's own weight.
+    Modules have PEFT's names without the prefix `base_model.model.`. For a parameter that contains all
+    experts, `{module}` is `{module}.gate_up_proj` or `{module}.down_proj`, and the rank is num_experts *
+    rank. `{module}.base` is the adapter's copy of the model's own weight.
 
     Raises UnsupportedTypeError, TooLargeError, AdapterError with the cause, and OSError."""
     file = directory / CONFIG
@@ -159,7 +166,7 @@ def read_adapter_files(directory: Path, max_bytes: int) -> tuple[dict[str, Tenso
     for name, tensor in stored.items():
         named = _rename(name)
         if named in tensors:
-            raise AdapterError(f"invalid adapter: it holds {quote(named)} twice")
+            raise AdapterError(f"invalid adapter: it contains {quote(named)} twice")
         tensors[named] = _check(named, tensor)
     if config.ties_head and any(".lora_embedding_" in name for name in tensors):
         raise AdapterError("an adapter of embeddings that are tied (ensure_weight_tying) is not supported")
@@ -176,18 +183,18 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def _read_tensors(directory: Path, max_bytes: int) -> dict[str, Tensor]:
-    found = [directory / name for name in WEIGHTS if (directory / name).is_file()]
-    if not found:
+    files = [directory / name for name in WEIGHTS if (directory / name).is_file()]
+    if not files:
         raise AdapterError(f"invalid adapter: neither {SAFETENSORS} nor {PICKLE} found")
-    file = _bounded(found[0], max_bytes)
+    file = _bounded(files[0], max_bytes)
     try:
         content: Any = load_untrusted(file) if file.name == PICKLE else map_untrusted(file, MAX_HEADER_BYTES)
     except TensorFileError as error:
         raise AdapterError(f"invalid adapter: {str(error).removeprefix(f'{directory}/')}") from error
     tensors: dict[Any, Any] = content if isinstance(content, dict) else {None: content}
     if not all(isinstance(name, str) and is_plain(value) for name, value in tensors.items()):
-        raise AdapterError(f"invalid adapter: {file.name} does not hold tensors by name")
-    # Tensors of a pickle may claim more numbers than it has bytes.
+        raise AdapterError(f"invalid adapter: {file.name} is not a mapping of names to tensors")
+    # Tensors of a pickle may claim more elements than the file has bytes.
     if sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()) > max_bytes:
         raise TooLargeError
     return {name: tensor.detach() for name, tensor in tensors.items()}
@@ -205,12 +212,12 @@ def _rename(name: str) -> str:
         raise AdapterError("a bias of lora_B is not supported")
     if _MAGNITUDE in plain:
         raise AdapterError("weight-decomposed LoRA (DoRA) is not supported")
-    if found := _LINEAR.fullmatch(plain):
-        return f"{found[1]}.{found[2]}.weight"
-    if found := _TABLE.fullmatch(plain):
-        return f"{found[1]}.{found[2]}"
-    if (found := _BASE.fullmatch(plain)) and "lora_" not in plain:
-        return f"{found[1]}.base"
+    if match := _LINEAR.fullmatch(plain):
+        return f"{match[1]}.{match[2]}.weight"
+    if match := _TABLE.fullmatch(plain):
+        return f"{match[1]}.{match[2]}"
+    if (match := _BASE.fullmatch(plain)) and "lora_" not in plain:
+        return f"{match[1]}.base"
     raise AdapterError(f"invalid adapter: {quote(plain)} is not a LoRA tensor")
 
 
@@ -222,7 +229,7 @@ def _check(name: str, tensor: Tensor) -> Tensor:
         raise AdapterError(f"invalid adapter: {quote(name)} has shape {list(tensor.shape)}")
     tensor = tensor.contiguous()
     if not all(bound.isfinite() for bound in tensor.aminmax()):
-        raise AdapterError(f"invalid adapter: {quote(name)} holds numbers that are not finite")
+        raise AdapterError(f"invalid adapter: {quote(name)} contains values that are not finite")
     return tensor
 
 
@@ -242,10 +249,10 @@ def _name_parameters(tensors: Mapping[str, Tensor], config: LoraConfig) -> dict[
 
 
 def _scales(tensors: Mapping[str, Tensor], config: LoraConfig) -> Iterator[tuple[str, float]]:
-    """Yield each module's scale. Check that each A has its B, and that the ranks are those configured."""
+    """Yield each module's scale. Check that each A has its B, and that the ranks match the configuration."""
     modules = dict.fromkeys(module for module, kind in map(split_name, tensors) if kind != "base")
     if not modules:
-        raise AdapterError("invalid adapter: it holds no LoRA tensors")
+        raise AdapterError("invalid adapter: it contains no LoRA tensors")
     for module in modules:
         a, b = _pair(module, tensors)
         key = _key(module, config)

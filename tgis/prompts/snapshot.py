@@ -1,4 +1,4 @@
-"""Copies all files of a soft prompt or an adapter as they were at one moment, whatever changes later."""
+"""Takes consistent snapshots of the files of a soft prompt or an adapter."""
 
 import os
 import stat
@@ -10,7 +10,7 @@ from pathlib import Path
 from tgis.prompts.errors import AdapterNotFoundError, TooLargeError
 from tgis.prompts.ids import AdapterDirectory, find_inside, missing_as_not_found
 
-# Two writes within this time may give a file the same time stamp.
+# Two writes within this time may give a file the same timestamp.
 CLOCK_NS = 50_000_000
 TRIES = 8
 CHUNK_BYTES = 1 << 20
@@ -20,13 +20,13 @@ Choose = Callable[[Collection[str]], Sequence[str]]
 
 @dataclass(frozen=True)
 class FilesState:
-    """State of files, by which changes are noticed. `files` has their names, inodes, sizes and times."""
+    """State of files, to detect changes. `files` has their names, inodes, sizes and times."""
 
     directory: Path
     files: tuple[tuple[str, tuple[int, ...]], ...]
     changed_ns: int
     is_settled: bool = field(compare=False)
-    """True if any later change will give another state than this one."""
+    """True if every later change results in a different state."""
 
 
 def read_state(directory: Path, choose: Choose) -> FilesState:
@@ -34,17 +34,18 @@ def read_state(directory: Path, choose: Choose) -> FilesState:
     now_ns = time.time_ns()
     with missing_as_not_found():
         names = choose(os.listdir(directory))
-        found = {name: os.stat(directory / name) for name in names}
-    if not all(stat.S_ISREG(one.st_mode) for one in found.values()):
+        statuses = {name: os.stat(directory / name) for name in names}
+    if not all(stat.S_ISREG(status.st_mode) for status in statuses.values()):
         raise AdapterNotFoundError
     # Programs can set a file's modification time, but not its change time.
-    changed_ns = max((one.st_ctime_ns for one in found.values()), default=0)
-    files = tuple((name, _signature(one)) for name, one in found.items())
+    changed_ns = max((status.st_ctime_ns for status in statuses.values()), default=0)
+    files = tuple((name, _signature(status)) for name, status in statuses.items())
     return FilesState(directory, files, changed_ns, changed_ns < now_ns - CLOCK_NS)
 
 
 def copy_files(source: AdapterDirectory, choose: Choose, target: Path, max_bytes: int) -> FilesState:
-    """Copy the files into `target` and return their state at that moment. Each has at most `max_bytes`.
+    """Copy the files to `target` and return their state; the limit of each file is `max_bytes`.
+
     Raises AdapterNotFoundError, also if the files keep changing, TooLargeError and OSError."""
     for _ in range(TRIES):
         before = _await_rest(source.directory, choose)
@@ -58,7 +59,8 @@ def copy_files(source: AdapterDirectory, choose: Choose, target: Path, max_bytes
 
 
 def _await_rest(directory: Path, choose: Choose) -> FilesState:
-    """Return the state once any later write will change it. A change time in the future is not waited for."""
+    """Wait until every later write changes the state, and return it. Change times in the future are
+    ignored."""
     state = read_state(directory, choose)
     rest_ns = state.changed_ns + CLOCK_NS - time.time_ns()
     if not state.is_settled and rest_ns <= CLOCK_NS:
@@ -74,16 +76,16 @@ def _copy(source: AdapterDirectory, name: str, target: Path, max_bytes: int) -> 
         flags = os.O_RDONLY | os.O_NONBLOCK  # a pipe would block
         descriptor = os.open(real, flags | os.O_NOFOLLOW if source.root else flags)
         with os.fdopen(descriptor, "rb", buffering=0) as content, target.open("wb") as copy:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
                 raise AdapterNotFoundError
-            if found.st_size > max_bytes:
+            if status.st_size > max_bytes:
                 raise TooLargeError
-            rest = found.st_size
+            rest = status.st_size
             while rest > 0 and (chunk := content.read(min(CHUNK_BYTES, rest))):
                 copy.write(chunk)
                 rest -= len(chunk)
 
 
-def _signature(found: os.stat_result) -> tuple[int, ...]:
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+def _signature(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

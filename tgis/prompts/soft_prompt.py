@@ -1,5 +1,6 @@
-"""Reads and checks the directory of a tuned soft prompt before it is loaded into a model. The directory holds
-decoder.pt and encoder.pt, or the files that PEFT saves."""
+"""Reads and checks the directory of a tuned soft prompt before it is loaded into a model.
+
+The directory contains decoder.pt and encoder.pt, or the files that PEFT saves."""
 
 import json
 import os
@@ -19,7 +20,7 @@ from tgis.tensor_files.safe_pickle import load_untrusted
 
 DECODER, ENCODER = "decoder.pt", "encoder.pt"
 PEFT_KEY = "prompt_embeddings"
-# PEFT's types that consist of nothing but the saved embeddings.
+# PEFT's types that consist only of the saved embeddings.
 PEFT_PROMPTS = ("PROMPT_TUNING", "P_TUNING")
 
 SLACK_BYTES = 1 << 20  # of a file, in addition to the elements
@@ -43,7 +44,7 @@ class AdapterRequirements:
 
 @dataclass(frozen=True)
 class SoftPrompt:
-    """Embeddings of virtual tokens, [num_tokens, width] and contiguous. At least one of the two is given."""
+    """Embeddings of virtual tokens, [num_tokens, width] and contiguous. At least one tensor is given."""
 
     decoder: Tensor | None
     encoder: Tensor | None
@@ -55,18 +56,18 @@ class SoftPrompt:
 
 
 def read_prompt(directory: Path, required: AdapterRequirements | None) -> SoftPrompt:
-    """Read the soft prompt in `directory`. Tensors may be mapped from the files.
+    """Read the soft prompt in `directory`. Tensors may be memory-mapped.
 
-    With `required` the tensors are checked against that model and have its dtype. Without, they have the
-    dtype they are stored in, and only what no model accepts is refused. Raises AdapterNotFoundError if there
-    is no soft prompt, TooLargeError, AdapterError with the cause, and OSError."""
+    With `required`, the tensors are checked against that model and converted to its dtype. Without it, they
+    keep their stored dtype, and only tensors that no model accepts are refused. Raises AdapterNotFoundError
+    if there is no soft prompt, TooLargeError, AdapterError with the cause, and OSError."""
     try:
         names = choose_prompt_files(os.listdir(directory), required is None or required.is_encoder_decoder)
         _check_files(directory, names, required)
-        found = {name: _read(directory, name) for name in names if name != CONFIG}
+        contents = {name: _read(directory, name) for name in names if name != CONFIG}
     except FileNotFoundError as error:
         raise AdapterNotFoundError from error
-    checked = {name: _check(content, required) for name, content in found.items()}
+    checked = {name: _check(content, required) for name, content in contents.items()}
     decoders = [checked[name] for name in (*WEIGHTS, DECODER) if name in checked]
     return SoftPrompt(next(iter(decoders), None), checked.get(ENCODER))
 
@@ -78,12 +79,12 @@ def read_peft_type(directory: Path) -> str | None:
             config = json.loads(content.read(MAX_CONFIG_BYTES))
     except (FileNotFoundError, ValueError, RecursionError):
         return None
-    found = config.get("peft_type") if isinstance(config, dict) else None
-    return found if isinstance(found, str) else None
+    kind = config.get("peft_type") if isinstance(config, dict) else None
+    return kind if isinstance(kind, str) else None
 
 
 def choose_prompt_files(names: Collection[str], takes_encoder: bool) -> list[str]:
-    """Choose the files of a soft prompt from the names in a directory; none if it holds no soft prompt."""
+    """Return the files of a soft prompt among the names in a directory; none if there is no soft prompt."""
     if any(Path(name).stem == STEM and not is_unfinished(name) for name in names):
         chosen = choose_adapter_files(names)
         return chosen if any(name in WEIGHTS for name in chosen) else []
@@ -91,13 +92,13 @@ def choose_prompt_files(names: Collection[str], takes_encoder: bool) -> list[str
 
 
 def choose_adapter_files(names: Collection[str]) -> list[str]:
-    """Choose the files that PEFT saves from the names in a directory."""
+    """Return the files that PEFT saves among the names in a directory."""
     weights = [name for name in WEIGHTS if name in names][:1]
     return [*weights, *(name for name in (CONFIG,) if name in names)]
 
 
 def max_file_bytes(required: AdapterRequirements | None) -> int:
-    """Return the size of the largest file of a soft prompt that `required` accepts, in any dtype."""
+    """Return the maximum size of a soft prompt's file that `required` accepts, in any dtype."""
     if required is None:
         return MAX_UNFITTED_BYTES
     return required.max_prompt_bytes // required.dtype.itemsize * torch.float64.itemsize + SLACK_BYTES
@@ -131,7 +132,7 @@ def _read(directory: Path, name: str) -> object:
 
 
 def _check(content: object, required: AdapterRequirements | None) -> Tensor:
-    """Return the checked embeddings, [num_tokens, width]. Clients rely on the order of the AdapterErrors."""
+    """Return the checked embeddings, [num_tokens, width]. Clients rely on the order of the checks."""
     if not isinstance(content, Tensor) or content.dtype not in _DTYPES or content.dim() != 2:
         raise AdapterError(_NO_TENSOR)
     tensor = content.detach()

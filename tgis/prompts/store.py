@@ -1,4 +1,4 @@
-"""Finds and checks the soft prompts and adapters that requests name; changed files are noticed each time."""
+"""Locates and checks the soft prompts and adapters of requests, and detects changed files on every lookup."""
 
 import logging
 import os
@@ -40,7 +40,7 @@ MAX_REMEMBERED = 4096
 TRIES = 3  # if a link is changed while its target is read
 ALIGNMENT = 512  # bytes, of allocations in a device's memory
 ADAPTER_ITEMSIZE = 4  # ranks keep adapters in float32
-# Shorter than the router's timeout, so that on a disk that hangs only one thread per id is blocked.
+# Shorter than the router's timeout, so that a hung disk blocks only one thread per id.
 TURN_TIMEOUT_S = 4.0
 _ADAPTER_ID = re.compile("[A-Za-z0-9_./-]+")
 
@@ -52,15 +52,15 @@ class ArtifactInfo:
     num_decoder_tokens: int
     num_encoder_tokens: int
     num_bytes: int
-    """Upper bound of the memory that a rank needs to have it loaded, in bytes."""
+    """Upper bound, in bytes, of a rank's memory for the loaded soft prompt or adapter."""
 
 
-# A text says why the soft prompt or adapter is refused.
+# A text is the reason why the soft prompt or adapter is refused.
 Outcome = ArtifactInfo | str
 
 
 class AdapterStore:
-    """Store of soft prompts and adapters, safe for threads, that remembers outcomes until files change."""
+    """Thread-safe store of soft prompts and adapters that caches outcomes until files change."""
 
     def __init__(
         self,
@@ -71,15 +71,20 @@ class AdapterStore:
         named: Mapping[str, Path],
         is_known: bool = False,
     ) -> None:
-        """Take the directories without reading them. `prompts` may hold adapters too, and `named` are
-        adapters anywhere on the disk. `required` is None if the model takes no prompts or adapters."""
-        self._artifacts, self._required, self._is_known = artifacts, required, is_known
+        """Create the store without reading the directories.
+
+        `prompts` may contain adapters too; `named` are adapters in other directories. `required` is None if
+        the model supports neither prompts nor adapters."""
+        self._artifacts = artifacts
+        self._required = required
+        self._is_known = is_known
         takes_encoder = required is None or required.is_encoder_decoder
         self._choose: dict[Kind, Choose] = {
             "prompt": partial(choose_prompt_files, takes_encoder=takes_encoder),
             "adapter": choose_adapter_files,
         }
-        self._prompts, self._adapters = (root and root.absolute() for root in (prompts, adapters))
+        self._prompts = prompts and prompts.absolute()
+        self._adapters = adapters and adapters.absolute()
         self._named = {name: path.absolute() for name, path in named.items()}
         self._remembered: OrderedDict[tuple[Kind, str], tuple[FilesState, Outcome]] = OrderedDict()
         self._lock = threading.Lock()
@@ -87,9 +92,9 @@ class AdapterStore:
         self._turn_ended = threading.Condition(self._lock)
 
     def find(self, kind: Kind, id: str) -> ArtifactInfo:
-        """Find and check the soft prompt or adapter `id`, and keep a copy in the cache.
+        """Check the soft prompt or adapter `id`, and put a copy into the cache.
 
-        Concurrent calls for one id read it once; each waits at most TURN_TIMEOUT_S for its turn. Raises
+        Concurrent calls for one id read it once; each waits up to TURN_TIMEOUT_S for its turn. Raises
         AdapterError with a text for the client, and OSError."""
         if kind == "adapter" and id not in self._named:
             if not (self._prompts or self._adapters):
@@ -136,7 +141,7 @@ class AdapterStore:
             try:
                 return find_directory(root, id)
             except AdapterNotFoundError:
-                if has_entry(root, id):  # a forbidden entry hides those of later roots
+                if has_entry(root, id):  # an unreadable entry hides entries of later roots
                     raise
         raise AdapterNotFoundError
 
@@ -222,7 +227,7 @@ def _measure(sizes: Iterable[int], max_bytes: int) -> int:
 
 
 def _explain(kind: Kind, id: str, error: AdapterError) -> str:
-    """Return the whole text that the client gets."""
+    """Return the complete text that the client receives."""
     shown = quote(id)
     if isinstance(error, UnsupportedTypeError):
         return str(error)

@@ -1,1 +1,1 @@
-"""Readers of tensor files that nobody vouches for; nothing in a file is ever run."""
+"""Reads untrusted tensor files; no code in a file is ever run."""

@@ -7,4 +7,4 @@ INCOMPLETE = "the checkpoint is truncated or damaged"
 
 
 class TensorFileError(OperatorError):
-    """Error when a file cannot be used; the text is one line that begins with the file's path."""
+    """Error for a file that cannot be used; its text is one line that begins with the file's path."""

@@ -1,7 +1,7 @@
-"""Reads the header of a GGUF file that nobody vouches for: its metadata, and the places of its tensors.
+"""Reads the header of an untrusted GGUF file: its metadata, and the positions of its tensors.
 
-Every length is compared with the bytes that are left before anything is allocated. The `gguf` package's
-reader makes an object for each token of a vocabulary, which takes seconds and hundreds of megabytes."""
+Every length is compared with the remaining bytes before anything is allocated. The `gguf` package's reader
+creates an object for each token of a vocabulary, which takes seconds and hundreds of megabytes."""
 
 import mmap
 import struct
@@ -18,7 +18,7 @@ from tgis.tensor_files.gguf_types import TYPES, GgufType
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT_KEY, DEFAULT_ALIGNMENT = "general.alignment", 32
-# Limits far above what any published model has.
+# Limits far above the values of published models.
 MAX_KEYS, MAX_TENSORS, MAX_ELEMENTS, MAX_DIMENSIONS, MAX_ALIGNMENT = 1 << 16, 1 << 18, 1 << 21, 4, 1 << 16
 MAX_NAME_BYTES, MAX_TEXT_BYTES = 256, 4 << 20
 MAX_ARRAY_BYTES = 64 << 20
@@ -26,7 +26,7 @@ MAX_SIZE = 1 << 50
 
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _TEXT, _ARRAY, _BOOL = 8, 9, 7
-# For each type of a number: its format in a struct and in an array.
+# Struct format and array typecode of each numeric type.
 _NUMBERS = {
     0: ("<B", "B"),
     1: ("<b", "b"),
@@ -46,7 +46,7 @@ Value: TypeAlias = "int | float | bool | str | list[str] | array[int] | array[fl
 
 @dataclass(frozen=True, slots=True)
 class GgufTensorPlace:
-    """Place of a tensor in a file. `shape` has the rows first, as torch does."""
+    """Position of a tensor in a file. `shape` begins with the rows, as in torch."""
 
     name: str
     type: GgufType
@@ -74,15 +74,15 @@ def read_gguf_header(path: Path) -> GgufHeader:
 def _read(path: Path, cursor: "_Cursor") -> GgufHeader:
     version = cursor.integer(_U32, "version")
     if version not in VERSIONS:
-        kind = "of big-endian numbers" if version & 0xFFFF == 0 else f"of version {version}"
-        raise TensorFileError(f"{path} is a GGUF file {kind}; versions 2 and 3 are read")
+        kind = "with big-endian numbers" if version & 0xFFFF == 0 else f"of version {version}"
+        raise TensorFileError(f"{path} is a GGUF file {kind}; only versions 2 and 3 are supported")
     num_tensors = cursor.count("number of tensors", MAX_TENSORS)
     num_keys = cursor.count("number of keys", MAX_KEYS)
     metadata: dict[str, Value] = {}
     for _ in range(num_keys):
         key = cursor.name("a key")
         if key in metadata:
-            raise TensorFileError(f"{path}: {key} is there twice")
+            raise TensorFileError(f"{path}: key {key} occurs twice")
         metadata[key] = cursor.value(key)
     places = [_read_place(cursor) for _ in range(num_tensors)]
     alignment = _read_alignment(path, metadata)
@@ -91,8 +91,9 @@ def _read(path: Path, cursor: "_Cursor") -> GgufHeader:
 
 
 def _read_place(cursor: "_Cursor") -> GgufTensorPlace:
-    """Return the place of a tensor whose start is still that in the data."""
-    path, name = cursor.path, cursor.name("name of a tensor")
+    """Return the position of a tensor, with a start relative to the data section."""
+    path = cursor.path
+    name = cursor.name("name of a tensor")
     num_dimensions = cursor.integer(_U32, name)
     if not 1 <= num_dimensions <= MAX_DIMENSIONS:
         raise TensorFileError(f"{path}: tensor {name} has {num_dimensions} dimensions")
@@ -105,7 +106,7 @@ def _read_place(cursor: "_Cursor") -> GgufTensorPlace:
         raise TensorFileError(f"{path}: tensor {name} has the impossible shape {list(shape)}")
     if shape[-1] % type.block_elements:
         raise TensorFileError(
-            f"{path}: tensor {name} has rows of {shape[-1]}, which are not whole blocks of {type.name}"
+            f"{path}: tensor {name} has rows of {shape[-1]} elements, not whole blocks of {type.name}"
         )
     num_bytes = prod(shape) // type.block_elements * type.block_bytes
     return GgufTensorPlace(name, type, shape, start, num_bytes)
@@ -114,46 +115,49 @@ def _read_place(cursor: "_Cursor") -> GgufTensorPlace:
 def _read_alignment(path: Path, metadata: Mapping[str, Value]) -> int:
     alignment = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
     if type(alignment) is not int or not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
-        raise TensorFileError(f"{path}: {ALIGNMENT_KEY} {str(alignment)[:40]} is no alignment")
+        raise TensorFileError(f"{path}: {ALIGNMENT_KEY} {str(alignment)[:40]} is not a valid alignment")
     return alignment
 
 
 def _check_places(
     path: Path, places: list[GgufTensorPlace], start: int, alignment: int, size: int
 ) -> dict[str, GgufTensorPlace]:
-    """Return the tensors by name with their starts in the file, if they lie apart and within it."""
-    found: dict[str, GgufTensorPlace] = {}
+    """Return the tensors by name, with starts relative to the file, after checks of bounds and overlaps."""
+    tensors: dict[str, GgufTensorPlace] = {}
     for each in places:
-        if each.name in found:
-            raise TensorFileError(f"{path}: tensor {each.name} is there twice")
+        if each.name in tensors:
+            raise TensorFileError(f"{path}: tensor {each.name} occurs twice")
         if each.start % alignment:
             raise TensorFileError(f"{path}: tensor {each.name} is not aligned to {alignment} bytes")
         if start + each.start + each.num_bytes > size:
             raise TensorFileError(f"{path} {DAMAGED}: tensor {each.name} ends after the file")
-        found[each.name] = GgufTensorPlace(
+        tensors[each.name] = GgufTensorPlace(
             each.name, each.type, each.shape, start + each.start, each.num_bytes
         )
-    for first, second in pairwise(sorted(found.values(), key=lambda each: each.start)):
+    for first, second in pairwise(sorted(tensors.values(), key=lambda each: each.start)):
         if first.start + first.num_bytes > second.start:
             raise TensorFileError(f"{path}: tensors {first.name} and {second.name} overlap")
-    return found
+    return tensors
 
 
 class _Cursor:
-    """Position in a mapped file. Errors name the file and what was to be read."""
+    """Read position in a memory-mapped file. Errors name the file and the value being read."""
 
     def __init__(self, path: Path, mapped: mmap.mmap) -> None:
-        self.path, self._mapped, self.size, self.position = path, mapped, len(mapped), len(MAGIC)
+        self.path = path
+        self._mapped = mapped
+        self.size = len(mapped)
+        self.position = len(MAGIC)
         self._elements_left = MAX_ELEMENTS
 
     def integer(self, kind: struct.Struct, what: str) -> int:
         return int(kind.unpack_from(self._mapped, self._take(kind.size, what))[0])
 
     def count(self, what: str, maximum: int) -> int:
-        found = self.integer(_U64, what)
-        if found > maximum:
-            raise TensorFileError(f"{self.path}: {what} is {found}, at most {maximum} are read")
-        return found
+        number = self.integer(_U64, what)
+        if number > maximum:
+            raise TensorFileError(f"{self.path}: {what} is {number}, more than the limit of {maximum}")
+        return number
 
     def text(self, what: str, maximum: int = MAX_TEXT_BYTES) -> str:
         length = self.count(f"length of {what}", maximum)
@@ -161,14 +165,14 @@ class _Cursor:
         try:
             return self._mapped[start : start + length].decode()
         except UnicodeDecodeError as error:
-            raise TensorFileError(f"{self.path}: {what} is not text in UTF-8") from error
+            raise TensorFileError(f"{self.path}: {what} is not UTF-8") from error
 
     def name(self, what: str) -> str:
-        """Return a name that can stand in errors. Raises TensorFileError."""
-        found = self.text(what, MAX_NAME_BYTES)
-        if not found.isprintable():
+        """Return a printable name. Raises TensorFileError."""
+        name = self.text(what, MAX_NAME_BYTES)
+        if not name.isprintable():
             raise TensorFileError(f"{self.path}: {what} is not printable")
-        return found
+        return name
 
     def value(self, key: str) -> Value:
         kind = self.integer(_U32, key)
@@ -201,26 +205,28 @@ class _Cursor:
         return elements
 
     def _texts(self, key: str, count: int) -> list[str]:
-        """Return an array of texts. Vocabularies have some 200,000, so this loop calls nothing of ours."""
-        mapped, position, end = self._mapped, self.position, min(self.size, self.position + MAX_ARRAY_BYTES)
+        """Return an array of texts. It has 200,000 entries in a vocabulary, so the loop calls no method."""
+        mapped = self._mapped
+        position = self.position
+        end = min(self.size, position + MAX_ARRAY_BYTES)
         unpack: Callable[[mmap.mmap, int], tuple[int]] = _U64.unpack_from
-        found: list[str] = []
+        texts: list[str] = []
         try:
             for _ in range(count):
                 (length,) = unpack(mapped, position)
                 position += 8 + length
                 if position > end:
                     raise TensorFileError(f"{self.path} {DAMAGED}: {key} ends after the file or is too long")
-                found.append(mapped[position - length : position].decode())
+                texts.append(mapped[position - length : position].decode())
         except struct.error as error:
             raise TensorFileError(f"{self.path} {DAMAGED}: {key} ends after the file") from error
         except UnicodeDecodeError as error:
-            raise TensorFileError(f"{self.path}: {key} is not text in UTF-8") from error
+            raise TensorFileError(f"{self.path}: {key} is not UTF-8") from error
         self.position = position
-        return found
+        return texts
 
     def _take(self, num_bytes: int, what: str) -> int:
-        """Return the position of the next bytes and pass them. Raises TensorFileError at the file's end."""
+        """Return the current position and advance it. Raises TensorFileError beyond the file's end."""
         start = self.position
         if num_bytes > self.size - start:
             raise TensorFileError(f"{self.path} {DAMAGED}: {what} ends after the file")

@@ -1,11 +1,11 @@
-"""Types of the elements of tensors in GGUF files, with the size of a block of each."""
+"""Lists the element types of tensors in GGUF files, with the sizes of their blocks."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class GgufType:
-    """Elements are stored in blocks of `block_elements` adjacent ones of a row."""
+    """Type whose elements are stored in blocks of `block_elements` adjacent elements of a row."""
 
     name: str
     block_elements: int
@@ -14,7 +14,7 @@ class GgufType:
 
 _32, _256 = 32, 256
 
-# By the number that stands in files. Numbers that are missing were given up.
+# By the number in files. Missing numbers belong to removed types.
 TYPES = {
     0: GgufType("F32", 1, 4),
     1: GgufType("F16", 1, 2),

@@ -1,5 +1,6 @@
-"""Memory-maps the tensors of safetensors files in a process that loads and drops many files. The library's
-own way to get a tensor (version 0.8) leaks some memory for each tensor."""
+"""Memory-maps the tensors of safetensors files in a process that loads and drops many files.
+
+The library's own method (version 0.8) leaks memory for each tensor."""
 
 import json
 import mmap
@@ -30,7 +31,7 @@ DTYPES = {
 
 
 def map_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors by name, copy-on-write views of the file, which must not change, and its metadata.
+    """Return the tensors by name and the metadata. Tensors are copy-on-write views: the file must not change.
 
     Raises the library's errors for damaged files, KeyError or RuntimeError if the library does not detect the
     damage, and OSError."""
@@ -52,23 +53,26 @@ def map_untrusted(file: Path, max_header_bytes: int) -> dict[str, Tensor]:
             raise TensorFileError(f"{file} has a header that is too large")
     try:
         return map_tensors(file)[0]
-    # For a damaged header the library may raise any of these errors.
+    # For a damaged header, the library may raise any of these errors.
     except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         raise TensorFileError(f"{file} {DAMAGED}") from error
 
 
 def separate_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return contiguous tensors that share no memory, as the file format requires."""
-    separate, end = {}, 0
+    separate = {}
+    end = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):
         own = tensor.detach().contiguous()
         own = own.clone() if own.data_ptr() < end else own
-        separate[name], end = own, max(end, own.data_ptr() + own.nbytes)
+        separate[name] = own
+        end = max(end, own.data_ptr() + own.nbytes)
     return separate
 
 
 def _view(stored: Tensor, start: int, entry: Mapping[str, Any]) -> Tensor:
-    dtype, (first, end) = DTYPES[entry["dtype"]], entry["data_offsets"]
+    dtype = DTYPES[entry["dtype"]]
+    first, end = entry["data_offsets"]
     elements = stored[first:end]
     if (start + first) % dtype.itemsize:
         elements = elements.clone()

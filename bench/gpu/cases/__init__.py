@@ -1,1 +1,1 @@
-"""Functions of the cases of `python -m bench.gpu`."""
+"""Contains the functions of the cases of `python -m bench.gpu`."""

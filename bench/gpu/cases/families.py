@@ -1,5 +1,5 @@
-"""Tiny models of every family: as transformers, with captured steps and without, one step at a time and
-ahead."""
+"""Compares tiny models of every family with transformers, with captured steps and without, one step at a time
+and ahead."""
 
 from dataclasses import replace
 from typing import Any
@@ -40,7 +40,7 @@ def check_family(target: Target, name: str) -> None:
 
 
 def make_requests(oracle: Oracle, answers: list[Answer], details: dict[str, bool]) -> list[Request]:
-    """Make greedy requests, and sampled ones where no details are wanted."""
+    """Create greedy requests, and sampled ones without token details."""
     requests = []
     for sampling in (GREEDY,) if details else (GREEDY, {**SAMPLE, "seed": 7}):
         for answer in answers:

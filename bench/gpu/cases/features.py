@@ -1,4 +1,5 @@
-"""What a tiny Llama on the device answers to requests of every kind: as transformers, peft or the CPU."""
+"""Compares the output of a tiny Llama on the device, for requests of every kind, with transformers, peft or
+the CPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from tgis.pb import shard_pb2 as pb
 VOCAB_SIZE, NEW_TOKENS = 403, 12
 GRAMMAR = '%llguidance {"no_forcing": true}\nstart: /([a-c]{1,3} ){2,9}\\./'
 SIZES = {"kv_cache_tokens": 2048, "max_step_tokens": 64, "cuda_graphs": "3,8"}
-# Largest difference of log-probabilities that bfloat16 makes in two layers.
+# Maximum error of log-probabilities caused by bfloat16 in two layers.
 BFLOAT16_TOLERANCE = 0.15
 KINDS: dict[str, dict[str, Any]] = {
     "guided": {"grammar": GRAMMAR, "eos": [2, 11, 30]},
@@ -33,7 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def check_bfloat16(target: Target) -> None:
-    """Compare log-probabilities of the first tokens in bfloat16 with transformers' in float32."""
+    """Compare log-probabilities of the first tokens in bfloat16 with those of transformers in float32."""
     with temporary_directory() as directory:
         config = write_llama(directory)
         oracle = Oracle(directory, config)
@@ -64,7 +65,7 @@ def _equal_tokens(
 
 
 def check_kind(target: Target, kind: str) -> None:
-    """Compare tokens in float32 with those that the CPU chooses."""
+    """Compare tokens in float32 with those on the CPU."""
     with written_llama() as config:
         requests = [Request(prompt, NEW_TOKENS, **KINDS[kind]) for prompt in prompts(3, 6, longest=25)]
         expected = [request.generated for request in answer_on_host(config, requests)]
@@ -79,7 +80,7 @@ def check_kind(target: Target, kind: str) -> None:
 
 
 def check_drafts(target: Target) -> None:
-    """Compare what is left of drafts, right ones and wrong ones, with tokens that are chosen one by one."""
+    """Compare accepted drafts, correct and incorrect ones, with tokens sampled one by one."""
     with written_llama() as config:
         request = Request([5, 6, 7, 8], NEW_TOKENS, row=0)
         [known] = answer_on_host(config, [request])
@@ -98,7 +99,7 @@ def check_drafts(target: Target) -> None:
 
 
 def check_tuned(target: Target, kind: str) -> None:
-    """Compare rows with soft prompts or adapters, beside rows without, with peft's."""
+    """Compare rows with soft prompts or adapters, beside rows without, with peft."""
     with temporary_directory() as directory:
         case = AdapterCase("llama_tied", directory) if kind == "adapters" else Case("llama_tied", directory)
         options = {"block_size": 16, "dtype": "float32", "uds_path": case.copies.uds_path}

@@ -1,5 +1,5 @@
-"""Every kernel against its twin, in the sizes of well-known models, on random numbers that are new each time.
-What is computed again must have the same bits."""
+"""Compares every kernel with its reference, in the sizes of well-known models, on new random numbers each
+time. A repeated computation must have the same bits."""
 
 import torch
 from torch import Tensor
@@ -12,14 +12,15 @@ from tgis.shard.kernels.cuda.check.inputs import SMALL, Input
 from tgis.shard.kernels.cuda.check.self_check import find_failure
 from tgis.shard.kernels.cuda.implementations import KERNELS, Implementations
 
-# Largest relative errors, of norms of the whole results.
+# Maximum relative errors of the norms of whole results.
 TOLERANCES = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
 NUM_RUNS = 20
 
 
 def compare(target: Target, kernel: str, dtype_name: str, group: str) -> None:
-    """Compare one kernel with its twin for weights of a type and a group of models. Errors of single inputs
-    are printed, and the worst is recorded."""
+    """Compare one kernel with its reference for a type of weights and a group of models.
+
+    Errors of single inputs are printed, and the largest is recorded."""
     count, kernels, dtype = count_compilations(), load_kernels(target), getattr(torch, dtype_name)
     reason = find_failure(kernel, kernels, target.device, [(dtype, SMALL)])
     target.recorder.check(f"{kernel} {dtype_name}: check at start", reason is None, reason or "")
@@ -33,8 +34,8 @@ def compare(target: Target, kernel: str, dtype_name: str, group: str) -> None:
 
 
 def compare_far(target: Target, kernel: str) -> None:
-    """Compare a kernel with itself: on blocks beyond 2^31 elements of a cache, and on the same blocks of a
-    small one."""
+    """Compare a kernel's results on blocks beyond 2^31 elements of a cache with its results on the same
+    blocks of a small cache."""
     kernels = load_kernels(target)
     for label, near, far in draw_far_inputs(target, kernel):
         expected, found = (_run(kernels, kernel, given) for given in (near, far))
@@ -66,8 +67,8 @@ def equal_bits(x: Tensor, y: Tensor) -> bool:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference over that of what is expected, or infinity if only one has a NaN.
-    Integers must be equal."""
+    """Return the norm of the difference divided by the norm of the expected result; infinity if only one of
+    them has a NaN. Integers must be equal."""
     if not found.is_floating_point():
         return 0.0 if torch.equal(found, expected) else torch.inf
     if not torch.equal(found.isnan(), expected.isnan()):

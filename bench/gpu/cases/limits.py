@@ -1,4 +1,4 @@
-"""What the machine allows: bandwidth, product rate, and the cost of launches and copies."""
+"""Measures the machine's limits: bandwidth, rate of products, and the cost of launches and copies."""
 
 from collections.abc import Callable
 

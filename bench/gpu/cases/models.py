@@ -1,4 +1,4 @@
-"""Tiny models of the tests on the device, and their requests."""
+"""Loads the tests' tiny models to the device, and runs their requests."""
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ def temporary_directory() -> Iterator[Path]:
 
 
 def load_model(target: Target, config: ShardConfig) -> Any:
-    """Load a model to the device, with captured steps unless the configuration wants none."""
+    """Load a model to the device, with captured steps unless the configuration turns them off."""
     if not target.is_rehearsal:
         return load(replace(config, device="cuda"))
     from tests.support.cuda.late_device import LateDevice
@@ -35,7 +35,7 @@ def load_model(target: Target, config: ShardConfig) -> Any:
 
 
 def answer_on_host(config: ShardConfig, requests: Sequence[Request]) -> list[Request]:
-    """Answer copies of requests on the CPU, one after the other."""
+    """Run copies of requests on the CPU, one after the other."""
     host, answered = load(config, on=plain(torch.device("cpu"))), deepcopy(list(requests))
     for request in answered:
         Router(host, depth=1, whole=True).run([request])

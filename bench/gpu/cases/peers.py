@@ -1,4 +1,4 @@
-"""transformers' continuous batching on the same checkpoint, 64 sequences at once."""
+"""Measures transformers' continuous batching on the same checkpoint, 64 sequences at once."""
 
 import time
 from typing import Any
@@ -34,7 +34,7 @@ def generate(target: Target, name: str, model: transformers.PreTrainedModel) -> 
         start = time.perf_counter()
         outputs = generate_batch(inputs=input_ids, generation_config=settings, **_limit_cache(target))
         seconds = time.perf_counter() - start
-    except Exception as error:  # a peer that fails is named, and ours is measured without it
+    except Exception as error:  # a failed peer is recorded, and the service is measured without it
         target.recorder.problem("transformers", f"{type(error).__name__}: {error}".splitlines()[0])
         return
     num_tokens = sum(len(output.generated_tokens) for output in outputs.values())
@@ -45,7 +45,7 @@ def generate(target: Target, name: str, model: transformers.PreTrainedModel) -> 
 
 
 def _limit_cache(target: Target) -> dict[str, Any]:
-    """Return options of a rehearsal, which has no memory to fill with a cache."""
+    """Return the options of a rehearsal, which has little memory for a cache."""
     if not target.is_rehearsal:
         return {}
     limits = transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)

@@ -1,4 +1,5 @@
-"""The machine as it was found, what it lacks, and whether torch does what the engine relies on."""
+"""Records the machine's state and missing packages, and checks the features of torch that the engine relies
+on."""
 
 import importlib
 import importlib.metadata
@@ -53,7 +54,7 @@ def find_version(name: str) -> str:
 
 
 def import_all(target: Target) -> None:
-    """Import what all other cases import, so that what is missing is named at once."""
+    """Import the libraries of all other cases, so that a missing one is reported first."""
     from bench.gpu.pack.gate import PROGRAMS
     from bench.gpu.stages import list_functions
 
@@ -63,7 +64,7 @@ def import_all(target: Target) -> None:
 
 
 def check_products(target: Target) -> None:
-    """Check products of 16 bits with results of 32, which give the logits, and their place."""
+    """Check products of 16-bit operands with 32-bit results, as used for the logits."""
     import torch
 
     a, b = (torch.randn(64, 64, device=target.device).bfloat16() for _ in range(2))
@@ -82,7 +83,7 @@ def check_products(target: Target) -> None:
 
 
 def check_pools(target: Target) -> None:
-    """Check that the memory of graphs is released, also after a capture that fails."""
+    """Check that the memory of graphs is released, also after a failed capture."""
     if target.is_rehearsal:
         target.recorder.fact("pools", "graphs of the CPU have none")
         return
@@ -127,7 +128,7 @@ def _check(target: Target, key: str, work: Callable[[], object]) -> None:
 
 
 def _probe(target: Target, key: str, work: Callable[[], object]) -> None:
-    """Check that a GPU can do something, which a CPU need not."""
+    """Check a feature of the GPU that a CPU need not have."""
     if not target.is_rehearsal:
         _check(target, key, work)
         return

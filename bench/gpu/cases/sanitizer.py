@@ -1,4 +1,4 @@
-"""The check at start under compute-sanitizer, which finds accesses out of bounds and races."""
+"""Runs the check at start-up under compute-sanitizer, which detects races and accesses out of bounds."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from bench.gpu.target import Target
 COMMAND = [sys.executable, "-m", "tgis.shard.kernels.cuda.check.self_check"]
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
 MARGIN_S = 1.0
-# An access beyond one tensor would be within the memory that torch keeps.
+# An access beyond one tensor would otherwise be inside torch's memory pool.
 ENVIRONMENT = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 

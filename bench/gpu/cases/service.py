@@ -1,5 +1,5 @@
-"""The whole service on a model from files: its start, one stream, 64 streams and 256 unary calls, and the
-share of a core that the router takes meanwhile."""
+"""Measures the whole service on a model from files: its start, one stream, 64 streams and 256 unary calls,
+and the router's CPU use."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from bench.service import BenchError, launch
 
 LOAD_TIMEOUT_S, MIN_LOAD_S = 40.0, 5.0
 TICKS = os.sysconf("SC_CLK_TCK")
-# How clients call, how many they are, how many calls each makes, and whether tokens are drawn.
+# Method of the calls, number of clients, calls per client, and whether tokens are sampled.
 CALLS: tuple[tuple[Mode, int, int, bool], ...] = (
     ("stream", 1, 2, False),
     ("stream", 64, 4, False),
@@ -69,9 +69,9 @@ def measure_calls(
 
 
 def router_seconds() -> float:
-    """Return the processor time of the router's process. Raises BenchError."""
+    """Return the CPU time of the router's process. Raises BenchError."""
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended in the meantime
             if b"router" in (process / "cmdline").read_bytes().split(b"\0"):
                 fields = (process / "stat").read_text().rpartition(")")[2].split()
                 return (int(fields[11]) + int(fields[12])) / TICKS  # user and system

@@ -1,5 +1,6 @@
-"""The speed of whole steps, attention and products, beside the limits that the same run has measured. Weights
-are made on the device. Steps that cannot be captured are measured one kernel at a time."""
+"""Measures the speed of whole steps, attention and products, relative to the limits measured in the same run.
+
+Weights are created on the device. Steps that cannot be captured are measured kernel by kernel."""
 
 import statistics
 import time
@@ -30,10 +31,10 @@ from tgis.shard.runner.device.model_runner import DeviceModelRunner
 from tgis.shard.runner.graph_sizes import MAX_PROMPT_TOKENS, GraphSize
 
 NUM_ROWS, PROFILED_STEPS, MAX_KERNELS = (1, 64, 256), 8, 24
-# Rows as those of most chats, beside greedy ones, at these numbers of rows.
+# At these numbers of rows, rows with the sampling of most chats are measured beside greedy ones.
 FILTERED, FILTERED_ROWS = {"greedy": False, "top_k": 50, "top_p": 0.9}, (64, 256)
 NUM_TOKENS = (1, 4, 16, 64, 256)
-NUM_WEIGHTS = 4  # of each product, more than a cache holds
+NUM_WEIGHTS = 4  # of each product, larger than any cache
 NUM_CALLS = 8
 # Numbers of sequences and their lengths.
 DECODES = ((1, 640), (1, 32768), (16, 640), (64, 640), (256, 640))
@@ -42,7 +43,7 @@ SHORT_PROMPTS = (16, 128, 512, 2048)
 
 
 def measure_decodes(target: Target, name: str) -> None:
-    """Measure steps of one token per row, the most telling numbers of rows first."""
+    """Measure steps of one token per row, the most informative numbers of rows first."""
     began = time.perf_counter()
     runner = load_runner(target, target.shape(name))
     target.recorder.figure(f"{name}: weights and cache", time.perf_counter() - began, "s")
@@ -82,13 +83,13 @@ def measure_decode(
     target.recorder.figure(f"{key}: share of {share}", floor / wall_s, "", detail)
     num_steps = num_warm if target.is_rehearsal else PROFILED_STEPS
     record_kernels(target, key, lambda: run_steps(runner, rows, num_steps), num_steps)
-    if is_captured and num_rows == 1 and not sampling:  # last, because rows have other tokens afterwards
+    if is_captured and num_rows == 1 and not sampling:  # measured last, because it changes the rows' tokens
         idle = max(0.0, 1 - time_graphs(target, runner, num_rows) / wall_s)
         target.recorder.figure("idle between steps" if name == "8b" else f"{key}: idle", idle, "")
 
 
 def time_graphs(target: Target, runner: DeviceModelRunner, num_rows: int) -> float:
-    """Return the seconds of the device's part of the step that was replayed last."""
+    """Return the device's time, in seconds, of the last replayed step."""
     captured = runner.graphs.find(num_rows)
     assert captured is not None, "it was captured"
 
@@ -113,8 +114,8 @@ def measure_prompt(target: Target, name: str) -> None:
 
 
 def measure_short_prompts(target: Target, name: str) -> None:
-    """Measure the steps of short prompts, which the host launches kernel by kernel, and how much of them the
-    device computes, and then as graphs."""
+    """Measure the steps of short prompts: launched by the host kernel by kernel, with the device's share of
+    the time, and as graphs."""
     runner = load_runner(target, target.shape(name))
     lengths = (40,) if target.is_rehearsal else SHORT_PROMPTS
     for length in lengths:
@@ -142,7 +143,7 @@ def measure_short_prompt(target: Target, runner: DeviceModelRunner, key: str, le
 
 
 def time_prompt(runner: DeviceModelRunner, length: int, seed: int) -> float:
-    """Return the seconds of the step of a prompt."""
+    """Return the seconds of a prompt's step."""
     runner.reset()
     [step] = Rows(runner, 1, length, 2, seed=seed).prefill(length)
     start = time.perf_counter()
@@ -161,7 +162,7 @@ def record_kernels(target: Target, key: str, work: Callable[[], object], num_ste
 
 
 def sum_kernels(target: Target, work: Callable[[], object]) -> float:
-    """Return the seconds that kernels take, without the gaps between them."""
+    """Return the seconds in kernels, without the gaps between them."""
     return sum(each.seconds for each in profile_kernels(target, work))
 
 
@@ -188,7 +189,7 @@ def profile_kernels(target: Target, work: Callable[[], object]) -> list[KernelTi
 
 
 def read_rates(target: Target) -> Rates:
-    """Return the limits that the run has measured, or those of an H100 or H200."""
+    """Return the limits measured in this run, or those of an H100 or H200."""
     read, copy = (find_figure(target.path, f"{name} bandwidth") for name in ("read", "copy"))
     gemm = find_figure(target.path, "gemm bf16")
     if read is None or copy is None or gemm is None:

@@ -1,5 +1,5 @@
-"""Whole steps of a model of real size: captured steps compute what eager ones do, whether they are launched
-ahead or one at a time, and steady steps neither wait for the device nor allocate its memory."""
+"""Checks whole steps of a model of real size: captured steps have the results of eager ones, launched ahead
+or one at a time, and steady steps neither wait for the device nor allocate memory on it."""
 
 import torch
 
@@ -29,7 +29,7 @@ def compare_captured(target: Target, name: str) -> None:
 
 
 def decode(runner: DeviceModelRunner, num_rows: int, count: int, depth: int) -> list[bytes]:
-    """Return the tokens of steps after a prompt that is computed."""
+    """Return the tokens of the steps after a prompt."""
     rows = Rows(runner, num_rows, PROMPT, count + 1)
     runner.reset()
     for step in rows.prefill(num_rows * PROMPT):
@@ -38,7 +38,7 @@ def decode(runner: DeviceModelRunner, num_rows: int, count: int, depth: int) -> 
 
 
 def check_steady(target: Target, name: str) -> None:
-    """Check that steps in a row neither wait for the device nor allocate its memory."""
+    """Check that consecutive steps neither wait for the device nor allocate memory on it."""
     runner, num_rows = load_runner(target, target.shape(name)), 2 if target.is_rehearsal else NUM_ROWS
     capture(target, runner, [num_rows], f"{name}: steps of {num_rows} rows")
     (num_before, _), count = count_steps(target), 4 if target.is_rehearsal else NUM_STEPS

@@ -1,1 +1,1 @@
-"""Runs cases on a GPU, each in a process of its own, and brings home what each has shown."""
+"""Runs cases on a GPU, each in a separate process, and collects their results."""

@@ -1,4 +1,4 @@
-"""What is run on a GPU: stages of cases. Nothing here imports torch."""
+"""Defines stages and cases of a run on a GPU. Nothing here imports torch."""
 
 import importlib
 from collections.abc import Callable
@@ -12,27 +12,27 @@ class Case:
     function: str
     """`module:function`, called with a Target and the arguments."""
     seconds: float
-    """Time limit, from the start of its process."""
+    """Time limit, from the start of the case's process."""
     arguments: tuple[str | int, ...] = ()
     is_rehearsed: bool = True
-    """Whether a rehearsal on the CPU runs it."""
+    """True if a rehearsal on the CPU runs the case."""
 
 
 @dataclass(frozen=True)
 class Stage:
     name: str
     seconds: float
-    """Time limit of all its cases."""
+    """Time limit of all cases of the stage."""
     cases: tuple[Case, ...]
     num_parallel: int = 1
-    """Cases at a time. Those whose time matters are alone."""
+    """Number of cases that run at a time; 1 if their time is measured."""
     libraries: tuple[str, ...] = ()
-    """What takes seconds to import, and is imported before cases are forked."""
+    """Libraries that take seconds to import, and are imported before cases are forked."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A case that is to be run now, as it is sent to the process that forks it."""
+    """Case to run now, as sent to the process that forks it."""
 
     stage: str
     case: str
@@ -42,10 +42,10 @@ class Job:
     seconds: float
     device: str
     is_forked: bool
-    """Whether its process is forked from one that has imported the libraries, or is a fresh one."""
+    """True if the case's process is forked from one that has imported the libraries; False: a new process."""
     results: str
     log: str
-    """File to which what it prints is appended."""
+    """File to which the case's output is appended."""
 
 
 def find_function(name: str) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
-"""Process that has imported the libraries and forks a keeper for each case, so that no case waits for them.
+"""Process that imports the libraries and forks a keeper for each case, so that no case waits for the imports.
 
-`python -m bench.gpu.course.forker LIBRARY...` answers with a line for each library, then reads a job a line
-and answers when it has ended. A library that cannot be imported is left to the cases that need it."""
+`python -m bench.gpu.course.forker LIBRARY...` prints a line for each library, then reads one job per line and
+prints a line when it has ended. A library that cannot be imported is left to the cases that need it."""
 
 import importlib
 import json
@@ -17,7 +17,7 @@ from bench.gpu.course.processes import POLL_S, adopt_orphans, end_descendants, h
 
 def main() -> None:
     parent, answers = os.getppid(), os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries is not a reply
     adopt_orphans()
     for name in sys.argv[1:]:
         _import(name)
@@ -30,12 +30,12 @@ def main() -> None:
 def _import(name: str) -> None:
     try:
         importlib.import_module(name)
-    except BaseException:  # one that exits, too
+    except BaseException:  # also a library that exits
         traceback.print_exc()
 
 
 def _run(job: Job, parent: int) -> None:
-    """Wait for a case. If whoever asked for it is gone, end everything."""
+    """Wait for a case. If the requesting process is gone, end all cases."""
     is_forked = job.is_forked and not has_opened_gpu()
     pid = os.fork()
     if pid == 0:

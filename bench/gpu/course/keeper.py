@@ -1,5 +1,7 @@
-"""Keeps one case: starts it, waits until it ends or its time is over, ends all that it has started, and
-records how it ended. The keeper computes nothing itself, so no fault of a case ends it."""
+"""Keeps one case: starts it, waits for its end or its time limit, ends all processes that it has started, and
+records the outcome.
+
+The keeper computes nothing itself, so no fault of a case ends it."""
 
 import faulthandler
 import json
@@ -19,14 +21,13 @@ from bench.gpu.course.case import Job, find_function
 from bench.gpu.course.processes import POLL_S, adopt_orphans, end_descendants
 from bench.gpu.results import CRASHED, DONE, FAILED, OUT_OF_TIME, Recorder
 
-MAX_TAIL = 3000  # characters of the log that an outcome brings home
+MAX_TAIL = 3000  # characters of the log in an outcome
 MAX_REASON = 1000
-TRACE_S = 0.5  # before its end a case that hangs writes to the log where it does
+TRACE_S = 0.5  # before its end, a hung case writes its stack to the log
 
 
 def keep(job: Job, is_forked: bool) -> None:
-    """Run a case in a process that is forked from this one, or in a fresh one. Returns when its outcome is on
-    the disk."""
+    """Run a case in a process forked from this one, or in a new one. Return when its outcome is on disk."""
     adopt_orphans()
     directory = Path(tempfile.mkdtemp(prefix="case-", dir=Path(job.log).parent))
     began = time.monotonic()
@@ -35,7 +36,7 @@ def keep(job: Job, is_forked: bool) -> None:
         pid = _fork(job, directory) if is_forked else _spawn(job, directory)
         status = _wait(pid, began + job.seconds, parent)
         seconds, num_left = time.monotonic() - began, end_descendants()
-        if os.getppid() == parent:  # else nobody counts what is recorded now
+        if os.getppid() == parent:  # otherwise results recorded now would not be counted
             _record(job, directory, status, seconds, num_left)
     finally:
         shutil.rmtree(directory, ignore_errors=True)

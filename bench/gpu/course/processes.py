@@ -1,4 +1,4 @@
-"""Processes of this machine: those below another one, in whatever session they are."""
+"""Lists and ends the descendants of a process, whatever their session."""
 
 import ctypes
 import os
@@ -8,19 +8,18 @@ from contextlib import suppress
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
-_GPU_FILE = "/dev/nvidia-uvm"  # of CUDA; NVML, which forked processes may use, does without it
+_GPU_FILE = "/dev/nvidia-uvm"  # CUDA's device files; forked processes may use NVML, which does not need them
 POLL_S = 0.02
-KILL_S = 5.0  # after which a process that the kernel does not let end is left alone
+KILL_S = 5.0  # after which a process that the kernel does not end is left alone
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all processes below this one whose parents end."""
+    """Become the parent of all orphaned descendants."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_descendants() -> int:
-    """Kill all processes below this one, and return their number. Those that have ended are no longer zombies
-    afterwards."""
+    """Kill all descendants, and return their number. Ended processes are reaped."""
     killed: set[int] = set()
     end = time.monotonic() + KILL_S
     while time.monotonic() < end:
@@ -37,10 +36,10 @@ def end_descendants() -> int:
 
 
 def list_descendants(pid: int) -> list[int]:
-    """Return the processes below one that are alive."""
+    """Return the live descendants of a process."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # the process has ended in the meantime
             state, parent = path.read_text().rpartition(")")[2].split()[:2]
             if state != "Z":
                 children.setdefault(int(parent), []).append(int(path.parent.name))
@@ -52,7 +51,7 @@ def list_descendants(pid: int) -> list[int]:
 
 
 def has_opened_gpu() -> bool:
-    """Return True if this process has opened a GPU: a process that is forked from it cannot use one."""
+    """Return True if this process has opened a GPU; a process forked from it cannot use one."""
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
             if os.readlink(path) == _GPU_FILE:

@@ -1,4 +1,4 @@
-"""Runs stages of cases within a budget. It imports no library that a case needs."""
+"""Runs stages of cases within a budget of time. It imports no library that a case needs."""
 
 import json
 import os
@@ -19,17 +19,17 @@ from bench.gpu.course.case import Case, Job, Stage
 from bench.gpu.course.keeper import read_tail
 from bench.gpu.results import CRASHED, NOT_BEGUN, Recorder, count_attempts, read_results
 
-# Otherwise libraries would open the GPU, to know whether there is one. Each case has cores for few threads.
+# Otherwise libraries would open the GPU to detect it. Each case has cores for a few threads.
 ENVIRONMENT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "OMP_NUM_THREADS": "2"}
-# What CUDA says in a process that was forked from one that has used it.
+# CUDA's error in a process forked from one that has used it.
 FORK_ERRORS = ("re-initialize CUDA in forked", "initialization error", "not initialized")
 IMPORT_S = 45.0
-GRACE_S = 10.0  # for the outcome of a case to be written once its time is over
-MIN_CASE_S = 0.5  # a case that would have less time is not begun
+GRACE_S = 10.0  # time to write the outcome of a case after its time limit
+MIN_CASE_S = 0.5  # a case with less time left is not started
 
 
 class Forker:
-    """Process that forks cases, one at a time. It is started again when it has ended."""
+    """Process that forks cases, one at a time. It is restarted when it has ended."""
 
     def __init__(self, log: Path, libraries: Sequence[str], import_s: float):
         self._log, self._libraries, self._import_s = log, libraries, import_s
@@ -46,7 +46,7 @@ class Forker:
                     break
 
     def run(self, job: Job) -> None:
-        """Run a case, and stop if that cannot be done."""
+        """Run a case, and stop the process if that fails."""
         assert self._process is not None
         assert self._process.stdin is not None
         with suppress(OSError):
@@ -56,7 +56,7 @@ class Forker:
         self.stop()
 
     def stop(self) -> None:
-        """End it and all cases below it."""
+        """End the process and all cases below it."""
         if self._process is None:
             return
         self._process.kill()
@@ -77,7 +77,7 @@ class Forker:
             )
 
     def _is_answering(self, seconds: float) -> bool:
-        """Return True once it has answered, False if it does not within `seconds`."""
+        """Return True once it has replied, or False after `seconds`."""
         assert self._process is not None
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], seconds)
@@ -86,13 +86,13 @@ class Forker:
 
 @dataclass
 class Course:
-    """One run of stages. Results are appended to `results`, what cases print to `logs`."""
+    """One run of stages. Results are appended to `results`, output of cases to `logs`."""
 
     results: Path
     logs: Path
     device: str
     pace: float = 1.0
-    """Factor of all times."""
+    """Factor of all time limits."""
     import_s: float = IMPORT_S
     report: Callable[[str], None] = print
     is_forking: bool = True
@@ -101,8 +101,9 @@ class Course:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, stages: Iterable[Stage], budget: float) -> None:
-        """Run the stages, and then what was not begun of them for as long as the budget lasts. `budget` is in
-        seconds that the pace does not change."""
+        """Run the stages, then the cases that were not started while the budget lasts.
+
+        `budget` is in seconds, without the factor of time limits."""
         end, left = time.monotonic() + budget, list[tuple[Stage, Case]]()
         begun = [stage for stage in stages if stage.cases]
         with tempfile.TemporaryDirectory(prefix="tgis-course-") as directory:
@@ -187,7 +188,7 @@ class Course:
         return Recorder(stage.name, case.name, number, self.results)
 
     def _find_own(self, recorder: Recorder, *kinds: str) -> list[str]:
-        """Return the attempt's results of these kinds in words."""
+        """Return the attempt's results of these kinds as text."""
         asked = recorder.stage, recorder.case, recorder.attempt
         found = [
             each

@@ -1,1 +1,1 @@
-"""Models, caches and arguments of kernels that a run on a GPU computes with."""
+"""Creates the models, caches and kernel arguments for a run on a GPU."""

@@ -1,4 +1,4 @@
-"""A checkpoint of the service's size in a temporary directory, and so in the page cache."""
+"""Creates a checkpoint of the service's size in a temporary directory, and thereby in the page cache."""
 
 import tempfile
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Counts the kernels that Triton compiles, and those whose code it finds."""
+"""Counts the kernels that Triton compiles, and those that it loads from its cache."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ class Compilations:
 
 
 def count_compilations() -> Compilations:
-    """Count from now on."""
+    """Start to count."""
     count = Compilations()
     knobs.compilation.listener = count
     return count

@@ -1,4 +1,4 @@
-"""Random inputs of kernels in the sizes of models, and in caches of more elements than 32 bits can count."""
+"""Creates random inputs of kernels in the sizes of models, and in caches of more than 2^32 elements."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -18,10 +18,10 @@ from tgis.shard.layers.ops import HeadNorm
 
 
 class Group(NamedTuple):
-    """Models whose sizes kernels are tried with."""
+    """Models whose sizes are used."""
 
-    heads: tuple[tuple[int, int, int], ...]  # of queries, of keys and values, and channels of a head
-    sizes: tuple[tuple[int, int], ...]  # hidden and of the feed-forward
+    heads: tuple[tuple[int, int, int], ...]  # query heads, key heads, and channels of a head
+    sizes: tuple[tuple[int, int], ...]  # hidden and feed-forward size
     vocab_sizes: tuple[int, ...]
 
 
@@ -47,7 +47,7 @@ class KernelInput(NamedTuple):
 
 
 def draw_inputs(target: Target, kernel: str, dtype: torch.dtype, group: str) -> Iterator[KernelInput]:
-    """Yield fresh random inputs, one after the other, because together they do not fit into memory."""
+    """Yield new random inputs, one after the other, because together they do not fit into memory."""
     found = REHEARSED if target.is_rehearsal else GROUPS[group]
     for label, given in _DRAWS[kernel](target, dtype, found):
         yield KernelInput(kernel, label, given, dtype)
@@ -117,7 +117,7 @@ def _draw_segments(scene: Scene, lengths: tuple[int, ...], scoring: Scoring) -> 
 
 
 def _draw_tiles(scene: Scene, scoring: Scoring) -> Input:
-    """Draw the end of one sequence, a whole short one, and one token."""
+    """Create the end of one sequence, a whole short one, and one token."""
     most, longest = tile_tokens(scene.shape.num_heads // scene.shape.num_kv_heads), scene.length
     count = min(200, longest - 1)
     spans = [
@@ -145,7 +145,7 @@ def _draw_turn(scene: Scene, head_norm: bool) -> Input:
 
 
 def _draw_steps(target: Target, dtype: torch.dtype, group: Group) -> Drawn:
-    """Draw a step of single tokens of as many rows as the largest batch has."""
+    """Create a step of single tokens, with as many rows as the largest batch."""
     num_rows = 7 if target.is_rehearsal else NUM_ROWS
     device = target.device
     rows = draw_rows(device, group.vocab_sizes[0], num_rows)
@@ -194,7 +194,7 @@ _DRAWS: dict[str, Callable[[Target, torch.dtype, Group], Drawn]] = {
 
 
 def draw_far_inputs(target: Target, kernel: str) -> Iterator[tuple[str, Input, Input]]:
-    """Yield inputs with a small cache, and the same with its blocks at the end of a large one."""
+    """Yield inputs with a small cache, and the same with the blocks at the end of a large one."""
     sizes = KernelSizes(32, 8, 128)
     inputs = INPUTS[kernel](target.device, torch.bfloat16, sizes)
     for number, near in enumerate(inputs):

@@ -1,4 +1,4 @@
-"""The kernels that a case measures: Triton's, which on a CPU its interpreter runs."""
+"""Selects the kernels that a case measures: Triton's, run by its interpreter on a CPU."""
 
 from bench.gpu.target import Target
 from tgis.shard.kernels.cuda.implementations import Implementations

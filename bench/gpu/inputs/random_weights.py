@@ -1,4 +1,4 @@
-"""Weights of a Llama of any shape, made on the device that computes with them: no file has to be read."""
+"""Creates the weights of a Llama of any shape on the device that computes with them, without files."""
 
 from typing import Any
 
@@ -20,13 +20,13 @@ class RandomTensor(FloatsOnly):
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
         spans = (rows, columns)[: len(self.shape)]
         size = [len(range(*span.indices(length))) for span, length in zip(spans, self.shape, strict=True)]
-        if len(size) == 1:  # a norm's weight
+        if len(size) == 1:  # the weight of a norm
             return torch.ones(size, device=self._device)
         return torch.randn(size, device=self._device).mul_(INIT_STD)
 
 
 class RandomWeights:
-    """What a model reads of a checkpoint."""
+    """Replacement of the checkpoint that a model reads."""
 
     def __init__(self, device: torch.device):
         self._device = device

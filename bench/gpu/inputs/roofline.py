@@ -1,11 +1,11 @@
-"""Lower bounds of a step's time: each operator takes its bytes over the bandwidth or its operations over the
-rate, whichever is more."""
+"""Computes lower bounds of a step's time: each operator takes its bytes over the bandwidth or its operations
+over the rate, whichever is more."""
 
 from dataclasses import dataclass
 
 from bench.shapes import Shape
 
-BYTES = 2  # of a weight, an activation, a key or a value
+BYTES = 2  # bytes of a weight, an activation, a key or a value
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def decode_seconds(shape: Shape, num_rows: int, context: int, rates: Rates) -> f
 
 
 def prefill_operations(shape: Shape, num_tokens: int) -> float:
-    """Return the operations of a prompt without the head. On average a query attends to half of the keys."""
+    """Return the operations of a prompt without the head. On average, a query attends to half of the keys."""
     linears = sum(2 * rows * columns for rows, columns in list_linears(shape)) * num_tokens
     pairs = num_tokens * (num_tokens + 1) / 2
     return shape.num_layers * (linears + 4 * shape.num_heads * shape.head_dim * pairs)

@@ -1,5 +1,5 @@
-"""Runners of models whose weights are made on the device, and steps as the shard takes them: one is launched
-while another is computed."""
+"""Creates model runners whose weights are made on the device, and runs steps as the shard does: one is
+launched while another is computed."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ from tgis.shard.runner.row_table import RowLimits
 from tgis.shard.sampling.grammar import Guides
 
 BLOCK_SIZE, MAX_ROWS = 16, 256
-CONTEXT = 640  # tokens of a row while it is measured
+CONTEXT = 640  # of a row while it is measured
 STEPS, WARM_STEPS = 40, 8
 REHEARSED_STEPS, REHEARSED_WARM_STEPS = 6, 2
-MOST_NEW = 4 * STEPS  # of a row, so that none ends while it is measured
+MOST_NEW = 4 * STEPS  # of a row, so that none ends during the measurement
 
 
 def load_runner(target: Target, shape: Shape) -> DeviceModelRunner:
@@ -57,7 +57,7 @@ def load_runner(target: Target, shape: Shape) -> DeviceModelRunner:
 
 
 def capture(target: Target, runner: DeviceModelRunner, sizes: Sequence[int], about: str) -> bool:
-    """Capture steps, and record whether that is possible, with the reason if it is not."""
+    """Capture steps, and record whether that succeeds, with the reason if not."""
     runner.graphs.capture([GraphSize(size) for size in sizes])
     refusal = runner.graphs.refusal
     target.recorder.check(f"{about} are captured", refusal is None, refusal or "")
@@ -65,12 +65,12 @@ def capture(target: Target, runner: DeviceModelRunner, sizes: Sequence[int], abo
 
 
 def count_steps(target: Target) -> tuple[int, int]:
-    """Return the number of steps of a measurement, and how many of them come before the clock starts."""
+    """Return the number of steps of a measurement, and of warm-up steps."""
     return (REHEARSED_STEPS, REHEARSED_WARM_STEPS) if target.is_rehearsal else (STEPS, WARM_STEPS)
 
 
 def choose_kernels(target: Target) -> Implementations:
-    """Choose twins for a rehearsal: a step in Triton's interpreter takes a second."""
+    """Use reference kernels in a rehearsal: a step in Triton's interpreter takes a second."""
     return Implementations.plain() if target.is_rehearsal else load_kernels(target)
 
 
@@ -87,7 +87,8 @@ def make_stream(target: Target) -> DeviceStream:
 def run_steps(
     runner: DeviceModelRunner, rows: Rows, count: int, max_pending: int | None = None
 ) -> list[bytes]:
-    """Decode, with as many steps launched ahead as the runner allows, or fewer. Return the tokens of each."""
+    """Decode with as many steps launched ahead as the runner allows, or fewer. Return the tokens of each
+    step."""
     pending, tokens = deque[Pending](), list[bytes]()
     for _ in range(count):
         if len(pending) == (max_pending or runner.max_pending):

@@ -1,4 +1,4 @@
-"""Random caches and queries for measurements of attention."""
+"""Creates random caches and queries for measurements of attention."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +19,7 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class Scene:
-    """Sequences of one length, each with blocks of its own in random order."""
+    """Sequences of one length, each with its own blocks in random order."""
 
     shape: Shape
     length: int

@@ -1,4 +1,4 @@
-"""Sizes of the models that are measured."""
+"""Lists the sizes of the measured models."""
 
 from bench.shapes import SHAPES as SMALL_SHAPES
 from bench.shapes import Shape

@@ -1,1 +1,1 @@
-"""What a machine with a GPU and without a network needs beside its own packages."""
+"""Packs the files that a machine with a GPU and without a network needs besides its own packages."""

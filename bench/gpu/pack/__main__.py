@@ -1,5 +1,5 @@
-"""Makes the pack: `python -m bench.gpu.pack DIRECTORY`. It has wheels, the generated `tgis/pb`, and compiled
-kernels, and takes less than 50 MiB. It needs an index of packages, and no GPU."""
+"""`python -m bench.gpu.pack DIRECTORY`: create the pack of wheels, the generated `tgis/pb`, and compiled
+kernels, less than 50 MiB in total. This needs a package index, and no GPU."""
 
 import os
 import shutil

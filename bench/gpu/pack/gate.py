@@ -1,6 +1,6 @@
-"""Imports what a run imports where nothing can be imported but the machine's packages and the pack's:
-`python -m bench.gpu.pack.gate [NAME...]`, with the packages of the pack, by default those that
-`make gpu-pack` puts into it. It needs an environment with all of them."""
+"""Checks that a run needs only the machine's packages and the pack's: `python -m bench.gpu.pack.gate
+[NAME...]`, with the packages of the pack, by default those of `make gpu-pack`. It needs an environment with
+all of them."""
 
 import importlib
 import importlib.metadata
@@ -16,7 +16,7 @@ from bench.gpu.course.case import find_function
 from bench.gpu.pack.wheels import list_names, read_machine
 from bench.gpu.stages import LIBRARIES, list_functions
 
-# Of the service, which cases start as processes.
+# modules of the service, which cases start as processes
 PROGRAMS = (
     "tgis.__main__",
     "tgis.launcher.main",
@@ -29,7 +29,7 @@ OWN = "tgis-next"
 
 
 class Gate(MetaPathFinder):
-    """Refuses modules of packages that are not allowed."""
+    """Import hook that refuses modules of packages that are not allowed."""
 
     def __init__(self, allowed: Iterable[str]):
         names = {canonicalize_name(name) for name in allowed} | {OWN}

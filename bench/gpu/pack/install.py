@@ -1,6 +1,8 @@
-"""Installs a pack on the machine: `python -m bench.gpu.pack.install DIRECTORY`. Wheels go to DIRECTORY/site,
-which PYTHONPATH must name, `tgis/pb` into the checkout, and compiled kernels beside the Python. It imports
-nothing that a pack may bring. What cannot be installed is named, and the run shows what comes of that."""
+"""Installs a pack on the machine: `python -m bench.gpu.pack.install DIRECTORY`.
+
+Wheels go to DIRECTORY/site, which PYTHONPATH must include, `tgis/pb` into the checkout, and compiled kernels
+to the Python's cache. It imports nothing from the pack. Parts that cannot be installed are reported, and the
+run shows the consequences."""
 
 import shutil
 import subprocess

@@ -1,9 +1,9 @@
-"""Compiles the kernels of a run for sm_90a, with the machine's Triton: `python -m bench.gpu.pack.kernels
-DIRECTORY TRITON`, in a process that imports that version of Triton.
+"""Compiles the kernels of a run for sm_90a, with the machine's version of Triton: `python -m
+bench.gpu.pack.kernels DIRECTORY TRITON`, in a process that imports that version.
 
-Triton's names of compiled kernels depend on its own files, of which one differs between versions of Python.
-They are computed from TRITON, the package as the machine has it. What Triton compiles in C is left to the
-machine, because it depends on its Python."""
+Triton's names of compiled kernels depend on its own files, one of which differs between versions of Python.
+They are computed from TRITON, the package as installed on the machine. Code that Triton compiles from C is
+left to the machine, because it depends on its Python."""
 
 import hashlib
 import pkgutil
@@ -28,7 +28,7 @@ from tgis.shard.kernels.cuda.offline.variants import (
 )
 
 CAPABILITY = 90
-# Kernels are compiled anew for one token, for multiples of 16 and for other numbers.
+# Triton compiles separate kernels for one token, for multiples of 16 and for other numbers.
 NUM_TOKENS = (1, 24, 64)
 
 
@@ -62,7 +62,7 @@ def list_variants() -> Iterator[Variant]:
 
 
 def compute_key(package: Path) -> str:
-    """Return what `triton_key` of this version would return where the package is installed."""
+    """Return the value of this version's `triton_key` on the machine where the package is installed."""
     contents = [_hash(package / "runtime" / "cache.py")]
     for folder in ("compiler", "backends"):
         contents += [_hash(path) for path in _list_modules(package / folder, f"triton.{folder}.")]

@@ -1,4 +1,5 @@
-"""The wheels of the pack: what the service's lock names and the machine lacks, for the machine's Python."""
+"""Downloads the wheels of the pack: the packages of the service's lock that the machine lacks, for the
+machine's Python."""
 
 import re
 import subprocess
@@ -15,7 +16,7 @@ PYTHON_VERSION = "3.12"
 # pip matches each exactly.
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (5, 12, 17, 24, 26, 27, 28, 31, 34)]
 PLATFORMS += ["manylinux1_x86_64", "manylinux2010_x86_64", "manylinux2014_x86_64"]
-# Generated code refuses older versions than it was generated with, and pydantic needs new names.
+# Generated code refuses older versions than its generator's, and pydantic needs new names.
 VERSIONED = frozenset({"grpcio", "protobuf", "typing-extensions"})
 
 _ENTRY = re.compile(r"^([a-z0-9][a-z0-9._-]*)==(\S+)((?: ;[^\\\n]*)?)((?: \\\n +--hash=\S+)+)", re.MULTILINE)
@@ -23,7 +24,7 @@ _NOT_HERE = re.compile(r"sys_platform == '(win32|darwin|emscripten)'|(?<!not )sy
 
 
 def read_machine() -> frozenset[str]:
-    """Return the names of the packages that the machine has."""
+    """Return the names of the machine's packages."""
     lines = MACHINE_PACKAGES.read_text().splitlines()
     return frozenset(line for line in lines if line and not line.startswith("#"))
 
@@ -45,7 +46,7 @@ def read_lock(path: Path) -> dict[str, str]:
 
 
 def download(names: Iterable[str], lock: Path, directory: Path) -> None:
-    """Download wheels for the machine's Python, which have the hashes of the lock."""
+    """Download wheels for the machine's Python that have the hashes of the lock."""
     requirements = read_lock(lock)
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:"]
     command += ["--require-hashes", "--python-version", PYTHON_VERSION, "--implementation", "cp"]

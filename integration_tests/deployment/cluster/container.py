@@ -1,5 +1,5 @@
-"""One container, started as a runtime would: namespaces of its own, the image's files, the mounts it was
-given, a user id that nobody knows, and no rights. As a program, this becomes it."""
+"""Runs one container as a container runtime does: with its own namespaces, the image's files, its mounts, an
+unknown user id, and no capabilities. Run as a program, this process becomes the container."""
 
 import contextlib
 import ctypes
@@ -24,7 +24,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Mount:
-    """A directory or file of this machine, or without a source memory of its own, of a size if it has one."""
+    """Mount of a directory or file of this machine or, without a source, of memory with an optional size."""
 
     target: str
     source: str | None = None
@@ -35,9 +35,9 @@ class Mount:
 @dataclass(frozen=True)
 class Spec:
     root: str
-    """The image, as scripts/image_root.sh makes it."""
+    """Root directory of the image, made by scripts/image_root.sh."""
     scratch: str
-    """A directory for what the container is made of."""
+    """Directory for the container's layers."""
     command: list[str]
     env: dict[str, str]
     mounts: list[Mount] = field(default_factory=list)
@@ -45,12 +45,12 @@ class Spec:
     user: int = 1000660000
     groups: list[int] = field(default_factory=list)
     address: str = "10.128.0.7"
-    """The pod's."""
+    """Address of the pod."""
     is_root_read_only: bool = True
 
 
 class Container:
-    """Started when made; what it prints is kept."""
+    """Container that starts on construction; its output is kept."""
 
     def __init__(self, spec: Spec) -> None:
         self.spec, scratch = spec, Path(spec.scratch)
@@ -68,10 +68,10 @@ class Container:
             )
         os.close(has_become)
         with open(becoming, "rb") as pipe:
-            pipe.read(1)  # nothing where it has failed
+            pipe.read(1)  # nothing if it has failed
         own = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         self.pid = int(own[0]) if own else 0
-        """Of its first process, as it is called here."""
+        """Host's process id of the container's first process."""
 
     @property
     def output(self) -> str:
@@ -81,15 +81,15 @@ class Container:
         os.kill(self.pid, number)
 
     def wait(self, until: float) -> int | None:
-        """Its status; None if it has not ended by that time of the monotonic clock."""
+        """Return its status; None if it has not ended by this time of the monotonic clock."""
         try:
             return self.process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
             return None
 
     def kill(self) -> None:
-        """Its first process, which takes all others along; the one that began it ends with it."""
-        if self.pid:  # who changes its user is not killed with its parent any more
+        """Kill its first process, which ends all others and the process that started it."""
+        if self.pid:  # a process that changes its user is no longer killed with its parent
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
         else:
@@ -97,7 +97,7 @@ class Container:
         self.process.wait()
 
     def run(self, command: Sequence[str], timeout: float) -> tuple[int, str]:
-        """A further command in it, as a hook or a probe; status and output. Raises TimeoutError."""
+        """Run another command in it, as a hook or a probe; return status and output. Raises TimeoutError."""
         enter = ["/usr/bin/nsenter", f"--target={self.pid}", "--mount", "--net", "--pid", "--ipc", "--root"]
         user = [f"--wdns={self.spec.directory}", f"--setuid={self.spec.user}", "--setgid=0"]
         process = subprocess.Popen(
@@ -117,7 +117,7 @@ class Container:
         return process.returncode, output
 
     def connect(self, port: int, timeout: float) -> socket.socket:
-        """To the pod's address, from its own network: there is no other. Raises OSError."""
+        """Connect to the pod's address, from its own network, which is the only one. Raises OSError."""
         with ThreadPoolExecutor(1) as thread:
             made = thread.submit(self._make_socket).result()
         made.settimeout(timeout)
@@ -129,7 +129,7 @@ class Container:
         return made
 
     def _make_socket(self) -> socket.socket:
-        """In its network, and so is the thread that calls this from then on."""
+        """Enter its network with the calling thread, permanently."""
         with open(f"/proc/{self.pid}/ns/net") as network:
             if _libc.setns(network.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), "setns")
@@ -141,7 +141,7 @@ def _mount(*arguments: str) -> None:
 
 
 def _make_root(spec: Spec) -> Path:
-    """The image under what a container writes, which is memory; the place of each mount is made first."""
+    """Mount the image below a writable layer in memory. The targets of mounts are created first."""
     own = Path(spec.scratch) / "own"
     own.mkdir()
     _mount("-t", "tmpfs", "tmpfs", str(own))

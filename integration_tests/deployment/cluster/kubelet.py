@@ -1,5 +1,5 @@
-"""What kubelet does with a container: it probes, tells who is ready, and ends it within its grace period.
-Where a cluster would restart or kill the container, this one raises."""
+"""Handles a container as kubelet does: probes it, reports its readiness, and ends it within its grace period.
+A restart or kill by the cluster raises an error here."""
 
 import http.client
 import signal
@@ -22,7 +22,7 @@ NO_PROBE: Object = {}
 
 
 class PodFault(Exception):
-    """What a cluster would have done to this pod, and why."""
+    """Error for a restart or kill of the pod by the cluster, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Event:
 
 
 class Kubelet:
-    """Begins with the probes when made."""
+    """Start the probes."""
 
     def __init__(self, pod: Pod, container: Container) -> None:
         self.events: list[Event] = []
@@ -44,7 +44,7 @@ class Kubelet:
         self._start(self._start_up)
 
     def wait_until_ready(self, timeout: float) -> None:
-        """Raises PodFault."""
+        """Wait until the pod is ready. Raises PodFault."""
         deadline = time.monotonic() + timeout
         while not self._is_ready.wait(0.05):
             self._check()
@@ -53,24 +53,24 @@ class Kubelet:
         self._check()
 
     def wait_for(self, seconds: float) -> None:
-        """Meanwhile nothing may happen to it. Raises PodFault."""
+        """Watch the pod for this time. Raises PodFault."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self._check()
             time.sleep(0.05)
 
     def delete(self) -> int:
-        """Its exit status. Raises PodFault where it is killed, or its hook fails."""
+        """End the pod, and return its exit status. Raises PodFault if it is killed, or its hook fails."""
         self._check()
         deadline = time.monotonic() + self._pod.grace_period
         self._tell("deleted")
-        self._over.set()  # who is to end is not restarted
+        self._over.set()  # a pod that is being deleted is not restarted
         self._run_hook(deadline)
         self._tell("SIGTERM")
         self._container.signal(signal.SIGTERM)
         status = self._container.wait(
             max(deadline, time.monotonic() + 2)
-        )  # kubelet leaves two seconds at least
+        )  # kubelet leaves at least two seconds
         if status is None:
             self._container.kill()
             raise PodFault(
@@ -80,7 +80,7 @@ class Kubelet:
         return status
 
     def stop(self) -> None:
-        """Leaves nothing behind."""
+        """Kill the container, and remove its files."""
         self._over.set()
         if self._container.process.poll() is None:
             self._container.kill()
@@ -107,7 +107,7 @@ class Kubelet:
         thread.start()
 
     def _start_up(self) -> None:
-        """Until it has succeeded once, the other probes wait."""
+        """The other probes wait until it has succeeded once."""
         probes = self._pod.container
         self._probe("startup", probes.get("startupProbe", NO_PROBE), is_once=True)
         if not self._fault and not self._over.is_set():
@@ -145,7 +145,7 @@ class Kubelet:
             self._fault = f"not ready any more: {reason}"
 
     def _ask(self, probe: Object) -> tuple[bool, str]:
-        """Whether it succeeds, and what was seen."""
+        """Run the probe once; return whether it succeeded, and its output."""
         timeout = float(probe.get("timeoutSeconds", 1))
         kinds = {"httpGet": self._get, "exec": self._run, "grpc": self._call, "tcpSocket": self._knock}
         [kind] = kinds.keys() & probe.keys()
@@ -186,7 +186,7 @@ class Kubelet:
         return True, "a connection"
 
     def _run_hook(self, deadline: float) -> None:
-        """A hook takes of the grace period, and is cut off at its end."""
+        """Run the hook, which uses the grace period and is killed at its end."""
         hook = self._pod.container.get("lifecycle", {}).get("preStop", {})
         left = deadline - time.monotonic()
         if sleep := hook.get("sleep"):

@@ -1,5 +1,5 @@
-"""What a rendered manifest asks of a node: a pod's container of ours, with its command, environment and
-mounts, read as Kubernetes and KServe read them."""
+"""Reads a rendered manifest: the command, environment and mounts of our container in a pod, as Kubernetes and
+KServe read them."""
 
 import copy
 import re
@@ -25,7 +25,7 @@ class Pod:
     spec: Object
     container: Object
     objects: Sequence[Object]
-    """All that was rendered with it."""
+    """All objects that were rendered together."""
 
     @property
     def grace_period(self) -> float:
@@ -37,25 +37,25 @@ class Pod:
 
     @property
     def security(self) -> Object:
-        """Of the container, and where it says nothing, of the pod."""
+        """Return a field of the container's security context, or of the pod's if it is not set."""
         return {**self.spec.get("securityContext", {}), **self.container.get("securityContext", {})}
 
     @property
     def groups(self) -> list[int]:
-        """Beside its own, which is 0."""
+        """Supplementary groups; the primary group is 0."""
         return [self.security["fsGroup"]] if "fsGroup" in self.security else []
 
     @property
     def ports(self) -> dict[str, int]:
-        """By name."""
+        """Return a volume by name."""
         return {port["name"]: port["containerPort"] for port in self.container.get("ports", [])}
 
     def port(self, said: int | str) -> int:
-        """Of a probe: a number, or a port's name."""
+        """Return the port of a probe, given as a number or a port's name."""
         return said if isinstance(said, int) else self.ports[said]
 
     def command(self, of_image: Sequence[str], env: Mapping[str, str]) -> list[str]:
-        """The image has no entry point."""
+        """Command and arguments; the image has no entry point."""
         words = self.container.get("command", []) + self.container.get("args", []) or [*of_image]
         return [_expand(word, env) for word in words]
 
@@ -108,8 +108,8 @@ class Pod:
         return known[path]
 
     def _service_links(self) -> dict[str, str]:
-        """What Kubernetes adds for each service with an address, as `NAME_PORT=tcp://...`; that of its own
-        API is always there."""
+        """Return the variables that Kubernetes adds for each service with an address, `NAME_PORT=tcp://...`;
+        those of its own API always exist."""
         found = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
         services = [one for one in self.objects if one["kind"] == "Service"]
         for service in services if self.spec.get("enableServiceLinks", True) else []:
@@ -130,7 +130,7 @@ def render(directory: Path) -> list[Object]:
 
 
 def pod_of(objects: Sequence[Object]) -> Pod:
-    """Of the Deployment, or of a KServe runtime with the service that uses it."""
+    """Return the pod of the Deployment, or of a KServe runtime with the service that uses it."""
     by_kind = {one["kind"]: one for one in objects}
     if runtime := by_kind.get("ServingRuntime") or by_kind.get("ClusterServingRuntime"):
         template = _predictor(runtime, by_kind["InferenceService"])
@@ -142,7 +142,7 @@ def pod_of(objects: Sequence[Object]) -> Pod:
 
 
 def _predictor(runtime: Object, service: Object) -> Object:
-    """The runtime's containers, changed by what the service says of the model; that is mounted, read-only."""
+    """Return the runtime's container with the service's changes for the model, which is mounted read-only."""
     spec, predictor = copy.deepcopy(runtime["spec"]), service["spec"]["predictor"]
     model = predictor.get("model", {})
     for container in spec["containers"]:
@@ -168,5 +168,5 @@ def quantity(text: str | int) -> int:
 
 
 def _expand(text: str, env: Mapping[str, str]) -> str:
-    """`$(NAME)`, of variables that are known; `$$` is a dollar."""
+    """Expand `$(NAME)` for known variables; `$$` is a dollar sign."""
     return _REFERENCE.sub(lambda found: env.get(found[1], found[0]) if found[1] else "$", text)

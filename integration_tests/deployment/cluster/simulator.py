@@ -1,5 +1,5 @@
-"""A pod's life without a cluster: from its manifest to its end, with a client that calls it before and after
-it is told to end."""
+"""Simulates a pod's life without a cluster: from its manifest to its end, with a client that calls it before
+and after the request to end."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -20,34 +20,34 @@ from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 STEP_S = 0.05
-"""That a step takes at least: a stream of the smallest model would end before anything happened to it."""
+"""Minimum time of a step: a stream of the smallest model would otherwise end too early."""
 SLOW_STEPS = {"FAILPOINTS": f"shard.before_forward=sleep:{STEP_S}"}
 READY_S = 180.0
-QUIET_S = 3.0  # that it goes on being ready, before it is called
+QUIET_S = 3.0  # time that it stays ready before it is called
 NUM_SHORT = 8
-MORE_S = 3.0  # that the stream goes on after SIGTERM
+MORE_S = 3.0  # time that the stream continues after SIGTERM
 
 
 @dataclass(frozen=True)
 class Life:
-    """What was seen of a pod."""
+    """Observations of a pod."""
 
     status: int
     events: list[Event]
     probed: Mapping[str, int]
-    """How often, by the kind of probe."""
+    """Numbers of probes by kind."""
     rights: Mapping[str, list[str]]
     """Lines of /proc/PID/status."""
     writable: set[str]
-    """Mounts, of those that the manifest did not make so."""
+    """Mounts that the manifest does not explain."""
     written: set[str]
-    """Files beside all mounts."""
+    """Files outside all mounts."""
     compiled: set[str]
-    """Code of kernels that did not come with the image."""
+    """Compiled kernels that did not come with the image."""
     short: str
-    """The answer to a call."""
+    """Response to a call."""
     late: str
-    """The same, asked when it was already told to end."""
+    """Response to the same call after the request to end."""
     streamed: str
     num_streamed: int
     num_asked: int
@@ -61,7 +61,7 @@ class Life:
 
 @dataclass(frozen=True)
 class Client:
-    """How the service is called, where it has a certificate."""
+    """Credentials for calls, if the service has a certificate."""
 
     roots: bytes
     chain: bytes
@@ -88,7 +88,7 @@ class Client:
 
 
 def live(pod: Pod, image: Path, cluster: Cluster, client: Client, scratch: Path) -> Life:
-    """Raises PodFault where a cluster would restart or kill it."""
+    """Run a pod. Raises PodFault if a cluster would restart or kill it."""
     container = Container(_spec(pod, image, cluster, scratch))
     kubelet = Kubelet(pod, container)
     try:
@@ -115,7 +115,7 @@ def _observe(pod: Pod, container: Container, kubelet: Kubelet, stub: GenerationS
         try:
             parts += stream
         except grpc.RpcError:
-            end.result()  # that it was killed says more
+            end.result()  # the reason of the kill is more useful
             raise
         status = end.result()
     return Life(
@@ -155,7 +155,7 @@ def _spec(pod: Pod, image: Path, cluster: Cluster, scratch: Path) -> Spec:
 
 
 def _base(image: Path) -> list[Mount]:
-    """What the base of the image would bring, libc and Python, is this machine's. There is no shell in it."""
+    """Return the image. The parts of its base, libc and Python, come from this machine. It has no shell."""
     settings = dict(
         line.split(" = ")
         for line in (image / "opt/tgis/pyvenv.cfg").read_text().splitlines()
@@ -173,7 +173,7 @@ def _model_name(pod: Pod, env: Mapping[str, str]) -> str:
 
 
 def _num_tokens(pod: Pod) -> int:
-    """So many that the stream goes on after SIGTERM."""
+    """Return the number of tokens for which the stream continues after SIGTERM."""
     pre_stop = pod.container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
     return int((pre_stop + MORE_S) / STEP_S)
 
@@ -209,7 +209,7 @@ def _writable(container: Container) -> set[str]:
 
 
 def _written(container: Container) -> set[str]:
-    """Its files on the disk that holds the image, below which other disks are not looked into."""
+    """Return the container's files on the image's disk, without other disks."""
     root = Path(f"/proc/{container.pid}/root")
     found, device = set(), root.stat().st_dev
     for directory, below, files in os.walk(f"{root}/"):
@@ -222,7 +222,7 @@ def _written(container: Container) -> set[str]:
 
 
 def _compiled(container: Container) -> set[str]:
-    """Newer than the container; what is copied from the image keeps its time."""
+    """Return the files newer than the container; files copied from the image keep their time."""
     began = (Path(container.spec.scratch) / "spec.json").stat().st_mtime
     places = [Path(f"/proc/{container.pid}/root") / name for name in ("tmp", "home/tgis")]
     files = [path for place in places for path in place.rglob("*.nbc")]

@@ -1,5 +1,5 @@
-"""Pods of the manifests, each from its start to its end, and broken ones that are found to be so. It needs
-root, to make namespaces; no cluster, and no container engine."""
+"""Pods of the manifests, each from its start to its end, and broken ones that are detected. It needs root for
+namespaces, but no cluster and no container engine."""
 
 import contextlib
 import copy
@@ -63,7 +63,7 @@ def set_variables(pod: Pod, **variables: str) -> None:
 
 
 def encrypt_http_too(pod: Pod) -> None:
-    """And ask for health in both ways there are."""
+    """The probes use both methods."""
     set_variables(pod, HTTP_TLS="true")
     pod.container["readinessProbe"]["httpGet"]["scheme"] = "HTTPS"
     pod.container["startupProbe"] = {
@@ -116,7 +116,7 @@ def cluster(authority: trustme.CA, tmp_path_factory: pytest.TempPathFactory) -> 
         path.chmod(0o755 if path.is_dir() else 0o644)
 
     def secret(name: str) -> Mapping[str, str]:
-        """As cert-manager fills it."""
+        """Create the secret as cert-manager does."""
         own = authority.issue_cert(NAME, f"{NAME}.default.svc")
         pem = b"".join(blob.bytes() for blob in own.cert_chain_pems).decode()
         key, roots = own.private_key_pem.bytes().decode(), authority.cert_pem.bytes().decode()
@@ -129,7 +129,7 @@ def cluster(authority: trustme.CA, tmp_path_factory: pytest.TempPathFactory) -> 
 def lives(
     image: Path, cluster: Cluster, client: Client, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[Life]]]:
-    """Of all pods, all at once: most of a life is waiting."""
+    """Run all pods simultaneously: most of a pod's life is waiting."""
     pods = {name: pod_of(render(DEPLOYMENT / name)) for name in VARIANTS}
     for change, name in CHANGED.items():
         pods[change.__name__] = copy.deepcopy(pods[name])
@@ -144,7 +144,7 @@ def lives(
             name: threads.submit(live, pod, image, cluster, client, tmp_path_factory.mktemp("pod"))
             for name, pod in pods.items()
         }
-    # A pod that is killed ends after all its processes, which takes a while on a machine that is busy.
+    # A killed pod ends after all its processes, which takes a while on a busy machine.
     deadline = time.monotonic() + END_S
     while (left := running_from("/opt/tgis/bin/")) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -152,10 +152,10 @@ def lives(
 
 
 def running_from(place: str) -> set[str]:
-    """Command lines of processes whose program is there."""
+    """Return the command lines of running processes."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the process has just ended
             if (line := path.read_text()).startswith(place):
                 found.add(line.replace("\0", " "))
     return found
@@ -167,8 +167,8 @@ def life(request: pytest.FixtureRequest, lives: dict[str, Future[Life]]) -> Life
 
 
 def test_it_lives_and_ends_as_told(life: Life) -> None:
-    """The stream that is in flight when the pod is deleted ends whole, after SIGTERM, and so does a call that
-    comes late: a cluster's other nodes hear of the end a while after the pod does."""
+    """A stream that runs when the pod is deleted completes after SIGTERM, and so does a late call: other
+    nodes of a cluster learn of the deletion later than the pod."""
     assert life.status == 0, life.output
     assert life.short
     assert life.late == life.short
@@ -188,13 +188,13 @@ def test_it_has_no_rights(life: Life) -> None:
 
 
 def test_it_compiles_nothing(life: Life) -> None:
-    """Kernels come with the image, where they cannot be written to."""
+    """Kernels come with the image if they cannot be written."""
     assert not life.compiled
 
 
 def test_it_writes_where_it_may(life: Life) -> None:
-    """Mounts of the manifest; where the image's own disk can be written, the two directories at which others
-    mount something."""
+    """Return the mounts of the manifest and, if the image's disk is writable, the two directories on which
+    others are mounted."""
     assert life.writable <= {"/"}
     assert all(path.startswith(("/tmp/", "/home/tgis/")) for path in life.written), life.written
 

@@ -1,5 +1,5 @@
-"""A group on two nodes, each in a network of its own: what listens where, and streams that outlive a cut
-cable and a node that stands still."""
+"""A group on two nodes, each in a separate network: listening sockets, and streams that survive a cut cable
+and a suspended node."""
 
 import os
 import signal
@@ -54,7 +54,7 @@ def test_answers(client: Client, model: Model) -> None:
 
 
 def test_nodes_listen_on_one_address_each(client: Client, networks: TwoNetworks) -> None:
-    """Beside the ports that were asked for on loopback."""
+    """These listen besides the configured ports on loopback."""
     for rank, host in enumerate(HOSTS):
         assert networks.listening(rank) == {"127.0.0.1", host}
 
@@ -72,7 +72,7 @@ def test_streams_outlive_a_cut_cable(client: Client, model: Model, networks: Two
 def test_streams_outlive_a_node_that_stands_still(
     client: Client, model: Model, networks: TwoNetworks
 ) -> None:
-    """Launcher and shard; what they would answer later counts for nothing."""
+    """Suspend launcher and shard; their later messages are ignored."""
     launcher = networks.nodes[1].process.pid
     num_lost = networks.nodes[0].output.count(SILENT)
     with live_streams(client, texts_of(model), timeout_s=120):

@@ -1,5 +1,5 @@
-"""One group of ranks on two nodes: the answers of one machine, prompts and adapters that only node 0 has, and
-streams that outlive a lost shard, a lost node and the end of a worker."""
+"""One group of ranks on two nodes: the same responses as on one machine, prompts and adapters that only node
+0 has, and streams that survive a lost shard, a lost node and the end of a worker."""
 
 import contextlib
 import os
@@ -77,7 +77,7 @@ def test_streams_outlive_a_shard_of_the_other_node(tuned: Tuned, nodes: TwoNodes
 
 
 def test_streams_outlive_the_other_node(tuned: Tuned, nodes: TwoNodes) -> None:
-    """Which begins with nothing, and gets the copies of what is in use."""
+    """The new node starts empty, and gets copies of the prompts and adapters in use."""
     with live_streams(tuned.client, TEXTS):
         nodes.nodes[1].end(signal.SIGKILL)
         nodes.clear(1)
@@ -89,7 +89,7 @@ def test_streams_outlive_the_other_node(tuned: Tuned, nodes: TwoNodes) -> None:
 
 @pytest.mark.slow
 def test_a_worker_that_is_told_to_end_lets_streams_finish(tuned: Tuned, nodes: TwoNodes) -> None:
-    """As far as they do in time, or until it is told again; then its successor joins."""
+    """Streams complete before the time limit or a second signal; then the node's successor joins."""
     client, running, node = tuned.client, threading.Barrier(2), nodes.nodes[0]
     num_lost = node.output.count("is lost")
     expected = read(client, TEXTS[0])
@@ -132,7 +132,8 @@ def context_of(files: LinkFiles | None, authority: Path) -> ssl.SSLContext:
 
 
 def test_strangers_are_no_nodes(nodes: TwoNodes, tuned: Tuned, tmp_path: Path) -> None:
-    """Without the right certificate nobody is heard; with it, nonsense is answered, or ends what said it."""
+    """A client without the right certificate is refused; with it, invalid messages are answered, or end the
+    connection."""
     port, group = nodes.port, LinkFiles(nodes.home / "link")
     others = LinkFiles(tmp_path / "others").write(trustme.CA(), NAME)
     num_lost = nodes.nodes[0].output.count("is lost")
@@ -155,7 +156,7 @@ def test_strangers_are_no_nodes(nodes: TwoNodes, tuned: Tuned, tmp_path: Path) -
             socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
             right.wrap_socket(plain) as connection,
         ):
-            with contextlib.suppress(OSError):  # it may be closed meanwhile, in more than one way
+            with contextlib.suppress(OSError):  # the connection may be closed meanwhile, in several ways
                 connection.sendall(said)
             assert answer in received(connection)
     assert read(tuned.client, TEXTS[2]) == expected
@@ -163,7 +164,7 @@ def test_strangers_are_no_nodes(nodes: TwoNodes, tuned: Tuned, tmp_path: Path) -
 
 
 def received(connection: ssl.SSLSocket) -> bytes:
-    """Until it is closed."""
+    """Read until the connection is closed."""
     found = b""
     with contextlib.suppress(OSError):
         while data := connection.recv(1 << 16):
@@ -173,7 +174,7 @@ def received(connection: ssl.SSLSocket) -> bytes:
 
 @pytest.mark.slow
 def test_the_other_node_outlives_node_0(nodes: TwoNodes, tuned: Tuned) -> None:
-    """And serves the next one; this is the last test of the group."""
+    """The group ends, and the ports serve the next one; this is the last test of the group."""
     expected, worker = read(tuned.client, TEXTS[1]), nodes.nodes[1]
     nodes.nodes[0].end(signal.SIGKILL)
     nodes.clear(0)
@@ -186,7 +187,7 @@ def test_the_other_node_outlives_node_0(nodes: TwoNodes, tuned: Tuned) -> None:
 
 
 def test_shards_alone_serve_a_router_elsewhere(model: Model, tmp_path: Path) -> None:
-    """Whose addresses are known by the ports' order; they say over HTTPS how they are."""
+    """Their addresses follow from the order of the ports; they serve health over HTTPS."""
     files, port = LinkFiles(tmp_path / "link").write(trustme.CA(), NAME), free_ports()
     common = ["--bind", "127.0.0.1", *files.flags, "--link-server-name", NAME]
     own = ["--model-name", str(model.directory), "--dtype", "float32", "--headless"]
@@ -221,7 +222,7 @@ def test_shards_alone_serve_a_router_elsewhere(model: Model, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_node_may_be_lost_while_all_load(model: Model, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Which ends a service only where a shard fails by itself."""
+    """A refusal ends the service only if the shard itself fails."""
     nodes = TwoNodes(tmp_path_factory.mktemp("n"), model.directory, "--dtype", "float32")
     first, lost = nodes.start(0), nodes.start(1)
     lost.wait_for_line("start 1 of the group")

@@ -1,5 +1,5 @@
-"""Two launchers as one group, each on a node of its own: on loopback, or in networks of their own with a
-cable between them that can be cut."""
+"""Runs two launchers as one group, each on its own node: on loopback, or in separate networks connected by a
+cable that can be cut."""
 
 import shutil
 import subprocess
@@ -16,13 +16,13 @@ from tests.support.link_files import LinkFiles, free_ports
 from tests.support.processes import Service
 
 NAME = "group.example"
-HOSTS = ("198.51.100.1", "198.51.100.2")  # of documentation, and in these networks alone
+HOSTS = ("198.51.100.1", "198.51.100.2")  # addresses for documentation, used only in these networks
 NOWHERE = "02:00:00:00:00:01"
 GRPC_PORT, HTTP_PORT = 8033, 3000
 
 
 class TwoNodes:
-    """Node 0 has the router; `start` starts either, again if need be."""
+    """Group whose node 0 has the router; `start` starts a node, repeatedly if needed."""
 
     def __init__(self, home: Path, model: Path, *flags: str) -> None:
         self.home = home
@@ -42,14 +42,14 @@ class TwoNodes:
         return service
 
     def serve(self) -> Client:
-        """When both are there."""
+        """Wait until both are connected."""
         for rank in (1, 0):
             self.start(rank)
         self.nodes[0].wait_until_serving(180)
         return Client(self.nodes[0])
 
     def end(self) -> list[int]:
-        """Exit codes, of node 0 first, as a cluster ends a group: all at once."""
+        """End all nodes simultaneously, as a cluster does; return their exit codes, node 0 first."""
         for service in self.nodes.values():
             service.process.terminate()
         for service in self.nodes.values():
@@ -57,11 +57,11 @@ class TwoNodes:
         return [self.nodes[rank].end() for rank in sorted(self.nodes)]
 
     def clear(self, rank: int) -> None:
-        """The disk of a machine that is gone."""
+        """Remove the disk of a lost machine."""
         shutil.rmtree(self.home / f"{rank}")
 
     def left_over(self) -> list[Path]:
-        """Of what the nodes had on the disk."""
+        """Remove the nodes' files."""
         return [path for rank in self.nodes for path in (self.home / f"{rank}").iterdir()]
 
     def _place(self) -> list[str]:
@@ -73,14 +73,14 @@ class TwoNodes:
 
 
 class TwoNetworks(TwoNodes):
-    """Skips, saying why, where there can be none."""
+    """Create the networks; skip with the reason if that is not possible."""
 
     def __init__(self, home: Path, model: Path, *flags: str) -> None:
         super().__init__(home, model, *flags)
         missing = [tool for tool in ("unshare", "nsenter", "ip") if shutil.which(tool) is None]
         if missing:
             pytest.skip(f"needs {missing} to make networks")
-        # Networks live as long as somebody is in them.
+        # Networks exist as long as a process is in them.
         self._holders = [subprocess.Popen(["unshare", "--net", "sleep", "900"]) for _ in HOSTS]
         self._relay: Relay | None = None
         try:
@@ -98,7 +98,7 @@ class TwoNetworks(TwoNodes):
         return Client(service)
 
     def cut(self) -> None:
-        """What is sent arrives nowhere, and nobody is told."""
+        """Cut the cable: packets are lost without notice."""
         for rank in range(2):
             self._ip(rank, "neigh", "replace", HOSTS[1 - rank], "lladdr", NOWHERE, "dev", "cable")
 
@@ -107,7 +107,7 @@ class TwoNetworks(TwoNodes):
             self._ip(rank, "neigh", "del", HOSTS[1 - rank], "dev", "cable")
 
     def listening(self, rank: int) -> set[str]:
-        """Hosts on which something listens in that network."""
+        """Return the hosts with listening sockets in that network."""
         found = self._in(rank, "ss", "-Htln").splitlines()
         hosts = {line.split()[3].rsplit(":", 1)[0] for line in found}
         return {host.strip("[]").removeprefix("::ffff:") for host in hosts}
@@ -121,7 +121,7 @@ class TwoNetworks(TwoNodes):
 
     def _lay_cable(self) -> None:
         pids = [str(holder.pid) for holder in self._holders]
-        for pid in pids:  # it may still be on its way into its network
+        for pid in pids:  # the process may still be entering its network
             while Path(f"/proc/{pid}/ns/net").readlink() == Path("/proc/self/ns/net").readlink():
                 pass
         cable = ["link", "add", "cable", "netns", pids[0], "type", "veth", "peer", "name", "cable"]

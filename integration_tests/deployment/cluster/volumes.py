@@ -1,5 +1,5 @@
-"""From a pod's volumes to the mounts of its container: memory for what is empty, directories of this machine
-for what the cluster would bring."""
+"""Converts a pod's volumes to its container's mounts: memory for empty directories, directories of this
+machine for volumes of the cluster."""
 
 import os
 import shutil
@@ -10,17 +10,17 @@ from pathlib import Path
 from integration_tests.deployment.cluster.container import Mount
 from integration_tests.deployment.cluster.manifest import Object, Pod, quantity
 
-VERSION = "..2026_01_31_12_00_00.1"  # kubelet names the directories that it swaps like this
+VERSION = "..2026_01_31_12_00_00.1"  # kubelet's prefix of the directories that it swaps
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What is there beside the manifest."""
+    """Objects and files outside the manifest."""
 
     model: Path
-    """A checkpoint; every claim holds it where the service looks for it."""
+    """Checkpoint, which every claim contains where the service expects it."""
     secret: Callable[[str], Mapping[str, str]]
-    """What a secret that nobody rendered holds, by its name."""
+    """Contents of secrets that were not rendered, by name."""
 
 
 def mounts_of(pod: Pod, cluster: Cluster, model_name: str, scratch: Path) -> list[Mount]:
@@ -30,7 +30,7 @@ def mounts_of(pod: Pod, cluster: Cluster, model_name: str, scratch: Path) -> lis
         for one in pod.container.get("volumeMounts", [])
     ]
     has_model = any(mount.source and _is_below(model_name, mount.target) for mount in found)
-    if not has_model:  # the base has no volume: whoever deploys it brings a model in one
+    if not has_model:  # the base has no volume: an operator adds the one of a model
         found.append(Mount(model_name, str(cluster.model), is_read_only=True))
     log = scratch / "termination-log"
     log.touch()
@@ -62,7 +62,7 @@ def _is_below(path: str, directory: str) -> bool:
 
 
 def _data(pod: Pod, cluster: Cluster, source: Object) -> dict[str, str]:
-    """Files of a volume that is made of objects."""
+    """Return the files of a volume that consists of objects."""
     if projected := source.get("projected"):
         parts = [_data(pod, cluster, one) for one in projected["sources"]]
         return {name: text for part in parts for name, text in part.items()}
@@ -84,7 +84,8 @@ def _mode_of(volume: Object) -> int:
 
 
 def _write(directory: Path, files: Mapping[str, str], mode: int, groups: Sequence[int]) -> None:
-    """As kubelet does: links to a directory that can be swapped, of root's files, or a group's of the pod."""
+    """Write the files as kubelet does: links to a directory that can be swapped, owned by root or the pod's
+    group."""
     (directory / VERSION).mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (directory / VERSION / name).write_text(text)

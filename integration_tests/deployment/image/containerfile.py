@@ -1,4 +1,4 @@
-"""What a Containerfile says, read as a container engine reads it, and the rules that ours keeps."""
+"""Parses a Containerfile as a container engine does, and checks our rules for it."""
 
 import json
 import re
@@ -21,7 +21,7 @@ class Stage:
         return [text for found, text in self.instructions if found == keyword]
 
     def pairs(self, keyword: str) -> dict[str, str]:
-        """Of instructions like ENV and LABEL."""
+        """Return the pairs of instructions like ENV and LABEL."""
         words = chain(*(shlex.split(text) for text in self.all(keyword)))
         return dict(word.split("=", 1) for word in words)
 
@@ -68,7 +68,7 @@ def _instructions(text: str) -> Iterator[tuple[str, str]]:
 
 
 def faults(file: Containerfile, scripts: Collection[str], made_by_steps: str) -> Iterator[str]:
-    """What is wrong. `scripts` are the commands that the project installs; `made_by_steps` is the text of
+    """Yield the errors. `scripts` are the commands that the project installs; `made_by_steps` is the text of
     the script that the stages run."""
     yield from _faults_of_bases(file)
     yield from _faults_of_copies(file, made_by_steps)
@@ -93,7 +93,7 @@ def _faults_of_bases(file: Containerfile) -> Iterator[str]:
 
 
 def _faults_of_copies(file: Containerfile, made_by_steps: str) -> Iterator[str]:
-    """What is copied from a stage must have been made there: be named in it, or in the steps that it runs."""
+    """Check that files copied from a stage are created there: by the stage or by the steps that it runs."""
     for position, stage in enumerate(file.stages):
         earlier = {one.name: one for one in file.stages[:position]}
         for text in stage.all("COPY"):

@@ -1,5 +1,5 @@
-"""The Containerfile, by hadolint and by rules of our own. No image is built here; its layers are, by the same
-script, for `integration_tests/deployment`."""
+"""The Containerfile, checked by hadolint and by our own rules. No image is built here; the same script builds
+its layers for `integration_tests/deployment`."""
 
 import re
 import shutil
@@ -81,7 +81,7 @@ def test_its_version_is_the_project_s() -> None:
 
 
 def test_no_compiler_is_in_it() -> None:
-    """Nor anything that installs: the last stage gets what `dnf` was told to put below /system."""
+    """It also has no installer: the last stage gets only what `dnf` installed below /system."""
     file = read(TEXT)
     [system] = [stage for stage in file.stages if stage.name == "system"]
     [installed] = re.findall(r"--nodocs (.*?) &&", " ".join(system.all("RUN")))
@@ -90,7 +90,7 @@ def test_no_compiler_is_in_it() -> None:
 
 
 def test_what_is_copied_is_not_ignored() -> None:
-    """And is there: the two files are read by different programs."""
+    """The file exists: the two files are read by different programs."""
     ignored = Path(".containerignore").read_text().splitlines()
     kept = {line[1:] for line in ignored if line.startswith("!")}
     copied = {

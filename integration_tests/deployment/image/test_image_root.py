@@ -1,4 +1,4 @@
-"""What the image holds beside its base, as scripts/image_root.sh makes it."""
+"""The image's files besides its base, as made by scripts/image_root.sh."""
 
 import os
 import shutil
@@ -39,7 +39,7 @@ def test_it_is_installed_and_not_linked(root: Path) -> None:
 
 
 def test_the_locks_have_all_that_is_in_it(root: Path) -> None:
-    """No more and no less, in the versions that they have."""
+    """The packages are exactly those of the lock, in the same versions."""
     [packages] = root.glob("opt/tgis/lib/python3*/site-packages")
     found = {canonicalize_name(one.name): one.version for one in distributions(path=[str(packages)])}
     locked = [
@@ -63,7 +63,7 @@ def test_kernels_are_in_it(root: Path) -> None:
 
 
 def test_any_user_may_write_in_two_places(root: Path) -> None:
-    """With group 0; and may read everything else."""
+    """Group 0 can write there, and read everything else."""
     writable, hidden = set(), set()
     for directory, _, files in os.walk(root):
         for path in (directory, *(os.path.join(directory, name) for name in files)):

@@ -1,5 +1,5 @@
-"""Custom resources against what defines them: schemas made from the definitions of KServe and
-LeaderWorkerSet, kept outside this repository, and the types that npm has of other operators' definitions."""
+"""Checks custom resources against their definitions: schemas made from the definitions of KServe and
+LeaderWorkerSet, stored outside this repository, and types from npm for other operators."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ from pathlib import Path
 from integration_tests.deployment.manifests.rendering import ROOT, Object, name_of
 from tests.support import npm_packages
 
-# Beside the repository; too large and too foreign to be in it.
+# Stored beside the repository, because they are large and not ours.
 SCHEMAS = ROOT.parent / "shared" / "schemas"
 OF_SCHEMAS = ("InferenceService", "LeaderWorkerSet", "ServingRuntime")
 OF_TYPES = {
@@ -23,7 +23,7 @@ OPTIONS = ("--noEmit", "--strict", "--skipLibCheck", "--module", "commonjs", "--
 
 
 def refused_by_schemas(objects: list[Object], check_jsonschema: str, work: Path) -> Iterator[str]:
-    """What check-jsonschema says; the schemas refuse fields that they do not have."""
+    """Return the output of check-jsonschema; the schemas refuse unknown fields."""
     for kind in OF_SCHEMAS:
         files = []
         for index, one in enumerate(one for one in objects if one["kind"] == kind):
@@ -42,8 +42,8 @@ def refused_by_schemas(objects: list[Object], check_jsonschema: str, work: Path)
 
 
 def refused_by_types(objects: list[Object], work: Path) -> str:
-    """What TypeScript's compiler says of the objects as literals of their types, which may have no other
-    fields than the type has; empty where all is well. Needs npm."""
+    """Return the errors of TypeScript's compiler for the objects as literals of their types, which refuse
+    unknown fields; empty if there are none. This needs npm."""
     packages = npm_packages.install(Path(__file__).parent / "custom_types", "custom-types")
     (work / "node_modules").symlink_to(packages / "node_modules")
     lines = [

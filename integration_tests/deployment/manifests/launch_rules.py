@@ -1,5 +1,5 @@
-"""Rules about what containers run: commands, flags and variables exist, values are read without complaint,
-and what is told to the launcher is what the pod does."""
+"""Rules for the commands of containers: commands, flags and variables exist, values are accepted without
+warnings, and the launcher's options match the pod."""
 
 import re
 import tomllib
@@ -14,7 +14,7 @@ from tgis.config.processes import LauncherConfig
 from tgis.launcher.plan import END_S
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# Read by libraries of ours, and no options.
+# Read by libraries, and therefore not options.
 OF_LIBRARIES = {
     *PASSED_ON,
     "HF_TOKEN",
@@ -31,7 +31,7 @@ PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 
 def ours(objects: list[Object]) -> Iterator[tuple[Pod, Container, str]]:
-    """With the words to begin a sentence with."""
+    """Return the container's name as the beginning of a sentence."""
     for pod in pods_of(objects):
         for container in filter(is_ours, pod.containers):
             yield pod, container, f"{pod.source} {container['name']}:"
@@ -61,7 +61,7 @@ def options_are_read(objects: list[Object]) -> Iterator[str]:
 
 
 def drains_fit(objects: list[Object]) -> Iterator[str]:
-    """The pod's times are told to the launcher, and hold all that has to happen in them."""
+    """The launcher's options contain the pod's grace period, which is long enough."""
     for pod in pods_of(objects):
         for container in pod.servers:
             where = f"{pod.source} {container['name']}:"
@@ -107,7 +107,7 @@ def _problem_of_probe(pod: Pod, container: Container, name: str) -> str | None:
 
 
 def ports_are_served(objects: list[Object]) -> Iterator[str]:
-    """What is declared under a name listens, and the annotations lead to the metrics."""
+    """The declared ports are open, and the annotations name the port of the metrics."""
     for pod in pods_of(objects):
         for container in pod.servers:
             config, where = config_of(pod, container), f"{pod.source} {container['name']}:"
@@ -128,7 +128,7 @@ def ports_are_served(objects: list[Object]) -> Iterator[str]:
 
 
 def images_are_fixed(objects: list[Object]) -> Iterator[str]:
-    """For production only."""
+    """Only for production."""
     for _, container, where in ours(objects):
         version = re.escape(PROJECT["version"])
         if not re.search(rf":{version}$|@sha256:[0-9a-f]{{64}}$", container["image"]):

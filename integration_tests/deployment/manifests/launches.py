@@ -1,4 +1,4 @@
-"""What the real commands make of a container's arguments and variables, without starting anything."""
+"""Parses a container's arguments and variables with the real commands, without starting a process."""
 
 import functools
 import json
@@ -28,13 +28,13 @@ WARNING = re.compile(r"(?m)^\S+ WARNING \S+ (.*)$|^\{.*\"level\": \"WARNING\".*\
 @dataclass(frozen=True)
 class Launch:
     config: LauncherConfig | None
-    """None where the launcher would not start, or another command is run."""
+    """Configuration; None if the launcher would not start, or for another command."""
     problems: tuple[str, ...]
     """Refusals and warnings."""
 
 
 def variables(container: Container) -> dict[str, str]:
-    """Those with a value; the others come from secrets."""
+    """Variables with a value; the others come from secrets."""
     return {one["name"]: one["value"] for one in container.get("env", []) if "value" in one}
 
 
@@ -44,7 +44,7 @@ def launch(pod: Pod, container: Container) -> Launch:
 
 
 def config_of(pod: Pod, container: Container) -> LauncherConfig:
-    """What the launcher would run with; the defaults where it would not start, which another rule finds."""
+    """Return the launcher's configuration; the defaults if it would not start, which another rule reports."""
     return launch(pod, container).config or LauncherConfig()
 
 
@@ -78,14 +78,14 @@ def _parse_launch(arguments: list[str], env: Mapping[str, str]) -> Launch:
 
 
 def _invoke(parser: click.Command, arguments: list[str], env: Mapping[str, str]) -> Result:
-    """With no other variables than these."""
+    """Run the command with only these variables."""
     with _own_logging(), patch.dict(os.environ, dict(env), clear=True):
         return CliRunner().invoke(parser, arguments)
 
 
 @contextmanager
 def _own_logging() -> Iterator[None]:
-    """A command sets up the root logger and closes what it finds there; the tests' handlers come back."""
+    """Restore the tests' log handlers, because the command sets up the root logger."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     root.handlers[:] = []

@@ -1,5 +1,5 @@
-"""Rules about what a pod may do and what it is given: no rights, bounded resources, volumes and secrets that
-are there."""
+"""Rules for the permissions and resources of pods: no privileges, bounded resources, existing volumes and
+secrets."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,7 @@ from integration_tests.deployment.manifests.launches import config_of, variables
 from integration_tests.deployment.manifests.pods import Container, Pod, pods_of
 from integration_tests.deployment.manifests.rendering import Object
 
-# Made by hand, or by what deployment/README.md names.
+# Created manually, or by objects that deployment/README.md names.
 OUTSIDE = {"PersistentVolumeClaim/models-pvc", "Secret/hub-token"}
 OF_CERTIFICATES = {"tls.crt", "tls.key", "ca.crt"}
 
@@ -52,7 +52,7 @@ def resources_are_set(objects: list[Object]) -> Iterator[str]:
 
 
 def volumes_exist(objects: list[Object]) -> Iterator[str]:
-    """A mount has a volume, a volume a mount and a source."""
+    """Every mount has a volume, every volume a mount and a source."""
     for pod in pods_of(objects):
         volumes = {one["name"]: one for one in pod.spec.get("volumes", [])}
         mounted = {mount["name"] for one in pod.containers for mount in one.get("volumeMounts", [])}
@@ -80,8 +80,8 @@ def accounts_exist(objects: list[Object]) -> Iterator[str]:
 
 
 def files_are_mounted(objects: list[Object]) -> Iterator[str]:
-    """Paths of certificates lead into a mounted secret, to a key that it has. A file that is mounted by
-    itself would never be renewed."""
+    """Paths of certificates are keys of a mounted secret. A file that is mounted on its own would never be
+    updated."""
     for pod in pods_of(objects):
         secrets = {one["name"] for one in pod.spec.get("volumes", []) if "secret" in one}
         for container in pod.containers:
@@ -97,7 +97,7 @@ def files_are_mounted(objects: list[Object]) -> Iterator[str]:
 
 
 def can_write_where_it_must(objects: list[Object]) -> Iterator[str]:
-    """Where nothing else can be written, /tmp can."""
+    """If nothing else is writable, /tmp is."""
     for pod in pods_of(objects):
         for container in pod.containers:
             if container.get("securityContext", {}).get("readOnlyRootFilesystem"):
@@ -109,7 +109,7 @@ def can_write_where_it_must(objects: list[Object]) -> Iterator[str]:
 
 
 def writes_nowhere_else(objects: list[Object]) -> Iterator[str]:
-    """For what is meant to be served as it is."""
+    """Only for deployments that are served unchanged."""
     for pod in pods_of(objects):
         for container in pod.servers:
             if not container.get("securityContext", {}).get("readOnlyRootFilesystem"):
@@ -117,7 +117,7 @@ def writes_nowhere_else(objects: list[Object]) -> Iterator[str]:
 
 
 def shards_share_memory(objects: list[Object]) -> Iterator[str]:
-    """Shards on several GPUs of a pod need more than the 64 MiB of every container."""
+    """Shards on several GPUs of a pod need more shared memory than a container's 64 MiB."""
     for pod in pods_of(objects):
         memory = {
             one["name"]

@@ -1,5 +1,5 @@
-"""The pods that rendered objects ask for, whatever kind of object asks: with the labels and variables that
-LeaderWorkerSet adds, and as KServe merges a runtime and its service."""
+"""Lists the pods of rendered objects of any kind: with the labels and variables that LeaderWorkerSet adds,
+and as KServe merges a runtime with its service."""
 
 import copy
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ class Pod:
     injected: dict[str, str] = field(default_factory=dict)
     """Variables that the controller adds."""
     has_account: bool = True
-    """Whether the object says under which account it runs; for KServe's it is said elsewhere."""
+    """True if the object sets the pod's service account; KServe sets it elsewhere."""
 
     @property
     def containers(self) -> list[Container]:
@@ -63,7 +63,7 @@ def _pod(one: Object, template: dict[str, Any]) -> Pod:
 
 
 def _group(one: Object) -> Iterator[Pod]:
-    """The first pod and one of the others; without a template of its own, the first is like the others."""
+    """Yield the first pod and one of the others; without its own template, the first is like the others."""
     name, group = one["metadata"]["name"], one["spec"]["leaderWorkerTemplate"]
     for index, template in enumerate(
         [group.get("leaderTemplate", group["workerTemplate"]), group["workerTemplate"]]
@@ -79,7 +79,7 @@ def _group(one: Object) -> Iterator[Pod]:
 
 
 def _served(runtime: Object, services: list[Object]) -> Iterator[Pod]:
-    """The runtime as it is, and with each service that names it."""
+    """Yield the runtime on its own, and with each service that names it."""
     spec = runtime["spec"]
     annotations = spec.get("annotations", {})
     yield Pod(name_of(runtime), spec, spec.get("labels", {}), annotations, has_account=False)
@@ -92,7 +92,7 @@ def _served(runtime: Object, services: list[Object]) -> Iterator[Pod]:
 
 
 def _merge(container: Container, model: dict[str, Any]) -> None:
-    """As a strategic merge does: variables by name, everything else as a whole."""
+    """Merge as a strategic merge does: variables by name, everything else as a whole."""
     env = {one["name"]: one for one in [*container.get("env", []), *model.get("env", [])]}
     taken = ("env", "modelFormat", "runtime", "storageUri")
     container.update({key: value for key, value in model.items() if key not in taken})

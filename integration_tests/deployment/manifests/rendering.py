@@ -1,5 +1,5 @@
-"""What `kubectl kustomize` makes of every directory of deployment/, rendered once; and the base as it is
-written, for who has no kubectl."""
+"""Renders every directory of deployment/ once with `kubectl kustomize`, and reads the base as written if
+there is no kubectl."""
 
 import functools
 import shutil
@@ -17,7 +17,7 @@ DIRECTORIES = sorted(
     for pattern in ("base", "overlays/*", "models/*", "kserve", "kserve/*", "storage")
     for path in DEPLOYMENT.glob(f"{pattern}/kustomization.yaml")
 )
-# Meant to be applied almost as it is.
+# Meant to be applied almost unchanged.
 PRODUCTION = "overlays/production"
 
 Object = dict[str, Any]
@@ -31,7 +31,7 @@ def need_kubectl() -> str:
 
 
 def render_path(directory: Path) -> str:
-    """YAML. A warning of kubectl's is a failure, too."""
+    """Return YAML. A warning of kubectl is a failure, too."""
     command = [need_kubectl(), "kustomize", str(directory)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
@@ -41,17 +41,17 @@ def render_path(directory: Path) -> str:
 
 @functools.cache
 def render(directory: str) -> str:
-    """Of deployment/."""
+    """Directories of deployment/."""
     return render_path(DEPLOYMENT / directory)
 
 
 def objects_of(directory: str) -> list[Object]:
-    """Fresh ones, which may be changed."""
+    """Return new objects, which may be changed."""
     return list(yaml.safe_load_all(render(directory)))
 
 
 def written(*names: str) -> list[Object]:
-    """Objects of files below deployment/, without kustomize."""
+    """Return the objects of files in deployment/, without kustomize."""
     return [one for name in names for one in yaml.safe_load_all((DEPLOYMENT / name).read_text())]
 
 

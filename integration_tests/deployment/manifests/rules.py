@@ -1,4 +1,4 @@
-"""All rules of our own over rendered objects; each says what it finds wrong, a line each."""
+"""Lists all our rules for rendered objects; each yields its findings, one per line."""
 
 from collections.abc import Callable, Iterator
 

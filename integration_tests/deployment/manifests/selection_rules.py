@@ -1,5 +1,5 @@
-"""Rules about what leads to pods: services, policies, budgets, monitors and autoscalers find the pods they
-are about, and ports that they have."""
+"""Rules for objects that select pods: services, policies, budgets, monitors and autoscalers select existing
+pods and ports."""
 
 import re
 from collections.abc import Iterator
@@ -13,18 +13,18 @@ from integration_tests.deployment.manifests.rendering import Object, name_of
 from tgis.router.api.vllm.series import VllmSeries
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 
-CALM_S = 300  # before fewer replicas
+CALM_S = 300  # seconds before fewer replicas
 METRICS = Metrics(MetricLimits(2048, 1024, 256), partial(VllmSeries, "model", 2048))
 ALIASES = {one.name for one in METRICS.aliases.series} if METRICS.aliases else set()
 SERIES = {one.name for one in METRICS.series} - ALIASES
 DEMANDS = (
     {"tgi_queue_size", "tgi_requests_running"},
     {"vllm:num_requests_waiting", "vllm:num_requests_running"},
-)  # what waits and what runs
+)  # waiting and running requests
 
 
 def matches(selector: dict[str, Any], labels: dict[str, str]) -> bool:
-    """Of a selector by labels alone; ours have no expressions."""
+    """Return the labels of a selector; ours have no expressions."""
     assert set(selector) <= {"matchLabels"}, selector
     return selector.get("matchLabels", {}).items() <= labels.items()
 
@@ -86,8 +86,8 @@ def monitors_lead_to_ports(objects: list[Object]) -> Iterator[str]:
 
 
 def policies_fit_ports(objects: list[Object]) -> Iterator[str]:
-    """A policy lets somebody, but not everybody, to all ports of its pods and to no others, and binds what
-    they may call."""
+    """A policy allows some clients, but not all, to all ports of its pods and no others, and limits the pods'
+    own connections."""
     for one in objects:
         if one["kind"] == "NetworkPolicy":
             yield from (f"{name_of(one)}: {problem}" for problem in _problems_of_policy(one, objects))
@@ -115,7 +115,7 @@ def _is_among(peer: dict[str, Any], pods: list[Pod]) -> bool:
 
 
 def traces_may_leave(objects: list[Object]) -> Iterator[str]:
-    """Where a policy binds a pod that sends traces, it lets them through."""
+    """A policy of a pod that sends traces allows them."""
     for policy in (one for one in objects if one["kind"] == "NetworkPolicy"):
         let_out = {
             port["port"] for rule in policy["spec"].get("egress", []) for port in rule.get("ports", [])
@@ -128,8 +128,8 @@ def traces_may_leave(objects: list[Object]) -> Iterator[str]:
 
 
 def autoscalers_scale_on_demand(objects: list[Object]) -> Iterator[str]:
-    """Fast up, slow down, never on CPU or memory, never to zero, on series that exist; and nobody else says
-    how many replicas there are."""
+    """Scale up fast, scale down slowly, never by CPU or memory, never to zero, and on existing series;
+    nothing else sets the number of replicas."""
     targets = {name_of(one): one for one in objects}
     servers = [(pod, container) for pod in pods_of(objects) for container in pod.servers]
     is_aliased = all(config_of(pod, container).metrics_alias for pod, container in servers)
@@ -188,8 +188,8 @@ def _problems_of_scaling(one: Object, series: set[str]) -> Iterator[str]:
 
 
 def groups_recover(objects: list[Object]) -> Iterator[str]:
-    """A worker that is lost is started again alone; the pods of a group find each other before they are
-    ready, by a service that ours must not hide; clients find the first pod only."""
+    """A lost worker is restarted alone; pods of a group resolve each other before they are ready, by a
+    service that ours must not hide; clients reach only the first pod."""
     services = [one for one in objects if one["kind"] == "Service"]
     for one in objects:
         if one["kind"] == "LeaderWorkerSet":
@@ -205,7 +205,7 @@ def groups_recover(objects: list[Object]) -> Iterator[str]:
 
 
 def names_are_certified(objects: list[Object]) -> Iterator[str]:
-    """Certificates bear the names that a service is called by, or that links expect."""
+    """Certificates have the names of their services, or those that links expect."""
     certificates = {one["spec"]["secretName"]: one for one in objects if one["kind"] == "Certificate"}
     for pod, container, where in ours(objects):
         mounts = {one["mountPath"]: one["name"] for one in container.get("volumeMounts", [])}
@@ -233,7 +233,7 @@ def _names_of_services(pod: Pod, objects: list[Object]) -> set[str]:
 
 
 def issuers_exist(objects: list[Object]) -> Iterator[str]:
-    """Of certificates, and the secrets of issuers; an authority signs under no name of a server."""
+    """Yield the names of certificates, and the secrets of issuers; a CA does not use a server's name."""
     issuers = {one["metadata"]["name"] for one in objects if one["kind"] == "Issuer"}
     secrets = {one["spec"]["secretName"] for one in objects if one["kind"] == "Certificate"}
     for one in objects:

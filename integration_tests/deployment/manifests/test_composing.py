@@ -64,7 +64,7 @@ def test_every_component_goes_with_others() -> None:
 
 
 def test_services_of_one_namespace_are_told_apart(tmp_path: Path) -> None:
-    """References follow the prefix, where kustomize has to be told of them, too."""
+    """References get the prefix too, also where kustomize needs a configuration for it."""
     asked = [
         {
             "op": "replace",

@@ -1,5 +1,5 @@
-"""What other people's tools say of everything that is rendered: kubernetes-validate, checkov, yamllint,
-shellcheck. Each is seen to refuse something."""
+"""Checks of all rendered objects by other tools: kubernetes-validate, checkov, yamllint, shellcheck. Each is
+shown to refuse something."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def tool(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def rendered(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file for each directory."""
+    """Write a file for each directory."""
     files = tmp_path_factory.mktemp("rendered")
     for directory in DIRECTORIES:
         (files / f"{directory.replace('/', '-')}.yaml").write_text(render(directory))
@@ -36,7 +36,7 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_kubernetes_has_what_is_asked_of_it(rendered: Path, version: str) -> None:
-    """Kinds that it does not know are those that are checked elsewhere."""
+    """Unknown kinds are exactly those that are checked elsewhere."""
     result = tool("kubernetes-validate", "--strict", "-k", version, *sorted(rendered.iterdir()))
     assert result.returncode == 0, result.stdout
     unknown = {*re.findall(r"Couldn't find schema for kind (\w+)", result.stdout + result.stderr)}
@@ -57,7 +57,7 @@ def test_kubernetes_refuses_a_field_that_is_not(tmp_path: Path) -> None:
 
 
 def test_checkov_finds_what_is_explained_and_nothing_else(rendered: Path) -> None:
-    """Neither more nor less than is skipped."""
+    """The skipped checks are exactly those that fail."""
     result = tool("checkov", "-d", rendered, "--framework", "kubernetes", "--skip-download", "-o", "json")
     checks = json.loads(result.stdout)["results"]
     found: dict[str, str] = {}

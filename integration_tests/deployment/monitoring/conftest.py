@@ -1,5 +1,5 @@
-"""A launched service on a tiny checkpoint that has answered requests of every kind and has lost a shard, and
-a Prometheus that scrapes it."""
+"""Provides a launched service on a tiny checkpoint that has served requests of every kind and has lost a
+shard, and a Prometheus that scrapes it."""
 
 import time
 from collections.abc import Iterator

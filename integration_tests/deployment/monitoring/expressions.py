@@ -1,4 +1,4 @@
-"""The expressions of the dashboard and of the rules, and what they name."""
+"""Parses the expressions of the dashboard and of the rules, with their series and labels."""
 
 import json
 import re
@@ -16,7 +16,7 @@ DASHBOARD, RULES, RULES_TEST = (
 WORDS = set(
     "sum by rate increase histogram_quantile and or unless on ignoring max_over_time last_over_time "
     "without bool".split()
-)  # of PromQL, that we use
+)  # functions and keywords of PromQL that we use
 MATCHER = re.compile(r"(\w+)\s*(=~|!=|!~|=)\s*\"([^\"]*)\"")
 GROUPING = re.compile(r"\b(?:by|without|on|ignoring)\s*\(([^)]*)\)")
 LABELLED = re.compile(r"\{[^}]*\}")
@@ -24,21 +24,21 @@ LABELLED = re.compile(r"\{[^}]*\}")
 
 @dataclass(frozen=True)
 class Expression:
-    """Text as Prometheus gets it, and where it stands."""
+    """Text that Prometheus gets, and its location."""
 
     where: str
     text: str
 
     @cached_property
     def series(self) -> set[str]:
-        """All that is no word of PromQL must be the name of a series."""
+        """Return the names of series: all words that are not PromQL's."""
         bare = GROUPING.sub(" ", LABELLED.sub(" ", self.text))
         bare = re.sub(r"\[[^\]]*\]", " ", bare)
         return set(re.findall(r"(?<![\w:.])[a-zA-Z_][\w:]*", bare)) - WORDS
 
     @property
     def matchers(self) -> list[tuple[str, str]]:
-        """Label and value, one for each way of a regular expression."""
+        """Yield label and value, once for each alternative of a regular expression."""
         found = [
             (label, value)
             for part in LABELLED.findall(self.text)
@@ -53,7 +53,7 @@ class Expression:
 
 
 def substitute(text: str, rate_interval: str) -> str:
-    """As Grafana does with everything chosen."""
+    """Replace the variables, as Grafana does if everything is selected."""
     text = text.replace("$__rate_interval", rate_interval)
     return re.sub(r"\$(namespace|pod|instance)\b", ".*", text)
 

@@ -1,4 +1,4 @@
-"""The dashboard against Grafana's own model of one, that of grafana-foundation-sdk."""
+"""The dashboard against Grafana's own model in grafana-foundation-sdk."""
 
 import json
 from typing import Any
@@ -11,11 +11,11 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from integration_tests.deployment.monitoring.expressions import DASHBOARD
 
 pytestmark = pytest.mark.deploy
-UNKNOWN = {"definition"}  # what Grafana's editor shows of a variable's query; no part of the model
+UNKNOWN = {"definition"}  # fields of Grafana's editor for a variable's query; not part of the model
 
 
 def lost(written: Any, read: Any, path: str = "") -> list[str]:
-    """What the model does not know, or has otherwise."""
+    """Return the differences from the model."""
     if isinstance(written, dict):
         keys = [key for key in written if key not in UNKNOWN]
         if not isinstance(read, dict):

@@ -27,16 +27,16 @@ from scripts.prometheus import promtool as run_promtool
 
 pytestmark = pytest.mark.deploy
 
-FROM_PROMETHEUS = {"up"}  # series that a scrape's outcome makes
-# Series that a CPU or a service without an API over HTTP does not have, and their labels.
+FROM_PROMETHEUS = {"up"}  # series that Prometheus adds to a scrape
+# Series and labels that do not exist on a CPU or in a service without an HTTP API.
 ABSENT = {
     "tgi_steps_by_path_total": {"path"},
     "tgi_replaced_kernels": {"kernel"},
     "tgi_http_api_request_count_total": {"api", "route", "code"},
     "tgi_chat_template_failure_total": {"err"},
 }
-FROM_TARGETS = {"namespace", "pod", "job", "instance"}  # labels that a scrape configuration gives
-# Values of labels that no test brings about here; each has one elsewhere.
+FROM_TARGETS = {"namespace", "pod", "job", "instance"}  # labels set by a scrape configuration
+# Values of labels that do not occur in these tests; each has another test.
 RARE = {
     ("err", "generate"): "a defect, or shards that stay away",
     ("err", "timeout"): "a time limit that passes in the queue",
@@ -45,7 +45,7 @@ RARE = {
     ("err", "unauthenticated"): "needs --auth-tokens-path",
     ("code", "5.."): "a defect, or shards that stay away",
 }
-# Panels that show nothing while all is well.
+# Panels that are empty while there are no problems.
 EMPTY = {
     "Certificate expires in A": "this service has no certificate",
     "Steps of GPUs per second, by path A": "a CPU computes",
@@ -56,7 +56,7 @@ EMPTY = {
 }
 NEVER = "vector(1) > 2"
 ALWAYS = 'group without (kind, method, err, le) ({__name__=~"tgi_.+|up"})'
-# What promtool has against the names of TGIS, which its dashboards ask for.
+# promtool's warnings about TGIS's names, which its dashboards query.
 COMPLAINTS = {
     "no help text": "every series has a help text",
 }
@@ -142,7 +142,7 @@ def test_what_no_scrape_has_is_found(watched: Watched) -> None:
 
 
 def find_unknown(expressions: list[Expression], shown: dict[str, Metric]) -> list[str]:
-    """Names and labels that are nowhere, and values that neither occur nor are told of above."""
+    """Return names and labels that do not exist, and values that neither occur nor are listed above."""
     recorded = {rule["record"]: Expression("", rule["expr"]) for rule in rules() if "record" in rule}
     problems = []
     for one in expressions:
@@ -184,7 +184,7 @@ def test_rules_are_evaluated_and_only_what_happened_alarms(watched: Watched) -> 
 
 
 def test_promtool_has_nothing_against_a_scrape(watched: Watched) -> None:
-    """Not even against the names of TGIS: the ones that would be counters have no type."""
+    """promtool has no warning, not even about TGIS's names: series that would be counters have no type."""
     text = watched.scrape()
     checked = run_promtool("check", "metrics", text=text)
     assert (checked.returncode, checked.stdout) == (0, "")

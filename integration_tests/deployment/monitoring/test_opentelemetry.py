@@ -1,5 +1,5 @@
-"""The OpenTelemetry example: its variables bring a real service's spans to a real receiver, and its ports are
-those of either end."""
+"""The OpenTelemetry example: with its variables, a real service's spans reach a real receiver, and its ports
+match at both ends."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""The quantiles of `tgis top` against histogram_quantile itself."""
+"""The quantiles of `tgis top` against histogram_quantile."""
 
 import math
 import random
@@ -40,7 +40,7 @@ def random_buckets(r: random.Random) -> list[tuple[float, float]]:
 def check_rules(
     directory: Path, series: list[dict[str, str]], tests: list[tuple[str, int, float | None]]
 ) -> int:
-    """Exit status of promtool, for expressions, their cases and values; None is what is no number."""
+    """Return promtool's exit status for expressions, their cases and values; None means NaN."""
     checks = []
     for expression, case, value in tests:
         same = (

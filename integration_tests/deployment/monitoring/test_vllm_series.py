@@ -1,4 +1,4 @@
-"""What dashboards and autoscalers ask of vLLM's series, asked of a real Prometheus that scrapes a service
+"""Queries of dashboards and autoscalers for vLLM's series, sent to a real Prometheus that scrapes a service
 under load."""
 
 import math
@@ -19,12 +19,12 @@ pytestmark = pytest.mark.deploy
 
 MODEL = "org/small-model"
 QUERIES = Path(__file__).parent / "vllm_queries.yaml"
-INTERVAL = "30s"  # as long as the traffic, and more
+INTERVAL = "30s"  # longer than the traffic
 ROUNDS = 4
 COMPLAINTS = {
     "metric names should not contain ':'",
     'non-counter metrics should not have "_total" suffix',
-}  # of promtool, about names that are vLLM's
+}  # promtool's warnings about vLLM's names
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A service that Prometheus watches, and the traffic and the fault that it sees."""
+"""Runs a service that Prometheus scrapes, with traffic and a fault."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ MAX_CONCURRENT = 8
 
 @dataclass(frozen=True)
 class Watched:
-    """What Prometheus knows of a service under load."""
+    """Prometheus and the service under load."""
 
     service: Service
     prometheus: Prometheus
@@ -30,7 +30,7 @@ class Watched:
 
 
 def ask(service: Service, prompts: list[str], adapters: list[str]) -> None:
-    """Something for every series that traffic alone brings about."""
+    """Send traffic for every series that traffic alone produces."""
     with service.channel() as channel, ThreadPoolExecutor(8) as clients:
         stub = GenerationServiceStub(channel)
         texts = [f"once upon a time a time a time {i % 3}" for i in range(8)]
@@ -45,7 +45,7 @@ def ask(service: Service, prompts: list[str], adapters: list[str]) -> None:
 
 
 def lose_a_shard(service: Service) -> None:
-    """In the middle of a stream, which ends well all the same."""
+    """Kill a shard during a stream, which completes nevertheless."""
     with service.channel() as channel:
         stub = GenerationServiceStub(channel)
         stream = stub.GenerateStream(_single("once upon a time", 150))

@@ -1,5 +1,5 @@
-"""Runs a command as a systemd unit would have it run, without systemd: with its limits, its mask of modes,
-its filter of system calls and address families. `python -m ... UNIT COMMAND ARGUMENT...`"""
+"""Runs a command with the settings of a systemd unit, without systemd: its limits, its umask, its filter of
+system calls and address families. `python -m ... UNIT COMMAND ARGUMENT...`"""
 
 import ctypes
 import errno
@@ -32,7 +32,7 @@ class _Comparison(ctypes.Structure):
 
 
 def missing_tools() -> str:
-    """What a sandbox needs and this machine lacks; empty where it has all."""
+    """Return the requirements of a sandbox that this machine lacks; empty if it has all."""
     try:
         ctypes.CDLL(LIBRARY)
     except OSError:
@@ -41,7 +41,7 @@ def missing_tools() -> str:
 
 
 def enter(unit: Unit) -> None:
-    """There is no way back."""
+    """Apply the filter, permanently."""
     for name, number in LIMITS.items():
         limit = int(unit.last(name))
         resource.setrlimit(number, (limit, limit))
@@ -66,7 +66,7 @@ def _filter(calls: set[str], families: list[str]) -> None:
     context = ctypes.c_void_p(library.seccomp_init(_ERRNO | errno.EPERM))
     for call in calls - {"socket"}:
         number = library.seccomp_syscall_resolve_name(call.encode())
-        if number >= 0:  # else this processor has no such call
+        if number >= 0:  # otherwise this processor has no such call
             assert library.seccomp_rule_add(context, _ALLOW, number, 0) == 0, call
     number = library.seccomp_syscall_resolve_name(b"socket")
     for family in families:

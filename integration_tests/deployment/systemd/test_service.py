@@ -1,5 +1,5 @@
-"""The service as the systemd unit starts and ends it: its command, its variables, its limits and its filter
-of system calls, around two shards."""
+"""The service as the systemd unit starts and ends it: its command, variables, limits and filter of system
+calls, with two shards."""
 
 import os
 import shutil
@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(unit: Path, model: Path, home: Path) -> Service:
-    """Elsewhere than the unit, and on free ports."""
+    """Return the command with other paths than the unit's, and free ports."""
     said = read_unit(unit.read_text(), (DIRECTORY / "tgis-next.env").read_text())
     program = shutil.which(Path(said.command[0]).name, path=str(Path(sys.executable).parent))
     assert program is not None
@@ -56,7 +56,7 @@ def request() -> pb.SingleGenerationRequest:
 
 @pytest.fixture
 def home() -> Iterator[Path]:
-    """A directory whose path leaves room for that of a socket, which pytest's own may not."""
+    """Create a directory with a short path, because pytest's may be too long for a socket."""
     with tempfile.TemporaryDirectory(prefix="unit-") as directory:
         yield Path(directory)
 
@@ -69,7 +69,7 @@ def service(model: Path, home: Path) -> Iterator[Service]:
 
 
 def test_it_serves_and_ends_as_systemd_ends_it(service: Service) -> None:
-    """By a signal to the launcher alone; the stream in flight ends whole, and no process is left."""
+    """A signal to the launcher is enough; the running stream completes, and no process remains."""
     launcher = service.process.pid
     limits = Path(f"/proc/{launcher}/limits").read_text()
     assert "Max open files            8192                 8192" in limits
@@ -100,7 +100,7 @@ def test_a_router_s_death_is_a_failure_that_systemd_restarts(service: Service) -
 
 
 def test_shards_cannot_meet_without_netlink(model: Path, home: Path) -> None:
-    """So the run notices what the unit's filter takes away."""
+    """The sandbox detects calls that the unit's filter refuses."""
     unit = home / UNIT.name
     unit.write_text(UNIT.read_text().replace(" AF_NETLINK", ""))
     service = start(unit, model, home)

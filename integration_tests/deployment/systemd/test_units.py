@@ -1,4 +1,4 @@
-"""The systemd unit, by systemd-analyze and by rules of our own."""
+"""The systemd unit, checked by systemd-analyze and by our own rules."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ DIRECTORY = ROOT / "deployment" / "systemd"
 UNIT, VARIABLES = ((DIRECTORY / f"tgis-next.{end}").read_text() for end in ("service", "env"))
 FETCHED = ROOT / ".cache" / "systemd"
 LIBRARIES = ("lib", "usr/lib")
-MOST_EXPOSED = 20  # of 100, where systemd's default is 96; ten times what it prints
+MOST_EXPOSED = 20  # of 100; systemd's default is 96; ten times the printed number
 REFUSED = [
     ("KillMode=mixed", "KillMode=some"),
     ("Type=exec", "Typ=exec"),
@@ -62,14 +62,14 @@ def analyze(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def write(directory: Path, text: str) -> Path:
-    """With a program that is there."""
+    """Replace the program with an existing one."""
     path = directory / "tgis-next.service"
     path.write_text(text.replace("/opt/tgis/bin/text-generation-launcher", "/bin/true"))
     return path
 
 
 def verify(directory: Path, text: str) -> str:
-    """What systemd has to say; lines that it would ignore are no failure to it."""
+    """Return systemd's warnings; it does not fail for lines that it ignores."""
     checked = analyze("verify", "--man=no", write(directory, text))
     return (
         checked.stdout + checked.stderr + ("" if checked.returncode == 0 else f"status {checked.returncode}")

@@ -1,4 +1,4 @@
-"""What a systemd unit and its file of variables say, and the rules that ours keep."""
+"""Parses a systemd unit and its file of variables, and checks our rules for them."""
 
 import re
 import shlex
@@ -15,9 +15,9 @@ from tgis.config.processes import LauncherConfig
 from tgis.launcher.plan import END_S
 from tgis.router.api.open_files import MAX_GRPC, RESERVED
 
-STATE = "/var/lib"  # what %S stands for
+STATE = "/var/lib"  # value of %S
 _VARIABLE = re.compile(r"#?([A-Z][A-Z0-9_]*)=(.*)")
-# What each of them is for stands in the unit.
+# The unit has comments on the purpose of each.
 FIXED = {
     "KillMode": "mixed",
     "KillSignal": "SIGTERM",
@@ -35,11 +35,11 @@ FAMILIES = {"AF_UNIX", "AF_INET", "AF_INET6", "AF_NETLINK"}
 @dataclass(frozen=True)
 class Unit:
     settings: dict[str, list[str]]
-    """Of all sections, in the order of the lines."""
+    """Lines of all sections, in order."""
     variables: dict[str, str]
-    """Of the file."""
+    """Variables of the file."""
     suggested: frozenset[str]
-    """Variables that the file has in comments."""
+    """Variables in the file's comments."""
 
     def last(self, name: str) -> str:
         return (self.settings.get(name) or [""])[-1]
@@ -51,7 +51,7 @@ class Unit:
 
     @property
     def environment(self) -> dict[str, str]:
-        """As the service gets it: the file overrides the unit."""
+        """Return the service's environment: the file overrides the unit."""
         return dict(word.split("=", 1) for word in self.words("Environment")) | self.variables
 
     @property
@@ -74,7 +74,7 @@ def read_unit(text: str, variables: str) -> Unit:
 
 
 def faults(unit: Unit) -> Iterator[str]:
-    """Yield what is wrong, each in a line."""
+    """Yield the errors, one line each."""
     yield from (f"{name} is not {value}" for name, value in FIXED.items() if unit.last(name) != value)
     if missing := FAMILIES - {*unit.words("RestrictAddressFamilies")}:
         yield f"RestrictAddressFamilies lacks {' '.join(sorted(missing))}"

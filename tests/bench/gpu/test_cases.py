@@ -1,4 +1,4 @@
-"""Cases of a run on a GPU, on a device that refuses to capture, and with tools that find what is planted."""
+"""Cases of a run on a GPU, on a device that refuses to capture, and with tools that report planted errors."""
 
 import os
 import time

@@ -1,5 +1,5 @@
-"""What a bare machine is given: its wheels are those that it lacks, names of compiled kernels are the
-machine's, and a package that is in neither is noticed."""
+"""Contents of the pack for a bare machine: its wheels are those that the machine lacks, names of compiled
+kernels are the machine's, and a package that is in neither is noticed."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ from bench.gpu.pack.wheels import SERVICE_LOCK, TRITON_LOCK, VERSIONED, list_nam
 
 @pytest.mark.slow
 def test_names_of_kernels_are_those_of_the_package() -> None:
-    """As Triton itself computes them, for the version that is installed."""
+    """The names are those that Triton itself computes, for the installed version."""
     assert compute_key(Path(triton.__file__).parent) == triton_key()
 
 
@@ -68,7 +68,7 @@ def test_a_package_that_is_missing_is_noticed(missing: str) -> None:
 def test_a_pack_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A wheel for another machine, and a place that cannot be written, keep nothing else from it."""
+    """A wheel for another machine, and a path that cannot be written, do not affect the rest of the pack."""
     pack, prefix, root = (tmp_path / name for name in ("pack", "prefix", "root"))
     for name in ("wheels", "pb", "triton/KEY"):
         (pack / name).mkdir(parents=True)

@@ -1,5 +1,5 @@
-"""`python -m bench.gpu` where there is no GPU: a rehearsal takes the planned course, a second run does what
-is left, and gates are judged as they are written."""
+"""`python -m bench.gpu` without a GPU: a rehearsal takes the planned course, a second run does the rest, and
+gates are judged correctly."""
 
 import json
 import subprocess
@@ -160,7 +160,7 @@ def test_results_are_lines_of_json(tmp_path: Path) -> None:
 
 
 def test_floors_of_an_8b_model() -> None:
-    """Worked out by hand: 15.0 GB of weights, 3.5 ms for one stream, 132 TFLOP for a prompt."""
+    """Computed by hand: 15.0 GB of weights, 3.5 ms for one stream, 132 TFLOP for a prompt."""
     shape, rates = SHAPES["8b"], Rates(4.3e12, 780e12)
     assert weight_bytes(shape) == pytest.approx(15.0e9, rel=0.01)
     assert decode_seconds(shape, 1, 640, rates) == pytest.approx(3.51e-3, rel=0.01)

@@ -1,4 +1,4 @@
-"""A run on a GPU brings home what every case has shown, whatever ends the case."""
+"""A run on a GPU keeps the results of every case, whatever ends the case."""
 
 import signal
 import subprocess
@@ -23,7 +23,7 @@ ENDS = {
     "leave": ("failed", "ended with status 7"),
     "break_memory": ("crashed", "SIGSEGV"),
     "import_nothing": ("failed", "ModuleNotFoundError: No module named 'a_module_that_nobody_has'"),
-    # The last one: it takes the process with the libraries along.
+    # The last one, because it ends the process with the libraries.
     "end_the_keeper": ("crashed", "the process that keeps cases is lost"),
 }
 
@@ -110,7 +110,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 def list_children(pid: int) -> list[int]:
-    """Return the processes below one, as the kernel lists them."""
+    """Return the processes below one, according to the kernel."""
     texts = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
     found = [int(word) for text in texts for word in text.split()]
     return found + [each for child in found for each in list_children(child)]

@@ -1,4 +1,4 @@
-"""`tgis client` against a service with canned answers on a real port."""
+"""`tgis client` against a service with canned responses on a real port."""
 
 import itertools
 import json
@@ -173,7 +173,7 @@ COMMANDS = [["generate", "x"], ["stream", "x"], ["tokenize", "x"], ["info"]]
 def test_every_call_brings_the_token(
     service: CannedService, target: str, command: list[str], tmp_path: Path
 ) -> None:
-    """Of a file its first line, as the service's own file of tokens has them."""
+    """The first line of a file is used, as in the service's own file of tokens."""
     file = tmp_path / "tokens"
     file.write_text("from-file\nanother\n")
     run(target, *command, "--token", "from-flag")
@@ -214,7 +214,7 @@ def test_details_end_with_the_times_of_the_call(command: list[str]) -> None:
         detailed = run(address, *command, "--details").stdout
         assert "cached" not in run(address, *command).stdout
         told = run(address, *command, "--details", "--json").stdout
-    line = "0.512 ms in the queue, first token after 21.3 ms, 104.2 ms in all, 16 cached input tokens\n"
+    line = "0.512 ms in the queue, first token after 21.3 ms, 104.2 ms in total, 16 cached input tokens\n"
     assert detailed.endswith(f"\n\n{line}")
     assert detailed.count("cached") == 1
     assert all(json.loads(each) for each in told.splitlines())
@@ -242,7 +242,7 @@ def test_stream_prints_a_word_before_the_next_is_there() -> None:
     code = "from tgis.cli.client.command import command; command()"
     with serve(CannedService(delay=1.0)) as address:
         command = [sys.executable, "-c", code, "stream", "count", "--target", address]
-        # Buffered, as Python's stdout is for everybody else's pipes.
+        # Buffered, like Python's stdout for pipes of other programs.
         environment = {**os.environ, "PYTHONUNBUFFERED": ""}
         with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
             assert process.stdout is not None
@@ -314,7 +314,7 @@ def test_nobody_there_is_one_line(arguments: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Certificate and key of localhost, signed by itself."""
+    """Create a self-signed certificate and key of localhost."""
     directory = tmp_path_factory.mktemp("tls")
     cert, key = directory / "cert.pem", directory / "key.pem"
     command = [

@@ -1,4 +1,4 @@
-"""`tgis top` before a real router: in a terminal, in a pipe, over TLS, while the router goes and comes."""
+"""`tgis top` with a real router: in a terminal, in a pipe, over TLS, and while the router restarts."""
 
 import fcntl
 import os
@@ -110,7 +110,7 @@ def test_once_without_a_service_is_one_line() -> None:
 @pytest.mark.parametrize(
     ("target", "reason"),
     [
-        ("localhost:port", "its port is not a number"),
+        ("localhost:port", "the port is not a number"),
         ("ftp://localhost", "neither host and port nor an http or https URL"),
         ("https://", "neither host and port nor an http or https URL"),
     ],
@@ -128,13 +128,13 @@ def test_authorities_that_cannot_be_read_are_told(tmp_path: Path) -> None:
 
 
 ANSWERS = {
-    "no HTTP": (b"SSH-2.0-server\r\n", "its answer is not HTTP: BadStatusLine"),
-    "not found": (b"HTTP/1.0 404 Not Found\r\n\r\n", "/metrics answers with status 404"),
+    "no HTTP": (b"SSH-2.0-server\r\n", "the response is not HTTP: BadStatusLine"),
+    "not found": (b"HTTP/1.0 404 Not Found\r\n\r\n", "/metrics returns status 404"),
     "another's": (
         b"HTTP/1.0 200 OK\r\n\r\nup 1\n",
-        "its answer has no tgi_queue_size: this is another service",
+        "the response has no tgi_queue_size: this is another service",
     ),
-    "a page": (b"HTTP/1.0 200 OK\r\n\r\n<html>\n", "its answer is not in Prometheus' format: "),
+    "a page": (b"HTTP/1.0 200 OK\r\n\r\n<html>\n", "the response is not in Prometheus' format: "),
     "nothing": (b"", "Remote end closed connection without response"),
 }
 
@@ -162,12 +162,12 @@ def answer_once(listener: socket.socket, answer: bytes) -> None:
 
 
 class Screen:
-    """A terminal with `tgis top` in it; `text` is all that it has written."""
+    """Terminal that runs `tgis top`; `text` is everything that it has written."""
 
     def __init__(self, *arguments: str, **variables: str) -> None:
         self.fd, terminal = pty.openpty()
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
-        # readline puts LINES and COLUMNS of another terminal into the environment of a process of tests.
+        # readline sets LINES and COLUMNS of another terminal in the environment of a test process.
         own = {name: value for name, value in os.environ.items() if name not in ("LINES", "COLUMNS")}
         env = {**own, "TERM": "xterm", **variables}
         self.process = subprocess.Popen([*COMMAND, *arguments], stdin=terminal, stdout=terminal, env=env)
@@ -180,13 +180,13 @@ class Screen:
         while True:
             try:
                 data = os.read(self.fd, 1 << 16)
-            except OSError:  # Linux' way to say that the other end is closed
+            except OSError:  # Linux' error if the other end is closed
                 return
             self.text += data.decode(errors="replace")
 
     @property
     def frames(self) -> list[str]:
-        """Whole ones, without colours."""
+        """Return the whole frames, without colours."""
         return [ESCAPE.sub("", frame) for frame in self.text.split(HOME)[1:-1]]
 
     def wait_for(self, is_there: Callable[[list[str]], bool], timeout_s: float = 20) -> None:
@@ -211,8 +211,8 @@ def test_a_terminal_shows_the_service_go_and_come(authority: Path, tmp_path: Pat
     trust = ["--ca-cert", str(authority / "ca.pem"), "--server-name", NAME]
     screen = Screen("--target", f"127.0.0.1:{port}", "--interval", "0.2", "--window", "1", *trust)
     try:
-        screen.wait_for(lambda frames: bool(frames) and "no answer" in frames[-1])
-        assert "Connection refused; trying again" in screen.frames[-1]
+        screen.wait_for(lambda frames: bool(frames) and "no response" in frames[-1])
+        assert "Connection refused; retrying" in screen.frames[-1]
         for _ in range(2):
             num = len(screen.frames)
             with running(tmp_path, *flags):
@@ -220,7 +220,7 @@ def test_a_terminal_shows_the_service_go_and_come(authority: Path, tmp_path: Pat
                     lambda frames, num=num: any("first scrape" in frame for frame in frames[num:])
                 )
                 screen.wait_for(lambda frames: "the last 1 s" in frames[-1])
-            screen.wait_for(lambda frames: "no answer" in frames[-1])
+            screen.wait_for(lambda frames: "no response" in frames[-1])
     finally:
         code = screen.end(signal.SIGINT)
     assert code == 0
@@ -228,7 +228,7 @@ def test_a_terminal_shows_the_service_go_and_come(authority: Path, tmp_path: Pat
     assert screen.text.index(ENTER) < screen.text.index(HOME) < screen.text.rindex(LEAVE)
     assert screen.text.rindex(HIDE_CURSOR) < screen.text.rindex(SHOW_CURSOR)
     assert screen.text.endswith((LEAVE, SHOW_CURSOR))
-    assert COLOUR.search(screen.text), "no answer is red"
+    assert COLOUR.search(screen.text), "no response is red"
     lines = [line for frame in screen.frames for line in frame.split("\r\n")]
     assert max(map(len, lines)) <= WIDTH
     assert max(frame.count("\r\n") for frame in screen.frames) < HEIGHT
@@ -238,7 +238,7 @@ def test_a_terminal_shows_the_service_go_and_come(authority: Path, tmp_path: Pat
 def test_a_terminal_without_colours_is_left_as_it_was(number: signal.Signals) -> None:
     screen = Screen("--target", "localhost:1", "--interval", "0.1", NO_COLOR="1")
     try:
-        screen.wait_for(lambda frames: bool(frames) and "no answer" in frames[-1])
+        screen.wait_for(lambda frames: bool(frames) and "no response" in frames[-1])
     finally:
         code = screen.end(number)
     assert code == 0
@@ -279,4 +279,4 @@ def test_a_pipe_gets_plain_frames_and_one_line_for_an_absence(router: Setup) -> 
         watching.send_signal(signal.SIGINT)
         assert watching.stdout.read() == ""
         assert watching.wait(10) == 0
-    assert first == "localhost:1: Connection refused; trying again\n"
+    assert first == "localhost:1: Connection refused; retrying\n"

@@ -1,4 +1,4 @@
-"""Which service `tgis top` watches where none is named."""
+"""The service that `tgis top` watches by default."""
 
 import os
 import subprocess
@@ -14,12 +14,12 @@ from tgis.cli.top.place import Place, locate
 from tgis.cli.top.scrape import ScrapeError
 from tgis.process.run_directory import HTTP_URL, RunDirectory, running_urls
 
-NAMED = "name another service with --target HOST:PORT"
+NAMED = "select another service with --target HOST:PORT"
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[RunDirectory]:
-    """The directory of a service that runs."""
+    """Create the directory of a running service."""
     run_directory = RunDirectory(tmp_path)
     yield run_directory
     run_directory.remove()

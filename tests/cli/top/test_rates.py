@@ -1,4 +1,4 @@
-"""What is computed from two scrapes, against numpy's interpolation and real histograms of the router."""
+"""Values computed from two scrapes, against numpy's interpolation and real histograms of the router."""
 
 import math
 import random
@@ -57,7 +57,7 @@ def test_a_window_sees_what_came_between() -> None:
     assert window.rate(f"{name}_count") == 50.0
     assert window.mean(name) == pytest.approx(sum(seen) / 200)
     for q in (0.5, 0.95):
-        # Buckets reach half as far again as the one before.
+        # Each bucket's bound is 1.5 times the one before.
         assert window.quantile(q, name) == pytest.approx(np.quantile(seen, q), rel=0.5)
     assert window.rates_by("tgi_request_failure_total", "err") == {"conc_limit": 1.5}
     sizes = [window.mean("tgi_batch_inference_batch_size", method=m) for m in ("prefill", "next_token")]

@@ -1,4 +1,4 @@
-"""The directory that a GGUF file is served from, and files that contradict themselves."""
+"""The directory from which a GGUF file is served, and inconsistent files."""
 
 import json
 import random
@@ -23,7 +23,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 def write(path: Path, *changes: Change, architecture: str = "llama", width: int = 32) -> Path:
-    """A file with the metadata of a small model, and what `changes` add or replace."""
+    """Write a file with the metadata of a small model; `changes` are added or replaced."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(128)
     writer.add_embedding_length(width)
@@ -103,7 +103,7 @@ BAD: dict[str, tuple[list[Change], str]] = {
     ),
     "part of a set": (
         [lambda writer: writer.add_uint16("split.count", 2)],
-        "split.count says 2 files, and there are 1",
+        "split.count is 2, but there are 1 files",
     ),
 }
 
@@ -167,12 +167,12 @@ def test_other_architectures_are_refused_with_the_list(tmp_path: Path) -> None:
     assert done.returncode == 1
     [line] = done.stderr.splitlines()
     assert line.startswith(
-        f"error: {path}: general.architecture 'mamba' is not served; served are: bloom, falcon, "
+        f"error: {path}: general.architecture 'mamba' is not supported; use one of: bloom, falcon, "
     )
 
 
 def test_flipped_bytes(tmp_path: Path) -> None:
-    """Whatever a header says, a file is read, or refused in one line."""
+    """Whatever a header contains, the file is read, or refused in one line."""
     rng = random.Random(3)
     for architecture in ("llama", "gemma3", "mpt", "t5"):
         path = write(tmp_path / f"{architecture}.gguf", architecture=architecture)
@@ -222,7 +222,7 @@ def test_what_is_made_of_a_file(tmp_path: Path) -> None:
     config = read(out, "config.json")
     assert (config["model_type"], config["vocab_size"], config["head_dim"]) == ("llama", 8, 8)
     assert (config["bos_token_id"], config["eos_token_id"], config["tie_word_embeddings"]) == (3, 4, True)
-    # <|end|> is no control token, so it ends nothing.
+    # <|end|> is not a control token, so it ends nothing.
     assert read(out, "generation_config.json") == {
         "eos_token_id": [4, 5],
         "bos_token_id": 3,
@@ -245,5 +245,5 @@ def test_a_split_set_is_one_model(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "out").glob("*.gguf")) == names
     again = write(tmp_path / "m2.gguf")
     (tmp_path / "other").mkdir()
-    with pytest.raises(ConversionError, match=f"{again}: tensor token_embd.weight is in {names[0]} too"):
+    with pytest.raises(ConversionError, match=f"{again}: tensor token_embd.weight is also in {names[0]}"):
         write_model_directory([first, again], tmp_path / "other")

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files against the libraries whose vocabularies the files hold."""
+"""Tokenizers of GGUF files against the libraries of their vocabularies."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ from tgis.convert.gguf.tokenizer import Vocabulary, list_merges, make_tokenizer
 
 
 def convert(path: Path, kind: str, tokens: list[str], types: list[int], **more: Any) -> Tokenizer:
-    """Write a vocabulary by the package, with more of its keys, and read it."""
+    """Write a vocabulary with the package and further keys, and read it."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model(kind)
     writer.add_token_list(tokens)
@@ -76,7 +76,7 @@ def test_sentencepiece_bpe(prefix: bool, tmp_path: Path) -> None:
         add_eos_token=True,
     )
     for text in texts(500):
-        if "<s>" in text or "</s>" in text:  # which SentencePiece never finds in texts
+        if "<s>" in text or "</s>" in text:  # which SentencePiece never matches in texts
             continue
         expected = oracle.encode(text)
         assert ours.encode(text).ids == [oracle.bos_id(), *expected, oracle.eos_id()], text
@@ -84,7 +84,7 @@ def test_sentencepiece_bpe(prefix: bool, tmp_path: Path) -> None:
 
 
 def plain_merges(tokens: list[str], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
-    """All pairs of tokens that make a token, sorted by score and ids."""
+    """Return all pairs of tokens that concatenate to a token, sorted by score and ids."""
     ids = {token: id for id, token in enumerate(tokens) if types[id] in (1, 4, 5)}
     found = []
     for token, id in ids.items():
@@ -96,7 +96,7 @@ def plain_merges(tokens: list[str], types: list[int], scores: list[float]) -> li
 
 
 def test_the_merges_of_a_sentencepiece_model(tmp_path: Path) -> None:
-    """Some scores are equal, as those of user-defined tokens are."""
+    """Some scores are equal, like those of user-defined tokens."""
     tokens, types, scores = pieces_of(train("bpe", byte_fallback=True))
     types[300:320] = [4] * 20
     scores = [max(score, -60.0) for score in scores]
@@ -155,17 +155,21 @@ def test_no_splitting_loses_text(name: str) -> None:
 
 def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
     cases: list[tuple[str, dict[str, Any], str]] = [
-        ("bert", {}, "tokenizer.ggml.model 'bert' is not served; served are: gpt2, llama, t5"),
-        ("gpt2", {"tokenizer_pre": "kimi-k2"}, "tokenizer.ggml.pre 'kimi-k2' is not served; served are: "),
+        ("bert", {}, "tokenizer.ggml.model 'bert' is not supported; use one of: gpt2, llama, t5"),
+        ("gpt2", {"tokenizer_pre": "kimi-k2"}, "tokenizer.ggml.pre 'kimi-k2' is not supported; use one of: "),
         ("gpt2", {}, "tokenizer.ggml.merges is missing"),
-        ("gpt2", {"token_merges": ["ab"]}, "tokenizer.ggml.merges has 'ab', which are not two tokens"),
+        (
+            "gpt2",
+            {"token_merges": ["ab"]},
+            "tokenizer.ggml.merges contains 'ab', which is not a pair of tokens",
+        ),
         ("gpt2", {"token_merges": ["a c"]}, "tokenizer.ggml.tokens cannot be used: "),
         ("llama", {}, "tokenizer.ggml.scores is missing"),
         ("llama", {"token_scores": [1.0]}, "tokenizer.ggml.scores has 1 entries for 2 tokens"),
         (
             "llama",
             {"token_scores": [1.0, 1.0], "bos_token_id": 2},
-            "bos_token_id is 2, and there are 2 tokens",
+            "bos_token_id is 2, but there are 2 tokens",
         ),
     ]
     for number, (kind, more, text) in enumerate(cases):

@@ -175,7 +175,7 @@ def test_files_and_addresses_that_cannot_be_used(tmp_path: Path) -> None:
     files.write(authority, "a.example.com")
     for address in ("localhost", "localhost:", ":8000", "localhost:0", "localhost:65535", "::1:80", "a b:80"):
         assert refusals(address) == {f"{address!r} is not HOST:PORT with a port from 1 to 65534"}
-    with pytest.raises(OperatorError, match="has an address twice"):
+    with pytest.raises(OperatorError, match="contains an address twice"):
         parse_all("a:1,b:1, a:1")
     assert [str(one) for one in parse_all("a-1.example:1, [::1]:65534")] == ["a-1.example:1", "[::1]:65534"]
 

@@ -73,7 +73,7 @@ def test_safetensors_go_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_zip", [True, False])
 def test_a_payload_is_not_run(is_zip: bool, tmp_path: Path) -> None:
     file = save(tmp_path, {**tensors(), "x": Payload(tmp_path / "harm")}, is_zip)
-    assert fail(tmp_path) == f"{file} wants to call posix.mkdir, which tensors do not need; it was not run"
+    assert fail(tmp_path) == f"{file} calls posix.mkdir, which tensors do not need; it was not run"
     torch.load(file, weights_only=False)
     assert (tmp_path / "harm").exists(), "the payload is harmless by itself"
 
@@ -110,7 +110,7 @@ def test_names_what_is_no_pickle_of_tensors(tmp_path: Path) -> None:
         archive.add(__file__)
     assert fail(tmp_path).startswith(f"{file} {DAMAGED}")
     save(tmp_path, [torch.zeros(10, 4)])
-    assert fail(tmp_path) == f"{file} does not hold tensors by name"
+    assert fail(tmp_path) == f"{file} is not a mapping of names to tensors"
     save(tmp_path, {"model.embed_tokens.weight": torch.eye(10, 4).to_sparse()})
     assert fail(tmp_path) == f"{tmp_path}: tensor model.embed_tokens.weight is missing"
     save(tmp_path, {"model.embed_tokens.weight": torch.zeros(10, 4, dtype=torch.float64)})

@@ -118,7 +118,7 @@ def test_files_of_settings(tmp_path: Path) -> None:
     (tmp_path / "quant_config.json").write_text(json.dumps(of_awq))
     actual = open_module(tmp_path, packers.pack_awq_gemm(rounded), None)
     assert torch.equal(actual.read(), rounded.dequantize())
-    for content, text in (("{", "is not valid JSON"), ("[4]", "does not hold an object")):
+    for content, text in (("{", "is not valid JSON"), ("[4]", "is not a JSON object")):
         (tmp_path / "quant_config.json").write_text(content)
         with pytest.raises(OperatorError, match=text) as refused:
             find_format({}, tmp_path)

@@ -1,4 +1,4 @@
-"""Calls the service. Answers go to stdout; a failed call prints one line on stderr, status 1."""
+"""Calls the service and prints responses to stdout; a failed call raises CallError."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,12 +26,12 @@ from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 
 class CallError(OperatorError):
-    """Error when the service cannot be reached or answers with an error."""
+    """Error when the service cannot be reached or returns an error."""
 
 
 @contextmanager
 def connect(connection: Connection) -> Iterator[GenerationServiceStub]:
-    """Yield a stub that is open inside the block. Raises CallError if a call in the block fails."""
+    """Yield a connected stub. Raises CallError if a call in the block fails."""
     with _open_channel(connection) as channel:
         try:
             yield GenerationServiceStub(channel)
@@ -48,7 +48,7 @@ def generate(
     output: OutputOptions,
     inputs: Sequence[str],
 ) -> None:
-    """Print one answer per input, in order. Raises CallError."""
+    """Print one response per input, in order. Raises CallError."""
     request = pb.BatchedGenerationRequest(
         requests=[pb.GenerationRequest(text=text) for text in inputs],
         params=build_parameters(options),
@@ -80,7 +80,7 @@ def stream(
     output: OutputOptions,
     text: str,
 ) -> None:
-    """Print the answer as it arrives. Raises CallError, also in the middle of an answer."""
+    """Print the response as it arrives. Raises CallError, also in the middle of a response."""
     request = pb.SingleGenerationRequest(
         request=pb.GenerationRequest(text=text),
         params=build_parameters(options),
@@ -102,7 +102,7 @@ def stream(
 def tokenize(
     connection: Connection, ids: TokenIdOptions, output: OutputOptions, inputs: Sequence[str]
 ) -> None:
-    """Print each input's token count and tokens, with the offsets of a text's tokens. Raises CallError."""
+    """Print each input's token count and tokens, with offsets if the input is text. Raises CallError."""
     request = pb.BatchedTokenizeRequest(
         requests=[pb.TokenizeRequest(text=text) for text in inputs],
         return_tokens=True,
@@ -143,8 +143,7 @@ def _open_channel(connection: Connection) -> grpc.Channel:
 
 
 def _call_options(connection: Connection, metadata: Metadata) -> dict[str, Any]:
-    """Return the time limit of a call, and its metadata with the bearer token. Raises
-    click.ClickException."""
+    """Return a call's timeout and its metadata with the bearer token. Raises click.ClickException."""
     token = connection.token
     if connection.token_path:
         first, *_ = _read(connection.token_path).splitlines() or [b""]

@@ -1,4 +1,4 @@
-"""Defines the command `client` and those below it."""
+"""Defines the command `client` and its subcommands."""
 
 import click
 

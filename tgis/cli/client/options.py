@@ -1,4 +1,4 @@
-"""Options of `tgis client`, and the parts of a call that follow from them."""
+"""Declares the options of `tgis client`, and builds a call's parameters and metadata from them."""
 
 import os
 from dataclasses import dataclass
@@ -17,68 +17,71 @@ Metadata = list[tuple[str, str | bytes]]
 @dataclass(frozen=True, kw_only=True)
 class Connection:
     target: str = option("Host and port of the service.", "localhost:8033", env=False)
-    timeout: float | None = option("Seconds a call may take; unset: no limit.", None, env=False, minimum=0)
-    tls: bool = option("Use TLS; without --ca-cert the system's authorities are trusted.", False, env=False)
-    ca_cert: str | None = option("PEM file of the authorities to trust; implies --tls.", None, env=False)
+    timeout: float | None = option(
+        "Maximum duration of a call, in seconds; unset: no limit.", None, env=False, minimum=0
+    )
+    tls: bool = option("Use TLS; without --ca-cert, the system's CAs are trusted.", False, env=False)
+    ca_cert: str | None = option("PEM file of the CAs to trust; implies --tls.", None, env=False)
     cert: str | None = option("PEM file of the client's certificate; needs --key.", None, env=False)
     key: str | None = option("PEM file of the client's private key; needs --cert.", None, env=False)
     token: str | None = option(
-        "Bearer token. Other users of this machine can read flags: use the variable or --token-path.",
+        "Bearer token; unset: none. Other users of this machine can read flags: prefer the variable or "
+        "--token-path.",
         None,
         env="TGIS_TOKEN",
     )
     token_path: str | None = option(
-        "File whose first line is the bearer token; used instead of --token.", None, env=False
+        "File whose first line is the bearer token; it overrides --token.", None, env=False
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
-    """Options of a generation. The service decides the unset ones; any sampling option turns sampling on."""
+    """Options of a generation. Unset ones get the service's defaults; a sampling option turns sampling on."""
 
     max_new_tokens: int | None = option(
-        "Most tokens to generate.", None, env=False, minimum=0, maximum=MAX_UINT32
+        "Maximum number of tokens to generate.", None, env=False, minimum=0, maximum=MAX_UINT32
     )
     min_new_tokens: int | None = option(
-        "Fewest tokens to generate.", None, env=False, minimum=0, maximum=MAX_UINT32
+        "Minimum number of tokens to generate.", None, env=False, minimum=0, maximum=MAX_UINT32
     )
     temperature: float | None = option("Sample with this temperature.", None, env=False)
     top_k: int | None = option(
-        "Sample among the K likeliest tokens.", None, env=False, minimum=0, maximum=MAX_UINT32
+        "Sample from the K most likely tokens.", None, env=False, minimum=0, maximum=MAX_UINT32
     )
     top_p: float | None = option(
-        "Sample among the likeliest tokens that together reach this probability.", None, env=False
+        "Sample from the most likely tokens whose probabilities add up to this.", None, env=False
     )
     min_p: float | None = option(
-        "Sample among the tokens that have at least this share of the likeliest one's probability.",
+        "Sample from the tokens with at least this share of the most likely token's probability.",
         None,
         env=False,
     )
     typical_p: float | None = option(
-        "Sample among the most typical tokens that together reach this probability.", None, env=False
+        "Sample from the most typical tokens whose probabilities add up to this.", None, env=False
     )
     seed: int | None = option("Sample with this seed.", None, env=False, minimum=0, maximum=MAX_UINT64)
     logit_bias: tuple[str, ...] = option(
-        "ID:BIAS, a number to add to the logit of a token; may be given more than once.", (), env=False
+        "ID:BIAS: add BIAS to the logit of token ID; may be repeated.", (), env=False
     )
     presence_penalty: float | None = option(
-        "Subtract this from the logit of each token that has been generated.", None, env=False
+        "Subtract this from the logit of each token that was generated before.", None, env=False
     )
     frequency_penalty: float | None = option(
-        "Subtract this from a token's logit for each time that it has been generated.", None, env=False
+        "Subtract this from a token's logit for each time that the token was generated before.",
+        None,
+        env=False,
     )
     watermark: bool = option("Mark the text with the service's watermark.", False, env=False)
-    stop: tuple[str, ...] = option("Stop after this text; may be given more than once.", (), env=False)
+    stop: tuple[str, ...] = option("Stop after this text; may be repeated.", (), env=False)
     stop_token_id: tuple[int, ...] = option(
-        "Stop at this token; may be given more than once.", (), env=False, minimum=0, maximum=MAX_UINT32
+        "Stop at this token id; may be repeated.", (), env=False, minimum=0, maximum=MAX_UINT32
     )
-    ignore_eos: bool = option("Go on after the model's end of sequence.", False, env=False)
-    regex: str | None = option("Generate what this regular expression matches.", None, env=False)
-    json_schema: str | None = option("Generate what this JSON Schema describes.", None, env=False)
-    grammar: str | None = option("Generate what this grammar, Lark or GBNF, describes.", None, env=False)
-    choice: tuple[str, ...] = option(
-        "Generate this text; may be given more than once, for one of several.", (), env=False
-    )
+    ignore_eos: bool = option("Continue after the model's end-of-sequence token.", False, env=False)
+    regex: str | None = option("Generate text that matches this regular expression.", None, env=False)
+    json_schema: str | None = option("Generate JSON that matches this JSON Schema.", None, env=False)
+    grammar: str | None = option("Generate text that matches this grammar, in Lark or GBNF.", None, env=False)
+    choice: tuple[str, ...] = option("Generate one of these texts; repeat for each text.", (), env=False)
     truncate_input_tokens: int | None = option(
         "Keep only the last N tokens of an input; unset or 0: all.",
         None,
@@ -86,27 +89,31 @@ class GenerationOptions:
         minimum=0,
         maximum=MAX_UINT32,
     )
-    prefix_id: str | None = option("Tuned soft prompt to put before the input.", None, env=False)
-    adapter_id: str | None = option("LoRA adapter to generate with.", None, env=False)
+    prefix_id: str | None = option("Id of the tuned soft prompt to put before the input.", None, env=False)
+    adapter_id: str | None = option("Id of the LoRA adapter to generate with.", None, env=False)
     cache_salt: str | None = option(
-        "Share cached prompts only with calls that give the same text here.", None, env=False
+        "Share cached prompts only with calls that have the same salt.", None, env=False
     )
     details: bool = option(
-        "Also print a table of the tokens (log-probability, rank, likeliest tokens) and the call's times.",
+        "Also print a table of the tokens (log-probability, rank, likeliest tokens) and the call's timings.",
         False,
         env=False,
     )
     top_n: int = option(
-        "Likeliest tokens per position in the table.", 3, env=False, minimum=0, maximum=MAX_UINT32
+        "Number of most likely tokens per position in the table.",
+        3,
+        env=False,
+        minimum=0,
+        maximum=MAX_UINT32,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenIdOptions:
     input_ids: bool = option(
-        "Each TEXT is token ids, decimal numbers with one space between each two.", False, env=False
+        "Read each TEXT as token ids: decimal numbers separated by single spaces.", False, env=False
     )
-    token_ids: bool = option("Show ids of tokens instead of their text.", False, env=False)
+    token_ids: bool = option("Show token ids instead of token texts.", False, env=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +122,8 @@ class OutputOptions:
 
 
 def build_parameters(options: GenerationOptions) -> pb.Parameters:
-    """Return the parameters that fmaas's messages have. Raises click.UsageError."""
-    chosen = (
+    """Return the parameters that have a field in fmaas's messages. Raises click.UsageError."""
+    sampling_options = (
         options.temperature,
         options.top_k,
         options.top_p,
@@ -125,7 +132,7 @@ def build_parameters(options: GenerationOptions) -> pb.Parameters:
         options.seed,
     )
     return pb.Parameters(
-        method=pb.SAMPLE if any(value is not None for value in chosen) else pb.GREEDY,
+        method=pb.SAMPLE if any(value is not None for value in sampling_options) else pb.GREEDY,
         sampling=pb.SamplingParameters(
             temperature=options.temperature,
             top_k=options.top_k,
@@ -163,7 +170,7 @@ def _build_decoding(options: GenerationOptions) -> pb.DecodingParameters:
 
 
 def build_metadata(options: GenerationOptions) -> Metadata:
-    """Return the parameters that fmaas's messages do not have. Raises click.UsageError."""
+    """Return the parameters that have no field in fmaas's messages, as metadata. Raises click.UsageError."""
     texts = {
         "tgis-logit-bias": ",".join(map(_format_bias, options.logit_bias)),
         "tgis-min-p": _format_number(options.min_p),
@@ -175,14 +182,14 @@ def build_metadata(options: GenerationOptions) -> Metadata:
     }
     metadata: Metadata = [(key, text) for key, text in texts.items() if text]
     if options.cache_salt is not None:
-        # Unlike tgis-cache-salt, this key may have any bytes.
+        # Unlike tgis-cache-salt, this key accepts any bytes.
         metadata.append(("tgis-cache-salt-bin", os.fsencode(options.cache_salt)))
     return metadata
 
 
 def build_token_id_metadata(options: TokenIdOptions) -> Metadata:
-    asked = {"tgis-input": options.input_ids, "tgis-tokens": options.token_ids}
-    return [(key, "ids") for key, is_asked in asked.items() if is_asked]
+    switches = {"tgis-input": options.input_ids, "tgis-tokens": options.token_ids}
+    return [(key, "ids") for key, is_on in switches.items() if is_on]
 
 
 def _format_bias(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Prints answers on stdout."""
+"""Prints responses to stdout."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,7 +12,7 @@ from tgis.pb import generation_pb2 as pb
 TRAILERS = {
     "tgis-queue-ms": "{} ms in the queue",
     "tgis-first-token-ms": "first token after {} ms",
-    "tgis-total-ms": "{} ms in all",
+    "tgis-total-ms": "{} ms in total",
     "tgis-cached-tokens": "{} cached input tokens",
 }
 """Keys of trailing metadata that are printed, in this order."""
@@ -44,7 +44,7 @@ def print_stream(messages: Iterable[pb.GenerationResponse], details: bool) -> No
             # echo flushes, so a pipe also receives the text as it arrives.
             click.echo(message.text, nl=False)
             tokens.extend(message.tokens)
-            # Only some messages carry the counts and the stop reason; the last value wins.
+            # Only some messages contain the counts and the stop reason; the last value is kept.
             summary.MergeFrom(message)
     finally:
         click.echo()
@@ -68,15 +68,15 @@ def _format_top_tokens(token: pb.TokenInfo) -> str:
 
 
 def print_trailers(metadata: Iterable[tuple[str, str | bytes]]) -> None:
-    """Print what a call's trailing metadata say of its times and counts, if they say anything."""
+    """Print the timings and counts in a call's trailing metadata, if there are any."""
     values = dict(metadata)
-    told = [text.format(values[key]) for key, text in TRAILERS.items() if key in values]
-    if told:
-        click.echo(f"\n{', '.join(told)}")
+    parts = [text.format(values[key]) for key, text in TRAILERS.items() if key in values]
+    if parts:
+        click.echo(f"\n{', '.join(parts)}")
 
 
 def print_tokens(response: pb.TokenizeResponse) -> None:
-    """Print the count and the tokens, with their offsets in UTF-8 bytes if the response has them."""
+    """Print the token count and the tokens, with byte offsets (UTF-8) if the response has them."""
     click.echo(f"{response.token_count} tokens")
     offsets = [[str(at.start), str(at.end)] for at in response.offsets] or [[] for _ in response.tokens]
     spans = zip(response.tokens, offsets, strict=True)

@@ -1,4 +1,4 @@
-"""Defines the command `top`, which shows the figures of a running service until it is interrupted."""
+"""Defines the command `top`, which shows the metrics of a running service until it is interrupted."""
 
 import contextlib
 import sys
@@ -11,14 +11,16 @@ from tgis.config.option import option
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    interval: float = option("Seconds from one scrape to the next.", 1.0, env=False, minimum=0.1)
-    window: float = option("Seconds over which rates and latencies are taken.", 10.0, env=False, minimum=0.1)
+    interval: float = option("Time between two scrapes, in seconds.", 1.0, env=False, minimum=0.1)
+    window: float = option(
+        "Time over which rates and latencies are computed, in seconds.", 10.0, env=False, minimum=0.1
+    )
     once: bool = option("Print one frame, from two scrapes, and exit.", False, env=False)
 
 
 def top(place: Place, view: View) -> None:
-    """Show frames if stdout is a terminal, else print them. Raises ScrapeError if --once finds no service."""
-    # Loads rich, which would slow down the start of every other command.
+    """Show frames if stdout is a terminal, else print them. Raises ScrapeError if --once fails."""
+    # This import loads rich, which would slow down the start of every other command.
     from tgis.cli.top import screen
 
     if view.once:
@@ -29,4 +31,4 @@ def top(place: Place, view: View) -> None:
         show(place, view.interval, view.window)
 
 
-command = build_command("top", top, "Watch a running service; reads only its /metrics.", Place, View)
+command = build_command("top", top, "Watch the metrics of a running service.", Place, View)

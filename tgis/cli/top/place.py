@@ -1,4 +1,4 @@
-"""Finds the service to watch: the given one, that of the variables, or the one that runs on this machine."""
+"""Locates the service to watch: by --target, by the service's variables, or on this machine."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from tgis.net.addresses import http_url, local_host
 from tgis.process.run_directory import running_urls
 
 DEFAULT_TARGET = "localhost:3000"
-HINT = "name another service with --target HOST:PORT"
+HINT = "select another service with --target HOST:PORT"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class Place(Trust):
         env=False,
     )
     port: int | None = option(
-        "HTTP port of the service on this machine; unset or 0: the one of the service that this user runs "
+        "HTTP port of a service on this machine; unset or 0: the port of the service that this user runs "
         "here, else 3000.",
         None,
         short="-p",
@@ -27,13 +27,14 @@ class Place(Trust):
         maximum=65535,
     )
     bind: str = option(
-        "Address the service with this port listens on; one that means all of them means loopback.", "0.0.0.0"
+        "Address on which the service of --port listens; for an address such as 0.0.0.0, loopback is used.",
+        "0.0.0.0",
     )
-    http_tls: bool = option("It serves that port with TLS.", False)
+    http_tls: bool = option("Connect to --port with TLS.", False)
 
     @property
     def hint(self) -> str:
-        """Advice to add to a failure, because another service may be meant; empty if one was named."""
+        """Advice to add to a failure; empty if --target was given."""
         return HINT if self.target is None else ""
 
     @property
@@ -42,7 +43,7 @@ class Place(Trust):
 
 
 def locate(place: Place) -> Source:
-    """Return the service to watch. Raises ScrapeError if it must be chosen from several."""
+    """Return the service to watch. Raises ScrapeError if several services run here."""
     return Source(place.target or _local_target(place), place)
 
 

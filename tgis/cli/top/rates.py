@@ -9,7 +9,7 @@ from tgis.cli.top.scrape import Scrape
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """Two scrapes of a process, the earlier first, or one twice. Quotients with a zero divisor are None."""
+    """Two scrapes of a process, the earlier first, or the same scrape twice. Divisions by zero give None."""
 
     begin: Scrape
     end: Scrape
@@ -43,17 +43,17 @@ class Window:
         name = f"{histogram}_bucket"
         counts: dict[float, float] = {}
         for scrape, sign in ((self.end, 1), (self.begin, -1)):
-            for found, count in scrape.select(name, **labels).items():
-                end = float(dict(found)["le"])
+            for bucket, count in scrape.select(name, **labels).items():
+                end = float(dict(bucket)["le"])
                 counts[end] = counts.get(end, 0.0) + sign * count
         return quantile_of(q, sorted(counts.items()))
 
 
 def quantile_of(q: float, buckets: list[tuple[float, float]]) -> float | None:
-    """Return the quantile `q` of a histogram, linear inside a bucket; None without observations.
+    """Return the quantile `q` of a histogram, interpolated linearly; None without observations.
 
-    `buckets` are pairs of upper bound, at last infinite, and cumulative count. The first bucket begins at 0.
-    A quantile in the last bucket is the largest finite bound."""
+    `buckets` are pairs of upper bound and cumulative count; the last bound is infinite. The first bucket
+    begins at 0. A quantile in the last bucket is the largest finite bound."""
     assert q > 0, "the quantile 0 is not defined"
     if len(buckets) < 2 or not buckets[-1][1]:
         return None
@@ -69,7 +69,7 @@ def quantile_of(q: float, buckets: list[tuple[float, float]]) -> float | None:
 
 
 class History:
-    """Recent scrapes of one process, for a window of about `seconds`; reset when another process answers."""
+    """Recent scrapes of one process, for a window of about `seconds`; reset when the process restarts."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds

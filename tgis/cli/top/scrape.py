@@ -1,4 +1,4 @@
-"""Reads and parses `/metrics` of a running service. Every failure is a ScrapeError of one line."""
+"""Scrapes and parses `/metrics` of a running service. Every failure is a ScrapeError of one line."""
 
 import ssl
 import time
@@ -13,22 +13,22 @@ from tgis.config.option import option
 from tgis.errors import OperatorError
 
 TIMEOUT_S = 5.0
-MAX_BYTES = 64 << 20  # largest answer read; this service's has less than 1 MiB
-OURS = "tgi_queue_size"  # series that every scrape of this service has
+MAX_BYTES = 64 << 20  # maximum size of a response; this service's has less than 1 MiB
+OURS = "tgi_queue_size"  # series that identifies this service
 
 Labels = frozenset[tuple[str, str]]
 
 
 class ScrapeError(OperatorError):
-    """Error when there is no answer, or an answer that is not this service's."""
+    """Error when there is no response, or the response is not from this service."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trust:
-    tls: bool = option("Use TLS; without --ca-cert the system's authorities are trusted.", False, env=False)
-    ca_cert: str | None = option("PEM file of the authorities to trust; implies --tls.", None, env=False)
+    tls: bool = option("Use TLS; without --ca-cert, the system's CAs are trusted.", False, env=False)
+    ca_cert: str | None = option("PEM file of the CAs to trust; implies --tls.", None, env=False)
     server_name: str | None = option(
-        "Name that the certificate bears, where it is not the target's; implies --tls.", None, env=False
+        "Host name expected in the certificate; implies --tls; unset: the target's host.", None, env=False
     )
 
 
@@ -48,7 +48,7 @@ class Scrape:
     def select(self, name: str, **labels: str) -> dict[Labels, float]:
         """Return the samples that have all the labels."""
         wanted = frozenset(labels.items())
-        return {found: value for found, value in self.samples.get(name, {}).items() if wanted <= found}
+        return {given: value for given, value in self.samples.get(name, {}).items() if wanted <= given}
 
     def value(self, name: str, **labels: str) -> float:
         """Return the sum of the samples that have all the labels; 0 if there are none."""
@@ -56,14 +56,14 @@ class Scrape:
 
 
 def scrape(source: Source) -> Scrape:
-    """Read `/metrics` of the service. Raises ScrapeError."""
+    """Scrape `/metrics` of the service. Raises ScrapeError."""
     text = _get(source)
     try:
         samples = parse(text)
     except ValueError as error:
-        raise ScrapeError(f"its answer is not in Prometheus' format: {error}") from error
+        raise ScrapeError(f"the response is not in Prometheus' format: {error}") from error
     if OURS not in samples:
-        raise ScrapeError(f"its answer has no {OURS}: this is another service")
+        raise ScrapeError(f"the response has no {OURS}: this is another service")
     return Scrape(time.monotonic(), samples)
 
 
@@ -88,16 +88,16 @@ def _get(source: Source) -> str:
     except OSError as error:
         raise ScrapeError(error.strerror or str(error) or type(error).__name__) from error
     except (HTTPException, UnicodeDecodeError) as error:
-        raise ScrapeError(f"its answer is not HTTP: {type(error).__name__}") from error
+        raise ScrapeError(f"the response is not HTTP: {type(error).__name__}") from error
     finally:
         connection.close()
     if response.status != 200:
-        raise ScrapeError(f"/metrics answers with status {response.status}")
+        raise ScrapeError(f"/metrics returns status {response.status}")
     return text
 
 
 def _connection(source: Source) -> HTTPConnection:
-    """Return a connection that is not open yet. Raises ScrapeError if the target or --ca-cert is unusable."""
+    """Return an unopened connection. Raises ScrapeError if the target or --ca-cert cannot be used."""
     trust = source.trust
     url = urlsplit(source.target if "://" in source.target else f"http://{source.target}")
     if url.scheme not in ("http", "https") or not url.netloc:
@@ -107,7 +107,7 @@ def _connection(source: Source) -> HTTPConnection:
             return HTTPConnection(url.netloc, timeout=TIMEOUT_S)
         return _Tls(url.netloc, _context(trust), trust.server_name)
     except HTTPException as error:
-        raise ScrapeError("its port is not a number") from error
+        raise ScrapeError("the port is not a number") from error
 
 
 def _context(trust: Trust) -> ssl.SSLContext:
@@ -118,11 +118,12 @@ def _context(trust: Trust) -> ssl.SSLContext:
 
 
 class _Tls(HTTPSConnection):
-    """HTTPS connection that can expect another name than the target's, which a forwarded port needs."""
+    """HTTPS connection that can expect another host name than the target's, as a forwarded port needs."""
 
     def __init__(self, address: str, context: ssl.SSLContext, server_name: str | None) -> None:
         super().__init__(address, timeout=TIMEOUT_S, context=context)
-        self._tls, self._server_name = context, server_name
+        self._tls = context
+        self._server_name = server_name
 
     def connect(self) -> None:
         HTTPConnection.connect(self)

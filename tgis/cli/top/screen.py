@@ -1,4 +1,4 @@
-"""Shows `tgis top` as frames of text, on a terminal's alternate screen or one after another."""
+"""Draws the frames of `tgis top`, on a terminal's alternate screen or one after another."""
 
 import signal
 import time
@@ -28,8 +28,9 @@ FIRST_TOKENS, NEXT_TOKENS = (f"{LATENCIES[name]}_count" for name in ("first toke
 
 
 def print_once(place: Place, interval: float, window_s: float) -> None:
-    """Print one frame, from two scrapes. Raises ScrapeError that names the target."""
-    history, shown = History(window_s), place.shown
+    """Print one frame, from two scrapes. Raises a ScrapeError that names the target."""
+    history = History(window_s)
+    shown = place.shown
     try:
         source = locate(place)
         shown = source.target
@@ -42,7 +43,7 @@ def print_once(place: Place, interval: float, window_s: float) -> None:
 
 
 def print_frames(place: Place, interval: float, window_s: float) -> None:
-    """Print every frame, and a failure only if it differs from the previous one."""
+    """Print every frame, and each failure that differs from the previous one."""
     previous = ""
     for frame, failure in _frames(place, interval, window_s):
         if not failure:
@@ -53,7 +54,7 @@ def print_frames(place: Place, interval: float, window_s: float) -> None:
 
 
 def show_frames(place: Place, interval: float, window_s: float) -> None:
-    """Show frames on the alternate screen, which is left however this ends, also on SIGTERM."""
+    """Show frames on the alternate screen, and leave it when the process ends, also by SIGTERM."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with Live(screen=True, auto_refresh=False) as live:
         for frame, _ in _frames(place, interval, window_s):
@@ -61,12 +62,13 @@ def show_frames(place: Place, interval: float, window_s: float) -> None:
 
 
 def _print(frame: Text, end: str = "\n") -> None:
-    Console().print(frame, end=end, soft_wrap=True)  # lines have the same length whatever the width
+    Console().print(frame, end=end, soft_wrap=True)  # lines are never wrapped to the terminal's width
 
 
 def _frames(place: Place, interval: float, window_s: float) -> Iterator[tuple[Text, str]]:
-    """Yield the frame to show and a line about the failure (empty if none), once per interval without end."""
-    history, source = History(window_s), None
+    """Yield a frame and a line about its failure, which is empty if there is none, once per interval."""
+    history = History(window_s)
+    source = None
     due = time.monotonic()
     while True:
         shown = place.shown
@@ -77,8 +79,8 @@ def _frames(place: Place, interval: float, window_s: float) -> Iterator[tuple[Te
             yield draw(shown, history.push(now) or Window(now, now)), ""
         except ScrapeError as error:
             history.forget()
-            source = None  # a service that is started meanwhile may have another port
-            lines = [f"{error}; trying again", *filter(None, (place.hint,))]
+            source = None  # a service that starts in the meantime may have another port
+            lines = [f"{error}; retrying", *filter(None, (place.hint,))]
             yield draw_failure(shown, lines), f"{shown}: {'; '.join(lines)}"
         # A scrape that took longer than the interval delays the next ones; missed intervals are skipped.
         now_s = time.monotonic()
@@ -87,7 +89,7 @@ def _frames(place: Place, interval: float, window_s: float) -> Iterator[tuple[Te
 
 
 def draw(title: str, window: Window) -> Text:
-    """Return a frame; values over time are missing in a window of a single scrape."""
+    """Return a frame. In a window of a single scrape, rates and latencies are missing."""
     scrape = window.end
     lines = [
         _head(title, scrape, window),
@@ -104,7 +106,7 @@ def draw(title: str, window: Window) -> Text:
 
 
 def draw_failure(title: str, reasons: Sequence[str]) -> Text:
-    head = _line("tgis top", f"{title}  ", ("no answer", "bold red"), f"  {_clock()}")
+    head = _line("tgis top", f"{title}  ", ("no response", "bold red"), f"  {_clock()}")
     return _join([head, *(_line("", reason) for reason in reasons)])
 
 
@@ -160,7 +162,7 @@ def _latencies(window: Window) -> Iterator[Text]:
 
 
 def _steps(window: Window) -> Iterator[Text]:
-    """Format the time of a step, the shards' part of it and the router's work after it."""
+    """Yield the rows for the time of a step, the shards' part of it and the router's work after it."""
     yield _row("steps", ["p50", "p95", "shards p50", "shards p95", "router", "per s", "size"])
     for method in METHODS:
         times = [window.quantile(q, series, method=method) for series in (STEP, FORWARD) for q in (0.5, 0.95)]

@@ -10,19 +10,19 @@ TGIS_BLOCK_SIZE = 16  # tokens
 
 COUNTED = "the cache is counted in blocks, not estimated"
 NOT_COMPILED = "the model's code is not compiled"
-NO_SPECULATION = "there are no speculator models: --speculate guesses from the text itself"
-OF_SHARDS = "it is an option of the shards, which hold the soft prompts"
-ONE_KERNEL = "weights of every format are computed by the service's own kernels"
-NO_ONNX = "models in ONNX form are served as they are: convert-to-onnx has options for this"
+NO_SPECULATION = "there are no speculator models: --speculate drafts from the text itself"
+OF_SHARDS = "it is an option of the shards, which load the soft prompts"
+ONE_KERNEL = "every weight format uses the service's own kernels"
+NO_ONNX = "ONNX models are served unchanged: convert-to-onnx has options for this"
 
 
-def _out_of_range(text: str, name: str, least: float, most: float, refusal: str) -> str | None:
-    """Return the reason why `text` is not a number from `least` to `most`, or None if it is one."""
+def _out_of_range(text: str, name: str, minimum: float, maximum: float, refusal: str) -> str | None:
+    """Return an error message if `text` is not a number from `minimum` to `maximum`, else None."""
     try:
         value = float(text)
     except ValueError:
         return f"{name} must be a number, not {text!r}"
-    return None if math.isfinite(value) and least <= value <= most else refusal.format(value=value)
+    return None if math.isfinite(value) and minimum <= value <= maximum else refusal.format(value=value)
 
 
 def _padding(text: str) -> str | None:
@@ -70,7 +70,7 @@ FLAGS = (
         commands=("router",),
         convert=lambda text: text.removesuffix("-0"),
     ),
-    Alias("max_new_tokens", why="the router keeps this limit", commands=("serve",), variable=False),
+    Alias("max_new_tokens", why="the router enforces this limit", commands=("serve",), variable=False),
 )
 VARIABLES = (
     Alias(
@@ -82,7 +82,7 @@ VARIABLES = (
         convert=_blocks_to_tokens,
     ),
     *_variables(
-        "batches have no weight; the cache is counted in blocks", "MAX_BATCH_WEIGHT", "MAX_PREFILL_WEIGHT"
+        "batches are limited by cache blocks, not by weights", "MAX_BATCH_WEIGHT", "MAX_PREFILL_WEIGHT"
     ),
     *_variables(
         OWN_KERNELS, "FLASH_ATTENTION", "PAGED_ATTENTION", "TRANSFORMERS_ATTN_IMPL", "DISABLE_CUSTOM_KERNELS"
@@ -103,7 +103,7 @@ VARIABLES = (
     ),
     *_variables("memory use is logged once, when the model is loaded", "LOG_GPU_USAGE_INTERVAL"),
     *_variables("logits are always processed in float32", "FP32_LOGITS_PROCESS"),
-    *_variables("there is one way of computing, and it is exact", "BLOOM_SLOW_BUT_EXACT"),
+    *_variables("the computation is always exact", "BLOOM_SLOW_BUT_EXACT"),
     *_variables(ONE_KERNEL, "DISABLE_EXLLAMA", "EXLLAMA_VERSION", "GPTQ_CUDA_TYPE"),
     *_variables(NO_ONNX, "MERGE_ONNX_GRAPHS", "OPTIMIZE_ONNX_MODEL"),
     *_variables(
@@ -118,11 +118,11 @@ VARIABLES = (
 )
 TGIS_NAMES = FLAGS + VARIABLES
 
-# Variables that the launcher does not read and its children get unchanged, with what reads them.
+# Variables that the launcher passes on unread, with their readers.
 PASSED_ON = {
     "PYTORCH_CUDA_ALLOC_CONF": "torch",
     "NCCL_ASYNC_ERROR_HANDLING": "torch",
     "TORCH_NCCL_AVOID_RECORD_STREAMS": "torch",
     "SAFETENSORS_FAST_GPU": "safetensors",
-    "OTEL_SERVICE_NAME": "the router, where the launcher gives it no name",
+    "OTEL_SERVICE_NAME": "the router, if the launcher sets no service name",
 }

@@ -1,1 +1,1 @@
-"""Makes of a GGUF file what the service reads: a configuration, a tokenizer, names of tensors."""
+"""Converts a GGUF file's metadata to a configuration, a tokenizer and names of tensors."""

@@ -1,4 +1,4 @@
-"""Architectures of GGUF files that are served: the configuration that each one's metadata means."""
+"""Converts the metadata of each supported GGUF architecture to the content of config.json."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from tgis.convert.gguf.tensor_names import TensorNames
 
 Config = dict[str, Any]
 
-# As llama.cpp does, models of these sizes are known by their number of layers.
+# Like llama.cpp, this identifies models of these sizes by their number of layers.
 GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
 GEMMA3_PERIOD, GEMMA3_LOCAL_THETA = 6, 10000.0
 DTYPES = {"F16": "float16", "BF16": "bfloat16"}
@@ -29,7 +29,8 @@ class Architecture:
 
 
 def find_architecture(files: GgufFiles) -> Architecture:
-    """Return the architecture of a model. Raises ConversionError, with the list of all, for any other."""
+    """Return the architecture of a model. Raises ConversionError with a list of all if it is not
+    supported."""
     metadata = files.metadata
     name = metadata.architecture
     if name == "llama" and metadata.integer(".expert_count", 0):
@@ -41,7 +42,7 @@ def find_architecture(files: GgufFiles) -> Architecture:
         return Architecture("t5", "T5ForConditionalGeneration", tensor_names.t5_names(has_gates), _read_t5)
     if name not in ARCHITECTURES:
         known = ", ".join(sorted((*ARCHITECTURES, "t5")))
-        raise metadata.refuse("general.architecture", f"{show(name)} is not served; served are: {known}")
+        raise metadata.refuse("general.architecture", f"{show(name)} is not supported; use one of: {known}")
     return ARCHITECTURES[name]
 
 
@@ -80,7 +81,7 @@ def _check_table(files: GgufFiles) -> None:
 
 
 def _stored_dtype(files: GgufFiles) -> str:
-    """Return the type that most elements have, float32 for codes."""
+    """Return the most frequent type of elements; float32 for codes."""
     sizes: Counter[str] = Counter()
     for tensor in files.tensors.values():
         sizes[DTYPES.get(tensor.place.type.name, "float32")] += tensor.place.num_bytes
@@ -197,7 +198,7 @@ def _read_gemma3(files: GgufFiles) -> Config:
 
 
 def _score_width(files: GgufFiles, layers_of_27b: int) -> int:
-    """Return the number whose root divides the scores, which no key says."""
+    """Return the number whose square root divides the attention scores; the metadata does not have it."""
     is_27b = files.metadata.integer(".block_count") == layers_of_27b
     return _head_dim(files) if is_27b else files.metadata.integer(".attention.key_length", _head_dim(files))
 

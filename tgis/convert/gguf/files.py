@@ -1,4 +1,4 @@
-"""The file or the split set of files that hold one model in GGUF form."""
+"""Reads the headers of a GGUF model, which is one file or a split set of files."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from tgis.tensor_files.gguf_header import GgufHeader, GgufTensorPlace, read_gguf
 
 @dataclass(frozen=True)
 class FileTensorPlace:
-    """Tensor and the file that holds it."""
+    """Position of a tensor, with the file that contains it."""
 
     path: Path
     place: GgufTensorPlace
@@ -21,7 +21,7 @@ class FileTensorPlace:
 
 @dataclass(frozen=True)
 class GgufFiles:
-    """Metadata of the first file and the tensors of all."""
+    """Metadata of the first file, and the tensors of all files."""
 
     paths: tuple[Path, ...]
     metadata: Metadata
@@ -37,12 +37,12 @@ def open_gguf(paths: Sequence[Path]) -> GgufFiles:
     metadata = Metadata(headers[0].path, headers[0].metadata)
     count = metadata.integer("split.count", 1)
     if count > 1 and count != len(headers):
-        raise metadata.refuse("split.count", f"says {count} files, and there are {len(headers)}")
+        raise metadata.refuse("split.count", f"is {count}, but there are {len(headers)} files")
     tensors: dict[str, FileTensorPlace] = {}
     for header in headers:
         for name, place in header.tensors.items():
             if name in tensors:
-                raise ConversionError(f"{header.path}: tensor {name} is in {tensors[name].path.name} too")
+                raise ConversionError(f"{header.path}: tensor {name} is also in {tensors[name].path.name}")
             tensors[name] = FileTensorPlace(header.path, place)
     return GgufFiles(tuple(paths), metadata, tensors)
 
@@ -52,5 +52,5 @@ def _read_header(path: Path) -> GgufHeader:
         return read_gguf_header(path)
     except TensorFileError as error:
         raise ConversionError(str(error)) from error
-    except (OSError, ValueError) as error:  # an empty file cannot be mapped
+    except (OSError, ValueError) as error:  # an empty file cannot be memory-mapped
         raise ConversionError(f"{path} cannot be read: {first_line(error)}") from error

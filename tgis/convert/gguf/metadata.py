@@ -1,4 +1,4 @@
-"""Reads values of a GGUF file's metadata and raises errors of one line for missing or wrong ones."""
+"""Reads values of a GGUF file's metadata, with one-line errors for missing and invalid values."""
 
 from array import array
 from collections.abc import Mapping
@@ -14,10 +14,11 @@ MAX_REASON_CHARS = 200  # of a library's error, which may quote a value
 
 
 class Metadata:
-    """Metadata of a file. Keys that begin with a dot are those of its architecture."""
+    """Metadata of a file. A key that begins with a dot is prefixed with the file's architecture."""
 
     def __init__(self, path: Path, values: Mapping[str, Value]) -> None:
-        self.path, self._values = path, values
+        self.path = path
+        self._values = values
 
     @property
     def architecture(self) -> str:
@@ -27,9 +28,9 @@ class Metadata:
         return self._full(key) in self._values
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return an integer that is not negative. Raises ConversionError."""
+        """Return a non-negative integer. Raises ConversionError."""
         value = self._find(key, default)
-        if isinstance(value, array) and len({*value}) == 1:  # the same for all layers
+        if isinstance(value, array) and len({*value}) == 1:  # one value for each layer, all of them equal
             value = value[0]
         if type(value) is not int or value < 0:
             raise self.refuse(key, f"is {show(value)}, not a number")
@@ -92,7 +93,7 @@ class Metadata:
 
 
 def show(value: Value) -> str:
-    """Return what an error says of a value. A text may have megabytes, and is cut."""
+    """Return a value's text for an error; a long text is shortened."""
     kinds = {bool: "a truth value", list: "an array of texts", array: "an array"}
     return kinds.get(type(value)) or cut(repr(value), MAX_SHOWN_CHARS)
 

@@ -1,5 +1,5 @@
-"""Writes the directory that a model in GGUF form is served from: links to its files beside what is made of
-their metadata."""
+"""Writes the directory from which a GGUF model is served: links to its files, and the configuration and
+tokenizer derived from their metadata."""
 
 import json
 import logging
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 CONFIG = "config.json"
 TEMPLATE, TEMPLATES = "tokenizer.chat_template", "tokenizer.chat_templates"
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-# Tokens that end a turn or a text in every model that has them.
+# Tokens that end a turn or a text in every model whose vocabulary has them.
 ENDS = (
     *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>", "_<EOT>"),
     *("<|end_of_text|>", "<|endoftext|>"),
@@ -41,7 +41,7 @@ def write_model_directory(paths: Sequence[Path], directory: Path) -> None:
 
 
 def write_weights_directory(paths: Sequence[Path], directory: Path) -> None:
-    """Write the configuration and the links alone, without a tokenizer. Raises ConversionError."""
+    """Write the configuration and the links, without a tokenizer. Raises ConversionError."""
     _write_config(open_gguf(paths), directory)
     _link_files(paths, directory)
 
@@ -76,15 +76,17 @@ def _make_generation_config(vocabulary: Vocabulary) -> dict[str, Any]:
         for text in ENDS
         if (id := vocabulary.ids.get(text)) is not None and vocabulary.types[id] == CONTROL
     }
-    found: dict[str, Any] = {"eos_token_id": sorted(ends)} if ends else {}
+    config: dict[str, Any] = {"eos_token_id": sorted(ends)} if ends else {}
     for key, name in (("bos_token_id", "bos_token_id"), ("padding_token_id", "pad_token_id")):
         if vocabulary.find(key) is not None:
-            found[name] = metadata.token_id(KEY + key)
-    return found
+            config[name] = metadata.token_id(KEY + key)
+    return config
 
 
 def _read_templates(metadata: Metadata) -> dict[str, Any]:
-    """Return the chat template, or all templates by name if there are several. Raises ConversionError."""
+    """Return the setting for the chat template, or for all templates if there are several.
+
+    Raises ConversionError."""
     if TEMPLATE not in metadata:
         return {}
     default = _read_template(metadata, TEMPLATE)

@@ -1,4 +1,5 @@
-"""Patterns that split texts before byte-level merges, by their names in GGUF files (`tokenizer.ggml.pre`)."""
+"""Lists the patterns that split texts before byte-level merges, by their names in GGUF files
+(`tokenizer.ggml.pre`)."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,15 +10,15 @@ from tokenizers import Regex, pre_tokenizers
 
 @dataclass(frozen=True)
 class Splitting:
-    """Patterns that split one after the other; what is between their matches is a piece too."""
+    """Patterns that split a text one after the other; text between matches becomes a piece too."""
 
     patterns: tuple[str, ...]
     merges_last: bool = False
-    """True if a piece that is a token is not merged from smaller ones."""
+    """True if a piece that is a token is not split and merged."""
     adds_bos: bool = False
-    """True if texts begin with the BOS token where the file does not say."""
+    """True if texts begin with the BOS token unless the file sets this."""
     is_composed: bool = False
-    """True if texts are normalised to NFC."""
+    """True if texts are normalized to NFC."""
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
         splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
@@ -34,7 +35,7 @@ _QWEN2 = _SHORT + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _ENDS
 
 
 def _words_by_case(end: str, digits: str) -> str:
-    """Return a pattern of words that begin with capitals."""
+    """Return a pattern that splits words before capital letters."""
     start = r"[^\r\n\p{L}\p{N}]?"
     words = f"{start}{_UPPER}*{_LOWER}+{end}|{start}{_UPPER}+{_LOWER}*{end}"
     return words + r"|\p{N}" + digits + r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -74,8 +75,9 @@ SPLITTINGS: Mapping[str, Splitting] = {
 
 
 def split_patterns(described: Mapping[str, Any] | None) -> tuple[str, ...] | None:
-    """Return the patterns of a pre-tokenizer of a tokenizer.json, or None if it does anything else than to
-    split by patterns and to spell bytes."""
+    """Return the patterns of a pre-tokenizer in tokenizer.json.
+
+    The result is None if the pre-tokenizer does more than split by patterns and encode bytes."""
     try:
         return tuple(_list_patterns(described or {"type": "Sequence", "pretokenizers": []}))
     except LookupError:
@@ -83,7 +85,7 @@ def split_patterns(described: Mapping[str, Any] | None) -> tuple[str, ...] | Non
 
 
 def _list_patterns(described: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the patterns. Raises LookupError for another kind of step."""
+    """Yield the patterns. Raises LookupError for any other type of step."""
     match described:
         case {"type": "Sequence", "pretokenizers": steps}:
             for step in steps:

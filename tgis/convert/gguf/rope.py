@@ -1,4 +1,4 @@
-"""Rotary embeddings as GGUF files describe them, in the form of config.json."""
+"""Converts the parameters of rotary embeddings in GGUF files to those of config.json."""
 
 from math import log, nextafter, sqrt
 from typing import Any
@@ -15,48 +15,48 @@ DEFAULT_THETA = 10000.0
 def read_rope(files: GgufFiles, head_dim: int) -> dict[str, Any]:
     """Return `rope_parameters`. Raises ConversionError."""
     metadata = files.metadata
-    found: dict[str, Any] = {
+    parameters: dict[str, Any] = {
         "rope_type": "default",
         "rope_theta": metadata.number(".rope.freq_base", DEFAULT_THETA),
     }
     dim = metadata.integer(".rope.dimension_count", head_dim)
     if dim != head_dim:
-        found["partial_rotary_factor"] = _share(dim, head_dim)
-    if f"{ROPE_FREQUENCIES}.weight" in files:  # one list of factors, for sequences of any length
+        parameters["partial_rotary_factor"] = _share(dim, head_dim)
+    if f"{ROPE_FREQUENCIES}.weight" in files:  # one list of factors for all lengths
         factors = _read_factors(files, ROPE_FREQUENCIES)
-        return found | _long(factors, factors, metadata.integer(".context_length"), 1.0)
+        return parameters | _long(factors, factors, metadata.integer(".context_length"), 1.0)
     if f"{ROPE_LONG}.weight" in files:
-        return found | _read_long(files)
-    return found | read_scaling(files)
+        return parameters | _read_long(files)
+    return parameters | read_scaling(files)
 
 
 def read_scaling(files: GgufFiles) -> dict[str, Any]:
-    """Return the scaling of positions that keys describe; empty if there is none. Raises ConversionError."""
+    """Return the scaling of positions in the metadata; empty if there is none. Raises ConversionError."""
     metadata = files.metadata
-    if ".rope.scale_linear" in metadata:  # the older way
+    if ".rope.scale_linear" in metadata:  # the older key
         return {"rope_type": "linear", "factor": metadata.number(".rope.scale_linear")}
     kind = metadata.text(".rope.scaling.type", "none")
     if kind == "none":
         return {}
     if kind not in ("linear", "yarn"):
         raise metadata.refuse(".rope.scaling.type", f"{show(kind)} is not supported")
-    found: dict[str, Any] = {"rope_type": kind, "factor": metadata.number(".rope.scaling.factor")}
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": metadata.number(".rope.scaling.factor")}
     if kind == "yarn":
         length = metadata.integer(
             ".rope.scaling.original_context_length", metadata.integer(".context_length")
         )
-        found["original_max_position_embeddings"] = length
+        scaling["original_max_position_embeddings"] = length
         for key, name in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
             if f".rope.scaling.{name}" in metadata:
-                found[key] = metadata.number(f".rope.scaling.{name}")
-    return found
+                scaling[key] = metadata.number(f".rope.scaling.{name}")
+    return scaling
 
 
 def _read_long(files: GgufFiles) -> dict[str, Any]:
     metadata = files.metadata
-    most = metadata.integer(".context_length")
-    length = metadata.integer(".rope.scaling.original_context_length", most)
-    amplitude = sqrt(1 + log(max(most / length, 1)) / log(max(length, 2)))
+    max_length = metadata.integer(".context_length")
+    length = metadata.integer(".rope.scaling.original_context_length", max_length)
+    amplitude = sqrt(1 + log(max(max_length / length, 1)) / log(max(length, 2)))
     amplitude = metadata.number(".rope.scaling.attn_factor", amplitude)
     short, long = (_read_factors(files, name) for name in (ROPE_SHORT, ROPE_LONG))
     return _long(short, long, length, amplitude)
@@ -86,6 +86,6 @@ def _read_factors(files: GgufFiles, name: str) -> list[float]:
 
 
 def _share(dim: int, head_dim: int) -> float:
-    """Return a share of a head's channels that gives `dim` when it is multiplied and cut off."""
+    """Return the share of a head's channels for which `int(head_dim * share)` is `dim`."""
     share = dim / head_dim
     return share if int(head_dim * share) == dim else nextafter(share, 1)

@@ -1,4 +1,4 @@
-"""Orders of rows in GGUF files that are not those of the checkpoints they were made of."""
+"""Defines orders of rows in GGUF files that differ from those in checkpoints."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,12 +9,13 @@ from numpy.typing import NDArray
 
 class RowOrder(Protocol):
     def index(self, num_rows: int) -> NDArray[np.int64]:
-        """Return the file's row for each row of the checkpoint; ValueError if the rows cannot be divided."""
+        """Return the file's row for each row of the checkpoint. Raises ValueError if the number does not
+        fit."""
 
 
 @dataclass(frozen=True)
 class AdjacentPairs:
-    """Order in which channels that are rotated together are adjacent. In checkpoints, they are half a head
+    """Order in which channels that are rotated together are adjacent; in checkpoints, they are half a head
     apart."""
 
     num_heads: int
@@ -26,8 +27,8 @@ class AdjacentPairs:
 
 @dataclass(frozen=True)
 class SplitGroups:
-    """Order of all queries, then all keys, then all values. In checkpoints, the queries of a group are beside
-    the key and value that they share."""
+    """Order of all queries, all keys and all values; in checkpoints, the queries of a group precede the key
+    and value that they share."""
 
     num_heads: int
     num_groups: int

@@ -1,4 +1,4 @@
-"""Names of the tensors of each architecture: in GGUF files, and those that our families read."""
+"""Maps the names of each architecture's tensors in GGUF files to the names in checkpoints."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -17,20 +17,21 @@ _EXPERTS = re.compile(r"_exps$")
 
 @dataclass(frozen=True)
 class GgufSource:
-    """Tensors of the file that hold one of a checkpoint. Of several, the rows are joined, entry by entry."""
+    """Tensors of the file that contain one tensor of a checkpoint; the rows of several tensors are joined."""
 
     names: tuple[str, ...]
     entry: int | None = None
     order: RowOrder | None = None
     added: float = 0.0
-    """Number that is added to all elements in the file."""
+    """Number added to all elements in the file."""
     is_transposed: bool = False
 
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Modules of a checkpoint by those of the file, with {i} for the layer and {e} for the expert. A module
-    that several of the file's are joined to is the target of each, in their order."""
+    """Modules of a checkpoint by modules of the file, with {i} for the layer and {e} for the expert.
+
+    If several modules of the file are joined, they have the same target, in order."""
 
     modules: Mapping[str, str]
     pairs: tuple[str, ...] = ()
@@ -38,37 +39,39 @@ class TensorNames:
     groups: str = ""
     """Module whose rows are in the order SplitGroups."""
     norms_added: float = 0.0
-    """Number that is added to the weights of norms in the file."""
+    """Number added to the weights of norms in the file."""
     transposed: tuple[str, ...] = ()
 
 
 def list_sources(files: GgufFiles, names: TensorNames) -> dict[str, GgufSource]:
-    """Return how each tensor of a checkpoint is stored. Tensors that `names` lacks keep the file's names, so
-    that whoever reads the checkpoint finds them unread."""
-    found: dict[str, GgufSource] = {}
+    """Return how each tensor of a checkpoint is stored.
+
+    Tensors missing in `names` keep the file's names, so that the reader of the checkpoint reports them."""
+    sources: dict[str, GgufSource] = {}
     order = {key: number for number, key in enumerate(names.modules)}
     for name in sorted(files.tensors, key=lambda name: order.get(_split(name)[0], 0)):
         key, layer, expert, end = _split(name)
         if name in IN_CONFIGURATION:
             continue
         if key not in names.modules:
-            found[name] = GgufSource((name,))
+            sources[name] = GgufSource((name,))
             continue
         target = names.modules[key]
         source = _make_source(files, names, key, name)
         if _EXPERTS.search(key) and "{e}" in target:
             for entry in range(files.tensors[name].place.shape[0]):
-                found[f"{target.format(i=layer, e=entry)}.{end}"] = replace(source, entry=entry)
+                sources[f"{target.format(i=layer, e=entry)}.{end}"] = replace(source, entry=entry)
         else:
             full = f"{target.format(i=layer, e=expert)}.{end}"
-            first = found.get(full)
-            found[full] = replace(source, names=(*first.names, name)) if first else source
-    return found
+            first = sources.get(full)
+            sources[full] = replace(source, names=(*first.names, name)) if first else source
+    return sources
 
 
 def refuse_unknown(files: GgufFiles, names: TensorNames) -> None:
-    """Raise ConversionError for a tensor that the architecture does not have: without it, the model would
-    differ from the one that was trained."""
+    """Raise ConversionError for a tensor that the architecture does not have.
+
+    Without this tensor, the model would differ from the trained one."""
     unknown = [
         name
         for name in files.tensors
@@ -83,8 +86,9 @@ def refuse_unknown(files: GgufFiles, names: TensorNames) -> None:
 
 
 def _split(name: str) -> tuple[str, str, str, str]:
-    """Return the module's name with {i} for its layer and {e} for an expert that has a tensor of its own, the
-    layer, the expert and the last part of the name."""
+    """Split a tensor's name into module, layer, expert and last part.
+
+    The module has {i} in place of the layer, and {e} in place of an expert with a separate tensor."""
     module, _, end = name.rpartition(".")
     layer, expert, *_ = (*(part for part in module.split(".") if part.isdigit()), "", "")
     key = module.replace(f".{layer}.", ".{i}.", 1) if layer else module
@@ -98,8 +102,8 @@ def _make_source(files: GgufFiles, names: TensorNames, key: str, name: str) -> G
 
 
 def make_source(names: TensorNames, key: str, name: str, num_heads: int, num_groups: int) -> GgufSource:
-    """Return how the tensor `name` of the module `key` is stored, in a model with that many heads of queries
-    and of keys."""
+    """Return how the tensor `name` of the module `key` is stored, given the numbers of query and key
+    heads."""
     order: RowOrder | None = None
     if key in names.pairs:
         order = AdjacentPairs(num_groups if key.endswith("_k") else num_heads)
@@ -265,8 +269,8 @@ def _t5_stack(short: str, long: str, feed: int, gates: bool) -> dict[str, str]:
             "cross_attn_norm": "1.layer_norm",
             "cross_attn_rel_b": "1.EncDecAttention.relative_attention_bias",
         }
-    found = {theirs + name: ours + target for name, target in modules.items()}
-    return found | {f"{short}.output_norm": f"{long}.final_layer_norm"}
+    names = {theirs + name: ours + target for name, target in modules.items()}
+    return names | {f"{short}.output_norm": f"{long}.final_layer_norm"}
 
 
 def t5_names(has_gates: bool) -> TensorNames:

@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file that is written, and the tensors of a checkpoint that each is made of."""
+"""Lists the tensors of a GGUF file to write, with their sources in a checkpoint."""
 
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from tgis.convert.gguf.tensor_names import GgufSource, TensorNames, make_source
 
 ENDS = ("weight", "bias")
-OF_ONE_EXPERT = ".{e}"  # modules of old files, which have a tensor for each expert
+OF_ONE_EXPERT = ".{e}"  # suffix of modules of old files, which have one tensor per expert
 
 
 @dataclass(frozen=True)
 class GgufTarget:
-    """Tensor of a file. Several sources are the experts that it stacks. If the source is joined of several
-    tensors of the file, this one has the part `number` of `count` equal parts of its rows."""
+    """Tensor of a file. Several sources are experts, which the tensor stacks.
+
+    If several of the file's tensors are joined in the source, this one has part `number` of `count` equal
+    parts of its rows."""
 
     name: str
     sources: tuple[str, ...]
@@ -23,7 +25,7 @@ class GgufTarget:
 
 @dataclass(frozen=True)
 class TensorCounts:
-    """Numbers of layers, experts, heads of queries and heads of keys."""
+    """Numbers of layers, experts, query heads and key heads."""
 
     layers: int
     experts: int
@@ -31,8 +33,8 @@ class TensorCounts:
     groups: int
 
 
-def list_targets(names: TensorNames, counts: TensorCounts, there: Container[str]) -> Iterator[GgufTarget]:
-    """Yield the tensors that can be made of those of the checkpoint that are there."""
+def list_targets(names: TensorNames, counts: TensorCounts, existing: Container[str]) -> Iterator[GgufTarget]:
+    """Yield the tensors whose sources are among the checkpoint's existing tensors."""
     keys = [key for key in names.modules if not key.endswith(OF_ONE_EXPERT)]
     for key in keys:
         module = names.modules[key]
@@ -43,5 +45,5 @@ def list_targets(names: TensorNames, counts: TensorCounts, there: Container[str]
                 sources = tuple(f"{module.format(i=layer, e=e)}.{end}" for e in experts)
                 name = f"{key.format(i=layer)}.{end}"
                 storage = make_source(names, key, name, counts.heads, counts.groups)
-                if sources and sources[0] in there:
+                if sources and sources[0] in existing:
                     yield GgufTarget(name, sources, storage, joined.index(key), len(joined))

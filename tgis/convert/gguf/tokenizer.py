@@ -1,4 +1,4 @@
-"""Makes a tokenizer of the vocabulary in a GGUF file."""
+"""Builds a tokenizer from the vocabulary in a GGUF file."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from tgis.convert.gguf.pre_tokenizers import SPLITTINGS
 from tgis.errors import first_line
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens
-MERGED = (NORMAL, USER_DEFINED, UNUSED)  # types of tokens that SentencePiece merges, and merges to
+MERGED = (NORMAL, USER_DEFINED, UNUSED)  # types of the operands and results of SentencePiece's merges
 KEY = "tokenizer.ggml."
 SPACE = "▁"
 SPECIAL = {
@@ -23,7 +23,7 @@ SPECIAL = {
 
 
 class Vocabulary:
-    """Tokens of a file with their types. Raises ConversionError if the metadata contradicts itself."""
+    """Tokens of a file with their types. Raises ConversionError for inconsistent metadata."""
 
     def __init__(self, metadata: Metadata) -> None:
         self.metadata = metadata
@@ -36,21 +36,22 @@ class Vocabulary:
             self.ids.setdefault(token, id)
 
     def scores(self) -> list[float]:
-        found = self.metadata.numbers(KEY + "scores")
-        self._check_length("scores", found)
-        return found
+        scores = self.metadata.numbers(KEY + "scores")
+        self._check_length("scores", scores)
+        return scores
 
     def find(self, key: str) -> str | None:
-        """Return the token whose id a key gives, None without the key. Raises ConversionError."""
+        """Return the token whose id is the value of a key, or None without the key. Raises
+        ConversionError."""
         id = self.metadata.token_id(KEY + key)
-        if id is None or id in (0xFFFFFFFF, -1):  # written for none
+        if id is None or id in (0xFFFFFFFF, -1):  # these values mean none
             return None
         if id >= len(self.tokens):
-            raise self.metadata.refuse(KEY + key, f"is {id}, and there are {len(self.tokens)} tokens")
+            raise self.metadata.refuse(KEY + key, f"is {id}, but there are {len(self.tokens)} tokens")
         return self.tokens[id]
 
     def added(self) -> list[AddedToken]:
-        """Return the tokens that are found in texts before all others."""
+        """Return the tokens that are matched in texts before all others."""
         kinds = zip(self.tokens, self.types, strict=True)
         return [
             AddedToken(token, special=kind != USER_DEFINED, normalized=False)
@@ -69,7 +70,7 @@ def make_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
     kind = metadata.text(KEY + "model")
     if kind not in _KINDS:
         known = ", ".join(_KINDS)
-        raise metadata.refuse(KEY + "model", f"{show(kind)} is not served; served are: {known}")
+        raise metadata.refuse(KEY + "model", f"{show(kind)} is not supported; use one of: {known}")
     try:
         tokenizer, adds_bos, adds_eos = _KINDS[kind](vocabulary)
         tokenizer.add_tokens(vocabulary.added())
@@ -97,7 +98,7 @@ def _make_byte_level(vocabulary: Vocabulary) -> tuple[Tokenizer, bool, bool]:
     name = metadata.text(KEY + "pre", "default")
     if name not in SPLITTINGS:
         known = ", ".join(sorted(SPLITTINGS))
-        raise metadata.refuse(KEY + "pre", f"{show(name)} is not served; served are: {known}")
+        raise metadata.refuse(KEY + "pre", f"{show(name)} is not supported; use one of: {known}")
     splitting = SPLITTINGS[name]
     merges = [_split_merge(metadata, merge) for merge in metadata.texts(KEY + "merges")]
     tokenizer = Tokenizer(models.BPE(vocabulary.ids, merges, ignore_merges=splitting.merges_last))
@@ -109,10 +110,10 @@ def _make_byte_level(vocabulary: Vocabulary) -> tuple[Tokenizer, bool, bool]:
 
 
 def _split_merge(metadata: Metadata, merge: str) -> tuple[str, str]:
-    place = merge.find(" ", 1)
-    if place < 0:
-        raise metadata.refuse(KEY + "merges", f"has {merge[:20]!r}, which are not two tokens")
-    return merge[:place], merge[place + 1 :]
+    index = merge.find(" ", 1)
+    if index < 0:
+        raise metadata.refuse(KEY + "merges", f"contains {merge[:20]!r}, which is not a pair of tokens")
+    return merge[:index], merge[index + 1 :]
 
 
 def _make_sentencepiece_bpe(vocabulary: Vocabulary) -> tuple[Tokenizer, bool, bool]:
@@ -135,15 +136,18 @@ def _make_sentencepiece_bpe(vocabulary: Vocabulary) -> tuple[Tokenizer, bool, bo
 
 
 def list_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that make a token in the order in which SentencePiece merges them: by the
-    score of what they make, then by their ids. Large vocabularies have half a million pairs, so only those of
-    equal scores are sorted."""
-    scores, types = vocabulary.scores(), vocabulary.types
+    """Return all pairs of tokens that concatenate to a token, in the order in which SentencePiece merges
+    them.
+
+    The order is by the score of the result, then by the ids of the pair. Large vocabularies have half a
+    million pairs, so only pairs with equal scores are sorted."""
+    scores = vocabulary.scores()
+    types = vocabulary.types
     ids = {token: id for token, id in vocabulary.ids.items() if types[id] in MERGED}
     by_score: dict[float, list[str]] = {}
     for token, id in ids.items():
         by_score.setdefault(scores[id], []).append(token)
-    found: list[tuple[str, str]] = []
+    merges: list[tuple[str, str]] = []
     for score in sorted(by_score, reverse=True):
         pairs = [
             (first, second)
@@ -153,8 +157,8 @@ def list_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
         ]
         if len(pairs) > 1:
             pairs.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
-        found += pairs
-    return found
+        merges += pairs
+    return merges
 
 
 def _make_unigram(vocabulary: Vocabulary) -> tuple[Tokenizer, bool, bool]:
@@ -177,7 +181,7 @@ def _make_unigram(vocabulary: Vocabulary) -> tuple[Tokenizer, bool, bool]:
 
 
 def _add_ends(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:
-    """Make texts begin and end with these tokens."""
+    """Let the tokenizer add these tokens to the begin and the end of texts."""
     if bos is None and eos is None:
         return
     single = " ".join(["[BOS]"] * bool(bos) + ["$A"] + ["[EOS]"] * bool(eos))

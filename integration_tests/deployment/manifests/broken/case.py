@@ -1,4 +1,5 @@
-"""A manifest that is right but for one thing, and what a rule says of it; cases are in modules beside."""
+"""Defines manifests with exactly one error, and the rule's message about it; the cases are in modules of this
+folder."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,11 +35,11 @@ class Broken:
     files: tuple[str, ...]
     kind: str
     path: str
-    """Of what is changed in the first object of the kind; a number is a place in a list, or the next one."""
+    """Path of the change in the first object of the kind; a number is an index of a list, or the next one."""
     value: Any
     says: str
     first: Callable[[list[Object]], None] = lambda objects: None
-    """Makes the objects right for the rule."""
+    """Change that makes the objects valid for the rule."""
 
     @property
     def name(self) -> str:
@@ -63,7 +64,7 @@ def env(name: str, value: str) -> dict[str, str]:
 
 
 def has_tls(objects: list[Object]) -> None:
-    """What the component tls does to the deployment."""
+    """The change of the component tls to the deployment."""
     pairs = {"TLS_CERT_PATH": "/tls/tls.crt", "TLS_KEY_PATH": "/tls/tls.key"}
     change(objects, "Deployment", f"{SERVER}.env", [env(*pair) for pair in pairs.items()])
     change(objects, "Deployment", f"{SERVER}.volumeMounts", [{"name": "tls", "mountPath": "/tls"}])
@@ -99,7 +100,7 @@ def right(case: Broken) -> list[Object]:
 def deployment(
     rule: Rule, path: str, value: Any, says: str, first: Callable[[list[Object]], None] = lambda objects: None
 ) -> Broken:
-    """Of the base."""
+    """Objects of the base."""
     return Broken(rule, BASE, "Deployment", path, value, says, first)
 
 

@@ -1,4 +1,4 @@
-"""What is wrong about what containers run."""
+"""Errors in the commands of containers."""
 
 from integration_tests.deployment.manifests import launch_rules as rules
 from integration_tests.deployment.manifests.broken.case import (

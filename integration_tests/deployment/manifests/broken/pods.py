@@ -1,4 +1,4 @@
-"""What is wrong about what a pod may do and what it is given."""
+"""Errors in the permissions and resources of pods."""
 
 from integration_tests.deployment.manifests import pod_rules as rules
 from integration_tests.deployment.manifests.broken.case import (

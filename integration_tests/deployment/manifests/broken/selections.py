@@ -1,4 +1,4 @@
-"""What is wrong about what leads to pods."""
+"""Errors in the objects that select pods."""
 
 from integration_tests.deployment.manifests import selection_rules as rules
 from integration_tests.deployment.manifests.broken.case import (

@@ -1,4 +1,4 @@
-"""Every rule finds what is wrong, and nothing where nothing is."""
+"""Every rule reports its errors, and nothing else."""
 
 import pytest
 

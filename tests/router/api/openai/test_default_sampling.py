@@ -154,7 +154,7 @@ def test_a_directory_that_cannot_be_read(tmp_path: Path) -> None:
         ("file", "is not a file"),
         ("x" * 300, "cannot be read: File name too long"),
         ("broken", "is not valid JSON"),
-        ("list", "does not hold an object"),
+        ("list", "is not a JSON object"),
     ):
         with pytest.raises(StartupError, match=f"^generation_config: .*{text}") as refused:
             read_default_sampling(RouterConfig(tokenizer_path="", generation_config=str(tmp_path / name)))

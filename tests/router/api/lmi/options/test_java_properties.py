@@ -1,4 +1,4 @@
-"""Java's properties files, beside a reader that takes one character after the other."""
+"""Java's properties files, against a reader that takes one character at a time."""
 
 import random
 
@@ -15,7 +15,7 @@ def read(text: str) -> dict[str, str]:
 
 
 class PlainReader:
-    """java.util.Properties as its documentation describes it."""
+    """Reader by the documentation of java.util.Properties."""
 
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
@@ -32,7 +32,7 @@ class PlainReader:
         return found
 
     def begin(self) -> bool:
-        """Go to the first character of the next entry."""
+        """Advance to the first character of the next entry."""
         while self.peek():
             self.skip_blanks()
             if self.peek() in ("#", "!"):
@@ -61,7 +61,7 @@ class PlainReader:
         return found.encode("utf-16", "surrogatepass").decode("utf-16")
 
     def continues(self) -> bool:
-        """Go over a line's end and the blanks after it, if one is here."""
+        """Advance over a line's end and the following blanks, if there is one here."""
         end = "\r\n" if self.text.startswith("\r\n", self.at) else self.peek()
         if not end or end[0] not in ENDS:
             return False

@@ -15,7 +15,7 @@ _LETTERS = {"t": "\t", "n": "\n", "r": "\r", "f": "\f"}
 
 
 class PropertiesError(OperatorError):
-    """Error for a file that is not in the form of Java's properties."""
+    """Error for a file that does not have the format of Java's properties."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Property:
 
 
 def parse_properties(data: bytes) -> list[Property]:
-    """Return the entries of a file in UTF-8; of several with one key the last. Raises PropertiesError."""
+    """Return the entries of a UTF-8 file, the last one for each key. Raises PropertiesError."""
     entries = {}
     for number, line in _logical_lines(_decode(data)):
-        found = _ENTRY.fullmatch(line)
-        assert found, "every text is an entry"
-        key, value = (_unescape(part, number) for part in found.groups())
+        match = _ENTRY.fullmatch(line)
+        assert match, "every text is an entry"
+        key, value = (_unescape(part, number) for part in match.groups())
         if "\0" in key + value:
-            raise PropertiesError(f"line {number}: it contains U+0000, which no option can")
+            raise PropertiesError(f"line {number}: U+0000 is not allowed")
         entries[key] = Property(key, value, number)
     return list(entries.values())
 
@@ -48,7 +48,7 @@ def _decode(data: bytes) -> str:
 
 
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield each entry's text, its continued lines joined, and the number of its first line."""
+    """Yield each entry's first line number and its text, with continued lines joined."""
     first, joined = 0, ""
     for number, line in enumerate(_LINE_ENDS.split(text), 1):
         line = line.lstrip(BLANKS)
@@ -65,8 +65,8 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _unescape(text: str, number: int) -> str:
-    def replace(found: re.Match[str]) -> str:
-        digits, letter = found.groups()
+    def replace(match: re.Match[str]) -> str:
+        digits, letter = match.groups()
         if digits is None:
             return _LETTERS.get(letter, letter)
         if not _HEX.fullmatch(digits):
@@ -74,7 +74,7 @@ def _unescape(text: str, number: int) -> str:
         return chr(int(digits, 16))
 
     try:
-        # Java writes a character beyond the 16-bit range as two escapes.
+        # Java writes a character above U+FFFF as two escapes, a surrogate pair.
         return _ESCAPE.sub(replace, text).encode("utf-16", "surrogatepass").decode("utf-16")
     except UnicodeDecodeError as error:
-        raise PropertiesError(f"line {number}: an escape \\u is half of a character") from error
+        raise PropertiesError(f"line {number}: an escape \\u is half of a surrogate pair") from error

@@ -1,7 +1,7 @@
 """Lists the option names of DJL's LMI containers, which only the launcher reads and only with `--compat lmi`.
 
-A name is a key of serving.properties: with `option.` in front it belongs to the model, without to the server.
-Keys that LMI passes on to vLLM are in vLLM's table."""
+A name is a key of serving.properties; those with the prefix `option.` belong to the model, others to the
+server. Keys that LMI passes on to vLLM are read by vLLM's table."""
 
 import difflib
 from collections.abc import Mapping
@@ -24,13 +24,13 @@ ARGUMENTS = "args."
 MODEL_DIR, MODEL_ID = "option.model_dir", "option.model_id"
 TENSOR_PARALLEL = "option.tensor_parallel_degree"
 QUEUE = "job_queue_size"
-BATCHED = "running requests are always batched step by step: see option.max_rolling_batch_size"
-ONE_GROUP = "one group of shards serves the model; for more, start several services behind a balancer"
-OTHER_ENGINE = "it belongs to an engine that is not used here"
-NO_CODE = "no code of the model's own runs: leave it out and send what it did with requests"
-NO_NEURON = "Neuron devices are not used"
-RESTARTED = "shards that are lost are started again: see --recovery-timeout"
-STATUSES = "statuses are those that LMI has by default"
+BATCHED = "running requests are always batched at every step: see option.max_rolling_batch_size"
+ONE_GROUP = "one group of shards serves the model; for more, run several services behind a load balancer"
+OTHER_ENGINE = "it configures an engine that this service does not have"
+NO_CODE = "handler code of a model is not run: leave it out and set its parameters in the requests"
+NO_NEURON = "Neuron devices are not supported"
+RESTARTED = "lost shards are restarted: see --recovery-timeout"
+STATUSES = "the statuses are LMI's defaults"
 STEP_TIME = "from a request's acceptance to its first token"
 FRONT_END = {
     *("model", "host", "config", "root_path", "uds", "middleware", "api_key", "log_config_file"),
@@ -55,13 +55,13 @@ def _options(why: str, *names: str, refused: bool = False) -> tuple[Alias, ...]:
 
 
 def _only(name: str, allowed: str, why: str, advice: str) -> Alias:
-    """Return a name whose allowed values ask for what is done anyway; all others are refused."""
+    """Return a name whose allowed values are the service's fixed behaviour; all others are refused."""
     why += f"; values other than {allowed.replace('|', ', ')} are refused"
     return _key(name, why=why, refusal_of=only(allowed, advice))
 
 
 def _both(name: str, means: str, why: str) -> tuple[Alias, Alias]:
-    """Return a name that is read with and without `option.`."""
+    """Return the aliases of a name that is read with and without `option.`."""
     return _key(PREFIX + name, means, why), _key(name, means, why)
 
 
@@ -69,25 +69,27 @@ MAPPED = (
     _key(MODEL_DIR, "model_name", "if option.model_id is not given"),
     _key(MODEL_ID, "model_name", "a folder or an id on the hub", convert=to_model),
     _key("option.revision", "revision"),
-    _key("option.hf_token", "hf_token", "the variable HF_TOKEN is a better place"),
+    _key("option.hf_token", "hf_token", "prefer the variable HF_TOKEN, which stays out of the file"),
     _key("option.trust_remote_code", "trust_remote_code", convert=switch()),
-    _key("option.dtype", "dtype", "fp16, bf16 and fp32 are read too", convert=to_dtype),
+    _key("option.dtype", "dtype", "fp16, bf16 and fp32 are accepted too", convert=to_dtype),
     _key(
         TENSOR_PARALLEL,
         "num_shard",
-        "max and -1 are the number of visible GPUs, or 1; other GPUs stay free, as the model is served once",
+        "max and -1 are the number of visible GPUs, or 1; the model is served once: other GPUs stay unused",
     ),
     _key(
         "option.quantize",
         "quantize",
-        "bitsandbytes4 is bitsandbytes-nf4, and bitsandbytes8 and bitsandbytes mean 8 bits",
+        "bitsandbytes4 is bitsandbytes-nf4; bitsandbytes8 is bitsandbytes, which means 8 bits",
         convert=to_scheme,
     ),
     _key("option.load_in_4bit", "quantize", "bitsandbytes-nf4", convert=switch("bitsandbytes-nf4")),
     _key("option.load_in_8bit", "quantize", "bitsandbytes", convert=switch("bitsandbytes")),
     _key("option.max_rolling_batch_size", "max_batch_size"),
     _key("option.max_num_sequences", "max_batch_size"),
-    _key("option.max_rolling_batch_prefill_tokens", "max_step_tokens", "longer prompts are cut into chunks"),
+    _key(
+        "option.max_rolling_batch_prefill_tokens", "max_step_tokens", "longer prompts are split into chunks"
+    ),
     _key("option.max_tokens", "max_sequence_length"),
     _key("option.n_positions", "max_sequence_length"),
     _key("option.max_input_len", "max_input_tokens"),
@@ -98,12 +100,12 @@ MAPPED = (
     _key(
         "option.kv_cache_free_gpu_mem_fraction",
         "kv_cache_memory_fraction",
-        "of the memory that the model leaves, not of all",
+        "a share of the memory that the model leaves free, not of all memory",
     ),
     _key(
         "option.batch_scheduler_policy",
         "reserve_output",
-        "guaranteed_no_evict sets it, and max_utilization is what is done without it",
+        "guaranteed_no_evict sets it; max_utilization is the behaviour without it",
         convert=to_reservation,
     ),
     _key("option.enable_cuda_graph", "cuda_graphs", "false is 0", convert=switch(on="", off="0")),
@@ -117,26 +119,28 @@ MAPPED = (
     *_both("model_loading_timeout", "startup_timeout", "the service ends if the model is not loaded by then"),
     *_both("predict_timeout", "first_token_timeout", STEP_TIME),
     *_both("chunked_read_timeout", "next_token_timeout", "from each token to the next"),
-    _key(QUEUE, "max_concurrent_requests", "that many wait beside the --max-batch-size that run"),
+    _key(QUEUE, "max_concurrent_requests", "the number of waiting requests; --max-batch-size is added to it"),
     _key("max_request_size", "max_message_bytes"),
     _key("max_payload_in_mb", "max_message_bytes", "in MiB", convert=to_bytes),
 )
 WITHOUT_EFFECT = (
-    _only("engine", "Python|MPI", "shards are processes of their own", "use Python, with no engine of DJL's"),
+    _only(
+        "engine", "Python|MPI", "shards are separate processes", "use Python: DJL's engines are not available"
+    ),
     _only(
         "option.rolling_batch",
         "auto|vllm|lmi-dist|scheduler|trtllm|disable",
         BATCHED,
         "use auto, or leave it out",
     ),
-    _only("option.entryPoint", "djl_python.*", "LMI's own handlers are what is served", NO_CODE),
-    _only("option.task", "text-generation", "text is what is generated", "only text-generation is served"),
+    _only("option.entryPoint", "djl_python.*", "the API is that of LMI's own handlers", NO_CODE),
+    _only("option.task", "text-generation", "the service generates text", "only text-generation is served"),
     _only("option.device_map", "auto", "layers are split over the shards", "use auto, or leave it out"),
     _only(
         "option.decoding_strategy",
         "greedy|sample",
-        "a request says it with do_sample",
-        "use greedy or sample, which a request asks for with do_sample",
+        "each request sets it with do_sample",
+        "use greedy or sample, and set do_sample in requests",
     ),
     _only(
         "option.pipeline_parallel_degree",
@@ -146,21 +150,21 @@ WITHOUT_EFFECT = (
     ),
     *_keys(BATCHED, "batch_size", "max_batch_delay"),
     *_options(BATCHED, "async_mode", "enable_streaming"),
-    *_keys("shards keep running while they are idle", "max_idle_time"),
+    *_keys("idle shards keep running", "max_idle_time"),
     *_keys(ONE_GROUP, "minWorkers", "maxWorkers", "gpu.minWorkers", "gpu.maxWorkers"),
     *_keys(ONE_GROUP, "cpu.minWorkers", "cpu.maxWorkers", "min_workers", "max_workers"),
-    *_keys("CUDA_VISIBLE_DEVICES says which GPUs are used", "load_on_devices"),
-    *_keys("one model is served: give option.model_id", "load_models", "model_store"),
+    *_keys("CUDA_VISIBLE_DEVICES selects the GPUs", "load_on_devices"),
+    *_keys("one model is served: set option.model_id", "load_models", "model_store"),
     *_keys("use --bind and --port", "inference_address", "management_address"),
     *_keys(RESTARTED, "retry_threshold", "fail_fast"),
     *_keys(RESTARTED, "error_rate_model", "error_rate_server", "error_rate_any", "error_rate_wlm"),
     *_keys(STATUSES, "throttle_error_http_code", "wlm_error_http_code"),
     *_keys(STATUSES, "bad_request_http_code", "server_error_http_code"),
-    *_options("shards always load at the same time", "parallel_loading"),
-    *_options("shards are processes of their own", "mpi_mode"),
+    *_options("shards always load in parallel", "parallel_loading"),
+    *_options("shards are separate processes", "mpi_mode"),
     *_options(OWN_KERNELS, "paged_attention", "disable_flash_attn"),
-    *_options("weights are read in parts, without a copy", "low_cpu_mem_usage"),
-    *_options("it belongs to quantize=smoothquant, which is refused", "smoothquant_alpha"),
+    *_options("weights are read in parts, without a second copy", "low_cpu_mem_usage"),
+    *_options("it configures quantize=smoothquant, which is refused", "smoothquant_alpha"),
     *_options(OTHER_ENGINE, "triangular_masking", "return_tuple", "training_mp_size"),
     *_options(OTHER_ENGINE, "max_sparsity", "max_splits"),
     *_options(OTHER_ENGINE, "use_custom_all_reduce", "enable_trt_overlap", "baichuan_model_version"),
@@ -169,10 +173,10 @@ WITHOUT_EFFECT = (
     *_keys("arguments of a model's own code are not read", ARGUMENTS + "*"),
 )
 REFUSED = (
-    *_options("give --rope-scaling and --rope-factor instead", "rope_scaling", refused=True),
-    *_options("convert it to safetensors and give the folder as option.model_id", "checkpoint", refused=True),
+    *_options("use --rope-scaling and --rope-factor instead", "rope_scaling", refused=True),
+    *_options("convert it to safetensors and set option.model_id to the folder", "checkpoint", refused=True),
     *_options(
-        "use option.quantize=bitsandbytes8, or fp8, or a quantized checkpoint, and leave it out",
+        "use option.quantize=bitsandbytes8, or fp8, or a quantized checkpoint instead",
         "smoothquant_per_token",
         "smoothquant_per_channel",
         "multi_query_mode",
@@ -208,7 +212,7 @@ SIMPLE_NAMES = {
     "SAGEMAKER_NUM_MODEL_WORKERS": "maxWorkers",
     "SM_NUM_GPUS": TENSOR_PARALLEL,
 }
-"""Keys that variables without OPTION_ and SERVING_ stand for; of several for one key, the first counts."""
+"""Keys of the variables without the prefixes OPTION_ and SERVING_; of several for a key, the first counts."""
 DEFAULT_QUEUE = 1000
 DEFAULTS = {
     "http_api": "lmi",
@@ -218,7 +222,7 @@ DEFAULTS = {
     "first_token_timeout": 240.0,
     "next_token_timeout": 120.0,
 }
-"""LMI's values of options that are not given."""
+"""LMI's defaults for options that are not given."""
 
 
 def find_alias(key: str) -> Alias | None:
@@ -226,9 +230,9 @@ def find_alias(key: str) -> Alias | None:
 
 
 def describe_unknown(key: str) -> str:
-    """Return what to do about a key that has no row."""
+    """Return an explanation for a key that has no alias, with the nearest known name."""
     other = key.removeprefix(PREFIX) if key.startswith(PREFIX) else PREFIX + key
     if other in KEYS:
         return f"LMI reads it as {other} only"
     close = difflib.get_close_matches(key, KEYS, n=1)
-    return "no such option" + (f"; is it {close[0]}?" if close else "")
+    return "no such option" + (f"; did you mean {close[0]}?" if close else "")

@@ -1,4 +1,4 @@
-"""Applies what is given under LMI's option names, and reports the result for each name."""
+"""Applies the options that are given by LMI's names, and reports the outcome of each name."""
 
 import logging
 import re
@@ -31,18 +31,18 @@ from tgis.router.api.lmi.options.values import to_count, to_truth
 
 NAME = "lmi"
 SOURCE = f"--compat {NAME}"
-LAST = (MODEL_DIR, QUEUE)  # they depend on other options
+LAST = (MODEL_DIR, QUEUE)  # applied last, because they depend on other options
 MAX_SHOWN_CHARS = 200
 _SECRET = re.compile(r"(?<!per_)token$|secret|passw|credential|(api|access)_key|_key$", re.IGNORECASE)
 _OWN_NAMES = {
     f.name: flag_of(f) if option.flag else f.name.upper() for f, option, _ in declared(LauncherConfig)
 }
 ReadValue = Callable[[str, str], Any]
-"""Converts a text to a value of the service's own option of that name; raises ValueError."""
+"""Function that converts (name of an own option, text) to the option's value; raises ValueError."""
 
 
 class Verdict(Enum):
-    """Outcome of a name, with the level of the line that says it and the word for it."""
+    """Outcome of a name: the log level of its line, and the word in it."""
 
     USED = logging.INFO, "used"
     OVERRIDDEN = logging.INFO, "overridden"
@@ -64,7 +64,7 @@ class Outcome:
 
     @property
     def _value(self) -> str:
-        """Value for printing. Nobody knows whether values of unknown names are secret."""
+        """Value for printing; hidden for unknown names too, because it may be secret."""
         key = self.given.key
         is_known = key in KEYS and not _SECRET.search(key)
         return _shown(self.given.text) if is_known else report.HIDDEN
@@ -113,43 +113,44 @@ class LmiPropertyReader:
 
 class _Application:
     def __init__(self, settings: dict[str, Setting], read: ReadValue) -> None:
-        self._settings, self._read = settings, read
-        self._firsts: dict[str, GivenProperty] = {}  # by key
-        self._holders: dict[str, GivenProperty] = {}  # by the option that they set
+        self._settings = settings
+        self._read = read
+        self._first_by_key: dict[str, GivenProperty] = {}
+        self._setter_by_option: dict[str, GivenProperty] = {}
 
     def apply(self, given: Iterable[GivenProperty]) -> LmiOutcomes:
         ordered = sorted(given, key=lambda one: one.key in LAST)
         return LmiOutcomes(Outcome(one, *self._decide(one)) for one in ordered)
 
     def _decide(self, one: GivenProperty) -> tuple[Verdict, str]:
-        first = self._firsts.setdefault(one.key, one)
+        first = self._first_by_key.setdefault(one.key, one)
         if first is not one:
             return Verdict.OVERRIDDEN, f" by {first.where}"
         alias = find_alias(one.key)
         if alias is None:
             is_strict = self._settings["strict_config"].value
             return Verdict.REFUSED if is_strict else Verdict.UNKNOWN, f": {describe_unknown(one.key)}"
-        if alias.means and (holder := self._stronger(alias.means, one)):
-            return Verdict.OVERRIDDEN, f" by {holder}"
+        if alias.means and (source := self._overriding_source(alias.means, one)):
+            return Verdict.OVERRIDDEN, f" by {source}"
         try:
             return self._use(alias, one)
         except ValueError as error:
             return Verdict.REFUSED, f": {_shown(one.text)!r} cannot be used: {error}"
 
     def _use(self, alias: Alias, one: GivenProperty) -> tuple[Verdict, str]:
-        """Set the option that the name means, if any. Raises ValueError."""
+        """Set the option that the name stands for, if any. Raises ValueError."""
         is_off = alias.switch and not to_truth(one.text)
         if alias.refused and not is_off:
             return Verdict.REFUSED, f": {alias.why}"
         if refusal := alias.refusal_of and alias.refusal_of(one.text):
-            raise ValueError(refusal.partition("is not served: ")[2] or refusal)
+            raise ValueError(refusal.partition("is not supported: ")[2] or refusal)
         if alias.means is None:
             return Verdict.NO_EFFECT, f": {alias.why}"
         text = "" if is_off else self._convert(alias, one)
         note = f"; {alias.why}" if alias.why else ""
         flag = _OWN_NAMES[alias.means]
         if not text:
-            return Verdict.USED, f": {flag} stays as it is"
+            return Verdict.USED, f": {flag} is unchanged"
         value = self._set(alias.means, text, one)
         return Verdict.USED, f" as {flag}{'' if value is True else ' ' + report.shown(value)}{note}"
 
@@ -161,22 +162,26 @@ class _Application:
         return alias.convert(one.text) if alias.convert else one.text
 
     def _set(self, option: str, text: str, one: GivenProperty) -> Any:
-        value, old = self._read(option, text), self._settings[option]
-        if option in self._holders and value != old.value:
-            raise ValueError(f"{old.source} says {report.shown(old.value)}")
-        self._holders.setdefault(option, one)
-        self._settings[option] = Setting(value, self._holders[option].where)
+        value = self._read(option, text)
+        old = self._settings[option]
+        if option in self._setter_by_option and value != old.value:
+            raise ValueError(f"{old.source} sets {report.shown(old.value)}")
+        self._setter_by_option.setdefault(option, one)
+        self._settings[option] = Setting(value, self._setter_by_option[option].where)
         return value
 
-    def _stronger(self, option: str, one: GivenProperty) -> str | None:
-        """Return what has set the option already and counts more; names of one file are equals."""
-        setting, holder = self._settings[option], self._holders.get(option)
-        are_equals = holder and holder.rank == one.rank != SIMPLE and one.key not in LAST
-        return None if setting.source == DEFAULT or are_equals else setting.source
+    def _overriding_source(self, option: str, one: GivenProperty) -> str | None:
+        """Return the source that already set the option with a higher priority than `one`, if any.
+
+        Two names in one file, or two variables, have equal priority."""
+        setting = self._settings[option]
+        setter = self._setter_by_option.get(option)
+        are_equal = setter and setter.rank == one.rank != SIMPLE and one.key not in LAST
+        return None if setting.source == DEFAULT or are_equal else setting.source
 
 
 def _count_visible(settings: Mapping[str, Setting]) -> int:
-    """Return the number of GPUs to be used, or 1 without them."""
+    """Return the number of visible GPUs, or 1 if none can be used."""
     visible = settings["cuda_visible_devices"].value
     if settings["device"].value == "cpu" or not has_gpus(visible):
         return 1

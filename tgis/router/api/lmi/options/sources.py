@@ -1,4 +1,4 @@
-"""Reads what is given under LMI's option names: in serving.properties and in the environment."""
+"""Reads the options that are given by LMI's names, in serving.properties and in the environment."""
 
 import os
 import re
@@ -10,13 +10,13 @@ from tgis.config.checks import SettingsError
 from tgis.router.api.lmi.options.java_properties import PropertiesError, parse_properties
 from tgis.router.api.lmi.options.names import ARGUMENTS, MODEL_DIR, PREFIX, SIMPLE_NAMES
 
-FILE, VARIABLES, SIMPLE = range(3)  # ranks: the least one counts
+FILE, VARIABLES, SIMPLE = range(3)  # ranks: a lower rank overrides a higher one
 FILE_NAME = "serving.properties"
 MODEL_FOLDER = Path("/opt/ml/model")
 ENVIRONMENT = "environment"
 _SPECIAL = {"OPTION_ENTRYPOINT": "option.entryPoint", "OPTION_ENGINE": "engine"}
 _PREFIXES = {"OPTION_": PREFIX, "SERVING_": "", "ARGS_": ARGUMENTS}
-# Kubernetes sets such variables for a Service whose name begins with one of these words.
+# Kubernetes sets such variables for a Service whose name begins with one of the prefixes.
 _OF_KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)$")
 
 
@@ -25,7 +25,7 @@ class GivenProperty:
     key: str
     text: str
     name: str
-    """The key or the variable that was written."""
+    """Key or variable as the operator wrote it."""
     origin: str
     rank: int
 
@@ -34,16 +34,16 @@ class GivenProperty:
         return self.name if self.origin == ENVIRONMENT else f"{self.name} in {self.origin}"
 
 
-def find_file(asked: str | None) -> Path | None:
-    """Return the path of the properties, if there are any."""
-    if asked:
-        return Path(asked)
+def find_file(given: str | None) -> Path | None:
+    """Return the path of the properties file, or None if there is none."""
+    if given:
+        return Path(given)
     path = Path(os.environ.get(_variable_of(MODEL_DIR)) or MODEL_FOLDER) / FILE_NAME
     return path if path.is_file() else None
 
 
 def read_sources(path: Path | None) -> list[GivenProperty]:
-    """Return what is given, in the order in which it counts. Raises SettingsError and PropertiesError."""
+    """Return the given properties, by descending priority. Raises SettingsError and PropertiesError."""
     return [*(_of_file(path) if path else ()), *_of_variables(), *_of_simple_names()]
 
 
@@ -51,7 +51,7 @@ def _of_file(path: Path) -> Iterator[GivenProperty]:
     try:
         entries = parse_properties(path.read_bytes())
     except OSError as error:
-        raise SettingsError(f"{path}: the properties cannot be read: {error.strerror}") from error
+        raise SettingsError(f"{path}: the properties file cannot be read: {error.strerror}") from error
     except PropertiesError as error:
         raise PropertiesError(f"{path}: {error}") from error
     for one in entries:

@@ -1,4 +1,4 @@
-"""Converts values of LMI's options to texts of the service's own options. Each raises ValueError."""
+"""Converts values of LMI's options to texts of the service's own options. The converters raise ValueError."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ SCHEMES = {
 }
 SCHEMES_NOT_SERVED = ("dynamic_int8", "smoothquant")
 MIB = 1 << 20
-MAX_DIGITS = 100  # Python does not read numbers of more than 4,300
+MAX_DIGITS = 100  # int() refuses more than 4,300
 
 
 def to_truth(text: str) -> bool:
@@ -36,13 +36,13 @@ def to_count(text: str) -> int:
 
 
 def switch(on: str = "true", off: str = "") -> Callable[[str], str]:
-    """Return a converter of a truth value; an empty text leaves the option as it is."""
+    """Return a converter from a truth value to `on` or `off`; an empty text leaves the option unset."""
     return lambda text: on if to_truth(text) else off
 
 
 def to_dtype(text: str) -> str:
     if text.lower() == "int8":
-        raise ValueError("weights are rounded with option.quantize=bitsandbytes8")
+        raise ValueError("use option.quantize=bitsandbytes8 to quantize weights to 8 bits")
     if text.lower() not in DTYPES:
         raise ValueError("use fp16, bf16, fp32 or auto")
     return DTYPES[text.lower()]
@@ -60,24 +60,24 @@ def to_scheme(text: str) -> str:
 
 def to_model(text: str) -> str:
     if "://" in text:
-        raise ValueError("mount the model and give its folder, or give its id on the hub")
+        raise ValueError("mount the model and set its folder, or set its id on the hub")
     return text
 
 
 def to_bytes(text: str) -> str:
-    """Return the bytes of a number of MiB."""
+    """Convert MiB to bytes."""
     return str(to_count(text) * MIB)
 
 
 def to_reservation(text: str) -> str:
-    """Return whether the policy of a scheduler reserves the whole length of each request."""
+    """Return "true" for the scheduling policy that reserves blocks for a request's whole length."""
     if text not in ("guaranteed_no_evict", "max_utilization"):
         raise ValueError("use guaranteed_no_evict or max_utilization")
     return "true" if text == "guaranteed_no_evict" else ""
 
 
 def only(allowed: str, advice: str) -> Callable[[str], str | None]:
-    """Return a check that refuses all but the allowed values, which `|` separates; `x*` allows a prefix."""
+    """Return a check that refuses values other than those in `allowed`, split by `|`; `x*` is a prefix."""
 
     def refuse(text: str) -> str | None:
         for one in allowed.split("|"):

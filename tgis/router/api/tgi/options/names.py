@@ -1,12 +1,12 @@
 """Lists Hugging Face TGI's option names, which only the launcher accepts and only with `--compat tgi`.
 
-Names that TGI and this service share keep this service's meaning and have no row."""
+Names that TGI and this service share keep this service's meaning and are not listed."""
 
 from tgis.config.aliases.alias import OWN_KERNELS, Alias
 from tgis.config.option_names import OptionNames
 from tgis.router.api.tgi.options.arguments import join_repeated
 
-NO_TUNNEL = "this service opens no tunnels: leave it out and use an ingress of your own"
+NO_TUNNEL = "this service opens no tunnels: leave it out and use your own ingress"
 CHUNKED = "prompts are computed in chunks beside running requests"
 
 MAPPED = (
@@ -15,7 +15,7 @@ MAPPED = (
     Alias(
         "weights_cache_override",
         means="model_name",
-        why="the whole model is read from this directory; --model-id is then its name for clients",
+        why="the model is read from this directory; --model-id is then its name for clients",
         replaces_into="served_model_name",
     ),
     Alias("huggingface_hub_cache", means="hf_hub_cache", variable=False),
@@ -24,9 +24,9 @@ MAPPED = (
     Alias("max_batch_prefill_tokens", means="max_step_tokens"),
     Alias("max_batch_total_tokens", means="kv_cache_tokens"),
     Alias("validation_workers", means="tokenization_workers"),
-    Alias("payload_limit", means="max_message_bytes", why="of gRPC too"),
+    Alias("payload_limit", means="max_message_bytes", why="it also limits gRPC requests"),
     Alias("api_key", means="auth_tokens", why="other processes can read the command line"),
-    # Container engines set HOSTNAME to the container's name.
+    # The variable HOSTNAME is not read: container engines set it to the container's name.
     Alias("hostname", means="bind", variable=False),
     Alias("graceful_termination_timeout", means="shutdown_timeout"),
     Alias("hf_api_token", means="hf_token", flag=False),
@@ -38,10 +38,10 @@ MAPPED = (
 WITHOUT_EFFECT = (
     Alias("disable_custom_kernels", why=OWN_KERNELS, variable=False, switch=True),
     Alias("max_image_fetch_size", why="inputs are text"),
-    Alias("enable_prefill_logprobs", why="a request may always ask for them", switch=True),
+    Alias("enable_prefill_logprobs", why="every request may ask for them", switch=True),
     Alias("waiting_served_ratio", why=CHUNKED),
     Alias("prometheus_port", why="metrics are on the HTTP port"),
-    Alias("usage_stats", why="this service never reports to anyone"),
+    Alias("usage_stats", why="this service collects no usage statistics"),
     Alias("attention", why=OWN_KERNELS, flag=False),
     Alias("use_flash_attention", why=OWN_KERNELS, flag=False),
     Alias("prefix_caching", why="equal prefixes are always shared", flag=False),
@@ -66,7 +66,7 @@ DEFAULTS = {
     "sharded": False,
     "shutdown_timeout": 90,
 }
-"""Values of TGI's, for options that are not given; `sharded` is this service's own choice."""
+"""TGI's defaults for options that are not given; `sharded` is this service's own choice."""
 OPTIONS = OptionNames(
     "tgi",
     "TGI",

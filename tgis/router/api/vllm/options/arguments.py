@@ -1,5 +1,5 @@
-"""Rewrites command lines in vLLM's spelling: underscores in flags, several values of one flag, switches with
-a value or with `no`, and the model before all flags."""
+"""Rewrites vLLM's command lines: underscores in flags, several values after one flag, switches with a value
+or with the prefix `no`, and the model before all flags."""
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -14,17 +14,18 @@ SEVERAL = {
     "--lora-modules": SEPARATOR,
     "--api-key": SEPARATOR,
 }
-"""Flags that several words may follow, with what separates them here."""
+"""Flags that accept several words, with the separator of the joined value."""
 VALUES: Mapping[str, Mapping[str, str | None]] = {
     "--dtype": {"half": "float16", "float": "float32", "auto": None},
     "--generation-config": {"vllm": GENERATION_CONFIG_NONE},
 }
-"""Values that vLLM has besides those here, of flags that both have; None is the same as no value."""
+"""vLLM's own values of flags that both have, with this service's value; None removes the flag."""
 
 
 def rewrite(arguments: Sequence[str], switches: Collection[str]) -> list[str]:
-    """Return the command line for the options here. `switches` are the flags that take no value."""
-    words, rewritten = deque(arguments), list[str]()
+    """Return the command line in this service's syntax. `switches` are the flags without a value."""
+    words = deque(arguments)
+    rewritten: list[str] = []
     if words and not words[0].startswith("-"):
         rewritten += ["--model", words.popleft()]
     while words:
@@ -33,7 +34,7 @@ def rewrite(arguments: Sequence[str], switches: Collection[str]) -> list[str]:
 
 
 def _rewrite_next(words: deque[str], switches: Collection[str]) -> Iterator[str]:
-    """Take a flag, or a word that is left as it is, and the flag's values if they are written differently."""
+    """Remove the next flag, with its values if their syntax differs, or another word; yield its rewriting."""
     word = words.popleft()
     flag, equals, value = word.partition("=")
     if not word.startswith("--") or not flag.strip("-"):
@@ -60,11 +61,11 @@ def _values(words: deque[str]) -> Iterator[str]:
 
 
 def _truth(words: deque[str]) -> str:
-    """Take the word after a switch if it is a truth value."""
+    """Remove and return the next word if it is a truth value; else return "true"."""
     return words.popleft() if words and words[0].lower() in ("true", "false") else "true"
 
 
 def _switch(flag: str, is_positive: bool, value: str) -> Iterator[str]:
-    """Return the switch if it is on; one that is off is the same as none."""
+    """Yield the switch if it is on; a switch that is off is left out."""
     if (value.lower() == "true") == is_positive:
         yield flag

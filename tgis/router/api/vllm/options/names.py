@@ -1,7 +1,7 @@
 """Lists vLLM's option names, which only the launcher accepts and only with `--compat vllm`.
 
-Names that vLLM and this service share keep this service's meaning and have no row. vLLM reads no variables
-named after its flags, so a row has a flag or a variable."""
+Names that vLLM and this service share keep this service's meaning and are not listed. vLLM reads no variables
+named after its flags, so an alias has either a flag or a variable."""
 
 from tgis.config.aliases.alias import OWN_KERNELS, Alias
 from tgis.config.option_names import OptionNames
@@ -20,20 +20,20 @@ from tgis.router.api.vllm.options.values import (
     to_scheme,
 )
 
-BLOCK_SIZE = 16  # tokens of a block in vLLM, unless --block-size says otherwise
+BLOCK_SIZE = 16  # tokens per block in vLLM, unless --block-size sets another number
 CHUNKED = "prompts are always computed in chunks beside running requests"
-COMPILED_NOTHING = "the model's code is not compiled; --cuda-graphs says which steps become CUDA graphs"
-HTTP_LIMITS = "--max-message-bytes and --max-metadata-bytes bound what a request may send"
-IN_MEMORY = "--adapter-cache-size-mb says how much memory adapters may take, whatever their number and rank"
+COMPILED_NOTHING = "the model's code is not compiled; --cuda-graphs selects the steps captured as CUDA graphs"
+HTTP_LIMITS = "--max-message-bytes and --max-metadata-bytes limit the size of requests"
+IN_MEMORY = "--adapter-cache-size-mb limits the memory of adapters, whatever their number and rank"
 LOCAL_LOGS = "a request is one line of the log, without its texts: see --log-level and --log-text-chars"
-NO_CODE = "this service runs no code that is given with an option: leave it out"
-NO_SCALING = "the model's own config.json says how its positions are scaled: change it there"
-NO_TRANSFER = "caches are not moved between servers: leave it out"
+NO_CODE = "this service does not run code given by an option: leave it out"
+NO_SCALING = "position scaling is read from the model's config.json: change it there"
+NO_TRANSFER = "caches are not transferred between servers: leave it out"
 SHARED = "equal prefixes are always shared, except between different values of `cache_salt`"
-ONE_GROUP = "one service is one group of shards: start several, with a balancer before them"
+ONE_GROUP = "a service is one group of shards: run several behind a load balancer"
 ONLY_TEXT = "inputs are text"
-ONLY_TEXT_REFUSED = "only text is generated: leave it out"
-OWN_PROCESSES = "shards are processes of their own, connected as --num-shard and --nnodes need it"
+ONLY_TEXT_REFUSED = "the service only generates text: leave it out"
+OWN_PROCESSES = "shards are separate processes, connected according to --num-shard and --nnodes"
 OWN_TOKENIZER = "the tokenizer is the model's own: leave it out, or change the model's files"
 
 
@@ -47,8 +47,8 @@ def _refused(why: str, *names: str, switch: bool = False) -> tuple[Alias, ...]:
 
 
 def _only(name: str, allowed: str, advice: str, short: str | None = None) -> Alias:
-    """Return a flag whose allowed values ask for what is done anyway; all others are refused."""
-    why = f"{allowed.replace('|', ' or ')} is what is done anyway; other values are refused: {advice}"
+    """Return a flag whose allowed values are the service's fixed behaviour; all others are refused."""
+    why = f"{allowed.replace('|', ' or ')} is the fixed behaviour; other values are refused: {advice}"
     return Alias(name, why=why, short=short, variable=False, refusal_of=only(name, allowed, advice))
 
 
@@ -65,7 +65,7 @@ def _blocks_to_tokens(text: str) -> str:
 
 
 MAPPED = (
-    _means("model", "model_name", "so does the word before all flags, as in `vllm serve MODEL`"),
+    _means("model", "model_name", "or the argument before all flags, as in `vllm serve MODEL`"),
     _means("host", "bind"),
     _means("download_dir", "hf_hub_cache"),
     _means("tokenizer", "tokenizer_name"),
@@ -84,7 +84,7 @@ MAPPED = (
         convert=to_scheme,
     ),
     _means("model_impl", "deployment_framework", "vllm is the service's own engine", convert=to_engine),
-    _means("enforce_eager", "cuda_graphs", "it is 0", switch=True, convert=to_graphs),
+    _means("enforce_eager", "cuda_graphs", "sets it to 0", switch=True, convert=to_graphs),
     _means("cudagraph_capture_sizes", "cuda_graphs", "several numbers may follow"),
     _means("cuda_graph_sizes", "cuda_graphs", "several numbers may follow"),
     _means("lora_modules", "lora_adapters", "NAME=PATH or JSON objects", convert=to_adapters),
@@ -102,13 +102,13 @@ MAPPED = (
     Alias(
         "vllm_lora_resolver_cache_dir",
         means="adapter_cache",
-        why="an adapter's name is its folder below",
+        why="an adapter's name is its folder in this directory",
         flag=False,
     ),
 )
 WITHOUT_EFFECT = (
     *_flags(
-        "formats of calls and reasoning are on wherever they are known",
+        "tool calls and reasoning are always parsed if their format is known",
         "enable_auto_tool_choice",
         switch=True,
     ),
@@ -124,14 +124,16 @@ WITHOUT_EFFECT = (
         "scheduler_delay_factor",
     ),
     *_flags(
-        "steps are sent ahead of their answers: see --steps-in-flight",
+        "steps are always sent before the previous results arrive: see --steps-in-flight",
         "async_scheduling",
         "disable_async_output_proc",
         "multi_step_stream_outputs",
         switch=True,
     ),
-    *_flags("--steps-in-flight says how many steps are sent ahead", "num_scheduler_steps", "stream_interval"),
-    *_flags("preempted requests are computed again", "swap_space", "preemption_mode"),
+    *_flags(
+        "--steps-in-flight sets the number of steps sent ahead", "num_scheduler_steps", "stream_interval"
+    ),
+    *_flags("preempted requests are recomputed", "swap_space", "preemption_mode"),
     *_flags(LOCAL_LOGS, "max_log_len", "uvicorn_log_level", "disable_access_log_for_endpoints"),
     *_flags(
         LOCAL_LOGS,
@@ -144,11 +146,11 @@ WITHOUT_EFFECT = (
         switch=True,
     ),
     *_flags("metrics are always on", "disable_log_stats", "enable_server_load_tracking", switch=True),
-    *_flags("spans are always whole", "collect_detailed_traces"),
+    *_flags("traces always have all details", "collect_detailed_traces"),
     *_flags("LoRA adapters are always served", "enable_lora", switch=True),
     *_flags(IN_MEMORY, "max_loras", "max_cpu_loras", "max_lora_rank", "lora_extra_vocab_size", "lora_dtype"),
-    *_flags("adapters are split as the model's layers are", "fully_sharded_loras", switch=True),
-    *_flags("grammars are always llguidance's", "guided_decoding_backend", "structured_outputs_config"),
+    *_flags("adapters are split like the model's layers", "fully_sharded_loras", switch=True),
+    *_flags("grammars always use llguidance", "guided_decoding_backend", "structured_outputs_config"),
     *_flags(COMPILED_NOTHING, "max_seq_len_to_capture"),
     Alias("compilation_config", why=COMPILED_NOTHING, variable=False, short="-O"),
     *_flags(OWN_KERNELS, "attention_backend"),
@@ -167,87 +169,89 @@ WITHOUT_EFFECT = (
     *_flags(ONLY_TEXT, "allowed_local_media_path", "allowed_media_domains"),
     *_flags(ONLY_TEXT, "skip_mm_profiling", "disable_mm_preprocessor_cache", switch=True),
     *_flags(ONLY_TEXT, "language_model_only", switch=True),
-    *_flags("files of checkpoints are found by their names", "ignore_patterns"),
-    *_flags("progress is in the log", "use_tqdm_on_load", switch=True),
+    *_flags("a checkpoint's files are selected by their names", "ignore_patterns"),
+    *_flags("progress is logged", "use_tqdm_on_load", switch=True),
     *_flags("a model's code has the revision of its weights: see --revision", "code_revision"),
-    *_flags("a text's parts are joined for templates that take one text", "chat_template_content_format"),
-    *_flags("it is always there", "enable_prompt_tokens_details", "enable_request_id_headers", switch=True),
-    *_flags("there are no pages of documentation", "disable_fastapi_docs", switch=True),
-    *_flags("certificates are read again when they change", "enable_ssl_refresh", switch=True),
+    *_flags(
+        "parts of a message are joined for templates that accept only text", "chat_template_content_format"
+    ),
+    *_flags("it is always on", "enable_prompt_tokens_details", "enable_request_id_headers", switch=True),
+    *_flags("the service serves no documentation pages", "disable_fastapi_docs", switch=True),
+    *_flags("certificates are always reloaded when they change", "enable_ssl_refresh", switch=True),
     *_flags(HTTP_LIMITS, "h11_max_incomplete_event_size", "h11_max_header_count"),
-    *_flags("the API takes GET and POST, and no cookies", "allowed_methods", "allowed_headers"),
-    *_flags("the API takes no cookies", "allow_credentials", switch=True),
-    *_flags("it belongs to the first version of the engine", "tokenizer_pool_size", "tokenizer_pool_type"),
-    *_flags("it belongs to the first version of the engine", "use_v2_block_manager", switch=True),
+    *_flags("the API accepts GET and POST, and no cookies", "allowed_methods", "allowed_headers"),
+    *_flags("the API accepts no cookies", "allow_credentials", switch=True),
+    *_flags("it configures vLLM's first engine", "tokenizer_pool_size", "tokenizer_pool_type"),
+    *_flags("it configures vLLM's first engine", "use_v2_block_manager", switch=True),
     Alias(
         "max_logprobs",
-        why="a request may ask for 20; more are refused",
+        why="the maximum is always 20; higher values are refused",
         variable=False,
-        refusal_of=at_most("max_logprobs", 20, "a request may ask for 20 at most"),
+        refusal_of=at_most("max_logprobs", 20, "the maximum is 20"),
     ),
     _only("load_format", "auto|safetensors|hf|bitsandbytes|gguf", "convert the model to safetensors"),
-    _only("config_format", "auto|hf", "give a model in Hugging Face's form"),
+    _only("config_format", "auto|hf", "use a model in Hugging Face's format"),
     _only("tokenizer_mode", "auto|hf|slow", OWN_TOKENIZER),
-    _only("scheduling_policy", "fcfs", "requests are served in the order in which they come"),
+    _only("scheduling_policy", "fcfs", "requests are served in the order of their arrival"),
     _only("pipeline_parallel_size", "1", "layers are split over shards: use --num-shard", "-pp"),
     _only("data_parallel_size", "1", ONE_GROUP, "-dp"),
     _only("decode_context_parallel_size", "1", "use --num-shard", "-dcp"),
     _only("task", "auto|generate", ONLY_TEXT_REFUSED),
     _only("runner", "auto|generate", ONLY_TEXT_REFUSED),
     _only("convert", "auto|none", ONLY_TEXT_REFUSED),
-    _only("cpu_offload_gb", "0|0.0", "weights stay where --device says"),
-    _only("response_role", "assistant", "answers have the role assistant"),
-    _only("ssl_cert_reqs", "0", "give --tls-client-ca-cert-path and --http-api-port"),
-    _only("speculative_model", "[ngram]", "no other model guesses ahead: see --speculate"),
-    _only("fingerprint_mode", "none", "answers tell no fingerprint"),
+    _only("cpu_offload_gb", "0|0.0", "weights stay on the device of --device"),
+    _only("response_role", "assistant", "the role of responses is always assistant"),
+    _only("ssl_cert_reqs", "0", "use --tls-client-ca-cert-path and --http-api-port"),
+    _only("speculative_model", "[ngram]", "draft models are not supported: see --speculate"),
+    _only("fingerprint_mode", "none", "responses have no fingerprint"),
     *_variables(OWN_KERNELS, "VLLM_ATTENTION_BACKEND", "VLLM_FLASH_ATTN_VERSION"),
     *_variables(
         OWN_PROCESSES, "VLLM_WORKER_MULTIPROC_METHOD", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_HOST_IP"
     ),
     *_variables("there is one engine", "VLLM_USE_V1"),
-    *_variables("this service never reports to anyone", "VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK"),
-    *_variables("--device says it", "VLLM_TARGET_DEVICE"),
-    *_variables("memory that is free is used: see --kv-cache-tokens", "VLLM_CPU_KVCACHE_SPACE"),
-    *_variables("--cpu-threads says it", "VLLM_CPU_OMP_THREADS_BIND"),
-    *_variables("it is a path of vLLM's", "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT"),
+    *_variables("this service collects no usage statistics", "VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK"),
+    *_variables("use --device", "VLLM_TARGET_DEVICE"),
+    *_variables("free memory determines the cache's size: see --kv-cache-tokens", "VLLM_CPU_KVCACHE_SPACE"),
+    *_variables("use --cpu-threads", "VLLM_CPU_OMP_THREADS_BIND"),
+    *_variables("it is a path that only vLLM uses", "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT"),
     *_variables(LOCAL_LOGS, "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING"),
-    *_variables("metrics say it", "VLLM_LOG_STATS_INTERVAL"),
+    *_variables("use metrics", "VLLM_LOG_STATS_INTERVAL"),
     *_variables("see --recovery-timeout", "VLLM_ENGINE_ITERATION_TIMEOUT_S", "VLLM_RPC_TIMEOUT"),
-    *_variables("adapters are found by their ids without it", "VLLM_PLUGINS"),
+    *_variables("adapters are looked up by their ids without plugins", "VLLM_PLUGINS"),
 )
 REFUSED = (
     *_refused(NO_SCALING, "rope_theta"),
-    *_refused("change the model's own config.json instead", "hf_overrides", "hf_config_path"),
+    *_refused("change the model's config.json instead", "hf_overrides", "hf_config_path"),
     *_refused(OWN_TOKENIZER, "tokenizer_revision"),
     *_refused(OWN_TOKENIZER, "skip_tokenizer_init", switch=True),
     *_refused("the cache is counted in tokens: use --kv-cache-tokens", "kv_cache_memory_bytes"),
-    *_refused("write its lines as flags or variables", "config"),
+    *_refused("use flags or variables instead of its lines", "config"),
     *_refused(
-        "write a format of your own as --chat-template and parse answers in the client",
+        "for your own format, use --chat-template and parse responses in the client",
         "tool_parser_plugin",
         "reasoning_parser_plugin",
     ),
     *_refused("tools run in the client: leave it out", "tool_server"),
     *_refused("leave `tools` out of such requests", "exclude_tools_when_tool_choice_none", switch=True),
     *_refused(
-        "the template is the operator's: give it as --chat-template",
+        "only the operator sets the template: use --chat-template",
         "trust_request_chat_template",
         switch=True,
     ),
     *_refused("send chat_template_kwargs with requests", "default_chat_template_kwargs"),
     *_refused("send return_tokens_as_token_ids with requests", "return_tokens_as_token_ids", switch=True),
     *_refused("send stream_options with requests", "enable_force_include_usage", switch=True),
-    *_refused("requests send no embeddings: leave it out", "enable_prompt_embeds", switch=True),
+    *_refused("embeddings as prompts are not supported: leave it out", "enable_prompt_embeds", switch=True),
     *_refused(
         "clients read the tokenizer from the hub: leave it out", "enable_tokenizer_info_endpoint", switch=True
     ),
     *_refused(
-        "client certificates need a port of their own: give --tls-client-ca-cert-path and --http-api-port",
+        "client certificates need a separate port: use --tls-client-ca-cert-path and --http-api-port",
         "ssl_ca_certs",
     ),
     *_refused("the TLS library chooses safe ciphers: leave it out", "ssl_ciphers"),
     *_refused("let the proxy remove the prefix from paths", "root_path"),
-    *_refused("the API listens on a port: use --port", "uds"),
+    *_refused("Unix sockets are not supported for the API: use --port", "uds"),
     *_refused("use --json-output and --log-level", "log_config_file"),
     *_refused(
         NO_CODE,
@@ -273,28 +277,28 @@ REFUSED = (
     ),
     *_refused(ONE_GROUP, "data_parallel_hybrid_lb", "data_parallel_external_lb", switch=True),
     *_refused("a stopped service frees its memory: leave it out", "enable_sleep_mode", switch=True),
-    *_refused("experts stay where they are loaded: leave it out", "enable_eplb", "enable_dbo", switch=True),
-    *_refused("an adapter belongs to text: use --lora-modules", "default_mm_loras"),
+    *_refused("experts are not moved between shards: leave it out", "enable_eplb", "enable_dbo", switch=True),
+    *_refused("only text is supported: use --lora-modules", "default_mm_loras"),
     *_refused("adapters with biases must be merged into the model", "enable_lora_bias", switch=True),
-    *_refused("give the adapter's own scale in its adapter_config.json", "long_lora_scaling_factors"),
+    *_refused("set the adapter's scale in its adapter_config.json", "long_lora_scaling_factors"),
     *_refused(
         "serve the model with --quantization bitsandbytes and the adapter as --lora-modules",
         "qlora_adapter_name_or_path",
     ),
     *_refused(
-        "soft prompts are found in --prefix-store-path: leave it out", "enable_prompt_adapter", switch=True
+        "soft prompts are read from --prefix-store-path: leave it out", "enable_prompt_adapter", switch=True
     ),
     *_refused(
-        "soft prompts are found in --prefix-store-path: leave it out",
+        "soft prompts are read from --prefix-store-path: leave it out",
         "max_prompt_adapters",
         "max_prompt_adapter_token",
         "prompt_adapters",
     ),
-    *_refused("send ids as prompts: leave it out", "tokens_only", switch=True),
+    *_refused("send token ids as prompts: leave it out", "tokens_only", switch=True),
     *_refused(ONLY_TEXT_REFUSED, "override_pooler_config", "pooler_config"),
     Alias(
         "vllm_use_modelscope",
-        why="models come from Hugging Face's hub: download it first",
+        why="models come from Hugging Face's hub: download the model first",
         refused=True,
         flag=False,
         switch=True,
@@ -302,5 +306,5 @@ REFUSED = (
 )
 VLLM_NAMES = MAPPED + WITHOUT_EFFECT + REFUSED
 DEFAULTS = {"http_api": "openai", "port": 8000, "num_shard": 1, "metrics_alias": "vllm"}
-"""Values of vLLM's, for options that are not given."""
+"""vLLM's defaults for options that are not given."""
 OPTIONS = OptionNames("vllm", "vLLM", VLLM_NAMES, "--model", DEFAULTS, rewrite=rewrite)
