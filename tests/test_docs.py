@@ -47,6 +47,9 @@ FOREIGN_NAMES = set(
     "ENABLE_VLLM_LOG_REQUESTS MASTER_SHARD_UDS_PATH AF_NETLINK TEMPLATE "
     "OLLAMA_HOST OLLAMA_CONTEXT_LENGTH OLLAMA_NUM_PARALLEL OLLAMA_KV_CACHE_TYPE".split()
 ) | {type.name for type in TYPES.values()}
+PATH = re.compile(
+    r"`([\w.-]+(?:/[\w.-]*)+|[\w-]+\.(?:py|proto|toml|md|yml))`"
+)  # a file, or a folder with a slash
 DEPLOYMENT_FILE = re.compile(r"(?<![\w/])deployment/[\w./-]*\w")
 
 
@@ -182,6 +185,33 @@ def test_files_of_the_deployment_exist() -> None:
     missing = {name for name in named if not (ROOT / name).exists()}
     assert named
     assert not missing
+
+
+def missing_paths(text: str) -> list[str]:
+    """Return the files and folders in backticks that do not exist, by their paths from the root."""
+    names = PATH.findall(text)
+    return [
+        name for name in names if not ((ROOT / name).is_dir() if name[-1] == "/" else (ROOT / name).is_file())
+    ]
+
+
+def test_architecture_names_files_and_folders_that_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    assert len(PATH.findall(text)) > 60
+    assert missing_paths(text) == []
+
+
+def test_a_path_that_does_not_exist_is_found() -> None:
+    there, missing = (
+        "`tgis/logs.py`, `tgis/cli/`",
+        "`tgis/lags.py`, `tgis/clio/`, `tgis/logs.py/`, `nowhere.toml`",
+    )
+    assert missing_paths(f"{there}, {missing}, `min_p` and `a.b`") == [
+        "tgis/lags.py",
+        "tgis/clio/",
+        "tgis/logs.py/",
+        "nowhere.toml",
+    ]
 
 
 def test_how_it_works_names_files_that_exist_and_every_package() -> None:
