@@ -12,7 +12,7 @@ import click
 import grpc
 import pytest
 
-from scripts import messages, observability_page, troubleshooting_page
+from scripts import messages, observability_page, speed_picture, troubleshooting_page
 from tests.support.pages import FLAG, VARIABLE, Command, Page, take_variables
 from tgis.cli import main as cli
 from tgis.cli.client.options import Connection
@@ -158,6 +158,15 @@ def test_pages_are_all_in_the_navigation() -> None:
     named = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     there = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
     assert sorted(named) == sorted(there)
+
+
+def test_the_readme_repeats_the_speeds_of_the_page_on_performance() -> None:
+    text = (ROOT / "docs" / "performance.md").read_text()
+    rows = [row for row in (ROOT / "README.md").read_text().splitlines() if row.startswith("| SmolLM2-")]
+    assert len(rows) == 2
+    assert set(rows) <= set(text.splitlines())
+    cases, series = speed_picture.read_table(text)
+    assert [len(ratios) for ratios in series.values()] == [len(cases)] * 2
 
 
 def test_faults_are_numbered_without_a_gap() -> None:
