@@ -34,7 +34,7 @@ def read_table(text: str) -> tuple[list[str], dict[str, list[float]]]:
 
 def render() -> str:
     cases, series = read_table(PAGE.read_text())
-    height = TOP + len(cases) * (len(series) * BAR + GAP) + MARGIN
+    height = TOP + len(cases) * (len(series) * BAR + GAP) + 2 * MARGIN
     width = LABELS + UNIT * max(map(max, series.values())) + 3 * MARGIN
     x = LABELS + UNIT
     parts = [
@@ -45,7 +45,8 @@ def render() -> str:
         f'<text class="head" x="{MARGIN}" y="24">{MODEL}: times as fast as llama.cpp</text>',
         *_legend(list(series)),
         *(part for i, case in enumerate(cases) for part in _case(i, case, series)),
-        f'<line x1="{x}" x2="{x}" y1="{TOP - 8}" y2="{height - MARGIN + 4}"/>',
+        f'<line x1="{x}" x2="{x}" y1="{TOP - 8}" y2="{height - 2 * MARGIN}"/>',
+        f'<text x="{x}" y="{height - MARGIN}" text-anchor="middle">llama.cpp = 1</text>',
         "</svg>\n",
     ]
     return "\n".join(parts)
