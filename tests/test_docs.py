@@ -160,6 +160,17 @@ def test_pages_are_all_in_the_navigation() -> None:
     assert sorted(named) == sorted(there)
 
 
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.md")), ids=lambda path: path.name)
+def test_pages_open_with_what_they_answer(path: Path) -> None:
+    title, opening, *_ = path.read_text().split("\n\n")
+    assert re.fullmatch("# .+", title)
+    assert "This page " in opening
+
+
 def test_the_readme_repeats_the_speeds_of_the_page_on_performance() -> None:
     text = (ROOT / "docs" / "performance.md").read_text()
     rows = [row for row in (ROOT / "README.md").read_text().splitlines() if row.startswith("| SmolLM2-")]
