@@ -164,7 +164,7 @@ site: $(VENV)-docs/installed  ## Build the pages of docs/ into site/
 serve-site: $(VENV)-docs/installed  ## Serve the pages of docs/ on loopback, with live reload
 	$(MKDOCS) serve
 
-screenshots: $(VENV)/installed-dev $(REAL_MODEL)  ## Create docs/pictures; SCREENSHOTS='dashboard top site'
+screenshots: $(VENV)/installed-dev $(REAL_MODEL)  ## Create docs/pictures; SCREENSHOTS='dashboard top recovery site'
 	@scripts/fetch_prometheus.sh
 	$(BIN)/python -m scripts.screenshots $(SCREENSHOTS)
 

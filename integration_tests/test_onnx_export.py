@@ -20,7 +20,7 @@ from tgis.shard.models.onnx_runtime import load as onnx_runtime
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[1]
-# Versions that work together; README.md lists them.
+# Versions that work together; docs/model-files.md lists them.
 EXPORTER = ("optimum-onnx[onnxruntime]==0.1.0", "optimum==2.1.0", "transformers==4.57.6", "onnx==1.23.2")
 COMMAND_LINE = ("click", "grpcio", "prometheus-client", "protobuf")  # further imports of our command
 TORCH = f"torch=={version('torch').partition('+')[0]}"

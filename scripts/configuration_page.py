@@ -24,6 +24,8 @@ COMMANDS = {
 INTRODUCTION = """\
 # Configuration
 
+This page lists every option with its flag, variable, default and range, and the names of other servers that are read.
+
 - An option has a flag and a variable, of the same name in capitals; the flag wins. Exceptions are:
 {exceptions}
 - `text-generation-launcher --env` (`-e`) prints versions, machine and all settings with their sources, and then
@@ -31,7 +33,7 @@ INTRODUCTION = """\
 - `-h` or `--help` prints a command's options, `-V` or `--version` (`text-generation-launcher`,
   `text-generation-router`, `text-generation-server`, `tgis`) the version.
 - Booleans in the environment are exactly `true` or `false`.
-- A number whose largest value is not given is at most 2147483647.
+- A number without a stated maximum is at most 2147483647.
 - A variable that is set but blank counts as not given if the option is a text that may be unset, or if the
   variable has no effect; otherwise it is an error that names the variable.
 - `LOG_LEVEL` may also be a tracing filter (`info,text_generation_router=debug`); the nearest level is taken.
@@ -41,12 +43,12 @@ Exit codes: 0 after SIGTERM, SIGINT or SIGHUP; 1 after a failure; 2 after a usag
 line, `error: …`, on stderr and, from the launcher, in the termination log.
 """
 TGIS_MAPPED = """\
-## TGIS's names that mean an option of ours
+## TGIS's names for options of this service
 """
 TGIS_WITHOUT_EFFECT = """\
 ## TGIS's names without effect
 
-They are accepted, each with one line of warning, and change nothing.
+They are accepted, each with one line of warning, and have no effect.
 """
 PASSED = """\
 ## Variables for libraries
@@ -58,10 +60,11 @@ TGI = """\
 
 The launcher reads them with `--compat tgi` (`COMPAT=tgi`) only; without it a flag that only TGI has is a
 usage error. Names that TGI and this service share (`PORT`, `DTYPE`, …) are listed above and keep their
-meaning; [Coming from TGI](migrating/tgi.md) lists the defaults that are TGI's then. A TGI name and ours with different values are an error. `-g` means `--grpc-port` here and
-`--graceful-termination-timeout` there: with `--compat tgi` one of these must be written out. `HOSTNAME` is
-never read: container engines set it to the container's name. `LORA_ADAPTERS` has a revision after a hub id only,
-and a request for an adapter that is not there is refused, where TGI answers with the bare model.
+meaning; [Coming from TGI](migrating/tgi.md) lists the defaults that TGI's
+names bring. A TGI name and ours with different values are an error. `-g` means `--grpc-port` here and
+`--graceful-termination-timeout` in TGI: with `--compat tgi` write out one of these. `HOSTNAME` is never read,
+because container engines set it to the container's name. `LORA_ADAPTERS` may have a revision only after a hub
+id, and a request for an unknown adapter is refused, where TGI answers without the adapter.
 """
 VLLM = """\
 ## Names of vLLM
@@ -71,8 +74,8 @@ The launcher reads them with `--compat vllm` (`COMPAT=vllm`) only: [Coming from 
 LMI = """\
 ## Names of LMI
 
-The launcher reads them with `--compat lmi` (`COMPAT=lmi`) only: [Coming from LMI](migrating/lmi.md) lists them, and says
-which of several sources counts.
+The launcher reads them with `--compat lmi` (`COMPAT=lmi`) only: [Coming from LMI](migrating/lmi.md) lists them, and the
+precedence of sources.
 """
 
 

@@ -19,20 +19,20 @@ from tgis.router.api.lmi.options.names import (
 INTRODUCTION = """\
 # Coming from LMI
 
-A folder or a manifest that DJL's LMI containers serve can stay as it is: `serving.properties`, its variables, and
-[the requests](../lmi.md).
+This page lists what changes for operators of DJL's LMI containers (large model inference), which SageMaker runs. A folder
+or a manifest for them can stay as it is: `serving.properties`, variables, and [requests](../lmi.md).
 
 ```shell
 text-generation-launcher --compat lmi --properties /opt/ml/model/serving.properties
 ```
 
 `--compat lmi` (`COMPAT=lmi`) reads the names below beside [our own](../configuration.md). `tgis env --compat lmi` starts
-nothing and prints, after its report, each name that is given, where it comes from and what it becomes. It goes on
-after names that the launcher refuses.
+nothing; after its report it prints each name that is set, its source and the option that it sets. It does not stop at
+names that the launcher refuses.
 
 ## Sources
 
-From the one that counts most:
+In order of precedence:
 
 1. our own flags;
 2. our own variables, except those that LMI has too: `MAX_BATCH_SIZE`, `MAX_CONCURRENT_REQUESTS` and
@@ -41,18 +41,19 @@ From the one that counts most:
    there;
 4. variables `OPTION_MAX_MODEL_LEN` for `option.max_model_len`, and so on, and `SERVING_JOB_QUEUE_SIZE` for
    `job_queue_size`; `OPTION_ENGINE` is `engine`, `OPTION_ENTRYPOINT` is `option.entryPoint`, and blank ones are not given;
-5. the [simple names](#simple-names), of which the upper one counts;
+5. the [simple names](#simple-names), in the order of the table;
 6. LMI's defaults.
 
 Two names of one source for one option must agree; otherwise the start fails and names both. The log has a line for
-each name with its value, its place, and what it became; values of tokens and of unknown names are hidden.
+each name with its value, its source, and the option that it sets; values of tokens and of unknown names are hidden.
 
 The file is read as Java reads it, in UTF-8: `=`, `:` or blanks after the key, comments with `#` and `!`, lines continued
-by `\\`, escapes such as `\\u0041`; of two lines with one key the last counts. An error names the line. Truth values
-may be written in any case. A number that is none is refused, where LMI goes on with its default.
+by `\\`, escapes such as `\\u0041`; if a key is repeated, the last line wins. An error names the line. Booleans may
+be written in any case. An invalid number is refused, where LMI continues with its default.
 
-An unknown name is a warning with the closest known one, and an error with `--strict-config`. So are names with
-`option.` that LMI reads only without it, such as `option.max_batch_delay`, and the reverse. LMI ignores them in silence.
+An unknown name causes a warning with the closest known name, or an error with `--strict-config`. The same applies to names
+with `option.` that LMI reads only without it, such as `option.max_batch_delay`, and the reverse. LMI ignores all of these
+silently.
 
 ## What is different at once
 

@@ -9,10 +9,11 @@ from tgis.router.metrics.metrics import MetricLimits, Metrics
 INTRODUCTION = """\
 # Metrics
 
-`GET /metrics` on the HTTP port (3000) answers in Prometheus' text format. The names, labels and buckets are those of
-TGIS, so its dashboards and alerts continue to work. Every counter is exported twice: under its bare name, which those
-dashboards query, and with `_total`, which Prometheus expects (the bare one has the type unknown, because the format
-reserves the type counter for the other).
+This page lists every series, and how the series of TGIS and vLLM are counted here. `GET /metrics` on the HTTP
+port (3000) returns Prometheus' text format. The names, labels and buckets are those of TGIS, so its dashboards and
+alerts continue to work. Every counter is exported twice: under its bare name, which those dashboards query, and with
+`_total`, which Prometheus expects. The bare one has the type unknown, because the format reserves the type counter for
+names with `_total`.
 
 Series without labels exist from the start; those with labels appear with their first value.
 """
@@ -22,15 +23,15 @@ PROCESSES = """\
 
 With several router workers, `/metrics` of any of them shows the whole router:
 
-- Counters, histograms and summaries are the sums of all processes. Each process keeps its numbers in a file. Those of a
-  process that ended stay in the sums, and the next process in its place continues with them.
+- Counters, histograms and summaries are the sums of all processes. Each process keeps its numbers in a file. The numbers
+  of an ended process stay in the sums, and its successor continues with them.
 - Counts of the prefix cache, preemptions, drafts, resources, inputs without room and TLS files are written to the file
   after each step and each second. What a process counts after that is lost if it is killed.
-- Gauges come from the processes that are alive, and add up. `tgi_ready` and `tgi_tls_certificate_seconds_left` are the
-  smallest of all. A worker that does not answer within half a second is left out, and so it does not count in
-  `tgi_router_workers`. They come by way of the engine process: while that is lost, or does not answer within a second,
-  its gauges are 0, and the others are those of the worker that was asked.
-- `tgi_process_restarts` counts the processes that were started again.
+- Gauges are the sums over live processes; `tgi_ready` and `tgi_tls_certificate_seconds_left` are minimums. A worker that
+  does not answer within half a second is omitted, also from `tgi_router_workers`. The engine process collects gauges:
+  while it is lost, or does not answer within a second, its own gauges are 0, and the others are those of the worker
+  that was scraped.
+- `tgi_process_restarts` counts restarted processes.
 
 With one router worker, the only process shows its own numbers, from memory.
 """
@@ -38,7 +39,7 @@ With one router worker, the only process shows its own numbers, from memory.
 MAPPING = """\
 ## How a step counts
 
-TGIS computed prompts and further tokens in separate calls to its shards. Here a step may compute both, so its terms
+TGIS computed prompts and further tokens in separate calls to its shards. Here a step may compute both, so TGIS's terms
 are mapped:
 
 | TGIS | here |
@@ -52,7 +53,7 @@ are mapped:
 | prefill weight exceeded | the first waiting input found too few free cache blocks; counted once each time a step is filled (TGIS counted twice, and padding too) |
 | padding, granular additions, queue jumps | none: nothing is padded, memory is counted in blocks, and inputs start in the order of their arrival. The series stay 0 |
 | `tgi_batch_input_tokens` | input and generated tokens of the running inputs, without padding |
-| `tgi_batch_max_remaining_tokens` | a sum, as in TGIS, whatever its name says |
+| `tgi_batch_max_remaining_tokens` | a sum, as in TGIS, despite its name |
 | quantiles | of the last minute, at most 4,096 observations of each process |
 | `tgi_request_failure{err="cancelled"}` | at once, streamed or not (TGIS checked every 16 tokens) |
 | tokens of a soft prompt | not input: lengths do not count them. `tgi_batch_next_tokens` does, because they are computed |
@@ -66,8 +67,8 @@ are mapped:
 VLLM = """\
 ## Under vLLM's names
 
-`--metrics-alias vllm` (`METRICS_ALIAS=vllm`) adds series that vLLM's dashboards, KEDA's and KServe's examples, llm-d and
-the Gateway API's inference extension ask for, of vLLM's types, labels and buckets. Those of TGIS stay as they are.
+`--metrics-alias vllm` (`METRICS_ALIAS=vllm`) adds the series that vLLM's dashboards, KEDA's and KServe's examples, llm-d and
+the Gateway API's inference extension query, with vLLM's types, labels and buckets. Those of TGIS do not change.
 `model_name` is the first of `--served-model-name`; `engine` is always `0`. A counter has `_total` only. All
 series exist from the start, except for `vllm:cache_config_info` and `vllm:lora_requests_info`, which wait for the shards.
 
@@ -76,12 +77,12 @@ series exist from the start, except for `vllm:cache_config_info` and `vllm:lora_
 VLLM_DIFFERENCES = """
 What is counted differs from vLLM in these points:
 
-- A histogram that is one of TGIS's in other buckets counts the same events at the same moments: those of the time in the
-  queue and of the requested tokens count inputs that fail later, too.
-- `vllm:request_success_total` counts a text that its time limit ends as `length`, as answers do. `abort` counts
+- A histogram that repeats one of TGIS's with other buckets counts the same events at the same time: those of the queue
+  time and of the requested tokens therefore include inputs that fail later.
+- `vllm:request_success_total` counts a text that ended by its time limit as `length`, as in answers. `abort` counts
   [`tgi_request_failure`](#series) of `cancelled` and `slow_reader`, `error` that of `generate`, which counts calls.
 - `vllm:iteration_tokens_total` counts the tokens that a step computed, drafts too, but not those of the prefix cache.
-- `vllm:prefix_cache_hits_total` over `vllm:prefix_cache_queries_total` is the rate of hits, in tokens.
+- `vllm:prefix_cache_hits_total` over `vllm:prefix_cache_queries_total` is the hit rate, in tokens.
 - `vllm:lora_requests_info` is a single sample, with the ids in alphabetical order. vLLM limits adapters by their number,
   this service by their bytes: `max_lora` changes with the size of the largest loaded one.
 - The series `vllm_…` of some dashboards come from a collector that replaces the colon; these need it too.

@@ -9,24 +9,25 @@ from tgis.shard.models.unread_tensors import IGNORED
 INTRODUCTION = """\
 # Models
 
-The family of a model is the `model_type` of its `config.json`. Those of the table run on this service's own engine
-(`DEPLOYMENT_FRAMEWORK` unset, or `tgis_native`). If a configuration asks for something that its family does not
-compute, the model runs through transformers' code with a warning, or is refused; `tgis_native` always refuses it.
+This page lists the models that can be served: families, quantized formats, GGUF architectures, and what runs through other
+engines. The family of a model is the `model_type` of its `config.json`. The families of the table run on this service's own
+engine (`DEPLOYMENT_FRAMEWORK` unset, or `tgis_native`). If a configuration needs something that its family does not
+support, the model runs through transformers' code with a warning, or is refused; `tgis_native` always refuses it.
 """
 COLUMNS = ("family", "what it is", "`model_type`", "kind", "quantized")
 # Families whose checkpoints of every format are tested; for other families, one format is tested.
 EACH_FORMAT = ("llama", "mixtral", "granitemoe", "gpt2", "falcon", "t5")
 OTHERS = f"""\
-All of them can be sharded (`--num-shard`) and quantized (`--quantize`), and take soft prompts and adapters. The
+All of them support sharding (`--num-shard`), quantization (`--quantize`), soft prompts and adapters. The
 tests compare tiny models of every family with transformers in float32, on one shard, and Llamas on two; accuracy and
 speed were measured with Llama's shapes only.
 
 ## Quantized checkpoints
 
-A checkpoint whose weights are quantized is served by its own settings: `quantization_config` of `config.json`,
+A quantized checkpoint is served by its own settings: `quantization_config` of `config.json`,
 `quantize_config.json`, `quant_config.json`, or the tensors `gptq_bits` and `gptq_groupsize`. Every format works with every
-family, with sharding, soft prompts and adapters, because families ask for weights by name. The column `quantized` says what
-the tests compare with transformers: checkpoints of each format, or of one.
+family, with sharding, soft prompts and adapters, because families ask for weights by name. The column `quantized` says
+whether the tests compare checkpoints of each format, or of one, with transformers.
 
 | format | what is read |
 | --- | --- |
@@ -38,7 +39,7 @@ the tests compare with transformers: checkpoints of each format, or of one.
 
 On CPUs, weights of 8 bits and fewer are kept as codes and scales, those of `fp8` as `--dtype`; GPUs keep all of them as
 `--dtype` ([how each format is kept and multiplied](quantized-checkpoints.md#serving)). Bits and groups of a module follow
-from the shapes of its tensors, so that modules may differ. All other formats are refused by name: among them EXL2, AQLM,
+from the shapes of its tensors, so modules may differ. All other formats are refused by name, for example EXL2, AQLM,
 QuIP, HQQ, VPTQ, BitNet, Quanto, torchao, HIGGS, SpQR, QQQ, NVFP4, MXFP4, Marlin 2:4, sparse ones,
 the `gemv_fast` and `llm-awq` forms of AWQ, and weights that EETQ saved.
 
@@ -57,18 +58,18 @@ model that cannot be split is refused with its numbers.
 
 ## Soft prompts and adapters
 
-Prompts may be for the decoder, the encoder or both; their embeddings stand where those of tokens do. Adapters may be of
-any linear layers, of the embeddings of tokens and of the head, by the names that PEFT gives these modules.
+Soft prompts may be for the decoder, the encoder or both. Adapters may change any linear layers, the token embedding and
+the head, under PEFT's names of these modules.
 
 ## Everything else
 
-A causal model of no family above runs through transformers' own code with this service's cache and attention, if that
-code asks transformers' attention interface for its attention (`DEPLOYMENT_FRAMEWORK` unset or `hf_transformers`). At
-start, its scores of a few tokens are computed with the cache and without; if they differ, the model is refused with the
-reason. Every shard then holds the whole model, and there are no soft prompts and no adapters. Code that is part of a
+A causal model of another family runs through transformers' code with this service's cache and attention, if that code
+uses transformers' attention interface (`DEPLOYMENT_FRAMEWORK` unset or `hf_transformers`). At the start, the scores of a
+few tokens are computed with and without the cache; if they differ, the model is refused with the reason. Every shard
+holds the whole model, and there are no soft prompts and no adapters. Code that is part of a
 checkpoint runs only with `TRUST_REMOTE_CODE=true`.
 
-`hf_transformers` and `hf_accelerate` ask for that code for models of the table too, on one shard. Encoder-decoders, models
+`hf_transformers` and `hf_accelerate` select that code for models of the table too, on one shard. Encoder-decoders, models
 with ALiBi, Falcon and models with a `dynamic` or `longrope` rope cannot run there: the service's own engine serves them,
 with a warning, and with soft prompts and adapters.
 
@@ -80,9 +81,8 @@ UNREAD = """\
 ## Tensors that are not read
 
 A checkpoint is refused at the start if it has tensors that are not part of the model in its `config.json`: more layers
-or experts than the configuration names, or biases that it leaves out. The error names the first. Only these are left
-unread, in the checkpoint of any family, and layers that predict further tokens, if `num_nextn_predict_layers` counts
-them:
+or experts than the configuration names, or biases that it omits. The error names the first. Only these tensors are
+ignored, in checkpoints of any family, and layers that predict further tokens, if `num_nextn_predict_layers` counts them:
 """
 
 

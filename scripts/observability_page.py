@@ -13,7 +13,8 @@ RULES = Path(__file__).resolve().parent.parent / "deployment" / "monitoring" / "
 INTRODUCTION = """\
 # Observability
 
-The signals of a running service, and the tools that show them. None of them contains text of a request.
+This page describes what a running service reports: metrics, logs, traces, a terminal view, a dashboard and alerts. None of
+them contains text of a request.
 
 | | where | what |
 |---|---|---|
@@ -43,17 +44,17 @@ With `--json-output` every line of the launcher and its child processes is one J
   are split into several objects.
 - A line of an input has the fields `request_id`, `correlation_id`, `input_bytes`, `params`, `input_tokens`,
   `output_tokens`, `stop_reason` and times in milliseconds (`queue_time_ms`, `total_time_ms` and others). It also has
-  `cached_tokens`, those of the input that were found in the prefix cache, if the input came to its end; `tenant`, if a
-  certificate or a token names the caller; `prefix_id`, `adapter_id` and `seed`, if there are any. `params` counts
+  `cached_tokens`, the input tokens that the prefix cache had, if the input finished; `tenant`, if a certificate or a token
+  names the caller; `prefix_id`, `adapter_id` and `seed`, if there are any. `params` counts
   biases and stop token ids and gives the size of a cache salt, not their values.
 - A line of a call over HTTP has `api` (`openai`, `tgi` or `lmi`), `method` (`Completion`, `ChatCompletion`, `Generate`,
-  `Invocation` and so on) and `model`, the name that was asked for. Its `correlation_id` is the request's id if the client sends no `x-correlation-id`. A request that is
-  refused before the service has it, for its JSON or its token, has one line, `POST /v1/completions is refused with 400`,
-  with `code` and the `parameter` that is wrong. Probes and scrapes have none.
+  `Invocation` and so on) and `model`, the requested name. Its `correlation_id` is the request's id if the client sends no `x-correlation-id`. A request that is
+  refused for its JSON or its token, before the service accepts it, has one line, `POST /v1/completions is refused with 400`,
+  with `code` and the invalid `parameter`. Probes and scrapes have none.
 - An uncaught Python exception is one object, with its lines in `traceback`.
-- Of the lines that a client without a token can cause, one of each kind is logged per second; `tgi_request_failure`
-  counts them all. The traceback of one place is logged once a minute, with its last 20 frames. The next line has the
-  number of those left out, `omitted`.
+- Lines that a client without a token can cause are limited to one of each kind per second; `tgi_request_failure` counts
+  all events. A traceback from the same place is logged once a minute, with its last 20 frames. The next line has the
+  number of omitted lines, `omitted`.
 - A start that fails ends with level CRITICAL and the message `error: …`; the termination log has the reason as text.
 
 ## In a terminal
@@ -68,11 +69,11 @@ tgis top --once --interval 5                          # one frame of plain text;
 ![tgis top](pictures/top.png)
 
 Without `--target` and `--port` (or the variable `PORT`), it watches the service that this user has launched on this
-machine, whatever its port, else port 3000. It reads only `/metrics`. Rates, means and quantiles are those of the last `--window` seconds (10), between two scrapes.
+machine, on any port, otherwise port 3000. It reads only `/metrics`. Rates, means and quantiles are those of the last `--window` seconds (10), between two scrapes.
 Quantiles are interpolated as by Prometheus' `histogram_quantile`, evenly within a bucket; each bucket ends at 1.5 times
 the end of the one before. `generated` counts tokens as they are generated, also of unfinished inputs; `of prompts`
-counts the computed ones, not those found in the cache. `steps` shows the time of a step, the shards' part of it, and
-the router's work after it. When the service is gone, one line says so until it is back; a service that was restarted
+counts computed tokens, without those from the cache. `steps` shows the time of a step, the shards' part of it, and
+the router's work after it. While the service does not answer, one line says so; a restarted service
 begins a new window. In a pipe the frames are plain text.
 
 ## Dashboard
@@ -88,7 +89,7 @@ on a real Prometheus that scrapes a real service. These pictures were made by `m
 Traces need `--otlp-endpoint http://collector:4317` and `pip install '.[otel]'`. Spans are named
 `fmaas.GenerationService/Generate`, or `POST /v1/chat/completions` over HTTP, whose attributes are those of HTTP servers
 (`http.route`, `http.response.status_code`), and continue the caller's `traceparent`. They carry model, tenant, parameters, token
-counts (`gen_ai.usage.cache_read.input_tokens` are those found in the prefix cache), finish reasons, and the times in the
+counts (`gen_ai.usage.cache_read.input_tokens` counts those from the prefix cache), finish reasons, and the times in the
 queue, to the first token and of computation, but no text and no cache salt. With several
 [router workers](router-workers.md) the resource attribute `service.instance.id` is `router-worker-N`. A slow or dead collector does not delay
 calls. `deployment/monitoring/opentelemetry` has the configuration of a collector for traces and metrics, and a kustomize
@@ -104,20 +105,20 @@ RECORDED = {
     "tgis:calls:rate5m": "Calls per second",
     "tgis:failures:rate5m": "Failures per second, by `err`",
     "tgis:generated_tokens:rate5m": "Generated tokens per second",
-    "tgis:time_to_first_token_seconds:p99_5m": "Time to the first token that one in a hundred inputs exceeds",
-    "tgis:inter_token_seconds:p99_5m": "Time between two tokens that one in a hundred exceeds",
-    "tgis:queue_seconds:p95_5m": "Time in the queue that one in twenty inputs exceeds",
-    "tgis:prefix_hits:ratio5m": "Share of prompt tokens that the prefix cache had",
-    "tgis:demand:ratio": "Live inputs over the concurrency limit, to scale by",
+    "tgis:time_to_first_token_seconds:p99_5m": "99th percentile of the time to the first token",
+    "tgis:inter_token_seconds:p99_5m": "99th percentile of the time between two tokens",
+    "tgis:queue_seconds:p95_5m": "95th percentile of the time in the queue",
+    "tgis:prefix_hits:ratio5m": "Fraction of prompt tokens that the prefix cache had",
+    "tgis:demand:ratio": "Live inputs over the concurrency limit, for autoscaling",
 }
 
 ALERTS = """
-Each is of a whole service, the sum of its replicas, by `namespace` and `job`.
+Each series is the sum over the replicas of a service, by `namespace` and `job`.
 
 ## Alerts
 
-`promtool test rules deployment/monitoring/rules_test.yaml` tests that each of them fires and does not fire. Set the
-thresholds of latencies (`TgisSlowFirstToken`, `TgisSlowTokens`) to what your service promises.
+`promtool test rules deployment/monitoring/rules_test.yaml` tests each alert, firing and silent. Set the thresholds of
+latencies (`TgisSlowFirstToken`, `TgisSlowTokens`) to what your service promises.
 """
 
 

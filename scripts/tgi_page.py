@@ -10,15 +10,15 @@ from tgis.router.api.tgi.options.names import DEFAULTS, MAPPED, REFUSED, WITHOUT
 INTRODUCTION = """\
 # Coming from Text Generation Inference
 
-Clients of Hugging Face TGI can stay as they are: [TGI's API](../tgi.md) has its routes, fields, texts of errors and
-statuses. Command lines and variables can stay too:
+This page lists what changes for clients and operators of Hugging Face TGI. Clients need no change: [TGI's API](../tgi.md)
+has the same routes, fields, error texts and statuses. Command lines and variables can stay too:
 
 ```shell
 text-generation-launcher --compat tgi --model-id org/model --max-total-tokens 4096 --port 3000
 ```
 
 `--compat tgi` (`COMPAT=tgi`) reads TGI's flags and variables beside ours. In a pod that ran TGI, change the image and set
-`COMPAT=tgi`. Without it a flag that only TGI has is a usage error, which says so, and its variables are not looked at.
+`COMPAT=tgi`. Without it, a flag that only TGI has is a usage error that says so, and TGI's variables are ignored.
 
 ## What is different at once
 
@@ -27,39 +27,39 @@ Under `--compat tgi`, options that are not given have TGI's values:
 Everything else keeps the defaults of this service:
 
 - There is no default model: a start without `--model-id` is a usage error.
-- One shard, and a line of the log that says so; TGI takes all visible GPUs. `--num-shard` sets the number, and
-  `--sharded true` takes all visible GPUs, of which there must be two or more.
+- There is one shard, which a log line reports; TGI takes all visible GPUs. `--num-shard` sets the number, and
+  `--sharded true` takes all visible GPUs, at least two.
 - gRPC is served too, on port 8033: `--grpc-port` moves it. `-g` must be written out.
 - After SIGTERM requests get 90 s to finish, as in TGI: a pod's `terminationGracePeriodSeconds` must be longer than that, or
   `--graceful-termination-timeout` less.
 - Browsers may call the API from other origins only if `--cors-allow-origin` names them, once for each; TGI allows all.
-- Keys are compared exactly, and hold for every route but the probes and `/metrics`, and for gRPC. Keys in a file
-  (`--auth-tokens-path`), which may change while the service runs, are better: other processes can read a command line.
-- `--hostname` is a name that can be resolved, or an address; TGI listens on all addresses if it cannot read it.
-- `--lora-adapters` has a revision after a hub id only. A request for an adapter that is not there is refused; TGI answers
-  with the bare model.
+- Keys are compared exactly, and are required for every route except the probes and `/metrics`, and for gRPC. Prefer keys in
+  a file (`--auth-tokens-path`), which may change while the service runs: other processes can read a command line.
+- `--hostname` must be an address or a name that can be resolved; TGI listens on all addresses if it is neither.
+- `--lora-adapters` may have a revision only after a hub id. A request for an unknown adapter is refused; TGI answers
+  without the adapter.
 - `--rope-scaling linear` scales positions. It had no effect in TGI's last version.
-- `--cuda-memory-fraction` is the share of a GPU that the service may use, and nothing is taken off it.
-- `--quantize` has no `exl2`; [models](../models.md) lists the formats. Other than in TGI, `--dtype` may be given with it.
+- `--cuda-memory-fraction` is the fraction of a GPU that the service may use, without a further deduction.
+- `--quantize` has no `exl2`; [models](../models.md) lists the formats. Unlike in TGI, `--dtype` may be given with it.
 
 ## Limits of tokens
 
 | limit | TGI, if it is not given | here |
 | --- | --- | --- |
-| `--max-total-tokens` | the least of the cache, the tokenizer's limit and the model's | the model's; a cache that cannot hold one request of that length ends the start |
+| `--max-total-tokens` | the minimum of the cache, the tokenizer's limit and the model's | the model's; a cache that cannot hold one request of that length ends the start |
 | `--max-input-tokens` | one less than `--max-total-tokens` | the same; a larger one ends the start |
 | `--max-batch-prefill-tokens` | computed from the GPU's and the model's figures, else 4096 | `--max-step-tokens`, 2048: tokens of prompts and of running requests that one step computes |
 | `--max-batch-total-tokens` | measured by a request at the start; a value that is given has no effect on most models | measured by the largest step at the start; a value that is given is an upper bound |
 
-A request may ask for any number of new tokens that fit after its input. TGI counts at most 1,024 of them when it checks
-this, and continues longer texts in slices.
+A request may have any number of new tokens that fit after its input. TGI counts at most 1,024 of them in this check, and
+continues longer texts in slices.
 
 ## Models of the hub
 
 `--model-id org/model` that is neither a directory nor in the hub cache is downloaded before anything else is started, and
-so are ids in `--lora-adapters` and `--tokenizer-name`. The log shows how far the download is; an interrupted one resumes at
-the next start. `HF_TOKEN` and `HF_ENDPOINT` are read for it and reach only the process that downloads. With
-`HF_HUB_OFFLINE=1` nothing is downloaded, and without `--compat` neither. `--trust-remote-code` with a model that is to be
+so are ids in `--lora-adapters` and `--tokenizer-name`. The log shows the progress; an interrupted download resumes at the
+next start. `HF_TOKEN` and `HF_ENDPOINT` are read for it and reach only the process that downloads. Nothing
+is downloaded with `HF_HUB_OFFLINE=1`, or without `--compat`. `--trust-remote-code` with a model that is to be
 downloaded needs `--revision`. There are no probes while files are downloaded: give a startup probe enough time, or download
 before with `text-generation-server download-weights org/model`.
 
@@ -94,8 +94,8 @@ SHARED = """\
 CLIENTS = """\
 ## Over gRPC
 
-The same service answers over gRPC, with batches, deadlines, soft prompts and trailing metadata; nobody has to move.
-[The wire](../wire.md) has the messages, and the [quickstart](../quickstart.md) a client in Python.
+The same service also serves gRPC, with batches, deadlines, soft prompts and trailing metadata; using it is optional. The
+[gRPC API](../wire.md) has the messages, and the [quickstart](../quickstart.md) a client in Python.
 
 | over HTTP | over gRPC |
 | --- | --- |
@@ -118,29 +118,29 @@ The same service answers over gRPC, with batches, deadlines, soft prompts and tr
 | `details`, `decoder_input_details` | `response.generated_tokens`, `response.input_tokens`, with `token_logprobs` and `token_ranks`; also of streams |
 | `top_n_tokens` | `response.top_n_tokens` |
 | `return_full_text` | `response.input_text` |
-| `adapter_id` | `adapter_id`; an unknown one is refused, and never answered by the bare model |
+| `adapter_id` | `adapter_id`; an unknown one is refused |
 | `watermark` | the metadata `tgis-watermark: true` |
 | `best_of` | none; only over HTTP |
 
-The frequency penalty is OpenAI's, and values that were chosen for TGI mean something else: TGI subtracts the penalty
-times the token's share of input and output, OpenAI the penalty times the number of its occurrences in the output.
+The frequency penalty is OpenAI's, so values that were chosen for TGI have another effect: TGI subtracts the penalty times
+the token's fraction of input and output, OpenAI the penalty times the number of its occurrences in the output.
 
 | status over HTTP | over gRPC |
 | --- | --- |
 | 422, `validation` | INVALID_ARGUMENT |
-| 429, `overloaded` | RESOURCE_EXHAUSTED, `Model is overloaded`, with the time to come again |
-| 424, `generation` | INTERNAL, with an id that the log explains |
+| 429, `overloaded` | RESOURCE_EXHAUSTED, `Model is overloaded`, with the time to retry |
+| 424, `generation` | INTERNAL, with an id; the log has the cause under it |
 | `finish_reason` `length`, `eos_token`, `stop_sequence` | `stop_reason` MAX_TOKENS or TOKEN_LIMIT, EOS_TOKEN, STOP_SEQUENCE |
 
 ## Metrics
 
-Both have names with `tgi_` in front, and they are not the same ones. Those here are TGIS's ([metrics](../metrics.md)):
+Both servers use names that begin with `tgi_`, but different ones. Those here are TGIS's ([metrics](../metrics.md)):
 
 | TGI | here |
 | --- | --- |
 | `tgi_batch_inference_duration{method="decode"}`, and others by `method` | `method="next_token"`; `prefill` is the same |
 | `tgi_request_failure{err="overloaded"}` | `err="conc_limit"` |
-| `tgi_batch_current_max_tokens` | none; `tgi_kv_cache_usage_ratio` tells how full the cache is |
+| `tgi_batch_current_max_tokens` | none; `tgi_kv_cache_usage_ratio` is the used fraction of the cache |
 | `tgi_batch_next_size` | `tgi_batch_inference_batch_size` |
 | `tgi_request_skipped_tokens` | `tgi_speculation_accepted_tokens`, a counter |
 | `tgi_batch_concat` | `tgi_batch_concatenation_count` |

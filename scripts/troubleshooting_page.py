@@ -15,9 +15,9 @@ INNER = ("tgis/net/framing.py",)
 INTRODUCTION = """\
 # Troubleshooting
 
-Messages in their exact words; braces stand for values. A start that is refused, or a command that fails, prints one
-line, `error: …`, to stderr and the termination log; the exit status is 1, or 2 for an option that cannot be read.
-With `--json-output` that line is the message of an object. Every other line is in the log. `tgis env` prints versions,
+This page explains the messages of the service and what to do about them, in their exact words; braces stand for values. A
+refused start or a failed command prints one line, `error: …`, to stderr and the termination log; the exit status is 1, or 2
+for an invalid option. With `--json-output` that line is the message of an object. Every other line is in the log. `tgis env` prints versions,
 machine and settings for a report. Alerts are explained in [Observability](observability.md#alerts).
 """
 STATUSES = """\

@@ -10,16 +10,16 @@ from tgis.router.api.vllm.options.names import DEFAULTS, MAPPED, REFUSED, WITHOU
 INTRODUCTION = """\
 # Coming from vLLM
 
-Clients of vLLM's server can stay as they are: [OpenAI's API](../openai.md) has vLLM's routes and fields, and its page
-says which fields are refused. Command lines can stay too:
+This page lists what changes for clients and operators of vLLM's server. Clients need no change:
+[OpenAI's API](../openai.md) has vLLM's routes and fields, and lists the fields that are refused. Command lines can stay too:
 
 ```shell
 text-generation-launcher org/model --compat vllm --tensor-parallel-size 2 --max-model-len 8K
 ```
 
 `--compat vllm` (`COMPAT=vllm`) reads the flags and variables below beside ours. In a pod that ran `vllm serve`, change
-the image and set `COMPAT=vllm`; the arguments stay. Without `--compat`, a flag that only vLLM has is a usage error, which
-says so. A flag that is in no table is a usage error too: nothing is ignored in silence.
+the image and set `COMPAT=vllm`; the arguments stay. Without `--compat`, a flag that only vLLM has is a usage error that
+says so. A flag that is in no table is a usage error too: nothing is ignored silently.
 
 As in vLLM, flags may have underscores instead of hyphens, the model may be the word before all flags, switches may
 have a value or `no` (`--no-trust-remote-code`), and several words may follow `--served-model-name` and
@@ -34,20 +34,20 @@ Everything else keeps the defaults of this service:
 - There is no default model: a start without one is a usage error.
 - A model that is neither a directory nor in the hub cache is downloaded before anything else is started, as
   [from TGI](tgi.md#models-of-the-hub); `HF_HUB_OFFLINE=1` forbids it.
-- A model in a folder has the folder's name, without the path above it; vLLM's clients send the whole path. Give
-  `--served-model-name` if they do.
+- A model in a folder is named after the folder, without its path. If your clients send the whole path, as vLLM expects,
+  set `--served-model-name`.
 - Probes may stay (`/health` on the same port); `health-probe` needs `--port 8000`.
 - gRPC is served too, on port 8033: `--grpc-port` moves it.
-- `--max-concurrent-requests`, 512, bounds the requests that run and wait; more get 429, where vLLM's queue is endless.
-- A seed is random for each request that gives none. Other fields of sampling that a request does not set have the values
+- `--max-concurrent-requests`, 512, limits running and waiting requests; further ones get 429, while vLLM's queue is unlimited.
+- A request without a seed gets a random one. Other sampling fields that a request does not set have the values
   of the model's `generation_config.json`, as in vLLM, but its `max_new_tokens` is not read, and `"do_sample": false` in it
   means temperature 0.
 - Browsers may call the API from other origins only if `--allowed-origins` names them; vLLM allows all.
-- Keys hold for every route except `/health`, `/live` and `/metrics`, and for gRPC; vLLM's protect `/v1` only. Keys in
-  a file (`--auth-tokens-path`), which may change while the service runs, are better: other processes can read a command
+- Keys are required for every route except `/health`, `/live` and `/metrics`, and for gRPC; in vLLM for `/v1` only. Prefer
+  keys in a file (`--auth-tokens-path`), which may change while the service runs: other processes can read a command
   line.
-- Without `--gpu-memory-utilization` the cache takes all memory that the model leaves, not 0.9 of it.
-- Metrics have [names of their own](../metrics.md) beside [vLLM's](../metrics.md#under-vllms-names).
+- Without `--gpu-memory-utilization` the cache takes all memory that remains after the model, not 0.9 of it.
+- Metrics have [this service's names](../metrics.md), and [vLLM's](../metrics.md#under-vllms-names) too.
 
 ## Adapters
 
@@ -59,7 +59,7 @@ Everything else keeps the defaults of this service:
 | `POST /v1/load_lora_adapter`, `POST /v1/unload_lora_adapter` | the same, with a token; `lora_path` is an adapter's id, or its folder below `--adapter-cache` or `--prefix-store-path` |
 | `VLLM_PLUGINS=lora_filesystem_resolver`, `VLLM_LORA_RESOLVER_CACHE_DIR` | `--adapter-cache`; every adapter in it can be named by its id without being loaded first |
 
-A path elsewhere is refused, so that a client cannot make the service read other folders. A hub id is refused too, as
+Other paths are refused, so that a client cannot make the service read other folders. A hub id is refused too, so that
 clients cannot make the service download anything. [Names at run time](../openai.md#names-at-run-time) has the rules.
 
 ## Flags and variables
@@ -82,7 +82,7 @@ SHARED = """\
 
 `--port`, `--revision`, `--dtype`, `--kv-cache-dtype`, `--device`, `--served-model-name`, `--trust-remote-code`,
 `--block-size`, `--chat-template`, `--tool-call-parser`, `--reasoning-parser`, `--nnodes`, `--node-rank`, `--master-addr`,
-`--master-port`, `--headless`, `--generation-config` and `--override-generation-config` have the meaning of our own.
+`--master-port`, `--headless`, `--generation-config` and `--override-generation-config` have the meaning of this service's options.
 `--dtype` also takes `auto`, `half` and `float`; `--generation-config vllm` is `none`; `--override-generation-config` takes no `max_new_tokens`;
 `--chat-template` is a file and not a template in one line; for several machines, links need certificates ([Deployment](../deployment.md)).
 """

@@ -24,40 +24,43 @@ VALUE = re.compile(r"([A-Z_]+) = (\d+);(?:\s*// (.*))?")
 CALL = re.compile(r"rpc (\w+)\((\w+)\) returns \((stream )?(\w+)\)")
 
 INTRODUCTION = f"""\
-# The wire
+# gRPC API
 
+This page describes the gRPC API: calls, the order of a stream, metadata, and every message and field.
 `fmaas.GenerationService` is served on port 8033; its definition is `protos/generation.proto`. Names, numbers and types
-are those of TGIS and the additions of vllm-tgis-adapter; they do not change. The port also serves gRPC health (`""` and
-`fmaas.GenerationService`) and reflection. A request may have {PortOptions.max_message_bytes >> 20} MiB (`--max-message-bytes`).
+are those of TGIS, with the additions of vllm-tgis-adapter, and do not change. The port also serves gRPC health (`""` and
+`fmaas.GenerationService`) and reflection. A request may have up to
+{PortOptions.max_message_bytes >> 20} MiB (`--max-message-bytes`).
 """
 STREAM = """\
 ## Messages of a stream
 
-1. A header at once: `input_token_count`, the seed, and the input's text if it was requested.
+1. A header, sent at once: `input_token_count`, the seed, and the input's text if it was requested.
 2. If `input_tokens` were requested, a message with only those and their count.
 3. Messages with text, tokens or both; `generated_token_count` grows. One without text is sent only if tokens were
-   requested. A message has one token, or several if they came while the client or the service was behind: at most
-   256, likely others (`top_n_tokens`) among them.
+   requested. A message has one token, or several if the client or the service is slow: at most 256 token entries,
+   alternatives (`top_n_tokens`) included.
 4. The last one has `stop_reason`, the seed again, and `stop_sequence` if that was the reason.
 
-A unary answer has all of this in one message for each input, in the order of the inputs.
+A unary answer has all of this in one message for each input, in order of the inputs.
 """
 METADATA = """\
 ## Metadata of a call
 
-What the messages cannot say is call metadata, and applies to all inputs of the call. An unknown `tgis-*` key, a key that
-is given twice, or a value that is not allowed is INVALID_ARGUMENT, also of `Tokenize` and `ModelInfo`; the text names the
-key. Other keys are left alone. All metadata of a call may have {max_bytes} KiB (`--max-metadata-bytes`).
+Parameters that the messages lack are call metadata; they apply to all inputs of the call. An unknown `tgis-*` key, a
+key that is given twice, or an invalid value is INVALID_ARGUMENT, in every method; the text names the key. Other keys
+are ignored. All metadata of a call may have up to {max_bytes} KiB (`--max-metadata-bytes`).
 
 """
 SAMPLING = """\
 Logits are changed in this order ([step 7](how-it-works.md#a-request-in-eight-steps)): grammar mask, logit bias, watermark,
 `min_new_tokens`, length penalty, repetition penalty, presence and frequency penalties, temperature, `top_k`, `top_p`,
-min_p, `typical_p`. Details of generated tokens are told from the logits after all of it.
+min_p, `typical_p`. Details of generated tokens are computed from the logits after all of these steps.
 
-Token ids must be below the model's vocabulary. An input of the ids that `Tokenize` returns under `tgis-tokens: ids` gets the
-answer that the text itself gets, and `input_text` returns the ids as they were sent. Truncation keeps the last ids and puts
-none in front. A cache salt is never shown, and no salt lets a call share what another [tenant](tls.md#tenants) has cached.
+Token ids must be below the size of the model's vocabulary. The ids that `Tokenize` returns under `tgis-tokens: ids`, sent as
+input, give the same answer as the text, and `input_text` returns them unchanged. Truncation keeps the last ids and adds none
+in front. A cache salt is never logged or returned, and no salt lets a call share the cache of another
+[tenant](tls.md#tenants).
 
 ```python
 stub.Generate(request, metadata=[("tgis-logit-bias", "17:-100,42:1.5"), ("tgis-tokens", "ids")])
@@ -66,7 +69,7 @@ stub.Generate(request, metadata=[("tgis-logit-bias", "17:-100,42:1.5"), ("tgis-t
 TRAILING = """\
 ## Trailing metadata
 
-The end of a `Generate` or `GenerateStream` that succeeded has these. Times are those of the slowest input since it was
+A successful `Generate` or `GenerateStream` ends with this metadata. Times are those of the slowest input since it was
 accepted, in milliseconds with three decimals; numbers of tokens are sums over the inputs.
 
 """

@@ -12,7 +12,7 @@ import click
 import grpc
 import pytest
 
-from scripts import messages, observability_page, troubleshooting_page
+from scripts import messages, observability_page, speed_picture, troubleshooting_page
 from tests.support.pages import FLAG, VARIABLE, Command, Page, take_variables
 from tgis.cli import main as cli
 from tgis.cli.client.options import Connection
@@ -33,7 +33,7 @@ OURS = re.compile(r"(make|tgis|text-generation-\w+) ")  # in the middle of a sen
 TOOLS = [*(ROOT / "bench").rglob("*.py"), *(ROOT / "integration_tests" / "chaos").glob("*.py")]
 
 SERVER_NAMES = [one for one in foreign_aliases() if one.variable]
-PROGRAMS = set("cd curl for kubectl mkdir openssl pip podman printf python source".split())
+PROGRAMS = set("cd curl for grpcurl kubectl mkdir openssl pip podman printf python source".split())
 # Flags, variables and further words in capitals that are others'.
 FOREIGN_FLAGS = set(
     "--help --max-model-len --model --tensor-parallel-size --quantization --ssl-certfile --upgrade "
@@ -47,6 +47,9 @@ FOREIGN_NAMES = set(
     "ENABLE_VLLM_LOG_REQUESTS MASTER_SHARD_UDS_PATH AF_NETLINK TEMPLATE "
     "OLLAMA_HOST OLLAMA_CONTEXT_LENGTH OLLAMA_NUM_PARALLEL OLLAMA_KV_CACHE_TYPE".split()
 ) | {type.name for type in TYPES.values()}
+PATH = re.compile(
+    r"`([\w.-]+(?:/[\w.-]*)+|[\w-]+\.(?:py|proto|toml|md|yml))`"
+)  # a file, or a folder with a slash
 DEPLOYMENT_FILE = re.compile(r"(?<![\w/])deployment/[\w./-]*\w")
 
 
@@ -157,6 +160,26 @@ def test_pages_are_all_in_the_navigation() -> None:
     assert sorted(named) == sorted(there)
 
 
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.md")), ids=lambda path: path.name)
+def test_pages_open_with_what_they_answer(path: Path) -> None:
+    title, opening, *_ = path.read_text().split("\n\n")
+    assert re.fullmatch("# .+", title)
+    assert "This page " in opening
+
+
+def test_the_readme_repeats_the_speeds_of_the_page_on_performance() -> None:
+    text = (ROOT / "docs" / "performance.md").read_text()
+    rows = [row for row in (ROOT / "README.md").read_text().splitlines() if row.startswith("| SmolLM2-")]
+    assert len(rows) == 2
+    assert set(rows) <= set(text.splitlines())
+    cases, series = speed_picture.read_table(text)
+    assert [len(ratios) for ratios in series.values()] == [len(cases)] * 2
+
+
 def test_faults_are_numbered_without_a_gap() -> None:
     text = (ROOT / "docs" / "reliability.md").read_text()
     numbers = [int(number) for number in re.findall(r"^\| [A-J](\d+) \|", text, re.MULTILINE)]
@@ -182,6 +205,33 @@ def test_files_of_the_deployment_exist() -> None:
     missing = {name for name in named if not (ROOT / name).exists()}
     assert named
     assert not missing
+
+
+def missing_paths(text: str) -> list[str]:
+    """Return the files and folders in backticks that do not exist, by their paths from the root."""
+    names = PATH.findall(text)
+    return [
+        name for name in names if not ((ROOT / name).is_dir() if name[-1] == "/" else (ROOT / name).is_file())
+    ]
+
+
+def test_architecture_names_files_and_folders_that_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    assert len(PATH.findall(text)) > 60
+    assert missing_paths(text) == []
+
+
+def test_a_path_that_does_not_exist_is_found() -> None:
+    there, missing = (
+        "`tgis/logs.py`, `tgis/cli/`",
+        "`tgis/lags.py`, `tgis/clio/`, `tgis/logs.py/`, `nowhere.toml`",
+    )
+    assert missing_paths(f"{there}, {missing}, `min_p` and `a.b`") == [
+        "tgis/lags.py",
+        "tgis/clio/",
+        "tgis/logs.py/",
+        "nowhere.toml",
+    ]
 
 
 def test_how_it_works_names_files_that_exist_and_every_package() -> None:
