@@ -321,7 +321,7 @@ def test_tokenizers_that_a_file_cannot_represent_are_refused(tmp_path: Path) -> 
             (write_wordpiece, "tokenizers of type WordPiece cannot be written as GGUF"),
             (write_with_a_pattern, "llama.cpp has no name for this tokenizer's way of splitting texts"),
             (write_with_spaces, "a GGUF file cannot represent how this tokenizer splits "),
-            (lambda path: (path / "tokenizer.json").unlink(), "tokenizer.json is missing; "),
+            (lambda path: (path / "tokenizer.json").unlink(), "tokenizer.json is missing: run"),
         ]
     ):
         write(model)

@@ -379,7 +379,7 @@ def test_refusals(tmp_path: Path) -> None:
     model, output = tmp_path / "model", tmp_path / "output"
     text = write(model, CASES["llama_grouped_queries"]())
     assert call("nobody/x", output) == "Weights not found in local cache for model nobody/x"
-    assert "is needed: wikitext-2" in call(model, output)
+    assert "is needed: the default text, wikitext-2," in call(model, output)
     assert call(model, output, "--upload-to-model-id", "org/m") == (
         f"--upload-to-model-id is not supported: quantize without it, then: hf upload org/m {output}"
     )
@@ -432,7 +432,7 @@ def test_weights_that_are_no_numbers_are_named(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"^blocks\.1\.mlp\.down contains values that are not finite"):
         quantize(model, tmp_path / "a", LITTLE, text)
     with pytest.raises(
-        WeightsError, match=r" tensor model\.layers\.1\.mlp\.down_proj\.weight holds numbers that are not"
+        WeightsError, match=r" tensor model\.layers\.1\.mlp\.down_proj\.weight contains values that are not"
     ):
         quantize(model, tmp_path / "b", QuantizeSettings(method="int8"), None)
 

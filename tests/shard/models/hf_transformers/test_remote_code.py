@@ -57,7 +57,7 @@ def test_an_unknown_type_is_refused(model: Path, modules: Path) -> None:
     change(model, model_type="evil", architectures=["Model"])
     with pytest.raises(UnsupportedModelError) as caught:
         load(configure(model))
-    text = "its code is part of the checkpoint, and runs only with TRUST_REMOTE_CODE=true"
+    text = "its code is part of the checkpoint and runs only with TRUST_REMOTE_CODE=true"
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
     check_unharmed(model, modules)
