@@ -81,8 +81,7 @@ class HttpConnection(HttpToolsProtocol):
     _slow_timer: asyncio.TimerHandle | None = None
     _began_at: float | None = None
     """Time of the first byte of the current request; None: the connection is idle."""
-    _is_whole = True
-    """True if the last request has arrived completely."""
+    _is_whole = True  # False while a request is arriving
     _num_received = 0  # bytes since the last complete request
     _num_body = 0  # those of them that belong to a body
     _num_body_left = 0  # unparsed bytes of a body with a length
