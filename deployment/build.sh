@@ -1,13 +1,13 @@
 #!/bin/sh
-# What an image is made of, step by step: the Containerfile runs these in its stages, and scripts/image_root.sh
-# without a container engine.
+# The steps to build an image: the Containerfile runs them in its stages, and scripts/image_root.sh without a
+# container engine.
 #
-#   build.sh torch PYTHON     an environment at /opt/tgis with torch; PYTHON has pip
-#   build.sh service PYTHON   the service into it, from the current directory, with its kernels compiled
-#   build.sh user ROOT        its user, and the directories it may write, below ROOT
+#   build.sh torch PYTHON     create an environment at /opt/tgis with torch; PYTHON has pip
+#   build.sh service PYTHON   install the service into it from the current directory, and compile its kernels
+#   build.sh user ROOT        create its user, and the directories it may write, below ROOT
 #
-# Everything is a wheel that locks/ names, with a hash that locks/ has. VARIANT: cpu or cuda. TORCH_INDEX: where torch's
-# build for CPUs comes from; empty: where pip finds everything else.
+# Every package is a wheel pinned in locks/ with its hash. VARIANT: cpu or cuda. TORCH_INDEX: index of torch's build for
+# CPUs; empty: pip's index.
 # shellcheck disable=SC2086 # LOCKED is a list of words
 set -eu
 umask 022
@@ -18,7 +18,7 @@ VARIANT=${VARIANT:-cpu}
 TORCH_INDEX=${TORCH_INDEX-https://download.pytorch.org/whl/cpu}
 LOCKED="--require-hashes --no-deps --only-binary :all:"
 
-# pip stays outside. Bytecode is written for what is imported below, not for thousands of files that never are.
+# pip is not installed. Bytecode is written for modules imported below, not for thousands of files that never are.
 install() {
     "$python" -m pip --python "$PREFIX/bin/python" install -q --no-cache-dir --no-compile "$@"
 }
@@ -36,17 +36,17 @@ torch)
 service)
     python=$2
     install $LOCKED -r locks/service.lock
-    # What builds the service is not installed with it.
+    # Build requirements are not installed.
     builders=$(mktemp -d)
     trap 'rm -rf "$builders"' EXIT
     "$python" -m pip install -q --no-cache-dir $LOCKED --target "$builders" -r locks/build.lock
     (export PYTHONPATH="$builders" && install --no-deps --no-build-isolation .)
-    # Away from the sources, so that what is imported is what was installed.
+    # Outside the sources, so that the installed package is imported.
     cd /
     "$PREFIX/bin/python" -c 'import tgis.cli.main, tgis.launcher.main, tgis.cli.health_probe, tgis.router.app'
     "$PREFIX/bin/python" -m tgis.shard.kernels.cpu.jit.precompile
     if [ "$VARIANT" = cuda ]; then
-        # A100, L4 and L40S, H100 and H200, B200. It calls gcc, and needs no GPU.
+        # For A100, L4 and L40S, H100 and H200, B200. This calls gcc, and needs no GPU.
         "$PREFIX/bin/python" -m tgis.shard.kernels.cuda.offline.precompile 80 89 90 100
     fi
     ;;
@@ -56,7 +56,7 @@ user)
     grep -qs '^tgis:' "$root/etc/passwd" ||
         echo 'tgis:x:2000:0:text generation:/home/tgis:/sbin/nologin' >> "$root/etc/passwd"
     chmod 1777 "$root/tmp"
-    # Any user id will do, as long as its group is 0: OpenShift chooses one for each namespace.
+    # Any user id in group 0 works: OpenShift chooses one for each namespace.
     chown 2000:0 "$root/home/tgis"
     chmod 770 "$root/home/tgis"
     ;;

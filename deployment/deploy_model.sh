@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Applies models/NAME to the cluster that kubectl speaks to; --dry-run prints what would be applied.
+# Applies models/NAME to kubectl's current cluster; --dry-run prints the objects instead.
 set -euo pipefail
 cd "$(dirname "$0")"
 

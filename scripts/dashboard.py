@@ -56,34 +56,32 @@ INTER_TOKEN = "tgi_request_inter_token_duration"  # noqa: S105
 STEP = "tgi_batch_inference_duration"
 FORWARD = "tgi_batch_inference_forward_duration"
 GENERATED = f"{rate(FIRST_TOKEN + '_count')} + {rate(INTER_TOKEN + '_count')}"
-TOKENS_HELP = "Every token that was generated, also of inputs that have not ended."
+TOKENS_HELP = "All generated tokens, including those of running inputs."
 
 ROWS = (
     Row(
         "Traffic",
         [
+            Panel("Calls started", "reqps", [Query(total("tgi_request_count_total", "kind"), "{{kind}}")]),
             Panel(
-                "Calls at their start", "reqps", [Query(total("tgi_request_count_total", "kind"), "{{kind}}")]
-            ),
-            Panel(
-                "Inputs that ended, by stop reason",
+                "Completed inputs by stop reason",
                 "reqps",
                 [Query(total("tgi_request_success_total", "stop_reason"), "{{stop_reason}}")],
                 is_stacked=True,
             ),
             Panel(
-                "Failures, by what ended them",
+                "Failures by cause",
                 "reqps",
                 [Query(total("tgi_request_failure_total", "err"), "{{err}}")],
-                "validation, unauthenticated and cancelled are the clients'; generate, timeout and "
-                "token_timeout the service's; conc_limit says that there is too much for it.",
+                "validation, unauthenticated and cancelled are caused by clients; generate, timeout and "
+                "token_timeout by the service; conc_limit: the service is overloaded.",
                 is_stacked=True,
             ),
             Panel(
-                "Calls that set parameters beside the messages",
+                "Calls with parameters outside the messages",
                 "reqps",
                 [Query(total("tgi_request_parameter_count_total", "parameter"), "{{parameter}}")],
-                "By metadata, or by another port; a call counts under each parameter that it sets.",
+                "Set by metadata, or over HTTP; a call counts under each parameter that it sets.",
             ),
         ],
     ),
@@ -91,15 +89,15 @@ ROWS = (
         "HTTP APIs",
         [
             Panel(
-                "Answers by status",
+                "Responses by status",
                 "reqps",
                 [Query(total("tgi_http_api_request_count_total", "api", "code"), "{{api}} {{code}}")],
-                "Of the APIs of --http-api; 4xx are the clients', 5xx the service's; 429: there is too much "
-                "for it. Nothing where no API is served.",
+                "APIs of --http-api; 4xx are caused by clients, 5xx by the service; 429: the service is "
+                "overloaded. Empty without an API.",
                 is_stacked=True,
             ),
             Panel(
-                "Answers by route",
+                "Responses by route",
                 "reqps",
                 [Query(total("tgi_http_api_request_count_total", "api", "route"), "{{api}} {{route}}")],
                 is_stacked=True,
@@ -112,12 +110,13 @@ ROWS = (
                     Query(f"sum ({series('tgi_http_api_active_streams')})", "streams"),
                 ],
             ),
-            Panel("Rendering a chat", "s", quantiles("tgi_chat_template_duration")),
+            Panel("Time to render a chat", "s", quantiles("tgi_chat_template_duration")),
             Panel(
-                "Chats that were not rendered",
+                "Failed chat templates",
                 "reqps",
                 [Query(total("tgi_chat_template_failure_total", "err"), "{{err}}")],
-                "template: refused by it, or it is wrong; killed: it took too long or too much memory.",
+                "template: the template refused the chat or is invalid; killed: it needed too much time or "
+                "memory.",
             ),
         ],
     ),
@@ -125,9 +124,9 @@ ROWS = (
         "Latencies",
         [
             Panel("Time to the first token", "s", quantiles(FIRST_TOKEN)),
-            Panel("Between two tokens", "s", quantiles(INTER_TOKEN)),
-            Panel("In the queue", "s", quantiles("tgi_request_queue_duration")),
-            Panel("Whole inputs", "s", quantiles("tgi_request_duration")),
+            Panel("Time between two tokens", "s", quantiles(INTER_TOKEN)),
+            Panel("Time in the queue", "s", quantiles("tgi_request_queue_duration")),
+            Panel("Time of whole inputs", "s", quantiles("tgi_request_duration")),
         ],
     ),
     Row(
@@ -137,7 +136,7 @@ ROWS = (
                 "Ready",
                 "short",
                 [Query(each("tgi_ready"), EACH)],
-                "0: loading, without shards, or ending.",
+                "0: loading, without shards, or shutting down.",
             ),
             Panel("Inputs in the queue", "short", [Query(each("tgi_queue_size"), EACH)]),
             Panel("Inputs in the batch", "short", [Query(each("tgi_requests_running"), EACH)]),
@@ -146,10 +145,10 @@ ROWS = (
                 "short",
                 [
                     Query(f"sum ({series('tgi_permits_used')})", "used"),
-                    Query(f"sum ({series('tgi_permits_limit')})", "there are"),
+                    Query(f"sum ({series('tgi_permits_limit')})", "limit"),
                     Query(f"sum ({series('tgi_requests_live')})", "live inputs"),
                 ],
-                "Where used meets what there are, calls are refused with conc_limit.",
+                "If used reaches the limit, calls are refused with conc_limit.",
             ),
         ],
     ),
@@ -170,7 +169,7 @@ ROWS = (
                 "short",
                 [
                     Query(total("tgi_batch_next_tokens_sum"), "computed"),
-                    Query(total("tgi_prefix_cache_hits_total"), "found in the cache"),
+                    Query(total("tgi_prefix_cache_hits_total"), "read from the cache"),
                 ],
                 is_stacked=True,
             ),
@@ -183,7 +182,7 @@ ROWS = (
         [
             Panel("Cache in use", "percentunit", [Query(each("tgi_kv_cache_usage_ratio"), EACH)]),
             Panel(
-                "Prompt tokens found in the prefix cache",
+                "Prompt tokens read from the prefix cache",
                 "percentunit",
                 [
                     Query(
@@ -194,11 +193,11 @@ ROWS = (
             ),
             Panel("Cached tokens of an input", "short", quantiles("tgi_request_cached_tokens")),
             Panel(
-                "Short of cache",
+                "Lack of cache",
                 "ops",
                 [
-                    Query(total("tgi_preemptions_total"), "inputs put back"),
-                    Query(total("tgi_prefill_weight_limit_exceeded_total"), "the first found no room"),
+                    Query(total("tgi_preemptions_total"), "preempted inputs"),
+                    Query(total("tgi_prefill_weight_limit_exceeded_total"), "first input did not fit"),
                 ],
             ),
         ],
@@ -213,7 +212,7 @@ ROWS = (
                 "A step with prompt and decode tokens counts under both.",
             ),
             Panel(
-                "Sequences of a step",
+                "Sequences per step",
                 "short",
                 [Query(mean("tgi_batch_inference_batch_size", "method"), "{{method}}")],
             ),
@@ -227,7 +226,7 @@ ROWS = (
                 ],
             ),
             Panel(
-                "Where a step's time goes",
+                "Parts of a step's time",
                 "s",
                 [
                     Query(mean(STEP, "method"), "whole {{method}}"),
@@ -241,13 +240,13 @@ ROWS = (
         "Shards",
         [
             Panel(
-                "Times the shards were lost",
+                "Losses of the shards",
                 "short",
                 [Query(f"sum by (pod, instance) ({series('tgi_shard_restarts_total')})", EACH)],
                 "Since the start of the router.",
             ),
             Panel(
-                "Steps lost with them",
+                "Steps lost with the shards",
                 "short",
                 [Query(f"sum by (method) ({series('tgi_batch_inference_failure_total')})", "{{method}}")],
                 "Since the start of the router.",
@@ -256,17 +255,17 @@ ROWS = (
                 "Steps of GPUs per second, by path",
                 "ops",
                 [Query(total("tgi_steps_by_path_total", "path"), "{{path}}")],
-                "What is not graph says why. Nothing on CPUs.",
+                "Paths other than graph name the reason. Empty on CPUs.",
                 is_stacked=True,
             ),
             Panel(
-                "Kernels that are replaced",
+                "Replaced kernels",
                 "short",
                 [Query(f"sum by (kernel) ({series('tgi_replaced_kernels')})", "{{kernel}}")],
-                "Replicas where a kernel failed the check at start. Nothing where all passed.",
+                "Replicas on which a kernel failed the check at start-up. Empty if all passed.",
             ),
             Panel(
-                "Guessed tokens that were right",
+                "Accepted draft tokens",
                 "percentunit",
                 [
                     Query(
@@ -282,9 +281,11 @@ ROWS = (
     Row(
         "Processes",
         [
-            Panel("Router workers", "short", [Query(each("tgi_router_workers"), EACH)], "Those that answer."),
             Panel(
-                "Processes started again",
+                "Router workers", "short", [Query(each("tgi_router_workers"), EACH)], "Responding workers."
+            ),
+            Panel(
+                "Restarted processes",
                 "short",
                 [
                     Query(
@@ -300,7 +301,7 @@ ROWS = (
         "Resources",
         [
             Panel(
-                "Taken and not given back",
+                "Resources not released",
                 "short",
                 [
                     Query(
@@ -309,7 +310,7 @@ ROWS = (
                         "{{kind}}",
                     )
                 ],
-                "All are 0 when the service is idle; what stays is a leak.",
+                "All are 0 when the service is idle; other values are leaks.",
             ),
             Panel("Tasks of the router", "short", [Query(each("tgi_tasks"), EACH)]),
             Panel("Open descriptors of the router", "short", [Query(each("tgi_open_descriptors"), EACH)]),
@@ -317,7 +318,7 @@ ROWS = (
                 "Certificate expires in",
                 "s",
                 [Query(f"{each('tgi_tls_certificate_seconds_left')} != 0", EACH)],
-                "Of the public port; nothing where it has none.",
+                "Certificate of the public port; empty without TLS.",
             ),
         ],
     ),

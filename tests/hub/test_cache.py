@@ -81,7 +81,7 @@ def test_a_path_that_is_not_utf8(tmp_path: Path) -> None:
     """The libraries that read models refuse such a path later, each with a different error."""
     directory = tmp_path / os.fsdecode(b"caf\xe9")
     write(directory / "config.json", {})
-    with pytest.raises(ModelNotFoundError, match=UNRESOLVED + "the path .* is not UTF-8, as safetensors"):
+    with pytest.raises(ModelNotFoundError, match=UNRESOLVED + "the path .* is not UTF-8, which safetensors"):
         cache.find_model(str(directory), None, tmp_path)
     weights = directory / "model.safetensors"
     weights.write_bytes(b"\2\0\0\0\0\0\0\0{}")

@@ -202,7 +202,7 @@ def test_progress_is_logged(hub: Hub, download: Download, monkeypatch: pytest.Mo
 
     class Watch(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if re.fullmatch(r"org/m: [12]\d\.\d of 24\.0 MB are received", record.getMessage()):
+            if re.fullmatch(r"org/m: received [12]\d\.\d of 24\.0 MB", record.getMessage()):
                 is_logged.set()
 
     watch = Watch()
@@ -246,9 +246,9 @@ def test_another_try_where_the_hub_recovers(hub: Hub, entry: Path, download: Dow
 @pytest.mark.parametrize(
     ("name", "fault", "text"),
     [
-        ("model.safetensors", hub_server.other_bytes, "model.safetensors came with a wrong checksum"),
-        ("config.json", hub_server.other_bytes, "config.json came with a wrong checksum"),
-        ("model.safetensors", hub_server.fewer_bytes, "model.safetensors came with 2990 of 3000 bytes"),
+        ("model.safetensors", hub_server.other_bytes, "model.safetensors arrived with a wrong checksum"),
+        ("config.json", hub_server.other_bytes, "config.json arrived with a wrong checksum"),
+        ("model.safetensors", hub_server.fewer_bytes, "model.safetensors arrived with 2990 of 3000 bytes"),
         ("model.safetensors", hub_server.status(403), "org/m: model.safetensors: the hub refuses access"),
         (
             "model.safetensors",
@@ -280,7 +280,7 @@ def test_a_blob_that_somebody_cut_short_is_replaced(hub: Hub, entry: Path, downl
 def test_refusals_of_the_hub(hub: Hub, download: Download) -> None:
     hub.repos["org/gated"] = Repo({}, error_code="GatedRepo")
     hub.repos["org/private"] = Repo({}, needs_token="x")
-    assert refusal(download(name="org/gated")).startswith("org/gated: access is gated; ask for it")
+    assert refusal(download(name="org/gated")).startswith("org/gated: access is gated; request it")
     assert refusal(download(name="org/none")).startswith(
         "org/none is not on the hub, or is private and needs"
     )
@@ -335,7 +335,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_that_is_too_small(hub: Hub, download: Download, small_disk: Path) -> None:
     hub.repos["org/m"].files["model.safetensors"] = WEIGHTS
     text = refusal(download(cache=small_disk))
-    assert text == f"org/m needs 24.0 MB more, {small_disk} has 4.1 MB left"
+    assert text == f"org/m needs 24.0 MB more, but {small_disk} has 4.1 MB"
     assert not hub.asked("GET", "model.safetensors")
     hub.hidden_sizes = True
     text = refusal(download(cache=small_disk))

@@ -45,7 +45,7 @@ def test_end_of_sequence_ids_are_those_of_all_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_end_of_sequence_ids_are_integers(tmp_path: Path, name: str, odd: object) -> None:
     write(tmp_path / name, {"eos_token_id": odd})
-    with pytest.raises(model_files.ModelNotFoundError, match=rf"{name}: eos_token_id .* is no token id"):
+    with pytest.raises(model_files.ModelNotFoundError, match=rf"{name}: eos_token_id .* is not a token id"):
         model_files.eos_token_ids(tmp_path)
 
 
@@ -54,7 +54,7 @@ def test_end_of_sequence_ids_are_integers(tmp_path: Path, name: str, odd: object
 )
 def test_long_values_are_not_repeated(tmp_path: Path, odd: object) -> None:
     write(tmp_path / "config.json", {"eos_token_id": odd})
-    with pytest.raises(model_files.ModelNotFoundError, match=r"eos_token_id .* is no token id") as caught:
+    with pytest.raises(model_files.ModelNotFoundError, match=r"eos_token_id .* is not a token id") as caught:
         model_files.eos_token_ids(tmp_path)
     assert len(str(caught.value)) < len(str(tmp_path)) + 200
 

@@ -170,7 +170,7 @@ def test_tls_is_checked_before_anything_is_started(model: Path, tmp_path: Path) 
         (["--model-name", "{home}/caf\udce9"], "Failed to resolve config path: the path {home}/caf"),
         (
             ["--shard-uds-path", "{home}/caf\udce9"],
-            "{home}/caf\\udce9-0.steps is not UTF-8, as a socket's ",
+            "{home}/caf\\udce9-0.steps: a socket's path must be UTF-8",
         ),
         (["--lora-adapters", "a={home}/\udce9"], "lora_adapters: a: there is no directory {home}/\\udce9"),
         (["--bind", ""], "bind: the address is empty; 0.0.0.0 means all addresses"),

@@ -89,7 +89,7 @@ def test_it_is_served_and_the_hub_is_not_asked_again(
         code = service.end()
     assert code == 0, service.output
     assert TOKEN not in service.output
-    assert any("org/m is not on the disk: downloading it" in line for line in service.lines)
+    assert any("org/m is not on disk: downloading it" in line for line in service.lines)
     assert any(f"Download: Downloading {len(files)} files for model org/m" in line for line in service.lines)
     assert any("chats use the template of " in line for line in service.lines)
     hub.requests.clear()
@@ -234,7 +234,7 @@ def test_a_download_that_is_stopped_goes_on_at_the_next_start(
     hub.requests.clear()
     again = launch(hub, cache, *revision)
     assert "safetensors" in last_line(again)
-    assert "org/m is not on the disk" in again.output
+    assert "org/m is not on disk" in again.output
     assert [one.range for one in hub.asked("GET", "model.safetensors") if one.range], "it began anew"
 
 
@@ -255,5 +255,5 @@ def test_a_gguf_file_of_the_hub_is_downloaded_and_served(hub: Hub, tmp_path: Pat
     hub.repos["org/m"] = Repo({"small.gguf": content, "other.gguf": b"GGUF"}, needs_token=TOKEN)
     service = launch(hub, tmp_path / "cache", MODEL_ID="org/m:small.gguf").wait_until_serving()
     assert service.end() == 0, service.output
-    assert any("org/m:small.gguf is not on the disk: downloading it" in line for line in service.lines)
+    assert any("org/m:small.gguf is not on disk: downloading it" in line for line in service.lines)
     assert not list((tmp_path / "cache").rglob("other.gguf"))

@@ -81,25 +81,18 @@ class HttpConnection(HttpToolsProtocol):
     _slow_timer: asyncio.TimerHandle | None = None
     _began_at: float | None = None
     """Time of the first byte of the current request; None: the connection is idle."""
-    _is_whole = True
-    """True if the last request has arrived completely."""
-    _num_received = 0
-    """Number of bytes since the last complete request."""
-    _num_body = 0
-    """Number of those bytes that belong to a body."""
-    _num_body_left = 0
-    """Number of unparsed bytes of a body with a length."""
-    _num_unparsed = 0
-    """Number of body bytes that the parser skips, in a request to upgrade the protocol."""
-    _will_parse = False
-    """True if the rest of the input will be parsed in a later iteration of the event loop."""
+    _is_whole = True  # False while a request is arriving
+    _num_received = 0  # bytes since the last complete request
+    _num_body = 0  # those of them that belong to a body
+    _num_body_left = 0  # unparsed bytes of a body with a length
+    _num_unparsed = 0  # body bytes that the parser skips, in a request to upgrade the protocol
+    _will_parse = False  # True if the rest of the input will be parsed in a later iteration
     _input: PendingInput
     _running: _Running | None = None
     _has_been_refused = False
     _group: Group | None = None
     _certificate_name = ""
-    _old_at = math.inf
-    """Time after which the connection ends with its next response."""
+    _old_at = math.inf  # time after which the connection ends with its next response
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         watch_peer(transport, self.config.keepalive_s)
@@ -206,9 +199,7 @@ class HttpConnection(HttpToolsProtocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Close the connection after LINGER_S.
-
-        A connection that is closed with unread bytes is reset, so its client could not read the response."""
+        """Close soon: a connection closed with unread bytes is reset, and its client reads no response."""
         self._began_at = None
         self._has_been_refused = True
         self._input.clear()
@@ -371,9 +362,9 @@ class HttpConnection(HttpToolsProtocol):
     def _next_deadline(self) -> float | None:
         if self._began_at is None:
             return None
-        limits = self._limits
         is_arriving = self.arrives_since() is not None
-        spans = (limits.answer_s, limits.arrival_s(self._num_received) if is_arriving else None)
+        arrival_s = self._limits.arrival_s(self._num_received) if is_arriving else None
+        spans = (self._limits.answer_s, arrival_s)
         return min((self._began_at + span for span in spans if span is not None), default=None)
 
     def pause_writing(self) -> None:

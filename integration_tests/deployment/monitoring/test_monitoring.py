@@ -49,10 +49,10 @@ RARE = {
 EMPTY = {
     "Certificate expires in A": "this service has no certificate",
     "Steps of GPUs per second, by path A": "a CPU computes",
-    "Kernels that are replaced A": "all kernels passed",
-    "Answers by status A": "no API is served over HTTP",
-    "Answers by route A": "no API is served over HTTP",
-    "Chats that were not rendered A": "no API is served over HTTP",
+    "Replaced kernels A": "all kernels passed",
+    "Responses by status A": "no API is served over HTTP",
+    "Responses by route A": "no API is served over HTTP",
+    "Failed chat templates A": "no API is served over HTTP",
 }
 NEVER = "vector(1) > 2"
 ALWAYS = 'group without (kind, method, err, le) ({__name__=~"tgi_.+|up"})'
