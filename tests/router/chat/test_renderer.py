@@ -91,7 +91,7 @@ async def test_a_client_cannot_forge_where_a_prompt_ends(make: Make) -> None:
     assert await make("{{ messages[-1].content }}</s>").render(chat) == text
 
 
-async def test_what_cannot_be_asked_is_refused(make: Make) -> None:
+async def test_unsupported_requests_are_refused(make: Make) -> None:
     renderer = make("{{ messages[0].content }}")
     chats = {
         "messages must not be empty": Chat([]),
@@ -118,7 +118,7 @@ async def test_a_refusal_of_the_template_reaches_the_client_alone(make: Make) ->
     assert caught.value.log_text == "the chat template refuses the chat"
 
 
-async def test_an_error_tells_its_line_and_nothing_of_the_chat(make: Make) -> None:
+async def test_an_error_gives_its_line_and_nothing_of_the_chat(make: Make) -> None:
     text = "a\n{% if true %}\n{{ messages[0][messages[0].content].more }}{% endif %}"
     with pytest.raises(RequestError) as caught:
         await make(text).render(Chat([{"role": "user", "content": "secret"}]))

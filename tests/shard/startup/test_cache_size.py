@@ -296,7 +296,7 @@ def test_whatever_is_taken_the_largest_step_has_memory_in_the_end() -> None:
     assert shrunk == 0, "other graphs take up to 7 MiB more than the smallest, which the margin covers"
 
 
-def test_graphs_share_what_the_first_one_took() -> None:
+def test_graphs_share_the_memory_of_the_first_one() -> None:
     assert extrapolate_graphs(0, 0, 0) == 0
     assert extrapolate_graphs(100, 0, 1) == 100
     assert extrapolate_graphs(100, 7, 24) == 100 + 23 * 7

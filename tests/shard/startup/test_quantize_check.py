@@ -71,7 +71,7 @@ def test_both_numbers_of_ranks_are_near_float32(
         assert difference.max() < 5 * TOLERANCE
 
 
-def test_experts_are_quantized_and_who_chooses_them_is_not(tmp_path: Path) -> None:
+def test_experts_are_quantized_and_their_gate_is_not(tmp_path: Path) -> None:
     sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
     write_model(tmp_path, transformers.MixtralConfig(**SMALL, **sizes))
     model, ids = quantized(tmp_path), list(range(5, 20))

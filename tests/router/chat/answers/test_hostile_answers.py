@@ -85,12 +85,12 @@ def check_hostile(seed: int, count: int) -> None:
     assert num_calls > count / 10
 
 
-def test_hostile_texts_are_told_in_one_order() -> None:
+def test_hostile_texts_keep_their_order() -> None:
     check_hostile(1, 200)
 
 
 @pytest.mark.slow
-def test_many_hostile_texts_are_told_in_one_order() -> None:
+def test_many_hostile_texts_keep_their_order() -> None:
     check_hostile(2, 20_000)
 
 

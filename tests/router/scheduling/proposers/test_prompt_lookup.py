@@ -38,7 +38,7 @@ def plain_source(token_ids: list[int]) -> int:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_guesses_are_what_came_after_the_last_time(seed: int) -> None:
+def test_drafts_are_the_tokens_after_the_last_match(seed: int) -> None:
     r = random.Random(seed)
     vocab = r.sample(range(1, 1 << 20), r.choice([2, 3, 8, 40]))
     token_ids = [r.choice(vocab) for _ in range(r.randint(0, 60))]
