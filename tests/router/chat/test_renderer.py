@@ -77,7 +77,7 @@ async def test_content_parts_are_continued_as_by_transformers(ending: str, make:
 async def test_a_text_to_continue_must_occur(make: Make) -> None:
     for text in ("nothing", "{{ messages[-1].content | upper }}", "{{ messages[-1].content | tojson }}"):
         chat = Chat([{"role": "assistant", "content": 'a"b'}], None, None, False, True)
-        with pytest.raises(RequestError, match=r"^the chat template leaves out or changes the text"):
+        with pytest.raises(RequestError, match=r"^the chat template omits or changes the text"):
             await make(text).render(chat)
     for message in ({"role": "assistant"}, {"role": "assistant", "content": None}):
         with pytest.raises(RequestError, match=r"^the last message has no text to continue"):

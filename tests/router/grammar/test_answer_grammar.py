@@ -155,7 +155,7 @@ def test_a_budget_ends_the_reasoning(kind: str, has_begun: bool, budget: int) ->
     for _ in range(20):
         walk = Walk(grammar, kind)
         if not has_begun:
-            assert len(walk.allowed()) > 100, "it may begin with a text"
+            assert len(walk.allowed()) > 100, "the answer may begin with a text"
             walk.push(token_of("<think>"))
         while (allowed := walk.allowed()) != {end}:
             assert len(allowed) > 10

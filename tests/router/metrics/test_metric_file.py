@@ -152,7 +152,7 @@ def test_a_file_without_metrics_is_replaced(
     assert contents(tmp_path) == {}
     with caplog.at_level(logging.WARNING):
         file = MetricFile(path)
-    assert "its counters begin with 0" in caplog.text
+    assert "its counters begin at 0" in caplog.text
     fill(file, {(KEY, ()): [1.0, 2.0, 3.0]})
     assert contents(tmp_path) == {(KEY, ()): [1.0, 2.0, 3.0]}
 

@@ -79,7 +79,7 @@ def test_gguf_files_are_served_by_ours_only(
     assert choice.engine == "tgis_native"
     warning = "tgis_native serves this model, because hf_transformers cannot: it is a GGUF file"
     assert (warning in caplog.text) == (framework is not None)
-    with pytest.raises(UnsupportedModelError, match="hf_optimum_ort does not serve GGUF files"):
+    with pytest.raises(UnsupportedModelError, match="hf_optimum_ort does not support GGUF files"):
         engine_choice.choose(tmp_path, settings, "hf_optimum_ort", 1, trust_remote_code=True)
     with pytest.raises(UnsupportedModelError, match="scale_attn_by_inverse_layer_idx"):
         engine_choice.choose(tmp_path, CONFIGS["a feature of theirs"].to_dict(), framework, 1, True)

@@ -216,7 +216,7 @@ def test_the_log_shows_the_limits(model_path: Path, caplog: pytest.LogCaptureFix
     caplog.set_level("INFO")
     load(configure(model_path))
     assert "96 blocks, 1536 tokens, 8.0 requests of 192 tokens" in caplog.text
-    assert "GiB with float32 weights, 0.00 GiB are cache" in caplog.text
+    assert "GiB (float32), the KV cache takes 0.00 GiB" in caplog.text
     warmed_up = next(record for record in caplog.records if record.message == "warmed up")
     fields = warmed_up.fields  # type: ignore[attr-defined]
     assert (fields["tokens"], fields["largest_step_tokens"]) == (32, 8 * 191), "memory is plentiful"

@@ -75,7 +75,7 @@ def check_hostile(seed: int, count: int) -> None:
         assert parse(parser(kind, has_begun), parts) == pieces, (kind, parts)
         reader = parser(kind, has_begun)
         begin = spell(piece for part in parts[:-1] for piece in reader.push(part))
-        assert spell(pieces).startswith(begin), "what was told is never taken back"
+        assert spell(pieces).startswith(begin), "pieces are never withdrawn"
         assert is_in_order(pieces, text), (kind, text)
         reasoning, content, calls = summarize(pieces)
         num_calls += len(calls)

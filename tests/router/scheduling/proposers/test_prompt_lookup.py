@@ -123,7 +123,7 @@ def test_a_step_has_so_many_drafts_together() -> None:
     assert one.begin(3, 6)
     waiting = new_sequence(LOOP)
     waiting.num_unanswered = 1
-    assert one.propose(waiting, 100).max_tokens == 4, "which is none of this step yet"
+    assert one.propose(waiting, 100).max_tokens == 4, "the unanswered token is not of this step"
     assert [one.propose(new_sequence(LOOP), 100).max_tokens for _ in range(3)] == [4, 2, 0]
 
 
