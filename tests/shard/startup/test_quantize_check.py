@@ -113,7 +113,7 @@ def test_memory_is_that_of_bytes(model_path: Path) -> None:
 def test_other_engines_and_devices_refuse(model_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), pytest.raises(UnsupportedModelError) as refused:
         load(configure(model_path, quantize="int8", deployment_framework="hf_transformers"))
-    assert str(refused.value) == "--quantize int8 is for tgis_native, not for hf_transformers"
+    assert str(refused.value) == "--quantize int8 needs tgis_native, not hf_transformers"
     elsewhere = replace(ON_CPU, kernels=TorchKernels(torch.device("cpu")))
     with pytest.raises(DeviceError, match=r"^--quantize int8 works only on the CPU"):
         load(configure(model_path, quantize="int8"), on=elsewhere)
