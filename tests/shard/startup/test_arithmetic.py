@@ -143,4 +143,4 @@ def test_memory_is_that_of_bfloat16(model_path: Path) -> None:
 def test_other_engines_refuse(model_path: Path) -> None:
     with pytest.raises(UnsupportedModelError) as refused:
         load(configure(model_path, cpu_arithmetic="bfloat16", deployment_framework="hf_transformers"))
-    assert str(refused.value) == "--cpu-arithmetic bfloat16 is for tgis_native, not for hf_transformers"
+    assert str(refused.value) == "--cpu-arithmetic bfloat16 needs tgis_native, not hf_transformers"
