@@ -129,7 +129,9 @@ def test_a_client_whose_network_vanishes_leaves_nothing(small: tuple[Setup, dict
         channel.close()
 
 
-def test_who_is_too_late_in_the_queue_is_never_computed(small: tuple[Setup, dict[str, float]]) -> None:
+def test_requests_that_time_out_in_the_queue_are_never_computed(
+    small: tuple[Setup, dict[str, float]],
+) -> None:
     setup, baseline = small
     setup.shards[0].step_s = 0.02
     busy = [setup.stub.GenerateStream(single(f"busy {i}", **LONG)) for i in range(2)]
@@ -149,7 +151,7 @@ def test_who_is_too_late_in_the_queue_is_never_computed(small: tuple[Setup, dict
     assert_nothing_left(setup.http, baseline)
 
 
-def test_too_many_are_refused_at_once_and_cost_nobody_a_place(small: tuple[Setup, dict[str, float]]) -> None:
+def test_too_many_are_refused_at_once_and_use_no_slot(small: tuple[Setup, dict[str, float]]) -> None:
     setup, baseline = small
     setup.shards[0].step_s = 0.02
     refusals = 'tgi_request_failure_total{err="conc_limit"}'
@@ -173,7 +175,7 @@ def test_too_many_are_refused_at_once_and_cost_nobody_a_place(small: tuple[Setup
     assert len(setup.stub.Generate(batch(*["a"] * LIMIT, stopping=stopping(1))).responses) == LIMIT
 
 
-def test_nobody_starves_behind_a_stream_of_newcomers(small: tuple[Setup, dict[str, float]]) -> None:
+def test_no_sequence_starves_behind_new_ones(small: tuple[Setup, dict[str, float]]) -> None:
     """Check that a long prompt with a long answer starts before all later requests."""
     setup, baseline = small
     setup.shards[0].step_s = 0.005

@@ -63,7 +63,7 @@ def connects(port: int) -> bool:
     return True
 
 
-def test_who_connects_while_the_model_loads_is_refused(tmp_path: Path) -> None:
+def test_clients_are_refused_while_the_model_loads(tmp_path: Path) -> None:
     """Check that clients can try another replica instead of waiting.
 
     The process is live, not ready, and has both ports."""
@@ -120,7 +120,7 @@ def watch(setup: Setup, name: str) -> tuple[threading.Thread, "queue.SimpleQueue
     return thread, states
 
 
-def test_watchers_are_told_of_each_change(router: Setup) -> None:
+def test_watchers_get_each_change(router: Setup) -> None:
     health = health_pb2_grpc.HealthStub(router.channel)
     statuses = health.List(health_pb2.HealthListRequest()).statuses
     assert {name: each.status for name, each in statuses.items()} == {"": SERVING, NAME: SERVING}
@@ -142,7 +142,7 @@ def test_watchers_are_told_of_each_change(router: Setup) -> None:
 
 
 @pytest.mark.slow
-def test_who_asks_for_health_is_answered_under_overload(router: Setup) -> None:
+def test_health_checks_are_answered_under_overload(router: Setup) -> None:
     """Check health by gRPC and HTTP while calls are refused; all slots become free again."""
     streams = Streams(router, count=4, step_s=0.05)
     health = health_pb2_grpc.HealthStub(router.channel)
@@ -217,7 +217,7 @@ def test_a_rolling_restart_of_two_replicas_loses_nothing(tmp_path: Path) -> None
         assert stop_router(setup) == 0
 
 
-async def test_a_watcher_is_told_of_an_end_that_comes_while_a_status_is_sent() -> None:
+async def test_a_watcher_gets_an_end_that_comes_while_a_status_is_sent() -> None:
     state = Health(NAME)
     state.set(True)
     watching = state.Watch(health_pb2.HealthCheckRequest(service=NAME), None)  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ def test_more_than_the_cache_holds_is_served_in_turn(tight: Setup) -> None:
     with ThreadPoolExecutor(len(texts)) as threads:
         answers = list(threads.map(ask, texts))
     assert answers == [expected_text(tight, expected_tokens(tight, text, 60)) for text in texts]
-    assert scrape(tight.http)["tgi_preemptions_total"] > 0, "else nothing was short"
+    assert scrape(tight.http)["tgi_preemptions_total"] > 0, "otherwise no resource was short"
     assert tight.shards[0].num_streams == 1, "an assertion of the model ended a stream"
     assert_nothing_left(tight.http, baseline)
 

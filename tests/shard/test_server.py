@@ -233,7 +233,7 @@ def test_what_is_not_there_to_be_found_or_loaded(pair: Pair) -> None:
     )
 
 
-def test_ranks_end_when_told(pair: Pair) -> None:
+def test_ranks_end_on_request(pair: Pair) -> None:
     for shard in pair.shards:
         shard.process.send_signal(signal.SIGTERM)
     assert [shard.process.wait(10) for shard in pair.shards] == [0, 0]

@@ -56,7 +56,7 @@ async def test_a_shard_that_hangs_is_a_pause(group: Group, rank: int, method: st
 
 
 @pytest.mark.slow
-async def test_who_waits_for_a_look_up_that_hangs_waits_on(group: Group) -> None:
+async def test_calls_keep_waiting_for_a_hanging_lookup(group: Group) -> None:
     """Check more calls than concurrent lookups, so that some are still queued when the hang is detected."""
     group.library.store.clear()
     for i in range(40):
@@ -88,9 +88,7 @@ async def test_an_adapter_in_use_is_loaded_again_after_a_second_hang(group: Grou
 
 
 @pytest.mark.slow
-async def test_a_loss_that_nobody_notices_ends_the_call(
-    group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_unnoticed_loss_ends_the_call(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check the pause's limit, which leaves the launcher time to react and restarts with every loss."""
     monkeypatch.setattr(residency, "UNNOTICED_S", 1.0)
     loop = asyncio.get_running_loop()

@@ -281,7 +281,7 @@ def test_one_prompt_is_computed_once_and_nothing_is_shared_across(tuned: Setup) 
     )
 
 
-def test_a_prompt_that_is_replaced_or_removed_stays_with_those_who_have_it(tuned: Setup) -> None:
+def test_a_replaced_or_removed_prompt_stays_with_its_requests(tuned: Setup) -> None:
     tuned.library.put(Item("old", NUM_VIRTUAL), "changing")
     for shard in tuned.shards:
         shard.step_s = 0.02

@@ -66,7 +66,7 @@ async def test_a_machine_without_a_copy_gets_one(group: Group) -> None:
     assert group.library.relayed == {1: 2}
 
 
-async def test_a_machine_that_takes_no_copy(group: Group) -> None:
+async def test_a_machine_that_refuses_a_copy(group: Group) -> None:
     """Check that the error gives its cause and that the next call is served."""
     full = (grpc.StatusCode.RESOURCE_EXHAUSTED, "no room is left for a copy")
     group.library.elsewhere[1], group.library.put_error = {"p1"}, full
@@ -77,7 +77,7 @@ async def test_a_machine_that_takes_no_copy(group: Group) -> None:
 
 
 @pytest.mark.parametrize("slow", ["find_s", "load_s"])
-async def test_those_who_stay_are_not_cancelled_with_those_who_go(group: Group, slow: str) -> None:
+async def test_remaining_calls_are_not_cancelled_with_others(group: Group, slow: str) -> None:
     setattr(group.library, slow, 0.15)
     calls = [asyncio.create_task(group.use("prompt-1")) for _ in range(4)]
     await asyncio.sleep(0.05)
@@ -124,7 +124,7 @@ async def test_what_was_used_last_stays(group: Group) -> None:
     assert group.library.loads["p2"] == 2
 
 
-async def test_what_is_referred_to_stays_and_who_finds_no_room_is_told(group: Group) -> None:
+async def test_referenced_entries_stay_and_a_full_cache_is_reported(group: Group) -> None:
     with group.lease("prompt-1") as one, group.lease("prompt-2") as two:
         await asyncio.gather(one.take(), two.take())
         assert await group.use("prompt-3") == ["p3"]
@@ -286,7 +286,7 @@ async def test_a_load_that_the_lost_shards_had_done_is_done_again(group: Group) 
     assert group.loaded() == {"p1"}
 
 
-async def test_preloaded_adapters_stay_as_what_their_names_stand_for_now(group: Group) -> None:
+async def test_preloaded_adapters_follow_their_current_names(group: Group) -> None:
     group.shards[0].info.preloaded_adapter_ids.extend(["adapter-1", "adapter-2"])
     await group.registry.start()
     assert group.loaded() == {"a1", "a2"}
@@ -304,7 +304,7 @@ async def test_preloaded_adapters_stay_as_what_their_names_stand_for_now(group: 
 
 
 @pytest.mark.parametrize("error", ["missing", "bad", "too many"])
-async def test_adapters_that_cannot_be_preloaded_are_told_in_one_line(group: Group, error: str) -> None:
+async def test_adapters_that_cannot_be_preloaded_give_one_line(group: Group, error: str) -> None:
     names = [f"adapter-{i}" for i in range(1, 5)]
     cause = "can't retrieve adapter with id 'adapter-2': directory does not exist"
     expected = f"the adapter 'adapter-2' cannot be preloaded: {cause}"
@@ -325,7 +325,7 @@ async def test_adapters_that_cannot_be_preloaded_are_told_in_one_line(group: Gro
         group.residency.release(entry)
 
 
-async def test_a_look_up_that_fails_is_told_as_it_is_or_not_at_all(group: Group) -> None:
+async def test_a_failed_lookup_reports_its_cause_or_nothing(group: Group) -> None:
     group.library.errors = {
         (-1, "adapter-1"): (grpc.StatusCode.INVALID_ARGUMENT, "the complete text"),
         (-1, "adapter-2"): (grpc.StatusCode.INTERNAL, "/a/path"),
@@ -440,7 +440,7 @@ async def test_storms_leave_no_reference_and_no_stray(group: Group, seed: int) -
         assert metrics.entries._read() == len(items)
 
 
-async def test_who_fits_does_not_wait_behind_who_does_not(group: Group) -> None:
+async def test_an_entry_that_fits_does_not_wait_behind_one_that_does_not(group: Group) -> None:
     """Check that calls do not wait for an entry whose caller has left."""
     group.library.put(adapter("large", num_bytes=3 * 1024), "large")
     with group.lease(adapter_id="adapter-1") as one:
@@ -489,7 +489,7 @@ async def test_an_adapter_of_the_start_makes_way_for_its_successor(group: Group)
     group.registry._unpin("kept", "")
 
 
-async def test_a_full_disk_makes_what_nobody_uses_go(group: Group) -> None:
+async def test_a_full_disk_evicts_unused_copies(group: Group) -> None:
     with group.lease("prompt-1") as lease:
         await lease.take()
         await group.use("prompt-2", "adapter-1")
@@ -499,7 +499,7 @@ async def test_a_full_disk_makes_what_nobody_uses_go(group: Group) -> None:
         assert group.loaded() == {"p1", "a2"}
 
 
-async def test_copies_of_what_is_refused_go(group: Group) -> None:
+async def test_copies_of_refused_adapters_are_removed(group: Group) -> None:
     group.library.put(adapter("huge", num_bytes=9 * 1024), "huge")
     group.library.store[PROMPT, "adapter-2"] = adapter("a2")
     for prefix_id, adapter_id in (("adapter-2", "adapter-1"), (None, "huge")):

@@ -75,7 +75,7 @@ async def test_hostile_templates_are_refused_and_the_next_is_served(renderer: Ch
         assert await renderer.render(chat_of("é")) == "é"
 
 
-async def test_a_loop_is_stopped_after_a_second_and_blocks_nobody_else(renderer: ChatRenderer) -> None:
+async def test_a_loop_is_stopped_after_a_second_and_blocks_no_other_chat(renderer: ChatRenderer) -> None:
     began = time.monotonic()
     slow = asyncio.create_task(ask_template(renderer, LOOP))
     await asyncio.sleep(0.05)

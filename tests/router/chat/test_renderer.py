@@ -77,7 +77,7 @@ async def test_content_parts_are_continued_as_by_transformers(ending: str, make:
 async def test_a_text_to_continue_must_occur(make: Make) -> None:
     for text in ("nothing", "{{ messages[-1].content | upper }}", "{{ messages[-1].content | tojson }}"):
         chat = Chat([{"role": "assistant", "content": 'a"b'}], None, None, False, True)
-        with pytest.raises(RequestError, match=r"^the chat template leaves out or changes the text"):
+        with pytest.raises(RequestError, match=r"^the chat template omits or changes the text"):
             await make(text).render(chat)
     for message in ({"role": "assistant"}, {"role": "assistant", "content": None}):
         with pytest.raises(RequestError, match=r"^the last message has no text to continue"):
@@ -91,7 +91,7 @@ async def test_a_client_cannot_forge_where_a_prompt_ends(make: Make) -> None:
     assert await make("{{ messages[-1].content }}</s>").render(chat) == text
 
 
-async def test_what_cannot_be_asked_is_refused(make: Make) -> None:
+async def test_unsupported_requests_are_refused(make: Make) -> None:
     renderer = make("{{ messages[0].content }}")
     chats = {
         "messages must not be empty": Chat([]),
@@ -118,7 +118,7 @@ async def test_a_refusal_of_the_template_reaches_the_client_alone(make: Make) ->
     assert caught.value.log_text == "the chat template refuses the chat"
 
 
-async def test_an_error_tells_its_line_and_nothing_of_the_chat(make: Make) -> None:
+async def test_an_error_gives_its_line_and_nothing_of_the_chat(make: Make) -> None:
     text = "a\n{% if true %}\n{{ messages[0][messages[0].content].more }}{% endif %}"
     with pytest.raises(RequestError) as caught:
         await make(text).render(Chat([{"role": "user", "content": "secret"}]))

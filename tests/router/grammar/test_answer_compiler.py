@@ -120,7 +120,7 @@ async def test_formats_that_are_not_enforced_are_logged_once(
     ]
 
 
-async def test_rules_are_part_of_what_is_remembered(grammars: GrammarCompiler) -> None:
+async def test_rules_are_part_of_the_cache_key(grammars: GrammarCompiler) -> None:
     texts = [
         await text_of(grammars, asked)
         for asked in (

@@ -40,7 +40,7 @@ forms = pytest.mark.parametrize(
 
 @forms
 @pytest.mark.parametrize("is_required", [True, False])
-def test_every_answer_is_what_its_rules_say(name: str, kind: str, is_required: bool) -> None:
+def test_every_answer_follows_its_rules(name: str, kind: str, is_required: bool) -> None:
     """Check that calls are JSON that matches its schema, whatever tokens the model prefers."""
     (_, token_id), form = KINDS[kind], FORMATS[name]
     num_calls = num_texts = num_thoughts = 0
@@ -155,7 +155,7 @@ def test_a_budget_ends_the_reasoning(kind: str, has_begun: bool, budget: int) ->
     for _ in range(20):
         walk = Walk(grammar, kind)
         if not has_begun:
-            assert len(walk.allowed()) > 100, "it may begin with a text"
+            assert len(walk.allowed()) > 100, "the answer may begin with a text"
             walk.push(token_of("<think>"))
         while (allowed := walk.allowed()) != {end}:
             assert len(allowed) > 10

@@ -116,7 +116,7 @@ REFUSED = [
 ]
 
 
-async def test_what_cannot_be_compiled_is_refused_in_one_short_line(grammars: GrammarCompiler) -> None:
+async def test_grammars_that_do_not_compile_are_refused_in_one_short_line(grammars: GrammarCompiler) -> None:
     """Compile twice, the second time from the cache."""
     for decoding, expected in REFUSED * 2:
         began = time.monotonic()
@@ -130,7 +130,7 @@ async def test_what_cannot_be_compiled_is_refused_in_one_short_line(grammars: Gr
     assert seconds < 0.01
 
 
-async def test_what_comes_after_a_refusal_is_served(grammars: GrammarCompiler) -> None:
+async def test_the_grammar_after_a_refusal_is_served(grammars: GrammarCompiler) -> None:
     for decoding, _ in REFUSED:
         with pytest.raises(RequestError):
             await compile_text(grammars, decoding)

@@ -116,7 +116,7 @@ def test_texts_of_grammars(case: str) -> None:
     Compiler().compile("grammar", grammar, None)
 
 
-def test_json_grammar_takes_json() -> None:
+def test_the_json_grammar_accepts_json() -> None:
     values = [{}, {"a": [1, -2.5, 1e5, "é\n", True, None, {"b": {}}]}, {"": []}]
     for value in values:
         assert takes(JSON_GRAMMAR, json.dumps(value, ensure_ascii=False))

@@ -144,7 +144,7 @@ def test_any_wrong_byte_of_a_record_hides_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damaged", [b"", b"short", b"PNG" * 1000, bytes(SEGMENT)])
-def test_what_is_no_file_of_metrics_is_replaced(
+def test_a_file_without_metrics_is_replaced(
     tmp_path: Path, damaged: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / f"a{SUFFIX}"
@@ -152,7 +152,7 @@ def test_what_is_no_file_of_metrics_is_replaced(
     assert contents(tmp_path) == {}
     with caplog.at_level(logging.WARNING):
         file = MetricFile(path)
-    assert "its counters begin with 0" in caplog.text
+    assert "its counters begin at 0" in caplog.text
     fill(file, {(KEY, ()): [1.0, 2.0, 3.0]})
     assert contents(tmp_path) == {(KEY, ()): [1.0, 2.0, 3.0]}
 
@@ -172,7 +172,7 @@ def test_other_buckets_are_other_records(tmp_path: Path) -> None:
     assert again.count == 2
 
 
-def test_a_counter_continues_with_what_it_follows(tmp_path: Path) -> None:
+def test_a_counter_continues_with_its_source(tmp_path: Path) -> None:
     path, seen = tmp_path / f"a{SUFFIX}", []
     for number in (5, 3, 0):
         file = MetricFile(path)
@@ -205,7 +205,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
         MetricFile(tmp_path / "file" / f"a{SUFFIX}")
 
 
-def test_a_full_disk_takes_no_process_down(
+def test_a_full_disk_stops_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Check that values without space in the file count in the process alone, with one warning."""

@@ -461,7 +461,7 @@ def test_lost_steps(lost: Setup) -> None:
     )
 
 
-def test_the_page_tells_of_every_series_and_no_other(lost: Setup) -> None:
+def test_the_page_lists_every_series_and_no_other(lost: Setup) -> None:
     exercise(lost)
     page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
     documented = re.findall(r"^\| `(tgi_\w+)` \| (\w+) \| (.*?) \|", page, re.MULTILINE)

@@ -101,7 +101,7 @@ def test_nothing_is_left(watched: tuple[Setup, dict[str, float]], end: str, kind
     assert_nothing_left(setup.http, baseline)
     assert scrape(setup.http)[CREATED] - before == len(KINDS[kind])
     assert call(setup, "unary") is grpc.StatusCode.OK
-    assert len(setup.shards[0].model.rows) == 1, "of the last call, which the next step will close"
+    assert len(setup.shards[0].model.rows) == 1, "the row of the last call, which the next step will close"
 
 
 def test_what_is_refused_takes_nothing(watched: tuple[Setup, dict[str, float]]) -> None:
@@ -141,7 +141,7 @@ def test_leaks_are_found(tmp_path: Path) -> None:
         with pytest.raises(AssertionError, match="leaked"):
             setup.service.end()
         stop_shards(setup)
-    assert result["permit"] < 0, "what was given back twice"
+    assert result["permit"] < 0, "a resource released twice"
     assert all(result[kind] > 0 for kind in ("request", "block", "row", "tgi_tasks", "tgi_open_descriptors"))
     leaked = set(re.findall(r"WARNING.*leaked (\w+): \d+ created, \d+ released", setup.service.output))
     assert leaked == {"request", "block", "row", "permit"}

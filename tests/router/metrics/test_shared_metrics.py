@@ -131,7 +131,7 @@ def differences(directory: Path, accounts: Sequence[ProcessAccount]) -> dict[Sam
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
-def test_sums_are_exact_whoever_dies(tmp_path: Path, processes: dict[str, Process], seed: int) -> None:
+def test_sums_are_exact_after_any_loss(tmp_path: Path, processes: dict[str, Process], seed: int) -> None:
     r = random.Random(seed)
     for each in processes.values():
         each.start(is_first=True)
@@ -168,9 +168,7 @@ def killed_while_writing(
     return agreeing[-1]
 
 
-def test_a_process_that_is_stopped_forever_keeps_nobody(
-    tmp_path: Path, processes: dict[str, Process]
-) -> None:
+def test_a_stopped_process_delays_no_scrape(tmp_path: Path, processes: dict[str, Process]) -> None:
     """Check that a scrape reads only files, and waits for no process."""
     for each in processes.values():
         each.start(is_first=True)
@@ -243,7 +241,7 @@ def test_a_machine_that_has_just_started(monkeypatch: pytest.MonkeyPatch) -> Non
     assert quantiles == [5.0] * len(QUANTILES)
 
 
-def test_a_file_shows_what_memory_shows(tmp_path: Path) -> None:
+def test_a_file_shows_the_same_values_as_memory(tmp_path: Path) -> None:
     """Check that the text of one process is the same, byte for byte, with and without sharing."""
     alone, shared = Metrics(LIMITS, ALIASES), Metrics(LIMITS, ALIASES, MetricFile(tmp_path / f"a{SUFFIX}"))
     for metrics in (alone, shared):
@@ -320,7 +318,7 @@ def test_gauges_of_several_processes(tmp_path: Path) -> None:
     assert shown["vllm:num_requests_waiting", of_model] == 4
 
 
-def test_what_a_process_does_not_know_is_absent() -> None:
+def test_unknown_values_of_a_process_are_absent() -> None:
     metrics = Metrics(LIMITS, ALIASES)
     assert metrics.gauge_values() == GaugeValues({})
     metrics.begin_process(ENGINE)
@@ -330,7 +328,7 @@ def test_what_a_process_does_not_know_is_absent() -> None:
 
 
 @pytest.mark.parametrize("answers", [True, False])
-async def test_who_does_not_answer_is_left_out(tmp_path: Path, answers: bool) -> None:
+async def test_workers_that_do_not_answer_are_omitted(tmp_path: Path, answers: bool) -> None:
     metrics = Metrics(LIMITS, ALIASES, MetricFile(tmp_path / f"worker-0{SUFFIX}"))
     metrics.tasks.follow(lambda: 1)
 

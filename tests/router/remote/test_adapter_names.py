@@ -152,7 +152,7 @@ async def test_without_an_engine_names_wait_and_are_then_given_up(scene: Scene) 
     assert await scene.names() == [{"sql": "id"}]
 
 
-async def test_a_late_worker_restores_names_only_if_nobody_else_had_any(
+async def test_a_late_worker_restores_names_only_if_no_other_worker_had_any(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_server, "GREETINGS_S", 0.0)

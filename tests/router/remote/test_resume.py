@@ -252,7 +252,7 @@ def is_cancelled(answer: object) -> bool:
     return isinstance(answer, asyncio.CancelledError)
 
 
-async def test_a_lost_worker_takes_its_own_requests_only(scene: Scene) -> None:
+async def test_a_lost_worker_ends_only_its_own_requests(scene: Scene) -> None:
     r = random.Random(9)
     lost, *others = scene.workers
     scene.shards.shard.step_s = 0.01
@@ -372,7 +372,7 @@ async def test_time_limits_hold_without_an_engine(scene: Scene, is_opened_before
     await scene.engine.start()
 
 
-async def test_what_resumes_may_be_more_than_a_connection_holds(
+async def test_resumed_requests_may_exceed_a_connections_buffer(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle = scene.workers[0].remote.handle

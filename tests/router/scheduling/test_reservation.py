@@ -61,7 +61,7 @@ def draw_wishes(r: random.Random, most_tokens: int) -> list[Wish]:
 
 
 @pytest.mark.parametrize("seed", range(WORKLOADS))
-def test_whoever_fits_whole_begins_and_stays(seed: int) -> None:
+def test_a_request_that_fits_whole_starts_and_stays(seed: int) -> None:
     r = random.Random(seed)
     num_blocks, block_size, num_rows = r.randint(2, 30), r.choice([1, 3, 8]), r.randint(1, 6)
     wishes = draw_wishes(r, num_blocks * block_size)
@@ -113,7 +113,7 @@ def test_shared_blocks_are_reserved_once() -> None:
     assert first.block_table[:3] == second.block_table[:3]
 
 
-def test_what_was_reserved_and_not_used_evicts_no_cached_prefix() -> None:
+def test_unused_reserved_blocks_evict_no_cached_prefix() -> None:
     """Check requests that end early: their unwritten blocks are reused first."""
     scheduler = Scheduler(BlockPool(20, 4), max_sequences=4, reserves_output=True)
     prompt = list(range(9))

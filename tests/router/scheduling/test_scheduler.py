@@ -422,7 +422,7 @@ def test_outcomes_never_depend_on_scheduling(batch: int) -> None:
         Workload(seed).run()
 
 
-def test_the_workloads_meet_what_they_are_for() -> None:
+def test_the_workloads_reach_every_case() -> None:
     """Check that the random workloads reach every case."""
     met: Counter[str] = Counter()
     for seed in range(250):
@@ -456,7 +456,7 @@ def test_the_workloads_meet_what_they_are_for() -> None:
     assert min(met.values()) > 10, met
 
 
-def test_nobody_overtakes_a_sequence_that_waits_for_room() -> None:
+def test_no_sequence_overtakes_one_that_waits_for_blocks() -> None:
     scheduler = Scheduler(BlockPool(8, 4), max_sequences=4)
     first, big, small = (Sequence([1] * size, Stopping(max_new_tokens=4)) for size in (20, 24, 3))
     for sequence in (first, big, small):

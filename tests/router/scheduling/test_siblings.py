@@ -55,7 +55,7 @@ def answer(scheduler: Scheduler, step: Step) -> None:
             scheduler.append_token(work.sequence, 5)
 
 
-def test_siblings_wait_for_the_prompt_and_hold_up_nobody() -> None:
+def test_siblings_wait_for_the_prompt_and_delay_no_other() -> None:
     leader, second, third = family(3)
     other, late = Sequence([30, 31], Stopping(4)), Sequence([40], Stopping(4))
     scheduler = scheduler_of(leader, second, third, other)
@@ -136,7 +136,7 @@ def test_suspects_are_tried_whatever_their_siblings_do() -> None:
     assert list(scheduler.waiting) == [third]
 
 
-def test_one_that_reports_its_inputs_waits_for_nobody() -> None:
+def test_a_sequence_that_reports_its_inputs_waits_for_no_sibling() -> None:
     siblings = Siblings()
     asked = Details(input_tokens=True)
     both = [Sequence(list(PROMPT), Stopping(4), details=asked, siblings=siblings) for _ in range(2)]

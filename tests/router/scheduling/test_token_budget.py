@@ -33,12 +33,12 @@ def test_one_size_of_step_says_nothing_of_the_fixed_part() -> None:
     assert budget.predict(100) == pytest.approx(0.11)
 
 
-def test_prompts_get_everything_while_nobody_decodes() -> None:
+def test_prompts_get_the_whole_budget_without_decodes() -> None:
     assert observed(0.01, 0.001, [1, 300, 20]).prompt_tokens(0, 3) == 2048
     assert TokenBudget(2048, 0.1).prompt_tokens(8, 3) == 2040  # nothing is measured yet
 
 
-def test_prompts_get_what_fits_beside_those_that_decode() -> None:
+def test_prompts_get_the_budget_that_decodes_leave() -> None:
     budget = observed(0.01, 0.001, [1, 300, 20])
     assert budget.prompt_tokens(10, 1) == pytest.approx(20, abs=1)  # 40 ms, twice as long as without prompts
     assert budget.prompt_tokens(10, 2) == pytest.approx(40, abs=1)

@@ -54,7 +54,7 @@ def test_a_long_text_outlives_the_death_of_the_process(setup: Setup) -> None:
     assert find_child(setup) not in (None, child)
 
 
-def test_a_text_that_nobody_waits_for_holds_up_no_other(setup: Setup) -> None:
+def test_an_abandoned_text_delays_no_other(setup: Setup) -> None:
     with stopped_child(setup):
         with new_calls(setup, 1):
             left = setup.stub.Tokenize.future(tokenize_call(LONG))

@@ -373,7 +373,7 @@ def test_there_is_no_bound_where_text_gets_lost(name: str) -> None:
     [pre_tokenizers.FixedLength(5), pre_tokenizers.UnicodeScripts()],
     ids=lambda step: type(step).__name__,
 )
-def test_there_is_no_bound_for_what_is_not_understood(step: pre_tokenizers.PreTokenizer) -> None:
+def test_there_is_no_bound_for_unknown_parts(step: pre_tokenizers.PreTokenizer) -> None:
     assert max_bytes_per_token(split_by(step)) is None
 
 

@@ -34,7 +34,7 @@ def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     assert stop_router(setup) == 0
 
 
-def test_the_start_says_how_many_there_are(setup: Setup) -> None:
+def test_the_start_logs_their_number(setup: Setup) -> None:
     lines = [line for line in setup.service.lines if WARNING in line]
     assert len(lines) == NUM_WORKERS
     text = f"has 3 token ids {WARNING} of {VOCAB_SIZE} tokens, up to {VOCAB_SIZE + 2}: "

@@ -164,7 +164,7 @@ def read(directory: Path, drawn: Drawn) -> Adapter:
     return read_adapter(load(directory).parts, drawn.tensors, drawn.scales)
 
 
-def test_what_was_trained_as_one_is_one_part(root: Path) -> None:
+def test_jointly_trained_matrices_are_one_part(root: Path) -> None:
     falcon, llama = (write(root, case) for case in ("falcon_40b", "llama_grouped_queries"))
     assert [one.first for one in read(falcon, Drawn(falcon, False)).deltas["blocks.0.attention.qkv"]] == [0]
     assert [one.first for one in read(llama, Drawn(llama, False)).deltas["blocks.0.attention.qkv"]] == [
@@ -291,7 +291,7 @@ def test_a_model_that_vanished(root: Path, tmp_path: Path) -> None:
     assert str(tmp_path) not in str(caught.value)
 
 
-def test_an_outline_tells_as_much(root: Path) -> None:
+def test_an_outline_gives_the_same_errors(root: Path) -> None:
     """Check that an outline without the model's weights finds the same errors, as a check before deployment
     does."""
     directory = write(root, "falcon_40b")

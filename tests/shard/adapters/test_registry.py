@@ -23,7 +23,7 @@ def read(digest: str) -> LoadedAdapter:
     return {"prompt": PROMPT, "adapter": ADAPTER}[digest]
 
 
-def test_each_is_found_as_what_it_is() -> None:
+def test_each_digest_has_its_own_kind() -> None:
     adapters = LoadedAdapters(read)
     assert adapters.prompt("prompt") is None
     adapters.load("prompt")
@@ -40,7 +40,7 @@ def test_each_is_found_as_what_it_is() -> None:
     assert adapters.prompt("prompt") is None
 
 
-def test_what_is_unloaded_goes_back_to_the_system_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unloaded_memory_is_returned_to_the_system_periodically(monkeypatch: pytest.MonkeyPatch) -> None:
     part = LowRank(torch.ones(8, 2), torch.ones(2, 8), 0)  # 128 bytes
     made = {
         "prompt": LoadedPrompt(torch.ones(2, 4), torch.ones(4, 4)),
@@ -92,7 +92,7 @@ def test_loads_at_once_read_once() -> None:
     assert reader.count == 1
 
 
-def test_an_error_is_everyones_who_waited_and_of_nobody_later() -> None:
+def test_an_error_reaches_all_waiting_calls_and_no_later_one() -> None:
     reader = Reader()
     adapters, reader.error = LoadedAdapters(reader), OSError("no disk")
     errors = load_at_once(adapters, reader, 4)
@@ -146,7 +146,7 @@ def test_many_threads_agree_with_the_last_word() -> None:
 
 
 @pytest.mark.parametrize("others", [False, True])
-def test_what_is_unloaded_while_it_is_read_is_not_kept(others: bool) -> None:
+def test_an_adapter_unloaded_while_it_is_read_is_not_kept(others: bool) -> None:
     """Check that a load whose caller gave up is not kept, because nobody would unload it.
 
     A later load reads the adapter again."""
@@ -178,7 +178,7 @@ def test_what_is_unloaded_while_it_is_read_is_not_kept(others: bool) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), MemoryError()])
-def test_what_reading_raises_is_raised(error: Exception) -> None:
+def test_errors_of_reading_are_raised(error: Exception) -> None:
     def fail(digest: str) -> LoadedAdapter:
         raise error
 

@@ -133,7 +133,7 @@ def test_nothing_outlives_its_rows() -> None:
     assert all(one() is None for one in watched), "at once: shards rarely collect garbage"
 
 
-def test_it_costs_next_to_nothing_where_nobody_has_any() -> None:
+def test_it_costs_little_without_adapters() -> None:
     """Check that the cost is small without adapters, and also when all rows are past their prompts."""
     row_adapters = RowAdapters(256, CPU)
     rows, starts, begins, sequence = pack([(row, 900, 901) for row in range(256)])

@@ -163,7 +163,7 @@ def test_a_full_disk_is_one_line_for_the_operator(served: Served, caplog: pytest
     )
 
 
-def test_what_cannot_be_loaded_is_not_found_again(tmp_path: Path) -> None:
+def test_a_digest_that_fails_to_load_is_not_found_again(tmp_path: Path) -> None:
     """Check that a digest which fails to load is found again only after transient errors."""
     prompts = tmp_path / "prompts"
     age(save_lora(prompts / "a"))
@@ -186,7 +186,7 @@ def test_what_cannot_be_loaded_is_not_found_again(tmp_path: Path) -> None:
         served.stop()
 
 
-def test_copies_go_with_what_is_unloaded(served: Served) -> None:
+def test_copies_are_removed_with_unloaded_adapters(served: Served) -> None:
     digests = [
         served.artifacts.put("prompt", {"decoder": torch.full((2, 4), float(i))}, {}) for i in range(3)
     ]
@@ -236,7 +236,7 @@ def test_a_copy_from_another_machine(served: Served, tmp_path: Path) -> None:
         assert caught.value.code() is Code.NOT_FOUND
 
 
-async def test_relaying_says_why_it_failed(served: Served, tmp_path: Path) -> None:
+async def test_relaying_reports_its_failure(served: Served, tmp_path: Path) -> None:
     """Check the error for every failure while many pieces are in transit."""
     target = Served(tmp_path)
     digest = served.artifacts.put("adapter", {"a": torch.zeros(8 << 18)}, {"scales": {}})
@@ -272,7 +272,7 @@ async def test_relaying_says_why_it_failed(served: Served, tmp_path: Path) -> No
         await channel.close()
 
 
-def test_a_copy_of_what_nobody_waits_for_is_removed(served: Served) -> None:
+def test_a_copy_without_a_waiting_call_is_removed(served: Served) -> None:
     """Check that an unused copy is removed, but not while it is loaded, since it must then survive a
     restart."""
     digest = served.find("copied").digest

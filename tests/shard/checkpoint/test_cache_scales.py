@@ -65,7 +65,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("numbers", "text"), REFUSED)
-def test_what_is_no_scale_is_refused(numbers: list[float], text: str, tmp_path: Path) -> None:
+def test_an_invalid_scale_is_refused(numbers: list[float], text: str, tmp_path: Path) -> None:
     name = LAYER.format(1) + "k_scale"
     label = re.escape(f"{tmp_path / 'model.safetensors'}: tensor {name} ")
     with pytest.raises(WeightsError, match=f"^{label}{text}$"):

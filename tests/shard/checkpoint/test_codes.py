@@ -84,7 +84,7 @@ def test_views_give_codes_of_the_numbers_that_they_give(name: str) -> None:
     assert Sliced(stored, ALL, slice(0, 8)).layout() is None, "the tensor cannot cut columns"
 
 
-def test_what_has_no_common_layout_is_read_as_floats() -> None:
+def test_parts_without_a_common_layout_are_read_as_floats() -> None:
     """Check that parts without a common layout are read as floats.
 
     Reordered parts each have their own order."""

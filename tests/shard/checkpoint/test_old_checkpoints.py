@@ -162,7 +162,7 @@ def compute(directory: Path) -> Tensor:
 
 
 @pytest.mark.parametrize("name", REWRITINGS)
-def test_reads_what_was_published(name: str, tmp_path: Path) -> None:
+def test_reads_published_checkpoints(name: str, tmp_path: Path) -> None:
     rewriting = REWRITINGS[name]
     write_model(tmp_path / "new", gpts.CASES[rewriting.case]())
     rewrite(tmp_path / "new", tmp_path / "old", rewriting)

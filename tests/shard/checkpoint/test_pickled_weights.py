@@ -101,7 +101,7 @@ def test_names_an_old_file_that_is_cut_anywhere(tmp_path: Path) -> None:
         assert str(caught.value).startswith(f"{file} {DAMAGED}")
 
 
-def test_names_what_is_no_pickle_of_tensors(tmp_path: Path) -> None:
+def test_names_files_that_are_no_pickle_of_tensors(tmp_path: Path) -> None:
     file = tmp_path / BIN
     for content in (b"\x7fELF", b"hello", pickle.dumps({1: 2}), b"PK\x03\x04" + bytes(100)):
         file.write_bytes(content)

@@ -30,7 +30,7 @@ def test_a_line_for_ten_percent_or_half_a_minute(caplog: pytest.LogCaptureFixtur
     assert fields(caplog)[-1] == {"bytes": 500, "seconds": 312.5, "gb_per_s": 0.0}
 
 
-def test_fast_loading_says_little(caplog: pytest.LogCaptureFixture) -> None:
+def test_fast_loading_logs_little(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     progress = Progress(100, lambda: 0.0)
     for i in range(100):
@@ -38,7 +38,7 @@ def test_fast_loading_says_little(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
-def test_counts_what_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_counts_the_bytes_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     save_file({"a.weight": torch.ones(8, 4), "b.weight": torch.ones(2, 4)}, tmp_path / "model.safetensors")
     with Weights(tmp_path, {"x": stack("a", "b"), "y": "b"}) as weights:
@@ -48,7 +48,7 @@ def test_counts_what_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert fields(caplog)[0]["bytes"] == (3 * 2 + 2 * 4) * 4
 
 
-def test_compiling_is_told_after_a_second_and_every_five(caplog: pytest.LogCaptureFixture) -> None:
+def test_compiling_is_logged_after_a_second_and_every_five(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     progress = CompileProgress()
     progress.num_kernels = 25
@@ -63,7 +63,7 @@ def test_compiling_is_told_after_a_second_and_every_five(caplog: pytest.LogCaptu
     assert fields(caplog)[-1] == {"kernels": 16, "seconds": 12.0}
 
 
-def test_little_or_no_compiling_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_little_or_no_compiling_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     progress = CompileProgress()
     progress.finish()

@@ -46,12 +46,12 @@ def test_reads_slices_of_packed_tensors(save: object, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_gives_what_is_stored(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_returns_the_stored_values(dtype: torch.dtype, tmp_path: Path) -> None:
     save_single(tmp_path, {"model.embed_tokens.weight": torch.randn(10, 4).to(dtype)})
     assert Weights(tmp_path, SOURCES).find("embed.weight", (10, 4)).read().dtype == dtype
 
 
-def test_does_not_read_what_is_not_asked_for(tmp_path: Path) -> None:
+def test_reads_only_the_requested_tensors(tmp_path: Path) -> None:
     """Check that rows of `q` can be read although the file of `k` is broken, and that those of `k` cannot."""
     content = tensors()
     save_sharded(tmp_path, content)
@@ -65,7 +65,7 @@ def test_does_not_read_what_is_not_asked_for(tmp_path: Path) -> None:
         weights.find("blocks.0.out.weight", (4, 6))
 
 
-def test_names_what_is_missing_or_odd(tmp_path: Path) -> None:
+def test_names_missing_and_invalid_tensors(tmp_path: Path) -> None:
     content = tensors()
     del content["model.layers.3.k.weight"]
     content["model.layers.4.k.weight"] = torch.zeros(2, 5)
@@ -137,7 +137,7 @@ def test_names_a_missing_file(tmp_path: Path) -> None:
     assert fail(tmp_path) == f"{index} {text}"
 
 
-def test_an_empty_directory_says_so(tmp_path: Path) -> None:
+def test_an_empty_directory_is_reported(tmp_path: Path) -> None:
     assert fail(tmp_path) == (
         f"{tmp_path} has no weights: there is no model.safetensors or model.safetensors.index.json or "
         "pytorch_model.bin or pytorch_model.bin.index.json"

@@ -430,7 +430,7 @@ def test_the_cpu_is_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert find_device("auto", 0, 1) == find_device("cpu", 0, 1) == CPU
     assert make_platform(CPU) is ON_CPU
-    with pytest.raises(DeviceError, match="there is no GPU"):
+    with pytest.raises(DeviceError, match="torch cannot use a GPU"):
         find_device("cuda", 0, 1)
 
 

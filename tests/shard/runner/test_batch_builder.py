@@ -213,8 +213,11 @@ def test_random_steps(has_encoder: bool) -> None:
         (open_row(0, [3, -1]), "vocabulary size 50"),
         (open_row(0, [3], sampling=GREEDY | make_bias({4: 1.0, 50: 1.0})), "a bias is not below"),
         (open_row(0, [3], sampling=GREEDY | make_bias({-1: 1.0})), "a bias is not below"),
-        (open_row(0, [3], sampling=GREEDY | {"bias_token_ids": pack([4])}), "not as many"),
-        (open_row(0, [3], sampling=GREEDY | make_bias({4: 1.0}) | {"bias_token_ids": b""}), "not as many"),
+        (open_row(0, [3], sampling=GREEDY | {"bias_token_ids": pack([4])}), "one bias per biased"),
+        (
+            open_row(0, [3], sampling=GREEDY | make_bias({4: 1.0}) | {"bias_token_ids": b""}),
+            "one bias per biased",
+        ),
         (open_row(0, [1] * 60, max_new_tokens=5), "65 tokens exceed the maximum sequence length 64"),
         (tuned(open_row(0, [1] * 9), adapter="x"), "its adapter is not loaded"),
         (tuned(open_row(0, [1] * 9), adapter="p"), "its adapter is not loaded"),
@@ -309,7 +312,7 @@ def test_virtual_tokens_are_placed_and_not_penalised() -> None:
     table.open(open_row(0, [7, 7, 7, 8]))
     batch = table.pack(steps.step([(0, 0, 4)], [open_row(0, [])]))
     assert batch is not None
-    assert batch.inputs.virtual is None, "what the row had before"
+    assert batch.inputs.virtual is None, "the row's previous content"
 
 
 def test_virtual_tokens_of_the_encoder() -> None:

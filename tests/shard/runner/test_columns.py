@@ -64,7 +64,7 @@ def read(message: pb.OpenRow) -> dict[str, Any]:
     return dict(zip(ROW.names, table[1].item(), strict=True))
 
 
-def test_a_row_opens_with_what_its_message_says() -> None:
+def test_a_row_opens_with_the_values_of_its_message() -> None:
     details = {"logprobs": True, "top_n": 4, "input_tokens": True, "input_from": 2, "raw": True}
     message = open_row(1, [7, 8, 9, 10], prompt_len=3, max_new_tokens=5, eos=[1], sampling=SAMPLED, **details)
     message.encoder_token_ids = pack(range(6))
@@ -99,7 +99,7 @@ def test_a_greedy_row_has_nothing_that_it_ignores() -> None:
 
 
 @pytest.mark.parametrize("name", OFF)
-def test_a_row_is_plain_if_all_that_it_heeds_is_off(name: str) -> None:
+def test_a_row_is_plain_if_all_its_parameters_are_off(name: str) -> None:
     assert read(open_row(0, [1], sampling=OFF))["is_plain"]
     is_plain = name in ONLY_RANDOM
     assert read(open_row(0, [1], sampling=OFF | {name: SAMPLED[name]}))["is_plain"] == is_plain

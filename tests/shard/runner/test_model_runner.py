@@ -175,7 +175,7 @@ def test_details_after_filters_and_masks(runner: ModelRunner) -> None:
     assert masked.tops == [[(98, 0.0)]] * 4
 
 
-def test_no_column_is_sent_that_nobody_asked_for(runner: ModelRunner) -> None:
+def test_only_requested_columns_are_sent(runner: ModelRunner) -> None:
     router = Router(runner)
     router.run([Request([5, 6], 3), Request([7], 3, [], SAMPLE)])
     for response in router.responses:

@@ -307,7 +307,7 @@ def poison(directory: Path, target: Path, token_id: int) -> None:
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
 
 
-def test_what_goes_wrong_behind_a_draft(
+def test_errors_after_a_draft(
     runner: ModelRunner, load_runner: Callable[[ShardConfig], ModelRunner], directory: Path, tmp_path: Path
 ) -> None:
     """Check that the error comes after the tokens before it, and that a wrong draft causes no error."""

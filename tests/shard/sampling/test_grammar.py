@@ -148,7 +148,7 @@ def walk(guides: Guides, language: set[str], grammar: str, pieces: list[bytes], 
         advance(guides, token)
 
 
-def test_choices_allow_what_can_still_become_one(guides: Guides, pieces: list[bytes]) -> None:
+def test_choices_allow_their_prefixes(guides: Guides, pieces: list[bytes]) -> None:
     r = random.Random(1)
     alphabet = ["the", "there was", "a", " ", "bread", "東京", "🙂", '"', "\\", "\n", "\0", "/", "é"]
     for _ in range(40):
@@ -156,7 +156,7 @@ def test_choices_allow_what_can_still_become_one(guides: Guides, pieces: list[by
         assert walk(guides, set(words), choices(words), pieces, r) in words
 
 
-def test_patterns_allow_what_can_still_match(guides: Guides, pieces: list[bytes]) -> None:
+def test_patterns_allow_prefixes_of_matches(guides: Guides, pieces: list[bytes]) -> None:
     r = random.Random(2)
     num_checked = 0
     while num_checked < 40:
@@ -169,7 +169,7 @@ def test_patterns_allow_what_can_still_match(guides: Guides, pieces: list[bytes]
         num_checked += 1
 
 
-def test_a_schema_allows_what_can_still_become_valid(guides: Guides, pieces: list[bytes]) -> None:
+def test_a_schema_allows_valid_prefixes(guides: Guides, pieces: list[bytes]) -> None:
     r = random.Random(3)
     schema = {
         "type": "object",
@@ -261,7 +261,7 @@ def test_every_end_of_the_row_ends_the_grammar_and_nothing_else_does(
     assert allowed(guides) == {OTHER_EOS, pieces.index(b"b")}, "the tokenizer's own is not one of the row's"
 
 
-def test_what_others_have_used_up_of_a_grammar_fails_no_row(
+def test_a_used_up_grammar_cache_fails_no_row(
     directory: Path, pieces: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Check rows that share one grammar's limited cache."""
@@ -299,7 +299,7 @@ def test_rows_are_masked_in_their_places(guides: Guides, pieces: list[bytes]) ->
     assert torch.equal(logits[2, kept], before[2, kept])
 
 
-def test_what_the_library_raises_ends_its_row_alone(guides: Guides) -> None:
+def test_a_library_error_ends_only_its_row(guides: Guides) -> None:
     guides.reset()
     for row in (0, 1):
         guides.open(opened(choices(["a", "b"]), row=row))
@@ -334,7 +334,7 @@ def test_a_tokenizer_that_cannot_be_read_concerns_guided_rows_only(tmp_path: Pat
 
 @pytest.mark.parametrize("num_more", [5, -3])
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - WITHOUT_SPELLING))
-def test_every_kind_of_tokenizer_spells_what_matches(tmp_path: Path, kind: str, num_more: int) -> None:
+def test_every_kind_of_tokenizer_spells_matching_texts(tmp_path: Path, kind: str, num_more: int) -> None:
     """Check every kind of tokenizer with the tokenizers library's decoder.
 
     The models have more or fewer IDs than the tokenizer. WordPiece shows its prefix only at the start of a

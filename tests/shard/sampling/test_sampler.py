@@ -174,7 +174,7 @@ def expected_usable(row: Row) -> bool:
     return row.num_generated >= row.min_new_tokens or len(set(row.eos)) < len(row.logits)
 
 
-def test_the_draw_hangs_on_seed_and_position() -> None:
+def test_the_draw_depends_on_seed_and_position() -> None:
     logits = [0.0] * 100
     places = run([Row(logits, [1] * length, seed=9) for length in range(1, 30)])[0]
     assert len(set(places)) > 20
@@ -183,7 +183,7 @@ def test_the_draw_hangs_on_seed_and_position() -> None:
     assert len(set(run([Row(logits, [1], seed=seed) for seed in range(30)])[0])) > 20
 
 
-def test_the_choice_does_not_hang_on_who_asks_for_details() -> None:
+def test_the_choice_does_not_depend_on_details() -> None:
     rng = random.Random(6)
     rows = [random_row(rng, 200) for _ in range(50)]
     assert run(rows, wants_details=True)[0] == run(rows, wants_details=False)[0]
@@ -198,7 +198,7 @@ def test_filters_that_leave_everything_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"top_k": 30}, {"top_p": 0.9}, {"typical_p": 0.9, "top_k": 50}])
-def test_min_p_leaves_what_transformers_leaves(more: dict[str, float]) -> None:
+def test_min_p_keeps_the_tokens_that_transformers_keeps(more: dict[str, float]) -> None:
     """Check min_p against transformers with the same temperature and filters before it."""
     rng = random.Random(3)
     for min_p in (1e-6, 0.01, 0.05, 0.2, 0.7, 1.0):
@@ -310,7 +310,7 @@ def test_the_beginning_of_the_order_is_transformers() -> None:
         assert token == expected.argmax()
 
 
-def test_generated_tokens_are_penalised_as_openai_says() -> None:
+def test_generated_tokens_are_penalized_as_by_openai() -> None:
     """Check the penalties against values computed by hand."""
     row = Row([1.0, 2.0, -3.0, 4.0], [3, 3, 0, 1, 2, 1, 1], num_generated=4, greedy=True)
     row.presence_penalty, row.frequency_penalty = 0.5, 0.25
@@ -333,7 +333,7 @@ def test_extreme_penalties_stay_finite() -> None:
     assert (tokens[0], tokens[2]) == (0, 1)
 
 
-def test_rows_without_a_finite_choice_are_told_apart() -> None:
+def test_rows_without_a_finite_choice_are_detected() -> None:
     good = Row([1.0, 2.0, 3.0], [0], seed=3)
     bad = [
         Row([1.0, math.nan, 3.0], [0]),

@@ -55,7 +55,7 @@ def test_steps_are_near_float32_and_the_same_in_any_company(model_path: Path) ->
     assert torch.equal(torch.cat((first, last)), actual)
 
 
-def test_who_chooses_experts_is_not_rounded(tmp_path: Path) -> None:
+def test_the_gate_of_experts_is_not_rounded(tmp_path: Path) -> None:
     sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
     write_model(tmp_path, transformers.MixtralConfig(**SMALL, **sizes))
     feed = load_rounded(tmp_path)._blocks[0]._feed_forward
@@ -100,7 +100,7 @@ def test_what_is_replaced_is_told(model_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rounding_is_told_where_there_is_any(
+def test_rounding_is_reported_where_there_is_any(
     dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_llama(tmp_path, dtype=dtype)
@@ -143,4 +143,4 @@ def test_memory_is_that_of_bfloat16(model_path: Path) -> None:
 def test_other_engines_refuse(model_path: Path) -> None:
     with pytest.raises(UnsupportedModelError) as refused:
         load(configure(model_path, cpu_arithmetic="bfloat16", deployment_framework="hf_transformers"))
-    assert str(refused.value) == "--cpu-arithmetic bfloat16 is for tgis_native, not for hf_transformers"
+    assert str(refused.value) == "--cpu-arithmetic bfloat16 needs tgis_native, not hf_transformers"

@@ -250,7 +250,8 @@ def test_a_cache_that_shrinks_below_one_request_is_refused() -> None:
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
     with pytest.raises(
-        ModelTooLargeError, match="no memory for the largest step, of 512 tokens, or for the c"
+        ModelTooLargeError,
+        match=r"the GPU has too little memory for the largest step \(512 tokens\) or for the c",
     ):
         size_cache(Device(800 * MIB))
     with pytest.raises(ModelTooLargeError) as error:
@@ -296,11 +297,11 @@ def test_whatever_is_taken_the_largest_step_has_memory_in_the_end() -> None:
     assert shrunk == 0, "other graphs take up to 7 MiB more than the smallest, which the margin covers"
 
 
-def test_graphs_share_what_the_first_one_took() -> None:
+def test_graphs_share_the_memory_of_the_first_one() -> None:
     assert extrapolate_graphs(0, 0, 0) == 0
     assert extrapolate_graphs(100, 0, 1) == 100
     assert extrapolate_graphs(100, 7, 24) == 100 + 23 * 7
-    assert extrapolate_graphs(-3, -5, 24) == 0, "what others released meanwhile"
+    assert extrapolate_graphs(-3, -5, 24) == 0, "memory that other processes released"
 
 
 def test_what_is_missing() -> None:

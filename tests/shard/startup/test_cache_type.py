@@ -162,7 +162,7 @@ def test_a_cache_has_the_memory_that_was_planned(kind: str, scaled: Path) -> Non
     assert [tuple(scale) for scale in cache.scales] == [pytest.approx(scale) for scale in SCALES]
 
 
-def test_a_checkpoint_that_was_made_for_it_says_so(scaled: Path, tmp_path: Path, caplog: Any) -> None:
+def test_a_checkpoint_made_for_the_option_is_logged(scaled: Path, tmp_path: Path, caplog: Any) -> None:
     shutil.copytree(scaled, tmp_path, dirs_exist_ok=True)
     settings = {"quant_method": "compressed-tensors", "format": "dense", "kv_cache_scheme": SCHEME}
     (tmp_path / "config.json").write_text(json.dumps(read_config(scaled) | {"quantization_config": settings}))
@@ -176,7 +176,7 @@ def test_a_checkpoint_that_was_made_for_it_says_so(scaled: Path, tmp_path: Path,
     assert "8 bits" not in caplog.text
 
 
-def test_who_cannot_refuses(model_path: Path) -> None:
+def test_unsupported_engines_refuse_the_option(model_path: Path) -> None:
     on = replace(late_platform(LateDevice()), device=torch.device("cuda", 0))
     with pytest.raises(DeviceError) as refused:
         prepare(configure(model_path, kv_cache_dtype="fp8"), on)

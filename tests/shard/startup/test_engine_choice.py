@@ -79,7 +79,7 @@ def test_gguf_files_are_served_by_ours_only(
     assert choice.engine == "tgis_native"
     warning = "tgis_native serves this model, because hf_transformers cannot: it is a GGUF file"
     assert (warning in caplog.text) == (framework is not None)
-    with pytest.raises(UnsupportedModelError, match="hf_optimum_ort does not serve GGUF files"):
+    with pytest.raises(UnsupportedModelError, match="hf_optimum_ort does not support GGUF files"):
         engine_choice.choose(tmp_path, settings, "hf_optimum_ort", 1, trust_remote_code=True)
     with pytest.raises(UnsupportedModelError, match="scale_attn_by_inverse_layer_idx"):
         engine_choice.choose(tmp_path, CONFIGS["a feature of theirs"].to_dict(), framework, 1, True)
@@ -92,7 +92,7 @@ OBSTACLES = {"mt5", "bart", "bloom", "mpt", "falcon_7b", "falcon_alibi", "phi3_s
 @pytest.mark.parametrize(
     "name", [name if name in OBSTACLES else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
-def test_what_asks_for_transformers_code_gets_it_where_it_can_run(
+def test_transformers_engine_is_used_where_it_can_run(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Check that our engine serves a model exactly where the other engine refuses it."""
@@ -163,7 +163,7 @@ def test_a_broken_configuration_is_not_served_by_guesses(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("framework", [None, "hf_accelerate"])
-def test_both_reasons_are_told(framework: str | None, tmp_path: Path) -> None:
+def test_both_reasons_are_given(framework: str | None, tmp_path: Path) -> None:
     settings = transformers.BloomConfig(apply_residual_connection_post_layernorm=True, n_layer=1, n_head=2)
     write_model(tmp_path, settings)
     choice = engine_choice.choose(tmp_path, settings.to_dict(), framework, 1, trust_remote_code=False)
@@ -174,7 +174,7 @@ def test_both_reasons_are_told(framework: str | None, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("model", "is_known"), [("ours", True), ("a feature of theirs", False)])
-def test_says_that_ours_would_be_faster(
+def test_the_log_recommends_the_faster_engine(
     model: str, is_known: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Check that the log recommends tgis_native only for models that it can run; a known type is not

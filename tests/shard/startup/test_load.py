@@ -37,7 +37,7 @@ def model_path(checkpoint: Callable[[str], Path]) -> Path:
     return checkpoint("grouped_queries")
 
 
-def test_info_tells_what_was_loaded(model_path: Path) -> None:
+def test_info_describes_the_loaded_model(model_path: Path) -> None:
     info = load(configure(model_path)).info
     assert info.model_kind == pb.InfoResponse.MODEL_KIND_DECODER_ONLY
     assert (info.model_type, info.vocab_size, list(info.eos_token_ids)) == ("llama", 99, [2])
@@ -108,7 +108,7 @@ UNSET = "leave DEPLOYMENT_FRAMEWORK unset"
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_an_engine_that_takes_no_soft_prompts_says_so(
+def test_an_engine_without_soft_prompts_refuses_them(
     is_known: bool, model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Check that the refusal also says what to do, if our engine knows the model."""
@@ -133,7 +133,7 @@ def test_an_engine_that_takes_no_soft_prompts_says_so(
     assert f"requests for soft prompts and adapters will fail: {text}" in caplog.text
 
 
-def test_a_disk_too_small_for_copies_is_said_at_the_start(
+def test_a_disk_too_small_for_copies_is_logged_at_the_start(
     model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = configure(
@@ -152,7 +152,7 @@ def test_a_disk_too_small_for_copies_is_said_at_the_start(
     assert record.getMessage().startswith(f"{text} MiB, and ")
 
 
-def test_adapters_to_be_loaded_are_refused_where_nothing_takes_them(model_path: Path) -> None:
+def test_preloaded_adapters_are_refused_without_adapter_support(model_path: Path) -> None:
     options = {"deployment_framework": "hf_transformers", "lora_adapters": "one=/a"}
     text = f"^--lora-adapters needs the service's own engine: {UNSET}$"
     with pytest.raises(UnsupportedModelError, match=text):
@@ -212,11 +212,11 @@ def test_a_model_that_cannot_fit_is_refused_unread(
     assert "weights read" not in caplog.text
 
 
-def test_the_log_tells_what_fits(model_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_shows_the_limits(model_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     load(configure(model_path))
     assert "96 blocks, 1536 tokens, 8.0 requests of 192 tokens" in caplog.text
-    assert "GiB with float32 weights, 0.00 GiB are cache" in caplog.text
+    assert "GiB (float32), the KV cache takes 0.00 GiB" in caplog.text
     warmed_up = next(record for record in caplog.records if record.message == "warmed up")
     fields = warmed_up.fields  # type: ignore[attr-defined]
     assert (fields["tokens"], fields["largest_step_tokens"]) == (32, 8 * 191), "memory is plentiful"

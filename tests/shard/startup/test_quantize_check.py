@@ -71,7 +71,7 @@ def test_both_numbers_of_ranks_are_near_float32(
         assert difference.max() < 5 * TOLERANCE
 
 
-def test_experts_are_quantized_and_who_chooses_them_is_not(tmp_path: Path) -> None:
+def test_experts_are_quantized_and_their_gate_is_not(tmp_path: Path) -> None:
     sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
     write_model(tmp_path, transformers.MixtralConfig(**SMALL, **sizes))
     model, ids = quantized(tmp_path), list(range(5, 20))
@@ -113,7 +113,7 @@ def test_memory_is_that_of_bytes(model_path: Path) -> None:
 def test_other_engines_and_devices_refuse(model_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), pytest.raises(UnsupportedModelError) as refused:
         load(configure(model_path, quantize="int8", deployment_framework="hf_transformers"))
-    assert str(refused.value) == "--quantize int8 is for tgis_native, not for hf_transformers"
+    assert str(refused.value) == "--quantize int8 needs tgis_native, not hf_transformers"
     elsewhere = replace(ON_CPU, kernels=TorchKernels(torch.device("cpu")))
-    with pytest.raises(DeviceError, match=r"^--quantize int8 works on the CPU only"):
+    with pytest.raises(DeviceError, match=r"^--quantize int8 works only on the CPU"):
         load(configure(model_path, quantize="int8"), on=elsewhere)

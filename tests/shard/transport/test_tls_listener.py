@@ -111,7 +111,7 @@ def strangers(ends: Ends, stack: ExitStack, count: int) -> list[socket.socket]:
     return results
 
 
-def test_strangers_who_fall_silent_are_in_nobodys_way(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_connections_block_no_other(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tls_listener, "HANDSHAKE_S", 0.3)
     monkeypatch.setattr(tls_listener, "CHECK_S", 0.1)
     with ExitStack() as stack, soon():

@@ -326,7 +326,7 @@ def test_counts_of_the_cache(watched: Watched) -> None:
     assert expected.items() <= shape.labels.items()
 
 
-def test_what_runs_and_waits_and_its_adapters(watched: Watched) -> None:
+def test_running_and_waiting_requests_and_their_adapters(watched: Watched) -> None:
     """Check seven long inputs of one adapter with six rows."""
     setup = watched.setup
     [idle] = watched.families["vllm:lora_requests_info"].samples

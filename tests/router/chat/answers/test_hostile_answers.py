@@ -75,7 +75,7 @@ def check_hostile(seed: int, count: int) -> None:
         assert parse(parser(kind, has_begun), parts) == pieces, (kind, parts)
         reader = parser(kind, has_begun)
         begin = spell(piece for part in parts[:-1] for piece in reader.push(part))
-        assert spell(pieces).startswith(begin), "what was told is never taken back"
+        assert spell(pieces).startswith(begin), "pieces are never withdrawn"
         assert is_in_order(pieces, text), (kind, text)
         reasoning, content, calls = summarize(pieces)
         num_calls += len(calls)
@@ -85,12 +85,12 @@ def check_hostile(seed: int, count: int) -> None:
     assert num_calls > count / 10
 
 
-def test_hostile_texts_are_told_in_one_order() -> None:
+def test_hostile_texts_keep_their_order() -> None:
     check_hostile(1, 200)
 
 
 @pytest.mark.slow
-def test_many_hostile_texts_are_told_in_one_order() -> None:
+def test_many_hostile_texts_keep_their_order() -> None:
     check_hostile(2, 20_000)
 
 

@@ -175,7 +175,7 @@ def test_granites_reasoning_is_between_sentences() -> None:
     assert pieces == [ReasoningText("\n\na\n\n"), ContentText("b")]
 
 
-def test_a_parser_tells_whether_it_reads_reasoning() -> None:
+def test_a_parser_reports_whether_it_reads_reasoning() -> None:
     begun, other = AnswerParser(THINK, True), AnswerParser(THINK)
     assert (begun.is_reasoning, other.is_reasoning) == (True, False)
     seen = [
@@ -188,7 +188,7 @@ def test_a_parser_tells_whether_it_reads_reasoning() -> None:
     assert not begun.is_reasoning
 
 
-def test_what_is_certain_is_told_at_once() -> None:
+def test_certain_text_is_shown_at_once() -> None:
     reader = AnswerParser(THINK, True, FORMATS["hermes"], NAMES)
     steps: list[tuple[str, list[Piece]]] = [
         ("a ", [ReasoningText("a ")]),

@@ -155,7 +155,7 @@ def test_names_are_one_format_each(formats: tuple[ToolFormat | ReasoningFormat, 
     assert len({*names, "auto", "none"}) == len(names) + 2
 
 
-def test_the_page_tells_all_names() -> None:
+def test_the_page_lists_all_names() -> None:
     page = (ROOT / "docs" / "openai.md").read_text()
     for one in (*TOOL_FORMATS, *REASONING_FORMATS):
         for name in (one.name, *one.other_names):

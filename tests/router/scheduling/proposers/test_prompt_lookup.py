@@ -38,7 +38,7 @@ def plain_source(token_ids: list[int]) -> int:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_guesses_are_what_came_after_the_last_time(seed: int) -> None:
+def test_drafts_are_the_tokens_after_the_last_match(seed: int) -> None:
     r = random.Random(seed)
     vocab = r.sample(range(1, 1 << 20), r.choice([2, 3, 8, 40]))
     token_ids = [r.choice(vocab) for _ in range(r.randint(0, 60))]
@@ -123,7 +123,7 @@ def test_a_step_has_so_many_drafts_together() -> None:
     assert one.begin(3, 6)
     waiting = new_sequence(LOOP)
     waiting.num_unanswered = 1
-    assert one.propose(waiting, 100).max_tokens == 4, "which is none of this step yet"
+    assert one.propose(waiting, 100).max_tokens == 4, "the unanswered token is not of this step"
     assert [one.propose(new_sequence(LOOP), 100).max_tokens for _ in range(3)] == [4, 2, 0]
 
 

@@ -186,7 +186,7 @@ def test_other_devices_serve_it_and_other_engines_refuse(model_path: Path) -> No
     for name in WEIGHT_ONLY:
         quantize_check.check_platform(name, elsewhere)
     options = {"quantize": "int4", "deployment_framework": "hf_transformers"}
-    with pytest.raises(UnsupportedModelError, match=r"^--quantize int4 is for tgis_native, not for hf_tr"):
+    with pytest.raises(UnsupportedModelError, match=r"^--quantize int4 needs tgis_native, not hf_tr"):
         load(configure(model_path, **options))
 
 

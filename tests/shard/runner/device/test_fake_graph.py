@@ -72,7 +72,7 @@ def test_a_replay_keeps_numbers() -> None:
     graph = FakeStream().capture(lambda: out.copy_(x * next(factors)))
     graph.replay()
     graph.replay()
-    assert out.tolist() == [2, 2], "the number of the second run, which is the captured one"
+    assert out.tolist() == [2, 2], "the number of the second run, which is captured"
 
 
 def test_kernels_are_launched_by_a_replay_alone() -> None:

@@ -149,7 +149,7 @@ def test_both_parts_are_replayed() -> None:
         steps.answers.fill_(-1)
         step.forward.replay()
         assert steps.logits[:filled].tolist() == [n + 1] * filled
-        assert steps.answers.eq(-1).all(), "what waits for masks is a graph of its own"
+        assert steps.answers.eq(-1).all(), "the part that waits for masks is a separate graph"
         step.sample.replay()
         assert steps.answers[:filled].tolist() == [n + 1] * filled
         assert steps.answers[filled:].eq(-1).all()
@@ -216,7 +216,7 @@ def test_a_trial_can_be_dropped_and_repeated() -> None:
     graphs.clear()
     assert graphs.find(1) is None
     graphs.capture(of_rows(1, 2, 4))
-    assert steps.made == [4, 1, 4, 2, 1], "parts are made anew: what they work on may have moved"
+    assert steps.made == [4, 1, 4, 2, 1], "parts are captured again, because their memory may have moved"
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("operation not permitted when stream is capturing")])

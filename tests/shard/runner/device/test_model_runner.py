@@ -330,7 +330,7 @@ def test_another_thread_answers(runner: DeviceModelRunner, expected: dict[str, l
     check(requests, expected["crowd"])
 
 
-def test_paths_are_told(either: DeviceModelRunner) -> None:
+def test_paths_are_reported(either: DeviceModelRunner) -> None:
     either.reset()
     is_captured = bool(either.graphs.sizes)
     alone, prompt = pb.STEP_PATH_MODEL, pb.STEP_PATH_PROMPT
