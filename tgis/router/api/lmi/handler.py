@@ -169,12 +169,12 @@ class Invocations:
         """Return the call for all inputs with an adapter."""
         texts = job.body.texts
         own = [text for text, each in zip(texts, job.adapter_ids, strict=True) if each == adapter_id]
-        tells_tokens = job.form.is_stream or job.has_details
+        returns_tokens = job.form.is_stream or job.has_details
         return GenerationCall(
             job.method,
             job.kind,
             own,
-            to_parameters(job.fields, tells_tokens, job.has_details and job.fields.wants_inputs),
+            to_parameters(job.fields, returns_tokens, job.has_details and job.fields.wants_inputs),
             partial(describe_parameters, job.fields),
             http.metadata,
             http.connection,

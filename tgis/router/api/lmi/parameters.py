@@ -150,7 +150,7 @@ def check_parameters(
         raise RequestError("n and best_of cannot be streamed", "n")
 
 
-def to_parameters(fields: LmiParameters, tells_tokens: bool, tells_inputs: bool) -> Parameters:
+def to_parameters(fields: LmiParameters, returns_tokens: bool, returns_inputs: bool) -> Parameters:
     """Return the parameters of a call whose answer tells of its tokens, and of its input's."""
     stops = fields.stop_sequences or fields.stop or ()
     others = {
@@ -163,10 +163,10 @@ def to_parameters(fields: LmiParameters, tells_tokens: bool, tells_inputs: bool)
         "ignore_eos": bool(fields.ignore_eos_token),
         "truncate_input_tokens": fields.truncate or 0,
         "n": fields.num_texts,
-        "generated_tokens": tells_tokens,
-        "input_tokens": tells_inputs,
-        "token_logprobs": tells_tokens,
-        "top_n_tokens": fields.num_top if tells_tokens else 0,
+        "generated_tokens": returns_tokens,
+        "input_tokens": returns_inputs,
+        "token_logprobs": returns_tokens,
+        "top_n_tokens": fields.num_top if returns_tokens else 0,
         "raw_details": True,
     }
     return Parameters(**same_named(fields) | others)
