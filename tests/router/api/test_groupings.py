@@ -28,7 +28,7 @@ from tests.support.router.served_http import ServedHttp
 from tests.support.router.served_inputs import call, open_inputs
 from tests.support.streams import join_choices, join_parts, join_stream, read_chunks
 from tgis.pb import generation_pb2 as pb
-from tgis.router.api.service import MOST_TOLD
+from tgis.router.api.service import MAX_TOKENS_PER_OUTPUT
 from tgis.router.chat.formats.hermes import HERMES
 from tgis.router.chat.formats.registry import ChatFormats
 from tgis.router.chat.formats.think import THINK
@@ -73,7 +73,7 @@ async def test_fmaas(with_details: bool, tmp_path: Path) -> None:
     assert not with_details or sizes >= {1, 2, 3}
 
 
-@pytest.mark.parametrize(("num_top", "most"), [(5, MOST_TOLD // 6), (0, NUM_LONG)])
+@pytest.mark.parametrize(("num_top", "most"), [(5, MAX_TOKENS_PER_OUTPUT // 6), (0, NUM_LONG)])
 async def test_no_message_is_long(num_top: int, most: int, tmp_path: Path) -> None:
     """However late a client reads. A unary answer is whole."""
     async with open_grpc(tmp_path) as served:

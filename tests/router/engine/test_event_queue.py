@@ -3,7 +3,7 @@
 import asyncio
 import random
 
-from tgis.router.engine.event_queue import MOST_READERS, EventQueue, WakeUps
+from tgis.router.engine.event_queue import MAX_WAKE_UPS_PER_TURN, EventQueue, WakeUps
 from tgis.router.events import Ended, Event, Timings
 from tgis.router.sequence import StopReason, TokenDetail
 
@@ -22,7 +22,7 @@ async def test_every_reader_gets_all_in_order() -> None:
     """Also if others are cancelled while they wait, or have no turn yet."""
     for seed in range(30):
         r, wake_ups = random.Random(seed), WakeUps()
-        num_queues = r.choice([1, 3, MOST_READERS, 5 * MOST_READERS])
+        num_queues = r.choice([1, 3, MAX_WAKE_UPS_PER_TURN, 5 * MAX_WAKE_UPS_PER_TURN])
         queues = [EventQueue(wake_ups.wake) for _ in range(num_queues)]
         got: list[list[list[Event]]] = [[] for _ in queues]
         tasks = [asyncio.create_task(read(queue, r, lists)) for queue, lists in zip(queues, got, strict=True)]
@@ -48,7 +48,7 @@ async def test_every_reader_gets_all_in_order() -> None:
 async def test_readers_have_turns_in_order() -> None:
     """So many in each turn of the event loop, and all of them without a pause."""
     wake_ups, turn, woken = WakeUps(), 0, list[tuple[int, int]]()
-    queues = [EventQueue(wake_ups.wake) for _ in range(3 * MOST_READERS + 1)]
+    queues = [EventQueue(wake_ups.wake) for _ in range(3 * MAX_WAKE_UPS_PER_TURN + 1)]
 
     async def wait(number: int) -> None:
         await anext(queues[number])
@@ -62,12 +62,12 @@ async def test_readers_have_turns_in_order() -> None:
         await asyncio.sleep(0)
         turn += 1
     first = woken[0][0]
-    assert woken == [(first + number // MOST_READERS, number) for number in range(len(queues))]
+    assert woken == [(first + number // MAX_WAKE_UPS_PER_TURN, number) for number in range(len(queues))]
 
 
 async def test_who_has_not_had_a_turn_gets_what_comes_meanwhile() -> None:
     wake_ups = WakeUps()
-    queues = [EventQueue(wake_ups.wake) for _ in range(MOST_READERS + 1)]
+    queues = [EventQueue(wake_ups.wake) for _ in range(MAX_WAKE_UPS_PER_TURN + 1)]
     readers = [asyncio.ensure_future(anext(queue)) for queue in queues]
     await asyncio.sleep(0)
     for number in (1, 2):

@@ -22,9 +22,9 @@ from tgis.router.text.stop_sequences import TextStream
 from tgis.router.text.tokenization import TokenizeJob
 from tgis.router.text.tokenizer import Tokenizer
 
-MOST_TOLD = 256
-"""Tokens that an output tells at most besides a final one, likely others in their places among them. So a
-client that reads late gets no message that is too long for it, and other calls have turns between them."""
+MAX_TOKENS_PER_OUTPUT = 256
+"""Maximum token entries, alternatives included, in one non-final message. The limit keeps messages to slow
+clients short, and lets other calls run between messages."""
 
 
 class ModelInfo(NamedTuple):
@@ -166,7 +166,9 @@ class GenerationService:
         with accounting.tracing.call(api, "ModelInfo", metadata), accounting.counting_refusals("ModelInfo"):
             if refusal:
                 raise RequestError(refusal)
-            return ModelInfo(self.is_encoder_decoder, limits.max_sequence_length, limits.most_new_tokens(api))
+            return ModelInfo(
+                self.is_encoder_decoder, limits.max_sequence_length, limits.max_new_tokens_of(api)
+            )
 
     @asynccontextmanager
     async def _admit(self, call: GenerationCall, account: CallAccount) -> AsyncIterator[_Admitted]:
@@ -255,7 +257,11 @@ class GenerationService:
 
 def _most_tokens(details: Details) -> int:
     """Return the number of tokens that an output may have."""
-    return max(MOST_TOLD // (1 + details.top_n), 1) if details.generated_tokens else MOST_TOLD
+    return (
+        max(MAX_TOKENS_PER_OUTPUT // (1 + details.top_n), 1)
+        if details.generated_tokens
+        else MAX_TOKENS_PER_OUTPUT
+    )
 
 
 def _last_output(tokens: tuple[TokenDetail, ...], end: Ended, text: TextStream) -> Output:

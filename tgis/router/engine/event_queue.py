@@ -8,9 +8,9 @@ from typing import Protocol
 from tgis.router.engine.handle import RequestTimes
 from tgis.router.events import Ended, Event, Failed, TimedOut
 
-MOST_READERS = 64
-"""Readers that are woken in one turn of the event loop. On an idle loop the others follow at once; on a busy
-one, an answer of the shards that has arrived meanwhile comes before them, and they get its tokens too."""
+MAX_WAKE_UPS_PER_TURN = 64
+"""Maximum number of readers to wake in one turn of the event loop. An idle loop wakes the rest immediately. A
+busy loop first handles shard replies that have arrived, so that the other readers get those tokens too."""
 
 Arrival = asyncio.Future[None]
 _FINAL = (Ended, Failed, TimedOut)  # built once, because every token needs it
@@ -22,10 +22,10 @@ class WakeUps:
 
     def __init__(self) -> None:
         self._arrivals: deque[Arrival] = deque()
-        self._num_left = MOST_READERS
+        self._num_left = MAX_WAKE_UPS_PER_TURN
 
     def wake(self, arrival: Arrival) -> None:
-        if self._num_left == MOST_READERS:
+        if self._num_left == MAX_WAKE_UPS_PER_TURN:
             asyncio.get_running_loop().call_soon(self._begin_turn)
         if self._num_left:
             self._num_left -= 1
@@ -35,7 +35,7 @@ class WakeUps:
 
     def _begin_turn(self) -> None:
         waiting = self._arrivals
-        self._num_left = MOST_READERS
+        self._num_left = MAX_WAKE_UPS_PER_TURN
         while waiting and self._num_left:
             arrival = waiting.popleft()
             if not arrival.done():  # else its reader was cancelled

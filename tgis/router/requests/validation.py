@@ -49,16 +49,16 @@ class RequestLimits:
     max_input_tokens: int | None = None
     """None if the sequence length alone bounds an input."""
     max_best_of: int | None = None
-    """None if the operator sets no bound; so for those that follow."""
+    """None: no operator limit."""
     max_stop_sequences: int | None = None
     max_client_batch_size: int | None = None
     allows_guided: bool = True
 
-    def most_new_tokens(self, api: ApiRules) -> int:
-        """Return the bound of a call's `max_new_tokens`."""
-        most = api.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens
+    def max_new_tokens_of(self, api: ApiRules) -> int:
+        """Return the limit of `max_new_tokens` for one API."""
+        limit = api.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens
         room = self.max_sequence_length - 1
-        return room if most is None else min(most, room)
+        return room if limit is None else min(limit, room)
 
     def most_stop_sequences(self, api: ApiRules) -> int:
         most, of_api = self.max_stop_sequences, api.max_stop_sequences
@@ -91,7 +91,7 @@ def check_parameters(
     starts here. Raises RequestError for the first rule that is broken; those that TGIS lacks come last."""
     deadline = time.monotonic() + params.time_limit_ms / 1000
     sampling = _check_sampling(params, api, limits)
-    most, min_new_tokens = limits.most_new_tokens(api), params.min_new_tokens
+    most, min_new_tokens = limits.max_new_tokens_of(api), params.min_new_tokens
     max_new_tokens = params.max_new_tokens or api.default_max_new_tokens or most
     # Without the operator's bound, the room that the input leaves is the only one, and shortens the answer.
     is_bounded = limits.max_new_tokens is not None or api.max_new_tokens is not None
