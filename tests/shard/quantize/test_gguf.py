@@ -253,6 +253,20 @@ def call(*words: object) -> tuple[int, str]:
     return result.exit_code, "\n".join(lines).removeprefix("error: ")
 
 
+def test_end_tokens_without_a_key_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """GGUF has keys for three."""
+    write_case(tmp_path, "grouped_queries")
+    for name in ("config.json", "generation_config.json"):
+        if (path := tmp_path / name).is_file():
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [2, 5, 6, 7, 8]}))
+    write_gguf(tmp_path, tmp_path / "model.gguf", "q8_0")
+    metadata = open_gguf([tmp_path / "model.gguf"]).metadata
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    assert [metadata.integer(f"tokenizer.ggml.{key}") for key in keys] == [2, 5, 6]
+    [warning] = [message for message in caplog.messages if "end-of-sequence ids" in message]
+    assert "[7, 8]" in warning
+
+
 def test_the_command(tmp_path: Path) -> None:
     model, file = tmp_path / "model", tmp_path / "model.gguf"
     write_case(model, "tied")

@@ -2,6 +2,7 @@
 one read back must split a set of texts in the same way."""
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from tgis.errors import first_line
 from tgis.hub import model_files
 from tgis.shard.quantize.gguf.metadata import Value
 from tgis.shard.quantize.settings import QuantizeError
+
+logger = logging.getLogger(__name__)
 
 FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 NUM_BYTES = 256
@@ -170,7 +173,14 @@ def _describe_ends(directory: Path, tokenizer: Tokenizer) -> dict[str, Value]:
         if text is not None and (id := tokenizer.token_to_id(text)) is not None
     }
     ends = [id for id in model_files.eos_token_ids(directory) if id != ids_by_key.get("eos_token_id")]
-    ids_by_key |= dict(zip([key for key in END_KEYS if key not in ids_by_key], ends, strict=False))
+    keys = [key for key in END_KEYS if key not in ids_by_key]
+    ids_by_key |= dict(zip(keys, ends, strict=False))
+    if left := ends[len(keys) :]:
+        logger.warning(
+            "a GGUF file has keys for only some of the end-of-sequence ids: %s are left out, and texts end "
+            "with them only where the reader knows the tokens by their text",
+            left,
+        )
     before, after = _list_around(tokenizer)
     for name, ids in (("bos", before), ("eos", after)):
         if ids not in ([], [ids_by_key.get(f"{name}_token_id")]):
