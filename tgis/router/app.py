@@ -298,7 +298,7 @@ class _Router:
 
     async def _stop(self, timeout_s: float) -> None:
         """Refuse new calls immediately, and wait until the generations end or a second signal arrives. Other
-        streams are not waited for."""
+        streams do not delay the end."""
         stopping = asyncio.create_task(self._stop_ports(timeout_s))
         idle = asyncio.create_task(self._service.is_idle.wait())
         aborting = asyncio.create_task(self._aborting.wait())

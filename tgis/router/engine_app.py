@@ -61,7 +61,7 @@ class _EngineProcess:
 
     async def _serve(self) -> None:
         await self._server.listen()
-        # The engine then starts, and the shards unload all adapters that no worker has reported.
+        # When the engine starts, the shards unload all adapters that no worker has reported.
         await self._server.hear_workers()
         await self._engine.start()
         self._server.start()

@@ -98,7 +98,7 @@ class AdapterKind(Enum):
 
 @dataclass(frozen=True, eq=False)
 class AdapterInfo:
-    """A soft prompt or LoRA adapter as the shards report it. Each load has an object of its own identity."""
+    """A soft prompt or LoRA adapter as the shards report it, compared by identity: one object per load."""
 
     kind: AdapterKind
     digest: str
