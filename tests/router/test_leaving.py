@@ -176,7 +176,7 @@ def test_too_many_are_refused_at_once_and_use_no_slot(small: tuple[Setup, dict[s
 
 
 def test_no_sequence_starves_behind_new_ones(small: tuple[Setup, dict[str, float]]) -> None:
-    """Check that a long prompt with a long answer starts before all later requests."""
+    """Check that at most LIMIT requests in the queue start before a long prompt with a long answer."""
     setup, baseline = small
     setup.shards[0].step_s = 0.005
     until = time.monotonic() + 1

@@ -71,7 +71,7 @@ LAST_ANSWERS_S = 5.0  # time limit for answers still in transit after the last g
 
 
 OpenEngine = Callable[[RouterConfig, Metrics, Callable[[bool], None]], EngineHost]
-"""Opens a router's engine. The last argument is called when the shards connect and when they are lost."""
+"""Function that opens an engine. Its last argument is called when shards connect and when they are lost."""
 
 
 def run(config: RouterConfig, open_engine: OpenEngine | None = None) -> None:
@@ -340,7 +340,7 @@ def _write_url(config: RouterConfig, http_port: int) -> None:
     url = http_url(local_host(config.bind), http_port, config.http_tls)
     try:
         Path(config.http_url_path).write_text(url + "\n")
-    except OSError as error:  # For example, the disk is full. The router can serve anyway.
+    except OSError as error:  # a full disk, for example, must not stop the router
         logger.warning("`tgis top` needs --target here: %s: %s", config.http_url_path, error.strerror)
 
 

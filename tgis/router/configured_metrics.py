@@ -1,4 +1,4 @@
-"""Opens the metrics that a router's configuration asks for. All processes of a router have equal metrics."""
+"""Opens the metrics of a router from its configuration. All processes of a router have equal metrics."""
 
 from pathlib import Path
 

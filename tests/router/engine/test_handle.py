@@ -75,7 +75,7 @@ async def read(scene: Scene, claim_id: ClaimId, *opened: object) -> list[Event]:
 
 
 def tokens_of(events: list[Event]) -> list[int]:
-    """Return the token ids of a generation, and check that its last event is its end."""
+    """Return the token ids of a generation, and check that its last event is its only Ended event."""
     *others, last = events
     assert isinstance(last, Ended)
     tokens = [event for event in others if isinstance(event, TokenDetail)]
@@ -307,7 +307,7 @@ async def _wait_for_steps(scene: Scene, num_steps: int) -> None:
 
 
 async def test_siblings_survive_a_loss_of_the_shards(scene: Scene) -> None:
-    """Report the cached tokens of the first start, although inputs are computed again."""
+    """Expect the cached tokens of the first start, although inputs are computed again after a loss."""
     claim_id = await scene.handle.acquire(12)
     prompts = [(30 + number, *PROMPT) for number in range(3)]
     generations = [

@@ -82,7 +82,7 @@ def test_every_line_is_one_record(setup: Setup, form: str) -> None:
 
 
 def encodable(text: str) -> bool:
-    """Return True if a message can contain the id. An empty id is excluded, because the service accepts it."""
+    """Return True if a message can contain the id. An empty id is excluded, as the service accepts it."""
     return bool(text) and not any("\ud800" <= one <= "\udfff" for one in text)
 
 

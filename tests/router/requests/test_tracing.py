@@ -70,7 +70,7 @@ def single() -> pb.SingleGenerationRequest:
 def ended(
     prompt_len: int, num_generated: int, reason: StopReason, *times: float, num_cached: int = 0
 ) -> tuple[SequenceSpec, Output]:
-    """Return a spec and its last output. `times` are the seconds until the first step, first token and end."""
+    """Return a spec and its last output. `times` are the seconds until first step, first token and end."""
     spec = SequenceSpec((1,) * prompt_len, Stopping(max_new_tokens=9))
     return spec, Output((SECRET,), (), num_generated, reason, "", Timings(*times), num_cached)
 

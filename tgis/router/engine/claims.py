@@ -1,4 +1,4 @@
-"""Claims of calls to the engine: concurrency, adapters and sequences, from acquisition to release."""
+"""Manages the claims of calls to concurrency, adapters and sequences, from acquisition to release."""
 
 import asyncio
 from collections import defaultdict
@@ -33,7 +33,7 @@ class Claim:
 
 
 class Claims:
-    """Acquires and releases claims. `attach` must be called before sequences are opened."""
+    """Manager of claims. `attach` must be called before sequences are opened."""
 
     def __init__(
         self, concurrency: Mapping[LimitedWork, ConcurrencyLimit], adapters: AdapterRegistry

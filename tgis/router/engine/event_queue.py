@@ -1,4 +1,4 @@
-"""Queues that pass events from the engine to the tasks that serve clients."""
+"""Passes events from the engine to the tasks that serve clients."""
 
 import asyncio
 from collections import deque
@@ -17,8 +17,8 @@ _FINAL = (Ended, Failed, TimedOut)  # built once, because every read needs it
 
 
 class WakeUps:
-    """Wakes the readers of all queues of an event loop in order, a limited number per turn, so that the
-    shards never wait until all readers have sent their answers."""
+    """Waker of the readers of all queues of an event loop. It wakes a limited number per turn, in order, so
+    that the shards never wait until all readers have sent their answers."""
 
     def __init__(self) -> None:
         self._arrivals: deque[Arrival] = deque()

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class LocalEngine:
-    """Implements EngineHost."""
+    """EngineHost of an engine in this process."""
 
     def __init__(self, config: RouterConfig, metrics: Metrics, on_ready: Callable[[bool], None]) -> None:
         """`on_ready` is called when the shards connect, when they are lost and when they return."""

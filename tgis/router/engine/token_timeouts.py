@@ -9,7 +9,7 @@ from tgis.router.events import TimedOut
 
 
 class TokenTimeouts:
-    """Keeps one timer per request, and moves it only when it fires, so that tokens cost nothing.
+    """Timers of live requests, one for each. A timer moves only when it fires, so that tokens cost nothing.
 
     Time without shards does not count. After the shards return, the limit of the first token applies to a
     request's next token, because the shards compute its input again."""

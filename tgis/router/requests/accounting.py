@@ -84,7 +84,7 @@ class CallAccount:
         try:
             yield
         except RequestError as error:
-            if str(error) != MISSING_REQUEST:  # TGIS does not count this one
+            if str(error) != MISSING_REQUEST:  # TGIS does not count this refusal
                 failure.add("validation")
             raise
         except OverloadedError:

@@ -23,7 +23,7 @@ class GenerationCall:
     texts: list[str]
     parameters: Parameters
     describe_parameters: Callable[[], str]
-    """Returns the parameters for the log, under the API's names and without the client's texts."""
+    """Function that returns the parameters for the log, under the API's names and without client texts."""
     metadata: Metadata
     connection: Hashable
     """Client connection of the call. Calls of one connection take turns."""
@@ -42,4 +42,4 @@ class GenerationCall:
     shown_special_ids: frozenset[int] = frozenset()
     """Special tokens that answers show although they omit other special tokens."""
     make_stop_scope: Callable[[], StopScope] | None = None
-    """Makes the stop scope of one text. None: a stop sequence ends the text wherever it occurs."""
+    """Factory of the stop scope of one text. None: a stop sequence ends the text wherever it occurs."""

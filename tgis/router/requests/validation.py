@@ -174,8 +174,8 @@ class Validator:
         return [sibling for each in specs for sibling in _siblings(each, call.parameters.n)]
 
     def _find_too_long(self, call: GenerationCall, spec: SequenceSpec) -> tuple[int, int]:
-        """Return the index of the first text whose number of bytes proves that it is too long, and a minimum
-        of its tokens after truncation. If there is none, return the number of texts and 0."""
+        """Return the index of the first text whose number of bytes proves that it is too long, and a lower
+        bound of its tokens after truncation. If there is none, return the number of texts and 0."""
         texts, bound = call.texts, self._tokenizer.max_bytes_per_token
         if bound is None or call.inputs_are_ids:  # counting ids is as cheap as counting bytes
             return len(texts), 0
@@ -280,7 +280,7 @@ def _check_penalties(sampling: Sampling) -> None:
 
 
 def _check_guided(params: Parameters, limits: RequestLimits) -> Constraint | None:
-    """Return the request's constraint. A reasoning limit does not count as a grammar of the client."""
+    """Return the request's constraint. A reasoning limit is allowed even if grammars are not supported."""
     constraint = read_constraint(params.guided, limits.max_guided_bytes)
     if constraint is not None and constraint.field != REASONING:
         _require(limits.allows_guided, "grammar is not supported", parameter=constraint.field)
