@@ -1,4 +1,4 @@
-"""Start a real router process in front of shards that simulate a model, behind real sockets."""
+"""Starts a real router process that is connected to simulated shards through real sockets."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +45,7 @@ def collector() -> Iterator[tuple[Collector, str]]:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """Use a server key that allows every cipher suite."""
+    """Write TLS files. The RSA key of the server allows every cipher suite."""
     directory = tmp_path_factory.mktemp("pem")
     authority = trustme.CA()
     server = authority.issue_cert("127.0.0.1", "localhost", key_type=trustme.KeyType.RSA)

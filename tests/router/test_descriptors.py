@@ -1,7 +1,6 @@
-"""Check a router without free file descriptors.
+"""Checks a router without free file descriptors.
 
-Connected clients are served, others wait or are refused, and the router recovers when descriptors are
-free."""
+It serves connected clients, makes others wait or refuses them, and recovers when descriptors are free."""
 
 import resource
 import socket
@@ -31,7 +30,7 @@ LENGTH = 190
 
 @pytest.fixture
 def narrow(tmp_path: Path) -> Iterator[tuple[Setup, dict[str, float]]]:
-    """A router that may open only a few more descriptors."""
+    """Start a router that may open only a few more descriptors."""
     setup = start_router(tmp_path, 1)
     setup.stub.ModelInfo(pb.ModelInfoRequest())
     baseline = take_baseline(setup.http)
@@ -50,7 +49,7 @@ def ask_anew(setup: Setup, timeout_s: float) -> None:
 
 
 def cpu_s(setup: Setup, during_s: float) -> float:
-    """Return the CPU time of the router in this interval."""
+    """Return the router's CPU time during the next `during_s` seconds."""
     process = psutil.Process(setup.service.process.pid)
     before = process.cpu_times()
     time.sleep(during_s)
@@ -59,7 +58,7 @@ def cpu_s(setup: Setup, during_s: float) -> float:
 
 
 def wait_for(works: Callable[[], object]) -> float:
-    """Return the seconds until the call succeeds."""
+    """Repeat the call until it succeeds, and return the seconds that it took."""
     began = time.monotonic()
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Check a router's memory after thousands of requests, some of them cancelled or failed."""
+"""Checks a router's memory after thousands of requests, some of which are cancelled or fail."""
 
 import contextlib
 import time
@@ -20,18 +20,18 @@ from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 NUM_REQUESTS = 20_000
 NUM_LARGE = 60
 LARGE_TEXT = "word " * 800_000
-TOKENIZED_TEXT = LARGE_TEXT[: 1 << 20]  # which takes longer
+TOKENIZED_TEXT = LARGE_TEXT[: 1 << 20]  # shorter, because tokenization takes longer
 MAX_LARGE_GROWTH = 100 << 20  # bytes
 
 
 def growth(
     setup: Setup, num_requests: int, serve: Callable[[int], None] | None = None
 ) -> tuple[float, float]:
-    """Return the growth over NUM_REQUESTS and its limit; `serve` sends the requests, by default through
-    gRPC."""
+    """Return the growth in bytes over NUM_REQUESTS, and its limit. `serve` sends the requests, by default
+    over gRPC."""
     serve = serve or mix(setup.stub)
     setup.shards[0].step_s = 0
-    serve(20 * NUM_THREADS)  # starts the processes that are started on demand
+    serve(20 * NUM_THREADS)  # starts the processes that the router starts on demand
     baseline, began = take_baseline(setup.http), time.monotonic()
     per_request, size = growth_per_request(setup.service.process.pid, num_requests, serve)
     print(
@@ -54,7 +54,7 @@ def test_memory_does_not_grow_with_requests(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_growth_is_found(tmp_path: Path) -> None:
-    """Check that the test above fails for a router that leaks a kilobyte per request."""
+    """Check that the test above would fail for a router that leaks a kilobyte per request."""
     setup = start_router(tmp_path, 1, module="tests.support.router.growing_router")
     try:
         grown, limit = growth(setup, NUM_REQUESTS // 4)
@@ -90,7 +90,7 @@ def start_api_router(directory: Path, module: str | None = None) -> Setup:
 
 
 def large_mix(setup: Setup) -> None:
-    """Send texts of megabytes: refused ones on separate connections, cancelled ones, and truncated ones."""
+    """Send texts of megabytes: refused ones on separate connections, a cancelled one, and a truncated one."""
     options = [("grpc.use_local_subchannel_pool", 1)]
     refused = batch(LARGE_TEXT, stopping=pb.StoppingCriteria(min_new_tokens=21))
 
@@ -109,14 +109,14 @@ def large_mix(setup: Setup) -> None:
 
 
 def memory_of(setup: Setup) -> int:
-    """Return the bytes of the router and its processes."""
+    """Return the resident bytes of the router and its child processes."""
     router = psutil.Process(setup.service.process.pid)
     return sum(process.memory_info().rss for process in (router, *router.children(recursive=True)))
 
 
 def grow_with_large_prompts(setup: Setup, wait_s: float) -> int:
-    """Return the bytes that the router keeps after at limit `wait_s`, or earlier if below the limit."""
-    setup.stub.Generate(batch(TOKENIZED_TEXT[: 1 << 16], truncate_input_tokens=9))  # starts its processes
+    """Return the bytes that the router keeps after `wait_s`, or earlier if they are below the limit."""
+    setup.stub.Generate(batch(TOKENIZED_TEXT[: 1 << 16], truncate_input_tokens=9))  # starts the children
     before = memory_of(setup)
     large_mix(setup)
     at_once = kept = memory_of(setup) - before
@@ -130,7 +130,7 @@ def grow_with_large_prompts(setup: Setup, wait_s: float) -> int:
 
 @pytest.mark.slow
 def test_memory_of_large_prompts_comes_back(tmp_path: Path) -> None:
-    """Check that memory is released although the router is idle afterwards."""
+    """Check that an idle router releases the memory of earlier requests."""
     setup = start_router(tmp_path, 1)
     try:
         assert grow_with_large_prompts(setup, wait_s=30) < MAX_LARGE_GROWTH

@@ -1,6 +1,6 @@
-"""Check clients that disconnect in several ways, and too many clients.
+"""Checks clients that disconnect in several ways, and too many clients.
 
-Their resources are free at once, and waiting requests start."""
+The router releases their resources immediately, and waiting requests start."""
 
 import random
 import signal
@@ -41,7 +41,7 @@ for number, _ in enumerate(stream):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Setup, dict[str, float]]]:
-    """A router that runs two requests and queues a few, and its counts when idle."""
+    """Start a router that runs two requests and queues a few. Return it and its baseline when idle."""
     flags = ["--max-batch-size", "2", "--max-concurrent-requests", str(LIMIT)]
     flags += ["--keepalive-time", str(KEEPALIVE_S)]
     setup = start_router(tmp_path_factory.mktemp("small"), 1, *flags)
@@ -57,7 +57,7 @@ def _usual_speed(small: tuple[Setup, dict[str, float]]) -> Iterator[None]:
 
 
 class Opened:
-    """Return the prompts that the shard has started to compute, in order."""
+    """Recorder of the prompts that the shard has started to compute, in order."""
 
     def __init__(self, setup: Setup) -> None:
         self.prompts: list[list[int]] = []
@@ -88,7 +88,7 @@ def test_a_cancelled_call_is_computed_no_further(small: tuple[Setup, dict[str, f
     assert num_steps
     call.cancel()
     assert_nothing_left(setup.http, baseline)
-    # One may be running, two are in flight, and one may be sent before the router is notified.
+    # One step may be running, two are in flight, and one may be sent before the router notices the end.
     assert shard.num_steps - num_steps <= 4
     num_steps = shard.num_steps
     time.sleep(0.3)
@@ -110,7 +110,7 @@ def test_a_killed_client_leaves_nothing(small: tuple[Setup, dict[str, float]]) -
 
 
 def test_a_client_whose_network_vanishes_leaves_nothing(small: tuple[Setup, dict[str, float]]) -> None:
-    """Check that resources are free before the call ends, which would release them as well."""
+    """Check that the resources are free before the call's own end, which would also release them."""
     setup, baseline = small
     setup.shards[0].step_s = 0.1
     proxy = Proxy(setup.service.grpc_port)
@@ -176,7 +176,7 @@ def test_too_many_are_refused_at_once_and_use_no_slot(small: tuple[Setup, dict[s
 
 
 def test_no_sequence_starves_behind_new_ones(small: tuple[Setup, dict[str, float]]) -> None:
-    """Check that a long prompt with a long answer starts before all later requests."""
+    """Check that at most LIMIT requests in the queue start before a long prompt with a long answer."""
     setup, baseline = small
     setup.shards[0].step_s = 0.005
     until = time.monotonic() + 1
@@ -195,7 +195,7 @@ def test_no_sequence_starves_behind_new_ones(small: tuple[Setup, dict[str, float
             time.sleep(0.3)
             num_before = len(opened.prompts)
             stream = setup.stub.GenerateStream(single(long, stopping=stopping(60, min_new_tokens=60)))
-            next(stream)  # it is in the queue
+            next(stream)  # the stream is in the queue
             num_ahead = len(opened.prompts) - num_before
             assert list(stream)[-1].generated_token_count == 60
             for worker in workers:

@@ -1,4 +1,4 @@
-"""Check a router from start to end: what it reports to clients, and what happens to their requests."""
+"""Checks a router from start to end: the health that clients see, and the fate of their requests."""
 
 import contextlib
 import logging
@@ -64,9 +64,9 @@ def connects(port: int) -> bool:
 
 
 def test_clients_are_refused_while_the_model_loads(tmp_path: Path) -> None:
-    """Check that clients can try another replica instead of waiting.
+    """Check that clients are refused, so that they can try another replica instead of waiting.
 
-    The process is live, not ready, and has both ports."""
+    The process is live but not ready, and has bound both ports."""
     write_usual(tmp_path)
     uds_path, grpc_port, http_port = str(tmp_path / "shard"), free_port(), free_port()
     ports = ["--bind", "127.0.0.1", "--port", str(http_port), "--grpc-port", str(grpc_port)]
@@ -143,7 +143,7 @@ def test_watchers_get_each_change(router: Setup) -> None:
 
 @pytest.mark.slow
 def test_health_checks_are_answered_under_overload(router: Setup) -> None:
-    """Check health by gRPC and HTTP while calls are refused; all slots become free again."""
+    """Check the health over gRPC and HTTP while calls are refused. Afterwards, full concurrency is free."""
     streams = Streams(router, count=4, step_s=0.05)
     health = health_pb2_grpc.HealthStub(router.channel)
     slowest, refused = 0.0, 0
@@ -171,7 +171,7 @@ def overloaded(setup: Setup) -> bool:
 
 
 def wait_for_calls(setup: Setup) -> None:
-    """Wait until the clients use this replica; restarting the other one earlier would leave them without
+    """Wait until the clients use this replica. Otherwise, a restart of the other would leave them without
     any."""
     deadline = time.monotonic() + 20
     while metric(setup, 'tgi_request_count{kind="single"}') < 20:
@@ -181,7 +181,7 @@ def wait_for_calls(setup: Setup) -> None:
 
 @pytest.mark.slow
 def test_a_rolling_restart_of_two_replicas_loses_nothing(tmp_path: Path) -> None:
-    """Check the documented client configuration under uninterrupted calls."""
+    """Check the documented client configuration with uninterrupted calls."""
     homes = [tmp_path / str(i) for i in range(2)]
     for home in homes:
         home.mkdir()

@@ -1,4 +1,4 @@
-"""Run the suites of the router's APIs again, against an engine process and three router workers."""
+"""Runs the suites of the router again, with an engine process and three router workers."""
 
 from pathlib import Path
 

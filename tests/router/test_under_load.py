@@ -1,4 +1,4 @@
-"""Check scrapes while streams run, and more prompts than fit into the cache."""
+"""Checks scrapes while streams run, and more prompts than fit into the cache."""
 
 import threading
 import time
@@ -19,7 +19,7 @@ NUM_SCRAPES = 100
 
 @pytest.fixture
 def tight(tmp_path: Path) -> Iterator[Setup]:
-    """A router whose cache holds a little more than one long input."""
+    """Start a router whose cache holds little more than one long input."""
     setup = start_router(tmp_path, 1, info=pb.InfoResponse(num_blocks=30))
     yield setup
     assert stop_router(setup) == 0

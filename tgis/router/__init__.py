@@ -1,2 +1,2 @@
-"""The router: an asyncio process that owns requests, text, cache blocks and the schedule. It uses no
-torch."""
+"""Runs the router, an asyncio process that owns requests, text, cache blocks and the schedule. It does not
+use torch."""

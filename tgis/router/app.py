@@ -1,4 +1,4 @@
-"""Assembles and runs the router: ports, engine, service and signals; startup, main loop and shutdown."""
+"""Assembles and runs the router: ports, engine, service and signals; start, main loop and shutdown."""
 
 import asyncio
 import contextlib
@@ -64,20 +64,20 @@ from tgis.router.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Clients that watch the health get this long to go elsewhere: gRPC cancels calls that arrive just as it
-# stops.
+# Time for clients that watch the health to choose another server. Without it, gRPC would cancel calls that
+# arrive while it stops.
 DRAIN_NOTICE_S = 1.0
 LAST_ANSWERS_S = 5.0  # time limit for answers still in transit after the last generation has ended
 
 
 OpenEngine = Callable[[RouterConfig, Metrics, Callable[[bool], None]], EngineHost]
-"""Opens an engine for a router, its metrics, and what is to be called when the shards are there or lost."""
+"""Function that opens an engine. Its last argument is called when shards connect and when they are lost."""
 
 
 def run(config: RouterConfig, open_engine: OpenEngine | None = None) -> None:
-    """Serve until SIGTERM or SIGINT, and return after the drain. A second signal cuts the drain short. The
-    signal GIVE_UP also ends it, soon after it arrives. Without `open_engine`, the configuration says whether
-    the engine runs in this process. Raises StartupError and PortError."""
+    """Serve until SIGTERM or SIGINT, and return after the drain. A second signal ends the drain early. The
+    signal GIVE_UP ends the router with a short drain. Without `open_engine`, the configuration determines
+    whether the engine runs in this process. Raises StartupError and PortError."""
     opened = open_engine or (LocalEngine if config.engine_path is None else RemoteEngine)
 
     async def serve() -> None:
@@ -94,8 +94,8 @@ def run(config: RouterConfig, open_engine: OpenEngine | None = None) -> None:
 
 class _Router:
     def __init__(self, config: RouterConfig, open_engine: OpenEngine) -> None:
-        """Wire all parts, without waiting for anything: the HTTP app last, because its routes may need any of
-        them. The event loop must run. Raises StartupError."""
+        """Create and connect all parts without waiting. The HTTP app comes last, because its routes may need
+        any other part. The event loop must be running. Raises StartupError."""
         self._config = config
         self._metrics = open_metrics(config)
         worker = config.worker if config.router_workers > 1 else None
@@ -114,7 +114,7 @@ class _Router:
             Path(config.tokenizer_path), config.tokenization_workers, config.router_workers
         )
         self._vocabulary = cache(partial(Vocabulary, self._tokenizer, config.output_special_tokens))
-        # An unsupported kind of tokenizer is refused before the shards have loaded.
+        # This refuses an unsupported kind of tokenizer before the shards have loaded.
         self._vocabulary(True, frozenset())
         self._engine = open_engine(config, self._metrics, self._health.set)
         self._limits = _limits(config)
@@ -160,7 +160,7 @@ class _Router:
         return load_template(Path(config.tokenizer_path), config.chat_template, config.tokenizer_config_path)
 
     def _apis(self) -> list[HttpApi]:
-        """Return all APIs over HTTP, in the order in which they claim paths. Raises StartupError."""
+        """Return all HTTP APIs, in the order in which they claim paths. Raises StartupError."""
         config, engine, template = self._config, self._engine.handle, self._template
         parts = ServiceParts(
             self._service,
@@ -205,8 +205,8 @@ class _Router:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         asyncio.get_running_loop().add_signal_handler(GIVE_UP, self._give_up)
-        # The bound port refuses clients that connect while the model loads, so that they go elsewhere and do
-        # not wait.
+        # The port is bound but not listening while the model loads. It refuses clients, so that they choose
+        # another server and do not wait.
         reserved = reserve(config.bind, config.grpc_port, config.shares_ports)
         host, grpc_port, *_ = reserved.getsockname()
         warn_if_unprotected(config, host)
@@ -217,13 +217,13 @@ class _Router:
                     return
                 info = self._engine.handle.info()
                 _check_vocabulary(info, self._tokenizer)
-                # The first request need not wait for it.
+                # Build the vocabulary now, so that the first request need not wait.
                 self._vocabulary(not info.is_encoder_decoder, frozenset())
                 _open_grpc_port(self._server, config.bind, grpc_port, self._certificates)
                 await self._server.start()
                 api_port = await stack.enter_async_context(self._http.serve_api())
                 gc.collect()
-                gc.freeze()  # no later garbage collection scans the objects that exist now
+                gc.freeze()  # later garbage collections skip the objects that exist now
                 self.is_serving = True
                 _log_ports(config, grpc_port, http_port, api_port)
                 await self._run()
@@ -242,13 +242,13 @@ class _Router:
         self._draining.set()
 
     def _give_up(self) -> None:
-        """End all requests and then the process, because the shards will not come back."""
+        """Fail all requests and end the process, because the shards will not return."""
         self._has_given_up = True
         self._engine.give_up()
         self._draining.set()
 
     async def _unless_draining(self, waiting: Coroutine[Any, Any, None]) -> bool:
-        """Wait for `waiting`. Return False if a signal to stop comes first."""
+        """Wait for `waiting`. Return False if a stop signal arrives first."""
         task, draining = asyncio.create_task(waiting), asyncio.create_task(self._draining.wait())
         await asyncio.wait((task, draining), return_when=asyncio.FIRST_COMPLETED)
         for one in (task, draining):
@@ -260,7 +260,7 @@ class _Router:
         return True
 
     async def _run(self) -> None:
-        """Run the engine until a signal comes, and then drain. If the engine fails, so does the router."""
+        """Run the engine until a signal arrives, and then drain. The router fails if the engine fails."""
         engine = asyncio.create_task(self._engine.run(), name="engine")
         draining = asyncio.create_task(self._draining.wait(), name="signals")
         background = [
@@ -292,13 +292,13 @@ class _Router:
     async def _watch_certificates(self) -> None:
         if (certificates := self._certificates) is not None:
             self._metrics.tls_seconds_left.follow(lambda: certificates.seconds_left)
-            if self._config.worker == 0:  # all workers read the same files, and a change counts once
+            if self._config.worker == 0:  # all workers read the same files, and each change counts once
                 self._metrics.tls_refusals.follow(lambda: certificates.num_refusals)
             await certificates.watch()
 
     async def _stop(self, timeout_s: float) -> None:
-        """Refuse new calls at once, and wait for generations, not for other streams, until a second
-        signal."""
+        """Refuse new calls immediately, and wait until the generations end or a second signal arrives. Other
+        streams do not delay the end."""
         stopping = asyncio.create_task(self._stop_ports(timeout_s))
         idle = asyncio.create_task(self._service.is_idle.wait())
         aborting = asyncio.create_task(self._aborting.wait())
@@ -321,7 +321,7 @@ def _adapter_roots(config: RouterConfig) -> tuple[str, ...] | None:
 
 
 def _served_names(config: RouterConfig) -> tuple[str, ...]:
-    """Return the names of the model. Raises StartupError."""
+    """Return the names under which the APIs serve the model. Raises StartupError."""
     if not served_http_names(config.http_api):
         return ("model",)
     return served_names(config.served_model_name, config.tokenizer_path)
@@ -340,7 +340,7 @@ def _write_url(config: RouterConfig, http_port: int) -> None:
     url = http_url(local_host(config.bind), http_port, config.http_tls)
     try:
         Path(config.http_url_path).write_text(url + "\n")
-    except OSError as error:  # a disk may be full, which is no reason not to serve
+    except OSError as error:  # a full disk, for example, must not stop the router
         logger.warning("`tgis top` needs --target here: %s: %s", config.http_url_path, error.strerror)
 
 
@@ -377,7 +377,7 @@ def _check_vocabulary(info: EngineInfo, tokenizer: Tokenizer) -> None:
 
 
 def _open_grpc_port(server: grpc.aio.Server, bind: str, port: int, certificates: Certificates | None) -> None:
-    """Open the gRPC port. Raises PortError if another process has begun to listen on it meanwhile."""
+    """Open the gRPC port. Raises PortError if another process listens on it now."""
     address = f"[{bind}]:{port}" if ":" in bind else f"{bind}:{port}"
     try:
         if certificates is None:

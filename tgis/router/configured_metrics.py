@@ -1,4 +1,4 @@
-"""Opens the metrics of a router's configuration, which are equal in all of its processes."""
+"""Opens the metrics of a router from its configuration. All processes of a router have equal metrics."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ from tgis.router.metrics.metrics import ENGINE, ROUTER, MetricLimits, Metrics
 
 
 def open_metrics(config: RouterConfig, process: str = ROUTER) -> Metrics:
-    """Return the metrics of a router's process, which is ROUTER or ENGINE. If the router keeps them in files,
-    they continue with the numbers of the process before it. Raises StartupError."""
+    """Return the metrics of a router's process, which is ROUTER or ENGINE. If the router keeps metrics in
+    files, they continue from the values of the previous process. Raises StartupError."""
     assert config.max_sequence_length is not None, "the launcher says how long a sequence may be"
     room = config.max_sequence_length - 1
     own_limits = [each.rules.max_new_tokens or room for each in served_interfaces(config.http_api)]
@@ -24,7 +24,7 @@ def open_metrics(config: RouterConfig, process: str = ROUTER) -> Metrics:
 
 
 def _aliases(config: RouterConfig, limits: MetricLimits) -> MakeAliases | None:
-    """Return what makes the series of `--metrics-alias`. Raises StartupError."""
+    """Return the factory of the series of `--metrics-alias`, if the flag is set. Raises StartupError."""
     if config.metrics_alias is None:
         return None
     model_name, *_ = served_names(config.served_model_name, config.tokenizer_path)
@@ -32,7 +32,7 @@ def _aliases(config: RouterConfig, limits: MetricLimits) -> MakeAliases | None:
 
 
 def _open_file(config: RouterConfig, process: str) -> MetricFile | None:
-    """Open the file of the process's slot, if the router keeps its metrics in files. Raises StartupError."""
+    """Open the process's metric file, if the router keeps its metrics in files. Raises StartupError."""
     if config.metrics_dir is None:
         return None
     slot = ENGINE if process == ENGINE else f"worker-{config.worker}"

@@ -1,4 +1,4 @@
-"""Assembles and runs the engine process of a router whose APIs are served by other processes."""
+"""Assembles and runs the engine process of a router whose APIs run in other processes."""
 
 import asyncio
 import contextlib
@@ -61,12 +61,12 @@ class _EngineProcess:
 
     async def _serve(self) -> None:
         await self._server.listen()
-        # before the shards unload what nobody says to need
+        # When the engine starts, the shards unload all adapters that no worker has reported.
         await self._server.hear_workers()
         await self._engine.start()
         self._server.start()
         self._is_serving = True
         gc.collect()
-        gc.freeze()  # no later garbage collection scans the objects that exist now
+        gc.freeze()  # later garbage collections skip the objects that exist now
         logger.info("the engine serves %d router workers", self._config.router_workers)
         await self._engine.run()

@@ -1,18 +1,18 @@
-"""Errors of requests and of the router, each with the code that the gRPC and HTTP servers map to a status.
+"""Defines the errors of requests and of the router. The APIs map the code of an error to their own statuses.
 
 RouterError
-├── RequestError        INVALID_ARGUMENT    the request is wrong; the text is the contract's
+├── RequestError        INVALID_ARGUMENT    the request is invalid; the text is part of the API
 │   ├── QuotingError                        the same; logs show its text only up to the first colon
-│   ├── InputTooLongError                   the same; the input leaves too little room for a text
+│   ├── InputTooLongError                   the same; the input leaves too little room for output
 │   └── NotFoundError                       the same; the request names an adapter that does not exist
 ├── PayloadTooLargeError INVALID_ARGUMENT   the request has too many bytes
-├── OverloadedError     RESOURCE_EXHAUSTED  no room now, try again
+├── OverloadedError     RESOURCE_EXHAUSTED  no capacity now; the client may retry
 ├── SlowClientError     RESOURCE_EXHAUSTED  the client does not read its answer
-├── TimedOutError       DEADLINE_EXCEEDED   no token came within the operator's time limit
-├── UnavailableError    UNAVAILABLE         shutting down, or the shards stayed away too long
-└── GenerationError     its own             an accepted request could not be served
+├── TimedOutError       DEADLINE_EXCEEDED   no token arrived within the operator's time limit
+├── UnavailableError    UNAVAILABLE         shutting down, or the shards were lost for too long
+└── GenerationError     per error           an accepted request could not be served
 
-StartupError, an OperatorError, never reaches a client.
+StartupError is an OperatorError and never reaches a client.
 """
 
 from enum import Enum, auto
@@ -23,7 +23,7 @@ OVERLOADED = "Model is overloaded"
 
 
 class Code(Enum):
-    """Kind of an error. Each protocol has one table from codes to its own statuses."""
+    """Kind of an error. Each protocol has one table from codes to statuses."""
 
     INVALID_ARGUMENT = auto()
     RESOURCE_EXHAUSTED = auto()
@@ -33,20 +33,20 @@ class Code(Enum):
 
 
 def internal_error(request_id: str) -> str:
-    """Return the text that a client gets for an unforeseen error."""
+    """Return the text that a client receives for an unforeseen error."""
     return f"Request failed during generation: internal error, request {request_id}"
 
 
 class RouterError(Exception):
-    """Base of the router's errors. Clients see the text, so it contains no prompt, no cause and no path."""
+    """Base class of the router's errors. Clients see the text, so it has no prompts, causes or paths."""
 
     code = Code.INTERNAL
     is_logged = False
-    """True once a line of the log tells of it."""
+    """True once the error has been logged."""
 
     @property
     def log_text(self) -> str:
-        """The part of the text that may be logged."""
+        """Part of the text that may be logged."""
         return str(self)
 
 
@@ -56,20 +56,20 @@ class RequestError(RouterError):
     def __init__(self, text: str, parameter: str = "") -> None:
         super().__init__(text)
         self.parameter = parameter
-        """The service's name of the wrong parameter, which an API may name differently; empty if none is."""
+        """Name of the invalid parameter in Parameters, or empty. An API may have another name for it."""
 
 
 class InputTooLongError(RequestError):
-    """Request error for an input that leaves too little room for a text."""
+    """Request error for an input that leaves too little room for output."""
 
     def __init__(self, text: str, num_inputs: int, parameter: str = "text") -> None:
         super().__init__(text, parameter)
         self.num_inputs = num_inputs
-        """Number of input tokens, or the least that it can be."""
+        """Number of input tokens, or a lower bound of it."""
 
 
 class QuotingError(RequestError):
-    """Request error that may quote the request after its first colon. Only its client sees that part."""
+    """Request error that may quote the request after the first colon. Only the client sees that part."""
 
     @property
     def log_text(self) -> str:
@@ -104,7 +104,7 @@ class TimedOutError(RouterError):
     def __init__(self, limit_s: float, is_first: bool) -> None:
         super().__init__(f"no token came within {limit_s:g} s")
         self.limit_s, self.is_first = limit_s, is_first
-        """The time limit, and whether it is that of the first token."""
+        """The time limit, and whether it is the first token's."""
 
 
 class UnavailableError(RouterError):
@@ -118,4 +118,4 @@ class GenerationError(RouterError):
 
 
 class StartupError(OperatorError):
-    """Failure to start the router. The text is the one line that an operator reads."""
+    """Failure to start the router. The operator sees the text as one line."""

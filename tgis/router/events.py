@@ -1,5 +1,5 @@
-"""Events of a generation. They are plain values, so that APIs may run in other processes than the engine.
-The last event of every accepted sequence is final, and no other event is."""
+"""Defines the events of a generation. They are plain values, so that the APIs and the engine can run in
+different processes. Only the last event of an accepted sequence is final."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,10 +10,10 @@ from tgis.router.sequence import StopReason, TokenDetail
 
 @dataclass(frozen=True)
 class Timings:
-    """Durations of one generation, in seconds since it was accepted."""
+    """Durations of one generation, in seconds since its acceptance."""
 
     queue_s: float
-    """Time until its first step, or the whole time if there was none."""
+    """Time until the first step, or the total time if there was no step."""
     first_token_s: float | None
     total_s: float
 
@@ -24,7 +24,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class InputTokens:
-    """Details of all input tokens. It comes once, before the first token, if the client asked for it."""
+    """Details of all input tokens. If the client requests them, they arrive once, before the first token."""
 
     tokens: tuple[TokenDetail, ...]
 
@@ -33,12 +33,12 @@ class Ended(NamedTuple):
     """Final event of a generation that has a stop reason."""
 
     token: TokenDetail | None
-    """Last token, unless it came before."""
+    """Last token, or None if it arrived in an earlier event."""
     num_generated: int
     reason: StopReason
     timings: Timings
     num_cached: int = 0
-    """Input tokens that needed no computation when it began."""
+    """Number of input tokens that were cached when the generation started."""
 
 
 @dataclass(frozen=True)
@@ -51,32 +51,32 @@ class Failed:
 
 @dataclass(frozen=True)
 class TimedOut:
-    """Final event of a generation whose token did not come in time."""
+    """Final event of a generation whose next token did not arrive in time."""
 
     limit_s: float
     is_first: bool
-    """True if the limit is that of the first token."""
+    """True if the limit is the first token's."""
 
 
 Failure = Failed | TimedOut
 Event = InputTokens | TokenDetail | Ended | Failure
-"""Event of the engine, with token ids and no text. A token that is not the last is an event by itself."""
+"""Event of the engine, with token ids but without text. Each token before the last is an event by itself."""
 
 
 class Output(NamedTuple):
-    """Tokens that an API has at once, with the text that may be shown now, which it makes of events and of
-    their texts. It is final if it has a reason; then it has timings, and may have no token."""
+    """Tokens that an API gets together, with the text that may be shown now. It is final if it has a stop
+    reason. A final output has timings, and may have no tokens."""
 
     texts: tuple[str, ...]
-    """Text that may be shown with each token, and what is left at an end between tokens."""
+    """Text that may be shown with each token, and then any remaining text if an end has no token."""
     tokens: tuple[TokenDetail, ...]
     num_generated: int
-    """Number of tokens up to the last of these."""
+    """Number of generated tokens, including these."""
     reason: StopReason = StopReason.NOT_FINISHED
     stop_sequence: str = ""
     timings: Timings | None = None
     num_cached: int = 0
-    """Of a final one: input tokens that needed no computation when the generation began."""
+    """Number of input tokens that were cached when the generation started. Only final outputs have it."""
 
     @property
     def text(self) -> str:

@@ -1,4 +1,4 @@
-"""Sequence: the state of one generation, and everything that its request asked for. The scheduler, the shard
+"""Defines Sequence, the state of one generation and the settings of its request. The scheduler, the shard
 client and the engine share these types."""
 
 from collections.abc import Hashable, Iterable
@@ -10,7 +10,7 @@ from tgis.sampling_parameters import Sampling
 
 
 class StopReason(Enum):
-    """Reason why a generation ended, with the names and numbers of the public protocol."""
+    """Reason for the end of a generation, with the names and numbers of the public protocol."""
 
     NOT_FINISHED = 0
     MAX_TOKENS = 1
@@ -22,26 +22,26 @@ class StopReason(Enum):
     ERROR = 7
 
 
-_NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
+_NOT_FINISHED = StopReason.NOT_FINISHED  # cached, because every token needs it
 
 
 @dataclass(frozen=True)
 class Stopping:
-    """Limits that end a generation. Stop sequences are not among them, because the engine has no text."""
+    """Limits that end a generation. They exclude stop sequences, because the engine has no text."""
 
     max_new_tokens: int
     min_new_tokens: int = 0
     reduced: bool = False
-    """True if max_new_tokens is less than the request's, because the model's length leaves no more room."""
+    """True if max_new_tokens is below the requested value, because the model's length leaves less room."""
     eos_token_ids: frozenset[int] = frozenset()
     deadline: float | None = None
     """Time on the monotonic clock, in seconds."""
 
     def reason_at(self, num_generated: int, token_id: int, now: float) -> StopReason:
-        """Return why the token at this place, counted from 1, is the last, in TGIS's order."""
+        """Return the stop reason after `num_generated` tokens, the last one `token_id`, in TGIS's order."""
         if self.deadline is not None and now > self.deadline:
             return StopReason.TIME_LIMIT
-        # Shards mask it up to min_new_tokens, unless a grammar leaves nothing else.
+        # The shards mask these ids before min_new_tokens, unless a grammar allows no other token.
         if token_id in self.eos_token_ids:
             return StopReason.EOS_TOKEN
         if num_generated < self.min_new_tokens:
@@ -53,7 +53,7 @@ class Stopping:
 
 @dataclass(frozen=True)
 class Details:
-    """Token details that a client asks for."""
+    """Token details that a client requests."""
 
     generated_tokens: bool = False
     input_tokens: bool = False
@@ -61,31 +61,32 @@ class Details:
     ranks: bool = False
     top_n: int = 0
     raw: bool = False
-    """True if generated tokens are described by the model's own logits, before anything changes them."""
+    """True if the details of generated tokens come from the model's unmodified logits."""
 
 
 @dataclass(frozen=True)
 class CacheSalt:
-    """Only sequences of equal salts share cached blocks, so that nobody can find out what others asked."""
+    """Salt of the prefix cache. Only sequences with equal salts share cached blocks, so that clients cannot
+    detect the prompts of others."""
 
     tenant: str = ""
-    """Name that the caller's certificate or token has; empty if it has none."""
+    """Name from the caller's certificate or token; empty if there is none."""
     salt: bytes = b""
-    """What the client gave."""
+    """Salt from the request."""
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """Grammar that the text must match, in the form that shards read, and the digest of that form."""
+    """Grammar that the text must match, in the form that the shards read, and the digest of that form."""
 
     text: str
     digest: str
     field: str
-    """Field of the request that asked for it."""
+    """Request field from which the grammar comes."""
 
 
 class AdapterKind(Enum):
-    """Kind of an adapter, with the numbers of the protocol between router and shards."""
+    """Kind of adapter, with the numbers of the protocol between router and shards."""
 
     SOFT_PROMPT = 1
     LORA = 2
@@ -97,17 +98,17 @@ class AdapterKind(Enum):
 
 @dataclass(frozen=True, eq=False)
 class AdapterInfo:
-    """A soft prompt or LoRA adapter as the shards found it, compared by identity: one object per load."""
+    """A soft prompt or LoRA adapter as the shards report it, compared by identity: one object per load."""
 
     kind: AdapterKind
     digest: str
     """Digest of the content; equal for equal contents."""
     num_decoder_tokens: int = 0
-    """Virtual tokens before those of the decoder."""
+    """Number of virtual tokens before the decoder's tokens."""
     num_encoder_tokens: int = 0
-    """Virtual tokens before those of the encoder."""
+    """Number of virtual tokens before the encoder's tokens."""
     num_bytes: int = 0
-    """Upper bound of the bytes that it takes in a shard when loaded."""
+    """Maximum number of bytes that the loaded adapter takes in a shard."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class CallAdapters:
     soft_prompt: AdapterInfo | None = None
     lora: AdapterInfo | None = None
     lora_id: str = ""
-    """Id by which the call names the LoRA adapter, for metrics."""
+    """Id of the LoRA adapter in the call, for metrics."""
 
     @property
     def present(self) -> tuple[AdapterInfo, ...]:
@@ -125,7 +126,7 @@ class CallAdapters:
 
     @property
     def digests(self) -> tuple[str, str]:
-        """Digests of the soft prompt and of the LoRA adapter; empty for none."""
+        """Digests of the soft prompt and of the LoRA adapter; empty if there is none."""
         return _digest(self.soft_prompt), _digest(self.lora)
 
     @property
@@ -153,7 +154,7 @@ def _digest(info: AdapterInfo | None) -> str:
 
 
 class TokenDetail(NamedTuple):
-    """A token and the details that were asked for. Fields that nobody asked for are 0 or empty."""
+    """A token and its requested details. Fields that were not requested are 0 or empty."""
 
     token_id: int
     logprob: float = 0.0
@@ -167,7 +168,7 @@ class Siblings:
     """Sequences of one call that have the same prompt."""
 
     newest: "Sequence | None" = None
-    """Running one that was admitted last; the others wait while it computes what they can share."""
+    """Running sibling that was admitted last. The others wait for the blocks that they can share with it."""
 
 
 @dataclass(eq=False)
@@ -175,58 +176,58 @@ class Sequence:
     """Tokens, limits and cache state of one generation. It is compared by identity."""
 
     token_ids: list[int]
-    """Prompt and generated tokens that the router knows, after padding that stands for the virtual tokens.
-    For an encoder-decoder model the prompt is the one token that its decoder starts from."""
+    """Padding in place of the virtual tokens, the prompt, and the generated tokens that the router knows. For
+    an encoder-decoder model, the prompt is the decoder's start token."""
     stopping: Stopping
     sampling: Sampling = field(default_factory=Sampling)
     details: Details = Details()
     grammar: Grammar | None = None
     request_id: str = ""
-    """Id of its call in the log and in internal errors that a client sees."""
+    """Id of the call in the log and in the internal errors that clients see."""
     adapters: CallAdapters = CallAdapters()
     encoder_token_ids: tuple[int, ...] = ()
-    """Input after padding that stands for its virtual tokens; encoder-decoder models only."""
+    """Padding in place of the virtual tokens, and the input; encoder-decoder models only."""
     cache_salt: CacheSalt = CacheSalt()
     siblings: Siblings = field(default_factory=Siblings)
     prompt_len: int = field(init=False)
     max_tokens: int = field(init=False)
-    """Upper bound of prompt and new tokens together."""
+    """Maximum length of token_ids."""
 
     # The scheduler owns the fields from here on.
     row: int | None = None
-    """Row in the shards' row tables while it is running."""
+    """Row in the shards' row tables while the sequence is running."""
     num_scheduled: int = 0
-    """Tokens that the steps sent so far compute."""
+    """Number of tokens that the steps sent so far compute."""
     num_computed: int = 0
-    """Tokens that the answered steps have computed."""
+    """Number of tokens that the answered steps have computed."""
     num_unanswered: int = 0
-    """Sampled tokens that the shards have not returned yet; they follow token_ids."""
+    """Number of sampled tokens after token_ids that the shards have not returned yet."""
     is_speculating: bool = False
-    """True while an unanswered step has drafts for it; such a step may bring more than one token."""
+    """True while an unanswered step has drafts for the sequence. Such a step may return several tokens."""
     block_table: list[int] = field(default_factory=list)
     cross_blocks: list[int] = field(default_factory=list)
     """Blocks of the encoder's output."""
     num_to_encode: int = 0
-    """Encoder tokens that the step which opens the row computes; 0 once its answer is there, or if the cross
-    blocks were cached."""
+    """Number of encoder tokens that the step which opens the row computes. It is 0 once that step is
+    answered, or if the cross blocks were cached."""
     is_long: bool = False
-    """True if its row uses the long rotary frequencies, as it has more tokens than the usual ones cover."""
+    """True if the row uses the long rotary frequencies, because the short ones cover too few tokens."""
     num_published: int = 0
-    """Leading blocks that other sequences can find in the prefix cache."""
+    """Number of leading blocks that other sequences can find in the prefix cache."""
     published_prefix: Hashable = ()
-    """Name of the prefix that the published blocks hold."""
+    """Key of the published prefix in the prefix cache."""
     num_inputs_reported: int = 0
-    """Prompt tokens whose details have been delivered."""
+    """Number of prompt tokens whose details have been delivered."""
     num_fatal_steps: int = 0
-    """Consecutive fatal steps in which it was the only sequence."""
+    """Number of consecutive fatal steps that had no other sequence."""
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.token_ids)
         self.max_tokens = self.prompt_len + self.stopping.max_new_tokens
 
     def resume(self, generated: Iterable[int], has_inputs: bool) -> None:
-        """Continue a generation elsewhere, before the scheduler has the sequence. With `has_inputs`, the
-        details of the input tokens are not reported again."""
+        """Add the tokens that another engine process generated, before the scheduler has the sequence. With
+        `has_inputs`, the details of the input tokens are not reported again."""
         self.token_ids += generated
         if has_inputs:
             self.num_inputs_reported = self.prompt_len
@@ -264,7 +265,7 @@ class Sequence:
 
     @property
     def inputs_reported(self) -> bool:
-        """True if the shards owe no (more) details of input tokens."""
+        """True if the shards will not report further details of input tokens."""
         if not self.details.input_tokens or self.encoder_token_ids:
             return True
         return self.num_inputs_reported >= self.prompt_len

@@ -1,4 +1,4 @@
-"""How many LoRA adapters may be in use at once, as vLLM's readers are told."""
+"""Checks the maximum number of LoRA adapters that vLLM's series report."""
 
 import pytest
 

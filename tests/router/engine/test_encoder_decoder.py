@@ -1,4 +1,4 @@
-"""An encoder-decoder model behind the public service: what a client sees of its input and of its limits."""
+"""Checks the inputs, outputs and limits of an encoder-decoder model through the public service."""
 
 import json
 import math
@@ -27,7 +27,7 @@ DECODER_START = 0
 SWITCH_LEN = 40
 PROMPT = "The quick brown fox"
 PROMPTS = {"none": (0, 0), "decoder": (9, 0), "encoder": (0, 5), "both": (3, 4)}
-"""Virtual tokens of the decoder and of the encoder."""
+"""Numbers of virtual tokens of the decoder and of the encoder, by soft prompt."""
 ALL_DETAILS = {
     "input_tokens": True,
     "generated_tokens": True,
@@ -38,7 +38,7 @@ ALL_DETAILS = {
 
 
 def write_tokenizer(directory: Path) -> Tokenizer:
-    """As T5's: inputs end with </s>, pieces carry their space."""
+    """Write a tokenizer like T5's: inputs end with </s>, and pieces contain their leading space."""
     tokenizer = Tokenizer(models.Unigram([(piece, -len(PIECES) / len(piece)) for piece in PIECES], unk_id=2))
     tokenizer.add_special_tokens(SPECIAL)
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
@@ -52,7 +52,7 @@ def write_tokenizer(directory: Path) -> Tokenizer:
 
 
 def write_bare_tokenizer(directory: Path) -> Tokenizer:
-    """One that ends nothing."""
+    """Write a tokenizer that adds no </s> to its inputs."""
     tokenizer = write_tokenizer(directory)
     tokenizer.post_processor = processors.Sequence([])
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -60,7 +60,7 @@ def write_bare_tokenizer(directory: Path) -> Tokenizer:
 
 
 def model(num_blocks: int = 0) -> shard_pb2.InfoResponse:
-    """With a cache of the usual size, or of so many blocks."""
+    """Return the info of the model. With `num_blocks` 0, its cache has the default size."""
     return shard_pb2.InfoResponse(
         model_kind=shard_pb2.InfoResponse.MODEL_KIND_ENCODER_DECODER,
         vocab_size=VOCAB_SIZE,
@@ -101,7 +101,7 @@ def input_ids(setup: Setup, text: str) -> list[int]:
 
 
 def text_of(setup: Setup, tokens: list[int]) -> str:
-    """The library's, for a text of its own."""
+    """Return the text that the tokenizers library decodes from all tokens at once."""
     text: str = setup.tokenizer.decode(tokens, skip_special_tokens=True)
     return text
 
@@ -184,7 +184,7 @@ def test_soft_prompts_of_either_side(t5: Setup, prompt: str) -> None:
 
 
 def test_an_empty_text_is_an_input_where_the_encoder_has_virtual_tokens(tmp_path: Path) -> None:
-    """And the tokenizer adds none."""
+    """Use a tokenizer that adds no tokens to the text."""
     library = Library()
     for name, (num_decoder, num_encoder) in PROMPTS.items():
         library.put(Item(name, num_decoder, num_encoder), name)
@@ -268,7 +268,7 @@ def test_limits_count_the_encoders_tokens(t5: Setup) -> None:
 
 @pytest.mark.parametrize("num_inputs", [2, 100, 180])
 def test_an_output_of_all_that_the_limit_leaves(t5: Setup, num_inputs: int) -> None:
-    """The decoder's start is not counted. On its way it outgrows the length that switches frequencies."""
+    """Fill the maximum length, without the decoder's start token. Long outputs switch their frequencies."""
     words, room = "fox girl bread " * MAX_SEQUENCE_LENGTH, MAX_SEQUENCE_LENGTH - num_inputs
     criteria = stopping(199, min_new_tokens=room)
     request = batch(words, truncate_input_tokens=num_inputs, stopping=criteria)
@@ -308,7 +308,7 @@ def test_model_info(t5: Setup) -> None:
 
 
 def test_a_cache_that_cannot_hold_one_request_is_refused(tmp_path: Path) -> None:
-    """Input and output end in blocks of their own, so together they need one more than their tokens fill."""
+    """Require one more block than the tokens fill, because input and output use separate blocks."""
     needed = 1 + -(-(MAX_SEQUENCE_LENGTH - 1) // BLOCK_SIZE)
     text = f"max_sequence_length {MAX_SEQUENCE_LENGTH} takes {needed} cache blocks of {BLOCK_SIZE} tokens"
     with pytest.raises(AssertionError) as caught:

@@ -1,4 +1,4 @@
-"""Queues of events and the turns of their readers, against plain lists."""
+"""Checks event queues and the turns of their readers against plain lists."""
 
 import asyncio
 import random
@@ -11,7 +11,7 @@ END = Ended(None, 0, StopReason.MAX_TOKENS, Timings(0, 0, 0))
 
 
 async def read(queue: EventQueue, r: random.Random, lists: list[list[Event]]) -> None:
-    """Be a reader that is busy now and then."""
+    """Read a queue, with random pauses between reads."""
     async for events in queue:
         lists.append(events)
         for _ in range(r.choice([0, 0, 1, 4])):
@@ -19,7 +19,7 @@ async def read(queue: EventQueue, r: random.Random, lists: list[list[Event]]) ->
 
 
 async def test_every_reader_gets_all_in_order() -> None:
-    """Also if others are cancelled while they wait, or have no turn yet."""
+    """Cancel some readers while they wait or before their first turn."""
     for seed in range(30):
         r, wake_ups = random.Random(seed), WakeUps()
         num_queues = r.choice([1, 3, MAX_WAKE_UPS_PER_TURN, 5 * MAX_WAKE_UPS_PER_TURN])
@@ -46,7 +46,7 @@ async def test_every_reader_gets_all_in_order() -> None:
 
 
 async def test_readers_have_turns_in_order() -> None:
-    """So many in each turn of the event loop, and all of them without a pause."""
+    """Wake MAX_WAKE_UPS_PER_TURN readers in each turn of the event loop until all are awake."""
     wake_ups, turn, woken = WakeUps(), 0, list[tuple[int, int]]()
     queues = [EventQueue(wake_ups.wake) for _ in range(3 * MAX_WAKE_UPS_PER_TURN + 1)]
 

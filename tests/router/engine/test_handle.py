@@ -1,5 +1,5 @@
-"""The seam between APIs and engine, in both implementations: the engine's own handle, and a split one, whose
-values cross as bytes."""
+"""Checks both implementations of the engine handle: the local one, and the remote one, which sends values
+between processes as bytes."""
 
 import asyncio
 import random
@@ -41,7 +41,7 @@ async def scene(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 
 
 class StopAt:
-    """A sink that finds a stop sequence at a token."""
+    """Sink that finds a stop sequence at the token with number `place`, or nowhere if it is 0."""
 
     def __init__(self, place: int) -> None:
         self.place, self.pushed = place, list[tuple[int, StopReason]]()
@@ -61,7 +61,7 @@ def spec(prompt: tuple[int, ...] = PROMPT, length: int = LENGTH, **more: object)
 
 
 def expected(prompt: tuple[int, ...] = PROMPT, length: int = LENGTH, digests: str = "") -> list[int]:
-    """The model's tokens. None of those here is the end of a sequence."""
+    """Return the model's tokens, and check that none of them is EOS."""
     tokens = truth(list(prompt), length, VOCAB_SIZE, digests=digests)[len(prompt) :]
     assert len(tokens) == length
     assert EOS not in tokens
@@ -69,13 +69,13 @@ def expected(prompt: tuple[int, ...] = PROMPT, length: int = LENGTH, digests: st
 
 
 async def read(scene: Scene, claim_id: ClaimId, *opened: object) -> list[Event]:
-    """All events of a sequence."""
+    """Open a sequence, and return all its events."""
     sequence_id = scene.handle.open(claim_id, *opened)  # type: ignore[arg-type]
     return [event async for event in each_of(scene.handle.events(sequence_id))]
 
 
 def tokens_of(events: list[Event]) -> list[int]:
-    """Of a generation that ended, and of nothing after its end."""
+    """Return the token ids of a generation, and check that its last event is its only Ended event."""
     *others, last = events
     assert isinstance(last, Ended)
     tokens = [event for event in others if isinstance(event, TokenDetail)]
@@ -97,7 +97,7 @@ async def test_a_generation_is_tokens_and_an_end(scene: Scene) -> None:
 
 
 async def test_a_sink_ends_a_generation_with_its_token(scene: Scene) -> None:
-    """Which is delivered with the end; length comes before a stop sequence."""
+    """Expect the token in the final event. The length limit has precedence over a stop sequence."""
     claim_id = await scene.handle.acquire(LENGTH)
     for place in range(1, LENGTH + 1):
         sink = StopAt(place)
@@ -158,7 +158,7 @@ async def test_an_encoder_s_input_is_reported_once(tmp_path: Path) -> None:
 
 
 async def test_a_cancelled_sequence_leaves_the_others_alone(scene: Scene) -> None:
-    """Some readers cancel at a token, at once or later, when the sequence may have ended."""
+    """Cancel some sequences at a token, immediately or later, when they may have ended."""
     r, claim_id = random.Random(1), await scene.handle.acquire(64)
 
     async def one(place: int, num_turns: int, is_cancelled: bool) -> list[Event]:
@@ -221,7 +221,7 @@ async def test_adapters_are_those_that_the_lease_names(scene: Scene) -> None:
 
 
 async def test_a_cancelled_wait_gives_back_what_it_waited_for(scene: Scene) -> None:
-    """Whether its answer is on its way or not."""
+    """Cancel calls at random times, before or after the engine has answered."""
     r = random.Random(2)
     for _ in range(20):
 
@@ -279,7 +279,7 @@ async def test_siblings_are_as_if_alone_and_cost_one_prompt(scene: Scene) -> Non
 
 
 async def test_siblings_outlive_a_leader_that_goes(scene: Scene) -> None:
-    """It is cancelled before its first step, in it or later."""
+    """Cancel the leader before, during or after its first step."""
     r = random.Random(3)
     for _ in range(9):
         claim_id = await scene.handle.acquire(4)
@@ -307,7 +307,7 @@ async def _wait_for_steps(scene: Scene, num_steps: int) -> None:
 
 
 async def test_siblings_survive_a_loss_of_the_shards(scene: Scene) -> None:
-    """Cached tokens are those of the beginning, whatever has been computed again."""
+    """Expect the cached tokens of the first start, although inputs are computed again after a loss."""
     claim_id = await scene.handle.acquire(12)
     prompts = [(30 + number, *PROMPT) for number in range(3)]
     generations = [
@@ -315,7 +315,7 @@ async def test_siblings_survive_a_loss_of_the_shards(scene: Scene) -> None:
         for prompt in prompts
         for _ in range(4)
     ]
-    for num_steps in (3, 16, 16):  # the suspects are tried one by one before the next loss
+    for num_steps in (3, 16, 16):  # crash suspects run one by one before the next loss
         await _wait_for_steps(scene, scene.shard.num_steps + num_steps)
         scene.server.cut()
     outcomes = [await each for each in generations]
@@ -335,7 +335,7 @@ async def test_salts_never_share(scene: Scene) -> None:
         for salt in (*salts, *salts)
     ]
     assert found == [0] * 5 + [BLOCK_SIZE] * 5
-    both = (CacheSalt("c"), CacheSalt("d"))  # at once, in one claim_id
+    both = (CacheSalt("c"), CacheSalt("d"))  # concurrently, with one claim
     outcomes = await asyncio.gather(
         *(read(scene, claim_id, spec(length=2, cache_salt=salt), None) for salt in both)
     )
@@ -351,7 +351,7 @@ async def test_virtual_tokens_are_not_among_the_cached(scene: Scene) -> None:
     known = tuple(expected((PAD,) * 3 + PROMPT, digests=join_digests("", "p1"))[:12])
     found.append(num_cached(await read(scene, claim_id, resumed, None, Progress([*known], True))))
     scene.handle.release(claim_id)
-    assert found == [0, BLOCK_SIZE - 3, len(PROMPT)]  # generated tokens are no input tokens
+    assert found == [0, BLOCK_SIZE - 3, len(PROMPT)]  # generated tokens do not count as input tokens
 
 
 async def test_an_encoder_s_input_is_cached_whole(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""ShardClient that die, disagree or stay away, and the router's own end, under live streams."""
+"""Checks recovery under live streams when shards die, disagree or stay away, and the router's shutdown."""
 
 import contextlib
 import queue
@@ -35,7 +35,7 @@ RECOVERY_TIMEOUT = 2.0
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Setup]:
-    """Which holds nothing when the test is over and the router still there, whatever was lost."""
+    """Start a router with two shards. After the test, a router that still runs must have nothing in use."""
     setup = start_router(tmp_path, 2, "--recovery-timeout", str(RECOVERY_TIMEOUT))
     baseline = warm_up(setup)
     yield setup
@@ -45,7 +45,7 @@ def pair(tmp_path: Path) -> Iterator[Setup]:
 
 
 def warm_up(setup: Setup) -> dict[str, float]:
-    """What the router holds when idle."""
+    """Return the resources that the idle router uses after its first request."""
     setup.stub.Generate(batch("a"))
     return take_baseline(setup.http)
 
@@ -70,7 +70,7 @@ def test_streams_go_on_when_the_shards_come_back(pair: Setup) -> None:
 
 
 def test_a_router_that_is_told_to_give_up_ends_all_calls_with_a_reason(pair: Setup) -> None:
-    """And then ends itself."""
+    """Expect the router to exit afterwards."""
     streams = Streams(pair, step_s=0.2)
     pair.servers[1].stop()
     wait_for_health(pair, 503)
@@ -87,7 +87,7 @@ def test_a_router_that_is_told_to_give_up_ends_all_calls_with_a_reason(pair: Set
 
 
 def test_one_lost_rank_is_a_lost_group(pair: Setup) -> None:
-    """The surviving rank is of the old epoch, so the router waits until both are of one start."""
+    """Restart one rank. The other has the old epoch, so the router waits until both have the same epoch."""
     streams = Streams(pair)
     pair.servers[1].stop()
     pair.servers[1] = ShardServer(FakeShard(1, epoch=2, world_size=2), pair.uds_path)
@@ -101,7 +101,7 @@ def test_one_lost_rank_is_a_lost_group(pair: Setup) -> None:
 
 
 def test_ranks_that_disagree_are_found_out(pair: Setup) -> None:
-    """They are asked again what they are, the second one too."""
+    """Expect the router to ask both ranks for their info again."""
     streams = Streams(pair)
     pair.shards[1].info.replaced_kernels.append("gate")
     pair.shards[1].wrong_digests.put(1)
@@ -149,7 +149,7 @@ GARBAGE: dict[str, Callable[[pb.StepResponse], bytes]] = {
 
 
 def test_what_is_no_answer_is_a_lost_link(tmp_path: Path) -> None:
-    """One kind after the other, under live streams."""
+    """Send each kind of invalid answer in turn, under live streams."""
     setup = start_router(tmp_path, 1)
     shard, baseline = setup.shards[0], warm_up(setup)
     try:
@@ -157,7 +157,7 @@ def test_what_is_no_answer_is_a_lost_link(tmp_path: Path) -> None:
         for number, garbage in enumerate(GARBAGE.values(), shard.num_streams + 1):
             shard.garbage.put(garbage)
             deadline = time.monotonic() + 10
-            tried = shard.num_steps + 2 * NUM_STREAMS  # the suspects, and further steps of them all
+            tried = shard.num_steps + 2 * NUM_STREAMS  # one per crash suspect, and more of all
             while shard.num_streams < number or shard.num_steps < tried:
                 assert time.monotonic() < deadline, setup.service.output
                 time.sleep(0.01)
@@ -212,7 +212,7 @@ def test_time_limits_run_on_while_shards_are_lost(pair: Setup) -> None:
 
 
 def test_sigterm_lets_streams_finish(pair: Setup) -> None:
-    """While nothing new is begun, whether on an old channel or a new one."""
+    """Expect refusals of new calls meanwhile, on an old channel and on a new one."""
     streams = Streams(pair)
     pair.service.process.send_signal(signal.SIGTERM)
     time.sleep(0.2)
@@ -242,7 +242,7 @@ def wait_for_health(setup: Setup, status: int) -> None:
 
 
 def wait_until_alive(port: int, timeout_s: float = 30) -> None:
-    """Until the HTTP port is open, which is after the router takes signals."""
+    """Wait until the HTTP port is open. The router handles signals before it opens the port."""
     deadline = time.monotonic() + timeout_s
     while True:
         with contextlib.suppress(OSError):
@@ -277,7 +277,7 @@ def test_start_failures_are_one_line(tmp_path: Path, pair: Setup) -> None:
 
 
 def test_a_watch_of_the_health_does_not_hold_up_the_end(pair: Setup) -> None:
-    """It ends by itself; one that the router waited for would be cut off with an error."""
+    """Expect the watch to end without an error. If the router waited for it, the watch would be aborted."""
     states: queue.SimpleQueue[object] = queue.SimpleQueue()
 
     def watch() -> None:
@@ -299,7 +299,7 @@ def test_a_watch_of_the_health_does_not_hold_up_the_end(pair: Setup) -> None:
 
 
 def test_a_request_that_always_kills_the_shards_ends(pair: Setup) -> None:
-    """And what comes after it is served."""
+    """Expect the router to serve the next request."""
     pair.shards[0].poison = len(pair.tokenizer.encode("kill").ids)
     with pytest.raises(grpc.RpcError) as caught:
         pair.stub.Generate(batch("kill"))
@@ -309,7 +309,7 @@ def test_a_request_that_always_kills_the_shards_ends(pair: Setup) -> None:
     )
     assert found is not None
     pair.service.wait_for_line(f"request {found[1]} failed: the shards crash whenever they compute it", 5)
-    pair.service.wait_for_line(f"request_id={found[1]} ", 5)  # the call's own line
+    pair.service.wait_for_line(f"request_id={found[1]} ", 5)  # the log line of the call itself
     assert pair.stub.Generate(batch("a longer text that does no harm")).responses
 
 

@@ -1,5 +1,5 @@
-"""Drafts that the router never sees, of shards that propose themselves: a client gets what it would get
-without them, in fewer steps, and the metrics count them."""
+"""Checks drafts that the shards propose and the router never sees: a client gets the same answers as without
+drafts, in fewer steps, and the metrics count the drafts."""
 
 import asyncio
 import math
@@ -35,7 +35,7 @@ PROMPTS = [[5 + i, 6, 7 + i, 8] * (1 + i % 3) for i in range(8)]
 
 
 class LeaveToShards:
-    """Lets the shards propose as many as they may."""
+    """Proposer that lets the shards propose up to the allowed number of drafts."""
 
     def begin(self, num_sequences: int, max_drafts: int) -> bool:
         self.left = max_drafts
@@ -50,7 +50,7 @@ class LeaveToShards:
 
 
 class ModelLink:
-    """Shards that answer at once. Of their drafts about three of four are right."""
+    """Link to model shards that answer immediately. About three of four of their drafts are right."""
 
     def __init__(self, num_blocks: int, vocab_size: int) -> None:
         self.model = ModelOfShard(num_blocks, BLOCK_SIZE, vocab_size)
@@ -89,7 +89,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
 
 
 class Shown(NamedTuple):
-    """All that a client sees of a token, but for the time."""
+    """Values that a client sees of a token, without times."""
 
     text: str
     stop_sequence: str
@@ -157,7 +157,7 @@ def test_clients_see_what_they_would_see_without_drafts(tokenizer: Tokenizer, nu
         assert drafted.count("tgi_speculation_drafted_tokens") == scheduler.num_drafts == model.num_proposed
         accepted = drafted.count("tgi_speculation_accepted_tokens")
         num_tokens = sum(map(len, plain.events))
-        # A stop that only the router sees comes after some that were right.
+        # The shards do not see stop sequences, so the router drops right drafts that follow one.
         assert accepted == model.num_right if not stop else 0 < accepted <= model.num_right
         assert math.ceil(num_tokens / 4) < accepted < scheduler.num_drafts
         assert (scheduler.num_preemptions > 0) == (num_blocks == 24)

@@ -1,5 +1,5 @@
-"""Time limits of tokens: against the plain rule in virtual time, before a shard whose steps take as long as a
-test likes, and through the APIs."""
+"""Checks time limits of tokens: against a simple rule in virtual time, with a shard whose steps have a set
+duration, and through the APIs."""
 
 import asyncio
 import random
@@ -37,7 +37,7 @@ TOLD = "no token came within 0.2 s"
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """A loop whose time passes only while nothing is to be done, and then at once."""
+    """Event loop in virtual time. Its clock moves only when the loop is idle, directly to the next timer."""
 
     def __init__(self) -> None:
         super().__init__(selectors.SelectSelector())
@@ -57,7 +57,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 class Happening(NamedTuple):
     at: float
     kind: str
-    """token, loss or return."""
+    """One of `token`, `loss` and `return`."""
 
 
 def draw_happenings(r: random.Random) -> list[Happening]:
@@ -73,7 +73,7 @@ def draw_happenings(r: random.Random) -> list[Happening]:
 
 
 def find_late(happenings: list[Happening], first: float | None, further: float | None) -> tuple[float, bool]:
-    """Return when a text is late by the plain rule, and whether for its first token; never is infinity."""
+    """Return the time at which a token is late, or infinity, and whether the limit is the first token's."""
     since, is_first, is_away = 0.0, True, False
     for at, kind in [*happenings, Happening(float("inf"), "end")]:
         limit = first if is_first else further
@@ -102,7 +102,7 @@ def test_texts_are_late_when_the_rule_says(
             await asyncio.sleep(began + at - loop.now)
             if late:
                 break
-            if kind == "token":  # as the engine takes it
+            if kind == "token":  # the same updates as in the engine
                 was_first, live.awaits_first, live.times.last_token_at = live.awaits_first, False, loop.now
                 if was_first:
                     timeouts.watch(live)
@@ -125,7 +125,7 @@ async def begin(scene: Scene) -> SequenceId:
 
 
 async def read(scene: Scene, sequence_id: SequenceId) -> tuple[list[int], Event]:
-    """Return the tokens, and the final event."""
+    """Return the token ids and the final event."""
     events: list[Event] = [event async for event in each_of(scene.handle.events(sequence_id))]
     tokens = [event if isinstance(event, TokenDetail) else getattr(event, "token", None) for event in events]
     return [token.token_id for token in tokens if token is not None], events[-1]
@@ -137,7 +137,7 @@ async def skip(events: AsyncIterator[Event], count: int) -> None:
 
 
 async def settle(scene: Scene) -> None:
-    """Wait until the steps are answered, which hold blocks."""
+    """Wait until all steps are answered and their blocks are released."""
     for _ in range(500):
         if "block" not in scene.left():
             return
@@ -154,7 +154,7 @@ async def test_a_first_token_that_is_late(is_split: bool, tmp_path: Path) -> Non
 
 async def test_a_further_token_that_is_late(tmp_path: Path) -> None:
     async with open_scene(tmp_path, False, **NEXT) as scene:
-        scene.shard.step_s = HANG_S  # the first one has no limit
+        scene.shard.step_s = HANG_S  # the first token has no limit
         events = each_of(scene.handle.events(await begin(scene)))
         await asyncio.sleep(HANG_S / 2)  # until the shard is in its step
         scene.shard.step_s = 0.001
@@ -174,13 +174,13 @@ async def test_a_text_that_takes_longer_than_a_token_may(tmp_path: Path) -> None
 
 @pytest.mark.slow
 async def test_time_without_shards_does_not_count(tmp_path: Path) -> None:
-    """And afterwards a text has the time of a first token again, and then that of further ones."""
+    """Expect the limit of the first token after the return, and then the limit of the next tokens."""
     limits = {"first_token_timeout": 3 * HANG_S, "next_token_timeout": LIMIT_S}
     async with open_scene(tmp_path, False, **limits) as scene:
         events = each_of(scene.handle.events(await begin(scene)))
         await skip(events, 3)
         scene.server.stop()
-        late = await begin(scene)  # while there are none
+        late = await begin(scene)  # while there are no shards
         await asyncio.sleep(4 * HANG_S)
         scene.shard = FakeShard(epoch=2)
         scene.shard.step_s = HANG_S

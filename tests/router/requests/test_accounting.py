@@ -1,4 +1,4 @@
-"""What a real router's log and a real collector get to know of the calls, and what they do not."""
+"""Checks the log lines and spans of calls with a real router and a real collector."""
 
 import json
 import time
@@ -27,7 +27,7 @@ CORRELATION = (("x-correlation-id", "abc-123"),)
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Setup]]:
-    """Starts routers that log JSON; flags are given."""
+    """Return a function that starts a router with JSON logs and the given flags."""
     running: list[Setup] = []
 
     def run(*flags: str) -> Setup:
@@ -40,7 +40,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Setup]]:
 
 
 def lines(setup: Setup, count: int) -> list[dict[str, object]]:
-    """The log lines of requests, once there are so many."""
+    """Wait for `count` log lines of requests, and return their records."""
     deadline = time.monotonic() + 5
     while True:
         records = [json.loads(line) for line in setup.service.lines if line.startswith("{")]
@@ -141,7 +141,7 @@ def test_spans_reach_the_collector(start: Callable[..., Setup], collector: tuple
     list(setup.stub.GenerateStream(single(PROMPT)))
     setup.stub.Tokenize(pb.BatchedTokenizeRequest())
     setup.stub.ModelInfo(pb.ModelInfoRequest())
-    stop_router(setup)  # which sends what is queued
+    stop_router(setup)  # sends the queued spans
     assert servicer.resource["service.name"] == "ours"
     first, refused, stream, *others = servicer.spans
     assert (first.trace_id.hex(), first.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)

@@ -1,4 +1,4 @@
-"""Each way in which a call can fail is counted once, under its own label, and told once to the log."""
+"""Checks that each kind of failure is counted once, under its own label, and logged once."""
 
 import json
 import time
@@ -32,7 +32,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Setup, d
 
 
 def records(setup: Setup) -> list[tuple[str, str]]:
-    """Where and how loud each complaint about a call was."""
+    """Return the logger and the level of each warning and error about a call."""
     found = [json.loads(line) for line in setup.service.lines if line.startswith("{")]
     told = [(str(each["logger"]).rpartition(".")[2], each["level"]) for each in found]
     return [each for each in told if each[0] in LOGGERS and each[1] != "INFO"]

@@ -1,4 +1,4 @@
-"""Ids that look like log records stay values of one field of one record, whatever form the log has."""
+"""Checks that ids which look like log records stay values of one field of one record, in both log formats."""
 
 import json
 import re
@@ -23,10 +23,10 @@ FORGED = [
     'x code=OK request_id="forged"',
     *HOSTILE_TEXTS,
 ]
-SENT = [text for text in FORGED if text and text.isprintable() and text.isascii()]  # as a header may be
+SENT = [text for text in FORGED if text and text.isprintable() and text.isascii()]  # valid as headers
 
 
-PREFIX = re.compile(r"^Router \d: ")  # of one of several workers
+PREFIX = re.compile(r"^Router \d: ")  # prefix if there are several workers
 ABOUT = ("ERROR", "tgis.router.requests.request_log")
 
 
@@ -82,12 +82,12 @@ def test_every_line_is_one_record(setup: Setup, form: str) -> None:
 
 
 def encodable(text: str) -> bool:
-    """As a message may hold; no id at all is none that is wrong."""
+    """Return True if a message can contain the id. An empty id is excluded, as the service accepts it."""
     return bool(text) and not any("\ud800" <= one <= "\udfff" for one in text)
 
 
 def test_equal_correlation_ids_are_no_keys(setup: Setup) -> None:
-    """Long ones are cut in the log, and nowhere do calls share anything by them."""
+    """Send concurrent calls with one long id. The log shortens it, and each call has its own request id."""
     metadata = [("x-correlation-id", "the same " * 500)]
     request = batch("girl", stopping=stopping(20, min_new_tokens=20))
     expected = setup.stub.Generate(request, metadata=metadata).responses

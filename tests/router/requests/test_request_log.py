@@ -1,4 +1,4 @@
-"""One line per input, at the right level, with the right words and fields; and nobody's text in it."""
+"""Checks that each input has one log line, with the right level and fields and without clients' texts."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ SAMPLED = SequenceSpec((1, 2, 3), Stopping(max_new_tokens=9), Sampling(greedy=Fa
 
 
 class Lines(logging.Handler):
-    """What an operator would read, in both forms."""
+    """Log handler that keeps the lines in both formats."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def output(text: str, number: int, reason: StopReason = StopReason.NOT_FINISHED)
 def finish(
     log: CallLog, reason: StopReason, *texts: str, index: int = 0, spec: SequenceSpec = GREEDY
 ) -> None:
-    """The life of one input, a text per token."""
+    """Log one input from start to end, with one text per token."""
     with log.input(index, spec) as input_log:
         input_log.add(InputTokens(()))
         for number, text in enumerate(texts[:-1], 1):
@@ -216,7 +216,7 @@ def test_as_much_text_is_shown_as_is_allowed(lines: Lines) -> None:
 
 
 def fill(message: Message) -> None:
-    """Every text that a message can hold becomes the marker, however deep."""
+    """Set all text fields of a message and of its nested messages to MARKER."""
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
         if isinstance(value, str):

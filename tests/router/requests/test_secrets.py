@@ -1,5 +1,5 @@
-"""What nobody may read stays unread: a service that logs all it can, traces, fails in every way that can be
-made to happen, and is asked by clients whose prompts, headers and keys are marked."""
+"""Checks that logs, metrics and traces contain no secrets. The service logs at debug level, sends traces and
+fails in many ways, while clients send marked prompts, headers and keys."""
 
 import json
 import time
@@ -24,7 +24,7 @@ HEADERS = (("x-api-key", MARK), ("cookie", MARK), ("x-mark-bin", MARK.encode()))
 
 @pytest.fixture
 def secrets(files: Files) -> list[str]:
-    """Lines of the server's key."""
+    """Return the lines of the server's private key."""
     return [line for line in (files.directory / "key.pem").read_text().splitlines() if "-----" not in line]
 
 
@@ -42,7 +42,7 @@ def setup(files: Files, tmp_path: Path, collector: tuple[Collector, str]) -> Ite
 
 
 def bad_calls() -> Iterator[pb.BatchedGenerationRequest]:
-    """Refused for what is marked in them."""
+    """Yield requests that the service refuses because of their marked values."""
     for guide in (
         {"regex": f"({MARK}"},
         {"grammar": f"{MARK} ::= "},
@@ -58,7 +58,7 @@ def bad_calls() -> Iterator[pb.BatchedGenerationRequest]:
 
 
 def ask(setup: Setup, request: pb.BatchedGenerationRequest, token: str = TOKEN) -> tuple[str, str]:
-    """The output, and what is said of an error."""
+    """Return the output and the details of an error, one of them empty."""
     metadata = (("authorization", f"Bearer {token}"), *HEADERS)
     try:
         return setup.stub.Generate(request, metadata=metadata, timeout=20).responses[0].text, ""

@@ -1,4 +1,4 @@
-"""Spans as a real collector gets them over a real socket, and what a collector costs that does not answer."""
+"""Checks spans at a real collector behind a real socket, and the cost of a collector that does not answer."""
 
 import asyncio
 import logging
@@ -51,7 +51,7 @@ SERVER_SPAN = trace_pb2.Span.SPAN_KIND_SERVER
 
 @contextmanager
 def listening() -> Iterator[tuple[socket.socket, str]]:
-    """A port that accepts connections and never says anything."""
+    """Open a port that accepts connections and never sends a byte."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener, f"127.0.0.1:{listener.getsockname()[1]}"
 
@@ -70,7 +70,7 @@ def single() -> pb.SingleGenerationRequest:
 def ended(
     prompt_len: int, num_generated: int, reason: StopReason, *times: float, num_cached: int = 0
 ) -> tuple[SequenceSpec, Output]:
-    """Times until the first step, the first token and the end."""
+    """Return a spec and its last output. `times` are the seconds until first step, first token and end."""
     spec = SequenceSpec((1,) * prompt_len, Stopping(max_new_tokens=9))
     return spec, Output((SECRET,), (), num_generated, reason, "", Timings(*times), num_cached)
 
@@ -160,7 +160,7 @@ def test_spans_name_the_router_worker(collector: tuple[Collector, str], worker: 
 
 
 def test_parameters_beside_the_messages(collector: tuple[Collector, str]) -> None:
-    """A cache salt is secret, and so is a bias: ids of tokens are text."""
+    """Expect no cache salt and no biases in spans: a salt is secret, and token ids reveal text."""
     servicer, address = collector
     tracing = open_tracing(address, "s")
     params = Parameters(
@@ -237,7 +237,7 @@ def openai_call(kind: str = "single") -> GenerationCall:
 
 
 def test_a_call_over_http_as_the_collector_sees_it(collector: tuple[Collector, str]) -> None:
-    """Attributes of OpenTelemetry's conventions for HTTP servers, and none of those for RPC."""
+    """Expect the attributes of OpenTelemetry's HTTP conventions, and none of its RPC conventions."""
     servicer, address = collector
     tracing, call = open_tracing(address, "s"), openai_call()
     with tracing.call(call.api, call.method, call.metadata) as span:
@@ -293,7 +293,7 @@ def test_an_error_over_http_becomes_the_status_that_the_client_gets(
 
 
 def test_what_ends_an_answer_over_http_that_has_begun(collector: tuple[Collector, str]) -> None:
-    """A stream has sent its status by then; a client that leaves before gets none."""
+    """Expect status 200 for a stream that has begun, and none for a client that left before its answer."""
     servicer, address = collector
     tracing = open_tracing(address, "s")
     ends = [("stream", GenerationError(SECRET)), ("stream", asyncio.CancelledError())]
@@ -336,7 +336,7 @@ async def test_a_stream_that_is_left_is_cancelled(collector: tuple[Collector, st
 
 
 class Answers(GenerationServiceServicer):
-    """Calls that are traced, and nothing more."""
+    """Servicer that only traces its calls."""
 
     def __init__(self, tracing: Tracing) -> None:
         self.tracing = tracing
@@ -458,7 +458,7 @@ def test_extreme_values_reach_the_collector(collector: tuple[Collector, str]) ->
 
 
 def assert_costs_nothing(tracing: Tracing, caplog: pytest.LogCaptureFixture) -> None:
-    """1,000 calls and the end, beside a collector that does not answer."""
+    """Trace 1,000 calls and close the tracing, with a collector that does not answer."""
     with caplog.at_level(logging.DEBUG):
         started = time.monotonic()
         for _ in range(1000):
@@ -468,7 +468,7 @@ def assert_costs_nothing(tracing: Tracing, caplog: pytest.LogCaptureFixture) -> 
         started = time.monotonic()
         tracing.close()
         close_s = time.monotonic() - started
-    # Whatever waits for an export that is not answered waits for so long.
+    # A call or a close that waited for an unanswered export would take at least this long.
     assert calls_s < EXPORT_TIMEOUT_S
     assert close_s < CLOSE_S + EXPORT_TIMEOUT_S
     records = [record for record in caplog.records if record.levelno > logging.DEBUG]

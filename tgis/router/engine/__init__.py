@@ -1,1 +1,1 @@
-"""Engine: schedules steps, sends them to the shards and applies their answers."""
+"""Schedules steps, sends them to the shards and applies their answers."""

@@ -1,4 +1,4 @@
-"""Shows the engine's cache and LoRA adapters in the series under another server's names."""
+"""Exports the state of the engine's cache and LoRA adapters under another server's metric names."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ from tgis.router.sequence import Sequence
 def follow_engine(
     aliases: AliasedSeries, scheduler: Scheduler, loras: AdapterCache, max_batch_size: int
 ) -> None:
-    """Make every scrape read the engine, so that steps need no work for it."""
+    """Make each scrape read the engine's state, so that steps need not update these series."""
 
     def lora_use() -> LoraUse:
         maximum = max_loras(loras, max_batch_size)
@@ -22,7 +22,7 @@ def follow_engine(
 
 
 def max_loras(loras: AdapterCache, max_batch_size: int) -> int:
-    """Return how many adapters as large as the largest one fit into the shards, at most one per sequence."""
+    """Return how many adapters of the largest size fit into the shards, at most one per sequence."""
     if not loras.capacity:
         return 0
     largest = max((entry.info.num_bytes for entry in loras.entries.values()), default=0)

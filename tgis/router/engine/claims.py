@@ -1,4 +1,4 @@
-"""Claims of calls to the engine: concurrency, adapters and sequences, from acquisition to release."""
+"""Manages the claims of calls to concurrency, adapters and sequences, from acquisition to release."""
 
 import asyncio
 from collections import defaultdict
@@ -26,14 +26,14 @@ class Claim:
     resources: ExitStack
     adapters: CallAdapters = field(default_factory=CallAdapters)
     leasing: asyncio.Task[None] | None = None
-    """Task that loads its adapters for a router worker."""
+    """Task that loads the claim's adapters for a router worker."""
     live: dict[SequenceId, LiveRequest] = field(default_factory=dict)
     siblings: defaultdict[Hashable, Siblings] = field(default_factory=lambda: defaultdict(Siblings))
-    """By input and salt."""
+    """Siblings by input tokens and cache salt."""
 
 
 class Claims:
-    """Takes and releases claims. Sequences may be opened once `attach` has been called."""
+    """Manager of claims. `attach` must be called before sequences are opened."""
 
     def __init__(
         self, concurrency: Mapping[LimitedWork, ConcurrencyLimit], adapters: AdapterRegistry
@@ -56,8 +56,8 @@ class Claims:
         return self._info
 
     def acquire(self, count: int, work: LimitedWork, is_again: bool = False) -> Claim:
-        """Take concurrency for a call, whatever the limit if it `is_again`: the call has had it of an engine
-        process that was lost. Raises OverloadedError."""
+        """Reserve concurrency for a call. With `is_again`, ignore the limit, because a lost engine process
+        has already admitted the call. Raises OverloadedError."""
         limit = self._concurrency[work]
         with ExitStack() as resources:
             resources.enter_context(limit.acquire(count, is_again))
@@ -66,7 +66,7 @@ class Claims:
     async def lease(
         self, claim: Claim, prefix_id: str | None, adapter_id: str | None, request_id: str
     ) -> CallAdapters:
-        """Load the adapters that the ids name. Raises RouterError."""
+        """Load the adapters with these ids. Raises RouterError."""
         lease = claim.resources.enter_context(self._adapters.lease(prefix_id, adapter_id, request_id))
         claim.adapters = await lease.take()
         return claim.adapters
@@ -74,8 +74,8 @@ class Claims:
     async def lease_again(
         self, claim: Claim, prefix_id: str | None, adapter_id: str | None, adapters: CallAdapters
     ) -> None:
-        """Load the adapters that a call has had of an engine process that was lost, even if its ids name
-        others now. Raises RouterError and AdapterCallError."""
+        """Load the adapters that a call used in a lost engine process, even if the ids refer to different
+        adapters now. Raises RouterError and AdapterCallError."""
         lease = claim.resources.enter_context(self._adapters.lease(prefix_id, adapter_id, ""))
         claim.adapters = await lease.take_again(adapters)
 
@@ -88,7 +88,7 @@ class Claims:
         progress: Progress | None,
         events: EventReceiver,
     ) -> LiveRequest:
-        """Begin to generate. Events may be delivered before this returns."""
+        """Start a generation. It may deliver events before this method returns."""
         assert self._engine is not None, "nothing is opened before the engine has started"
         live = LiveRequest(self._sequence(spec, claim), sink, events)
         if progress is not None:
@@ -96,12 +96,12 @@ class Claims:
         claim.live[sequence_id] = live
         if claim.adapters.digests == spec.adapters.digests:
             self._engine.open(live)
-        else:  # an id names another adapter since the generation began, or it could not be loaded again
+        else:  # An id refers to a different adapter now, or the adapter could not be loaded again.
             events.deliver(lost_adapter(spec.request_id))
         return live
 
     def cancel(self, live: LiveRequest) -> None:
-        """End a generation without a final event, if it has not ended."""
+        """End a generation without a final event. Do nothing if it has ended."""
         assert self._engine is not None
         self._engine.cancel(live)
 
@@ -111,7 +111,7 @@ class Claims:
         claim.resources.close()
 
     def _sequence(self, spec: SequenceSpec, claim: Claim) -> Sequence:
-        """Return a new sequence, with padding in the places of virtual tokens."""
+        """Return a new sequence, with padding at the positions of virtual tokens."""
         adapters = claim.adapters
         token_ids = [self._pad_token_id] * adapters.num_decoder_tokens
         encoder_token_ids: tuple[int, ...] = ()

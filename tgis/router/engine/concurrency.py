@@ -1,4 +1,4 @@
-"""Limits how many inputs are in the server at once."""
+"""Limits the number of inputs that the server handles at once."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from tgis.router.metrics.resource_counts import ResourceCount
 
 
 class ConcurrencyLimit:
-    """Limit of inputs at once. A call gets places for all its inputs or is refused; none waits."""
+    """Limit on concurrent inputs. It admits all inputs of a call or refuses the call; no call waits."""
 
     def __init__(self, limit: int) -> None:
         self.num_free = self.limit = limit
@@ -20,8 +20,8 @@ class ConcurrencyLimit:
 
     @contextmanager
     def acquire(self, count: int, is_again: bool = False) -> Iterator[None]:
-        """Keep `count` places while the context is open, whatever the limit if they are taken again for a
-        call that was admitted before. Raises OverloadedError."""
+        """Admit `count` inputs while the context is open. With `is_again`, ignore the limit, because the call
+        has been admitted before. Raises OverloadedError."""
         if count > max(self.num_free, 0) and not is_again:
             raise OverloadedError(OVERLOADED)
         self.num_free -= count

@@ -1,5 +1,5 @@
 """Runs the loop between requests and shards: it schedules and sends steps, applies answers and delivers
-events. Every accepted sequence ends in exactly one final event, unless it is cancelled."""
+events. Every accepted sequence ends with exactly one final event, unless it is cancelled."""
 
 import asyncio
 import logging
@@ -27,11 +27,11 @@ from tgis.router.shards.codec import Answer, InputDetails, RowFailure, SampledTo
 logger = logging.getLogger(__name__)
 
 WORKERS_LOST = Failed(Code.UNAVAILABLE, LOST)
-_NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
+_NOT_FINISHED = StopReason.NOT_FINISHED  # cached, because every token needs it
 
 
 class Engine:
-    """Owner of the live requests, the scheduler and the stream of steps. `run` is its only task."""
+    """Owner of the live requests, the scheduler and the sent steps. `run` is its only task."""
 
     def __init__(
         self,
@@ -49,8 +49,8 @@ class Engine:
         token_timeouts: tuple[float | None, float | None],
         on_ready: Callable[[bool], None],
     ) -> None:
-        """Take a connected `residency`. `token_timeouts` are the seconds within which a first and a further
-        token must come. `on_ready` is called when shards are lost and when they return."""
+        """`residency` must be connected. `token_timeouts` are the time limits in seconds for the first token
+        and for each later one. `on_ready` is called when the shards are lost and when they return."""
         self.scheduler = Scheduler(pool, max_batch_size, rope_switch_len, proposer, reserves_output)
         self._residency, self._shards = residency, residency.shards
         self._metrics, self._budget = metrics, budget
@@ -71,7 +71,7 @@ class Engine:
         return len(self._live)
 
     def open(self, live: LiveRequest) -> None:
-        """Accept a sequence, which may have generated tokens already."""
+        """Accept a sequence, which may already have generated tokens."""
         sequence = live.sequence
         if self._given_up:
             live.events.deliver(WORKERS_LOST)
@@ -83,12 +83,12 @@ class Engine:
             self._accept(live)
 
     def cancel(self, live: LiveRequest) -> None:
-        """End a generation without a final event, if it has not ended."""
+        """End a generation without a final event. Do nothing if it has ended."""
         if live.sequence in self._live:
             self._release(live)
 
     async def run(self) -> None:
-        """Serve until cancelled. The engine survives the loss of the shards."""
+        """Run until cancelled. The engine survives the loss of the shards."""
         while True:
             self._connected = True
             self._on_ready(True)
@@ -108,7 +108,7 @@ class Engine:
             await self._reconnect()
 
     def give_up(self) -> None:
-        """End all requests and refuse new ones, because the model's workers are lost."""
+        """Fail all requests and refuse new ones, because the shards are lost."""
         self._given_up = True
         for live in list(self._live.values()):
             self._fail(live, WORKERS_LOST)
@@ -126,7 +126,7 @@ class Engine:
         self._fill_soon()
 
     def _fill_soon(self) -> None:
-        """Schedule one `_fill` per turn of the loop, so that what arrives together starts together."""
+        """Schedule one `_fill` per turn of the loop, so that requests that arrive together start together."""
         if not self._fill_is_due:
             self._fill_is_due = True
             asyncio.get_running_loop().call_soon(self._fill)
@@ -148,7 +148,7 @@ class Engine:
 
     def _start(self, live: LiveRequest) -> None:
         times = live.times
-        if times.started_at is None:  # else it resumes after a preemption or a loss of the shards
+        if times.started_at is None:  # Otherwise, it resumes after a preemption or a loss of the shards.
             times.started_at = time.monotonic()
             times.num_cached = live.sequence.num_computed_inputs
             self._metrics.request_queue_duration.observe(times.started_at - times.accepted_at)
@@ -156,7 +156,7 @@ class Engine:
 
     def _apply(self, answer: Answer) -> None:
         self._step_metrics.answer(answer)
-        # first, because blocks that were not computed must not be found by other sequences
+        # Failures come first, because other sequences must not find blocks that were not computed.
         for failure in answer.failed:
             if failure.sequence in self._live:
                 self._fail(self._live[failure.sequence], _failed_row(failure))
@@ -182,10 +182,11 @@ class Engine:
 
     def _take_tokens(self, sampled: Iterable[SampledToken]) -> None:
         now, lives = time.monotonic(), self._live
-        times_before: dict[float, int] = {}  # a step's tokens mostly follow tokens of one other step
+        # This has few keys, because most tokens of a step follow tokens of one earlier step.
+        times_before: dict[float, int] = {}
         for sequence, token, ended in sampled:
             live = lives.get(sequence)
-            if live is None:  # it ended while the step was in flight
+            if live is None:  # The sequence ended while the step was in flight.
                 continue
             if live.awaits_first:
                 self._take_first(live, now)
@@ -213,7 +214,7 @@ class Engine:
             self._fail(live, _internal_error(sequence.request_id, "the shards ended the sequence too early"))
 
     def _take_first(self, live: LiveRequest, now: float) -> None:
-        """Account for a first token, or for the first one after a loss of the shards."""
+        """Record the first token of a sequence, or its first token after a loss of the shards."""
         times = live.times
         if times.first_token_at is None:
             times.first_token_at = now
@@ -228,7 +229,7 @@ class Engine:
         self._token_timeouts.watch(live)
 
     def _release(self, live: LiveRequest) -> None:
-        """Remove a request whose final event is delivered, or whose client is gone."""
+        """Remove a request after its final event or its cancellation."""
         del self._live[live.sequence]
         self._requests.released += 1
         if live.expiry is not None:
@@ -242,8 +243,8 @@ class Engine:
         self._release(live)
 
     def _expire(self, live: LiveRequest) -> None:
-        """End a waiting request whose deadline has passed; a running one ends with its next token. A step is
-        sent first, because an idle service gives at least one token, as TGIS does, however late it is."""
+        """End a waiting request whose deadline has passed. A running request ends with its next token. A step
+        is sent first, because an idle service returns at least one token after any deadline, as TGIS does."""
         sequence = live.sequence
         if sequence in self._live and sequence.row is None:
             self._fill()
@@ -254,7 +255,7 @@ class Engine:
             self._release(live)
 
     def _suspend(self) -> None:
-        """Put all sequences back to waiting after a loss. One that kills the shards fails instead."""
+        """Return all sequences to the waiting queue after a loss of the shards, and fail a crash suspect."""
         pool = self.scheduler.pool
         culprit = self.scheduler.reset(pool.renew(pool.num_blocks, pool.block_size))
         if culprit is not None:
@@ -291,7 +292,7 @@ def lost_adapter(request_id: str) -> Failed:
 
 
 def _internal_error(request_id: str, cause: str) -> Failed:
-    """Log the cause under the request's id, and return an event that tells the client only that id."""
+    """Log the cause with the request's id, and return an event that shows the client only the id."""
     logger.error("request %s failed: %s", request_id, cause)
     return Failed(Code.INTERNAL, internal_error(request_id))
 

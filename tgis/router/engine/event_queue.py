@@ -1,4 +1,4 @@
-"""Events of generations on their way from the engine to the clients' tasks."""
+"""Passes events from the engine to the tasks that serve clients."""
 
 import asyncio
 from collections import deque
@@ -13,12 +13,12 @@ MAX_WAKE_UPS_PER_TURN = 64
 busy loop first handles shard replies that have arrived, so that the other readers get those tokens too."""
 
 Arrival = asyncio.Future[None]
-_FINAL = (Ended, Failed, TimedOut)  # built once, because every token needs it
+_FINAL = (Ended, Failed, TimedOut)  # built once, because every read needs it
 
 
 class WakeUps:
-    """Wakes the readers of all queues of a loop, in order and in parts, so that the shards never wait until
-    all readers have sent what they have."""
+    """Waker of the readers of all queues of an event loop. It wakes a limited number per turn, in order, so
+    that the shards never wait until all readers have sent their answers."""
 
     def __init__(self) -> None:
         self._arrivals: deque[Arrival] = deque()
@@ -38,48 +38,50 @@ class WakeUps:
         self._num_left = MAX_WAKE_UPS_PER_TURN
         while waiting and self._num_left:
             arrival = waiting.popleft()
-            if not arrival.done():  # else its reader was cancelled
+            if not arrival.done():  # It is done if its reader was cancelled.
                 self.wake(arrival)
 
 
 class EventReceiver(Protocol):
     def begin(self, times: RequestTimes) -> None:
-        """Take in the times of a generation whose first step is sent; once, unless it had begun before."""
+        """Receive the times of a generation when its first step is sent. A resumed generation that had begun
+        earlier does not call this again."""
 
     def deliver(self, event: Event) -> None: ...
 
 
 class EventQueue:
-    """Queue of a generation's events, for one reader: an asynchronous iterator of all that has arrived since
-    it was asked before, in order. A list is never empty, and the one with the final event is the last."""
+    """Queue of a generation's events for one reader, an asynchronous iterator over lists of events. Each list
+    has all events that arrived since the previous one, in order. No list is empty, and the last list ends
+    with the final event."""
 
     __slots__ = ("_arrival", "_arrived", "_is_read", "_wake")
 
     def __init__(self, wake: Callable[[Arrival], None]) -> None:
-        """`wake` sets the result of the future that the reader awaits, at once or soon."""
+        """`wake` sets the result of the future that the reader awaits, immediately or in a later turn."""
         self._wake = wake
         self._arrived: list[Event] = []
         self._arrival: Arrival | None = None
-        """Future of a reader that has to be woken."""
+        """Future that the reader awaits, or None if it is not waiting."""
         self._is_read = False
-        """True if the final event has been read."""
+        """True once the reader has the final event."""
 
     def begin(self, times: RequestTimes) -> None:
-        """Do nothing: the final event has the times."""
+        """Do nothing, because the final event has the times."""
 
     def deliver(self, event: Event) -> None:
         self._arrived.append(event)
         arrival = self._arrival
         if arrival is not None:
             self._arrival = None
-            if not arrival.done():  # else the reader was cancelled
+            if not arrival.done():  # It is done if the reader was cancelled.
                 self._wake(arrival)
 
     def __aiter__(self) -> "EventQueue":
         return self
 
     async def __anext__(self) -> list[Event]:
-        """Return all events that have arrived, and wait for one if there is none."""
+        """Return all events that have arrived. If there are none, wait for one."""
         if self._is_read:
             raise StopAsyncIteration
         if not self._arrived:

@@ -1,4 +1,4 @@
-"""Live request: an accepted sequence, its times, and the receiver of its events."""
+"""Defines a live request: an accepted sequence, its times, and the receiver of its events."""
 
 import asyncio
 import math
@@ -14,18 +14,18 @@ from tgis.router.sequence import Sequence, StopReason, TokenDetail
 class LiveRequest:
     sequence: Sequence
     sink: TextSink | None
-    """None if a router worker looks for stop sequences."""
+    """None if a router worker checks for stop sequences."""
     events: EventReceiver
     inputs: list[TokenDetail] = field(default_factory=list)
     times: RequestTimes = field(default_factory=RequestTimes)
     awaits_first: bool = True
-    """True until its first token, and again until the first one after a loss of the shards."""
+    """True until the first token, and after a loss of the shards until the next token."""
     expiry: asyncio.TimerHandle | None = None
     token_timer: asyncio.TimerHandle | None = None
-    """Timer that TokenTimeouts keeps for its next token."""
+    """Timer of TokenTimeouts for the next token."""
 
     def reason_of_last(self, now: float) -> StopReason:
-        """Return why the sequence ends with the last token that it has, if it has generated any."""
+        """Return why the sequence ends with its last generated token, or NOT_FINISHED if it continues."""
         sequence = self.sequence
         num_generated = sequence.num_generated
         if not num_generated:
@@ -39,7 +39,7 @@ class LiveRequest:
         self.events.deliver(Ended(token, num_generated, reason, times.timings(now), times.num_cached))
 
     def deliver_encoder_inputs(self) -> None:
-        """Deliver the encoder's input tokens if the client asked for input tokens. No model output predicts
+        """Deliver the encoder's input tokens if the client requested input tokens. The model does not predict
         them, so the shards have no details of them."""
         sequence, details = self.sequence, self.sequence.details
         if details.input_tokens and sequence.encoder_token_ids and not sequence.num_inputs_reported:
@@ -48,6 +48,6 @@ class LiveRequest:
             self.events.deliver(InputTokens(tuple(tokens)))
 
     def resume(self, progress: Progress) -> None:
-        """Continue a generation of another engine process, before the engine has it."""
+        """Restore the progress from another engine process, before the engine opens the request."""
         self.sequence.resume(progress.generated, progress.has_inputs)
         self.times = progress.times

@@ -1,4 +1,4 @@
-"""The engine's parts in its own process, from the link to the claims, and their life."""
+"""Builds and runs the engine in this process, from the link to the shards up to the claims."""
 
 import asyncio
 import logging
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 class LocalEngine:
-    """Implements EngineHost."""
+    """EngineHost of an engine in this process."""
 
     def __init__(self, config: RouterConfig, metrics: Metrics, on_ready: Callable[[bool], None]) -> None:
-        """`on_ready` is called when the shards are there, when they are lost and when they return."""
+        """`on_ready` is called when the shards connect, when they are lost and when they return."""
         self._config, self._metrics, self._on_ready = config, metrics, on_ready
         self._concurrency = {work: ConcurrencyLimit(config.max_concurrent_requests) for work in LimitedWork}
         metrics.permits_limit.follow(lambda: config.max_concurrent_requests)
@@ -95,11 +95,12 @@ class LocalEngine:
 
 
 def _check_capacity(config: RouterConfig, info: shard_pb2.InfoResponse) -> None:
-    """Check that a full sequence fits into the cache; else it would wait for ever. Raises StartupError."""
+    """Check that a sequence of maximum length fits into the cache. Otherwise, it would wait forever. Raises
+    StartupError."""
     max_sequence_length = config.max_sequence_length
     assert max_sequence_length is not None, "the launcher says how long a sequence may be"
     # The last token is never computed. An encoder-decoder model keeps input and output in separate blocks,
-    # which can take one block more.
+    # so it may need one more block.
     needed = -(-(max_sequence_length - 1) // info.block_size) + is_encoder_decoder(info)
     if info.num_blocks < needed:
         raise StartupError(

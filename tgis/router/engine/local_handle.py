@@ -1,4 +1,4 @@
-"""Handle of an engine in the same process."""
+"""Implements the handle of an engine in the same process."""
 
 from collections.abc import AsyncIterator, Mapping
 from itertools import count
@@ -20,7 +20,7 @@ from tgis.router.sequence import CallAdapters
 
 
 class LocalHandle:
-    """Implements EngineHandle over the claims."""
+    """EngineHandle that calls the claims directly."""
 
     def __init__(self, claims: Claims) -> None:
         self._claims = claims

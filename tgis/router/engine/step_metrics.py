@@ -1,5 +1,5 @@
-"""Counts and times the steps in TGIS's terms, and shows the scheduler's state. Prompt sequences count as a
-prefill, decode rows as a next_token, and a step that has both counts as one of each."""
+"""Counts and times steps in TGIS's terms, and exports the scheduler's state. The prompts of a step count as
+one prefill batch and its decode rows as one next_token batch, so a step with both counts as one of each."""
 
 import time
 from collections import deque
@@ -13,7 +13,7 @@ PREFILL, NEXT_TOKEN = "prefill", "next_token"
 
 
 class StepMetrics:
-    """Metrics of the steps. They must be told when steps are sent, answered, applied and lost, in order."""
+    """Metrics of steps. The engine must report each step in order: sent, answered and applied, or lost."""
 
     def __init__(self, scheduler: Scheduler, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -33,8 +33,8 @@ class StepMetrics:
             metrics.batch_concatenation_count.add()
 
     def answer(self, answer: Answer) -> None:
-        """Record the answer to the oldest step. The time of a step sent ahead begins when the shards became
-        free for it."""
+        """Record the answer to the oldest step. The time of a step that was sent early starts when the shards
+        answered the previous step."""
         metrics, step, now = self._metrics, answer.step, time.monotonic()
         _, sent_at = self._sent.popleft()
         for method, _ in _parts(step):
@@ -63,7 +63,7 @@ class StepMetrics:
 
 
 def _follow_scheduler(scheduler: Scheduler, metrics: Metrics) -> None:
-    """Make every scrape read the scheduler, so that steps need no work for these metrics."""
+    """Make each scrape read the scheduler's state, so that steps need not update these metrics."""
     metrics.queue_size.follow(lambda: len(scheduler.waiting))
     metrics.batch_current_size.follow(lambda: len(scheduler.running))
     metrics.requests_running.follow(lambda: len(scheduler.running))

@@ -1,4 +1,4 @@
-"""Time limits of tokens: a text whose first or next token does not come in time has failed."""
+"""Fails requests whose first or next token does not arrive within its time limit."""
 
 import asyncio
 import time
@@ -9,21 +9,21 @@ from tgis.router.events import TimedOut
 
 
 class TokenTimeouts:
-    """Keeps one timer for each request, and moves it only when it fires, so that tokens cost nothing.
+    """Timers of live requests, one for each. A timer moves only when it fires, so that tokens cost nothing.
 
-    Time without shards does not count. When they are back, a text's next token counts as a first one, because
-    its input is computed again."""
+    Time without shards does not count. After the shards return, the limit of the first token applies to a
+    request's next token, because the shards compute its input again."""
 
     def __init__(
         self, first_s: float | None, next_s: float | None, on_late: Callable[[LiveRequest, TimedOut], None]
     ) -> None:
-        """`on_late` ends a request; None stands for no limit."""
+        """`on_late` must end the request. None means no limit."""
         self._first_s, self._next_s, self._on_late = first_s, next_s, on_late
         self._is_paused = False
-        self._resumed_at = time.monotonic()  # requests of an earlier engine process were accepted before
+        self._resumed_at = time.monotonic()  # earlier engine processes may have accepted requests
 
     def watch(self, live: LiveRequest) -> None:
-        """Wait for a request's next token; after its acceptance and after its first token."""
+        """Set the timer for a request's next token, after acceptance and again after the first token."""
         self.forget(live)
         is_first = live.awaits_first
         limit_s = self._first_s if is_first else self._next_s
@@ -45,7 +45,7 @@ class TokenTimeouts:
         self._is_paused = True
 
     def resume(self, requests: Iterable[LiveRequest]) -> None:
-        """Continue with all live requests."""
+        """Set new timers for all live requests."""
         self._is_paused, self._resumed_at = False, time.monotonic()
         for live in list(requests):
             live.awaits_first = True

@@ -1,1 +1,1 @@
-"""Handling of a call before and after the engine: validation, concurrency, accounting, logs and traces."""
+"""Handles calls before and after the engine: validation, accounting, logs and traces."""

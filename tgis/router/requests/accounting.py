@@ -1,5 +1,5 @@
-"""Accounts for generation calls: every call, refusal, failure and finished input is counted, timed, traced
-and logged once, at the moments and under the labels of TGIS."""
+"""Accounts for generation calls: counts, times, traces and logs every call, refusal, failure and finished
+input once, at the same moments and under the same labels as TGIS."""
 
 import asyncio
 import logging
@@ -30,7 +30,7 @@ from tgis.router.sequence import StopReason
 
 logger = logging.getLogger(__name__)
 
-_NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
+_NOT_FINISHED = StopReason.NOT_FINISHED  # cached, because every token needs it
 Record = Callable[[InputTokens | Output | Failure], InputTokens | Output]
 
 
@@ -44,7 +44,7 @@ class Accounting:
 
     @contextmanager
     def open(self, call: GenerationCall) -> "Iterator[CallAccount]":
-        """Begin a call. Exceptions that end it early pass through."""
+        """Open the account of a call. Exceptions that end the call early pass through."""
         log = CallLog(call, correlation_id(call.metadata, call.api), self.log_text_chars)
         with self.tracing.call(call.api, call.method, call.metadata) as span, log:
             span.set_call(call, log.request_id, log.correlation_id)
@@ -70,7 +70,7 @@ class CallAccount:
         self._metrics, self._log, self._span = metrics, log, span
         self._kind, num_inputs = log.call.kind, len(log.call.texts)
         self.request_id = log.request_id
-        self._num_waiting = num_inputs * log.call.parameters.n  # texts that have not begun
+        self._num_waiting = num_inputs * log.call.parameters.n  # texts that have not started
         self._aliased_call = None if metrics.aliases is None else metrics.aliases.call(log.call.parameters.n)
         metrics.request_count.add(self._kind)
         if num_inputs:
@@ -78,13 +78,13 @@ class CallAccount:
 
     @contextmanager
     def counting_failures(self) -> Iterator[None]:
-        """Count once what ends the call early, under the label of its kind; a cancellation counts for each
-        text that has not begun. An unforeseen error is logged and becomes a GenerationError."""
+        """Count an early end of the call once, under the label of its cause. A cancellation counts once for
+        each text that has not started. An unforeseen error is logged and becomes a GenerationError."""
         failure = self._metrics.request_failure
         try:
             yield
         except RequestError as error:
-            if str(error) != MISSING_REQUEST:  # TGIS does not count this one
+            if str(error) != MISSING_REQUEST:  # TGIS does not count this refusal
                 failure.add("validation")
             raise
         except OverloadedError:
@@ -122,8 +122,8 @@ class CallAccount:
 
     @contextmanager
     def input(self, index: int, spec: SequenceSpec) -> Iterator[Record]:
-        """Account for the text at `index`, counted from 0; each input has `n` of them. The yielded function
-        must be given each of its outputs, and the failure that ends it, before they are used."""
+        """Account for the text at `index`, counted from 0. Each input has `n` texts. Callers must pass each
+        output of the text, and a failure that ends it, to the yielded function before they use it."""
         self._num_waiting -= 1
         with self._log.input(index, spec) as log:
             try:
@@ -136,8 +136,8 @@ class CallAccount:
     def _record(
         self, index: int, spec: SequenceSpec, log: InputLog, event: InputTokens | Output | Failure
     ) -> InputTokens | Output:
-        """Account for what comes next of an input, and return it. Raises GenerationError or TimedOutError for
-        a failure."""
+        """Record the next event of a text, and return it. Raises GenerationError or TimedOutError for a
+        failure."""
         if isinstance(event, Output):
             if event.reason is not _NOT_FINISHED:
                 self._count(index, spec, event)

@@ -1,4 +1,4 @@
-"""Rules of calls that differ between the APIs that clients speak."""
+"""Declares the rules for calls that differ between APIs."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -7,12 +7,12 @@ from tgis.router.errors import Code, RouterError
 from tgis.sampling_parameters import RANGES, Range
 
 MAX_STOP_SEQUENCES = 6
-MAX_N = 128  # texts for one input
-MAX_INPUTS = 128  # of a request to an API over HTTP
-ALMOST_GREEDY = 1e-5  # lower temperatures decode greedily where an API allows them: logits would overflow
+MAX_N = 128  # texts per input
+MAX_INPUTS = 128  # inputs per HTTP request
+ALMOST_GREEDY = 1e-5  # temperatures below this decode greedily, because their logits would overflow
 
 ErrorKind = Code | type[RouterError] | Callable[[Exception], bool]
-"""Kind of errors, by code, by class, or by a predicate."""
+"""Kind of error: a code, a class, or a predicate."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,28 +21,28 @@ class ApiRules:
     """Name in logs, metrics and traces."""
     temperature: Range = RANGES["temperature"]
     default_max_new_tokens: int | None = 20
-    """None: a text may fill the model's length."""
+    """None: the limit of `max_new_tokens`."""
     max_new_tokens: int | None = 1024
-    """Limit of `max_new_tokens` without an operator's limit. None: the model's length."""
+    """Limit of `max_new_tokens` if the operator sets none. None: the model's length."""
     max_top_n_tokens: int | None = None
     """None: the operator's limit."""
     max_stop_sequences: int = MAX_STOP_SEQUENCES
-    """Limit of the number of stop sequences without an operator's limit."""
+    """Maximum number of stop sequences if the operator sets none."""
     keeps_its_stop_bound: bool = True
-    """True if an operator's limit counts only where it is larger."""
+    """True if the operator can raise `max_stop_sequences` but not lower it."""
     max_best_of: int = MAX_N
-    """Limit of `best_of` without an operator's limit."""
+    """Limit of `best_of` if the operator sets none."""
     shortens_texts: bool = True
-    """False if a call is refused whose `max_new_tokens` do not fit after its input."""
+    """False if the API refuses calls whose `max_new_tokens` do not fit after the input."""
     begins_streams_at_once: bool = False
-    """True if a stream's answer begins before the call is checked, so that a refusal is one of its events."""
+    """True if streams begin before their calls are checked, so that refusals are events of the stream."""
     rpc_service: str | None = None
     """Full name of the gRPC service; None for an API over HTTP."""
     paths: Mapping[str, str] = field(default_factory=dict)
-    """HTTP paths of the methods that spans name."""
+    """HTTP path of each method, for spans."""
     statuses: Mapping[ErrorKind, int] = field(default_factory=dict)
-    """HTTP statuses of errors. Classes and predicates come before codes, in this order."""
+    """HTTP statuses of errors. Classes and predicates are tried in this order, before codes."""
     chat_methods: frozenset[str] = frozenset()
-    """Methods whose spans are chats."""
+    """Methods whose spans have the operation `chat`."""
     is_logged: bool = True
-    """True if the log lines of a call name the API, the method and the model. TGIS's do not."""
+    """True if log lines name the API, the method and the model. TGIS's log lines do not."""

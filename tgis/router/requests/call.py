@@ -1,4 +1,4 @@
-"""A generation call in plain values, as an API reads it from its protocol. Nothing of it is checked yet."""
+"""Defines a generation call in plain values, as an API reads it from its protocol, before any check."""
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
@@ -8,10 +8,10 @@ from tgis.router.requests.parameters import Parameters
 from tgis.router.text.stop_sequences import StopScope
 
 MISSING_REQUEST = "missing request"
-"""Refusal of a message that lacks the input that it must have; then the only text is empty."""
+"""Refusal of a message without its required input. Such a call has one empty text."""
 
 Metadata = Iterable[tuple[str, str | bytes]]
-"""Headers of a call, their names in lower case."""
+"""Headers of a call, with names in lower case."""
 
 
 @dataclass(frozen=True)
@@ -23,23 +23,23 @@ class GenerationCall:
     texts: list[str]
     parameters: Parameters
     describe_parameters: Callable[[], str]
-    """Return the parameters for the log, under the API's names, without any text of the client's."""
+    """Function that returns the parameters for the log, under the API's names and without client texts."""
     metadata: Metadata
     connection: Hashable
-    """Where the call comes from; calls of one connection take turns."""
+    """Client connection of the call. Calls of one connection take turns."""
     prefix_id: str | None = None
     adapter_id: str | None = None
     model_id: str = ""
     refusal: str = ""
-    """Why the API cannot read the call; empty if it can. What it cannot read is left out."""
+    """Reason why the API cannot read the call, or empty. Unreadable fields are left out."""
     inputs_are_ids: bool = False
-    """True if each text is token ids, as decimal numbers with a space between each two."""
+    """True if each text is a list of token ids, as decimal numbers with spaces between them."""
     adds_special_tokens: bool = True
-    """False if a text has all its special tokens already, as a chat template writes them."""
+    """False if the texts already contain their special tokens, as chat templates write them."""
     tenant: str = ""
-    """Name that the caller's certificate or token has; empty if it has none."""
+    """Name from the caller's certificate or token; empty if there is none."""
     api: ApiRules = field(kw_only=True)
     shown_special_ids: frozenset[int] = frozenset()
-    """Special tokens that the texts show, although others are left out."""
+    """Special tokens that answers show although they omit other special tokens."""
     make_stop_scope: Callable[[], StopScope] | None = None
-    """Makes the scope of the stop sequences of one text; None if they end it wherever they are."""
+    """Factory of the stop scope of one text. None: a stop sequence ends the text wherever it occurs."""

@@ -1,5 +1,5 @@
-"""Sends spans to an OpenTelemetry collector from a bounded queue. A collector that is slow, dead or silent
-delays no call, delays the shutdown by at most `CLOSE_S`, and causes at most one log line a minute."""
+"""Sends spans to an OpenTelemetry collector from a bounded queue. A slow, dead or silent collector delays no
+call, delays the shutdown by at most `CLOSE_S`, and causes at most one log line per minute."""
 
 import logging
 import threading
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 4317
 MAX_QUEUED_SPANS = 2048
-MAX_BATCH_SPANS = 128  # encoding a batch takes the interpreter from the event loop
+MAX_BATCH_SPANS = 128  # small, because encoding a batch blocks the event loop
 MAX_ATTRIBUTE_CHARS = 256
 EXPORT_DELAY_S = 1.0
 EXPORT_TIMEOUT_S = 5.0
@@ -27,10 +27,10 @@ WARNING_INTERVAL_S = 60.0
 
 
 class SpanExport:
-    """Export of spans to a collector, with a thread that sends them."""
+    """Exporter of spans to a collector, with a thread that sends them."""
 
     def __init__(self, endpoint: str, service_name: str, worker: int | None) -> None:
-        """Create the exporter. The collector need not run yet. Raises StartupError for a wrong endpoint."""
+        """Create the exporter. The collector may start later. Raises StartupError for an invalid endpoint."""
         url, resource = _url(endpoint), {"service.name": service_name, "service.version": __version__}
         if worker is not None:
             resource["service.instance.id"] = f"router-worker-{worker}"
@@ -44,7 +44,7 @@ class SpanExport:
                 span_limits=SpanLimits(max_span_attribute_length=MAX_ATTRIBUTE_CHARS),
                 shutdown_on_exit=False,
             )
-        # one of OpenTelemetry's own environment variables is wrong
+        # One of OpenTelemetry's own environment variables is invalid.
         except (ValueError, RuntimeError) as error:
             self._warnings.close()
             raise StartupError(f"traces cannot be set up: {error}") from error
@@ -58,19 +58,19 @@ class SpanExport:
         self.tracer = provider.get_tracer("tgis", __version__)
 
     def close(self) -> None:
-        """Send the queued spans for at most CLOSE_S, and drop the rest."""
+        """Send queued spans for at most CLOSE_S, and drop the rest."""
         flushing = threading.Thread(target=self._processor.shutdown, name="traces", daemon=True)
         flushing.start()
         flushing.join(CLOSE_S * 0.75)
         if flushing.is_alive():
-            self._exporter.shutdown()  # this ends the export and the pause that the processor hangs in
+            self._exporter.shutdown()  # ends the export or the pause that blocks the processor
             flushing.join(CLOSE_S * 0.25)
         if not flushing.is_alive():
             self._warnings.close()
 
 
 class _ExportWarnings(logging.Handler):
-    """Log handler that turns OpenTelemetry's records of failures into one line per WARNING_INTERVAL_S."""
+    """Log handler that reduces OpenTelemetry's failure records to one line per WARNING_INTERVAL_S."""
 
     def __init__(self, url: str) -> None:
         super().__init__(logging.WARNING)
@@ -81,7 +81,7 @@ class _ExportWarnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if not record.name.startswith(("opentelemetry.exporter", "opentelemetry.sdk")):
-            return  # such records are about a client's malformed headers
+            return  # other records are about malformed headers of clients
         if (now := time.monotonic()) >= self._next_at:
             self._next_at = now + WARNING_INTERVAL_S
             logger.warning(

@@ -1,5 +1,5 @@
-"""Parameters of a call, declared once for all APIs: default, rule, and names in metrics and traces. How each
-API spells one stands in the API's package."""
+"""Declares the parameters of a call once for all APIs: default, rule, and names in metrics and traces. Each
+API's package declares the API's own names for them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -12,7 +12,7 @@ MAX_LOGIT_BIASES = 1024
 MAX_BIAS = 100
 MAX_STOP_TOKEN_IDS = 64
 MAX_CACHE_SALT_BYTES = 256
-NUM_SEEDS = 2**64  # other seeds, negative ones too, are taken modulo this where an API allows them
+NUM_SEEDS = 2**64  # APIs that allow negative or larger seeds reduce them modulo this
 
 
 class Rule(NamedTuple):
@@ -22,7 +22,7 @@ class Rule(NamedTuple):
 
 def _are_biases(biases: tuple[tuple[int, float], ...]) -> bool:
     num_ids = len({token_id for token_id, _ in biases})
-    in_range = all(-MAX_BIAS <= bias <= MAX_BIAS for _, bias in biases)  # NaN is not
+    in_range = all(-MAX_BIAS <= bias <= MAX_BIAS for _, bias in biases)  # False for NaN
     return num_ids == len(biases) <= MAX_LOGIT_BIASES and in_range
 
 
@@ -44,26 +44,26 @@ CACHE_SALT_RULE = Rule(
 class SpanAttribute(NamedTuple):
     name: str
     is_count: bool = False
-    """True if the attribute is the number of values, because they may be many or the client's texts."""
+    """True to record only the number of values, because they may be many or contain the client's texts."""
 
 
 @dataclass(frozen=True)
 class ParameterInfo:
     name: str
     unset: Any
-    """Value of a parameter that the client did not set."""
+    """Value if the client does not set the parameter."""
     rule: Rule | Range | None = None
-    """Rule that TGIS lacks, checked after TGIS's own; unset and empty values need none. An API that reads the
-    parameter from a text checks it at once, to refuse it by the name that its clients know."""
+    """Rule that TGIS lacks, checked after TGIS's own rules, except for unset and empty values. An API that
+    parses the parameter from text checks the rule while parsing, to refuse it under the API's name."""
     is_counted: bool = False
-    """True if metrics count the calls that set it: fmaas's messages do not have it."""
+    """True if metrics count the calls that set the parameter, because fmaas's messages lack it."""
     span_attribute: SpanAttribute | None = None
     is_fmaas_only: bool = False
-    """True if the name means something else in other APIs."""
+    """True if the name has a different meaning in other APIs."""
 
 
 def parameter(unset: Any, span: str | SpanAttribute = "", **more: Any) -> Any:
-    """Declare a field of Parameters. `more` are further fields of ParameterInfo."""
+    """Declare a field of Parameters. `more` sets further fields of its ParameterInfo."""
     attribute = SpanAttribute(span) if isinstance(span, str) else span
     named = attribute if attribute.name else None
     return field(default=unset, metadata={"span_attribute": named, **more})
@@ -71,7 +71,7 @@ def parameter(unset: Any, span: str | SpanAttribute = "", **more: Any) -> Any:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters of a call. Where one is None or 0, the client did not set it, and the default applies."""
+    """Parameters of a call. If one is None or 0, the client did not set it, and the default applies."""
 
     sample: bool = parameter(False)
     temperature: float | None = parameter(None)
@@ -81,7 +81,7 @@ class Parameters:
     seed: int | None = parameter(None)
     repetition_penalty: float = parameter(0.0)
     length_penalty: tuple[int, float] | None = parameter(None, is_fmaas_only=True)
-    """Number of the first token that is penalized, and the factor of decay."""
+    """Index of the first penalized token, and the decay factor."""
     max_new_tokens: int = parameter(0, "gen_ai.request.max_tokens")
     min_new_tokens: int = parameter(0)
     time_limit_ms: int = parameter(0)
@@ -94,14 +94,14 @@ class Parameters:
     token_ranks: bool = parameter(False)
     top_n_tokens: int = parameter(0)
     truncate_input_tokens: int = parameter(0)
-    """Number of last tokens of an input to keep; 0 keeps all."""
+    """Number of tokens to keep from the end of an input; 0 keeps all."""
     logit_bias: tuple[tuple[int, float], ...] = parameter(
         (),
         SpanAttribute("tgis.logit_bias_count", is_count=True),
         rule=LOGIT_BIAS_RULE,
         is_counted=True,
     )
-    """Token ids, and what is added to their logits."""
+    """Pairs of a token id and the bias that is added to its logit."""
     min_p: float = parameter(0.0, "tgis.min_p", rule=RANGES["min_p"], is_counted=True)
     presence_penalty: float = parameter(
         0.0, "gen_ai.request.presence_penalty", rule=RANGES["presence_penalty"], is_counted=True
@@ -115,16 +115,16 @@ class Parameters:
         rule=STOP_TOKEN_IDS_RULE,
         is_counted=True,
     )
-    """Token ids that end a text as the model's end of sequence does."""
+    """Token ids that end a text as the model's EOS token does."""
     ignore_eos: bool = parameter(False, "tgis.ignore_eos", is_counted=True)
-    """True if the model's end of sequence does not end a text, unless the text is guided."""
+    """True if the model's EOS token does not end a text. Guided texts ignore this."""
     watermark: bool = parameter(False, "tgis.watermark", is_counted=True)
     n: int = parameter(1, is_counted=True)
     """Number of texts to generate for each input."""
     cache_salt: bytes = parameter(b"", rule=CACHE_SALT_RULE, is_counted=True)
-    """Only inputs of equal salts share cached blocks."""
+    """Salt of the prefix cache. Only inputs with equal salts share cached blocks."""
     raw_details: bool = parameter(False)
-    """True if generated tokens are described by the model's own logits, before anything changes them."""
+    """True if the details of generated tokens come from the model's unmodified logits."""
 
 
 PARAMETERS = tuple(ParameterInfo(each.name, each.default, **each.metadata) for each in fields(Parameters))
@@ -132,8 +132,8 @@ RULES = {each.name: each.rule for each in PARAMETERS if each.rule is not None}
 
 
 def same_named(fields: object) -> dict[str, Any]:
-    """Return the parameters that a request's fields have under the same names. None is not set, and a list
-    becomes a tuple."""
+    """Return the parameters that a request has in fields of the same names. A field that is None is not set,
+    and lists become tuples."""
     values = {info.name: getattr(fields, info.name, None) for info in PARAMETERS if not info.is_fmaas_only}
     return {
         name: tuple(value) if isinstance(value, list) else value

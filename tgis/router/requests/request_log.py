@@ -1,5 +1,5 @@
 """Writes one log line per finished input, in TGIS's words, and one for a call that ends before its inputs
-begin. They contain no more characters of a prompt, an answer or a grammar than the operator set."""
+start. The operator limits the characters of a prompt, an answer or a grammar that a line shows."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ID_CHARS = 128
 MAX_ERROR_CHARS = 500
-_NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
+_NOT_FINISHED = StopReason.NOT_FINISHED  # cached, because every token needs it
 NO_ID, UNREADABLE_ID = "<none>", "<non-ascii>"
 LEVELS = {
     StopReason.CANCELLED: logging.WARNING,
@@ -32,13 +32,13 @@ LEVELS = {
 
 @dataclass
 class CallLog:
-    """Log of one call. As a context manager it logs an error or a cancellation that ends the call before
-    `accept`; afterwards each input has its own log."""
+    """Log of one call. As a context manager, it logs an error or a cancellation that ends the call before
+    `accept`. Afterwards, each input has its own log."""
 
     call: GenerationCall
     correlation_id: str = NO_ID
     text_chars: int = 0
-    """Number of characters of an input's text and of an output's text that a line may show."""
+    """Maximum number of characters of the input and of the output that a line shows."""
     request_id: str = field(default_factory=lambda: secrets.token_hex(8))
     started_at: float = field(default_factory=time.monotonic)
     validation_s: float | None = None
@@ -48,7 +48,7 @@ class CallLog:
         self.validation_s = time.monotonic() - self.started_at
 
     def input(self, index: int, spec: SequenceSpec) -> "InputLog":
-        """Return the log of the text at `index`, counted from 0; each input has `n` of them."""
+        """Return the log of the text at `index`, counted from 0. Each input has `n` texts."""
         texts, n = self.call.texts, self.call.parameters.n
         size = len(texts) * n
         kind = f"Sub-request {index + 1} from batch of {size}" if size > 1 else self._kind
@@ -78,12 +78,12 @@ class CallLog:
 
 @dataclass
 class InputLog:
-    """Log of one input, or of all inputs of a call that ends before they begin. It logs once how the input
-    ended; as a context manager, also by a cancellation or an exception."""
+    """Log of one input, or of all inputs of a call that ends before they start. It logs the end of the input
+    once. As a context manager, it also logs a cancellation or an exception."""
 
     call_log: CallLog
     kind: str
-    """TGIS's name for what the line is about."""
+    """TGIS's name for the subject of the line."""
     texts: list[str]
     spec: SequenceSpec | None = None
     num_generated: int = 0
@@ -92,7 +92,7 @@ class InputLog:
     has_ended: bool = False
 
     def add(self, event: InputTokens | Output) -> None:
-        """Record the next event; a final one is logged."""
+        """Record the next event, and log a final one."""
         if isinstance(event, InputTokens):
             return
         self.num_generated = event.num_generated
@@ -113,7 +113,7 @@ class InputLog:
             self.end_early(error)
 
     def end_early(self, error: BaseException) -> None:
-        """Log a cancellation or an error. An unforeseen one's cause is logged where it becomes a status."""
+        """Log a cancellation or an error. The cause of an unforeseen error is logged elsewhere."""
         if isinstance(error, asyncio.CancelledError | GeneratorExit):
             self._end(StopReason.CANCELLED, None)
             return
@@ -185,8 +185,8 @@ class InputLog:
 
 
 def correlation_id(metadata: Metadata, api: ApiRules) -> str:
-    """Return the client's id of its request, shortened, or a fixed word if it is missing or unreadable. Over
-    HTTP the request's own id stands in for a missing one."""
+    """Return the client's correlation id, shortened, or a fixed word if it is missing or unreadable. Over
+    HTTP, `x-request-id` replaces a missing `x-correlation-id`."""
     found: dict[str, str | bytes] = {}
     for key, value in metadata:
         if key in ("x-correlation-id", "x-request-id"):

@@ -1,4 +1,4 @@
-"""Names and attributes of spans by the protocol of an API, after OpenTelemetry's conventions."""
+"""Defines the names and attributes of spans for each protocol, after OpenTelemetry's conventions."""
 
 import asyncio
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ from tgis.router.requests.call import Metadata
 from tgis.router.requests.http_statuses import http_status
 
 SCHEME = ":scheme"
-"""Metadata key of the scheme of a call over HTTP, `http` or `https`. No client can send such a header."""
+"""Metadata key for the scheme of an HTTP call, `http` or `https`. Clients cannot send such a header."""
 GRPC_FAULTS = (
     grpc.StatusCode.INTERNAL,
     grpc.StatusCode.UNAVAILABLE,
@@ -23,11 +23,11 @@ Attributes = dict[str, AttributeValue]
 
 
 class Ending(NamedTuple):
-    """End of a call in its protocol's terms."""
+    """End of a call in the terms of its protocol."""
 
     attributes: Attributes
     is_fault: bool
-    """True if the service is at fault, and not its client."""
+    """True if the service is at fault and not the client."""
 
 
 class SpanProtocol(Protocol):
@@ -36,7 +36,7 @@ class SpanProtocol(Protocol):
     def start(self, method: str, metadata: Metadata) -> Attributes: ...
 
     def end(self, error: BaseException | None, has_begun: bool) -> Ending:
-        """Describe a call that ends with `error`; `has_begun` if a stream's answer has begun by then."""
+        """Describe the end of a call. `has_begun` is True if a stream's answer began before `error`."""
 
 
 class GrpcSpans:
@@ -90,7 +90,7 @@ class HttpSpans:
         return Ending(attributes, final is not None and final >= 500)
 
     def _status(self, error: BaseException | None) -> int | None:
-        """Return the status of a call that ends with `error` before its answer begins; None: no answer."""
+        """Return the status of a call that ends before its answer begins, or None if it has no answer."""
         if error is None:
             return 200
         return http_status(error, self._api) if isinstance(error, Exception) else None
@@ -101,7 +101,7 @@ def span_protocol(api: ApiRules) -> SpanProtocol:
 
 
 def _grpc_status(error: BaseException | None) -> grpc.StatusCode:
-    """Return the status that the error interceptor gives a call that ends with `error`."""
+    """Return the status that the error interceptor sets for a call that ends with `error`."""
     if error is None:
         return grpc.StatusCode.OK
     if isinstance(error, RouterError):

@@ -28,9 +28,9 @@ PROPAGATOR = TraceContextTextMapPropagator()
 
 
 def open_tracing(endpoint: str | None, service_name: str, worker: int | None = None) -> "Tracing":
-    """Return a tracing that sends spans to the OTLP collector at `endpoint`, encrypted for `https://` only.
-    They name the router worker, if it is one of several. Raises StartupError for an endpoint that is not
-    valid, and if OpenTelemetry's SDK is not installed."""
+    """Return a Tracing that sends spans to the OTLP collector at `endpoint`, with TLS only for `https://`.
+    Spans name the router worker if there are several. Raises StartupError if the endpoint is invalid or
+    OpenTelemetry's SDK is not installed."""
     if not endpoint:
         return Tracing()
     try:
@@ -43,25 +43,25 @@ def open_tracing(endpoint: str | None, service_name: str, worker: int | None = N
 
 
 class Tracing:
-    """Source of the spans of calls, which go to `export` or record nothing."""
+    """Source of call spans, which are sent through `export`. Without it, they record nothing."""
 
     def __init__(self, export: "SpanExport | None" = None) -> None:
         self._export = export
 
     def call(self, api: ApiRules, method: str, metadata: Metadata) -> "CallSpan":
-        """Start a span of `method`, for example `Generate` or `Completion`, below the caller's span if
-        the metadata name one. If the caller's trace is not sampled, the span records nothing."""
+        """Start a span of `method`, for example `Generate` or `Completion`, as a child of the caller's span
+        if the metadata have one. If the caller's trace is not sampled, the span records nothing."""
         export = self._export
         return CallSpan(_start(export.tracer, api, method, metadata) if export else INVALID_SPAN, api)
 
     def close(self) -> None:
-        """Send what is queued. This blocks for a bounded time."""
+        """Send the queued spans. This blocks for a limited time."""
         if self._export is not None:
             self._export.close()
 
 
 class CallSpan:
-    """Span of one call, without texts. As a context manager it takes the status from a passing exception."""
+    """Span of one call, without texts. As a context manager, it sets its status from a passing exception."""
 
     def __init__(self, span: Span, api: ApiRules) -> None:
         self._span, self._started_at = span, time.monotonic()
@@ -100,11 +100,11 @@ class CallSpan:
             self._span.set_attributes(attributes)
 
     def accept(self) -> None:
-        """Record that all inputs have been validated, after which a stream's answer begins."""
+        """Record that all inputs have been validated. A stream's answer begins then."""
         self._has_begun = self._is_stream
 
     def finish(self, spec: SequenceSpec, last: Output) -> None:
-        """Record a finished input. The latencies of a call are those of its slowest input."""
+        """Record a finished input. Each latency of a call is the maximum over its inputs."""
         if not self._span.is_recording():
             return
         self._input_tokens += len(spec.input_ids)
@@ -127,7 +127,7 @@ class CallSpan:
             return {}
         latencies = {**self._latencies, "e2e": time.monotonic() - self._started_at}
         return {
-            # An input counts once, however many texts it has.
+            # An input counts once, even if it has several texts.
             "gen_ai.usage.input_tokens": self._input_tokens // self._num_siblings,
             "gen_ai.usage.cache_read.input_tokens": self._cached_tokens // self._num_siblings,
             "gen_ai.usage.output_tokens": self._output_tokens,
@@ -137,14 +137,14 @@ class CallSpan:
 
 
 def _start(tracer: Tracer, api: ApiRules, method: str, metadata: Metadata) -> Span:
-    """Start a call's span, with attributes under the names that dashboards use and their successors."""
+    """Start a call's span, with attributes under the old names that dashboards use and the new ones."""
     carrier: dict[str, list[str]] = {}
     protocol = span_protocol(api)
     for key, value in metadata:
         if key in ("traceparent", "tracestate") and isinstance(value, str):
             carrier.setdefault(key, []).append(value)
     if len(carrier.get("traceparent", ())) > 1:
-        carrier.clear()  # nothing says which of several parents is right
+        carrier.clear()  # the right one of several parents is unknown
     return tracer.start_span(
         protocol.name(method),
         context=PROPAGATOR.extract(carrier, Context()),
@@ -173,8 +173,8 @@ def _call_attributes(call: GenerationCall) -> Attributes:
 
 
 def _parameter_attributes(params: Parameters) -> Iterator[tuple[str, AttributeValue]]:
-    """Yield the set parameters, without the cache salt, which is a secret. A seed of 2**63 or more is text,
-    because attributes have no unsigned type."""
+    """Yield attributes for the parameters that are set, except for the cache salt, which is secret. A seed of
+    2**63 or more is recorded as text, because attributes have no unsigned type."""
     for info in PARAMETERS:
         attribute, value = info.span_attribute, getattr(params, info.name)
         if attribute is not None and value:

@@ -1,5 +1,5 @@
-"""Validates calls, and says what to generate for them: defaults, ranges and the exact text of every
-rejection, in TGIS's order."""
+"""Validates calls and makes sequence specs of them: applies defaults, and checks ranges in TGIS's order and
+with TGIS's exact rejection texts."""
 
 import hashlib
 import secrets
@@ -31,7 +31,7 @@ STOP_SEQUENCES_TEXT = (
 _SAME_NAMED = tuple(
     each for each in SAMPLING_PARAMETERS if hasattr(Parameters, each.name) and hasattr(Sampling, each.name)
 )
-"""Sampling parameters that calls have under the same name."""
+"""Sampling parameters that have the same name in Parameters."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class RequestLimits:
 
     max_sequence_length: int
     max_new_tokens: int | None
-    """None if the operator sets no bound; each API has one of its own then."""
+    """None if the operator sets no limit. Then each API's own limit applies."""
     max_top_n_tokens: int
     max_guided_bytes: int
     include_stop_sequence: bool
     watermark_gamma: float
     watermark_delta: float
     max_input_tokens: int | None = None
-    """None if the sequence length alone bounds an input."""
+    """None if only the sequence length limits an input."""
     max_best_of: int | None = None
     """None: no operator limit."""
     max_stop_sequences: int | None = None
@@ -71,15 +71,15 @@ class RequestLimits:
 
     @property
     def most_inputs(self) -> int:
-        """Bound of the inputs of one request to an API over HTTP."""
+        """Maximum number of inputs per HTTP request."""
         return MAX_INPUTS if self.max_client_batch_size is None else self.max_client_batch_size
 
 
 class CheckedCall(NamedTuple):
-    """A call whose parameters have been checked. They apply to all its inputs."""
+    """Checked parameters of a call, which apply to all its inputs."""
 
     spec: SequenceSpec
-    """Spec without input tokens, adapters and grammar. If it samples without a seed, its seed is 0."""
+    """Spec without input tokens, adapters and grammar. If the client set no seed, its seed is 0."""
     stops: StopSequences
     constraint: Constraint | None
 
@@ -87,13 +87,13 @@ class CheckedCall(NamedTuple):
 def check_parameters(
     params: Parameters, api: ApiRules, limits: RequestLimits, eos_token_ids: frozenset[int], vocab_size: int
 ) -> CheckedCall:
-    """Check everything that needs neither a compiled grammar nor tokenized inputs. The time limit's clock
-    starts here. Raises RequestError for the first rule that is broken; those that TGIS lacks come last."""
+    """Check all parameters, except for the checks that need a compiled grammar or tokenized inputs. The time
+    limit starts here. Raises RequestError for the first broken rule. Rules that TGIS lacks come last."""
     deadline = time.monotonic() + params.time_limit_ms / 1000
     sampling = _check_sampling(params, api, limits)
     most, min_new_tokens = limits.max_new_tokens_of(api), params.min_new_tokens
     max_new_tokens = params.max_new_tokens or api.default_max_new_tokens or most
-    # Without the operator's bound, the room that the input leaves is the only one, and shortens the answer.
+    # Without a limit of the operator or the API, the room after the input shortens the answer.
     is_bounded = limits.max_new_tokens is not None or api.max_new_tokens is not None
     fits = max_new_tokens <= most or not is_bounded
     _require(fits, f"max_new_tokens must be <= {most}", parameter="max_new_tokens")
@@ -106,7 +106,7 @@ def check_parameters(
     for stop in params.stop_sequences:
         _require(0 < len(stop.encode()) <= MAX_STOP_SEQUENCE_BYTES, refusal, parameter="stop_sequences")
     _check_rules(params, vocab_size)
-    # A grammar needs the model's own to say where its texts end.
+    # A grammar needs the model's EOS tokens to end its texts.
     ends = frozenset() if params.ignore_eos and constraint is None else eos_token_ids
     stopping = Stopping(
         max_new_tokens=max_new_tokens,
@@ -130,13 +130,13 @@ class Validator:
         metrics: Metrics,
         info: Callable[[], EngineInfo],
     ) -> None:
-        """`info` returns what is known of the engine's model; it is asked for each call."""
+        """`info` returns the facts about the model, which are read again for each call."""
         self.limits = limits
         self._tokenizer, self._grammar_compiler, self._metrics = tokenizer, grammar_compiler, metrics
         self._info = info
 
     def count_outputs(self, call: GenerationCall) -> int:
-        """Return how many texts a call asks for. Raises RequestError."""
+        """Return the number of texts that a call requests. Raises RequestError."""
         n = call.parameters.n
         _require(1 <= n <= MAX_N, f"n must be >= 1 and <= {MAX_N}", parameter="n")
         return len(call.texts) * n
@@ -150,18 +150,18 @@ class Validator:
         return checked._replace(spec=checked.spec._replace(cache_salt=salt))
 
     async def compile(self, call: GenerationCall, constraint: Constraint | None) -> Grammar | None:
-        """Return the grammar that a call's texts must match, if any. Raises RequestError, OverloadedError."""
+        """Return the grammar of a call's texts, if it has one. Raises RequestError and OverloadedError."""
         owner = call.tenant or call.connection
         return None if constraint is None else await self._grammar_compiler.compile(constraint, owner)
 
     async def specs(self, call: GenerationCall, spec: SequenceSpec) -> list[SequenceSpec]:
-        """Return what to generate for each text of a call, in order, `n` specs for each. They are `spec` with
-        input tokens and seeds, and fewer new tokens where the model's length leaves no room for all.
+        """Return `n` specs for each text of a call, in order. They are copies of `spec` with input tokens and
+        seeds, and with fewer new tokens if the model's length leaves less room.
 
-        Texts are tokenized up to the first whose bytes alone prove that it is too long. Raises RequestError
-        for the first text that cannot be served, and OverloadedError."""
+        Texts are tokenized up to the first one whose number of bytes proves that it is too long. Raises
+        RequestError for the first text that cannot be served, and OverloadedError."""
         num_served, least = self._find_too_long(call, spec)
-        # A text with more tokens is refused, so no more of them are needed.
+        # Longer texts are refused, so their further tokens are not needed.
         max_ids = self.limits.max_sequence_length
         inputs = await self._tokenizer.encode_ids(
             call.texts[:num_served], max_ids, call.connection, call.inputs_are_ids, call.adds_special_tokens
@@ -169,15 +169,15 @@ class Validator:
         for ids in inputs:
             self._metrics.request_raw_input_length.observe(ids.num_tokens)
         specs = [self._complete(spec, ids, call) for ids in inputs]
-        if num_served < len(call.texts):  # the texts before it can be served, and this refuses it
+        if num_served < len(call.texts):  # All earlier texts can be served, so this one is refused.
             self._check_length(least, f"at least {least}", spec)
         return [sibling for each in specs for sibling in _siblings(each, call.parameters.n)]
 
     def _find_too_long(self, call: GenerationCall, spec: SequenceSpec) -> tuple[int, int]:
-        """Return the index of the first text whose bytes alone prove that it is too long, and the minimum
-        number of tokens that truncation leaves of it. Return the number of texts and 0 if there is none."""
+        """Return the index of the first text whose number of bytes proves that it is too long, and a lower
+        bound of its tokens after truncation. If there is none, return the number of texts and 0."""
         texts, bound = call.texts, self._tokenizer.max_bytes_per_token
-        if bound is None or call.inputs_are_ids:  # counting ids costs no more than counting bytes
+        if bound is None or call.inputs_are_ids:  # counting ids is as cheap as counting bytes
             return len(texts), 0
         limit, minimum = self.limits.max_sequence_length, spec.stopping.min_new_tokens
         room = limit - self._prefix_length(spec.adapters) - max(minimum, 1)
@@ -185,7 +185,7 @@ class Validator:
         for i, text in enumerate(texts):
             least = -(-len(text.encode()) // bound)  # rounded up
             least = min(least, call.parameters.truncate_input_tokens or least)
-            # an empty text is tokenized, because it may be refused for having no tokens
+            # An empty text must be tokenized, because it may be refused for having no tokens.
             if least > max(room, 0):
                 return i, least
         return len(texts), 0
@@ -215,7 +215,7 @@ class Validator:
         )
 
     def _check_length(self, num_inputs: int, shown: str, spec: SequenceSpec) -> int:
-        """Return how many tokens can follow. Raises InputTooLongError, with `shown`, if too few can."""
+        """Return how many tokens fit after the input. Raises InputTooLongError if they are too few."""
         limit, num_virtual = self.limits.max_sequence_length, self._prefix_length(spec.adapters)
         sums = f"input tokens ({shown}) plus prefix length ({num_virtual})"
         num_left, minimum = limit - num_inputs - num_virtual, spec.stopping.min_new_tokens
@@ -246,7 +246,7 @@ def _require_in_range(name: str, value: float) -> None:
 
 
 def _check_sampling(params: Parameters, api: ApiRules, limits: RequestLimits) -> Sampling:
-    """Return the parameters. The penalties of decoding are checked later, as in TGIS."""
+    """Check and return the sampling parameters. The decoding penalties are checked later, as in TGIS."""
     start_index, decay_factor = params.length_penalty or (0, 1.0)
     greedy = Sampling(
         **_same_named(params, random_only=False),
@@ -269,7 +269,7 @@ def _check_sampling(params: Parameters, api: ApiRules, limits: RequestLimits) ->
 
 
 def _same_named(params: Parameters, *, random_only: bool) -> dict[str, Any]:
-    """Return the sampling parameters that a call has under the same name; unset ones are off."""
+    """Return the sampling parameters that Parameters has under the same name. Unset ones are off."""
     named = (each for each in _SAME_NAMED if each.random_only == random_only)
     return {each.name: getattr(params, each.name) or each.off for each in named}
 
@@ -280,7 +280,7 @@ def _check_penalties(sampling: Sampling) -> None:
 
 
 def _check_guided(params: Parameters, limits: RequestLimits) -> Constraint | None:
-    """Return the request's constraint. A limit of reasoning is no grammar of the client's."""
+    """Return the request's constraint. A reasoning limit is allowed even if grammars are not supported."""
     constraint = read_constraint(params.guided, limits.max_guided_bytes)
     if constraint is not None and constraint.field != REASONING:
         _require(limits.allows_guided, "grammar is not supported", parameter=constraint.field)
@@ -310,7 +310,7 @@ def _check_details(params: Parameters, api: ApiRules, limits: RequestLimits) -> 
 
 
 def _siblings(spec: SequenceSpec, n: int) -> Iterator[SequenceSpec]:
-    """Yield a spec, and n - 1 others that differ in their seeds and tell nothing of the input tokens."""
+    """Yield the spec, and n - 1 copies with other seeds that do not report input tokens."""
     yield spec
     details = replace(spec.details, input_tokens=False)
     for number in range(1, n):
