@@ -1,1 +1,1 @@
-"""The public ports."""
+"""APIs of the router's public ports."""

@@ -1,4 +1,4 @@
-"""Bearer tokens of a file, which all APIs require, and the tenants that they name."""
+"""Reads the bearer tokens that all APIs require, and maps each token to a tenant."""
 
 import hashlib
 import hmac
@@ -15,14 +15,15 @@ logger = logging.getLogger(__name__)
 
 SCHEME = "bearer "
 REFUSAL = "a valid bearer token is required"
-SPACES = " \t"  # of headers and lines; other spaces are part of a token
+SPACES = " \t"  # separators in headers and lines; other whitespace is part of a token
 WORD = re.compile(rf"[^{SPACES}\r]+")
-CHECK_INTERVAL_S = 1.0  # least time between two checks of the file
+CHECK_INTERVAL_S = 1.0  # minimum time between two checks of the file
 
 
 class BearerTokens:
-    """Bearer tokens of a file. Each line is empty, a token or `tenant NAME TOKEN`. A changed file is read
-    again, so that tokens can be replaced."""
+    """Bearer tokens from a file. Each line is empty, a token or `tenant NAME TOKEN`. The file is read again
+    when it
+    changes, so that an operator can replace tokens."""
 
     def __init__(self, path: str) -> None:
         """Read the file. Raises StartupError."""
@@ -30,13 +31,14 @@ class BearerTokens:
         self._tenants = _read(path)
 
     def tenant_of_header(self, header: str) -> str | None:
-        """Return what `tenant_of` returns for the token of an `authorization` header."""
+        """Return the result of `tenant_of` for the token in an `authorization` header."""
         scheme, token = header[: len(SCHEME)], header[len(SCHEME) :]
         return self.tenant_of(token.strip(SPACES)) if scheme.lower() == SCHEME else None
 
     def tenant_of(self, token: str) -> str | None:
-        """Return the name of the tenant whose `token` it is, empty if it has none, or None if the token is
-        unknown. The time does not depend on how much of the token is right."""
+        """Return the tenant of `token`, an empty name if it has no tenant, or None if the token is unknown.
+        The time
+        taken does not depend on how much of the token is right."""
         self._reload_if_changed()
         digest = _digest(token)
         found = [tenant for known, tenant in self._tenants.items() if hmac.compare_digest(digest, known)]
@@ -56,7 +58,7 @@ class BearerTokens:
 
 
 def _read(path: str) -> dict[bytes, str]:
-    """Return the tenants' names by digest of the token. No error's text contains a line's content."""
+    """Return the tenants' names by token digest. No error's text contains the content of a line."""
     try:
         lines = Path(path).read_text().split("\n")
     except (OSError, UnicodeDecodeError) as error:

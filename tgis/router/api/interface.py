@@ -1,7 +1,7 @@
 """Describes an API to the rest of the router.
-
-The command line and the engine process read descriptions too, so that these import no handlers: only the
-functions do that build what serves an API."""
+The command line and the engine process read these descriptions too. An interface module therefore imports
+handlers
+only inside the functions that build them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,27 +25,28 @@ AddServicer = Callable[["grpc.aio.Server", "GenerationService", "Tokenizer"], No
 BuildHttpApi = Callable[["ServiceParts", "ChatApi"], "HttpApi"]
 """Returns the routes and error form of an API over HTTP. Raises StartupError."""
 AliasMetrics = Callable[[str, int], "MakeAliases"]
-"""Returns what makes the series, for the model's name and the maximum length of a sequence."""
+"""Returns a factory of the series, given the model's name and the maximum length of a sequence."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Interface:
-    """API that clients speak, over gRPC, HTTP or both."""
+    """API for clients over gRPC, HTTP or both."""
 
     rules: ApiRules
     add_servicer: AddServicer | None = None
     build_http_api: BuildHttpApi | None = None
     build_chat_api: Callable[["ServiceParts"], "ChatApi"] | None = None
-    """Returns the handlers of chats and completions that other APIs call. Raises StartupError."""
+    """Returns the handlers of chats and completions, which other APIs call too. Raises StartupError."""
     accompanies_others: bool = False
-    """True if the API is served whenever another API over HTTP is."""
+    """True to serve the API whenever another HTTP API is served."""
     option_names: OptionNames | None = None
-    """Names of options that the launcher reads with `--compat`."""
+    """Names of the options that the launcher reads with `--compat`."""
     metric_aliases: Mapping[str, AliasMetrics] = field(default_factory=dict)
-    """Values of `--metrics-alias` for series under the names of servers of this API."""
+    """Values of `--metrics-alias`, each for series with the names that another server of this API uses."""
     model_placeholders: tuple[str, ...] = ()
-    """Names that clients of this API send as `model` if their user names none. While the API is served, they
-    mean the served model in every API."""
+    """Names that clients of this API send as `model` if their user sets none. While the API is served, they
+    mean the
+    served model in every API."""
 
     @property
     def name(self) -> str:

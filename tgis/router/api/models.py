@@ -1,4 +1,4 @@
-"""Names that requests may give as `model`: of the served model, and of LoRA adapters."""
+"""Resolves the names that requests give as `model`: the served model's, and those of LoRA adapters."""
 
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -22,7 +22,7 @@ def is_model_name(text: str) -> bool:
 
 
 def served_names(option: str | None, model: str) -> tuple[str, ...]:
-    """Return the names of `--served-model-name`; without it the name of the model's directory. Raises
+    """Return the names in `--served-model-name`, or by default the name of the model's directory. Raises
     StartupError."""
     given = option if option and option.strip(", ") else Path(model).name or "model"
     names = tuple(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
@@ -44,10 +44,11 @@ class Models:
         given: GivenNames | None = None,
         placeholders: Collection[str] = (),
     ) -> None:
-        """Take the served names, of which the first is the default. `adapter_ids` returns the ids of adapters
-        that are kept loaded; `given` has the names that clients have given to adapters, if they may.
-        `placeholders` are names that clients send if their user names no model; an adapter of such a name
-        has precedence."""
+        """Take the served names; the first is the default. `adapter_ids` returns the ids of adapters that
+        stay loaded.
+        `given` holds the names that clients gave to adapters, or is None if they may not. Clients send
+        `placeholders`
+        if their user sets no model; an adapter with such a name has precedence."""
         self.names = names
         self.given = given
         self._placeholders = placeholders
@@ -58,7 +59,7 @@ class Models:
         return self._adapter_ids()
 
     async def given_names(self) -> Mapping[str, str]:
-        """Return the ids of the adapters that clients have given names, by name."""
+        """Return the ids of the adapters that clients named, by name."""
         return {} if self.given is None else await self.given.adapter_names()
 
     async def adapters(self) -> Mapping[str, str]:
@@ -66,7 +67,7 @@ class Models:
         return {name: name for name in self.preloaded_ids} | dict(await self.given_names())
 
     async def choose(self, name: str | None) -> ModelChoice:
-        """Return what a request's `model` names: the served model, else the adapter of that name or id."""
+        """Return the model that a request names: the served model, or the adapter with this name or id."""
         if name in self.names:
             return ModelChoice(name)
         if not name:

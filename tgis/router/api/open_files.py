@@ -1,4 +1,4 @@
-"""Shares the files that the process may open among the connections of its ports."""
+"""Shares the process's limit of open files among the connections of its ports."""
 
 import resource
 from typing import NamedTuple
@@ -7,21 +7,22 @@ from tgis.config.processes import RouterConfig
 from tgis.net.http_routes import PROBE_LIMITS
 
 MAX_GRPC = 4096
-RESERVED = 256  # files for everything that is no connection to an API: probes, shards, the tokenizer, logs
-FRESH = 4  # HTTP connections without a request, for each one that may have a request
+RESERVED = 256  # files for everything but connections to an API: probes, shards, the tokenizer, logs
+FRESH = 4  # HTTP connections without a request for each connection with one
 
 
 class ConnectionShares(NamedTuple):
     grpc: int
     http_fresh: int
-    """HTTP connections without a whole header, on the port of an API."""
+    """HTTP connections on an API's port that have not sent a whole header yet."""
     num_missing: int = 0
-    """Number of files that the ports' limits exceed the process's by."""
+    """Number of files that the ports' limits exceed the process's limit by."""
 
 
 def share_files(config: RouterConfig) -> ConnectionShares:
-    """Return numbers of connections that leave the process files to open for everything else. An API over
-    HTTP has places for requests and as many for idle connections, and gRPC has at least half of the files."""
+    """Return the connection limits of the ports. They leave enough files for everything else. An HTTP API
+    gets places
+    for its requests and the same number for idle connections. gRPC gets at least half of the files."""
     few, requests = PROBE_LIMITS.max_connections, 2 * config.max_http_connections
     most_fresh = few + FRESH * config.max_http_connections
     num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

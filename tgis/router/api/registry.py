@@ -1,4 +1,4 @@
-"""Lists the APIs. A new one has a package beside the others and a line here."""
+"""Lists the APIs. A new API needs a package beside the others and a line here."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tgis.router.api.http.service_parts import ServiceParts
 
 INTERFACES: tuple[Interface, ...] = (FMAAS, OPENAI, TGI, LMI)
-"""All APIs. Of several APIs over HTTP that have a path, the last one is asked first whether it answers."""
+"""All APIs. Where several HTTP APIs have a path, the last one is the first to claim a request."""
 
 
 def option_names() -> tuple[OptionNames, ...]:
@@ -32,24 +32,24 @@ def foreign_aliases() -> tuple[Alias, ...]:
 
 
 def metric_aliases() -> dict[str, AliasMetrics]:
-    """Return the values of `--metrics-alias`, each with what makes its series."""
+    """Return the factories of series by the values of `--metrics-alias`."""
     return {name: make for each in INTERFACES for name, make in each.metric_aliases.items()}
 
 
 def http_names() -> tuple[str, ...]:
-    """Return the names of all APIs over HTTP in the order in which they are asked for a path."""
+    """Return the names of all HTTP APIs in the order in which they may claim a request."""
     return tuple(each.name for each in reversed(INTERFACES) if each.build_http_api is not None)
 
 
 def served_http_names(http_api: str | None) -> tuple[str, ...]:
-    """Return the names of the APIs that a value of `--http-api` serves, in the same order."""
+    """Return the names of the APIs that a value of `--http-api` enables, in the same order."""
     chosen = {name.strip() for name in (http_api or "").split(",") if name.strip()}
     always = {each.name for each in INTERFACES if each.accompanies_others} if chosen else set()
     return tuple(name for name in http_names() if name in chosen | always)
 
 
 def served_interfaces(http_api: str | None) -> list[Interface]:
-    """Return the APIs over gRPC, and those over HTTP that a value of `--http-api` serves."""
+    """Return the gRPC APIs, and the HTTP APIs that a value of `--http-api` enables."""
     names = served_http_names(http_api)
     return [each for each in INTERFACES if each.add_servicer is not None or each.name in names]
 
@@ -60,8 +60,9 @@ def model_placeholders(http_api: str | None) -> tuple[str, ...]:
 
 
 def build_http_apis(parts: "ServiceParts") -> list["HttpApi"]:
-    """Build all APIs over HTTP, in the order in which they are asked for a path, and collect the operations
-    of the served ones. Raises StartupError."""
+    """Build all HTTP APIs, in the order in which they may claim a request. Collect the operations of the
+    served ones.
+    Raises StartupError."""
     [chats] = [each.build_chat_api(parts) for each in INTERFACES if each.build_chat_api is not None]
     builders = [each.build_http_api for each in INTERFACES if each.build_http_api is not None]
     served = served_http_names(parts.config.http_api)

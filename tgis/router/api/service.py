@@ -1,5 +1,6 @@
-"""The service behind all APIs: accounts for a call in plain values, admits, validates and generates it. APIs
-translate from their protocols and back."""
+"""Provides the service behind all APIs: admits, validates and generates calls, which are plain values, and
+accounts
+for them. APIs convert between their protocols and these values."""
 
 import asyncio
 import time
@@ -35,11 +36,11 @@ class ModelInfo(NamedTuple):
 
 @dataclass
 class Result:
-    """A whole generation."""
+    """Result of a whole generation."""
 
     spec: SequenceSpec
     texts: list[str] = field(default_factory=list)
-    """Texts that are shown with each token, and what is left at an end between tokens."""
+    """Texts shown with each token, and the remaining text if the generation ends between tokens."""
     tokens: list[TokenDetail] = field(default_factory=list)
     """Details of the tokens, if the call asked for them."""
     input_tokens: tuple[TokenDetail, ...] = ()
@@ -70,13 +71,13 @@ class Stream(NamedTuple):
 
 
 class _Admitted(NamedTuple):
-    """A call that has been validated, with its claim to the engine."""
+    """Validated call with its claim to the engine."""
 
     account: CallAccount
     claim_id: ClaimId
     specs: list[SequenceSpec]
     make_text: Callable[[], TextStream]
-    """Make the sink for the tokens of one text."""
+    """Creates the sink for the tokens of one text."""
 
 
 class GenerationService:
@@ -88,13 +89,14 @@ class GenerationService:
         vocabulary: Callable[[bool, frozenset[int]], Vocabulary],
         accounting: Accounting,
     ) -> None:
-        """`vocabulary` returns that of texts which continue their input, or do not, and which show some
-        special tokens."""
+        """Create the service. `vocabulary` returns a vocabulary. Its arguments are whether texts continue
+        their input, and
+        which special tokens they show."""
         self._engine, self._validator, self._accounting = engine, validator, accounting
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         self._num_admitted = 0
         self.is_idle = asyncio.Event()
-        """Set while no generation call has been admitted."""
+        """Set while no generation call is admitted."""
         self.is_idle.set()
 
     @property
@@ -102,11 +104,11 @@ class GenerationService:
         return self._engine.info().is_encoder_decoder
 
     def vocabulary_of(self, call: GenerationCall) -> Vocabulary:
-        """Return the vocabulary of a call's texts."""
+        """Return the vocabulary for a call's texts."""
         return self._vocabulary(not self.is_encoder_decoder, call.shown_special_ids)
 
     async def generate(self, call: GenerationCall) -> list[Result]:
-        """Generate `n` results for each text of a call, all of the first text first. Raises RouterError."""
+        """Generate `n` results for each text of a call, ordered by text. Raises RouterError."""
         with self._accounting.open(call) as account:
             if not call.texts and not call.refusal:
                 return []
@@ -114,14 +116,15 @@ class GenerationService:
                 results = await self._collect_all(admitted)
             n = call.parameters.n
             for index, result in enumerate(results):
-                result.input_tokens = results[index - index % n].input_tokens  # only the first one's are told
+                result.input_tokens = results[index - index % n].input_tokens  # only the first result has any
             return results
 
     @asynccontextmanager
     async def stream(self, call: GenerationCall) -> AsyncIterator[list[Stream]]:
-        """Admit a call, and generate while the context is open: `n` streams for each text, all of the first
-        text first. An exception that leaves the context is what ends the call. Raises RouterError, and so do
-        the outputs."""
+        """Admit a call, and generate while the context is open. Yield `n` streams for each text, ordered by
+        text. An
+        exception that leaves the context is recorded as the call's end. The context and the outputs raise
+        RouterError."""
         with self._accounting.open(call) as account:
             async with self._admit(call, account) as admitted, AsyncExitStack() as opened:
                 yield [
@@ -130,7 +133,7 @@ class GenerationService:
                 ]
 
     async def load_adapter(self, adapter_id: str, request_id: str) -> None:
-        """Load a LoRA adapter on all shards, so that the first call need not wait. Raises RouterError."""
+        """Load a LoRA adapter on all shards, so that its first call need not wait. Raises RouterError."""
         claim_id = await self._engine.acquire(0)
         try:
             await self._engine.lease(claim_id, None, adapter_id, request_id)
@@ -140,7 +143,8 @@ class GenerationService:
     async def tokenize(
         self, job: TokenizeJob, api: ApiRules, metadata: Metadata, connection: Hashable, refusal: str = ""
     ) -> bytes:
-        """Return the job's serialized answer. A `refusal` says why the API cannot read the call. Raises
+        """Return the job's serialized answer. A `refusal` is the reason why the API cannot read the call.
+        Raises
         RouterError."""
         started_at, metrics = time.monotonic(), self._accounting.metrics
         metrics.tokenize_count.add()
@@ -161,7 +165,7 @@ class GenerationService:
         return response
 
     def model_info(self, api: ApiRules, metadata: Metadata, refusal: str) -> ModelInfo:
-        """Return facts about the model. Raises RequestError if there is a `refusal`."""
+        """Return facts about the model. Raises RequestError with a `refusal`."""
         limits, accounting = self._validator.limits, self._accounting
         with accounting.tracing.call(api, "ModelInfo", metadata), accounting.counting_refusals("ModelInfo"):
             if refusal:
@@ -172,7 +176,8 @@ class GenerationService:
 
     @asynccontextmanager
     async def _admit(self, call: GenerationCall, account: CallAccount) -> AsyncIterator[_Admitted]:
-        """Take what a call needs of the engine, and validate the call. All is given back at the end."""
+        """Acquire the engine's resources for a call, and validate the call. The resources are released at the
+        end."""
         engine, validator = self._engine, self._validator
         claim_id = await engine.acquire(validator.count_outputs(call))
         self._num_admitted += 1
@@ -197,7 +202,8 @@ class GenerationService:
 
     @asynccontextmanager
     async def _outputs(self, admitted: _Admitted, index: int) -> AsyncIterator[Outputs]:
-        """Account for one text and generate while the context is open, from the first output on."""
+        """Account for one text, and generate it while the context is open. Generation begins with the first
+        read."""
         with admitted.account.input(index, admitted.specs[index]) as record:
             async with aclosing(self._generate(admitted, index, record)) as outputs:
                 yield outputs
@@ -209,7 +215,7 @@ class GenerationService:
         num_generated, most = 0, _most_tokens(spec.details)
         try:
             async for events in engine.events(sequence_id):
-                if len(events) == 1 and isinstance(token := events[0], TokenDetail):  # as most lists
+                if len(events) == 1 and isinstance(token := events[0], TokenDetail):  # the common case
                     num_generated += 1
                     yield record(Output(text.take(1), (token,), num_generated))
                     continue
@@ -241,11 +247,11 @@ class GenerationService:
                     group.create_task(self._collect(admitted, index)) for index in range(len(admitted.specs))
                 ]
         except ExceptionGroup as failures:
-            failures.__traceback__ = None  # one of asyncio's frames in it holds the group
+            failures.__traceback__ = None  # a frame of asyncio in this traceback holds the group
             failure = failures.exceptions[0]
         else:
             return [task.result() for task in tasks]
-        raise failure  # not in `except`, which would chain it to the group that holds it
+        raise failure  # outside of `except`, which would chain it to the group that holds it
 
     async def _collect(self, admitted: _Admitted, index: int) -> Result:
         result = Result(admitted.specs[index])
@@ -256,7 +262,7 @@ class GenerationService:
 
 
 def _most_tokens(details: Details) -> int:
-    """Return the number of tokens that an output may have."""
+    """Return the maximum number of tokens in an output."""
     return (
         max(MAX_TOKENS_PER_OUTPUT // (1 + details.top_n), 1)
         if details.generated_tokens
@@ -265,7 +271,7 @@ def _most_tokens(details: Details) -> int:
 
 
 def _last_output(tokens: tuple[TokenDetail, ...], end: Ended, text: TextStream) -> Output:
-    """Return the output of the last event, and of tokens that came right before it."""
+    """Return the output for the last event and the tokens right before it."""
     token, num_generated, reason, timings, num_cached = end
     if token is None:
         texts = (*text.take(len(tokens)), text.flush())

@@ -1,1 +1,1 @@
-"""The API of TGIS, `fmaas.GenerationService`, over gRPC."""
+"""TGIS's API over gRPC, `fmaas.GenerationService`."""

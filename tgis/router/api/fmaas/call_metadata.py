@@ -1,5 +1,6 @@
-"""Reads the `tgis-*` metadata of a call: parameters that fmaas's messages lack. They apply to all inputs
-of the call. Every other key is ignored."""
+"""Reads the `tgis-*` metadata of a call: parameters that fmaas's messages lack. They apply to all inputs of
+the
+call. All other keys are ignored."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -19,23 +20,23 @@ from tgis.router.requests.parameters import (
 from tgis.sampling_parameters import RANGES
 
 PREFIX = "tgis-"
-MAX_SHOWN_CHARS = 64  # length of a key in an error's text, because a client may send any
+MAX_SHOWN_CHARS = 64  # maximum length of a key in an error's text, because a client may send any key
 
-# Digits are those of ASCII, and numbers are bounded, so that no text costs more than reading it.
+# Patterns accept only ASCII digits and bound every number, so that parsing costs no more than reading.
 _ID = "[0-9]{1,9}"
 _NUMBER = r"-?[0-9]{1,30}(?:\.[0-9]{1,30})?(?:[eE][+-]?[0-9]{1,3})?"
 
 
 class MetadataKey(NamedTuple):
     field: str
-    """What it sets: a field of Parameters, or `inputs_are_ids` or `tokens_are_ids`."""
+    """Target of the value: a field of Parameters, `inputs_are_ids` or `tokens_are_ids`."""
     pattern: re.Pattern[Any]
-    """Values that can be read."""
+    """Pattern of valid values."""
     read: Callable[[Any], Any]
     show: Callable[[Any], str]
-    """Return a value as the log shows it: numbers as they are, lists by count, salts by size."""
+    """Formats a value for the log: numbers in full, lists by count, salts by size."""
     allowed: str
-    """What the pattern matches, in words."""
+    """Description of the valid values for error texts."""
     help: str
 
 
@@ -152,14 +153,14 @@ _PARAMETERS = {field.name for field in fields(Parameters)}
 
 
 class CallMetadata(NamedTuple):
-    """Metadata of a call, with the values of the `tgis-*` keys that can be read."""
+    """Metadata of a call, with the parsed values of its `tgis-*` keys."""
 
     headers: Metadata = ()
-    """All metadata, as they were received."""
+    """All metadata, as received."""
     values: Mapping[str, Any] = {}
     """Values by key."""
     refusal: str = ""
-    """What is wrong with the first key that cannot be read; empty if there is none."""
+    """Error of the first invalid key; empty if all keys are valid."""
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -177,12 +178,12 @@ class CallMetadata(NamedTuple):
         return bool(self.values.get("tgis-tokens"))
 
     def describe(self) -> list[str]:
-        """Return keys and values for the log."""
+        """Return the keys and values in the form in which the log shows them."""
         return [f"{key}={KEYS[key].show(value)}" for key, value in self.values.items()]
 
 
 def read_metadata(headers: Metadata) -> CallMetadata:
-    """Read the `tgis-*` keys, up to the first that cannot be read."""
+    """Read the `tgis-*` keys, up to the first invalid one."""
     values: dict[str, Any] = {}
     try:
         for key, value in headers:

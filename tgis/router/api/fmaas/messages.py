@@ -1,5 +1,4 @@
-"""Reads the public messages into plain values, and writes the answers in the shapes that TGIS's clients
-expect."""
+"""Converts the public messages to plain values, and results to the messages that TGIS's clients expect."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -21,9 +20,9 @@ from tgis.router.sequence import Details, StopReason, TokenDetail
 _NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token needs it
 
 NO_METADATA = CallMetadata()
-MAX_ITEMS = 65_536  # of a list that are read: longer lists exceed every limit, and reading them takes long
+MAX_ITEMS = 65_536  # limit for reading a list: longer lists exceed every limit and take long to read
 TOO_MANY_REQUESTS = f"a batch must be at most {MAX_ITEMS} requests"
-ECHO_GAP = "\n\n"  # between an input and its answer; a text that continues the input needs none
+ECHO_GAP = "\n\n"  # separates an input from its answer; a text that continues its input needs no gap
 
 
 def read_batch(
@@ -130,13 +129,14 @@ def read_guided(decoding: pb.DecodingParameters) -> Guided | None:
 
 
 def describe(params: pb.Parameters, metadata: CallMetadata) -> str:
-    """Return decoding method and set parameters: numbers as they are, texts by length, lists by count."""
+    """Return the decoding method and the set parameters: numbers in full, texts by length, lists by count."""
     default = () if params.method else ("method=GREEDY",)
     return ", ".join((*default, *_set_fields(params), *metadata.describe()))
 
 
 def _set_fields(message: Message) -> Iterator[str]:
-    """Yield the set fields. Only numbers and names are shown, even of fields that the message gets later."""
+    """Yield the set fields, as numbers and names only. This holds for fields added to the message later,
+    too."""
     for descriptor, value in message.ListFields():
         if isinstance(value, Message):
             yield from _set_fields(value)
@@ -154,18 +154,18 @@ def _set_fields(message: Message) -> Iterator[str]:
 
 
 class ResponseWriter:
-    """Writer of answers. `text_of` returns the text of a token: the vocabulary's own piece, or its id."""
+    """Writer of answers. `text_of` returns a token's text: its piece in the vocabulary, or its id."""
 
     def __init__(self, text_of: Callable[[int], str]) -> None:
         self._text_of = text_of
-        # Used again and again, because making a message costs more than all the rest of writing it.
+        # Reused, because creating a message costs more than the rest of writing it.
         self._plain = pb.GenerationResponse()
         self._serialize_plain = self._plain.SerializeToString
 
     def batch(
         self, request: pb.BatchedGenerationRequest, results: list[Result], is_encoder_decoder: bool
     ) -> pb.BatchedGenerationResponse:
-        """Return the answer of a unary call. Texts begin with the input's, if that was asked for."""
+        """Return the answer of a unary call. Each text begins with its input if the client asked for that."""
         echoes = [""] * len(results)
         if request.params.response.input_text:
             gap = ECHO_GAP if is_encoder_decoder else ""
@@ -175,7 +175,7 @@ class ResponseWriter:
     def _unary(self, result: Result, echo: str) -> pb.GenerationResponse:
         spec, last = result.spec, result.last
         assert last is not None, "a generation ends with an output"
-        is_empty = not last.num_generated  # expired before anything was computed: only the reason is returned
+        is_empty = not last.num_generated  # expired before its first step: only the reason is returned
         return pb.GenerationResponse(
             input_token_count=len(spec.input_ids),
             generated_token_count=last.num_generated,
@@ -188,7 +188,7 @@ class ResponseWriter:
         )
 
     def header(self, request: pb.SingleGenerationRequest, spec: SequenceSpec) -> pb.GenerationResponse:
-        """Return the first message of a stream, which is sent before anything is computed."""
+        """Return the first message of a stream. It is sent before the first step."""
         return pb.GenerationResponse(
             input_token_count=len(spec.input_ids),
             seed=spec.sampling.seed,
@@ -198,8 +198,9 @@ class ResponseWriter:
     def message(
         self, event: InputTokens | Output, spec: SequenceSpec
     ) -> pb.GenerationResponse | bytes | None:
-        """Return the output's message, serialized if it has text alone, as most have; None for tokens without
-        text if tokens were not asked for."""
+        """Return the output's message, or None if it has no text and the client did not ask for tokens. Most
+        messages
+        have only a text; these are returned serialized."""
         details = spec.details
         if isinstance(event, InputTokens):
             infos = self._token_infos(event.tokens, details)
@@ -231,7 +232,8 @@ class ResponseWriter:
         ]
 
     def _top_tokens(self, token: TokenDetail, with_logprobs: bool) -> list[pb.TokenInfo.TopToken]:
-        """Return the top tokens by probability if that is shown, else by token id."""
+        """Return the top tokens, sorted by probability if the answer shows logprobs and by token id
+        otherwise."""
         top = token.top_tokens if with_logprobs else sorted(token.top_tokens)
         return [
             pb.TokenInfo.TopToken(text=self._text_of(token_id), logprob=logprob if with_logprobs else 0.0)

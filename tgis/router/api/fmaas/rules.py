@@ -1,4 +1,4 @@
-"""Rules of TGIS's calls."""
+"""Rules of TGIS's API."""
 
 from tgis.router.requests.api_rules import ApiRules
 

@@ -1,4 +1,4 @@
-"""Implements `fmaas.GenerationService`, TGIS's calls: translates messages for the service."""
+"""Implements `fmaas.GenerationService`: translates between its messages and the service."""
 
 from collections.abc import AsyncGenerator
 

@@ -1,4 +1,4 @@
-"""Trailing metadata of a call that has succeeded: times and numbers of tokens that fmaas's messages lack."""
+"""Builds the trailing metadata of a successful call: times and token counts that fmaas's messages lack."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -22,7 +22,7 @@ class End(NamedTuple):
 class TrailingKey(NamedTuple):
     help: str
     value: Callable[[Sequence[End]], int | float | None]
-    """Value for the ends of all inputs, times in seconds; None leaves the key out."""
+    """Computes the value from the ends of all inputs, times in seconds. None omits the key."""
 
 
 def _first_token_s(ends: Sequence[End]) -> float | None:
@@ -51,7 +51,8 @@ TRAILING_KEYS: Mapping[str, TrailingKey] = {
 
 
 def trailing_metadata(ends: Iterable[End]) -> tuple[tuple[str, str], ...]:
-    """Return keys and values: times of the slowest input since it was accepted, in milliseconds, and sums."""
+    """Return the keys and values: sums, and the slowest input's times since it was accepted, in
+    milliseconds."""
     ends = list(ends)
     values = ((name, key.value(ends)) for name, key in TRAILING_KEYS.items())
     return tuple((name, _write(value)) for name, value in values if value is not None)

@@ -1,5 +1,6 @@
-"""Authenticates calls, if a file of tokens is given: a call without one of the tokens is refused before
-anything of it is read, and a token may name the call's tenant. Health checks need no token."""
+"""Authenticates calls if the operator sets a file of tokens. A call without a valid token is refused before
+its
+message is read. A token may name the call's tenant. Health checks need no token."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -18,13 +19,13 @@ from tgis.router.metrics.metric_types import Counter
 logger = logging.getLogger(__name__)
 
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
-MAX_METHOD_CHARS = 100  # length in the log, because an unknown client may call any name
+MAX_METHOD_CHARS = 100  # maximum length in the log, because an unknown client may call any name
 
 Handler = Any  # grpc types its handlers for the synchronous server only
 
 
 def warn_if_unprotected(options: PortOptions, host: str) -> None:
-    """Warn if anybody who reaches `host`, the address of the ports, may call."""
+    """Warn if every client that reaches `host`, the address of the ports, may call."""
     if ip_address(host).is_loopback or options.tls_client_ca_cert_path or options.auth_tokens_path:
         return
     if options.tls_cert_path:
@@ -66,7 +67,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         return grpc.unary_unary_rpc_method_handler(_refuse)
 
     def _authenticate(self, details: grpc.HandlerCallDetails) -> str | None:
-        """Return the name of the call's tenant, empty if it has none, or None if it may not be served."""
+        """Return the name of the call's tenant, an empty name if it has no tenant, or None to refuse the
+        call."""
         given = [value for key, value in details.invocation_metadata or () if key == "authorization"]
         if len(given) != 1 or not isinstance(given[0], str):
             return None

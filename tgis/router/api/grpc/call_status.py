@@ -1,4 +1,4 @@
-"""Ends a call with a status, so that nothing of the call is kept once it has ended."""
+"""Ends a call with a status and frees everything that the call holds."""
 
 import asyncio
 from typing import Any, NamedTuple
@@ -17,23 +17,23 @@ class Status(NamedTuple):
 
 
 async def end_call(context: Context, status: Status) -> None:
-    """Send `status` as the end of the call. Call it outside of `except`, so that no error is chained to it.
-
-    Only `abort` ends a unary call without sending a message first, after which clients would not retry it.
-    grpc.aio keeps the AbortError as long as the call, and raises it again by itself."""
+    """End the call with `status`. Call this outside of `except`, so that no error is chained to it.
+    Only `abort` ends a unary call without sending a message first, and clients do not retry a call after a
+    message.
+    grpc.aio keeps the AbortError as long as the call, and raises it again."""
     try:
         await context.abort(*status)
     except grpc.aio.AbortError as error:
         drop_tracebacks(error)
-    except grpc.aio.InternalError:  # the client is gone, which gRPC may report only after this
+    except grpc.aio.InternalError:  # the client is gone, which gRPC may report only now
         raise asyncio.CancelledError from None
 
 
 def drop_tracebacks(error: BaseException) -> None:
     """Remove the frames from `error`, its causes, its context and its group.
-
-    Frames hold requests, texts and token ids, and some of asyncio's frames hold the error that holds them.
-    Only the garbage collector would free those, and it rarely examines old objects."""
+    Frames hold requests, texts and token ids, and some of asyncio's frames hold the error that refers to
+    them. Only
+    the garbage collector would free such a cycle, and it rarely examines old objects."""
     found, seen = [error], {id(error)}
     for each in found:
         each.__traceback__ = None

@@ -1,5 +1,6 @@
-"""Intercepts every method of the public gRPC port. Bytes that are not a valid message are refused, errors
-become statuses by one table, and a client gets no more of an unforeseen error than a request id."""
+"""Intercepts every method of the public gRPC port. Refuses bytes that are not a valid message, and turns
+errors
+into statuses by one table. For an unforeseen error, the client gets only a request id."""
 
 import asyncio
 import logging
@@ -44,11 +45,12 @@ Stream = Callable[[Any, Context], AsyncGenerator[Any, None]]
 
 @dataclass(slots=True)
 class Received:
-    """A request as it was received. grpc.aio keeps it as long as the call, but the message only until the
+    """A request as received. grpc.aio keeps this object until the call ends. The message in it is dropped at
+    the
     answer."""
 
     message: Any
-    """The message, or None if it cannot be read and after the answer."""
+    """The message, or None if it is invalid or already answered."""
     num_bytes: int
 
 
@@ -58,7 +60,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     def __init__(
         self, slow_clients: SlowClients, pacing: RefusalPacing, memory: MemoryRelease, failures: Counter
     ) -> None:
-        """Create an interceptor. `failures` counts the refusals that no method sees."""
+        """Create an interceptor. `failures` counts the refusals that reach no method."""
         self._slow_clients, self._pacing = slow_clients, pacing
         self._memory, self._failures = memory, failures
 
@@ -103,11 +105,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return call
 
     async def _serve(self, answering: Coroutine[Any, Any, Any], request: Any, context: Context) -> Any:
-        """Return the call's answer. If it has none, the call has ended with a status."""
+        """Return the call's answer, or None if the call ended with a status."""
         received = request if isinstance(request, Received) else Received(None, 0)
         try:
             answer, status = await _answer_or_status(answering)
-            received.message = None  # nobody needs its texts while a client waits or reads slowly
+            received.message = None  # free the texts while a client waits or reads slowly
             if status is not None and status.code in PACED_CODES:
                 await self._pacing.wait(context.peer(), received.num_bytes)
             self._slow_clients.end()
@@ -118,7 +120,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             self._memory.count(received.num_bytes)
 
     def _message_of(self, request: Any) -> Any:
-        """Return the message, or the stream of messages. Raises RequestError if one cannot be read."""
+        """Return the message, or the stream of messages. Raises RequestError for an invalid message."""
         if isinstance(request, AsyncIterable):
             return self._messages_of(request)
         if request.message is None:
@@ -149,7 +151,8 @@ def _with_size(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Receive
 
 
 def _unless_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
-    """Return a serializer that leaves bytes alone: answers that methods have serialized themselves."""
+    """Return a serializer that passes bytes through, because some methods serialize their answers
+    themselves."""
 
     def write(response: Any) -> bytes:
         return response if isinstance(response, bytes) else serialize(response)
@@ -158,10 +161,10 @@ def _unless_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
 
 
 async def _answer_or_status(answering: Coroutine[Any, Any, Any]) -> tuple[Any, Status | None]:
-    """Return a method's answer, or the status for its error, without the error's frames."""
+    """Return a method's answer, or the status for its error. Removes the error's frames."""
     try:
         return await answering, None
-    except grpc.aio.AbortError as error:  # gRPC's own services end their calls by themselves
+    except grpc.aio.AbortError as error:  # gRPC's own services end their calls themselves
         drop_tracebacks(error)
         return None, None
     except Exception as error:
@@ -174,7 +177,8 @@ async def _answer_or_status(answering: Coroutine[Any, Any, Any]) -> tuple[Any, S
 
 
 def _status_of(error: Exception) -> Status:
-    """Return the client's status for `error`. The text for an unforeseen error has only its id in the log."""
+    """Return the client's status for `error`. For an unforeseen error, the text has only the id of the log
+    line."""
     if isinstance(error, RouterError):
         code, text = STATUS[error.code], str(error)
         more = _retry_metadata(code.value[0], text) if isinstance(error, OverloadedError) else ()
@@ -185,7 +189,7 @@ def _status_of(error: Exception) -> Status:
 
 
 def _retry_metadata(code: int, text: str) -> tuple[tuple[str, str | bytes], ...]:
-    """Return the metadata that say when to retry, as `google.rpc.RetryInfo` and as gRPC's own pushback."""
+    """Return metadata with the time until a retry, as `google.rpc.RetryInfo` and as gRPC's own pushback."""
     retry_info = _field(1, Duration(seconds=RETRY_S).SerializeToString())
     detail = AnyMessage(type_url=RETRY_INFO, value=retry_info).SerializeToString()
     # The field numbers of google.rpc.Status are part of a public contract.

@@ -1,5 +1,6 @@
-"""gRPC's health service, and the state that it and HTTP's `/health` report. A watcher that does not read
-delays no other watcher; the service that comes with gRPC notifies one watcher after the other."""
+"""Serves gRPC's health service, and holds the state that it and HTTP's `/health` report. A watcher that does
+not
+read does not delay the others. The service that gRPC provides notifies one watcher after the other."""
 
 import asyncio
 import logging
@@ -32,7 +33,7 @@ class Health(HealthServicer):  # type: ignore[misc]
         self.num_watches = 0
 
     def set(self, is_ready: bool) -> None:
-        """Record that the shards are there, or lost."""
+        """Record whether the shards are ready."""
         self._update(is_ready and not self._is_draining)
         if not is_ready:
             self._lost_at = time.monotonic()
@@ -41,7 +42,7 @@ class Health(HealthServicer):  # type: ignore[misc]
             self._lost_at = None
 
     def drain(self) -> None:
-        """Set the health to not ready for good."""
+        """Set the health to not ready permanently."""
         self._is_draining = True
         self._update(False)
 
@@ -57,7 +58,9 @@ class Health(HealthServicer):  # type: ignore[misc]
     async def Watch(
         self, request: pb.HealthCheckRequest, context: Context
     ) -> AsyncGenerator[pb.HealthCheckResponse, None]:
-        """Yield every status that is not replaced before it is read; return after `drain` and its status."""
+        """Yield each new status. Statuses that are replaced before the client reads them are skipped. The
+        status after
+        `drain` is the last one."""
         self.num_watches += 1
         try:
             async for status in self._statuses(request.service in self._services):
@@ -68,8 +71,8 @@ class Health(HealthServicer):  # type: ignore[misc]
     async def _statuses(self, is_known: bool) -> AsyncGenerator[Any, None]:
         sent = None
         while True:
-            # Read both at one moment, so that a change or a drain while a status is being sent is reported
-            # after it.
+            # Read both together, so that a change or a drain during the sending of a status is reported
+            # afterwards.
             changed, is_draining = self._changed, self._is_draining
             status = self._status if is_known else pb.HealthCheckResponse.SERVICE_UNKNOWN
             if status != sent:

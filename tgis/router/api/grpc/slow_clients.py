@@ -1,4 +1,5 @@
-"""Ends calls whose client does not read, which without a deadline would hold their resources for ever."""
+"""Ends calls whose client does not read. Without a deadline, such a call would hold its resources for
+ever."""
 
 import asyncio
 import gc
@@ -11,7 +12,7 @@ import grpc
 
 from tgis.router.errors import SlowClientError
 
-CHECKS_PER_TIMEOUT = 10  # checks per timeout, so that none is found later than a tenth of it
+CHECKS_PER_TIMEOUT = 10  # a slow client is detected late by at most a tenth of the timeout
 END_WAITER = "_schedule_rpc_coro"  # grpc.aio's coroutine that waits for the end of every call
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -19,13 +20,14 @@ Task = asyncio.Task[Any]
 
 
 class SlowClients:
-    """Watch over the calls whose answer waits for its client. After `timeout_s` a stream ends with
-    SlowClientError. A last message or a status gets as long again, and then the call is reset."""
+    """Watcher of calls whose answer waits for the client. After `timeout_s`, a stream ends with
+    SlowClientError. Its
+    last message or status gets the same time again, and then the call is reset."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._since: dict[Task, float] = {}
-        """Times since which answers wait for their clients."""
+        """Times since when answers have been waiting for their clients."""
         self._late: set[Task] = set()
         self._ending: set[Task] = set()
 
@@ -35,11 +37,11 @@ class SlowClients:
         async for response in responses:
             self._since[task] = time.monotonic()
             try:
-                if not has_begun:  # by itself, because no status can follow while it waits
+                if not has_begun:  # sent separately, because no status can follow while it waits
                     await context.send_initial_metadata(())
                     has_begun = True
                 await context.write(response)
-            except grpc.aio.InternalError:  # the client is gone, which gRPC may report only after this
+            except grpc.aio.InternalError:  # the client is gone, which gRPC may report only now
                 raise asyncio.CancelledError from None
             except asyncio.CancelledError:
                 if task not in self._late or task.uncancel():
@@ -53,7 +55,7 @@ class SlowClients:
             del self._since[task]
 
     def end(self) -> None:
-        """Record that the current call has only its last message, its status or both left to send."""
+        """Record that the current call has only its last message or its status left to send."""
         task = self._current_task()
         self._since[task] = time.monotonic()
         self._ending.add(task)
@@ -84,9 +86,9 @@ class SlowClients:
 
 def _reset(tasks: set[Task]) -> None:
     """Reset calls by cancelling the tasks that refer to them.
-
-    grpc.aio cannot end a call whose client reads nothing, but its core resets a call that nothing refers to.
-    The call's own task and one other do, and the server refers to the newest call until the next one."""
+    grpc.aio cannot end a call whose client reads nothing, but its core resets a call without references. The
+    call's
+    own task and one other task refer to it, and the server refers to the newest call until the next one."""
     if not tasks:
         return
     for other in asyncio.all_tasks():
@@ -98,7 +100,8 @@ def _reset(tasks: set[Task]) -> None:
 
 
 def _has_any(coroutine: object, tasks: set[Task]) -> bool:
-    """Return whether the coroutine's locals hold one of the tasks. A compiled coroutine keeps its locals in
-    an object that it refers to."""
+    """Return True if the coroutine's locals hold one of the tasks. A compiled coroutine keeps its locals in
+    an
+    object that it refers to."""
     inner = gc.get_referents(*gc.get_referents(coroutine))
     return any(isinstance(each, asyncio.Task) and each in tasks for each in inner)

@@ -1,7 +1,6 @@
-"""Log lines of answers that no longer reach their clients.
-
+"""Shortens the log of answers that no longer reach their clients.
 grpc.aio sends a unary answer itself, and logs a traceback if the client has reset the call meanwhile. Clients
-do that when an answer is larger than the limit that they set, so anybody could cause it."""
+reset a call when its answer exceeds their size limit, so any client could cause these tracebacks."""
 
 import logging
 
@@ -14,7 +13,7 @@ _LIBRARY_LOGGER = "grpc._cython.cygrpc"  # grpc.aio gives no other access to the
 
 
 def shorten_send_errors() -> None:
-    """Replace the library's traceback by one line, from now on."""
+    """Replace the library's traceback by one line from now on."""
     logging.getLogger(_LIBRARY_LOGGER).addFilter(_shorten)
 
 

@@ -1,4 +1,4 @@
-"""Facts of a request that all APIs over HTTP share: who calls, under which id, and the body."""
+"""Reads the parts of a request that all APIs over HTTP share: the caller, the request's id and the body."""
 
 import secrets
 from dataclasses import dataclass
@@ -13,31 +13,33 @@ from tgis.router.requests.span_protocols import SCHEME
 MAX_ID_CHARS = 128
 PLAIN_TEXT = "text/plain"
 NUM_BODY_BYTES = "num_body_bytes"
-"""Key of a request's state, set once its body has come."""
+"""Key of a request's state, set once the body has been received."""
 
 
 @dataclass(frozen=True)
 class HttpCall:
-    """Facts of one request that hold for every API."""
+    """Facts of one request that all APIs share."""
 
     connection: str
-    """Where it comes from; calls of one connection take turns."""
+    """Client's address and port. The calls of one connection take turns."""
     tenant: str
-    """Name that the caller's token or certificate has; empty if it has none."""
+    """Tenant of the caller's token or certificate; empty if it has none."""
     metadata: Metadata
-    """Headers, their names in lower case, and the scheme."""
+    """Headers with names in lower case, and the scheme."""
     id: str
-    """The client's `x-request-id` if it is printable ASCII and not too long, else a new id."""
+    """The client's `x-request-id` if it is short printable ASCII, otherwise a new id."""
     bodies: BodyReader
 
     @property
     def owner(self) -> str:
-        """Whose turn it is in queues: the tenant's, or the host's, whose connections are many."""
+        """Owner of the call in queues: the tenant, or the client's host, because one host may open many
+        connections."""
         return self.tenant or self.connection.rpartition(":")[0]
 
 
 def open_call(request: Request, tenant: str, bodies: BodyReader) -> HttpCall:
-    """Read who calls. The metadata name the scheme, and a new id instead of one that is not valid."""
+    """Read the caller of a request. The metadata contain the scheme, and a new id instead of an invalid
+    one."""
     given = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers.raw)
     own_id = request_id(request)
     own = ((SCHEME, request.scope["scheme"]), ("x-request-id", own_id))
@@ -48,7 +50,7 @@ def open_call(request: Request, tenant: str, bodies: BodyReader) -> HttpCall:
 
 
 def request_id(request: Request) -> str:
-    """Return the client's id of the request if it can be shown as it is, else a new one."""
+    """Return the client's request id if it is valid, otherwise a new one."""
     given = request.headers.get("x-request-id", "")
     if 0 < len(given) <= MAX_ID_CHARS and given.isascii() and given.isprintable():
         return given
@@ -56,13 +58,14 @@ def request_id(request: Request) -> str:
 
 
 def media_type(request: Request) -> str:
-    """Return what a request says that its body is, without parameters; empty if it says nothing."""
+    """Return the body's media type from the headers, without parameters; empty if the header is missing."""
     return request.headers.get("content-type", "").partition(";")[0].strip(" \t").lower()
 
 
 async def read_body(request: Request) -> bytes:
-    """Return the body, which may be read more than once. Raises PayloadTooLargeError and, unless it says that
-    it is a plain text, RequestError and OverloadedError for JSON that is nested deeply or has many values."""
+    """Return the body. It may be read repeatedly. Raises PayloadTooLargeError. Unless the body is declared as
+    plain
+    text, raises RequestError or OverloadedError for JSON that is nested deeply or has many values."""
     if (read := getattr(request.state, "body", None)) is not None:
         return bytes(read)
     call: HttpCall = request.state.call
@@ -78,7 +81,7 @@ async def read_body(request: Request) -> bytes:
     setattr(request.state, NUM_BODY_BYTES, num_bytes)
     body = b"".join(parts)
     parts.clear()
-    if media_type(request) != PLAIN_TEXT:  # which no API reads as JSON
+    if media_type(request) != PLAIN_TEXT:  # no API reads plain text as JSON
         await call.bodies.check(body, call.owner)
     request.state.body = body
     return body

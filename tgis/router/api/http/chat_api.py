@@ -1,4 +1,4 @@
-"""Chats and completions as other APIs' routes serve them too."""
+"""Declares the chats and completions that other APIs' routes serve too."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -11,13 +11,13 @@ from tgis.router.api.http.errors import ErrorForm
 
 
 class ChatApi(Protocol):
-    """Handlers of the API that defines the bodies with `messages` and with `prompt`."""
+    """Handlers of the API that defines the bodies with `messages` and `prompt`."""
 
     errors: ErrorForm
     request_type: type[Any]
     """Type of a chat's body."""
     default_sampling: Mapping[str, float]
-    """Values of sampling fields that a request does not set."""
+    """Values of the sampling fields that a request does not set."""
 
     async def answer_chat(self, request: Request) -> Response:
         """Answer a chat. Raises HttpError and RouterError."""
@@ -26,4 +26,4 @@ class ChatApi(Protocol):
         """Answer a completion. Raises HttpError and RouterError."""
 
     async def render(self, chat: Any, call: HttpCall) -> str:
-        """Return the prompt of a chat, which is of the request type. Raises HttpError and RouterError."""
+        """Return the prompt of `chat`, a value of the request type. Raises HttpError and RouterError."""

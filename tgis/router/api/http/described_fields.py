@@ -1,4 +1,4 @@
-"""Describes the fields of a request for the log, without any text of the client's."""
+"""Describes the fields of a request for the log, without any of the client's text."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ UNLOGGED = frozenset(("model", "prompt", "messages"))
 
 
 def describe_parameters(fields: msgspec.Struct) -> str:
-    """Return the set fields for the log: numbers as they are, texts by size, the rest by count."""
+    """Return the set fields for the log: numbers in full, texts by size, everything else by count."""
     return ", ".join(_set_fields(fields))
 
 

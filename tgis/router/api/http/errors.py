@@ -1,4 +1,4 @@
-"""Refusals and errors of requests over HTTP, before an API gives them its form."""
+"""Holds the refusals and errors of HTTP requests before an API formats them."""
 
 import logging
 import re
@@ -16,14 +16,14 @@ from tgis.router.requests.http_statuses import http_status
 logger = logging.getLogger(__name__)
 
 REFUSED_PARAMETER = "refused_parameter"
-"""Key of a request's state with the parameter that a refusal names, if the refusal is not logged yet."""
+"""Key of a request's state with the parameter that a refusal names, set while the refusal is not logged."""
 OWN_FORM = "own_form"
-"""Key of a request's state, set if its errors have another form than its API's."""
+"""Key of a request's state, set if its errors do not have its API's form."""
 TEMPORARY, RETRY_S = (429, 503), 1
 
 
 class HttpError(Exception):
-    """Refusal of a request that has a status of its own, whatever the API."""
+    """Refusal of a request with its own status, the same for every API."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -35,15 +35,16 @@ class ErrorForm(Protocol):
     """Form of an API's errors."""
 
     def respond(self, error: Exception) -> Response:
-        """Return the answer of a request that fails before its answer begins."""
+        """Return the answer to a request that fails before its answer begins."""
 
     def last_events(self, error: Exception) -> bytes:
-        """Return the events that end a stream for an error."""
+        """Return the events that end a stream after an error."""
 
 
 def describe_error(error: Exception, api: ApiRules) -> tuple[int, str]:
-    """Return the status and the text of an error. An unforeseen error is logged, and its text has only the id
-    of the log line."""
+    """Return the status and the text of an error. An unforeseen error is logged, and its text contains only
+    the id of
+    the log line."""
     if isinstance(error, HttpError):
         return error.status, str(error)
     status = http_status(error, api)
@@ -55,19 +56,20 @@ def describe_error(error: Exception, api: ApiRules) -> tuple[int, str]:
 
 
 def renamed_text(error: RequestError, names: Mapping[str, str], kept: str = "") -> str:
-    """Return the text of a refusal with the API's own `names` of parameters, all but the word `kept`."""
-    own = error.log_text  # what follows may be the client's words
+    """Return the text of a refusal with the API's own `names` of parameters. The word `kept` is not
+    renamed."""
+    own = error.log_text  # the rest may be the client's words
     shown = re.sub("[a-z_]+", lambda word: word[0] if word[0] == kept else names.get(word[0], word[0]), own)
     return shown + str(error).removeprefix(own)
 
 
 class ErrorResponse(Response):
-    """Answer of a request that failed. It is logged if it was not before."""
+    """Answer to a failed request. It is logged unless the error was logged before."""
 
     def __init__(
         self, error: Exception, status: int, body: bytes, media_type: str | None, parameter: str = ""
     ) -> None:
-        """`parameter` is what the refusal names, if anything."""
+        """Create the answer. `parameter` is the parameter that the refusal names, if any."""
         headers = {"retry-after": str(RETRY_S)} if status in TEMPORARY else {}
         if status == 401:
             headers["www-authenticate"] = "Bearer"

@@ -1,4 +1,4 @@
-"""An API over HTTP: its routes and its errors."""
+"""Declares an API over HTTP: its routes and its errors."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ class HttpApi:
     routes: Sequence[Route]
     errors: ErrorForm
     probes: Sequence[Route] = ()
-    """Routes that need no token, and are served while the model loads."""
+    """Routes that need no token and are served while the model loads."""
     claims: Callable[[bytes], bool] = lambda body: True
-    """Returns whether this API answers a body, if another API has the same path."""
+    """Returns True if this API answers a body, where another API has the same path."""
     is_served: bool = True
-    """False if the operator has not chosen the API: its paths answer how to serve it."""
+    """False if the operator has not enabled the API. Its paths then answer how to enable it."""
     prefix: str | None = None
-    """Prefix of the paths that this API answers with 404 if no API has them."""
+    """Unmatched paths with this prefix get this API's 404."""
     operations: Sequence[tuple[Operation, ErrorTexts]] = ()
     """Operations for the OpenAPI document, with their errors."""
     pages: Callable[[bool], Sequence[LimitedRoute]] = lambda is_here: ()
-    """Returns the routes of pages for browsers on a port, given whether the API is served on it."""
+    """Returns the routes of a port's browser pages. The argument is True if the port serves the API."""
 
     def has_path(self, path: str) -> bool:
         if self.prefix is not None and path.startswith(self.prefix):

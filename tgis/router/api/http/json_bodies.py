@@ -1,4 +1,4 @@
-"""Reads bodies of requests, which are JSON, and encodes answers. Bodies with many values take turns."""
+"""Reads JSON bodies of requests, and encodes answers. Bodies with many values take turns."""
 
 import asyncio
 import re
@@ -11,22 +11,22 @@ from tgis.process.fair_queue import FairQueue
 from tgis.router.api.http.json_structure import BodyLimits, Weight, check_structure
 from tgis.router.errors import OVERLOADED, OverloadedError, RequestError
 
-LONG_BYTES = 256 << 10  # of a body whose structure another thread looks at
-MAX_WAITING_BYTES = 256 << 20  # of bodies that wait for one kind of turn
-# Time between the turns of two heavy bodies, about twice what the first one keeps the event loop busy.
+LONG_BYTES = 256 << 10  # longer bodies are checked in another thread
+MAX_WAITING_BYTES = 256 << 20  # maximum total size of the bodies that wait for one kind of turn
+# Time between the turns of two heavy bodies, about twice as long as the first one occupies the event loop.
 S_PER_LIST, S_PER_VALUE = 10e-6, 1e-6
 
 T = TypeVar("T")
 
 _encode = msgspec.json.Encoder().encode
-# The ends of lines, to `str.splitlines`, that JSON need not escape. In JSON they are in strings only.
+# Line ends of `str.splitlines` that JSON need not escape. In JSON they occur in strings only.
 _NEXT_LINE, _LINE_SEPARATOR, _PARAGRAPH_SEPARATOR = "\x85".encode(), "\u2028".encode(), "\u2029".encode()
-# Their first bytes, which are searched for before, because that is faster.
+# Their first bytes, because searching for a single byte is faster.
 _LATIN, _PUNCTUATION = _NEXT_LINE[0], _LINE_SEPARATOR[0]
 
 
 def encode_json(value: Any) -> bytes:
-    """Return a value as JSON that is one line to every reader."""
+    """Return a value as JSON that every reader takes as one line."""
     text = _encode(value)
     if text.isascii():
         return text
@@ -45,8 +45,9 @@ class Turns:
         self._is_free = True
 
     async def take(self, owner: Hashable, num_bytes: int) -> None:
-        """Wait until it is this body's turn, which lasts until `give`. Raises OverloadedError if too much
-        waits."""
+        """Wait for this body's turn, which lasts until `give`. Raises OverloadedError if the waiting bodies
+        are too large
+        in total."""
         if self._is_free:
             self._is_free = False
             return
@@ -58,11 +59,11 @@ class Turns:
         except asyncio.CancelledError:
             self._queue.remove(owner, turn)
             if not turn.cancelled() and turn.exception() is None:
-                self.give()  # it had just become this body's turn
+                self.give()  # the body had just got its turn
             raise
 
     def give(self) -> None:
-        """End the turn, and begin the next one."""
+        """End the turn and begin the next one."""
         while self._queue:
             turn = self._queue.pop()
             if not turn.done():
@@ -72,14 +73,15 @@ class Turns:
 
 
 class BodyReader:
-    """Reader of the bodies of a port."""
+    """Reader of the bodies that a port receives."""
 
     def __init__(self, max_bytes: int, limits: BodyLimits) -> None:
         self.max_bytes = max_bytes
         self._limits, self._looks, self._turns = limits, Turns(), Turns()
 
     async def check(self, body: bytes, owner: Hashable) -> None:
-        """Check a body before anything is built of it, and wait for its turn if that takes long. Raises
+        """Check a body before any value of it is built. Wait for the body's turn if building it takes long.
+        Raises
         RequestError and OverloadedError."""
         if len(body) <= LONG_BYTES:
             weight = check_structure(body, self._limits)
@@ -91,7 +93,8 @@ class BodyReader:
             asyncio.get_running_loop().call_later(rest_s, self._turns.give)
 
     async def _look(self, body: bytes, owner: Hashable) -> Weight:
-        """Check a long body in a thread, one at a time, because that takes several times its memory."""
+        """Check a long body in a thread, one body at a time, because the check takes several times its
+        memory."""
         await self._looks.take(owner, len(body))
         try:
             return await asyncio.to_thread(check_structure, body, self._limits)
@@ -100,7 +103,7 @@ class BodyReader:
 
 
 def decode_body(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """Return the request in a body. Raises RequestError, which names the field and quotes no value of it."""
+    """Return the request in a body. Raises RequestError, which names the field and quotes no value."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:

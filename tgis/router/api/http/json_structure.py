@@ -1,6 +1,7 @@
-"""Bounds the structure of JSON bodies before anything is built of them: depth, lists and objects, and values.
-Bytes are examined as columns, at a cost that does not depend on their values, mostly without holding the
-GIL."""
+"""Bounds the structure of JSON bodies before any value is built: the depth and the numbers of lists, objects
+and
+values. The bytes are examined as columns, mostly without holding the GIL. The cost does not depend on the
+values."""
 
 import re
 from dataclasses import dataclass
@@ -14,12 +15,12 @@ from tgis.router.errors import RequestError
 from tgis.router.requests.api_rules import MAX_INPUTS
 
 MAX_DEPTH = 64
-MAX_LISTS = 32_768  # lists and objects of a body
-MAX_VALUES = 262_144  # values of a body, its token ids excluded
-FREE_VALUES = 1_024  # values that a field may have without being looked at
-SHORT_LIST = 4_096  # values of a field whose own limit is much lower
-MAX_TOKENS = 1 << 20  # of a request to turn them into a text
-LEAST_IDS = 65_536  # token ids that a list may have whatever the model's limit, because it may be truncated
+MAX_LISTS = 32_768  # maximum number of lists and objects in a body
+MAX_VALUES = 262_144  # maximum number of values in a body, without its token ids
+FREE_VALUES = 1_024  # fields with at most this many values are not checked
+SHORT_LIST = 4_096  # maximum number of values in a field whose own limit is much lower
+MAX_TOKENS = 1 << 20  # maximum number of tokens in a request for their text
+LEAST_IDS = 65_536  # minimum limit for a list of token ids, because it may be truncated to the model's limit
 
 IDS = ("prompt", "tokens")
 SHORT = ("stop", "stop_token_ids", "logit_bias", "adapters", "allowed_token_ids", "bad_words")
@@ -31,20 +32,20 @@ _KEPT = b'[]{},"'
 _OTHERS = bytes(set(range(256)) - set(_KEPT))
 _MARKS = bytes(byte in _KEPT for byte in range(256))
 _OPENING, _CLOSING, _COMMA, _QUOTE = b'{},"'
-_CASE = np.uint8(0x20)  # makes a list's bracket an object's, and changes neither commas nor quotes
+_CASE = np.uint8(0x20)  # turns a list's bracket into an object's, and changes neither commas nor quotes
 
 
 @dataclass(frozen=True)
 class BodyLimits:
-    """The service's limits that bound what a body may have."""
+    """Limits of the service that bound the structure of a body."""
 
     max_sequence_length: int = 1 << 20
     max_inputs: int = MAX_INPUTS
     max_guided_bytes: int = 1 << 16
 
     def of_field(self, name: str, num_lists: int) -> int:
-        """Return how many values a field may have that has so many lists."""
-        if name == "tokens":  # are turned into a text, whose length is not limited
+        """Return the maximum number of values in a field with `num_lists` lists."""
+        if name == "tokens":  # converted to a text, whose length is not limited
             return MAX_TOKENS
         if name in IDS:
             return num_lists * max(self.max_sequence_length, LEAST_IDS)
@@ -52,7 +53,7 @@ class BodyLimits:
             return SHORT_LIST
         if name == TEXTS:
             return max(SHORT_LIST, 2 * self.max_inputs)
-        if name in CONSTRAINTS:  # each value takes two bytes or more
+        if name in CONSTRAINTS:  # each value takes at least two bytes
             return max(SHORT_LIST, self.max_guided_bytes // 2)
         return MAX_VALUES
 
@@ -64,10 +65,10 @@ class _Field(NamedTuple):
 
 
 class _Structure(NamedTuple):
-    """Brackets, commas and quotes of a body, and which of them are outside of strings, as columns."""
+    """Brackets, commas and quotes of a body, and a flag for each outside of strings, as columns."""
 
     codes: NDArray[np.uint8]
-    """Brackets are all those of objects."""
+    """Codes of the bytes. All brackets are those of objects."""
     is_outside: NDArray[np.bool_]
 
     @property
@@ -84,7 +85,7 @@ class _Structure(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """Cost of building a body."""
+    """Cost of building the values of a body."""
 
     num_lists: int = 0
     num_values: int = 0
@@ -98,7 +99,8 @@ LIGHT = Weight()
 
 
 def check_structure(body: bytes, limits: BodyLimits, max_depth: int = MAX_DEPTH) -> Weight:
-    """Return a body's lists and values, or none if they are few. Raises RequestError, which names a field."""
+    """Return a body's numbers of lists and values, or zeros if they are small. Raises RequestError, which
+    names a field."""
     if _is_small(body, max_depth):
         return LIGHT
     plain = body.replace(rb"\\", b"__").replace(rb"\"", b"__") if b"\\" in body else body
@@ -116,14 +118,15 @@ def check_structure(body: bytes, limits: BodyLimits, max_depth: int = MAX_DEPTH)
 
 
 def _is_small(body: bytes, max_depth: int) -> bool:
-    """Return True if a body has few brackets and commas, wherever they are."""
+    """Return True if a body has few brackets and commas, inside or outside of strings."""
     num_openings = body.count(b"[") + body.count(b"{")
     return num_openings <= max_depth and num_openings + body.count(b",") <= FREE_VALUES
 
 
 def _structure_of(plain: bytes) -> _Structure:
-    """Return the structure of a body without escaped quotes. It is right up to the first fault of the JSON,
-    after which nothing is built."""
+    """Return the structure of a body without escaped quotes. It is right up to the first JSON error. No value
+    after
+    the error is built."""
     codes = np.frombuffer(plain.translate(None, _OTHERS), np.uint8)
     is_inside = np.logical_xor.accumulate(codes == ord('"'))
     return _Structure(codes | _CASE, ~is_inside)
@@ -139,7 +142,7 @@ def _walk(structure: _Structure) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
 def _large_fields(
     plain: bytes, structure: _Structure, codes: NDArray[np.uint8], depths: NDArray[np.int32]
 ) -> list[_Field]:
-    """Return the fields of the outermost object that have many values."""
+    """Return the outermost object's fields that have many values."""
     starts = np.concatenate(([0], np.flatnonzero((depths == 1) & (codes == _COMMA))))
     ends = np.concatenate((starts[1:], [len(codes) - 1]))
     large = np.flatnonzero(ends - starts > FREE_VALUES)
@@ -154,7 +157,7 @@ def _large_fields(
 
 
 def _places(plain: bytes, structure: _Structure) -> NDArray[np.intp]:
-    """Return where the brackets and commas outside of strings are."""
+    """Return the positions of the brackets and commas outside of strings."""
     is_kept = np.frombuffer(plain.translate(_MARKS), np.bool_)
     places: NDArray[np.intp] = np.flatnonzero(is_kept)
     is_outside: NDArray[np.bool_] = structure.is_outside & (structure.codes != _QUOTE)
@@ -162,7 +165,7 @@ def _places(plain: bytes, structure: _Structure) -> NDArray[np.intp]:
 
 
 def _key(body: bytes, place: int) -> str:
-    """Return the key at a place, empty if there is none."""
+    """Return the key at a position, empty if there is none."""
     found = _KEY.match(body, place)
     try:
         return "" if found is None else msgspec.json.decode(found[1], type=str)

@@ -1,4 +1,4 @@
-"""The OpenAPI document, which follows from the types of requests and answers."""
+"""Builds the OpenAPI document from the types of requests and answers."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ Refs = Mapping[Any, Json]
 
 
 class ErrorTexts(NamedTuple):
-    """Errors of an API for the document."""
+    """Errors of an API in the document."""
 
     kind: Any
     """Type of JSON errors."""
@@ -26,7 +26,7 @@ class ErrorTexts(NamedTuple):
     plain: tuple[str, ...] = ("431",)
     """Statuses of errors in plain text."""
     mixed: tuple[str, ...] = ()
-    """Statuses of errors in either form."""
+    """Statuses of errors in plain text or JSON."""
     empty: tuple[str, ...] = ()
 
 
@@ -34,9 +34,9 @@ class Operation(NamedTuple):
     path: str
     summary: str
     answers: tuple[Any, ...]
-    """Alternative types of the answer; none if it is a stream."""
+    """Alternative types of the answer; empty if every answer is a stream."""
     bodies: tuple[Any, ...] = ()
-    """Alternative types of the body; a request without one is a GET."""
+    """Alternative types of the body; a request without a body is a GET."""
     has_stream: bool = False
     is_text: bool = False
 
@@ -46,7 +46,7 @@ class Operation(NamedTuple):
 
 
 def openapi_document(operations: Iterable[tuple[Operation, ErrorTexts]]) -> Json:
-    """Return the document of operations with their APIs' errors. Operations that share a route are one."""
+    """Return the document of operations with their APIs' errors. Operations on the same route are joined."""
     by_route: dict[tuple[str, str], tuple[Operation, tuple[ErrorTexts, ...]]] = {}
     for operation, errors in operations:
         route = operation.path, operation.method
@@ -101,7 +101,7 @@ def _describe(operation: Operation, errors: Iterable[ErrorTexts], refs: Refs) ->
 
 
 def _errors(errors: Iterable[ErrorTexts], refs: Refs) -> Json:
-    """Return the errors of all APIs that have a route, by status."""
+    """Return the errors of all APIs with the same route, by status."""
     described: Json = {}
     objects: dict[str, list[Json]] = {}
     for api in errors:

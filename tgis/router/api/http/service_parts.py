@@ -1,4 +1,4 @@
-"""Parts of the router that the handlers of APIs over HTTP use."""
+"""Collects the parts of the router that the handlers of HTTP APIs use."""
 
 import asyncio
 from collections.abc import Callable
@@ -22,21 +22,21 @@ class ServiceParts:
     renderer: ChatRenderer
     models: Models
     vocabulary: Vocabulary
-    """Vocabulary of texts that continue their input."""
+    """Vocabulary for texts that continue their input."""
     limits: RequestLimits
     tokenizer: Tokenizer
     formats: ChatFormats
-    """Formats in which the model calls tools and reasons."""
+    """Formats of the model's tool calls and reasoning."""
     config: RouterConfig
     is_ready: Callable[[], bool]
     adapter_roots: tuple[str, ...] | None = None
-    """Directories that are searched for adapters, in order; None if clients may not name adapters."""
+    """Directories searched for adapters, in order; None if clients may not name adapters."""
     encoding_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Lock of the answer that is encoded; long answers take turns."""
+    """Lock that long answers take in turn to be encoded."""
     operations: list[tuple[Operation, ErrorTexts]] = field(default_factory=list)
-    """Operations of all served APIs, for the OpenAPI document. Complete once all APIs have been built."""
+    """Operations of all served APIs for the OpenAPI document. Complete once all APIs are built."""
 
     def find_mark(self, text: str) -> Mark:
-        """Return the mark of a text, with the token that is the whole text."""
+        """Return the mark with this text. Its token is the one that spells the whole text."""
         token_id = self.tokenizer.added_token_id(text)
         return Mark(text, token_id, token_id in self.tokenizer.special_ids)

@@ -1,1 +1,1 @@
-"""The API of DJL Serving's LMI containers, which SageMaker calls."""
+"""API of DJL Serving's LMI containers, which SageMaker calls."""

@@ -1,4 +1,4 @@
-"""Writes whole answers."""
+"""Writes answers that are not streams."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class AnswerWriter:
     encoder: SlicedEncoder
 
     async def write(self, texts: Sequence[str], results: Sequence[Result], is_list: bool) -> Response:
-        """Return the answer: one object, or a list of one for each input."""
+        """Return the answer: one object, or a list with one object for each input."""
         num = self.fields.num_texts
         answers = [
             await self._generated(text, results[start : start + num])
@@ -75,7 +75,7 @@ class AnswerWriter:
 
 
 class _TokenWriter:
-    """Writer of a whole text's tokens, part by part."""
+    """Writer of a complete text's tokens, part by part."""
 
     def __init__(self, answer: AnswerWriter, result: Result) -> None:
         self._is_tgi, self._result = answer.form.is_tgi, result
@@ -111,5 +111,5 @@ def _last(result: Result) -> Output:
 
 
 def _logprob(result: Result) -> float:
-    """Return the log-probability of a text by the model's own logits."""
+    """Return the log-probability of a text, computed from the model's own logits."""
     return sum(token.logprob for token in result.tokens)

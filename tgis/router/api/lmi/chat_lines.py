@@ -1,4 +1,4 @@
-"""Chats and completions as LMI returns them: each event of a stream is a line of JSON."""
+"""Converts the answers of chats and completions to LMI's form: each event of a stream is a line of JSON."""
 
 from dataclasses import dataclass
 
@@ -28,6 +28,6 @@ def with_lines(response: Response) -> Response:
 
 
 def to_lines(events: bytes) -> bytes:
-    """Return the objects of whole events, without the event that ends a stream."""
+    """Return the objects of whole events as lines, without the final event of the stream."""
     frames = events.removesuffix(DONE).split(b"\n\n")
     return b"".join(frame.removeprefix(b"data: ") + b"\n" for frame in frames if frame)

@@ -1,5 +1,6 @@
-"""DJL's error objects: `code` and `error` for what the model's handler refuses or fails at; `code`, `type`
-and `message` for what its server refuses."""
+"""Writes DJL's error objects: `code` and `error` for refusals and failures of the model's handler; `code`,
+`type`
+and `message` for refusals of its server."""
 
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from tgis.router.api.lmi.rules import LMI
 from tgis.router.errors import OverloadedError, RequestError, TimedOutError
 
 UNREADABLE = "Input Parsing failed. Ensure that the request payload is valid. "
-MAX_MODEL_CHARS = 256  # of a model that does not exist
+MAX_MODEL_CHARS = 256  # maximum length of the name of a missing model
 TYPES = {
     400: "BadRequestException",
     401: "UnauthorizedException",
@@ -23,7 +24,7 @@ TYPES = {
     415: "UnsupportedMediaTypeException",
     503: "ServiceUnavailableException",
 }
-"""The API's types of errors of the server by status."""
+"""Types of the server's errors by status."""
 
 
 class HandlerError(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""Forms of answers: names and values of LMI's own schema, and of `tgi_compat`."""
+"""Defines the forms of answers: names and values of LMI's own schema, and of `tgi_compat`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ class LmiDetails(msgspec.Struct, kw_only=True):
     tokens: Any = UNSET
     top_tokens: Any = UNSET
     generated_text: str | UnsetType = UNSET
-    """Of another text than the best."""
+    """Set for every text but the best."""
     best_of_sequences: "list[LmiDetails] | UnsetType" = UNSET
 
 
@@ -66,12 +66,12 @@ class Form:
         return b"data: %b\n\n" % encoded if self.media_type == SERVER_SENT_EVENTS else encoded + b"\n"
 
     def seed(self, spec: SequenceSpec) -> int | UnsetType | None:
-        """Return the seed of a text that is sampled, which TGI's clients expect."""
+        """Return the seed of a sampled text in TGI's form, whose clients expect it."""
         return shown_seed(spec) if self.is_tgi else UNSET
 
 
 def choose_form(formatter: str | None, wants_stream: bool, is_batch: bool) -> Form:
-    """Return the form of an answer by `--lmi-output-formatter` and the request. A batch has no stream."""
+    """Return the form of an answer for `--lmi-output-formatter` and the request. A batch has no stream."""
     is_stream = wants_stream or formatter in (JSON_LINES_FORM, SSE_FORM)
     is_tgi = formatter == TGI_FORM
     if not is_stream or is_batch or formatter == JSON_FORM:

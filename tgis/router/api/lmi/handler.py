@@ -1,4 +1,4 @@
-"""`/invocations` and the routes that name a model."""
+"""Handles `/invocations` and the routes that name a model."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Mapping
@@ -30,19 +30,19 @@ from tgis.router.errors import NotFoundError, RequestError
 from tgis.router.events import InputTokens
 from tgis.router.requests.call import GenerationCall
 
-MAX_ADAPTER_CHARS = 256  # of one that does not exist
+MAX_ADAPTER_CHARS = 256  # maximum length of the id of a missing adapter
 NAMES = {
     "text": "inputs",
     "adapter_id": "adapters",
     "truncate_input_tokens": "truncate",
     "min_new_tokens": "min_tokens",
 }
-"""The service's names of parameters, and this API's. Other names are equal."""
+"""This API's names of parameters by the service's names, where they differ."""
 
 
 @dataclass(frozen=True)
 class LmiJob:
-    """Request that has been read."""
+    """Request after reading."""
 
     body: LmiRequest
     fields: LmiParameters
@@ -52,7 +52,7 @@ class LmiJob:
 
     @property
     def has_details(self) -> bool:
-        """True if the answer has details, which alone show several texts."""
+        """True if the answer has details. Only details can show several texts."""
         if self.fields.num_texts > 1:
             return True
         return self.form.is_tgi if self.fields.details is None else self.fields.details
@@ -66,7 +66,7 @@ class LmiJob:
 
 @contextmanager
 def translated_refusals(adapter_id: str | None) -> Iterator[None]:
-    """Raise the service's refusals of a call with this API's names of parameters."""
+    """Replace the service's names of parameters in its refusals by this API's names."""
     try:
         yield
     except RequestError as error:
@@ -81,7 +81,7 @@ def translated_refusals(adapter_id: str | None) -> Iterator[None]:
 
 class Invocations:
     def __init__(self, parts: ServiceParts, chats: ChatApi, errors: LmiErrors, formatter: str | None) -> None:
-        """`formatter` is the operator's choice; None: the request decides."""
+        """Create the handler. `formatter` is the operator's choice; with None, the request decides."""
         self._parts, self._chats, self._errors = parts, chats, errors
         self._formatter = formatter
 
@@ -129,7 +129,7 @@ class Invocations:
         return await writer.write(job.body.texts, results, is_list)
 
     async def _results(self, job: LmiJob, calls: Mapping[str | None, GenerationCall]) -> list[Result]:
-        """Generate the texts of all inputs, in one call for each adapter. The first failure ends all."""
+        """Generate the texts of all inputs in one call for each adapter. The first failure ends all calls."""
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = {each: group.create_task(self._run(call)) for each, call in calls.items()}
@@ -138,7 +138,7 @@ class Invocations:
         else:
             left = {each: iter(task.result()) for each, task in tasks.items()}
             return [next(left[each]) for each in job.adapter_ids for _ in range(job.fields.num_texts)]
-        raise failure  # not in `except`, which would chain it to the group that holds it
+        raise failure  # outside of `except`, which would chain it to the group that holds it
 
     async def _run(self, call: GenerationCall) -> list[Result]:
         with translated_refusals(call.adapter_id):
@@ -152,11 +152,11 @@ class Invocations:
         setattr(request.state, OWN_FORM, LineErrors(self._errors, writer))
         events = self._events(call, writer)
         with translated_refusals(job.adapter_ids[0]):
-            await anext(events)  # returns once the call is admitted: a refusal has a status of its own
+            await anext(events)  # returns once the call is admitted, so that a refusal has its own status
         return EventStream(events, job.form.media_type)
 
     async def _events(self, call: GenerationCall, writer: LineWriter) -> AsyncGenerator[bytes, None]:
-        """Yield an empty event once the call is admitted, and then the stream."""
+        """Yield an empty event once the call is admitted, then the stream."""
         async with self._parts.service.stream(call) as [stream]:
             yield b""
             async with aclosing(stream.outputs) as outputs:
@@ -166,7 +166,7 @@ class Invocations:
                         yield lines
 
     def _call(self, job: LmiJob, http: HttpCall, adapter_id: str | None) -> GenerationCall:
-        """Return the call for all inputs with an adapter."""
+        """Return the call for all inputs with this adapter."""
         texts = job.body.texts
         own = [text for text, each in zip(texts, job.adapter_ids, strict=True) if each == adapter_id]
         shows_tokens = job.form.is_stream or job.has_details

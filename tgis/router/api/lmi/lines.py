@@ -26,11 +26,11 @@ class LineWriter:
         self._tokens = AnswerTokens(names, waits=fields.removes_stops)
         self._shown: list[str] = []
         self._sent: list[str] = []
-        """Texts of the tokens that have lines, which may be ahead of what is shown otherwise."""
+        """Texts of the tokens that have lines. They may be ahead of `_shown`."""
         self._num_lines = 0
 
     def write(self, output: Output, spec: SequenceSpec) -> bytes:
-        """Return the lines of all tokens that are known with an output."""
+        """Return the lines of all tokens whose texts are known after this output."""
         self._shown += output.texts
         if output.reason is StopReason.NOT_FINISHED:
             certain = self._lines(self._push(output.tokens, output.texts))
@@ -47,7 +47,7 @@ class LineWriter:
         return b"".join(map(self._form.encode_line, (*lines, last)))
 
     def fail(self, message: str) -> bytes:
-        """Return the last line of a stream that fails, with the text so far."""
+        """Return the last line of a failed stream, with the text so far."""
         details = LmiDetails(finish_reason=ERROR)
         if self._has_details:
             details = self._details(ERROR, self._num_lines)
@@ -84,13 +84,13 @@ class LineWriter:
         return LmiDetails(finish_reason=reason, generated_tokens=num_tokens, inputs=self._text)
 
     def _next_index(self) -> int | UnsetType:
-        """Return the number of the next line, which only TGI's form has."""
+        """Return the number of the next line in TGI's form; the other forms have no numbers."""
         self._num_lines += 1
         return self._num_lines if self._form.is_tgi else UNSET
 
 
 class LineErrors:
-    """Form of the errors of a request that is answered with a stream."""
+    """Form of errors for a request with a streamed answer."""
 
     def __init__(self, errors: LmiErrors, writer: LineWriter) -> None:
         self._errors, self._writer = errors, writer

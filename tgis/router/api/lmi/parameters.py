@@ -1,4 +1,4 @@
-"""Parameters of a request: names, ranges, and their meaning for the service."""
+"""Reads the parameters of a request: names, ranges, and their equivalents in the service."""
 
 from typing import Annotated, Any
 
@@ -18,8 +18,9 @@ TokenId = Annotated[int, Meta(ge=0, le=999_999_999)]
 
 
 class LmiParameters(msgspec.Struct, kw_only=True):
-    """Known parameters. Parameters of type Any would change what is generated and are not supported, so that
-    they are refused. All others are ignored, as LMI's containers do."""
+    """Known parameters. Those of type Any are refused: they would change the text, and are not supported.
+    Unknown
+    parameters are ignored, as in LMI's containers."""
 
     do_sample: bool | None = None
     seed: int | None = None
@@ -36,7 +37,7 @@ class LmiParameters(msgspec.Struct, kw_only=True):
     min_tokens: Annotated[int, Meta(ge=0, le=MOST)] | None = None
     stop_sequences: str | list[str] | None = None
     stop: str | list[str] | None = None
-    """Another name of `stop_sequences`, the engine's own."""
+    """Same as `stop_sequences`, under the engine's own name."""
     stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos_token: bool | None = None
@@ -71,7 +72,7 @@ class LmiParameters(msgspec.Struct, kw_only=True):
 
     @property
     def samples(self) -> bool:
-        """True if texts are sampled: `do_sample` says it, or else another parameter of sampling does."""
+        """True if texts are sampled: by `do_sample`, or without it by other sampling parameters."""
         if self.do_sample is not None:
             return self.do_sample
         if self.temperature is not None:
@@ -81,17 +82,17 @@ class LmiParameters(msgspec.Struct, kw_only=True):
 
     @property
     def removes_stops(self) -> bool:
-        """True if a stop sequence that ends a text is no part of it."""
+        """True if a text does not include the stop sequence that ended it."""
         return bool(self.stop_sequences or self.stop) and not self.include_stop_str_in_output
 
     @property
     def num_shown(self) -> int:
-        """Number of texts that the answer shows for an input, the best first."""
+        """Number of texts that the answer shows for each input, the best first."""
         return self.n or self.best_of or 1
 
     @property
     def num_texts(self) -> int:
-        """Number of texts that are generated for an input."""
+        """Number of texts generated for each input."""
         return self.best_of or self.n or 1
 
     @property
@@ -132,7 +133,7 @@ REFUSED = {
 def check_parameters(
     fields: LmiParameters, is_stream: bool, most_texts: int, is_encoder_decoder: bool
 ) -> None:
-    """Refuse what is not honoured, and what contradicts itself. Raises RequestError."""
+    """Refuse unsupported and contradictory parameters. Raises RequestError."""
     for name, text in find_refused(fields, REFUSED):
         raise RequestError(text, name)
     if fields.num_texts > most_texts:
@@ -152,7 +153,7 @@ def check_parameters(
 
 
 def to_parameters(fields: LmiParameters, shows_tokens: bool, shows_inputs: bool) -> Parameters:
-    """Return the parameters of a call whose answer includes details of its tokens, and of its input's."""
+    """Return the parameters of a call. The flags request details of the generated and the input tokens."""
     stops = fields.stop_sequences or fields.stop or ()
     others = {
         "sample": fields.samples,

@@ -1,4 +1,4 @@
-"""Reads a request: its headers, which SageMaker may have set, and its body."""
+"""Reads a request: its body, and headers that SageMaker may have set."""
 
 import msgspec
 from starlette.requests import Request
@@ -39,7 +39,7 @@ class LmiRequest(msgspec.Struct, kw_only=True):
         return [self.inputs] if isinstance(self.inputs, str) else self.inputs
 
     def adapter_ids(self, header: str | None) -> list[str | None]:
-        """Return the adapter of each input, None for the model alone. Raises RequestError."""
+        """Return each input's adapter, or None for the plain model. Raises RequestError."""
         given = header if self.adapters is None else self.adapters
         if not isinstance(given, list):
             return [given or None] * len(self.texts)
@@ -52,7 +52,7 @@ _decoder = msgspec.json.Decoder(LmiRequest)
 
 
 def read_request(kind: str, body: bytes) -> LmiRequest:
-    """Return the request in a body of this media type, JSON or a plain text. Raises RequestError and
+    """Return the request in a body of media type `kind`, JSON or plain text. Raises RequestError and
     HttpError."""
     if kind == PLAIN_TEXT:
         read = LmiRequest(inputs=_decode_text(body))
@@ -75,8 +75,7 @@ def _decode_text(body: bytes) -> str:
 
 
 def check_headers(request: Request) -> None:
-    """Return the client's attributes with the answer, and refuse what headers ask and is not done. Raises
-    RequestError."""
+    """Copy the client's attributes to the answer, and refuse unsupported headers. Raises RequestError."""
     if request.headers.get("x-synchronous", "").lower() == "false":
         raise RequestError("answers that are fetched later are not supported; leave x-synchronous out")
     attributes = request.headers.get(ATTRIBUTES)
@@ -88,7 +87,7 @@ def check_headers(request: Request) -> None:
 
 
 def check_model(request: Request, body: LmiRequest, names: tuple[str, ...]) -> None:
-    """Check that all places which may name the model name this one. Raises MissingModelError."""
+    """Check that every name of a model in the request is the served model's. Raises MissingModelError."""
     path = request.path_params.get("model")
     if path is not None and path not in names and path.rpartition("/")[0] not in names:
         raise MissingModelError(path)

@@ -1,4 +1,4 @@
-"""Routes of LMI's API."""
+"""Builds the routes of LMI's API."""
 
 import msgspec
 from starlette.requests import Request

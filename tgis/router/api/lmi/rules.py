@@ -1,4 +1,4 @@
-"""Rules of LMI's calls."""
+"""Rules of LMI's API."""
 
 from tgis.router.errors import Code, GenerationError, PayloadTooLargeError
 from tgis.router.requests.api_rules import ApiRules

@@ -1,4 +1,4 @@
-"""Routes that name LoRA adapters while the service runs, and take the names away, as vLLM's do."""
+"""Serves routes that add and remove names of LoRA adapters at run time, as vLLM's do."""
 
 import asyncio
 import logging
@@ -34,15 +34,15 @@ OFF = "adapters are not named at run time; to allow it, start the service with -
 class LoadAdapterBody(msgspec.Struct, kw_only=True):
     lora_name: str
     lora_path: str
-    """Id of the adapter, or its directory below one of the directories that are searched."""
+    """Id of the adapter, or its path below one of the adapter directories."""
     load_inplace: bool | None = None
-    """True to replace the adapter that has the name."""
+    """True to replace the adapter that has the name now."""
 
 
 class UnloadAdapterBody(msgspec.Struct, kw_only=True):
     lora_name: str
     lora_int_id: int | None = None
-    """Ignored: adapters have no numbers here."""
+    """Ignored: adapters have no numbers in this service."""
 
 
 _load_decoder = msgspec.json.Decoder(LoadAdapterBody)
@@ -61,7 +61,7 @@ class AdapterRoutes:
             check_new_name(await self._models.given_names(), name, bool(body.load_inplace))
         with _translated("lora_path"):
             await self._parts.service.load_adapter(adapter_id, request.state.call.id)
-        with _translated(NAME):  # another call may have been faster
+        with _translated(NAME):  # another call may have taken the name
             await self._given.give_name(name, adapter_id, bool(body.load_inplace))
         logger.info("the LoRA adapter %r is the model %r now", adapter_id, name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
@@ -86,7 +86,7 @@ class AdapterRoutes:
         return await read_fields(decoder, request)
 
     def _check_name(self, name: str) -> None:
-        """Raise ApiError if no adapter may ever get this name."""
+        """Raise ApiError if no adapter can ever get this name."""
         if not is_model_name(name):
             raise ApiError(400, "lora_name has 1 to 256 letters, digits and characters of _.:/@+-", NAME)
         if name in self._models.names or name in self._models.preloaded_ids:
@@ -106,7 +106,7 @@ class AdapterRoutes:
 
 @contextmanager
 def _translated(field: str) -> Iterator[None]:
-    """Raise refusals as this API's, of a field."""
+    """Raise refusals as this API's errors for a field."""
     try:
         yield
     except RequestError as error:
@@ -115,7 +115,9 @@ def _translated(field: str) -> Iterator[None]:
 
 
 def _locate(path: str, roots: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the id of the adapter at a path, None if it has none, and where it is searched before."""
+    """Return the id of the adapter at a path, or None if it has none. Also return the paths with the same id
+    that are
+    searched before it."""
     found = os.path.normpath(path)
     if not os.path.isabs(found):
         return found if is_adapter_id(found) else None, []

@@ -1,4 +1,4 @@
-"""Handlers of chats and completions, which routes of other APIs call too."""
+"""Collects the handlers of chats and completions, which routes of other APIs call too."""
 
 from collections.abc import Mapping
 

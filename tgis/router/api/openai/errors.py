@@ -1,4 +1,4 @@
-"""OpenAI's error object."""
+"""Writes OpenAI's error object."""
 
 import msgspec
 from starlette.responses import Response
@@ -15,9 +15,9 @@ TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
 }
-"""The API's types of errors by status; other statuses are of invalid requests."""
+"""Types of errors by status. All other statuses have the type of invalid requests."""
 CODES = {401: "invalid_api_key"}
-MAX_MODEL_CHARS = 256  # of a model that does not exist
+MAX_MODEL_CHARS = 256  # maximum length of the name of a missing model
 
 
 class ErrorDetails(msgspec.Struct):
@@ -45,8 +45,8 @@ def missing_model(name: str | None) -> ApiError:
 
 
 def describe(error: Exception) -> tuple[int, ErrorDetails]:
-    """Return the status and the details of an error. The text for an unforeseen error has only
-    its id in the log."""
+    """Return the status and the details of an error. For an unforeseen error, the text has only the id of the
+    log line."""
     status, text = describe_error(error, OPENAI)
     param, code = (error.param, error.code) if isinstance(error, ApiError) else (None, CODES.get(status))
     return status, ErrorDetails(text, TYPES.get(status, "invalid_request_error"), param, code)

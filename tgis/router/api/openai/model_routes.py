@@ -1,4 +1,4 @@
-"""`/v1/models`, the list of the models that requests can name."""
+"""Serves `/v1/models`, the list of the models that requests can name."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -21,12 +21,12 @@ class ModelCard(msgspec.Struct):
     object: str = "model"
     owned_by: str = OWNER
     root: str = ""
-    """Name of the model; an adapter's own id."""
+    """Name of the model, or the id of an adapter."""
     parent: str | None = None
-    """Name of the model that an adapter changes."""
+    """Name of the model that an adapter belongs to."""
     max_model_len: int | None = None
     default_sampling: dict[str, float] | UnsetType = UNSET
-    """Values of sampling fields that a request does not set."""
+    """Values of the sampling fields that a request does not set."""
 
 
 class ModelList(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""Operations of OpenAI's API, and the route of the OpenAPI document of all served APIs."""
+"""Lists the operations of OpenAI's API, and serves the OpenAPI document of all served APIs."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -47,7 +47,7 @@ OPERATIONS = (
 
 class OpenApiRoute:
     def __init__(self, operations: Sequence[tuple[Operation, ErrorTexts]]) -> None:
-        """Take the operations of all served APIs, which may be added until the first request."""
+        """Take the operations of all served APIs. The list may grow until the first request."""
         self._operations = operations
 
     @cached_property

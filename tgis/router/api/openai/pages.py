@@ -1,4 +1,4 @@
-"""Pages for browsers: the playground, and the root of a port, which says what is served there."""
+"""Serves pages for browsers: the playground, and the root of a port with an overview of the API."""
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
@@ -13,7 +13,7 @@ ROOT = "/"
 
 
 def page_routes(config: RouterConfig, is_here: bool) -> list[LimitedRoute]:
-    """Return the routes of a port's pages; `is_here` says whether the API is served on this port."""
+    """Return the routes of a port's pages. `is_here` is True if the port serves the API."""
     playground = playground_route(config, is_here)
     return [playground, _index_route(config)] if is_here else [playground]
 

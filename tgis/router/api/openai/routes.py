@@ -1,4 +1,4 @@
-"""Routes of OpenAI's API."""
+"""Builds the routes of OpenAI's API."""
 
 from functools import partial
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Rules of OpenAI's calls."""
+"""Rules of OpenAI's API."""
 
 from tgis.router.errors import Code, NotFoundError, PayloadTooLargeError
 from tgis.router.requests.api_rules import ApiRules

@@ -1,4 +1,4 @@
-"""`/tokenize`, `/detokenize` and `/version`."""
+"""Serves `/tokenize`, `/detokenize` and `/version`."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from tgis.router.api.openai.rules import OPENAI
 from tgis.router.text.token_lists import join_tokens, list_tokens
 from tgis.router.text.tokenization import TokenizeJob
 
-BYTES_PER_ID = 8  # cost of a token id, as the bytes of text that would cost as much
+BYTES_PER_ID = 8  # bytes of text that cost as much as one token id
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -26,7 +26,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
-    """Unset: True for a prompt, False for messages."""
+    """Default: True for a prompt, False for messages."""
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -1,1 +1,1 @@
-"""Hugging Face TGI's API."""
+"""API of Hugging Face's TGI."""

@@ -1,4 +1,4 @@
-"""Whole answers, with their headers."""
+"""Writes answers that are not streams, with their headers."""
 
 import time
 from collections.abc import Sequence
@@ -26,13 +26,13 @@ from tgis.router.sequence import StopReason, TokenDetail
 
 @dataclass(frozen=True)
 class GenerateJob:
-    """A request that has been read, and the call that it is for the service."""
+    """Request after reading, with its call to the service."""
 
     body: GenerateRequest
     call: GenerationCall
     forms: TokenForms
     is_in_list: bool
-    """True if a whole answer is the one item of a list, and a text has its input by default."""
+    """True if the answer is the only item of a list, and texts include their input by default."""
     compute_type: str
     began_at: float = field(default_factory=time.monotonic)
 
@@ -43,7 +43,7 @@ class GenerateJob:
 
     @property
     def echo(self) -> str:
-        """Return the text before the generated one: the input or nothing."""
+        """Text before the generated text: the input or nothing."""
         wish = self.body.parameters.return_full_text if self.body.parameters is not None else None
         return self.body.inputs if (self.is_in_list if wish is None else wish) else ""
 
@@ -54,7 +54,7 @@ class GenerateJob:
 
 
 async def write_answer(job: GenerateJob, results: Sequence[Result], encoder: SlicedEncoder) -> Response:
-    """Return the answer of a call, whose results are texts of one input."""
+    """Return the answer of a call. The results are texts for one input."""
     ended_at = time.monotonic()
     best = max(range(len(results)), key=lambda index: _mean_logprob(results[index]))
     others = [result for index, result in enumerate(results) if index != best]
@@ -107,7 +107,7 @@ async def _describe(job: GenerateJob, result: Result, encoder: SlicedEncoder) ->
 
 
 class _TokensWriter:
-    """Writer of a whole text's tokens, part by part."""
+    """Writer of a complete text's tokens, part by part."""
 
     def __init__(self, forms: TokenForms, result: Result) -> None:
         self._forms, self._result = forms, result
@@ -139,7 +139,7 @@ class _PrefillWriter:
 
 
 def _measured(result: Result, total_s: float) -> dict[str, str]:
-    """Return the headers of times in milliseconds, and of numbers of tokens."""
+    """Return the headers with times in milliseconds and with numbers of tokens."""
     last, timings = _last(result), _last(result).timings
     assert timings is not None, "the last output has timings"
     return {

@@ -1,4 +1,4 @@
-"""TGI's errors: an object, or plain text for a body that cannot be read."""
+"""Writes TGI's errors: an object, or plain text for an unreadable body."""
 
 import msgspec
 from starlette.responses import Response
@@ -16,7 +16,7 @@ TYPES = {
     429: "overloaded",
     503: UNHEALTHY,
 }
-"""The API's types of errors by status."""
+"""Types of errors by status."""
 WITHOUT_BODY = (401, 405)
 TOO_LARGE = "Failed to buffer the request body: length limit exceeded"
 INVALID = "Input validation error: {}"
@@ -28,7 +28,7 @@ class TgiErrorBody(msgspec.Struct):
 
 
 class BodyError(HttpError):
-    """Refusal of a request whose body cannot be read, in plain text."""
+    """Refusal of a request with an unreadable body, in plain text."""
 
 
 class TemplateError(HttpError):

@@ -1,4 +1,4 @@
-"""Events of a streamed answer, one for each token."""
+"""Writes the events of a streamed answer, one for each token."""
 
 from collections.abc import Iterable, Iterator
 
@@ -24,7 +24,7 @@ class EventWriter:
         self._index = 0
 
     def write(self, output: Output) -> bytes:
-        """Return the events of all tokens that are known with an output."""
+        """Return the events of all tokens whose texts are known after this output."""
         self._text += output.texts
         if output.reason is _NOT_FINISHED:
             return b"".join(map(_frame, self._events(self._push(output.tokens))))

@@ -1,4 +1,4 @@
-"""`/generate`, `/generate_stream`, `/`, and SageMaker's `/invocations`."""
+"""Handles `/generate`, `/generate_stream`, `/`, and SageMaker's `/invocations`."""
 
 from collections.abc import AsyncGenerator
 from functools import partial
@@ -25,7 +25,7 @@ from tgis.router.api.tgi.types import GenerateParameters, GenerateRequest
 from tgis.router.events import InputTokens
 from tgis.router.requests.call import GenerationCall
 
-SILENCE_S = 15.0  # after which a stream has a comment
+SILENCE_S = 15.0  # an idle stream gets a comment after this time
 
 _decoder = msgspec.json.Decoder(GenerateRequest)
 
@@ -96,7 +96,8 @@ class Generation:
         return response
 
     async def _events(self, job: GenerateJob) -> AsyncGenerator[bytes, None]:
-        """Yield an empty event, because even a refusal is an event here, and then the stream."""
+        """Yield an empty event and then the stream. The stream begins at once, because a refusal is an event
+        here too."""
         yield b""
         with translated_refusals(job.call.parameters, self._parts.limits):
             async with self._parts.service.stream(job.call) as (stream,):

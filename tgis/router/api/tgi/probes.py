@@ -1,4 +1,4 @@
-"""`/info` and the probes of health."""
+"""Serves `/info` and the health probes."""
 
 import re
 from pathlib import Path
@@ -53,7 +53,7 @@ def _describe(parts: ServiceParts) -> Info:
     limits, folder = parts.limits, Path(parts.config.tokenizer_path).name
     return Info(
         model_id=parts.models.names[0],
-        model_sha=folder if _COMMIT.fullmatch(folder) else None,  # a folder of the hub's cache
+        model_sha=folder if _COMMIT.fullmatch(folder) else None,  # the hub's cache names them by commit
         max_concurrent_requests=parts.config.max_concurrent_requests,
         max_best_of=limits.most_best_of(TGI),
         max_stop_sequences=limits.most_stop_sequences(TGI),

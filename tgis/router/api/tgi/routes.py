@@ -1,4 +1,4 @@
-"""Routes of TGI's API."""
+"""Builds the routes of TGI's API."""
 
 from typing import Any
 

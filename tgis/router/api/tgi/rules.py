@@ -1,4 +1,4 @@
-"""Rules of TGI's calls."""
+"""Rules of TGI's API."""
 
 from tgis.router.errors import Code, GenerationError, NotFoundError, PayloadTooLargeError
 from tgis.router.requests.api_rules import ApiRules

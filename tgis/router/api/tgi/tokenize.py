@@ -1,4 +1,4 @@
-"""`/tokenize` and `/chat_tokenize`."""
+"""Serves `/tokenize` and `/chat_tokenize`."""
 
 import msgspec
 from starlette.requests import Request

@@ -1,4 +1,4 @@
-"""Requests and answers of TGI's API."""
+"""Defines the requests and answers of TGI's API."""
 
 from typing import Annotated, Any, Literal
 
@@ -15,7 +15,7 @@ Seed = Annotated[int, Meta(ge=0)]
 
 
 class GenerateParameters(msgspec.Struct):
-    """Parameters of a request. None stands for a field that is absent or null."""
+    """Parameters of a request. None means absent or null."""
 
     best_of: Long | None = None
     temperature: float | None = None
@@ -46,9 +46,10 @@ class GrammarField(msgspec.Struct):
 class GenerateRequest(msgspec.Struct):
     inputs: str
     parameters: GenerateParameters | None = None
-    """Absent as a whole, the text is sampled; else `do_sample` must be given for that."""
+    """Without parameters, the text is sampled. With parameters, it is sampled only if they ask for
+    sampling."""
     stream: bool | None = None
-    """Read by routes that can do both."""
+    """Used by routes that can stream or not."""
 
 
 TopTokens = list[list[Token]]
@@ -88,9 +89,9 @@ class StreamDetails(msgspec.Struct):
 
 class StreamEvent(msgspec.Struct):
     index: int
-    """Number of the token, counted from 1."""
+    """Number of the token, starting at 1."""
     token: Token
     top_tokens: Tokens | UnsetType = UNSET
     generated_text: str | None = None
-    """The whole text, of the last event only; so are the details."""
+    """The whole text. Only the last event has it and the details."""
     details: StreamDetails | None = None

@@ -1,1 +1,1 @@
-"""Names of vLLM: options of its command line, and series of its metrics."""
+"""vLLM's names: options of its command line, and series of its metrics."""

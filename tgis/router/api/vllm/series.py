@@ -1,5 +1,5 @@
-"""Series with vLLM's names, types, labels and buckets (`--metrics-alias vllm`), for dashboards and
-autoscalers that use them. Most are views of TGIS's series, so that both agree."""
+"""Defines series with vLLM's names, types, labels and buckets (`--metrics-alias vllm`), for dashboards and
+autoscalers that use them. Most series are views of TGIS's series, so that both agree."""
 
 import time
 from collections import Counter as Tally
@@ -56,7 +56,7 @@ FAILED = {"cancelled": "abort", "slow_reader": "abort", "generate": "error"}
 
 
 class CounterView:
-    """Counts that are read from elsewhere, exposed only with `_total`."""
+    """View of counts kept elsewhere, exposed only with `_total`."""
 
     kind = "counter"
 
@@ -76,7 +76,7 @@ class CounterView:
 
 
 class GaugeView:
-    """View of a gauge without labels, with another name and with labels."""
+    """View of a gauge without labels, under another name and with labels."""
 
     kind = "gauge"
     label_names: Labels = MODEL_LABELS
@@ -94,7 +94,7 @@ class GaugeView:
 
 
 class HistogramView:
-    """View of a histogram without labels, with another name, with labels and in other buckets."""
+    """View of a histogram without labels, under another name, with labels and other buckets."""
 
     kind = "histogram"
     label_names: Labels = MODEL_LABELS
@@ -117,8 +117,8 @@ class HistogramView:
 
 class VllmSeries:
     """All series of vLLM. Values that no series of TGIS has are observed here. Views do not refer to this
-    object or to all metrics, so that the series of one scrape and their mapped files are freed when it
-    ends."""
+    object or to all
+    metrics, so that the end of a scrape frees its series and their mapped files."""
 
     def __init__(
         self, model_name: str, max_sequence_length: int, metrics: AliasedMetrics, storage: Storage
@@ -139,7 +139,7 @@ class VllmSeries:
         self._prompt_tokens.add(amount=num_input_tokens)
 
     def call(self, num_texts: int) -> "VllmCall":
-        """Begin a call with that many texts per input."""
+        """Begin a call with `num_texts` texts per input."""
         return VllmCall(self, num_texts)
 
     def observe_step(self, num_tokens: int) -> None:
@@ -292,12 +292,12 @@ class VllmSeries:
 
 
 class VllmCall:
-    """Observes the texts of one call as they end."""
+    """Observer of one call's texts as they end."""
 
     def __init__(self, series: VllmSeries, num_texts: int) -> None:
         self._series, self._num_texts = series, num_texts
         self._lengths: defaultdict[int, list[int]] = defaultdict(list)
-        """Numbers of generated tokens of ended texts, by input."""
+        """Numbers of generated tokens in ended texts, by input."""
 
     def finish(self, index: int, num_input_tokens: int, num_generated: int, timings: Timings) -> None:
         """Observe the text at `index`, counted from 0. The texts of an input are adjacent."""

@@ -1,4 +1,4 @@
-"""Answers with events as they come, and merges the streams of one call."""
+"""Streams answers as events, and merges the streams of one call."""
 
 import asyncio
 import time
@@ -18,7 +18,7 @@ from tgis.router.events import InputTokens, Output
 BEGIN, BODY = "http.response.start", "http.response.body"
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 SERVER_SENT_EVENTS, JSON_LINES = "text/event-stream", "application/jsonlines"
-COMMENT = b":\n\n"  # keeps a silent connection open
+COMMENT = b":\n\n"  # keeps an idle connection open
 DONE = b"data: [DONE]\n\n"
 """Last event of a stream of chunks."""
 STREAM_TYPES = (SERVER_SENT_EVENTS, JSON_LINES)
@@ -29,8 +29,9 @@ def encode_event(value: Any) -> bytes:
 
 
 class EventStream(Response):
-    """Answer whose body is events, each `data: …` and two line ends, or each a line of JSON. It begins
-    with the first one, so that an error before it can have a status."""
+    """Answer whose body is events: each is `data: …` and two line ends, or a line of JSON. The answer begins
+    with the
+    first event, so that an error before it can have a status."""
 
     def __init__(
         self,
@@ -38,19 +39,19 @@ class EventStream(Response):
         media_type: str = SERVER_SENT_EVENTS,
         silence_s: float | None = None,
     ) -> None:
-        """Take the events. After each `silence_s` seconds without one, the client gets a comment."""
+        """Take the events. The client gets a comment after each `silence_s` seconds without an event."""
         super().__init__(headers=HEADERS, media_type=media_type)
         del self.headers["content-length"]
         self._events, self._silence_s = events, silence_s
         self._rewrite: Callable[[bytes], bytes] | None = None
 
     def rewrite(self, rewrite: Callable[[bytes], bytes], media_type: str) -> None:
-        """Send every event rewritten, as another media type."""
+        """Send every event rewritten, with another media type."""
         self._rewrite = rewrite
         self.headers["content-type"] = media_type
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events. A client that does not read ends them with SlowClientError."""
+        """Send all events. If the client does not read, throw SlowClientError into the events."""
         if self._silence_s is None:
             await self._send_all(send)
             return
@@ -78,8 +79,9 @@ class EventStream(Response):
 
 @asynccontextmanager
 async def _unsilenced(send: Send, silence_s: float) -> AsyncIterator[Send]:
-    """Yield a function that sends as `send` does. While it sends nothing, once it has begun, comments go out.
-    A client that does not read them learns so from its next event."""
+    """Yield a function that sends like `send`. After its first message, comments fill the pauses between
+    messages. A
+    comment that the client does not read raises nothing; the next event does."""
     is_sending, sent_at = True, time.monotonic()
 
     async def heard(message: Message) -> None:
@@ -106,9 +108,11 @@ async def _unsilenced(send: Send, silence_s: float) -> AsyncIterator[Send]:
 
 
 async def merge(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, InputTokens | Output], None]:
-    """Yield the outputs of all streams as they come, each with its stream's index. Of what comes while the
-    reader is behind, little waits here, so that a stream's further tokens become one output. The first
-    failure ends all of them. Close it before the streams: it may be reading from them."""
+    """Yield the outputs of all streams as they arrive, each with the index of its stream. Few outputs wait
+    here while
+    the reader is behind, so that further tokens of a stream are joined into one output. The first failure
+    ends
+    all streams. Close this generator before the streams, because it may be reading from them."""
     if len(streams) == 1:
         async for output in streams[0].outputs:
             yield 0, output

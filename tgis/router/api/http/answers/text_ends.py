@@ -1,4 +1,4 @@
-"""Facts about the end of a text in the terms that TGI introduced."""
+"""Describes the end of a text in TGI's terms."""
 
 from typing import Literal
 
@@ -12,7 +12,7 @@ REASONS: dict[StopReason, FinishReason] = {
     StopReason.EOS_TOKEN: "eos_token",
     StopReason.STOP_SEQUENCE: "stop_sequence",
 }
-"""Reasons other than the length."""
+"""Finish reasons other than `length`."""
 
 
 def finish_reason(last: Output) -> FinishReason:
@@ -20,5 +20,5 @@ def finish_reason(last: Output) -> FinishReason:
 
 
 def shown_seed(spec: SequenceSpec) -> int | None:
-    """Return the seed of a sampled text."""
+    """Return the seed of a sampled text, or None for a greedy one."""
     return None if spec.sampling.greedy else spec.sampling.seed

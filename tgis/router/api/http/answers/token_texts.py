@@ -1,4 +1,6 @@
-"""Texts of the tokens of an answer: each is what the token adds, so that all but special ones join to it."""
+"""Assigns each token of an answer the text that it adds. Joined, the texts of all tokens but special ones are
+the
+answer."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -29,21 +31,21 @@ Tokens = list[Token]
 class ShownToken(NamedTuple):
     token: Token
     top_tokens: Tokens
-    """Likeliest tokens in its place, if they were asked for."""
+    """Likeliest tokens at this position, if the client asked for them."""
 
 
 class TokenForms:
-    """Tokens by themselves, in the form of answers."""
+    """Converter of single tokens to the form that answers have."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
 
     def show(self, detail: TokenDetail) -> ShownToken:
-        """Return a token with its name for a text."""
+        """Return a token with its vocabulary name as its text."""
         return ShownToken(self._token(detail.token_id, detail.logprob), self.top(detail))
 
     def prefill(self, tokens: Iterable[TokenDetail], are_first: bool) -> Prefill:
-        """Return input tokens. With `are_first`, nothing is known of the first of them."""
+        """Return input tokens. With `are_first`, the first of them has no logprob."""
         return [
             PrefillToken(
                 token.token_id,
@@ -66,22 +68,23 @@ class TokenForms:
 
 class TokenTexts:
     """Tokens of one answer in order. A token waits until its text is known: a character may take several
-    tokens, and a word's end may depend on the next token. A special token's text is its name."""
+    tokens, and
+    the end of a word may depend on the next token. A special token's text is its name."""
 
     def __init__(self, forms: TokenForms) -> None:
         self._forms, self._is_one_behind = forms, forms.vocabulary.is_one_behind
         self._detokenizer = forms.vocabulary.detokenizer()
         self._waiting: list[ShownToken] = []
         self._last: Token | None = None
-        """Last one that is not special."""
+        """Last token that is not special."""
         self._receiver: Token | None = None
-        """The one that the newest text belongs to."""
+        """Token that the newest text belongs to."""
         self._is_certain = True
-        """False while the last one's text is not known."""
+        """False while the text of the last token is unknown."""
         self._num_chars = 0
 
     def push(self, detail: TokenDetail) -> list[ShownToken]:
-        """Add the next token, which is not the last one. Return the tokens whose texts are known now."""
+        """Add the next token, which is not the last one. Return the tokens whose texts have become known."""
         self._add(detail)
         if self._is_certain:
             return self._take(len(self._waiting))
@@ -90,8 +93,9 @@ class TokenTexts:
         return self._take(next(i for i, each in enumerate(self._waiting) if each.token is self._last))
 
     def finish(self, detail: TokenDetail, text: str, is_end: bool) -> list[ShownToken]:
-        """Add the last token and return the remaining ones. `text` is the whole answer, which may end within
-        the token, and lacks an end of sequence."""
+        """Add the last token and return the remaining ones. `text` is the whole answer. It lacks an end of
+        sequence, and
+        may end within the last token."""
         if is_end:
             shown = self._forms.show(detail)
             shown.token.special = True

@@ -1,1 +1,1 @@
-"""Ports of APIs over HTTP: authentication, routing, accounts of answers, metrics."""
+"""Ports of HTTP APIs: authentication, routing, counts of answers and metrics."""

@@ -1,5 +1,5 @@
-"""Counts the answers of an API over HTTP, and logs in one line a request that is refused before the service
-has it. Neither contains text of a request."""
+"""Counts the answers of an HTTP API, and logs one line for each request that is refused before it reaches the
+service. Neither contains text of a request."""
 
 import logging
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ OTHER_ROUTE = "other"
 
 @dataclass
 class AnswerAccounts:
-    """ASGI application that accounts for the answers of `app`, which serves these APIs."""
+    """ASGI application that counts the answers of `app`, which serves the given APIs."""
 
     app: ASGIApp
     apis: Sequence[HttpApi]

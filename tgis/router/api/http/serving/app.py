@@ -1,5 +1,4 @@
-"""Serves APIs over HTTP: authenticates, refuses what no route answers, and turns errors into answers.
-
+"""Serves the HTTP APIs: authenticates requests, refuses paths without a route, and turns errors into answers.
 Where several APIs have a path, the first one that claims the body answers."""
 
 import asyncio
@@ -34,7 +33,7 @@ from tgis.router.metrics.metric_types import Counter
 logger = logging.getLogger(__name__)
 
 REQUEST_S, IDLE_S = 60.0, 75.0
-MAX_PATH_CHARS = 100  # length in the log, because an unknown client may call any path
+MAX_PATH_CHARS = 100  # maximum length in the log, because an unknown client may call any path
 STARTING, DRAINING = "the model is loading", "the service is shutting down"
 CORS_HEADERS = ("authorization", "content-type", "x-request-id", "traceparent", "tracestate")
 
@@ -46,7 +45,8 @@ class Phase(Enum):
 
 
 class ApiGate:
-    """App of all routes of the APIs. It admits requests, and aborts the ones that outlive a drain."""
+    """ASGI application for the routes of all APIs. It admits requests, and aborts those still open after a
+    drain."""
 
     def __init__(
         self, apis: Sequence[HttpApi], config: RouterConfig, failures: Counter, memory: MemoryRelease
@@ -60,12 +60,12 @@ class ApiGate:
         self._is_cut = False
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait until all requests have been answered, or for a time."""
+        """Wait until all requests are answered, at most `timeout_s` seconds."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
 
     def cut(self) -> None:
-        """End the requests that are served, with an error."""
+        """End all requests in progress with an error."""
         self._is_cut = True
         for task in self._tasks:
             task.cancel()
@@ -105,7 +105,7 @@ class ApiGate:
         await route.handle(request.scope, request.receive, send)
 
     def _tenant(self, request: Request) -> str:
-        """Return the name of the request's tenant, or an empty text if it has none. Raises HttpError."""
+        """Return the name of the request's tenant, empty if it has none. Raises HttpError."""
         tenant: str | None = ""
         if self._tokens is not None:
             given = request.headers.getlist("authorization")
@@ -122,7 +122,7 @@ class ApiGate:
         return tenant or shown_name(request.state.certificate_name.encode("latin-1", "replace"))
 
     async def _find(self, request: Request) -> Route:
-        """Return the route of a request, and note its API. Raises HttpError, RequestError."""
+        """Return the route of a request, and set the request's API. Raises HttpError and RequestError."""
         methods: set[str] = set()
         found: list[tuple[HttpApi, Route, Scope]] = []
         for api in self.apis:
@@ -154,7 +154,8 @@ def _body_limits(config: RouterConfig) -> BodyLimits:
 async def _claim(
     found: Sequence[tuple[HttpApi, Route, Scope]], request: Request
 ) -> tuple[HttpApi, Route, Scope]:
-    """Return the first that claims the body, else the last. Raises RequestError, PayloadTooLargeError."""
+    """Return the first match whose API claims the body, or the last match. Raises RequestError and
+    PayloadTooLargeError."""
     if len(found) == 1:
         return found[0]
     body = await read_body(request)
@@ -162,7 +163,7 @@ async def _claim(
 
 
 async def _fail(error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer with an error, or end an answer that has begun with it."""
+    """Answer with an error. If the answer has begun, end it with the error."""
     form: ErrorForm = scope["state"].get(OWN_FORM) or scope["state"]["api"].errors
     if scope["state"]["answer"].has_begun:
         await send({"type": BODY, "body": form.last_events(error), "more_body": False})
@@ -171,7 +172,7 @@ async def _fail(error: Exception, scope: Scope, receive: Receive, send: Send) ->
 
 
 def api_limits(apis: Sequence[HttpApi], config: RouterConfig) -> RouteLimits:
-    """Return the limits of the connections of APIs, whose answers take any time."""
+    """Return the connection limits of the APIs. An answer may take any time."""
 
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
         error = UnavailableError("the service has too many connections")
@@ -188,7 +189,7 @@ def api_limits(apis: Sequence[HttpApi], config: RouterConfig) -> RouteLimits:
 
 
 def api_route(app: ASGIApp, apis: Sequence[HttpApi], config: RouterConfig, is_own_port: bool) -> LimitedApp:
-    """Return the route to the APIs, which have all paths of a port of their own."""
+    """Return the route to the APIs. On a port of their own, the APIs get all paths."""
     if config.cors_allow_origin:
         origins = [origin.strip() for origin in config.cors_allow_origin.split(",")]
         app = CORSMiddleware(
@@ -206,7 +207,7 @@ def api_route(app: ASGIApp, apis: Sequence[HttpApi], config: RouterConfig, is_ow
 
 
 def absent_api_routes(apis: Iterable[HttpApi]) -> list[LimitedApp]:
-    """Return routes that say where the APIs are, which are not served on this port."""
+    """Return routes that answer where these APIs are. The port does not serve them."""
     return [_absent_route(api) for api in apis]
 
 

@@ -1,4 +1,4 @@
-"""Routes `/health` (ready to serve), `/live` (the process answers) and `/metrics`."""
+"""Serves `/health` (ready to serve), `/live` (the process answers) and `/metrics`."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from starlette.routing import Route
 from tgis.net.http_server import METRICS_TYPE, health_routes
 from tgis.router.metrics.scrape import Render
 
-SPACING_S = 0.05  # least time between two renderings of the metrics, each of which takes milliseconds
+SPACING_S = 0.05  # minimum time between two renderings of the metrics, each of which takes milliseconds
 
 
 def metrics_routes(is_ready: Callable[[], bool], render: Render) -> list[Route]:
@@ -23,7 +23,8 @@ def metrics_routes(is_ready: Callable[[], bool], render: Render) -> list[Route]:
 
 
 class _Scrapes:
-    """Scrapes that share a text, rendered after they arrive, so that no number blocks the event loop."""
+    """Scrapes that share one text, rendered after they arrive. However many arrive, they do not block the
+    event loop."""
 
     def __init__(self, render: Render) -> None:
         self._render = render

@@ -1,5 +1,6 @@
-"""Refuses what pages of other origins send. A browser sends a page's simple requests to any address that it
-reaches, loopback too, without asking the service, and only keeps the answer from the page."""
+"""Refuses requests from pages of other origins. A browser sends a page's simple requests to any address that
+it can
+reach, loopback included, without asking the service. It only hides the answer from the page."""
 
 import re
 import socket
@@ -10,10 +11,11 @@ from starlette.datastructures import Headers
 from tgis.config.network import PortOptions
 from tgis.router.api.http.errors import HttpError
 
-SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # they change and compute nothing
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # these methods change and compute nothing
 OWN_SITES = ("same-origin", "none")  # `none`: the browser's user, not a page
-# Names that nobody outside of the machine and its own network can point to an address: those without a dot,
-# and those below domains that are not delegated.
+# Names that an attacker outside of the machine and its own network cannot point to an address: names without
+# a
+# dot, and names below domains that are not delegated.
 OWN_NAME = re.compile(r"[^.]*|.*\.localhost|.*\.internal")
 FOREIGN_ORIGIN = "a page of another origin has sent the request; --cors-allow-origin allows origins"
 FOREIGN_HOST = (
@@ -23,7 +25,7 @@ FOREIGN_HOST = (
 
 
 def is_of_page(headers: Headers) -> bool:
-    """Return True if a page of a browser has sent the request."""
+    """Return True if a page in a browser sent the request."""
     return "origin" in headers or "sec-fetch-site" in headers
 
 
@@ -37,25 +39,26 @@ class OriginRules:
         self._checks_host = is_open and _is_loopback(options.bind) and "*" not in self._allowed
 
     def check(self, method: str, headers: Headers) -> None:
-        """Raise HttpError for a request of a page that may not send it."""
+        """Raise HttpError for a request that its page may not send."""
         if self._checks_host and not all(map(self._is_own_host, headers.getlist("host"))):
             raise HttpError(403, FOREIGN_HOST)
         if method not in SAFE_METHODS and not self._may_change(headers):
             raise HttpError(403, FOREIGN_ORIGIN)
 
     def _may_change(self, headers: Headers) -> bool:
-        """Return whether no page has sent the request, or one of this service or of an allowed origin."""
+        """Return True for a request from no page, from this service's own page, or from a page of an allowed
+        origin."""
         origins = [origin.lower() for origin in headers.getlist("origin")]
         if "*" in self._allowed or (origins and self._allowed.issuperset(origins)):
             return True
-        site = headers.get("sec-fetch-site")  # browsers that know it let no page write it
+        site = headers.get("sec-fetch-site")  # browsers that know this header let no page write it
         if site is not None:
             return site in OWN_SITES
         host = headers.get("host", "").lower()
         return all(origin.partition("://")[2] == host for origin in origins)
 
     def _is_own_host(self, host: str) -> bool:
-        """Return whether no stranger can point this name to the service (DNS rebinding)."""
+        """Return True if an attacker cannot point this name to the service (DNS rebinding)."""
         name = _name_of(host.lower())
         return _is_address(name) or name in self._hosts or OWN_NAME.fullmatch(name) is not None
 

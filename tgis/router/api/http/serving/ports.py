@@ -1,4 +1,4 @@
-"""The router's HTTP ports: probes and metrics, and APIs on the same port or on one of their own."""
+"""Opens the router's HTTP ports: probes and metrics, and the APIs on the same port or on their own."""
 
 import logging
 import socket
@@ -23,7 +23,7 @@ from tgis.router.metrics.scrape import Render
 
 logger = logging.getLogger(__name__)
 
-CUT_S = 1.0  # time limit for the last events of requests that are cut
+CUT_S = 1.0  # time limit for the last events of aborted requests
 
 
 class HttpPorts:
@@ -37,7 +37,8 @@ class HttpPorts:
         render: Render,
         memory: MemoryRelease,
     ) -> None:
-        """Build the apps. `apis` includes APIs that are not served; `render` returns the text of a scrape.
+        """Build the ASGI applications. `apis` includes APIs that are not served. `render` returns the text of
+        a scrape.
         Raises StartupError."""
         self._config, self._certificates = config, certificates
         self._served = [api for api in apis if api.is_served]
@@ -67,7 +68,8 @@ class HttpPorts:
 
     @asynccontextmanager
     async def serve_api(self) -> AsyncIterator[int | None]:
-        """Admit calls to the API within the context, and yield its port if it has one of its own."""
+        """Admit calls to the APIs within the context. Yield the APIs' own port, or None if they share the
+        HTTP port."""
         if not self._gate:
             yield None
             return
@@ -85,7 +87,7 @@ class HttpPorts:
             yield port
 
     def _pages(self, apis: Sequence[HttpApi], is_here: bool) -> list[LimitedRoute]:
-        """Return the routes of all pages of a port whose paths no served API has."""
+        """Return the routes of a port's pages, without the paths of served APIs."""
         pages = [page for api in apis for page in api.pages(is_here and api in self._served)]
         return [page for page in pages if not is_here or find_api(self._served, page.path) is None]
 
@@ -109,7 +111,7 @@ class HttpPorts:
 
 
 def _fresh_limits(config: RouterConfig) -> RouteLimits:
-    """Return the limits of connections without a request on an API's port."""
+    """Return the limits of connections without a request on the APIs' port."""
     shares = share_files(config)
     if shares.num_missing:
         logger.warning(

@@ -15,7 +15,7 @@ _LETTERS = {"t": "\t", "n": "\n", "r": "\r", "f": "\f"}
 
 
 class PropertiesError(OperatorError):
-    """Error for a file that does not have the format of Java's properties."""
+    """Error in the syntax or the encoding of a properties file."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Property:
     key: str
     value: str
     line: int
-    """Number of the line on which the entry begins."""
+    """Number of the entry's first line."""
 
 
 def parse_properties(data: bytes) -> list[Property]:
-    """Return the entries of a UTF-8 file, the last one for each key. Raises PropertiesError."""
+    """Return the entries of a UTF-8 file, the last entry for each key. Raises PropertiesError."""
     entries = {}
     for number, line in _logical_lines(_decode(data)):
         match = _ENTRY.fullmatch(line)

@@ -1,7 +1,7 @@
-"""Lists the option names of DJL's LMI containers, which only the launcher reads and only with `--compat lmi`.
-
-A name is a key of serving.properties; those with the prefix `option.` belong to the model, others to the
-server. Keys that LMI passes on to vLLM are read by vLLM's table."""
+"""Lists the option names of DJL's LMI containers. Only the launcher reads them, and only with `--compat lmi`.
+A
+name is a key of serving.properties; keys with the prefix `option.` belong to the model, others to the server.
+vLLM's table covers the keys that LMI passes on to vLLM."""
 
 import difflib
 from collections.abc import Mapping
@@ -55,13 +55,14 @@ def _options(why: str, *names: str, refused: bool = False) -> tuple[Alias, ...]:
 
 
 def _only(name: str, allowed: str, why: str, advice: str) -> Alias:
-    """Return a name whose allowed values are the service's fixed behaviour; all others are refused."""
+    """Return a name whose allowed values match the service's fixed behaviour. All other values are
+    refused."""
     why += f"; values other than {allowed.replace('|', ', ')} are refused"
     return _key(name, why=why, refusal_of=only(allowed, advice))
 
 
 def _both(name: str, means: str, why: str) -> tuple[Alias, Alias]:
-    """Return the aliases of a name that is read with and without `option.`."""
+    """Return the aliases of a name that LMI reads with and without `option.`."""
     return _key(PREFIX + name, means, why), _key(name, means, why)
 
 
@@ -212,7 +213,8 @@ SIMPLE_NAMES = {
     "SAGEMAKER_NUM_MODEL_WORKERS": "maxWorkers",
     "SM_NUM_GPUS": TENSOR_PARALLEL,
 }
-"""Keys of the variables without the prefixes OPTION_ and SERVING_; of several for a key, the first counts."""
+"""Keys by variable, for variables without the prefixes OPTION_ and SERVING_. The first variable of a key has
+precedence."""
 DEFAULT_QUEUE = 1000
 DEFAULTS = {
     "http_api": "lmi",
@@ -222,7 +224,7 @@ DEFAULTS = {
     "first_token_timeout": 240.0,
     "next_token_timeout": 120.0,
 }
-"""LMI's defaults for options that are not given."""
+"""LMI's defaults for options that the operator does not set."""
 
 
 def find_alias(key: str) -> Alias | None:
@@ -230,7 +232,7 @@ def find_alias(key: str) -> Alias | None:
 
 
 def describe_unknown(key: str) -> str:
-    """Return an explanation for a key that has no alias, with the nearest known name."""
+    """Return an explanation for a key without an alias, with the most similar known name."""
     other = key.removeprefix(PREFIX) if key.startswith(PREFIX) else PREFIX + key
     if other in KEYS:
         return f"LMI reads it as {other} only"

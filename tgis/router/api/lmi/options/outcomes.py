@@ -1,4 +1,4 @@
-"""Applies the options that are given by LMI's names, and reports the outcome of each name."""
+"""Applies the options set by LMI's names, and reports the outcome of each name."""
 
 import logging
 import re
@@ -38,11 +38,11 @@ _OWN_NAMES = {
     f.name: flag_of(f) if option.flag else f.name.upper() for f, option, _ in declared(LauncherConfig)
 }
 ReadValue = Callable[[str, str], Any]
-"""Function that converts (name of an own option, text) to the option's value; raises ValueError."""
+"""Converts a text to the value of the service's option with a given name. Raises ValueError."""
 
 
 class Verdict(Enum):
-    """Outcome of a name: the log level of its line, and the word in it."""
+    """Outcome of a name: the level of its log line, and a word for the line."""
 
     USED = logging.INFO, "used"
     OVERRIDDEN = logging.INFO, "overridden"
@@ -64,14 +64,14 @@ class Outcome:
 
     @property
     def _value(self) -> str:
-        """Value for printing; hidden for unknown names too, because it may be secret."""
+        """Value for printing. The values of unknown names are hidden too, because they may be secret."""
         key = self.given.key
         is_known = key in KEYS and not _SECRET.search(key)
         return _shown(self.given.text) if is_known else report.HIDDEN
 
 
 class LmiOutcomes(list[Outcome]):
-    """Outcomes of all names that were given."""
+    """Outcomes of all names that the operator set."""
 
     def describe(self) -> list[str]:
         """Return the lines of a report."""
@@ -91,13 +91,13 @@ class LmiPropertyReader:
     """Reader of serving.properties and of LMI's variables."""
 
     def forget_shared_names(self, settings: dict[str, Setting], defaults: Mapping[str, Any]) -> None:
-        """Reset the options that were set by variables which LMI has too: they have LMI's meaning."""
+        """Reset the options set by variables that LMI has too, because LMI's meaning applies to them."""
         for name, setting in settings.items():
             if setting.source in SIMPLE_NAMES:
                 settings[name] = Setting(defaults[name])
 
     def apply(self, settings: dict[str, Setting], read: ReadValue) -> LmiOutcomes:
-        """Set the options that LMI's names mean, and those that follow from them. Raises SettingsError and
+        """Set the options for LMI's names, and the options derived from them. Raises SettingsError and
         PropertiesError."""
         path = find_file(settings["properties"].value)
         outcomes = _Application(settings, read).apply(read_sources(path))
@@ -171,8 +171,7 @@ class _Application:
         return value
 
     def _overriding_source(self, option: str, one: GivenProperty) -> str | None:
-        """Return the source that already set the option with a higher priority than `one`, if any.
-
+        """Return the source with a higher priority than `one` that already set the option, if any.
         Two names in one file, or two variables, have equal priority."""
         setting = self._settings[option]
         setter = self._setter_by_option.get(option)
@@ -181,7 +180,7 @@ class _Application:
 
 
 def _count_visible(settings: Mapping[str, Setting]) -> int:
-    """Return the number of visible GPUs, or 1 if none can be used."""
+    """Return the number of visible GPUs, or 1 if no GPU is usable."""
     visible = settings["cuda_visible_devices"].value
     if settings["device"].value == "cpu" or not has_gpus(visible):
         return 1

@@ -1,4 +1,4 @@
-"""Reads the options that are given by LMI's names, in serving.properties and in the environment."""
+"""Reads the options set by LMI's names in serving.properties and in the environment."""
 
 import os
 import re
@@ -35,7 +35,7 @@ class GivenProperty:
 
 
 def find_file(given: str | None) -> Path | None:
-    """Return the path of the properties file, or None if there is none."""
+    """Return the path of the properties file, or None if the file does not exist."""
     if given:
         return Path(given)
     path = Path(os.environ.get(_variable_of(MODEL_DIR)) or MODEL_FOLDER) / FILE_NAME
@@ -43,7 +43,8 @@ def find_file(given: str | None) -> Path | None:
 
 
 def read_sources(path: Path | None) -> list[GivenProperty]:
-    """Return the given properties, by descending priority. Raises SettingsError and PropertiesError."""
+    """Return the properties that the operator set, by descending priority. Raises SettingsError and
+    PropertiesError."""
     return [*(_of_file(path) if path else ()), *_of_variables(), *_of_simple_names()]
 
 

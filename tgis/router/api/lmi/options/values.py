@@ -1,4 +1,5 @@
-"""Converts values of LMI's options to texts of the service's own options. The converters raise ValueError."""
+"""Converts the values of LMI's options to texts for the service's own options. The converters raise
+ValueError."""
 
 from collections.abc import Callable
 
@@ -18,7 +19,7 @@ SCHEMES = {
 }
 SCHEMES_NOT_SERVED = ("dynamic_int8", "smoothquant")
 MIB = 1 << 20
-MAX_DIGITS = 100  # int() refuses more than 4,300
+MAX_DIGITS = 100  # int() refuses texts of more than 4,300 digits
 
 
 def to_truth(text: str) -> bool:
@@ -36,7 +37,7 @@ def to_count(text: str) -> int:
 
 
 def switch(on: str = "true", off: str = "") -> Callable[[str], str]:
-    """Return a converter from a truth value to `on` or `off`; an empty text leaves the option unset."""
+    """Return a converter from a truth value to `on` or `off`. An empty text leaves the option unset."""
     return lambda text: on if to_truth(text) else off
 
 
@@ -70,14 +71,15 @@ def to_bytes(text: str) -> str:
 
 
 def to_reservation(text: str) -> str:
-    """Return "true" for the scheduling policy that reserves blocks for a request's whole length."""
+    """Return "true" for the scheduling policy that reserves blocks for a request's maximum length."""
     if text not in ("guaranteed_no_evict", "max_utilization"):
         raise ValueError("use guaranteed_no_evict or max_utilization")
     return "true" if text == "guaranteed_no_evict" else ""
 
 
 def only(allowed: str, advice: str) -> Callable[[str], str | None]:
-    """Return a check that refuses values other than those in `allowed`, split by `|`; `x*` is a prefix."""
+    """Return a check that refuses values not in `allowed`. A `|` separates its values; `x*` allows a
+    prefix."""
 
     def refuse(text: str) -> str | None:
         for one in allowed.split("|"):

@@ -1,8 +1,8 @@
-"""Dates of answers."""
+"""Makes the dates of answers."""
 
 import time
 
 
 def unix_time() -> int:
-    """Return the whole seconds since 1970, in UTC."""
+    """Return the whole seconds since 1970-01-01 UTC."""
     return int(time.time())

@@ -1,4 +1,4 @@
-"""Tokens and log-probabilities in the forms of completions and of chat completions."""
+"""Writes tokens and log-probabilities in the forms of completions and chat completions."""
 
 import codecs
 from collections.abc import Callable, Iterable
@@ -10,7 +10,7 @@ from tgis.router.sequence import TokenDetail
 from tgis.router.text.detokenizer import Vocabulary
 
 LEAST = -9999.0
-"""Log-probability of a token that cannot come: JSON has no infinity."""
+"""Log-probability of an impossible token, because JSON has no infinity."""
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -48,13 +48,13 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class TokenNames(NamedTuple):
-    """Names of tokens as an answer shows them."""
+    """Names of tokens in an answer."""
 
     vocabulary: Vocabulary
     are_ids: bool = False
-    """True if they are shown as `token_id:` and the id."""
+    """True to name tokens by `token_id:` and the id."""
     bytes_prefix: str = "bytes:"
-    """What is before bytes that are no text by themselves."""
+    """Prefix of bytes that are not valid text."""
 
     def of(self, token_id: int) -> str:
         if self.are_ids:
@@ -76,15 +76,15 @@ def finite(logprob: float) -> float:
 
 
 class CompletionLogprobsWriter:
-    """Writer of one choice's log-probabilities, of its tokens in order."""
+    """Writer of the log-probabilities of one choice's tokens, in order."""
 
     def __init__(self, names: TokenNames, num_top: int, start: int = 0) -> None:
-        """Take the number of characters before the first token."""
+        """Create a writer. `start` is the number of characters before the first token."""
         self._names, self._num_top, self._offset = names, num_top, start
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def write(self, tokens: Iterable[TokenDetail], are_first: bool = False) -> CompletionLogprobs:
-        """Return the next tokens. With `are_first`, nothing is known of the first of them."""
+        """Return the log-probabilities of the next tokens. With `are_first`, the first token has none."""
         logprobs = CompletionLogprobs()
         for index, token in enumerate(tokens):
             is_unknown = are_first and index == 0
@@ -96,7 +96,7 @@ class CompletionLogprobsWriter:
         return logprobs
 
     def _top(self, token: TokenDetail) -> dict[str, float]:
-        """Return the top tokens by name, and the token itself. Of equal names the likeliest stays."""
+        """Return the top tokens and the token itself by name. The likeliest of equal names stays."""
         top: dict[str, float] = {}
         for token_id, logprob in (*token.top_tokens[: self._num_top], (token.token_id, token.logprob)):
             top.setdefault(self._names.of(token_id), finite(logprob))
@@ -104,7 +104,7 @@ class CompletionLogprobsWriter:
 
 
 def spell_text(vocabulary: Vocabulary, token_ids: Iterable[int]) -> str:
-    """Return the text that tokens continue a text with, without special ones."""
+    """Return the text of tokens that continue a text, without special tokens."""
     return b"".join(vocabulary.spell(token_id) or b"" for token_id in token_ids).decode(errors="replace")
 
 
@@ -133,8 +133,7 @@ def _bytes_of(vocabulary: Vocabulary) -> Callable[[int], list[int] | None]:
 def prompt_logprobs(
     tokens: Iterable[TokenDetail], names: TokenNames, num_top: int, are_first: bool = True
 ) -> PromptLogprobs:
-    """Return the log-probabilities of input tokens by id. With `are_first`, nothing is known of the first of
-    them."""
+    """Return the log-probabilities of input tokens by id. With `are_first`, the first token has none."""
     return [
         None if are_first and index == 0 else _ranked(token, names, num_top)
         for index, token in enumerate(tokens)

@@ -40,8 +40,8 @@ class LogprobsEncoder(SlicedEncoder):
     async def completion(
         self, tokens: Slice, writer: CompletionLogprobsWriter, are_first: bool = False
     ) -> list[EncodedFields]:
-        """Return a writer's next tokens in the form that `join` takes. With `are_first`, nothing is known of
-        the first of them."""
+        """Return a writer's next tokens, encoded for `join`. With `are_first`, the first token has no
+        log-probability."""
         return await self.slices(
             tokens, lambda part, is_first: _encode_fields(writer.write(part, are_first and is_first))
         )

@@ -1,4 +1,4 @@
-"""Facts about a whole generation that answers contain: numbers of tokens, reasons, fingerprint."""
+"""Writes the facts about a whole generation in answers: token counts, reasons and the fingerprint."""
 
 from collections.abc import Collection
 
@@ -26,7 +26,7 @@ class Usage(msgspec.Struct):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
-    """Absent if the model has no known format of reasoning."""
+    """Absent if the service knows no format of the model's reasoning."""
 
 
 def make_usage(
@@ -38,14 +38,14 @@ def make_usage(
 
 
 def finish_reason(output: Output) -> str | None:
-    """Return the API's reason; None if the generation goes on."""
+    """Return the API's finish reason, or None if the generation goes on."""
     if output.reason is StopReason.NOT_FINISHED:
         return None
     return "stop" if output.reason in (StopReason.EOS_TOKEN, StopReason.STOP_SEQUENCE) else "length"
 
 
 def stop_reason(output: Output, stop_token_ids: Collection[int] | None) -> str | int | None:
-    """Return the stop sequence that ended a text, or the request's stop token."""
+    """Return the stop sequence or the request's stop token that ended a text."""
     if output.reason is StopReason.STOP_SEQUENCE:
         return output.stop_sequence
     if output.reason is not StopReason.EOS_TOKEN or not output.tokens:

@@ -1,1 +1,1 @@
-"""`/v1/chat/completions`."""
+"""Chats: `/v1/chat/completions`."""

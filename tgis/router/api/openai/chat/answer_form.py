@@ -1,4 +1,4 @@
-"""Says how the answers to a request are read, and which rules they follow."""
+"""Determines how a request's answers are parsed, and which rules they follow."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -25,25 +25,25 @@ NO_MARKS = "max_reasoning_tokens: the model has no tokens that begin and end its
 
 
 class ReasoningForm(NamedTuple):
-    """Reasoning that an answer may begin with."""
+    """Reasoning at the beginning of an answer."""
 
     format: ReasoningFormat
     has_begun: bool
-    """True if the prompt has begun it."""
+    """True if the reasoning begins in the prompt."""
     rule: ReasoningRule
 
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """Parts that the answers to a request have."""
+    """Parts of the answers to a request."""
 
     has_reasoning: bool
-    """True if the model's format of reasoning is known, whether or not the prompt leaves room for it."""
+    """True if the format of the model's reasoning is known, even if the prompt ends the reasoning."""
     shows_reasoning: bool
     reasoning: ReasoningForm | None
     tools: ToolFormat | None
     names: frozenset[str]
-    """Names of the functions that may be called."""
+    """Names of the functions that the answer may call."""
     is_named: bool
     """True if the client has chosen the function."""
     calls: CallRules | None
@@ -62,7 +62,7 @@ class AnswerForm:
 
     @property
     def reasoning_format(self) -> ReasoningFormat | None:
-        """Format of the reasoning that the prompt leaves room for."""
+        """Format of the reasoning, or None if the prompt ends the reasoning."""
         return None if self.reasoning is None else self.reasoning.format
 
     def stop_scope(self) -> ContentScope:
@@ -70,8 +70,9 @@ class AnswerForm:
         return ContentScope(self.reasoning_format, self.has_begun_reasoning, self.tools, self.names)
 
     def rules(self, is_constrained: bool) -> AnswerRules | None:
-        """Return the rules of a grammar; None if answers are free. `is_constrained` says that there is a
-        constraint on what is neither reasoning nor calls."""
+        """Return the rules of a grammar, or None if answers are free. `is_constrained` is True if the request
+        constrains
+        the text outside of reasoning and calls."""
         rule = None if self.reasoning is None else self.reasoning.rule
         is_limited = rule is not None and rule.max_tokens is not None
         if self.calls is None and not is_limited and not (is_constrained and rule is not None):
@@ -87,8 +88,9 @@ def read_answer_form(
     find_mark: FindMark,
     shows_tools: bool = True,
 ) -> AnswerForm | None:
-    """Return the form of the answers to a prompt, which `shows_tools` or not; None if they are plain texts.
-    Raises ApiError."""
+    """Return the form of the answers to a prompt, or None if the answers are plain texts. `shows_tools` is
+    True if the
+    template shows tools to the model. Raises ApiError."""
     max_reasoning_tokens = body.max_reasoning_tokens
     tools = None if use is None else _choose_tools(formats.tools, use, shows_tools)
     if formats.reasoning is None and max_reasoning_tokens is not None:
@@ -107,14 +109,14 @@ def read_answer_form(
 
 
 def _choose_tools(known: ToolFormat | None, use: ToolUse, shows_tools: bool) -> ToolFormat:
-    """Return the format of calls. Raises ApiError if the model cannot know that it may call."""
+    """Return the format of calls. Raises ApiError if the model does not learn of its tools."""
     if not use.is_required and (known is None or not shows_tools):
         raise ApiError(400, NO_AUTO_TOOLS, "tools")
     return known or JSON_LIST
 
 
 def constrain(guided: Guided | None, form: AnswerForm | None) -> Guided | None:
-    """Return a request's constraint, which holds for what is neither reasoning nor calls."""
+    """Return a request's constraint. It applies to the text outside of reasoning and calls."""
     rules = None if form is None else form.rules(is_constrained=guided is not None)
     return guided if rules is None else replace(guided or Guided(""), answer=rules)
 
@@ -122,7 +124,7 @@ def constrain(guided: Guided | None, form: AnswerForm | None) -> Guided | None:
 def _read_reasoning(
     reasoning: ReasoningFormat | None, prompt: str, max_tokens: int | None, find_mark: FindMark
 ) -> ReasoningForm | None:
-    """Return what the end of the prompt leaves of the model's reasoning."""
+    """Return the reasoning that follows the prompt, or None if the answer has none."""
     if reasoning is None:
         return None
     begin, end = find_mark(reasoning.begin), find_mark(reasoning.end)

@@ -1,4 +1,4 @@
-"""Turns the texts of a choice into the parts of its message, and into the deltas of a stream."""
+"""Converts the texts of a choice to the parts of its message, or to the deltas of a stream."""
 
 import secrets
 import string
@@ -40,7 +40,7 @@ class WholeAnswer(NamedTuple):
 
 
 def read_answer(result: Result, form: AnswerForm | None) -> WholeAnswer:
-    """Return the answer of a whole generation. Without a form, its text is all content."""
+    """Return the answer of a whole generation. Without a form, its whole text is content."""
     assert result.last is not None, "a generation ends with an output"
     if form is None:
         return WholeAnswer(AnswerMessage(result.text), finish_reason(result.last), 0)
@@ -50,7 +50,7 @@ def read_answer(result: Result, form: AnswerForm | None) -> WholeAnswer:
 
 
 class AnswerReader:
-    """Reader of one choice's text, which comes with its tokens."""
+    """Reader of one choice's text, which arrives with its tokens."""
 
     def __init__(self, form: AnswerForm) -> None:
         reasoning = form.reasoning
@@ -63,7 +63,7 @@ class AnswerReader:
         self.num_calls = 0
 
     def read(self, output: Output) -> list[Piece]:
-        """Return the pieces that are certain once this output has come; the rest if it is final."""
+        """Return the pieces that are certain after this output, and after the final output the rest."""
         token_ids = [token.token_id for token in output.tokens]
         pieces = self._push(output.texts, token_ids, output.num_generated)
         if output.reason is not StopReason.NOT_FINISHED:
@@ -114,8 +114,9 @@ class AnswerReader:
         return self._shown(pieces + self._parser.flush())
 
     def _push(self, texts: Sequence[str], token_ids: Sequence[int], num_generated: int) -> list[Piece]:
-        """Return the pieces that are certain with the texts of tokens, the last of which has a number. One
-        text more may follow theirs."""
+        """Return the pieces that are certain after the texts of some tokens. `num_generated` is the number of
+        the last
+        token. There may be one text more than tokens."""
         parser = self._parser
         if not self._counts:
             return parser.push("".join(texts))
@@ -127,7 +128,7 @@ class AnswerReader:
             number += token_id is not None
             if self._counts and (was_reasoning or parser.is_reasoning):
                 self.num_reasoning = number
-                # The text of the end may come with the next token.
+                # The text of the end mark may come with the next token.
                 self._counts = self._end_id is None or token_id != self._end_id
         return pieces
 

@@ -1,4 +1,4 @@
-"""Turns a model's format of calls and a request's functions into the rules that answers must follow."""
+"""Converts a model's format of calls and a request's functions to the rules that answers must follow."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from tgis.router.chat.formats.types import JsonCall, NamedCall, ToolFormat
 from tgis.router.grammar.answer_rules import CallRule, CallRules, Mark
 
 FindMark = Callable[[str], Mark]
-"""Returns the mark of a text, which has the token that is the whole text."""
+"""Returns the mark with this text. Its token is the one that spells the whole text."""
 
 
 def make_call_rules(tool_format: ToolFormat, use: ToolUse, find_mark: FindMark) -> CallRules:
@@ -35,7 +35,7 @@ def make_call_rules(tool_format: ToolFormat, use: ToolUse, find_mark: FindMark) 
 
 
 def _texts(tool_format: ToolFormat) -> Iterator[str]:
-    """Yield the texts around calls, without white space."""
+    """Yield the texts around calls, stripped of white space."""
     separator = tool_format.body.separator if isinstance(tool_format.body, NamedCall) else ""
     for parts in (*tool_format.section, *tool_format.call, (separator, tool_format.optional_mark)):
         for part in parts:
@@ -44,7 +44,7 @@ def _texts(tool_format: ToolFormat) -> Iterator[str]:
 
 
 def _after_trigger(parts: tuple[str, ...]) -> str:
-    """Return the texts after the first one, and the white space that the first one ends with."""
+    """Return the texts after the first one, preceded by the trailing white space of the first one."""
     if not parts:
         return ""
     first = parts[0]

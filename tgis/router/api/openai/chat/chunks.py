@@ -1,4 +1,4 @@
-"""Chunks of a streamed answer of `/v1/chat/completions`."""
+"""Writes the chunks of a streamed answer of `/v1/chat/completions`."""
 
 from collections.abc import Collection, Iterator, Sequence
 
@@ -50,7 +50,7 @@ class ChatChunkWriter:
         ]
 
     def begin(self) -> Iterator[bytes]:
-        """Yield the first chunk of each choice, which has the role."""
+        """Yield the first chunk of each choice, which contains the role."""
         for index, spec in enumerate(self._specs):
             choice = ChunkChoice(index, Delta("assistant", ""))
             if self._body.return_token_ids:
@@ -58,7 +58,7 @@ class ChatChunkWriter:
             yield self._chunk(choice)
 
     def write(self, index: int, output: InputTokens | Output) -> bytes:
-        """Return the chunks of one output; empty if it shows nothing."""
+        """Return the chunks of one output, empty if the output shows nothing."""
         if isinstance(output, InputTokens):
             return b""
         self._num_generated[index], self._num_cached[index] = output.num_generated, output.num_cached
@@ -71,7 +71,7 @@ class ChatChunkWriter:
         return before + encode_json(text) + after if text else b""
 
     def end(self) -> bytes:
-        """Return the usage of the whole call, if that was asked for."""
+        """Return the usage of the whole call if the client asked for it."""
         if not self._has_usage:
             return b""
         usage = self._usage(range(len(self._specs)))
@@ -92,7 +92,7 @@ class ChatChunkWriter:
         return b"".join(chunks)
 
     def _write_in_full(self, index: int, output: Output) -> bytes:
-        """Return chunks of any kind. The first of them has the details of all tokens."""
+        """Return chunks of any kind. The first chunk has the details of all tokens."""
         body, reader = self._body, None if self._readers is None else self._readers[index]
         choices = [ChunkChoice(index, delta) for delta in _deltas(output, reader)]
         tokens = output.tokens
@@ -113,7 +113,8 @@ class ChatChunkWriter:
         return b"".join(map(self._chunk, choices))
 
     def _frame(self, index: int, delta: Delta) -> tuple[bytes, bytes]:
-        """Return what is before and after the text in chunks of nothing else. The delta's text is _MARK."""
+        """Return the bytes before and after the text in chunks with only a text. The text of `delta` is
+        _MARK."""
         before, _, after = self._chunk(ChunkChoice(index, delta)).rpartition(encode_json(_MARK))
         return before, after
 
@@ -124,7 +125,7 @@ class ChatChunkWriter:
         return encode_event(msgspec.structs.replace(self._header, choices=[choice], usage=usage))
 
     def _usage(self, choices: Collection[int]) -> Usage:
-        """Return the usage of some choices, which have one prompt."""
+        """Return the usage of some choices of one prompt."""
         num_reasoning = None
         if self._readers is not None and self._tells_reasoning:
             num_reasoning = sum(self._readers[index].num_reasoning for index in choices)

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`."""
+"""Handles `/v1/chat/completions`."""
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -41,7 +41,7 @@ _decoder = msgspec.json.Decoder(ChatRequest)
 
 
 class ChatJob(NamedTuple):
-    """A request that has been read."""
+    """Request after reading."""
 
     body: ChatRequest
     call: GenerationCall
@@ -66,7 +66,7 @@ class ChatCompletions:
             if not body.stream:
                 return await self._generate(job)
             events = self._events(job)
-            await anext(events)  # returns once the call is admitted: a refusal has a status of its own
+            await anext(events)  # returns once the call is admitted, so that a refusal has its own status
             return EventStream(events)
 
     async def _read(self, body: ChatRequest, http: HttpCall) -> ChatJob:
@@ -140,7 +140,7 @@ class ChatCompletions:
         return encoder.answer(answer)
 
     async def _events(self, job: ChatJob) -> AsyncGenerator[bytes, None]:
-        """Yield an empty event once the call is admitted, and then the stream."""
+        """Yield an empty event once the call is admitted, then the stream."""
         async with self._parts.service.stream(job.call) as streams:
             yield b""
             names = TokenNames(self._parts.vocabulary, bool(job.body.return_tokens_as_token_ids))
@@ -158,14 +158,14 @@ class ChatCompletions:
 
 
 def _names(body: ChatRequest) -> dict[str, str]:
-    """Return the service's names of what a chat calls otherwise."""
+    """Return a chat's own names by the service's names, where they differ."""
     most = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     own = {INPUT: "messages", "max_new_tokens": most, "top_n_tokens": "top_logprobs"}
     return own | constraint_names(body)
 
 
 def _check(body: ChatRequest, is_encoder_decoder: bool) -> None:
-    """Check what fields demand of each other. Raises ApiError."""
+    """Check that the fields fit each other. Raises ApiError."""
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs")
     check_stream_options(body)

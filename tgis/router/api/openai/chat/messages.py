@@ -1,4 +1,4 @@
-"""Turns a request's messages into the form that templates expect."""
+"""Converts a request's messages to the form that templates expect."""
 
 import asyncio
 from typing import Any, Protocol
@@ -12,12 +12,12 @@ from tgis.router.api.openai.errors import ApiError
 from tgis.router.chat.renderer import Chat, ChatRenderer
 from tgis.router.errors import RequestError
 
-MESSAGES_PER_TURN = 256  # of the event loop
+MESSAGES_PER_TURN = 256  # converted in one turn of the event loop
 EFFORT, TOOLS = "reasoning_effort", "tools"  # variables of templates
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning")
-"""Fields of messages that templates get as they are."""
+"""Fields of messages that templates get unchanged."""
 
 
 class ChatFields(Protocol):
@@ -58,7 +58,7 @@ async def render_chat(
 
 
 async def _check_arguments(messages: list[Message], http: HttpCall) -> None:
-    """Check the texts of arguments before anything is built of them, all at once. Raises ApiError."""
+    """Check the texts of all arguments together before any value of them is built. Raises ApiError."""
     calls = [call for message in messages for call in message.tool_calls or ()]
     texts = [call.function.arguments for call in calls if isinstance(call.function.arguments, str)]
     try:
@@ -82,7 +82,7 @@ def _template_tools(tools: list[Tool] | None, renderer: ChatRenderer) -> list[di
 
 
 def _variables(fields: ChatFields, renderer: ChatRenderer) -> dict[str, Any] | None:
-    """Return further variables of the template."""
+    """Return further variables for the template."""
     effort, variables = fields.reasoning_effort, fields.chat_template_kwargs
     if effort is None:
         return variables

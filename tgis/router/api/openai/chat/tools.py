@@ -1,4 +1,4 @@
-"""Reads the tools of a request, and which of them its answer may or must call."""
+"""Reads the tools of a request and the choice of those that its answer may or must call."""
 
 import re
 from dataclasses import dataclass
@@ -12,7 +12,8 @@ from tgis.router.api.openai.errors import ApiError
 MAX_TOOLS = 128
 FUNCTION = "function"
 NONE, AUTO, REQUIRED = MODES = ("none", "auto", "required")
-# Keys of a function in the order that models are trained with; a client's own order would change the prompt.
+# Keys of a function in the order of the models' training data. The client's own order would change the
+# prompt.
 SHOWN_FIRST = ("name", "description", "parameters")
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
@@ -23,16 +24,16 @@ _NAME = re.compile("[a-zA-Z0-9_.-]{1,64}")
 class Function:
     name: str
     schema: str
-    """JSON schema of its arguments."""
+    """JSON schema of the arguments."""
     is_strict: bool
-    """True if the whole schema must be honoured; else what is not supported of it is left out."""
+    """True if the whole schema must be enforced. Otherwise its unsupported parts are ignored."""
     field: str
     """Field of the request that has the schema."""
 
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Calls that an answer may have, or must have."""
+    """Functions that an answer may call or must call."""
 
     functions: tuple[Function, ...]
     is_required: bool
@@ -49,7 +50,7 @@ class _Choice(NamedTuple):
 
 
 def show_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
-    """Return the tools as templates expect them; None if there are none. Raises ApiError."""
+    """Return the tools as templates expect them, or None if there are none. Raises ApiError."""
     if not tools:
         return None
     _check_all(tools)
@@ -59,7 +60,7 @@ def show_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
 def read_tool_use(
     tools: list[Tool] | None, tool_choice: str | ToolChoice | None, parallel: bool | None
 ) -> ToolUse | None:
-    """Return what a request says of calls; None if its answer has none. Raises ApiError."""
+    """Return the calls that a request allows or requires, or None if its answer has none. Raises ApiError."""
     choice = _read_choice(tool_choice)
     if not tools:
         if choice.mode == REQUIRED or choice.names is not None:

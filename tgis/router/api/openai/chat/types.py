@@ -1,4 +1,4 @@
-"""Requests and answers of `/v1/chat/completions`."""
+"""Defines the requests and answers of `/v1/chat/completions`."""
 
 from typing import Annotated, Any, Literal
 
@@ -34,7 +34,7 @@ class Message(msgspec.Struct):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    """Newer name of `reasoning_content`."""
+    """Same as `reasoning_content`, under its newer name."""
 
 
 _FUNCTION = {
@@ -70,16 +70,16 @@ class AllowedTools(msgspec.Struct):
 class ToolChoice(msgspec.Struct):
     type: str
     function: FunctionName | None = None
-    """Function that is called, if the type is `function`."""
+    """Function to call, if the type is `function`."""
     allowed_tools: AllowedTools | None = None
-    """Functions that may be called, if the type is `allowed_tools`."""
+    """Functions that the answer may call, if the type is `allowed_tools`."""
 
 
 class ChatRequest(SamplingFields, kw_only=True):
     messages: list[Message]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
-    """Wins over `max_tokens`."""
+    """Has precedence over `max_tokens`."""
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     add_generation_prompt: bool | None = None
@@ -155,7 +155,7 @@ class FunctionDelta(msgspec.Struct):
 
 
 class CallDelta(msgspec.Struct):
-    """Part of a call: the first one has an id and a name, the others have arguments."""
+    """Part of a call. The first part has an id and a name, the others have arguments."""
 
     index: int
     function: FunctionDelta

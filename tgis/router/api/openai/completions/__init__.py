@@ -1,1 +1,1 @@
-"""`/v1/completions`."""
+"""Completions: `/v1/completions`."""

@@ -1,4 +1,4 @@
-"""Choices of a whole answer of `/v1/completions`, and what its streams share with it."""
+"""Writes the choices of `/v1/completions` answers, and the parts that streams share with whole answers."""
 
 import asyncio
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from tgis.router.text.detokenizer import Vocabulary
 
 @dataclass(frozen=True)
 class CompletionJob:
-    """Request, the call that it is for the service, and the answer without its choices."""
+    """Request, its call to the service, and the answer without its choices."""
 
     body: CompletionRequest
     call: GenerationCall
@@ -38,11 +38,11 @@ class CompletionJob:
 
     @property
     def is_scored_only(self) -> bool:
-        """True if the prompt is all that is asked for."""
+        """True if the client asks for the prompt only."""
         return self.body.max_tokens == 0
 
     def echo(self, prompt_index: int, spec: SequenceSpec) -> str:
-        """Return the prompt's text: the client's own, or the text of its token ids."""
+        """Return the prompt's text for the answer: the client's own, or the text of its token ids."""
         if not self.body.echo:
             return ""
         if self.call.inputs_are_ids or self.body.truncate_prompt_tokens:
@@ -51,7 +51,7 @@ class CompletionJob:
 
 
 class PromptPart(NamedTuple):
-    """Part of a choice that is the same for all choices of its prompt."""
+    """Part of a choice that all choices of a prompt share."""
 
     echo: str
     logprobs: list[EncodedFields]
@@ -61,10 +61,10 @@ class PromptPart(NamedTuple):
 async def describe_prompt(
     job: CompletionJob, index: int, spec: SequenceSpec, tokens: Sequence[TokenDetail]
 ) -> PromptPart:
-    await asyncio.sleep(0)  # so that others get their turns between many prompts
+    await asyncio.sleep(0)  # let other requests run between many prompts
     body, echo, logprobs, details = job.body, job.echo(index, spec), [], None
     if body.echo and body.logprobs is not None:
-        # A tokenizer may add a space before a text, which its tokens spell and the text lacks.
+        # A tokenizer may add a space before a text. The space is in the tokens' text but not in the client's.
         start = len(echo) - len(spell_text(job.vocabulary, spec.input_ids))
         writer = CompletionLogprobsWriter(job.names, body.logprobs, start)
         logprobs = await job.encoder.completion(tokens, writer, are_first=True)
@@ -74,7 +74,9 @@ async def describe_prompt(
 
 
 async def write_choices(job: CompletionJob, results: list[Result]) -> tuple[list[CompletionChoice], Usage]:
-    """Return the choices of all prompts, the best `n` of each if more were generated, and the usage."""
+    """Return the choices of all prompts and the usage. If more than `n` texts per prompt were generated, the
+    best `n`
+    are chosen."""
     num_each, n = job.call.parameters.n, job.body.n or 1
     choices: list[CompletionChoice] = []
     for index, start in enumerate(range(0, len(results), num_each)):
@@ -93,7 +95,7 @@ async def write_choices(job: CompletionJob, results: list[Result]) -> tuple[list
 
 
 def _mean_logprob(result: Result) -> float:
-    """Return the mean of the tokens' log-probabilities by the model's own logits."""
+    """Return the mean log-probability of the tokens, computed from the model's own logits."""
     return sum(token.logprob for token in result.tokens) / max(len(result.tokens), 1)
 
 

@@ -1,4 +1,4 @@
-"""Chunks of a streamed answer of `/v1/completions`."""
+"""Writes the chunks of a streamed answer of `/v1/completions`."""
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 
@@ -18,8 +18,9 @@ _NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token n
 
 
 class ChunkWriter:
-    """Writer of all choices' chunks. Choices of one prompt wait for its log-probabilities if they show them,
-    which come with the prompt's first choice."""
+    """Writer of all choices' chunks. If choices show the log-probabilities of their prompt, they wait for
+    them. The
+    log-probabilities come with the prompt's first choice."""
 
     def __init__(self, job: CompletionJob, specs: list[SequenceSpec]) -> None:
         self._job, self._specs, self._n = job, specs, job.call.parameters.n
@@ -35,21 +36,22 @@ class ChunkWriter:
         self._frames = [self._frame(index) for index in range(len(specs))]
 
     def _frame(self, index: int) -> tuple[bytes, bytes]:
-        """Return what is before and after the text in chunks of nothing else."""
+        """Return the bytes before and after the text in chunks with only a text."""
         mark = "\N{NULL}"
         before, _, after = self._chunk(CompletionChoice(index, mark)).rpartition(encode_json(mark))
         return before, after
 
     async def begin(self) -> AsyncIterator[bytes]:
-        """Yield the first chunks: prompts that need not wait."""
+        """Yield the first chunks, of the prompts that need not wait."""
         for index in range(0, len(self._specs), self._n):
             if not self._waits[index]:
                 async for chunk in self.write_prompt(index, ()):
                     yield chunk
 
     async def write_prompt(self, index: int, tokens: tuple[TokenDetail, ...]) -> AsyncIterator[bytes]:
-        """Yield a prompt for each of its choices, if that is shown, and what waited for it. Take the index of
-        the first of them."""
+        """Yield a prompt for each of its choices if the answer shows prompts, then the outputs that waited
+        for it. `index`
+        is that of the prompt's first choice."""
         prompt = await describe_prompt(self._job, index // self._n, self._specs[index], tokens)
         for sibling in range(index, index + self._n):
             for chunk in self._first(sibling, prompt):
@@ -67,7 +69,7 @@ class ChunkWriter:
             yield from self._write(index, output)
 
     def end(self) -> Iterator[bytes]:
-        """Yield the usage of the whole call, if that was asked for."""
+        """Yield the usage of the whole call if the client asked for it."""
         if self._has_usage:
             usage = self._usage(range(0, len(self._specs), self._n), range(len(self._specs)))
             yield encode_event(msgspec.structs.replace(self._job.header, usage=usage))

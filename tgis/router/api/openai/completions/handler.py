@@ -1,4 +1,4 @@
-"""`/v1/completions`."""
+"""Handles `/v1/completions`."""
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -45,7 +45,7 @@ class Completions:
             if not body.stream:
                 return await self._generate(job)
             events = self._events(job)
-            await anext(events)  # returns once the call is admitted: a refusal has a status of its own
+            await anext(events)  # returns once the call is admitted, so that a refusal has its own status
             return EventStream(events)
 
     async def _read(self, body: CompletionRequest, http: HttpCall) -> CompletionJob:
@@ -81,7 +81,7 @@ class Completions:
         return job.encoder.answer(msgspec.structs.replace(job.header, choices=choices, usage=usage))
 
     async def _events(self, job: CompletionJob) -> AsyncGenerator[bytes, None]:
-        """Yield an empty event once the call is admitted, and then the stream."""
+        """Yield an empty event once the call is admitted, then the stream."""
         async with self._parts.service.stream(job.call) as streams:
             yield b""
             writer = ChunkWriter(job, [stream.spec for stream in streams])
@@ -101,7 +101,7 @@ class Completions:
 
 
 def _read_prompts(prompt: str | list[str | int | list[int]] | None, most: int) -> tuple[list[str], bool]:
-    """Return the texts of a request, and whether they are token ids. Raises ApiError."""
+    """Return the prompts of a request, and True if they are token ids. Raises ApiError."""
     if isinstance(prompt, str):
         return [prompt], False
     if not prompt:
@@ -119,7 +119,7 @@ def _read_prompts(prompt: str | list[str | int | list[int]] | None, most: int) -
 
 
 def _check(body: CompletionRequest, limits: RequestLimits, is_encoder_decoder: bool) -> None:
-    """Check what fields demand of each other. Raises ApiError."""
+    """Check that the fields fit each other. Raises ApiError."""
     wants_input = body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)
     if wants_input and is_encoder_decoder:
         raise ApiError(400, "prompt_logprobs is not supported for encoder-decoder models", "prompt_logprobs")
@@ -137,7 +137,7 @@ def _check(body: CompletionRequest, limits: RequestLimits, is_encoder_decoder: b
 def _parameters(body: CompletionRequest) -> Parameters:
     has_logprobs, has_prompt_logprobs = body.logprobs is not None, body.prompt_logprobs is not None
     is_ranked = (body.best_of or 1) > (body.n or 1)
-    is_scored_only = body.max_tokens == 0  # the one token that is computed is dropped
+    is_scored_only = body.max_tokens == 0  # one token is computed and dropped
     return to_parameters(
         body,
         1 if is_scored_only else body.max_tokens,

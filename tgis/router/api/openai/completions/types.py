@@ -1,4 +1,4 @@
-"""Requests and answers of `/v1/completions`."""
+"""Defines the requests and answers of `/v1/completions`."""
 
 from typing import Annotated, Any
 
@@ -32,7 +32,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class Completion(msgspec.Struct, kw_only=True):
-    """Whole answer, or a chunk of a streamed one."""
+    """Whole answer, or one chunk of a streamed answer."""
 
     id: str
     object: str = "text_completion"

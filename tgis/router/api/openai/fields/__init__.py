@@ -1,1 +1,1 @@
-"""Fields of requests that several routes have, and what they mean."""
+"""Fields that several routes' requests share, and their meaning."""

@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 FILE = "generation_config.json"
 NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Fields that generation_config.json and requests have in common."""
+"""Fields that generation_config.json and requests share."""
 
 
 def read_default_sampling(config: RouterConfig) -> dict[str, float]:
-    """Return the values of fields that requests do not set. Raises StartupError."""
+    """Return values for the fields that requests do not set. Raises StartupError."""
     return _read_chosen_file(config) | _read_overrides(config.override_generation_config)
 
 
@@ -61,7 +61,7 @@ def _read_directory(directory: Path) -> dict[str, float]:
 def _read_file(path: Path) -> dict[str, float]:
     """Return the usable values of a generation_config.json. Raises ModelNotFoundError."""
     content = read_json(path.parent, path.name)
-    if content.get("do_sample") is False:  # fields that only choose among random tokens mean nothing then
+    if content.get("do_sample") is False:  # then the fields that affect only sampling mean nothing
         content = {"temperature": 0.0, "repetition_penalty": content.get("repetition_penalty")}
     usable: dict[str, float] = {}
     for name in NAMES:
@@ -89,7 +89,7 @@ def _read_overrides(text: str | None) -> dict[str, float]:
 
 
 def _to_value(name: str, value: Any) -> float:
-    """Return a value as requests may have it. Raises ValueError, which names the field."""
+    """Return a value if requests may have it. Raises ValueError, which names the field."""
     try:
         number: float | None = getattr(msgspec.convert({name: value}, SamplingFields), name)
     except msgspec.ValidationError as error:

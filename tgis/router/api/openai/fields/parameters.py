@@ -1,4 +1,4 @@
-"""Turns a request's fields into the service's parameters."""
+"""Converts a request's fields to the service's parameters."""
 
 from typing import Any
 
@@ -8,8 +8,9 @@ from tgis.router.requests.parameters import NUM_SEEDS, Parameters, same_named
 
 
 def to_parameters(fields: SamplingFields, max_tokens: int | None, **details: Any) -> Parameters:
-    """Return the parameters of a call. `details` are further fields of Parameters, such as which details
-    of tokens are returned. Raises ApiError."""
+    """Return the parameters of a call. `details` are further fields of Parameters, such as the token details
+    to
+    return. Raises ApiError."""
     set_fields = {
         "sample": True,
         "top_k": max(fields.top_k or 0, 0),

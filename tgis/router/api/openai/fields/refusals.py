@@ -1,4 +1,4 @@
-"""Turns the service's refusals into the API's, which name the field of the request that is wrong."""
+"""Converts the service's refusals to the API's, which name the wrong field of the request."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from tgis.router.api.openai.errors import ApiError, missing_model
 from tgis.router.errors import InputTooLongError, NotFoundError, RequestError
 
 INPUT = "text"
-"""The service's name of the input, which each route calls otherwise."""
+"""The service's name of the input. Each route has its own name for it."""
 NAMES = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
@@ -17,14 +17,15 @@ NAMES = {
     "truncate_input_tokens": "truncate_prompt_tokens",
     "adapter_id": "model",
 }
-"""The service's names of parameters, and this API's. Other names are equal."""
+"""This API's names of parameters by the service's names, where they differ."""
 TOO_LONG = "context_length_exceeded"
 
 
 @contextmanager
 def translated_refusals(model: str | None, names: Mapping[str, str]) -> Iterator[None]:
-    """Raise the service's refusals as ApiError. `model` is the request's; `names` replace entries of NAMES
-    for the request or its route."""
+    """Raise the service's refusals as ApiError. `model` is the request's model. `names` replaces entries of
+    NAMES for
+    the request or its route."""
     try:
         yield
     except RequestError as error:

@@ -1,4 +1,4 @@
-"""Fields of requests that this API knows and does not honour, with the reasons."""
+"""Lists the fields of requests that this API knows but does not support, with the reasons."""
 
 import msgspec
 
@@ -40,6 +40,6 @@ IN_CHATS = {
 
 
 def refuse_fields(fields: msgspec.Struct, further: dict[str, RefusedField] | None = None) -> None:
-    """Raise ApiError for a field of the request that is not honoured and asks for something."""
+    """Raise ApiError for a field of the request that asks for something unsupported."""
     for name, text in find_refused(fields, REFUSED | (further or {})):
         raise ApiError(400, text, name)

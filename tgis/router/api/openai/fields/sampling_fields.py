@@ -1,4 +1,4 @@
-"""Fields that requests for completions and chat completions have in common, and how bodies are read."""
+"""Defines the fields that completions and chat completions share, and reads the bodies of requests."""
 
 from typing import Annotated, Any, TypeVar
 
@@ -13,7 +13,7 @@ from tgis.router.api.openai.errors import ApiError
 from tgis.router.errors import RequestError
 
 MOST = 2**31 - 1
-FORM = "application/x-www-form-urlencoded"  # the default of curl and others for any body
+FORM = "application/x-www-form-urlencoded"  # default of curl and others for any body
 NO_JSON_TYPE = "the content type must be application/json"
 MAX_TOP_LOGPROBS = 20
 
@@ -31,8 +31,9 @@ class StreamOptions(msgspec.Struct):
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
-    """Fields with ranges are checked while the body is read. Fields of type Any are refused unless their
-    value asks for nothing."""
+    """Fields that requests share. Ranges are checked while the body is read. A field of type Any is refused
+    unless its
+    value requests nothing."""
 
     model: str | None = None
     stream: bool | None = None
@@ -85,7 +86,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
 
 async def read_fields(decoder: msgspec.json.Decoder[T], request: Request) -> T:
-    """Return what is in a request's body. Raises ApiError and RouterError."""
+    """Return the fields in a request's body. Raises ApiError and RouterError."""
     kind = media_type(request)
     if not (kind == "" or "json" in kind or (kind == FORM and not is_of_page(request.headers))):
         raise ApiError(415, NO_JSON_TYPE)
@@ -97,7 +98,7 @@ async def read_fields(decoder: msgspec.json.Decoder[T], request: Request) -> T:
 
 
 def decode_fields(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """Return the request in a body. Raises ApiError, which names the field and quotes no value of it."""
+    """Return the request in a body. Raises ApiError, which names the field and quotes no value."""
     try:
         return decode_body(decoder, body)
     except RequestError as error:
@@ -105,6 +106,6 @@ def decode_fields(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 
 def check_stream_options(fields: SamplingFields) -> None:
-    """Raise ApiError for options of a stream where there is none."""
+    """Raise ApiError for stream options in a request without a stream."""
     if fields.stream_options is not None and not fields.stream:
         raise ApiError(400, "stream_options needs stream", "stream_options")

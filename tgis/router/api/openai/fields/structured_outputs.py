@@ -1,4 +1,4 @@
-"""Reads what a text must match: `response_format`, `structured_outputs` and the older `guided_*`."""
+"""Reads the constraint of a text: `response_format`, `structured_outputs` and the older `guided_*`."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ UNSUPPORTED = ("structural_tag",)
 
 
 class Statement(NamedTuple):
-    """Constraint and the field of the request that states it."""
+    """Constraint, and the field of the request that states it."""
 
     param: str
     guided: Guided | None
@@ -27,12 +27,14 @@ class Statement(NamedTuple):
 
 
 def read_guided(fields: SamplingFields) -> Guided | None:
-    """Return the request's constraint. Raises ApiError if it is malformed or not the only one."""
+    """Return the request's constraint. Raises ApiError if it is malformed or if there are several."""
     return _read_statement(fields).guided
 
 
 def constraint_names(fields: SamplingFields) -> dict[str, str]:
-    """Return the service's name of the request's constraint, if it has one, with the field that states it."""
+    """Return the field that states the request's constraint, by the constraint's name in the service. Empty
+    if the
+    request has no constraint."""
     param, guided = _read_statement(fields)
     return {} if guided is None else {guided.field: param}
 
@@ -92,7 +94,7 @@ def _guided(param: str, kind: str, value: Any) -> Guided | None:
         case "json", dict() | str():
             return Guided("json_schema", value if isinstance(value, str) else _encode(value))
         case "choice", [str(), *_] if all(isinstance(each, str) for each in value):
-            # The compiler takes two choices and more.
+            # The compiler needs at least two choices.
             return Guided("choice", choices=tuple(value if len(value) > 1 else value * 2))
         case (("regex" | "grammar"), str()) if value:
             return Guided(kind, value)

@@ -1,5 +1,6 @@
-"""Serves a page that chats with the service in a browser. It contains its styles and scripts, and loads
-nothing else. It has no data of the service, so that it needs no token; the calls that it makes need one."""
+"""Serves a page that chats with the service in a browser. The page contains its styles and scripts, and loads
+nothing
+else. It contains no data of the service, so it needs no token. The calls that it makes need a token."""
 
 from base64 import b64encode
 from hashlib import sha256
@@ -15,15 +16,15 @@ from tgis.router.api.openai.errors import OPENAI_ERRORS
 
 PATH = "/playground"
 LIBRARY = "marked.js"
-"""File of the npm package `marked`, as it is published, which reads Markdown (MIT, marked-license.md)."""
+"""File of the npm package `marked` as published. It renders Markdown (MIT, marked-license.md)."""
 SCRIPTS = ("api.js", "transcript.js", "markdown.js", "tokens.js", "settings.js", "meter.js", "main.js")
-"""Files of the page's own script, in the order in which they run."""
+"""Files of the page's own script, in their execution order."""
 NOT_SERVED = "the playground is not served; --http-api openai and --playground serve it"
 ELSEWHERE = "the playground has the port of its API, which --http-api-port says"
 
 
 def playground_route(config: RouterConfig, has_api: bool) -> LimitedRoute:
-    """Return the page's route on a port, or the route that says where it is."""
+    """Return the page's route on a port, or a route that answers where the page is."""
 
     page = _page() if config.playground and has_api else None
 
@@ -36,7 +37,7 @@ def playground_route(config: RouterConfig, has_api: bool) -> LimitedRoute:
 
 
 def _page() -> Response:
-    """Return the answer, whose policy allows the page's own style and scripts only."""
+    """Return the answer with the page. Its policy allows only the page's own style and scripts."""
     style, library, script = _read("page.css"), _read(LIBRARY), "\n".join(map(_read, SCRIPTS))
     html = _read("page.html").replace("/* STYLE */", style).replace("/* LIBRARY */", library)
     html = html.replace("/* SCRIPT */", script)

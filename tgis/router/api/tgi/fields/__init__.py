@@ -1,1 +1,1 @@
-"""Fields of requests: how bodies are read, parameters checked, and refusals worded."""
+"""Fields of requests: reading bodies, checking parameters and wording refusals."""

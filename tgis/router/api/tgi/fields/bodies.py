@@ -1,4 +1,4 @@
-"""Reads bodies of requests. A body that cannot be read is refused in plain text, as TGI does."""
+"""Reads bodies of requests. An unreadable body is refused in plain text, as TGI does."""
 
 from typing import TypeVar
 
@@ -26,7 +26,7 @@ _keys_decoder = msgspec.json.Decoder(_Keys)
 
 
 async def read_json(request: Request) -> bytes:
-    """Return the body of a request that says that it is JSON. Raises BodyError, PayloadTooLargeError."""
+    """Return the body of a request whose content type is JSON. Raises BodyError and PayloadTooLargeError."""
     kind = media_type(request)
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise BodyError(415, NO_JSON_TYPE)
@@ -37,7 +37,7 @@ async def read_json(request: Request) -> bytes:
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """Return the request in a body. Raises BodyError, which quotes no value of it."""
+    """Return the request in a body. Raises BodyError, which quotes no value."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -51,7 +51,8 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 
 def main_field(body: bytes) -> str:
-    """Return which of `inputs`, `messages` and `prompt` a body has first, in this order; empty if none.
+    """Return the first of `inputs`, `messages` and `prompt`, in this order, that the body contains, or an
+    empty text.
     Raises BodyError."""
     keys = decode(_keys_decoder, body)
     return next((name for name in _Keys.__struct_fields__ if getattr(keys, name) is not msgspec.UNSET), "")

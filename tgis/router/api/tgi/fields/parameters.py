@@ -1,4 +1,4 @@
-"""Checks a request's parameters in TGI's order, and turns them into the service's."""
+"""Checks a request's parameters in TGI's order, and converts them to the service's parameters."""
 
 from collections.abc import Iterator
 
@@ -14,11 +14,11 @@ from tgis.router.requests.validation import RequestLimits
 MAX_PENALTY = 2.0
 MAX_SEED = 2**64 - 1
 UNREADABLE = Parameters()
-"""Placeholder of parameters that are refused."""
+"""Placeholder for refused parameters."""
 
 
 def read_parameters(body: GenerateRequest, is_stream: bool, limits: RequestLimits) -> tuple[Parameters, str]:
-    """Return the parameters of a call and an empty text, or a placeholder and the reason of the refusal."""
+    """Return the parameters of a call and an empty text, or a placeholder and the reason for the refusal."""
     given = body.parameters or GenerateParameters(do_sample=True)
     refusal = next(_problems(body.inputs, given, is_stream, limits), "")
     return (UNREADABLE, refusal) if refusal else (_to_parameters(given, is_stream), "")
@@ -27,7 +27,7 @@ def read_parameters(body: GenerateRequest, is_stream: bool, limits: RequestLimit
 def _problems(
     inputs: str, given: GenerateParameters, is_stream: bool, limits: RequestLimits
 ) -> Iterator[str]:
-    """Yield what is wrong with a request, in the order in which TGI checks."""
+    """Yield the errors in a request, in the order in which TGI checks for them."""
     yield from _best_of_problems(given, is_stream, limits)
     if given.temperature is not None and not given.temperature > 0:
         yield "`temperature` must be strictly positive"
@@ -96,7 +96,7 @@ def _grammar_problems(grammar: GrammarField | None, limits: RequestLimits) -> It
 def _to_parameters(given: GenerateParameters, is_stream: bool) -> Parameters:
     best_of, wants_inputs = given.best_of or 1, bool(given.decoder_input_details)
     shows_tokens = is_stream or bool(given.details) or wants_inputs
-    wants_tokens = shows_tokens or best_of > 1  # the best text is chosen by its tokens
+    wants_tokens = shows_tokens or best_of > 1  # the tokens determine the best text
     others = {
         "sample": _samples(given),
         "stop_sequences": tuple(given.stop or ()),
@@ -113,7 +113,7 @@ def _to_parameters(given: GenerateParameters, is_stream: bool) -> Parameters:
 
 
 def _samples(given: GenerateParameters) -> bool:
-    """Return True if tokens are sampled: on request, or because a parameter has no effect otherwise."""
+    """Return True if tokens are sampled: on request, or because a parameter only affects sampling."""
     is_warped = given.temperature not in (None, 1) or bool(given.top_k)
     return bool(given.do_sample) or is_warped or (given.top_p or 1) < 1 or (given.typical_p or 1) < 1
 

@@ -1,4 +1,4 @@
-"""Turns the service's refusals into TGI's words."""
+"""Rewords the service's refusals as TGI's."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,14 +18,14 @@ GRAMMARS = ("format", "json_schema", "regex")
 
 
 def most_input_tokens(limits: RequestLimits) -> int:
-    """Return the maximum number of tokens of an input."""
+    """Return the maximum number of tokens in an input."""
     room = limits.max_sequence_length - 1
     return min(limits.max_input_tokens or room, room)
 
 
 @contextmanager
 def translated_refusals(parameters: Parameters, limits: RequestLimits) -> Iterator[None]:
-    """Raise the service's refusals of a call with other texts."""
+    """Raise the service's refusals of a call with TGI's texts."""
     try:
         yield
     except NotFoundError:
@@ -40,7 +40,7 @@ def translated_refusals(parameters: Parameters, limits: RequestLimits) -> Iterat
 
 
 def _translate(error: RequestError, parameters: Parameters, limits: RequestLimits) -> str | None:
-    """Return TGI's text for a refusal; None if its own text is returned."""
+    """Return TGI's text for a refusal, or None to keep the service's text."""
     if isinstance(error, InputTooLongError):
         return _length_text(error.num_inputs, parameters.max_new_tokens, limits)
     match error.parameter:
@@ -58,7 +58,8 @@ def _translate(error: RequestError, parameters: Parameters, limits: RequestLimit
 
 
 def _length_text(num_inputs: int, max_new_tokens: int, limits: RequestLimits) -> str:
-    """Return why an input of so many tokens is refused; 0 new tokens stand for the rest of the length."""
+    """Return the reason why an input of `num_inputs` tokens is refused. With 0 new tokens, the rest of the
+    length counts."""
     total = limits.max_sequence_length
     num_new = max_new_tokens or max(total - num_inputs, 0)
     if num_inputs + num_new > total:

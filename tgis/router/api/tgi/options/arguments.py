@@ -1,4 +1,4 @@
-"""Joins flags that a command line in TGI's spelling may repeat."""
+"""Joins the flags that a command line in TGI's spelling may repeat."""
 
 from collections.abc import Collection, Sequence
 
@@ -7,7 +7,7 @@ REPEATED = ("--cors-allow-origin",)
 
 
 def join_repeated(arguments: Sequence[str], switches: Collection[str] = ()) -> list[str]:
-    """Return the command line with one flag for all values of each flag of REPEATED, at its end."""
+    """Return the command line with a single flag, at its end, for all values of each flag in REPEATED."""
     words, values = list[str](), dict[str, list[str]]()
     rest = iter(arguments)
     for word in rest:
@@ -17,5 +17,5 @@ def join_repeated(arguments: Sequence[str], switches: Collection[str] = ()) -> l
         elif (given := value if equals else next(rest, None)) is not None:
             values.setdefault(flag, []).append(given)
         else:
-            words.append(word)  # the value is missing, which the option itself refuses
+            words.append(word)  # the option itself refuses the missing value
     return words + [f"{flag}={','.join(given)}" for flag, given in values.items()]

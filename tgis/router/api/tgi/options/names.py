@@ -1,5 +1,4 @@
-"""Lists Hugging Face TGI's option names, which only the launcher accepts and only with `--compat tgi`.
-
+"""Lists the option names of Hugging Face's TGI. Only the launcher accepts them, and only with `--compat tgi`.
 Names that TGI and this service share keep this service's meaning and are not listed."""
 
 from tgis.config.aliases.alias import OWN_KERNELS, Alias
@@ -26,7 +25,7 @@ MAPPED = (
     Alias("validation_workers", means="tokenization_workers"),
     Alias("payload_limit", means="max_message_bytes", why="it also limits gRPC requests"),
     Alias("api_key", means="auth_tokens", why="other processes can read the command line"),
-    # The variable HOSTNAME is not read: container engines set it to the container's name.
+    # The variable HOSTNAME is not read, because container engines set it to the container's name.
     Alias("hostname", means="bind", variable=False),
     Alias("graceful_termination_timeout", means="shutdown_timeout"),
     Alias("hf_api_token", means="hf_token", flag=False),
@@ -66,7 +65,7 @@ DEFAULTS = {
     "sharded": False,
     "shutdown_timeout": 90,
 }
-"""TGI's defaults for options that are not given; `sharded` is this service's own choice."""
+"""TGI's defaults for options that the operator does not set; `sharded` is this service's own choice."""
 OPTIONS = OptionNames(
     "tgi",
     "TGI",

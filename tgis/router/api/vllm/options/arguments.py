@@ -1,5 +1,6 @@
 """Rewrites vLLM's command lines: underscores in flags, several values after one flag, switches with a value
-or with the prefix `no`, and the model before all flags."""
+or the
+prefix `no`, and a model before all flags."""
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -14,12 +15,12 @@ SEVERAL = {
     "--lora-modules": SEPARATOR,
     "--api-key": SEPARATOR,
 }
-"""Flags that accept several words, with the separator of the joined value."""
+"""Flags that accept several words, with the separator for the joined value."""
 VALUES: Mapping[str, Mapping[str, str | None]] = {
     "--dtype": {"half": "float16", "float": "float32", "auto": None},
     "--generation-config": {"vllm": GENERATION_CONFIG_NONE},
 }
-"""vLLM's own values of flags that both have, with this service's value; None removes the flag."""
+"""vLLM's own values of flags that both servers have, with this service's value; None removes the flag."""
 
 
 def rewrite(arguments: Sequence[str], switches: Collection[str]) -> list[str]:
@@ -34,7 +35,8 @@ def rewrite(arguments: Sequence[str], switches: Collection[str]) -> list[str]:
 
 
 def _rewrite_next(words: deque[str], switches: Collection[str]) -> Iterator[str]:
-    """Remove the next flag, with its values if their syntax differs, or another word; yield its rewriting."""
+    """Remove the next word, and its values if it is a flag whose syntax differs. Yield the rewritten
+    words."""
     word = words.popleft()
     flag, equals, value = word.partition("=")
     if not word.startswith("--") or not flag.strip("-"):
@@ -61,11 +63,11 @@ def _values(words: deque[str]) -> Iterator[str]:
 
 
 def _truth(words: deque[str]) -> str:
-    """Remove and return the next word if it is a truth value; else return "true"."""
+    """Remove and return the next word if it is a truth value. Otherwise return "true"."""
     return words.popleft() if words and words[0].lower() in ("true", "false") else "true"
 
 
 def _switch(flag: str, is_positive: bool, value: str) -> Iterator[str]:
-    """Yield the switch if it is on; a switch that is off is left out."""
+    """Yield the switch if it is on, and nothing if it is off."""
     if (value.lower() == "true") == is_positive:
         yield flag

@@ -1,5 +1,4 @@
-"""Lists vLLM's option names, which only the launcher accepts and only with `--compat vllm`.
-
+"""Lists vLLM's option names. Only the launcher accepts them, and only with `--compat vllm`.
 Names that vLLM and this service share keep this service's meaning and are not listed. vLLM reads no variables
 named after its flags, so an alias has either a flag or a variable."""
 
@@ -47,7 +46,8 @@ def _refused(why: str, *names: str, switch: bool = False) -> tuple[Alias, ...]:
 
 
 def _only(name: str, allowed: str, advice: str, short: str | None = None) -> Alias:
-    """Return a flag whose allowed values are the service's fixed behaviour; all others are refused."""
+    """Return a flag whose allowed values match the service's fixed behaviour. All other values are
+    refused."""
     why = f"{allowed.replace('|', ' or ')} is the fixed behaviour; other values are refused: {advice}"
     return Alias(name, why=why, short=short, variable=False, refusal_of=only(name, allowed, advice))
 
@@ -306,5 +306,5 @@ REFUSED = (
 )
 VLLM_NAMES = MAPPED + WITHOUT_EFFECT + REFUSED
 DEFAULTS = {"http_api": "openai", "port": 8000, "num_shard": 1, "metrics_alias": "vllm"}
-"""vLLM's defaults for options that are not given."""
+"""vLLM's defaults for options that the operator does not set."""
 OPTIONS = OptionNames("vllm", "vLLM", VLLM_NAMES, "--model", DEFAULTS, rewrite=rewrite)

@@ -1,4 +1,4 @@
-"""Converts values of vLLM's options to texts of the service's own options."""
+"""Converts the values of vLLM's options to texts for the service's own options."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 SEPARATOR = "\n"
-"""Separator of the values of a flag that accepts several. No value contains it."""
+"""Separator for the values of a flag that accepts several. No value contains it."""
 # The option's own type refuses longer numbers; int() refuses more than 4,300 digits.
 _NUMBER = re.compile(r"(\d{1,100}(?:\.\d{1,100})?)([kKmMgGtT]?)")
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -16,7 +16,7 @@ _ENGINES = {"auto": "", "vllm": "tgis_native", "transformers": "hf_transformers"
 
 
 def to_number(text: str) -> str:
-    """Expand the suffix k, m, g or t of a number to digits; capital letters mean powers of 1024."""
+    """Expand a number's suffix k, m, g or t to digits. Capital letters mean powers of 1024."""
     match = _NUMBER.fullmatch(text)
     if match is None:
         return text  # the option's own type refuses it
@@ -29,7 +29,8 @@ def to_number(text: str) -> str:
 
 
 def to_length(text: str) -> str:
-    """Return the length of a sequence, or an empty text for `auto` and -1, which mean the model's length."""
+    """Return the length of a sequence, or an empty text for `auto` and -1, which mean the model's own
+    length."""
     return "" if text in ("auto", "-1") else to_number(text)
 
 
@@ -78,17 +79,17 @@ def to_drafts(text: str) -> str:
 
 
 def to_graphs(text: str) -> str:
-    """Return the value of --cuda-graphs that turns graphs off if eager mode is on."""
+    """Return the value of --cuda-graphs that disables graphs if `text` enables eager mode."""
     return "0" if text.lower() in ("true", "1") else ""
 
 
 def to_level(text: str) -> str:
-    """Convert a level of Python's logging to one of the service's."""
+    """Convert a Python logging level to one of the service's levels."""
     return {"critical": "error", "trace": "debug"}.get(text.lower(), text.lower())
 
 
 def only(name: str, allowed: str, advice: str) -> Callable[[str], str | None]:
-    """Return a check that refuses every value of `--name` except those in `allowed`, separated by `|`."""
+    """Return a check that refuses values of `--name` not in `allowed`, whose values are separated by `|`."""
 
     def refuse(text: str) -> str | None:
         flag = name.replace("_", "-")
