@@ -165,7 +165,7 @@ def test_tls_is_checked_before_anything_is_started(model: Path, tmp_path: Path) 
         (["--model-name", "{home}/deep"], "{home}/deep/config.json is nested too deep to be read"),
         (
             ["--model-name", "{home}/untyped"],
-            "{home}/untyped/config.json has no model_type, the name of a ",
+            "{home}/untyped/config.json has no model_type, the name of the model's architecture",
         ),
         (["--model-name", "{home}/caf\udce9"], "Failed to resolve config path: the path {home}/caf"),
         (

@@ -156,7 +156,7 @@ def test_nothing_is_downloaded(hub: Hub, tmp_path: Path, changes: dict[str, Any]
 
 
 def test_code_is_downloaded_of_a_known_revision_only(hub: Hub, tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"^trust_remote_code: org/m is to be downloaded .* --revision"):
+    with pytest.raises(LaunchError, match=r"^trust_remote_code: org/m would be downloaded .* --revision"):
         download(config_of(hub, tmp_path, trust_remote_code=True))
     assert not hub.requests
 

@@ -65,7 +65,7 @@ def test_a_further_api_is_described_and_lends_its_placeholders(router: Setup) ->
 def test_the_command_line_knows_the_names_of_the_registry(tmp_path: Path) -> None:
     service = Service(router_command(tmp_path, "--http-api", "toys"), module=MODULE)
     assert service.process.wait(30) == service.end() == 1
-    assert "http_api: toys is none of toy, lmi, tgi, openai" in service.output
+    assert "http_api: toys is not one of toy, lmi, tgi, openai" in service.output
 
 
 def test_names_are_unique_and_each_kind_of_option_names_can_be_asked_for() -> None:

@@ -300,7 +300,7 @@ def test_pages_that_were_read_do_not_pile_up(
         torch.save(content, tmp_path / "pytorch_model.bin")
     else:
         save_single(tmp_path, content)
-    monkeypatch.setattr(files, "REOPEN_BYTES", 2 << 20)
+    monkeypatch.setattr(files, "MAX_REOPEN_BYTES", 2 << 20)
     weights, before = Weights(tmp_path, {"blocks.{i}.up": "layers.{i}"}), HostMemory().begin_peak()
     for i in range(64):
         assert weights.find(f"blocks.{i}.up.weight", (512, 256)).read().mean() == i
@@ -309,7 +309,7 @@ def test_pages_that_were_read_do_not_pile_up(
 
 def test_pages_of_a_large_matrix_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_single(tmp_path, {"layers.0.weight": torch.ones(32 << 10, 256)})  # 32 MiB
-    monkeypatch.setattr(files, "REOPEN_BYTES", 2 << 20)
+    monkeypatch.setattr(files, "MAX_REOPEN_BYTES", 2 << 20)
     HostMemory().release_memory()  # otherwise memory that the loop frees could hide what it allocates
     weights, before = Weights(tmp_path, {"blocks.{i}.up": "layers.{i}"}), HostMemory().begin_peak()
     stored, num_rows = weights.find("blocks.0.up.weight", (32 << 10, 256)), 0

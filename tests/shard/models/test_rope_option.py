@@ -145,7 +145,7 @@ def test_other_refusals(models: Models, tmp_path: Path) -> None:
         for other in (RopeOption("linear", 2.0), RopeOption("dynamic", 3.0)):
             with pytest.raises(UnsupportedModelError, match="the model's configuration already has another"):
                 score(tmp_path / case, other, 100)
-    with pytest.raises(UnsupportedModelError, match="model: a model in ONNX form computes its positions"):
+    with pytest.raises(UnsupportedModelError, match="this model: an ONNX model computes its positions"):
         prepare(configure(ONNX, deployment_framework="hf_optimum_ort", rope_factor=2.0))
     settings = read_config(models("llama"))
     del settings["max_position_embeddings"]

@@ -149,7 +149,7 @@ def test_a_disk_too_small_for_copies_is_logged_at_the_start(
     [record] = caplog.records
     text = f"{tmp_path}/later/shard-contents: copies of soft prompts and adapters may need {(1 << 40) + 512}"
     assert record.levelname == "WARNING"
-    assert record.getMessage().startswith(f"{text} MiB, and ")
+    assert record.getMessage().startswith(f"{text} MiB, but only ")
 
 
 def test_preloaded_adapters_are_refused_without_adapter_support(model_path: Path) -> None:
@@ -204,7 +204,8 @@ def test_a_model_that_cannot_fit_is_refused_unread(
         shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
     needed = sum(math.prod(shape) for shape in shapes if len(shape) == 2) * 2
     monkeypatch.setattr(HostMemory, "memory_left", lambda _: needed - 1)
-    with pytest.raises(ModelTooLargeError, match=r"weights take 0\.00 GiB as float16, 0\.00 GiB of memory"):
+    text = r"weights take 0\.00 GiB as float16, but only 0\.00 GiB of memory"
+    with pytest.raises(ModelTooLargeError, match=text):
         load(configure(model_path, dtype="float16"))
     monkeypatch.setattr(HostMemory, "memory_left", lambda _: needed)
     with pytest.raises(CacheTooSmallError, match=r"but 0 MiB \(a quarter of 0 MiB\) leave room for 0$"):

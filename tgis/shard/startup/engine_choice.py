@@ -160,7 +160,7 @@ def _find_obstacle(spec: ModelSpec, model_type: str, is_quantized: bool) -> str 
     if model_type in falcon.MODEL_TYPES:
         return "its code does not use the attention interface"
     if spec.rope and isinstance(spec.rope.scaling, DynamicScaling | LongScaling):
-        return "its rotary embedding makes sequences of one step affect each other"
+        return "its rotary embedding lets sequences of one step affect each other"
     return None
 
 

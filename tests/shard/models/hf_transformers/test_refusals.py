@@ -66,7 +66,7 @@ MODELS: dict[str, tuple[Callable[[], transformers.PretrainedConfig], str]] = {
     ),
     "positions of a step": (
         lambda: transformers.LlamaConfig(**SMALL, rope_parameters=DYNAMIC),
-        "dynamic, makes sequences of one step affect each other",
+        "dynamic, lets sequences of one step affect each other",
     ),
 }
 CODE = """
