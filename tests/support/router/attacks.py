@@ -208,7 +208,7 @@ def _attacker(host: str, port: int) -> Iterator[Connection]:
 
 
 def _send_all(connection: Connection, parts: Iterator[bytes]) -> list[Frame]:
-    """Send all parts, until the other end closes. Return its frames."""
+    """Send all parts until the other end closes the connection. Return the frames that it sent."""
     for part in parts:
         if not connection.send(part):
             break

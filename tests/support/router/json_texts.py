@@ -26,7 +26,7 @@ class SchemaGrammar:
         return self._matcher().get_error()
 
     def takes(self, text: str) -> bool:
-        """Return whether the grammar accepts the whole text, byte by byte."""
+        """Return True if the grammar accepts the whole text, byte by byte."""
         matcher, data = self._matcher(), list(text.encode())
         assert not matcher.is_error(), matcher.get_error()
         return matcher.validate_tokens(data) == len(data) and self._accepts(matcher, data)

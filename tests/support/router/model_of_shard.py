@@ -1,7 +1,8 @@
 """Independent implementation of shard.proto's steps in plain Python. The next token is a function of the
-whole prefix, the encoder's input, the length that switches rotary frequencies, the soft prompt and the
-adapter; every cache slot records what was computed into it. So any error in scheduling, sharing or
-bookkeeping changes a result or fails an assertion."""
+whole prefix,
+the encoder's input, the length that switches rotary frequencies, the soft prompt and the adapter. Every cache
+slot records what was computed into it. Any error in scheduling, sharing or bookkeeping therefore changes a
+result or fails an assertion."""
 
 import zlib
 from array import array
@@ -15,8 +16,9 @@ EOS = 0
 
 
 def context(encoder_ids: list[int], is_long: bool, digests: str = "") -> int:
-    """Return a number for everything that the decoder's computation depends on except its own tokens.
-    `digests` has the digests of adapter and prompt, separated by a slash."""
+    """Return a number for all inputs of the decoder's computation but its own tokens. `digests` has the
+    digests of
+    adapter and prompt, separated by a slash."""
     if not (encoder_ids or is_long or digests):
         return 0
     return zlib.crc32(array("i", [is_long, *encoder_ids]).tobytes() + digests.encode())
@@ -172,7 +174,7 @@ class ModelOfShard:
         return response
 
     def _tell_logprobs(self, response: pb.StepResponse) -> None:
-        """Write as many top tokens as the largest request of a row: the first ones."""
+        """Write the log-probabilities. Top tokens are the lowest token ids, as many as any row requests."""
         assert self.logprob_of is not None
         token_ids, rows = integers(response.token_ids), integers(response.rows)
         response.logprobs = reals(map(self.logprob_of, token_ids))
