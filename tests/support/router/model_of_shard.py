@@ -174,7 +174,8 @@ class ModelOfShard:
         return response
 
     def _tell_logprobs(self, response: pb.StepResponse) -> None:
-        """Write the log-probabilities. Top tokens are the lowest token ids, as many as any row requests."""
+        """Write the log-probabilities. Top tokens are the lowest token ids; their number is the largest in
+        any row's request."""
         assert self.logprob_of is not None
         token_ids, rows = integers(response.token_ids), integers(response.rows)
         response.logprobs = reals(map(self.logprob_of, token_ids))

@@ -1,6 +1,6 @@
-"""Provides the service behind all APIs: admits, validates and generates calls, which are plain values, and
-accounts
-for them. APIs convert between their protocols and these values."""
+"""Provides the service behind all APIs, which convert their protocols to its plain values. It admits,
+validates and
+generates calls, and accounts for them."""
 
 import asyncio
 import time
@@ -89,9 +89,9 @@ class GenerationService:
         vocabulary: Callable[[bool, frozenset[int]], Vocabulary],
         accounting: Accounting,
     ) -> None:
-        """Create the service. `vocabulary` returns a vocabulary. Its arguments are whether texts continue
+        """Create the service. `vocabulary` returns the vocabulary for texts, given True if they continue
         their input, and
-        which special tokens they show."""
+        the special tokens that they show."""
         self._engine, self._validator, self._accounting = engine, validator, accounting
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         self._num_admitted = 0
@@ -123,8 +123,7 @@ class GenerationService:
     async def stream(self, call: GenerationCall) -> AsyncIterator[list[Stream]]:
         """Admit a call, and generate while the context is open. Yield `n` streams for each text, ordered by
         text. An
-        exception that leaves the context is recorded as the call's end. The context and the outputs raise
-        RouterError."""
+        exception that leaves the context ends the call. The context and the outputs raise RouterError."""
         with self._accounting.open(call) as account:
             async with self._admit(call, account) as admitted, AsyncExitStack() as opened:
                 yield [

@@ -38,7 +38,7 @@ from tgis.pb import generation_pb2 as pb
 HOST, SEED = "127.0.0.1", 20
 SLOWEST_S = 5.0  # limit for the other client's calls, on a machine that others use too
 GROWTH_MIB = 60
-PIPES = 2  # of another process that compiles constraints, because two calls arrive at once
+PIPES = 2  # pipes of another process that compiles constraints, because two calls arrive at once
 IDLE = ("tgi_requests_live", "tgi_permits_used", "tgi_queue_size", "tgi_kv_cache_usage_ratio")
 TOO_MANY_PINGS = b"too_many_pings"
 COUNTS = {  # in every run, and in the slow test

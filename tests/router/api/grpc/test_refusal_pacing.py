@@ -16,8 +16,8 @@ from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 from tgis.router.api.grpc.refusal_pacing import BYTES_PER_S, MAX_DELAY_S, RefusalPacing
 
-TEXT = "word " * 800_000  # as long as one second's rate allows
-MANY = 8  # more than MAX_DELAY_S allows
+TEXT = "word " * 800_000  # about one second at the maximum rate
+MANY = 8  # more than MAX_DELAY_S at the maximum rate
 WRONG = pb.Parameters(stopping=pb.StoppingCriteria(min_new_tokens=21))  # refused before tokenization
 CALLS = 'tgi_request_count_total{kind="single"}'
 PEERS = "abc"

@@ -1,4 +1,4 @@
-"""Tests what the parameters of LMI's requests set in the engine, and which parameters are refused."""
+"""Tests the engine's parameters for LMI's requests, and which parameters are refused."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace

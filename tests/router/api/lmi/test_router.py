@@ -132,7 +132,7 @@ def check_what_is_seen(setup: Setup, port: int, collector: Collector) -> None:
 
 
 def check_the_end(setup: Setup, port: int) -> None:
-    """A stream that outlives the drain ends with a line that says so."""
+    """A stream that outlives the drain ends with a line for the shutdown."""
     setup.shards[0].step_s = 0.05
     connection, response = begin(port, LONG)
     with connection:

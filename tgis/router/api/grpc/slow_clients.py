@@ -12,7 +12,7 @@ import grpc
 
 from tgis.router.errors import SlowClientError
 
-CHECKS_PER_TIMEOUT = 10  # a slow client is detected late by at most a tenth of the timeout
+CHECKS_PER_TIMEOUT = 10  # so that a slow client is detected at most a tenth of the timeout late
 END_WAITER = "_schedule_rpc_coro"  # grpc.aio's coroutine that waits for the end of every call
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -285,7 +285,7 @@ def test_a_client_that_does_not_read_is_ended_as_slow(router: Setup) -> None:
 
 
 def test_a_flood_is_refused_and_disturbs_nobody(router: Setup) -> None:
-    """Of 500 simultaneous requests, as many as allowed are served. The others are refused, and probes are
+    """Of 500 simultaneous requests, the limit's number is served. The others are refused, and probes are
     answered."""
 
     async def one(port: int) -> int:

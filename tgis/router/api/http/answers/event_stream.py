@@ -80,8 +80,8 @@ class EventStream(Response):
 @asynccontextmanager
 async def _unsilenced(send: Send, silence_s: float) -> AsyncIterator[Send]:
     """Yield a function that sends like `send`. After its first message, comments fill the pauses between
-    messages. A
-    comment that the client does not read raises nothing; the next event does."""
+    messages. If
+    the client does not read a comment, the next message raises the error."""
     is_sending, sent_at = True, time.monotonic()
 
     async def heard(message: Message) -> None:

@@ -78,7 +78,7 @@ def to_reservation(text: str) -> str:
 
 
 def only(allowed: str, advice: str) -> Callable[[str], str | None]:
-    """Return a check that refuses values not in `allowed`. A `|` separates its values; `x*` allows a
+    """Return a check that refuses values not in `allowed`, a list separated by `|` in which `x*` allows a
     prefix."""
 
     def refuse(text: str) -> str | None:

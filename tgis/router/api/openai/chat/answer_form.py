@@ -62,7 +62,7 @@ class AnswerForm:
 
     @property
     def reasoning_format(self) -> ReasoningFormat | None:
-        """Format of the reasoning, or None if the prompt ends the reasoning."""
+        """Format of the reasoning that an answer may have, or None."""
         return None if self.reasoning is None else self.reasoning.format
 
     def stop_scope(self) -> ContentScope:
@@ -124,7 +124,7 @@ def constrain(guided: Guided | None, form: AnswerForm | None) -> Guided | None:
 def _read_reasoning(
     reasoning: ReasoningFormat | None, prompt: str, max_tokens: int | None, find_mark: FindMark
 ) -> ReasoningForm | None:
-    """Return the reasoning that follows the prompt, or None if the answer has none."""
+    """Return the reasoning that an answer to the prompt may have, or None if it has none. Raises ApiError."""
     if reasoning is None:
         return None
     begin, end = find_mark(reasoning.begin), find_mark(reasoning.end)

@@ -1,4 +1,4 @@
-"""Reads the tools of a request and the choice of those that its answer may or must call."""
+"""Reads the tools of a request, and its choice of the tools that the answer may or must call."""
 
 import re
 from dataclasses import dataclass
@@ -60,7 +60,8 @@ def show_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
 def read_tool_use(
     tools: list[Tool] | None, tool_choice: str | ToolChoice | None, parallel: bool | None
 ) -> ToolUse | None:
-    """Return the calls that a request allows or requires, or None if its answer has none. Raises ApiError."""
+    """Return the use of tools that a request allows or requires, or None if its answer calls no tools. Raises
+    ApiError."""
     choice = _read_choice(tool_choice)
     if not tools:
         if choice.mode == REQUIRED or choice.names is not None:

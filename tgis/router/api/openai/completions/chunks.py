@@ -18,9 +18,9 @@ _NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token n
 
 
 class ChunkWriter:
-    """Writer of all choices' chunks. If choices show the log-probabilities of their prompt, they wait for
-    them. The
-    log-probabilities come with the prompt's first choice."""
+    """Writer of all choices' chunks. Choices that show log-probabilities of their prompt wait for these,
+    which arrive
+    with the prompt's first choice."""
 
     def __init__(self, job: CompletionJob, specs: list[SequenceSpec]) -> None:
         self._job, self._specs, self._n = job, specs, job.call.parameters.n

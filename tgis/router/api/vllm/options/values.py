@@ -89,7 +89,7 @@ def to_level(text: str) -> str:
 
 
 def only(name: str, allowed: str, advice: str) -> Callable[[str], str | None]:
-    """Return a check that refuses values of `--name` not in `allowed`, whose values are separated by `|`."""
+    """Return a check that refuses values of `--name` not in `allowed`, a list separated by `|`."""
 
     def refuse(text: str) -> str | None:
         flag = name.replace("_", "-")
