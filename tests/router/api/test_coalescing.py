@@ -1,6 +1,5 @@
 """Tests the tokens in a message over real sockets. A client that reads late gets several tokens in a message.
-A
-client that reads at once gets each token before the next one is computed."""
+A client that reads at once gets each token before the next one is computed."""
 
 import asyncio
 import http.client

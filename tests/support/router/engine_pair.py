@@ -1,6 +1,5 @@
 """Opens an engine in front of a fake shard, without a router. Its handle is local or remote. The messages of
-a remote
-handle cross a socket in pieces at random times."""
+a remote handle cross a socket in pieces at random times."""
 
 import asyncio
 import random

@@ -1,6 +1,5 @@
 """Router that deliberately keeps a kilobyte of every input, to prove that the growth test detects it. Run it
-like
-`python -m tgis`."""
+like `python -m tgis`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,8 +1,7 @@
 """Independent implementation of shard.proto's steps in plain Python. The next token is a function of the
-whole prefix,
-the encoder's input, the length that switches rotary frequencies, the soft prompt and the adapter. Every cache
-slot records what was computed into it. Any error in scheduling, sharing or bookkeeping therefore changes a
-result or fails an assertion."""
+whole prefix, the encoder's input, the length that switches rotary frequencies, the soft prompt and the
+adapter. Every cache slot records what was computed into it. Any error in scheduling, sharing or bookkeeping
+therefore changes a result or fails an assertion."""
 
 import zlib
 from array import array
@@ -17,8 +16,7 @@ EOS = 0
 
 def context(encoder_ids: list[int], is_long: bool, digests: str = "") -> int:
     """Return a number for all inputs of the decoder's computation but its own tokens. `digests` has the
-    digests of
-    adapter and prompt, separated by a slash."""
+    digests of adapter and prompt, separated by a slash."""
     if not (encoder_ids or is_long or digests):
         return 0
     return zlib.crc32(array("i", [is_long, *encoder_ids]).tobytes() + digests.encode())

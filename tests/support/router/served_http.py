@@ -1,6 +1,5 @@
 """Serves HTTP APIs on a real socket in this process, in front of an engine and a fake shard. Records the
-specs of the
-sequences that calls open in the engine."""
+specs of the sequences that calls open in the engine."""
 
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping

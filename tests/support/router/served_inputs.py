@@ -1,6 +1,5 @@
 """Serves TGI's and LMI's APIs, whose requests have `inputs`, over a real socket, and computes the outputs of
-their
-models."""
+their models."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -47,8 +47,7 @@ class Models:
         """Take the served names; the first is the default. `adapter_ids` returns the ids of adapters that
         stay loaded.
         `given` holds the names that clients gave to adapters, or is None if they may not. Clients send
-        `placeholders`
-        if their user sets no model; an adapter with such a name has precedence."""
+        `placeholders` if their user sets no model; an adapter with such a name has precedence."""
         self.names = names
         self.given = given
         self._placeholders = placeholders

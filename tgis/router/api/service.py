@@ -1,6 +1,5 @@
 """Provides the service behind all APIs, which convert their protocols to its plain values. It admits,
-validates and
-generates calls, and accounts for them."""
+validates and generates calls, and accounts for them."""
 
 import asyncio
 import time
@@ -90,8 +89,7 @@ class GenerationService:
         accounting: Accounting,
     ) -> None:
         """Create the service. `vocabulary` returns the vocabulary for texts, given True if they continue
-        their input, and
-        the special tokens that they show."""
+        their input, and the special tokens that they show."""
         self._engine, self._validator, self._accounting = engine, validator, accounting
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         self._num_admitted = 0
@@ -122,8 +120,8 @@ class GenerationService:
     @asynccontextmanager
     async def stream(self, call: GenerationCall) -> AsyncIterator[list[Stream]]:
         """Admit a call, and generate while the context is open. Yield `n` streams for each text, ordered by
-        text. An
-        exception that leaves the context ends the call. The context and the outputs raise RouterError."""
+        text. An exception that leaves the context ends the call. The context and the outputs raise
+        RouterError."""
         with self._accounting.open(call) as account:
             async with self._admit(call, account) as admitted, AsyncExitStack() as opened:
                 yield [
@@ -143,8 +141,7 @@ class GenerationService:
         self, job: TokenizeJob, api: ApiRules, metadata: Metadata, connection: Hashable, refusal: str = ""
     ) -> bytes:
         """Return the job's serialized answer. A `refusal` is the reason why the API cannot read the call.
-        Raises
-        RouterError."""
+        Raises RouterError."""
         started_at, metrics = time.monotonic(), self._accounting.metrics
         metrics.tokenize_count.add()
         metrics.tokenize_input_count.add(amount=job.num_texts)

@@ -1,6 +1,5 @@
 """Tests calls' metadata over a real socket: each key's effect, and that a hostile value causes only a refusal
-that
-names its key."""
+that names its key."""
 
 import asyncio
 import math

@@ -1,6 +1,5 @@
 """Attacks the gRPC and the HTTP port while another client makes calls. The other client must notice nothing,
-no
-resources may remain in use, and the same process must serve afterwards."""
+no resources may remain in use, and the same process must serve afterwards."""
 
 import contextlib
 import gzip

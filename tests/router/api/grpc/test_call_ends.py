@@ -1,6 +1,5 @@
 """Tests how calls end. Reference counts alone free everything of a call. A refusal is a status without a
-message
-before it, which clients may retry."""
+message before it, which clients may retry."""
 
 import contextlib
 import json

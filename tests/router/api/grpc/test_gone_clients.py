@@ -1,6 +1,5 @@
 """Tests a client that leaves while the service sends to it. gRPC reports the failed send and the cancelled
-call in
-any order. A send that fails first is rare and cannot be caused from outside, so contexts stand in for
+call in any order. A send that fails first is rare and cannot be caused from outside, so contexts stand in for
 calls."""
 
 import asyncio

@@ -1,6 +1,5 @@
 """Tests clients that do not read their answers, as raw HTTP/2: their resources are freed, and other clients
-notice
-nothing."""
+notice nothing."""
 
 import socket
 import struct

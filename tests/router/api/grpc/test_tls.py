@@ -1,6 +1,5 @@
 """Tests the public ports with real certificates: who is admitted, how connections are encrypted, files that
-change,
-and every refused combination of files."""
+change, and every refused combination of files."""
 
 import http.client
 import socket
@@ -222,8 +221,7 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 8) -> None:
 
 def test_certificates_change_under_live_streams(tmp_path: Path) -> None:
     """The server's certificate, its key and the clients' authority change together. Open connections
-    continue; new ones
-    need the new files."""
+    continue; new ones need the new files."""
     first, second = trustme.CA(), trustme.CA()
     mount, home = tmp_path / "mount", tmp_path / "home"
     mount.mkdir()

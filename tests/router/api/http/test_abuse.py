@@ -1,6 +1,5 @@
 """Attacks a port with OpenAI's API while a gRPC client makes calls. The gRPC client must notice nothing, no
-resources
-may remain in use, and the same process must serve afterwards."""
+resources may remain in use, and the same process must serve afterwards."""
 
 import contextlib
 import json

@@ -1,6 +1,5 @@
 """Tests tenants of OpenAI's API on its own TLS port: names in tokens and certificates reach the log, the
-spans and the
-cache salt."""
+spans and the cache salt."""
 
 import json
 import ssl

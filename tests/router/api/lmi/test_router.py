@@ -1,6 +1,5 @@
 """Tests LMI's API in a router process from start to end: while the model loads, its logs, metrics and spans,
-and
-during shutdown."""
+and during shutdown."""
 
 import http.client
 import json

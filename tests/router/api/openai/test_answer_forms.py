@@ -1,6 +1,5 @@
 """Tests calls in every format: a request's grammar accepts them as the format's models write them, and the
-parsed
-answer contains them. The texts below are written by hand."""
+parsed answer contains them. The texts below are written by hand."""
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer

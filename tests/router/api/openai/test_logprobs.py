@@ -133,8 +133,7 @@ def test_infinity(byte_level: Tokenizer) -> None:
 @pytest.mark.parametrize("is_greedy", [False, True])
 def test_log_likelihood(byte_level: Tokenizer, is_greedy: bool) -> None:
     """An evaluation echoes context and continuation with one more token, and sums the log-probabilities
-    between the
-    context and that token. The continuation is greedy if each of its tokens is the likeliest."""
+    between the context and that token. The continuation is greedy if each of its tokens is the likeliest."""
     ids = byte_level.fast.encode("The quick brown fox").ids
     context, rest = ids[:2], ids[2:]
     logprob = [-0.25 * (1 + at) for at in range(len(ids) + 1)]

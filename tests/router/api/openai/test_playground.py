@@ -1,6 +1,5 @@
 """Tests the playground's page as a client without a browser receives it. integration_tests/playground opens
-it in
-Chromium."""
+it in Chromium."""
 
 import asyncio
 import http.client

@@ -167,8 +167,7 @@ STOPS: list[tuple[str, str, list[str], str | None, str, str | None]] = [
 @pytest.mark.parametrize("marks", [(), MARKS], ids=["texts", "tokens"])
 async def test_stop_strings_end_the_content_only(marks: tuple[str, ...], tmp_path: Path) -> None:
     """Stop strings do not end reasoning, marks or calls. This holds too for strings that begin there and end
-    in the
-    content."""
+    in the content."""
     async with scripted_chats(tmp_path, ChatFormats(HERMES, THINK), marks=marks) as chats:
         for text, opening, stops, thought, content, ending in STOPS:
             ids, has_call = chats.script(text), CALL in text and ending is None

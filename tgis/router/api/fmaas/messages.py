@@ -199,8 +199,7 @@ class ResponseWriter:
         self, event: InputTokens | Output, spec: SequenceSpec
     ) -> pb.GenerationResponse | bytes | None:
         """Return the output's message, or None if it has no text and the client did not ask for tokens. Most
-        messages
-        have only a text; these are returned serialized."""
+        messages have only a text; these are returned serialized."""
         details = spec.details
         if isinstance(event, InputTokens):
             infos = self._token_infos(event.tokens, details)

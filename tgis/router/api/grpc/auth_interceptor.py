@@ -1,6 +1,5 @@
 """Authenticates calls if the operator sets a file of tokens. A call without a valid token is refused before
-its
-message is read. A token may name the call's tenant. Health checks need no token."""
+its message is read. A token may name the call's tenant. Health checks need no token."""
 
 import logging
 from collections.abc import Awaitable, Callable

@@ -32,8 +32,7 @@ async def end_call(context: Context, status: Status) -> None:
 def drop_tracebacks(error: BaseException) -> None:
     """Remove the frames from `error`, its causes, its context and its group.
     Frames hold requests, texts and token ids, and some of asyncio's frames hold the error that refers to
-    them. Only
-    the garbage collector would free such a cycle, and it rarely examines old objects."""
+    them. Only the garbage collector would free such a cycle, and it rarely examines old objects."""
     found, seen = [error], {id(error)}
     for each in found:
         each.__traceback__ = None

@@ -1,6 +1,5 @@
 """Intercepts every method of the public gRPC port. Refuses bytes that are not a valid message, and turns
-errors
-into statuses by one table. For an unforeseen error, the client gets only a request id."""
+errors into statuses by one table. For an unforeseen error, the client gets only a request id."""
 
 import asyncio
 import logging
@@ -46,8 +45,7 @@ Stream = Callable[[Any, Context], AsyncGenerator[Any, None]]
 @dataclass(slots=True)
 class Received:
     """A request as received. grpc.aio keeps this object until the call ends. The message in it is dropped at
-    the
-    answer."""
+    the answer."""
 
     message: Any
     """The message, or None if it is invalid or already answered."""

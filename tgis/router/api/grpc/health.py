@@ -1,6 +1,5 @@
 """Serves gRPC's health service, and holds the state that it and HTTP's `/health` report. A watcher that does
-not
-read does not delay the others. The service that gRPC provides notifies one watcher after the other."""
+not read does not delay the others. The service that gRPC provides notifies one watcher after the other."""
 
 import asyncio
 import logging
@@ -59,8 +58,7 @@ class Health(HealthServicer):  # type: ignore[misc]
         self, request: pb.HealthCheckRequest, context: Context
     ) -> AsyncGenerator[pb.HealthCheckResponse, None]:
         """Yield each new status. Statuses that are replaced before the client reads them are skipped. The
-        status after
-        `drain` is the last one."""
+        status after `drain` is the last one."""
         self.num_watches += 1
         try:
             async for status in self._statuses(request.service in self._services):

@@ -64,8 +64,7 @@ def media_type(request: Request) -> str:
 
 async def read_body(request: Request) -> bytes:
     """Return the body. It may be read repeatedly. Raises PayloadTooLargeError. Unless the body is declared as
-    plain
-    text, raises RequestError or OverloadedError for JSON that is nested deeply or has many values."""
+    plain text, raises RequestError or OverloadedError for JSON that is nested deeply or has many values."""
     if (read := getattr(request.state, "body", None)) is not None:
         return bytes(read)
     call: HttpCall = request.state.call

@@ -43,8 +43,7 @@ class ErrorForm(Protocol):
 
 def describe_error(error: Exception, api: ApiRules) -> tuple[int, str]:
     """Return the status and the text of an error. An unforeseen error is logged, and its text contains only
-    the id of
-    the log line."""
+    the id of the log line."""
     if isinstance(error, HttpError):
         return error.status, str(error)
     status = http_status(error, api)

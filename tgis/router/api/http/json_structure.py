@@ -1,6 +1,5 @@
 """Bounds the structure of JSON bodies before any value is built: the depth and the numbers of lists, objects
-and
-values. The bytes are examined as columns, mostly without holding the GIL. The cost does not depend on the
+and values. The bytes are examined as columns, mostly without holding the GIL. The cost does not depend on the
 values."""
 
 import re
@@ -125,8 +124,7 @@ def _is_small(body: bytes, max_depth: int) -> bool:
 
 def _structure_of(plain: bytes) -> _Structure:
     """Return the structure of a body without escaped quotes. It is right up to the first JSON error. No value
-    after
-    the error is built."""
+    after the error is built."""
     codes = np.frombuffer(plain.translate(None, _OTHERS), np.uint8)
     is_inside = np.logical_xor.accumulate(codes == ord('"'))
     return _Structure(codes | _CASE, ~is_inside)

@@ -42,8 +42,7 @@ def form_inputs(tokens: Iterable[PrefillToken], is_tgi: bool) -> list[FormedToke
 
 class AnswerTokens:
     """Tokens of one answer in order, each with the text that it adds. If a stop sequence may still remove
-    text, a token
-    waits until its text is shown."""
+    text, a token waits until its text is shown."""
 
     def __init__(self, names: TokenForms, waits: bool) -> None:
         self._texts, self._waits = TokenTexts(names), waits
@@ -61,8 +60,7 @@ class AnswerTokens:
 
     def finish(self, detail: TokenDetail, text: str, is_end: bool) -> Iterator[ShownToken]:
         """Add the last token and yield the remaining ones. `text` is the whole answer. It lacks an end of
-        sequence, and may
-        end before the last token."""
+        sequence, and may end before the last token."""
         self._held += self._texts.finish(detail, text, is_end)
         while self._held:
             first = self._held[0].token

@@ -15,8 +15,7 @@ SILENCE_S = 0.02
 
 async def run(events: AsyncGenerator[bytes, None], delays: dict[bytes, float]) -> list[bytes]:
     """Return the messages sent, in order. `delays` has the time that sending a message takes; a negative one
-    makes it
-    fail."""
+    makes it fail."""
     sent: list[bytes] = []
 
     async def send(message: Any) -> None:

@@ -22,8 +22,7 @@ Slice = Sequence[TokenDetail]
 
 class SlicedEncoder:
     """Encoder of one answer's lists of tokens. All answers share `turn`: each turn of the event loop encodes
-    one slice
-    of one answer, so that other requests get their tokens in time."""
+    one slice of one answer, so that other requests get their tokens in time."""
 
     def __init__(self, turn: asyncio.Lock) -> None:
         self._turn = turn

@@ -1,7 +1,6 @@
 """Lists the option names of DJL's LMI containers. Only the launcher reads them, and only with `--compat lmi`.
-A
-name is a key of serving.properties; keys with the prefix `option.` belong to the model, others to the server.
-vLLM's table covers the keys that LMI passes on to vLLM."""
+A name is a key of serving.properties; keys with the prefix `option.` belong to the model, others to the
+server. vLLM's table covers the keys that LMI passes on to vLLM."""
 
 import difflib
 from collections.abc import Mapping

@@ -1,6 +1,5 @@
 """Rewrites vLLM's command lines: underscores in flags, several values after one flag, switches with a value
-or the
-prefix `no`, and a model before all flags."""
+or the prefix `no`, and a model before all flags."""
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
