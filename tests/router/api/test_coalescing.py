@@ -52,8 +52,7 @@ def messages_of(data: bytes) -> Iterator[pb.GenerationResponse]:
 
 
 def test_who_reads_late_gets_several_tokens_in_a_message(router: Setup) -> None:
-    """A client with a window of a few bytes gets little more than the header until all tokens are
-    generated."""
+    """A client with a window of a few bytes gets little but the header until all tokens are generated."""
     details = pb.ResponseOptions(generated_tokens=True)
     request = single("girl", stopping=stopping(LENGTH, min_new_tokens=LENGTH), response=details)
     before = router.shards[0].num_steps

@@ -183,8 +183,7 @@ ANSWERS = (
 
 @pytest.mark.parametrize("marks", [("<think>", "</think>"), ()])
 async def test_reasoning_and_calls(marks: tuple[str, ...], tmp_path: Path) -> None:
-    """The number of tokens up to the end of the reasoning is the same too. Its marks may be several
-    tokens."""
+    """The number of reasoning tokens is the same too. The marks may be several tokens."""
     async with scripted_chats(tmp_path, ChatFormats(HERMES, THINK), marks=marks) as chats:
         for seed, text in enumerate(ANSWERS):
             chats.script(text)

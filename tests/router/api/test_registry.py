@@ -1,5 +1,4 @@
-"""Tests the registry of APIs: its description of each API, and an additional API known only to the
-registry."""
+"""Tests the registry's descriptions of APIs, and an additional API known only to the registry."""
 
 import json
 import subprocess

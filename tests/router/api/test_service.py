@@ -36,7 +36,7 @@ PROMPT = "The quick brown fox"
 
 
 class JsonApi:
-    """API whose calls are objects with `texts` and parameters. An answer is a list of [text, number,
+    """API whose calls are objects with `texts` and parameters. Answers are lists of [text, number,
     reason]."""
 
     def __init__(self, scene: Scene, directory: Path) -> None:

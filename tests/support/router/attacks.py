@@ -46,7 +46,7 @@ CALL_TIMEOUT_S = 60.0
 
 
 class Bystander:
-    """Client with its own connection that calls Generate, GenerateStream and Health repeatedly within its
+    """Client with its own connection that repeats Generate, GenerateStream and Health calls in its
     context."""
 
     def __init__(self, host: str, port: int) -> None:

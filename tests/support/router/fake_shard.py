@@ -58,8 +58,7 @@ class FakeShard(ShardServiceServicer):
         self.poison: int | None = None
         """Prompt length at which the stream ends, as if the shard had crashed."""
         self.hangs_from: str | None = None
-        """Name of the method at which the shard hangs. From then on, it answers no call until it is
-        stopped."""
+        """Name of the method at which the shard hangs. From then on, it answers no calls."""
         self.runs = threading.Event()
         self.runs.set()
         self.garbage: queue.SimpleQueue[Callable[[pb.StepResponse], bytes]] = queue.SimpleQueue()

@@ -13,8 +13,7 @@ BYTES = LLTokenizer(TokenizerWrapper(ByteVocabulary()))
 
 
 class SchemaGrammar:
-    """Grammar of a JSON schema. Raises InvalidGrammarError if the schema is rejected before it is
-    compiled."""
+    """Grammar of a JSON schema. Raises InvalidGrammarError if a schema is rejected before compilation."""
 
     def __init__(self, schema: Any) -> None:
         text = schema if isinstance(schema, str) else json.dumps(schema)

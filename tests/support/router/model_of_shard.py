@@ -45,8 +45,7 @@ def truth(
     digests: str = "",
     sampling_seed: int = 0,
 ) -> list[int]:
-    """Return all tokens of an undisturbed sequence. With `uses_seeds`, tokens depend on the seed of
-    sampling."""
+    """Return all tokens of an undisturbed sequence. `sampling_seed` matters with `uses_seeds`."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_new_tokens:
         seed = context(encoder_ids or [], 0 < switch_len < len(tokens), digests)

@@ -22,8 +22,7 @@ def is_model_name(text: str) -> bool:
 
 
 def served_names(option: str | None, model: str) -> tuple[str, ...]:
-    """Return the names in `--served-model-name`, or by default the name of the model's directory. Raises
-    StartupError."""
+    """Return the names in `--served-model-name`, by default the model directory's. Raises StartupError."""
     given = option if option and option.strip(", ") else Path(model).name or "model"
     names = tuple(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
     for name in names:

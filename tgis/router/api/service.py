@@ -172,7 +172,7 @@ class GenerationService:
 
     @asynccontextmanager
     async def _admit(self, call: GenerationCall, account: CallAccount) -> AsyncIterator[_Admitted]:
-        """Acquire the engine's resources for a call, and validate the call. The resources are released at the
+        """Acquire a call's resources in the engine, validate the call, and release the resources at the
         end."""
         engine, validator = self._engine, self._validator
         claim_id = await engine.acquire(validator.count_outputs(call))
@@ -198,8 +198,7 @@ class GenerationService:
 
     @asynccontextmanager
     async def _outputs(self, admitted: _Admitted, index: int) -> AsyncIterator[Outputs]:
-        """Account for one text, and generate it while the context is open. Generation begins with the first
-        read."""
+        """Account for one text, and generate it while the context is open, from the first read on."""
         with admitted.account.input(index, admitted.specs[index]) as record:
             async with aclosing(self._generate(admitted, index, record)) as outputs:
                 yield outputs

@@ -1,4 +1,4 @@
-"""Tests clients generated from the contract and from its older versions: every method answers all of them
+"""Tests clients generated from the contract and its older versions: every method answers all of them
 alike."""
 
 from typing import Any

@@ -240,8 +240,7 @@ ONE_MILLISECOND = stopping(20, min_new_tokens=20, time_limit_millis=1)
 
 
 def test_an_idle_service_gives_a_token_whatever_the_time_limit(router: Setup) -> None:
-    """As in TGIS, every input of a call gets one token, equal inputs included, however late the deadline is
-    noticed."""
+    """As in TGIS, each input of a call gets one token, however late the deadline is noticed."""
     router.shards[0].step_s = 0.005
     try:
         for _ in range(40):
@@ -343,8 +342,7 @@ def test_bytes_that_are_no_message(router: Setup) -> None:
     ],
 )
 def test_an_unknown_method_is_refused_without_a_text(router: Setup, path: str) -> None:
-    """tonic, the server library of TGIS, refuses it in the same way, whatever the client sends and waits
-    for."""
+    """tonic, TGIS's server library, refuses it likewise, whatever the client sends and waits for."""
     unary, stream = router.channel.unary_unary(path), router.channel.unary_stream(path)
     joined, both = router.channel.stream_unary(path), router.channel.stream_stream(path)
     calls = [lambda: unary(b""), lambda: list(stream(b"\xff")), lambda: joined(iter([]))]

@@ -172,8 +172,7 @@ def test_nothing_of_a_call_outlives_it(router: Setup, end: str) -> None:
 
 
 def look(router: Setup) -> str:
-    """Return the line in which the router reports what is left. It releases a call when it accepts the next
-    one."""
+    """Return the router's report of what is left. It releases a call when it accepts the next one."""
     for _ in range(2):
         router.stub.ModelInfo(pb.ModelInfoRequest(), metadata=METADATA)
     before = len(lines(router))

@@ -27,8 +27,7 @@ REFUSALS = st.lists(
 
 
 def due_by_history(history: list[tuple[float, int]], bytes_per_s: int, max_delay_s: int) -> float:
-    """Return when the next refusal is due. `history` has a connection's previous refusals as (time,
-    bytes)."""
+    """Return when the next refusal is due. `history` has the connection's refusals as (time, bytes)."""
     due = 0.0
     for now, num_bytes in history:
         due = min(max(due, now) + num_bytes / bytes_per_s, now + max_delay_s)

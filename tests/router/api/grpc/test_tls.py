@@ -148,8 +148,7 @@ def test_how_it_is_encrypted(servers: dict[str, Setup], suite: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
 def test_what_is_refused_can_be_spoken_here(files: Files) -> None:
-    """A server that supports everything accepts these suites. Otherwise the refusals above would prove
-    nothing."""
+    """A server that supports everything accepts these suites, so the refusals above prove something."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1
     context.set_ciphers("ALL" + LEGACY)

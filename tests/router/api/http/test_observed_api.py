@@ -1,4 +1,4 @@
-"""Tests the logs, traces and metrics of a router with OpenAI's API that logs everything and gets hostile
+"""Tests logs, traces and metrics of a router with OpenAI's API that logs everything, under hostile
 requests."""
 
 import http.client

@@ -1,5 +1,4 @@
-"""Tests answers of LMI's API over a real socket: each form byte for byte, and that whole and streamed answers
-agree."""
+"""Tests LMI's answers over a real socket: each form byte for byte, and streams against whole answers."""
 
 import json
 from pathlib import Path

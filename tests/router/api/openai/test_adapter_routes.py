@@ -28,8 +28,7 @@ async def ask(served: ServedHttp, route: str, **body: Any) -> tuple[int, str]:
 
 @asynccontextmanager
 async def open_adapters(directory: Path) -> AsyncIterator[tuple[ServedHttp, openai.AsyncOpenAI, Library]]:
-    """Yield a service with the adapters one and two/b. `kept` is preloaded, and `both` is in the first
-    root."""
+    """Yield a service with the adapters one and two/b, `kept` preloaded, and `both` in the first root."""
     library = Library()
     for name in ("one", "two/b", "kept", "both"):
         library.put(adapter(f"digest of {name}"), name)

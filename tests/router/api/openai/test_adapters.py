@@ -1,5 +1,4 @@
-"""Tests LoRA adapters by name over OpenAI's API. The router has fake shards, whose tokens depend on the
-adapter."""
+"""Tests LoRA adapters by name over OpenAI's API, with fake shards whose tokens depend on the adapter."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,5 +1,4 @@
-"""Tests completions over a real socket, with OpenAI's own client and as plain HTTP, against simple
-expectations."""
+"""Tests completions over a real socket, with OpenAI's own client and as plain HTTP."""
 
 import asyncio
 import json
@@ -276,8 +275,7 @@ async def test_the_best_are_the_likeliest_per_token(tmp_path: Path) -> None:
 
 
 async def test_choices_wait_for_their_prompt(tmp_path: Path) -> None:
-    """Only the first choice of a prompt carries the prompt's log-probabilities. Other choices may be
-    faster."""
+    """Only a prompt's first choice carries the prompt's log-probabilities. Other choices may be faster."""
     write_byte_level(tmp_path)
     tokenizer = Tokenizer(tmp_path, 1)
     body = CompletionRequest(prompt="ab", n=2, logprobs=0, echo=True)

@@ -1,5 +1,4 @@
-"""Tests the sampling of requests that leave fields out, over a real socket, and refusals of the operator's
-values."""
+"""Tests the sampling of requests without sampling fields, and the refusal of the operator's values."""
 
 import json
 import subprocess

@@ -1,5 +1,4 @@
-"""Tests the forms of tokens and log-probabilities against the tokenizers' own texts and an evaluation's
-sums."""
+"""Tests the forms of tokens and log-probabilities against the tokenizers' texts and an evaluation's sums."""
 
 import math
 import random

@@ -147,8 +147,7 @@ async def test_budgets_need_marks_that_are_tokens(tmp_path: Path) -> None:
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "to be"}}\n</tool_call>'
 STOPS: list[tuple[str, str, list[str], str | None, str, str | None]] = [
-    # Model's text, opening of the prompt, stop strings, reasoning, content, and the stop string that ends the
-    # text.
+    # Model's text, prompt's opening, stop strings, reasoning, content, and the stop string that ends it.
     ("<think>to be</think>or not to be", "", ["be"], "to be", "or not to ", "be"),
     ("to be</think>or not to be", "<think>", ["be"], "to be", "or not to ", "be"),
     ("<think>to be</think>\n\nor not", "", ["\n\n", "to be"], "to be", "or not", None),

@@ -180,8 +180,7 @@ OBLIVIOUS = {
 
 @pytest.mark.parametrize("case", OBLIVIOUS)
 async def test_any_model_can_be_made_to_call(case: str, tmp_path: Path) -> None:
-    """The grammar alone makes calls, whatever the template shows. If the model's format is unknown, calls are
-    a list."""
+    """The grammar alone makes calls, whatever the template shows. For an unknown format, calls are a list."""
     formats, template = OBLIVIOUS[case]
     one = f'[{{"name": "weather", "parameters": {BONN}}}]'
     two = f'[{{"name": "weather", "parameters": {BONN}}}, {{"name": "clock", "parameters": {UTC}}}]'
@@ -232,8 +231,8 @@ async def test_a_cut_call_is_told_as_it_is(tmp_path: Path) -> None:
 
 
 async def test_prompts_and_counts_are_those_of_transformers(tmp_path: Path) -> None:
-    """The history covers a whole tool loop. Keys of a function have the order in which transformers' users
-    write them."""
+    """The history covers a whole tool loop. A function's keys have the order that transformers' users
+    write."""
     messages: Any = [
         *HELLO,
         {"role": "assistant", "content": None, "tool_calls": [call_of("1", "weather", BONN)]},

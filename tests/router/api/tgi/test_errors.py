@@ -1,5 +1,4 @@
-"""Tests statuses and forms of TGI's errors over a real socket: bodies, tokens, overload, loading,
-failures."""
+"""Tests statuses and forms of TGI's errors over a real socket."""
 
 import asyncio
 import json

@@ -1,5 +1,4 @@
-"""Tests whole answers and streams of TGI's API over a real socket, against simple expectations of a known
-model."""
+"""Tests TGI's whole answers and streams over a real socket, against simple expectations of a known model."""
 
 import asyncio
 import json
@@ -211,8 +210,7 @@ GREEDY = ({}, {"temperature": 1.0}, {"top_p": 1.0}, {"typical_p": 1.0}, {"do_sam
 
 
 async def test_sampling(served: ServedHttp) -> None:
-    """A text is sampled if a sampling parameter is set, or if the request has no parameters. Otherwise it is
-    greedy."""
+    """Texts are sampled if a sampling parameter is set or the request has no parameters, otherwise greedy."""
     cases = [(inputs(max_new_tokens=1, **each), False) for each in SAMPLED]
     cases += [(inputs(max_new_tokens=1, **each), True) for each in GREEDY]
     cases += [({"inputs": PROMPT}, False), ({"inputs": PROMPT, "parameters": None}, False)]

@@ -1,5 +1,4 @@
-"""Tests long answers of TGI's API: the best of several texts by simple sums, and that other tasks run
-meanwhile."""
+"""Tests long answers of TGI's API: the best of several texts, and that other tasks run meanwhile."""
 
 import asyncio
 import gc
@@ -74,8 +73,7 @@ async def body_of(response: Any) -> Any:
 
 
 async def test_the_best_of_several(vocabulary: Vocabulary) -> None:
-    """Texts of different lengths are compared by their mean log-probability. The answer contains all
-    texts."""
+    """Texts of different lengths are compared by their mean log-probability, and all are in the answer."""
     r = random.Random(3)
     for _ in range(8):
         results = [make_result(vocabulary, r, r.randrange(1, 200), seed) for seed in range(4)]

@@ -1,5 +1,4 @@
-"""Tests every text with which TGI's API refuses a request, over a real socket: TGI's own words, in its
-order."""
+"""Tests every refusal of a request by TGI's API, over a real socket: TGI's own words, in its order."""
 
 from dataclasses import replace
 from pathlib import Path

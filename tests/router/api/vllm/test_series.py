@@ -178,8 +178,7 @@ def cancel(setup: Setup) -> int:
 
 
 def fail(setup: Setup) -> None:
-    """Fail once with a server error and once with a client error. vLLM's series do not count the client
-    error."""
+    """Fail with a server error and with a client error. vLLM's series do not count the client error."""
     model = setup.shards[0].model
     model.refuses = lambda message: True
     with pytest.raises(grpc.RpcError):

@@ -69,8 +69,7 @@ class Health(HealthServicer):  # type: ignore[misc]
     async def _statuses(self, is_known: bool) -> AsyncGenerator[Any, None]:
         sent = None
         while True:
-            # Read both together, so that a change or a drain during the sending of a status is reported
-            # afterwards.
+            # Read both together, so that a change or a drain while a status is sent is reported afterwards.
             changed, is_draining = self._changed, self._is_draining
             status = self._status if is_known else pb.HealthCheckResponse.SERVICE_UNKNOWN
             if status != sent:

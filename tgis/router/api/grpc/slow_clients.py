@@ -1,5 +1,4 @@
-"""Ends calls whose client does not read. Without a deadline, such a call would hold its resources for
-ever."""
+"""Ends calls whose client does not read. Without a deadline, they would hold their resources for ever."""
 
 import asyncio
 import gc

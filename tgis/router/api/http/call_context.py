@@ -32,14 +32,12 @@ class HttpCall:
 
     @property
     def owner(self) -> str:
-        """Owner of the call in queues: the tenant, or the client's host, because one host may open many
-        connections."""
+        """Owner of the call in queues: the tenant, or the host, because a host may open many connections."""
         return self.tenant or self.connection.rpartition(":")[0]
 
 
 def open_call(request: Request, tenant: str, bodies: BodyReader) -> HttpCall:
-    """Read the caller of a request. The metadata contain the scheme, and a new id instead of an invalid
-    one."""
+    """Read the caller of a request. The metadata have the scheme, and a new id for an invalid one."""
     given = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers.raw)
     own_id = request_id(request)
     own = ((SCHEME, request.scope["scheme"]), ("x-request-id", own_id))

@@ -91,8 +91,7 @@ class BodyReader:
             asyncio.get_running_loop().call_later(rest_s, self._turns.give)
 
     async def _look(self, body: bytes, owner: Hashable) -> Weight:
-        """Check a long body in a thread, one body at a time, because the check takes several times its
-        memory."""
+        """Check a long body in a thread, one body at a time, because that takes several times its memory."""
         await self._looks.take(owner, len(body))
         try:
             return await asyncio.to_thread(check_structure, body, self._limits)

@@ -29,8 +29,7 @@ FormedToken = LmiToken | Token | PrefillToken
 
 
 def form_token(token: Token, is_tgi: bool) -> FormedToken:
-    """Return a token in the answer's form. In LMI's own form, the joined texts of all tokens are the
-    answer."""
+    """Return a token in the answer's form. In LMI's own form, the texts of all tokens join to the answer."""
     if is_tgi:
         return token
     return LmiToken(token.id, "" if token.special else token.text, token.logprob, token.special or UNSET)
@@ -50,8 +49,8 @@ class AnswerTokens:
         self._num_shown = self._num_taken = 0  # numbers of characters
 
     def push(self, detail: TokenDetail, text: str) -> Iterator[ShownToken]:
-        """Add the next token, which is not the last one, and the text shown with it. Yield the tokens that
-        are final now."""
+        """Add the next token, which is not the last one, and the text shown with it. Yield the final
+        tokens."""
         self._num_shown += len(text)
         self._held += self._texts.push(detail)
         while self._held and (not self._waits or self._end_of_first() <= self._num_shown):

@@ -14,8 +14,7 @@ SILENCE_S = 0.02
 
 
 async def run(events: AsyncGenerator[bytes, None], delays: dict[bytes, float]) -> list[bytes]:
-    """Return the messages sent, in order. `delays` has the time that sending a message takes; a negative one
-    makes it fail."""
+    """Return the messages sent, in order. `delays` are the times that sending takes; negative ones fail."""
     sent: list[bytes] = []
 
     async def send(message: Any) -> None:

@@ -43,8 +43,7 @@ def tokenizer(request: Any, tmp_path: Path) -> Any:
 def generate(
     vocabulary: Vocabulary, ids: list[int], stops: tuple[str, ...]
 ) -> tuple[list[list[ShownToken]], str, list[int]]:
-    """Return the tokens shown with each token, the whole text, and the token ids up to the end, as in a
-    service."""
+    """Return the tokens shown with each token, the whole text, and the token ids up to the end."""
     stream, texts = TextStream(vocabulary, StopSequences(stops)), TokenTexts(TokenForms(vocabulary))
     brought: list[list[ShownToken]] = []
     text = ""
@@ -92,7 +91,7 @@ def test_texts_join(tokenizer: Tokenizer, shows_special: bool) -> None:
 
 
 def test_tokens_come_at_once(tokenizer: Tokenizer) -> None:
-    """A token waits only for its text: for the next token if that affects it, and for the rest of a
+    """A token waits only for its text: for the next token if that matters, and for the rest of a
     character."""
     vocabulary = Vocabulary(tokenizer)
     ids = tokenizer.fast.encode("The quick brown fox jumps", add_special_tokens=False).ids

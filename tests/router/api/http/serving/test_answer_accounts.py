@@ -1,5 +1,4 @@
-"""Tests the counts of an API's answers by route and status over a real socket, and the log lines of
-refusals."""
+"""Tests the counts of answers by route and status over a real socket, and the log lines of refusals."""
 
 import asyncio
 import http.client

@@ -285,8 +285,7 @@ def test_a_client_that_does_not_read_is_ended_as_slow(router: Setup) -> None:
 
 
 def test_a_flood_is_refused_and_disturbs_nobody(router: Setup) -> None:
-    """Of 500 simultaneous requests, the limit's number is served. The others are refused, and probes are
-    answered."""
+    """Some of 500 simultaneous requests are served, the others are refused, and probes are answered."""
 
     async def one(port: int) -> int:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -388,7 +387,7 @@ def free_port() -> int:
 
 @contextmanager
 def open_over_tls(port: int, files: Files, server: trustme.CA) -> Iterator[http.client.HTTPResponse]:
-    """Start a long stream as a client with a certificate of `files`' authority that trusts the authority
+    """Start a long stream with a client certificate of `files`' authority, trusting the authority
     `server`."""
     context = ssl.create_default_context(cadata=server.cert_pem.bytes().decode())
     files.authority.issue_cert("client@example.com").configure_cert(context)

@@ -1,5 +1,4 @@
-"""Tests which requests browser pages may send, and how they are recognized. Requests of other clients are
-served."""
+"""Tests which requests browser pages may send. Requests of other clients are served."""
 
 import asyncio
 import json
@@ -27,8 +26,7 @@ LOCAL, TOKEN = {"bind": "127.0.0.1"}, {"authorization": "Bearer secret"}
 async def send(
     served: ServedHttp, path: str = "/v1/completions", body: Any = None, **headers: str
 ) -> HttpReply:
-    """Send a body with headers. In the headers, PORT stands for the port, and underscores stand for
-    dashes."""
+    """Send a body with headers, in which PORT stands for the port, and underscores for dashes."""
     port = served.url.rpartition(":")[2]
     given = {name.replace("_", "-"): value.replace("PORT", port) for name, value in headers.items()}
     return await asyncio.to_thread(exchange, served.url + path, body or BODY, given)

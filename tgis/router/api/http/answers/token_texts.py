@@ -1,5 +1,5 @@
-"""Assigns each token of an answer the text that it adds. Joined, the texts of all tokens but special ones are
-the answer."""
+"""Assigns each token of an answer the text that it adds. Without special tokens, the texts join to the
+answer."""
 
 from collections.abc import Iterable
 from typing import NamedTuple

@@ -23,8 +23,7 @@ def metrics_routes(is_ready: Callable[[], bool], render: Render) -> list[Route]:
 
 
 class _Scrapes:
-    """Scrapes that share one text, rendered after they arrive. However many arrive, they do not block the
-    event loop."""
+    """Scrapes that share one text, rendered after they arrive. Any number of them leaves the loop free."""
 
     def __init__(self, render: Render) -> None:
         self._render = render

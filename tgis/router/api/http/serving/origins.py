@@ -44,8 +44,7 @@ class OriginRules:
             raise HttpError(403, FOREIGN_ORIGIN)
 
     def _may_change(self, headers: Headers) -> bool:
-        """Return True for a request from no page, from this service's own page, or from a page of an allowed
-        origin."""
+        """Return True for a request from no page, this service's page, or a page of an allowed origin."""
         origins = [origin.lower() for origin in headers.getlist("origin")]
         if "*" in self._allowed or (origins and self._allowed.issuperset(origins)):
             return True

@@ -68,8 +68,7 @@ class HttpPorts:
 
     @asynccontextmanager
     async def serve_api(self) -> AsyncIterator[int | None]:
-        """Admit calls to the APIs within the context. Yield the APIs' own port, or None if they share the
-        HTTP port."""
+        """Admit calls to the APIs within the context. Yield the APIs' own port, or None if they have none."""
         if not self._gate:
             yield None
             return

@@ -29,8 +29,7 @@ def to_number(text: str) -> str:
 
 
 def to_length(text: str) -> str:
-    """Return the length of a sequence, or an empty text for `auto` and -1, which mean the model's own
-    length."""
+    """Return the length of a sequence, or an empty text for `auto` and -1, which mean the model's length."""
     return "" if text in ("auto", "-1") else to_number(text)
 
 
