@@ -1,6 +1,5 @@
 """Router that deliberately leaks some of every resource in its first calls, to prove that the leak tests
-detect it.
-Run it like `python -m tgis`."""
+detect it. Run it like `python -m tgis`."""
 
 import asyncio
 import os

@@ -44,9 +44,9 @@ class Models:
         placeholders: Collection[str] = (),
     ) -> None:
         """Take the served names; the first is the default. `adapter_ids` returns the ids of adapters that
-        stay loaded.
-        `given` holds the names that clients gave to adapters, or is None if they may not. Clients send
-        `placeholders` if their user sets no model; an adapter with such a name has precedence."""
+        stay loaded. `given` holds the names that clients gave to adapters, or is None if they may not.
+        Clients send `placeholders` if their user sets no model; an adapter with such a name has
+        precedence."""
         self.names = names
         self.given = given
         self._placeholders = placeholders

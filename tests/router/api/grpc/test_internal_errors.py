@@ -1,5 +1,4 @@
-"""Tests that every answer with the status INTERNAL has an id, and that the log has a line with this id and
-the cause.
+"""Tests that every answer with the status INTERNAL has an id, and that the log has the cause with this id.
 The client does not get the cause."""
 
 import re

@@ -19,8 +19,7 @@ class Status(NamedTuple):
 async def end_call(context: Context, status: Status) -> None:
     """End the call with `status`. Call this outside of `except`, so that no error is chained to it.
     Only `abort` ends a unary call without sending a message first, and clients do not retry a call after a
-    message.
-    grpc.aio keeps the AbortError as long as the call, and raises it again."""
+    message. grpc.aio keeps the AbortError as long as the call, and raises it again."""
     try:
         await context.abort(*status)
     except grpc.aio.AbortError as error:

@@ -38,8 +38,7 @@ class HttpPorts:
         memory: MemoryRelease,
     ) -> None:
         """Build the ASGI applications. `apis` includes APIs that are not served. `render` returns the text of
-        a scrape.
-        Raises StartupError."""
+        a scrape. Raises StartupError."""
         self._config, self._certificates = config, certificates
         self._served = [api for api in apis if api.is_served]
         self._gate: ApiGate | None = None
