@@ -1,5 +1,5 @@
-"""Tokens of a message, over real sockets: several for a client that reads late, and each by itself for one
-that reads at once, which gets it before the next one is computed."""
+"""Tests the tokens in a message over real sockets. A client that reads late gets several tokens in a message.
+A client that reads at once gets each token before the next one is computed."""
 
 import asyncio
 import http.client
@@ -52,7 +52,7 @@ def messages_of(data: bytes) -> Iterator[pb.GenerationResponse]:
 
 
 def test_who_reads_late_gets_several_tokens_in_a_message(router: Setup) -> None:
-    """A client with a window of some bytes gets little more than the header until all tokens are there."""
+    """A client with a window of a few bytes gets little but the header until all tokens are generated."""
     details = pb.ResponseOptions(generated_tokens=True)
     request = single("girl", stopping=stopping(LENGTH, min_new_tokens=LENGTH), response=details)
     before = router.shards[0].num_steps
@@ -83,7 +83,7 @@ def test_who_reads_late_gets_several_tokens_in_a_message(router: Setup) -> None:
 
 
 def read_late(served: ServedHttp, body: Any, may_read: threading.Event) -> bytes:
-    """Read an answer with a small buffer, once that is allowed."""
+    """Wait until reading is allowed, then read an answer with a small buffer."""
     connection = http.client.HTTPConnection("127.0.0.1", int(served.url.rpartition(":")[2]), timeout=60)
     connection.sock = socket.socket()
     connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -97,7 +97,7 @@ def read_late(served: ServedHttp, body: Any, may_read: threading.Event) -> bytes
 
 @pytest.mark.parametrize("n", [1, 2])
 async def test_who_reads_late_over_http_too(n: int, tmp_path: Path) -> None:
-    """The answer takes megabytes, more than the sockets of both ends hold."""
+    """The answer has megabytes, more than the sockets of both ends hold."""
     async with scripted_chats(tmp_path, ChatFormats()) as chats:
         ids = chats.script("b a " * NUM_LONG, ends=False)[:NUM_LONG]
         body = {"messages": HELLO, "max_tokens": NUM_LONG, "stream": True, "logprobs": True, "n": n}
@@ -118,7 +118,7 @@ async def test_who_reads_late_over_http_too(n: int, tmp_path: Path) -> None:
 
 
 class Steps:
-    """Steps of the shard, each of which is computed when the test says so."""
+    """Steps of the shard. The test permits each step."""
 
     def __init__(self, scene: Scene) -> None:
         self._permits = threading.Semaphore(0)

@@ -1,4 +1,4 @@
-"""Every API returns the same for a generation, however its tokens are grouped when they arrive."""
+"""Tests that every API returns the same answer however tokens are grouped when they arrive."""
 
 import json
 import random
@@ -75,7 +75,7 @@ async def test_fmaas(with_details: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("num_top", "most"), [(5, MAX_TOKENS_PER_OUTPUT // 6), (0, NUM_LONG)])
 async def test_no_message_is_long(num_top: int, most: int, tmp_path: Path) -> None:
-    """However late a client reads. A unary answer is whole."""
+    """Messages are short however late a client reads. A unary answer is complete."""
     async with open_grpc(tmp_path) as served:
         group_events(served.handle, all_at_once)
         details = pb.ResponseOptions(generated_tokens=True, token_logprobs=True, top_n_tokens=num_top)
@@ -90,7 +90,7 @@ async def test_no_message_is_long(num_top: int, most: int, tmp_path: Path) -> No
 
 
 def check_counts(parts: Sequence[pb.GenerationResponse], with_details: bool) -> None:
-    """Check that each message counts the tokens up to its own last one, and that none says nothing."""
+    """Check that each message counts the tokens up to its own last one, and that no message is empty."""
     num_tokens = 0
     for part in parts:
         num_tokens += len(part.tokens)
@@ -159,7 +159,7 @@ async def test_chats(fields: dict[str, Any], tmp_path: Path) -> None:
 
 async def check_chunks(served: ServedHttp, path: str, body: dict[str, Any], seed: int) -> None:
     group_events(served.handle, one_by_one)
-    await stream(served, path, body)  # later ones find its input in the prefix cache
+    await stream(served, path, body)  # later calls find its input in the prefix cache
     alone = read_chunks(await stream(served, path, body))
     num_most = len(alone)
     for split in splits(seed):
@@ -183,7 +183,7 @@ ANSWERS = (
 
 @pytest.mark.parametrize("marks", [("<think>", "</think>"), ()])
 async def test_reasoning_and_calls(marks: tuple[str, ...], tmp_path: Path) -> None:
-    """Also the number of tokens up to the end of the reasoning, whose marks may be several tokens."""
+    """The number of reasoning tokens is the same too. The marks may be several tokens."""
     async with scripted_chats(tmp_path, ChatFormats(HERMES, THINK), marks=marks) as chats:
         for seed, text in enumerate(ANSWERS):
             chats.script(text)
@@ -213,7 +213,7 @@ PARAMETERS: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("parameters", PARAMETERS)
 async def test_tgi(parameters: dict[str, Any], tmp_path: Path) -> None:
-    """An event has one token whatever the grouping, so that the bytes are the same."""
+    """An event has one token however tokens are grouped, so the bytes are the same."""
     async with open_inputs(tmp_path, "tgi") as served:
         for seed, text in enumerate(TEXTS):
             body = {"inputs": text, "parameters": {"max_new_tokens": LENGTH, "top_n_tokens": 2} | parameters}
@@ -256,7 +256,7 @@ SPLITS = (one_by_one, all_at_once)
 
 @pytest.mark.parametrize(("failure", "label"), FAILURES)
 async def test_a_failure_of_fmaas(failure: Failure, label: str, tmp_path: Path) -> None:
-    """What came together with a failure is told before it, and the failure is counted once."""
+    """Tokens that arrive with a failure are returned before it, and the failure is counted once."""
     details = pb.ResponseOptions(generated_tokens=True)
     request = single(TEXTS[1], stopping=stopping(LENGTH, min_new_tokens=LENGTH), response=details)
     async with open_grpc(tmp_path) as served:

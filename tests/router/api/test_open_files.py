@@ -1,4 +1,4 @@
-"""Connections of all ports, together with what else the router opens, fit in the process's limit."""
+"""Tests that the connections of all ports and the router's other files fit into the process's limit."""
 
 import resource
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import pytest
 from tgis.config.processes import RouterConfig
 from tgis.router.api.open_files import share_files
 
-REST = 256  # what is promised to everything else
+REST = 256  # files reserved for everything else
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_connections_fit_or_what_is_missing_is_told(limit: int, num_files: int, 
     resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, limit))
     config = RouterConfig(tokenizer_path="", http_api="openai", max_http_connections=num_http)
     shares = share_files(config)
-    # requests, idle connections, and those of which no request has come
+    # requests, idle connections, and connections without a request yet
     used = REST + shares.grpc + num_http + num_http + shares.http_fresh
     assert used - shares.num_missing <= num_files
     assert shares.num_missing == max(used - num_files, 0)

@@ -1,4 +1,4 @@
-"""Limits that the operator sets, in each API over its own protocol."""
+"""Tests the operator's limits in each API over its own protocol."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -30,7 +30,7 @@ async def http(tmp_path: Path, is_set: bool) -> AsyncIterator[ServedHttp]:
 
 
 async def refusal(served: ServedHttp, path: str, **body: Any) -> tuple[str, str | None] | None:
-    """Return the text of a refusal and what it names; None if there is an answer."""
+    """Return the text of a refusal and the parameter that it names, or None for an answer."""
     status, answer = await post(served, path, body)
     if status == 200:
         return None

@@ -1,4 +1,4 @@
-"""The registry of APIs: what it says of each, and a further API that only the registry knows."""
+"""Tests the registry's descriptions of APIs, and an additional API known only to the registry."""
 
 import json
 import subprocess
@@ -55,7 +55,7 @@ def test_a_further_api_is_logged_and_counted_under_its_name(router: Setup) -> No
 
 
 def test_a_further_api_is_described_and_lends_its_placeholders(router: Setup) -> None:
-    """OpenAI's API is served beside every other."""
+    """OpenAI's API is served beside every other API."""
     paths = exchange(f"{router.http}/openapi.json").json["paths"]
     assert paths["/toy/play"]["post"]["responses"]["418"]["description"] == "A field is wrong."
     body = {"model": "doll", "prompt": "a", "max_tokens": 1}
@@ -75,7 +75,7 @@ def test_names_are_unique_and_each_kind_of_option_names_can_be_asked_for() -> No
 
 
 def test_reading_the_registry_loads_no_server() -> None:
-    """The command line and the engine process read it too."""
+    """The command line and the engine process read the registry too."""
     script = "import sys, tgis.router.api.registry; print(*sys.modules)"
     printed = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

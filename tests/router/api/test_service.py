@@ -1,4 +1,4 @@
-"""The service behind a second served, whose calls are JSON and not protobuf, in front of either engine."""
+"""Tests the service behind another API, whose calls are JSON instead of protobuf, with either engine."""
 
 import asyncio
 import json
@@ -36,7 +36,8 @@ PROMPT = "The quick brown fox"
 
 
 class JsonApi:
-    """Calls are objects with `texts` and parameters; an answer is a list of [text, number, reason]."""
+    """API whose calls are objects with `texts` and parameters. Answers are lists of [text, number,
+    reason]."""
 
     def __init__(self, scene: Scene, directory: Path) -> None:
         write_byte_level(directory, VOCAB_SIZE)
@@ -63,7 +64,7 @@ class JsonApi:
                 yield json.dumps([output.text, output.num_generated, output.reason.name])
 
     def expected(self, text: str, length: int) -> tuple[str, int]:
-        """The model's own text, and its number of tokens."""
+        """Return the model's own text and its number of tokens."""
         tokens: list[int] = self.tokenizer.fast.encode(text).ids
         num_inputs = len(tokens)
         while len(tokens) < num_inputs + length and (len(tokens) == num_inputs or tokens[-1] != EOS):
@@ -80,7 +81,7 @@ def read(text: str, kind: str) -> GenerationCall:
 
 
 def sum_of(scene: Scene, name: str) -> float:
-    """Sum of a metric over all labels."""
+    """Return the sum of a metric over all labels."""
     lines = scene.metrics.render().decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if re.split(r"[ {]", line)[0] == name)
 
@@ -185,7 +186,7 @@ async def test_n_texts_are_those_of_calls_with_the_seeds_that_follow(served: Jso
 
 
 async def test_n_texts_have_one_input(served: JsonApi, caplog: pytest.LogCaptureFixture) -> None:
-    """It is counted, tokenized and reported once; the texts are counted and logged each."""
+    """The input is counted, tokenized and reported once. Each text is counted and logged."""
     caplog.set_level("INFO", "tgis.router.requests.request_log")
     asked = {"texts": ["girl bread", PROMPT], "n": 3, "input_tokens": True, "generated_tokens": True}
     results = await served.service.generate(read(json.dumps(asked), "batch"))

@@ -46,7 +46,7 @@ CALL_TIMEOUT_S = 60.0
 
 
 class Bystander:
-    """Client with its own connection that calls Generate, GenerateStream and Health repeatedly within its
+    """Client with its own connection that repeats Generate, GenerateStream and Health calls in its
     context."""
 
     def __init__(self, host: str, port: int) -> None:
@@ -208,7 +208,7 @@ def _attacker(host: str, port: int) -> Iterator[Connection]:
 
 
 def _send_all(connection: Connection, parts: Iterator[bytes]) -> list[Frame]:
-    """Send all parts, until the other end closes. Return its frames."""
+    """Send all parts until the other end closes the connection. Return the frames that it sent."""
     for part in parts:
         if not connection.send(part):
             break

@@ -1,5 +1,5 @@
-"""Engine in front of a fake shard, without a router, with a local handle and with both halves of a remote
-handle, whose messages cross a socket in pieces at random times."""
+"""Opens an engine in front of a fake shard, without a router. Its handle is local or remote. The messages of
+a remote handle cross a socket in pieces at random times."""
 
 import asyncio
 import random
@@ -33,7 +33,7 @@ class Scene:
     metrics: Metrics
 
     def left(self) -> dict[str, tuple[int, int]]:
-        """Return the numbers of taken and released resources that differ."""
+        """Return the numbers of taken and released resources by kind, where they differ."""
         counts = self.metrics.resource_counts.items()
         return {kind: (each.created, each.released) for kind, each in counts if not each.is_balanced}
 

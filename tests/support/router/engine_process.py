@@ -1,4 +1,4 @@
-"""Engine that can be lost with its state, as if its process were killed, and its workers."""
+"""Engine and workers that tests can kill. A killed engine loses its state, as if its process were killed."""
 
 import asyncio
 from contextlib import suppress
@@ -53,7 +53,7 @@ class EngineProcess:
         await self._engine.close()
 
     def left(self) -> dict[str, tuple[int, int]]:
-        """Return the numbers of taken and released resources of this engine that differ."""
+        """Return the numbers of this engine's taken and released resources by kind, where they differ."""
         assert self.metrics is not None
         counts = self.metrics.resource_counts.items()
         return {kind: (each.created, each.released) for kind, each in counts if not each.is_balanced}

@@ -56,14 +56,13 @@ class FakeShard(ShardServiceServicer):
         self.num_steps = 0
         self.num_streams = 0
         self.poison: int | None = None
-        """Prompt length that ends the stream which computes it."""
+        """Prompt length at which the stream ends, as if the shard had crashed."""
         self.hangs_from: str | None = None
-        """Name of the method at which the shard hangs. From then on, it answers no call until it is
-        stopped."""
+        """Name of the method at which the shard hangs. From then on, it answers no calls."""
         self.runs = threading.Event()
         self.runs.set()
         self.garbage: queue.SimpleQueue[Callable[[pb.StepResponse], bytes]] = queue.SimpleQueue()
-        """Function that replaces an answer."""
+        """Functions that each encode one answer in place of `frame`."""
         self.wrong_digests: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def begin(self, method: str, context: grpc.ServicerContext) -> None:
@@ -114,7 +113,7 @@ class FakeShard(ShardServiceServicer):
                 time.sleep(self.step_s)
                 self.num_steps += 1
                 if any(row.prompt_len == self.poison for row in request.opened_rows):
-                    return  # a real process would have died
+                    return  # a real shard would have crashed
                 response = self.model.execute(request)
                 response.path = self.path
                 if not self.wrong_digests.empty():
@@ -168,7 +167,7 @@ class ShardServer:
         self._shard.answer(connection)
 
     def cut(self) -> None:
-        """Cut the streams."""
+        """Close the streams."""
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)

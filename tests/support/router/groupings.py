@@ -1,4 +1,4 @@
-"""Groups in which events arrive at an API, chosen by a test."""
+"""Sets the groups in which events arrive at an API."""
 
 import random
 from collections.abc import AsyncIterator, Callable

@@ -1,5 +1,5 @@
-"""Router that deliberately keeps a kilobyte of every input, to prove that the test of growth detects it. Run
-it like `python -m tgis`."""
+"""Router that deliberately keeps a kilobyte of every input, to prove that the growth test detects it. Run it
+like `python -m tgis`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -89,7 +89,7 @@ class Connection:
         self.socket.close()
 
     def send(self, data: bytes) -> bool:
-        """Send data, and return whether the other end still accepts it."""
+        """Send data. Return True if the other end still accepts it."""
         try:
             self.socket.sendall(data)
         except OSError:

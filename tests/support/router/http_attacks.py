@@ -43,7 +43,7 @@ def connected(port: int, *data: bytes) -> Iterator[socket.socket]:
 
 
 def status_of(port: int, *data: bytes) -> int:
-    """Return the status of the answer; 0 if the connection is closed without one."""
+    """Return the status of the answer, or 0 if the connection is closed without an answer."""
     with connected(port, *data) as end, contextlib.suppress(OSError):
         received = b""
         while b"\r\n" not in received and (more := end.recv(1 << 16)):
@@ -63,7 +63,7 @@ def cut(port: int, request: bytes, num_events: int) -> None:
 
 
 def is_cut(end: socket.socket, timeout_s: float) -> bool:
-    """Return whether the other end closes the connection in time, after reading its data."""
+    """Read from the connection. Return True if the other end closes it in time."""
     end.settimeout(timeout_s)
     deadline = time.monotonic() + timeout_s
     try:

@@ -31,7 +31,7 @@ def api_on(config: RouterConfig) -> HttpApi:
 
 @asynccontextmanager
 async def open_ports(api: str | None = "openai", **options: Any) -> AsyncIterator[dict[str, int]]:
-    """Yield the ports of HTTP, and of the API if it has its own."""
+    """Yield the HTTP port, and the API's port if it has its own."""
     config = RouterConfig(tokenizer_path="", bind="127.0.0.1", port=0, http_api=api, **options)
     metrics, apis = Metrics(MetricLimits(9, 9, 9)), [api_on(config)]
     ports = HttpPorts(config, lambda: True, metrics, apis, None, render_process(metrics), MemoryRelease())

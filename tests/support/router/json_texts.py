@@ -13,8 +13,7 @@ BYTES = LLTokenizer(TokenizerWrapper(ByteVocabulary()))
 
 
 class SchemaGrammar:
-    """Grammar of a JSON schema. Raises InvalidGrammarError if the schema is rejected before it is
-    compiled."""
+    """Grammar of a JSON schema. Raises InvalidGrammarError if a schema is rejected before compilation."""
 
     def __init__(self, schema: Any) -> None:
         text = schema if isinstance(schema, str) else json.dumps(schema)
@@ -26,7 +25,7 @@ class SchemaGrammar:
         return self._matcher().get_error()
 
     def takes(self, text: str) -> bool:
-        """Return whether the grammar accepts the whole text, byte by byte."""
+        """Return True if the grammar accepts the whole text, byte by byte."""
         matcher, data = self._matcher(), list(text.encode())
         assert not matcher.is_error(), matcher.get_error()
         return matcher.validate_tokens(data) == len(data) and self._accepts(matcher, data)

@@ -1,4 +1,4 @@
-"""Router that deliberately leaks some of every resource in its first calls, to prove that the tests of leaks
+"""Router that deliberately leaks some of every resource in its first calls, to prove that the leak tests
 detect it. Run it like `python -m tgis`."""
 
 import asyncio
@@ -50,7 +50,7 @@ def close_later(rows: FreeRows, row: int) -> None:
 
 
 def forget_the_first(engine: Engine, live: LiveRequest) -> None:
-    """Forget a request, which its client's disconnection would release as well."""
+    """Never release the first request, not even when its client disconnects."""
     if not forgotten:
         forgotten.append(live)
     if live not in forgotten:

@@ -32,7 +32,7 @@ class ProcessAccount:
         self.lost_count = 0
         """Set to 1 if a process died between the sum and the count of the last length."""
         self.lost_sums: defaultdict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
-        """Values that were counted by a process that died before it wrote their sum."""
+        """Sums of values counted by a process that died before it wrote their sum."""
         self.prompt_tokens = 0
         self.past = self.live = self.published = (0, 0, 0)
 

@@ -37,14 +37,14 @@ def adapter(digest: str, num_bytes: int = 1024) -> Item:
 
 @dataclass
 class Library:
-    """Store and copies, which all ranks share and which survive a restart."""
+    """Store and copies. All ranks share them, and they survive a restart."""
 
     store: dict[tuple[pb.ContentKind, str], Item] = field(default_factory=dict)
     copies: dict[str, Item] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     finds: Counter[str] = field(default_factory=Counter)
     loads: Counter[str] = field(default_factory=Counter)
-    """Item on the first rank, by id."""
+    """Numbers of loads on the first rank, by digest."""
     find_s: float = 0.0
     load_s: float = 0.0
     unload_s: float = 0.0
@@ -54,9 +54,9 @@ class Library:
     num_finding: int = 0
     most_finding: int = 0
     errors: dict[tuple[int, str], tuple[grpc.StatusCode, str]] = field(default_factory=dict)
-    """Errors of loads by rank and digest; of finds by rank -1 and id."""
+    """Errors of loads by rank and digest, and of finds by rank -1 and id."""
     elsewhere: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """Copies that a rank's machine lacks."""
+    """Digests of the copies missing on a rank's machine."""
     put_error: tuple[grpc.StatusCode, str] | None = None
     relayed: Counter[int] = field(default_factory=Counter)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -178,7 +178,7 @@ class ShelfOfShard:
 
 
 def _ends(context: grpc.ServicerContext) -> bool:
-    """Wait for the end of a call, and return whether it ends soon."""
+    """Wait for the end of a call. Return True if it ends soon."""
     ended = threading.Event()
     return not context.add_callback(ended.set) or ended.wait(5)
 

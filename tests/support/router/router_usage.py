@@ -15,7 +15,7 @@ class RouterProcesses:
 
     @property
     def rss(self) -> int:
-        """Return the memory in bytes."""
+        """Memory in bytes."""
         return sum(process.memory_info().rss for process in self._processes)
 
     @property
@@ -24,6 +24,6 @@ class RouterProcesses:
 
     @property
     def cpu_s(self) -> float:
-        """Return the CPU time in seconds since the processes started."""
+        """CPU time in seconds since the processes started."""
         times = [process.cpu_times() for process in self._processes]
         return sum(each.user + each.system for each in times)

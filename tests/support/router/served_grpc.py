@@ -1,5 +1,5 @@
-"""Router's gRPC port in this process, in front of an engine and a fake shard, which records the calls'
-requests to the engine."""
+"""Serves the router's gRPC port in this process, in front of an engine and a fake shard. Records the specs of
+the sequences that calls open in the engine."""
 
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager

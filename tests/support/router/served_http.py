@@ -1,5 +1,5 @@
-"""HTTP APIs on a real socket in this process, in front of an engine and a fake shard, which records the
-calls' requests to the engine."""
+"""Serves HTTP APIs on a real socket in this process, in front of an engine and a fake shard. Records the
+specs of the sequences that calls open in the engine."""
 
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -43,7 +43,7 @@ class ServedHttp:
     tokenizer: Tokenizer
     vocabulary: Vocabulary
     url: str
-    """URL up to and without `/v1`."""
+    """URL before `/v1`."""
     gate: ApiGate
 
 

@@ -1,4 +1,5 @@
-"""TGI's and LMI's APIs over a real socket, whose requests have `inputs`, and the outputs of their models."""
+"""Serves TGI's and LMI's APIs, whose requests have `inputs`, over a real socket, and computes the outputs of
+their models."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Relay between the ends of a Unix socket that passes on pieces of random sizes at random times."""
+"""Relays data between the ends of a Unix socket in pieces of random sizes at random times."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""A router with one more API, `toy`, which only the registry knows. Run like `python -m tgis`."""
+"""Router with an additional API, `toy`, known only to the registry. Run it like `python -m tgis`."""
 
 import json
 

@@ -10,8 +10,8 @@ from tgis.router.requests.request_log import CallLog
 
 
 def print_what_is_left(*_: object) -> None:
-    """Print the number of objects created since the start: call logs, which refer to their messages, and
-    exceptions, which refer to frames."""
+    """Print the numbers of objects created since the start that still exist: call logs, which refer to their
+    messages, and exceptions, which refer to frames."""
     kept = (each for each in gc.get_objects() if isinstance(each, CallLog | BaseException))
     print(f"left: {sorted(Counter(type(each).__name__ for each in kept).items())}", flush=True)
 

@@ -22,8 +22,7 @@ CHECK_INTERVAL_S = 1.0  # minimum time between two checks of the file
 
 class BearerTokens:
     """Bearer tokens from a file. Each line is empty, a token or `tenant NAME TOKEN`. The file is read again
-    when it
-    changes, so that an operator can replace tokens."""
+    when it changes, so that an operator can replace tokens."""
 
     def __init__(self, path: str) -> None:
         """Read the file. Raises StartupError."""
@@ -37,8 +36,7 @@ class BearerTokens:
 
     def tenant_of(self, token: str) -> str | None:
         """Return the tenant of `token`, an empty name if it has no tenant, or None if the token is unknown.
-        The time
-        taken does not depend on how much of the token is right."""
+        The time taken does not depend on how much of the token is right."""
         self._reload_if_changed()
         digest = _digest(token)
         found = [tenant for known, tenant in self._tenants.items() if hmac.compare_digest(digest, known)]

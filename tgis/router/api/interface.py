@@ -1,7 +1,6 @@
 """Describes an API to the rest of the router.
 The command line and the engine process read these descriptions too. An interface module therefore imports
-handlers
-only inside the functions that build them."""
+handlers only inside the functions that build them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -45,8 +44,7 @@ class Interface:
     """Values of `--metrics-alias`, each for series with the names that another server of this API uses."""
     model_placeholders: tuple[str, ...] = ()
     """Names that clients of this API send as `model` if their user sets none. While the API is served, they
-    mean the
-    served model in every API."""
+    mean the served model in every API."""
 
     @property
     def name(self) -> str:

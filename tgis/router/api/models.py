@@ -22,8 +22,7 @@ def is_model_name(text: str) -> bool:
 
 
 def served_names(option: str | None, model: str) -> tuple[str, ...]:
-    """Return the names in `--served-model-name`, or by default the name of the model's directory. Raises
-    StartupError."""
+    """Return the names in `--served-model-name`, by default the model directory's. Raises StartupError."""
     given = option if option and option.strip(", ") else Path(model).name or "model"
     names = tuple(dict.fromkeys(name.strip() for name in given.split(",") if name.strip()))
     for name in names:
@@ -45,10 +44,9 @@ class Models:
         placeholders: Collection[str] = (),
     ) -> None:
         """Take the served names; the first is the default. `adapter_ids` returns the ids of adapters that
-        stay loaded.
-        `given` holds the names that clients gave to adapters, or is None if they may not. Clients send
-        `placeholders`
-        if their user sets no model; an adapter with such a name has precedence."""
+        stay loaded. `given` holds the names that clients gave to adapters, or is None if they may not.
+        Clients send `placeholders` if their user sets no model; an adapter with such a name has
+        precedence."""
         self.names = names
         self.given = given
         self._placeholders = placeholders

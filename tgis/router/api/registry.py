@@ -61,8 +61,7 @@ def model_placeholders(http_api: str | None) -> tuple[str, ...]:
 
 def build_http_apis(parts: "ServiceParts") -> list["HttpApi"]:
     """Build all HTTP APIs, in the order in which they may claim a request. Collect the operations of the
-    served ones.
-    Raises StartupError."""
+    served ones. Raises StartupError."""
     [chats] = [each.build_chat_api(parts) for each in INTERFACES if each.build_chat_api is not None]
     builders = [each.build_http_api for each in INTERFACES if each.build_http_api is not None]
     served = served_http_names(parts.config.http_api)

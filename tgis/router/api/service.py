@@ -1,6 +1,5 @@
-"""Provides the service behind all APIs: admits, validates and generates calls, which are plain values, and
-accounts
-for them. APIs convert between their protocols and these values."""
+"""Provides the service behind all APIs, which convert their protocols to its plain values. It admits,
+validates and generates calls, and accounts for them."""
 
 import asyncio
 import time
@@ -89,9 +88,8 @@ class GenerationService:
         vocabulary: Callable[[bool, frozenset[int]], Vocabulary],
         accounting: Accounting,
     ) -> None:
-        """Create the service. `vocabulary` returns a vocabulary. Its arguments are whether texts continue
-        their input, and
-        which special tokens they show."""
+        """Create the service. `vocabulary` returns the vocabulary for texts, given True if they continue
+        their input, and the special tokens that they show."""
         self._engine, self._validator, self._accounting = engine, validator, accounting
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         self._num_admitted = 0
@@ -122,8 +120,7 @@ class GenerationService:
     @asynccontextmanager
     async def stream(self, call: GenerationCall) -> AsyncIterator[list[Stream]]:
         """Admit a call, and generate while the context is open. Yield `n` streams for each text, ordered by
-        text. An
-        exception that leaves the context is recorded as the call's end. The context and the outputs raise
+        text. An exception that leaves the context ends the call. The context and the outputs raise
         RouterError."""
         with self._accounting.open(call) as account:
             async with self._admit(call, account) as admitted, AsyncExitStack() as opened:
@@ -144,8 +141,7 @@ class GenerationService:
         self, job: TokenizeJob, api: ApiRules, metadata: Metadata, connection: Hashable, refusal: str = ""
     ) -> bytes:
         """Return the job's serialized answer. A `refusal` is the reason why the API cannot read the call.
-        Raises
-        RouterError."""
+        Raises RouterError."""
         started_at, metrics = time.monotonic(), self._accounting.metrics
         metrics.tokenize_count.add()
         metrics.tokenize_input_count.add(amount=job.num_texts)
@@ -176,7 +172,7 @@ class GenerationService:
 
     @asynccontextmanager
     async def _admit(self, call: GenerationCall, account: CallAccount) -> AsyncIterator[_Admitted]:
-        """Acquire the engine's resources for a call, and validate the call. The resources are released at the
+        """Acquire a call's resources in the engine, validate the call, and release the resources at the
         end."""
         engine, validator = self._engine, self._validator
         claim_id = await engine.acquire(validator.count_outputs(call))
@@ -202,8 +198,7 @@ class GenerationService:
 
     @asynccontextmanager
     async def _outputs(self, admitted: _Admitted, index: int) -> AsyncIterator[Outputs]:
-        """Account for one text, and generate it while the context is open. Generation begins with the first
-        read."""
+        """Account for one text, and generate it while the context is open, from the first read on."""
         with admitted.account.input(index, admitted.specs[index]) as record:
             async with aclosing(self._generate(admitted, index, record)) as outputs:
                 yield outputs

@@ -30,7 +30,6 @@ def _certificate_name(context: grpc.aio.ServicerContext[Any, Any]) -> str:
 
 def shown_name(name: bytes) -> str:
     """Return a certificate's name. A name that cannot be shown is replaced by its digest, which keeps
-    different names
-    different."""
+    different names different."""
     text = name.decode("latin-1")
     return text if not text or is_name(text) else hashlib.sha256(name).hexdigest()

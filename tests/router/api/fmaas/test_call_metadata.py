@@ -1,5 +1,5 @@
-"""Metadata of calls over a real socket: what each key sets, and that nothing hostile gets further than a
-refusal that names its key."""
+"""Tests calls' metadata over a real socket: each key's effect, and that a hostile value causes only a refusal
+that names its key."""
 
 import asyncio
 import math
@@ -41,7 +41,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
 
 
 def spec_fields(spec: SequenceSpec) -> dict[str, Any]:
-    """All that a key may set, by name."""
+    """Return all fields that a key may set, by name."""
     return {
         **vars(spec.sampling),
         "eos_token_ids": spec.stopping.eos_token_ids,
@@ -92,7 +92,7 @@ async def test_a_key_has_its_effect_and_no_other(
 
 
 def test_every_key_has_an_effect_here() -> None:
-    """`tgis-input: ids` and `tgis-tokens: ids` have theirs in test_token_ids."""
+    """`tgis-input: ids` and `tgis-tokens: ids` are covered by test_token_ids."""
     told = {key for headers, _, effect in EFFECTS for key, _ in headers if effect}
     assert told | {"tgis-min-p", "tgis-input", "tgis-tokens"} == set(KEYS)
 
@@ -230,7 +230,7 @@ async def test_a_hostile_value_is_refused_by_its_key(
 
 @on_the_fixtures_loop
 async def test_no_random_value_gets_further_than_a_refusal(served: ServedGrpc) -> None:
-    """And what is read is read as plain Python reads it."""
+    """Random values are refused, or read as plain Python reads them."""
     r = random.Random(20)
     pieces = [
         *"0123456789",
@@ -315,7 +315,7 @@ async def test_refusals_come_in_the_order_of_tgis(served: ServedGrpc) -> None:
 
 
 async def test_as_many_biases_as_are_allowed_fit_the_default_limit(tmp_path: Any) -> None:
-    """With ids of six digits, and values that float32 tells apart."""
+    """The ids have six digits, and float32 distinguishes the values."""
     r = random.Random(0)
     biases = {i: float(f"{r.uniform(-100, 100):.9g}") for i in range(199_000, 199_000 + 1024)}
     text = ",".join(f"{token_id}:{bias!r}" for token_id, bias in biases.items())
@@ -390,7 +390,7 @@ RAW = [
 
 @on_the_fixtures_loop
 async def test_what_no_client_library_sends(served: ServedGrpc) -> None:
-    """The library refuses some of it and passes on the rest, which is refused by its key."""
+    """The library refuses some of these headers. The others reach the service, which refuses them by key."""
     data, port = batch("a", stopping=stopping(1)).SerializeToString(), int(served.target.split(":")[1])
     failures = {kind: served.num_failures(kind) for kind in ("validation", "generate")}
     served.take_specs()

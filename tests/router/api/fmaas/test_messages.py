@@ -1,4 +1,4 @@
-"""What of a message is read, whatever it has."""
+"""Tests how much of a message is read, whatever its size."""
 
 from tgis.pb import generation_pb2 as pb
 from tgis.router.api.fmaas.messages import MAX_ITEMS, TOO_MANY_REQUESTS, read_batch, read_single

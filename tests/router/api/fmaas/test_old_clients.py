@@ -1,5 +1,5 @@
-"""Clients made from the contract and from its older shapes, which know nothing of each other: every method
-answers each of them as it answers ours."""
+"""Tests clients generated from the contract and its older versions: every method answers all of them
+alike."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ REQUESTS: dict[str, Any] = {
 
 
 def answer(channel: grpc.Channel, file: FileDescriptor, name: str) -> bytes:
-    """What a client of that shape reads, written down again."""
+    """Return a client's answer, serialized again. The client uses the messages of `file`."""
     method = file.services_by_name["GenerationService"].methods_by_name[name]
     asked, answered = (GetMessageClass(each) for each in (method.input_type, method.output_type))
     path = f"/{method.containing_service.full_name}/{name}"

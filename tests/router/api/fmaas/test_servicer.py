@@ -1,4 +1,4 @@
-"""The public service over a real socket: shapes, texts and codes, with tokens known in advance."""
+"""Tests the public service over a real socket: shapes, texts and codes, with tokens known in advance."""
 
 import math
 import time
@@ -240,7 +240,7 @@ ONE_MILLISECOND = stopping(20, min_new_tokens=20, time_limit_millis=1)
 
 
 def test_an_idle_service_gives_a_token_whatever_the_time_limit(router: Setup) -> None:
-    """As TGIS does: however late the deadline is noticed, and to all inputs of a call, equal ones too."""
+    """As in TGIS, each input of a call gets one token, however late the deadline is noticed."""
     router.shards[0].step_s = 0.005
     try:
         for _ in range(40):
@@ -256,7 +256,7 @@ def test_an_idle_service_gives_a_token_whatever_the_time_limit(router: Setup) ->
 
 
 def test_a_deadline_that_has_passed_before_the_input_is_accepted(router: Setup) -> None:
-    """Here while its soft prompt is loaded."""
+    """The deadline passes while the soft prompt is loaded."""
     router.library.put(Item("slow", 3), "slow")
     router.library.load_s = 0.05
     try:
@@ -342,7 +342,7 @@ def test_bytes_that_are_no_message(router: Setup) -> None:
     ],
 )
 def test_an_unknown_method_is_refused_without_a_text(router: Setup, path: str) -> None:
-    """As tonic refuses it, which served TGIS's clients; whatever the client sends and waits for."""
+    """tonic, TGIS's server library, refuses it likewise, whatever the client sends and waits for."""
     unary, stream = router.channel.unary_unary(path), router.channel.unary_stream(path)
     joined, both = router.channel.stream_unary(path), router.channel.stream_stream(path)
     calls = [lambda: unary(b""), lambda: list(stream(b"\xff")), lambda: joined(iter([]))]
@@ -355,7 +355,7 @@ def test_an_unknown_method_is_refused_without_a_text(router: Setup, path: str) -
 
 
 def test_what_metadata_set_reaches_the_shards(router: Setup) -> None:
-    """With the strength of watermarks that the server has by default."""
+    """The watermark has the server's default strength."""
     model, opened = router.shards[0].model, []
     model.refuses = lambda message: opened.append(message) or False  # type: ignore[func-returns-value]
     try:

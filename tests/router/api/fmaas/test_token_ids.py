@@ -1,4 +1,4 @@
-"""Token ids in and out, over a real socket."""
+"""Tests token ids as inputs and in answers, over a real socket."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -76,7 +76,7 @@ async def test_truncation_keeps_the_last_ids_and_puts_none_in_front(served: Serv
     request = batch(written(ids), truncate_input_tokens=3, stopping=stopping(1))
     await served.stub.Generate(request, metadata=[IDS_IN])
     assert served.take_specs()[-1].input_ids == tuple(ids[-3:])
-    many = [7] * 5000 + ids  # the first of them are not read
+    many = [7] * 5000 + ids  # the first ids are not read
     for text in (written(many), f"x  {written(many)}"):
         request = batch(text, truncate_input_tokens=3, stopping=stopping(1))
         await served.stub.Generate(request, metadata=[IDS_IN])

@@ -1,4 +1,4 @@
-"""Trailing metadata of calls over a real socket."""
+"""Tests the trailing metadata of calls over a real socket."""
 
 from collections.abc import AsyncIterator
 from typing import Any

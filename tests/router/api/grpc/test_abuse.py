@@ -1,5 +1,5 @@
-"""Attacks on the gRPC and the HTTP port, each beside a client that must notice nothing; afterwards nothing is
-left of them, and the same process serves."""
+"""Attacks the gRPC and the HTTP port while another client makes calls. The other client must notice nothing,
+no resources may remain in use, and the same process must serve afterwards."""
 
 import contextlib
 import gzip
@@ -35,12 +35,12 @@ from tests.support.router.router_usage import RouterProcesses
 from tgis.pb import generation_pb2 as pb
 
 HOST, SEED = "127.0.0.1", 20
-SLOWEST_S = 5.0  # of a bystander's calls, on a machine that others use too
+SLOWEST_S = 5.0  # limit for the other client's calls, on a machine that others use too
 GROWTH_MIB = 60
-PIPES = 2  # of another process that compiles constraints, since two came at once
+PIPES = 2  # pipes of another process that compiles constraints, because two calls arrive at once
 IDLE = ("tgi_requests_live", "tgi_permits_used", "tgi_queue_size", "tgi_kv_cache_usage_ratio")
 TOO_MANY_PINGS = b"too_many_pings"
-COUNTS = {  # in every run, and in the long one
+COUNTS = {  # in every run, and in the slow test
     "rapid_reset": (3_000, 20_000),
     "endless_headers": (1_000, 3_000),
     "settings_flood": (3_000, 20_000),
@@ -55,7 +55,7 @@ GENERATE = SERVICE + "Generate"
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     setup = start_router(tmp_path_factory.mktemp("abuse"), 1, "--max-batch-size", "16")
-    setup.stub.Generate(batch("a", decoding=pb.DecodingParameters(regex="a")))  # starts what compiles those
+    setup.stub.Generate(batch("a", decoding=pb.DecodingParameters(regex="a")))  # starts the compiler
     yield setup
     assert stop_router(setup) == 0, setup.service.output
     assert "Traceback" not in setup.service.output
@@ -63,7 +63,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
 
 
 class Baseline:
-    """What the router has open and holds when nobody calls."""
+    """Resources that the router uses without calls."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup, self.processes = setup, RouterProcesses(setup)
@@ -117,7 +117,7 @@ def test_damaged_messages(router: Setup, baseline: Baseline, count: int) -> None
     status = grpc.StatusCode
     codes = {outcome.code for outcome in outcomes}
     assert {status.OK, status.INVALID_ARGUMENT} <= codes
-    allowed = {status.OK, status.INVALID_ARGUMENT, status.NOT_FOUND}  # of a service, by Health
+    allowed = {status.OK, status.INVALID_ARGUMENT, status.NOT_FOUND}  # Health's status for unknown services
     assert [outcome for outcome in outcomes if outcome.code not in allowed] == []
     assert len({outcome.method for outcome in outcomes if outcome.code is status.OK}) == 6
 
@@ -129,7 +129,7 @@ def test_a_flood_of_pings_is_told_so(router: Setup) -> None:
 
 @pytest.mark.slow
 def test_polite_pings_of_an_idle_connection_are_answered(router: Setup) -> None:
-    """As of a client that looks after its connection every 30 s; here as often as it may."""
+    """Clients that check their connection ping every 30 s; here as often as the server allows."""
     with Connection(HOST, router.service.grpc_port) as connection:
         connection.send(frame(Kind.SETTINGS, flags=ACK))
         frames: list[Frame] = []
@@ -144,7 +144,7 @@ def test_polite_pings_of_an_idle_connection_are_answered(router: Setup) -> None:
 
 
 def status_of(port: int, path: str, body: bytes, *headers: tuple[str, str]) -> int:
-    """Of a call by hand; -1 where the stream is reset instead."""
+    """Return the status of a call sent as raw frames, or -1 if the stream is reset."""
     with Connection(HOST, port) as connection:
         parts = [body[i : i + 16384] for i in range(0, len(body), 16384)]
         connection.send(frame(Kind.HEADERS, header_block(call_headers(path, *headers)), END_HEADERS, 1))
@@ -161,7 +161,7 @@ def status_of(port: int, path: str, body: bytes, *headers: tuple[str, str]) -> i
 BOMB = gzip.compress(bytes(60 << 20))
 PLAIN_CALLS: dict[str, tuple[int, str, list[tuple[str, str]]]] = {
     "usual": (0, GENERATE, []),
-    "no content type": (0, GENERATE, [("content-type", "")]),  # gRPC does not look
+    "no content type": (0, GENERATE, [("content-type", "")]),  # gRPC ignores it
     "another content type": (0, GENERATE, [("content-type", "application/json")]),
     "another HTTP method": (-1, GENERATE, [(":method", "GET")]),
     "an unknown method": (12, GENERATE + "d", []),
@@ -218,20 +218,20 @@ def test_half_requests_do_not_use_up_the_http_port(router: Setup, baseline: Base
 
 @pytest.mark.slow
 def test_http_that_does_not_finish_is_cut_off(router: Setup, baseline: Baseline) -> None:
-    """Half a request, and an answer that nobody reads."""
+    """Send half a request, and leave an answer unread."""
     many = b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n" * 100
     with undisturbed(baseline):
         with contextlib.ExitStack() as stack:
             ends = [stack.enter_context(open_http(router, b"GET /hea")) for _ in range(20)]
             ends += [stack.enter_context(open_http(router, many)) for _ in range(20)]
             deadline = time.monotonic() + 30
-            while not baseline.processes.num_fds <= baseline.num_fds + PIPES + 4:  # the bystander's
+            while not baseline.processes.num_fds <= baseline.num_fds + PIPES + 4:  # of the other client
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
 
 
 def test_what_is_guided_by_bombs(router: Setup, baseline: Baseline) -> None:
-    """Short texts that would take for ever, and a megabyte."""
+    """Send short constraints that would take for ever to compile, and one of a megabyte."""
     bombs = [{"json_schema": json.dumps(SLOW)}, {"grammar": DEEP_RULES}, {"regex": "(" * 3000 + ")" * 3000}]
     bombs += [{"json_schema": '{"enum": [' + '"x",' * 250_000 + '"x"]}'}]
     with undisturbed(baseline):

@@ -1,4 +1,4 @@
-"""Bearer tokens at a real router: who gets in, and how tokens are replaced."""
+"""Tests bearer tokens at a real router: who is admitted, and how tokens are replaced."""
 
 import time
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def guarded(home: Path) -> Iterator[Setup]:
 
 
 def statuses(setup: Setup, *values: str) -> set[grpc.StatusCode]:
-    """Of calls of both kinds."""
+    """Return the statuses of a unary call and a stream."""
     metadata = [("authorization", value) for value in values]
     codes = set()
     try:
@@ -114,7 +114,7 @@ def test_tokens_are_replaced_under_way(guarded: Setup, home: Path) -> None:
     (home / "tokens").write_text(f"{OLD}\n{NEW}\n")
     wait_for(grpc.StatusCode.OK, NEW)
     assert status(guarded, f"Bearer {OLD}") is grpc.StatusCode.OK
-    (home / "tokens").write_text("")  # half-written
+    (home / "tokens").write_text("")  # as if only half-written
     time.sleep(1.2)
     assert status(guarded, f"Bearer {OLD}") is grpc.StatusCode.OK
     (home / "tokens").write_text(f"{NEW}\n")

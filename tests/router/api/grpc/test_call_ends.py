@@ -1,5 +1,5 @@
-"""How calls end: nothing of a call outlives it, by reference counts alone, and a refusal is a status without
-a message before it, which clients may retry."""
+"""Tests how calls end. Reference counts alone free everything of a call. A refusal is a status without a
+message before it, which clients may retry."""
 
 import contextlib
 import json
@@ -23,15 +23,15 @@ from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 METADATA = (("authorization", "Bearer secret"),)
 NUM_PERMITS = 20
 LENGTH = 150
-REFUSED = pb.StoppingCriteria(min_new_tokens=21)  # more than there may be new ones
+REFUSED = pb.StoppingCriteria(min_new_tokens=21)  # above the maximum number of new tokens
 LONG = pb.StoppingCriteria(max_new_tokens=LENGTH, min_new_tokens=LENGTH)
-LONG_TEXT = "fox " * 10_000  # for the process that tokenizes
-LONGER_TEXT = "fox " * 200_000  # to be cancelled
+LONG_TEXT = "fox " * 10_000  # long enough for the tokenization process
+LONGER_TEXT = "fox " * 200_000  # long enough to be cancelled in time
 VALIDATION = 'tgi_request_failure_total{err="validation"}'
 CALLS = 'tgi_request_count_total{kind="single"}'
 SERVICE = "/fmaas.GenerationService"
 WAIT_S = 20.0
-NUM_CALLS = 3  # of each kind
+NUM_CALLS = 3  # number of calls of each kind
 RETRY_POLICY = {
     "maxAttempts": 3,
     "initialBackoff": "0.01s",
@@ -172,7 +172,7 @@ def test_nothing_of_a_call_outlives_it(router: Setup, end: str) -> None:
 
 
 def look(router: Setup) -> str:
-    """What is left, by the router's own look. It lets go of a call when it takes the next one."""
+    """Return the router's report of what is left. It releases a call when it accepts the next one."""
     for _ in range(2):
         router.stub.ModelInfo(pb.ModelInfoRequest(), metadata=METADATA)
     before = len(lines(router))
@@ -207,7 +207,7 @@ def test_a_refusal_is_a_status_alone(router: Setup, method: str) -> None:
 
 
 def test_clients_retry_what_is_refused(router: Setup) -> None:
-    """gRPC's own client, by a service config; it takes a call that has got a message as answered."""
+    """gRPC's own client retries by a service config. It takes a call with a message as answered."""
     config = {"methodConfig": [{"name": [{}], "retryPolicy": RETRY_POLICY}]}
     options = [("grpc.service_config", json.dumps(config)), ("grpc.use_local_subchannel_pool", 1)]
     before = scrape(router.http)[VALIDATION]

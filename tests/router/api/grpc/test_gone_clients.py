@@ -1,5 +1,6 @@
-"""A client that goes at the moment in which something is sent to it. gRPC tells of both, in any order. That a
-send fails first is rare and cannot be caused from outside, so contexts stand in for calls here."""
+"""Tests a client that leaves while the service sends to it. gRPC reports the failed send and the cancelled
+call in any order. A send that fails first is rare and cannot be caused from outside, so contexts stand in for
+calls."""
 
 import asyncio
 from collections.abc import AsyncGenerator

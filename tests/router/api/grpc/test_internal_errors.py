@@ -1,5 +1,5 @@
-"""Every answer with the status INTERNAL has an id, and the log has a line with that id and the cause, which
-the client is not told."""
+"""Tests that every answer with the status INTERNAL has an id, and that the log has the cause with this id.
+The client does not get the cause."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
 
 
 def fail_unforeseen(setup: Setup) -> None:
-    """The first call of all."""
+    """Fail by the failpoint, which only the first call reaches."""
     setup.stub.Generate(batch("a"))
 
 
@@ -49,7 +49,7 @@ def end_too_early(setup: Setup) -> None:
     garbage = setup.shards[0].garbage
 
     def ended(response: shard_pb2.StepResponse) -> bytes:
-        garbage.put(ended)  # the answer may be of a step that the call before has left
+        garbage.put(ended)  # the answer may belong to a step of the previous call
         response.ended = b"\1" * len(response.ended)
         return frame(response)
 
@@ -86,7 +86,7 @@ def name_the_adapter(setup: Setup) -> None:
 
 
 def lose_a_prompt(setup: Setup) -> None:
-    """With the shards, and it cannot be loaded again."""
+    """Lose the prompt with the shards, and prevent loading it again."""
     setup.shards[0].step_s = 0.01
     request = single("a", stopping=LONG)
     request.prefix_id = "prompt"
@@ -120,7 +120,7 @@ def test_the_log_has_the_cause_under_the_id(setup: Setup, name: str) -> None:
     told = TOLD.fullmatch(caught.value.details())
     assert told, caught.value.details()
     setup.service.wait_for_line(f"request {told[1]} failed: {cause}", 5)
-    setup.service.wait_for_line(f"request_id={told[1]} ", 5)  # the call's own line
+    setup.service.wait_for_line(f"request_id={told[1]} ", 5)  # the call's own log line
 
 
 def test_failures_outside_of_generations_too(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the gRPC port takes: sizes, streams, connections, and how it says that there is no room."""
+"""Tests the limits of the gRPC port: sizes, streams, connections, and how it reports an overload."""
 
 import contextlib
 import resource
@@ -29,7 +29,7 @@ EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 @contextlib.contextmanager
 def few_files() -> Iterator[None]:
-    """For what is started meanwhile."""
+    """Limit the open files of processes started within the context."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (NUM_FILES, before[1]))
     try:
@@ -60,7 +60,7 @@ def test_the_largest_message(router: Setup) -> None:
 
 
 def test_the_most_metadata(router: Setup) -> None:
-    """Not now and then, as between gRPC's own two limits."""
+    """The limit holds each time, unlike between gRPC's own two limits."""
     for _ in range(4):
         router.stub.ModelInfo(pb.ModelInfoRequest(), metadata=[("x", "y" * (MAX_METADATA - 1000))])
         with pytest.raises(grpc.RpcError) as caught:
@@ -69,7 +69,7 @@ def test_the_most_metadata(router: Setup) -> None:
 
 
 def test_a_client_with_many_calls_on_one_connection_loses_none(router: Setup) -> None:
-    """gRPC refuses streams of a connection past a number that it counts late."""
+    """gRPC refuses streams of a connection above a number that it counts late."""
     with ThreadPoolExecutor(115) as threads:
         for _ in range(3):
             answers = threads.map(lambda _: router.stub.Generate(batch("a")), range(115))
@@ -113,7 +113,7 @@ def test_an_overload_says_when_to_come_again(router: Setup) -> None:
 
 @pytest.mark.one_worker("each worker has a limit of its own for its files")
 def test_half_open_connections_leave_files_for_the_rest(router: Setup) -> None:
-    """There are more of them than the process may have files."""
+    """They outnumber the files that the process may open."""
     process, port = psutil.Process(router.service.process.pid), router.service.grpc_port
     before = process.num_fds()
     with Bystander(HOST, port) as bystander:

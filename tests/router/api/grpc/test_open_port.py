@@ -1,4 +1,4 @@
-"""A gRPC port that anybody may call is warned of, once."""
+"""Tests the single warning about a gRPC port that anyone may call."""
 
 import shutil
 import subprocess
@@ -17,7 +17,7 @@ from tgis.router.api.grpc.auth_interceptor import warn_if_unprotected
 WARNING = "may call the gRPC port"
 NOT_ENCRYPTED = "which is not encrypted"
 TLS = {"tls_cert_path": "c", "tls_key_path": "k"}
-ALONE = ["unshare", "--user", "--map-root-user", "--net"]  # a network that nobody else is in
+ALONE = ["unshare", "--user", "--map-root-user", "--net"]  # a network without other machines
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ ALONE = ["unshare", "--user", "--map-root-user", "--net"]  # a network that nobo
 def test_what_is_said(
     bind: str, options: dict[str, str], said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with reserve(bind, 0) as reserved:  # which does not listen
+    with reserve(bind, 0) as reserved:  # it does not listen
         warn_if_unprotected(PortOptions(bind=bind, **options), reserved.getsockname()[0])  # type: ignore[arg-type]
     assert [text for text in (WARNING, NOT_ENCRYPTED) if text in caplog.text] == said
     assert len(caplog.records) == bool(said)

@@ -1,4 +1,4 @@
-"""Refusals of large requests wait, for each connection, while nothing else does."""
+"""Tests that refusals of large requests wait on each connection, and that nothing else waits."""
 
 import contextlib
 import time
@@ -16,18 +16,18 @@ from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 from tgis.router.api.grpc.refusal_pacing import BYTES_PER_S, MAX_DELAY_S, RefusalPacing
 
-TEXT = "word " * 800_000  # a second's worth
-MANY = 8  # more than MAX_DELAY_S's worth
-WRONG = pb.Parameters(stopping=pb.StoppingCriteria(min_new_tokens=21))  # refused before it is tokenized
+TEXT = "word " * 800_000  # about one second at the maximum rate
+MANY = 8  # more than MAX_DELAY_S at the maximum rate
+WRONG = pb.Parameters(stopping=pb.StoppingCriteria(min_new_tokens=21))  # refused before tokenization
 CALLS = 'tgi_request_count_total{kind="single"}'
 PEERS = "abc"
 REFUSALS = st.lists(
     st.tuples(st.sampled_from(PEERS), st.integers(0, 50), st.integers(0, 40)), max_size=60
-)  # peer, bytes, seconds since the one before
+)  # peer, bytes, seconds since the previous refusal
 
 
 def due_by_history(history: list[tuple[float, int]], bytes_per_s: int, max_delay_s: int) -> float:
-    """When the next refusal is due, from all those of a connection before, as (time, bytes)."""
+    """Return when the next refusal is due. `history` has the connection's refusals as (time, bytes)."""
     due = 0.0
     for now, num_bytes in history:
         due = min(max(due, now) + num_bytes / bytes_per_s, now + max_delay_s)
@@ -55,7 +55,7 @@ def test_quiet_connections_are_forgotten() -> None:
 
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
-    # A client that is made to wait for a second is none that reads too slowly.
+    # A client that waits a second for a refusal must not count as a slow reader.
     setup = start_router(tmp_path_factory.mktemp("router"), 1, "--slow-reader-timeout", "0.5")
     setup.stub.Generate(small())
     yield setup
@@ -85,7 +85,7 @@ def code(call: Callable[[], object]) -> grpc.StatusCode:
 
 
 def begin(setup: Setup, stub: GenerationServiceStub, count: int) -> list[grpc.Future]:
-    """Large calls, once the router has looked at them all."""
+    """Begin large calls, and return them once the router has counted them all."""
     before = scrape(setup.http).get(CALLS, 0)
     calls = [stub.Generate.future(refused()) for _ in range(count)]
     deadline = time.monotonic() + 20

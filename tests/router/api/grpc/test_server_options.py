@@ -1,4 +1,4 @@
-"""What gRPC is told of a port that several router workers share, and of the age of its connections."""
+"""Tests the gRPC options for a port that several router workers share, and for the age of its connections."""
 
 from concurrent.futures import ThreadPoolExecutor
 

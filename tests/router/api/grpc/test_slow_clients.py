@@ -1,5 +1,5 @@
-"""Clients that do not read what they asked for, over HTTP/2 by hand: what they hold comes back, and others
-see nothing of them."""
+"""Tests clients that do not read their answers, as raw HTTP/2: their resources are freed, and other clients
+notice nothing."""
 
 import socket
 import struct
@@ -56,12 +56,12 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
 
 @pytest.fixture(scope="module")
 def num_tasks(router: Setup) -> float:
-    """When there is no call."""
+    """Return the number of tasks without calls."""
     return metric(router, "tgi_tasks")
 
 
 def wait(condition: Callable[[], bool], timeout_s: float = 20) -> float:
-    """Seconds it took."""
+    """Wait for the condition and return the seconds it took."""
     begun = time.monotonic()
     while not condition():
         assert time.monotonic() - begun < timeout_s
@@ -80,7 +80,7 @@ def no_reader(setup: Setup, window: int = 0) -> Connection:
 
 
 def make_next_call(connection: Connection, stream: int) -> None:
-    """Let grpc.aio reset the calls that have ended, which each worker does when it takes its next call."""
+    """Let grpc.aio reset ended calls. Each worker does so when it accepts its next call."""
     connection.call(stream, MODEL_INFO, b"")
     connection.send(frame(Kind.WINDOW_UPDATE, struct.pack("!I", 1 << 16), stream=stream))
 
@@ -99,7 +99,7 @@ def test_a_stream_that_nobody_reads_is_reset_and_no_other(router: Setup, num_tas
             parts = router.stub.GenerateStream(single("fox", stopping=stopping(40, min_new_tokens=40)))
             text = "".join(part.text for part in parts)
             assert text == expected_text(router, expected_tokens(router, "fox", 40))
-            wait(lambda: is_idle(router, num_tasks + 2))  # but for gRPC's own wait for the stream's end
+            wait(lambda: is_idle(router, num_tasks + 2))  # except gRPC's own wait for the stream's end
             wait(lambda: is_idle(router, num_tasks))
             make_next_call(connection, 3)
             frames = list(connection.frames(0.5))
@@ -124,7 +124,7 @@ def test_who_reads_again_soon_enough_is_told(router: Setup) -> None:
 
 
 def test_who_reads_slowly_is_served(router: Setup) -> None:
-    router.shards[0].step_s = 0.012  # almost two seconds, more than twice what a client may wait
+    router.shards[0].step_s = 0.012  # almost two seconds, more than twice the timeout
     try:
         with no_reader(router) as connection:
             connection.call(1, STREAM, REQUEST)
@@ -141,7 +141,7 @@ def test_who_reads_slowly_is_served(router: Setup) -> None:
 
 @pytest.mark.parametrize("num_rounds", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_answers_that_nobody_reads_are_dropped(router: Setup, num_tasks: float, num_rounds: int) -> None:
-    """Ten megabytes in each round; later ones need no memory that the first has not given back."""
+    """Each round has ten megabytes of answers. Later rounds need only memory that the first round freed."""
     wait(lambda: is_idle(router, num_tasks))
     processes = RouterProcesses(router)
     sizes = []
@@ -160,7 +160,7 @@ def test_answers_that_nobody_reads_are_dropped(router: Setup, num_tasks: float, 
 
 @pytest.mark.slow
 def test_a_socket_that_nobody_reads(router: Setup, num_tasks: float) -> None:
-    """Its streams cannot even begin. There is room for megabytes in the sockets of both ends."""
+    """Its streams cannot even begin. The sockets of both ends have room for megabytes."""
     wait(lambda: is_idle(router, num_tasks))
     slow = metric(router, SLOW)
     with no_reader(router, 0x7FFFFFFF) as connection:
@@ -169,7 +169,7 @@ def test_a_socket_that_nobody_reads(router: Setup, num_tasks: float) -> None:
         for stream in range(1, 51, 2):
             connection.call(stream, TOKENIZE, MANY_TOKENS.SerializeToString())
         wait(lambda: metric(router, "tgi_tasks") >= num_tasks + 2)
-        wait(lambda: is_idle(router, num_tasks))  # their answers have filled the sockets
+        wait(lambda: is_idle(router, num_tasks))  # these answers have filled the sockets
         connection.call(101, STREAM, REQUEST)
         wait(lambda: metric(router, SLOW) == slow + 1)
         wait(lambda: is_idle(router, num_tasks))
@@ -196,7 +196,7 @@ def test_a_watch_of_the_health_that_nobody_reads_keeps_it_from_nobody(tmp_path: 
 
 
 def test_calls_that_are_reset_while_their_answers_are_sent_are_one_line(router: Setup) -> None:
-    """gRPC's clients do that with an answer that is larger than their limit."""
+    """gRPC's clients reset the call when an answer exceeds their limit."""
     num_lines = len(router.service.lines)
     with no_reader(router) as connection:
         streams = list(range(1, 10, 2))

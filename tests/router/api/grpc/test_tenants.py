@@ -1,4 +1,4 @@
-"""Tenants over real sockets: the names in tokens and certificates reach the salt of the cache."""
+"""Tests tenants over real sockets: names in tokens and certificates reach the cache salt."""
 
 import asyncio
 import logging
@@ -35,7 +35,7 @@ def tokens_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def served(
     tmp_path_factory: pytest.TempPathFactory, tokens_path: Path, files: Files
 ) -> AsyncIterator[ServedGrpc]:
-    """That asks for tokens and certificates."""
+    """Yield a service that requires tokens and certificates."""
     async with open_grpc(tmp_path_factory.mktemp("served"), tokens_path, files) as served:
         yield served
 
@@ -43,7 +43,7 @@ async def served(
 async def tenant(
     served: ServedGrpc, own: grpc.ChannelCredentials | None, token: str = "", salt: str = ""
 ) -> set[CacheSalt]:
-    """Of both kinds of calls."""
+    """Return the cache salts of a unary call and a stream."""
     headers = [("authorization", f"Bearer {token}")] if token else []
     headers += [("tgis-cache-salt", salt)] if salt else []
     async with open_channel(served, own) as stub:

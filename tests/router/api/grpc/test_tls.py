@@ -1,5 +1,5 @@
-"""The public ports with real certificates: who gets in, how it is encrypted, files that change, and every
-combination of files that is refused."""
+"""Tests the public ports with real certificates: who is admitted, how connections are encrypted, files that
+change, and every refused combination of files."""
 
 import http.client
 import socket
@@ -24,7 +24,7 @@ from tgis.pb import generation_pb2 as pb
 from tgis.pb.generation_pb2_grpc import GenerationServiceStub
 
 OK, REFUSED = grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE
-SOON_S = 4.0  # a refusal comes at once; the machine may be busy
+SOON_S = 4.0  # a refusal comes at once, but the machine may be busy
 
 
 SERVERS = {
@@ -36,7 +36,7 @@ SERVERS = {
 
 @pytest.fixture(scope="module")
 def servers(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Setup]]:
-    """One of each kind."""
+    """Yield one server of each kind."""
 
     def start(name: str) -> Setup:
         more = ["--http-tls"] if SERVERS[name] else []
@@ -62,7 +62,7 @@ def call(setup: Setup, own: grpc.ChannelCredentials | None, expected_name: str =
 
 
 def corrupted(files: Files) -> grpc.ChannelCredentials:
-    """With a certificate whose signature is not the authority's any more."""
+    """Return credentials with a certificate whose signature is no longer the authority's."""
     own = files.authority.issue_cert("client@example.com")
     der = bytearray(ssl.PEM_cert_to_DER_cert(own.cert_chain_pems[0].bytes().decode()))
     der[-3] ^= 0x5A
@@ -71,7 +71,7 @@ def corrupted(files: Files) -> grpc.ChannelCredentials:
 
 
 DAY = timedelta(days=1)
-# What a client shows, and which servers let it in: one that does not ask for a certificate looks at none.
+# Credentials of each client, and the servers that admit it. A server that requires no certificate ignores it.
 CLIENTS: dict[str, tuple[Callable[[Files], grpc.ChannelCredentials | None], set[str]]] = {
     "plain": (lambda files: None, {"plain"}),
     "the right certificate": (lambda files: files.client(), {"TLS", "mutual"}),
@@ -110,7 +110,7 @@ def test_a_server_of_another_name_is_not_called(servers: dict[str, Setup], files
     assert time.monotonic() - started < SOON_S
 
 
-LEGACY = ":@SECLEVEL=0"  # which lets OpenSSL try what is weak
+LEGACY = ":@SECLEVEL=0"  # lets OpenSSL offer weak suites
 SUITES = {
     "1.3": (ssl.TLSVersion.TLSv1_3, "DEFAULT", True),
     "1.2, AES-128-GCM": (ssl.TLSVersion.TLSv1_2, "ECDHE-RSA-AES128-GCM-SHA256", True),
@@ -124,7 +124,7 @@ SUITES = {
 
 
 def agree(port: int, version: ssl.TLSVersion, ciphers: str) -> bool:
-    """Whether there is anything that both ends speak."""
+    """Return True if both ends support a common suite."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.minimum_version = context.maximum_version = version
@@ -148,7 +148,7 @@ def test_how_it_is_encrypted(servers: dict[str, Setup], suite: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
 def test_what_is_refused_can_be_spoken_here(files: Files) -> None:
-    """By a server that speaks everything; without it the refusals would show nothing."""
+    """A server that supports everything accepts these suites, so the refusals above prove something."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1
     context.set_ciphers("ALL" + LEGACY)
@@ -162,7 +162,7 @@ def test_what_is_refused_can_be_spoken_here(files: Files) -> None:
 
 
 def https(setup: Setup, path: str, authority: trustme.CA) -> int:
-    """The status that a probe without a certificate of its own gets."""
+    """Return the status for a probe without a certificate."""
     context = ssl.create_default_context(cadata=authority.cert_pem.bytes().decode())
     with urllib.request.urlopen(
         f"https://localhost:{setup.service.http_port}{path}", timeout=SOON_S, context=context
@@ -219,7 +219,8 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 8) -> None:
 
 
 def test_certificates_change_under_live_streams(tmp_path: Path) -> None:
-    """Server's, key and clients' authority at once; what was open goes on, what comes needs the new ones."""
+    """The server's certificate, its key and the clients' authority change together. Open connections
+    continue; new ones need the new files."""
     first, second = trustme.CA(), trustme.CA()
     mount, home = tmp_path / "mount", tmp_path / "home"
     mount.mkdir()
@@ -247,7 +248,7 @@ def test_certificates_change_under_live_streams(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_together_is_not_taken(tmp_path: Path) -> None:
-    """Each change counts once, however many workers look at the files."""
+    """Each change counts once, however many workers read the files."""
     authority = trustme.CA()
     mount, home = tmp_path / "mount", tmp_path / "home"
     mount.mkdir()
@@ -269,7 +270,7 @@ def test_what_does_not_fit_together_is_not_taken(tmp_path: Path) -> None:
             cert.write_bytes(broken)
             assert call(setup, files.client()) is OK
             wait_for(lambda number=number: metric("tgi_tls_reload_failure_total") == number)
-        key.unlink()  # nobody need call
+        key.unlink()  # noticed without calls
         wait_for(lambda: setup.service.output.count(f"{key}: No such file") == NUM_WORKERS)
         assert metric("tgi_tls_reload_failure_total") == 4
         issue(authority, mount, not_after=datetime.now(UTC) + timedelta(days=20))

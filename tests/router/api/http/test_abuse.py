@@ -1,5 +1,5 @@
-"""Attacks on a port with OpenAI's API, each beside a gRPC client that must notice nothing; afterwards nothing
-is left of them, and the same process serves."""
+"""Attacks a port with OpenAI's API while a gRPC client makes calls. The gRPC client must notice nothing, no
+resources may remain in use, and the same process must serve afterwards."""
 
 import contextlib
 import json
@@ -32,11 +32,11 @@ from tests.support.router.router_usage import RouterProcesses
 from tgis.net.connection_groups import PATIENCE_S
 from tgis.pb import generation_pb2 as pb
 
-LIMIT = 1 << 20  # bytes of a body
+LIMIT = 1 << 20  # maximum bytes of a body
 MAX_CONNECTIONS = 64
 GROWTH_MIB = 60
-PIPES = 2  # of another process that compiles constraints
-SLOWEST_S = 5.0  # of a bystander's calls, on a machine that others use too
+PIPES = 2  # pipes of another process that compiles constraints
+SLOWEST_S = 5.0  # limit for the other client's calls, on a machine that others use too
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 STREAM = completion(stream=True, max_tokens=150, min_tokens=150, ignore_eos=True)
 QUIET = {"tgi_open_descriptors": PIPES + 4.0}  # connections that are still being closed
@@ -49,7 +49,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     flags = ["--http-api", "openai", "--max-http-connections", str(MAX_CONNECTIONS)]
     flags += ["--chat-template", str(directory / "chat.jinja"), "--slow-reader-timeout", "1"]
     setup = start_router(directory, 1, "--max-message-bytes", str(LIMIT), "--max-batch-size", "16", *flags)
-    setup.stub.Generate(batch("a", decoding=pb.DecodingParameters(regex="a")))  # starts what compiles those
+    setup.stub.Generate(batch("a", decoding=pb.DecodingParameters(regex="a")))  # starts the compiler
     assert status_of(setup.service.http_port, completion()) == 200
     yield setup
     assert stop_router(setup) == 0, setup.service.output
@@ -148,7 +148,7 @@ REQUESTS: dict[str, tuple[set[int], bytes]] = {
 
 
 def test_odd_requests(router: Setup, baseline: Mapping[str, float], port: int) -> None:
-    """All at once: each has a status of its own, and no request more than the others' time."""
+    """All requests run at once. Each gets its own status, and none takes time from the others."""
     with undisturbed(router, baseline), ThreadPoolExecutor(8) as threads:
         found = dict(
             zip(REQUESTS, threads.map(lambda r: status_of(port, r[1]), REQUESTS.values()), strict=True)
@@ -157,7 +157,7 @@ def test_odd_requests(router: Setup, baseline: Mapping[str, float], port: int) -
 
 
 def test_half_headers_use_up_no_port(router: Setup, baseline: Mapping[str, float], port: int) -> None:
-    """Connections that say nothing or half a header, more than there is room for."""
+    """The connections send nothing or half a header. They outnumber the places."""
     with undisturbed(router, baseline), contextlib.ExitStack() as ends:
         for i in range(4 * MAX_CONNECTIONS):
             ends.enter_context(connected(port, HALVES[i % 2]))
@@ -166,7 +166,7 @@ def test_half_headers_use_up_no_port(router: Setup, baseline: Mapping[str, float
 
 
 def test_half_bodies_are_so_many(router: Setup, baseline: Mapping[str, float], port: int) -> None:
-    """Probes are answered, and after a second half bodies make room for whole requests."""
+    """Probes are answered. After a second, half bodies make room for whole requests."""
     with undisturbed(router, baseline), contextlib.ExitStack() as ends:
         for _ in range(MAX_CONNECTIONS + 10):
             ends.enter_context(connected(port, HALVES[2]))
@@ -190,7 +190,7 @@ def test_streams_that_nobody_reads(router: Setup, baseline: Mapping[str, float],
 
 @pytest.mark.parametrize("seconds", [1, pytest.param(10, marks=pytest.mark.slow)])
 def test_a_flood_of_requests(router: Setup, baseline: Mapping[str, float], port: int, seconds: int) -> None:
-    """Many of which are refused by overload or cut to make room."""
+    """Many requests are refused as overload or closed to make room."""
     end = time.monotonic() + seconds
 
     def ask(_: int) -> set[int]:

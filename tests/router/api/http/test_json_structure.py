@@ -1,4 +1,4 @@
-"""Bounds of JSON bodies, compared with what Python's own parser builds of them."""
+"""Tests the bounds of JSON bodies against the values that Python's own parser builds."""
 
 import asyncio
 import json
@@ -24,12 +24,12 @@ HELLO = {"role": "user", "content": "a"}
 
 
 def calling(arguments: str) -> dict[str, Any]:
-    """A message that calls a tool."""
+    """Return a message that calls a tool."""
     return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
 
 
 def weigh(value: Any) -> Weight:
-    """Lists and values of a parsed body, objects as lists of pairs."""
+    """Count the lists and values of a parsed body, with objects as lists of pairs."""
     if not isinstance(value, list | dict):
         return LIGHT
     items = list(value.values()) if isinstance(value, dict) else value
@@ -72,7 +72,7 @@ def test_lists_and_values_are_those_that_a_parser_builds(monkeypatch: pytest.Mon
 
 
 def test_a_field_has_its_own_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is before and behind it, and however its name is written."""
+    """Neither the fields around it nor the spelling of its name matter."""
     monkeypatch.setattr(json_structure, "FREE_VALUES", 8)
     monkeypatch.setattr(json_structure, "SHORT_LIST", 30)
     r = random.Random(1)
@@ -173,7 +173,7 @@ async def test_owners_of_heavy_bodies_take_turns() -> None:
         await asyncio.sleep(0)
     assert served == ["busy", "other", "gone", "busy", "other", "busy", "busy"]
     turns.give()
-    waiting[-3].cancel()  # its turn has just come
+    waiting[-3].cancel()  # it has just got its turn
     await asyncio.gather(*waiting, *gone, return_exceptions=True)
     async with asyncio.timeout(5):
         await turns.take("next", 1)
@@ -232,7 +232,7 @@ async def test_every_api_refuses_many_lists(tmp_path: Path, api: str) -> None:
 
 
 async def test_a_heavy_chat_is_rendered_whole(tmp_path: Path) -> None:
-    """Beside it, others are served."""
+    """Other requests are served meanwhile."""
     messages = [{"role": "user", "content": f'"{number}"\n'} for number in range(2_000)]
     async with open_chats(tmp_path) as (served, _):
         body = {"messages": messages, "chat_template_kwargs": {"big": 2**70, "é": [None, 1.5, True]}}

@@ -1,4 +1,4 @@
-"""Streams of all APIs as a reader sees them that splits at everything that `str.splitlines` splits at."""
+"""Tests the streams of all APIs with a reader that splits at every line end of `str.splitlines`."""
 
 import json
 import sys
@@ -29,7 +29,7 @@ STREAM = INPUTS | {"stream": True}
 
 
 def read_lines(body: bytes) -> list[Any]:
-    """Return what lines have, which are events of one line or bare objects."""
+    """Return the objects in the lines, which are one-line events or bare objects."""
     lines = [line.removeprefix("data:").strip(" ") for line in body.decode().splitlines()]
     return [json.loads(line) for line in lines if line not in ("", "[DONE]")]
 

@@ -1,4 +1,5 @@
-"""What is to be seen of OpenAI's API of a router that logs all it can, traces, and gets hostile requests."""
+"""Tests logs, traces and metrics of a router with OpenAI's API that logs everything, under hostile
+requests."""
 
 import http.client
 import json
@@ -64,7 +65,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 def hostile() -> list[tuple[int, str | bytes]]:
-    """Bodies with marks where an error might quote them, and the status that each gets."""
+    """Return statuses and bodies. The bodies have marks where an error might quote them."""
     bodies = [
         f'{{"prompt": "{MARK}',
         json.dumps({"prompt": MARK, "max_tokens": MARK}),
@@ -114,7 +115,7 @@ def test_a_call_and_its_refusals_are_seen_without_their_texts(
     [told] = [line for line in lines if line["correlation_id"] == "request-1"]
     assert (told["method"], told["tenant"], told["output_tokens"]) == ("Completion", "team-7", 3)
     assert sum(line["correlation_id"] == "bad" for line in lines) == len(refused), "one line for each"
-    told_spans = [(span, values(span.attributes)) for span in collector[0].spans]  # of routers in any order
+    told_spans = [(span, values(span.attributes)) for span in collector[0].spans]  # from routers in any order
     [(span, attributes)] = [told for told in told_spans if told[1]["http.response.status_code"] == 200]
     assert (span.name, span.parent_span_id.hex()) == (f"POST {PATH}", PARENT_ID)
     assert attributes["http.route"] == PATH

@@ -1,5 +1,5 @@
-"""Tenants of OpenAI's API on a TLS port of its own: the names in tokens and certificates reach the log, the
-spans and the salt of the cache."""
+"""Tests tenants of OpenAI's API on its own TLS port: names in tokens and certificates reach the log, the
+spans and the cache salt."""
 
 import json
 import ssl
@@ -29,7 +29,7 @@ CALLERS = [
 ]
 TEXT = "The quick brown fox jumps over the lazy dog. " * 2
 PROMPT: dict[str, Any] = {"prompt": TEXT}
-# Name, kind and fields of each call: calls of one kind have equal prompts.
+# Name, kind and fields of each call. Calls of one kind have equal prompts.
 CALLS: list[tuple[str, str, dict[str, Any]]] = [
     ("whole", "completions", PROMPT),
     ("streamed", "completions", PROMPT | {"stream": True, "stream_options": {"include_usage": True}}),
@@ -39,7 +39,7 @@ CALLS: list[tuple[str, str, dict[str, Any]]] = [
 
 @pytest.fixture
 def served(tmp_path: Path, files: Files, collector: tuple[Collector, str]) -> Iterator[tuple[Setup, str]]:
-    """The router, and its API's address."""
+    """Yield the router and the URL of its API."""
     tokens, template = tmp_path / "tokens", tmp_path / "chat.jinja"
     tokens.write_text(TOKENS)
     template.write_text("{{ messages[0].content }}")
@@ -62,7 +62,7 @@ def connect(url: str, files: Files, token: str, certificate: str) -> Iterator[op
 
 
 def ask(client: openai.OpenAI, call_id: str, kind: str, fields: dict[str, Any]) -> int:
-    """Return how many tokens of the prompt were cached."""
+    """Return the number of cached prompt tokens."""
     create: Any = client.chat.completions.create if kind == "chat" else client.completions.create
     answer = create(model="", max_tokens=2, extra_headers={"x-request-id": call_id}, **fields)
     if "stream" in fields:
@@ -94,7 +94,7 @@ def test_tenants_are_told_and_share_only_their_own(
 
 
 def spans_of(collector: Collector, least: int) -> dict[object, object]:
-    """The tenant of each call that has a span."""
+    """Return the tenant of each call with a span."""
     deadline = time.monotonic() + 20
     while len(spans := collector.spans) < least:
         assert time.monotonic() < deadline
@@ -104,6 +104,6 @@ def spans_of(collector: Collector, least: int) -> dict[object, object]:
 
 
 def lines_of(setup: Setup) -> dict[object, object]:
-    """The tenant of each call that has a line in the log."""
+    """Return the tenant of each call with a line in the log."""
     told = (json.loads(line) for line in setup.service.output.splitlines() if line.startswith("{"))
     return {each["correlation_id"]: each.get("tenant") for each in told if each.get("api") == "openai"}

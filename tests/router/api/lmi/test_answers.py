@@ -1,4 +1,4 @@
-"""Answers of LMI's API over a real socket: each form byte for byte, and the same in whole and streamed."""
+"""Tests LMI's answers over a real socket: each form byte for byte, and streams against whole answers."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ KEYS = {"tgi_compat": ("logprob", "special")}
 
 
 def tokens_of(served: ServedHttp, formatter: str | None) -> list[dict[str, Any]]:
-    """The script's tokens as a form shows them."""
+    """Return the script's tokens in the form of the formatter."""
     logprob, special = KEYS.get(formatter or "", ("log_prob", "special_token"))
     tokens: list[dict[str, Any]] = []
     for token_id in served.scene.shard.model.script or []:
@@ -85,7 +85,7 @@ async def test_forms(tmp_path: Path, formatter: str | None) -> None:
         answer = await ask(served, body | {"stream": True})
         assert (answer.status, answer.headers["content-type"]) == (200, stream_type)
         assert answer.body == write_stream(served, formatter)
-        # without details, which only tgi_compat has unasked
+        # without details, which only tgi_compat shows by default
         body = inputs(max_new_tokens=50)
         if formatter in (None, "json"):
             assert (await ask(served, body)).body == dump({"generated_text": STORY})
@@ -109,7 +109,7 @@ FIELDS: list[dict[str, Any]] = [
 
 
 async def test_whole_answers_and_streams_are_equal(tmp_path: Path) -> None:
-    """And both are what the tokens decode to, up to a stop sequence."""
+    """Both are the decoded tokens, up to a stop sequence."""
     async with open_lmi(tmp_path) as served:
         for more in FIELDS:
             reasons = [await compare(served, text, more) for text in PROMPTS]
@@ -118,7 +118,7 @@ async def test_whole_answers_and_streams_are_equal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_included", [False, True])
 async def test_a_stop_sequence_of_several_tokens(tmp_path: Path, is_included: bool) -> None:
-    """What may be its beginning waits, and is shown if it was none."""
+    """A possible beginning of it waits, and is shown if the stop sequence does not follow."""
     async with open_lmi(tmp_path) as served:
         script = served.tokenizer.fast.encode(" lazy lad lazy dog", add_special_tokens=False).ids
         pieces = [served.tokenizer.fast.decode([token_id]) for token_id in script]
@@ -139,7 +139,7 @@ async def test_a_stop_sequence_of_several_tokens(tmp_path: Path, is_included: bo
 
 
 async def compare(served: ServedHttp, text: str, more: dict[str, Any]) -> str:
-    """Compare both answers of a text. Return why it ends."""
+    """Compare the whole and the streamed answer for a text. Return the finish reason."""
     body = {"inputs": text, "parameters": {"max_new_tokens": 25, "details": True} | more}
     told = (await ask(served, body)).json
     lines = (await ask(served, body | {"stream": True})).lines
@@ -190,7 +190,7 @@ async def test_details_of_inputs_and_of_likely_tokens(tmp_path: Path) -> None:
 
 
 async def test_the_best_of_several_texts_is_first(tmp_path: Path) -> None:
-    """By the sum of its log-probabilities; the others are in order too."""
+    """The best text has the largest sum of log-probabilities. The others are ordered too."""
     async with open_lmi(tmp_path) as served:
         served.scene.shard.model.uses_seeds = True
         for fields, num_shown in (({"best_of": 6}, 6), ({"best_of": 6, "n": 2}, 2), ({"n": 6}, 6)):

@@ -1,4 +1,4 @@
-"""Errors of LMI's API in DJL's forms: before an answer, and as the last line of a stream."""
+"""Tests errors of LMI's API in DJL's forms: before an answer, and as the last line of a stream."""
 
 import asyncio
 import time
@@ -34,7 +34,7 @@ def told(answer: HttpReply) -> tuple[int, Any]:
 
 
 async def test_a_full_queue(served: ServedHttp) -> None:
-    body = {"inputs": ["a"] * 65, "parameters": {"n": 2}}  # of 128 places
+    body = {"inputs": ["a"] * 65, "parameters": {"n": 2}}  # more than the 128 places
     answer = await ask(served, body)
     text = "Worker queue capacity exceeded for model: served-model"
     assert told(answer) == refused(503, "WlmCapacityException", text)
@@ -106,7 +106,7 @@ async def test_tokens(tmp_path: Path) -> None:
             "UnauthorizedException",
         )
         assert (await ask(served, STREAM, authorization="Bearer secret")).status == 200
-        answer = await ask(served, b"", "/ping", method="GET")  # the probe needs none
+        answer = await ask(served, b"", "/ping", method="GET")  # the probe needs no token
         assert told(answer) == (200, {"status": "Healthy"})
 
 
@@ -148,7 +148,7 @@ async def test_a_further_token_that_is_late(tmp_path: Path) -> None:
 
 
 async def given_back(served: ServedHttp) -> None:
-    """Wait until the step that was late has been answered."""
+    """Wait until the late step has been answered."""
     for _ in range(200):
         if not served.scene.left():
             return
@@ -173,7 +173,7 @@ FAILED_TOKENS = {
 
 @pytest.mark.parametrize("formatter", [None, "sse", "tgi_compat"])
 async def test_a_failure_after_it(tmp_path: Path, formatter: str | None) -> None:
-    """The last line has the text so far, and says that it is no whole one."""
+    """The last line has the text so far, and marks it as incomplete."""
     async with open_lmi(tmp_path, formatter) as served:
         for body in (
             STREAM,
@@ -200,7 +200,7 @@ async def test_a_failure_after_it(tmp_path: Path, formatter: str | None) -> None
 
 
 async def test_a_failure_after_a_completion_has_begun(served: ServedHttp) -> None:
-    """It is a line too, with OpenAI's object."""
+    """The failure is a line too, with OpenAI's object."""
     body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "stream": True}
     fail_at_fourth_step(served)
     answer = await ask(served, body)
@@ -215,7 +215,7 @@ def lines_of(answer: HttpReply) -> list[Any]:
 
 
 def fail_at_fourth_step(served: ServedHttp) -> None:
-    """Have the shard refuse the row after three tokens."""
+    """Make the shard refuse the row after three tokens."""
 
     def refuse(response: shard_pb2.StepResponse) -> bytes:
         [row] = response.rows[:1]

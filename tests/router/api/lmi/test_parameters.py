@@ -1,4 +1,4 @@
-"""What the parameters of LMI's requests ask of the engine, and which are refused."""
+"""Tests the engine's parameters for LMI's requests, and which parameters are refused."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -75,12 +75,12 @@ async def test_stopping(served: ServedHttp) -> None:
     assert (await spec_of(served, ignore_eos_token=True)).stopping.eos_token_ids == frozenset()
     inputs = served.tokenizer.fast.encode(PROMPT).ids
     assert (await spec_of(served, truncate=3)).input_ids == (inputs[0], *inputs[-2:])
-    spec = await spec_of(served, max_new_tokens=5000)  # more than fits is shortened
+    spec = await spec_of(served, max_new_tokens=5000)  # reduced to the remaining length
     assert spec.stopping.max_new_tokens == 200 - len(inputs)
 
 
 async def test_details(served: ServedHttp) -> None:
-    """Only what is shown is computed, and by the model's own logits."""
+    """Only the details in the answer are computed, from the model's own logits."""
     details = (await spec_of(served)).details
     assert (details.generated_tokens, details.logprobs, details.input_tokens) == (False, False, False)
     details = (await spec_of(served, decoder_input_details=True, top_n_tokens=4)).details
@@ -146,7 +146,7 @@ REFUSED_BODIES: list[tuple[Any, str]] = [
 
 
 async def test_refusals(served: ServedHttp) -> None:
-    """By the parameter's name in this API, and before anything is computed."""
+    """Refusals use this API's name of the parameter, and come before any step."""
     streamed = [(inputs(**fields) | {"stream": True}, text) for fields, text in REFUSED_STREAMS]
     bodies = [(inputs(**fields), text) for fields, text in REFUSED] + streamed + REFUSED_BODIES
     for body, text in bodies:

@@ -1,5 +1,5 @@
-"""LMI's API of a router process from its start to its end: while the model loads, what is to be seen of its
-calls, when its shards are lost, and when it is told to stop."""
+"""Tests LMI's API in a router process from start to end: while the model loads, its logs, metrics and spans,
+and during shutdown."""
 
 import http.client
 import json
@@ -25,7 +25,7 @@ LONG = {"inputs": "a b c", "parameters": {"max_new_tokens": 150, "ignore_eos_tok
 
 @pytest.fixture
 def service(tmp_path: Path, collector: tuple[Collector, str]) -> Iterator[tuple[Service, int]]:
-    """A router whose shards are not there yet, and its port."""
+    """Yield a router whose shards are not ready, and its port."""
     write_usual(tmp_path)
     with reserve("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
@@ -96,7 +96,7 @@ def test_a_router_from_its_start_to_its_end(
     server = ShardServer(shard, str(tmp_path / "shard"))
     try:
         process.wait_until_serving(20)
-        assert ask(port, None, "/ping", "GET") == (200, {"status": "Healthy"})  # LMI's, not TGI's
+        assert ask(port, None, "/ping", "GET") == (200, {"status": "Healthy"})  # LMI's answer, not TGI's
         setup = Setup(process, [shard], [server], None, "", None)  # type: ignore[arg-type]
         check_what_is_seen(setup, port, collector[0])
         check_the_end(setup, port)
@@ -131,7 +131,7 @@ def check_what_is_seen(setup: Setup, port: int, collector: Collector) -> None:
 
 
 def check_the_end(setup: Setup, port: int) -> None:
-    """A stream that outlives the drain has a last line that says so."""
+    """A stream that outlives the drain ends with a line for the shutdown."""
     setup.shards[0].step_s = 0.05
     connection, response = begin(port, LONG)
     with connection:

@@ -1,4 +1,4 @@
-"""Adapters that get and lose names at run time, before an engine and a fake shard."""
+"""Tests adding and removing names of adapters at run time, with an engine and a fake shard."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -21,14 +21,14 @@ REMOVED = "Success: LoRA adapter '{}' removed successfully."
 
 
 async def ask(served: ServedHttp, route: str, **body: Any) -> tuple[int, str]:
-    """The status and the text, or the message of an error."""
+    """Return the status, and the text or the message of an error."""
     reply = await asyncio.to_thread(exchange, f"{served.url}/v1/{route}_lora_adapter", body)
     return reply.status, reply.text if reply.status == 200 else reply.json["error"]["message"]
 
 
 @asynccontextmanager
 async def open_adapters(directory: Path) -> AsyncIterator[tuple[ServedHttp, openai.AsyncOpenAI, Library]]:
-    """Adapters one and two/b can be found, `kept` is preloaded, and `both` is in the first root."""
+    """Yield a service with the adapters one and two/b, `kept` preloaded, and `both` in the first root."""
     library = Library()
     for name in ("one", "two/b", "kept", "both"):
         library.put(adapter(f"digest of {name}"), name)

@@ -1,5 +1,4 @@
-"""LoRA adapters by name over OpenAI's API of a router in front of fake shards, whose tokens depend on the
-adapter."""
+"""Tests LoRA adapters by name over OpenAI's API, with fake shards whose tokens depend on the adapter."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +23,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     library = Library()
     for name in (PRELOADED, OTHER):
         library.put(adapter(DIGESTS[name]), name)
-    library.put(adapter("never"), MODEL)  # the served model's name wins
+    library.put(adapter("never"), MODEL)  # the served model's name has precedence
     library.put(Item("d3", num_decoder_tokens=4), "soft")
     info = shard_pb2.InfoResponse(preloaded_adapter_ids=[PRELOADED])
     flags = ["--http-api", "openai", "--served-model-name", f"{MODEL},tiny-v1"]

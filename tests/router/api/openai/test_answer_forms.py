@@ -1,5 +1,5 @@
-"""Calls in every format: the grammar that a request makes takes them as the format's models write them, and
-the answer that is read has them. The texts below are written by hand."""
+"""Tests calls in every format: a request's grammar accepts them as the format's models write them, and the
+parsed answer contains them. The texts below are written by hand."""
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -49,7 +49,7 @@ MARKS += [*D.values(), "<think>", "</think>", "[THINK]", "[/THINK]"]
 
 @pytest.fixture(scope="module")
 def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Tokenizer]:
-    """Tokenizers with the marks as special tokens and without them."""
+    """Return tokenizers with and without the marks as special tokens."""
     plain = write_byte_level(tmp_path_factory.mktemp("plain"))
     marked = write_byte_level(tmp_path_factory.mktemp("marked"))
     marked.add_special_tokens([AddedToken(mark, normalized=False) for mark in MARKS])
@@ -104,7 +104,7 @@ def test_calls_of_every_format(kind: str, are_marks: bool, vocabularies: dict[bo
             assert takes(tokenizer, form, "hello") == (choice == "auto")
     assert read(form, text, tokenizer) == (None, None, CALLS)
     after_text = read(form, f"hello\n{text}", tokenizer)
-    # Calls of Llama 3 are the whole answer.
+    # Llama 3's calls must be the whole answer.
     assert after_text == ((None, f"hello\n{text}", []) if kind == "llama3" else (None, "hello", CALLS))
 
 

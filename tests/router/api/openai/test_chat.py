@@ -1,4 +1,4 @@
-"""`/v1/chat/completions` over a real socket, with the openai client and as plain HTTP."""
+"""Tests `/v1/chat/completions` over a real socket, with the openai client and as plain HTTP."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from tests.support.router.served_http import MODEL, ServedHttp
 
 
 async def prompt_of(served: ServedHttp, **fields: Any) -> str:
-    """The prompt that the engine got, as text."""
+    """Return the prompt that the engine received, as text."""
     served.handle.specs.clear()
     status, answer = await post(served, "/v1/chat/completions", {"max_tokens": 1} | fields)
     assert status == 200, answer
@@ -33,7 +33,7 @@ async def test_answers_and_streams_are_the_same(tmp_path: Path) -> None:
         logprobs = whole.choices[0].logprobs
         assert logprobs is not None
         assert logprobs.content is not None
-        assert served.handle.specs[0].details.top_n == 3  # the fake shard tells none
+        assert served.handle.specs[0].details.top_n == 3  # the fake shard returns none
         num_tokens = sum(len(choice.logprobs.content) for choice in whole.choices)  # type: ignore[union-attr, arg-type]
         assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (num_inputs, num_tokens)
 

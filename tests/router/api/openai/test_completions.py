@@ -1,4 +1,4 @@
-"""Completions over a real socket, to OpenAI's own client and to plain HTTP, against plain expectations."""
+"""Tests completions over a real socket, with OpenAI's own client and as plain HTTP."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ def ids_of(served: ServedHttp, text: str) -> list[int]:
 
 
 def follow(inputs: list[int], most: int) -> list[int]:
-    """What the model of a shard generates."""
+    """Return the tokens that the model of a shard generates."""
     tokens = list(inputs)
     while len(tokens) < len(inputs) + most and (len(tokens) == len(inputs) or tokens[-1] != EOS):
         tokens.append(next_token(tokens, VOCAB_SIZE))
@@ -69,7 +69,7 @@ async def create(client: openai.AsyncOpenAI, prompt: Any = PROMPT, **fields: Any
 
 
 async def joined(client: openai.AsyncOpenAI, prompt: Any = PROMPT, **fields: Any) -> dict[int, Any]:
-    """A streamed answer's choices by index: text, reason, and the lists of logprobs joined."""
+    """Return a streamed answer's choices by index: text, reason, and the joined lists of logprobs."""
     choices: dict[int, Any] = {}
     async for chunk in await create(client, prompt, stream=True, **fields):
         for part in chunk.choices:
@@ -172,7 +172,7 @@ async def test_end_of_sequence(served: ServedHttp, client: openai.AsyncOpenAI) -
     (choice,) = (await create(client, prompt, max_tokens=60, logprobs=0)).choices
     assert (choice.finish_reason, choice.stop_reason) == ("stop", None)
     assert choice.text == text_of(served, tokens[:-1])
-    assert len(choice.logprobs.tokens) == len(tokens)  # the last one too, on which evaluations rely
+    assert len(choice.logprobs.tokens) == len(tokens)  # evaluations rely on the last one too
     assert choice.logprobs.tokens[-1] == "</s>"
 
 
@@ -275,7 +275,7 @@ async def test_the_best_are_the_likeliest_per_token(tmp_path: Path) -> None:
 
 
 async def test_choices_wait_for_their_prompt(tmp_path: Path) -> None:
-    """Only the first choice of a prompt brings the prompt's log-probabilities, and others may be faster."""
+    """Only a prompt's first choice carries the prompt's log-probabilities. Other choices may be faster."""
     write_byte_level(tmp_path)
     tokenizer = Tokenizer(tmp_path, 1)
     body = CompletionRequest(prompt="ab", n=2, logprobs=0, echo=True)
@@ -405,7 +405,7 @@ async def test_wrong_values(served: ServedHttp) -> None:
 
 
 async def test_failures_of_streams(served: ServedHttp) -> None:
-    """A stream that fails after it began ends with an error and as all streams do."""
+    """A stream that fails after its beginning ends with an error and the usual last event."""
     served.scene.shard.model.refuses = lambda row: True
     async with httpx2.AsyncClient(base_url=served.url) as http:
         body = {"prompt": PROMPT, "max_tokens": 5, "stream": True, "echo": True, "n": 2}
@@ -437,7 +437,7 @@ async def test_refusals(served: ServedHttp) -> None:
 
 
 async def test_events(served: ServedHttp) -> None:
-    """Each event is one line of JSON, and the last is the end."""
+    """Each event is one line of JSON. The last event marks the end."""
     async with httpx2.AsyncClient(base_url=served.url) as http:
         body = {"prompt": PROMPT, "max_tokens": 5, "stream": True, "temperature": 0, "model": "alias"}
         answer = await http.post("/v1/completions", json=body, headers={"x-request-id": "mine"})

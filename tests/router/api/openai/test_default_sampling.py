@@ -1,5 +1,4 @@
-"""Sampling of requests that leave fields out: what the engine is asked for over a real socket, and how the
-operator's values are refused."""
+"""Tests the sampling of requests without sampling fields, and the refusal of the operator's values."""
 
 import json
 import subprocess
@@ -92,7 +91,7 @@ async def test_what_a_request_does_not_set(
 
 
 async def test_other_apis_keep_their_defaults(tmp_path: Path) -> None:
-    """TGI's and LMI's own forms are greedy; the chats that they take have OpenAI's fields and defaults."""
+    """TGI's and LMI's own forms are greedy. Chats to these APIs have OpenAI's fields and defaults."""
     options = {"model_sampling_path": str(write(tmp_path / "model", MODEL))}
     own, chat = {"inputs": "a", "parameters": {"max_new_tokens": 1}}, FORMS["/v1/chat/completions"]
     greedy = {"greedy": True}

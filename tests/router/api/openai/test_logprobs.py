@@ -1,4 +1,4 @@
-"""Forms of tokens and log-probabilities, against the tokenizers' own texts and the sums of an evaluation."""
+"""Tests the forms of tokens and log-probabilities against the tokenizers' texts and an evaluation's sums."""
 
 import math
 import random
@@ -52,18 +52,18 @@ def details(token_ids: list[int], logprob: Callable[[int], float] = lambda _: -1
 
 
 def test_bytes_are_the_text(tokenizer: Tokenizer) -> None:
-    """The tokens' bytes, joined, are what the library decodes."""
+    """The joined bytes of the tokens are the text that the library decodes."""
     fast, vocabulary, r = tokenizer.fast, Vocabulary(tokenizer), random.Random(0)
-    # The library gives up a whole run of byte tokens where one of its bytes is wrong.
+    # The library drops a whole run of byte tokens if one of its bytes is invalid.
     bytes_beyond_ascii = re.compile("<0x[89A-F].>")
     ids = [token_id for piece, token_id in fast.get_vocab().items() if not bytes_beyond_ascii.match(piece)]
-    # A text that begins within a word is not what its tokens say in the middle of one.
+    # Tokens that begin a text within a word decode differently in the middle of a text.
     some = [*fast.encode("A", add_special_tokens=False).ids, *r.choices(sorted(ids), k=200)]
     for ids in (fast.encode(TEXT).ids, fast.encode("A " + TEXT * 3).ids, some):
         chat = chat_logprobs(details(ids), TokenNames(vocabulary), 0)
         joined = b"".join(bytes(token.bytes or []) for token in chat.content)
         spoilt, text = fast.decode(ids), joined.decode(errors="replace")
-        if "\N{REPLACEMENT CHARACTER}" in spoilt:  # libraries differ in how many stand for wrong bytes
+        if "\N{REPLACEMENT CHARACTER}" in spoilt:  # libraries differ in the number of them for invalid bytes
             text, spoilt = (each.replace("\N{REPLACEMENT CHARACTER}", "") for each in (text, spoilt))
         assert text.lstrip() == spoilt.lstrip()
 
@@ -131,8 +131,8 @@ def test_infinity(byte_level: Tokenizer) -> None:
 
 @pytest.mark.parametrize("is_greedy", [False, True])
 def test_log_likelihood(byte_level: Tokenizer, is_greedy: bool) -> None:
-    """An evaluation echoes context and continuation with one more token, and sums what is between the context
-    and that token; the continuation is greedy if each of its tokens is the likeliest."""
+    """An evaluation echoes context and continuation with one more token, and sums the log-probabilities
+    between the context and that token. The continuation is greedy if each of its tokens is the likeliest."""
     ids = byte_level.fast.encode("The quick brown fox").ids
     context, rest = ids[:2], ids[2:]
     logprob = [-0.25 * (1 + at) for at in range(len(ids) + 1)]

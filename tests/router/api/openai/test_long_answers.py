@@ -1,4 +1,4 @@
-"""Answers that tell much of many tokens are whole, and other tasks get their turns meanwhile."""
+"""Tests that answers with many details of many tokens are complete, and that other tasks run meanwhile."""
 
 import asyncio
 import gc
@@ -54,7 +54,7 @@ def random_tokens(count: int) -> list[TokenDetail]:
 
 @asynccontextmanager
 async def ticking() -> AsyncIterator[list[float]]:
-    """The computing time at each of the event loop's turns."""
+    """Yield a growing list of the thread's CPU time at each turn of the event loop."""
     times: list[float] = []
 
     async def tick() -> None:
@@ -70,7 +70,7 @@ async def ticking() -> AsyncIterator[list[float]]:
 
 
 async def encode_all(turn: asyncio.Lock, names: TokenNames, tokens: list[TokenDetail]) -> Any:
-    """The response of a completion and that of a chat."""
+    """Return the responses with a completion and with a chat."""
     encoder = LogprobsEncoder(turn)
     writer = CompletionLogprobsWriter(names, NUM_TOP)
     logprobs = encoder.join(await encoder.completion(tokens, writer, are_first=True))
@@ -102,7 +102,7 @@ async def test_slices_are_joined_to_what_the_tokens_tell(names: TokenNames, coun
 
 
 async def body_of(response: Any) -> bytes:
-    """The body as a server is told it."""
+    """Return the body that a server would receive."""
     messages: asyncio.Queue[Any] = asyncio.Queue()
     await response({"type": "http"}, None, messages.put)
     assert messages.get_nowait()["status"] == 200
@@ -123,7 +123,7 @@ async def test_one_slice_of_all_answers_is_encoded_in_a_turn_of_the_loop(names: 
 @pytest.mark.slow
 async def test_long_answers_hold_up_nothing(names: TokenNames) -> None:
     turn, tokens = asyncio.Lock(), random_tokens(8192)
-    gc.freeze()  # the objects of the tests are no work of a router's collector
+    gc.freeze()  # a router's collector has no objects of tests
     async with ticking() as times:
         await encode_all(turn, names, tokens)
     gc.unfreeze()

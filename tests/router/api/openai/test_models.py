@@ -1,4 +1,4 @@
-"""Names of models: the lists, and what the option allows."""
+"""Tests the names of models: the lists, and the values that the option allows."""
 
 import json
 from collections.abc import Mapping
@@ -64,7 +64,7 @@ async def test_placeholders_of_tgi_clients_are_the_model(tmp_path: Path) -> None
 
 @dataclass
 class Names:
-    """Names that clients gave, in a process without an engine."""
+    """Names from clients, in a process without an engine."""
 
     ids: dict[str, str]
 

@@ -1,4 +1,4 @@
-"""What logs, spans and series tell of each route, over a real socket and to a real collector of traces."""
+"""Tests the logs, spans and metrics of each route over a real socket, with a real collector of traces."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ ASKS: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {"prompt": "The quick"}),
     ("/detokenize", {"tokens": [5, 6]}),
 ]
-# Each is refused by another part, and all are to have one line. Those with a span reach the service.
+# A different part refuses each request, and each must log one line. Requests with a span reach the service.
 REFUSED: list[tuple[str, dict[str, Any], int, bool]] = [
     ("/v1/completions", PROMPT | {"n": 0}, 400, False),
     ("/v1/completions", PROMPT | {"suffix": "x"}, 400, False),

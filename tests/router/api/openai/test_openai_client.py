@@ -1,5 +1,4 @@
-"""OpenAI's own client, sync and async, where a call is refused or left: overload, and answers that nobody
-waits for any more."""
+"""Tests OpenAI's own client, sync and async, with calls that are refused as overload or abandoned."""
 
 import asyncio
 import time
@@ -37,7 +36,7 @@ async def wait_for(condition: Callable[[], object]) -> None:
 
 
 def row_of(served: ServedHttp, word: str) -> Row | None:
-    """The shard's row whose prompt has the word."""
+    """Return the shard's row whose prompt contains the word."""
     decode = served.tokenizer.fast.decode
     rows = served.scene.shard.model.rows.values()
     return next((row for row in rows if word in decode(row.token_ids[: row.prompt_len])), None)
@@ -75,8 +74,7 @@ async def test_calls_that_find_no_room_are_refused_and_tried_again(served: Serve
 
 
 async def test_what_clients_leave_ends_at_the_shard_within_a_step(served: ServedGrpc) -> None:
-    """Streams that are closed, a task that is cancelled and a time that runs out, beside a call that goes
-    on."""
+    """Streams are closed, a task is cancelled and a timeout expires while another call goes on."""
     served_http, client, sync_client = served
     scene = served_http.scene
     scene.shard.step_s = STEP_S
@@ -101,12 +99,12 @@ async def test_what_clients_leave_ends_at_the_shard_within_a_step(served: Served
             next(iter(stream))
 
     def run_out_of_time() -> None:
-        hurried = sync_client.with_options(timeout=5 * STEP_S)  # the row is there in one or two
+        hurried = sync_client.with_options(timeout=5 * STEP_S)  # the row exists after one or two steps
         with pytest.raises(openai.APITimeoutError):
             hurried.completions.create(prompt="dog", **LONG)
 
     async def leave(word: str, way: Awaitable[None]) -> tuple[Row, int]:
-        """The call's row, and how many tokens it had when its client left."""
+        """Return the call's row and its number of tokens when its client left."""
         task = asyncio.ensure_future(way)
         await wait_for(lambda: row_of(served_http, word))
         row = row_of(served_http, word)

@@ -1,4 +1,4 @@
-"""The OpenAPI document tells every route, and all that it refers to is there."""
+"""Tests that the OpenAPI document describes every route and contains everything that it refers to."""
 
 import re
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""What the root of a port answers, for people who open the address in a browser."""
+"""Tests the page at the root of a port, for people who open the address in a browser."""
 
 import asyncio
 import urllib.error

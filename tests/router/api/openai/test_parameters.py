@@ -1,4 +1,4 @@
-"""What the service is asked for, by field of a request."""
+"""Tests the service's parameters for each field of a request."""
 
 import json
 from typing import Any

@@ -1,5 +1,5 @@
-"""The playground's page as a client without a browser gets it; integration_tests/playground opens it in
-Chromium."""
+"""Tests the playground's page as a client without a browser receives it. integration_tests/playground opens
+it in Chromium."""
 
 import asyncio
 import http.client
@@ -17,7 +17,7 @@ import tgis.router.api.openai.playground.page as playground
 from tests.support.router.http_ports import API, HTTP, open_ports
 from tgis.config.checks import Setting, SettingsError, check
 
-# What makes text into elements, code or requests to elsewhere, or keeps it.
+# Code that turns text into elements or code, sends requests to other hosts, or stores text.
 FORBIDDEN = re.compile(
     r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|createContextualFragment|DOMParser|setHTML|srcdoc"
     r"|\beval\b|\bFunction\(|setTimeout\(\s*[\"'`]|\bimport\b|javascript:|https?://|//cdn"

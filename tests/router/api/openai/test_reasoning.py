@@ -1,4 +1,4 @@
-"""Reasoning in chats, over a real socket and with the openai client."""
+"""Tests reasoning in chats over a real socket, with the openai client."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ MARKS = ("<think>", "</think>")
 
 
 async def ask(chats: ScriptedChats, **fields: Any) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """Return message, usage and finish reason of an answer, which are the same if it is streamed."""
+    """Return message, usage and finish reason of an answer. A streamed answer must have the same ones."""
     body = {"messages": HELLO} | fields
     status, whole = await post(chats.served, "/v1/chat/completions", body)
     assert status == 200, whole
@@ -68,7 +68,7 @@ async def test_reasoning_is_separate(marks: str, tmp_path: Path) -> None:
                 spelled[0] + spelled[1], add_special_tokens=False
             ).ids
             expected = 0 if thought is None else len(reasoned) if spelled[1] else len(ids)
-            # A mark that is no token is only known once the text after it has begun.
+            # A mark without a token of its own is only recognized with the next token.
             assert expected <= num <= expected + (marks == "texts"), text
             hidden, _, _ = await ask(chats, chat_template_kwargs=variables, include_reasoning=False)
             assert hidden == {"role": "assistant", "content": content, "refusal": None}
@@ -147,7 +147,7 @@ async def test_budgets_need_marks_that_are_tokens(tmp_path: Path) -> None:
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "to be"}}\n</tool_call>'
 STOPS: list[tuple[str, str, list[str], str | None, str, str | None]] = [
-    # Text of the model, what the prompt opens, stop strings, reasoning, content, and the string that ends it.
+    # Model's text, prompt's opening, stop strings, reasoning, content, and the stop string that ends it.
     ("<think>to be</think>or not to be", "", ["be"], "to be", "or not to ", "be"),
     ("to be</think>or not to be", "<think>", ["be"], "to be", "or not to ", "be"),
     ("<think>to be</think>\n\nor not", "", ["\n\n", "to be"], "to be", "or not", None),
@@ -165,7 +165,8 @@ STOPS: list[tuple[str, str, list[str], str | None, str, str | None]] = [
 
 @pytest.mark.parametrize("marks", [(), MARKS], ids=["texts", "tokens"])
 async def test_stop_strings_end_the_content_only(marks: tuple[str, ...], tmp_path: Path) -> None:
-    """Not reasoning, marks and calls; nor does a string that begins in them and ends in the content."""
+    """Stop strings do not end reasoning, marks or calls. This holds too for strings that begin there and end
+    in the content."""
     async with scripted_chats(tmp_path, ChatFormats(HERMES, THINK), marks=marks) as chats:
         for text, opening, stops, thought, content, ending in STOPS:
             ids, has_call = chats.script(text), CALL in text and ending is None
@@ -173,7 +174,7 @@ async def test_stop_strings_end_the_content_only(marks: tuple[str, ...], tmp_pat
                 *ids,
                 EOS,
                 EOS,
-            ]  # a stop string is seen after further steps
+            ]  # a stop string is noticed some steps later
             fields = {"tools": [WEATHER], "stop": stops, "chat_template_kwargs": {"opening": opening}}
             status, whole = await post(chats.served, "/v1/chat/completions", {"messages": HELLO} | fields)
             assert status == 200, whole
@@ -184,5 +185,5 @@ async def test_stop_strings_end_the_content_only(marks: tuple[str, ...], tmp_pat
             assert bool(message.get("tool_calls")) == has_call, text
             assert choice["stop_reason"] == ending, text
             assert (whole["usage"]["completion_tokens"] < len(ids)) == (ending is not None), text
-            if not has_call:  # whose id is random
+            if not has_call:  # a call's id is random
                 assert (await ask(chats, **fields))[0] == message

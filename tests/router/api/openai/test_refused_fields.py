@@ -1,4 +1,4 @@
-"""Fields that are known and not honoured: each is refused by name, and values that ask for nothing pass."""
+"""Tests the unsupported fields: each is refused by name, and values that request nothing are accepted."""
 
 from pathlib import Path
 from typing import Any

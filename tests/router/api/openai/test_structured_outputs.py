@@ -1,4 +1,4 @@
-"""Constraints over a real socket: what the engine is told, and which field a refusal names."""
+"""Tests constraints over a real socket: the engine's grammar, and the field that a refusal names."""
 
 from pathlib import Path
 from typing import Any

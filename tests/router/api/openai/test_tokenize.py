@@ -1,4 +1,4 @@
-"""Tokens and texts, compared with the tokenizers library."""
+"""Compares tokens and texts with those of the tokenizers library."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ async def test_tokens_are_the_librarys(tmp_path: Path) -> None:
         assert answer["tokens"] != fast.encode(text).ids, "the tokenizer adds nothing"
         _, told = await post(served, "/detokenize", {"tokens": answer["tokens"]})
         assert told == {"prompt": text}
-        long = text * 2000  # this one goes to the process
+        long = text * 2000  # long enough for the tokenization process
         _, answer = await post(served, "/tokenize", {"prompt": long})
         assert answer["tokens"] == fast.encode(long).ids
         assert answer["token_strs"] is None

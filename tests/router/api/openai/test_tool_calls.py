@@ -1,4 +1,4 @@
-"""Calls of tools in chats, over a real socket and with the openai client."""
+"""Tests tool calls in chats over a real socket, with the openai client."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ TWO_CALLS = (
 
 
 async def stream(chats: ScriptedChats, **fields: Any) -> tuple[dict[str, Any], str, list[Any]]:
-    """Return the message that the deltas make, the finish reason and the chunks, by plain addition."""
+    """Return the message joined from the deltas, the finish reason and the chunks."""
     message: dict[str, Any] = {"content": "", "calls": []}
     reason, chunks = "", []
     async for chunk in await chats.client.chat.completions.create(model=MODEL, stream=True, **fields):
@@ -67,7 +67,7 @@ async def test_calls_are_read_from_the_text(are_marks: bool, tmp_path: Path) -> 
             assert answer.usage.completion_tokens_details is None
 
             shard = chats.served.scene.shard
-            shard.step_s = 0.005  # so that a reader that is late for a moment still gets many chunks
+            shard.step_s = 0.005  # a reader that is briefly late still gets many chunks
             message, reason, chunks = await stream(chats, **fields)
             shard.step_s = 0.001
             assert (message["content"], reason) == (before.strip(), "tool_calls")
@@ -83,7 +83,7 @@ async def test_calls_are_read_from_the_text(are_marks: bool, tmp_path: Path) -> 
 
 
 async def test_choices(tmp_path: Path) -> None:
-    """What each choice makes of one answer, and which answers its grammar takes."""
+    """Each choice determines the form of an answer, and which answers its grammar accepts."""
     one = TWO_CALLS.partition('\n<tool_call>\n{"name": "clock"')[0]
     clock = one.replace("weather", "clock").replace(BONN, UTC)
     named = {"type": "function", "function": {"name": "weather"}}
@@ -180,7 +180,7 @@ OBLIVIOUS = {
 
 @pytest.mark.parametrize("case", OBLIVIOUS)
 async def test_any_model_can_be_made_to_call(case: str, tmp_path: Path) -> None:
-    """By the grammar alone, whatever its template shows; as a list if its own form is not known."""
+    """The grammar alone makes calls, whatever the template shows. For an unknown format, calls are a list."""
     formats, template = OBLIVIOUS[case]
     one = f'[{{"name": "weather", "parameters": {BONN}}}]'
     two = f'[{{"name": "weather", "parameters": {BONN}}}, {{"name": "clock", "parameters": {UTC}}}]'
@@ -231,7 +231,8 @@ async def test_a_cut_call_is_told_as_it_is(tmp_path: Path) -> None:
 
 
 async def test_prompts_and_counts_are_those_of_transformers(tmp_path: Path) -> None:
-    """A whole loop's history. Keys of a function come in the order that transformers' users write them."""
+    """The history covers a whole tool loop. A function's keys have the order that transformers' users
+    write."""
     messages: Any = [
         *HELLO,
         {"role": "assistant", "content": None, "tool_calls": [call_of("1", "weather", BONN)]},

@@ -1,4 +1,4 @@
-"""Statuses and forms of TGI's errors over a real socket: bodies, tokens, overload, loading, failures."""
+"""Tests statuses and forms of TGI's errors over a real socket."""
 
 import asyncio
 import json
@@ -90,7 +90,7 @@ async def test_routes_and_methods(tmp_path: Path) -> None:
 
 
 async def test_tokens(tmp_path: Path) -> None:
-    """A wrong key has an empty answer; probes need none."""
+    """A wrong key gets an empty answer. Probes need no key."""
     (tmp_path / "tokens").write_text("right\n")
     async with open_tgi(tmp_path, tokens=tmp_path / "tokens") as served:
         body = inputs(max_new_tokens=1)
@@ -105,7 +105,7 @@ async def test_tokens(tmp_path: Path) -> None:
 
 
 async def test_overload_comes_first(tmp_path: Path) -> None:
-    """Without room, a call is refused before its parameters are; each text of best_of takes a place."""
+    """Overload is reported before wrong parameters. Each text of best_of takes a place."""
     async with open_tgi(tmp_path) as served:
         served.scene.shard.step_s = 0.02
         served.scene.shard.model.script = [*range(300, 399)]
@@ -134,7 +134,7 @@ async def test_overload_comes_first(tmp_path: Path) -> None:
 
 
 async def test_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fails after a call was accepted is 424, and an event of a stream."""
+    """A failure after acceptance has status 424, or is an event of a stream."""
     async with open_tgi(tmp_path) as served:
         served.scene.shard.model.refuses = lambda message: True
         told = await call(served, "/generate", inputs(max_new_tokens=2))
@@ -184,7 +184,7 @@ async def test_loading_and_draining(tmp_path: Path) -> None:
 
 
 async def test_cut_stream(tmp_path: Path) -> None:
-    """A drain that lasts too long ends a stream with an error event."""
+    """A drain that takes too long ends a stream with an error event."""
     async with open_tgi(tmp_path) as served:
         served.scene.shard.step_s = 0.02
         served.scene.shard.model.script = [*range(300, 399), EOS]
@@ -198,7 +198,7 @@ async def test_cut_stream(tmp_path: Path) -> None:
 
 
 async def test_tokens_and_places(tmp_path: Path) -> None:
-    """`/tokenize` tells characters' places; with another body it is OpenAI's."""
+    """`/tokenize` returns the positions of characters. A body with `prompt` gets OpenAI's answer."""
     async with open_tgi(tmp_path) as served:
         text = "The naïve 🙂 fox"
         told = (await call(served, "/tokenize", {"inputs": text})).json
@@ -240,7 +240,7 @@ async def test_info(tmp_path: Path) -> None:
 
 
 async def test_openapi(tmp_path: Path) -> None:
-    """The document of OpenAI's API tells TGI's operations, and both of the path that they share."""
+    """The document of OpenAI's API describes TGI's operations, and both operations of a shared path."""
     async with open_tgi(tmp_path) as served:
         document = (await call(served, "/openapi.json", method="GET")).json
     paths, schemas = document["paths"], document["components"]["schemas"]

@@ -1,4 +1,4 @@
-"""Whole answers and streams of TGI's API over a real socket, against plain expectations of a known model."""
+"""Tests TGI's whole answers and streams over a real socket, against simple expectations of a known model."""
 
 import asyncio
 import json
@@ -108,7 +108,7 @@ async def test_bytes_of_an_event(served: ServedHttp) -> None:
 
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_end_of_sequence(served: ServedHttp, is_stream: bool) -> None:
-    """It is counted, shown as special with its own name, and is no part of the text."""
+    """It is counted and shown as special with its own name. The text does not contain it."""
     served.scene.shard.model.script = [300, 0, 301, EOS]
     asked = inputs(max_new_tokens=20, details=True)
     if is_stream:
@@ -146,7 +146,7 @@ async def test_stops_stay_in_the_text(served: ServedHttp) -> None:
 
 
 async def test_best_of(served: ServedHttp) -> None:
-    """The winner has the highest mean log-probability; the others follow."""
+    """The best text has the highest mean log-probability. The others follow."""
     asked = inputs(max_new_tokens=6, best_of=2, do_sample=True, details=True, return_full_text=True)
     orders = set()
     for _ in range(12):
@@ -172,7 +172,7 @@ async def test_best_of(served: ServedHttp) -> None:
 
 
 async def test_any(served: ServedHttp) -> None:
-    """`/` answers with a list, with the input in the text unless it says otherwise."""
+    """`/` answers with a list. By default, the text includes the input."""
     text = text_of(served, follow(ids_of(served, PROMPT), 5))
     for path in ("/", "/invocations"):
         told = await call(served, path, inputs(max_new_tokens=5))
@@ -189,7 +189,7 @@ async def test_any(served: ServedHttp) -> None:
 
 
 async def test_invocations_of_openai(served: ServedHttp) -> None:
-    """Chats and prompts are OpenAI's, with its answers, streams and errors."""
+    """Chats and prompts are handled by OpenAI's API, with its answers, streams and errors."""
     prompt = {"prompt": PROMPT, "max_tokens": 5, "temperature": 0}
     told = await call(served, "/invocations", prompt)
     text = text_of(served, follow(ids_of(served, PROMPT), 5))
@@ -210,7 +210,7 @@ GREEDY = ({}, {"temperature": 1.0}, {"top_p": 1.0}, {"typical_p": 1.0}, {"do_sam
 
 
 async def test_sampling(served: ServedHttp) -> None:
-    """Parameters of sampling sample; without any of them a text is greedy, unless none are given at all."""
+    """Texts are sampled if a sampling parameter is set or the request has no parameters, otherwise greedy."""
     cases = [(inputs(max_new_tokens=1, **each), False) for each in SAMPLED]
     cases += [(inputs(max_new_tokens=1, **each), True) for each in GREEDY]
     cases += [({"inputs": PROMPT}, False), ({"inputs": PROMPT, "parameters": None}, False)]
@@ -221,7 +221,7 @@ async def test_sampling(served: ServedHttp) -> None:
 
 
 async def test_parameters(served: ServedHttp) -> None:
-    """Each reaches the engine under its own meaning."""
+    """Each parameter reaches the engine with its own meaning."""
     asked = inputs(
         "a b c d e f g h i j",
         do_sample=True,
@@ -260,7 +260,7 @@ async def test_rest_of_the_length(served: ServedHttp) -> None:
 
 
 async def test_encoder_decoder(tmp_path: Path) -> None:
-    """Texts do not continue the input, of which no log-probabilities are known."""
+    """Texts do not continue the input, and the input has no log-probabilities."""
     info = pb.InfoResponse(model_kind=pb.InfoResponse.MODEL_KIND_ENCODER_DECODER, decoder_start_token_id=5)
 
     def write(directory: Path, _: int) -> None:
@@ -300,7 +300,7 @@ async def test_grammars(served: ServedHttp) -> None:
 
 
 async def test_silence(served: ServedHttp, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream that says nothing for a while sends comments, also before its first token."""
+    """An idle stream sends comments, even before its first token."""
     monkeypatch.setattr("tgis.router.api.tgi.handler.SILENCE_S", 0.05)
     served.scene.shard.step_s = 0.2
     told = await call(served, "/generate_stream", inputs(max_new_tokens=3))
@@ -317,7 +317,7 @@ async def test_silence(served: ServedHttp, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 async def test_client_that_goes(served: ServedHttp) -> None:
-    """Its text ends, and nothing is left of it."""
+    """Its text ends, and its resources are freed."""
     served.scene.shard.step_s = 0.02
     host, port = served.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))

@@ -1,4 +1,4 @@
-"""Long answers of TGI's API: the best of several texts by plain sums, and other tasks get their turns."""
+"""Tests long answers of TGI's API: the best of several texts, and that other tasks run meanwhile."""
 
 import asyncio
 import gc
@@ -73,7 +73,7 @@ async def body_of(response: Any) -> Any:
 
 
 async def test_the_best_of_several(vocabulary: Vocabulary) -> None:
-    """Texts of different lengths are compared by the mean of their log-probabilities, and none is lost."""
+    """Texts of different lengths are compared by their mean log-probability, and all are in the answer."""
     r = random.Random(3)
     for _ in range(8):
         results = [make_result(vocabulary, r, r.randrange(1, 200), seed) for seed in range(4)]
@@ -106,7 +106,7 @@ async def test_long_answers_hold_up_nothing(vocabulary: Vocabulary) -> None:
             times.append(time.thread_time())
             await asyncio.sleep(0)
 
-    gc.freeze()  # the objects of the tests are no work of a router's collector
+    gc.freeze()  # a router's collector has no objects of tests
     task = asyncio.create_task(tick())
     await write(vocabulary, results)
     task.cancel()

@@ -1,4 +1,4 @@
-"""What logs, spans and series tell of TGI's routes, over a real socket and to a real collector of traces."""
+"""Tests the logs, spans and metrics of TGI's routes over a real socket, with a real collector of traces."""
 
 import logging
 from pathlib import Path
@@ -24,7 +24,7 @@ ASKS: list[tuple[str, dict[str, Any], str]] = [
     ("/chat_tokenize", {"messages": [{"role": "user", "content": "a"}]}, ""),
 ]
 OPENAIS = {"Completion": "/v1/completions"}
-# What the wire and the span tell. Those without a span never get so far.
+# Status and span of each request. A request without a span is refused before the service.
 REFUSED: list[tuple[str, dict[str, Any], int, bool]] = [
     ("/generate", inputs(temperature=0), 422, True),
     ("/generate", inputs(temperature="a"), 422, False),

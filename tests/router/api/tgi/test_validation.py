@@ -1,4 +1,4 @@
-"""Every text with which TGI's API refuses a request, over a real socket: TGI's own words, in its order."""
+"""Tests every refusal of a request by TGI's API, over a real socket: TGI's own words, in its order."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +52,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"grammar": {"type": "regex", "value": "a" * 1001}},
         "grammar is not valid: it must not be more than 1000 UTF8 bytes",
     ),
-    # In this order, whatever else is wrong.
+    # The first error in TGI's order is reported.
     (
         {"temperature": 0, "top_p": 2, "top_k": 0, "stop": ["a"] * 5},
         "`temperature` must be strictly positive",
@@ -103,7 +103,7 @@ async def test_refused_parameters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("most_input", [None, MOST_INPUT])
 async def test_lengths(tmp_path: Path, most_input: int | None) -> None:
-    """The total comes first, as if an input without a number of new tokens had the rest."""
+    """The total is checked first. Without max_new_tokens, the rest of the length counts."""
     async with open_tgi(tmp_path, limits=replace(LIMITS, max_input_tokens=most_input)) as served:
         most = most_input or TOTAL - 1
         for length in (2, 12, 19, 20, 21, 22, 30, 38, 39, 40, 41, 44):
@@ -123,7 +123,7 @@ async def test_lengths(tmp_path: Path, most_input: int | None) -> None:
                 elif n > most:
                     expected = f"`inputs` must have less than {most} tokens. Given: {n}"
                 elif length % 10:
-                    continue  # what is accepted is generated, which takes a while
+                    continue  # accepted requests generate, which takes a while
                 told = await call(served, "/generate", inputs(text, **given))
                 assert (told.status, told.json.get("error")) == (
                     (422, f"Input validation error: {expected}") if expected else (200, None)

@@ -1,5 +1,4 @@
-"""Check the series under vLLM's names in a scrape after requests of every kind.
-
+"""Tests the series under vLLM's names in a scrape after requests of every kind.
 They are compared with vLLM's definitions, the answers, and TGIS's series."""
 
 import http.client
@@ -28,7 +27,7 @@ from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.metrics.storage import MemoryStorage
 
 MODEL, ADAPTER = "small/model", "german"
-NUM_BLOCKS, BLOCK_SIZE = 30, 8  # for a little more than one long input
+NUM_BLOCKS, BLOCK_SIZE = 30, 8  # room for a little more than one long input
 LONG = 150
 OF_MODEL = {"model_name", "engine"}
 TTFT = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80]
@@ -96,7 +95,7 @@ class Watched:
 
     setup: Setup
     num_input: list[int] = field(default_factory=list)
-    """The number of tokens of each finished text."""
+    """Number of tokens in each finished text."""
     num_generated: list[int] = field(default_factory=list)
     num_cancelled_input: int = 0
     families: dict[str, Metric] = field(default_factory=dict)
@@ -179,7 +178,7 @@ def cancel(setup: Setup) -> int:
 
 
 def fail(setup: Setup) -> None:
-    """Fail once by a server error and once by a client error; vLLM's series do not count the latter."""
+    """Fail with a server error and with a client error. vLLM's series do not count the client error."""
     model = setup.shards[0].model
     model.refuses = lambda message: True
     with pytest.raises(grpc.RpcError):
@@ -273,7 +272,7 @@ def test_texts_of_one_prompt_are_one_request(watched: Watched) -> None:
 
 
 def test_the_longest_text_of_an_input_counts() -> None:
-    """Check any order in which the texts end; an input with an unfinished text is not counted."""
+    """Check that texts may end in any order, and that an input with an unfinished text is not counted."""
     vllm = VllmSeries(MODEL, 64, Metrics(MetricLimits(64, 32, 4)), MemoryStorage())
     call = vllm.call(3)
     for index, length in ((4, 9), (0, 4), (2, 7), (6, 30), (3, 12), (1, 2), (5, 1), (7, 31)):
@@ -355,7 +354,7 @@ def test_running_and_waiting_requests_and_their_adapters(watched: Watched) -> No
 
 
 def test_a_view_counts_as_prometheus_client_does() -> None:
-    """Check random values, also those at a bucket's bound in either histogram."""
+    """Check random values, and values at a bucket's bound in either histogram."""
     r, registry = random.Random(5), prometheus_client.CollectorRegistry()
     ours, theirs = [0.1 * 1.5**k for k in range(12)], [0.15, 0.3, 1, 2.5, 10]
     expected = [

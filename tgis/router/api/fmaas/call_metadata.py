@@ -1,6 +1,5 @@
 """Reads the `tgis-*` metadata of a call: parameters that fmaas's messages lack. They apply to all inputs of
-the
-call. All other keys are ignored."""
+the call. All other keys are ignored."""
 
 import re
 from collections.abc import Callable, Mapping

@@ -135,8 +135,7 @@ def describe(params: pb.Parameters, metadata: CallMetadata) -> str:
 
 
 def _set_fields(message: Message) -> Iterator[str]:
-    """Yield the set fields, as numbers and names only. This holds for fields added to the message later,
-    too."""
+    """Yield the set fields, even later additions to the message, as numbers and names only."""
     for descriptor, value in message.ListFields():
         if isinstance(value, Message):
             yield from _set_fields(value)
@@ -199,8 +198,7 @@ class ResponseWriter:
         self, event: InputTokens | Output, spec: SequenceSpec
     ) -> pb.GenerationResponse | bytes | None:
         """Return the output's message, or None if it has no text and the client did not ask for tokens. Most
-        messages
-        have only a text; these are returned serialized."""
+        messages have only a text; these are returned serialized."""
         details = spec.details
         if isinstance(event, InputTokens):
             infos = self._token_infos(event.tokens, details)
@@ -232,8 +230,7 @@ class ResponseWriter:
         ]
 
     def _top_tokens(self, token: TokenDetail, with_logprobs: bool) -> list[pb.TokenInfo.TopToken]:
-        """Return the top tokens, sorted by probability if the answer shows logprobs and by token id
-        otherwise."""
+        """Return the top tokens, by probability if the answer shows logprobs, otherwise by token id."""
         top = token.top_tokens if with_logprobs else sorted(token.top_tokens)
         return [
             pb.TokenInfo.TopToken(text=self._text_of(token_id), logprob=logprob if with_logprobs else 0.0)

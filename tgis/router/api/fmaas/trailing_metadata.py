@@ -51,8 +51,7 @@ TRAILING_KEYS: Mapping[str, TrailingKey] = {
 
 
 def trailing_metadata(ends: Iterable[End]) -> tuple[tuple[str, str], ...]:
-    """Return the keys and values: sums, and the slowest input's times since it was accepted, in
-    milliseconds."""
+    """Return keys and values: sums, and the slowest input's times since acceptance, in milliseconds."""
     ends = list(ends)
     values = ((name, key.value(ends)) for name, key in TRAILING_KEYS.items())
     return tuple((name, _write(value)) for name, value in values if value is not None)

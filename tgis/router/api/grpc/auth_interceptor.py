@@ -1,6 +1,5 @@
 """Authenticates calls if the operator sets a file of tokens. A call without a valid token is refused before
-its
-message is read. A token may name the call's tenant. Health checks need no token."""
+its message is read. A token may name the call's tenant. Health checks need no token."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -67,8 +66,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         return grpc.unary_unary_rpc_method_handler(_refuse)
 
     def _authenticate(self, details: grpc.HandlerCallDetails) -> str | None:
-        """Return the name of the call's tenant, an empty name if it has no tenant, or None to refuse the
-        call."""
+        """Return the name of the call's tenant, empty if it has none, or None to refuse the call."""
         given = [value for key, value in details.invocation_metadata or () if key == "authorization"]
         if len(given) != 1 or not isinstance(given[0], str):
             return None

@@ -19,8 +19,7 @@ class Status(NamedTuple):
 async def end_call(context: Context, status: Status) -> None:
     """End the call with `status`. Call this outside of `except`, so that no error is chained to it.
     Only `abort` ends a unary call without sending a message first, and clients do not retry a call after a
-    message.
-    grpc.aio keeps the AbortError as long as the call, and raises it again."""
+    message. grpc.aio keeps the AbortError as long as the call, and raises it again."""
     try:
         await context.abort(*status)
     except grpc.aio.AbortError as error:
@@ -32,8 +31,7 @@ async def end_call(context: Context, status: Status) -> None:
 def drop_tracebacks(error: BaseException) -> None:
     """Remove the frames from `error`, its causes, its context and its group.
     Frames hold requests, texts and token ids, and some of asyncio's frames hold the error that refers to
-    them. Only
-    the garbage collector would free such a cycle, and it rarely examines old objects."""
+    them. Only the garbage collector would free such a cycle, and it rarely examines old objects."""
     found, seen = [error], {id(error)}
     for each in found:
         each.__traceback__ = None

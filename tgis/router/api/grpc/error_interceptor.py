@@ -1,6 +1,5 @@
 """Intercepts every method of the public gRPC port. Refuses bytes that are not a valid message, and turns
-errors
-into statuses by one table. For an unforeseen error, the client gets only a request id."""
+errors into statuses by one table. For an unforeseen error, the client gets only a request id."""
 
 import asyncio
 import logging
@@ -45,9 +44,8 @@ Stream = Callable[[Any, Context], AsyncGenerator[Any, None]]
 
 @dataclass(slots=True)
 class Received:
-    """A request as received. grpc.aio keeps this object until the call ends. The message in it is dropped at
-    the
-    answer."""
+    """A request as received. grpc.aio keeps this object until the call ends, so the message is dropped
+    earlier."""
 
     message: Any
     """The message, or None if it is invalid or already answered."""
@@ -151,8 +149,7 @@ def _with_size(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Receive
 
 
 def _unless_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
-    """Return a serializer that passes bytes through, because some methods serialize their answers
-    themselves."""
+    """Return a serializer that passes bytes through. Some methods serialize their answers themselves."""
 
     def write(response: Any) -> bytes:
         return response if isinstance(response, bytes) else serialize(response)
@@ -177,8 +174,7 @@ async def _answer_or_status(answering: Coroutine[Any, Any, Any]) -> tuple[Any, S
 
 
 def _status_of(error: Exception) -> Status:
-    """Return the client's status for `error`. For an unforeseen error, the text has only the id of the log
-    line."""
+    """Return the client's status for `error`. An unforeseen error's text has only the id of the log line."""
     if isinstance(error, RouterError):
         code, text = STATUS[error.code], str(error)
         more = _retry_metadata(code.value[0], text) if isinstance(error, OverloadedError) else ()

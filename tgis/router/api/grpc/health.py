@@ -1,6 +1,5 @@
 """Serves gRPC's health service, and holds the state that it and HTTP's `/health` report. A watcher that does
-not
-read does not delay the others. The service that gRPC provides notifies one watcher after the other."""
+not read does not delay the others. The service that gRPC provides notifies one watcher after the other."""
 
 import asyncio
 import logging
@@ -59,8 +58,7 @@ class Health(HealthServicer):  # type: ignore[misc]
         self, request: pb.HealthCheckRequest, context: Context
     ) -> AsyncGenerator[pb.HealthCheckResponse, None]:
         """Yield each new status. Statuses that are replaced before the client reads them are skipped. The
-        status after
-        `drain` is the last one."""
+        status after `drain` is the last one."""
         self.num_watches += 1
         try:
             async for status in self._statuses(request.service in self._services):
@@ -71,8 +69,7 @@ class Health(HealthServicer):  # type: ignore[misc]
     async def _statuses(self, is_known: bool) -> AsyncGenerator[Any, None]:
         sent = None
         while True:
-            # Read both together, so that a change or a drain during the sending of a status is reported
-            # afterwards.
+            # Read both together, so that a change or a drain while a status is sent is reported afterwards.
             changed, is_draining = self._changed, self._is_draining
             status = self._status if is_known else pb.HealthCheckResponse.SERVICE_UNKNOWN
             if status != sent:

@@ -1,6 +1,5 @@
 """Paces the refusals of large requests on each connection. Without pacing, a client that keeps sending
-megabytes
-to be refused would keep the event loop busy with receiving and decoding them."""
+megabytes to be refused would keep the event loop busy with receiving and decoding them."""
 
 import asyncio
 from contextlib import suppress

@@ -7,8 +7,7 @@ from tgis.router.api.open_files import share_files
 
 # Streams per connection. Without this limit, repeated resets starve other connections. gRPC counts a stream
 # until its call is freed, and refuses further streams even from clients that keep to the limit. The limit
-# must
-# therefore exceed the needs of any client.
+# must therefore exceed the needs of any client.
 MAX_STREAMS = 1024
 # Maximum number of calls that wait to be accepted. Beyond its default of a thousand, gRPC drops calls at
 # random, whichever client sent them.

@@ -1,5 +1,4 @@
-"""Ends calls whose client does not read. Without a deadline, such a call would hold its resources for
-ever."""
+"""Ends calls whose client does not read. Without a deadline, they would hold their resources for ever."""
 
 import asyncio
 import gc
@@ -12,7 +11,7 @@ import grpc
 
 from tgis.router.errors import SlowClientError
 
-CHECKS_PER_TIMEOUT = 10  # a slow client is detected late by at most a tenth of the timeout
+CHECKS_PER_TIMEOUT = 10  # so that a slow client is detected at most a tenth of the timeout late
 END_WAITER = "_schedule_rpc_coro"  # grpc.aio's coroutine that waits for the end of every call
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -21,8 +20,7 @@ Task = asyncio.Task[Any]
 
 class SlowClients:
     """Watcher of calls whose answer waits for the client. After `timeout_s`, a stream ends with
-    SlowClientError. Its
-    last message or status gets the same time again, and then the call is reset."""
+    SlowClientError. Its last message or status gets the same time again, and then the call is reset."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -87,8 +85,8 @@ class SlowClients:
 def _reset(tasks: set[Task]) -> None:
     """Reset calls by cancelling the tasks that refer to them.
     grpc.aio cannot end a call whose client reads nothing, but its core resets a call without references. The
-    call's
-    own task and one other task refer to it, and the server refers to the newest call until the next one."""
+    call's own task and one other task refer to it, and the server refers to the newest call until the next
+    one."""
     if not tasks:
         return
     for other in asyncio.all_tasks():
@@ -101,7 +99,6 @@ def _reset(tasks: set[Task]) -> None:
 
 def _has_any(coroutine: object, tasks: set[Task]) -> bool:
     """Return True if the coroutine's locals hold one of the tasks. A compiled coroutine keeps its locals in
-    an
-    object that it refers to."""
+    an object that it refers to."""
     inner = gc.get_referents(*gc.get_referents(coroutine))
     return any(isinstance(each, asyncio.Task) and each in tasks for each in inner)

@@ -32,14 +32,12 @@ class HttpCall:
 
     @property
     def owner(self) -> str:
-        """Owner of the call in queues: the tenant, or the client's host, because one host may open many
-        connections."""
+        """Owner of the call in queues: the tenant, or the host, because a host may open many connections."""
         return self.tenant or self.connection.rpartition(":")[0]
 
 
 def open_call(request: Request, tenant: str, bodies: BodyReader) -> HttpCall:
-    """Read the caller of a request. The metadata contain the scheme, and a new id instead of an invalid
-    one."""
+    """Read the caller of a request. The metadata have the scheme, and a new id for an invalid one."""
     given = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers.raw)
     own_id = request_id(request)
     own = ((SCHEME, request.scope["scheme"]), ("x-request-id", own_id))
@@ -64,8 +62,7 @@ def media_type(request: Request) -> str:
 
 async def read_body(request: Request) -> bytes:
     """Return the body. It may be read repeatedly. Raises PayloadTooLargeError. Unless the body is declared as
-    plain
-    text, raises RequestError or OverloadedError for JSON that is nested deeply or has many values."""
+    plain text, raises RequestError or OverloadedError for JSON that is nested deeply or has many values."""
     if (read := getattr(request.state, "body", None)) is not None:
         return bytes(read)
     call: HttpCall = request.state.call

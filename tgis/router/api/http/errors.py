@@ -43,8 +43,7 @@ class ErrorForm(Protocol):
 
 def describe_error(error: Exception, api: ApiRules) -> tuple[int, str]:
     """Return the status and the text of an error. An unforeseen error is logged, and its text contains only
-    the id of
-    the log line."""
+    the id of the log line."""
     if isinstance(error, HttpError):
         return error.status, str(error)
     status = http_status(error, api)
@@ -56,8 +55,7 @@ def describe_error(error: Exception, api: ApiRules) -> tuple[int, str]:
 
 
 def renamed_text(error: RequestError, names: Mapping[str, str], kept: str = "") -> str:
-    """Return the text of a refusal with the API's own `names` of parameters. The word `kept` is not
-    renamed."""
+    """Return a refusal's text with the API's own `names` of parameters. The word `kept` is not renamed."""
     own = error.log_text  # the rest may be the client's words
     shown = re.sub("[a-z_]+", lambda word: word[0] if word[0] == kept else names.get(word[0], word[0]), own)
     return shown + str(error).removeprefix(own)

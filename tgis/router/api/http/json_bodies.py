@@ -46,8 +46,7 @@ class Turns:
 
     async def take(self, owner: Hashable, num_bytes: int) -> None:
         """Wait for this body's turn, which lasts until `give`. Raises OverloadedError if the waiting bodies
-        are too large
-        in total."""
+        are too large in total."""
         if self._is_free:
             self._is_free = False
             return
@@ -81,8 +80,7 @@ class BodyReader:
 
     async def check(self, body: bytes, owner: Hashable) -> None:
         """Check a body before any value of it is built. Wait for the body's turn if building it takes long.
-        Raises
-        RequestError and OverloadedError."""
+        Raises RequestError and OverloadedError."""
         if len(body) <= LONG_BYTES:
             weight = check_structure(body, self._limits)
         else:
@@ -93,8 +91,7 @@ class BodyReader:
             asyncio.get_running_loop().call_later(rest_s, self._turns.give)
 
     async def _look(self, body: bytes, owner: Hashable) -> Weight:
-        """Check a long body in a thread, one body at a time, because the check takes several times its
-        memory."""
+        """Check a long body in a thread, one body at a time, because that takes several times its memory."""
         await self._looks.take(owner, len(body))
         try:
             return await asyncio.to_thread(check_structure, body, self._limits)

@@ -1,7 +1,5 @@
 """Bounds the structure of JSON bodies before any value is built: the depth and the numbers of lists, objects
-and
-values. The bytes are examined as columns, mostly without holding the GIL. The cost does not depend on the
-values."""
+and values. Bytes are examined as columns, mostly without the GIL. The cost does not depend on the values."""
 
 import re
 from dataclasses import dataclass
@@ -99,8 +97,7 @@ LIGHT = Weight()
 
 
 def check_structure(body: bytes, limits: BodyLimits, max_depth: int = MAX_DEPTH) -> Weight:
-    """Return a body's numbers of lists and values, or zeros if they are small. Raises RequestError, which
-    names a field."""
+    """Return a body's numbers of lists and values, or zeros for a small body. Raises RequestError."""
     if _is_small(body, max_depth):
         return LIGHT
     plain = body.replace(rb"\\", b"__").replace(rb"\"", b"__") if b"\\" in body else body
@@ -125,8 +122,7 @@ def _is_small(body: bytes, max_depth: int) -> bool:
 
 def _structure_of(plain: bytes) -> _Structure:
     """Return the structure of a body without escaped quotes. It is right up to the first JSON error. No value
-    after
-    the error is built."""
+    after the error is built."""
     codes = np.frombuffer(plain.translate(None, _OTHERS), np.uint8)
     is_inside = np.logical_xor.accumulate(codes == ord('"'))
     return _Structure(codes | _CASE, ~is_inside)

@@ -1,6 +1,5 @@
 """Writes DJL's error objects: `code` and `error` for refusals and failures of the model's handler; `code`,
-`type`
-and `message` for refusals of its server."""
+`type` and `message` for refusals of its server."""
 
 from dataclasses import dataclass
 

@@ -19,8 +19,7 @@ TokenId = Annotated[int, Meta(ge=0, le=999_999_999)]
 
 class LmiParameters(msgspec.Struct, kw_only=True):
     """Known parameters. Those of type Any are refused: they would change the text, and are not supported.
-    Unknown
-    parameters are ignored, as in LMI's containers."""
+    Unknown parameters are ignored, as in LMI's containers."""
 
     do_sample: bool | None = None
     seed: int | None = None

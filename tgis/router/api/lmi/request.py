@@ -52,8 +52,7 @@ _decoder = msgspec.json.Decoder(LmiRequest)
 
 
 def read_request(kind: str, body: bytes) -> LmiRequest:
-    """Return the request in a body of media type `kind`, JSON or plain text. Raises RequestError and
-    HttpError."""
+    """Return the request in a body of media type `kind`. Raises RequestError and HttpError."""
     if kind == PLAIN_TEXT:
         read = LmiRequest(inputs=_decode_text(body))
     elif kind in ("", "application/json"):

@@ -29,8 +29,7 @@ FormedToken = LmiToken | Token | PrefillToken
 
 
 def form_token(token: Token, is_tgi: bool) -> FormedToken:
-    """Return a token in the answer's form. In LMI's own form, the joined texts of all tokens are the
-    answer."""
+    """Return a token in the answer's form. In LMI's own form, the texts of all tokens join to the answer."""
     if is_tgi:
         return token
     return LmiToken(token.id, "" if token.special else token.text, token.logprob, token.special or UNSET)
@@ -42,8 +41,7 @@ def form_inputs(tokens: Iterable[PrefillToken], is_tgi: bool) -> list[FormedToke
 
 class AnswerTokens:
     """Tokens of one answer in order, each with the text that it adds. If a stop sequence may still remove
-    text, a token
-    waits until its text is shown."""
+    text, a token waits until its text is shown."""
 
     def __init__(self, names: TokenForms, waits: bool) -> None:
         self._texts, self._waits = TokenTexts(names), waits
@@ -51,8 +49,8 @@ class AnswerTokens:
         self._num_shown = self._num_taken = 0  # numbers of characters
 
     def push(self, detail: TokenDetail, text: str) -> Iterator[ShownToken]:
-        """Add the next token, which is not the last one, and the text shown with it. Yield the tokens that
-        are final now."""
+        """Add the next token, which is not the last one, and the text shown with it. Yield the final
+        tokens."""
         self._num_shown += len(text)
         self._held += self._texts.push(detail)
         while self._held and (not self._waits or self._end_of_first() <= self._num_shown):
@@ -61,8 +59,7 @@ class AnswerTokens:
 
     def finish(self, detail: TokenDetail, text: str, is_end: bool) -> Iterator[ShownToken]:
         """Add the last token and yield the remaining ones. `text` is the whole answer. It lacks an end of
-        sequence, and may
-        end before the last token."""
+        sequence, and may end before the last token."""
         self._held += self._texts.finish(detail, text, is_end)
         while self._held:
             first = self._held[0].token

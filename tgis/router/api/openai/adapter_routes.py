@@ -116,8 +116,7 @@ def _translated(field: str) -> Iterator[None]:
 
 def _locate(path: str, roots: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the id of the adapter at a path, or None if it has none. Also return the paths with the same id
-    that are
-    searched before it."""
+    that are searched before it."""
     found = os.path.normpath(path)
     if not os.path.isabs(found):
         return found if is_adapter_id(found) else None, []

@@ -45,8 +45,7 @@ def missing_model(name: str | None) -> ApiError:
 
 
 def describe(error: Exception) -> tuple[int, ErrorDetails]:
-    """Return the status and the details of an error. For an unforeseen error, the text has only the id of the
-    log line."""
+    """Return an error's status and details. An unforeseen error's text has only the id of the log line."""
     status, text = describe_error(error, OPENAI)
     param, code = (error.param, error.code) if isinstance(error, ApiError) else (None, CODES.get(status))
     return status, ErrorDetails(text, TYPES.get(status, "invalid_request_error"), param, code)

@@ -23,7 +23,7 @@ class ModelCard(msgspec.Struct):
     root: str = ""
     """Name of the model, or the id of an adapter."""
     parent: str | None = None
-    """Name of the model that an adapter belongs to."""
+    """Name of the model that an adapter changes."""
     max_model_len: int | None = None
     default_sampling: dict[str, float] | UnsetType = UNSET
     """Values of the sampling fields that a request does not set."""

@@ -96,8 +96,8 @@ class Generation:
         return response
 
     async def _events(self, job: GenerateJob) -> AsyncGenerator[bytes, None]:
-        """Yield an empty event and then the stream. The stream begins at once, because a refusal is an event
-        here too."""
+        """Yield an empty event, then the stream. It begins at once, because even a refusal is an event
+        here."""
         yield b""
         with translated_refusals(job.call.parameters, self._parts.limits):
             async with self._parts.service.stream(job.call) as (stream,):

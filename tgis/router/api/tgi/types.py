@@ -46,8 +46,7 @@ class GrammarField(msgspec.Struct):
 class GenerateRequest(msgspec.Struct):
     inputs: str
     parameters: GenerateParameters | None = None
-    """Without parameters, the text is sampled. With parameters, it is sampled only if they ask for
-    sampling."""
+    """Without parameters, the text is sampled. With parameters, they decide."""
     stream: bool | None = None
     """Used by routes that can stream or not."""
 

@@ -117,8 +117,7 @@ class HistogramView:
 
 class VllmSeries:
     """All series of vLLM. Values that no series of TGIS has are observed here. Views do not refer to this
-    object or to all
-    metrics, so that the end of a scrape frees its series and their mapped files."""
+    object or to all metrics, so that the end of a scrape frees its series and their mapped files."""
 
     def __init__(
         self, model_name: str, max_sequence_length: int, metrics: AliasedMetrics, storage: Storage

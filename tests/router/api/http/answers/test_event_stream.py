@@ -1,4 +1,4 @@
-"""Comments of a stream that is silent: when they are sent, and when not."""
+"""Tests the comments of an idle stream: when they are sent, and when not."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -14,7 +14,7 @@ SILENCE_S = 0.02
 
 
 async def run(events: AsyncGenerator[bytes, None], delays: dict[bytes, float]) -> list[bytes]:
-    """Return what is sent, in order; the sending of some takes a time, and fails if that is negative."""
+    """Return the messages sent, in order. `delays` are the times that sending takes; negative ones fail."""
     sent: list[bytes] = []
 
     async def send(message: Any) -> None:
@@ -54,7 +54,7 @@ async def test_none_while_an_event_is_sent() -> None:
 
 
 async def test_a_client_that_does_not_read_comments() -> None:
-    """It is noticed, but only the next event ends the stream."""
+    """The failure is noticed, but only the next event ends the stream."""
     ends = []
 
     async def events() -> AsyncGenerator[bytes, None]:

@@ -1,4 +1,4 @@
-"""Texts of tokens, for tokenizers of every kind: joined they are the text that the service generates."""
+"""Tests the texts of tokens for tokenizers of every kind: joined, they are the generated text."""
 
 import random
 from pathlib import Path
@@ -43,7 +43,7 @@ def tokenizer(request: Any, tmp_path: Path) -> Any:
 def generate(
     vocabulary: Vocabulary, ids: list[int], stops: tuple[str, ...]
 ) -> tuple[list[list[ShownToken]], str, list[int]]:
-    """Return what each token brings, the whole text, and the tokens up to the end, as a service has them."""
+    """Return the tokens shown with each token, the whole text, and the token ids up to the end."""
     stream, texts = TextStream(vocabulary, StopSequences(stops)), TokenTexts(TokenForms(vocabulary))
     brought: list[list[ShownToken]] = []
     text = ""
@@ -91,7 +91,8 @@ def test_texts_join(tokenizer: Tokenizer, shows_special: bool) -> None:
 
 
 def test_tokens_come_at_once(tokenizer: Tokenizer) -> None:
-    """A token waits only for its text: for the next one where that decides, and for all of a character."""
+    """A token waits only for its text: for the next token if that matters, and for the rest of a
+    character."""
     vocabulary = Vocabulary(tokenizer)
     ids = tokenizer.fast.encode("The quick brown fox jumps", add_special_tokens=False).ids
     brought, _, _ = generate(vocabulary, ids, ())

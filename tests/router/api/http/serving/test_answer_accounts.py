@@ -1,4 +1,4 @@
-"""Answers of an API over a real socket, counted by route and status, and the lines of refusals."""
+"""Tests the counts of answers by route and status over a real socket, and the log lines of refusals."""
 
 import asyncio
 import http.client
@@ -32,7 +32,7 @@ LOGGER = "tgis.router.api.http.serving.answer_accounts"
 
 
 class Api:
-    """Routes that fail as those of a real API do."""
+    """Routes that fail like a real API's routes."""
 
     def __init__(self) -> None:
         self.metrics = Metrics(MetricLimits(64, 32, 4))

@@ -1,4 +1,4 @@
-"""What OpenAI's API gets from a router as an HTTP server, whatever the request asks for."""
+"""Tests the router as an HTTP server for OpenAI's API, whatever the requests contain."""
 
 import asyncio
 import http.client
@@ -112,7 +112,7 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 5.0) -> float:
 
 
 def open_stream(port: int, body: Any = None, receive_bytes: int = 0) -> socket.socket:
-    """A connection whose stream has begun."""
+    """Return a connection whose stream has begun."""
     connection = socket.socket()
     if receive_bytes:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
@@ -196,7 +196,7 @@ def test_large_requests_get_413_with_and_without_a_length(router: Setup) -> None
 
 
 def test_long_headers_get_431(router: Setup) -> None:
-    """From the connection, which knows no API."""
+    """The connection, which knows no API, sends this answer."""
     status, headers, body = ask(router.service.http_port, GENERATE, x_long="a" * 20_000)
     assert (status, body) == (431, b"Request Header Fields Too Large")
     assert headers["content-type"].startswith("text/plain")
@@ -224,7 +224,7 @@ def test_deep_json_is_refused(router: Setup) -> None:
 @pytest.mark.parametrize("depth", [1, 63, 64, 65, 200])
 @pytest.mark.parametrize("fill", [b"", b'"]]]{{{[\\"[[",', b"[],[],", b'{"a":[1]},'])
 def test_depth_is_that_of_the_json(depth: int, fill: bytes) -> None:
-    """As Python's own parser sees it; brackets in texts do not count."""
+    """The depth is the one that Python's own parser finds. Brackets in texts do not count."""
     body = b"[" + fill * 100 + b"[" * (depth - 1) + b"]" * (depth - 1) + b"]"
     if fill and depth == 1:
         body = b"[" + (fill * 100)[:-1] + b"]"
@@ -250,7 +250,7 @@ def test_depth_takes_linear_time() -> None:
 
 
 def test_text_without_an_end_is_looked_at_once() -> None:
-    """Else these two megabytes would take hours."""
+    """Scanning it repeatedly would take hours for these two megabytes."""
     body = b'"\\' * (1 << 20) + b"[" * 65
     check_structure(body, BodyLimits())
     with pytest.raises(RequestError):
@@ -270,7 +270,7 @@ def test_a_client_that_goes_is_cancelled_within_a_step(router: Setup, is_stream:
         num_steps = router.shards[0].num_steps
         connection.close()
         wait_for(lambda: scrape(router.http)["tgi_requests_live"] == 0)
-        assert router.shards[0].num_steps <= num_steps + 2  # one was computed, and one may have been sent
+        assert router.shards[0].num_steps <= num_steps + 2  # one was in progress, one may have been sent
         assert metric(router, CANCELLED) == before + 1
 
 
@@ -285,7 +285,7 @@ def test_a_client_that_does_not_read_is_ended_as_slow(router: Setup) -> None:
 
 
 def test_a_flood_is_refused_and_disturbs_nobody(router: Setup) -> None:
-    """Of 500 requests at once as many are served as may be, the others are refused, and probes answer."""
+    """Some of 500 simultaneous requests are served, the others are refused, and probes are answered."""
 
     async def one(port: int) -> int:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -387,7 +387,8 @@ def free_port() -> int:
 
 @contextmanager
 def open_over_tls(port: int, files: Files, server: trustme.CA) -> Iterator[http.client.HTTPResponse]:
-    """Start a long stream as a client of the authority of `files`, who trusts the authority `server`."""
+    """Start a long stream with a client certificate of `files`' authority, trusting the authority
+    `server`."""
     context = ssl.create_default_context(cadata=server.cert_pem.bytes().decode())
     files.authority.issue_cert("client@example.com").configure_cert(context)
     connection = http.client.HTTPSConnection("localhost", port, timeout=10, context=context)
@@ -397,7 +398,7 @@ def open_over_tls(port: int, files: Files, server: trustme.CA) -> Iterator[http.
 
 
 def test_a_port_of_its_own_has_the_tls_of_grpc(tmp_path: Path) -> None:
-    """With changed files too: what was open goes on, what comes needs the new ones."""
+    """With changed files, open connections continue, and new ones need the new files."""
     first, second = trustme.CA(), trustme.CA()
     mount, home, api_port = tmp_path / "mount", tmp_path / "home", free_port()
     mount.mkdir()

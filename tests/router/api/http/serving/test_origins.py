@@ -1,4 +1,4 @@
-"""What pages of browsers may send, and what their requests look like; what other clients send is served."""
+"""Tests which requests browser pages may send. Requests of other clients are served."""
 
 import asyncio
 import json
@@ -73,7 +73,7 @@ async def test_all_origins_may_be_allowed(tmp_path: Path) -> None:
 
 
 async def test_a_token_does_not_make_a_page_welcome(tmp_path: Path) -> None:
-    """One without a token is refused for that."""
+    """A page without a token is refused for the missing token."""
     tokens = tmp_path / "tokens"
     tokens.write_text("secret\n")
     async with open_chats(tmp_path, tokens=tokens, port_options=LOCAL) as (served, _):
@@ -116,7 +116,7 @@ KINDS = [
     ("multipart/form-data; boundary=x", 415, 415),
     ("application/octet-stream", 415, 415),
 ]
-"""Statuses of media types, and those of pages."""
+"""Statuses for each media type, from other clients and from pages."""
 
 
 async def test_what_is_not_json_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What all HTTP ports of a router have in common."""
+"""Tests the features that all HTTP ports of a router share."""
 
 import asyncio
 import http.client
@@ -11,7 +11,7 @@ LEAST_AGE_S = 0.1
 
 
 def ask_until_it_ends(port: int) -> None:
-    """Send requests over one connection until an answer says that it is the last one."""
+    """Send requests over one connection until an answer announces the connection's end."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     connection.connect()
     connected = connection.sock
@@ -26,7 +26,6 @@ def ask_until_it_ends(port: int) -> None:
 
 @pytest.mark.parametrize("port", [HTTP, API])
 async def test_a_connection_has_an_age(port: str) -> None:
-    """On each port."""
     async with (
         open_ports(
             playground=True, http_api_port=0 if port == API else None, max_connection_age=LEAST_AGE_S

@@ -1,4 +1,4 @@
-"""Java's properties files, against a reader that takes one character at a time."""
+"""Compares the reader of Java's properties files with one that takes one character at a time."""
 
 import random
 
@@ -15,7 +15,7 @@ def read(text: str) -> dict[str, str]:
 
 
 class PlainReader:
-    """Reader by the documentation of java.util.Properties."""
+    """Reader that follows the documentation of java.util.Properties."""
 
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
@@ -61,7 +61,7 @@ class PlainReader:
         return found.encode("utf-16", "surrogatepass").decode("utf-16")
 
     def continues(self) -> bool:
-        """Advance over a line's end and the following blanks, if there is one here."""
+        """Advance over a line end and the blanks after it. Return False if there is no line end here."""
         end = "\r\n" if self.text.startswith("\r\n", self.at) else self.peek()
         if not end or end[0] not in ENDS:
             return False

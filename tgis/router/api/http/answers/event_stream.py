@@ -30,8 +30,7 @@ def encode_event(value: Any) -> bytes:
 
 class EventStream(Response):
     """Answer whose body is events: each is `data: …` and two line ends, or a line of JSON. The answer begins
-    with the
-    first event, so that an error before it can have a status."""
+    with the first event, so that an error before it can have a status."""
 
     def __init__(
         self,
@@ -80,8 +79,7 @@ class EventStream(Response):
 @asynccontextmanager
 async def _unsilenced(send: Send, silence_s: float) -> AsyncIterator[Send]:
     """Yield a function that sends like `send`. After its first message, comments fill the pauses between
-    messages. A
-    comment that the client does not read raises nothing; the next event does."""
+    messages. If the client does not read a comment, the next message raises the error."""
     is_sending, sent_at = True, time.monotonic()
 
     async def heard(message: Message) -> None:
@@ -109,10 +107,8 @@ async def _unsilenced(send: Send, silence_s: float) -> AsyncIterator[Send]:
 
 async def merge(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, InputTokens | Output], None]:
     """Yield the outputs of all streams as they arrive, each with the index of its stream. Few outputs wait
-    here while
-    the reader is behind, so that further tokens of a stream are joined into one output. The first failure
-    ends
-    all streams. Close this generator before the streams, because it may be reading from them."""
+    here while the reader is behind, so that further tokens of a stream are joined into one output. The first
+    failure ends all streams. Close this generator before the streams, because it may be reading from them."""
     if len(streams) == 1:
         async for output in streams[0].outputs:
             yield 0, output

@@ -22,8 +22,7 @@ Slice = Sequence[TokenDetail]
 
 class SlicedEncoder:
     """Encoder of one answer's lists of tokens. All answers share `turn`: each turn of the event loop encodes
-    one slice
-    of one answer, so that other requests get their tokens in time."""
+    one slice of one answer, so that other requests get their tokens in time."""
 
     def __init__(self, turn: asyncio.Lock) -> None:
         self._turn = turn
@@ -56,8 +55,7 @@ class SlicedEncoder:
             yield b"".join(joined)
 
     def mark(self, lists: Sequence[bytes]) -> Any:
-        """Return a placeholder for an encoded list. The list replaces it once the rest of the answer is
-        encoded."""
+        """Return a placeholder that an encoded list replaces when the answer is written."""
         self._lists.append(lists)
         return msgspec.Raw(b"\0%d\0" % (len(self._lists) - 1))
 

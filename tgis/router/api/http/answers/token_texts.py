@@ -1,5 +1,4 @@
-"""Assigns each token of an answer the text that it adds. Joined, the texts of all tokens but special ones are
-the
+"""Assigns each token of an answer the text that it adds. Without special tokens, the texts join to the
 answer."""
 
 from collections.abc import Iterable
@@ -68,8 +67,7 @@ class TokenForms:
 
 class TokenTexts:
     """Tokens of one answer in order. A token waits until its text is known: a character may take several
-    tokens, and
-    the end of a word may depend on the next token. A special token's text is its name."""
+    tokens, and the end of a word may depend on the next token. A special token's text is its name."""
 
     def __init__(self, forms: TokenForms) -> None:
         self._forms, self._is_one_behind = forms, forms.vocabulary.is_one_behind
@@ -94,8 +92,7 @@ class TokenTexts:
 
     def finish(self, detail: TokenDetail, text: str, is_end: bool) -> list[ShownToken]:
         """Add the last token and return the remaining ones. `text` is the whole answer. It lacks an end of
-        sequence, and
-        may end within the last token."""
+        sequence, and may end within the last token."""
         if is_end:
             shown = self._forms.show(detail)
             shown.token.special = True

@@ -45,7 +45,7 @@ class Phase(Enum):
 
 
 class ApiGate:
-    """ASGI application for the routes of all APIs. It admits requests, and aborts those still open after a
+    """ASGI application for all APIs' routes. It admits requests, and aborts those still open after a
     drain."""
 
     def __init__(

@@ -10,7 +10,7 @@ from starlette.routing import Route
 from tgis.net.http_server import METRICS_TYPE, health_routes
 from tgis.router.metrics.scrape import Render
 
-SPACING_S = 0.05  # minimum time between two renderings of the metrics, each of which takes milliseconds
+SPACING_S = 0.05  # minimum time between two renderings of the metrics; each takes milliseconds
 
 
 def metrics_routes(is_ready: Callable[[], bool], render: Render) -> list[Route]:
@@ -23,8 +23,7 @@ def metrics_routes(is_ready: Callable[[], bool], render: Render) -> list[Route]:
 
 
 class _Scrapes:
-    """Scrapes that share one text, rendered after they arrive. However many arrive, they do not block the
-    event loop."""
+    """Scrapes that share one text, rendered after they arrive. Any number of them leaves the loop free."""
 
     def __init__(self, render: Render) -> None:
         self._render = render

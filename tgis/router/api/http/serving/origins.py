@@ -1,6 +1,5 @@
 """Refuses requests from pages of other origins. A browser sends a page's simple requests to any address that
-it can
-reach, loopback included, without asking the service. It only hides the answer from the page."""
+it can reach, loopback included, without asking the service. It only hides the answer from the page."""
 
 import re
 import socket
@@ -14,8 +13,7 @@ from tgis.router.api.http.errors import HttpError
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # these methods change and compute nothing
 OWN_SITES = ("same-origin", "none")  # `none`: the browser's user, not a page
 # Names that an attacker outside of the machine and its own network cannot point to an address: names without
-# a
-# dot, and names below domains that are not delegated.
+# a dot, and names below domains that are not delegated.
 OWN_NAME = re.compile(r"[^.]*|.*\.localhost|.*\.internal")
 FOREIGN_ORIGIN = "a page of another origin has sent the request; --cors-allow-origin allows origins"
 FOREIGN_HOST = (
@@ -46,8 +44,7 @@ class OriginRules:
             raise HttpError(403, FOREIGN_ORIGIN)
 
     def _may_change(self, headers: Headers) -> bool:
-        """Return True for a request from no page, from this service's own page, or from a page of an allowed
-        origin."""
+        """Return True for a request from no page, this service's page, or a page of an allowed origin."""
         origins = [origin.lower() for origin in headers.getlist("origin")]
         if "*" in self._allowed or (origins and self._allowed.issuperset(origins)):
             return True

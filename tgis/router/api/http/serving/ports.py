@@ -38,8 +38,7 @@ class HttpPorts:
         memory: MemoryRelease,
     ) -> None:
         """Build the ASGI applications. `apis` includes APIs that are not served. `render` returns the text of
-        a scrape.
-        Raises StartupError."""
+        a scrape. Raises StartupError."""
         self._config, self._certificates = config, certificates
         self._served = [api for api in apis if api.is_served]
         self._gate: ApiGate | None = None
@@ -68,8 +67,7 @@ class HttpPorts:
 
     @asynccontextmanager
     async def serve_api(self) -> AsyncIterator[int | None]:
-        """Admit calls to the APIs within the context. Yield the APIs' own port, or None if they share the
-        HTTP port."""
+        """Admit calls to the APIs within the context. Yield the APIs' own port, or None if they have none."""
         if not self._gate:
             yield None
             return

@@ -1,7 +1,6 @@
 """Lists the option names of DJL's LMI containers. Only the launcher reads them, and only with `--compat lmi`.
-A
-name is a key of serving.properties; keys with the prefix `option.` belong to the model, others to the server.
-vLLM's table covers the keys that LMI passes on to vLLM."""
+A name is a key of serving.properties; keys with the prefix `option.` belong to the model, others to the
+server. vLLM's table covers the keys that LMI passes on to vLLM."""
 
 import difflib
 from collections.abc import Mapping
@@ -55,8 +54,7 @@ def _options(why: str, *names: str, refused: bool = False) -> tuple[Alias, ...]:
 
 
 def _only(name: str, allowed: str, why: str, advice: str) -> Alias:
-    """Return a name whose allowed values match the service's fixed behaviour. All other values are
-    refused."""
+    """Return a name whose allowed values are the service's fixed behaviour. Other values are refused."""
     why += f"; values other than {allowed.replace('|', ', ')} are refused"
     return _key(name, why=why, refusal_of=only(allowed, advice))
 

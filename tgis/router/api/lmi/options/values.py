@@ -1,5 +1,4 @@
-"""Converts the values of LMI's options to texts for the service's own options. The converters raise
-ValueError."""
+"""Converts values of LMI's options to texts for the service's options. Converters raise ValueError."""
 
 from collections.abc import Callable
 
@@ -78,8 +77,7 @@ def to_reservation(text: str) -> str:
 
 
 def only(allowed: str, advice: str) -> Callable[[str], str | None]:
-    """Return a check that refuses values not in `allowed`. A `|` separates its values; `x*` allows a
-    prefix."""
+    """Return a check that refuses values not in `allowed`, separated by `|`. `x*` allows a prefix."""
 
     def refuse(text: str) -> str | None:
         for one in allowed.split("|"):

@@ -62,7 +62,7 @@ class AnswerForm:
 
     @property
     def reasoning_format(self) -> ReasoningFormat | None:
-        """Format of the reasoning, or None if the prompt ends the reasoning."""
+        """Format of the reasoning that an answer may have, or None."""
         return None if self.reasoning is None else self.reasoning.format
 
     def stop_scope(self) -> ContentScope:
@@ -71,8 +71,7 @@ class AnswerForm:
 
     def rules(self, is_constrained: bool) -> AnswerRules | None:
         """Return the rules of a grammar, or None if answers are free. `is_constrained` is True if the request
-        constrains
-        the text outside of reasoning and calls."""
+        constrains the text outside of reasoning and calls."""
         rule = None if self.reasoning is None else self.reasoning.rule
         is_limited = rule is not None and rule.max_tokens is not None
         if self.calls is None and not is_limited and not (is_constrained and rule is not None):
@@ -89,8 +88,7 @@ def read_answer_form(
     shows_tools: bool = True,
 ) -> AnswerForm | None:
     """Return the form of the answers to a prompt, or None if the answers are plain texts. `shows_tools` is
-    True if the
-    template shows tools to the model. Raises ApiError."""
+    True if the template shows tools to the model. Raises ApiError."""
     max_reasoning_tokens = body.max_reasoning_tokens
     tools = None if use is None else _choose_tools(formats.tools, use, shows_tools)
     if formats.reasoning is None and max_reasoning_tokens is not None:
@@ -124,7 +122,7 @@ def constrain(guided: Guided | None, form: AnswerForm | None) -> Guided | None:
 def _read_reasoning(
     reasoning: ReasoningFormat | None, prompt: str, max_tokens: int | None, find_mark: FindMark
 ) -> ReasoningForm | None:
-    """Return the reasoning that follows the prompt, or None if the answer has none."""
+    """Return the reasoning that an answer to the prompt may have, or None if it has none. Raises ApiError."""
     if reasoning is None:
         return None
     begin, end = find_mark(reasoning.begin), find_mark(reasoning.end)

@@ -115,8 +115,7 @@ class AnswerReader:
 
     def _push(self, texts: Sequence[str], token_ids: Sequence[int], num_generated: int) -> list[Piece]:
         """Return the pieces that are certain after the texts of some tokens. `num_generated` is the number of
-        the last
-        token. There may be one text more than tokens."""
+        the last token. There may be one text more than tokens."""
         parser = self._parser
         if not self._counts:
             return parser.push("".join(texts))

@@ -113,8 +113,7 @@ class ChatChunkWriter:
         return b"".join(map(self._chunk, choices))
 
     def _frame(self, index: int, delta: Delta) -> tuple[bytes, bytes]:
-        """Return the bytes before and after the text in chunks with only a text. The text of `delta` is
-        _MARK."""
+        """Return the bytes around the text in chunks with only a text. The text of `delta` is _MARK."""
         before, _, after = self._chunk(ChunkChoice(index, delta)).rpartition(encode_json(_MARK))
         return before, after
 

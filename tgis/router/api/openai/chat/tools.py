@@ -1,4 +1,4 @@
-"""Reads the tools of a request and the choice of those that its answer may or must call."""
+"""Reads the tools of a request, and its choice of the tools that the answer may or must call."""
 
 import re
 from dataclasses import dataclass
@@ -12,8 +12,7 @@ from tgis.router.api.openai.errors import ApiError
 MAX_TOOLS = 128
 FUNCTION = "function"
 NONE, AUTO, REQUIRED = MODES = ("none", "auto", "required")
-# Keys of a function in the order of the models' training data. The client's own order would change the
-# prompt.
+# Keys of a function in the order of the models' training data. The client's order would change the prompt.
 SHOWN_FIRST = ("name", "description", "parameters")
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
@@ -60,7 +59,7 @@ def show_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
 def read_tool_use(
     tools: list[Tool] | None, tool_choice: str | ToolChoice | None, parallel: bool | None
 ) -> ToolUse | None:
-    """Return the calls that a request allows or requires, or None if its answer has none. Raises ApiError."""
+    """Return the tool use that a request allows or requires, or None for no tools. Raises ApiError."""
     choice = _read_choice(tool_choice)
     if not tools:
         if choice.mode == REQUIRED or choice.names is not None:

@@ -75,8 +75,7 @@ async def describe_prompt(
 
 async def write_choices(job: CompletionJob, results: list[Result]) -> tuple[list[CompletionChoice], Usage]:
     """Return the choices of all prompts and the usage. If more than `n` texts per prompt were generated, the
-    best `n`
-    are chosen."""
+    best `n` are chosen."""
     num_each, n = job.call.parameters.n, job.body.n or 1
     choices: list[CompletionChoice] = []
     for index, start in enumerate(range(0, len(results), num_each)):

@@ -18,9 +18,8 @@ _NOT_FINISHED = StopReason.NOT_FINISHED  # looked up once, because every token n
 
 
 class ChunkWriter:
-    """Writer of all choices' chunks. If choices show the log-probabilities of their prompt, they wait for
-    them. The
-    log-probabilities come with the prompt's first choice."""
+    """Writer of all choices' chunks. Choices that show log-probabilities of their prompt wait for these,
+    which arrive with the prompt's first choice."""
 
     def __init__(self, job: CompletionJob, specs: list[SequenceSpec]) -> None:
         self._job, self._specs, self._n = job, specs, job.call.parameters.n
@@ -50,8 +49,7 @@ class ChunkWriter:
 
     async def write_prompt(self, index: int, tokens: tuple[TokenDetail, ...]) -> AsyncIterator[bytes]:
         """Yield a prompt for each of its choices if the answer shows prompts, then the outputs that waited
-        for it. `index`
-        is that of the prompt's first choice."""
+        for it. `index` is that of the prompt's first choice."""
         prompt = await describe_prompt(self._job, index // self._n, self._specs[index], tokens)
         for sibling in range(index, index + self._n):
             for chunk in self._first(sibling, prompt):

@@ -1,5 +1,5 @@
-"""Reads the values of sampling fields that a request does not set: from a model's generation_config.json, and
-from the operator's options, which override it."""
+"""Reads the default values of sampling fields: from a model's generation_config.json, and from the operator's
+options, which have precedence."""
 
 import logging
 import math

@@ -9,8 +9,7 @@ from tgis.router.requests.parameters import NUM_SEEDS, Parameters, same_named
 
 def to_parameters(fields: SamplingFields, max_tokens: int | None, **details: Any) -> Parameters:
     """Return the parameters of a call. `details` are further fields of Parameters, such as the token details
-    to
-    return. Raises ApiError."""
+    to return. Raises ApiError."""
     set_fields = {
         "sample": True,
         "top_k": max(fields.top_k or 0, 0),

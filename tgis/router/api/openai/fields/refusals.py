@@ -24,8 +24,7 @@ TOO_LONG = "context_length_exceeded"
 @contextmanager
 def translated_refusals(model: str | None, names: Mapping[str, str]) -> Iterator[None]:
     """Raise the service's refusals as ApiError. `model` is the request's model. `names` replaces entries of
-    NAMES for
-    the request or its route."""
+    NAMES for the request or its route."""
     try:
         yield
     except RequestError as error:

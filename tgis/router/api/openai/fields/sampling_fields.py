@@ -32,8 +32,7 @@ class StreamOptions(msgspec.Struct):
 
 class SamplingFields(msgspec.Struct, kw_only=True):
     """Fields that requests share. Ranges are checked while the body is read. A field of type Any is refused
-    unless its
-    value requests nothing."""
+    unless its value requests nothing."""
 
     model: str | None = None
     stream: bool | None = None

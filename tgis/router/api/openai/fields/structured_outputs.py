@@ -33,8 +33,7 @@ def read_guided(fields: SamplingFields) -> Guided | None:
 
 def constraint_names(fields: SamplingFields) -> dict[str, str]:
     """Return the field that states the request's constraint, by the constraint's name in the service. Empty
-    if the
-    request has no constraint."""
+    if the request has no constraint."""
     param, guided = _read_statement(fields)
     return {} if guided is None else {guided.field: param}
 

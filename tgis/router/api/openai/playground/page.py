@@ -1,6 +1,5 @@
 """Serves a page that chats with the service in a browser. The page contains its styles and scripts, and loads
-nothing
-else. It contains no data of the service, so it needs no token. The calls that it makes need a token."""
+nothing else. It contains no data of the service and needs no token, but the calls that it makes do."""
 
 from base64 import b64encode
 from hashlib import sha256

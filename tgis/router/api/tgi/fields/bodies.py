@@ -52,8 +52,7 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 def main_field(body: bytes) -> str:
     """Return the first of `inputs`, `messages` and `prompt`, in this order, that the body contains, or an
-    empty text.
-    Raises BodyError."""
+    empty text. Raises BodyError."""
     keys = decode(_keys_decoder, body)
     return next((name for name in _Keys.__struct_fields__ if getattr(keys, name) is not msgspec.UNSET), "")
 

@@ -58,8 +58,8 @@ def _translate(error: RequestError, parameters: Parameters, limits: RequestLimit
 
 
 def _length_text(num_inputs: int, max_new_tokens: int, limits: RequestLimits) -> str:
-    """Return the reason why an input of `num_inputs` tokens is refused. With 0 new tokens, the rest of the
-    length counts."""
+    """Return why an input of `num_inputs` tokens is refused. 0 new tokens stand for the rest of the
+    length."""
     total = limits.max_sequence_length
     num_new = max_new_tokens or max(total - num_inputs, 0)
     if num_inputs + num_new > total:

@@ -1,6 +1,5 @@
 """Rewrites vLLM's command lines: underscores in flags, several values after one flag, switches with a value
-or the
-prefix `no`, and a model before all flags."""
+or the prefix `no`, and a model before all flags."""
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -35,7 +34,7 @@ def rewrite(arguments: Sequence[str], switches: Collection[str]) -> list[str]:
 
 
 def _rewrite_next(words: deque[str], switches: Collection[str]) -> Iterator[str]:
-    """Remove the next word, and its values if it is a flag whose syntax differs. Yield the rewritten
+    """Remove the next word, with its values if it is a flag with another syntax. Yield the rewritten
     words."""
     word = words.popleft()
     flag, equals, value = word.partition("=")

@@ -46,8 +46,7 @@ def _refused(why: str, *names: str, switch: bool = False) -> tuple[Alias, ...]:
 
 
 def _only(name: str, allowed: str, advice: str, short: str | None = None) -> Alias:
-    """Return a flag whose allowed values match the service's fixed behaviour. All other values are
-    refused."""
+    """Return a flag whose allowed values are the service's fixed behaviour. Other values are refused."""
     why = f"{allowed.replace('|', ' or ')} is the fixed behaviour; other values are refused: {advice}"
     return Alias(name, why=why, short=short, variable=False, refusal_of=only(name, allowed, advice))
 

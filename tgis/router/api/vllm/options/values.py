@@ -29,8 +29,7 @@ def to_number(text: str) -> str:
 
 
 def to_length(text: str) -> str:
-    """Return the length of a sequence, or an empty text for `auto` and -1, which mean the model's own
-    length."""
+    """Return the length of a sequence, or an empty text for `auto` and -1, which mean the model's length."""
     return "" if text in ("auto", "-1") else to_number(text)
 
 
@@ -89,7 +88,7 @@ def to_level(text: str) -> str:
 
 
 def only(name: str, allowed: str, advice: str) -> Callable[[str], str | None]:
-    """Return a check that refuses values of `--name` not in `allowed`, whose values are separated by `|`."""
+    """Return a check that refuses values of `--name` not in `allowed`, a list separated by `|`."""
 
     def refuse(text: str) -> str | None:
         flag = name.replace("_", "-")
