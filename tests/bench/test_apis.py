@@ -12,6 +12,9 @@ from bench.service import BenchError
 from tests.support.router.model_of_shard import column
 from tgis.pb import shard_pb2 as pb
 
+# Benches are no part of the service: make test-all runs their tests.
+pytestmark = pytest.mark.slow
+
 
 def test_all_streams_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apis, "STEP_S", 0.002)

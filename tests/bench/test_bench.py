@@ -23,6 +23,9 @@ from bench.report import format_report
 from bench.service import BenchError
 from tests.support.canned_service import WORDS, CannedService, serve
 
+# Benches are no part of the service: make test-all runs their tests.
+pytestmark = pytest.mark.slow
+
 TINY = shapes.Shape(2, 48, 4, 2, 8, 80, 600, max_length=64)
 JOB = Job("nowhere", "stream", 2, 3, 5, 3, seed=1, time_limit=30.0)
 

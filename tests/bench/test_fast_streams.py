@@ -9,6 +9,9 @@ from bench import apis, fast_streams
 from bench.api_clients import CHAT, GRPC
 from bench.fast_streams import AFTER, BEFORE, Contender, FastSample, format_samples
 
+# Benches are no part of the service: make test-all runs their tests.
+pytestmark = pytest.mark.slow
+
 
 def test_whole_streams_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apis, "GATHER_S", 0.02)

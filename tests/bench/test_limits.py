@@ -19,6 +19,9 @@ from bench.shapes import SHAPES, Shape
 from bench.targets import Figure
 from tgis.shard.memory.kv_cache import KVCache
 
+# Benches are no part of the service: make test-all runs their tests.
+pytestmark = pytest.mark.slow
+
 TIED = Shape(2, 48, 4, 2, 8, 80, 600)
 UNTIED = Shape(2, 48, 4, 2, 8, 80, 600, tie_embeddings=False)
 RATES = Rates(read=1e9, gemm=1e12)

@@ -29,6 +29,9 @@ from tests.support.canned_service import CannedService, serve
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.runner.interface import Pending
 
+# Benches are no part of the service: make test-all runs their tests.
+pytestmark = pytest.mark.slow
+
 TINY = shapes.Shape(2, 48, 4, 2, 8, 80, 600, max_length=64)
 
 

@@ -15,6 +15,9 @@ from bench.machine import Limits
 from bench.shapes import SHAPES
 from bench.worker import Worker
 
+# Benches are no part of the service: make test-all runs their tests.
+pytestmark = pytest.mark.slow
+
 SHAPE = SHAPES["500m"]
 MACHINE = Rates(read=30e9, gemm=200e9, bfloat16=400e9, int8=800e9)
 

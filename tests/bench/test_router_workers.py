@@ -12,6 +12,9 @@ from bench.router_spread import format_spread
 from bench.router_workers import ONE, Cost, format_costs
 from bench.timed_clients import TimedStream
 
+# Benches are no part of the service: make test-all runs their tests.
+pytestmark = pytest.mark.slow
+
 
 def cells(table: str) -> list[list[str]]:
     """Return the texts between the bars, without the head."""

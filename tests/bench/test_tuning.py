@@ -15,6 +15,9 @@ from bench.load import Job
 from bench.store import ensure_store
 from tests.support.canned_service import CannedService, serve
 
+# Benches are no part of the service: make test-all runs their tests.
+pytestmark = pytest.mark.slow
+
 TINY = shapes.Shape(2, 48, 4, 2, 8, 80, 600, max_length=128)
 
 

@@ -18,6 +18,9 @@ from tests.support.cuda.late_device import LateDevice, LateGraph
 from tests.support.cuda.toy_kernels import multiply
 from tgis.shard.kernels.cuda.offline.driver import compile_only
 
+# Benches are no part of the service: make test-all runs their tests.
+pytestmark = pytest.mark.slow
+
 REASON = "operation not permitted when stream is capturing"
 
 

@@ -16,6 +16,9 @@ from bench.gpu.pack import install
 from bench.gpu.pack.kernels import compute_key
 from bench.gpu.pack.wheels import SERVICE_LOCK, TRITON_LOCK, VERSIONED, list_names, read_lock, read_machine
 
+# Benches are no part of the service: make test-all runs their tests.
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.slow
 def test_names_of_kernels_are_those_of_the_package() -> None:

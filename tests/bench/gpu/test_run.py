@@ -18,6 +18,9 @@ from bench.gpu.results import Recorder, find_figure, read_results
 from bench.gpu.stages import AGAIN_BUDGET_S, BUDGET_S, FAMILIES, STAGES, VARIANTS
 from tests.support.shard.family_cases.all import CASES, family_of
 
+# Benches are no part of the service: make test-all runs their tests.
+pytestmark = pytest.mark.slow
+
 
 def run(*options: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "bench.gpu", *options]

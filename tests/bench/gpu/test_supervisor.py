@@ -15,6 +15,9 @@ from bench.gpu.results import Recorder, keep_last_attempts, read_results
 from tests.support.gpu_cases import make_case, run_cases
 from tests.support.gpu_faults import FIGURE
 
+# Benches are no part of the service: make test-all runs their tests.
+pytestmark = pytest.mark.slow
+
 ENDS = {
     "work": ("done", ""),
     "exhaust_resources": ("failed", "OutOfResources: out of resource: shared memory"),

@@ -26,6 +26,9 @@ from tgis.shard.collectives import CPU, ProcessGroup
 from tgis.shard.kernels.cuda.implementations import KERNELS, Implementations
 from tgis.shard.startup.load import load
 
+# Interpreted GPU kernels take long: make test-all runs every family.
+pytestmark = pytest.mark.slow
+
 DETAILS = {"logprobs": True, "ranks": True}
 # Their feed-forward layers count the tokens of each expert on the host.
 WITH_EXPERTS = {"mixtral", "granitemoe", "qwen2_moe", "qwen3_moe"}

@@ -21,6 +21,9 @@ from tgis.pb import shard_pb2 as pb
 from tgis.shard.kernels.cuda.implementations import KERNELS, Implementations
 from tgis.shard.startup.load import load
 
+# Interpreted GPU kernels take long: make test-all runs every family.
+pytestmark = pytest.mark.slow
+
 # Their feed-forward layers count each expert's tokens on the host, so no step is captured.
 WITH_EXPERTS = {case for case in CASES if family_of(case) in ("mixtral", "granitemoe", "qwen3_moe")}
 # Models with windows and soft caps, experts, two rotary tables, or an encoder; test_model_runner has a plain

@@ -41,6 +41,7 @@ def test_the_table_is_of_the_image_s_triton() -> None:
     assert [entry.version for entry in lock if entry.name == "triton"] == [golden.read()[0]]
 
 
+@pytest.mark.slow
 def test_a_model_costs_what_the_table_says() -> None:
     _compare(*QUICK)
 
