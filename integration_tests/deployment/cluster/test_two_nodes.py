@@ -148,7 +148,7 @@ def test_strangers_are_no_nodes(nodes: TwoNodes, tuned: Tuned, tmp_path: Path) -
     for said, answer in (
         (b'{"kind": "hello", "node_rank": 7, "common": {}, "addresses": []}\n', b"node_rank 7 is out of"),
         (b'{"kind": "hello", "node_rank": 1, "common": {}, "addresses": []}\n', b" is None on node 1 and "),
-        (b'{"kind": "hello"}\n', b"it does not say which node it is"),
+        (b'{"kind": "hello"}\n', b"its first message is invalid"),
         (b"[1, 2]\n", b""),
         (b"x" * (1 << 20), b""),
     ):
