@@ -13,6 +13,7 @@ from bench.worker import Worker
 
 Kind = Literal["decode", "prefill"]
 MAX_TRIES = 3  # of a measurement on a machine that is disturbed meanwhile
+TRY_SEEDS = 1_000_000  # distance of the seeds of two tries, so that no service has the prompts in its cache
 Entry = TypeVar("Entry")
 
 
@@ -116,8 +117,9 @@ def _warm(contender: Contender, case: Case) -> None:
 
 
 def _measure(case: Case, contender: Contender, seed: int) -> tuple[float, float]:
-    seeds = (0, 0) if case.is_cached else (2 * seed, 2 * seed + 1)
-    for _ in range(MAX_TRIES):
+    for number in range(MAX_TRIES):
+        first_seed = 2 * (seed + number * TRY_SEEDS)
+        seeds = (0, 0) if case.is_cached else (first_seed, first_seed + 1)
         first_s = contender.generate(case.batch, case.input_tokens, 1, seeds[0])
         if case.kind == "prefill":
             return first_s, first_s

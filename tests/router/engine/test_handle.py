@@ -185,7 +185,7 @@ async def test_a_cancelled_sequence_leaves_the_others_alone(scene: Scene) -> Non
     scene.handle.release(claim_id)
 
 
-async def test_a_release_gives_back_all_of_a_ticket_once(scene: Scene) -> None:
+async def test_a_release_ends_all_of_a_claim_once(scene: Scene) -> None:
     claim_id, other = await scene.handle.acquire(100), await scene.handle.acquire(20)
     with pytest.raises(OverloadedError):
         await scene.handle.acquire(40)

@@ -167,7 +167,7 @@ class GenerationService:
             if refusal:
                 raise RequestError(refusal)
             return ModelInfo(
-                self.is_encoder_decoder, limits.max_sequence_length, limits.max_new_tokens_of(api)
+                self.is_encoder_decoder, limits.max_sequence_length, limits.max_new_tokens_for(api)
             )
 
     @asynccontextmanager

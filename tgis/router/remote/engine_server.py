@@ -44,7 +44,7 @@ class EngineServer:
         )
 
     async def hear_workers(self) -> None:
-        """Wait, at most GREETINGS_S, until all workers have reported their tickets."""
+        """Wait, at most GREETINGS_S, until all workers have reported their claims."""
         with contextlib.suppress(TimeoutError):
             # `wait_for` may swallow the cancellation that ends the process.
             async with asyncio.timeout(GREETINGS_S):
@@ -126,7 +126,7 @@ class _WorkerConnection:
         self.channel.send(self._server.state())
 
     def end(self) -> None:
-        """Release the worker's tickets, because its connection has ended."""
+        """Release the worker's claims, because its connection has ended."""
         if self._session is not None:
             logger.info("router worker %d has disconnected", self._worker)
             self._session.close()

@@ -90,7 +90,7 @@ class RemoteEngine:
                 await self._connect()
         except TimeoutError:
             logger.error("the engine process did not come back within %s s", self._recovery_timeout)
-            await self.close()  # a process that is still waiting for shards would keep this worker's tickets
+            await self.close()  # a process that is still waiting for shards would keep this worker's claims
             self._handle.give_up(ENGINE_LOST)
             await self._connect()
 

@@ -3,7 +3,6 @@ with the next engine process: the call's claim, its unanswered question, and its
 
 import asyncio
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
@@ -37,7 +36,7 @@ class _OpenSequence:
     """Sequence without a final event, and everything that the next engine process needs of it."""
 
     message: wire.Open
-    progress: Progress
+    """Message that opens it, with its progress so far."""
     sink: TextSink | None
     events: EventQueue
     expiry: asyncio.TimerHandle | None = None
@@ -56,7 +55,7 @@ class RemoteHandle:
         self._numbers = count()
         self._wake_ups = WakeUps()
         self._claims: dict[ClaimId, wire.WorkerClaim] = {}
-        self._sequence_ids: defaultdict[ClaimId, list[SequenceId]] = defaultdict(list)
+        self._sequence_ids: dict[ClaimId, list[SequenceId]] = {}
         self._asked: dict[ClaimId, tuple[Any, asyncio.Future[Any]]] = {}
         """Unanswered questions, at most one per claim."""
         self._open: dict[SequenceId, _OpenSequence] = {}
@@ -96,6 +95,7 @@ class RemoteHandle:
             self._send(wire.Release(claim_id))
             raise
         self._claims[claim_id] = wire.WorkerClaim(claim_id, work, count)
+        self._sequence_ids[claim_id] = []
         return claim_id
 
     async def lease(
@@ -130,9 +130,8 @@ class RemoteHandle:
         progress: Progress | None = None,
     ) -> SequenceId:
         sequence_id = SequenceId(next(self._numbers))
-        progress = progress or Progress()
-        message = wire.Open(claim_id, sequence_id, spec, progress)
-        opened = _OpenSequence(message, progress, sink, EventQueue(self._wake_ups.wake))
+        message = wire.Open(claim_id, sequence_id, spec, progress or Progress())
+        opened = _OpenSequence(message, sink, EventQueue(self._wake_ups.wake))
         self._sequence_ids[claim_id].append(sequence_id)
         self._open[sequence_id] = opened
         self._events[sequence_id] = opened.events
@@ -155,7 +154,7 @@ class RemoteHandle:
     def release(self, claim_id: ClaimId) -> None:
         if self._claims.pop(claim_id, None) is not None:
             self._send(wire.Release(claim_id))
-            for sequence_id in self._sequence_ids.pop(claim_id, ()):
+            for sequence_id in self._sequence_ids.pop(claim_id):
                 self._open.pop(sequence_id, None)
                 self._events.pop(sequence_id, None)
 
@@ -231,11 +230,11 @@ class RemoteHandle:
 
     def _take_times(self, message: wire.Begun) -> None:
         if (opened := self._open.get(message.sequence_id)) is not None:
-            opened.progress.times = message.times
+            opened.message.progress.times = message.times
 
     def _take_inputs(self, message: wire.Inputs) -> None:
         if (opened := self._open.get(message.sequence_id)) is not None:
-            opened.progress.has_inputs = True
+            opened.message.progress.has_inputs = True
             opened.events.deliver(InputTokens(tuple(message.tokens)))
 
     def _take_tokens(self, message: wire.Tokens) -> None:
@@ -246,7 +245,7 @@ class RemoteHandle:
             opened = self._open.get(sequence_id)
             if opened is None:
                 continue
-            progress = opened.progress
+            progress = opened.message.progress
             progress.generated.append(token.token_id)
             progress.times.last_token_at = now
             if opened.sink is not None and opened.sink.push(token.token_id, _NOT_FINISHED):
@@ -279,7 +278,7 @@ class RemoteHandle:
     def _expire(self, opened: _OpenSequence) -> None:
         if self._is_attached or opened.message.sequence_id not in self._open:
             return
-        if opened.progress.times.started_at is None:
+        if opened.message.progress.times.started_at is None:
             self._timeouts.add("timeout")
         self._end(opened, _ended(opened, None, StopReason.TIME_LIMIT))
 
@@ -289,7 +288,7 @@ class RemoteHandle:
 
 
 def _ended(opened: _OpenSequence, token: TokenDetail | None, reason: StopReason) -> Ended:
-    progress = opened.progress
+    progress = opened.message.progress
     times = progress.times
     timings = times.timings(time.monotonic())
     return Ended(token, len(progress.generated), reason, timings, times.num_cached)

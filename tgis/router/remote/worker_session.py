@@ -1,5 +1,5 @@
 """Engine's half of one router worker's handle: executes the worker's messages and sends the results. All
-tickets of a worker are released when its connection ends."""
+claims of a worker are released when its connection ends."""
 
 import asyncio
 import logging
@@ -71,7 +71,7 @@ class WorkerSession:
         }
 
     def greet(self, message: wire.Hello) -> None:
-        """Restore the tickets and adapters that the worker had from an earlier engine process, regardless of
+        """Restore the claims and adapters that the worker had from an earlier engine process, regardless of
         limits."""
         for again in message.claims:
             claim = self._held[again.claim_id] = self._claims.acquire(again.count, again.work, True)
@@ -163,7 +163,7 @@ class WorkerSession:
         sequence_id = message.sequence_id
         if sequence_id not in self._live:  # cancelled while its adapters were being loaded
             return
-        if message.claim_id not in self._held:  # it was released while its adapters were loaded
+        if message.claim_id not in self._held:  # released while its adapters were being loaded
             del self._live[sequence_id]
             return
         receiver = _Receiver(self, sequence_id)
@@ -188,7 +188,7 @@ class WorkerSession:
             self._live.pop(sequence_id, None)
         if claim.leasing is None or claim.leasing.done():
             self._claims.release(claim)
-        else:  # release also what it takes until then
+        else:  # wait for the task, which may have leased adapters by then
             claim.leasing.cancel()
             claim.leasing.add_done_callback(lambda _: self._claims.release(claim))
 

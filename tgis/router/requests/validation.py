@@ -54,23 +54,23 @@ class RequestLimits:
     max_client_batch_size: int | None = None
     allows_guided: bool = True
 
-    def max_new_tokens_of(self, api: ApiRules) -> int:
+    def max_new_tokens_for(self, api: ApiRules) -> int:
         """Return the limit of `max_new_tokens` for one API."""
         limit = api.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens
         room = self.max_sequence_length - 1
         return room if limit is None else min(limit, room)
 
-    def most_stop_sequences(self, api: ApiRules) -> int:
+    def max_stop_sequences_for(self, api: ApiRules) -> int:
         most, of_api = self.max_stop_sequences, api.max_stop_sequences
         if most is None:
             return of_api
         return max(most, of_api) if api.keeps_its_stop_bound else most
 
-    def most_best_of(self, api: ApiRules) -> int:
+    def max_best_of_for(self, api: ApiRules) -> int:
         return api.max_best_of if self.max_best_of is None else self.max_best_of
 
     @property
-    def most_inputs(self) -> int:
+    def max_inputs(self) -> int:
         """Maximum number of inputs per HTTP request."""
         return MAX_INPUTS if self.max_client_batch_size is None else self.max_client_batch_size
 
@@ -91,7 +91,7 @@ def check_parameters(
     limit starts here. Raises RequestError for the first broken rule. Rules that TGIS lacks come last."""
     deadline = time.monotonic() + params.time_limit_ms / 1000
     sampling = _check_sampling(params, api, limits)
-    most, min_new_tokens = limits.max_new_tokens_of(api), params.min_new_tokens
+    most, min_new_tokens = limits.max_new_tokens_for(api), params.min_new_tokens
     max_new_tokens = params.max_new_tokens or api.default_max_new_tokens or most
     # Without a limit of the operator or the API, the room after the input shortens the answer.
     is_bounded = limits.max_new_tokens is not None or api.max_new_tokens is not None
@@ -102,7 +102,7 @@ def check_parameters(
     _check_penalties(sampling)
     constraint = _check_guided(params, limits)
     details = _check_details(params, api, limits)
-    refusal = STOP_SEQUENCES_TEXT.format(limits.most_stop_sequences(api))
+    refusal = STOP_SEQUENCES_TEXT.format(limits.max_stop_sequences_for(api))
     for stop in params.stop_sequences:
         _require(0 < len(stop.encode()) <= MAX_STOP_SEQUENCE_BYTES, refusal, parameter="stop_sequences")
     _check_rules(params, vocab_size)
@@ -288,7 +288,7 @@ def _check_guided(params: Parameters, limits: RequestLimits) -> Constraint | Non
 
 
 def _check_details(params: Parameters, api: ApiRules, limits: RequestLimits) -> Details:
-    most_stops = limits.most_stop_sequences(api)
+    most_stops = limits.max_stop_sequences_for(api)
     has_few_stops = len(params.stop_sequences) <= most_stops
     _require(has_few_stops, STOP_SEQUENCES_TEXT.format(most_stops), parameter="stop_sequences")
     num_top, max_top_n = params.top_n_tokens, api.max_top_n_tokens or limits.max_top_n_tokens

@@ -55,10 +55,10 @@ def _describe(parts: ServiceParts) -> Info:
         model_id=parts.models.names[0],
         model_sha=folder if _COMMIT.fullmatch(folder) else None,  # the hub's cache names them by commit
         max_concurrent_requests=parts.config.max_concurrent_requests,
-        max_best_of=limits.most_best_of(TGI),
-        max_stop_sequences=limits.most_stop_sequences(TGI),
+        max_best_of=limits.max_best_of_for(TGI),
+        max_stop_sequences=limits.max_stop_sequences_for(TGI),
         max_input_tokens=most_input_tokens(limits),
         max_total_tokens=limits.max_sequence_length,
         validation_workers=parts.tokenizer.num_workers,
-        max_client_batch_size=limits.most_inputs,
+        max_client_batch_size=limits.max_inputs,
     )

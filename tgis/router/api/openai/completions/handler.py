@@ -53,7 +53,7 @@ class Completions:
         refuse_fields(body)
         set_default_sampling(body, self._default_sampling)
         limits = self._parts.limits
-        texts, are_ids = _read_prompts(body.prompt, limits.most_inputs)
+        texts, are_ids = _read_prompts(body.prompt, limits.max_inputs)
         _check(body, limits, self._parts.service.is_encoder_decoder)
         choice = await self._parts.models.choose(body.model)
         call = GenerationCall(
@@ -129,7 +129,7 @@ def _check(body: CompletionRequest, limits: RequestLimits, is_encoder_decoder: b
         raise ApiError(400, "best_of must not be less than n", "best_of")
     if body.best_of is not None and body.best_of > (body.n or 1) and body.stream:
         raise ApiError(400, "best_of cannot be streamed", "best_of")
-    if (most := limits.most_best_of(OPENAI)) < (body.best_of or 1):
+    if (most := limits.max_best_of_for(OPENAI)) < (body.best_of or 1):
         raise ApiError(400, f"best_of must be at most {most}", "best_of")
     check_stream_options(body)
 

@@ -43,7 +43,7 @@ def _problems(
         yield "`top_k` must be strictly positive"
     if given.max_new_tokens == 0:
         yield "`max_new_tokens` must be strictly positive"
-    most, num_stops = limits.most_stop_sequences(TGI), len(given.stop or ())
+    most, num_stops = limits.max_stop_sequences_for(TGI), len(given.stop or ())
     if num_stops > most:
         yield f"`stop` supports up to {most} stop sequences. Given: {num_stops}"
     if given.seed is not None and (given.best_of or 1) > 1:
@@ -61,7 +61,7 @@ def _problems(
 
 
 def _best_of_problems(given: GenerateParameters, is_stream: bool, limits: RequestLimits) -> Iterator[str]:
-    best_of, most = given.best_of, limits.most_best_of(TGI)
+    best_of, most = given.best_of, limits.max_best_of_for(TGI)
     if is_stream and best_of not in (None, 1):
         yield "`best_of` != 1 is not supported when streaming tokens"
     if is_stream and given.decoder_input_details:

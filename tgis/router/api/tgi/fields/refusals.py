@@ -45,7 +45,7 @@ def _translate(error: RequestError, parameters: Parameters, limits: RequestLimit
         return _length_text(error.num_inputs, parameters.max_new_tokens, limits)
     match error.parameter:
         case "max_new_tokens":
-            return MOST_NEW.format(limits.max_new_tokens_of(TGI), parameters.max_new_tokens)
+            return MOST_NEW.format(limits.max_new_tokens_for(TGI), parameters.max_new_tokens)
         case "stop_sequences":
             return STOPS
         case field if field in GRAMMARS:
