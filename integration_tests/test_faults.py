@@ -163,7 +163,7 @@ def test_shards_that_keep_dying_end_the_service(model: Model, tmp_path: Path) ->
             os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
     assert service.end() == 1
-    text = "shard 0 was killed by SIGKILL; was it out of memory?; giving up after 6 restarts of the shards"
+    text = "shard 0 was killed by SIGKILL (out of memory?); giving up after 6 restarts of the shards"
     assert service.lines[-1] == f"error: {text}"
     assert log.read_text() == text + "\n"
     with pytest.raises(grpc.RpcError) as ended:
@@ -176,7 +176,7 @@ def test_shards_that_keep_dying_end_the_service(model: Model, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("num_shards", "fault", "reason"),
     [
-        (1, "shard.before_loading=kill", "shard 0 was killed by SIGKILL; was it out of memory?"),
+        (1, "shard.before_loading=kill", "shard 0 was killed by SIGKILL (out of memory?)"),
         (2, "shard.before_loading[rank=1]=exit", "shard 1 exited with code 3"),
     ],
 )

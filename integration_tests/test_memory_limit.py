@@ -71,7 +71,7 @@ def test_streams_go_on(model: Model, group: Path, tmp_path: Path) -> None:
         message = pb.BatchedGenerationRequest(requests=[pb.GenerationRequest(text="a")], adapter_id="large")
         assert client.stub.Generate(message, timeout=120).responses[0].generated_token_count == 20
         assert [stream.result(120) for stream in streams] == undisturbed
-    reason = "shard 0 was killed by SIGKILL; was it out of memory?; restarting the shards"
+    reason = "shard 0 was killed by SIGKILL (out of memory?); restarting the shards"
     assert reason in service.output
     client.channel.close()
     assert service.end() == 0

@@ -44,7 +44,7 @@ def test_every_line_is_an_object(tmp_path: Path) -> None:
     command += ["--bind", "127.0.0.1", "--port", "0", "--grpc-port", "0", "--failpoints", FATAL]
     service = Service([*command, "--json-output", "--env"], env).wait_until_serving()
     os.kill(children_of(service.process.pid)["serve"][0], signal.SIGKILL)
-    again = "shard 0 was killed by SIGKILL; was it out of memory?; restarting the shards"
+    again = "shard 0 was killed by SIGKILL (out of memory?); restarting the shards"
     deadline = time.monotonic() + 60
     while service.output.count(again) < 2:
         assert time.monotonic() < deadline, service.output[-5000:]

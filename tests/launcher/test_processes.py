@@ -208,7 +208,7 @@ def test_a_killed_router_ends_everything(model: Path) -> None:
     os.kill(children["router"][0], signal.SIGKILL)
     assert service.process.wait(20) == 1
     assert service.end() == 1
-    text = "router was killed by SIGKILL; was it out of memory?"
+    text = "router was killed by SIGKILL (out of memory?)"
     assert service.lines[-1] == f"error: {text}"
     log = model / "termination-log"
     assert log.read_text() == text + "\n"

@@ -136,11 +136,7 @@ async def test_one_that_is_lost_is_restarted_alone(
         os.kill(serving(victim)[0], number)
         await until_starts(victim, 2)
         assert [len(serving(name)) for name in (ENGINE, *WORKERS) if name != victim] == [1, 1]
-        was = (
-            "hung and was killed"
-            if number is signal.SIGSTOP
-            else "was killed by SIGKILL; was it out of memory?"
-        )
+        was = "hung and was killed" if number is signal.SIGSTOP else "was killed by SIGKILL (out of memory?)"
         assert caplog.messages == [f"the {victim} {was}; restarting it"]
         group.signal(signal.SIGTERM)
         assert (await end_of(group.wait())).is_success

@@ -148,7 +148,7 @@ class Child:
             return f"{self.name} hung and was killed"
         if code >= 0:
             return f"{self.name}: {self._error}" if self._error else f"{self.name} exited with code {code}"
-        hint = "; was it out of memory?" if -code == signal.SIGKILL else ""
+        hint = " (out of memory?)" if -code == signal.SIGKILL else ""
         return f"{self.name} was killed by {signal.Signals(-code).name}{hint}"
 
 
