@@ -53,6 +53,10 @@ OFF = {
     "watermark_gamma": 0.0,
     "watermark_delta": 0.0,
 }
+# Further parameters, which no other value here depends on.
+FURTHER = {each.name: each.off for each in PARAMETERS if each.name not in OFF}
+SAMPLED |= FURTHER
+OFF |= FURTHER
 ONLY_RANDOM = {"seed", "temperature", "top_k", "top_p", "typical_p", "min_p"}
 HEEDED_BY_GREEDY = OFF.keys() - ONLY_RANDOM - {"greedy"}
 BIAS = ((4, 1.5), (0, -100.0))
