@@ -11,7 +11,6 @@ from tgis.router.engine.handle import (
     EngineInfo,
     LimitedWork,
     Progress,
-    RequestTimes,
     SequenceId,
     SequenceSpec,
 )
@@ -24,7 +23,7 @@ from tgis.router.errors import (
     RouterError,
     UnavailableError,
 )
-from tgis.router.events import Ended, Failed, TimedOut
+from tgis.router.events import Ended, Failed, RequestTimes, TimedOut
 from tgis.router.metrics.gauges import GaugeValues
 from tgis.router.sequence import CallAdapters, TokenDetail
 
