@@ -113,6 +113,8 @@ def test_the_page_of_metadata_has_a_row(report: Any) -> None:
     row = f"| {HELP[0].lower()}{HELP[1:]}; no effect with GREEDY; 0 to 2 |"
     [line] = [line for line in report["page"].splitlines() if line.startswith("| `tgis-temperature-floor` |")]
     assert line.endswith(row)
+    assert "`temperature_floor`" in report["page"]
+    assert "`--temperature-floor`" in report["page"]
 
 
 @pytest.mark.slow
