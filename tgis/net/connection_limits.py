@@ -27,7 +27,7 @@ class ConnectionOptions:
 
 
 class LimitedConnection(Protocol):
-    """What limits need of a connection."""
+    """Connection as its limits see it."""
 
     @property
     def is_arriving(self) -> bool:
