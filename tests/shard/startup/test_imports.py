@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-# First a non-CPU platform with CPU memory, then the CPU. Last, a step that the CPU captures as a kernel graph:
+# First a non-CPU platform with CPU memory, then the CPU. Last, a step that the CPU captures as a graph:
 # it needs no compiler of torch's, whose import takes seconds.
 SCRIPT = """
 import sys
