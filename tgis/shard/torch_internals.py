@@ -38,8 +38,8 @@ class OperatorError(Exception):
     """Error when a torch operator is used that is forbidden. Its text is the operator's name."""
 
 
-class ForbidOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that rejects every torch operator except those that return views of their input."""
+class _RejectsOperators:
+    """Handler of torch operators that rejects all except those that return views of their input."""
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -48,6 +48,13 @@ class ForbidOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not aliases or any(alias is None or alias.is_write for alias in aliases):
             raise OperatorError(func)
         return func(*args, **(kwargs or {}))
+
+
+class ForbidOperators(_RejectsOperators, TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode in which operators are rejected.
+
+    The handler is inherited: around one that a mode defines itself, torch imports its compiler at the first
+    call, which takes seconds of a shard's start."""
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
