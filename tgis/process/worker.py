@@ -76,7 +76,7 @@ class Worker:
             # asyncio's subprocesses fork, which is not safe with gRPC's threads.
             process = subprocess.Popen(
                 self._command,
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # the last output of a crashing library may quote the user
                 start_new_session=True,  # a terminal's Ctrl-C must reach only the router
