@@ -253,8 +253,7 @@ def error_of(refusal: Refused) -> RouterError:
     return error_type(refusal.text)
 
 
-_ENCODER = msgspec.msgpack.Encoder()
-encode = _ENCODER.encode
+PEERS = "engine and router worker"  # for the log
+encode = msgspec.msgpack.Encoder().encode
 decode_worker_message = msgspec.msgpack.Decoder(WorkerMessage).decode
 decode_engine_message = msgspec.msgpack.Decoder(EngineMessage).decode
-DecodeError = msgspec.DecodeError
