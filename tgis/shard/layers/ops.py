@@ -261,7 +261,7 @@ class Parts:
     def _encode(self, role: MatrixRole, path: str, shape: tuple[int, int]) -> Stored:
         stored = self.weights.find_matrix(path, shape)
         rows = self.sensitivity.find_rows(path, shape[0])
-        if role != "linear" or rows.start == shape[0] or self.scheme.table_layout is None:
+        if role != "linear" or rows.start == shape[0] or self.scheme.sensitive_layout is None:
             return self.scheme.encode(role, stored, self.kernels)
         sensitive = self.scheme.encode("sensitive", Sliced(stored, rows), self.kernels)
         if rows.start == 0:

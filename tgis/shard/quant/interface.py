@@ -39,8 +39,12 @@ class Scheme(Protocol):
         """Layout of the head and the embedding, or None unless the scheme quantizes both."""
 
     @property
-    def bytes_per_weight(self) -> float:
-        """Upper bound on the mean bytes per weight of linear layers in memory."""
+    def sensitive_layout(self) -> CodeLayout | None:
+        """Layout of weights of the role "sensitive", or None if they are treated like those of the role
+        "linear"."""
+
+    def count_bytes_per_weight(self, sensitive_share: float) -> float:
+        """Return the mean bytes per weight of linear layers in memory if this share of them is sensitive."""
 
     def encode(self, role: MatrixRole, stored: Stored, rounder: Rounder = ...) -> Stored:
         """Return the representation of a matrix, [out_features, in_features]. By default, torch rounds it."""

@@ -15,12 +15,12 @@ SENSITIVE_LAYOUT = CodeLayout(torch.int8, 8, GROUP)
 
 
 class Int4:
-    layout, table_layout = LAYOUT, SENSITIVE_LAYOUT
+    layout = LAYOUT
+    table_layout = sensitive_layout = SENSITIVE_LAYOUT
 
-    @property
-    def bytes_per_weight(self) -> float:
-        """Bytes per weight if a fifth of the weights is sensitive, as in models with dozens of layers."""
-        return 0.8 * LAYOUT.bytes_per_weight + 0.2 * SENSITIVE_LAYOUT.bytes_per_weight
+    def count_bytes_per_weight(self, sensitive_share: float) -> float:
+        others = (1 - sensitive_share) * LAYOUT.bytes_per_weight
+        return others + sensitive_share * SENSITIVE_LAYOUT.bytes_per_weight
 
     def encode(self, role: MatrixRole, stored: Stored, rounder: Rounder = PORTABLE) -> Stored:
         if role == "linear":

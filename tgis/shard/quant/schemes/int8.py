@@ -15,8 +15,10 @@ LAYOUT = CodeLayout(torch.int8, 8, GROUP, rounds_activations=True)
 
 class Int8:
     layout = LAYOUT
-    table_layout = None
-    bytes_per_weight = LAYOUT.bytes_per_weight
+    table_layout = sensitive_layout = None
+
+    def count_bytes_per_weight(self, sensitive_share: float) -> float:
+        return LAYOUT.bytes_per_weight
 
     def encode(self, role: MatrixRole, stored: Stored, rounder: Rounder = PORTABLE) -> Stored:
         return Rounded(stored, rounder) if role in ("linear", "sensitive", "head") else stored

@@ -26,8 +26,10 @@ class WeightOnly:
     def __init__(self, layout: CodeLayout, choose_rounding: Callable[[Rounder], Rounding]):
         self.layout = layout
         self._choose_rounding = choose_rounding
-        self.table_layout = None
-        self.bytes_per_weight = layout.bytes_per_weight
+        self.table_layout = self.sensitive_layout = None
+
+    def count_bytes_per_weight(self, sensitive_share: float) -> float:
+        return self.layout.bytes_per_weight
 
     def encode(self, role: MatrixRole, stored: Stored, rounder: Rounder = PORTABLE) -> Stored:
         if role not in ("linear", "sensitive"):
