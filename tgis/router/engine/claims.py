@@ -50,6 +50,7 @@ class Claims:
             info.vocab_size,
             frozenset(info.eos_token_ids),
             tuple(info.preloaded_adapter_ids),
+            info.num_blocks * info.block_size,
         )
 
     def info(self) -> EngineInfo:

@@ -32,6 +32,8 @@ class EngineInfo(NamedTuple):
     eos_token_ids: frozenset[int]
     """Empty if the model's configuration has none."""
     preloaded_adapter_ids: tuple[str, ...] = ()
+    num_cache_tokens: int = 0
+    """Number of tokens for which the cache has room."""
 
 
 class SequenceSpec(NamedTuple):

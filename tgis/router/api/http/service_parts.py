@@ -1,7 +1,7 @@
 """Collects the parts of the router that the handlers of HTTP APIs use."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from tgis.config.processes import RouterConfig
@@ -11,6 +11,7 @@ from tgis.router.api.service import GenerationService
 from tgis.router.chat.formats.registry import ChatFormats
 from tgis.router.chat.renderer import ChatRenderer
 from tgis.router.grammar.answer_rules import Mark
+from tgis.router.metrics.engine_load import EngineLoad
 from tgis.router.requests.validation import RequestLimits
 from tgis.router.text.detokenizer import Vocabulary
 from tgis.router.text.tokenizer import Tokenizer
@@ -29,6 +30,8 @@ class ServiceParts:
     """Formats of the model's tool calls and reasoning."""
     config: RouterConfig
     is_ready: Callable[[], bool]
+    load: Callable[[], Awaitable[EngineLoad]]
+    """Function that returns how busy the engine is."""
     adapter_roots: tuple[str, ...] | None = None
     """Directories searched for adapters, in order; None if clients may not name adapters."""
     encoding_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
