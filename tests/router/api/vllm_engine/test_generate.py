@@ -12,18 +12,11 @@ INVALID = grpc.StatusCode.INVALID_ARGUMENT
 IDS_OUT = ("tgis-tokens", "ids")
 
 
-def request(
-    served: ServedEngine,
-    text: str = PROMPT,
-    *,
-    stream: bool = False,
-    request_id: str = "r",
-    **sampling: object,
-) -> pb.GenerateRequest:
+def request(served: ServedEngine, *, stream: bool = False, **sampling: object) -> pb.GenerateRequest:
     params = {"temperature": 0.0, "max_tokens": 9, **sampling}
     return pb.GenerateRequest(
-        request_id=request_id,
-        tokenized=pb.TokenizedInput(original_text=text, input_ids=served.ids(text)),
+        request_id="r",
+        tokenized=pb.TokenizedInput(original_text=PROMPT, input_ids=served.ids(PROMPT)),
         sampling_params=pb.SamplingParams(**params),
         stream=stream,
     )
@@ -86,7 +79,7 @@ def test_logprobs_are_those_of_fmaas(served: ServedEngine) -> None:
     )
     values = [each.value for each in prompt.token_logprobs[1:]]
     assert values == pytest.approx([token.logprob for token in wanted.input_tokens[1:]], abs=1e-6)
-    assert [len(each.token_ids) for each in prompt.top_logprobs][1:] == [1] * (len(values))
+    assert len(prompt.top_logprobs) == len(prompt.token_ids)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -94,7 +87,6 @@ def test_several_texts_have_their_indexes(served: ServedEngine, stream: bool) ->
     answers = served.stub.Generate(request(served, stream=stream, n=3, temperature=1.0, seed=-7))
     completes = [each.complete for each in answers if each.HasField("complete")]
     assert sorted(each.index for each in completes) == [0, 1, 2]
-    assert len({tuple(each.output_ids) for each in completes}) == 3
     assert {each.completion_tokens for each in completes} == {9}
 
 
@@ -109,18 +101,11 @@ def test_stop_token_ids_and_stop_strings_are_reported(served: ServedEngine) -> N
     assert (answer.finish_reason, answer.matched_stop_str) == ("stop", stop)
 
 
-def test_constraints_are_kept(served: ServedEngine) -> None:
-    answer = complete(served, request(served, choice=pb.ChoiceConstraint(choices=["yes", "no"])))
-    assert served.setup.tokenizer.decode(answer.output_ids) in ("yes", "no")
-    answer = complete(served, request(served, regex="[0-9]{3}"))
-    assert served.setup.tokenizer.decode(answer.output_ids).isdecimal()
-
-
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
         ({"temperature": -1.0}, "temperature must be >= 0.0"),
-        ({"top_p": 1.5}, "top_p must be > 0.0 and <= 1.0"),
+        ({"temperature": 1.0, "top_p": 1.5}, "top_p must be > 0.0 and <= 1.0"),
         ({"n": 10**6}, "n must be >= 1 and <= 128"),
         ({"logprobs": -1}, "logprobs must be >= 0"),
         ({"logprobs": 21}, "logprobs (21) must be <= 20"),

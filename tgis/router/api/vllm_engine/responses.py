@@ -37,9 +37,19 @@ class ResponseWriter:
             chunk.output_logprobs.CopyFrom(self._output_logprobs(event.tokens))
         return pb.GenerateResponse(chunk=chunk)
 
-    def complete(self, index: int, result: Result, finish_reason: str = "") -> pb.GenerateResponse:
-        """Return the last message of a text, with all its tokens. A text without a last output needs a finish
-        reason."""
+    def complete(self, index: int, result: Result) -> pb.GenerateResponse:
+        """Return the last message of a text, with all its tokens."""
+        complete = self._complete(index, result)
+        complete.finish_reason = self._describe_end(complete, result.last)
+        return pb.GenerateResponse(complete=complete)
+
+    def aborted(self, index: int, result: Result | None) -> pb.GenerateResponse:
+        """Return the last message of a text that was aborted. It has no result if it was not admitted yet."""
+        complete = pb.GenerateComplete(index=index) if result is None else self._complete(index, result)
+        complete.finish_reason = ABORT
+        return pb.GenerateResponse(complete=complete)
+
+    def _complete(self, index: int, result: Result) -> pb.GenerateComplete:
         complete = pb.GenerateComplete(
             output_ids=result.token_ids,
             prompt_tokens=len(result.spec.input_ids),
@@ -50,8 +60,7 @@ class ResponseWriter:
             complete.output_logprobs.CopyFrom(self._output_logprobs(result.tokens))
         if self._counts.prompt is not None:
             complete.input_logprobs.CopyFrom(self._input_logprobs(result.input_tokens))
-        complete.finish_reason = finish_reason or self._describe_end(complete, result.last)
-        return pb.GenerateResponse(complete=complete)
+        return complete
 
     def _describe_end(self, complete: pb.GenerateComplete, last: Output | None) -> str:
         assert last is not None, "a generation ends with an output"

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 import grpc
 from smg_grpc_proto.generated import common_pb2
@@ -23,7 +23,7 @@ from tgis.router.api.tenants import tenant_of
 from tgis.router.api.vllm_engine.calls import AbortedError, LiveCalls
 from tgis.router.api.vllm_engine.model_facts import read_model_info
 from tgis.router.api.vllm_engine.requests import NAMES, read_call, read_logprob_counts
-from tgis.router.api.vllm_engine.responses import ABORT, ResponseWriter
+from tgis.router.api.vllm_engine.responses import ResponseWriter
 from tgis.router.api.vllm_engine.tokenizer_files import TokenizerFiles, split
 from tgis.router.errors import RequestError
 from tgis.router.events import InputTokens
@@ -58,22 +58,21 @@ class VllmEngineServicer(Servicer):
         call = read_call(request, context)
         writer = ResponseWriter(request, read_logprob_counts(request.sampling_params))
         results: list[Result] = []
+        responses = self._stream(call, writer, results) if request.stream else self._whole(call, writer)
         try:
-            with _own_names(), self._calls.open(call.tenant, request.request_id):
-                if not request.stream:
-                    results = await self._service.generate(call)
-                else:
-                    async with aclosing(self._stream(call, writer, results)) as responses:
-                        async for response in responses:
-                            yield response
+            with _own_names():
+                async with aclosing(self._calls.run(call.tenant, request.request_id, responses)) as sent:
+                    async for response in sent:
+                        yield response
         except AbortedError:
-            for index, result in enumerate(results):
-                if result.last is None:
-                    yield writer.complete(index, result, ABORT)
-            return
-        if not request.stream:
-            for index, result in enumerate(results):
-                yield writer.complete(index, result)
+            for index in range(call.parameters.n):
+                result = results[index] if results else None
+                if result is None or not result.is_finished:
+                    yield writer.aborted(index, result)
+
+    async def _whole(self, call: GenerationCall, writer: ResponseWriter) -> Responses:
+        for index, result in enumerate(await self._service.generate(call)):
+            yield writer.complete(index, result)
 
     async def _stream(self, call: GenerationCall, writer: ResponseWriter, results: list[Result]) -> Responses:
         """Yield the messages of a stream, and add the results of its texts to `results`."""
@@ -124,17 +123,17 @@ class VllmEngineServicer(Servicer):
         return pb.GetLoadsResponse(timestamp=now, version=version("tgis-next"), dp_rank_count=1, loads=[load])
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
-        return await _refuse(context, "embeddings are not served")
+        await _refuse(context, "embeddings are not served")
 
     async def StartProfile(
         self, request: common_pb2.StartProfileRequest, context: Context
     ) -> common_pb2.ProfileResponse:
-        return await _refuse(context, "there is no profiler")
+        await _refuse(context, "there is no profiler")
 
     async def StopProfile(
         self, request: common_pb2.StopProfileRequest, context: Context
     ) -> common_pb2.ProfileResponse:
-        return await _refuse(context, "there is no profiler")
+        await _refuse(context, "there is no profiler")
 
     async def GetTokenizer(
         self, request: common_pb2.GetTokenizerRequest, context: Context
@@ -143,8 +142,9 @@ class VllmEngineServicer(Servicer):
             yield chunk
 
 
-async def _refuse(context: Context, reason: str) -> Any:
+async def _refuse(context: Context, reason: str) -> NoReturn:
     await context.abort(grpc.StatusCode.UNIMPLEMENTED, reason)
+    raise AssertionError("abort ends the call")
 
 
 @contextmanager
