@@ -14,6 +14,7 @@ from tgis.router.engine.engine import Engine, lost_adapter
 from tgis.router.engine.event_queue import EventReceiver
 from tgis.router.engine.handle import EngineInfo, LimitedWork, Progress, SequenceId, SequenceSpec, TextSink
 from tgis.router.engine.live_request import LiveRequest
+from tgis.router.scheduling.cache_events import CacheRecorder
 from tgis.router.sequence import CallAdapters, Sequence, Siblings
 
 
@@ -105,6 +106,16 @@ class Claims:
         """End a generation without a final event. Do nothing if it has ended."""
         assert self._engine is not None
         self._engine.cancel(live)
+
+    @property
+    def cache_recorder(self) -> CacheRecorder:
+        assert self._engine is not None, "the cache belongs to a started engine"
+        return self._engine.cache_recorder
+
+    def flush_cache(self) -> None:
+        """Forget all cached prefixes."""
+        assert self._engine is not None
+        self._engine.scheduler.pool.forget()
 
     def release(self, claim: Claim) -> None:
         for live in claim.live.values():

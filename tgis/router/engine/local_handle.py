@@ -16,6 +16,7 @@ from tgis.router.engine.handle import (
 )
 from tgis.router.engine.live_request import LiveRequest
 from tgis.router.events import Event
+from tgis.router.scheduling.cache_events import CacheListener
 from tgis.router.sequence import CallAdapters
 
 
@@ -28,6 +29,7 @@ class LocalHandle:
         self._opened: dict[SequenceId, tuple[LiveRequest, EventQueue]] = {}
         self._numbers = count()
         self._wake_ups = WakeUps()
+        self._cache_listener: CacheListener | None = None
 
     def info(self) -> EngineInfo:
         return self._claims.info()
@@ -72,6 +74,17 @@ class LocalHandle:
     def cancel(self, sequence_id: SequenceId) -> None:
         if (opened := self._opened.pop(sequence_id, None)) is not None:
             self._claims.cancel(opened[0])
+
+    def watch_cache(self, listener: CacheListener | None) -> None:
+        recorder = self._claims.cache_recorder
+        if self._cache_listener is not None:
+            recorder.discard(self._cache_listener)
+        self._cache_listener = listener
+        if listener is not None:
+            recorder.add(listener)
+
+    def flush_cache(self) -> None:
+        self._claims.flush_cache()
 
     def release(self, claim_id: ClaimId) -> None:
         if (claim := self._held.pop(claim_id, None)) is not None:
