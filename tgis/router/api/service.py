@@ -16,6 +16,7 @@ from tgis.router.requests.accounting import Accounting, CallAccount, Record
 from tgis.router.requests.api_rules import ApiRules
 from tgis.router.requests.call import GenerationCall, Metadata
 from tgis.router.requests.validation import Validator
+from tgis.router.scheduling.cache_events import CacheListener
 from tgis.router.sequence import Details, StopReason, TokenDetail
 from tgis.router.text.detokenizer import Vocabulary
 from tgis.router.text.stop_sequences import TextStream
@@ -144,6 +145,14 @@ class GenerationService:
             await self._engine.lease(claim_id, None, adapter_id, request_id)
         finally:
             self._engine.release(claim_id)
+
+    def watch_cache(self, listener: CacheListener | None) -> None:
+        """Report changes of the engine's prefix cache to a listener, or to none."""
+        self._engine.watch_cache(listener)
+
+    def flush_cache(self) -> None:
+        """Forget all cached prompts. Running generations are not affected."""
+        self._engine.flush_cache()
 
     async def tokenize(
         self, job: TokenizeJob, api: ApiRules, metadata: Metadata, connection: Hashable, refusal: str = ""

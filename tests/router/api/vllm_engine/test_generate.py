@@ -1,10 +1,12 @@
 """Tests Generate with the stubs of smg-grpc-proto, against fmaas's answers to the same inputs."""
 
+from collections.abc import Iterator
+
 import grpc
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from tests.router.api.vllm_engine.conftest import ServedEngine
+from tests.support.router.engine_api import EngineApi, serve_engine_api
 from tests.support.router.messages import PROMPT, batch, stopping
 from tgis.pb import generation_pb2 as fmaas
 
@@ -12,7 +14,15 @@ INVALID = grpc.StatusCode.INVALID_ARGUMENT
 IDS_OUT = ("tgis-tokens", "ids")
 
 
-def request(served: ServedEngine, *, stream: bool = False, **sampling: object) -> pb.GenerateRequest:
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineApi]:
+    with serve_engine_api(
+        tmp_path_factory.mktemp("router")
+    ) as served:  # by tests.support.router.router_process
+        yield served
+
+
+def request(served: EngineApi, *, stream: bool = False, **sampling: object) -> pb.GenerateRequest:
     params = {"temperature": 0.0, "max_tokens": 9, **sampling}
     return pb.GenerateRequest(
         request_id="r",
@@ -22,12 +32,12 @@ def request(served: ServedEngine, *, stream: bool = False, **sampling: object) -
     )
 
 
-def complete(served: ServedEngine, message: pb.GenerateRequest) -> pb.GenerateComplete:
+def complete(served: EngineApi, message: pb.GenerateRequest) -> pb.GenerateComplete:
     [response] = served.stub.Generate(message)
     return response.complete
 
 
-def expected(served: ServedEngine, **response: object) -> fmaas.GenerationResponse:
+def expected(served: EngineApi, **response: object) -> fmaas.GenerationResponse:
     """Return fmaas's answer with its tokens' ids."""
     options = fmaas.ResponseOptions(generated_tokens=True, **response)
     answer = served.setup.stub.Generate(
@@ -36,7 +46,7 @@ def expected(served: ServedEngine, **response: object) -> fmaas.GenerationRespon
     return answer.responses[0]
 
 
-def test_ids_are_those_of_fmaas(served: ServedEngine) -> None:
+def test_ids_are_those_of_fmaas(served: EngineApi) -> None:
     answer, wanted = complete(served, request(served)), expected(served)
     assert list(answer.output_ids) == [int(token.text) for token in wanted.tokens]
     counts = answer.prompt_tokens, answer.completion_tokens, answer.finish_reason, answer.index
@@ -44,13 +54,13 @@ def test_ids_are_those_of_fmaas(served: ServedEngine) -> None:
     assert not answer.HasField("output_logprobs")
 
 
-def test_a_text_is_tokenized_here(served: ServedEngine) -> None:
+def test_a_text_is_tokenized_here(served: EngineApi) -> None:
     by_text = request(served)
     by_text.text = PROMPT
     assert complete(served, by_text).output_ids == complete(served, request(served)).output_ids
 
 
-def test_a_stream_has_the_tokens_of_the_whole_answer(served: ServedEngine) -> None:
+def test_a_stream_has_the_tokens_of_the_whole_answer(served: EngineApi) -> None:
     whole = complete(served, request(served, logprobs=2, prompt_logprobs=1))
     *chunks, last = served.stub.Generate(request(served, stream=True, logprobs=2, prompt_logprobs=1))
     assert last.complete == whole
@@ -63,7 +73,7 @@ def test_a_stream_has_the_tokens_of_the_whole_answer(served: ServedEngine) -> No
     assert not any(each.chunk.HasField("input_logprobs") for each in chunks[1:])
 
 
-def test_logprobs_are_those_of_fmaas(served: ServedEngine) -> None:
+def test_logprobs_are_those_of_fmaas(served: EngineApi) -> None:
     answer = complete(served, request(served, logprobs=2, prompt_logprobs=1))
     wanted = expected(served, input_tokens=True, token_logprobs=True, top_n_tokens=2)
     logprobs = answer.output_logprobs
@@ -83,14 +93,14 @@ def test_logprobs_are_those_of_fmaas(served: ServedEngine) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_several_texts_have_their_indexes(served: ServedEngine, stream: bool) -> None:
+def test_several_texts_have_their_indexes(served: EngineApi, stream: bool) -> None:
     answers = served.stub.Generate(request(served, stream=stream, n=3, temperature=1.0, seed=-7))
     completes = [each.complete for each in answers if each.HasField("complete")]
     assert sorted(each.index for each in completes) == [0, 1, 2]
     assert {each.completion_tokens for each in completes} == {9}
 
 
-def test_stop_token_ids_and_stop_strings_are_reported(served: ServedEngine) -> None:
+def test_stop_token_ids_and_stop_strings_are_reported(served: EngineApi) -> None:
     ids = list(complete(served, request(served)).output_ids)
     first = ids.index(ids[3])
     answer = complete(served, request(served, stop_token_ids=[ids[3]]))
@@ -116,7 +126,7 @@ def test_stop_token_ids_and_stop_strings_are_reported(served: ServedEngine) -> N
     ],
 )
 def test_wrong_fields_are_refused_by_their_names(
-    served: ServedEngine, fields: dict[str, object], text: str
+    served: EngineApi, fields: dict[str, object], text: str
 ) -> None:
     with pytest.raises(grpc.RpcError) as refusal:
         list(served.stub.Generate(request(served, **fields)))
@@ -142,7 +152,7 @@ def test_wrong_fields_are_refused_by_their_names(
     ],
 )
 def test_wrong_requests_are_refused_in_one_line(
-    served: ServedEngine, message: pb.GenerateRequest, text: str
+    served: EngineApi, message: pb.GenerateRequest, text: str
 ) -> None:
     with pytest.raises(grpc.RpcError) as refusal:
         list(served.stub.Generate(message))

@@ -4,18 +4,27 @@ import hashlib
 import io
 import threading
 import zipfile
+from collections.abc import Iterator
 
 import grpc
 import pytest
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from tests.router.api.vllm_engine.conftest import ServedEngine
+from tests.support.router.engine_api import EngineApi, serve_engine_api
 from tests.support.router.messages import PROMPT
 from tests.support.router.router_process import MAX_SEQUENCE_LENGTH
 
 
-def test_health_and_facts(served: ServedEngine) -> None:
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineApi]:
+    with serve_engine_api(
+        tmp_path_factory.mktemp("router")
+    ) as served:  # by tests.support.router.router_process
+        yield served
+
+
+def test_health_and_facts(served: EngineApi) -> None:
     assert served.stub.HealthCheck(pb.HealthCheckRequest()).healthy
     info = served.stub.GetModelInfo(pb.GetModelInfoRequest())
     assert (info.served_model_name, info.is_generation, info.supports_vision) == ("m", True, False)
@@ -29,7 +38,7 @@ def test_health_and_facts(served: ServedEngine) -> None:
     )
 
 
-def test_loads_count_running_requests(served: ServedEngine) -> None:
+def test_loads_count_running_requests(served: EngineApi) -> None:
     message = pb.GenerateRequest(
         request_id="long", text=PROMPT, stream=True, sampling_params=pb.SamplingParams(ignore_eos=True)
     )
@@ -43,7 +52,7 @@ def test_loads_count_running_requests(served: ServedEngine) -> None:
     assert 0 < load.num_used_tokens < load.max_total_num_tokens
 
 
-def test_the_tokenizer_is_that_of_the_service(served: ServedEngine) -> None:
+def test_the_tokenizer_is_that_of_the_service(served: EngineApi) -> None:
     chunks = list(served.stub.GetTokenizer(common_pb2.GetTokenizerRequest()))
     data = b"".join(chunk.data for chunk in chunks)
     assert [chunk.sha256 for chunk in chunks] == [""] * (len(chunks) - 1) + [hashlib.sha256(data).hexdigest()]
@@ -55,7 +64,7 @@ def test_the_tokenizer_is_that_of_the_service(served: ServedEngine) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_aborted_request_ends(served: ServedEngine, stream: bool) -> None:
+def test_an_aborted_request_ends(served: EngineApi, stream: bool) -> None:
     message = pb.GenerateRequest(
         request_id="mine",
         text=PROMPT,
@@ -74,7 +83,7 @@ def test_an_aborted_request_ends(served: ServedEngine, stream: bool) -> None:
     assert all(end.completion_tokens < 150 for end in ends)
 
 
-def _aborts(served: ServedEngine, message: pb.AbortRequest) -> bool:
+def _aborts(served: EngineApi, message: pb.AbortRequest) -> bool:
     try:
         served.stub.Abort(message)
     except grpc.RpcError as error:
@@ -84,7 +93,7 @@ def _aborts(served: ServedEngine, message: pb.AbortRequest) -> bool:
     return True
 
 
-def test_what_is_missing_is_unimplemented(served: ServedEngine) -> None:
+def test_what_is_missing_is_unimplemented(served: EngineApi) -> None:
     for call, message in (
         (served.stub.Embed, pb.EmbedRequest()),
         (served.stub.StartProfile, common_pb2.StartProfileRequest()),
@@ -92,3 +101,52 @@ def test_what_is_missing_is_unimplemented(served: ServedEngine) -> None:
         with pytest.raises(grpc.RpcError) as refusal:
             call(message)
         assert refusal.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_cache_events_are_the_blocks_of_the_prompts(served: EngineApi) -> None:
+    served.stub.FlushCache(common_pb2.FlushCacheRequest())
+    stream = served.stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest())
+    first = next(stream)
+    kinds = [event.WhichOneof("data") for event in first.events]
+    assert (kinds, first.snapshot.count, first.snapshot.blocks) == (["cleared"], 1, 0)
+    ids = served.ids("every word of a long prompt is in the cache " * 5)
+    size = served.setup.shards[0].info.block_size
+    message = pb.GenerateRequest(
+        tokenized=pb.TokenizedInput(input_ids=ids), sampling_params=pb.SamplingParams(max_tokens=1)
+    )
+    list(served.stub.Generate(message))
+    stored = [event.stored for event in _next_events(stream).events]
+    blocks = [block for each in stored for block in each.blocks]
+    wanted = [ids[start : start + size] for start in range(0, len(ids) - size + 1, size)]
+    assert [list(block.token_ids) for block in blocks] == wanted
+    assert not stored[0].HasField("parent_block_hash")
+    assert len({block.block_hash for block in blocks}) == len(blocks)
+    again = served.stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest())
+    snapshot = next(again)
+    copies = [block for event in snapshot.events[1:] for block in event.stored.blocks]
+    assert (copies, snapshot.snapshot.blocks) == (blocks, len(blocks))
+    served.stub.FlushCache(common_pb2.FlushCacheRequest())
+    assert [event.WhichOneof("data") for event in _next_events(stream).events] == ["cleared"]
+    stream.cancel()
+    again.cancel()
+
+
+def _next_events(stream: Iterator[common_pb2.KvEventBatch]) -> common_pb2.KvEventBatch:
+    """Return the next batch that is not only a record of the load."""
+    return next(batch for batch in stream if not batch.load.load_only)
+
+
+def test_a_stream_of_events_repeats_the_load_under_its_number(served: EngineApi) -> None:
+    stream = served.stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest())
+    first, record, later = next(stream), next(stream), next(stream)
+    stream.cancel()
+    assert (record.load.load_only, record.sequence_number) == (True, first.sequence_number)
+    assert (later.load.sample, later.load.running_requests) == (record.load.sample + 1, 0)
+
+
+def test_a_subscriber_from_the_future_is_refused(served: EngineApi) -> None:
+    stream = served.stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(start_sequence_number=2**63))
+    with pytest.raises(grpc.RpcError) as refusal:
+        next(stream)
+    assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert refusal.value.details().startswith("start_sequence_number must be <= ")

@@ -20,14 +20,15 @@ from tgis.router.api.merged_streams import merge
 from tgis.router.api.renamed_parameters import renamed_text
 from tgis.router.api.service import Result
 from tgis.router.api.tenants import tenant_of
+from tgis.router.api.vllm_engine.cache_feed import CacheFeeds
 from tgis.router.api.vllm_engine.calls import AbortedError, LiveCalls
+from tgis.router.api.vllm_engine.load_records import LoadRecords, scheduler_load
 from tgis.router.api.vllm_engine.model_facts import read_model_info
 from tgis.router.api.vllm_engine.requests import NAMES, read_call, read_logprob_counts
 from tgis.router.api.vllm_engine.responses import ResponseWriter
 from tgis.router.api.vllm_engine.tokenizer_files import TokenizerFiles, split
 from tgis.router.errors import RequestError
 from tgis.router.events import InputTokens
-from tgis.router.metrics.engine_load import EngineLoad
 from tgis.router.requests.call import GenerationCall
 
 SERVER_TYPE = "vllm-grpc"  # gateways recognize the protocol by this name
@@ -39,7 +40,7 @@ class VllmEngineServicer(Servicer):
 
     def __init__(self, parts: ServiceParts) -> None:
         self._parts, self._service = parts, parts.service
-        self._calls = LiveCalls()
+        self._calls, self._feeds = LiveCalls(), CacheFeeds(self._service.watch_cache)
         self._started_at, self._last_call_at = time.time(), 0.0
 
     @cached_property
@@ -122,6 +123,25 @@ class VllmEngineServicer(Servicer):
         load = scheduler_load(await self._parts.load(), self._parts)
         return pb.GetLoadsResponse(timestamp=now, version=version("tgis-next"), dp_rank_count=1, loads=[load])
 
+    async def FlushCache(
+        self, request: common_pb2.FlushCacheRequest, context: Context
+    ) -> common_pb2.FlushCacheResponse:
+        self._service.flush_cache()
+        return common_pb2.FlushCacheResponse(success=True, message="no prompt is cached any more")
+
+    async def SubscribeKvEvents(
+        self, request: common_pb2.SubscribeKvEventsRequest, context: Context
+    ) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
+        records = LoadRecords(self._parts)
+        with self._feeds.subscribe(tenant_of(context), request.start_sequence_number) as subscription:
+            while True:
+                batch = await subscription.next(records.interval_s)
+                if batch is not None:
+                    records.follow(batch)
+                    yield batch
+                if (record := await records.take()) is not None:
+                    yield record
+
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         await _refuse(context, "embeddings are not served")
 
@@ -156,17 +176,3 @@ def _own_names() -> Iterator[None]:
         renamed = RequestError(renamed_text(error, NAMES), error.parameter)
         renamed.is_logged = error.is_logged
         raise renamed from None
-
-
-def scheduler_load(load: EngineLoad, parts: ServiceParts) -> pb.SchedulerLoad:
-    capacity = parts.service.engine_info.num_cache_tokens
-    return pb.SchedulerLoad(
-        num_running_reqs=load.num_running,
-        num_waiting_reqs=load.num_waiting,
-        num_total_reqs=load.num_running + load.num_waiting,
-        num_used_tokens=round(load.cache_usage * capacity),
-        max_total_num_tokens=capacity,
-        token_usage=load.cache_usage,
-        utilization=load.cache_usage,
-        max_running_requests=parts.config.max_batch_size,
-    )
