@@ -16,9 +16,7 @@ IDS_OUT = ("tgis-tokens", "ids")
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineApi]:
-    with serve_engine_api(
-        tmp_path_factory.mktemp("router")
-    ) as served:  # by tests.support.router.router_process
+    with serve_engine_api(tmp_path_factory.mktemp("router")) as served:
         yield served
 
 
