@@ -39,7 +39,7 @@ SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 
 # Clients of `make clients`, each with its own requirements.
 CLIENTS ?= openai langchain-openai litellm huggingface_hub text-generation langchain-huggingface botocore \
-	lm-eval schemathesis
+	lm-eval schemathesis smg
 COMMA := ,
 SPACE := $(subst ,, )
 
