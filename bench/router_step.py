@@ -19,11 +19,9 @@ from tgis.net.framing import frame, frame_body
 from tgis.pb import shard_pb2 as pb
 from tgis.router.adapters.registry import AdapterRegistry
 from tgis.router.adapters.residency import AdapterResidency
-from tgis.router.engine.claims import Claims
-from tgis.router.engine.concurrency import ConcurrencyLimit
+from tgis.router.engine.claims import Claims, ConcurrencyLimit, LocalHandle
 from tgis.router.engine.engine import Engine
 from tgis.router.engine.handle import ClaimId, LimitedWork, Progress, SequenceId, SequenceSpec
-from tgis.router.engine.local_handle import LocalHandle
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.remote import messages as wire
 from tgis.router.remote.worker_session import WorkerSession

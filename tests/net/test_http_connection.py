@@ -15,10 +15,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tgis.config.processes import RouterConfig
-from tgis.net import connection_groups, http_connection, http_routes
-from tgis.net.http_connection import MAX_HEADER_BYTES
+from tgis.net import connection_limits, http_routes, uvicorn_internals
 from tgis.net.http_routes import LimitedRoute, RouteLimits
 from tgis.net.http_server import serve_http
+from tgis.net.pending_input import MAX_HEADER_BYTES
 from tgis.net.slow_readers import SlowReadError
 
 SHORT_S = 0.2
@@ -28,7 +28,7 @@ DATA_SEGMENTS = 152  # offset in the kernel's `struct tcp_info`
 
 @pytest.fixture(autouse=True)
 def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_connection, "LINGER_S", SHORT_S / 4)
+    monkeypatch.setattr(uvicorn_internals, "LINGER_S", SHORT_S / 4)
 
 
 Connect = Callable[[], "asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]"]
@@ -235,7 +235,7 @@ async def test_requests_that_arrive_slowly_give_way(monkeypatch: pytest.MonkeyPa
         reader, writer = await connect()
         writer.write(request("/upload", b"x"))
         assert await answer_of(reader) == (503, b"full")
-        monkeypatch.setattr(connection_groups, "PATIENCE_S", 0.0)
+        monkeypatch.setattr(connection_limits, "PATIENCE_S", 0.0)
         running, writer = await connect()
         writer.write(request("/late", method="GET"))
         assert await answer_of(halves[0][0]) == (408, b"Request Timeout")

@@ -13,8 +13,7 @@ from starlette.routing import Route
 
 from tgis.config.option import LARGEST
 from tgis.config.processes import RouterConfig
-from tgis.net import http_connection
-from tgis.net.http_connection import ServerConfig
+from tgis.net import uvicorn_internals
 from tgis.net.http_routes import LimitedRoute, RouteLimits
 from tgis.net.http_server import serve_http
 
@@ -50,8 +49,7 @@ ROUTES = [
 
 @pytest.fixture(autouse=True)
 def _usual_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_connection, "PROBE_LIMITS", FEW)
-    monkeypatch.setattr(ServerConfig, "fresh", FEW)
+    monkeypatch.setattr(uvicorn_internals, "PROBE_LIMITS", FEW)
 
 
 @asynccontextmanager
@@ -79,7 +77,7 @@ async def ask(port: int, head: str) -> bytes:
 
 
 async def test_a_route_says_how_long_its_answer_may_take() -> None:
-    async with serve_http(Starlette(routes=ROUTES), CONFIG, None) as port:
+    async with serve_http(Starlette(routes=ROUTES), CONFIG, None, FEW) as port:
         heads = ("GET /usual", "POST /generous", "GET /strict", "GET /endless", "GET /nothing")
         usual, generous, strict, endless, nothing = await asyncio.gather(
             *(ask(port, f"{head} HTTP/1.1") for head in heads)
@@ -90,7 +88,7 @@ async def test_a_route_says_how_long_its_answer_may_take() -> None:
 
 
 async def test_the_next_request_of_a_connection_has_limits_of_its_own() -> None:
-    async with serve_http(Starlette(routes=ROUTES), CONFIG, None) as port:
+    async with serve_http(Starlette(routes=ROUTES), CONFIG, None, FEW) as port:
         async with connect(port, "POST /generous HTTP/1.1") as (reader, writer):
             await reader.readuntil(b"late")
             writer.write(b"GET /usual HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -108,7 +106,7 @@ async def reader_ends(reader: asyncio.StreamReader) -> bytes:
 
 async def test_connections_are_counted_by_the_limits_of_their_routes() -> None:
     """Of three connections of one route, the oldest is aborted, and no other."""
-    async with serve_http(Starlette(routes=ROUTES), CONFIG, None) as port:
+    async with serve_http(Starlette(routes=ROUTES), CONFIG, None, FEW) as port:
         streams = [asyncio.create_task(ask(port, "GET /endless HTTP/1.1"))]
         late = [asyncio.create_task(ask(port, "POST /generous HTTP/1.1"))]
         for tasks, head in ((streams, "GET /endless"), (late, "POST /generous"), (streams, "GET /endless")):
@@ -120,7 +118,7 @@ async def test_connections_are_counted_by_the_limits_of_their_routes() -> None:
 
 
 async def test_of_too_many_connections_without_a_request_the_oldest_goes() -> None:
-    async with serve_http(Starlette(routes=ROUTES), CONFIG, None) as port:
+    async with serve_http(Starlette(routes=ROUTES), CONFIG, None, FEW) as port:
         late = asyncio.create_task(ask(port, "POST /generous HTTP/1.1"))
         await asyncio.sleep(LIMIT_S / 8)
         async with connect(port) as (first, _), connect(port), connect(port):
@@ -130,7 +128,7 @@ async def test_of_too_many_connections_without_a_request_the_oldest_goes() -> No
 
 async def test_the_longest_times_fit() -> None:
     longest = replace(CONFIG, keepalive_time=float(LARGEST), slow_reader_timeout=float(LARGEST))
-    async with serve_http(Starlette(routes=ROUTES), longest, None, max_age_s=float(LARGEST)) as port:
+    async with serve_http(Starlette(routes=ROUTES), longest, None, FEW, max_age_s=float(LARGEST)) as port:
         head = "POST /generous HTTP/1.1\r\ncontent-length: 0"
         async with connect(port, head) as (reader, _):
             assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")

@@ -24,7 +24,7 @@ def scrape(http: str) -> dict[str, float]:
 
 def take_baseline(http: str, settle_s: float = 10.0) -> dict[str, float]:
     """Return the numbers of tasks and descriptors of a warm, idle router, when two consecutive scrapes agree.
-    They include the descriptors of clients' connections and of the pipes to grammar workers."""
+    They include the descriptors of clients' connections and of the sockets of grammar workers."""
     deadline, before = time.monotonic() + settle_s, scrape(http)
     while True:
         time.sleep(0.1)

@@ -6,7 +6,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -65,8 +65,20 @@ def single(x: float) -> float:
     return rounded
 
 
+def singles(values: Sequence[float]) -> list[float]:
+    """Round to float32, many at once."""
+    try:
+        return list(struct.unpack(f"{len(values)}f", struct.pack(f"{len(values)}f", *values)))
+    except OverflowError:
+        return [single(x) for x in values]
+
+
 def add_bias(scores: list[float], row: Row) -> Scores:
-    return Scores([single(x + single(row.logit_bias.get(i, 0.0))) for i, x in enumerate(scores)])
+    biased = singles(scores)
+    for i, bias in row.logit_bias.items():
+        if i < len(scores):
+            biased[i] = single(scores[i] + single(bias))
+    return Scores(biased)
 
 
 def add_watermark(scores: list[float], row: Row) -> Scores:
@@ -124,7 +136,7 @@ def penalise_generated(scores: list[float], row: Row) -> Scores:
 
 
 def divide(scores: list[float], row: Row) -> Scores:
-    return Scores([single(x / row.temperature) for x in scores])
+    return Scores(singles([x / row.temperature for x in scores]))
 
 
 def keep_best(scores: list[float], row: Row) -> Scores:
@@ -219,14 +231,21 @@ def softmax(scores: Sequence[float]) -> list[float]:
 
 def uniform(seed: int, position: int, token_id: int) -> float:
     """Return the random number in (0, 1) of a token at a position."""
-    bits = _mix64((seed + 0x9E3779B97F4A7C15) & MASK64)
-    bits = _mix64(bits ^ (position * 0xD1B54A32D192ED03 & MASK64))
-    low, high = bits & MASK32, bits >> 32
+    low, high = _draw_bits(seed, position)
     x = (token_id * 0x9E3779B1 & MASK32) ^ low
     x = ((x ^ x >> 16) * 0x7FEB352D + high) & MASK32
     x = (x ^ x >> 15) * 0x846CA68B & MASK32
     x = (x ^ x >> 16) & 0x7FFFFFFF
-    return min(single(single(single(x) + 0.5) * 2**-31), 1 - 2**-24)
+    # The product of a float32 and a power of two is exact.
+    return min(single(single(x) + 0.5) * 2**-31, 1 - 2**-24)
+
+
+@lru_cache(1)
+def _draw_bits(seed: int, position: int) -> tuple[int, int]:
+    """Return the two words that all tokens of one draw share."""
+    bits = _mix64((seed + 0x9E3779B97F4A7C15) & MASK64)
+    bits = _mix64(bits ^ (position * 0xD1B54A32D192ED03 & MASK64))
+    return bits & MASK32, bits >> 32
 
 
 def _mix64(x: int) -> int:

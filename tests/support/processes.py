@@ -12,12 +12,17 @@ from pathlib import Path
 
 from grpc import Channel, insecure_channel
 
+from tests.support import forked_process
+from tests.support.forked_process import ForkedProcess
 from tests.support.spread_channel import spread_channel
 
 LEAKED = re.compile(
     r"leaked (request|block|row|permit|tokenize permit|content): "
 )  # include a router's last output
 ADDRESSES = re.compile(r"serving gRPC on (\S+):(\d+), HTTP on (\S+):(\d+)")
+
+FORKED = ("router", "engine")
+"""Commands whose processes are forked, for the sake of the time that their imports take."""
 
 
 class Service:
@@ -40,14 +45,18 @@ class Service:
         self.lines: list[str] = []
         self.grpc_port = self.http_port = 0
         self._serving = threading.Event()
-        self.process = subprocess.Popen(
-            [*python, "-m", module, *command],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env=environment,
-        )
+        can_fork = module == forked_process.MODULE and tuple(python) == (sys.executable,)
+        if can_fork and command[0] in FORKED and forked_process.has_usual_env(environment):
+            self.process: subprocess.Popen[str] | ForkedProcess = ForkedProcess(command, environment)
+        else:
+            self.process = subprocess.Popen(
+                [*python, "-m", module, *command],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                env=environment,
+            )
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 

@@ -1,26 +1,23 @@
 """Serves HTTP ports, whose connections have the limits of their routes."""
 
-import asyncio
-import contextlib
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tgis.config.network import PortOptions
-from tgis.net.http_connection import HttpConnection, ServerConfig
-from tgis.net.http_routes import RouteLimits
+from tgis.net.connection_limits import ConnectionOptions
+from tgis.net.http_routes import PROBE_LIMITS, RouteLimits
 from tgis.net.ports import listen
 from tgis.net.tls import Certificates
+from tgis.net.uvicorn_internals import run_server
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # of `/metrics`
-LAST_ANSWERS_S = 10.0  # time limit for responses that are still being sent when a port closes
 
 
 @asynccontextmanager
@@ -52,26 +49,11 @@ async def serve_listener(
     max_age_s: float | None = None,
 ) -> AsyncIterator[int]:
     """Serve `app` within the context on a listening socket, and yield its port."""
-    config = ServerConfig(app)
-    config.slow_reader_s = options.slow_reader_timeout
-    config.keepalive_s = options.keepalive_time
-    config.max_age_s = max_age_s
-    if fresh is not None:
-        config.fresh = fresh
-    config.load()
-    config.ssl = context
-    server = uvicorn.Server(config)
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
-    task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
-    try:
+    limits = ConnectionOptions(
+        fresh or PROBE_LIMITS, options.slow_reader_timeout, options.keepalive_time, max_age_s
+    )
+    async with run_server(app, listener, limits, context):
         yield listener.getsockname()[1]
-    finally:
-        server.should_exit = True
-        await asyncio.wait((task,), timeout=LAST_ANSWERS_S)
-        for connection in list(server.server_state.connections):
-            assert isinstance(connection, HttpConnection)
-            connection.transport.abort()
-        await task
 
 
 def health_routes(is_ready: Callable[[], bool]) -> list[Route]:

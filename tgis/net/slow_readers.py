@@ -4,14 +4,12 @@ read."""
 import asyncio
 from collections.abc import Callable
 
-from uvicorn.protocols.http.flow_control import FlowControl
-
 
 class SlowReadError(Exception):
     """Error for sending to a client that has not read for too long; its connection ends."""
 
 
-class Flow(FlowControl):
+class Flow:
     """Flow control of a connection; `drain` raises SlowReadError after `give_up`.
 
     Reading is paused while the app asks for it, and while there is unparsed input."""
@@ -20,9 +18,14 @@ class Flow(FlowControl):
 
     def __init__(self, transport: asyncio.Transport, on_resume: Callable[[], None]) -> None:
         """`on_resume` is called when the app resumes reading."""
-        super().__init__(transport)
+        self._transport = transport
         self._on_resume = on_resume
-        self._has_backlog = self._is_paused = False
+        self.read_paused = False
+        self.write_paused = False
+        self._is_paused = False
+        self._has_backlog = False
+        self._is_writable = asyncio.Event()
+        self._is_writable.set()
 
     def pause_reading(self) -> None:
         self.read_paused = True
@@ -45,11 +48,19 @@ class Flow(FlowControl):
             self._is_paused = is_paused
             self._transport.pause_reading() if is_paused else self._transport.resume_reading()
 
+    def pause_writing(self) -> None:
+        self.write_paused = True
+        self._is_writable.clear()
+
+    def resume_writing(self) -> None:
+        self.write_paused = False
+        self._is_writable.set()
+
     def give_up(self) -> None:
         self.is_slow = True
-        self._is_writable_event.set()
+        self._is_writable.set()
 
     async def drain(self) -> None:
-        await super().drain()
+        await self._is_writable.wait()
         if self.is_slow:
             raise SlowReadError

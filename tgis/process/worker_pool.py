@@ -1,12 +1,8 @@
-"""Sends requests to worker processes that can be killed: one line of JSON in, one line of JSON out."""
+"""Sends requests to worker processes that can be killed."""
 
 import asyncio
-import contextlib
 import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,8 +10,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tgis.process.fair_queue import FairQueue
+from tgis.process.worker import Worker
 
-MAX_WAITING = 1024  # requests of one pool; each counts as one byte of its queue
+MAX_WAITING = 1024  # requests of one pool, unless it limits their bytes
+# Maximum time that a worker spends on a request whose caller has gone. Finishing a shorter one costs less
+# than starting a new process.
+ABANDONED_S = 2.0
 
 
 class PoolBusyError(Exception):
@@ -26,7 +26,7 @@ class Reply(NamedTuple):
     """Reply of a worker, or the exit status of a worker that did not reply."""
 
     value: Any
-    """Decoded line; None if the worker died."""
+    """Decoded reply; None if the worker died."""
     status: int = 0
     """Exit status of the worker that died."""
 
@@ -40,59 +40,24 @@ class Reply(NamedTuple):
         return -self.status in (signal.SIGKILL, signal.SIGTERM)
 
 
-class Worker:
-    """Process that answers one request at a time."""
+class Codec(NamedTuple):
+    """Encoding of requests and replies. It runs in a pool's threads, because large ones would block the event
+    loop."""
 
-    def __init__(self, module: str, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        # asyncio's subprocesses fork, which is not safe with gRPC's threads.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # the last output of a crashing library may quote the user
-            start_new_session=True,  # a terminal's Ctrl-C must reach only the router
-        )
+    encode: Callable[[Any], bytes]
+    decode: Callable[[bytes], Any]
 
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
 
-    def ask(self, line: bytes) -> bytes:
-        """Return the worker's reply line; empty if the worker is killed or crashes."""
-        stdin = self._process.stdin
-        stdout = self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        timer = threading.Timer(self._timeout_s, self._process.kill)
-        timer.start()
-        try:
-            stdin.write(line + b"\n")
-            stdin.flush()
-            answer = stdout.readline()
-        except (BrokenPipeError, ValueError):  # the worker ended, or the pool was closed
-            answer = b""
-        finally:
-            timer.cancel()
-        return answer if answer.endswith(b"\n") else b""
-
-    def end(self) -> int:
-        """Close the worker's pipes, wait for its end and return its exit status."""
-        if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # the worker has not read everything
-                self._process.stdin.close()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-        return self._process.wait()
-
-    def kill(self) -> None:
-        self._process.kill()
+# It is faster than json, whose use of the GIL would delay the event loop.
+JSON = Codec(msgspec.json.encode, msgspec.json.decode)
 
 
 @dataclass(eq=False)
 class _Job:
     request: object
     reply: asyncio.Future[Reply] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    worker: Worker | None = None
+    """Worker that has the request."""
 
 
 class WorkerPool:
@@ -101,108 +66,105 @@ class WorkerPool:
     Owners of requests are served in turn. If the queue is full, the newest request of the owner with the most
     requests is refused."""
 
-    def __init__(self, module: str, num_workers: int, timeout_s: float) -> None:
-        """Create the pool. A worker that has not replied after `timeout_s` is killed."""
-        self._module = module
-        self._timeout_s = timeout_s
+    def __init__(
+        self,
+        module: str,
+        num_workers: int,
+        timeout_s: float | None = None,
+        *,
+        arguments: Sequence[str] = (),
+        codec: Codec = JSON,
+        max_queued_bytes: int | None = None,
+    ) -> None:
+        """Create the pool. A worker that has not replied after `timeout_s` is killed. Without
+        `max_queued_bytes`, the number of waiting requests is limited."""
+        self._codec = codec
+        self._idle = [Worker(module, arguments, timeout_s) for _ in range(num_workers)]
+        self._busy: set[Worker] = set()
+        # A thread lives as long as the pool: a worker may ask the kernel to kill it with its parent thread.
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix=module.rpartition(".")[0])
-        self._num_workers = num_workers
-        self._queue: FairQueue[_Job] = FairQueue(MAX_WAITING)
+        self._queue: FairQueue[_Job] = FairQueue(max_queued_bytes or MAX_WAITING)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._lock = threading.Lock()
-        self._idle: list[Worker] = []
-        self._workers: set[Worker] = set()
         self._is_closed = False
 
-    async def ask(self, request: object, owner: Hashable) -> Reply:
+    async def ask(self, request: object, owner: Hashable, num_bytes: int = 1) -> Reply:
         """Return the reply of a free worker. If the worker is killed, a second one is tried.
 
-        Raises PoolBusyError, and ValueError, OverflowError or RecursionError if the request cannot be
-        serialized to JSON."""
+        `num_bytes` is the request's part of the queue. Raises PoolBusyError, and ValueError, OverflowError or
+        RecursionError if the request cannot be encoded."""
         job = _Job(request)
-        for refused in self._queue.push(owner, job, 1):
+        for refused in self._queue.push(owner, job, num_bytes):
             refused.reply.set_exception(PoolBusyError())
-        if len(self._tasks) < self._num_workers:
-            self._tasks.add(asyncio.create_task(self._work()))
+        if self._idle:
+            worker = self._idle.pop()
+            self._busy.add(worker)
+            self._tasks.add(asyncio.create_task(self._work(worker)))
         try:
             return await job.reply
         except asyncio.CancelledError:
-            self._queue.remove(owner, job)
+            if not self._queue.remove(owner, job):
+                asyncio.get_running_loop().call_later(ABANDONED_S, _abandon, job)
             raise
         finally:
             del job  # an error's traceback refers to this frame; the cycle would keep the request alive
 
     def close(self) -> None:
         """Stop all workers. `ask` must not be called afterwards."""
-        with self._lock:
-            self._is_closed = True
+        self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         while self._queue:
             self._queue.pop().reply.cancel()
-        for worker in list(self._workers):
-            worker.kill()
+        for worker in (*self._busy, *self._idle):
+            worker.close()
+        for worker in self._idle:  # the threads of the others wait for their end
             worker.end()
 
-    async def _work(self) -> None:
-        loop = asyncio.get_running_loop()
+    async def _work(self, worker: Worker) -> None:
+        """Serve the queue with a worker until it is empty."""
         while self._queue:
             job = self._queue.pop()
+            job.worker = worker
             try:
-                reply = await loop.run_in_executor(self._threads, self._ask, job.request)
+                reply = await self._serve(job, worker)
             except Exception as error:
                 if not job.reply.done():
                     job.reply.set_exception(error)
             else:
                 if not job.reply.done():
                     job.reply.set_result(reply)
+            job.worker = None
             del job  # as above
         # A done callback would run after a request that immediately follows the last reply.
+        self._busy.discard(worker)
+        self._idle.append(worker)
         self._tasks.discard(asyncio.current_task())
 
-    def _ask(self, request: object) -> Reply:
-        line = msgspec.json.encode(
-            request
-        )  # faster than json, whose use of the GIL would delay the event loop
+    async def _serve(self, job: _Job, worker: Worker) -> Reply:
         reply = Reply(None, -signal.SIGKILL)
         for _ in range(2):
-            worker = self._take_worker()
-            if worker is None:
+            if self._is_closed or job.reply.done():
                 break
-            reply = self._ask_worker(worker, line)
+            loop = asyncio.get_running_loop()
+            reply = await loop.run_in_executor(self._threads, _ask, worker, job.request, self._codec)
             if not reply.is_killed:
                 break
         return reply
 
-    def _ask_worker(self, worker: Worker, line: bytes) -> Reply:
-        answer = worker.ask(line)
-        if answer:
-            with self._lock:
-                self._idle.append(worker)
-            return Reply(msgspec.json.decode(answer))
-        with self._lock:
-            self._workers.discard(worker)
-        return Reply(None, worker.end())
 
-    def _take_worker(self) -> Worker | None:
-        """Return a live worker, or None if the pool is closed."""
-        with self._lock:
-            if self._is_closed:
-                return None
-            while self._idle:
-                worker = self._idle.pop()
-                if worker.is_alive:
-                    return worker
-                self._workers.discard(worker)
-                worker.end()
-            worker = Worker(self._module, self._timeout_s)
-            self._workers.add(worker)
-            return worker
+def _ask(worker: Worker, request: object, codec: Codec) -> Reply:
+    answer = worker.ask(codec.encode(request))
+    return Reply(None, answer) if isinstance(answer, int) else Reply(codec.decode(answer))
+
+
+def _abandon(job: _Job) -> None:
+    if job.worker is not None:
+        job.worker.kill()
 
 
 def ask_once(module: str, request: object, timeout_s: float) -> Reply:
     """Start a worker for this request, wait for its reply and return it."""
-    line = msgspec.json.encode(request)
-    worker = Worker(module, timeout_s)
-    answer = worker.ask(line)
-    status = worker.end()
-    return Reply(msgspec.json.decode(answer)) if answer else Reply(None, status)
+    worker = Worker(module, timeout_s=timeout_s)
+    try:
+        return _ask(worker, request, JSON)
+    finally:
+        worker.end()

@@ -1,7 +1,8 @@
 """Defines the events of a generation. They are plain values, so that the APIs and the engine can run in
 different processes. Only the last event of an accepted sequence is final."""
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tgis.router.errors import Code
@@ -20,6 +21,25 @@ class Timings:
     @property
     def inference_s(self) -> float:
         return self.total_s - self.queue_s
+
+
+@dataclass
+class RequestTimes:
+    """Times of a generation on the machine's monotonic clock, in seconds. None means not reached yet."""
+
+    accepted_at: float = field(default_factory=time.monotonic)
+    started_at: float | None = None
+    """Time at which the first step was sent."""
+    first_token_at: float | None = None
+    last_token_at: float = 0.0
+    num_cached: int = 0
+    """Number of input tokens that were cached when the generation started."""
+
+    def timings(self, now: float) -> Timings:
+        """Return the durations of a generation that ends at `now`."""
+        started_at = now if self.started_at is None else self.started_at
+        first = None if self.first_token_at is None else self.first_token_at - self.accepted_at
+        return Timings(started_at - self.accepted_at, first, now - self.accepted_at)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tgis.errors import OperatorError, first_line
 from tgis.net.addresses import AddressError, parse
+from tgis.shard.torch_internals import connect_gloo
 
 CPU = torch.device("cpu")
 LOOPBACK = "127.0.0.1"
@@ -91,7 +92,7 @@ def connect(
     if size == 1:
         return ProcessGroup(rank, size, device=device)
     timeout = timedelta(seconds=timeout_s)
-    connect_backend = _connect_nccl if device.type == "cuda" else _connect_gloo
+    connect_backend = _connect_nccl if device.type == "cuda" else connect_gloo
     try:
         store = _open_store(rank, size, rendezvous, timeout)
         return ProcessGroup(
@@ -124,21 +125,10 @@ def _open_store(rank: int, size: int, rendezvous: RendezvousPoint, timeout: time
     )
 
 
-def _connect_gloo(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> Any:
-    gloo = _c10d.ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = timeout
-    options._devices = [gloo.create_device(hostname=address)]
-    return gloo(store, rank, size, options)
-
-
 def _connect_nccl(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> Any:
     # `address` is unused: NCCL is configured by network interface, with NCCL_SOCKET_IFNAME. The launcher sets
     # it if all ranks are on one machine.
-    nccl = _c10d.ProcessGroupNCCL
-    options = nccl.Options()
-    options._timeout = timeout
-    backend = nccl(store, rank, size, options)
+    backend = _c10d.ProcessGroupNCCL(store, rank, size, timeout)
     # NCCL connects the ranks in the first collective. Running one here reports connection errors now.
     backend.allreduce([torch.zeros(1, device="cuda")]).wait()
     torch.cuda.synchronize()

@@ -3,7 +3,7 @@
 import asyncio
 import random
 
-from tgis.router.engine.event_queue import MAX_WAKE_UPS_PER_TURN, EventQueue, WakeUps
+from tgis.router.engine.live_request import MAX_WAKE_UPS_PER_TURN, EventQueue, WakeUps
 from tgis.router.events import Ended, Event, Timings
 from tgis.router.sequence import StopReason, TokenDetail
 

@@ -15,8 +15,7 @@ from tests.support.tokenizers.trained import write_byte_level
 from tgis.pb import shard_pb2 as pb
 from tgis.router.adapters.residency import AdapterResidency
 from tgis.router.engine.engine import Engine
-from tgis.router.engine.event_queue import EventQueue, WakeUps
-from tgis.router.engine.live_request import LiveRequest
+from tgis.router.engine.live_request import EventQueue, LiveRequest, WakeUps
 from tgis.router.events import Ended
 from tgis.router.metrics.metrics import MetricLimits, Metrics
 from tgis.router.scheduling.block_pool import BlockPool

@@ -20,11 +20,10 @@ from tests.support.router.served_chats import post
 from tests.support.router.served_grpc import open_grpc, status_of
 from tests.support.router.served_http import open_http
 from tgis.router.engine import token_timeouts
-from tgis.router.engine.event_queue import EventQueue, WakeUps
-from tgis.router.engine.handle import RequestTimes, SequenceId, SequenceSpec
-from tgis.router.engine.live_request import LiveRequest
+from tgis.router.engine.handle import SequenceId, SequenceSpec
+from tgis.router.engine.live_request import EventQueue, LiveRequest, WakeUps
 from tgis.router.engine.token_timeouts import TokenTimeouts
-from tgis.router.events import Ended, Event, TimedOut
+from tgis.router.events import Ended, Event, RequestTimes, TimedOut
 from tgis.router.sequence import Sequence, Stopping, TokenDetail
 
 PROMPT = (21, 22, 23, 24, 25)

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from tgis.config.processes import RouterConfig
+from tgis.net import framed_channel
 from tgis.net.framing import frame_body
 from tgis.router.configured_metrics import open_metrics
 from tgis.router.engine.local_engine import LocalEngine
 from tgis.router.metrics.gauges import GaugeValues
-from tgis.router.remote import channel, gauges
+from tgis.router.remote import gauges
 from tgis.router.remote import messages as wire
 from tgis.router.remote.engine_server import EngineServer
 
@@ -99,8 +100,8 @@ async def test_a_message_that_cannot_be_read_ends_its_connection_alone(scene: Sc
 
 
 async def test_a_worker_that_reads_nothing_is_cut(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "MAX_UNSENT_BYTES", 1 << 20)
-    monkeypatch.setattr(channel, "UNREAD_LIMIT_S", 0.2)
+    monkeypatch.setattr(framed_channel, "MAX_UNSENT_BYTES", 1 << 20)
+    monkeypatch.setattr(framed_channel, "UNREAD_LIMIT_S", 0.2)
     hung, slow = await scene.connect(), await scene.connect()
     for each in hung, slow:
         each.send(HELLO)

@@ -18,11 +18,12 @@ from tests.support.router.fake_shard import VOCAB_SIZE
 from tests.support.router.model_of_contents import Item, Library, adapter
 from tests.support.router.model_of_shard import EOS, join_digests, truth
 from tgis.config.processes import RouterConfig
+from tgis.net import framed_channel
 from tgis.router.engine.claims import Claims
 from tgis.router.engine.handle import EngineHandle, SequenceSpec
 from tgis.router.errors import Code, GenerationError, OverloadedError, UnavailableError
 from tgis.router.events import Ended, Event, Failed, InputTokens, TimedOut
-from tgis.router.remote import channel, remote_engine
+from tgis.router.remote import remote_engine
 from tgis.router.remote.remote_handle import NO_ADAPTERS
 from tgis.router.sequence import CallAdapters, Details, Stopping, StopReason, TokenDetail
 
@@ -380,7 +381,7 @@ async def test_resumed_requests_may_exceed_a_connections_buffer(
     text = "x" * 40_000  # stands for a long prompt
     tasks = [asyncio.create_task(generate(handle, LONG, request_id=text)) for _ in range(40)]
     await asyncio.sleep(0.3)
-    monkeypatch.setattr(channel, "MAX_UNSENT_BYTES", 1 << 18)
+    monkeypatch.setattr(framed_channel, "MAX_UNSENT_BYTES", 1 << 18)
     await scene.engine.kill()
     scene.shards.shard.step_s = 0.0
     await scene.engine.start()

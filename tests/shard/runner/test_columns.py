@@ -54,6 +54,11 @@ OFF = {
     "watermark_delta": 0.0,
 }
 ONLY_RANDOM = {"seed", "temperature", "top_k", "top_p", "typical_p", "min_p"}
+# Further parameters, which are floating-point numbers, as declared.
+FURTHER = [each for each in PARAMETERS if each.name not in OFF]
+SAMPLED |= {each.name: each.off + 0.5 for each in FURTHER}
+OFF |= {each.name: each.off for each in FURTHER}
+ONLY_RANDOM |= {each.name for each in FURTHER if each.random_only}
 HEEDED_BY_GREEDY = OFF.keys() - ONLY_RANDOM - {"greedy"}
 BIAS = ((4, 1.5), (0, -100.0))
 

@@ -5,7 +5,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-# First a non-CPU platform with CPU memory, then the CPU.
+# First a non-CPU platform with CPU memory, then the CPU. Last, a step that the CPU captures as a graph:
+# it needs no compiler of torch's, whose import takes seconds.
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -38,6 +39,12 @@ from tgis.shard.runner import graph_forward
 
 make_platform(torch.device("cpu"))
 assert "numba" in sys.modules
+
+sys.meta_path[0] = Refusing("torch._dynamo")
+runner = load(configure(Path(sys.argv[1])))
+Router(runner).run([request := Request([5, 6, 7], max_new_tokens=3)])
+assert len(request.generated) == 3
+assert runner.forward.find_graph(1) is not None
 """
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.support.plain_sampling import single
 from tests.support.shard.messages import GREEDY, NOTHING, SAMPLE, floats, integers, make_bias, open_row
 from tgis.pb import shard_pb2 as pb
+from tgis.sampling_parameters import SHARED
 from tgis.shard.kernels.cuda.step_state import MAX_BIASES, MAX_STOP_IDS, Flag, RowState, Word
 from tgis.shard.runner.row_table import RowLimits, RowTable
 from tgis.shard.sampling import sampler
@@ -117,17 +118,18 @@ def write_row(state: RowState, message: pb.OpenRow) -> None:
         Word.TEMPERATURE: bits(1.0 if sampling.greedy else sampling.temperature),
         Word.TOP_K: 0 if sampling.greedy else min(sampling.top_k, INT32_MAX),
         Word.TOP_P: bits(1.0 if sampling.greedy else sampling.top_p),
-        Word.MIN_P: bits(0.0 if sampling.greedy else sampling.min_p),
         Word.TYPICAL_P: bits(1.0 if sampling.greedy else sampling.typical_p),
         Word.REPETITION_PENALTY: bits(sampling.repetition_penalty),
-        Word.PRESENCE_PENALTY: bits(sampling.presence_penalty),
-        Word.FREQUENCY_PENALTY: bits(sampling.frequency_penalty),
         Word.LENGTH_PENALTY_START: min(sampling.length_penalty_start, INT32_MAX),
         Word.LENGTH_PENALTY_FACTOR: bits(sampling.length_penalty_factor),
         Word.MIN_NEW_TOKENS: min(sampling.min_new_tokens, INT32_MAX),
         Word.IS_GUIDED: 0,
         Word.MUST_END: 0,
     }
+    for parameter in SHARED:
+        is_off = parameter.random_only and sampling.greedy
+        value = parameter.off if is_off else getattr(sampling, parameter.name)
+        words[Word[parameter.name.upper()]] = bits(value)
     for word, value in words.items():
         state.words[row, word] = value
     state.stop_ids[row, : len(stop_ids)] = torch.tensor(stop_ids, dtype=torch.int32)

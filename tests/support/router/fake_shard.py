@@ -54,6 +54,8 @@ class FakeShard(ShardServiceServicer):
         self.rank, self.step_s = rank, 0.001
         self.path = pb.STEP_PATH_UNSPECIFIED
         self.num_steps = 0
+        self.last_opened: pb.OpenRow | None = None
+        """Message of the row that was opened last."""
         self.num_streams = 0
         self.poison: int | None = None
         """Prompt length at which the stream ends, as if the shard had crashed."""
@@ -112,6 +114,7 @@ class FakeShard(ShardServiceServicer):
             for request in map(pb.StepRequest.FromString, frames.push(data)):
                 time.sleep(self.step_s)
                 self.num_steps += 1
+                self.last_opened = next(reversed(request.opened_rows), self.last_opened)
                 if any(row.prompt_len == self.poison for row in request.opened_rows):
                     return  # a real shard would have crashed
                 response = self.model.execute(request)

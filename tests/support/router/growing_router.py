@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tgis.cli.main import main
-from tgis.router.engine.concurrency import ConcurrencyLimit
+from tgis.router.engine.claims import ConcurrencyLimit
 
 acquire = ConcurrencyLimit.acquire
 kept: list[bytearray] = []

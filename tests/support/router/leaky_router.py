@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tgis.cli.main import main
-from tgis.router.engine.concurrency import ConcurrencyLimit
+from tgis.router.engine.claims import ConcurrencyLimit
 from tgis.router.engine.engine import Engine
 from tgis.router.engine.live_request import LiveRequest
 from tgis.router.scheduling.block_pool import BlockPool

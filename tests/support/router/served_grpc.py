@@ -84,6 +84,7 @@ async def open_grpc(
     files: Files | None = None,
     info: shard_pb2.InfoResponse | None = None,
     limits: RequestLimits = LIMITS,
+    tracing: Tracing | None = None,
     **options: Any,
 ) -> AsyncIterator[ServedGrpc]:
     """Open the port. `options` has further options of the router's engine."""
@@ -94,7 +95,8 @@ async def open_grpc(
             GrammarCompiler(),
             RecordingHandle(scene.handle),
         )
-        service = _service(scene, handle, tokenizer, compiler, limits)
+        accounting = Accounting(scene.metrics, tracing or Tracing(), 0)
+        service = _service(scene, handle, tokenizer, compiler, limits, accounting)
         failures = scene.metrics.request_failure
         interceptors: list[Any] = [
             ErrorInterceptor(SlowClients(60), RefusalPacing(), MemoryRelease(), failures)
@@ -130,11 +132,15 @@ async def open_channel(
 
 
 def _service(
-    scene: Scene, handle: Any, tokenizer: Tokenizer, compiler: GrammarCompiler, limits: RequestLimits
+    scene: Scene,
+    handle: Any,
+    tokenizer: Tokenizer,
+    compiler: GrammarCompiler,
+    limits: RequestLimits,
+    accounting: Accounting,
 ) -> GenerationService:
-    vocabulary, metrics = Vocabulary(tokenizer), scene.metrics
-    validator = Validator(tokenizer, limits, compiler, metrics, handle.info)
-    accounting = Accounting(metrics, Tracing(), 0)
+    vocabulary = Vocabulary(tokenizer)
+    validator = Validator(tokenizer, limits, compiler, scene.metrics, handle.info)
     return GenerationService(handle, validator, tokenizer, lambda *_: vocabulary, accounting)
 
 

@@ -1,12 +1,14 @@
 """Declares the options of `tgis client`, and builds a call's parameters and metadata from them."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from tgis.config.option import option
 from tgis.pb import generation_pb2 as pb
+from tgis.sampling_parameters import PARAMETERS, SHARED, Parameter
 
 MAX_UINT32 = 2**32 - 1
 MAX_UINT64 = 2**64 - 1
@@ -35,8 +37,28 @@ class Connection:
     )
 
 
+_SAMPLING = tuple(each for each in PARAMETERS if each.help)
+
+
+def _sampling_option(parameter: Parameter) -> tuple[str, Any, Any]:
+    """Return the field of a sampling parameter's option. The service checks its range."""
+    if isinstance(parameter.off, float):
+        return parameter.name, float | None, option(f"{parameter.help}.", None, env=False)
+    maximum = MAX_UINT64 if parameter.dtype == "u8" else MAX_UINT32
+    declared = option(f"{parameter.help}.", None, env=False, minimum=0, maximum=maximum)
+    return parameter.name, int | None, declared
+
+
+if TYPE_CHECKING:
+    SamplingOptions = object
+else:
+    SamplingOptions = make_dataclass(
+        "SamplingOptions", map(_sampling_option, _SAMPLING), frozen=True, kw_only=True
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
-class GenerationOptions:
+class GenerationOptions(SamplingOptions):
     """Options of a generation. Unset ones get the service's defaults; a sampling option turns sampling on."""
 
     max_new_tokens: int | None = option(
@@ -45,32 +67,8 @@ class GenerationOptions:
     min_new_tokens: int | None = option(
         "Minimum number of tokens to generate.", None, env=False, minimum=0, maximum=MAX_UINT32
     )
-    temperature: float | None = option("Sample with this temperature.", None, env=False)
-    top_k: int | None = option(
-        "Sample from the K most likely tokens.", None, env=False, minimum=0, maximum=MAX_UINT32
-    )
-    top_p: float | None = option(
-        "Sample from the most likely tokens whose probabilities add up to this.", None, env=False
-    )
-    min_p: float | None = option(
-        "Sample from the tokens with at least this share of the most likely token's probability.",
-        None,
-        env=False,
-    )
-    typical_p: float | None = option(
-        "Sample from the most typical tokens whose probabilities add up to this.", None, env=False
-    )
-    seed: int | None = option("Sample with this seed.", None, env=False, minimum=0, maximum=MAX_UINT64)
     logit_bias: tuple[str, ...] = option(
         "ID:BIAS: add BIAS to the logit of token ID; may be repeated.", (), env=False
-    )
-    presence_penalty: float | None = option(
-        "Subtract this from the logit of each token that was generated before.", None, env=False
-    )
-    frequency_penalty: float | None = option(
-        "Subtract this from a token's logit for each time that the token was generated before.",
-        None,
-        env=False,
     )
     watermark: bool = option("Mark the text with the service's watermark.", False, env=False)
     stop: tuple[str, ...] = option("Stop after this text; may be repeated.", (), env=False)
@@ -123,22 +121,11 @@ class OutputOptions:
 
 def build_parameters(options: GenerationOptions) -> pb.Parameters:
     """Return the parameters that have a field in fmaas's messages. Raises click.UsageError."""
-    sampling_options = (
-        options.temperature,
-        options.top_k,
-        options.top_p,
-        options.min_p,
-        options.typical_p,
-        options.seed,
-    )
+    given = [each for each in _SAMPLING if getattr(options, each.name) is not None]
     return pb.Parameters(
-        method=pb.SAMPLE if any(value is not None for value in sampling_options) else pb.GREEDY,
+        method=pb.SAMPLE if any(each.random_only for each in given) else pb.GREEDY,
         sampling=pb.SamplingParameters(
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            typical_p=options.typical_p,
-            seed=options.seed,
+            **{each.name: getattr(options, each.name) for each in given if each not in SHARED}
         ),
         stopping=pb.StoppingCriteria(
             max_new_tokens=options.max_new_tokens,
@@ -173,9 +160,7 @@ def build_metadata(options: GenerationOptions) -> Metadata:
     """Return the parameters that have no field in fmaas's messages, as metadata. Raises click.UsageError."""
     texts = {
         "tgis-logit-bias": ",".join(map(_format_bias, options.logit_bias)),
-        "tgis-min-p": _format_number(options.min_p),
-        "tgis-presence-penalty": _format_number(options.presence_penalty),
-        "tgis-frequency-penalty": _format_number(options.frequency_penalty),
+        **{each.metadata_key: _format_number(getattr(options, each.name)) for each in SHARED},
         "tgis-stop-token-ids": ",".join(map(str, options.stop_token_id)),
         "tgis-ignore-eos": "true" if options.ignore_eos else "",
         "tgis-watermark": "true" if options.watermark else "",

@@ -1,4 +1,4 @@
-"""Renders chats in a separate process, with one line of JSON per request and per answer. Its time, memory and
+"""Renders chats in a separate process, with one JSON object per request and per answer. Its time, memory and
 output are limited, because templates and chats are untrusted. The router treats a killed worker as an
 answer."""
 
@@ -7,13 +7,13 @@ import json
 import os
 import resource
 import signal
-import sys
 from collections.abc import Iterable
-from typing import Any, BinaryIO
+from typing import Any
 
 from jinja2 import Template, TemplateSyntaxError, meta
 from jinja2.exceptions import SecurityError
 
+from tgis.process.worker import answer_requests
 from tgis.router.chat.continuation import Continuation, NoContinuationError
 from tgis.router.chat.environment import RefusedChatError, make_environment
 from tgis.router.chat.limits import CPU_LIMIT_S, MEMORY_BYTES, OUT_OF_MEMORY
@@ -36,24 +36,22 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(NICENESS)
     try:
-        _answer_all(sys.stdin.buffer, sys.stdout.buffer)
+        answer_requests(_answer_in_time)
     except MemoryError:
         os._exit(OUT_OF_MEMORY)  # the remaining memory may not suffice for an answer
 
 
-def _answer_all(requests: BinaryIO, answers: BinaryIO) -> None:
-    for line in requests:
-        # The signal's default action ends the process, even during library code.
-        signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
-        answer = json.dumps(_answer(line)).encode()
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        answers.write(answer + b"\n")
-        answers.flush()
+def _answer_in_time(request: bytes) -> bytes:
+    # The signal's default action ends the process, even during library code.
+    signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
+    answer = json.dumps(_answer(request)).encode()
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    return answer
 
 
-def _answer(line: bytes) -> dict[str, object]:
+def _answer(encoded: bytes) -> dict[str, object]:
     try:
-        request = json.loads(line)
+        request = json.loads(encoded)
         return _check(request["check"]) if "check" in request else {"prompt": _render(request)}
     except RefusedChatError as error:
         return {"refusal": shorten(str(error))}

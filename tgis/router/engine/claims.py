@@ -1,25 +1,62 @@
-"""Manages the claims of calls to concurrency, adapters and sequences, from acquisition to release."""
+"""Manages the claims of calls to concurrency, adapters and sequences, from acquisition to release, and gives
+the APIs in the same process a handle for them."""
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Hashable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 
 from tgis.pb import shard_pb2
 from tgis.router.adapters.names import AdapterNames
 from tgis.router.adapters.registry import AdapterRegistry
-from tgis.router.engine.concurrency import ConcurrencyLimit
 from tgis.router.engine.engine import Engine, lost_adapter
-from tgis.router.engine.event_queue import EventReceiver
-from tgis.router.engine.handle import EngineInfo, LimitedWork, Progress, SequenceId, SequenceSpec, TextSink
-from tgis.router.engine.live_request import LiveRequest
-from tgis.router.scheduling.cache_events import CacheRecorder
+from tgis.router.engine.handle import (
+    ClaimId,
+    EngineInfo,
+    LimitedWork,
+    Progress,
+    SequenceId,
+    SequenceSpec,
+    TextSink,
+)
+from tgis.router.engine.live_request import EventQueue, EventReceiver, LiveRequest, WakeUps
+from tgis.router.errors import OVERLOADED, OverloadedError
+from tgis.router.events import Event
+from tgis.router.metrics.resource_counts import ResourceCount
+from tgis.router.scheduling.cache_events import CacheListener, CacheRecorder
 from tgis.router.sequence import CallAdapters, Sequence, Siblings
 
 
 def is_encoder_decoder(info: shard_pb2.InfoResponse) -> bool:
     return info.model_kind == shard_pb2.InfoResponse.MODEL_KIND_ENCODER_DECODER
+
+
+class ConcurrencyLimit:
+    """Limit on concurrent inputs. It admits all inputs of a call or refuses the call; no call waits."""
+
+    def __init__(self, limit: int) -> None:
+        self.num_free = self.limit = limit
+        self.resource_count = ResourceCount()
+
+    @property
+    def num_used(self) -> int:
+        return self.limit - self.num_free
+
+    @contextmanager
+    def acquire(self, count: int, is_again: bool = False) -> Iterator[None]:
+        """Admit `count` inputs while the context is open. With `is_again`, ignore the limit, because the call
+        has been admitted before. Raises OverloadedError."""
+        if count > max(self.num_free, 0) and not is_again:
+            raise OverloadedError(OVERLOADED)
+        self.num_free -= count
+        self.resource_count.created += count
+        try:
+            yield
+        finally:
+            self.num_free += count
+            self.resource_count.released += count
 
 
 @dataclass(eq=False)
@@ -68,7 +105,9 @@ class Claims:
     async def lease(
         self, claim: Claim, prefix_id: str | None, adapter_id: str | None, request_id: str
     ) -> CallAdapters:
-        """Load the adapters with these ids. Raises RouterError."""
+        """Load the adapters with these ids, if there are any. Raises RouterError."""
+        if prefix_id is None and adapter_id is None:
+            return claim.adapters
         lease = claim.resources.enter_context(self._adapters.lease(prefix_id, adapter_id, request_id))
         claim.adapters = await lease.take()
         return claim.adapters
@@ -144,3 +183,76 @@ class Claims:
             spec.cache_salt,
             claim.siblings[spec.input_ids, spec.cache_salt],
         )
+
+
+class LocalHandle:
+    """EngineHandle that calls the claims directly."""
+
+    def __init__(self, claims: Claims) -> None:
+        self._claims = claims
+        self._held: dict[ClaimId, Claim] = {}
+        self._opened: dict[SequenceId, tuple[LiveRequest, EventQueue]] = {}
+        self._numbers = count()
+        self._wake_ups = WakeUps()
+        self._cache_listener: CacheListener | None = None
+
+    def info(self) -> EngineInfo:
+        return self._claims.info()
+
+    async def acquire(self, count: int, work: LimitedWork = LimitedWork.GENERATION) -> ClaimId:
+        claim = self._claims.acquire(count, work)
+        claim_id = ClaimId(next(self._numbers))
+        self._held[claim_id] = claim
+        return claim_id
+
+    async def lease(
+        self, claim_id: ClaimId, prefix_id: str | None, adapter_id: str | None, request_id: str
+    ) -> CallAdapters:
+        return await self._claims.lease(self._held[claim_id], prefix_id, adapter_id, request_id)
+
+    async def adapter_names(self) -> Mapping[str, str]:
+        return self._claims.names.ids
+
+    async def give_name(self, name: str, adapter_id: str, is_replacing: bool) -> None:
+        self._claims.names.assign(name, adapter_id, is_replacing)
+
+    async def take_name(self, name: str) -> None:
+        self._claims.names.remove(name)
+
+    def open(
+        self,
+        claim_id: ClaimId,
+        spec: SequenceSpec,
+        sink: TextSink | None,
+        progress: Progress | None = None,
+    ) -> SequenceId:
+        sequence_id = SequenceId(next(self._numbers))
+        events = EventQueue(self._wake_ups.wake)
+        live = self._claims.open(self._held[claim_id], sequence_id, spec, sink, progress, events)
+        self._opened[sequence_id] = live, events
+        return sequence_id
+
+    def events(self, sequence_id: SequenceId) -> AsyncIterator[list[Event]]:
+        _, events = self._opened[sequence_id]
+        return events
+
+    def cancel(self, sequence_id: SequenceId) -> None:
+        if (opened := self._opened.pop(sequence_id, None)) is not None:
+            self._claims.cancel(opened[0])
+
+    def watch_cache(self, listener: CacheListener | None) -> None:
+        recorder = self._claims.cache_recorder
+        if self._cache_listener is not None:
+            recorder.discard(self._cache_listener)
+        self._cache_listener = listener
+        if listener is not None:
+            recorder.add(listener)
+
+    def flush_cache(self) -> None:
+        self._claims.flush_cache()
+
+    def release(self, claim_id: ClaimId) -> None:
+        if (claim := self._held.pop(claim_id, None)) is not None:
+            for sequence_id in claim.live:
+                self._opened.pop(sequence_id, None)
+            self._claims.release(claim)

@@ -1,13 +1,12 @@
 """Defines the interface between the APIs and the engine. All arguments and results are plain values without
 identity, so that the APIs and the engine can run in different processes on one machine."""
 
-import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, NewType, Protocol
 
-from tgis.router.events import Event, Timings
+from tgis.router.events import Event, RequestTimes
 from tgis.router.metrics.gauges import GaugeValues
 from tgis.router.scheduling.cache_events import CacheListener
 from tgis.router.sequence import CacheSalt, CallAdapters, Details, Grammar, Stopping, StopReason
@@ -51,25 +50,6 @@ class SequenceSpec(NamedTuple):
     request_id: str = ""
     """Id of the call in the log and in the internal errors that clients see."""
     cache_salt: CacheSalt = CacheSalt()
-
-
-@dataclass
-class RequestTimes:
-    """Times of a generation on the machine's monotonic clock, in seconds. None means not reached yet."""
-
-    accepted_at: float = field(default_factory=time.monotonic)
-    started_at: float | None = None
-    """Time at which the first step was sent."""
-    first_token_at: float | None = None
-    last_token_at: float = 0.0
-    num_cached: int = 0
-    """Number of input tokens that were cached when the generation started."""
-
-    def timings(self, now: float) -> Timings:
-        """Return the durations of a generation that ends at `now`."""
-        started_at = now if self.started_at is None else self.started_at
-        first = None if self.first_token_at is None else self.first_token_at - self.accepted_at
-        return Timings(started_at - self.accepted_at, first, now - self.accepted_at)
 
 
 @dataclass

@@ -8,11 +8,9 @@ from tgis.config.processes import RouterConfig
 from tgis.pb import shard_pb2
 from tgis.router.adapters.registry import AdapterRegistry
 from tgis.router.adapters.residency import AdapterResidency
-from tgis.router.engine.claims import Claims, is_encoder_decoder
-from tgis.router.engine.concurrency import ConcurrencyLimit
+from tgis.router.engine.claims import Claims, ConcurrencyLimit, LocalHandle, is_encoder_decoder
 from tgis.router.engine.engine import Engine
 from tgis.router.engine.handle import EngineHandle, LimitedWork
-from tgis.router.engine.local_handle import LocalHandle
 from tgis.router.errors import StartupError
 from tgis.router.metrics.gauges import GaugeValues
 from tgis.router.metrics.metrics import Metrics

@@ -53,10 +53,8 @@ class Constraint:
     answer: AnswerRules | None = None
 
 
-def read_constraint(guided: Guided | None, max_bytes: int) -> Constraint | None:
+def read_constraint(guided: Guided, max_bytes: int) -> Constraint | None:
     """Return the checked, uncompiled constraint, or None for free text. Raises RequestError."""
-    if guided is None:
-        return None
     on_text = _read_text_constraint(guided, max_bytes)
     rules = guided.answer
     if rules is None:

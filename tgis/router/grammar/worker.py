@@ -1,4 +1,4 @@
-"""Compiles grammars in a separate process, with one line of JSON per request and per answer. Its time, memory
+"""Compiles grammars in a separate process, with one JSON value per request and per answer. Its time, memory
 and stack are limited, because grammars may be hostile. The router treats a killed or crashed worker as an
 answer."""
 
@@ -7,15 +7,15 @@ import os
 import random
 import resource
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import BinaryIO
+from functools import partial
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
+from tgis.process.worker import answer_requests
 from tgis.router.grammar.answer_grammar import write_answer_grammar
 from tgis.router.grammar.answer_rules import FREE, AnswerRules, CallRule
 from tgis.router.grammar.conversion import HEADER, cause_of, convert
@@ -62,7 +62,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(10)
     threading.stack_size(STACK_BYTES)
-    worker = threading.Thread(target=_answer_all, args=(sys.stdin.buffer, sys.stdout.buffer))
+    worker = threading.Thread(target=answer_requests, args=(partial(_answer, Compiler()),))
     worker.start()
     worker.join()
 
@@ -160,23 +160,20 @@ def _cpu_limit_s(rules: AnswerRules | None) -> float:
     return 2 * CPU_LIMIT_S + num_functions * CPU_LIMIT_FOR_FUNCTION_S
 
 
-def _answer_all(requests: BinaryIO, answers: BinaryIO) -> None:
-    compiler = Compiler()
-    for line in requests:
-        kind, text, plain_rules = json.loads(line)
-        rules = msgspec.convert(plain_rules, AnswerRules | None)
-        # The signal's default action ends the process, even during library code.
-        signal.setitimer(signal.ITIMER_PROF, _cpu_limit_s(rules))
-        try:
-            answer = {
-                "grammar": compiler.compile(kind, text, rules),
-                "has_unknown_formats": any(map(has_unknown_formats, _list_schemas(kind, text, rules))),
-            }
-        except InvalidGrammarError as error:
-            answer = {"error": str(error), "field": error.field}
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        answers.write(json.dumps(answer).encode() + b"\n")
-        answers.flush()
+def _answer(compiler: Compiler, request: bytes) -> bytes:
+    kind, text, plain_rules = json.loads(request)
+    rules = msgspec.convert(plain_rules, AnswerRules | None)
+    # The signal's default action ends the process, even during library code.
+    signal.setitimer(signal.ITIMER_PROF, _cpu_limit_s(rules))
+    try:
+        answer = {
+            "grammar": compiler.compile(kind, text, rules),
+            "has_unknown_formats": any(map(has_unknown_formats, _list_schemas(kind, text, rules))),
+        }
+    except InvalidGrammarError as error:
+        answer = {"error": str(error), "field": error.field}
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    return json.dumps(answer).encode()
 
 
 if __name__ == "__main__":

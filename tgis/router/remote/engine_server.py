@@ -7,10 +7,10 @@ import os
 import socket
 from typing import Any
 
+from tgis.net.framed_channel import FramedChannel
 from tgis.router.engine.claims import Claims
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.remote import messages as wire
-from tgis.router.remote.channel import Channel
 from tgis.router.remote.gauges import GaugeGatherer
 from tgis.router.remote.names import SharedNames
 from tgis.router.remote.worker_session import WorkerSession
@@ -108,7 +108,9 @@ class _WorkerConnection:
 
     def __init__(self, server: EngineServer) -> None:
         self._server = server
-        self.channel: Channel[wire.WorkerMessage] = Channel(wire.decode_worker_message, self._take, self.end)
+        self.channel: FramedChannel[wire.WorkerMessage] = FramedChannel(
+            wire.PEERS, wire.encode, wire.decode_worker_message, self._take, self.end
+        )
         self._session: WorkerSession | None = None
         self._waiting: list[Any] = []
         self._worker = -1

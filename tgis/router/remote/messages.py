@@ -11,7 +11,6 @@ from tgis.router.engine.handle import (
     EngineInfo,
     LimitedWork,
     Progress,
-    RequestTimes,
     SequenceId,
     SequenceSpec,
 )
@@ -24,7 +23,7 @@ from tgis.router.errors import (
     RouterError,
     UnavailableError,
 )
-from tgis.router.events import Ended, Failed, TimedOut
+from tgis.router.events import Ended, Failed, RequestTimes, TimedOut
 from tgis.router.metrics.gauges import GaugeValues
 from tgis.router.scheduling.cache_events import CacheChanges
 from tgis.router.sequence import CallAdapters, TokenDetail
@@ -280,8 +279,7 @@ def error_of(refusal: Refused) -> RouterError:
     return error_type(refusal.text)
 
 
-_ENCODER = msgspec.msgpack.Encoder()
-encode = _ENCODER.encode
+PEERS = "engine and router worker"  # for the log
+encode = msgspec.msgpack.Encoder().encode
 decode_worker_message = msgspec.msgpack.Decoder(WorkerMessage).decode
 decode_engine_message = msgspec.msgpack.Decoder(EngineMessage).decode
-DecodeError = msgspec.DecodeError

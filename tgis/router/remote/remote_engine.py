@@ -6,13 +6,13 @@ import logging
 from collections.abc import Callable
 
 from tgis.config.processes import RouterConfig
+from tgis.net.framed_channel import FramedChannel
 from tgis.router.engine.handle import EngineHandle
 from tgis.router.errors import Code
 from tgis.router.events import Failed
 from tgis.router.metrics.gauges import GaugeValues
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.remote import messages as wire
-from tgis.router.remote.channel import Channel
 from tgis.router.remote.gauges import GaugeAsker, report_gauges
 from tgis.router.remote.remote_handle import RemoteHandle
 from tgis.router.shards.client import LOST
@@ -36,7 +36,7 @@ class RemoteEngine:
         self._is_running = self._is_ready = False
         self._handle = RemoteHandle(metrics)
         self.handle: EngineHandle = self._handle
-        self._channel: Channel[wire.EngineMessage] | None = None
+        self._channel: FramedChannel[wire.EngineMessage] | None = None
         self._metrics = metrics
         self._gauges = GaugeAsker()
         self._attached = asyncio.Event()
@@ -94,8 +94,8 @@ class RemoteEngine:
             self._handle.give_up(ENGINE_LOST)
             await self._connect()
 
-    def _make_channel(self) -> Channel[wire.EngineMessage]:
-        return Channel(wire.decode_engine_message, self._take, self._lose)
+    def _make_channel(self) -> FramedChannel[wire.EngineMessage]:
+        return FramedChannel(wire.PEERS, wire.encode, wire.decode_engine_message, self._take, self._lose)
 
     def _take(self, message: wire.EngineMessage) -> None:
         match message:

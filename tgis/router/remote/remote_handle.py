@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from tgis.router.engine.event_queue import EventQueue, WakeUps
 from tgis.router.engine.handle import (
     ClaimId,
     EngineInfo,
@@ -20,6 +19,7 @@ from tgis.router.engine.handle import (
     SequenceSpec,
     TextSink,
 )
+from tgis.router.engine.live_request import EventQueue, WakeUps
 from tgis.router.errors import UnavailableError
 from tgis.router.events import Ended, Event, Failed, InputTokens
 from tgis.router.metrics.metrics import Metrics

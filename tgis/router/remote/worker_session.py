@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from tgis.router.engine.claims import Claim, Claims
-from tgis.router.engine.handle import ClaimId, RequestTimes, SequenceId
+from tgis.router.engine.handle import ClaimId, SequenceId
 from tgis.router.engine.live_request import LiveRequest
 from tgis.router.errors import Code, GenerationError, RouterError, internal_error
-from tgis.router.events import Ended, Event, Failed, InputTokens, TimedOut
+from tgis.router.events import Ended, Event, Failed, InputTokens, RequestTimes, TimedOut
 from tgis.router.remote import messages as wire
 from tgis.router.scheduling.cache_events import CacheChanges
 from tgis.router.sequence import TokenDetail

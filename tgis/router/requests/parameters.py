@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from tgis.router.grammar.compiler import Guided
-from tgis.sampling_parameters import RANGES, Range
+from tgis.sampling_parameters import SHARED, Range, SharedParameters
 
 MAX_LOGIT_BIASES = 1024
 MAX_BIAS = 100
@@ -69,8 +69,8 @@ def parameter(unset: Any, span: str | SpanAttribute = "", **more: Any) -> Any:
     return field(default=unset, metadata={"span_attribute": named, **more})
 
 
-@dataclass(frozen=True)
-class Parameters:
+@dataclass(frozen=True, kw_only=True)
+class Parameters(SharedParameters):
     """Parameters of a call. If one is None or 0, the client did not set it, and the default applies."""
 
     sample: bool = parameter(False)
@@ -102,13 +102,6 @@ class Parameters:
         is_counted=True,
     )
     """Pairs of a token id and the bias that is added to its logit."""
-    min_p: float = parameter(0.0, "tgis.min_p", rule=RANGES["min_p"], is_counted=True)
-    presence_penalty: float = parameter(
-        0.0, "gen_ai.request.presence_penalty", rule=RANGES["presence_penalty"], is_counted=True
-    )
-    frequency_penalty: float = parameter(
-        0.0, "gen_ai.request.frequency_penalty", rule=RANGES["frequency_penalty"], is_counted=True
-    )
     stop_token_ids: tuple[int, ...] = parameter(
         (),
         SpanAttribute("tgis.stop_token_id_count", is_count=True),
@@ -127,7 +120,14 @@ class Parameters:
     """True if the details of generated tokens come from the model's unmodified logits."""
 
 
-PARAMETERS = tuple(ParameterInfo(each.name, each.default, **each.metadata) for each in fields(Parameters))
+_SHARED = {
+    each.name: {"rule": each.range, "is_counted": True, "span_attribute": SpanAttribute(each.span_name)}
+    for each in SHARED
+}
+PARAMETERS = tuple(
+    ParameterInfo(each.name, each.default, **_SHARED.get(each.name, each.metadata))
+    for each in fields(Parameters)
+)
 RULES = {each.name: each.rule for each in PARAMETERS if each.rule is not None}
 
 

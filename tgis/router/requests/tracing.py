@@ -64,8 +64,8 @@ class CallSpan:
     """Span of one call, without texts. As a context manager, it sets its status from a passing exception."""
 
     def __init__(self, span: Span, api: ApiRules) -> None:
-        self._span, self._started_at = span, time.monotonic()
-        self._protocol = span_protocol(api)
+        self._span, self._api = span, api
+        self._started_at = time.monotonic()
         self._has_begun = self._is_stream = False
         self._input_tokens = self._cached_tokens = self._output_tokens = 0
         self._num_siblings = 1
@@ -80,7 +80,7 @@ class CallSpan:
     ) -> None:
         span = self._span
         if span.is_recording():
-            ending = self._protocol.end(error, self._has_begun)
+            ending = span_protocol(self._api).end(error, self._has_begun)
             span.set_attributes(self._result_attributes())
             span.set_attributes(ending.attributes)
             if ending.is_fault:

@@ -281,6 +281,8 @@ def _check_penalties(sampling: Sampling) -> None:
 
 def _check_guided(params: Parameters, limits: RequestLimits) -> Constraint | None:
     """Return the request's constraint. A reasoning limit is allowed even if grammars are not supported."""
+    if params.guided is None:
+        return None
     constraint = read_constraint(params.guided, limits.max_guided_bytes)
     if constraint is not None and constraint.field != REASONING:
         _require(limits.allows_guided, "grammar is not supported", parameter=constraint.field)

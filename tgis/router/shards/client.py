@@ -4,15 +4,15 @@ failure of any rank, or a disagreement between ranks, is a failure of the group.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
-from tgis.net.framing import FrameError, FrameReader, frame
+from tgis.net.framed_channel import FramedChannel
 from tgis.pb import shard_pb2 as pb
 from tgis.pb.shard_pb2_grpc import ShardServiceStub
 from tgis.router.errors import RouterError
@@ -54,7 +54,9 @@ class ShardClient:
         self._logged: set[tuple[int, str]] = set()
         self._channels: list[grpc.aio.Channel] = []
         self._closing: set[asyncio.Task[None]] = set()
-        self._streams: list[_StepStream] = []
+        self._streams: list[FramedChannel[pb.StepResponse]] = []
+        self._responses: list[deque[pb.StepResponse]] = []
+        """Responses of each rank to the oldest steps."""
         self._answers: asyncio.Queue[Answer | ShardsLostError] = asyncio.Queue()
         self._steps: deque[Step] = deque()
         self._settling: deque[tuple[Step, asyncio.Future[None]]] = deque()
@@ -76,10 +78,10 @@ class ShardClient:
 
     def send(self, step: Step, timeout_s: float) -> None:
         """Send a step to all ranks. A rank that computes longer than `timeout_s` is killed; 0: no limit."""
-        request = frame(encode_step(step, timeout_s))
+        request = encode_step(step, timeout_s).SerializeToString()
         self._steps.append(step)
         for stream in self._streams:
-            stream.send(request)
+            stream.send_now([request])
 
     async def receive(self) -> Answer:
         """Return the answer to the oldest unanswered step. Raises ShardsLostError."""
@@ -182,7 +184,7 @@ class ShardClient:
         self._streams = []
         self._channels = []  # no call must begin on a channel that is being closed
         for stream in streams:
-            stream.close()
+            stream.abort()
         for closing in self._closing:
             closing.cancel()
         await asyncio.gather(*(channel.close() for channel in channels))
@@ -216,14 +218,23 @@ class ShardClient:
 
     async def _open_streams(self) -> bool:
         """Open the step streams. Return False if a rank is unreachable again."""
+        self._responses = [deque() for _ in self._channels]
         try:
             for rank in range(len(self._channels)):
-                make = partial(_StepStream, self._combine, partial(self._lose, rank))
-                self._streams.append(await self._link.open_stream(rank, make))
+                self._streams.append(await self._link.open_stream(rank, partial(self._make_stream, rank)))
         except OSError as error:
             self._log_once(len(self._streams), str(error) or type(error).__name__)
             return False
         return True
+
+    def _make_stream(self, rank: int) -> FramedChannel[pb.StepResponse]:
+        take = partial(self._take, self._responses[rank])
+        lose = partial(self._lose, rank)
+        return FramedChannel("router and shard", bytes, pb.StepResponse.FromString, take, lose)
+
+    def _take(self, responses: deque[pb.StepResponse], response: pb.StepResponse) -> None:
+        responses.append(response)
+        self._combine()
 
     def _log_once(self, rank: int, reason: str) -> None:
         """Log why a shard cannot be reached, each reason once until all shards are connected."""
@@ -238,8 +249,8 @@ class ShardClient:
     def _combine(self) -> None:
         """Queue the oldest step's answer once all ranks have answered. Answers that differ or cannot be
         decoded are a failure of the group."""
-        while self._steps and all(stream.responses for stream in self._streams):
-            responses = [stream.responses.popleft() for stream in self._streams]
+        while self._steps and all(self._responses):
+            responses = [each.popleft() for each in self._responses]
             step = self._steps.popleft()
             self._settle(step)
             if len({(response.step_id, response.digest) for response in responses}) > 1:
@@ -259,45 +270,6 @@ class ShardClient:
             _, settled = self._settling.popleft()
             if not settled.done():
                 settled.set_result(None)
-
-
-class _StepStream(asyncio.Protocol):
-    """Step stream of one rank. Answers arrive in the order of the steps."""
-
-    def __init__(self, on_answer: Callable[[], None], on_loss: Callable[[], None]) -> None:
-        """Create a stream. `on_answer` is called after `responses` has grown, `on_loss` when the stream ends,
-        unless this side closed it."""
-        self.responses: deque[pb.StepResponse] = deque()
-        self._on_answer = on_answer
-        self._on_loss = on_loss
-        self._frames = FrameReader()
-        self._transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports do not derive from asyncio's
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            self.responses += map(pb.StepResponse.FromString, self._frames.push(data))
-        except (DecodeError, FrameError):
-            self._on_loss()
-        else:
-            self._on_answer()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self._transport is not None:
-            self._on_loss()
-
-    def send(self, request: bytes) -> None:
-        assert self._transport is not None, "steps are sent only to connected shards"
-        self._transport.write(request)
-
-    def close(self) -> None:
-        transport = self._transport
-        self._transport = None
-        if transport is not None:
-            transport.abort()
 
 
 def _is_missing(answer: Any) -> bool:

@@ -2,11 +2,8 @@
 
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tgis.shard.attention.interface import Attention
 from tgis.shard.kernels.cpu.jit.compiler import capture
@@ -14,6 +11,7 @@ from tgis.shard.kernels.cpu.kernel_graph import KernelGraph, MemoryPool
 from tgis.shard.models.interface import Model, StepInputs
 from tgis.shard.runner.batch_builder import Batch
 from tgis.shard.runner.forward import Forward, Outputs
+from tgis.shard.torch_internals import ForbidOperators, OperatorError
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +46,10 @@ class GraphForward(Forward):
 
     def _capture(self, inputs: StepInputs) -> "_CapturedStep | None":
         try:
-            with _NoOperators(), capture(self._pool.empty) as launches:  # type: ignore[no-untyped-call]
+            with ForbidOperators(), capture(self._pool.empty) as launches:  # type: ignore[no-untyped-call]
                 x = self.model.forward(inputs, self.attention)
                 logits = self.model.logits(x)
-        except _OperatorError as error:
+        except OperatorError as error:
             logger.info("steps are not captured as kernel graphs, because the model uses %s", error)
             self._can_capture = False
             return None
@@ -83,19 +81,3 @@ def _is_plain(batch: Batch) -> bool:
     is_bare = inputs.is_long is None and inputs.virtual is None and inputs.adapters is None
     is_sampled = len(batch.sampled_x) == num_tokens and not batch.input_spans
     return num_tokens <= MAX_CAPTURED_TOKENS and is_bare and is_sampled
-
-
-class _OperatorError(Exception):
-    """Error when a step uses a torch operator, which cannot be captured. Its text is the operator's name."""
-
-
-class _NoOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that rejects every torch operator except those that return views of their input."""
-
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        aliases = [given.alias_info for given in func._schema.returns]
-        if not aliases or any(alias is None or alias.is_write for alias in aliases):
-            raise _OperatorError(func)
-        return func(*args, **(kwargs or {}))

@@ -16,7 +16,7 @@ from tgis.router.requests.parameters import (
     RULES,
     Parameters,
 )
-from tgis.sampling_parameters import RANGES
+from tgis.sampling_parameters import SHARED, Parameter
 
 PREFIX = "tgis-"
 MAX_SHOWN_CHARS = 64  # maximum length of a key in an error's text, because a client may send any key
@@ -43,11 +43,17 @@ def _list_of(item: str, most: int) -> re.Pattern[str]:
     return re.compile(f"{item}(?:,{item}){{0,{most - 1}}}")
 
 
-def _number(field: str, help: str) -> MetadataKey:
-    low, high, _ = RANGES[field]
-    help += f"; {low} to {high}"
+def _number(parameter: Parameter) -> MetadataKey:
+    assert parameter.range is not None, "shared parameters have a range"
+    scope = "; no effect with GREEDY" if parameter.random_only else ""
+    help = f"{parameter.help[0].lower()}{parameter.help[1:]}{scope}"
     return MetadataKey(
-        field, re.compile(_NUMBER), float, "{:.6g}".format, "a decimal number, such as 0.5", help
+        parameter.name,
+        re.compile(_NUMBER),
+        float,
+        "{:.6g}".format,
+        "a decimal number, such as 0.5",
+        f"{help}; {parameter.range.low:g} to {parameter.range.high:g}",
     )
 
 
@@ -84,16 +90,7 @@ KEYS: Mapping[str, MetadataKey] = {
         f"1 to {MAX_LOGIT_BIASES} token ids with their values, such as 17:-100,42:1.5",
         f"added to the logits of these tokens; each id once, values from -{MAX_BIAS} to {MAX_BIAS}",
     ),
-    "tgis-min-p": _number(
-        "min_p",
-        "keeps the tokens that are at least so many times as likely as the likeliest; no effect with GREEDY",
-    ),
-    "tgis-presence-penalty": _number(
-        "presence_penalty", "subtracted from the logits of tokens that have been generated"
-    ),
-    "tgis-frequency-penalty": _number(
-        "frequency_penalty", "the same, for each time that they have been generated"
-    ),
+    **{each.metadata_key: _number(each) for each in SHARED},
     "tgis-stop-token-ids": MetadataKey(
         "stop_token_ids",
         _list_of(_ID, MAX_STOP_TOKEN_IDS),

@@ -1,7 +1,6 @@
 """Ends calls whose client does not read. Without a deadline, they would hold their resources for ever."""
 
 import asyncio
-import gc
 import time
 from collections.abc import AsyncGenerator
 from contextlib import suppress
@@ -9,10 +8,10 @@ from typing import Any
 
 import grpc
 
+from tgis.router.api.grpc.grpc_internals import reset_calls
 from tgis.router.errors import SlowClientError
 
 CHECKS_PER_TIMEOUT = 10  # so that a slow client is detected at most a tenth of the timeout late
-END_WAITER = "_schedule_rpc_coro"  # grpc.aio's coroutine that waits for the end of every call
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Task = asyncio.Task[Any]
@@ -48,7 +47,7 @@ class SlowClients:
                     await responses.athrow(SlowClientError())
                 with suppress(SlowClientError):
                     await responses.athrow(SlowClientError())
-                _reset({task})
+                reset_calls({task})
                 raise
             del self._since[task]
 
@@ -71,7 +70,7 @@ class SlowClients:
 
     def _check(self, begun_before: float) -> None:
         overdue = {task for task, begun in self._since.items() if begun <= begun_before}
-        _reset(overdue & self._ending)
+        reset_calls(overdue & self._ending)
         for task in overdue - self._ending - self._late:
             self._late.add(task)
             task.cancel()
@@ -80,25 +79,3 @@ class SlowClients:
         self._since.pop(task, None)
         self._late.discard(task)
         self._ending.discard(task)
-
-
-def _reset(tasks: set[Task]) -> None:
-    """Reset calls by cancelling the tasks that refer to them.
-    grpc.aio cannot end a call whose client reads nothing, but its core resets a call without references. The
-    call's own task and one other task refer to it, and the server refers to the newest call until the next
-    one."""
-    if not tasks:
-        return
-    for other in asyncio.all_tasks():
-        coroutine = other.get_coro()
-        if getattr(coroutine, "__name__", "") == END_WAITER and _has_any(coroutine, tasks):
-            other.cancel()
-    for task in tasks:
-        task.cancel()
-
-
-def _has_any(coroutine: object, tasks: set[Task]) -> bool:
-    """Return True if the coroutine's locals hold one of the tasks. A compiled coroutine keeps its locals in
-    an object that it refers to."""
-    inner = gc.get_referents(*gc.get_referents(coroutine))
-    return any(isinstance(each, asyncio.Task) and each in tasks for each in inner)

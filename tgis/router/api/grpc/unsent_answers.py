@@ -7,14 +7,14 @@ import logging
 import grpc
 
 from tgis.log_limits import KIND
+from tgis.router.api.grpc.grpc_internals import LOGGER
 
 TEXT = "an answer could not be sent: its client has left, or does not take messages of its size"
-_LIBRARY_LOGGER = "grpc._cython.cygrpc"  # grpc.aio gives no other access to the error
 
 
 def shorten_send_errors() -> None:
     """Replace the library's traceback by one line from now on."""
-    logging.getLogger(_LIBRARY_LOGGER).addFilter(_shorten)
+    logging.getLogger(LOGGER).addFilter(_shorten)
 
 
 def _shorten(record: logging.LogRecord) -> bool:

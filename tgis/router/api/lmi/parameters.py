@@ -2,22 +2,21 @@
 
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta
 
 from tgis.router.api.http.refused_fields import RefusedField, find_refused
+from tgis.router.api.http.shared_fields import SharedFields, restricts_sampling
 from tgis.router.errors import RequestError
 from tgis.router.requests.parameters import NUM_SEEDS, Parameters, same_named
 
 MOST = 2**31 - 1
 
 Positive = Annotated[int, Meta(ge=1, le=MOST)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
 TopTokens = Annotated[int, Meta(ge=0, le=20)]
 TokenId = Annotated[int, Meta(ge=0, le=999_999_999)]
 
 
-class LmiParameters(msgspec.Struct, kw_only=True):
+class LmiParameters(SharedFields, kw_only=True):
     """Known parameters. Those of type Any are refused: they would change the text, and are not supported.
     Unknown parameters are ignored, as in LMI's containers."""
 
@@ -25,12 +24,9 @@ class LmiParameters(msgspec.Struct, kw_only=True):
     seed: int | None = None
     temperature: Annotated[float, Meta(ge=0)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
     top_k: Annotated[int, Meta(ge=-1, le=MOST)] | None = None
     """0 and -1 keep all tokens."""
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     typical_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     max_new_tokens: Positive | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=MOST)] | None = None
@@ -77,7 +73,8 @@ class LmiParameters(msgspec.Struct, kw_only=True):
         if self.temperature is not None:
             return self.temperature > 0
         shares = (self.top_p, self.typical_p)
-        return bool((self.top_k or 0) > 0 or self.min_p or any(one is not None and one < 1 for one in shares))
+        excludes = (self.top_k or 0) > 0 or any(one is not None and one < 1 for one in shares)
+        return excludes or restricts_sampling(self)
 
     @property
     def removes_stops(self) -> bool:

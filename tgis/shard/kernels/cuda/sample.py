@@ -78,7 +78,7 @@ def plain(logits: Tensor, rows: RowState, sampled_rows: Tensor, answers: Tensor)
     filters.filter_sorted(scores, highest, words)
     ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     drawn = draw_columns(scores, _draw_keys(words), ids)
-    tokens = torch.where(words[:, Word.GREEDY] != 0, best, drawn)
+    tokens = torch.where(words[:, Word["GREEDY"]] != 0, best, drawn)
     _append(tokens, is_usable, rows, index, words, answers)
 
 
@@ -92,17 +92,17 @@ def _change(logits: Tensor, rows: RowState, index: Tensor, words: Tensor) -> Non
     has_bias = torch.arange(bias_ids.shape[1], device=ids.device) < words[:, Word.NUM_BIASES, None]
     logits.scatter_add_(1, bias_ids.where(has_bias, 0), rows.biases[index].where(has_bias, 0.0))
     num_generated = words[:, Word.LENGTH] - words[:, Word.PROMPT_LEN]
-    is_early = (num_generated < words[:, Word.MIN_NEW_TOKENS]) & (words[:, Word.MUST_END] == 0)
+    is_early = (num_generated < words[:, Word["MIN_NEW_TOKENS"]]) & (words[:, Word.MUST_END] == 0)
     is_stop = _stop_mask(rows.stop_ids[index], words, vocab_size)
     logits.masked_fill_(is_stop & is_early[:, None], -torch.inf)
-    overdue = num_generated - words[:, Word.LENGTH_PENALTY_START]
+    overdue = num_generated - words[:, Word["LENGTH_PENALTY_START"]]
     overdue = overdue.where(~is_early & (overdue > 0), 0)
-    factor = as_float(words[:, Word.LENGTH_PENALTY_FACTOR]).double() ** overdue
+    factor = as_float(words[:, Word["LENGTH_PENALTY_FACTOR"]]).double() ** overdue
     growth = (factor.clamp(max=float(MAX_FACTOR)) - 1).float()[:, None]
     grown = torch.where(logits.isinf(), logits, logits + logits.abs() * growth)
     logits.copy_(torch.where(is_stop & (growth != 0), grown, logits))
     _penalise(logits, rows.token_counts[index], words)
-    logits /= as_float(words[:, Word.TEMPERATURE])[:, None]
+    logits /= as_float(words[:, Word["TEMPERATURE"]])[:, None]
 
 
 def _stop_mask(stop_ids: Tensor, words: Tensor, vocab_size: int) -> Tensor:
@@ -121,12 +121,12 @@ def _penalise(logits: Tensor, counts: Tensor, words: Tensor) -> None:
     """Apply the penalties of tokens that occurred. counts: `RowState.token_counts` of the rows, [n,
     vocab_size]."""
     max_factor = float(MAX_FACTOR)
-    penalty = as_float(words[:, Word.REPETITION_PENALTY]).clamp(1 / max_factor, max_factor)[:, None]
+    penalty = as_float(words[:, Word["REPETITION_PENALTY"]]).clamp(1 / max_factor, max_factor)[:, None]
     penalised = torch.where(logits < 0, logits * penalty, logits / penalty)
     logits.copy_(torch.where(counts != 0, penalised, logits))
     num_generated = counts.int() & MAX_COUNT
-    presence = as_float(words[:, Word.PRESENCE_PENALTY])[:, None]
-    frequency = as_float(words[:, Word.FREQUENCY_PENALTY])[:, None]
+    presence = as_float(words[:, Word["PRESENCE_PENALTY"]])[:, None]
+    frequency = as_float(words[:, Word["FREQUENCY_PENALTY"]])[:, None]
     penalty = presence + frequency * num_generated
     logits -= penalty.where(num_generated > 0, 0.0)
 

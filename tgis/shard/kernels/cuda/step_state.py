@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tgis.sampling_parameters import PARAMETERS
+
 # The kernel computes segments of a sequence's keys independently. The length of a segment depends only on the
 # length of its sequence, so other sequences cannot change the order of sums.
 SEGMENT_LEN = 256
@@ -21,7 +23,10 @@ MAX_COUNT = (1 << 15) - 1  # saturation value of `RowState.token_counts`
 
 
 class Word(IntEnum):
-    """Words of a row's state. Words marked float hold the bits of a float32."""
+    """Words of a row's state: those below, and one for each sampling parameter, `Word["TOP_P"]`. The words of
+    parameters of type float hold the bits of a float32. The seed has two words."""
+
+    _ignore_ = "_name"
 
     LENGTH = 0  # number of prompt and generated tokens, which is the next token's position
     LIMIT = auto()  # length at which the row ends
@@ -32,22 +37,16 @@ class Word(IntEnum):
     IS_LONG = auto()  # the sequence is longer than the model's rope_switch_len
     NUM_STOP_IDS = auto()
     NUM_BIASES = auto()
-    GREEDY = auto()
-    SEED_LOW = auto()
-    SEED_HIGH = auto()
-    TEMPERATURE = auto()  # float
-    TOP_K = auto()  # 0, or at least the vocabulary's size: off
-    TOP_P = auto()  # float; 1: off
-    MIN_P = auto()  # float; 0: off
-    TYPICAL_P = auto()  # float; 1: off
-    REPETITION_PENALTY = auto()  # float; 1: off
-    PRESENCE_PENALTY = auto()  # float; 0: off
-    FREQUENCY_PENALTY = auto()  # float; 0: off
-    LENGTH_PENALTY_START = auto()
-    LENGTH_PENALTY_FACTOR = auto()  # float; 1: off
-    MIN_NEW_TOKENS = auto()
     IS_GUIDED = auto()  # `RowState.masks` restricts the next token
     MUST_END = auto()  # the grammar allows only the end
+    SEED_LOW = auto()
+    SEED_HIGH = auto()
+    for _name in (each.name.upper() for each in PARAMETERS if each.name != "seed"):
+        vars()[_name] = auto()
+
+
+OFF_WORDS = {Word[each.name.upper()]: each.off for each in PARAMETERS if isinstance(each.off, float)}
+"""Off values of parameters of type float. Those of other types are 0, except for GREEDY."""
 
 
 class Flag(IntEnum):

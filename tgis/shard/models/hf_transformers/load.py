@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.utils import ModelOutput
 from transformers.utils import logging as transformers_logging
 
@@ -31,6 +30,7 @@ from tgis.shard.models.hf_transformers.self_check import (
     choose_sequences,
     score_alone,
 )
+from tgis.shard.models.hf_transformers.transformers_internals import keeps_state
 from tgis.shard.models.interface import Model, UnsupportedModelError
 from tgis.shard.models.rope_option import RopeOption, RopeOptionError
 from tgis.shard.models.unread_tensors import refuse_unread
@@ -118,7 +118,7 @@ def _as_unsupported(model_type: Any) -> Iterator[None]:
 
 def _read_config(directory: Path, config: Mapping[str, Any], trust_remote_code: bool) -> Any:
     own = config.get("auto_map") or {}
-    known = config.get("model_type") in CONFIG_MAPPING_NAMES
+    known = config.get("model_type") in CONFIG_MAPPING
     if not known and not own:
         raise NotServedError("transformers does not know this type")
     if not known and not trust_remote_code:
@@ -130,7 +130,7 @@ def _read_config(directory: Path, config: Mapping[str, Any], trust_remote_code: 
     if getattr(parsed, "is_encoder_decoder", False):
         raise NotServedError("it is an encoder-decoder")
     brings_code = trust_remote_code and CAUSAL in own
-    if not brings_code and type(parsed) not in AutoModelForCausalLM._model_mapping:
+    if not brings_code and type(parsed) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise NotServedError("transformers has no causal language model of this type")
     return parsed
 
@@ -217,7 +217,7 @@ def _read_checkpoint(directory: Path, dtype: torch.dtype, trust_remote_code: boo
 def _check_state(whole: Any) -> None:
     kinds = getattr(whole.config.get_text_config(decoder=True), "layer_types", None) or ()
     stateful = [kind for kind in kinds if kind == "linear_attention" or not str(kind).endswith("attention")]
-    if stateful or getattr(whole, "_is_stateful", False):
+    if stateful or keeps_state(whole):
         kind = f" of kind {stateful[0]}" if stateful else ""
         raise NotServedError(f"its layers{kind} keep a state other than keys and values")
     for kind in _rope_kinds(whole):

@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Set
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tgis.shard.checkpoint.tensors import TensorInMemory
 from tgis.shard.kernels.cpu.gemm.product import PackedProduct, pack
+from tgis.shard.torch_internals import has_forward_hooks
 
 _NUMBER = re.compile(r"\b\d+\b")
 
@@ -41,15 +41,24 @@ class PackedLinear(nn.Module):
 def pack_linears(model: nn.Module, dtype: torch.dtype, unpacked: Set[str] = frozenset()) -> None:
     """Pack plain linear layers as `dtype`. Convert everything else, and layers in `unpacked`, to float32."""
     packed: dict[nn.Module, PackedLinear] = {}
-    for path, module in list(model.named_modules()):
-        for name, child in module._modules.items():
-            full = f"{path}.{name}"
-            if type(child) is nn.Linear and not _is_hooked(child) and _block_name(full) not in unpacked:
-                if child not in packed:
-                    packed[child] = PackedLinear(child, dtype, f"{full}.weight")
-                    child._parameters.clear()  # frees the weights, so that the model is never in memory twice
-                module._modules[name] = packed[child]
+    paths = {module: path for path, module in model.named_modules()}
+    for path, child in list(model.named_modules(remove_duplicate=False)):
+        if type(child) is not nn.Linear or has_forward_hooks(child):
+            continue
+        parent_path, _, name = path.rpartition(".")
+        parent = model.get_submodule(parent_path)
+        full = f"{paths[parent]}.{name}"
+        if _block_name(full) not in unpacked:
+            if child not in packed:
+                packed[child] = PackedLinear(child, dtype, f"{full}.weight")
+                _free_weights(child)  # so that the model is never in memory twice
+            setattr(parent, name, packed[child])
     model.float()
+
+
+def _free_weights(module: nn.Module) -> None:
+    for name in [name for name, _ in module.named_parameters(recurse=False)]:
+        delattr(module, name)
 
 
 def find_read_weights(model: nn.Module) -> set[str]:
@@ -62,7 +71,3 @@ def find_read_weights(model: nn.Module) -> set[str]:
 
 def _block_name(path: str) -> str:
     return _NUMBER.sub("*", path.removeprefix("."))
-
-
-def _is_hooked(module: Any) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)

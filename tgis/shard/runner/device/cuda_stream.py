@@ -8,6 +8,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from tgis.shard.torch_internals import end_pool_use
+
 
 class CudaEvent:
     def __init__(self) -> None:
@@ -59,21 +61,14 @@ class CudaStream:
         except BaseException:
             with suppress(RuntimeError):  # fails because the work has failed
                 graph.capture_end()
-            self._release_pool()
+            end_pool_use(self._pool)
             raise
         try:
             graph.capture_end()
         except RuntimeError:
-            self._release_pool()
+            end_pool_use(self._pool)
             raise
         return graph
-
-    def _release_pool(self) -> None:
-        """End a failed capture's use of the pool. Torch does not, and then cannot release memory later."""
-        index = torch.cuda.current_device()
-        with suppress(RuntimeError):  # fails if the use has ended already
-            torch._C._cuda_endAllocateToPool(index, self._pool)
-            torch._C._cuda_releasePool(index, self._pool)
 
 
 @contextmanager

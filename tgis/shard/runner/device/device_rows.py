@@ -7,7 +7,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tgis.shard.kernels.cuda.step_state import MAX_BIASES, MAX_COUNT, MAX_STOP_IDS, RowState, Word, as_float
+from tgis.shard.kernels.cuda.step_state import (
+    MAX_BIASES,
+    MAX_COUNT,
+    MAX_STOP_IDS,
+    OFF_WORDS,
+    RowState,
+    Word,
+    as_float,
+)
 from tgis.shard.runner.device.uploads import Words
 from tgis.shard.runner.row_table import Integers, RowLimits, TokenIds
 from tgis.shard.sampling.sampler import SeenTokens
@@ -41,14 +49,8 @@ def allocate_rows(max_rows: int, limits: RowLimits, dummy_block: int, device: to
     max_blocks = -(-limits.max_sequence_length // limits.block_size)
     words = table(len(Word), 0)
     words[:, Word.ENDED] = 1
-    for word in (
-        Word.TEMPERATURE,
-        Word.TOP_P,
-        Word.TYPICAL_P,
-        Word.REPETITION_PENALTY,
-        Word.LENGTH_PENALTY_FACTOR,
-    ):
-        words[:, word] = _bits_of(1.0)
+    for word, value in OFF_WORDS.items():
+        words[:, word] = _bits_of(value)
     return RowState(
         words=words,
         block_tables=table(max_blocks, dummy_block),

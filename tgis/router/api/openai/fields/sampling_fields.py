@@ -9,6 +9,7 @@ from starlette.requests import Request
 from tgis.router.api.http.call_context import media_type, read_body
 from tgis.router.api.http.json_bodies import decode_body
 from tgis.router.api.http.serving.origins import is_of_page
+from tgis.router.api.http.shared_fields import SharedFields
 from tgis.router.api.openai.errors import ApiError
 from tgis.router.errors import RequestError
 
@@ -20,7 +21,6 @@ MAX_TOP_LOGPROBS = 20
 Count = Annotated[int, Meta(ge=0, le=MOST)]
 TokenId = Annotated[int, Meta(ge=0, le=999_999_999)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 T = TypeVar("T")
 
@@ -30,9 +30,9 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
-    """Fields that requests share. Ranges are checked while the body is read. A field of type Any is refused
-    unless its value requests nothing."""
+class SamplingFields(SharedFields, kw_only=True):
+    """Fields that completions and chat completions share. Ranges are checked while the body is read. A field
+    of type Any is refused unless its value requests nothing."""
 
     model: str | None = None
     stream: bool | None = None
@@ -42,14 +42,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=MOST)] | None = None
     """0 and -1 keep all tokens."""
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
     logit_bias: dict[str, float] | None = None
     include_stop_str_in_output: bool | None = None

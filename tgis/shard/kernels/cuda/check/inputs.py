@@ -13,6 +13,7 @@ from tgis.shard.kernels.cuda.attention import Tile, cut_tiles
 from tgis.shard.kernels.cuda.step_state import (
     MAX_BIASES,
     MAX_STOP_IDS,
+    OFF_WORDS,
     RowState,
     Segments,
     StagedStep,
@@ -193,28 +194,31 @@ INPUTS: dict[str, Callable[..., Iterator[Input]]] = {
 }
 
 # Words of rows other than their lengths. Parameters that a row does not list are off.
-_OFF = {
-    Word.LIMIT: 500,
-    Word.TEMPERATURE: 1.0,
-    Word.TOP_P: 1.0,
-    Word.TYPICAL_P: 1.0,
-    Word.REPETITION_PENALTY: 1.0,
-    Word.LENGTH_PENALTY_FACTOR: 1.0,
-}
+_OFF: dict[Word, float] = {Word.LIMIT: 500, **OFF_WORDS}
 _ROWS: tuple[dict[Word, float], ...] = (
-    {Word.GREEDY: 1, Word.REPETITION_PENALTY: 1.3, Word.PRESENCE_PENALTY: 0.5, Word.FREQUENCY_PENALTY: 0.3},
-    {Word.SEED_LOW: 7, Word.TEMPERATURE: 0.7, Word.TOP_P: 0.8, Word.MIN_P: 0.001, Word.LIMIT: 101},
+    {
+        Word["GREEDY"]: 1,
+        Word["REPETITION_PENALTY"]: 1.3,
+        Word["PRESENCE_PENALTY"]: 0.5,
+        Word["FREQUENCY_PENALTY"]: 0.3,
+    },
+    {Word.SEED_LOW: 7, Word["TEMPERATURE"]: 0.7, Word["TOP_P"]: 0.8, Word["MIN_P"]: 0.001, Word.LIMIT: 101},
     {
         Word.SEED_HIGH: -3,
         Word.IS_GUIDED: 1,
         Word.NUM_BIASES: 9,
         Word.NUM_STOP_IDS: 5,
-        Word.MIN_NEW_TOKENS: 90,
-        Word.TYPICAL_P: 0.7,
+        Word["MIN_NEW_TOKENS"]: 90,
+        Word["TYPICAL_P"]: 0.7,
     },
-    {Word.GREEDY: 1, Word.NUM_STOP_IDS: 5, Word.LENGTH_PENALTY_START: 2, Word.LENGTH_PENALTY_FACTOR: 1.4},
+    {
+        Word["GREEDY"]: 1,
+        Word.NUM_STOP_IDS: 5,
+        Word["LENGTH_PENALTY_START"]: 2,
+        Word["LENGTH_PENALTY_FACTOR"]: 1.4,
+    },
     {Word.ENDED: 1, Word.ENCODER_LEN: 30},
-    {Word.SEED_LOW: -1, Word.TOP_K: 50, Word.TOP_P: 0.9, Word.IS_LONG: 1, Word.ENCODER_LEN: 70},
+    {Word.SEED_LOW: -1, Word["TOP_K"]: 50, Word["TOP_P"]: 0.9, Word.IS_LONG: 1, Word.ENCODER_LEN: 70},
     {Word.ENDED: 1},
 )
 

@@ -13,18 +13,19 @@ import triton.language as tl
 from tgis.shard.kernels.cuda.functions.precise_math import exp_negative, log_positive
 from tgis.shard.kernels.cuda.functions.row_words import (
     ENDED,
-    GREEDY,
     INF,
-    MIN_P,
     NUM_WORDS,
     STAGED,
-    TOP_K,
-    TOP_P,
-    TYPICAL_P,
     find_highest,
     load_float,
 )
+from tgis.shard.kernels.cuda.step_state import Word
 
+GREEDY = tl.constexpr(Word["GREEDY"])
+TOP_K = tl.constexpr(Word["TOP_K"])  # 0, or at least the vocabulary's size: off
+TOP_P = tl.constexpr(Word["TOP_P"])
+MIN_P = tl.constexpr(Word["MIN_P"])
+TYPICAL_P = tl.constexpr(Word["TYPICAL_P"])
 NUM_PIVOTS = tl.constexpr(16)
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # lowest finite float32
 # Exponent of 2 of the first pivots' spacing, and the distance from the highest score, in nats, beyond which

@@ -100,7 +100,7 @@ def filter_sorted(scores: Tensor, highest: Tensor, words: Tensor) -> None:
     """Set scores of filtered-out tokens to -inf in place. scores: [n, vocab_size] without NaN."""
     top = highest.nan_to_num(0.0, 0.0, 0.0)[:, None]
     scores.masked_fill_(~_find_best(scores, top, words), -torch.inf)
-    min_p = as_float(words[:, Word.MIN_P])[:, None]
+    min_p = as_float(words[:, Word["MIN_P"]])[:, None]
     scores.masked_fill_((min_p > 0) & (scores < top + min_p.log()), -torch.inf)
     scores.masked_fill_(~_find_typical(scores, top, words), -torch.inf)
 
@@ -109,11 +109,11 @@ def _find_best(scores: Tensor, top: Tensor, words: Tensor) -> Tensor:
     """Return bool [n, vocab_size], True for tokens that top-k and top-p keep."""
     vocab_size = scores.shape[1]
     best, ids = scores.sort(dim=-1, descending=True, stable=True)
-    top_k = words[:, Word.TOP_K, None].long()
+    top_k = words[:, Word["TOP_K"], None].long()
     has_k = (top_k > 0) & (top_k < vocab_size)
     kept = ~has_k | (best >= best.gather(1, top_k.clamp(1, vocab_size) - 1))
     masses = _count_masses(best, top, vocab_size).where(kept, 0)
-    top_p = as_float(words[:, Word.TOP_P])[:, None]
+    top_p = as_float(words[:, Word["TOP_P"]])[:, None]
     min_mass = _find_share(top_p, masses.sum(-1, keepdim=True))
     kept &= (top_p >= 1) | (masses.cumsum(-1) - masses < min_mass)
     return torch.zeros_like(kept).scatter_(1, ids, kept)
@@ -133,7 +133,7 @@ def _find_typical(scores: Tensor, top: Tensor, words: Tensor) -> Tensor:
     typicality = torch.where(kept, -((scores - top) - centre).abs(), -torch.inf)
     ranked, ids = typicality.sort(dim=-1, descending=True, stable=True)
     sorted_masses = masses.gather(1, ids)
-    typical_p = as_float(words[:, Word.TYPICAL_P])[:, None]
+    typical_p = as_float(words[:, Word["TYPICAL_P"]])[:, None]
     min_mass = _find_share(typical_p, sorted_masses.sum(-1, keepdim=True))
     place = (sorted_masses.cumsum(-1) < min_mass).sum(-1, keepdim=True).clamp(max=vocab_size - 1)
     return (typical_p >= 1) | (typicality >= ranked.gather(1, place))

@@ -1,4 +1,5 @@
-"""Words of rows, and functions shared by the kernels of sampling."""
+"""Words of rows that are no sampling parameters, and functions shared by the kernels of sampling. The kernels
+that use a parameter declare its word."""
 
 import triton
 import triton.language as tl
@@ -9,17 +10,8 @@ NUM_WORDS = tl.constexpr(len(Word))
 LENGTH, LIMIT, PROMPT_LEN = tl.constexpr(Word.LENGTH), tl.constexpr(Word.LIMIT), tl.constexpr(Word.PROMPT_LEN)
 ENDED, LAST_TOKEN = tl.constexpr(Word.ENDED), tl.constexpr(Word.LAST_TOKEN)
 NUM_STOP_IDS, NUM_BIASES = tl.constexpr(Word.NUM_STOP_IDS), tl.constexpr(Word.NUM_BIASES)
-GREEDY, TEMPERATURE = tl.constexpr(Word.GREEDY), tl.constexpr(Word.TEMPERATURE)
-TOP_K, TOP_P = tl.constexpr(Word.TOP_K), tl.constexpr(Word.TOP_P)
-MIN_P, TYPICAL_P = tl.constexpr(Word.MIN_P), tl.constexpr(Word.TYPICAL_P)
 SEED_LOW, SEED_HIGH = tl.constexpr(Word.SEED_LOW), tl.constexpr(Word.SEED_HIGH)
-REPETITION_PENALTY = tl.constexpr(Word.REPETITION_PENALTY)
-PRESENCE_PENALTY = tl.constexpr(Word.PRESENCE_PENALTY)
-FREQUENCY_PENALTY = tl.constexpr(Word.FREQUENCY_PENALTY)
-LENGTH_PENALTY_START = tl.constexpr(Word.LENGTH_PENALTY_START)
-LENGTH_PENALTY_FACTOR = tl.constexpr(Word.LENGTH_PENALTY_FACTOR)
-MIN_NEW_TOKENS, MUST_END = tl.constexpr(Word.MIN_NEW_TOKENS), tl.constexpr(Word.MUST_END)
-IS_GUIDED = tl.constexpr(Word.IS_GUIDED)
+IS_GUIDED, MUST_END = tl.constexpr(Word.IS_GUIDED), tl.constexpr(Word.MUST_END)
 
 INF = tl.constexpr(float("inf"))
 

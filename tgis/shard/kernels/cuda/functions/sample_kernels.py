@@ -11,33 +11,33 @@ from tgis.shard.kernels.cuda.functions.filter_kernels import NUM_LIMITS, are_kep
 from tgis.shard.kernels.cuda.functions.precise_math import exp_negative, log_complement
 from tgis.shard.kernels.cuda.functions.row_words import (
     ENDED,
-    FREQUENCY_PENALTY,
-    GREEDY,
     INF,
     IS_GUIDED,
     LAST_TOKEN,
     LENGTH,
-    LENGTH_PENALTY_FACTOR,
-    LENGTH_PENALTY_START,
     LIMIT,
-    MIN_NEW_TOKENS,
     MUST_END,
     NUM_BIASES,
     NUM_STOP_IDS,
     NUM_WORDS,
-    PRESENCE_PENALTY,
     PROMPT_LEN,
-    REPETITION_PENALTY,
     SEED_HIGH,
     SEED_LOW,
     STAGED,
-    TEMPERATURE,
     find_highest,
     load_float,
 )
-from tgis.shard.kernels.cuda.step_state import Flag
+from tgis.shard.kernels.cuda.step_state import Flag, Word
 from tgis.shard.sampling import sampler
 
+GREEDY = tl.constexpr(Word["GREEDY"])
+TEMPERATURE = tl.constexpr(Word["TEMPERATURE"])
+REPETITION_PENALTY = tl.constexpr(Word["REPETITION_PENALTY"])
+PRESENCE_PENALTY = tl.constexpr(Word["PRESENCE_PENALTY"])
+FREQUENCY_PENALTY = tl.constexpr(Word["FREQUENCY_PENALTY"])
+LENGTH_PENALTY_START = tl.constexpr(Word["LENGTH_PENALTY_START"])
+LENGTH_PENALTY_FACTOR = tl.constexpr(Word["LENGTH_PENALTY_FACTOR"])
+MIN_NEW_TOKENS = tl.constexpr(Word["MIN_NEW_TOKENS"])
 SAMPLED_FLAG, ENDED_FLAG = tl.constexpr(Flag.SAMPLED), tl.constexpr(Flag.ENDED)
 UNUSABLE_FLAG = tl.constexpr(Flag.UNUSABLE)
 

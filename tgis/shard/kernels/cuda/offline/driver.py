@@ -39,12 +39,20 @@ def compile_only(
     Yields the list of loaded kernels, each variant once. `make_launcher` is called with the source and
     metadata of each. A launch raises Triton's OutOfResources if a kernel needs more than the GPU has."""
     offline = _OfflineDriver(capability, make_launcher)
-    before = driver._active
+    before = _active_driver()
     driver.set_active(offline)
     try:
         yield offline.kernels
     finally:
         driver.set_active(before)
+
+
+def _active_driver() -> Any:
+    """Return Triton's driver, or None if there is no GPU that one is for."""
+    try:
+        return driver.active
+    except RuntimeError:
+        return None
 
 
 class _OfflineDriver:

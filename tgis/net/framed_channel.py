@@ -1,13 +1,15 @@
-"""One end of the connection between a router worker and the engine process: length-prefixed messages on a
-Unix socket. Messages that are sent in one turn of the event loop are written together."""
+"""One end of a connection of length-prefixed messages, for a process with an event loop: router and shard, or
+router worker and engine process. Messages that are sent in one turn of the loop are written together."""
 
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar, cast
 
+import msgspec
+from google.protobuf.message import DecodeError
+
 from tgis.net.framing import FrameError, FrameReader, frame_body
-from tgis.router.remote.messages import DecodeError, encode
 
 logger = logging.getLogger(__name__)
 
@@ -15,16 +17,24 @@ logger = logging.getLogger(__name__)
 # is no sign of that: a worker sends all its resumed requests to a new engine process at once.
 MAX_UNSENT_BYTES = 64 << 20
 UNREAD_LIMIT_S = 10.0
+UNREADABLE = (FrameError, DecodeError, msgspec.DecodeError)
 
 M = TypeVar("M")
 
 
-class Channel(asyncio.Protocol, Generic[M]):
+class FramedChannel(asyncio.Protocol, Generic[M]):
     def __init__(
-        self, decode: Callable[[bytes], M], on_message: Callable[[M], None], on_loss: Callable[[], None]
+        self,
+        name: str,
+        encode: Callable[[Any], bytes],
+        decode: Callable[[bytes], M],
+        on_message: Callable[[M], None],
+        on_loss: Callable[[], None],
     ) -> None:
-        """Create a channel. `on_message` is called for each message in order, and `on_loss` once when the
-        connection ends, unless this side closed it."""
+        """Create a channel, whose `name` is logged. `on_message` is called for each message in order, and
+        `on_loss` once when the connection ends, unless this side closed it."""
+        self._name = name
+        self._encode = encode
         self._decode = decode
         self._on_message = on_message
         self._on_loss = on_loss
@@ -45,8 +55,8 @@ class Channel(asyncio.Protocol, Generic[M]):
                 if self._transport is None:  # an earlier message has closed it
                     return
                 self._on_message(self._decode(body))
-        except (DecodeError, FrameError):
-            logger.exception("a message between the engine and a router worker cannot be read")
+        except UNREADABLE as error:
+            logger.error("a message between %s cannot be read: %r", self._name, error)
             self._end()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -62,12 +72,12 @@ class Channel(asyncio.Protocol, Generic[M]):
             return
         if not self._unsent:
             self._loop.call_soon(self._flush)
-        self._unsent.append(frame_body(encode(message)))
+        self._unsent.append(frame_body(self._encode(message)))
 
     def send_now(self, messages: Iterable[Any]) -> None:
         """Send messages immediately, after those already queued in this turn."""
         if self._transport is not None:
-            self._unsent += [frame_body(encode(message)) for message in messages]
+            self._unsent += [frame_body(self._encode(message)) for message in messages]
             self._flush()
 
     def close(self) -> None:
@@ -77,6 +87,13 @@ class Channel(asyncio.Protocol, Generic[M]):
         self._transport = None
         if transport is not None:
             transport.close()
+
+    def abort(self) -> None:
+        """Close the connection without writing the rest."""
+        transport = self._transport
+        self._transport = None
+        if transport is not None:
+            transport.abort()
 
     def _flush(self) -> None:
         unsent = b"".join(self._unsent)
@@ -97,8 +114,7 @@ class Channel(asyncio.Protocol, Generic[M]):
         num_read = self._num_written - waiting
         if num_read == num_read_before:
             logger.error(
-                "closed a connection between engine and router worker: the peer read nothing for %g s",
-                UNREAD_LIMIT_S,
+                "closed a connection between %s: the peer read nothing for %g s", self._name, UNREAD_LIMIT_S
             )
             self._end()
         else:
