@@ -180,8 +180,8 @@ class _Router:
             ),
             config,
             self._is_ready,
-            partial(read_engine_load, self._metrics, self._engine.gauges),
             adapter_roots=_adapter_roots(config),
+            load=partial(read_engine_load, self._metrics, self._engine.gauges),
         )
 
     def _build_server(self) -> grpc.aio.Server:

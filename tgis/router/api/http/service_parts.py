@@ -30,10 +30,10 @@ class ServiceParts:
     """Formats of the model's tool calls and reasoning."""
     config: RouterConfig
     is_ready: Callable[[], bool]
-    load: Callable[[], Awaitable[EngineLoad]]
-    """Function that returns how busy the engine is."""
     adapter_roots: tuple[str, ...] | None = None
     """Directories searched for adapters, in order; None if clients may not name adapters."""
+    load: Callable[[], Awaitable[EngineLoad]] = field(kw_only=True)
+    """Function that returns how busy the engine is."""
     encoding_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Lock that long answers take in turn to be encoded."""
     operations: list[tuple[Operation, ErrorTexts]] = field(default_factory=list)
