@@ -30,7 +30,7 @@ from tgis.router.scheduling.step import Step
 from tgis.router.scheduling.token_budget import TokenBudget
 from tgis.router.sequence import Stopping
 from tgis.router.shards.client import ShardClient
-from tgis.router.shards.codec import Answer, decode_answer, encode_step
+from tgis.router.shards.codec import StepAnswer, decode_answer, encode_step
 from tgis.router.text.detokenizer import Vocabulary
 from tgis.router.text.stop_sequences import StopSequences, TextStream
 from tgis.router.text.tokenizer import Tokenizer
@@ -111,7 +111,7 @@ class InstantShards:
         frame(encode_step(step, timeout_s))
         self._steps.put_nowait(step)
 
-    async def receive(self) -> Answer:
+    async def receive(self) -> StepAnswer:
         if self._began:
             if self._includes_messages:
                 await asyncio.sleep(

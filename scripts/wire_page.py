@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import fill
 
 from scripts.configuration_page import table
 from tgis.config.network import PortOptions
@@ -15,9 +16,10 @@ from tgis.router.requests.api_rules import MAX_STOP_SEQUENCES
 from tgis.router.requests.validation import (
     MAX_STOP_SEQUENCE_BYTES,
 )
-from tgis.sampling_parameters import RANGES
+from tgis.sampling_parameters import RANGES, SHARED
 
 PROTO = Path(__file__).resolve().parent.parent / "protos" / "generation.proto"
+WIDTH = 120
 BLOCK = re.compile(r"(message|enum|service|oneof) (\w+) \{")
 FIELD = re.compile(r"(?:(optional|repeated) )?([\w.]+) (\w+) = (\d+);(?:\s*// (.*))?")
 VALUE = re.compile(r"([A-Z_]+) = (\d+);(?:\s*// (.*))?")
@@ -52,6 +54,7 @@ key that is given twice, or an invalid value is INVALID_ARGUMENT, in every metho
 are ignored. All metadata of a call may have up to {max_bytes} KiB (`--max-metadata-bytes`).
 
 """
+SHARED_NAMES = "OpenAI's and LMI's APIs have {names} as JSON fields of these names, and `tgis client` as options: {options}."
 SAMPLING = """\
 Logits are changed in this order ([step 7](how-it-works.md#a-request-in-eight-steps)): grammar mask, logit bias, watermark,
 `min_new_tokens`, length penalty, repetition penalty, presence and frequency penalties, temperature, `top_k`, `top_p`,
@@ -129,7 +132,14 @@ def render() -> str:
 
 def _metadata() -> str:
     rows = [(f"`{name}`", key.allowed, key.help) for name, key in KEYS.items()]
-    return table(("key", "value", ""), rows)
+    names = [f"`{each.name}`" for each in SHARED]
+    options = [f"`--{each.name.replace('_', '-')}`" for each in SHARED]
+    shared = SHARED_NAMES.format(names=_and(names), options=_and(options))
+    return table(("key", "value", ""), rows) + "\n" + fill(shared, WIDTH, break_on_hyphens=False) + "\n"
+
+
+def _and(words: list[str]) -> str:
+    return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def _blocks(text: str) -> Iterator[Block]:

@@ -154,7 +154,7 @@ def _signals_raised() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class _Refusal(click.BadParameter):
+class _RefusedValue(click.BadParameter):
     """Usage error for a value whose option declares TGIS's message."""
 
     exit_code = 1
@@ -217,7 +217,7 @@ def _type_of(name: str, option: Option, hint: Any) -> click.ParamType[Any]:
     if name == "log_level":
         return _Level()
     if option.choices:
-        return _Choice(option)
+        return _ChoiceType(option)
     if kind is int:
         return _Int(option)
     if kind is float and option.minimum is not None:
@@ -225,7 +225,7 @@ def _type_of(name: str, option: Option, hint: Any) -> click.ParamType[Any]:
     return {float: click.FLOAT, bool: click.BOOL}.get(kind, click.STRING)
 
 
-class _Choice(click.Choice[str]):
+class _ChoiceType(click.Choice[str]):
     def __init__(self, option: Option) -> None:
         super().__init__(option.choices or ())
         self._option = option
@@ -285,4 +285,4 @@ def _or_refuse(refusal: str | None, convert: Callable[[], Any]) -> Any:
     except click.BadParameter as error:
         if refusal is None:
             raise
-        raise _Refusal(refusal, error.ctx, error.param) from error
+        raise _RefusedValue(refusal, error.ctx, error.param) from error

@@ -2,6 +2,9 @@
 
 Interrupted downloads resume, and a file enters the cache only if its size and checksum are correct."""
 
+# The library's snapshot_download (2.4) is no replacement: it removes the part of an interrupted download,
+# compares sizes but no checksums, keeps a blob that was cut short, and only warns of a full disk.
+
 import errno
 import hashlib
 import io

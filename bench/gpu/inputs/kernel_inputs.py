@@ -11,7 +11,7 @@ from bench.gpu.target import Target
 from bench.shapes import Shape
 from tgis.shard.attention.interface import Heads, Scoring
 from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
-from tgis.shard.kernels.cuda.attention import Tile, cut_tiles
+from tgis.shard.kernels.cuda.attention import QueryTile, cut_tiles
 from tgis.shard.kernels.cuda.check.inputs import INPUTS, Input, KernelSizes, draw_rows
 from tgis.shard.kernels.cuda.step_state import Segments, StagedStep, StepTensors, count_segments
 from tgis.shard.layers.ops import HeadNorm
@@ -121,9 +121,9 @@ def _draw_tiles(scene: Scene, scoring: Scoring) -> Input:
     most, longest = tile_tokens(scene.shape.num_heads // scene.shape.num_kv_heads), scene.length
     count = min(200, longest - 1)
     spans = [
-        Tile(0, 0, count, longest - count, longest),
-        Tile(1, count, 33, 0, 33),
-        Tile(2, count + 33, 1, 9, 10),
+        QueryTile(0, 0, count, longest - count, longest),
+        QueryTile(1, count, 33, 0, 33),
+        QueryTile(2, count + 33, 1, 9, 10),
     ]
     tiles = torch.tensor(list(cut_tiles(spans, most)), dtype=torch.int32, device=scene.keys.device)
     q = draw_queries(scene, count + 34)

@@ -10,7 +10,7 @@ from bench.gpu.target import Target
 from bench.shapes import Shape
 from tgis.shard.attention.interface import Scoring
 from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
-from tgis.shard.kernels.cuda.attention import Tile, cut_tiles
+from tgis.shard.kernels.cuda.attention import QueryTile, cut_tiles
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.step_state import Segments, count_segments
 
@@ -47,7 +47,7 @@ class Scene:
     def attend_tiles(self, kernels: Implementations, q: Tensor) -> Tensor:
         """Attend with all tokens of the first sequence, q [length, num_heads, head_dim]."""
         most = tile_tokens(self.shape.num_heads // self.shape.num_kv_heads)
-        cut = list(cut_tiles([Tile(0, 0, self.length, 0, self.length)], most))
+        cut = list(cut_tiles([QueryTile(0, 0, self.length, 0, self.length)], most))
         tiles, out = torch.tensor(cut, dtype=torch.int32, device=q.device), torch.empty_like(q)
         where = self.keys, self.values, self.block_tables
         kernels.attend_tiles(q, *where, tiles, self.length, self.scoring, out)

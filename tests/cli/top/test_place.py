@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.router.router_process import start_router, stop_router
-from tgis.cli.top.place import Place, locate
+from tgis.cli.top.place import ServicePlace, locate
 from tgis.cli.top.scrape import ScrapeError
 from tgis.process.run_directory import HTTP_URL, RunDirectory, running_urls
 
@@ -55,16 +55,16 @@ def test_a_port_that_does_not_answer(tmp_path: Path) -> None:
 
 def test_places(tmp_path: Path, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert locate(Place()).target == "localhost:3000"
-    assert locate(Place(port=9, bind="::", http_tls=True)).target == "https://[::1]:9"
+    assert locate(ServicePlace()).target == "localhost:3000"
+    assert locate(ServicePlace(port=9, bind="::", http_tls=True)).target == "https://[::1]:9"
     (directory.path / HTTP_URL).write_text("http://127.0.0.1:2\n")
-    assert locate(Place(port=0)).target == "http://127.0.0.1:2"
+    assert locate(ServicePlace(port=0)).target == "http://127.0.0.1:2"
     other = RunDirectory(tmp_path)
     (other.path / HTTP_URL).write_text("http://127.0.0.1:3\n")
     with pytest.raises(
         ScrapeError, match=r"several services run here: http://127.0.0.1:2, http://127.0.0.1:3"
     ):
-        locate(Place())
+        locate(ServicePlace())
     other.remove()
 
 

@@ -15,7 +15,7 @@ from tests.support.tokenizers.varied import pieces_of, texts, train
 from tgis.convert.atomic_write import ConversionError
 from tgis.convert.gguf.files import open_gguf
 from tgis.convert.gguf.pre_tokenizers import SPLITTINGS
-from tgis.convert.gguf.tokenizer import Vocabulary, list_merges, make_tokenizer
+from tgis.convert.gguf.tokenizer import GgufVocabulary, list_merges, make_tokenizer
 
 
 def convert(path: Path, kind: str, tokens: list[str], types: list[int], **more: Any) -> Tokenizer:
@@ -29,7 +29,7 @@ def convert(path: Path, kind: str, tokens: list[str], types: list[int], **more: 
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    return make_tokenizer(Vocabulary(open_gguf([path]).metadata))
+    return make_tokenizer(GgufVocabulary(open_gguf([path]).metadata))
 
 
 def test_byte_level(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_the_merges_of_a_sentencepiece_model(tmp_path: Path) -> None:
     types[300:320] = [4] * 20
     scores = [max(score, -60.0) for score in scores]
     convert(tmp_path / "a.gguf", "llama", tokens, types, token_scores=scores, unk_token_id=0)
-    found = list_merges(Vocabulary(open_gguf([tmp_path / "a.gguf"]).metadata))
+    found = list_merges(GgufVocabulary(open_gguf([tmp_path / "a.gguf"]).metadata))
     assert found == plain_merges(tokens, types, scores)
     assert len(found) > 50
 

@@ -24,7 +24,7 @@ from tgis.router.scheduling.step import NO_DRAFTS, Drafts, Step
 from tgis.router.scheduling.token_budget import TokenBudget
 from tgis.router.sequence import Sequence, Stopping, StopReason, TokenDetail
 from tgis.router.shards.client import ShardClient
-from tgis.router.shards.codec import Answer, decode_answer, encode_step
+from tgis.router.shards.codec import StepAnswer, decode_answer, encode_step
 from tgis.router.text.detokenizer import Vocabulary
 from tgis.router.text.stop_sequences import StopSequences, TextStream
 from tgis.router.text.tokenizer import Tokenizer
@@ -70,7 +70,7 @@ class ModelLink:
         self.answers.append((step, self.model.execute(encode_step(step)).SerializeToString()))
         self.arrival.set()
 
-    async def receive(self) -> Answer:
+    async def receive(self) -> StepAnswer:
         while not self.answers:
             self.arrival.clear()
             await self.arrival.wait()

@@ -176,14 +176,18 @@ def extend(inner: st.SearchStrategy[Pair]) -> st.SearchStrategy[Pair]:
     )
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.recursive(literals | classes, extend, max_leaves=6), st.randoms(use_true_random=False))
-def test_random_grammars_equal_regexes(pair: Pair, r: random.Random) -> None:
-    body, pattern = pair
-    grammar = f"root ::= part\npart ::= {body}"
-    for _ in range(12):
-        text = "".join(r.choice(ALPHABET) for _ in range(r.randrange(6)))
-        assert takes(grammar, text) == bool(re.fullmatch(pattern, text)), text
+@pytest.mark.parametrize("num_examples", [40, pytest.param(150, marks=pytest.mark.slow)])
+def test_random_grammars_equal_regexes(num_examples: int) -> None:
+    @settings(max_examples=num_examples, deadline=None)
+    @given(st.recursive(literals | classes, extend, max_leaves=6), st.randoms(use_true_random=False))
+    def check(pair: Pair, r: random.Random) -> None:
+        body, pattern = pair
+        grammar = f"root ::= part\npart ::= {body}"
+        for _ in range(12):
+            text = "".join(r.choice(ALPHABET) for _ in range(r.randrange(6)))
+            assert takes(grammar, text) == bool(re.fullmatch(pattern, text)), text
+
+    check()
 
 
 LARK = {

@@ -1,6 +1,5 @@
-"""A new sampling parameter, declared in a copy of the package: five files suffice. All other parts of the
-service follow from the declaration. The sixth file is the parameter's test, an entry in EFFECTS of
-test_call_metadata, which has one for every key."""
+"""A new sampling parameter, added to a copy of the package in six files, one of them a test. All other parts
+of the service follow from its declaration."""
 
 import json
 from pathlib import Path
@@ -10,10 +9,12 @@ import numpy as np
 import pytest
 
 from tests.support.router.patched_package import copy_patched, run_patched
+from tests.support.wire_shapes import ROOT
 
 MAX_FILES = 6
 FLOOR = 0.8  # above the temperature of the requests, 0.5
 REFUSAL = "temperature_floor must be >= 0.0 and <= 2.0"
+TEST = "tests/router/api/fmaas/test_call_metadata.py"
 HELP = "Sample with at least this temperature"
 EDITS = {
     "tgis/sampling_parameters.py": {
@@ -52,6 +53,11 @@ EDITS = {
             "temperature = tl.maximum(load_float(state + TEMPERATURE), load_float(state + TEMPERATURE_FLOOR))"
         ),
     },
+    TEST: {
+        '    ([("tgis-min-p", "0.25")], {}, {}),': """\
+    ([("tgis-min-p", "0.25")], {}, {}),
+    ([("tgis-temperature-floor", "0.8")], SAMPLE, {"temperature_floor": 0.8}),""",
+    },
 }
 APIS = pytest.mark.parametrize("api", ["fmaas", "openai"])
 
@@ -70,7 +76,12 @@ def report(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_a_parameter_takes_few_files() -> None:
-    assert len(EDITS) + len(["test_call_metadata.py"]) <= MAX_FILES
+    assert len(EDITS) <= MAX_FILES
+
+
+@pytest.mark.slow
+def test_the_effect_of_the_key_is_tested(copy: Path) -> None:
+    _run_tests(copy, copy / TEST, "-k", "effect")  # one of the tests expects an effect of every key
 
 
 def test_grpc_metadata_is_checked(report: Any) -> None:
@@ -113,6 +124,8 @@ def test_the_page_of_metadata_has_a_row(report: Any) -> None:
     row = f"| {HELP[0].lower()}{HELP[1:]}; no effect with GREEDY; 0 to 2 |"
     [line] = [line for line in report["page"].splitlines() if line.startswith("| `tgis-temperature-floor` |")]
     assert line.endswith(row)
+    assert "`temperature_floor`" in report["page"]
+    assert "`--temperature-floor`" in report["page"]
 
 
 @pytest.mark.slow
@@ -127,5 +140,10 @@ def test_the_page_of_metadata_has_a_row(report: Any) -> None:
     ],
 )
 def test_existing_tests_hold_with_the_parameter(copy: Path, file: str) -> None:
-    options = ("-q", "-n", "0", "-p", "no:cacheprovider", "--import-mode=append")
-    run_patched(copy, "-m", "pytest", *options, str(Path(__file__).parents[2] / file))
+    _run_tests(copy, ROOT / "tests" / file)
+
+
+def _run_tests(copy: Path, file: Path, *options: str) -> None:
+    # Otherwise pytest would import the package from this repository, whose root it puts first.
+    own = ("--import-mode=append", "-c", str(ROOT / "pyproject.toml"))
+    run_patched(copy, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", *own, *options, str(file))

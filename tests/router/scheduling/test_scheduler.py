@@ -39,7 +39,7 @@ from tgis.router.sequence import (
 from tgis.router.shards.codec import decode_answer, encode_step
 
 BATCHES = 40  # of random workloads, one test each
-QUICK_BATCHES = 20  # batches in `make test`
+QUICK_BATCHES = 8  # batches in `make test`
 WORKLOADS = 50  # per batch
 DECODER_START, PAD = 1, 0
 

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models
 
 from tests.support import plain_text
+from tests.support.seeds import seed_ranges
 from tests.support.tokenizers.decoder_kinds import KINDS, random_ids
 from tests.support.tokenizers.trained import write_byte_fallback, write_byte_level, write_wordpiece
 from tgis.router.errors import StartupError
@@ -29,11 +30,14 @@ def text_of(vocabulary: Vocabulary, token_ids: list[int]) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("output_special_tokens", [False, True])
-def test_pieces_are_the_whole_text(tmp_path: Path, kind: str, output_special_tokens: bool) -> None:
+@seed_ranges(300, 1000)
+def test_pieces_are_the_whole_text(
+    tmp_path: Path, kind: str, output_special_tokens: bool, seeds: range
+) -> None:
     fast = KINDS[kind](tmp_path)
     vocabulary = Vocabulary(Tokenizer(tmp_path, 1), output_special_tokens)
     num_as_library = 0
-    for seed in range(1000):
+    for seed in seeds:
         token_ids = random_ids(fast, random.Random(seed))
         text = text_of(vocabulary, token_ids)
         assert text == plain_text.text(fast, token_ids, not output_special_tokens)
@@ -41,7 +45,7 @@ def test_pieces_are_the_whole_text(tmp_path: Path, kind: str, output_special_tok
         num_as_library += text == whole
         is_valid = REPLACEMENT not in fast.decode(token_ids)
         assert text == whole or (not is_valid and "fallback" in kind)
-    assert num_as_library > 700, "the two differ on invalid bytes alone"
+    assert num_as_library > 0.7 * len(seeds), "the two differ on invalid bytes alone"
 
 
 @pytest.mark.parametrize("kind", KINDS)

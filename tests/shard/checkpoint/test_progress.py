@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tgis.shard.checkpoint.progress import CompileProgress, Progress
+from tgis.shard.checkpoint.progress import CompileProgress, LoadProgress
 from tgis.shard.checkpoint.weights import Weights, stack
 
 
@@ -17,7 +17,7 @@ def fields(caplog: pytest.LogCaptureFixture) -> list[dict[str, float]]:
 def test_a_line_for_ten_percent_or_half_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     now = 0.0
-    progress = Progress(1000, lambda: now)
+    progress = LoadProgress(1000, lambda: now)
     said = []
     for i in range(100):  # ten bytes of each of a hundred tensors; this rank reads half of them
         now += 0.25 if i < 50 else 6.0
@@ -32,7 +32,7 @@ def test_a_line_for_ten_percent_or_half_a_minute(caplog: pytest.LogCaptureFixtur
 
 def test_fast_loading_logs_little(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    progress = Progress(100, lambda: 0.0)
+    progress = LoadProgress(100, lambda: 0.0)
     for i in range(100):
         progress.add(f"tensor {i}", 1, 1)
     assert not caplog.records

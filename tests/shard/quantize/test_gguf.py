@@ -32,7 +32,7 @@ from tgis.cli import models as commands
 from tgis.convert.gguf.files import open_gguf
 from tgis.convert.gguf.model_directory import write_model_directory
 from tgis.convert.gguf.pre_tokenizers import SPLITTINGS
-from tgis.convert.gguf.tokenizer import Vocabulary, make_tokenizer
+from tgis.convert.gguf.tokenizer import GgufVocabulary, make_tokenizer
 from tgis.shard.checkpoint.gguf_checkpoint import GgufCheckpoint
 from tgis.shard.quantize.gguf import tensors
 from tgis.shard.quantize.gguf.metadata import WRITTEN
@@ -173,7 +173,7 @@ def test_the_file_has_the_metadata_of_llama_cpp(tmp_path: Path) -> None:
 
 
 def read_tokenizer(file: Path) -> Tokenizer:
-    return make_tokenizer(Vocabulary(open_gguf([file]).metadata))
+    return make_tokenizer(GgufVocabulary(open_gguf([file]).metadata))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tgis.shard.attention.interface import AttentionKind, StepLayout
 from tgis.shard.layers.lora import Adapter
 from tgis.shard.models.interface import StepInputs
 from tgis.shard.runner.batch_builder import Batch, BatchBuilder
-from tgis.shard.runner.row_table import RowLimits
+from tgis.shard.runner.row_table import RowLimits, RowTable
 
 CPU = torch.device("cpu")
 SWITCH_LEN = 22
@@ -38,7 +38,7 @@ class Planner:
 
 
 def builder(max_rows: int, limits: RowLimits, adapters: LoadedAdapters = NOTHING) -> BatchBuilder:
-    return BatchBuilder(max_rows, limits, CPU, adapters, Planner())  # type: ignore[arg-type]
+    return BatchBuilder(RowTable(max_rows, limits, CPU, adapters), Planner())  # type: ignore[arg-type]
 
 
 @dataclass
@@ -162,7 +162,8 @@ def check(
 def test_random_steps(has_encoder: bool) -> None:
     rng = random.Random(1)
     options = {"rope_switch_len": SWITCH_LEN, "is_encoder_decoder": has_encoder}
-    table, steps = builder(8, RowLimits(64, 4, 50, **options)), Steps(4, 8 * 16)
+    packer, steps = builder(8, RowLimits(64, 4, 50, **options)), Steps(4, 8 * 16)
+    table = packer.table
     rows: dict[int, Row] = {}
     num_ended = 0
     for _ in range(400):
@@ -187,8 +188,8 @@ def test_random_steps(has_encoder: bool) -> None:
         assert [table.open(message) for message in request.opened_rows] == [None] * len(fresh)
         for row in fresh.values():
             row.ended = len(row.token_ids) >= row.limit
-        check_encoder(table.pack_encoder(request.opened_rows), list(fresh.values()))
-        batch = table.pack(request)
+        check_encoder(packer.pack_encoder(request.opened_rows), list(fresh.values()))
+        batch = packer.pack(request)
         if batch is None:
             assert all(rows[number].ended for number, _, _ in work)
             continue
@@ -229,12 +230,13 @@ def test_random_steps(has_encoder: bool) -> None:
     ],
 )
 def test_a_row_that_cannot_be_served_has_ended(message: pb.OpenRow, problem: str) -> None:
-    table, steps = builder(2, RowLimits(64, 4, 50), load_some()), Steps(4, 32)
+    packer, steps = builder(2, RowLimits(64, 4, 50), load_some()), Steps(4, 32)
+    table = packer.table
     answer = table.open(message)
     assert answer is not None
     assert problem in answer
     table.open(open_row(1, [1, 2]))
-    batch = table.pack(steps.step([(0, 0, 1), (1, 0, 2)]))
+    batch = packer.pack(steps.step([(0, 0, 1), (1, 0, 2)]))
     assert batch is not None
     assert batch.sampled_rows.tolist() == [1]
 
@@ -255,18 +257,20 @@ def test_a_row_that_cannot_be_served_has_ended(message: pb.OpenRow, problem: str
 def test_encoder_inputs_that_cannot_be_served(
     encoder_token_ids: list[int], cross_blocks: list[int], problem: str | None
 ) -> None:
-    table, steps = builder(2, RowLimits(64, 4, 50, is_encoder_decoder=True)), Steps(4, 32)
+    packer, steps = builder(2, RowLimits(64, 4, 50, is_encoder_decoder=True)), Steps(4, 32)
+    table = packer.table
     message = open_row(0, [1])
     message.encoder_token_ids, message.cross_blocks = pack(encoder_token_ids), pack(cross_blocks)
     answer = table.open(message)
     assert (answer is None) == (problem is None)
     assert problem is None or problem in answer
-    assert (table.pack_encoder([message]) is None) == (table.pack(steps.step([(0, 0, 1)])) is None)
-    assert (table.pack_encoder([message]) is None) == (problem is not None)
+    assert (packer.pack_encoder([message]) is None) == (packer.pack(steps.step([(0, 0, 1)])) is None)
+    assert (packer.pack_encoder([message]) is None) == (problem is not None)
 
 
 def test_a_row_keeps_nothing_of_the_one_before() -> None:
-    table = builder(2, RowLimits(64, 4, 50))
+    packer = builder(2, RowLimits(64, 4, 50))
+    table = packer.table
     penalised = {**SAMPLE, "repetition_penalty": 2.0, "top_k": 3, "seed": 2**64 - 1, **make_bias({3: 1.0})}
     table.open(open_row(1, [5, 6, 7], eos=[1, 2, 3], sampling=penalised, top_n=3))
     table.append(np.array([1]), np.array([9], np.int32))
@@ -285,7 +289,8 @@ def test_a_row_keeps_nothing_of_the_one_before() -> None:
 def test_virtual_tokens_are_placed_and_not_penalised() -> None:
     """Check that virtual tokens are not counted as seen, although they share the ID 7 with real tokens."""
     adapters = load_some()
-    table, steps = builder(4, RowLimits(64, 4, 50), adapters), Steps(4, 64)
+    packer, steps = builder(4, RowLimits(64, 4, 50), adapters), Steps(4, 64)
+    table = packer.table
     penalised = {**SAMPLE, "repetition_penalty": 2.0}
     rows = [
         tuned(open_row(0, [7, 7, 7, 8, 9], prompt_len=4, sampling=penalised), prompt="p"),
@@ -296,27 +301,28 @@ def test_virtual_tokens_are_placed_and_not_penalised() -> None:
     seen = table.seen.select(np.arange(3)).tolist()
     assert [[i for i, is_seen in enumerate(row) if is_seen] for row in seen] == [[8, 9], [7], [7]]
     adapters.unload(["p", "a"])
-    batch = table.pack(steps.step([(2, 0, 3), (0, 0, 2), (1, 0, 4)]))
+    batch = packer.pack(steps.step([(2, 0, 3), (0, 0, 2), (1, 0, 4)]))
     assert batch is not None
     assert batch.inputs.virtual is not None
     assert batch.inputs.virtual.places.tolist() == [3, 4, 5, 6, 7]
     assert batch.inputs.virtual.embeddings[:, 0].tolist() == [0, 1, 0, 1, 2]
     assert batch.inputs.adapters is not None
     assert batch.inputs.adapters.indices.tolist() == [-1] * 5 + [0] * 4
-    batch = table.pack(steps.step([(0, 2, 5), (2, 2, 3)]))
+    batch = packer.pack(steps.step([(0, 2, 5), (2, 2, 3)]))
     assert batch is not None
     assert batch.inputs.virtual is not None
     assert batch.inputs.virtual.places.tolist() == [0]
     assert (batch.inputs.virtual.embeddings[0, 0], batch.inputs.adapters) == (2, None)
     table.close(np.array([0]))
     table.open(open_row(0, [7, 7, 7, 8]))
-    batch = table.pack(steps.step([(0, 0, 4)], [open_row(0, [])]))
+    batch = packer.pack(steps.step([(0, 0, 4)], [open_row(0, [])]))
     assert batch is not None
     assert batch.inputs.virtual is None, "the row's previous content"
 
 
 def test_virtual_tokens_of_the_encoder() -> None:
-    table = builder(4, RowLimits(64, 4, 50, is_encoder_decoder=True), load_some())
+    packer = builder(4, RowLimits(64, 4, 50, is_encoder_decoder=True), load_some())
+    table = packer.table
     messages = [open_row(row, [2]) for row in range(3)]
     for message, count in zip(messages, (2, 3, 5), strict=True):
         message.encoder_token_ids, message.cross_blocks = pack([7] * count), pack([1, 2])
@@ -324,7 +330,7 @@ def test_virtual_tokens_of_the_encoder() -> None:
     tuned(messages[2], prompt="e")
     messages[0].is_encoded = True
     assert [table.open(message) for message in messages] == [None] * 3
-    inputs = table.pack_encoder(messages)
+    inputs = packer.pack_encoder(messages)
     assert inputs is not None
     assert inputs.virtual is not None
     assert inputs.virtual.places.tolist() == [0, 1, 3, 4]
@@ -334,13 +340,14 @@ def test_virtual_tokens_of_the_encoder() -> None:
 
 
 def test_spans_of_reported_input() -> None:
-    table, steps = builder(3, RowLimits(64, 4, 50)), Steps(4, 48)
+    packer, steps = builder(3, RowLimits(64, 4, 50)), Steps(4, 48)
+    table = packer.table
 
     def spans(
         work: list[tuple[int, int, int]], opened: list[pb.OpenRow]
     ) -> list[tuple[int, int, list[int], int]]:
         assert [table.open(message) for message in opened] == [None] * len(opened)
-        batch = table.pack(steps.step(work, opened))
+        batch = packer.pack(steps.step(work, opened))
         assert batch is not None
         return [(span.row, span.start, span.token_ids.tolist(), span.first_x) for span in batch.input_spans]
 
@@ -359,16 +366,17 @@ def test_spans_of_reported_input() -> None:
 
 
 def test_256_rows_take_about_a_millisecond() -> None:
-    table, steps = builder(256, RowLimits(4096, 16, 1000)), Steps(16, 256 * 64)
+    packer, steps = builder(256, RowLimits(4096, 16, 1000)), Steps(16, 256 * 64)
+    table = packer.table
     for row in range(256):
         table.open(open_row(row, [row] * 900, max_new_tokens=100))
-    table.pack(steps.step([(row, 0, 900) for row in range(256)]))
+    packer.pack(steps.step([(row, 0, 900) for row in range(256)]))
     rows, best = np.arange(256), 1.0
     for length in range(900, 930):
         table.append(rows, np.zeros(256, np.int32))
         request = steps.step([(row, length, length + 1) for row in range(256)])
         began = time.perf_counter()
-        batch = table.pack(request)
+        batch = packer.pack(request)
         best = min(best, time.perf_counter() - began)
         assert batch is not None
         assert len(batch.sampled_rows) == 256

@@ -34,7 +34,7 @@ from tgis.pb import shard_pb2 as pb
 from tgis.shard.runner.batch_builder import BatchBuilder
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.runner.model_runner import HostModelRunner
-from tgis.shard.runner.row_table import Integers, RowLimits, TokenIds
+from tgis.shard.runner.row_table import Integers, RowLimits, RowTable, TokenIds
 from tgis.shard.startup.load import load
 
 VOCAB_SIZE = 403
@@ -246,8 +246,9 @@ def test_outputs_are_those_without_drafts_of_the_shard(host: HostModelRunner, le
     """Check the shard's drafts with and without the router's, and that the answer reports their number."""
     proposer, adapters, forward = ProposerInShard(), host.adapters, host.forward
     limits = RowLimits(192, 16, VOCAB_SIZE)
-    table = BatchBuilder(8, limits, torch.device("cpu"), adapters, forward.attention, proposer)
-    proposing = HostModelRunner(forward, table, host._guides, host.info, adapters)
+    table = RowTable(8, limits, torch.device("cpu"), adapters)
+    builder = BatchBuilder(table, forward.attention, proposer)
+    proposing = HostModelRunner(forward, builder, host._guides, host.info, adapters)
     seed = int(left_to_shard * 10)
     proposing.reset()
     plain, guessed = make_requests(seed), make_requests(seed)

@@ -9,7 +9,7 @@ from tests.support.cuda.interpreter import interpreted
 from tests.support.cuda.poisoned import poisoned_memory
 from tests.support.shard.attention_scene import Scene, Shape
 from tgis.shard.attention.interface import Scoring
-from tgis.shard.kernels.cuda.attention import CudaAttention, Tile, cut_tiles
+from tgis.shard.kernels.cuda.attention import CudaAttention, QueryTile, cut_tiles
 from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.kernels.cuda.step_state import Segments, count_segments
 
@@ -59,7 +59,7 @@ class CudaScene(Scene):
         q = torch.cat([self.q[self.rows(*span)] for span in work])
         spans, first = [], 0
         for i, start, end in work:
-            spans.append(Tile(i, first, end - start, start, end))
+            spans.append(QueryTile(i, first, end - start, start, end))
             first += end - start
         tiles = torch.tensor(list(cut_tiles(spans, self.attention.tile_tokens)), dtype=torch.int32)
         out = torch.full_like(q, torch.nan)

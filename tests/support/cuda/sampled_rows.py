@@ -73,7 +73,7 @@ class SampledRows:
         return answers
 
     def has_ended(self, row: int) -> bool:
-        return bool(self.table._rows["ended"][row])
+        return bool(self.table.rows["ended"][row])
 
     def step(self, sample: Sample, logits: Tensor, rows: Sequence[int]) -> list[tuple[int, int]]:
         answers = torch.full((len(rows), 2), POISON, dtype=torch.int32)

@@ -17,15 +17,17 @@ Edits = Mapping[str, Mapping[str, str]]
 
 
 def copy_patched(directory: Path, edits: Edits) -> None:
-    """Copy the package and the protos to `directory`, apply the edits, and generate shard_pb2 again."""
+    """Copy the package, the protos and the edited files to `directory`, with the edits, and generate
+    shard_pb2."""
     for name in ("tgis", "protos"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, directory / name, ignore=ignored)
     for name, replacements in edits.items():
-        text = (directory / name).read_text()
+        text = (ROOT / name).read_text()
         for old, new in replacements.items():
             assert text.count(old) == 1, f"{name}: {old}"
             text = text.replace(old, new)
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text(text)
     _generate(directory)
 

@@ -6,9 +6,9 @@ from tgis.shard.kernels.portable.attention import TorchAttention
 from tgis.shard.kernels.portable.ops import TorchKernels
 from tgis.shard.memory.host_limits import HostMemory
 from tgis.shard.startup.host_runner import HostRunners
-from tgis.shard.startup.platform import Compiler, Platform
+from tgis.shard.startup.platform import KernelCompiler, Platform
 
-NOTHING_TO_COMPILE = Compiler(is_compiling=lambda: False, finish=lambda: None)
+NOTHING_TO_COMPILE = KernelCompiler(is_compiling=lambda: False, finish=lambda: None)
 
 
 def plain(device: torch.device) -> Platform:

@@ -37,7 +37,7 @@ class Connection:
     )
 
 
-_SAMPLING = tuple(each for each in PARAMETERS if each.help)
+_SAMPLING = sorted((each for each in PARAMETERS if each.help), key=lambda each: each in SHARED)
 
 
 def _sampling_option(parameter: Parameter) -> tuple[str, Any, Any]:

@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 
 from tgis.cli.command import command as build_command
-from tgis.cli.top.place import Place
+from tgis.cli.top.place import ServicePlace
 from tgis.config.option import option
 
 
@@ -18,7 +18,7 @@ class View:
     once: bool = option("Print one frame, from two scrapes, and exit.", False, env=False)
 
 
-def top(place: Place, view: View) -> None:
+def top(place: ServicePlace, view: View) -> None:
     """Show frames if stdout is a terminal, else print them. Raises ScrapeError if --once fails."""
     # This import loads rich, which would slow down the start of every other command.
     from tgis.cli.top import screen
@@ -31,4 +31,4 @@ def top(place: Place, view: View) -> None:
         show(place, view.interval, view.window)
 
 
-command = build_command("top", top, "Watch the metrics of a running service.", Place, View)
+command = build_command("top", top, "Watch the metrics of a running service.", ServicePlace, View)

@@ -12,7 +12,7 @@ HINT = "select another service with --target HOST:PORT"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place(Trust):
+class ServicePlace(Trust):
     target: str | None = option(
         "Host and port of the service's HTTP port, or its URL; unset: --port on this machine.",
         None,
@@ -42,12 +42,12 @@ class Place(Trust):
         return self.target or "this machine"
 
 
-def locate(place: Place) -> Source:
+def locate(place: ServicePlace) -> Source:
     """Return the service to watch. Raises ScrapeError if several services run here."""
     return Source(place.target or _local_target(place), place)
 
 
-def _local_target(place: Place) -> str:
+def _local_target(place: ServicePlace) -> str:
     if place.port:
         return http_url(local_host(place.bind), place.port, place.http_tls)
     urls = running_urls()

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from tgis.cli.top.place import Place, locate
+from tgis.cli.top.place import ServicePlace, locate
 from tgis.cli.top.rates import History, Window
 from tgis.cli.top.scrape import Scrape, ScrapeError, scrape
 
@@ -27,7 +27,7 @@ FORWARD, ROUTER = "tgi_batch_inference_forward_duration", "tgi_batch_inference_t
 FIRST_TOKENS, NEXT_TOKENS = (f"{LATENCIES[name]}_count" for name in ("first token", "next token"))
 
 
-def print_once(place: Place, interval: float, window_s: float) -> None:
+def print_once(place: ServicePlace, interval: float, window_s: float) -> None:
     """Print one frame, from two scrapes. Raises a ScrapeError that names the target."""
     history = History(window_s)
     shown = place.shown
@@ -42,7 +42,7 @@ def print_once(place: Place, interval: float, window_s: float) -> None:
     _print(draw(source.target, history.push(last) or Window(last, last)))
 
 
-def print_frames(place: Place, interval: float, window_s: float) -> None:
+def print_frames(place: ServicePlace, interval: float, window_s: float) -> None:
     """Print every frame, and each failure that differs from the previous one."""
     previous = ""
     for frame, failure in _frames(place, interval, window_s):
@@ -53,7 +53,7 @@ def print_frames(place: Place, interval: float, window_s: float) -> None:
         previous = failure
 
 
-def show_frames(place: Place, interval: float, window_s: float) -> None:
+def show_frames(place: ServicePlace, interval: float, window_s: float) -> None:
     """Show frames on the alternate screen, and leave it when the process ends, also by SIGTERM."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with Live(screen=True, auto_refresh=False) as live:
@@ -65,7 +65,7 @@ def _print(frame: Text, end: str = "\n") -> None:
     Console().print(frame, end=end, soft_wrap=True)  # lines are never wrapped to the terminal's width
 
 
-def _frames(place: Place, interval: float, window_s: float) -> Iterator[tuple[Text, str]]:
+def _frames(place: ServicePlace, interval: float, window_s: float) -> Iterator[tuple[Text, str]]:
     """Yield a frame and a line about its failure, which is empty if there is none, once per interval."""
     history = History(window_s)
     source = None

@@ -14,7 +14,7 @@ from tgis.convert.gguf.architectures import find_architecture, make_config
 from tgis.convert.gguf.files import GgufFiles, open_gguf
 from tgis.convert.gguf.metadata import Metadata, cut
 from tgis.convert.gguf.tensor_names import refuse_unknown
-from tgis.convert.gguf.tokenizer import CONTROL, KEY, Vocabulary, make_settings, make_tokenizer
+from tgis.convert.gguf.tokenizer import CONTROL, KEY, GgufVocabulary, make_settings, make_tokenizer
 from tgis.errors import first_line
 from tgis.hub.gguf_files import SUFFIX
 
@@ -55,7 +55,7 @@ def _link_files(paths: Sequence[Path], directory: Path) -> None:
 def write_settings(files: GgufFiles, directory: Path) -> None:
     """Write configuration, tokenizer and templates. Raises ConversionError."""
     _write_config(files, directory)
-    vocabulary = Vocabulary(files.metadata)
+    vocabulary = GgufVocabulary(files.metadata)
     settings = make_settings(vocabulary) | _read_templates(files.metadata)
     _write(directory / "tokenizer_config.json", settings)
     make_tokenizer(vocabulary).save(str(directory / "tokenizer.json"))
@@ -68,7 +68,7 @@ def _write_config(files: GgufFiles, directory: Path) -> None:
     _write(directory / CONFIG, make_config(files, architecture))
 
 
-def _make_generation_config(vocabulary: Vocabulary) -> dict[str, Any]:
+def _make_generation_config(vocabulary: GgufVocabulary) -> dict[str, Any]:
     metadata = vocabulary.metadata
     ends = {vocabulary.ids[token] for key in END_KEYS if (token := vocabulary.find(key)) is not None}
     ends |= {

@@ -22,7 +22,7 @@ SPECIAL = {
 }
 
 
-class Vocabulary:
+class GgufVocabulary:
     """Tokens of a file with their types. Raises ConversionError for inconsistent metadata."""
 
     def __init__(self, metadata: Metadata) -> None:
@@ -64,7 +64,7 @@ class Vocabulary:
             raise self.metadata.refuse(KEY + key, f"has {len(values)} entries for {len(self.tokens)} tokens")
 
 
-def make_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
+def make_tokenizer(vocabulary: GgufVocabulary) -> Tokenizer:
     """Return the tokenizer. Raises ConversionError."""
     metadata = vocabulary.metadata
     kind = metadata.text(KEY + "model")
@@ -86,14 +86,14 @@ def make_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
     return tokenizer
 
 
-def make_settings(vocabulary: Vocabulary) -> dict[str, Any]:
+def make_settings(vocabulary: GgufVocabulary) -> dict[str, Any]:
     """Return the content of tokenizer_config.json without templates. Raises ConversionError."""
     tokens = {name: vocabulary.find(key) for name, key in SPECIAL.items()}
     settings = {name: token for name, token in tokens.items() if token is not None}
     return {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
 
 
-def _make_byte_level(vocabulary: Vocabulary) -> tuple[Tokenizer, bool, bool]:
+def _make_byte_level(vocabulary: GgufVocabulary) -> tuple[Tokenizer, bool, bool]:
     metadata = vocabulary.metadata
     name = metadata.text(KEY + "pre", "default")
     if name not in SPLITTINGS:
@@ -116,7 +116,7 @@ def _split_merge(metadata: Metadata, merge: str) -> tuple[str, str]:
     return merge[:index], merge[index + 1 :]
 
 
-def _make_sentencepiece_bpe(vocabulary: Vocabulary) -> tuple[Tokenizer, bool, bool]:
+def _make_sentencepiece_bpe(vocabulary: GgufVocabulary) -> tuple[Tokenizer, bool, bool]:
     has_prefix = vocabulary.metadata.flag(KEY + "add_space_prefix", True)
     model = models.BPE(
         vocabulary.ids,
@@ -135,7 +135,7 @@ def _make_sentencepiece_bpe(vocabulary: Vocabulary) -> tuple[Tokenizer, bool, bo
     return tokenizer, True, False
 
 
-def list_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+def list_merges(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
     """Return all pairs of tokens that concatenate to a token, in the order in which SentencePiece merges
     them.
 
@@ -161,7 +161,7 @@ def list_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     return merges
 
 
-def _make_unigram(vocabulary: Vocabulary) -> tuple[Tokenizer, bool, bool]:
+def _make_unigram(vocabulary: GgufVocabulary) -> tuple[Tokenizer, bool, bool]:
     metadata = vocabulary.metadata
     pieces = list(zip(vocabulary.tokens, vocabulary.scores(), strict=True))
     unknown = metadata.token_id(KEY + "unknown_token_id")
@@ -193,7 +193,7 @@ def _add_ends(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:
     tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=specials)
 
 
-_KINDS: Mapping[str, Callable[[Vocabulary], tuple[Tokenizer, bool, bool]]] = {
+_KINDS: Mapping[str, Callable[[GgufVocabulary], tuple[Tokenizer, bool, bool]]] = {
     "gpt2": _make_byte_level,
     "llama": _make_sentencepiece_bpe,
     "t5": _make_unigram,

@@ -23,7 +23,7 @@ from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.scheduling.token_budget import TokenBudget
 from tgis.router.sequence import AdapterKind, Sequence, StopReason, TokenDetail
 from tgis.router.shards.client import LOST, ShardsLostError
-from tgis.router.shards.codec import Answer, InputDetails, RowFailure, SampledToken
+from tgis.router.shards.codec import InputDetails, RowFailure, SampledToken, StepAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class Engine:
             self._metrics.request_queue_duration.observe(times.started_at - times.accepted_at)
             live.events.begin(times)
 
-    def _apply(self, answer: Answer) -> None:
+    def _apply(self, answer: StepAnswer) -> None:
         self._step_metrics.answer(answer)
         # Failures come first, because other sequences must not find blocks that were not computed.
         for failure in answer.failed:

@@ -7,7 +7,7 @@ from collections import deque
 from tgis.router.metrics.metrics import MAKEUP, Metrics
 from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.scheduling.step import Step
-from tgis.router.shards.codec import Answer
+from tgis.router.shards.codec import StepAnswer
 
 PREFILL, NEXT_TOKEN = "prefill", "next_token"
 
@@ -32,7 +32,7 @@ class StepMetrics:
         if step.joins:
             metrics.batch_concatenation_count.add()
 
-    def answer(self, answer: Answer) -> None:
+    def answer(self, answer: StepAnswer) -> None:
         """Record the answer to the oldest step. The time of a step that was sent early starts when the shards
         answered the previous step."""
         metrics, step, now = self._metrics, answer.step, time.monotonic()

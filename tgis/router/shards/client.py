@@ -19,7 +19,7 @@ from tgis.router.errors import RouterError
 from tgis.router.scheduling.step import Step
 from tgis.router.sequence import AdapterInfo, AdapterKind
 from tgis.router.shards.artifact_transfer import copy_artifact
-from tgis.router.shards.codec import Answer, decode_answer, encode_step
+from tgis.router.shards.codec import StepAnswer, decode_answer, encode_step
 from tgis.router.shards.link import ShardLink
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class ShardClient:
         self._streams: list[FramedChannel[pb.StepResponse]] = []
         self._responses: list[deque[pb.StepResponse]] = []
         """Responses of each rank to the oldest steps."""
-        self._answers: asyncio.Queue[Answer | ShardsLostError] = asyncio.Queue()
+        self._answers: asyncio.Queue[StepAnswer | ShardsLostError] = asyncio.Queue()
         self._steps: deque[Step] = deque()
         self._settling: deque[tuple[Step, asyncio.Future[None]]] = deque()
         self.replaced_kernels: frozenset[str] = frozenset()
@@ -83,7 +83,7 @@ class ShardClient:
         for stream in self._streams:
             stream.send_now([request])
 
-    async def receive(self) -> Answer:
+    async def receive(self) -> StepAnswer:
         """Return the answer to the oldest unanswered step. Raises ShardsLostError."""
         answer = await self._answers.get()
         if isinstance(answer, ShardsLostError):

@@ -44,7 +44,7 @@ class RowFailure:
 
 
 @dataclass(frozen=True)
-class Answer:
+class StepAnswer:
     step: Step
     sampled: list[SampledToken]
     input_details: list[InputDetails]
@@ -82,7 +82,7 @@ def encode_step(step: Step, timeout_s: float = 0.0) -> pb.StepRequest:
     )
 
 
-def decode_answer(step: Step, response: pb.StepResponse) -> Answer:
+def decode_answer(step: Step, response: pb.StepResponse) -> StepAnswer:
     """Decode rank 0's response. Its rows refer to `step`, even if other sequences use them by now. Raises
     KeyError and ValueError if it is not a valid answer to the step."""
     if response.step_id != step.step_id:
@@ -95,7 +95,7 @@ def decode_answer(step: Step, response: pb.StepResponse) -> Answer:
     sequences: dict[int, Sequence] = {}
     if response.input_details or response.errors:
         sequences = {item.row: item.sequence for item in step.work}
-    return Answer(
+    return StepAnswer(
         step,
         sampled,
         [_input_details(sequences[details.row], details) for details in response.input_details],

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tgis.errors import first_line
 from tgis.shard.checkpoint.format import Format
-from tgis.shard.checkpoint.progress import Progress
+from tgis.shard.checkpoint.progress import LoadProgress
 from tgis.shard.checkpoint.tensors import FileTensor, MissingTensorError, WeightsError
 from tgis.shard.memory.host_limits import release_memory
 from tgis.tensor_files.errors import DAMAGED, INCOMPLETE, TensorFileError
@@ -62,7 +62,7 @@ class Checkpoint:
         files = [directory / name for name in set(self._file_of.values())]
         num_bytes = sum(file.stat().st_size for file in files)
         self._reopen_bytes = min(max(int(num_bytes * REOPEN_FRACTION), MIN_REOPEN_BYTES), MAX_REOPEN_BYTES)
-        self.progress = Progress(num_bytes)
+        self.progress = LoadProgress(num_bytes)
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of

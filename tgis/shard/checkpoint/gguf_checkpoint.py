@@ -16,7 +16,7 @@ from tgis.convert.gguf.tensor_names import GgufSource, list_sources
 from tgis.errors import OperatorError
 from tgis.shard.checkpoint.format import Format
 from tgis.shard.checkpoint.gguf_tensor import Bytes, GgufStack, GgufTensor
-from tgis.shard.checkpoint.progress import Progress
+from tgis.shard.checkpoint.progress import LoadProgress
 from tgis.shard.checkpoint.tensors import (
     FileTensor,
     MissingTensorError,
@@ -41,7 +41,7 @@ class GgufCheckpoint:
         self._mapped: dict[Path, mmap.mmap] = {}
         self._taken: dict[str, set[int]] = {}
         self._unreleased_bytes = 0
-        self.progress = Progress(sum(tensor.place.num_bytes for tensor in self.files.tensors.values()))
+        self.progress = LoadProgress(sum(tensor.place.num_bytes for tensor in self.files.tensors.values()))
 
     def __contains__(self, name: str) -> bool:
         return name in self._sources

@@ -8,14 +8,14 @@ from tgis.hub.gguf_files import SUFFIX
 from tgis.shard.checkpoint.files import PICKLES, SAFETENSORS, Checkpoint, has_headers
 from tgis.shard.checkpoint.format import Format, Tensors
 from tgis.shard.checkpoint.gguf_checkpoint import GgufCheckpoint
-from tgis.shard.checkpoint.progress import Progress
+from tgis.shard.checkpoint.progress import LoadProgress
 from tgis.shard.checkpoint.tensors import StoredTensor
 
 
 class OpenCheckpoint(Tensors, Protocol):
     """Tensors by name. A tensor is read only when its elements are requested."""
 
-    progress: Progress
+    progress: LoadProgress
 
     def list_names(self) -> Iterator[str]: ...
 

@@ -15,7 +15,7 @@ FIRST_COMPILING_S = 1.0  # compile time before the first line
 COMPILING_S = 5.0  # compile time between two lines
 
 
-class Progress:
+class LoadProgress:
     """Progress of reading a checkpoint. It logs every ten percent (at most one line in two seconds), every
     thirty seconds, and at the end. The percentage is of the checkpoint; `bytes` counts what this rank read of
     it."""

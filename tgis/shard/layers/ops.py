@@ -13,8 +13,9 @@ from tgis.shard.checkpoint.tensors import ALL, Sliced, StackedRows, Stored, spli
 from tgis.shard.checkpoint.weights import Weights
 from tgis.shard.collectives import ProcessGroup
 from tgis.shard.layers.lora import Cut, Deltas, TokenAdapters
-from tgis.shard.quant.interface import MatrixRole, Scheme
+from tgis.shard.quant.interface import MatrixRole, Rounder, Scheme
 from tgis.shard.quant.schemes.none import UNQUANTIZED
+from tgis.shard.quant.schemes.portable_rounder import PortableRounder
 from tgis.shard.quant.sensitivity import UNKNOWN, Sensitivity
 
 Product = Callable[[Tensor], Tensor]
@@ -82,7 +83,7 @@ class LinearLayer(Protocol):
         ranks follows. Platforms fuse such a product with the operations before and after it."""
 
 
-class Kernels(Protocol):
+class Kernels(Rounder, Protocol):
     """Kernels of a platform. Activations are contiguous. Results are new unless stated otherwise.
 
     The residual stream, logits and products of roles other than "linear" are float32. Activations between a
@@ -179,8 +180,9 @@ class Kernels(Protocol):
         `norm_product` or norm to add. y: [num_tokens, in_features]."""
 
 
-class Unfused:
-    """Default methods for platforms that do not fuse layers and have no products of codes."""
+class Unfused(PortableRounder):
+    """Default methods for platforms that do not fuse layers, have no products of codes, and round weights
+    with torch."""
 
     def find_code_packer(self, layout: CodeLayout) -> Callable[[Stored], Product] | None:
         return None
@@ -259,12 +261,12 @@ class Parts:
     def _encode(self, role: MatrixRole, path: str, shape: tuple[int, int]) -> Stored:
         stored = self.weights.find_matrix(path, shape)
         rows = self.sensitivity.find_rows(path, shape[0])
-        if role != "linear" or rows.start == shape[0] or self.scheme.table_layout is None:
-            return self.scheme.encode(role, stored)
-        sensitive = self.scheme.encode("sensitive", Sliced(stored, rows))
+        if role != "linear" or rows.start == shape[0] or self.scheme.sensitive_layout is None:
+            return self.scheme.encode(role, stored, self.kernels)
+        sensitive = self.scheme.encode("sensitive", Sliced(stored, rows), self.kernels)
         if rows.start == 0:
             return sensitive
-        others = self.scheme.encode("linear", Sliced(stored, slice(0, rows.start)))
+        others = self.scheme.encode("linear", Sliced(stored, slice(0, rows.start)), self.kernels)
         return StackedRows([others, sensitive], stored.label)
 
     def _pack_codes(self, part: Stored) -> Product | None:
@@ -293,7 +295,7 @@ class Parts:
     def open_table(self, path: str, shape: tuple[int, int], rows: slice = ALL) -> Table:
         """Read `rows` of a module's weight as a table, as codes if the platform supports them. Raises
         WeightsError."""
-        stored = self.scheme.encode("table", self.weights.find_matrix(path, shape))
+        stored = self.scheme.encode("table", self.weights.find_matrix(path, shape), self.kernels)
         return self._pack_table(stored, rows) or DenseTable(self._read_dense(stored, rows), self.kernels)
 
     def read_table(

@@ -38,18 +38,16 @@ from tgis.shard.models.families import (
     t5,
 )
 from tgis.shard.models.interface import UnsupportedModelError
-from tgis.shard.models.spec import DecoderSpec, EncoderDecoderSpec
+from tgis.shard.models.sensitive_weights import Spec, describe_sensitivity
+from tgis.shard.models.spec import DecoderSpec
 from tgis.shard.models.unread_tensors import refuse_unread
 from tgis.shard.quant.interface import Scheme
 from tgis.shard.quant.registry import find_format
 from tgis.shard.quant.schemes.none import UNQUANTIZED
-from tgis.shard.quant.sensitivity import Sensitivity
 
 logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
-
-Spec = DecoderSpec | EncoderDecoderSpec
 
 
 class Family(Protocol):
@@ -138,7 +136,7 @@ def load(
     spec = spec or make_spec(config)
     with open_weights(path, config, spec) as weights:
         common = (group, weights, dtype, kernels or _cpu_kernels())
-        parts = Parts(*common, scheme=scheme, sensitivity=_describe_sensitivity(spec))
+        parts = Parts(*common, scheme=scheme, sensitivity=describe_sensitivity(spec))
         model = build(spec, parts)
         refuse_unread(path, weights.list_unread(), config)
     if parts.widened:
@@ -148,11 +146,6 @@ def load(
             *(len(parts.widened), str(dtype).removeprefix("torch."), group.size, sum(parts.widened) / MIB),
         )
     return model
-
-
-def _describe_sensitivity(spec: Spec) -> Sensitivity:
-    stack = spec if isinstance(spec, DecoderSpec) else spec.decoder
-    return Sensitivity(stack.num_layers, stack.num_kv_heads * stack.head_dim)
 
 
 def _cpu_kernels() -> Kernels:

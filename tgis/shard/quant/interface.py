@@ -2,7 +2,9 @@
 
 from typing import Literal, Protocol
 
-from tgis.shard.checkpoint.codes import CodeLayout
+from torch import Tensor
+
+from tgis.shard.checkpoint.codes import CodeLayout, Codes
 from tgis.shard.checkpoint.tensors import Stored
 
 # "linear": linear layers that are split over ranks, including those of experts. "sensitive": linear layers,
@@ -10,6 +12,18 @@ from tgis.shard.checkpoint.tensors import Stored
 # logits. "replicated": small matrices where rounding matters, such as routers of experts. "table":
 # embeddings.
 MatrixRole = Literal["linear", "sensitive", "head", "replicated", "table"]
+
+
+class Rounder(Protocol):
+    """Rounding of weights, [num_rows, num_columns] of any float type, to signed codes of `layout.bits` bits.
+    Groups begin at the first column. A group that contains infinity or NaN has scale NaN; a group with only
+    tiny magnitudes becomes zeros. Every platform returns the same bits."""
+
+    def round_with_offsets(self, weights: Tensor, layout: CodeLayout) -> Codes:
+        """Round with the scale and the offset of each group that a search finds best."""
+
+    def round_to_integers(self, weights: Tensor, layout: CodeLayout) -> Codes:
+        """Round half to even, with a scale that makes a group's largest magnitude the largest code."""
 
 
 class Scheme(Protocol):
@@ -25,8 +39,12 @@ class Scheme(Protocol):
         """Layout of the head and the embedding, or None unless the scheme quantizes both."""
 
     @property
-    def bytes_per_weight(self) -> float:
-        """Upper bound on the mean bytes per weight of linear layers in memory."""
+    def sensitive_layout(self) -> CodeLayout | None:
+        """Layout of weights of the role "sensitive", or None if they are treated like those of the role
+        "linear"."""
 
-    def encode(self, role: MatrixRole, stored: Stored) -> Stored:
-        """Return the representation of a matrix, [out_features, in_features]."""
+    def count_bytes_per_weight(self, sensitive_share: float) -> float:
+        """Return the mean bytes per weight of linear layers in memory if this share of them is sensitive."""
+
+    def encode(self, role: MatrixRole, stored: Stored, rounder: Rounder = ...) -> Stored:
+        """Return the representation of a matrix, [out_features, in_features]. By default, torch rounds it."""

@@ -72,7 +72,7 @@ def pack_rows(weight: Tensor, method: Method) -> Tensors:
     """Round a matrix [num_rows, num_columns] to 8 bits with a scale per row. Return the tensors of
     compressed-tensors: weight int8 or float8_e4m3fn, weight_scale float32 [num_rows, 1]."""
     if method == "int8":
-        codes = round_to_integers(weight, CodeLayout(torch.int8, 8, None), num_steps=127)
+        codes = round_to_integers(weight, CodeLayout(torch.int8, 8, None))
     else:
         codes = round_to_floats(weight, CodeLayout(torch.float8_e4m3fn, 8, None))
     scales = torch.where(codes.scales > 0, codes.scales, 1.0)  # other servers may divide by them

@@ -82,7 +82,7 @@ class StoredModule:
 
 
 @dataclass(frozen=True)
-class Plan:
+class QuantizationPlan:
     """Matrices to quantize. Paths are the model's, such as `blocks.0.attention.qkv`."""
 
     directory: Path
@@ -126,7 +126,7 @@ class Plan:
         return frozenset(f"{module.name}.weight" for modules in self.modules.values() for module in modules)
 
 
-def make_plan(directory: Path, settings: QuantizeSettings) -> Plan:
+def make_plan(directory: Path, settings: QuantizeSettings) -> QuantizationPlan:
     """Return the plan of a run. Raises UnsupportedModelError, WeightsError, QuantizeError."""
     config = model_files.read_config(directory)
     if (existing := read_settings(config, directory)) is not None:
@@ -146,7 +146,7 @@ def make_plan(directory: Path, settings: QuantizeSettings) -> Plan:
                 check_size(module.name, len(module.rows), shape[1], settings.bits)
     traced = (weights.trace(path, shape) for path, shape in parts.others.items())
     kept = sorted({one.module for rows in traced for one in rows})
-    return Plan(directory, config, spec, shapes, modules, kept)
+    return QuantizationPlan(directory, config, spec, shapes, modules, kept)
 
 
 def _list_modules(traced: Sequence[ModuleRows], names: frozenset[str], prefix: str) -> Iterator[StoredModule]:

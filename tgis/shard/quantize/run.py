@@ -18,7 +18,7 @@ from tgis.shard.quantize.group_codes import GroupCodes, round_to_nearest
 from tgis.shard.quantize.layer_steps import LayerSteps, Windows
 from tgis.shard.quantize.output import Errors, OutputDirectory, read_rest
 from tgis.shard.quantize.packing import Tensors, check_weight, pack_groups, pack_rows, unpack_groups
-from tgis.shard.quantize.plan import LinearMatrix, Plan, StoredModule, make_plan
+from tgis.shard.quantize.plan import LinearMatrix, QuantizationPlan, StoredModule, make_plan
 from tgis.shard.quantize.report import Report, mean_errors
 from tgis.shard.quantize.settings import QuantizeError, QuantizeSettings
 
@@ -70,7 +70,7 @@ def quantize(
     return "\n".join(line for line in lines if line)
 
 
-def _write_layers(target: OutputDirectory, plan: Plan, quantizer: Quantizer) -> Report:
+def _write_layers(target: OutputDirectory, plan: QuantizationPlan, quantizer: Quantizer) -> Report:
     report = Report(len(plan.layers))
     for layer in range(len(plan.layers)):
         began, finished = time.monotonic(), target.read_layer(layer)
@@ -87,7 +87,7 @@ def _write_layers(target: OutputDirectory, plan: Plan, quantizer: Quantizer) -> 
 class RowQuantizer:
     """Rounds weights to 8 bits with a scale per row."""
 
-    def __init__(self, plan: Plan, settings: QuantizeSettings):
+    def __init__(self, plan: QuantizationPlan, settings: QuantizeSettings):
         self._plan = plan
         self._method = settings.method
         self._weights = plan.open_weights()
@@ -119,7 +119,9 @@ class GptqQuantizer:
     """Rounds layers by GPTQ. The inputs of a layer are the outputs of the quantized layers before it for the
     samples. Held-out windows run through both the quantized and the original layers."""
 
-    def __init__(self, plan: Plan, spec: DecoderSpec, settings: QuantizeSettings, calibration: Calibration):
+    def __init__(
+        self, plan: QuantizationPlan, spec: DecoderSpec, settings: QuantizeSettings, calibration: Calibration
+    ):
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._plan = plan
         self._settings = settings

@@ -10,35 +10,14 @@ import torch
 from torch import Tensor
 
 from tgis.pb import shard_pb2 as pb
-from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.attention.interface import Attention, AttentionPlan, StepLayout
 from tgis.shard.models.interface import StepInputs
 from tgis.shard.runner.columns import NOT_WANTED, read_column
 from tgis.shard.runner.proposer import DraftProposer, merge_proposed
-from tgis.shard.runner.row_table import Booleans, Integers, RowLimits, RowTable, TokenIds
+from tgis.shard.runner.row_table import Blocks, Booleans, Integers, Layout, RowTable, TokenIds
 from tgis.shard.sampling.logprobs import InputSpan
 
 Array = npt.NDArray[np.generic]
-Blocks = npt.NDArray[np.int32]
-
-
-class Layout(NamedTuple):
-    """Packed positions of several sequences, one sequence after another."""
-
-    begins: Integers  # [num_seqs + 1], index of each sequence's first position, followed by the total
-    sequence: Integers  # [num_tokens]
-    positions: Integers  # [num_tokens]
-
-    @classmethod
-    def of(cls, starts: Integers, ends: Integers) -> "Layout":
-        """Lay out the positions [start, end) of each sequence."""
-        counts = ends - starts
-        if (counts == 1).all():
-            numbers = np.arange(len(counts) + 1)
-            return cls(numbers, numbers[:-1], starts)
-        begins = np.concatenate([[0], np.cumsum(counts)])
-        sequence = np.repeat(np.arange(len(counts)), counts)
-        return cls(begins, sequence, np.arange(len(sequence)) + (starts - begins[:-1])[sequence])
 
 
 class Work(NamedTuple):
@@ -72,27 +51,24 @@ class Batch:
         return self.work.input_spans
 
 
-class BatchBuilder(RowTable):
-    """Row table that packs steps and plans them with `attention`. `proposer` proposes drafts for the rows for
-    which the router requests drafts of the shard."""
+class BatchBuilder:
+    """Builder of batches from the rows of a table."""
 
     def __init__(
         self,
-        max_rows: int,
-        limits: RowLimits,
-        device: torch.device,
-        adapters: LoadedAdapters,
+        table: RowTable,
         attention: Attention,
         proposer: DraftProposer | None = None,
+        singles_first: bool = False,
     ):
-        super().__init__(max_rows, limits, device, adapters)
+        """Create a builder that plans steps with `attention`. `proposer` proposes drafts for the rows for
+        which the router requests drafts of the shard. With `singles_first`, sequences with a single new token
+        come first in a step."""
+        self.table = table
+        self._block_size = table.block_size
         self._attention = attention
         self._proposer = proposer
-
-    def label_rows(self, request: pb.StepRequest) -> list[str]:
-        """Label the step's rows for failpoints."""
-        lengths = self._rows["prompt_len"][_integers(request.rows)]
-        return [f"prompt={length}" for length in lengths.tolist()]
+        self._singles_first = singles_first
 
     def pack(self, request: pb.StepRequest) -> Batch | None:
         """Pack the step's work on rows that have not ended. Return None if there is none."""
@@ -101,20 +77,20 @@ class BatchBuilder(RowTable):
 
     def find_last(self, rows: Integers) -> Work:
         """Return the work on the last token of each row."""
-        lengths = self._lengths[rows]
+        lengths = self.table.lengths[rows]
         return self._plain_work(rows, lengths - 1, lengths)
 
     def find_work(self, request: pb.StepRequest) -> Work | None:
         """Return the step's work on rows that have not ended, or None if there is none."""
         rows, starts, ends = (_integers(column) for column in (request.rows, request.starts, request.ends))
-        assert self._open[rows].all(), "work on a row that is not open"
+        assert self.table.is_open[rows].all(), "work on a row that is not open"
         assert len(set(rows.tolist())) == len(rows), "a row twice in a step"
         if request.new_blocks:
-            self._append_blocks(rows, _integers(request.num_new_blocks), read_column(request.new_blocks))
+            self.table.append_blocks(rows, _integers(request.num_new_blocks), read_column(request.new_blocks))
         num_drafts = _integers(request.num_drafts)
         ids = read_column(request.draft_ids)
         max_drafts = _integers(request.max_drafts)
-        ended = self._ended[rows]
+        ended = self.table.ended[rows]
         if ended.any():
             live = ~ended
             rows, starts, ends = rows[live], starts[live], ends[live]
@@ -135,6 +111,9 @@ class BatchBuilder(RowTable):
         return Batch(work, inputs, self._tensor(work.sampled_x, np.int64))
 
     def _plain_work(self, rows: Integers, starts: Integers, ends: Integers) -> Work:
+        order = self._find_order(ends - starts)
+        if order is not None:
+            rows, starts, ends = rows[order], starts[order], ends[order]
         layout = Layout.of(starts, ends)
         samples = self._check(rows, starts, ends)
         all_sample = bool(samples.all())
@@ -148,12 +127,17 @@ class BatchBuilder(RowTable):
     ) -> Work:
         """Return work that treats drafts as the rows' next tokens. Sampled tokens later overwrite wrong
         drafts."""
+        order = self._find_order(ends - starts + num_drafts)
+        if order is not None:
+            parts = np.split(ids, num_drafts.cumsum()[:-1])
+            ids = np.concatenate([parts[i] for i in order.tolist()])
+            rows, starts, ends, num_drafts = rows[order], starts[order], ends[order], num_drafts[order]
         samples = self._check(rows, starts, ends)
         has_drafts = num_drafts > 0
         assert (samples & (starts == ends - 1))[has_drafts].all(), "drafts with more than the last token"
-        assert (ends + num_drafts < self._end[rows])[has_drafts].all(), "drafts past the limit"
+        assert (ends + num_drafts < self.table.limit[rows])[has_drafts].all(), "drafts past the limit"
         drafted = Layout.of(ends, ends + num_drafts)
-        self._token_ids[rows[drafted.sequence], drafted.positions] = ids
+        self.table.token_ids[rows[drafted.sequence], drafted.positions] = ids
         layout = Layout.of(starts, ends + num_drafts)
         lasts = layout.begins[1:]
         sampled = Layout.of(lasts - num_drafts - samples, lasts)
@@ -175,8 +159,8 @@ class BatchBuilder(RowTable):
         """Return work on drafts from the shard's proposer and from the router."""
         assert self._proposer is not None, "the router requested drafts of a shard without a proposer"
         at = max_drafts.nonzero()[0]
-        lengths = zip(rows[at].tolist(), self._lengths[rows[at]].tolist(), strict=True)
-        token_ids = [self._token_ids[row, :length] for row, length in lengths]
+        lengths = zip(rows[at].tolist(), self.table.lengths[rows[at]].tolist(), strict=True)
+        token_ids = [self.table.token_ids[row, :length] for row, length in lengths]
         proposed = self._proposer.propose(rows[at], token_ids, max_drafts[at])
         counts = num_drafts if len(num_drafts) else np.zeros_like(rows)
         counts, ids = merge_proposed(counts, ids, at, proposed)
@@ -186,9 +170,16 @@ class BatchBuilder(RowTable):
         num_proposed = dict(zip(rows[at].tolist(), counts[at].tolist(), strict=True))
         return self._draft_work(rows, starts, ends, counts, ids)._replace(num_proposed=num_proposed)
 
+    def _find_order(self, counts: Integers) -> Integers | None:
+        """Return the order of sequences with these numbers of new tokens, or None if they are in order."""
+        is_single = counts == 1
+        if not self._singles_first or not (is_single[1:] & ~is_single[:-1]).any():
+            return None
+        return np.argsort(~is_single, kind="stable")
+
     def _check(self, rows: Integers, starts: Integers, ends: Integers) -> Booleans:
         """Check the work. Return bool [num_seqs], True where it reaches the row's last token."""
-        lengths = self._lengths[rows]
+        lengths = self.table.lengths[rows]
         assert (ends > starts).all(), "empty work"
         assert (ends <= lengths).all(), "work on unknown tokens"
         samples: Booleans = ends == lengths
@@ -196,27 +187,27 @@ class BatchBuilder(RowTable):
 
     def _inputs(self, rows: Integers, starts: Integers, ends: Integers, layout: Layout) -> StepInputs:
         """Pack the model's inputs for the tokens up to `ends`, including drafts."""
-        assert (ends <= self._num_blocks[rows] * self._block_size).all(), "work without cache blocks"
+        assert (ends <= self.table.num_blocks[rows] * self._block_size).all(), "work without cache blocks"
         row = rows[layout.sequence]  # [num_tokens]
-        step_layout = self._step_layout(self._block_tables, rows, ends, layout)
+        step_layout = self._step_layout(self.table.block_tables, rows, ends, layout)
         return StepInputs(
-            self._tensor(self._token_ids[row, layout.positions], np.int64),
-            step_layout.positions.to(self._device),
+            self._tensor(self.table.token_ids[row, layout.positions], np.int64),
+            step_layout.positions.to(self.table.device),
             step_layout,
             self._attention.plan(step_layout, "self"),
-            self._plan_cross(rows, step_layout) if self._limits.is_encoder_decoder else None,
-            self._find_long(row) if self._limits.rope_switch_len else None,
-            self._row_adapters.virtual_tokens("decoder", rows, starts, layout.begins),
-            self._row_adapters.token_adapters(rows, layout.sequence),
+            self._plan_cross(rows, step_layout) if self.table.limits.is_encoder_decoder else None,
+            self._find_long(row) if self.table.limits.rope_switch_len else None,
+            self.table.row_adapters.virtual_tokens("decoder", rows, starts, layout.begins),
+            self.table.row_adapters.token_adapters(rows, layout.sequence),
         )
 
     def _find_long(self, row: Integers) -> Tensor | None:
-        is_long = self._rows["opened_len"][row] > self._limits.rope_switch_len  # [num_tokens]
+        is_long = self.table.rows["opened_len"][row] > self.table.limits.rope_switch_len  # [num_tokens]
         return self._tensor(is_long, np.bool_) if is_long.any() else None
 
     def pack_encoder(self, opened: Iterable[pb.OpenRow]) -> StepInputs | None:
         """Pack the encoder's work for newly opened rows. Return None if there is none."""
-        ended = self._rows["ended"]
+        ended = self.table.rows["ended"]
         unencoded = [message for message in opened if not message.is_encoded and not ended[message.row]]
         ids = [read_column(message.encoder_token_ids) for message in unencoded]
         if not any(map(len, ids)):
@@ -224,14 +215,16 @@ class BatchBuilder(RowTable):
         rows = np.array([message.row for message in unencoded])
         lengths = np.array([len(x) for x in ids])
         layout = Layout.of(np.zeros_like(lengths), lengths)
-        step_layout = self._step_layout(self._cross_tables, rows, lengths, layout)
+        step_layout = self._step_layout(self.table.cross_tables, rows, lengths, layout)
         return StepInputs(
             self._tensor(np.concatenate(ids), np.int64),
-            step_layout.positions.to(self._device),
+            step_layout.positions.to(self.table.device),
             step_layout,
             self._attention.plan(step_layout, "encoder"),
-            virtual=self._row_adapters.virtual_tokens("encoder", rows, np.zeros_like(lengths), layout.begins),
-            adapters=self._row_adapters.token_adapters(rows, layout.sequence),
+            virtual=self.table.row_adapters.virtual_tokens(
+                "encoder", rows, np.zeros_like(lengths), layout.begins
+            ),
+            adapters=self.table.row_adapters.token_adapters(rows, layout.sequence),
         )
 
     def _step_layout(self, tables: Blocks, rows: Integers, ends: Integers, layout: Layout) -> StepLayout:
@@ -244,12 +237,12 @@ class BatchBuilder(RowTable):
         )
 
     def _plan_cross(self, rows: Integers, step_layout: StepLayout) -> AttentionPlan:
-        lengths = self._rows["encoder_len"][rows]  # [num_seqs]
+        lengths = self.table.rows["encoder_len"][rows]  # [num_seqs]
         width = -(-int(lengths.max()) // self._block_size)
         encoded = replace(
             step_layout,
             seq_lens=_host_tensor(lengths, np.int32),
-            block_tables=_host_tensor(self._cross_tables[rows, :width], np.int32),
+            block_tables=_host_tensor(self.table.cross_tables[rows, :width], np.int32),
         )
         return self._attention.plan(encoded, "cross")
 
@@ -257,28 +250,24 @@ class BatchBuilder(RowTable):
         self, rows: Integers, starts: Integers, ends: Integers, cu_seqlens_q: Integers
     ) -> list[InputSpan]:
         # Computing [start, end) yields the logits for tokens start + 1 to end. Token 0 has no logits.
-        input_from = self._input_from[rows]
+        input_from = self.table.input_from[rows]
         spans: list[InputSpan] = []
         if (input_from == NOT_WANTED).all():
             return spans
-        prompt_len = self._rows["prompt_len"][rows]
+        prompt_len = self.table.rows["prompt_len"][rows]
         for i in ((input_from <= ends) & (starts < prompt_len)).nonzero()[0].tolist():
             first = 0 if starts[i] == 0 else int(starts[i]) + 1
             first = max(first, int(input_from[i]))
             end = min(int(ends[i]) + 1, int(prompt_len[i]))
             if first < end:
                 first_x = int(cu_seqlens_q[i] - starts[i]) + max(first, 1) - 1
-                spans.append(InputSpan(int(rows[i]), first, self._token_ids[rows[i], first:end], first_x))
+                spans.append(
+                    InputSpan(int(rows[i]), first, self.table.token_ids[rows[i], first:end], first_x)
+                )
         return spans
 
-    def _append_blocks(self, rows: Integers, counts: Integers, blocks: Blocks) -> None:
-        before = self._num_blocks[rows]
-        added = Layout.of(before, before + counts)
-        self._block_tables[rows[added.sequence], added.positions] = blocks
-        self._num_blocks[rows] += counts
-
     def _tensor(self, array: Array, dtype: type[np.generic]) -> Tensor:
-        return _host_tensor(array, dtype).to(self._device)
+        return _host_tensor(array, dtype).to(self.table.device)
 
 
 def _host_tensor(array: Array, dtype: type[np.generic]) -> Tensor:

@@ -11,9 +11,9 @@ from tgis.pb import shard_pb2 as pb
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.models.interface import Model
 from tgis.shard.runner import step_response
-from tgis.shard.runner.batch_builder import BatchBuilder, Work
+from tgis.shard.runner.batch_builder import Work
 from tgis.shard.runner.forward import Outputs
-from tgis.shard.runner.row_table import Booleans, Integers
+from tgis.shard.runner.row_table import Booleans, Integers, RowTable
 from tgis.shard.runner.step_response import Problem, SampledDetails, SampledTokens, report_problem
 from tgis.shard.runner.verify_drafts import verify_drafts
 from tgis.shard.sampling.grammar import Guides
@@ -31,13 +31,13 @@ HEAD_ROWS = 64
 
 
 class HostSampler:
-    """Sampler for the rows of a table. `compute` runs the model on further work. Only rank 0 answers."""
+    """Sampler for the rows of a table. `compute` computes rows' last tokens again. Only rank 0 answers."""
 
     def __init__(
         self,
         model: Model,
-        compute: Callable[[Work], Outputs],
-        table: BatchBuilder,
+        compute: Callable[[Integers], Outputs],
+        table: RowTable,
         guides: Guides,
         is_answering: bool,
     ):
@@ -111,10 +111,10 @@ class HostSampler:
         problems = parts[0].problems
         unusable_rows = [problem.row for problem in problems if problem.cause != pb.RowError.CAUSE_GRAMMAR]
         if unusable_rows:
-            retry = self._table.find_last(np.array(unusable_rows))
-            _, retry_logits = self._compute(retry)
+            retried = np.array(unusable_rows)
+            _, retry_logits = self._compute(retried)
             assert retry_logits is not None
-            parts.append(self._sample_rows(retry.sampled_rows, retry_logits))
+            parts.append(self._sample_rows(retried, retry_logits))
             problems = [each for each in problems if each.row not in unusable_rows] + parts[-1].problems
         return parts, problems
 

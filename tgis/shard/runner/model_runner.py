@@ -11,11 +11,11 @@ from tgis import failpoints
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.models.interface import EncodingModel
-from tgis.shard.runner.batch_builder import BatchBuilder, Work
+from tgis.shard.runner.batch_builder import BatchBuilder
 from tgis.shard.runner.columns import read_column
 from tgis.shard.runner.forward import Forward, Outputs
 from tgis.shard.runner.host_sampler import HostSampler
-from tgis.shard.runner.row_table import RowTable
+from tgis.shard.runner.row_table import Integers, RowTable
 from tgis.shard.runner.step_response import Problem, report_problem
 from tgis.shard.sampling.grammar import Guides
 
@@ -38,7 +38,7 @@ class HostModelRunner:
     def __init__(
         self,
         forward: Forward,
-        table: BatchBuilder,
+        builder: BatchBuilder,
         guides: Guides,
         info: pb.InfoResponse,
         adapters: LoadedAdapters,
@@ -47,10 +47,11 @@ class HostModelRunner:
         self.adapters = adapters
         self.model = forward.model
         self.forward = forward
-        self._table = table
+        self._builder = builder
+        self._table = builder.table
         self._guides = guides
         self._is_answering = info.rank == 0
-        self._sampler = HostSampler(self.model, self._compute, table, guides, self._is_answering)
+        self._sampler = HostSampler(self.model, self._compute, self._table, guides, self._is_answering)
 
     def reset(self) -> None:
         """Forget all rows."""
@@ -63,8 +64,8 @@ class HostModelRunner:
         for problem in close_and_open(request, self._table, self._guides):
             report_problem(response, problem, self._is_answering)
         failpoints.hit("shard.before_forward", lambda: self._table.label_rows(request))
-        encoder_inputs = self._table.pack_encoder(request.opened_rows)
-        batch = self._table.pack(request)
+        encoder_inputs = self._builder.pack_encoder(request.opened_rows)
+        batch = self._builder.pack(request)
         with torch.inference_mode():
             if encoder_inputs is not None:
                 assert isinstance(self.model, EncodingModel), "encoder inputs for a model without an encoder"
@@ -75,8 +76,8 @@ class HostModelRunner:
         response.forward_ns = time.perf_counter_ns() - began
         return ComputedStep(response)
 
-    def _compute(self, work: Work) -> Outputs:
-        return self.forward(self._table.pack_work(work))
+    def _compute(self, rows: Integers) -> Outputs:
+        return self.forward(self._builder.pack_work(self._builder.find_last(rows)))
 
 
 def close_and_open(request: pb.StepRequest, table: RowTable, guides: Guides) -> Iterator[Problem]:

@@ -1,6 +1,7 @@
 """State of a shard's sequences, in arrays indexed by row. The router can rebuild it with its messages."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from tgis.shard.sampling.sampler import ROW_PARAMETERS, LogitBias, SamplingBatch
 Integers = npt.NDArray[np.int64]
 Booleans = npt.NDArray[np.bool_]
 TokenIds = npt.NDArray[np.int32]
+Blocks = npt.NDArray[np.int32]
 
 # Number of row sets whose traits are cached. Consecutive steps mostly have the same rows.
 MAX_CACHED = 16
@@ -46,38 +48,60 @@ class Traits:
     is_plain: bool  # True if all rows are greedy and no parameter changes their logits
 
 
+class Layout(NamedTuple):
+    """Packed positions of several sequences, one sequence after another."""
+
+    begins: Integers  # [num_seqs + 1], index of each sequence's first position, followed by the total
+    sequence: Integers  # [num_tokens]
+    positions: Integers  # [num_tokens]
+
+    @classmethod
+    def of(cls, starts: Integers, ends: Integers) -> "Layout":
+        """Lay out the positions [start, end) of each sequence."""
+        counts = ends - starts
+        if (counts == 1).all():
+            numbers = np.arange(len(counts) + 1)
+            return cls(numbers, numbers[:-1], starts)
+        begins = np.concatenate([[0], np.cumsum(counts)])
+        sequence = np.repeat(np.arange(len(counts)), counts)
+        return cls(begins, sequence, np.arange(len(sequence)) + (starts - begins[:-1])[sequence])
+
+
 class RowTable:
     """Table of open rows. `adapters` holds the soft prompts and adapters that rows can use."""
 
     def __init__(self, max_rows: int, limits: RowLimits, device: torch.device, adapters: LoadedAdapters):
-        self._limits = limits
-        self._block_size = limits.block_size
-        self._device = device
-        self._rows = rows = np.zeros(max_rows, ROW)
-        self._open, self._ended, self._lengths, self._end, self._num_blocks, self._input_from = (
-            rows[name] for name in ("open", "ended", "length", "limit", "num_blocks", "input_from")
-        )
-        self._ragged = {column.name: RaggedValues(column, max_rows) for column in RAGGED_COLUMNS}
+        self.limits = limits
+        self.block_size = limits.block_size
+        self.device = device
+        self.rows = rows = np.zeros(max_rows, ROW)
+        self.is_open = rows["open"]
+        self.ended = rows["ended"]
+        self.lengths = rows["length"]
+        self.limit = rows["limit"]
+        self.num_blocks = rows["num_blocks"]
+        self.input_from = rows["input_from"]
+        self.ragged = {column.name: RaggedValues(column, max_rows) for column in RAGGED_COLUMNS}
         # The system allocates the next three arrays lazily: only written pages use memory.
-        self._token_ids = np.zeros((max_rows, limits.max_sequence_length), np.int32)
+        self.token_ids = np.zeros((max_rows, limits.max_sequence_length), np.int32)
         width = -(-limits.max_sequence_length // limits.block_size)
-        self._block_tables = np.zeros((max_rows, width), np.int32)
-        self._cross_tables = np.zeros_like(self._block_tables)
+        self.block_tables = np.zeros((max_rows, width), np.int32)
+        self.cross_tables = np.zeros_like(self.block_tables)
         self.seen = SeenTokens(limits.vocab_size, device)
         self._adapters = adapters
-        self._row_adapters = RowAdapters(max_rows, device)
+        self.row_adapters = RowAdapters(max_rows, device)
         self._traits: dict[bytes, Traits] = {}
 
     def reset(self) -> None:
-        self._open[:] = False
+        self.is_open[:] = False
         self._traits.clear()
-        self._row_adapters.reset()
+        self.row_adapters.reset()
 
     def close(self, rows: Integers) -> None:
         if len(rows):
-            self._open[rows] = False
+            self.is_open[rows] = False
             self._traits.clear()
-            self._row_adapters.close(rows.tolist())
+            self.row_adapters.close(rows.tolist())
 
     def open(self, message: pb.OpenRow) -> str | None:
         """Replace the row's sequence. If it cannot be served, end the row and return the reason, else
@@ -87,39 +111,50 @@ class RowTable:
         prompt = self._adapters.prompt(message.prompt_digest)
         adapter = self._adapters.adapter(message.adapter_digest)
         self._traits.clear()
-        self._rows[row] = read_row(message)
-        for values in self._ragged.values():
+        self.rows[row] = read_row(message)
+        for values in self.ragged.values():
             values.open(row, message)
-        self._row_adapters.open(row, prompt, adapter)
-        problem = find_problem(message, self._limits) or _find_missing(message, prompt, adapter)
+        self.row_adapters.open(row, prompt, adapter)
+        problem = find_problem(message, self.limits) or _find_missing(message, prompt, adapter)
         if problem is not None:
             self.fail(np.array([row]))
             return problem
-        self._token_ids[row, : len(token_ids)] = token_ids
-        num_blocks = -(-int(self._rows["encoder_len"][row]) // self._block_size)
-        self._cross_tables[row, :num_blocks] = read_column(message.cross_blocks)[:num_blocks]
+        self.token_ids[row, : len(token_ids)] = token_ids
+        num_blocks = -(-int(self.rows["encoder_len"][row]) // self.block_size)
+        self.cross_tables[row, :num_blocks] = read_column(message.cross_blocks)[:num_blocks]
         if message.sampling.repetition_penalty != 1:
             self.seen.start(row, token_ids[0 if prompt is None else len(prompt.decoder) :])
         return None
 
+    def append_blocks(self, rows: Integers, counts: Integers, blocks: Blocks) -> None:
+        before = self.num_blocks[rows]
+        added = Layout.of(before, before + counts)
+        self.block_tables[rows[added.sequence], added.positions] = blocks
+        self.num_blocks[rows] += counts
+
     def fail(self, rows: Integers) -> None:
-        self._ended[rows] = True
+        self.ended[rows] = True
 
     def append(self, rows: Integers, token_ids: TokenIds) -> Booleans:
         """Append a token to each of the rows [n]. Return bool [n], True where it ends the row."""
         traits = self.traits(rows)
-        lengths = self._lengths[rows]
-        self._token_ids[rows, lengths] = token_ids
+        lengths = self.lengths[rows]
+        self.token_ids[rows, lengths] = token_ids
         lengths += 1
-        self._lengths[rows] = lengths
+        self.lengths[rows] = lengths
         ended: Booleans = (traits.eos_token_ids == token_ids[:, None]).any(-1)
-        ended |= lengths >= self._end[rows]
-        self._ended[rows] = ended
+        ended |= lengths >= self.limit[rows]
+        self.ended[rows] = ended
         if not traits.is_plain:
             penalised = traits.params["repetition_penalty"] != 1
             if penalised.any():
                 self.seen.add(rows[penalised], token_ids[penalised])
         return ended
+
+    def label_rows(self, request: pb.StepRequest) -> list[str]:
+        """Label the step's rows for failpoints."""
+        lengths = self.rows["prompt_len"][read_column(request.rows)]
+        return [f"prompt={length}" for length in lengths.tolist()]
 
     def traits(self, rows: Integers) -> Traits:
         key = rows.tobytes()
@@ -134,13 +169,13 @@ class RowTable:
         self, rows: Integers, wants_details: Booleans, must_end: Booleans | np.bool_
     ) -> SamplingBatch:
         traits = self.traits(rows)
-        lengths = self._lengths[rows]
+        lengths = self.lengths[rows]
         return SamplingBatch(
             rows,
             traits.params,
             lengths - traits.prompt_len,
             lengths,
-            self._token_ids,
+            self.token_ids,
             traits.eos_token_ids,
             wants_details,
             must_end,
@@ -149,10 +184,10 @@ class RowTable:
         )
 
     def _find_traits(self, rows: Integers) -> Traits:
-        state = self._rows[rows]
+        state = self.rows[rows]
         wanted = state[["logprobs", "ranks", "top_n"]]
         wants_details = wanted["logprobs"] | wanted["ranks"] | (wanted["top_n"] > 0)
-        lists = {name: values.take(rows) for name, values in self._ragged.items()}
+        lists = {name: values.take(rows) for name, values in self.ragged.items()}
         return Traits(
             state[list(ROW_PARAMETERS.names or ())],
             lists["eos_token_ids"],
@@ -160,7 +195,7 @@ class RowTable:
             wanted,
             wants_details,
             (wants_details & state["raw"]).nonzero()[0],
-            LogitBias.pack(lists["bias_token_ids"], lists["biases"], self._device),
+            LogitBias.pack(lists["bias_token_ids"], lists["biases"], self.device),
             is_plain=bool(state["is_plain"].all()),
         )
 

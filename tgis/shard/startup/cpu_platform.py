@@ -18,7 +18,7 @@ from tgis.shard.kernels.cpu.jit.compiler import compile_progress, is_compiling
 from tgis.shard.kernels.cpu.ops import CPU_KERNELS, BfloatKernels, CpuKernels
 from tgis.shard.memory.host_limits import HostMemory
 from tgis.shard.startup.host_runner import HostRunners
-from tgis.shard.startup.platform import Compiler, Platform
+from tgis.shard.startup.platform import KernelCompiler, Platform
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ ON_CPU = Platform(
     kernels=CPU_KERNELS,
     make_runner=HostRunners(CpuAttention, captures_steps=True),
     memory=HostMemory(),
-    compiler=Compiler(is_compiling, compile_progress.finish),
+    compiler=KernelCompiler(is_compiling, compile_progress.finish),
     is_memory_shared=True,
     cache_fraction=0.25,
 )

@@ -21,7 +21,7 @@ from tgis.shard.runner.device.cuda_stream import CudaStream
 from tgis.shard.runner.device.stream import DeviceStream
 from tgis.shard.runner.graph_sizes import GraphSize, graph_sizes
 from tgis.shard.runner.interface import ModelRunner
-from tgis.shard.startup.platform import Compiler, DeviceError, Platform, RunnerParts
+from tgis.shard.startup.platform import DeviceError, KernelCompiler, Platform, RunnerParts
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def on_cuda(
         kernels=CudaKernels(device, implementations),
         make_runner=partial(make_runner, implementations, CudaStream(device)),
         memory=memory,
-        compiler=Compiler(is_compiling, finish=lambda: None),
+        compiler=KernelCompiler(is_compiling, finish=lambda: None),
         is_memory_shared=False,
         cache_fraction=1,
         num_dummy_blocks=1,

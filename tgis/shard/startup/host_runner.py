@@ -9,6 +9,7 @@ from tgis.shard.models.interface import Model
 from tgis.shard.runner.batch_builder import BatchBuilder
 from tgis.shard.runner.forward import Forward
 from tgis.shard.runner.model_runner import HostModelRunner
+from tgis.shard.runner.row_table import RowTable
 from tgis.shard.startup.platform import Platform, RunnerParts
 
 
@@ -21,9 +22,11 @@ class HostRunners:
 
     def __call__(self, on: Platform, parts: RunnerParts) -> HostModelRunner:
         attention = self.attention(parts.cache)
-        table = BatchBuilder(parts.max_rows, parts.limits, on.device, parts.adapters, attention)
+        table = RowTable(parts.max_rows, parts.limits, on.device, parts.adapters)
         forward = self._make_forward(parts.model, attention, parts.can_capture)
-        return HostModelRunner(forward, table, parts.guides, parts.info, parts.adapters)
+        return HostModelRunner(
+            forward, BatchBuilder(table, attention), parts.guides, parts.info, parts.adapters
+        )
 
     def _make_forward(self, model: Model, attention: Attention, can_capture: bool) -> Forward:
         if not (self.captures_steps and can_capture):

@@ -56,7 +56,7 @@ class Memory(Protocol):
 
 
 @dataclass(frozen=True)
-class Compiler:
+class KernelCompiler:
     """Compiler of a platform's kernels, which are compiled when they are first launched."""
 
     is_compiling: Callable[[], bool]
@@ -85,7 +85,7 @@ class Platform:
     kernels: Kernels
     make_runner: Callable[["Platform", RunnerParts], ModelRunner]
     memory: Memory
-    compiler: Compiler
+    compiler: KernelCompiler
     is_memory_shared: bool  # by all ranks of a machine
     cache_fraction: float  # fraction of the memory left by weights and steps that the cache may use
     num_dummy_blocks: int = 0  # cache blocks that no sequence uses

@@ -15,6 +15,7 @@ from tgis.shard.checkpoint.gguf_memory import GgufMemory, measure_gguf
 from tgis.shard.checkpoint.opening import count_elements
 from tgis.shard.checkpoint.tensors import DTYPES
 from tgis.shard.models.interface import UnsupportedModelError
+from tgis.shard.models.sensitive_weights import Spec, measure_sensitive_share
 from tgis.shard.quant.registry import find_format, find_scheme
 from tgis.shard.startup.engine_choice import NATIVE, Choice
 from tgis.shard.startup.platform import DeviceError, Platform
@@ -131,4 +132,5 @@ def count_bytes(
         return int((elements - table) * layout.bytes_per_weight) + table * (dtype.itemsize + product_bytes)
     tables = scheme.table_layout
     table_bytes = 2 * tables.bytes_per_weight if tables else dtype.itemsize + product_bytes
-    return int((elements - table) * scheme.bytes_per_weight + table * table_bytes)
+    share = measure_sensitive_share(choice.spec) if isinstance(choice.spec, Spec) else 0.0
+    return int((elements - table) * scheme.count_bytes_per_weight(share) + table * table_bytes)

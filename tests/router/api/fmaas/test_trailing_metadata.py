@@ -10,7 +10,7 @@ import pytest_asyncio
 from tests.support.router.messages import PROMPT, batch, single, stopping
 from tests.support.router.served_grpc import ServedGrpc, open_grpc
 from tgis.pb import generation_pb2 as pb
-from tgis.router.api.fmaas.trailing_metadata import TRAILING_KEYS, End, trailing_metadata
+from tgis.router.api.fmaas.trailing_metadata import TRAILING_KEYS, CallEnd, trailing_metadata
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import Output, Timings
 from tgis.router.sequence import Stopping, StopReason
@@ -68,9 +68,9 @@ async def test_a_call_that_fails_and_others_have_none(served: ServedGrpc) -> Non
         assert await trailer(call) == {}
 
 
-def end(num_inputs: int, num_generated: int, num_cached: int, *timings: Any) -> End:
+def end(num_inputs: int, num_generated: int, num_cached: int, *timings: Any) -> CallEnd:
     last = Output((), (), num_generated, StopReason.MAX_TOKENS, "", Timings(*timings), num_cached)
-    return End(SequenceSpec((5,) * num_inputs, Stopping(1)), last)
+    return CallEnd(SequenceSpec((5,) * num_inputs, Stopping(1)), last)
 
 
 def test_times_are_the_slowest_ones_and_tokens_are_sums() -> None:

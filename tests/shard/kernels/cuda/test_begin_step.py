@@ -20,7 +20,7 @@ from tgis.shard.kernels.cuda import begin_step
 from tgis.shard.kernels.cuda.step_state import RowState, StagedStep, StepTensors, Word
 from tgis.shard.models.interface import StepInputs
 from tgis.shard.runner.batch_builder import BatchBuilder
-from tgis.shard.runner.row_table import RowLimits
+from tgis.shard.runner.row_table import RowLimits, RowTable
 
 POISON = 7  # of bytes
 SWITCH_LEN = 22
@@ -252,7 +252,8 @@ class Host:
 def test_a_step_is_what_the_cpu_packs(how: str) -> None:
     rng = random.Random(1)
     limits = RowLimits(64, 4, 50, rope_switch_len=SWITCH_LEN, is_encoder_decoder=True)
-    table = BatchBuilder(6, limits, torch.device("cpu"), NOTHING, Planner())  # type: ignore[arg-type]
+    table = RowTable(6, limits, torch.device("cpu"), NOTHING)
+    builder = BatchBuilder(table, Planner())  # type: ignore[arg-type]
     host, ended, num_checked = Host(6, limits), set(range(6)), 0
     words = host.rows.words
     for _ in range(25):
@@ -267,7 +268,7 @@ def test_a_step_is_what_the_cpu_packs(how: str) -> None:
         out = make_out(len(staged.token_rows), len(work), num_single)
         run(how, staged, host.rows, out)
         assert (out.seq_lens == 0).tolist() == [row in ended for row, _, _ in work]
-        batch = table.pack(request)
+        batch = builder.pack(request)
         if batch is None:
             continue
         num_checked += 1

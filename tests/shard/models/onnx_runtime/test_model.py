@@ -26,7 +26,7 @@ from tgis.shard.runner.batch_builder import BatchBuilder
 from tgis.shard.runner.forward import Forward
 from tgis.shard.runner.interface import ModelRunner
 from tgis.shard.runner.model_runner import HostModelRunner
-from tgis.shard.runner.row_table import RowLimits
+from tgis.shard.runner.row_table import RowLimits, RowTable
 from tgis.shard.sampling.grammar import Guides, read_tokenizer
 
 DATA = Path(__file__).parents[3] / "data" / "onnx"
@@ -46,8 +46,8 @@ def make_runner(directory: Path, tokenizer: Path | None = None) -> ModelRunner:
     read = partial(read_tokenizer, tokenizer or directory, spec.vocab_size, [1])
     info = pb.InfoResponse(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
     attention = CpuAttention(KVCache(*shape, spec.dtype))
-    table = BatchBuilder(8, limits, torch.device("cpu"), NOTHING, attention)
-    return HostModelRunner(Forward(model, attention), table, Guides(read, spec.vocab_size), info, NOTHING)
+    builder = BatchBuilder(RowTable(8, limits, torch.device("cpu"), NOTHING), attention)
+    return HostModelRunner(Forward(model, attention), builder, Guides(read, spec.vocab_size), info, NOTHING)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
-"""Rounding with searched scales and offsets, against a float64 search that keeps the best result."""
+"""Rounding with searched scales and offsets, against a float64 search that keeps the best result; compiled
+kernels against torch."""
 
 import numpy as np
 import pytest
@@ -7,6 +8,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tgis.shard.checkpoint.codes import CodeLayout
+from tgis.shard.kernels.cpu.ops import CPU_KERNELS
+from tgis.shard.quant.schemes.int4 import LAYOUT as INT4
+from tgis.shard.quant.schemes.int4 import SENSITIVE_LAYOUT as SENSITIVE
+from tgis.shard.quant.schemes.portable_rounder import PORTABLE
 from tgis.shard.quant.schemes.search import RANGES, round_with_offsets
 
 GROUP, BITS = 32, 4
@@ -78,3 +83,32 @@ def test_groups_do_not_depend_on_their_neighbours() -> None:
         for rows in (slice(0, 1), slice(7, 48)):
             alone = round_with_offsets(weights[rows, columns], LAYOUT).dequantize()
             assert torch.equal(alone, whole[rows, columns])
+
+
+@pytest.mark.parametrize("kind", ["normal", "skewed", "outliers"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("factor", [1e-6, 1.0, 1e4])
+def test_compiled_kernels_return_the_same_bits(kind: str, dtype: torch.dtype, factor: float) -> None:
+    weights = (draw(kind).double().repeat(1, 2)[:, :150] * factor).to(dtype)  # the last group is partial
+    weights[1, :64], weights[2, 64:128], weights[3, :64] = 0, weights[2, 64], 1e-38
+    weights[4, 7], weights[5, 100], weights[6, 149] = torch.nan, torch.inf, -torch.inf
+    for layout in (INT4, SENSITIVE):
+        name = "round_with_offsets" if layout.has_offsets else "round_to_integers"
+        expected, actual = (getattr(rounder, name)(weights, layout) for rounder in (PORTABLE, CPU_KERNELS))
+        assert torch.equal(actual.scales.nan_to_num(-1), expected.scales.nan_to_num(-1))
+        assert actual.scales[[4, 5, 6], [0, 1, 2]].isnan().all()
+        is_used = ~expected.scales.isnan()
+        columns = is_used.repeat_interleave(64, 1)[:, :150]
+        assert torch.equal(actual.values[columns], expected.values[columns])
+        if layout.has_offsets:
+            assert torch.equal(actual.offsets[is_used], expected.offsets[is_used])
+
+
+@pytest.mark.parametrize("group", [16, 128, None])
+def test_whole_rows_and_other_groups_are_rounded_alike(group: int | None) -> None:
+    weights, layout = draw("outliers"), CodeLayout(torch.int8, 8, group)
+    for part in (weights, weights[:3, :77].contiguous(), weights[:0]):
+        expected, actual = (
+            rounder.round_to_integers(part, layout).dequantize() for rounder in (PORTABLE, CPU_KERNELS)
+        )
+        assert torch.equal(actual, expected)

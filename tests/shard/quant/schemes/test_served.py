@@ -127,14 +127,26 @@ def test_a_quantized_checkpoint_is_said_to_be_kept_in_the_type(
     assert load(configure(quantized, quantize="int8")).info.weight_dtype == "int8"
 
 
-def count_bytes_per_weight(kind: str | None, name: str | None) -> float | None:
-    """Return the bytes per weight, including scales, or None if weights are not held as codes."""
+def measure_share(content: dict[str, Tensor]) -> float:
+    """Return the share of sensitive weights among linear layers: values, and the last of two layers."""
+    linear = {
+        key: tensor.numel()
+        for key, tensor in content.items()
+        if tensor.dim() == 2 and not NOT_QUANTIZED.fullmatch(key)
+    }
+    sensitive = [size for key, size in linear.items() if ".layers.1." in key or ".v_proj." in key]
+    return sum(sensitive) / sum(linear.values())
+
+
+def count_bytes_per_weight(kind: str | None, name: str | None, share: float) -> float | None:
+    """Return the bytes per weight, including scales, or None if weights are not held as codes. `share` of
+    them are sensitive."""
     if name == "fp8" or (name is None and (kind is None or kind.startswith("fp8"))):
         return None
     if name in ("eetq", "bitsandbytes") or (name is None and kind == "int8"):
         return 1 + 4 / 128
-    if name == "int4":  # a fifth has 8 bits and scales of 4 bytes, the rest 4 bits and two values of 2 bytes
-        return 0.2 * (1 + 4 / 64) + 0.8 * (0.5 + 4 / 64)
+    if name == "int4":  # 8 bits and scales of 4 bytes, or 4 bits and two values of 2 bytes
+        return share * (1 + 4 / 64) + (1 - share) * (0.5 + 4 / 64)
     return 0.5 + 4 / 64
 
 
@@ -142,6 +154,7 @@ def count_bytes_per_weight(kind: str | None, name: str | None) -> float | None:
 def test_memory_is_that_of_what_is_kept(kind: str | None, model_path: Path, tmp_path: Path) -> None:
     directory, plain = model_path, tmp_path / "plain"
     content = load_file(model_path / "model.safetensors")
+    share = measure_share(content)
     num_elements = sum(each.numel() for each in content.values() if each.dim() > 1)
     if kind is not None:
         directory = tmp_path / "quantized"
@@ -155,7 +168,7 @@ def test_memory_is_that_of_what_is_kept(kind: str | None, model_path: Path, tmp_
         config = configure(directory, quantize=name)
         for dtype in (torch.float16, torch.float32):
             counted = quantize_check.count_bytes(config, settings, choice, ON_CPU, dtype)
-            table, per_weight = 99 * 32, count_bytes_per_weight(kind, name)
+            table, per_weight = 99 * 32, count_bytes_per_weight(kind, name, share)
             table_bytes = 1 + 4 / 64 if name == "int4" else dtype.itemsize
             kept = (num_elements - table) * (per_weight or dtype.itemsize) + 2 * table * table_bytes
             assert counted == (int(kept) if per_weight else num_elements * dtype.itemsize)

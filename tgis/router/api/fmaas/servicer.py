@@ -7,7 +7,7 @@ from tgis.pb.generation_pb2_grpc import GenerationServiceServicer
 from tgis.router.api.fmaas.call_metadata import CallMetadata, read_metadata
 from tgis.router.api.fmaas.messages import ResponseWriter, read_batch, read_single
 from tgis.router.api.fmaas.rules import FMAAS
-from tgis.router.api.fmaas.trailing_metadata import End, trailing_metadata
+from tgis.router.api.fmaas.trailing_metadata import CallEnd, trailing_metadata
 from tgis.router.api.grpc.call_status import Context
 from tgis.router.api.service import GenerationService, Result
 from tgis.router.api.tenants import tenant_of
@@ -45,7 +45,7 @@ class GenerationServicer(GenerationServiceServicer):
                 if response is not None:
                     yield response
             assert isinstance(output, Output), "a generation ends with an output"
-            context.set_trailing_metadata(trailing_metadata([End(spec, output)]))
+            context.set_trailing_metadata(trailing_metadata([CallEnd(spec, output)]))
 
     async def Tokenize(  # type: ignore[override]
         self, request: pb.BatchedTokenizeRequest, context: Context
@@ -69,9 +69,9 @@ class GenerationServicer(GenerationServiceServicer):
         return self._id_writer if metadata.tokens_are_ids else self._writer
 
 
-def _end(result: Result) -> End:
+def _end(result: Result) -> CallEnd:
     assert result.last is not None, "a generation ends with an output"
-    return End(result.spec, result.last)
+    return CallEnd(result.spec, result.last)
 
 
 def _metadata(context: Context) -> CallMetadata:

@@ -7,7 +7,7 @@ from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import Output, Timings
 
 
-class End(NamedTuple):
+class CallEnd(NamedTuple):
     """End of one input's generation."""
 
     spec: SequenceSpec
@@ -21,11 +21,11 @@ class End(NamedTuple):
 
 class TrailingKey(NamedTuple):
     help: str
-    value: Callable[[Sequence[End]], int | float | None]
+    value: Callable[[Sequence[CallEnd]], int | float | None]
     """Computes the value from the ends of all inputs, times in seconds. None omits the key."""
 
 
-def _first_token_s(ends: Sequence[End]) -> float | None:
+def _first_token_s(ends: Sequence[CallEnd]) -> float | None:
     times = [end.timings.first_token_s for end in ends]
     return max((each for each in times if each is not None), default=None)
 
@@ -50,7 +50,7 @@ TRAILING_KEYS: Mapping[str, TrailingKey] = {
 }
 
 
-def trailing_metadata(ends: Iterable[End]) -> tuple[tuple[str, str], ...]:
+def trailing_metadata(ends: Iterable[CallEnd]) -> tuple[tuple[str, str], ...]:
     """Return keys and values: sums, and the slowest input's times since acceptance, in milliseconds."""
     ends = list(ends)
     values = ((name, key.value(ends)) for name, key in TRAILING_KEYS.items())

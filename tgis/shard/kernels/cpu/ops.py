@@ -17,6 +17,7 @@ from tgis.shard.kernels.cpu.gemm import product as gemm
 from tgis.shard.kernels.cpu.int8 import product as int8
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, as_bits, empty
 from tgis.shard.kernels.cpu.pointwise import activations, elementwise, embedding, heads, norms
+from tgis.shard.kernels.cpu.rounding.rounder import CpuRounder
 from tgis.shard.layers.lora import LORA_TILE, Deltas, TokenAdapters
 from tgis.shard.layers.ops import CodeTable, HeadNorm, Product, Unfused
 from tgis.shard.quant.interface import MatrixRole
@@ -28,7 +29,7 @@ _FEW_TILES, _COLUMNS = 8, 8192  # with at most 8 LoRA tiles, columns are split i
 _preparing = threading.Lock()
 
 
-class CpuKernels(Unfused):
+class CpuKernels(CpuRounder, Unfused):
     """`Kernels` by compiled kernels."""
 
     device = CPU
@@ -42,7 +43,7 @@ class CpuKernels(Unfused):
     def pack(self, weight: Stored, dtype: torch.dtype, role: MatrixRole = "linear") -> Product:
         # A 16-bit head would take a quarter of the time of the layers.
         if role == "head" and self._rounds_activations:
-            return self._pack_int8(int8_scheme.Rounded(weight))
+            return self._pack_int8(int8_scheme.Rounded(weight, self))
         return gemm.pack(weight, dtype)
 
     def find_code_packer(self, layout: CodeLayout) -> Callable[[Stored], Product] | None:

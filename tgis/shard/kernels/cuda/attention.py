@@ -16,7 +16,7 @@ from tgis.shard.kernels.cuda.turn_and_keep import keep
 from tgis.shard.memory.kv_cache import KVCache
 
 
-class Tile(NamedTuple):
+class QueryTile(NamedTuple):
     """Consecutive new tokens of one sequence."""
 
     row: int  # row in the block tables
@@ -33,7 +33,7 @@ class CudaPlan:
     slot_mapping: Tensor  # int64 [num_tokens]; not used by cross-attention
     block_tables: Tensor  # int32 [num_rows, max_blocks]
     segments: Segments  # of the sequences of the first tokens
-    tiles: Tensor  # int32 [num_tiles, 5], a `Tile` per row, for the other tokens
+    tiles: Tensor  # int32 [num_tiles, 5], a `QueryTile` per row, for the other tokens
     max_seq_len: int  # upper bound on the lengths of sequences
 
     def copy_into(self, fixed: "CudaPlan") -> None:
@@ -63,7 +63,7 @@ class CudaAttention:
         spans = []
         for row, (begin, end) in enumerate(() if are_single else pairwise(begins)):
             position = 0 if kind == "cross" else lengths[row] - (end - begin)
-            spans.append(Tile(row, begin, end - begin, position, lengths[row]))
+            spans.append(QueryTile(row, begin, end - begin, position, lengths[row]))
         tiles = torch.tensor(list(cut_tiles(spans, self.tile_tokens)), dtype=torch.int32).view(-1, 5)
         slots = layout.positions if kind == "cross" else self._find_slots(layout)
         seq_lens = layout.seq_lens if are_single else layout.seq_lens[:0]
@@ -126,8 +126,8 @@ class CudaAttention:
         return slots.where(slots >= 0, dummy_slot)
 
 
-def cut_tiles(spans: Iterable[Tile], max_tokens: int) -> Iterator[Tile]:
+def cut_tiles(spans: Iterable[QueryTile], max_tokens: int) -> Iterator[QueryTile]:
     """Split spans, tiles with any number of tokens, into tiles of up to `max_tokens` tokens."""
     for row, first, count, position, seq_len in spans:
         for start in range(0, count, max_tokens):
-            yield Tile(row, first + start, min(max_tokens, count - start), position + start, seq_len)
+            yield QueryTile(row, first + start, min(max_tokens, count - start), position + start, seq_len)

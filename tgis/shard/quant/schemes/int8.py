@@ -6,8 +6,8 @@ from torch import Tensor
 
 from tgis.shard.checkpoint.codes import CodeLayout, Codes
 from tgis.shard.checkpoint.tensors import ALL, Stored
-from tgis.shard.quant.interface import MatrixRole
-from tgis.shard.quant.schemes.rounding import round_to_integers
+from tgis.shard.quant.interface import MatrixRole, Rounder
+from tgis.shard.quant.schemes.portable_rounder import PORTABLE
 
 GROUP = 128
 LAYOUT = CodeLayout(torch.int8, 8, GROUP, rounds_activations=True)
@@ -15,18 +15,21 @@ LAYOUT = CodeLayout(torch.int8, 8, GROUP, rounds_activations=True)
 
 class Int8:
     layout = LAYOUT
-    table_layout = None
-    bytes_per_weight = LAYOUT.bytes_per_weight
+    table_layout = sensitive_layout = None
 
-    def encode(self, role: MatrixRole, stored: Stored) -> Stored:
-        return Rounded(stored) if role in ("linear", "sensitive", "head") else stored
+    def count_bytes_per_weight(self, sensitive_share: float) -> float:
+        return LAYOUT.bytes_per_weight
+
+    def encode(self, role: MatrixRole, stored: Stored, rounder: Rounder = PORTABLE) -> Stored:
+        return Rounded(stored, rounder) if role in ("linear", "sensitive", "head") else stored
 
 
 class Rounded:
     """View of a matrix that rounds its weights. The groups of a part begin at the part's first column, so
     that each rank rounds its part by itself."""
 
-    def __init__(self, stored: Stored):
+    def __init__(self, stored: Stored, rounder: Rounder = PORTABLE):
+        self._rounder = rounder
         self._stored = stored
         self.shape = stored.shape
         self.label = stored.label
@@ -38,9 +41,9 @@ class Rounded:
         return LAYOUT
 
     def codes(self, rows: slice = ALL, columns: slice = ALL) -> Codes:
-        return round_weights(self._stored.read(rows, columns))
+        return self._rounder.round_to_integers(self._stored.read(rows, columns), LAYOUT)
 
 
 def round_weights(weights: Tensor) -> Codes:
     """Round float weights [num_rows, num_columns]."""
-    return round_to_integers(weights, LAYOUT, 127)
+    return PORTABLE.round_to_integers(weights, LAYOUT)

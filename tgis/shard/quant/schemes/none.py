@@ -1,14 +1,17 @@
 """Scheme `none`: weights stay as they are in the checkpoint."""
 
 from tgis.shard.checkpoint.tensors import Stored
-from tgis.shard.quant.interface import MatrixRole
+from tgis.shard.quant.interface import MatrixRole, Rounder
+from tgis.shard.quant.schemes.portable_rounder import PORTABLE
 
 
 class Unquantized:
-    layout = table_layout = None
-    bytes_per_weight = 0.0  # no weights are quantized
+    layout = table_layout = sensitive_layout = None
 
-    def encode(self, role: MatrixRole, stored: Stored) -> Stored:
+    def count_bytes_per_weight(self, sensitive_share: float) -> float:
+        return 0.0  # no weights are quantized
+
+    def encode(self, role: MatrixRole, stored: Stored, rounder: Rounder = PORTABLE) -> Stored:
         return stored
 
 

@@ -2,6 +2,7 @@
 that contains infinity or NaN has scale NaN; a group with only tiny magnitudes becomes zeros."""
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,16 +13,16 @@ from tgis.shard.checkpoint.codes import CodeLayout, Codes
 # Rounds weights of any float type, [num_rows, num_columns]. Groups begin at the first column.
 Rounding = Callable[[Tensor, CodeLayout], Codes]
 
-_TINY = 1e-30  # groups whose largest magnitude is smaller become zeros
+TINY = 1e-30  # groups whose largest magnitude is smaller become zeros
 _ZERO, _ONE, _NAN = torch.tensor(0.0), torch.tensor(1.0), torch.tensor(float("nan"))
 
 
-def round_to_integers(weights: Tensor, layout: CodeLayout, num_steps: float) -> Codes:
+def round_to_integers(weights: Tensor, layout: CodeLayout) -> Codes:
     """Round to integers of `layout.bits` bits, half to even. A scale is the group's largest magnitude divided
-    by `num_steps`."""
+    by the largest integer."""
     groups, magnitudes, largest = _split(weights, layout)
-    steps = torch.tensor(num_steps)
     bound = 1 << (layout.bits - 1)
+    steps = torch.tensor(bound - 1.0)
     values = torch.mul(groups, _divide(steps, largest), out=magnitudes).round_().clamp_(-bound, bound - 1)
     return _join(weights, layout, values.to(layout.dtype), largest / steps)
 
@@ -49,16 +50,25 @@ def round_to_table(weights: Tensor, layout: CodeLayout) -> Codes:
     return _join(weights, layout, codes, largest)
 
 
+def pad_groups(weights: Tensor, group: int, mode: Literal["constant", "replicate"]) -> Tensor:
+    """Return weights, contiguous, whose rows are padded to whole groups with zeros or with their last
+    values."""
+    padding = -weights.shape[1] % group
+    if not padding:
+        return weights.contiguous()
+    return F.pad(weights.unsqueeze(0), (0, padding), mode=mode)[0]
+
+
 def _split(weights: Tensor, layout: CodeLayout) -> tuple[Tensor, Tensor, Tensor]:
     """Return weights and magnitudes, float32 [num_rows, num_groups, group], and the groups' largest
     magnitudes, [num_rows, num_groups, 1]. The last group is zero-padded."""
     group = layout.group or weights.shape[1]
-    padded = F.pad(weights, (0, -weights.shape[1] % group)).float()
+    padded = pad_groups(weights, group, "constant").float()
     groups = padded.view(len(weights), padded.shape[1] // group, group)
     magnitudes = groups.abs()
     largest = magnitudes.amax(-1, keepdim=True)
     largest = torch.where(largest.isfinite(), largest, _NAN)
-    return groups, magnitudes, torch.where(largest < _TINY, _ZERO, largest)
+    return groups, magnitudes, torch.where(largest < TINY, _ZERO, largest)
 
 
 def _divide(number: Tensor, largest: Tensor) -> Tensor:

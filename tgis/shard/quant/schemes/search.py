@@ -1,17 +1,17 @@
 """Rounding to integers of few bits with a scale and an offset per group. A search tries several ranges of
 values, the group's own range and narrower ones. For each, it fits scale and offset by linear regression of
-the weights on their codes, and it keeps the fit with the least squared error."""
+the weights on their codes, and it keeps the fit with the least squared error. The order of sums is fixed, so
+that compiled versions have the same bits."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tgis.shard.checkpoint.codes import CodeLayout, Codes
+from tgis.shard.quant.schemes.rounding import TINY, pad_groups
 
 RANGES = (1.0, 0.95, 0.9, 0.85)
 """Widths of the ranges that are tried, relative to the group's own range."""
 _CHUNK = 1 << 17  # weights per pass, so that operands and results fit a core's cache
-_TINY = 1e-30  # groups whose largest magnitude is smaller become zeros
 
 
 def round_with_offsets(weights: Tensor, layout: CodeLayout) -> Codes:
@@ -19,8 +19,7 @@ def round_with_offsets(weights: Tensor, layout: CodeLayout) -> Codes:
     or NaN has scale NaN. The last group of a row is padded with the row's last weight."""
     num_rows, num_columns = weights.shape
     group = layout.group or num_columns
-    if num_columns % group:
-        weights = F.pad(weights.unsqueeze(0), (0, -num_columns % group), mode="replicate")[0]
+    weights = pad_groups(weights, group, "replicate")
     groups = weights.reshape(-1, group)
     values = torch.empty(groups.shape, dtype=torch.int8)
     scales, offsets = torch.empty(2, len(groups))
@@ -44,8 +43,9 @@ def _search(x: Tensor, bits: int, codes: Tensor, products: Tensor) -> tuple[Tens
     """Return scales and offsets, rounded to float16, of groups x, [group, num_groups], and write their codes
     to `codes`. `products` is scratch memory, because allocating it would take most of the time."""
     low, high = x.amin(0), x.amax(0)
-    is_finite = (high - low).isfinite()
     middle = (low + high) / 2
+    total = _fold(products.copy_(x)).clone()
+    is_finite = (high - low).isfinite() & total.isfinite()
     least_error = torch.full_like(low, torch.inf)
     scale = torch.zeros_like(low)
     offset = middle
@@ -53,15 +53,14 @@ def _search(x: Tensor, bits: int, codes: Tensor, products: Tensor) -> tuple[Tens
         step = (high - low) * (width / ((1 << bits) - 1))
         # The range of codes is symmetric around -1/2.
         _round(x, step, middle + step / 2, bits, codes)
-        error, *fit = _fit(x, codes, products)
+        error, *fit = _fit(x, codes, total / len(x), products)
         is_better = error < least_error
         least_error = torch.where(is_better, error, least_error)
         scale, offset = (torch.where(is_better, *pair) for pair in zip(fit, (scale, offset), strict=True))
-    is_zero = torch.maximum(low.abs(), high.abs()) < _TINY
+    is_zero = torch.maximum(low.abs(), high.abs()) < TINY
     scale, offset = (torch.where(is_zero, 0.0, each).half().float() for each in (scale, offset))
-    scale = torch.where(is_finite & offset.isfinite(), scale, torch.nan)
     _round(x, scale, offset, bits, codes)
-    return scale, offset
+    return torch.where(is_finite & offset.isfinite(), scale, torch.nan), offset
 
 
 def _round(x: Tensor, scale: Tensor, offset: Tensor, bits: int, codes: Tensor) -> None:
@@ -71,12 +70,23 @@ def _round(x: Tensor, scale: Tensor, offset: Tensor, bits: int, codes: Tensor) -
     codes.round_().clamp_(-bound, bound - 1)
 
 
-def _fit(x: Tensor, codes: Tensor, products: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _fit(x: Tensor, codes: Tensor, mean: Tensor, products: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Fit scale and offset of each group by least squares. Return the squared error minus that of the group's
     mean, the scale and the offset."""
     count = len(x)
-    mean, centre = x.mean(0), codes.mean(0)
+    # Sums of integers are exact in any order.
+    centre = codes.sum(0) / count
     spread = torch.mul(codes, codes, out=products).sum(0) - count * centre * centre
-    shared = torch.mul(x, codes, out=products).sum(0) - count * mean * centre
+    shared = _fold(torch.mul(x, codes, out=products)) - count * mean * centre
     scale = torch.where(spread > 0, shared / spread, 0.0)
     return -shared * scale, scale, mean - scale * centre
+
+
+def _fold(x: Tensor) -> Tensor:
+    """Return the sum of the rows of x: the upper half of the rows is added to the lower half until one row is
+    left. This overwrites x."""
+    while len(x) > 1:
+        half = (len(x) + 1) // 2
+        x[: len(x) - half].add_(x[half:])
+        x = x[:half]
+    return x[0]

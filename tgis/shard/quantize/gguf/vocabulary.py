@@ -22,7 +22,7 @@ from tgis.convert.gguf.tokenizer import (
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
-    Vocabulary,
+    GgufVocabulary,
     list_merges,
     make_tokenizer,
 )
@@ -70,7 +70,7 @@ def describe_tokenizer(directory: Path, vocab_size: int) -> dict[str, Value]:
 def check_tokenizer(directory: Path, metadata: Metadata) -> None:
     """Check that metadata represent the tokenizer in a directory. Raises QuantizeError and
     ConversionError."""
-    tokenizer, vocabulary = _load(directory / FILE), Vocabulary(metadata)
+    tokenizer, vocabulary = _load(directory / FILE), GgufVocabulary(metadata)
     read_back = make_tokenizer(vocabulary)
     for text in _list_probes(tokenizer):
         if read_back.encode(text).ids != tokenizer.encode(text).ids:
@@ -81,7 +81,7 @@ def check_tokenizer(directory: Path, metadata: Metadata) -> None:
         raise QuantizeError(f"{directory / FILE}: the merges are not in the order of a SentencePiece model")
 
 
-def _has_merges(vocabulary: Vocabulary, tokenizer: Tokenizer) -> bool:
+def _has_merges(vocabulary: GgufVocabulary, tokenizer: Tokenizer) -> bool:
     """Return True if the scores of a vocabulary imply the tokenizer's merges. Ignores merges of control
     tokens, which SentencePiece never applies, and the order of pairs that form the same token."""
     implied = list_merges(vocabulary)

@@ -9,8 +9,10 @@ from tgis.shard.kernels.cuda.implementations import Implementations
 from tgis.shard.memory.kv_cache import KVCache
 from tgis.shard.models.interface import Model
 from tgis.shard.models.spec import DecoderSpec, EncoderDecoderSpec
+from tgis.shard.runner.batch_builder import BatchBuilder
 from tgis.shard.runner.device.device_rows import allocate_rows
 from tgis.shard.runner.device.device_step import DeviceModel
+from tgis.shard.runner.device.device_table import DeviceTable
 from tgis.shard.runner.device.model_runner import DeviceModelRunner
 from tgis.shard.runner.device.step_packer import StepPacker
 from tgis.shard.runner.device.stream import DeviceStream
@@ -38,9 +40,11 @@ def make_device_runner(
     group_size = spec.num_heads // info.world_size // cache.num_kv_heads
     attention = CudaAttention(cache, kernels, group_size)
     state = allocate_rows(max_rows, limits, num_blocks, stream.device)
-    table = StepPacker(max_rows, limits, stream.device, adapters, attention, state)
+    table = DeviceTable(max_rows, limits, stream.device, adapters, state)
+    builder = BatchBuilder(table, attention, singles_first=True)
+    packer = StepPacker(table, attention, state)
     on = DeviceModel(model, attention, kernels, state, has_long=limits.rope_switch_len > 0)
     described = pb.InfoResponse(num_blocks=num_blocks)
     described.MergeFrom(info)
     described.num_blocks = num_blocks
-    return DeviceModelRunner(on, stream, table, guides, described, adapters, memory_left)
+    return DeviceModelRunner(on, stream, builder, packer, guides, described, adapters, memory_left)

@@ -115,12 +115,12 @@ class EagerStep:
 class FixedSteps:
     """Fixed memory of captured steps. All sizes read their staged arrays from the same address."""
 
-    def __init__(self, on: DeviceModel, table: StepPacker, max_rows: int, stream: DeviceStream):
+    def __init__(self, on: DeviceModel, packer: StepPacker, max_rows: int, stream: DeviceStream):
         self._on = on
-        self._table = table
+        self._packer = packer
         self._max_rows = max_rows
         self._device = stream.device
-        shapes = [array.shape for array in table.idle_step(GraphSize(max_rows, MAX_PROMPT_TOKENS))]
+        shapes = [array.shape for array in packer.idle_step(GraphSize(max_rows, MAX_PROMPT_TOKENS))]
         _, num_words = place_arrays([prod(shape) for shape in shapes])
         self.staged = torch.zeros(num_words, dtype=torch.int32, device=self._device)
         self.answers = torch.zeros((max_rows, 2), dtype=torch.int32, device=self._device)
@@ -136,11 +136,11 @@ class FixedSteps:
 
     def make_parts(self, size: GraphSize, uploads: Uploads) -> StepParts:
         """Return the parts of a step of this size, and stage a step of idle rows for them."""
-        arrays = self._table.idle_step(size)
+        arrays = self._packer.idle_step(size)
         uploads.send_to(self.staged, arrays)
         staged = StagedStep(*view_arrays(self.staged, [array.shape for array in arrays]))
         tensors = StepTensors.empty(size.num_tokens, size.num_rows, size.num_rows, self._device)
-        inputs = self._on.make_inputs(staged, tensors, self._table.fixed_size(size))
+        inputs = self._on.make_inputs(staged, tensors, self._packer.fixed_size(size))
         num_sampled = len(arrays.sampled_x)
         logits = self.logits[:num_sampled]
         answers = self.answers[:num_sampled]

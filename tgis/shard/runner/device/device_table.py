@@ -13,13 +13,11 @@ import torch
 
 from tgis.pb import shard_pb2 as pb
 from tgis.shard.adapters.registry import LoadedAdapters
-from tgis.shard.attention.interface import Attention
 from tgis.shard.kernels.cuda.step_state import MAX_BIASES, MAX_STOP_IDS, Flag, RowState
-from tgis.shard.runner.batch_builder import BatchBuilder, Blocks, Layout
 from tgis.shard.runner.columns import NOT_WANTED, read_column
 from tgis.shard.runner.device.device_rows import CountedTokens, RowUpdates, count_tokens, make_words
 from tgis.shard.runner.device.uploads import Words
-from tgis.shard.runner.row_table import Booleans, Integers, RowLimits, TokenIds
+from tgis.shard.runner.row_table import Blocks, Booleans, Integers, Layout, RowLimits, RowTable, TokenIds
 
 # Bits of answers, as integers because access to enumeration members is slow.
 HAS_SAMPLED = int(Flag.SAMPLED)
@@ -34,7 +32,7 @@ class SampledRows(NamedTuple):
     positions: Integers  # [n]
 
 
-class DeviceTable(BatchBuilder):
+class DeviceTable(RowTable):
     """Row table with a copy of the rows on a device, in `state`."""
 
     def __init__(
@@ -43,10 +41,9 @@ class DeviceTable(BatchBuilder):
         limits: RowLimits,
         device: torch.device,
         adapters: LoadedAdapters,
-        attention: Attention,
         state: RowState,
     ):
-        super().__init__(max_rows, limits, device, adapters, attention)
+        super().__init__(max_rows, limits, device, adapters)
         self.seen = self._counted = CountedTokens(state.token_counts)
         self._sequence_numbers = np.zeros(max_rows, np.int64)  # incremented when a row's sequence changes
         self._host_paths = np.zeros(max_rows, np.int64)  # StepPath: why the host must sample the row
@@ -73,7 +70,7 @@ class DeviceTable(BatchBuilder):
     def open(self, message: pb.OpenRow) -> str | None:
         problem = super().open(message)
         row = message.row
-        params = self._rows[row]
+        params = self.rows[row]
         self._sequence_numbers[row] += 1
         self._host_paths[row] = _find_host_path(message, params)
         penalties = params["repetition_penalty"] != 1, params["presence_penalty"], params["frequency_penalty"]
@@ -103,9 +100,6 @@ class DeviceTable(BatchBuilder):
         """Send the words of rows again with the next step."""
         self._stale.update(rows.tolist())
 
-    def have_ended(self, rows: Integers) -> Booleans:
-        return self._ended[rows]
-
     def find_host_path(self, request: pb.StepRequest) -> pb.StepPath:
         """Return why the host must sample in a step; unspecified if the device can."""
         if request.draft_ids or request.max_drafts:
@@ -113,21 +107,21 @@ class DeviceTable(BatchBuilder):
         rows, starts, ends = (
             read_column(column).astype(np.int64) for column in (request.rows, request.starts, request.ends)
         )
-        is_reported = (self._input_from[rows] != NOT_WANTED) & (starts < self._rows["prompt_len"][rows])
+        is_reported = (self.input_from[rows] != NOT_WANTED) & (starts < self.rows["prompt_len"][rows])
         if is_reported.any():
             return pb.STEP_PATH_DETAILS
-        paths = self._host_paths[rows[(ends == self._lengths[rows]) & ~self._ended[rows]]]
+        paths = self._host_paths[rows[(ends == self.lengths[rows]) & ~self.ended[rows]]]
         return cast(pb.StepPath, int(paths.max(initial=pb.STEP_PATH_UNSPECIFIED)))
 
     def name_sampled(self, rows: Integers) -> SampledRows:
-        return SampledRows(rows, self._sequence_numbers[rows], self._lengths[rows])
+        return SampledRows(rows, self._sequence_numbers[rows], self.lengths[rows])
 
     def plan_tokens(self, rows: Integers) -> None:
         """Extend rows by the token that they sample in the launched step, unless they end earlier."""
-        lengths = self._lengths[rows]
-        self._token_ids[rows, lengths] = -1
-        self._lengths[rows] = lengths + 1
-        self._ended[rows] |= lengths + 1 >= self._end[rows]
+        lengths = self.lengths[rows]
+        self.token_ids[rows, lengths] = -1
+        self.lengths[rows] = lengths + 1
+        self.ended[rows] |= lengths + 1 >= self.limit[rows]
 
     def apply(
         self, sampled: SampledRows, token_ids: TokenIds, flags: Words
@@ -136,11 +130,11 @@ class DeviceTable(BatchBuilder):
         their tokens, and True where the sequence has ended."""
         is_current = self._sequence_numbers[sampled.rows] == sampled.sequence_numbers
         has_ended = (flags & HAS_ENDED) != 0
-        self._ended[sampled.rows[is_current & has_ended]] = True
+        self.ended[sampled.rows[is_current & has_ended]] = True
         kept = is_current & ((flags & HAS_SAMPLED) != 0)
         rows = sampled.rows[kept]
         token_ids = token_ids[kept]
-        self._token_ids[rows, sampled.positions[kept]] = token_ids
+        self.token_ids[rows, sampled.positions[kept]] = token_ids
         return rows, token_ids, has_ended[kept]
 
     def take_blocks(self) -> Words:
@@ -157,7 +151,7 @@ class DeviceTable(BatchBuilder):
         opened = np.array(sorted(self._opened), np.int64)
         self._stale.clear()
         self._opened.clear()
-        num_biases = self._ragged["bias_token_ids"].lengths[opened].clip(max=MAX_BIASES)
+        num_biases = self.ragged["bias_token_ids"].lengths[opened].clip(max=MAX_BIASES)
         biased = opened[self._is_biased[opened] | (num_biases > 0)]
         self._is_biased[opened] = num_biases > 0
         counted = opened[self._has_counts[opened]]
@@ -165,7 +159,7 @@ class DeviceTable(BatchBuilder):
             rows=rows.astype(np.int32),
             words=self._make_words(rows),
             opened_rows=opened.astype(np.int32),
-            stop_ids=_widen(self._ragged["eos_token_ids"].take(opened), MAX_STOP_IDS),
+            stop_ids=_widen(self.ragged["eos_token_ids"].take(opened), MAX_STOP_IDS),
             cross_blocks=_stack(map(self._list_cross_blocks, opened.tolist()), 3),
             unbiased_rows=biased.astype(np.int32),
             biases=_stack(map(self._list_biases, biased.tolist()), 4),
@@ -173,23 +167,23 @@ class DeviceTable(BatchBuilder):
             counts=_stack(map(self._list_counts, counted.tolist()), 3),
         )
 
-    def _append_blocks(self, rows: Integers, counts: Integers, blocks: Blocks) -> None:
-        before = self._num_blocks[rows]
+    def append_blocks(self, rows: Integers, counts: Integers, blocks: Blocks) -> None:
+        before = self.num_blocks[rows]
         added = Layout.of(before, before + counts)
         fresh = _columns(rows[added.sequence], added.positions, blocks)
         # Ended rows need no blocks. Sent late, their blocks could reach the table of the row's next sequence.
-        self._fresh_blocks.append(fresh[~self._ended[fresh[:, 0]]])
-        super()._append_blocks(rows, counts, blocks)
+        self._fresh_blocks.append(fresh[~self.ended[fresh[:, 0]]])
+        super().append_blocks(rows, counts, blocks)
 
     def _make_words(self, rows: Integers) -> Words:
-        state = self._rows[rows]
-        lengths = self._lengths[rows]
-        eos = self._ragged["eos_token_ids"]
-        biases = self._ragged["bias_token_ids"]
-        switch_len = self._limits.rope_switch_len
+        state = self.rows[rows]
+        lengths = self.lengths[rows]
+        eos = self.ragged["eos_token_ids"]
+        biases = self.ragged["bias_token_ids"]
+        switch_len = self.limits.rope_switch_len
         return make_words(
             state,
-            last_token=self._token_ids[rows, np.maximum(lengths - 1, 0)],
+            last_token=self.token_ids[rows, np.maximum(lengths - 1, 0)],
             is_long=state["opened_len"] > switch_len if switch_len else np.zeros_like(lengths),
             num_stop_ids=eos.lengths[rows].clip(max=MAX_STOP_IDS),
             num_biases=biases.lengths[rows].clip(max=MAX_BIASES),
@@ -197,21 +191,21 @@ class DeviceTable(BatchBuilder):
         )
 
     def _list_cross_blocks(self, row: int) -> Words:
-        count = -(-int(self._rows["encoder_len"][row]) // self._block_size)
-        count = min(count, self._cross_tables.shape[1]) if self._limits.is_encoder_decoder else 0
-        return _columns(row, np.arange(count), self._cross_tables[row, :count])
+        count = -(-int(self.rows["encoder_len"][row]) // self.block_size)
+        count = min(count, self.cross_tables.shape[1]) if self.limits.is_encoder_decoder else 0
+        return _columns(row, np.arange(count), self.cross_tables[row, :count])
 
     def _list_biases(self, row: int) -> Words:
         token_ids, biases = (
-            self._ragged[name].take(np.array([row]))[0, :MAX_BIASES] for name in ("bias_token_ids", "biases")
+            self.ragged[name].take(np.array([row]))[0, :MAX_BIASES] for name in ("bias_token_ids", "biases")
         )
         return _columns(row, np.arange(len(token_ids)), token_ids, biases.view(np.int32))
 
     def _list_counts(self, row: int) -> Words:
-        token_ids = self._token_ids[row]
-        prompt_len = int(self._rows["prompt_len"][row])
-        first = self._row_adapters.count_virtual(row)
-        ids, counts = count_tokens(token_ids[first:prompt_len], token_ids[prompt_len : self._lengths[row]])
+        token_ids = self.token_ids[row]
+        prompt_len = int(self.rows["prompt_len"][row])
+        first = self.row_adapters.count_virtual(row)
+        ids, counts = count_tokens(token_ids[first:prompt_len], token_ids[prompt_len : self.lengths[row]])
         return _columns(row, ids, counts)
 
 

@@ -15,7 +15,7 @@ from tgis.shard.adapters.registry import LoadedAdapters
 from tgis.shard.kernels.cuda.step_state import StagedStep
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.models.interface import EncodingModel
-from tgis.shard.runner.batch_builder import Work
+from tgis.shard.runner.batch_builder import BatchBuilder, Work
 from tgis.shard.runner.device.device_rows import RowUpdates, apply_updates
 from tgis.shard.runner.device.device_step import DeviceModel, EagerStep, FixedSteps
 from tgis.shard.runner.device.graphs import CapturedStep, StepGraphs, StepParts
@@ -59,7 +59,8 @@ class DeviceModelRunner:
         self,
         on: DeviceModel,
         stream: DeviceStream,
-        table: StepPacker,
+        builder: BatchBuilder,
+        packer: StepPacker,
         guides: Guides,
         info: pb.InfoResponse,
         adapters: LoadedAdapters,
@@ -70,17 +71,19 @@ class DeviceModelRunner:
         self.model = on.model
         self._on = on
         self._stream = stream
-        self._table = table
+        self._table = packer.table
+        self._builder = builder
+        self._packer = packer
         self._guides = guides
         guides.unpacks_masks = False
         max_rows = on.state.idle_row
         self._uploads = Uploads(stream, STAGED_WORDS)
         self._masks = MaskUploads(stream, on.state)
         self._answer_slots = PinnedRing(stream, max_rows * 2)
-        self._fixed = FixedSteps(on, table, max_rows, stream)
+        self._fixed = FixedSteps(on, packer, max_rows, stream)
         self.graphs = StepGraphs(stream, self._make_parts, memory_left)
         self._is_answering = info.rank == 0
-        self._sampler = HostSampler(self.model, self._compute, table, guides, self._is_answering)
+        self._sampler = HostSampler(self.model, self._compute, self._table, guides, self._is_answering)
         self._launched = deque[PendingStep]()  # steps whose answers have not been applied to the table
         self._clock = Clock()
 
@@ -105,7 +108,7 @@ class DeviceModelRunner:
         if host_path:
             self._wait_for_answers()
         has_encoded = self._encode(request)
-        work = self._table.find_work(request)
+        work = self._builder.find_work(request)
         if work is None:
             self._send_updates()
             response.forward_ns = time.perf_counter_ns() - began
@@ -120,7 +123,7 @@ class DeviceModelRunner:
 
     def _encode(self, request: pb.StepRequest) -> bool:
         """Queue the encoder's work. Return False if there is none."""
-        inputs = self._table.pack_encoder(request.opened_rows)
+        inputs = self._builder.pack_encoder(request.opened_rows)
         if inputs is None:
             return False
         model = self.model
@@ -130,9 +133,9 @@ class DeviceModelRunner:
         return True
 
     def _queue_forward(self, work: Work, has_encoded: bool = False) -> QueuedStep:
-        arrays, size = self._table.pack_step(work, self._table.take_blocks())
-        virtual = self._table.virtual_tokens(work)
-        adapters = self._table.token_adapters(work)
+        arrays, size = self._packer.pack_step(work, self._table.take_blocks())
+        virtual = self._packer.virtual_tokens(work)
+        adapters = self._packer.token_adapters(work)
         captured = self._find_captured(arrays, size)
         path = pb.STEP_PATH_GRAPH
         if has_encoded or virtual is not None or work.input_spans:
@@ -162,13 +165,13 @@ class DeviceModelRunner:
 
     def _find_captured(self, arrays: StagedArrays, size: StagedSize) -> CapturedStep | None:
         captured = self.graphs.find(size.num_single, size.num_tokens - size.num_single)
-        if captured is None or not self._table.find_capacity(captured.size).holds(arrays):
+        if captured is None or not self._packer.find_capacity(captured.size).holds(arrays):
             return None
         return captured
 
     def _replay_forward(self, arrays: StagedArrays, captured: CapturedStep, num_single: int) -> QueuedStep:
         self._send_updates()
-        self._uploads.send_to(self._fixed.staged, self._table.pad_step(arrays, captured.size, num_single))
+        self._uploads.send_to(self._fixed.staged, self._packer.pad_step(arrays, captured.size, num_single))
         captured.forward.replay()
         has_prompts = captured.size.num_prompt_tokens > 0
         count = len(arrays.sampled_x)
@@ -228,7 +231,7 @@ class DeviceModelRunner:
         while any(np.isin(guided, pending.sampled.rows).any() for pending in self._launched):
             self._launched[0].finish()
             self._apply_answers()
-        live = guided[~self._table.have_ended(guided)]
+        live = guided[~self._table.ended[guided]]
         masks, problems = self._guides.pack_masks(live)
         failed = live[list(problems)]
         self._masks.send(live[masks.at], masks, failed)
@@ -237,9 +240,9 @@ class DeviceModelRunner:
             report_problem(response, problem, self._is_answering)
         self._table.fail(failed)
 
-    def _compute(self, work: Work) -> Outputs:
-        """Compute work and wait for the result."""
-        return self._wait_for_outputs(self._queue_forward(work))
+    def _compute(self, rows: Integers) -> Outputs:
+        """Compute the last tokens of rows again and wait for the result."""
+        return self._wait_for_outputs(self._queue_forward(self._builder.find_last(rows)))
 
     def _wait_for_outputs(self, step: QueuedStep) -> Outputs:
         self._stream.record().wait()

@@ -3,10 +3,8 @@
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from tgis.shard.adapters.registry import LoadedAdapters
-from tgis.shard.kernels.cuda.attention import CudaAttention, Tile, cut_tiles
+from tgis.shard.kernels.cuda.attention import CudaAttention, QueryTile, cut_tiles
 from tgis.shard.kernels.cuda.step_state import RowState
 from tgis.shard.layers.lora import TokenAdapters
 from tgis.shard.models.interface import VirtualTokens
@@ -14,7 +12,7 @@ from tgis.shard.runner.batch_builder import Work
 from tgis.shard.runner.device.device_table import DeviceTable
 from tgis.shard.runner.device.uploads import Words
 from tgis.shard.runner.graph_sizes import GraphSize
-from tgis.shard.runner.row_table import Integers, RowLimits, TokenIds
+from tgis.shard.runner.row_table import Integers
 
 MAX_PROMPTS = 8  # per captured step
 
@@ -55,42 +53,36 @@ class Capacity(NamedTuple):
         return all(count <= maximum for count, maximum in zip(needed, self, strict=True))
 
 
-class StepPacker(DeviceTable):
-    """Row table that packs steps for a device."""
+class StepPacker:
+    """Packer of steps of a table's rows for a device."""
 
-    def __init__(
-        self,
-        max_rows: int,
-        limits: RowLimits,
-        device: torch.device,
-        adapters: LoadedAdapters,
-        attention: CudaAttention,
-        state: RowState,
-    ):
-        super().__init__(max_rows, limits, device, adapters, attention, state)
+    def __init__(self, table: DeviceTable, attention: CudaAttention, state: RowState):
+        self.table = table
+        self._block_size = table.block_size
         self._tile_tokens = attention.tile_tokens
         self._idle_row = state.idle_row
         self._dummy_slot = state.dummy_slot
 
     def virtual_tokens(self, work: Work) -> VirtualTokens | None:
-        return self._row_adapters.virtual_tokens("decoder", work.rows, work.starts, work.layout.begins)
+        return self.table.row_adapters.virtual_tokens("decoder", work.rows, work.starts, work.layout.begins)
 
     def token_adapters(self, work: Work) -> TokenAdapters | None:
-        return self._row_adapters.token_adapters(work.rows, work.layout.sequence)
+        return self.table.row_adapters.token_adapters(work.rows, work.layout.sequence)
 
     def pack_step(self, work: Work, new_blocks: Words) -> tuple[StagedArrays, StagedSize]:
+        table = self.table
         rows = work.rows
         ends = work.ends
         layout = work.layout
-        assert (ends <= self._num_blocks[rows] * self._block_size).all(), "work without cache blocks"
+        assert (ends <= table.num_blocks[rows] * self._block_size).all(), "work without cache blocks"
         row = rows[layout.sequence]  # [num_tokens]
         counts = ends - work.starts  # [num_seqs]
-        encoder_lens = self._rows["encoder_len"][rows] if self._limits.is_encoder_decoder else ends[:0]
+        encoder_lens = table.rows["encoder_len"][rows] if table.limits.is_encoder_decoder else ends[:0]
         arrays = StagedArrays(
             seq_rows=rows.astype(np.int32),
             seq_ends=ends.astype(np.int32),
             token_rows=row.astype(np.int32),
-            token_ids=self._token_ids[row, layout.positions],
+            token_ids=table.token_ids[row, layout.positions],
             positions=layout.positions.astype(np.int32),
             slots=self._find_slots(row, layout.positions),
             new_blocks=new_blocks,
@@ -134,7 +126,7 @@ class StepPacker(DeviceTable):
 
         sampled_rows, sampled_x = self._pad_samples(arrays, size, num_single)
         tiles = arrays.tiles.copy()
-        tiles[:, Tile._fields.index("first")] += gap
+        tiles[:, QueryTile._fields.index("first")] += gap
         return StagedArrays(
             seq_rows=_pad(arrays.seq_rows[:num_single], size.num_rows, idle),
             seq_ends=_pad(arrays.seq_ends[:num_single], size.num_rows, 0),
@@ -170,28 +162,12 @@ class StepPacker(DeviceTable):
 
     def fixed_size(self, size: GraphSize) -> StagedSize:
         """Return the size of a captured step, with the maximum for the unknown lengths of its sequences."""
-        longest = self._limits.max_sequence_length
+        longest = self.table.limits.max_sequence_length
         return StagedSize(size.num_tokens, size.num_rows, size.num_rows, longest, longest)
-
-    def _plain_work(self, rows: Integers, starts: Integers, ends: Integers) -> Work:
-        order = _order(ends - starts)
-        if order is not None:
-            rows, starts, ends = rows[order], starts[order], ends[order]
-        return super()._plain_work(rows, starts, ends)
-
-    def _draft_work(
-        self, rows: Integers, starts: Integers, ends: Integers, num_drafts: Integers, ids: TokenIds
-    ) -> Work:
-        order = _order(ends - starts + num_drafts)
-        if order is not None:
-            parts = np.split(ids, num_drafts.cumsum()[:-1])
-            ids = np.concatenate([parts[i] for i in order.tolist()])
-            rows, starts, ends, num_drafts = rows[order], starts[order], ends[order], num_drafts[order]
-        return super()._draft_work(rows, starts, ends, num_drafts, ids)
 
     def _find_slots(self, row: Integers, positions: Integers) -> Words:
         index, offset = np.divmod(positions, self._block_size)
-        return self._block_tables[row, index] * np.int32(self._block_size) + offset.astype(np.int32)
+        return self.table.block_tables[row, index] * np.int32(self._block_size) + offset.astype(np.int32)
 
     def _cut_tiles(self, work: Work, positions: Integers, seq_lens: Integers) -> Words:
         """Return the tiles of sequences with several new tokens. `positions` [num_seqs] has the position of
@@ -201,16 +177,8 @@ class StepPacker(DeviceTable):
         spans = []
         for i in np.flatnonzero(work.ends - work.starts > 1).tolist() if len(seq_lens) else ():
             count = begins[i + 1] - begins[i]
-            spans.append(Tile(int(work.rows[i]), begins[i], count, int(positions[i]), int(seq_lens[i])))
+            spans.append(QueryTile(int(work.rows[i]), begins[i], count, int(positions[i]), int(seq_lens[i])))
         return np.array(list(cut_tiles(spans, self._tile_tokens)), np.int32).reshape(-1, 5)
-
-
-def _order(counts: Integers) -> Integers | None:
-    """Return the order that puts sequences with a single new token first, or None if they are first."""
-    is_single = counts == 1
-    if not (is_single[1:] & ~is_single[:-1]).any():
-        return None
-    return np.argsort(~is_single, kind="stable")
 
 
 def _pad(array: Words, size: int, value: int) -> Words:

@@ -94,7 +94,7 @@ def _load_row(b: Any, scores: Any, num_groups: int) -> list[Any]:
     return [load(b, scores, I64(4 * LANES * v)) for v in range(num_groups)]
 
 
-def _update_maxima(b: Any, tile: "_Tile", rows: int) -> None:
+def _update_maxima(b: Any, tile: "_ScoreTile", rows: int) -> None:
     """Update the running maxima of a tile's rows. Write them and the factors of earlier sums to the tile's
     scratch memory. The factor of a row with an unchanged maximum is exactly 1."""
     row_maxima = []
@@ -112,7 +112,7 @@ def _update_maxima(b: Any, tile: "_Tile", rows: int) -> None:
     store(b, _exp(b, b.fsub(before, after, **FUSED)), tile.updates, I64(4 * LANES))
 
 
-def _write_weights(b: Any, tile: "_Tile", rows: Any) -> None:
+def _write_weights(b: Any, tile: "_ScoreTile", rows: Any) -> None:
     weight_sums = b.add(tile.sums, b.mul(b.sub(tile.length, I64(LANES)), I64(4)))
 
     def write_row(r: Any, _: list[Any]) -> list[Any]:
@@ -135,7 +135,7 @@ def _write_weights(b: Any, tile: "_Tile", rows: Any) -> None:
     llvm.loop(b, rows, [], write_row)
 
 
-class _Tile(NamedTuple):
+class _ScoreTile(NamedTuple):
     """Arguments of `update_softmax` and `update_masked_softmax`."""
 
     scores: Any
@@ -148,7 +148,7 @@ class _Tile(NamedTuple):
     element: Any
 
 
-def _update_tile(b: Any, tile: _Tile, rows: Any) -> None:
+def _update_tile(b: Any, tile: _ScoreTile, rows: Any) -> None:
     for_rows(b, rows, lambda num_rows: _update_maxima(b, tile, num_rows))
     _write_weights(b, tile, rows)
 
@@ -165,7 +165,7 @@ def update_softmax(
     receives two vectors: the maxima, and the factors by which the caller must multiply the other sums.
     element: a value of the weights' type (see `operands`)."""
     prefer_512_bits(b)
-    _update_tile(b, _Tile(scores, maxima, updates, sums, length, None, GROUPS, element), rows)
+    _update_tile(b, _ScoreTile(scores, maxima, updates, sums, length, None, GROUPS, element), rows)
 
 
 @llvm_function()
@@ -187,7 +187,7 @@ def update_masked_softmax(
     prefer_512_bits(b)
 
     def build(groups: int) -> None:
-        _update_tile(b, _Tile(scores, maxima, updates, sums, length, bounds, groups, element), rows)
+        _update_tile(b, _ScoreTile(scores, maxima, updates, sums, length, bounds, groups, element), rows)
 
     for_groups(b, num_groups, build)
 

@@ -8,13 +8,13 @@ from numba import carray
 
 from tgis.shard.kernels.cpu.gemm import pairs
 from tgis.shard.kernels.cpu.gemm.kernels import multiply
-from tgis.shard.kernels.cpu.gemm.operands import Kind
+from tgis.shard.kernels.cpu.gemm.operands import PanelKind
 from tgis.shard.kernels.cpu.gemm.panels import PANEL
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, next_unit, ordered, pointer
 from tgis.shard.kernels.cpu.jit.scalar_math import loaded, stored
 
 _F32, _BF16, _PAIR = np.float32(0), np.uint16(0), np.uint32(0)
-_PAIRS = Kind(4 * PANEL, element=_PAIR, factor=_PAIR, columns=pairs.COLUMNS, is_widened=False)
+_PAIRS = PanelKind(4 * PANEL, element=_PAIR, factor=_PAIR, columns=pairs.COLUMNS, is_widened=False)
 
 
 @ordered

@@ -32,7 +32,7 @@ from tgis.shard.kernels.cpu.gemm.launch import check_rows, choose_run
 from tgis.shard.kernels.cpu.gemm.panels import arena
 from tgis.shard.kernels.cpu.jit.compiler import empty
 
-_ROWS = 1 << 18  # approximate number of codes read and packed at a time
+_ROWS = 1 << 20  # approximate number of codes read and packed at a time
 _MIN_PARALLEL = 1 << 16  # minimum multiplications for several threads
 _MIN_LOOKED_UP = 1 << 13  # minimum looked-up numbers for several threads
 _MIN_COLUMNS = 16  # minimum columns of a piece; with fewer, scales need more memory than codes
@@ -324,7 +324,9 @@ def _arrange(codes: Codes, kind: Kind, pieces: _Pieces, order: Tensor | None) ->
     """Return the codes of a kind of products in the order of pieces, uint8 [num_rows, units * UNIT], and the
     group of each piece, int64 [num_pieces]."""
     layout = codes.layout
-    values = codes.values.view(torch.uint8) + _find_offset(layout, kind)
+    offset = _find_offset(layout, kind)
+    values = codes.values.view(torch.uint8)
+    values = values + offset if offset else values
     firsts = torch.arange(0, pieces.in_features, pieces.columns)  # of pieces
     if order is not None:
         assert codes.group_of is not None
@@ -332,11 +334,17 @@ def _arrange(codes: Codes, kind: Kind, pieces: _Pieces, order: Tensor | None) ->
         groups = codes.group_of[order[firsts]]
     else:
         groups = firsts // (layout.group or max(1, pieces.in_features))
-    whole = F.pad(values, (0, pieces.count * pieces.columns - values.shape[1]))
+    whole = _pad(values, pieces.count * pieces.columns)
     split = whole.view(len(values), pieces.count, pieces.columns)
-    padded = F.pad(split, (0, pieces.units * UNIT - pieces.columns)).flatten(1)
+    padded = _pad(split, pieces.units * UNIT).flatten(1)
     padded = padded[:, : ((pieces.count - 1) * pieces.units + pieces.last_units) * UNIT].contiguous()
     return padded, groups
+
+
+def _pad(codes: Tensor, width: int) -> Tensor:
+    """Return codes whose last axis is padded with zeros, or the codes themselves, because torch's function
+    always copies."""
+    return codes if codes.shape[-1] == width else F.pad(codes, (0, width - codes.shape[-1]))
 
 
 def _find_offset(layout: CodeLayout, kind: Kind) -> int:

@@ -78,7 +78,7 @@ def _make_tile(is_tall: bool) -> Any:
                 for place in target[:: _LINE // (4 * LANES)]:
                     llvm.prefetch_for_writing(b, place, I64(0))
             initial = _load_sums(b, _find_cells(b, sums, sums_stride, num_rows), is_first)
-            tile = _Tile(num_rows, x, weights, ahead, ahead_step, element)
+            tile = _PanelTile(num_rows, x, weights, ahead, ahead_step, element)
             totals = llvm.loop(b, count, initial, functools.partial(tile.add_column, b, prefetch))
             for place, total in zip(target, totals, strict=True):
                 llvm.store_vector(b, total, place)
@@ -109,7 +109,7 @@ def _load_sums(b: Any, places: list[Any], is_first: Any) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class _Tile:
+class _PanelTile:
     """Builder of a tile's loop over columns."""
 
     num_rows: int
@@ -139,14 +139,14 @@ class _Tile:
         return changed
 
 
-def _prefetch_panel(b: Any, tile: _Tile, k: Any) -> None:
+def _prefetch_panel(b: Any, tile: _PanelTile, k: Any) -> None:
     """Prefetch a row of a panel unless the tile has few rows."""
     if tile.num_rows > (STREAMED_PAIRS if tile.element == PAIR else STREAMED):
         for offset in range(0, tile.step, _LINE):
             llvm.prefetch(b, b.add(tile.ahead, b.mul(k, tile.ahead_step)), I64(offset))
 
 
-def _prefetch_for_tall(b: Any, tile: _Tile, k: Any) -> None:
+def _prefetch_for_tall(b: Any, tile: _PanelTile, k: Any) -> None:
     """Prefetch this tile's share of the memory at `ahead`, and the next tile's rows of x."""
     llvm.prefetch(b, b.add(tile.ahead, b.mul(k, tile.ahead_step)), I64(0))
     llvm.prefetch(b, b.add(tile.x, b.mul(k, I64(_LINE))), I64(tile.num_rows * STRIDE))

@@ -9,14 +9,14 @@ from numba import carray
 from tgis.shard.kernels.cpu.gemm.few_rows import multiply_few_rows
 from tgis.shard.kernels.cpu.gemm.inner_loop import MANY_ROWS
 from tgis.shard.kernels.cpu.gemm.many_rows import multiply_many_rows
-from tgis.shard.kernels.cpu.gemm.operands import Kind, describe_product
+from tgis.shard.kernels.cpu.gemm.operands import PanelKind, describe_product
 from tgis.shard.kernels.cpu.gemm.panels import PANEL
 from tgis.shard.kernels.cpu.jit.compiler import Kernel, reorderable
 
 _F32 = np.float32(0)
-_FLOAT32 = Kind(width=4 * PANEL, element=_F32, factor=_F32)
-_FLOAT16 = Kind(width=2 * PANEL, element=np.int16(0), factor=_F32)
-_BFLOAT16 = Kind(width=2 * PANEL, element=np.uint16(0), factor=_F32)
+_FLOAT32 = PanelKind(width=4 * PANEL, element=_F32, factor=_F32)
+_FLOAT16 = PanelKind(width=2 * PANEL, element=np.int16(0), factor=_F32)
+_BFLOAT16 = PanelKind(width=2 * PANEL, element=np.uint16(0), factor=_F32)
 
 
 @reorderable

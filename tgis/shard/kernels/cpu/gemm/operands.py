@@ -10,7 +10,7 @@ LINE = 64  # bytes of a cache line
 _ALIGNED = 16  # divisor of the columns of a block
 
 
-class Kind(NamedTuple):
+class PanelKind(NamedTuple):
     """Kind of panels, constant in each kernel. Types are given by values."""
 
     width: int  # bytes of a row of a panel

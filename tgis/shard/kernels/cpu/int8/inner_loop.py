@@ -124,7 +124,7 @@ INSTRUCTION_SET = _choose()
 
 
 @dataclass(frozen=True)
-class _Tile:
+class _QuadTile:
     """Builder of the product of some rows of activations and a panel."""
 
     isa: InstructionSet
@@ -222,7 +222,7 @@ def make_tile(num_rows: int, isa: InstructionSet = INSTRUCTION_SET) -> Any:
     number of groups; number of quads in the last group; number of columns; `ahead` and `num_lines`, an
     address and the number of cache lines to prefetch per group. If there are any, the code also prefetches
     its part of out."""
-    tile = _Tile(isa, num_rows)
+    tile = _QuadTile(isa, num_rows)
     x_step = HEADER + GROUP * isa.width
     panel_step = (GROUP + 4) * isa.columns
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tgis.shard.attention.interface import Heads, Scoring
 from tgis.shard.kernels.cuda.attend_tiles import tile_tokens
-from tgis.shard.kernels.cuda.attention import Tile, cut_tiles
+from tgis.shard.kernels.cuda.attention import QueryTile, cut_tiles
 from tgis.shard.kernels.cuda.step_state import (
     MAX_BIASES,
     MAX_STOP_IDS,
@@ -143,9 +143,9 @@ def _tiles(device: torch.device, dtype: torch.dtype, sizes: KernelSizes = SMALL)
     draw = Draw(device)
     q = draw.normal(39, sizes.num_heads, sizes.head_dim, dtype=dtype)
     cache = _draw_cache(draw, dtype, sizes)
-    spans = Tile(2, 1, 37, 40, 77), Tile(0, 38, 1, 300, 301)
+    spans = QueryTile(2, 1, 37, 40, 77), QueryTile(0, 38, 1, 300, 301)
     cut = cut_tiles(spans, tile_tokens(sizes.num_heads // sizes.num_kv_heads))
-    tiles = draw.integers([*cut, Tile(1, 0, 0, 0, 0)])
+    tiles = draw.integers([*cut, QueryTile(1, 0, 0, 0, 0)])
     for scoring in _scorings(draw, sizes):
         yield Input((q, *cache, tiles, 320, scoring, torch.ones_like(q)), results=(7,))
 

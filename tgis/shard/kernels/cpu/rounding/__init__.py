@@ -1,0 +1,1 @@
+"""Rounding of weights to codes while a model is loaded."""

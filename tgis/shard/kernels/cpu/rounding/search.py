@@ -1,0 +1,101 @@
+"""Compiled form of the search in `quant/schemes/search.py`, with the same bits. A group stays in registers
+while all ranges are tried; what depends on one range is a lane of a vector."""
+
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+
+from tgis.shard.kernels.cpu.jit import llvm
+from tgis.shard.kernels.cpu.jit.compiler import llvm_function
+from tgis.shard.kernels.cpu.jit.llvm import FLOAT, HALF, I32
+from tgis.shard.kernels.cpu.rounding import vectors
+from tgis.shard.kernels.cpu.rounding.vectors import LANES
+from tgis.shard.quant.schemes.int4 import LAYOUT
+from tgis.shard.quant.schemes.rounding import TINY
+from tgis.shard.quant.schemes.search import RANGES
+
+GROUP = LAYOUT.group or 0
+_BOUND = 2.0 ** (LAYOUT.bits - 1)
+_STEPS = (1 << LAYOUT.bits) - 1
+_COUNT = len(RANGES)
+_FITS = ir.VectorType(FLOAT, _COUNT)  # a number for each range
+
+
+class _Fits(NamedTuple):
+    """Least-squares fits of a group for each range."""
+
+    errors: Any
+    scales: Any
+    offsets: Any
+
+
+@llvm_function()
+def search_group(b: Any, x: Any, codes: Any, scale: Any, offset: Any, element: Any) -> None:
+    """Write the codes, the scale and the offset of a group at address `x` to other addresses."""
+    values = vectors.load_group(b, x, GROUP, element)
+    low, high = (vectors.fold(b, combine, values) for combine in (vectors.smaller, vectors.larger))
+    total = vectors.fold(b, vectors.add, values)
+    width = b.fsub(high, low)
+    middle = b.fmul(b.fadd(low, high), FLOAT(0.5))
+    fits = _fit_ranges(b, values, width, middle, b.fmul(total, FLOAT(1 / GROUP)))
+    best = _choose(b, fits, middle)
+    magnitude = vectors.larger(b, *(llvm.call(b, "llvm.fabs.f32", FLOAT, each) for each in (low, high)))
+    is_zero = b.fcmp_ordered("<", magnitude, FLOAT(TINY))
+    factor, shift = (_round_to_half(b, b.select(is_zero, FLOAT(0.0), each)) for each in best)
+    vectors.store_codes(b, _round(b, values, factor, shift), codes)
+    is_finite = b.and_(vectors.is_finite(b, width), vectors.is_finite(b, total))
+    is_finite = b.and_(is_finite, vectors.is_finite(b, shift))
+    factor = b.select(is_finite, factor, FLOAT(float("nan")))
+    for number, address in ((factor, scale), (shift, offset)):
+        b.store(number, llvm.pointer_to(b, FLOAT, address), align=4)
+
+
+def _fit_ranges(b: Any, values: list[Any], width: Any, middle: Any, mean: Any) -> _Fits:
+    """Emit the fit for each range. No operation is fused, because torch does not fuse them either."""
+    widths = ir.Constant(_FITS, [each / _STEPS for each in RANGES])
+    steps = b.fmul(llvm.broadcast(b, width, _COUNT), widths)
+    shifts = b.fadd(llvm.broadcast(b, middle, _COUNT), b.fmul(steps, llvm.constant(0.5, _COUNT)))
+    few = []
+    for i in range(_COUNT):
+        step, shift = (b.extract_element(each, I32(i)) for each in (steps, shifts))
+        few.append(_sum_products(b, values, _round(b, values, step, shift)))
+    sums, square_sums, product_sums = (
+        vectors.fold_four(b, vectors.add, each) for each in zip(*few, strict=True)
+    )
+    count, means = llvm.constant(float(GROUP), _COUNT), llvm.broadcast(b, mean, _COUNT)
+    centres = b.fmul(sums, llvm.constant(1 / GROUP, _COUNT))
+    spread = b.fsub(square_sums, b.fmul(b.fmul(count, centres), centres))
+    shared = b.fsub(product_sums, b.fmul(b.fmul(count, means), centres))
+    zero = llvm.constant(0.0, _COUNT)
+    scales = b.select(b.fcmp_ordered(">", spread, zero), b.fdiv(shared, spread), zero)
+    return _Fits(b.fmul(b.fneg(shared), scales), scales, b.fsub(means, b.fmul(scales, centres)))
+
+
+def _sum_products(b: Any, values: list[Any], codes: list[Any]) -> list[Any]:
+    """Emit the beginnings of the sums of codes, of their squares, and of their products with values."""
+    squares = [b.fmul(code, code) for code in codes]
+    products = [b.fmul(*pair) for pair in zip(values, codes, strict=True)]
+    return [vectors.fold_to_few(b, vectors.add, each) for each in (codes, squares, products)]
+
+
+def _choose(b: Any, fits: _Fits, middle: Any) -> tuple[Any, Any]:
+    """Emit the scale and the offset of the first range with the least error."""
+    least, scale, offset = FLOAT(float("inf")), FLOAT(0.0), middle
+    for i in range(_COUNT):
+        error, *fit = (b.extract_element(each, I32(i)) for each in fits)
+        is_better = b.fcmp_ordered("<", error, least)
+        least = b.select(is_better, error, least)
+        scale, offset = (b.select(is_better, *pair) for pair in zip(fit, (scale, offset), strict=True))
+    return scale, offset
+
+
+def _round(b: Any, values: list[Any], scale: Any, offset: Any) -> list[Any]:
+    """Emit the codes nearest to values, as float32. They are 0 if the scale is 0."""
+    inverse = b.select(b.fcmp_ordered(">", scale, FLOAT(0.0)), b.fdiv(FLOAT(1.0), scale), FLOAT(0.0))
+    factors, shifts = (llvm.broadcast(b, each, LANES) for each in (inverse, offset))
+    scaled = [b.fmul(b.fsub(value, shifts), factors) for value in values]
+    return [vectors.round_clamped(b, each, FLOAT(-_BOUND), FLOAT(_BOUND - 1)) for each in scaled]
+
+
+def _round_to_half(b: Any, x: Any) -> Any:
+    return b.fpext(b.fptrunc(x, HALF), FLOAT)
