@@ -39,7 +39,7 @@ SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10
 
 # Clients of `make clients`, each with its own requirements.
 CLIENTS ?= openai langchain-openai litellm huggingface_hub text-generation langchain-huggingface botocore \
-	lm-eval schemathesis
+	lm-eval schemathesis smg
 COMMA := ,
 SPACE := $(subst ,, )
 
@@ -50,7 +50,7 @@ SOURCES := tgis tests integration_tests bench scripts
 PACKAGING := pyproject.toml protos/generation.proto protos/shard.proto scripts/build_protos.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install run lock check audit gemma test test-all chaos clients playground-test bench bench-apis bench-router bench-peers bench-tuning
+.PHONY: help install run gateway lock check audit gemma test test-all chaos clients playground-test bench bench-apis bench-router bench-peers bench-tuning
 .PHONY: profile docs protos
 .PHONY: gpu-pack gpu-run gpu-again gpu-report
 .PHONY: sbom image image-root deploy deploy-check site serve-site screenshots clean
@@ -61,6 +61,9 @@ help:  ## Show this list
 install: $(VENV)/installed  ## Create the virtual environment and install the package; VARIANT=cpu|cuda
 run: $(VENV)/installed $(if $(MODEL_NAME),,$(REAL_MODEL))  ## Serve MODEL_NAME, or SmolLM2-135M-Instruct
 	@scripts/serve.sh "$(BIN)" "$(SERVED)" "$(BIND)"
+
+gateway: $(VENV)/installed $(VENV)-gateway/installed $(if $(MODEL_NAME),,$(REAL_MODEL))  ## Serve a model twice, behind the Shepherd Model Gateway, on loopback
+	@scripts/gateway.sh "$(BIN)" "$(VENV)-gateway/bin" "$(SERVED)"
 
 lock: $(VENV)-lock/installed  ## Write locks/ from pyproject.toml and constraints.txt; LOCK=--upgrade for the newest versions
 	TORCH_INDEX=$(TORCH_INDEX) scripts/lock.sh $(VENV)-lock/bin/uv $(LOCK)
@@ -172,7 +175,7 @@ protos: $(VENV)-build/installed  ## Generate tgis/pb from protos/, as every inst
 	$(EDITABLE)
 
 clean:  ## Remove everything that the other targets created
-	rm -rf $(VENV) $(VENV)-audit $(VENV)-build $(VENV)-clients $(VENV)-deploy $(VENV)-docs $(VENV)-lock $(VENV)-playground sbom.json .cache tgis/pb build dist site
+	rm -rf $(VENV) $(VENV)-audit $(VENV)-build $(VENV)-clients $(VENV)-deploy $(VENV)-docs $(VENV)-gateway $(VENV)-lock $(VENV)-playground sbom.json .cache tgis/pb build dist site
 
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
@@ -196,6 +199,11 @@ $(VENV)/installed-dev: $(VENV)/installed constraints.txt
 $(VENV)-lock/installed:
 	$(PYTHON) -m venv $(VENV)-lock
 	$(VENV)-lock/bin/pip install -q uv
+	@touch $@
+
+$(VENV)-gateway/installed: locks/gateway.lock
+	$(PYTHON) -m venv $(VENV)-gateway
+	$(VENV)-gateway/bin/pip install -q --no-compile --require-hashes -r $<
 	@touch $@
 
 $(VENV)-audit/installed:

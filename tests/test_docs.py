@@ -33,7 +33,7 @@ OURS = re.compile(r"(make|tgis|text-generation-\w+) ")  # in the middle of a sen
 TOOLS = [*(ROOT / "bench").rglob("*.py"), *(ROOT / "integration_tests" / "chaos").glob("*.py")]
 
 SERVER_NAMES = [one for one in foreign_aliases() if one.variable]
-PROGRAMS = set("cd curl for grpcurl kubectl mkdir openssl pip podman printf python source".split())
+PROGRAMS = set("cd curl for grpcurl kubectl mkdir openssl pip podman printf python smg source".split())
 # Flags, variables and further words in capitals that are others'.
 FOREIGN_FLAGS = set(
     "--help --max-model-len --model --tensor-parallel-size --quantization --ssl-certfile --upgrade "

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import torch
 
+from integration_tests.clients.expectations import Served
+from integration_tests.clients.gateway import launch_gateway
 from integration_tests.clients.served import launch_served
+from integration_tests.support.service import Client
 
 HERE = Path(__file__).parent
 CLIENTS = (
@@ -24,13 +27,15 @@ CLIENTS = (
     "lm-eval",
     "schemathesis",
 )
+GATEWAY = "smg"
+"""Client that starts a gateway in front of services of its own."""
 TIMEOUT_S = 900
 
 
 def main() -> None:
     options = argparse.ArgumentParser("clients", description=__doc__)
     options.add_argument("--environments", type=Path, default=Path(".venv-clients"))
-    options.add_argument("--only", default=",".join(CLIENTS), help="clients, separated by commas")
+    options.add_argument("--only", default=",".join((*CLIENTS, GATEWAY)), help="clients, separated by commas")
     given = options.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="clients-") as directory:
@@ -42,18 +47,26 @@ def main() -> None:
 def run(directory: Path, environments: Path, clients: list[str]) -> list[str]:
     """Run the clients, and return those that failed."""
     failed = []
-    with launch_served(directory) as (served, client):
-        served.write(description := directory / "served.json")
-        for name in clients:
-            started = time.monotonic()
-            code = _run(environments / name / "bin" / "python", name, description)
-            print(
-                f"{name}: {'failed' if code else 'served'} in {time.monotonic() - started:.1f} s", flush=True
-            )
-            if code:
-                failed.append(name)
-                print(*[line for line in client.service.lines if " INFO " not in line][-20:], sep="\n")
+    direct = [name for name in clients if name != GATEWAY]
+    if direct:
+        with launch_served(directory / "direct") as (served, client):
+            failed += [name for name in direct if not _is_served(name, environments, served, client)]
+    if GATEWAY in clients:
+        program = environments / GATEWAY / "bin" / "smg"
+        with launch_gateway(directory / "gateway", program) as gateway:
+            if not _is_served(GATEWAY, environments, gateway.served, gateway.services[0]):
+                failed.append(GATEWAY)
     return failed
+
+
+def _is_served(name: str, environments: Path, served: Served, client: Client) -> bool:
+    served.write(description := Path(served.directory).parent / "served.json")
+    started = time.monotonic()
+    code = _run(environments / name / "bin" / "python", name, description)
+    print(f"{name}: {'failed' if code else 'served'} in {time.monotonic() - started:.1f} s", flush=True)
+    if code:
+        print(*[line for line in client.service.lines if " INFO " not in line][-20:], sep="\n")
+    return not code
 
 
 def _run(python: Path, name: str, description: Path) -> int:

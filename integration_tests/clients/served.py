@@ -67,9 +67,10 @@ def write_served_model(directory: Path) -> Oracle:
 
 @contextmanager
 def launch_served(
-    directory: Path, *flags: str, max_sequence_length: int = MAX_SEQUENCE_LENGTH
+    directory: Path, *flags: str, max_sequence_length: int = MAX_SEQUENCE_LENGTH, has_key: bool = True
 ) -> Iterator[tuple[Served, Client]]:
-    """Launch the service for a model created in `directory`, with a key for the clients and an adapter."""
+    """Launch the service for a model created in `directory`, with an adapter and a key that clients need
+    unless `has_key` is False."""
     model = directory / "model"
     oracle = write_served_model(model)
     write_adapter(directory / ADAPTER, model, 9, LINEAR)
@@ -83,7 +84,9 @@ def launch_served(
     ]
     completions, chats = expected_completions(oracle), expected_chats(oracle, model)
     names += ["--max-sequence-length", str(max_sequence_length)]
-    for client in serve(model, *FLAGS, *names, "--auth-tokens-path", str(keys), *flags):
+    if has_key:
+        names += ["--auth-tokens-path", str(keys)]
+    for client in serve(model, *FLAGS, *names, *flags):
         url = f"{client.service.http}/v1"
         yield Served(url, API_KEY, MODEL, str(model), max_sequence_length, completions, chats), client
 

@@ -8,10 +8,12 @@ from tests.support.router import split_router
 from tests.support.suites import run_suite
 
 HERE = Path(__file__).parent
+# Modules that start routers.
+STARTERS = ("tests.support.router.router_process", "tests.support.router.engine_api")
 SUITES = [
     path.relative_to(HERE)
     for path in sorted(HERE.rglob("test_*.py"))
-    if "tests.support.router.router_process" in path.read_text() and path != Path(__file__)
+    if any(module in path.read_text() for module in STARTERS) and path != Path(__file__)
 ]
 SPLIT = {"TGIS_TESTS_ROUTER": split_router.MODULE}
 

@@ -255,7 +255,7 @@ def _configure(
     if "env" in settings and settings["env"].value:
         text = report.describe(settings)
         print(json_lines.to_json(text, fields, "INFO") if fields else text, file=sys.stderr, flush=True)
-    warnings = [*filter(None, [notice]), *check(settings, registry.http_names())]
+    warnings = [*filter(None, [notice]), *check(settings, registry.http_names(), registry.grpc_names())]
     for severity, text in [*notices, *((logging.WARNING, text) for text in warnings)]:
         logger.log(severity, "%s", text)
     names = [f.name for f, option, _ in declared(config_type) if option.flag]

@@ -7,6 +7,7 @@ from typing import Any
 from tgis.config.aliases.alias import Alias
 from tgis.config.cuda_graphs import parse_graph_sizes
 from tgis.config.model import ENGINES_NOT_SERVED
+from tgis.config.network import split_names
 from tgis.errors import OperatorError
 
 DEFAULT = "default"
@@ -95,13 +96,14 @@ def _merge(own: Setting, other: Setting) -> Setting:
     return own
 
 
-def check(settings: Mapping[str, Setting], http_apis: Sequence[str]) -> list[str]:
-    """Check the options of any command, given the names of all APIs over HTTP; return the warnings. Raises
-    SettingsError."""
+def check(settings: Mapping[str, Setting], http_apis: Sequence[str], grpc_apis: Sequence[str]) -> list[str]:
+    """Check the options of any command, given the names of all APIs over HTTP and gRPC; return the warnings.
+    Raises SettingsError."""
     values = {name: setting.value for name, setting in settings.items()}
     _check_properties(values)
     _check_ports(values)
     _check_tls(values)
+    _check_grpc_api(values, grpc_apis)
     _check_http_api(values, http_apis)
     _check_link(values, settings.get("num_shard"))
     _check_graphs(settings.get("cuda_graphs"))
@@ -124,11 +126,24 @@ def _check_ports(values: Mapping[str, Any]) -> None:
         )
 
 
-def _check_http_api(values: Mapping[str, Any], http_apis: Sequence[str]) -> None:
-    names = [name.strip() for name in (values.get("http_api") or "").split(",") if name.strip()]
+def _check_grpc_api(values: Mapping[str, Any], grpc_apis: Sequence[str]) -> None:
+    if "grpc_api" not in values:
+        return
+    names = split_names(values["grpc_api"])
+    if not names:
+        raise SettingsError(f"grpc_api: it must name at least one of {', '.join(grpc_apis)}")
+    _check_names("grpc_api", names, grpc_apis)
+
+
+def _check_names(option: str, names: Sequence[str], allowed: Sequence[str]) -> None:
     for name in names:
-        if name not in http_apis:
-            raise SettingsError(f"http_api: {name} is not one of {', '.join(http_apis)}")
+        if name not in allowed:
+            raise SettingsError(f"{option}: {name} is not one of {', '.join(allowed)}")
+
+
+def _check_http_api(values: Mapping[str, Any], http_apis: Sequence[str]) -> None:
+    names = split_names(values.get("http_api"))
+    _check_names("http_api", names, http_apis)
     if values.get("runtime_adapters") and not names:
         raise SettingsError("runtime_adapters: this option needs --http-api")
     port = values.get("http_api_port")

@@ -5,6 +5,12 @@ from dataclasses import dataclass
 from tgis.config.option import Group, in_group, option
 
 
+def split_names(names: str | None) -> tuple[str, ...]:
+    """Return the names in a list separated by commas, without empty ones."""
+    stripped = (name.strip() for name in (names or "").split(","))
+    return tuple(name for name in stripped if name)
+
+
 @in_group(Group.NETWORK)
 @dataclass(frozen=True, kw_only=True)
 class PortOptions:
@@ -30,6 +36,10 @@ class PortOptions:
         "present a certificate; unset: clients need none.",
         None,
         group=Group.TLS,
+    )
+    grpc_api: str = option(
+        "APIs served over gRPC, separated by commas: fmaas, vllm-engine.",
+        "fmaas",
     )
     http_api: str | None = option(
         "APIs served over HTTP beside gRPC, separated by commas: openai, tgi, lmi; tgi and lmi include "

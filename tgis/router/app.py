@@ -34,7 +34,6 @@ from tgis.router.api.grpc.refusal_pacing import RefusalPacing
 from tgis.router.api.grpc.server_options import grpc_options
 from tgis.router.api.grpc.slow_clients import SlowClients
 from tgis.router.api.grpc.unsent_answers import shorten_send_errors
-from tgis.router.api.http.http_api import HttpApi
 from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.http.serving.ports import HttpPorts
 from tgis.router.api.models import Models, served_names
@@ -52,6 +51,7 @@ from tgis.router.configured_metrics import open_metrics
 from tgis.router.engine.handle import EngineHost, EngineInfo
 from tgis.router.engine.local_engine import LocalEngine
 from tgis.router.grammar.compiler import GrammarCompiler
+from tgis.router.metrics.engine_load import read_engine_load
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.metrics.resource_counts import check_balance, count_descriptors
 from tgis.router.metrics.scrape import Render, keep_published, render_all, render_process
@@ -101,7 +101,7 @@ class _Router:
         worker = config.worker if config.router_workers > 1 else None
         self._tracing = open_tracing(config.otlp_endpoint, config.otlp_service_name or SERVICE_NAME, worker)
         self._grammar_compiler = GrammarCompiler()
-        self._interfaces = served_interfaces(config.http_api)
+        self._interfaces = served_interfaces(config)
         self._rpc_services = [each.rules.rpc_service for each in self._interfaces if each.rules.rpc_service]
         self._health = Health(*self._rpc_services)
         self._metrics.ready.follow(self._is_ready)
@@ -119,14 +119,15 @@ class _Router:
         self._engine = open_engine(config, self._metrics, self._health.set)
         self._limits = _limits(config)
         self._service = self._build_service()
-        self._server = self._build_server()
         self._template = self._load_template()
         self._renderer = ChatRenderer(self._template, metrics=self._metrics)
+        self._parts = self._collect_parts()
+        self._server = self._build_server()
         self._http = HttpPorts(
             config,
             self._is_ready,
             self._metrics,
-            self._apis(),
+            build_http_apis(self._parts),
             self._certificates,
             self._scrape(),
             self._memory,
@@ -159,16 +160,16 @@ class _Router:
             return None
         return load_template(Path(config.tokenizer_path), config.chat_template, config.tokenizer_config_path)
 
-    def _apis(self) -> list[HttpApi]:
-        """Return all HTTP APIs, in the order in which they claim paths. Raises StartupError."""
+    def _collect_parts(self) -> ServiceParts:
+        """Return the parts that handlers of the APIs use. Raises StartupError."""
         config, engine, template = self._config, self._engine.handle, self._template
-        parts = ServiceParts(
+        return ServiceParts(
             self._service,
             self._renderer,
             Models(
                 _served_names(config),
                 adapter_ids=lambda: engine.info().preloaded_adapter_ids,
-                placeholders=model_placeholders(config.http_api),
+                placeholders=model_placeholders(config),
                 given=engine if config.runtime_adapters else None,
             ),
             self._vocabulary(True, frozenset()),
@@ -180,8 +181,8 @@ class _Router:
             config,
             self._is_ready,
             adapter_roots=_adapter_roots(config),
+            load=partial(read_engine_load, self._metrics, self._engine.gauges),
         )
-        return build_http_apis(parts)
 
     def _build_server(self) -> grpc.aio.Server:
         config, failures = self._config, self._metrics.request_failure
@@ -194,7 +195,7 @@ class _Router:
         server = grpc.aio.server(interceptors=interceptors, options=grpc_options(config))
         for interface in self._interfaces:
             if interface.add_servicer is not None:
-                interface.add_servicer(server, self._service, self._tokenizer)
+                interface.add_servicer(server, self._parts)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         services = (*self._rpc_services, HEALTH, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(services, server)
@@ -322,7 +323,7 @@ def _adapter_roots(config: RouterConfig) -> tuple[str, ...] | None:
 
 def _served_names(config: RouterConfig) -> tuple[str, ...]:
     """Return the names under which the APIs serve the model. Raises StartupError."""
-    if not served_http_names(config.http_api):
+    if not any(each.names_models for each in served_interfaces(config)):
         return ("model",)
     return served_names(config.served_model_name, config.tokenizer_path)
 

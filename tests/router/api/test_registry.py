@@ -12,6 +12,7 @@ from tests.support.http_exchange import HttpReply, exchange
 from tests.support.processes import Service
 from tests.support.router.http_port import metric
 from tests.support.router.router_process import Setup, router_command, start_router, stop_router
+from tgis.config.network import PortOptions
 from tgis.config.processes import COMPAT
 from tgis.router.api import registry
 
@@ -96,5 +97,23 @@ def test_reading_the_registry_loads_no_server() -> None:
 )
 def test_apis_that_a_value_of_the_option_serves(http_api: str | None, served: tuple[str, ...]) -> None:
     assert registry.served_http_names(http_api) == served
-    with_grpc = {each.name for each in registry.served_interfaces(http_api)}
+    with_grpc = {each.name for each in registry.served_interfaces(PortOptions(http_api=http_api))}
     assert with_grpc == {"fmaas", *served}
+
+
+def test_grpc_apis_are_those_of_the_option() -> None:
+    options = PortOptions(grpc_api=" vllm-engine,", http_api="openai")
+    assert {each.name for each in registry.served_interfaces(options)} == {"vllm-engine", "openai"}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("fmaas,tgis", "grpc_api: tgis is not one of fmaas, vllm-engine"),
+        (",", "grpc_api: it must name at least one of fmaas, vllm-engine"),
+    ],
+)
+def test_other_names_of_grpc_apis_are_refused(tmp_path: Path, value: str, text: str) -> None:
+    service = Service(router_command(tmp_path, "--grpc-api", value))
+    assert service.process.wait(30) == service.end() == 1
+    assert text in service.output

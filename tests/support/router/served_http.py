@@ -26,6 +26,8 @@ from tgis.router.api.registry import build_http_apis, model_placeholders
 from tgis.router.api.service import GenerationService
 from tgis.router.chat.formats.registry import ChatFormats
 from tgis.router.grammar.compiler import GrammarCompiler
+from tgis.router.metrics.engine_load import read_engine_load
+from tgis.router.metrics.gauges import GaugeValues
 from tgis.router.requests.accounting import Accounting
 from tgis.router.requests.tracing import Tracing
 from tgis.router.requests.validation import RequestLimits, Validator
@@ -33,6 +35,12 @@ from tgis.router.text.detokenizer import Vocabulary
 from tgis.router.text.tokenizer import Tokenizer
 
 MODEL = "served-model"
+
+
+async def _no_other_processes() -> list[GaugeValues]:
+    return []
+
+
 LIMITS_OF_HTTP = replace(LIMITS, max_new_tokens=None, include_stop_sequence=False)
 
 
@@ -91,12 +99,22 @@ async def open_http(
         models = Models(
             (MODEL, "alias"),
             adapter_ids=lambda: handle.info().preloaded_adapter_ids,
-            placeholders=model_placeholders(http_api),
+            placeholders=model_placeholders(config),
             given=None if adapter_roots is None else scene.handle,
         )
         formats = formats or ChatFormats()
         parts = ServiceParts(
-            service, renderer, models, vocabulary, limits, tokenizer, formats, config, is_ready, adapter_roots
+            service,
+            renderer,
+            models,
+            vocabulary,
+            limits,
+            tokenizer,
+            formats,
+            config,
+            is_ready,
+            adapter_roots,
+            load=partial(read_engine_load, scene.metrics, _no_other_processes),
         )
         apis = [api for api in build_http_apis(parts) if api.is_served]
         gate = ApiGate(apis, config, scene.metrics.request_failure, MemoryRelease())

@@ -15,11 +15,9 @@ if TYPE_CHECKING:
     from tgis.router.api.http.chat_api import ChatApi
     from tgis.router.api.http.http_api import HttpApi
     from tgis.router.api.http.service_parts import ServiceParts
-    from tgis.router.api.service import GenerationService
     from tgis.router.metrics.aliased_series import MakeAliases
-    from tgis.router.text.tokenizer import Tokenizer
 
-AddServicer = Callable[["grpc.aio.Server", "GenerationService", "Tokenizer"], None]
+AddServicer = Callable[["grpc.aio.Server", "ServiceParts"], None]
 """Adds a servicer to a server."""
 BuildHttpApi = Callable[["ServiceParts", "ChatApi"], "HttpApi"]
 """Returns the routes and error form of an API over HTTP. Raises StartupError."""
@@ -36,6 +34,8 @@ class Interface:
     build_http_api: BuildHttpApi | None = None
     build_chat_api: Callable[["ServiceParts"], "ChatApi"] | None = None
     """Returns the handlers of chats and completions, which other APIs call too. Raises StartupError."""
+    names_models: bool = True
+    """False if the API's requests and answers contain no names of models."""
     accompanies_others: bool = False
     """True to serve the API whenever another HTTP API is served."""
     option_names: OptionNames | None = None

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tgis.config.aliases.alias import Alias
+from tgis.config.network import PortOptions, split_names
 from tgis.config.option_names import OptionNames
 from tgis.config.processes import COMPAT
 from tgis.router.api.fmaas.interface import INTERFACE as FMAAS
@@ -11,12 +12,13 @@ from tgis.router.api.interface import AliasMetrics, Interface
 from tgis.router.api.lmi.interface import INTERFACE as LMI
 from tgis.router.api.openai.interface import INTERFACE as OPENAI
 from tgis.router.api.tgi.interface import INTERFACE as TGI
+from tgis.router.api.vllm_engine.interface import INTERFACE as VLLM_ENGINE
 
 if TYPE_CHECKING:
     from tgis.router.api.http.http_api import HttpApi
     from tgis.router.api.http.service_parts import ServiceParts
 
-INTERFACES: tuple[Interface, ...] = (FMAAS, OPENAI, TGI, LMI)
+INTERFACES: tuple[Interface, ...] = (FMAAS, VLLM_ENGINE, OPENAI, TGI, LMI)
 """All APIs. Where several HTTP APIs have a path, the last one is the first to claim a request."""
 
 
@@ -41,22 +43,27 @@ def http_names() -> tuple[str, ...]:
     return tuple(each.name for each in reversed(INTERFACES) if each.build_http_api is not None)
 
 
+def grpc_names() -> tuple[str, ...]:
+    """Return the names of all gRPC APIs."""
+    return tuple(each.name for each in INTERFACES if each.add_servicer is not None)
+
+
 def served_http_names(http_api: str | None) -> tuple[str, ...]:
     """Return the names of the APIs that a value of `--http-api` enables, in the same order."""
-    chosen = {name.strip() for name in (http_api or "").split(",") if name.strip()}
+    chosen = {*split_names(http_api)}
     always = {each.name for each in INTERFACES if each.accompanies_others} if chosen else set()
     return tuple(name for name in http_names() if name in chosen | always)
 
 
-def served_interfaces(http_api: str | None) -> list[Interface]:
-    """Return the gRPC APIs, and the HTTP APIs that a value of `--http-api` enables."""
-    names = served_http_names(http_api)
-    return [each for each in INTERFACES if each.add_servicer is not None or each.name in names]
+def served_interfaces(options: PortOptions) -> list[Interface]:
+    """Return the APIs that `--grpc-api` and `--http-api` enable."""
+    names = {*split_names(options.grpc_api), *served_http_names(options.http_api)}
+    return [each for each in INTERFACES if each.name in names]
 
 
-def model_placeholders(http_api: str | None) -> tuple[str, ...]:
+def model_placeholders(options: PortOptions) -> tuple[str, ...]:
     """Return the placeholders of all served APIs."""
-    return tuple(name for each in served_interfaces(http_api) for name in each.model_placeholders)
+    return tuple(name for each in served_interfaces(options) for name in each.model_placeholders)
 
 
 def build_http_apis(parts: "ServiceParts") -> list["HttpApi"]:

@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from tgis.router.engine.handle import ClaimId, EngineHandle, LimitedWork, SequenceSpec
+from tgis.router.engine.handle import ClaimId, EngineHandle, EngineInfo, LimitedWork, SequenceSpec
 from tgis.router.errors import RequestError
 from tgis.router.events import Ended, Failure, InputTokens, Output
 from tgis.router.requests.accounting import Accounting, CallAccount, Record
 from tgis.router.requests.api_rules import ApiRules
 from tgis.router.requests.call import GenerationCall, Metadata
 from tgis.router.requests.validation import Validator
-from tgis.router.sequence import Details, TokenDetail
+from tgis.router.scheduling.cache_events import CacheListener
+from tgis.router.sequence import Details, StopReason, TokenDetail
 from tgis.router.text.detokenizer import Vocabulary
 from tgis.router.text.stop_sequences import TextStream
 from tgis.router.text.tokenization import TokenizeJob
@@ -49,6 +50,10 @@ class Result:
     @property
     def text(self) -> str:
         return "".join(self.texts)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.last is not None and self.last.reason is not StopReason.NOT_FINISHED
 
     def add(self, output: InputTokens | Output) -> None:
         if isinstance(output, InputTokens):
@@ -98,8 +103,12 @@ class GenerationService:
         self.is_idle.set()
 
     @property
+    def engine_info(self) -> EngineInfo:
+        return self._engine.info()
+
+    @property
     def is_encoder_decoder(self) -> bool:
-        return self._engine.info().is_encoder_decoder
+        return self.engine_info.is_encoder_decoder
 
     def vocabulary_of(self, call: GenerationCall) -> Vocabulary:
         """Return the vocabulary for a call's texts."""
@@ -136,6 +145,14 @@ class GenerationService:
             await self._engine.lease(claim_id, None, adapter_id, request_id)
         finally:
             self._engine.release(claim_id)
+
+    def watch_cache(self, listener: CacheListener | None) -> None:
+        """Report changes of the engine's prefix cache to a listener, or to none."""
+        self._engine.watch_cache(listener)
+
+    def flush_cache(self) -> None:
+        """Forget all cached prompts. Running generations are not affected."""
+        self._engine.flush_cache()
 
     async def tokenize(
         self, job: TokenizeJob, api: ApiRules, metadata: Metadata, connection: Hashable, refusal: str = ""

@@ -25,6 +25,7 @@ from tgis.router.engine.live_request import EventQueue, EventReceiver, LiveReque
 from tgis.router.errors import OVERLOADED, OverloadedError
 from tgis.router.events import Event
 from tgis.router.metrics.resource_counts import ResourceCount
+from tgis.router.scheduling.cache_events import CacheListener, CacheRecorder
 from tgis.router.sequence import CallAdapters, Sequence, Siblings
 
 
@@ -87,6 +88,7 @@ class Claims:
             info.vocab_size,
             frozenset(info.eos_token_ids),
             tuple(info.preloaded_adapter_ids),
+            info.num_blocks * info.block_size,
         )
 
     def info(self) -> EngineInfo:
@@ -144,6 +146,16 @@ class Claims:
         assert self._engine is not None
         self._engine.cancel(live)
 
+    @property
+    def cache_recorder(self) -> CacheRecorder:
+        assert self._engine is not None, "the cache belongs to a started engine"
+        return self._engine.cache_recorder
+
+    def flush_cache(self) -> None:
+        """Forget all cached prefixes."""
+        assert self._engine is not None
+        self._engine.scheduler.pool.forget()
+
     def release(self, claim: Claim) -> None:
         for live in claim.live.values():
             self.cancel(live)
@@ -182,6 +194,7 @@ class LocalHandle:
         self._opened: dict[SequenceId, tuple[LiveRequest, EventQueue]] = {}
         self._numbers = count()
         self._wake_ups = WakeUps()
+        self._cache_listener: CacheListener | None = None
 
     def info(self) -> EngineInfo:
         return self._claims.info()
@@ -226,6 +239,17 @@ class LocalHandle:
     def cancel(self, sequence_id: SequenceId) -> None:
         if (opened := self._opened.pop(sequence_id, None)) is not None:
             self._claims.cancel(opened[0])
+
+    def watch_cache(self, listener: CacheListener | None) -> None:
+        recorder = self._claims.cache_recorder
+        if self._cache_listener is not None:
+            recorder.discard(self._cache_listener)
+        self._cache_listener = listener
+        if listener is not None:
+            recorder.add(listener)
+
+    def flush_cache(self) -> None:
+        self._claims.flush_cache()
 
     def release(self, claim_id: ClaimId) -> None:
         if (claim := self._held.pop(claim_id, None)) is not None:

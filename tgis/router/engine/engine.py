@@ -17,6 +17,7 @@ from tgis.router.events import Failed, Failure, InputTokens
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.metrics.resource_counts import ResourceCount
 from tgis.router.scheduling.block_pool import BlockPool
+from tgis.router.scheduling.cache_events import CacheRecorder
 from tgis.router.scheduling.proposers.interface import Proposer
 from tgis.router.scheduling.scheduler import Scheduler
 from tgis.router.scheduling.token_budget import TokenBudget
@@ -58,6 +59,7 @@ class Engine:
         self._on_ready, self._step_metrics = on_ready, StepMetrics(self.scheduler, metrics)
         self._token_timeouts = TokenTimeouts(*token_timeouts, self._fail)
         self._live: dict[Sequence, LiveRequest] = {}
+        self.cache_recorder = CacheRecorder(lambda: self.scheduler.pool)
         self._connected = self._given_up = self._fill_is_due = False
         self._requests = ResourceCount()
         metrics.requests_live.follow(lambda: len(self._live))

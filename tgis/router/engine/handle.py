@@ -8,6 +8,7 @@ from typing import NamedTuple, NewType, Protocol
 
 from tgis.router.events import Event, RequestTimes
 from tgis.router.metrics.gauges import GaugeValues
+from tgis.router.scheduling.cache_events import CacheListener
 from tgis.router.sequence import CacheSalt, CallAdapters, Details, Grammar, Stopping, StopReason
 from tgis.sampling_parameters import Sampling
 
@@ -31,6 +32,8 @@ class EngineInfo(NamedTuple):
     eos_token_ids: frozenset[int]
     """Empty if the model's configuration has none."""
     preloaded_adapter_ids: tuple[str, ...] = ()
+    num_cache_tokens: int = 0
+    """Number of tokens for which the cache has room."""
 
 
 class SequenceSpec(NamedTuple):
@@ -119,6 +122,13 @@ class EngineHandle(GivenNames, Protocol):
     def cancel(self, sequence_id: SequenceId) -> None:
         """Stop computing a sequence and delivering its events. Do nothing if the sequence has ended or is
         unknown."""
+
+    def watch_cache(self, listener: CacheListener | None) -> None:
+        """Report changes of the prefix cache to a listener, or to none. The first report, and the first one
+        of a later engine, begins with the removal of all earlier blocks."""
+
+    def flush_cache(self) -> None:
+        """Forget all cached prefixes. Running sequences are not affected."""
 
     def release(self, claim_id: ClaimId) -> None:
         """Cancel the claim's sequences and release its resources. Do nothing if that has been done."""

@@ -25,6 +25,7 @@ from tgis.router.errors import (
 )
 from tgis.router.events import Ended, Failed, RequestTimes, TimedOut
 from tgis.router.metrics.gauges import GaugeValues
+from tgis.router.scheduling.cache_events import CacheChanges
 from tgis.router.sequence import CallAdapters, TokenDetail
 
 
@@ -87,6 +88,15 @@ class Cancel(_Message, frozen=True):
 
 class Release(_Message, frozen=True):
     claim_id: ClaimId
+
+
+class WatchCache(_Message, frozen=True):
+    is_on: bool
+    """True to send CacheChanged from now on, beginning with all blocks."""
+
+
+class FlushCache(_Message, frozen=True):
+    pass
 
 
 class ChangeName(_Message, frozen=True):
@@ -198,6 +208,10 @@ class Finished(_Message, frozen=True):
     timed_out: TimedOut | None = None
 
 
+class CacheChanged(_Message, frozen=True):
+    changes: CacheChanges
+
+
 class RequestGauges(_Message, frozen=True):
     """Request for the gauges of the receiving worker."""
 
@@ -212,7 +226,18 @@ class OtherGauges(_Message, frozen=True):
 
 
 WorkerMessage = (
-    Hello | Acquire | TakeLease | Open | Cancel | Release | ChangeName | NamesKnown | AskGauges | OwnGauges
+    Hello
+    | Acquire
+    | TakeLease
+    | Open
+    | Cancel
+    | Release
+    | WatchCache
+    | FlushCache
+    | ChangeName
+    | NamesKnown
+    | AskGauges
+    | OwnGauges
 )
 EngineMessage = (
     State
@@ -224,6 +249,7 @@ EngineMessage = (
     | Named
     | Begun
     | Inputs
+    | CacheChanged
     | Tokens
     | Finished
     | RequestGauges

@@ -25,6 +25,7 @@ from tgis.router.events import Ended, Event, Failed, InputTokens
 from tgis.router.metrics.metrics import Metrics
 from tgis.router.remote import messages as wire
 from tgis.router.remote.names import NamesCopy
+from tgis.router.scheduling.cache_events import CacheListener
 from tgis.router.sequence import CallAdapters, StopReason, TokenDetail
 
 _NOT_FINISHED = StopReason.NOT_FINISHED  # cached, because every token needs it
@@ -61,6 +62,7 @@ class RemoteHandle:
         self._open: dict[SequenceId, _OpenSequence] = {}
         self._events: dict[SequenceId, EventQueue] = {}
         self._info: EngineInfo | None = None
+        self._cache_listener: CacheListener | None = None
         self._names = NamesCopy()
         """Copy of the adapter names."""
         self._is_current = asyncio.Event()
@@ -76,6 +78,7 @@ class RemoteHandle:
             wire.Named: self._take_answer,
             wire.Names: self._take_names,
             wire.NameChanged: self._take_names,
+            wire.CacheChanged: self._take_cache_changes,
         }
 
     @property
@@ -151,6 +154,15 @@ class RemoteHandle:
         if self._open.pop(sequence_id, None) is not None:
             self._send(wire.Cancel(sequence_id))
 
+    def watch_cache(self, listener: CacheListener | None) -> None:
+        self._cache_listener = listener
+        if self._is_attached:
+            self._send(wire.WatchCache(listener is not None))
+
+    def flush_cache(self) -> None:
+        if self._is_attached:  # the cache of the next engine is empty
+            self._send(wire.FlushCache())
+
     def release(self, claim_id: ClaimId) -> None:
         if self._claims.pop(claim_id, None) is not None:
             self._send(wire.Release(claim_id))
@@ -179,6 +191,8 @@ class RemoteHandle:
             if opened.expiry is not None:
                 opened.expiry.cancel()
             self._send(opened.message)
+        if self._cache_listener is not None:
+            self._send(wire.WatchCache(True))
 
     def detach(self) -> None:
         """Stop sending until the next connection."""
@@ -215,6 +229,10 @@ class RemoteHandle:
             return await answer
         finally:
             del self._asked[claim_id]
+
+    def _take_cache_changes(self, message: wire.CacheChanged) -> None:
+        if self._cache_listener is not None:
+            self._cache_listener(message.changes)
 
     def _take_names(self, message: wire.Names | wire.NameChanged) -> None:
         self._send(self._names.take(message))

@@ -12,6 +12,7 @@ from tgis.router.engine.live_request import LiveRequest
 from tgis.router.errors import Code, GenerationError, RouterError, internal_error
 from tgis.router.events import Ended, Event, Failed, InputTokens, RequestTimes, TimedOut
 from tgis.router.remote import messages as wire
+from tgis.router.scheduling.cache_events import CacheChanges
 from tgis.router.sequence import TokenDetail
 from tgis.router.shards.client import AdapterCallError
 
@@ -61,13 +62,15 @@ class WorkerSession:
         self._sequence_ids: list[SequenceId] = []
         self._tokens: list[TokenDetail] = []
         self._last: list[Any] = []
-        self._is_due = False
+        self._is_due = self._is_watching = False
         self._take: dict[type, Callable[[Any], None]] = {
             wire.Acquire: self._acquire,
             wire.TakeLease: self._lease,
             wire.Open: self._open,
             wire.Cancel: self._cancel,
             wire.Release: self._release,
+            wire.WatchCache: self._watch_cache,
+            wire.FlushCache: lambda _: self._claims.flush_cache(),
         }
 
     def greet(self, message: wire.Hello) -> None:
@@ -86,6 +89,8 @@ class WorkerSession:
         """Release all claims of the worker, because it has disconnected."""
         for claim_id in list(self._held):
             self._release(wire.Release(claim_id))
+        if self._is_watching:
+            self._claims.cache_recorder.discard(self._report_cache)
 
     def send_soon(self, message: Any) -> None:
         """Send a message before the tokens of this turn of the event loop."""
@@ -148,6 +153,14 @@ class WorkerSession:
             await self._claims.lease_again(claim, ids.prefix_id, ids.adapter_id, again.adapters)
         except (RouterError, AdapterCallError) as error:
             logger.error("the adapters of request %s could not be loaded again: %s", ids.request_id, error)
+
+    def _watch_cache(self, message: wire.WatchCache) -> None:
+        self._is_watching = message.is_on
+        recorder = self._claims.cache_recorder
+        (recorder.add if message.is_on else recorder.discard)(self._report_cache)
+
+    def _report_cache(self, changes: CacheChanges) -> None:
+        self._send(wire.CacheChanged(changes))
 
     def _open(self, message: wire.Open) -> None:
         claim = self._held.get(message.claim_id)

@@ -4,11 +4,23 @@ block holds. The bookkeeping is exact and uses no tensors."""
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from itertools import count
+from typing import Protocol
 
 from tgis.router.metrics.resource_counts import ResourceCount
 
 Edge = tuple[Hashable, tuple[int, ...]]
 """Prefix, and the tokens of one block after it."""
+
+
+class PoolListener(Protocol):
+    """Listener to the changes of the published prefixes."""
+
+    def store(self, name: int, edge: Edge) -> None:
+        """Record that a prefix, identified by `name`, can be found."""
+
+    def remove(self, name: int) -> None: ...
+
+    def clear(self) -> None: ...
 
 
 class BlockPool:
@@ -30,6 +42,7 @@ class BlockPool:
         self._edges: dict[int, Edge] = {}  # by block
         self._children: dict[Edge, tuple[int, int]] = {}  # edge -> (prefix, block)
         self._names = count(1)
+        self.listener: PoolListener | None = None
 
     @property
     def num_free(self) -> int:
@@ -72,8 +85,11 @@ class BlockPool:
         block already holds the same tokens after the prefix, look-ups continue to find that one."""
         edge = (prefix, tuple(tokens))
         if edge not in self._children:
-            self._children[edge] = (next(self._names), block)
+            name = next(self._names)
+            self._children[edge] = (name, block)
             self._edges[block] = edge
+            if self.listener is not None:
+                self.listener.store(name, edge)
         return self._children[edge][0]
 
     def release(self, blocks: list[int]) -> None:
@@ -90,12 +106,29 @@ class BlockPool:
     def renew(self, num_blocks: int, block_size: int) -> "BlockPool":
         """Return an empty pool for restarted shards. This pool must not be used afterwards."""
         self.resource_count.released += self.num_used
-        return BlockPool(num_blocks, block_size, self.resource_count)
+        pool = BlockPool(num_blocks, block_size, self.resource_count)
+        pool.listener = self.listener
+        if pool.listener is not None:
+            pool.listener.clear()
+        return pool
+
+    def published(self) -> list[tuple[int, Edge]]:
+        """Return all prefixes that can be found, with their edges."""
+        return [(name, edge) for edge, (name, _) in self._children.items()]
+
+    def forget(self) -> None:
+        """Forget all prefixes, so that no look-up finds a block. References to blocks stay valid."""
+        self._children.clear()
+        self._edges.clear()
+        if self.listener is not None:
+            self.listener.clear()
 
     def _take_oldest(self) -> int:
         block, _ = self._free.popitem(last=False)
         edge = self._edges.pop(block, None)
         if edge is not None:
-            del self._children[edge]
+            name, _ = self._children.pop(edge)
+            if self.listener is not None:
+                self.listener.remove(name)
         self._num_references[block] = 1
         return block

@@ -5,7 +5,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from tgis.router.scheduling.block_pool import BlockPool
-from tgis.router.sequence import Sequence
+from tgis.router.sequence import CacheSalt, Sequence
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,15 @@ def encoder_root(sequence: Sequence) -> Hashable:
     """Return a key of the whole input, because with bidirectional attention even the first block depends on
     it."""
     return "encoder", *_shared_root(sequence)
+
+
+def tenant_of_root(root: Hashable) -> str | None:
+    """Return the tenant whose sequences find the blocks after a root by their tokens alone. Return None if
+    they also need a salt, an adapter or an encoder's input."""
+    match root:
+        case ("decoder", CacheSalt(tenant=tenant, salt=b""), (), (), _):
+            return tenant
+    return None
 
 
 def _shared_root(sequence: Sequence) -> tuple[Hashable, ...]:

@@ -8,15 +8,14 @@ from tgis.router.api.interface import Interface
 if TYPE_CHECKING:
     import grpc
 
-    from tgis.router.api.service import GenerationService
-    from tgis.router.text.tokenizer import Tokenizer
+    from tgis.router.api.http.service_parts import ServiceParts
 
 
-def _add_servicer(server: "grpc.aio.Server", service: "GenerationService", tokenizer: "Tokenizer") -> None:
+def _add_servicer(server: "grpc.aio.Server", parts: "ServiceParts") -> None:
     from tgis.pb.generation_pb2_grpc import add_GenerationServiceServicer_to_server
     from tgis.router.api.fmaas.servicer import GenerationServicer
 
-    add_GenerationServiceServicer_to_server(GenerationServicer(service, tokenizer), server)
+    add_GenerationServiceServicer_to_server(GenerationServicer(parts.service, parts.tokenizer), server)
 
 
-INTERFACE = Interface(rules=FMAAS, add_servicer=_add_servicer)
+INTERFACE = Interface(rules=FMAAS, add_servicer=_add_servicer, names_models=False)

@@ -1,14 +1,13 @@
 """Converts the public messages to plain values, and results to the messages that TGIS's clients expect."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
-
-from google.protobuf.message import Message
 
 from tgis.pb import generation_pb2 as pb
 from tgis.router.api.fmaas.call_metadata import CallMetadata
 from tgis.router.api.fmaas.rules import FMAAS
+from tgis.router.api.grpc.described_fields import describe_fields
 from tgis.router.api.service import Result
 from tgis.router.engine.handle import SequenceSpec
 from tgis.router.events import InputTokens, Output
@@ -131,25 +130,7 @@ def read_guided(decoding: pb.DecodingParameters) -> Guided | None:
 def describe(params: pb.Parameters, metadata: CallMetadata) -> str:
     """Return the decoding method and the set parameters: numbers in full, texts by length, lists by count."""
     default = () if params.method else ("method=GREEDY",)
-    return ", ".join((*default, *_set_fields(params), *metadata.describe()))
-
-
-def _set_fields(message: Message) -> Iterator[str]:
-    """Yield the set fields, even later additions to the message, as numbers and names only."""
-    for descriptor, value in message.ListFields():
-        if isinstance(value, Message):
-            yield from _set_fields(value)
-        elif isinstance(value, str):
-            yield f"{descriptor.name}={len(value.encode())} bytes"
-        elif descriptor.enum_type is not None:
-            known = descriptor.enum_type.values_by_number.get(value)
-            yield f"{descriptor.name}={known.name if known else value}"
-        elif isinstance(value, float):
-            yield f"{descriptor.name}={value:.6g}"
-        elif isinstance(value, bool | int):
-            yield f"{descriptor.name}={str(value).lower()}"
-        else:
-            yield f"{descriptor.name}={len(value)}"
+    return ", ".join((*default, *describe_fields(params), *metadata.describe()))
 
 
 class ResponseWriter:

@@ -1,15 +1,13 @@
 """Holds the refusals and errors of HTTP requests before an API formats them."""
 
 import logging
-import re
 import secrets
-from collections.abc import Mapping
 from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tgis.router.errors import RequestError, RouterError, internal_error
+from tgis.router.errors import RouterError, internal_error
 from tgis.router.requests.api_rules import ApiRules
 from tgis.router.requests.http_statuses import http_status
 
@@ -52,13 +50,6 @@ def describe_error(error: Exception, api: ApiRules) -> tuple[int, str]:
     request_id = secrets.token_hex(8)
     logger.error("request %s failed: %r", request_id, error, exc_info=error)
     return status, internal_error(request_id)
-
-
-def renamed_text(error: RequestError, names: Mapping[str, str], kept: str = "") -> str:
-    """Return a refusal's text with the API's own `names` of parameters. The word `kept` is not renamed."""
-    own = error.log_text  # the rest may be the client's words
-    shown = re.sub("[a-z_]+", lambda word: word[0] if word[0] == kept else names.get(word[0], word[0]), own)
-    return shown + str(error).removeprefix(own)
 
 
 class ErrorResponse(Response):

@@ -1,7 +1,7 @@
 """Collects the parts of the router that the handlers of HTTP APIs use."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from tgis.config.processes import RouterConfig
@@ -11,6 +11,7 @@ from tgis.router.api.service import GenerationService
 from tgis.router.chat.formats.registry import ChatFormats
 from tgis.router.chat.renderer import ChatRenderer
 from tgis.router.grammar.answer_rules import Mark
+from tgis.router.metrics.engine_load import EngineLoad
 from tgis.router.requests.validation import RequestLimits
 from tgis.router.text.detokenizer import Vocabulary
 from tgis.router.text.tokenizer import Tokenizer
@@ -31,6 +32,8 @@ class ServiceParts:
     is_ready: Callable[[], bool]
     adapter_roots: tuple[str, ...] | None = None
     """Directories searched for adapters, in order; None if clients may not name adapters."""
+    load: Callable[[], Awaitable[EngineLoad]] = field(kw_only=True)
+    """Function that returns how busy the engine is."""
     encoding_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Lock that long answers take in turn to be encoded."""
     operations: list[tuple[Operation, ErrorTexts]] = field(default_factory=list)

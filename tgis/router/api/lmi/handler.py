@@ -15,7 +15,7 @@ from tgis.router.api.http.answers.token_texts import TokenForms
 from tgis.router.api.http.call_context import HttpCall, media_type, read_body
 from tgis.router.api.http.chat_api import ChatApi
 from tgis.router.api.http.described_fields import describe_parameters
-from tgis.router.api.http.errors import OWN_FORM, renamed_text
+from tgis.router.api.http.errors import OWN_FORM
 from tgis.router.api.http.service_parts import ServiceParts
 from tgis.router.api.lmi.answers import AnswerWriter
 from tgis.router.api.lmi.chat_lines import ChatLineErrors, with_lines
@@ -25,6 +25,7 @@ from tgis.router.api.lmi.lines import LineErrors, LineWriter
 from tgis.router.api.lmi.parameters import LmiParameters, check_parameters, to_parameters
 from tgis.router.api.lmi.request import ADAPTER, LmiRequest, check_headers, check_model, read_request
 from tgis.router.api.lmi.rules import LMI
+from tgis.router.api.renamed_parameters import renamed_text
 from tgis.router.api.service import Result
 from tgis.router.errors import NotFoundError, RequestError
 from tgis.router.events import InputTokens

@@ -8,10 +8,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tgis.router.api.http.answers.event_stream import DONE, EventStream, merge
+from tgis.router.api.http.answers.event_stream import DONE, EventStream
 from tgis.router.api.http.call_context import HttpCall
 from tgis.router.api.http.described_fields import describe_parameters
 from tgis.router.api.http.service_parts import ServiceParts
+from tgis.router.api.merged_streams import merge
 from tgis.router.api.openai.answers.dates import unix_time
 from tgis.router.api.openai.answers.logprobs_encoder import LogprobsEncoder
 from tgis.router.api.openai.completions.choices import CompletionJob, write_choices

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from tgis.router.api.http.errors import renamed_text
 from tgis.router.api.openai.errors import ApiError, missing_model
+from tgis.router.api.renamed_parameters import renamed_text
 from tgis.router.errors import InputTooLongError, NotFoundError, RequestError
 
 INPUT = "text"

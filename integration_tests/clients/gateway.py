@@ -1,0 +1,66 @@
+"""Launches services without tokens and the Shepherd Model Gateway in front of them."""
+
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from integration_tests.clients.expectations import Served
+from integration_tests.clients.served import FLAGS, MODEL, launch_served
+from integration_tests.support.service import Client, serve
+from tests.support.link_files import free_ports
+
+READY_S = 60.0
+ENGINE_API = ("--grpc-api", "fmaas,vllm-engine")
+
+
+@dataclass(frozen=True)
+class Gateway:
+    served: Served
+    services: list[Client]
+
+
+@contextmanager
+def launch_gateway(directory: Path, smg: Path, num_services: int = 2) -> Iterator[Gateway]:
+    """Launch services of one model, and a gateway in front of them from the program `smg`."""
+    with ExitStack() as stack:
+        served, first = stack.enter_context(launch_served(directory, *ENGINE_API, has_key=False))
+        flags = (*FLAGS, *ENGINE_API, "--served-model-name", MODEL)
+        flags += ("--max-sequence-length", str(served.max_sequence_length))
+        start = contextmanager(serve)
+        others = [stack.enter_context(start(Path(served.directory), *flags)) for _ in range(num_services - 1)]
+        services = [first, *others]
+        urls = [f"grpc://127.0.0.1:{client.service.grpc_port}" for client in services]
+        url = stack.enter_context(run_gateway(smg, urls, directory / "smg.log"))
+        yield Gateway(replace(served, base_url=f"{url}/v1"), services)
+
+
+@contextmanager
+def run_gateway(smg: Path, urls: Sequence[str], log: Path, *flags: str) -> Iterator[str]:
+    """Run a gateway in front of services, and yield its URL once it has a model."""
+    port, metrics_port = free_ports(), free_ports()
+    command = [str(smg), "launch", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--prometheus-port", str(metrics_port), "--worker-urls", *urls, *flags]
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            _wait_until_ready(f"http://127.0.0.1:{port}", log)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+def _wait_until_ready(url: str, log: Path) -> None:
+    deadline = time.monotonic() + READY_S
+    while True:
+        try:
+            with urllib.request.urlopen(f"{url}/readiness", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)

@@ -1,0 +1,160 @@
+"""Numbers the changes of the prefix cache that one tenant may see, and sends them to its subscribers."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import count
+
+from smg_grpc_proto.generated import common_pb2 as pb
+
+from tgis.router.errors import RequestError, SlowClientError
+from tgis.router.scheduling.cache_events import CacheChanges, CacheListener, StoredBlock
+
+MAX_WAITING = 1024  # batches that wait for a slow subscriber before it is cut off
+HISTORY = 1024  # batches that a subscriber can resume from
+SNAPSHOT_BLOCKS = 512  # blocks in one message of a snapshot
+
+
+class Subscription:
+    """Batches of one subscriber that have not been sent yet."""
+
+    def __init__(self, batches: Iterable[pb.KvEventBatch]) -> None:
+        self._batches = deque(batches)
+        self._arrived = asyncio.Event()
+        self._is_cut = False
+
+    def put(self, batch: pb.KvEventBatch) -> None:
+        if len(self._batches) >= MAX_WAITING:
+            self._is_cut = True
+        else:
+            self._batches.append(batch)
+        self._arrived.set()
+
+    async def next(self, timeout_s: float) -> pb.KvEventBatch | None:
+        """Return the next batch, or None if there is none in time. Raises SlowClientError if batches were
+        lost because the subscriber did not read them."""
+        if not self._batches and not self._is_cut:
+            self._arrived.clear()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._arrived.wait()
+            except TimeoutError:
+                return None
+        if self._is_cut:
+            raise SlowClientError
+        return self._batches.popleft()
+
+
+class TenantFeed:
+    def __init__(self, tenant: str) -> None:
+        self._tenant = tenant
+        self._blocks: dict[int, StoredBlock] = {}
+        self._history: deque[pb.KvEventBatch] = deque(maxlen=HISTORY)
+        # The numbers of a restarted router are larger, so that subscribers do not resume from old ones.
+        self._sequence = time.time_ns() // 1000
+        self._event_ids = count(1)
+        self.subscriptions: set[Subscription] = set()
+
+    def subscribe(self, start: int) -> Subscription:
+        """Add a subscriber that wants the batches from a sequence number on; 0 begins with all blocks. The
+        same happens if the batches are not kept any more. Raises RequestError for a number that is too
+        large."""
+        if start > self._sequence + 1:
+            raise RequestError(f"start_sequence_number must be <= {self._sequence + 1}")
+        oldest = self._history[0].sequence_number if self._history else self._sequence + 1
+        if oldest <= start:
+            batches = [batch for batch in self._history if batch.sequence_number >= start]
+        else:
+            batches = self._snapshot()
+        subscription = Subscription(batches)
+        self.subscriptions.add(subscription)
+        return subscription
+
+    def apply(self, changes: CacheChanges) -> None:
+        """Send the visible changes to all subscribers."""
+        if changes.is_cleared:
+            self._blocks.clear()
+        stored = [block for block in changes.stored if block.tenant == self._tenant]
+        self._blocks.update((block.name, block) for block in stored)
+        removed = [name for name in changes.removed if self._blocks.pop(name, None) is not None]
+        events = [pb.KvCacheEvent(cleared=pb.KvCacheCleared())] if changes.is_cleared else []
+        events += (pb.KvCacheEvent(stored=run) for run in _runs(stored))
+        if removed:
+            events.append(pb.KvCacheEvent(removed=pb.KvBlocksRemoved(block_hashes=removed)))
+        if not events:
+            return
+        for event, event_id in zip(events, self._event_ids, strict=False):
+            event.event_id = event_id
+        self._sequence += 1
+        batch = pb.KvEventBatch(sequence_number=self._sequence, timestamp=time.time(), events=events)
+        self._history.append(batch)
+        for subscription in self.subscriptions:
+            subscription.put(batch)
+
+    def _snapshot(self) -> list[pb.KvEventBatch]:
+        """Return all blocks. The numbers of the batches end with the current one."""
+        blocks = list(self._blocks.values())
+        starts = range(0, max(len(blocks), 1), SNAPSHOT_BLOCKS)
+        parts = [blocks[start : start + SNAPSHOT_BLOCKS] for start in starts]
+        first = self._sequence - len(parts) + 1
+        batches = []
+        for index, part in enumerate(parts):
+            events = [pb.KvCacheEvent(stored=run) for run in _runs(part)]
+            if index == 0:
+                events.insert(0, pb.KvCacheEvent(cleared=pb.KvCacheCleared()))
+            chunk = pb.KvSnapshotChunk(index=index, count=len(parts), blocks=len(blocks))
+            batches.append(
+                pb.KvEventBatch(
+                    sequence_number=first + index, timestamp=time.time(), events=events, snapshot=chunk
+                )
+            )
+        return batches
+
+
+class CacheFeeds:
+    """Feeds of all tenants with subscribers."""
+
+    def __init__(self, watch: Callable[[CacheListener | None], None]) -> None:
+        """`watch` sets the listener to the engine's cache, or removes it."""
+        self._watch = watch
+        self._feeds: dict[str, TenantFeed] = {}
+
+    @contextmanager
+    def subscribe(self, tenant: str, start: int) -> Iterator[Subscription]:
+        """Add a subscriber while the context is open. Raises RequestError."""
+        feed = self._feeds.get(tenant)
+        if feed is None:
+            feed = self._feeds[tenant] = TenantFeed(tenant)
+            self._watch(self._apply)  # reports all blocks again, which every feed takes
+        try:
+            subscription = feed.subscribe(start)
+            try:
+                yield subscription
+            finally:
+                feed.subscriptions.discard(subscription)
+        finally:
+            if not feed.subscriptions:
+                self._feeds.pop(tenant, None)
+            if not self._feeds:
+                self._watch(None)
+
+    def _apply(self, changes: CacheChanges) -> None:
+        for feed in self._feeds.values():
+            feed.apply(changes)
+
+
+def _runs(blocks: Iterable[StoredBlock]) -> Iterator[pb.KvBlocksStored]:
+    """Yield the blocks in events of blocks that follow each other."""
+    run: pb.KvBlocksStored | None = None
+    last: int | None = None
+    for block in blocks:
+        if run is None or block.parent != last:
+            if run is not None:
+                yield run
+            run = pb.KvBlocksStored(parent_block_hash=block.parent)
+        run.blocks.add(block_hash=block.name, token_ids=block.token_ids, block_size=len(block.token_ids))
+        last = block.name
+    if run is not None:
+        yield run

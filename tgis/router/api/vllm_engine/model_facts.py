@@ -1,0 +1,38 @@
+"""Reads the facts about the model that GetModelInfo returns."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+
+from tgis.hub.model_files import read_json
+from tgis.router.api.http.service_parts import ServiceParts
+
+
+def read_model_info(parts: ServiceParts) -> pb.GetModelInfoResponse:
+    """Return the facts about the model. Raises ModelNotFoundError."""
+    info, config = parts.service.engine_info, parts.config
+    model = Path(config.model_sampling_path or config.tokenizer_path).parent
+    facts = read_json(model, "config.json")
+    eos = sorted(info.eos_token_ids | parts.tokenizer.eos_token_ids)
+    length = parts.limits.max_sequence_length
+    return pb.GetModelInfoResponse(
+        model_path=str(parts.models.names[0]),
+        is_generation=True,
+        max_context_length=length,
+        vocab_size=info.vocab_size,
+        served_model_name=parts.models.names[0],
+        tokenizer_path=parts.models.names[0],
+        model_type=str(facts.get("model_type", "")),
+        architectures=[str(name) for name in facts.get("architectures") or ()],
+        eos_token_ids=eos,
+        pad_token_id=_token_id(facts, "pad_token_id"),
+        bos_token_id=_token_id(facts, "bos_token_id"),
+        max_req_input_len=min(length - 1, parts.limits.max_input_tokens or length),
+    )
+
+
+def _token_id(facts: Mapping[str, Any], name: str) -> int:
+    value = facts.get(name)
+    return value if isinstance(value, int) else 0

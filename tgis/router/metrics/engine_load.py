@@ -1,0 +1,30 @@
+"""Reads how busy the engine is, from the gauges of all processes of the router."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from tgis.router.metrics.gauges import GaugeValues
+from tgis.router.metrics.metrics import Metrics
+from tgis.router.metrics.scrape import Gather
+
+
+class EngineLoad(NamedTuple):
+    num_running: int
+    """Number of inputs in the batch."""
+    num_waiting: int
+    """Number of accepted inputs that are not in the batch."""
+    cache_usage: float
+    """Fraction of the cache's blocks in use."""
+
+
+async def read_engine_load(metrics: Metrics, gather: Gather) -> EngineLoad:
+    """Return the load. `gather` returns the gauges of the router's other processes."""
+    processes = [metrics.gauge_values(), *await gather()]
+    gauges = metrics.requests_running, metrics.queue_size, metrics.kv_cache_usage
+    num_running, num_waiting, cache_usage = (_total(processes, gauge.name) for gauge in gauges)
+    return EngineLoad(int(num_running), int(num_waiting), cache_usage)
+
+
+def _total(processes: Iterable[GaugeValues], name: str) -> float:
+    """Return the sum of an unlabelled gauge, of which only the engine's process has a value."""
+    return sum(value for each in processes for _, value in each.by_name.get(name, ()))
