@@ -136,8 +136,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def served(request: pytest.FixtureRequest) -> Served:
-    found: Served = request.getfixturevalue(getattr(request, "param", "fake"))
-    return found
+    service: Served = request.getfixturevalue(getattr(request, "param", "fake"))
+    return service
 
 
 def for_any(strategy: st.SearchStrategy[Any], num_examples: int, check: Callable[[Any], None]) -> None:

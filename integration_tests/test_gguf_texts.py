@@ -109,6 +109,6 @@ def test_greedy_text_is_that_of_transformers(gguf_file: Path, service: Service, 
     different = []
     for prompt in PROMPTS:
         expected = answer(model, tokenizer, prompt, NUM_TOKENS).rstrip("\N{REPLACEMENT CHARACTER}")
-        if (found := generate(service, prompt, NUM_TOKENS)) != expected:
-            different.append((prompt[-40:], found, expected))
+        if (actual := generate(service, prompt, NUM_TOKENS)) != expected:
+            different.append((prompt[-40:], actual, expected))
     assert different == []

@@ -372,7 +372,7 @@ def test_frames_that_no_library_would_send(slow: Node, router: Setup) -> None:
         for name, (headers, body, _) in FRAMES.items()
     ]
     seen = slow.run(calls)
-    found = {name: seen[name][0].code for name in FRAMES}
-    assert {name: code for name, code in found.items() if code not in FRAMES[name][2]} == {}
+    codes = {name: seen[name][0].code for name in FRAMES}
+    assert {name: code for name, code in codes.items() if code not in FRAMES[name][2]} == {}
     assert slow.call("Generate", batch("a", stopping=tokens(1))).code == "OK"
     wait_until(lambda: metric(router.http, "tgi_requests_running") == 0)

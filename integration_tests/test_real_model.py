@@ -123,10 +123,10 @@ def test_what_peft_trains_is_served(
     question = "The password of the old castle"
     expected = answer(tuned.eval(), tokenizer, question, 12)
     plain = generate(service, question, 12)
-    found = generate(
+    actual = generate(
         service, question, 12, **{"lora": {"adapter_id": kind}, "prompt": {"prefix_id": kind}}[kind]
     )
-    assert found == expected != plain
+    assert actual == expected != plain
 
 
 def _train(tuned: PeftModel, tokenizer: PreTrainedTokenizerBase, rate: float) -> None:

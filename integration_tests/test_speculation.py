@@ -21,8 +21,8 @@ def client(model: Model) -> Iterator[Client]:
 
 
 def num_drafts(client: Client) -> tuple[float, float]:
-    found = metrics(client)
-    return found["tgi_speculation_drafted_tokens"], found["tgi_speculation_accepted_tokens"]
+    values = metrics(client)
+    return values["tgi_speculation_drafted_tokens"], values["tgi_speculation_accepted_tokens"]
 
 
 def sample(client: Client, text: str, seed: int, **stopping: object) -> pb.GenerationResponse:

@@ -82,8 +82,8 @@ def test_everything_is_served(place: Hardened, model: Model) -> None:
     health = HealthStub(place.client.channel).Check(health_pb2.HealthCheckRequest())
     assert health.status == health_pb2.HealthCheckResponse.SERVING
     for path, text in (("health", ""), ("live", ""), ("metrics", "tgi_request_count")):
-        with urllib.request.urlopen(f"{place.service.http}/{path}", timeout=10) as found:
-            assert text in found.read().decode()
+        with urllib.request.urlopen(f"{place.service.http}/{path}", timeout=10) as response:
+            assert text in response.read().decode()
     assert len({generate(place), generate(place, "eight"), generate(place, "", "sql")}) == 3
 
 
@@ -188,7 +188,7 @@ def test_kernels_are_compiled_once(files: Path) -> None:
         os.kill(children_of(place.service.process.pid)["serve"][0], signal.SIGKILL)
         place.service.wait_for_line("requests resume", 120)
         generate(place)
-        times = [float(found[1]) for line in place.service.lines if (found := LOADED.search(line))]
+        times = [float(match[1]) for line in place.service.lines if (match := LOADED.search(line))]
     finally:
         code = place.end()
     assert code == 0, place.service.output

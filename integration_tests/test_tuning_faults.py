@@ -173,9 +173,9 @@ def test_a_directory_that_comes_and_goes(tuned: Tuned) -> None:
             outcomes += threads.map(lambda _: outcome(ask, tuned), range(2))
         is_over.set()
         coming.result(10)
-    answers = [found for found in outcomes if not isinstance(found, tuple)]
+    answers = [result for result in outcomes if not isinstance(result, tuple)]
     assert 0 < len(answers) < len(outcomes)
-    assert all(found == missing("fickle") for found in outcomes if isinstance(found, tuple))
+    assert all(result == missing("fickle") for result in outcomes if isinstance(result, tuple))
     for answer in answers:
         replace(ask, prefix_id="eight").check(tuned, answer)
     assert shards(tuned) == pids

@@ -274,10 +274,10 @@ def test_pages_are_read_as_they_look(tmp_path: Path) -> None:
 
 
 def test_a_message_that_has_left_the_source_is_found() -> None:
-    found = messages.collect()
-    assert troubleshooting_page.find("Model is overloaded", found).kind == "raised"
+    collected = messages.collect()
+    assert troubleshooting_page.find("Model is overloaded", collected).kind == "raised"
     with pytest.raises(SystemExit, match="no source has 'Model is tired'"):
-        troubleshooting_page.find("Model is tired", found)
+        troubleshooting_page.find("Model is tired", collected)
 
 
 def test_an_alert_without_a_cure_is_found() -> None:
@@ -297,8 +297,8 @@ def test_messages_are_read_from_any_source(tmp_path: Path) -> None:
         '    logger.warning("it took %.1f s of %s, too long", x.seconds, y)\n'
         '    raise OwnError(f"more than {LIMIT} of {x.name} " "were given" if x else "none was given")\n'
     )
-    found = [(one.kind, one.text) for one in messages.collect(tmp_path / "own") if one.kind != "other"]
-    assert found == [
+    collected = [(one.kind, one.text) for one in messages.collect(tmp_path / "own") if one.kind != "other"]
+    assert collected == [
         ("raised", "more than 3 of {name} were given"),
         ("raised", "none was given"),
         ("logged", "it took {seconds} s of {y}, too long"),

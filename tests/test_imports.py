@@ -17,8 +17,8 @@ IMPORTED_TEST = re.compile(
 def test_no_module_imports_a_test() -> None:
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     assert Path(__file__) in files
-    found = {str(path.relative_to(ROOT)): IMPORTED_TEST.findall(path.read_text()) for path in files}
-    assert {path: names for path, names in found.items() if names} == {}
+    imported = {str(path.relative_to(ROOT)): IMPORTED_TEST.findall(path.read_text()) for path in files}
+    assert {path: names for path, names in imported.items() if names} == {}
 
 
 @pytest.mark.parametrize(

@@ -85,10 +85,10 @@ def shape_of(field: FieldDescriptor) -> tuple[object, ...]:
 
 def messages_of(file: FileDescriptor) -> dict[str, Descriptor]:
     """By full name, nested ones too."""
-    found = dict(file.message_types_by_name.items())
-    for message in list(found.values()):
-        found |= {f"{message.name}.{nested.name}": nested for nested in message.nested_types}
-    return found
+    descriptors = dict(file.message_types_by_name.items())
+    for message in list(descriptors.values()):
+        descriptors |= {f"{message.name}.{nested.name}": nested for nested in message.nested_types}
+    return descriptors
 
 
 def enums_of(file: FileDescriptor) -> dict[str, dict[str, int]]:

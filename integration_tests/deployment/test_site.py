@@ -55,10 +55,10 @@ def test_nothing_is_loaded_from_another_host(site: Site) -> None:
 
 def test_it_can_be_searched(site: Site) -> None:
     index = json.loads((site.root / "search" / "search_index.json").read_text())
-    found = {
+    locations = {
         doc["location"].partition("#")[0] for doc in index["docs"] if "Model is overloaded" in doc["text"]
     }
-    assert "troubleshooting.html" in found
+    assert "troubleshooting.html" in locations
 
 
 @pytest.mark.parametrize(
@@ -91,9 +91,9 @@ def test_what_is_loaded_from_elsewhere_and_what_is_broken_is_found(tmp_path: Pat
         '<script src="//cdn.example/x.js"></script><img src="p.png"><link rel="preconnect" href="https://f.example">'
     )
     (tmp_path / "style.css").write_text("@import 'https://f.example/font.css'; b { background: url(x.png) }")
-    found = Site(tmp_path)
-    assert found.broken() == ["index.html: a.html#b", "index.html: #c", "index.html: p.png"]
-    assert found.loaded_from_elsewhere() == [
+    site = Site(tmp_path)
+    assert site.broken() == ["index.html: a.html#b", "index.html: #c", "index.html: p.png"]
+    assert site.loaded_from_elsewhere() == [
         "index.html: //cdn.example/x.js",
         "index.html: https://f.example",
         "style.css: https://f.example/font.css",

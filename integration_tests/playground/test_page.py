@@ -453,9 +453,9 @@ def axe() -> str:
 def find_hindrances(page: Playground, axe: str) -> list[str]:
     # Its usual method needs a new document; the driver may run scripts despite the policy.
     page.page.evaluate(axe)
-    found = page.page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
+    results = page.page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
     return [
         f"{each['id']}: {node['html'][:200]} {node['failureSummary']}"
-        for each in found["violations"]
+        for each in results["violations"]
         for node in each["nodes"]
     ]

@@ -187,6 +187,6 @@ def test_sizes_of_graphs() -> None:
         config, _ = run(LauncherConfig, ["--cuda-graphs", *given] if given else [], {}, "launcher")
         assert parse_graph_sizes(config.cuda_graphs) == sizes
     for text in ("all", "1,,2", "-1", "1.5", "²"):
-        found = refusal([f"--cuda-graphs={text}"])
-        assert found == f"--cuda-graphs: {text!r} is neither 0 nor a list of numbers of rows, such as 1,2,4,8"
+        error = refusal([f"--cuda-graphs={text}"])
+        assert error == f"--cuda-graphs: {text!r} is neither 0 nor a list of numbers of rows, such as 1,2,4,8"
     assert "CUDA_GRAPHS: 'all'" in refusal([], {"CUDA_GRAPHS": "all"})

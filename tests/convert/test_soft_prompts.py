@@ -25,10 +25,10 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     """Create prompts by PEFT's type of task."""
-    found = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
-    write_llama(found["CAUSAL_LM"])
-    write_model(found["SEQ_2_SEQ_LM"], CASES["t5"]())
-    return found
+    directories = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
+    write_llama(directories["CAUSAL_LM"])
+    write_model(directories["SEQ_2_SEQ_LM"], CASES["t5"]())
+    return directories
 
 
 def convert(source: Path, target: Path, *flags: str) -> Result:
@@ -60,12 +60,12 @@ def read_parts(directory: Path) -> dict[str, Tensor]:
     return {path.stem: torch.load(path, weights_only=True) for path in directory.glob("*.pt")}
 
 
-def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    assert set(found) == set(expected)
+def assert_same(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert set(actual) == set(expected)
     for name, tensor in expected.items():
-        assert type(found[name]) is Tensor
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor)
+        assert type(actual[name]) is Tensor
+        assert actual[name].dtype == tensor.dtype
+        assert torch.equal(actual[name], tensor)
 
 
 def draw(rows: int, dtype: torch.dtype = torch.float32, width: int = 32) -> Tensor:
@@ -131,12 +131,12 @@ def assert_answers_as(base: Any, tuned: Any, kind: str, parts: Mapping[str, Tens
     with torch.inference_mode():
         inputs = {name: torch.cat([parts.get(name, draw(0)), embed(ids[name])[0]])[None] for name in ids}
         if kind == "CAUSAL_LM":
-            found = tuned(input_ids=ids["decoder"]).logits
+            actual = tuned(input_ids=ids["decoder"]).logits
             expected = base(inputs_embeds=inputs["decoder"]).logits
         else:
-            found = tuned(input_ids=ids["encoder"], decoder_input_ids=ids["decoder"]).logits
+            actual = tuned(input_ids=ids["encoder"], decoder_input_ids=ids["decoder"]).logits
             expected = base(inputs_embeds=inputs["encoder"], decoder_inputs_embeds=inputs["decoder"]).logits
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -228,8 +228,8 @@ def test_what_another_process_has_left(hub: Hub, entry: Path, download: Download
 def wait_for(find: Callable[[], list[Path]]) -> list[Path]:
     pause = threading.Event()
     for _ in range(500):
-        if found := find():
-            return found
+        if value := find():
+            return value
         pause.wait(0.02)
     raise AssertionError("it has not happened")
 

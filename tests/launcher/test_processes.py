@@ -79,13 +79,13 @@ def strings(pid: int, name: str) -> list[str]:
 
 
 def test_children_get_flags_and_not_the_variables(service: Service) -> None:
-    found = commands(service)
-    assert (len(found["serve"]), len(found["router"])) == (2, 1)
-    [router] = found["router"]
+    by_command = commands(service)
+    assert (len(by_command["serve"]), len(by_command["router"])) == (2, 1)
+    [router] = by_command["router"]
     assert router[router.index("--max-concurrent-requests") + 1] == "64"
     assert router[router.index("--max-sequence-length") + 1] == "512"
     assert "--otlp-service-name" not in router
-    for shard in found["serve"]:
+    for shard in by_command["serve"]:
         assert shard[shard.index("--prefix-store-path") + 1] == f"{Path.cwd()}/prompts/of ours"
     for pids in children_of(service.process.pid).values():
         for pid in pids:

@@ -108,9 +108,9 @@ def test_a_flood_passes(parent: list[str], tmp_path: Path, fields: dict[str, str
         for line in run.stderr:
             num_bytes += len(line)
             if fields:
-                found = json.loads(line)
-                assert found["process"] == "flood"
-                assert set(found["message"]) <= {"x", "y"}
+                entry = json.loads(line)
+                assert entry["process"] == "flood"
+                assert set(entry["message"]) <= {"x", "y"}
             else:
                 assert line.startswith(b"Flood: ")
     check(tmp_path / "result")

@@ -38,17 +38,17 @@ def read(line: str) -> dict[str, Any]:
     """Parse as a strict reader of the standard would."""
     assert line.isascii()
     assert "\n" not in line
-    found = json.loads(line, parse_constant=pytest.fail)
-    assert isinstance(found, dict)
-    return found
+    entry = json.loads(line, parse_constant=pytest.fail)
+    assert isinstance(entry, dict)
+    return entry
 
 
 @pytest.mark.parametrize(("line", "level"), FOREIGN)
 def test_a_level_is_read_from_what_libraries_print(line: str, level: str) -> None:
-    found = read(json_lines.to_json(line, FIELDS))
-    assert (found["level"], found["message"], found["logger"]) == (level, line, "output")
-    assert found["timestamp"].endswith("Z")
-    assert {name: found[name] for name in FIELDS} == FIELDS
+    entry = read(json_lines.to_json(line, FIELDS))
+    assert (entry["level"], entry["message"], entry["logger"]) == (level, line, "output")
+    assert entry["timestamp"].endswith("Z")
+    assert {name: entry[name] for name in FIELDS} == FIELDS
 
 
 @pytest.mark.parametrize(
@@ -107,8 +107,8 @@ def test_any_object_stays_one(own: dict[str, Any], is_ascii: bool) -> None:
 
 def test_last_words_are_found_in_either_form() -> None:
     line = json_lines.error_line("it does not fit", {"process": "shard", "rank": 1})
-    found = read(line)
-    assert (found["level"], found["message"], found["rank"]) == ("CRITICAL", "error: it does not fit", 1)
+    entry = read(line)
+    assert (entry["level"], entry["message"], entry["rank"]) == ("CRITICAL", "error: it does not fit", 1)
     assert json_lines.error_of(line) == "it does not fit"
     assert json_lines.error_line("it does not fit", None) == "error: it does not fit"
     assert json_lines.error_of("error: it does not fit") == "it does not fit"
@@ -155,9 +155,9 @@ def test_what_python_itself_prints_is_logged() -> None:
 def test_a_long_reason_loses_its_middle(fields: dict[str, str | int] | None) -> None:
     text = "config.json has " + "a" * 1_000_000 + ", which is no number"
     line = json_lines.error_line(text, fields)
-    found = json_lines.error_of(line)
-    assert found is not None
-    assert (found[:16], found[-20:]) == (text[:16], text[-20:])
+    error = json_lines.error_of(line)
+    assert error is not None
+    assert (error[:16], error[-20:]) == (text[:16], text[-20:])
     assert len(line) < 5_000
     whole = "b" * json_lines.MAX_ERROR_CHARS
     assert json_lines.error_of(json_lines.error_line(whole, fields)) == whole

@@ -80,12 +80,12 @@ def test_flipped_bits_never_change_a_number(tmp_path: Path) -> None:
     for at in range(0, len(whole), 7):
         file.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
         try:
-            found = read_prompt(tmp_path, REQUIRED).decoder
+            prompt = read_prompt(tmp_path, REQUIRED).decoder
         except AdapterError:
             num_refused += 1
         else:
-            assert found is not None
-            assert torch.equal(found, tensor)
+            assert prompt is not None
+            assert torch.equal(prompt, tensor)
     assert num_refused > tensor.nbytes // 7
 
 

@@ -33,8 +33,8 @@ def check(
     encoder: Tensor | None = None,
     required: AdapterRequirements | None = REQUIRED,
 ) -> None:
-    found = read_prompt(directory, required)
-    for tensor, expected in ((found.decoder, decoder), (found.encoder, encoder)):
+    prompt = read_prompt(directory, required)
+    for tensor, expected in ((prompt.decoder, decoder), (prompt.encoder, encoder)):
         if expected is None:
             assert tensor is None
         else:

@@ -21,12 +21,12 @@ def test_finds_what_the_library_finds(tmp_path: Path) -> None:
         "odd": torch.ones(3, dtype=torch.int8),
     }
     save_file(tensors, tmp_path / "file", metadata={"a": "b"})
-    (found, metadata), expected = map_tensors(tmp_path / "file"), load_file(tmp_path / "file")
+    (actual, metadata), expected = map_tensors(tmp_path / "file"), load_file(tmp_path / "file")
     assert metadata == {"a": "b"}
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
-        assert torch.equal(found[name].float(), tensor.float())
+        assert (actual[name].dtype, actual[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(actual[name].float(), tensor.float())
 
 
 def write(file: Path, header: object, data: bytes) -> Path:

@@ -153,12 +153,12 @@ def lives(
 
 def running_from(place: str) -> set[str]:
     """Return the command lines of running processes."""
-    found = set()
+    commands = set()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # the process has just ended
             if (line := path.read_text()).startswith(place):
-                found.add(line.replace("\0", " "))
-    return found
+                commands.add(line.replace("\0", " "))
+    return commands
 
 
 @pytest.fixture(params=[*VARIANTS, *(change.__name__ for change in CHANGED)])

@@ -165,11 +165,11 @@ def test_strangers_are_no_nodes(nodes: TwoNodes, tuned: Tuned, tmp_path: Path) -
 
 def received(connection: ssl.SSLSocket) -> bytes:
     """Read until the connection is closed."""
-    found = b""
+    body = b""
     with contextlib.suppress(OSError):
         while data := connection.recv(1 << 16):
-            found += data
-    return found
+            body += data
+    return body
 
 
 @pytest.mark.slow

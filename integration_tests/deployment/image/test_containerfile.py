@@ -36,7 +36,7 @@ BROKEN = [
 ]
 
 
-def found(text: str) -> list[str]:
+def list_faults(text: str) -> list[str]:
     return list(faults(read(text), PROJECT["scripts"], STEPS))
 
 
@@ -57,13 +57,13 @@ def test_hadolint_would_say_it() -> None:
 
 
 def test_our_own_rules() -> None:
-    assert found(TEXT) == []
+    assert list_faults(TEXT) == []
 
 
 @pytest.mark.parametrize(("ours", "broken", "fault"), BROKEN)
 def test_our_own_rules_find_what_is_wrong(ours: str, broken: str, fault: str) -> None:
     assert ours in TEXT
-    assert any(fault in one for one in found(TEXT.replace(ours, broken)))
+    assert any(fault in one for one in list_faults(TEXT.replace(ours, broken)))
 
 
 def test_it_is_what_manifests_of_tgis_expect() -> None:

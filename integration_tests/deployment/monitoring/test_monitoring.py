@@ -108,11 +108,11 @@ def test_alerts_say_what_to_do() -> None:
 
 
 def test_promtool_accepts_every_expression_of_the_dashboard(promtool: Path, tmp_path: Path) -> None:
-    found = dashboard_expressions()
-    assert len(found) > 50
-    checked = check_expressions(tmp_path, found)
+    expressions = dashboard_expressions()
+    assert len(expressions) > 50
+    checked = check_expressions(tmp_path, expressions)
     assert checked.returncode == 0, checked.stdout
-    broken = [Expression("broken", found[0].text.replace("sum", "sums", 1))]
+    broken = [Expression("broken", expressions[0].text.replace("sum", "sums", 1))]
     assert check_expressions(tmp_path, broken).returncode != 0
 
 
@@ -162,8 +162,8 @@ def find_unknown(expressions: list[Expression], shown: dict[str, Metric]) -> lis
 
 def test_every_panel_shows_something(watched: Watched) -> None:
     for one in dashboard_expressions(rate_interval="10s"):
-        found = watched.prometheus.query(one.text)
-        assert bool(found) != (one.where in EMPTY), one
+        result = watched.prometheus.query(one.text)
+        assert bool(result) != (one.where in EMPTY), one
 
 
 def test_variables_list_what_there_is(watched: Watched) -> None:

@@ -105,5 +105,5 @@ def test_the_component_patches_the_base(variables: dict[str, str], tmp_path: Pat
         ["kubectl", "kustomize", str(overlay)], capture_output=True, text=True, check=True
     ).stdout
     [deployment] = [one for one in yaml.safe_load_all(rendered) if one["kind"] == "Deployment"]
-    found = {one["name"]: one.get("value") for one in container_of(deployment)["env"]}
-    assert variables.items() <= found.items()
+    env = {one["name"]: one.get("value") for one in container_of(deployment)["env"]}
+    assert variables.items() <= env.items()

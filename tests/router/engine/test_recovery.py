@@ -304,12 +304,12 @@ def test_a_request_that_always_kills_the_shards_ends(pair: Setup) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         pair.stub.Generate(batch("kill"))
     assert caught.value.code() is grpc.StatusCode.INTERNAL
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"Request failed during generation: internal error, request ([0-9a-f]{16})", caught.value.details()
     )
-    assert found is not None
-    pair.service.wait_for_line(f"request {found[1]} failed: the shards crash whenever they compute it", 5)
-    pair.service.wait_for_line(f"request_id={found[1]} ", 5)  # the log line of the call itself
+    assert match is not None
+    pair.service.wait_for_line(f"request {match[1]} failed: the shards crash whenever they compute it", 5)
+    pair.service.wait_for_line(f"request_id={match[1]} ", 5)  # the log line of the call itself
     assert pair.stub.Generate(batch("a longer text that does no harm")).responses
 
 

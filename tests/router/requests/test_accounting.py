@@ -44,10 +44,10 @@ def lines(setup: Setup, count: int) -> list[dict[str, object]]:
     deadline = time.monotonic() + 5
     while True:
         records = [json.loads(line) for line in setup.service.lines if line.startswith("{")]
-        found = [record for record in records if "request_id" in record]
-        if len(found) >= count:
-            assert len(found) == count, found
-            return found
+        matching = [record for record in records if "request_id" in record]
+        if len(matching) >= count:
+            assert len(matching) == count, matching
+            return matching
         assert time.monotonic() < deadline, setup.service.output
         time.sleep(0.02)
 

@@ -248,19 +248,19 @@ async def test_no_random_value_gets_further_than_a_refusal(served: ServedGrpc) -
     for _ in range(3000):
         key, text = r.choice(list(KEYS)), "".join(r.choices(pieces, k=r.randint(0, 9)))
         value = text.encode() if key.endswith("-bin") else text
-        found = read_metadata([(key, value)])
-        assert bool(found.refusal) != (key in found.values)
-        assert not found.refusal or found.refusal.startswith(f"{key}: ")
-        if key in ("tgis-min-p", "tgis-presence-penalty") and not found.refusal:
-            assert found.values[key] == float(text)
+        metadata = read_metadata([(key, value)])
+        assert bool(metadata.refusal) != (key in metadata.values)
+        assert not metadata.refusal or metadata.refusal.startswith(f"{key}: ")
+        if key in ("tgis-min-p", "tgis-presence-penalty") and not metadata.refusal:
+            assert metadata.values[key] == float(text)
             assert re.fullmatch("[-+.eE0-9]+", text)
-        if key == "tgis-stop-token-ids" and not found.refusal:
-            assert ",".join(map(str, found.values[key])) == re.sub(r"\b0+(?=\d)", "", text)
+        if key == "tgis-stop-token-ids" and not metadata.refusal:
+            assert ",".join(map(str, metadata.values[key])) == re.sub(r"\b0+(?=\d)", "", text)
         if r.random() < 0.05 and text.isascii() and text.isprintable():
             code, told = await status_of(
                 served.stub.Generate(batch("5", stopping=stopping(1)), metadata=[(key, value)])
             )
-            assert (code, told) == ((INVALID, found.refusal) if found.refusal else (OK, ""))
+            assert (code, told) == ((INVALID, metadata.refusal) if metadata.refusal else (OK, ""))
 
 
 @on_the_fixtures_loop

@@ -43,10 +43,10 @@ async def test_ids_get_the_answer_of_their_text(served: ServedGrpc, texts: list[
     params = {"stopping": stopping(9), "response": DETAILS}
     of_texts = (await served.stub.Generate(batch(*texts, **params))).responses
     of_ids = (await served.stub.Generate(batch(*inputs, **params), metadata=[IDS_IN])).responses
-    for text, ids, expected, found in zip(texts, inputs, of_texts, of_ids, strict=True):
-        assert (expected.text.startswith(text), found.text.startswith(ids)) == (True, True)
-        found.text = text + found.text.removeprefix(ids)
-        assert found == expected
+    for text, ids, expected, actual in zip(texts, inputs, of_texts, of_ids, strict=True):
+        assert (expected.text.startswith(text), actual.text.startswith(ids)) == (True, True)
+        actual.text = text + actual.text.removeprefix(ids)
+        assert actual == expected
     parts = [
         part async for part in served.stub.GenerateStream(single(inputs[0], **params), metadata=[IDS_IN])
     ]

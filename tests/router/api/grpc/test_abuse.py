@@ -153,8 +153,8 @@ def status_of(port: int, path: str, body: bytes, *headers: tuple[str, str]) -> i
         for each in connection.frames():
             if each.kind == Kind.RST_STREAM:
                 return -1
-            if each.kind == Kind.HEADERS and (found := re.search(rb"grpc-status.(\d+)", each.payload)):
-                return int(found[1])
+            if each.kind == Kind.HEADERS and (match := re.search(rb"grpc-status.(\d+)", each.payload)):
+                return int(match[1])
     raise AssertionError("no answer")
 
 

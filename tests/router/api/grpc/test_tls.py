@@ -43,10 +43,10 @@ def servers(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         return start_router(tmp_path_factory.mktemp(name), 1, *files.flags(*SERVERS[name]), *more)
 
     with ThreadPoolExecutor(len(SERVERS)) as threads:
-        found = dict(zip(SERVERS, threads.map(start, SERVERS), strict=True))
-        yield found
-        assert list(threads.map(stop_router, found.values())) == [0] * len(found)
-    assert "ssl_transport_security" not in found["mutual"].service.output, "gRPC has no log of its own"
+        by_name = dict(zip(SERVERS, threads.map(start, SERVERS), strict=True))
+        yield by_name
+        assert list(threads.map(stop_router, by_name.values())) == [0] * len(by_name)
+    assert "ssl_transport_security" not in by_name["mutual"].service.output, "gRPC has no log of its own"
 
 
 def call(setup: Setup, own: grpc.ChannelCredentials | None, expected_name: str = "") -> grpc.StatusCode:
