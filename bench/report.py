@@ -110,10 +110,10 @@ def _median_of(rates: Sequence[float | None]) -> float | None:
 
 def _describe_instructions(pairs: float | None, quads: float | None) -> str:
     """Describe rates on registers, given in billions of operations per second."""
-    return f"{_tell_rate(pairs, 'GFLOP/s')} with AVX512_BF16, {_tell_rate(quads, 'GOP/s')} with VNNI"
+    return f"{_format_rate(pairs, 'GFLOP/s')} with AVX512_BF16, {_format_rate(quads, 'GOP/s')} with VNNI"
 
 
-def _tell_rate(rate: float | None, unit: str) -> str:
+def _format_rate(rate: float | None, unit: str) -> str:
     return "unmeasured" if rate is None else f"{rate:.0f} {unit}"
 
 

@@ -91,7 +91,7 @@ def sockets_of(children: dict[str, list[int]]) -> set[str]:
     return inodes
 
 
-def test_sigterm_finishes_what_is_in_flight(model: Model) -> None:
+def test_sigterm_finishes_active_calls(model: Model) -> None:
     service = launch(model.directory, "--dtype", "float32").wait_until_serving()
     client = Client(service)
     with ThreadPoolExecutor(NUM_STREAMS) as threads:

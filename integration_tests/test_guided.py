@@ -215,7 +215,7 @@ REFUSED = [
 ]
 
 
-def test_what_is_refused_is_an_invalid_argument(client: Client) -> None:
+def test_refused_grammars_are_invalid_arguments(client: Client) -> None:
     for decoding, text in REFUSED:
         for ask in (unary, streamed):
             with pytest.raises(grpc.RpcError) as error:

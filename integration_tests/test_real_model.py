@@ -108,7 +108,7 @@ def tokenizer(converted: Path) -> PreTrainedTokenizerBase:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Position ids are not supported")
 @pytest.mark.parametrize("kind", ["lora", "prompt"])
-def test_what_peft_trains_is_served(
+def test_adapters_trained_by_peft_are_served(
     kind: str, service: Service, store: Path, converted: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     torch.manual_seed(0)

@@ -61,7 +61,7 @@ def test_streams_survive_a_killed_shard(client: Client, model: Model) -> None:
     assert num_drafts(client)[1] > before
 
 
-def test_a_stop_sequence_cuts_what_was_computed_ahead(client: Client, model: Model) -> None:
+def test_a_stop_sequence_discards_draft_tokens(client: Client, model: Model) -> None:
     """A seed gives the same text, whatever ends it."""
     whole = sample(client, model.expected[0].prompt, 7).text
     stop = whole[len(whole) // 2 :][:3]

@@ -269,7 +269,9 @@ BAD_PROMPTS: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-def test_bad_prompts_harm_nobody(tuned: Tuned, undisturbed: dict[Ask, Messages], tmp_path: Path) -> None:
+def test_bad_prompts_affect_no_other_request(
+    tuned: Tuned, undisturbed: dict[Ask, Messages], tmp_path: Path
+) -> None:
     pids, root, made = shards(tuned), tuned.prompts / "bad", tmp_path / "made"
     whole = (tuned.prompts / "eight" / "decoder.pt").read_bytes()
     bad = {
@@ -331,7 +333,9 @@ BAD_ADAPTERS: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-def test_bad_adapters_harm_nobody(tuned: Tuned, undisturbed: dict[Ask, Messages], tmp_path: Path) -> None:
+def test_bad_adapters_affect_no_other_request(
+    tuned: Tuned, undisturbed: dict[Ask, Messages], tmp_path: Path
+) -> None:
     pids, root, made = shards(tuned), tuned.adapters / "bad", tmp_path / "made"
     for name, (change, _) in BAD_ADAPTERS.items():
         shutil.copytree(tuned.prompts / "lora", root / name)

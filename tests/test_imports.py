@@ -33,5 +33,5 @@ def test_no_module_imports_a_test() -> None:
         ('"""Like test_docs.py, from which it differs."""\nfrom tests.support import pages', []),
     ],
 )
-def test_imports_of_tests_are_told_from_others(source: str, names: list[str]) -> None:
+def test_imports_of_tests_are_recognized(source: str, names: list[str]) -> None:
     assert IMPORTED_TEST.findall(source) == names

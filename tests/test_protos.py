@@ -30,7 +30,7 @@ def test_buf_lints_and_builds(tmp_path: Path) -> None:
         assert (result.returncode, result.stdout + result.stderr) == (0, "")
 
 
-def test_lint_finds_what_our_rules_forbid(tmp_path: Path) -> None:
+def test_lint_reports_violations_of_our_rules(tmp_path: Path) -> None:
     shutil.copy(ROOT / "buf.yaml", tmp_path)
     shutil.copytree(ROOT / "protos", tmp_path / "protos")
     shard = tmp_path / "protos" / "shard.proto"

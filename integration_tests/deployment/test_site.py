@@ -85,7 +85,7 @@ def test_a_page_outside_of_the_navigation_is_refused(tmp_path: Path) -> None:
     assert (result.returncode, "lost.md" in result.stderr) == (1, True)
 
 
-def test_what_is_loaded_from_elsewhere_and_what_is_broken_is_found(tmp_path: Path) -> None:
+def test_foreign_resources_and_broken_links_are_reported(tmp_path: Path) -> None:
     (tmp_path / "index.html").write_text(
         '<a href="a.html#b"></a><a href="#c"></a><a href="https://example.com"></a><p id="d"></p>'
         '<script src="//cdn.example/x.js"></script><img src="p.png"><link rel="preconnect" href="https://f.example">'

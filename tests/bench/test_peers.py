@@ -102,7 +102,7 @@ def test_a_command_that_fails_says_why(tmp_path: Path) -> None:
         environments.run(failing, tmp_path / "log")
 
 
-def test_peers_are_told_beside_ours() -> None:
+def test_peers_are_reported_beside_ours() -> None:
     rates = {"ours": 150.0, "openvino": 100.0, "transformers": 300.0}
     samples = [
         Sample("decode 1", name, number, 0.1, 1.0, rate, (Rates(32e9, 2e11), Rates(30e9, 1e11)))

@@ -97,7 +97,7 @@ def make_matches(only: str, *names: str) -> dict[str, list[str]]:
     return {case.name: [contender.name for contender in contenders] for case, contenders in matches}
 
 
-def test_only_what_the_sections_need_is_measured() -> None:
+def test_only_required_contenders_are_measured() -> None:
     assert make_matches("fp8-cache", "ours fp8 cache") == {"decode 32 at 1024": ["ours", "ours fp8 cache"]}
     assert make_matches("int4", "ours int8", "ours int4") == {
         "decode 8": ["ours", "ours int8", "ours int4"],
@@ -107,7 +107,7 @@ def test_only_what_the_sections_need_is_measured() -> None:
     assert make_matches("context") == {"decode 32 at 128": ["ours"], "decode 32 at 1024": ["ours"]}
 
 
-def test_sections_want_what_they_compare_with() -> None:
+def test_sections_include_their_comparisons() -> None:
     wanted = {each.name: formats for each, formats in variants.find_wanted(["int4", "bfloat16"]).items()}
     assert wanted == {"ours int8": ["int4"], "ours bfloat16": ["bfloat16"], "ours int4": ["int4"]}
 

@@ -460,7 +460,7 @@ def test_methods_that_are_served(method: str) -> None:
 @pytest.mark.parametrize(
     "method", "exl2 gguf aqlm hqq nvfp4 mxfp4 marlin_24 sparse llm-awq squeezellm gptq_marlin GPTQ".split()
 )
-def test_every_method_of_others_is_told_what_to_do_instead(reads: str, method: str) -> None:
+def test_quantization_methods_of_other_servers_are_refused_with_advice(reads: str, method: str) -> None:
     advice = "Serve a GPTQ, AWQ, compressed-tensors, fp8 or bitsandbytes checkpoint of the model, or the "
     for message in (
         refusal(["--quantize", method], code=2, reads=reads),

@@ -174,7 +174,7 @@ def test_meanings(line: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", WITHOUT_EFFECT)
-def test_what_has_no_effect_is_one_line_of_warning(line: str, tmp_path: Path) -> None:
+def test_options_without_effect_get_one_warning(line: str, tmp_path: Path) -> None:
     config, result = given(tmp_path, line, {"HF_MODEL_ID": "/m"})
     assert changes(config) == PLAIN
     [warning] = [one for one in result.stderr.splitlines() if " WARNING " in one]
@@ -182,7 +182,7 @@ def test_what_has_no_effect_is_one_line_of_warning(line: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_what_is_refused_is_named_with_its_place(line: str, tmp_path: Path) -> None:
+def test_refused_options_are_named_with_their_source(line: str, tmp_path: Path) -> None:
     text = refusal([*COMPAT, *file_with(tmp_path, f"# first\n{line}\n")], {**ENV, "HF_MODEL_ID": "/m"})
     assert text.startswith(f"{line.partition('=')[0]} in serving.properties:2: ")
 
@@ -337,7 +337,7 @@ def test_files_are_found(tmp_path: Path) -> None:
     assert run(LauncherConfig, [*COMPAT, *file], ENV, "launcher")[0].model_name == str(tmp_path)
 
 
-def test_what_is_missing_or_broken(tmp_path: Path) -> None:
+def test_missing_or_broken_properties_files(tmp_path: Path) -> None:
     assert "--compat lmi has no default model" in refusal(COMPAT, ENV, code=2)
     text = refusal([*COMPAT, "--properties", str(tmp_path / "none")], ENV)
     assert text == f"{tmp_path}/none: the properties file cannot be read: No such file or directory"
@@ -363,7 +363,7 @@ def test_secrets_are_hidden(tmp_path: Path) -> None:
     assert "option.max_tokens=99" in result.stderr
 
 
-def test_the_report_says_what_each_name_became(tmp_path: Path) -> None:
+def test_the_report_lists_the_option_of_each_name(tmp_path: Path) -> None:
     text = """\
 engine=Python
 option.model_id=s3://bucket/model

@@ -99,7 +99,7 @@ def test_a_variable_without_effect_is_one_line_of_warning(variable: str) -> None
         assert f"{variable} has no effect: " in lines[0]
 
 
-def test_what_is_not_given_is_not_warned_about() -> None:
+def test_unset_options_cause_no_warning() -> None:
     for config_type, reads in (
         (LauncherConfig, "launcher"),
         (RouterConfig, "router"),

@@ -81,7 +81,7 @@ def draw(rows: int, dtype: torch.dtype = torch.float32, width: int = 32) -> Tens
         ("SEQ_2_SEQ_LM", 1, [], ["encoder"]),
     ],
 )
-def test_what_peft_wrote(
+def test_prompts_written_by_peft(
     models: Mapping[str, Path],
     tmp_path: Path,
     kind: str,
@@ -110,7 +110,7 @@ def test_what_peft_wrote(
     ("kind", "names"),
     [("CAUSAL_LM", ["decoder"]), ("SEQ_2_SEQ_LM", ["encoder"]), ("SEQ_2_SEQ_LM", ["encoder", "decoder"])],
 )
-def test_peft_takes_what_we_write(
+def test_peft_loads_written_prompts(
     models: Mapping[str, Path], tmp_path: Path, kind: str, names: list[str]
 ) -> None:
     parts = {name: draw(4) + len(name) for name in names}
@@ -169,7 +169,7 @@ def test_a_prompt_that_is_there_is_replaced_only_when_asked(tmp_path: Path) -> N
     assert_same(read_parts(target), {"decoder": draw(4)})
 
 
-def test_what_cannot_be_said_the_other_way(tmp_path: Path) -> None:
+def test_prompts_that_cannot_be_converted_back(tmp_path: Path) -> None:
     uneven = write_parts(tmp_path / "uneven", encoder=draw(4), decoder=draw(6))
     target = tmp_path / "target"
     shapes = "[4, 32] float32 and [6, 32] float32"
@@ -200,7 +200,7 @@ def test_a_configuration_that_its_tensor_denies(tmp_path: Path, changed: dict[st
     assert CONFIG in refusal(tmp_path / "b", tmp_path / "c")
 
 
-def test_what_is_no_prompt_is_refused(tmp_path: Path) -> None:
+def test_files_without_a_prompt_are_refused(tmp_path: Path) -> None:
     nothing = tmp_path / "nothing"
     nothing.mkdir()
     target = tmp_path / "target"

@@ -112,7 +112,7 @@ def test_a_broken_file_is_named(tmp_path: Path, content: bytes, fault: str) -> N
         model_files.read_json(tmp_path, "config.json")
 
 
-def test_fingerprints_tell_models_apart(tmp_path: Path) -> None:
+def test_fingerprints_differ_between_models(tmp_path: Path) -> None:
     """The fingerprint depends on settings and sizes of weights, and on no other files."""
     fingerprints = []
     for size, settings in ((2, {"a": 1}), (2, {"a": 2}), (3, {"a": 1}), (2, {"a": 1})):

@@ -100,7 +100,7 @@ def test_children_get_flags_and_not_the_variables(service: Service) -> None:
             assert {"PYTORCH_CUDA_ALLOC_CONF", "CUDA_VISIBLE_DEVICES"} <= names
 
 
-def test_what_has_no_effect_is_said_once(service: Service) -> None:
+def test_options_without_effect_are_logged_once(service: Service) -> None:
     for name in ("MAX_WAITING_TOKENS", "ESTIMATE_MEMORY"):
         assert sum(f"{name} has no effect" in line for line in service.lines) == 1, service.output
 

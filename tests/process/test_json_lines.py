@@ -44,7 +44,7 @@ def read(line: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("line", "level"), FOREIGN)
-def test_a_level_is_read_from_what_libraries_print(line: str, level: str) -> None:
+def test_a_level_is_read_from_library_output(line: str, level: str) -> None:
     entry = read(json_lines.to_json(line, FIELDS))
     assert (entry["level"], entry["message"], entry["logger"]) == (level, line, "output")
     assert entry["timestamp"].endswith("Z")
@@ -75,11 +75,11 @@ def test_a_level_is_read_from_what_libraries_print(line: str, level: str) -> Non
         "y" * (1 << 20),
     ],
 )
-def test_what_is_no_object_becomes_a_message(line: str) -> None:
+def test_lines_that_are_not_objects_become_messages(line: str) -> None:
     assert read(json_lines.to_json(line, FIELDS))["message"] == line
 
 
-def test_what_an_object_said_stays() -> None:
+def test_fields_of_json_objects_are_preserved() -> None:
     own = '{"timestamp": "t", "level": "INFO", "logger": "x", "message": "m", "rank": 7, "é": [1.5, null]}'
     assert read(json_lines.to_json(own, FIELDS)) == json.loads(own) | {"process": "shard", "node": 1}
     assert read(json_lines.to_json(" {} \r", FIELDS)) == FIELDS
@@ -137,7 +137,7 @@ raise RuntimeError("the end\\nin two lines")
 """
 
 
-def test_what_python_itself_prints_is_logged() -> None:
+def test_output_of_python_itself_is_logged() -> None:
     """Warnings, and errors that end a thread, a finalizer, a record or the process: each is one object."""
     result = subprocess.run([sys.executable, "-c", UNLOGGED], capture_output=True, timeout=30, check=False)
     assert (result.returncode, result.stdout) == (1, b"")

@@ -195,7 +195,7 @@ def test_calls_without_a_name(tmp_path: Path) -> None:
     assert "calls an unnamed function" in str(fail(tmp_path).__cause__)
 
 
-def test_what_is_no_file(tmp_path: Path) -> None:
+def test_paths_that_are_not_regular_files(tmp_path: Path) -> None:
     for content in (b"", b"\x7fELF", b"hello", b"PK\x03\x04" + bytes(100), b"\x80\x04N."):
         (tmp_path / "decoder.pt").write_bytes(content)
         assert str(fail(tmp_path)) == NO_TENSOR

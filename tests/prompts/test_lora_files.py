@@ -55,7 +55,7 @@ def read(directory: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_what_is_stored_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_stored_weights_are_read(tmp_path: Path, dtype: torch.dtype) -> None:
     stored = {name: tensor.to(dtype) for name, tensor in tensors().items()}
     weights, scales = read(save(tmp_path, stored))
     assert weights.keys() == {f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"}
@@ -259,7 +259,7 @@ def test_configurations_that_are_taken(tmp_path: Path, config: dict[str, object]
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000, b'{"r":' + b"9" * 9999])
-def test_configurations_that_are_none(tmp_path: Path, text: bytes) -> None:
+def test_invalid_configurations(tmp_path: Path, text: bytes) -> None:
     (save(tmp_path) / "adapter_config.json").write_bytes(text)
     with pytest.raises(AdapterError, match=r"adapter_config.json is not"):
         read(tmp_path)

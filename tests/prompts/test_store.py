@@ -145,7 +145,7 @@ def test_finds_an_adapter_in_either_store(tmp_path: Path, prompts: Path, artifac
     )
 
 
-def test_texts_of_what_is_found(prompts: Path, adapter_store: AdapterStore) -> None:
+def test_error_texts_of_bad_prompts(prompts: Path, adapter_store: AdapterStore) -> None:
     save_prompt(prompts / "nan", torch.full((2, WIDTH), torch.nan))
     assert refuse(adapter_store, "prompt", "nan") == prompt_text("nan", "Prefix contains non-finite elements")
     save_lora(prompts / "dora")
@@ -165,7 +165,7 @@ def test_texts_of_what_is_found(prompts: Path, adapter_store: AdapterStore) -> N
         assert refuse(adapter_store, kind, id) == f"adapter type {peft_type} is not currently supported"  # type: ignore[arg-type]
 
 
-def test_what_is_too_large(prompts: Path, artifacts: ArtifactCache) -> None:
+def test_too_large_prompts_and_adapters(prompts: Path, artifacts: ArtifactCache) -> None:
     save_prompt(prompts / "a", random_prompt(16))
     save_lora(prompts / "lora", rank=4)
     large = AdapterStore(
@@ -244,7 +244,7 @@ def test_a_change_is_noticed(
     assert torch.equal(decoder(artifacts, second), random_prompt(seed=1))
 
 
-def test_what_is_removed_is_gone_and_may_come_back(
+def test_removed_adapters_are_not_found_until_they_return(
     prompts: Path, adapter_store: AdapterStore, artifacts: ArtifactCache
 ) -> None:
     path = age(save_prompt(prompts / "a", random_prompt()))
@@ -285,7 +285,7 @@ def test_a_refusal_is_remembered_until_the_files_change(
     assert adapter_store.find("prompt", "a").num_decoder_tokens == 4
 
 
-def test_what_a_model_refuses_is_remembered_until_the_files_change(
+def test_a_refusal_by_the_model_is_remembered_until_the_files_change(
     prompts: Path, counting: CountingCache, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = AdapterStore(counting, REQUIRED, prompts, None, {})
@@ -313,7 +313,7 @@ def test_what_a_model_refuses_is_remembered_until_the_files_change(
     assert "another model" in refuse(store, "adapter", "same")
 
 
-def test_who_waits_for_one_that_hangs_is_told_after_a_while(
+def test_waiting_for_a_hanging_look_up_times_out(
     prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, entered = threading.Event(), threading.Event()
@@ -336,7 +336,7 @@ def test_who_waits_for_one_that_hangs_is_told_after_a_while(
     assert not adapter_store._turns
 
 
-def test_only_what_one_store_lacks_is_looked_for_in_the_other(
+def test_the_second_store_is_searched_only_if_the_first_lacks_the_id(
     tmp_path: Path, prompts: Path, artifacts: ArtifactCache
 ) -> None:
     adapters, outside = tmp_path / "adapters", save_lora(tmp_path / "outside", 1)
@@ -424,7 +424,7 @@ def test_a_slow_one_does_not_hold_up_others(prompts: Path, tmp_path: Path) -> No
         assert slow.result().num_decoder_tokens == 2
 
 
-def test_what_is_written_all_the_time_is_whole_or_refused(
+def test_files_under_constant_writes_are_complete_or_refused(
     prompts: Path, adapter_store: AdapterStore, artifacts: ArtifactCache
 ) -> None:
     """All rows of one file are equal, and rows of two writes differ; the file is written in place, as by

@@ -45,7 +45,7 @@ def write_by_library(path: Path) -> None:
     writer.close()
 
 
-def test_what_the_library_writes(path: Path) -> None:
+def test_files_written_by_the_library(path: Path) -> None:
     write_by_library(path)
     header, oracle = read_gguf_header(path), gguf.GGUFReader(path)
     actual = {

@@ -35,7 +35,7 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_kubernetes_has_what_is_asked_of_it(rendered: Path, version: str) -> None:
+def test_kubernetes_accepts_all_manifests(rendered: Path, version: str) -> None:
     """Unknown kinds are exactly those that are checked elsewhere."""
     result = tool("kubernetes-validate", "--strict", "-k", version, *sorted(rendered.iterdir()))
     assert result.returncode == 0, result.stdout
@@ -56,7 +56,7 @@ def test_kubernetes_refuses_a_field_that_is_not(tmp_path: Path) -> None:
     assert "readinesProbe" in result.stdout + result.stderr
 
 
-def test_checkov_finds_what_is_explained_and_nothing_else(rendered: Path) -> None:
+def test_checkov_reports_only_documented_exceptions(rendered: Path) -> None:
     """The skipped checks are exactly those that fail."""
     result = tool("checkov", "-d", rendered, "--framework", "kubernetes", "--skip-download", "-o", "json")
     checks = json.loads(result.stdout)["results"]

@@ -69,7 +69,7 @@ def test_the_ports_are_those_of_either_end(variables: dict[str, str]) -> None:
     assert ports[port_name] == LauncherConfig.__dataclass_fields__["port"].default
 
 
-def test_pipelines_name_what_there_is() -> None:
+def test_pipelines_name_declared_components() -> None:
     collector = read(EXAMPLE / "collector.yaml")
     for pipeline in collector["service"]["pipelines"].values():
         for kind, names in pipeline.items():

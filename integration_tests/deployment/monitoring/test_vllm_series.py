@@ -72,7 +72,7 @@ def test_every_query_gives_data(aliased: Watched) -> None:
         "vllm:num_preemptions_total * 0 / 0",
     ],
 )
-def test_what_nothing_answers_is_found(aliased: Watched, query: str) -> None:
+def test_expressions_without_data_are_reported(aliased: Watched, query: str) -> None:
     assert not any(map(math.isfinite, answer(aliased, query)))
 
 

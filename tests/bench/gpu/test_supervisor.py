@@ -31,7 +31,7 @@ ENDS = {
 }
 
 
-def test_all_ends_come_home(tmp_path: Path) -> None:
+def test_all_outcomes_are_recorded(tmp_path: Path) -> None:
     cases = {name: make_case(name) for name in ENDS}
     cases["import_nothing"] = Case("import_nothing", "a_module_that_nobody_has:run", 20.0)
     results = run_cases(tmp_path, [*cases.values()], libraries=["torch", "triton"])
@@ -46,7 +46,7 @@ def test_all_ends_come_home(tmp_path: Path) -> None:
     assert "what it printed" in (tmp_path / "logs.txt").read_text()
 
 
-def test_cases_that_do_not_end_come_home(tmp_path: Path) -> None:
+def test_outcomes_of_hanging_cases_are_recorded(tmp_path: Path) -> None:
     cases = [make_case("hang", 1.2), make_case("import_slowly", 1.2)]
     results = run_cases(tmp_path, cases, num_parallel=2)
     assert [(each.key, each.value) for each in results["hang"][:-1]] == [(FIGURE, 1.0)]
@@ -60,7 +60,7 @@ def test_cases_that_do_not_end_come_home(tmp_path: Path) -> None:
     assert "what its service logged" in results["hang"][-1].detail
 
 
-def test_what_is_left_behind_is_ended(tmp_path: Path) -> None:
+def test_leftover_processes_are_ended(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     results = run_cases(tmp_path, [make_case("leave_services", 20.0, str(pids))])
     last = results["leave_services"][-1]

@@ -153,7 +153,7 @@ def test_no_splitting_loses_text(name: str) -> None:
         assert pieces[-1][1][1] == len(text)
 
 
-def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_tokenizers_are_refused_by_name(tmp_path: Path) -> None:
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("bert", {}, "tokenizer.ggml.model 'bert' is not supported; use one of: gpt2, llama, t5"),
         ("gpt2", {"tokenizer_pre": "kimi-k2"}, "tokenizer.ggml.pre 'kimi-k2' is not supported; use one of: "),

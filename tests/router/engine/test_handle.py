@@ -220,7 +220,7 @@ async def test_adapters_are_those_that_the_lease_names(scene: Scene) -> None:
     scene.handle.release(claim_id)
 
 
-async def test_a_cancelled_wait_gives_back_what_it_waited_for(scene: Scene) -> None:
+async def test_a_cancelled_wait_releases_its_reservation(scene: Scene) -> None:
     """Cancel calls at random times, before or after the engine has answered."""
     r = random.Random(2)
     for _ in range(20):

@@ -52,7 +52,7 @@ def lines(setup: Setup, count: int) -> list[dict[str, object]]:
         time.sleep(0.02)
 
 
-def test_what_the_prefix_cache_had_is_counted_once_per_input() -> None:
+def test_cached_tokens_are_counted_once_per_input() -> None:
     metrics = Metrics(MetricLimits(64, 64, 1))
     call = read_batch(batch("a", "b", "c"))
     timings = Timings(queue_s=0.0, first_token_s=None, total_s=0.1)

@@ -330,7 +330,7 @@ async def test_as_many_biases_as_are_allowed_fit_the_default_limit(tmp_path: Any
         assert dict(spec.sampling.logit_bias) == biases
 
 
-def test_the_log_has_the_keys_without_what_is_secret_or_long() -> None:
+def test_the_log_omits_secret_and_long_keys() -> None:
     headers: Headers = [
         ("x", "y"),
         ("tgis-logit-bias", "17:-100,42:1.5"),
@@ -366,7 +366,7 @@ def test_rules_hold_for_every_api(params: dict[str, Any], text: str) -> None:
         check_parameters(Parameters(**params), FMAAS, LIMITS, frozenset({1}), 50)
 
 
-def test_what_an_api_does_not_set_is_off() -> None:
+def test_parameters_unset_by_an_api_are_off() -> None:
     checked = check_parameters(Parameters(), FMAAS, LIMITS, frozenset({1}), 50).spec
     assert checked.sampling == Sampling()
     assert checked.stopping.eos_token_ids == {1}
@@ -389,7 +389,7 @@ RAW = [
 
 
 @on_the_fixtures_loop
-async def test_what_no_client_library_sends(served: ServedGrpc) -> None:
+async def test_metadata_that_no_client_library_sends(served: ServedGrpc) -> None:
     """The library refuses some of these headers. The others reach the service, which refuses them by key."""
     data, port = batch("a", stopping=stopping(1)).SerializeToString(), int(served.target.split(":")[1])
     failures = {kind: served.num_failures(kind) for kind in ("validation", "generate")}

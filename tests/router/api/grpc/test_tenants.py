@@ -171,7 +171,7 @@ def test_a_line_that_is_neither_form_is_refused_by_its_number(
     assert "secret" not in str(refused.value)
 
 
-def test_what_the_forms_allow(tmp_path: Path) -> None:
+def test_allowed_forms_of_token_lines(tmp_path: Path) -> None:
     path, long = tmp_path / "tokens", "x" * 128
     path.write_text(f"\r\n tenant a!~ t1 \r\n\ttenant\t{long}\tt2\n\ntenant a!~ t1\ntenant\nt3")
     tokens = BearerTokens(str(path))

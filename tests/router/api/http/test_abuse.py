@@ -181,7 +181,7 @@ def test_streams_that_are_cut(router: Setup, baseline: Mapping[str, float], port
         list(threads.map(lambda i: cut(port, STREAM, i % 7), range(count)))
 
 
-def test_streams_that_nobody_reads(router: Setup, baseline: Mapping[str, float], port: int) -> None:
+def test_unread_streams(router: Setup, baseline: Mapping[str, float], port: int) -> None:
     with undisturbed(router, baseline), contextlib.ExitStack() as ends:
         for _ in range(8):
             ends.enter_context(connected(port, STREAM))
